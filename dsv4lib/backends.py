@@ -1,0 +1,106 @@
+"""The three back ends a result can come from, and why one is or is not usable here.
+
+`native` is a GPU whose architecture matches the kernel's, `emulator` our functional PTX emulator on the CPU and
+`reference` the PyTorch oracle. Back ends register themselves by an import path, so this module imports neither the
+emulator nor the kernels. `auto` takes native, else emulator; it never falls back after a failure, and it takes
+`reference` only where no kernel is to be verified.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+
+NAMES = ("auto", "native", "emulator", "reference")
+
+# Compute capability that runs each target. `a` and `f` targets do not carry over to another major version.
+CAPABILITY = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_100f": (10, 0), "sm_103a": (10, 3)}
+
+# The emulator joins by existing: this module is looked up, never imported, until it is used.
+EMULATOR_MODULE = "dsv4lib.emulator"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether a back end can run here.
+
+    Attributes:
+        name: one of `native`, `emulator`, `reference`.
+        available: True if it can run kernels of the asked architecture now.
+        reason: one sentence, why or why not.
+        fix: what would make it available; empty if it is.
+    """
+
+    name: str
+    available: bool
+    reason: str
+    fix: str = ""
+
+
+def status(name: str, arch: str = "sm_100a") -> Status:
+    """Say whether back end ``name`` can run kernels compiled for ``arch`` on this machine.
+
+    Raises:
+        ArgumentError: unknown ``name`` or ``arch``.
+    """
+    if arch not in CAPABILITY:
+        raise ArgumentError("arch", arch, "one of " + ", ".join(CAPABILITY))
+    if name == "native":
+        return _native(arch)
+    if name == "emulator":
+        if importlib.util.find_spec(EMULATOR_MODULE) is None:
+            return Status("emulator", False, "the emulator is not part of this version of the lab", "update the lab")
+        return Status("emulator", True, f"the emulator runs {arch} kernels on this CPU")
+    if name == "reference":
+        return Status("reference", True, "the PyTorch oracle runs anywhere; it verifies the model, not a kernel")
+    raise ArgumentError("backend", name, "one of " + ", ".join(NAMES[1:]))
+
+
+def _native(arch: str) -> Status:
+    import torch
+
+    needed = CAPABILITY[arch]
+    if torch.version.cuda is None:
+        return Status("native", False, "torch is a CPU build", "install a CUDA build of torch (see ./dsv4 doctor)")
+    if not torch.cuda.is_available():
+        return Status("native", False, "no usable NVIDIA driver or GPU", "see ./dsv4 doctor")
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    if needed in found:
+        return Status("native", True, f"a GPU of compute capability {needed[0]}.{needed[1]} runs {arch} kernels")
+    have = ", ".join(f"{a}.{b}" for a, b in sorted(found))
+    need = f"{needed[0]}.{needed[1]}"
+    return Status("native", False, f"the GPU has compute capability {have}; {arch} needs {need}", f"use a {need} GPU")
+
+
+def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
+    """The back end that a choice means here.
+
+    Args:
+        name: `auto`, `native`, `emulator` or `reference`.
+        arch: the architecture the kernels are compiled for.
+        kernel: True if a kernel must run; then `auto` never means `reference`.
+
+    Returns:
+        `native`, `emulator` or `reference`.
+
+    Raises:
+        ArgumentError: unknown ``name`` or ``arch``.
+        BackendUnavailable: it cannot run here; the message says why and what would help.
+    """
+    if name not in NAMES:
+        raise ArgumentError("backend", name, "one of " + ", ".join(NAMES))
+    if name != "auto":
+        found = status(name, arch)
+        if not found.available:
+            raise BackendUnavailable(f"back end {name} cannot run here: {found.reason} (fix: {found.fix})")
+        return name
+    tried = [status("native", arch), status("emulator", arch)]
+    for candidate in tried:
+        if candidate.available:
+            return candidate.name
+    if not kernel:
+        return "reference"
+    why = "; ".join(f"{s.name}: {s.reason}" for s in tried)
+    raise BackendUnavailable(f"no back end runs {arch} kernels here ({why})")

@@ -1,0 +1,83 @@
+"""What this workspace is made of: its root, versions, source fingerprint and machine, without private detail.
+
+Everything here may be printed in a notebook card or written to a record, so nothing names a user, a host or a path
+outside the workspace.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = (
+    "torch",
+    "nvidia-cutlass-dsl",
+    "cuda-python",
+    "numpy",
+    "jupyterlab",
+    "papermill",
+    "matplotlib",
+    "ipywidgets",
+    "nbstripout",
+    "transformers",
+    "tensor-layouts",
+)
+
+
+@functools.cache
+def root() -> Path:
+    """The workspace: the folder that holds `dsv4lib/`, `stages/` and `notebooks/`."""
+    return Path(__file__).resolve().parent.parent
+
+
+def versions() -> dict[str, str]:
+    """Installed version of Python and of each package the results depend on ("missing" if it is not installed)."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def source_fingerprint(*folders: str) -> str:
+    """12 hex digits over the Python sources a result depends on (names and contents).
+
+    Args:
+        folders: paths relative to the workspace; default `dsv4lib`.
+    """
+    digest = hashlib.sha256()
+    for folder in folders or ("dsv4lib",):
+        for path in sorted((root() / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(root())).encode() + b"\0")
+            digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def machine() -> dict[str, str]:
+    """Processor kind, usable cores, memory and GPU names. No host name, user or path."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    facts = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB",
+        "python": sys.implementation.name,
+    }
+    gpus = gpu_names()
+    facts["gpu"] = ", ".join(gpus) if gpus else "none"
+    return facts
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs torch can use; empty without a GPU or with a CPU build of torch."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
