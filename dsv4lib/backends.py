@@ -15,7 +15,8 @@ from dsv4lib.errors import ArgumentError, BackendUnavailable
 
 NAMES = ("auto", "native", "emulator", "reference")
 
-# Compute capability that runs each target. `a` and `f` targets do not carry over to another major version.
+# The compute capability each target is made for. An `a` target runs on exactly that one; `f` and plain targets also run
+# on later minor versions of the same major version.
 CAPABILITY = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_100f": (10, 0), "sm_103a": (10, 3)}
 
 # The emulator joins by existing: this module is looked up, never imported, until it is used.
@@ -62,13 +63,17 @@ def _native(arch: str) -> Status:
     import torch
 
     needed = CAPABILITY[arch]
+
+    def fits(have: tuple[int, int]) -> bool:
+        return have == needed or (not arch.endswith("a") and have[0] == needed[0] and have[1] >= needed[1])
+
     if torch.version.cuda is None:
         return Status("native", False, "torch is a CPU build", "install a CUDA build of torch (see ./dsv4 doctor)")
     if not torch.cuda.is_available():
         return Status("native", False, "no usable NVIDIA driver or GPU", "see ./dsv4 doctor")
     found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    if needed in found:
-        return Status("native", True, f"a GPU of compute capability {needed[0]}.{needed[1]} runs {arch} kernels")
+    for major, minor in filter(fits, found):
+        return Status("native", True, f"a GPU of compute capability {major}.{minor} runs {arch} kernels")
     have = ", ".join(f"{a}.{b}" for a, b in sorted(found))
     need = f"{needed[0]}.{needed[1]}"
     return Status("native", False, f"the GPU has compute capability {have}; {arch} needs {need}", f"use a {need} GPU")
