@@ -7,6 +7,9 @@ machine that would show it.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import os
+import platform
 import re
 import shutil
 import sys
@@ -19,9 +22,8 @@ GIB = 2**30
 MIN_FREE_GIB = 2.0  # compile caches, run records and reports
 # NVIDIA's compatibility table: the first driver branch that runs each CUDA major version.
 MIN_DRIVER = {12: "525", 13: "580"}
-CUDA_INDEX_HINT = (
-    "pip install --force-reinstall torch==2.13.0 from the default index (its Linux build is the CUDA 13 one)"
-)
+INSTALL = "pip install -r requirements.lock"
+CUDA_TORCH = "pip install --force-reinstall torch==2.13.0 from the default index (its Linux build is for CUDA 13)"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Facts:
     dsl_flavors: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     chromium: str | None = None
-    kernel_backends: tuple[backends.Status, ...] = field(default=())
+    kernel_backends: dict[str, tuple[backends.Status, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,16 @@ def gather() -> Facts:
     from importlib import metadata
 
     installed = {normal(d.name): d.version for d in metadata.distributions() if d.name}
-    try:
+    torch_cuda, sees_gpu, statuses = None, False, {}
+    if has_torch := importlib.util.find_spec("torch") is not None:
         import torch
 
-        torch_cuda = _version(torch.version.cuda)
-        sees_gpu = torch.cuda.is_available()
-        gpus = tuple(env.gpu_names())
-    except ImportError:
-        torch_cuda, sees_gpu, gpus = None, False, ()
-    found = []
-    for arch in ("sm_100a", "sm_90a"):
-        found += [backends.status("native", arch), backends.status("emulator", arch)] if torch_importable() else []
+        torch_cuda, sees_gpu = _version(torch.version.cuda), torch.cuda.is_available()
+        for arch in ("sm_100a", "sm_90a"):
+            statuses[arch] = (backends.status("native", arch), backends.status("emulator", arch))
     return Facts(
         python=sys.version_info[:2],
-        platform=env.machine()["system"] if torch_importable() else sys.platform,
+        platform=f"{platform.system()} {platform.machine()}",
         free_gib=shutil.disk_usage(env.root()).free / GIB,
         installed=installed,
         locked=read_lock(env.root() / "requirements.lock"),
@@ -93,19 +91,10 @@ def gather() -> Facts:
         torch_cuda=torch_cuda,
         torch_sees_gpu=sees_gpu,
         dsl_flavors=tuple(m for m in (12, 13) if f"nvidia-cutlass-dsl-libs-cu{m}" in installed),
-        gpus=gpus,
+        gpus=tuple(env.gpu_names()) if has_torch else (),
         chromium=find_chromium(),
-        kernel_backends=tuple(found),
+        kernel_backends=statuses,
     )
-
-
-def torch_importable() -> bool:
-    """True if `import torch` works; everything that asks about GPUs needs it."""
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def driver_cuda() -> tuple[int, int] | None:
@@ -122,8 +111,6 @@ def driver_cuda() -> tuple[int, int] | None:
 
 def find_chromium() -> str | None:
     """The browser the browser tests use: DSV4_CHROMIUM, else one on PATH."""
-    import os
-
     chosen = os.environ.get("DSV4_CHROMIUM")
     if chosen:
         return chosen if shutil.which(chosen) else None
@@ -153,7 +140,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 def _diagnose_install(facts: Facts) -> list[Finding]:
     found = []
     if facts.python < (3, 11):
-        found.append(Finding("problem", "python", f"{facts.python} is too old", "install Python 3.11 or newer"))
+        found.append(_problem("python", f"{_dotted(facts.python)} is too old", "install Python 3.11 or newer"))
     missing = sorted(n for n in facts.locked if n not in facts.installed)
     # A local label (2.13.0+cpu) is the same release built differently; the CUDA findings judge that.
     wrong = sorted(
@@ -162,126 +149,87 @@ def _diagnose_install(facts: Facts) -> list[Finding]:
         if n in facts.installed and facts.installed[n].split("+")[0] != v
     )
     if missing:
-        found.append(
-            Finding("problem", "packages", "missing: " + ", ".join(missing), "pip install -r requirements.lock")
-        )
+        found.append(_problem("packages", "missing: " + ", ".join(missing), INSTALL))
     if wrong:
-        found.append(
-            Finding("problem", "packages", "not as locked: " + ", ".join(wrong), "pip install -r requirements.lock")
-        )
-    if not missing and not wrong:
-        found.append(Finding("ok", "packages", f"all {len(facts.locked)} pins of requirements.lock are installed"))
-    return found
+        found.append(_problem("packages", "not as locked: " + ", ".join(wrong), INSTALL))
+    return found or [Finding("ok", "packages", f"all {len(facts.locked)} pins of requirements.lock are installed")]
 
 
 def _diagnose_cuda(facts: Facts) -> list[Finding]:
-    if facts.torch_cuda is None and facts.driver_cuda is None:
-        return [
-            Finding("ok", "gpu", "no NVIDIA driver and a CPU build of torch: kernels compile, nothing runs natively")
-        ]
-    if facts.torch_cuda is None:
-        return [
-            Finding(
-                "problem",
-                "gpu",
-                f"the driver supports CUDA {_dotted(facts.driver_cuda)} but torch is a CPU build",
-                CUDA_INDEX_HINT,
-            )
-        ]
-    if facts.driver_cuda is None:
-        return [
-            Finding(
-                "note",
-                "gpu",
-                f"torch is built for CUDA {_dotted(facts.torch_cuda)} but there is no NVIDIA driver",
-                f"on a machine with a GPU install driver {MIN_DRIVER.get(facts.torch_cuda[0], 'newest')} or newer; "
-                "without a GPU nothing is needed",
-            )
-        ]
-    if facts.driver_cuda[0] < facts.torch_cuda[0]:
-        return [
-            Finding(
-                "problem",
-                "gpu",
-                f"the driver supports CUDA {_dotted(facts.driver_cuda)}, torch needs {_dotted(facts.torch_cuda)}",
-                f"update the NVIDIA driver to {MIN_DRIVER.get(facts.torch_cuda[0], 'the newest')} or newer",
-            )
-        ]
-    found = []
-    usable = [m for m in facts.dsl_flavors if m <= facts.driver_cuda[0]]
+    driver, built = facts.driver_cuda, facts.torch_cuda
+    if driver is None and built is None:
+        return [Finding("ok", "gpu", "no NVIDIA driver, CPU build of torch: kernels compile, none runs natively")]
+    if driver is None:
+        fix = f"nothing without a GPU; with one, NVIDIA driver {MIN_DRIVER.get(built[0], 'newest')} or newer"
+        return [Finding("note", "gpu", f"torch is built for CUDA {_dotted(built)}, but there is no NVIDIA driver", fix)]
+    if built is None:
+        detail = f"the driver supports CUDA {_dotted(driver)}, but torch is a CPU build"
+        return [_problem("gpu", detail, CUDA_TORCH)]
+    if driver[0] < built[0]:
+        detail = f"the driver supports CUDA {_dotted(driver)}, torch needs {_dotted(built)}"
+        return [_problem("gpu", detail, f"update the NVIDIA driver to {MIN_DRIVER.get(built[0], 'newest')} or newer")]
+    found = _diagnose_dsl(facts, driver, built)
+    if not facts.torch_sees_gpu:
+        fix = "check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus option"
+        found.append(_problem("gpu", "driver and torch fit, but torch sees no GPU", fix))
+    return found or [Finding("ok", "gpu", f"{', '.join(facts.gpus)}; driver for CUDA {_dotted(driver)}")]
+
+
+def _diagnose_dsl(facts: Facts, driver: tuple[int, int], built: tuple[int, int]) -> list[Finding]:
+    """cutlass-dsl takes the newest of its installed CUDA runtimes that the driver supports; it should be torch's."""
+    usable = [m for m in facts.dsl_flavors if m <= driver[0]]
     if not usable:
         have = ", ".join(f"cu{m}" for m in facts.dsl_flavors) or "none"
-        found.append(
-            Finding(
-                "problem",
-                "cutlass-dsl",
-                f"its CUDA runtimes ({have}) do not fit a driver for CUDA {_dotted(facts.driver_cuda)}",
-                f"pip install 'nvidia-cutlass-dsl[cu13]=={facts.locked.get('nvidia-cutlass-dsl', '')}', or update the driver",
-            )
-        )
-    elif usable[-1] != facts.torch_cuda[0]:
-        found.append(
-            Finding(
-                "problem",
-                "cutlass-dsl",
-                f"cutlass-dsl will use its cu{usable[-1]} runtime, torch is built for CUDA {facts.torch_cuda[0]}",
-                f"install the same major version of both: pip install 'nvidia-cutlass-dsl[cu{facts.torch_cuda[0]}]' "
-                "or the matching build of torch",
-            )
-        )
-    if not facts.torch_sees_gpu:
-        found.append(
-            Finding(
-                "problem",
-                "gpu",
-                "driver and torch fit, but torch sees no GPU",
-                "check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's --gpus option",
-            )
-        )
-    return found or [Finding("ok", "gpu", ", ".join(facts.gpus) + f"; driver for CUDA {_dotted(facts.driver_cuda)}")]
+        detail = f"its CUDA runtimes ({have}) do not fit a driver for CUDA {_dotted(driver)}"
+        return [_problem("cutlass-dsl", detail, f"{INSTALL} (it brings cu12 and cu13), or update the driver")]
+    if usable[-1] != built[0]:
+        detail = f"it will use its cu{usable[-1]} runtime, torch is built for CUDA {built[0]}"
+        fix = f"pip install 'nvidia-cutlass-dsl[cu{built[0]}]=={facts.locked['nvidia-cutlass-dsl']}', or {CUDA_TORCH}"
+        return [_problem("cutlass-dsl", detail, fix)]
+    return []
 
 
 def _diagnose_backends(facts: Facts) -> list[Finding]:
     found = []
     for arch, kind in (("sm_100a", "Blackwell"), ("sm_90a", "Hopper")):
-        able = [s.name for s in facts.kernel_backends if s.available and (arch in s.reason)]
+        able = [s.name for s in facts.kernel_backends.get(arch, ()) if s.available]
         if able:
             found.append(Finding("ok", f"{kind} kernels", f"run here: {', '.join(able)}"))
         else:
-            found.append(
-                Finding("note", f"{kind} kernels", "compile here, cannot run", "a GPU of that kind; notebooks say so")
-            )
+            why = "; ".join(f"{s.name}: {s.reason}" for s in facts.kernel_backends.get(arch, ()))
+            found.append(Finding("note", f"{kind} kernels", f"compile here but do not run ({why})"))
     return found
 
 
 def _diagnose_disk(facts: Facts) -> Finding:
     if facts.free_gib < MIN_FREE_GIB:
-        return Finding(
-            "problem", "disk", f"{facts.free_gib:.1f} GiB free", f"free {MIN_FREE_GIB:.0f} GiB: data/runs grows"
-        )
+        return _problem("disk", f"{facts.free_gib:.1f} GiB free", f"free {MIN_FREE_GIB:.0f} GiB")
     return Finding("ok", "disk", f"{facts.free_gib:.0f} GiB free")
 
 
-def _dotted(version: tuple[int, int] | None) -> str:
-    return "none" if version is None else f"{version[0]}.{version[1]}"
+def _problem(what: str, detail: str, fix: str) -> Finding:
+    return Finding("problem", what, detail, fix)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def main() -> int:
     """Print versions and the diagnosis; returns 0 without a problem, else 1."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    console = Console()
+    console = Console(soft_wrap=True, highlight=False)
     facts = gather()
-    console.print("  ".join(f"{escape(name)} [bold]{version}[/]" for name, version in env.versions().items()))
+    console.print("  ".join(f"{name} [bold]{version}[/]" for name, version in env.versions().items()))
     console.print(f"{facts.platform}, {len(facts.gpus)} GPU(s), sources {env.source_fingerprint()}")
-    colours = {"ok": "green", "note": "yellow", "problem": "red"}
-    table = Table("", "topic", "finding", "fix", title="Diagnosis", title_justify="left")
     findings = diagnose(facts)
+    colours = {"ok": "green", "note": "yellow", "problem": "red"}
     for f in findings:
-        table.add_row(f"[{colours[f.level]}]{f.level}[/]", f.what, escape(f.detail), escape(f.fix))
-    console.print(table)
+        console.print(f"[{colours[f.level]}]{f.level:8}[/] {f.what:18} {escape(f.detail)}")
+        if f.fix:
+            console.print(f"{'':27} fix: {escape(f.fix)}")
     problems = sum(f.level == "problem" for f in findings)
     console.print(f"{problems} problem(s). `./dsv4 run` {'needs the fixes above' if problems else 'is ready'}.")
     return 1 if problems else 0

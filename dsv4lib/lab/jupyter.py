@@ -1,4 +1,4 @@
-"""`dsv4 lab`: JupyterLab on this workspace, bound to 127.0.0.1 with a token, with the lab importable in every kernel."""
+"""`dsv4 lab`: JupyterLab on this workspace, on 127.0.0.1 with a token, the lab importable in every kernel."""
 
 from __future__ import annotations
 

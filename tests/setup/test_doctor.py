@@ -1,0 +1,74 @@
+"""Every diagnosis of `dsv4 doctor`, from made-up facts, and one look at the real machine."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4lib import backends
+from dsv4lib.lab import doctor
+
+GOOD = doctor.Facts(
+    python=(3, 11),
+    platform="Linux x86_64",
+    free_gib=80.0,
+    installed={"torch": "2.13.0+cu130", "nvidia-cutlass-dsl": "4.8.1"},
+    locked={"torch": "2.13.0", "nvidia-cutlass-dsl": "4.8.1"},
+    driver_cuda=(13, 0),
+    torch_cuda=(13, 0),
+    torch_sees_gpu=True,
+    dsl_flavors=(12, 13),
+    gpus=("NVIDIA B200",),
+    chromium="/usr/bin/chromium",
+    kernel_backends={"sm_100a": (backends.Status("native", True, "runs"),), "sm_90a": ()},
+)
+
+
+def problems(**changes):
+    return [f for f in doctor.diagnose(replace(GOOD, **changes)) if f.level == "problem"]
+
+
+def test_a_good_gpu_machine_has_no_problem():
+    assert problems() == []
+
+
+def test_a_machine_without_a_gpu_has_no_problem():
+    assert problems(driver_cuda=None, torch_cuda=None, torch_sees_gpu=False, gpus=()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "detail", "fix"),
+    [
+        ({"torch_cuda": None, "torch_sees_gpu": False}, "gpu", "CPU build", "torch==2.13.0"),
+        ({"driver_cuda": (12, 9)}, "gpu", "supports CUDA 12.9", "580"),
+        ({"dsl_flavors": (12,)}, "cutlass-dsl", "cu12", "nvidia-cutlass-dsl[cu13]==4.8.1"),
+        ({"torch_cuda": (12, 9)}, "cutlass-dsl", "cu13", "nvidia-cutlass-dsl[cu12]"),
+        ({"dsl_flavors": ()}, "cutlass-dsl", "none", "requirements.lock"),
+        ({"torch_sees_gpu": False}, "gpu", "sees no GPU", "nvidia-smi"),
+        ({"free_gib": 0.5}, "disk", "0.5 GiB", "free 2 GiB"),
+        ({"installed": {"torch": "2.13.0"}}, "packages", "missing: nvidia-cutlass-dsl", "requirements.lock"),
+        (
+            {"installed": GOOD.installed | {"torch": "2.12.0"}},
+            "packages",
+            "torch 2.12.0 (lock: 2.13.0)",
+            "requirements",
+        ),
+        ({"python": (3, 10)}, "python", "3.10", "3.11"),
+    ],
+)
+def test_each_problem_names_its_fix(changes, topic, detail, fix):
+    found = problems(**changes)
+    assert len(found) == 1, found
+    assert (found[0].what, detail in found[0].detail, fix in found[0].fix) == (topic, True, True), found
+
+
+def test_cuda_torch_without_a_driver_is_a_note():
+    found = doctor.diagnose(replace(GOOD, driver_cuda=None, torch_sees_gpu=False))
+    (note,) = [f for f in found if f.what == "gpu"]
+    assert note.level == "note" and "580" in note.fix
+
+
+def test_this_machine(capsys):
+    code = doctor.main()
+    out = capsys.readouterr().out
+    assert "nvidia-cutlass-dsl" in out and "torch" in out
+    assert code == (0 if "0 problem(s)" in out else 1)
