@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import sys
 
 from dsv4lib import env
-from dsv4lib.errors import ArgumentError
+from dsv4lib.errors import ArgumentError, DSV4Error
 
 FIRST_NOTEBOOK = "notebooks/00_start_here.ipynb"
 
@@ -25,7 +26,10 @@ def command(
 
     Raises:
         ArgumentError: the notebook does not exist, the port is out of range or the token is shorter than 8 characters.
+        DSV4Error: JupyterLab is not installed (possible with DSV4_PYTHON).
     """
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise DSV4Error(f"this environment has no jupyterlab: {sys.executable} -m pip install -r requirements.lock")
     if not (env.root() / notebook).is_file():
         have = ", ".join(sorted(p.name for p in (env.root() / "notebooks").glob("*.ipynb")))
         raise ArgumentError("notebook", notebook, f"a notebook of this workspace ({have})")

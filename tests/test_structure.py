@@ -1,0 +1,132 @@
+"""The rules that keep the parts together, as tests: who imports whom, sizes, docstrings, what is never committed."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dsv4lib"
+LEAVES = {"errors", "config", "env", "backends"}  # modules of the package's top level, importable from everywhere
+
+# What each part may import of the package, besides itself and the leaves. `backends` looks back ends up by name.
+MAY_IMPORT = {
+    "formats": set(),
+    "reference": {"formats"},
+    "kernels": {"formats"},
+    "cache": {"formats"},
+    "ops": {"formats", "kernels", "cache"},
+    "layers": {"ops"},
+    "model": {"layers", "ops", "cache"},
+    "loader": {"formats", "model"},
+    "emulator": set(),
+    "check": set(),
+    "viz": set(),
+    "bench": {"ops", "emulator"},
+    "lab": {"formats", "reference", "kernels", "cache", "ops", "layers", "model", "loader", "check", "viz", "bench"},
+}
+# These know nothing of DSV4: they could be packages of their own.
+GENERAL = {"emulator", "viz", "check"}
+
+# A file may be longer than 600 lines only with a reason in its first lines; so far none needs to be.
+MAX_FILE, MAX_FUNCTION = 600, 150
+
+
+def tracked(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def sources():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path):
+    """Top-level parts of dsv4lib that a file imports, at module level or inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dsv4lib":
+            parts = node.module.split(".")[1:]
+            found |= {parts[0]} if parts else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dsv4lib.")}
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_dependencies_point_one_way(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    wanted = imported(path) - {part}
+    if part in LEAVES or part == "__init__":
+        assert wanted <= LEAVES
+        return
+    allowed = MAY_IMPORT[part] | (LEAVES if part not in GENERAL else {"errors"})
+    assert wanted <= allowed, f"{part} may import {sorted(allowed)}, but {path.name} imports {sorted(wanted - allowed)}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_every_file_has_a_reason_and_a_readable_size(path):
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "a module says in its first line why it exists"
+    assert text.count("\n") <= MAX_FILE
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < MAX_FUNCTION, f"{node.name} is too long"
+
+
+def test_public_functions_are_annotated():
+    bare = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                arguments = [a for a in node.args.args + node.args.kwonlyargs if a.arg not in ("self", "cls")]
+                bare += [f"{path.name}:{node.name}({a.arg})" for a in arguments if a.annotation is None]
+    assert bare == []
+
+
+def test_style():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "format", "--check", "dsv4lib", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_notebooks_are_committed_stripped():
+    notebooks = tracked("*.ipynb")
+    assert notebooks
+    flags = shlex.split((ROOT / ".nbstripout").read_text())
+    command = [sys.executable, "-m", "nbstripout", "--verify", *flags, *map(str, notebooks)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_nothing_executes_what_it_reads():
+    """No pickle, no eval of text, no remote code: checkpoints are safetensors, configuration is data."""
+    banned = re.compile(
+        r"\bpickle\b|\btorch\.load\b|trust_remote_code=True|(?<![.\w])eval\(|(?<![.\w])exec\(|yaml\.load\("
+    )
+    hits = [f"{p.relative_to(ROOT)}: {m[0]}" for p in sources() for m in banned.finditer(p.read_text())]
+    assert hits == []
+
+
+def test_no_private_paths_or_big_files():
+    private = re.compile(r"/home/\w|/root/|/Users/\w|BEGIN [A-Z ]*PRIVATE KEY|(?:ghp|hf)_[A-Za-z0-9]{20}")
+    hits = []
+    for path in tracked():
+        if path == Path(__file__):
+            continue
+        size = path.stat().st_size
+        assert size <= 1 << 20, f"{path.name} has {size} bytes"
+        if private.search(path.read_text(errors="replace")):
+            hits.append(str(path.relative_to(ROOT)))
+    assert hits == []
