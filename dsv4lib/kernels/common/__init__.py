@@ -1,0 +1,1 @@
+"""What several kernels share: layouts and, later, pipelines, TMEM plans and schedulers."""

@@ -1,0 +1,103 @@
+"""A second opinion on every layout: the same numbers from a library that shares no code with the compiler.
+
+Source: tensor-layouts (PyPI), a pure Python implementation of CuTe's layout algebra with a bank-conflict analysis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensor_layouts as tl
+from tensor_layouts.analysis import bank_conflicts as _analysis
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common.layouts import LayoutGrid, ThreadValueMap, check_choice, check_integer
+
+
+def independent(grid: LayoutGrid) -> np.ndarray:
+    """``grid.offsets`` computed again, one element at a time, by the tensor-layouts library.
+
+    Works in bits, so that a swizzle over bytes needs no case distinction by element width.
+
+    Returns:
+        int64 array of the same shape.
+    """
+    unit = grid.element_bits
+    layout: Any = tl.Layout(grid.shape, _scaled(grid.stride, unit))
+    if grid.swizzle is not None or grid.shift:
+        bits, base, shift = grid.swizzle or (0, 0, 0)
+        scale = grid.swizzle_bits.bit_length() - 1  # swizzle_bits is a power of two
+        layout = tl.ComposedLayout(tl.Swizzle(bits, base + scale, shift), layout, offset=grid.shift * unit)
+    rows, columns = grid.offsets.shape
+    return np.array([[layout(i, j) // unit for j in range(columns)] for i in range(rows)], dtype=np.int64)
+
+
+def _scaled(stride: Any, factor: int) -> Any:
+    return tuple(_scaled(s, factor) for s in stride) if isinstance(stride, tuple) else stride * factor
+
+
+def independent_tv(tv: ThreadValueMap) -> tuple[np.ndarray, np.ndarray]:
+    """``(tv.rows, tv.columns)`` computed again by tensor-layouts from the copy's thread-value layout and tiler."""
+    layout = tl.Layout(*tv.tv)
+    tilers = [tl.Layout(*t) for t in tv.tiler]
+    rests = [tl.complement(t, extent) for t, extent in zip(tilers, tv.tile, strict=True)]
+    tile_rows, tile_values = tl.size(tilers[0]), tl.size(tl.mode(layout, 1))
+    rest_rows = tl.size(rests[0])
+    out = np.empty((2, *tv.rows.shape), dtype=np.int64)
+    for v in range(tv.rows.shape[1]):
+        repeat, value = divmod(v, tile_values)
+        row_base, column_base = rests[0](repeat % rest_rows), rests[1](repeat // rest_rows)
+        for t in range(tv.rows.shape[0]):
+            index = layout(t, value)
+            out[0, t, v] = tilers[0](index % tile_rows) + row_base
+            out[1, t, v] = tilers[1](index // tile_rows) + column_base
+    return out[0], out[1]
+
+
+def bank_conflicts(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16) -> int:
+    """How many turns the banks need when ``lanes`` threads read one chunk each from consecutive lines of the tile.
+
+    A line is a row of a K-major tile and a column of an MN-major one: the direction in which a swizzle must help.
+    Counted by tensor-layouts' own analysis (32 banks of 4 bytes; equal words are one broadcast).
+
+    Args:
+        grid: a shared-memory layout, 8 to 32 bits an element.
+        lanes: threads served together. 8 lanes x 16 bytes is one phase of a 128-bit load or of ``ldmatrix``.
+        chunk_bytes: consecutive bytes each thread reads.
+    """
+    check_integer("lanes", lanes, 1, 32)
+    check_choice("chunk_bytes", chunk_bytes, (4, 8, 16))
+    check_choice("grid.element_bits", grid.element_bits, (8, 16, 32))
+    size = grid.element_bits // 8
+    across = 0 if _is_row_major(grid) else 1
+    if lanes > grid.offsets.shape[across]:
+        raise ArgumentError("lanes", lanes, f"at most the {grid.offsets.shape[across]} lines of the tile")
+    lines = tl.compose(tl.Layout(grid.shape[across], grid.stride[across]), tl.Layout(lanes, 1))
+    lines = tl.Layout(lines.shape, _scaled(lines.stride, size))
+    access: Any = tl.Layout((lines.shape, chunk_bytes), (lines.stride, 1))
+    if grid.swizzle is not None:
+        access = tl.ComposedLayout(tl.Swizzle(*grid.swizzle), access)
+    return int(_analysis(access, element_bytes=1)["max_ways"])
+
+
+def _is_row_major(grid: LayoutGrid) -> bool:
+    """True when neighbours along a row are neighbours in memory."""
+    return grid.offsets.shape[1] > 1 and abs(int(grid.offsets[0, 1] - grid.offsets[0, 0])) == 1
+
+
+def chunk_accesses(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16, chunk: int = 0) -> np.ndarray:
+    """Byte address of every chunk in the access that `bank_conflicts` counts.
+
+    Args:
+        grid, lanes, chunk_bytes: as in `bank_conflicts`.
+        chunk: which chunk of the line all threads read.
+
+    Returns:
+        int64 [lanes]: first byte of each thread's chunk.
+    """
+    addresses = grid.byte_addresses if _is_row_major(grid) else grid.byte_addresses.T
+    step = chunk_bytes * 8 // grid.element_bits
+    check_integer("lanes", lanes, 1, addresses.shape[0])
+    check_integer("chunk", chunk, 0, addresses.shape[1] // step - 1)
+    return addresses[:lanes, chunk * step]
