@@ -1,0 +1,183 @@
+"""The KV compressor: ``rate`` tokens become one entry by a softmax per channel, with the state that decode keeps.
+
+For a token at position t, with z the gate and ape a bias by the token's place in its window::
+
+    k(t) = wkv x_t            z(t) = wgate x_t + ape[t mod rate]
+
+    HCA   e_w = sum_t softmax_t(z(t)) * k(t)     over the ``rate`` tokens of window w, one softmax per channel
+    CSA   rows are twice as wide, [Ca | Cb]; e_w pools 2 * rate slots: window w - 1 through its Ca half and
+          window w through its Cb half (before window 0: gate -inf, value 0)
+
+    entry w = codec(rope(RMSNorm(e_w), position w * rate))
+
+An entry exists once its window is complete; the token that completes it already sees it. The state is a ring of (k, z)
+rows, slot = position mod rows: ``rate`` rows for HCA, ``2 * rate`` for CSA, whose overlap needs the window before too.
+Source: DSV4 paper, CSA and HCA equations; released inference code for halves, bias and position.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.reference import rmsnorm, rope
+from dsv4lib.reference.qnorm_rope_kv import Codec
+
+
+class State(NamedTuple):
+    """What a compressor must remember between calls.
+
+    k, z ``[B, rows, width]``, row of position t at slot ``t mod rows``; z includes the bias. Slots never written have
+    z = -inf and k = 0, so that the window before the first one pools to nothing.
+    """
+
+    k: torch.Tensor
+    z: torch.Tensor
+
+
+class Weights(NamedTuple):
+    """wkv, wgate ``[width, d]``, ape ``[rate, width]``, norm ``[D]``; width is D (HCA) or 2 D (CSA)."""
+
+    wkv: torch.Tensor
+    wgate: torch.Tensor
+    ape: torch.Tensor
+    norm: torch.Tensor
+
+
+def new_state(batch: int, rate: int, width: int, overlap: bool, dtype: torch.dtype, device: torch.device) -> State:
+    """Empty state: ``rate`` rows, or ``2 * rate`` with overlap."""
+    shape = (batch, 2 * rate if overlap else rate, width)
+    return State(
+        torch.zeros(shape, dtype=dtype, device=device),
+        torch.full(shape, float("-inf"), dtype=dtype, device=device),
+    )
+
+
+def visible_count(positions: torch.Tensor, rate: int) -> torch.Tensor:
+    """How many entries the query at 0-based position t sees: entry s is visible iff ``s < floor((t + 1) / rate)``."""
+    return torch.div(positions + 1, rate, rounding_mode="floor")
+
+
+def entry_positions(index: torch.Tensor, rate: int) -> torch.Tensor:
+    """Rope position of entry ``index``: the first token of its window."""
+    return index * rate
+
+
+def project(x: torch.Tensor, positions: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """``k = wkv x`` and ``z = wgate x + ape[position mod rate]``: x ``[B, T, d]`` -> two ``[B, T, width]``."""
+    rate = weights.ape.shape[0]
+    return linear(x, weights.wkv), linear(x, weights.wgate) + weights.ape[positions % rate]
+
+
+def pool(k: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """``sum_t softmax_t(z) * k`` per channel: k, z ``[..., slots, D]`` -> ``[..., D]``."""
+    return (torch.softmax(z, dim=-2) * k).sum(-2)
+
+
+def overlap_slots(previous: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """The ``2 * rate`` slots a CSA entry pools: Ca (first half) of the previous window, Cb (second half) of this one.
+
+    Both ``[B, n, rate, 2 D]`` -> ``[B, n, 2 * rate, D]``. Used for k and z alike.
+    """
+    half = current.shape[-1] // 2
+    return torch.cat((previous[..., :half], current[..., half:]), dim=-2)
+
+
+def pool_windows(rows_k: torch.Tensor, rows_z: torch.Tensor, rate: int, overlap: bool) -> torch.Tensor:
+    """Pool rows of whole windows to entries.
+
+    Args:
+        rows_k, rows_z: ``[B, n * rate, D]``, or with overlap ``[B, (1 + n) * rate, 2 D]`` starting one window earlier.
+        rate: tokens per window.
+        overlap: CSA pooling over two windows.
+
+    Returns:
+        ``[B, n, D]``.
+    """
+    if rows_k.shape != rows_z.shape or rows_k.shape[1] % rate:
+        allowed = f"the shape of rows_z {tuple(rows_z.shape)}, with whole windows of {rate} rows"
+        raise ArgumentError("rows_k.shape", tuple(rows_k.shape), allowed)
+    k, z = (rows.unflatten(1, (-1, rate)) for rows in (rows_k, rows_z))
+    if overlap:
+        k, z = (overlap_slots(windows[:, :-1], windows[:, 1:]) for windows in (k, z))
+    return pool(k, z)
+
+
+def finish(
+    pooled: torch.Tensor,
+    index: torch.Tensor,
+    norm: torch.Tensor,
+    rate: int,
+    freqs: torch.Tensor,
+    eps: float,
+    codec: Codec | None = None,
+) -> torch.Tensor:
+    """Norm, rotate and round pooled entries ``[B, n, D]`` with entry numbers index ``[n]``."""
+    entries = rope.apply(rmsnorm.rmsnorm(pooled, norm, eps), entry_positions(index, rate), freqs)
+    return entries if codec is None else codec(entries)
+
+
+def history(state: State, start: int, rate: int, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows before position ``start`` that the next entries need, oldest first.
+
+    Those of the open window, and with overlap the window before it (slots never written if there is none).
+    """
+    first = start - start % rate - (rate if overlap else 0)
+    slots = torch.arange(first, start, device=state.k.device) % state.k.shape[1]
+    return state.k[:, slots], state.z[:, slots]
+
+
+def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
+    """State after the rows of positions ``start ..``: the newest rows overwrite the oldest."""
+    rows = state.k.shape[1]
+    keep = min(rows, k.shape[1])
+    slots = torch.arange(start + k.shape[1] - keep, start + k.shape[1], device=k.device) % rows
+    return State(
+        state.k.index_copy(1, slots, k[:, k.shape[1] - keep :]),
+        state.z.index_copy(1, slots, z[:, z.shape[1] - keep :]),
+    )
+
+
+def compress(
+    x: torch.Tensor,
+    state: State,
+    start: int,
+    weights: Weights,
+    freqs: torch.Tensor,
+    eps: float,
+    *,
+    overlap: bool,
+    codec: Codec | None = None,
+) -> tuple[torch.Tensor, State]:
+    """Compress the tokens at positions ``start .. start + T - 1``, continuing from ``state``.
+
+    Args:
+        x: ``[B, T, d]``, the layer's normed input.
+        state: rows kept from the tokens before; see :class:`State`.
+        start: position of ``x[:, 0]``; any, also inside a window.
+        weights: see :class:`Weights`.
+        freqs: the layer's rope frequencies.
+        eps: of the RMSNorm.
+        overlap: True for CSA and its indexer, False for HCA.
+        codec: rounding of the finished entries.
+
+    Returns:
+        The entries whose windows these tokens complete, numbers ``start // rate .. (start + T) // rate - 1``, as
+        ``[B, n, D]`` (n may be 0), and the new state.
+    """
+    rate, length = weights.ape.shape[0], x.shape[1]
+    positions = torch.arange(start, start + length, device=x.device)
+    k, z = project(x, positions, weights)
+    old_k, old_z = history(state, start, rate, overlap)
+    first, after = start // rate, (start + length) // rate
+    rows = (after - first + (1 if overlap else 0)) * rate
+    rows_k, rows_z = torch.cat((old_k, k), dim=1)[:, :rows], torch.cat((old_z, z), dim=1)[:, :rows]
+    if after > first:
+        pooled = pool_windows(rows_k, rows_z, rate, overlap)
+    else:
+        pooled = x.new_zeros(x.shape[0], 0, weights.norm.shape[0])
+    index = torch.arange(first, after, device=x.device)
+    return finish(pooled, index, weights.norm, rate, freqs, eps, codec), update(state, k, z, start)
