@@ -63,6 +63,12 @@ class TestCriteria:
         assert check.compare(a, e, tol=with_bounds(abs=1e-3, rel=0.1)).mismatches == 0  # 100 <= 0.1 * 1100 by rel
         assert check.compare(a, e, tol=with_bounds(abs=0.0, rel=0.1)).mismatches == 2
 
+    def test_abs_and_rel_do_not_add_up(self):
+        e = torch.ones(1, 64, dtype=torch.float64)
+        a = e.clone()
+        a[0, 0] = 1.15
+        assert check.compare(a, e, tol=with_bounds(abs=0.1, rel=0.1)).mismatches == 1
+
     def test_absolute_bound_follows_the_scale_of_the_row(self):
         e = torch.ones(2, 64, dtype=torch.float64)
         e[1] *= 1e-6
@@ -273,9 +279,14 @@ class TestWithinFactor:
         assert not check.within_factor(bad, self.peer, self.oracle).passed
 
     def test_lucky_peer_does_not_make_the_rule_impossible(self):
-        exact = torch.full((4, 8), 1.0 / 3.0, dtype=torch.float64)
-        rounded = exact.float()
-        assert check.within_factor(rounded, rounded, exact).passed
+        exact = torch.full((4, 8), 1.5, dtype=torch.float64)
+        peer = exact.bfloat16()
+        one_step = peer.clone()
+        one_step[2, 5] += 2.0**-7
+        assert check.within_factor(one_step, peer, exact).passed
+        two_steps = peer.clone()
+        two_steps[2, 5] += 2.0**-6
+        assert not check.within_factor(two_steps, peer, exact).passed
 
     def test_nan_is_not_an_error_of_size_zero(self):
         bad = self.peer.clone()
