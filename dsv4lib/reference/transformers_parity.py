@@ -27,9 +27,15 @@ from torch import Tensor
 
 from dsv4lib.config import TINY, LayerKind, ModelConfig, YarnConfig, schedule
 from dsv4lib.errors import ArgumentError
+from dsv4lib.reference.model import ReferenceModel
 
 LOGITS_BOUND = 5e-5
 """Max abs difference allowed on fp32 logits of standard deviation 1."""
+
+LAYER_BOUND = 2e-5
+"""Max abs difference allowed on an inner tensor, as a fraction of its RMS: rounding is relative to magnitude, and the
+streams grow from layer to layer while sublayer outputs stay small, so one absolute bound would be loose for some and
+too tight for others. Two correct fp32 implementations differ by up to 6e-6 of the RMS after six layers."""
 
 _BASE = replace(
     TINY,
@@ -309,6 +315,8 @@ Trace = dict[str, Tensor]
 ``layers.N.entries``       [B, n, head_dim]  compressed entries, normed and roped
 ``layers.N.index_keys``    [B, n, index_dim] the indexer's compressed keys
 ``layers.N.selected``      [B, T, n] bool    the indexer's picks, as a set
+``layers.N.hc_attn_post``  [B, T, 4]         mHC write-back weights (``hc_ffn_post`` alike)
+``layers.N.hc_attn_comb``  [B, T, 4, 4]      mHC mixing matrix (``hc_ffn_comb`` alike)
 ``layers.N.routing``       [B, T, E]         routing weights, zero where a token is not routed
 =========================  ================  =========================================================================
 """
@@ -398,6 +406,9 @@ def _hooks(model: Any, pieces: dict[str, list[Tensor]]) -> Iterator[None]:
     record(model.model.hc_head, "head", lambda _, out: out)
     for n, layer in enumerate(model.model.layers):
         record(layer, f"layers.{n}.streams", lambda _, out: out)
+        for site, connection in (("attn", layer.attn_hc), ("ffn", layer.ffn_hc)):
+            record(connection, f"layers.{n}.hc_{site}_post", lambda _, out: out[0])
+            record(connection, f"layers.{n}.hc_{site}_comb", lambda _, out: out[1])
         record(layer.self_attn, f"layers.{n}.attn", lambda _, out: out[0])
         record(layer.mlp, f"layers.{n}.ffn", lambda _, out: out)
         record(layer.mlp.gate, f"layers.{n}.routing", dense)
@@ -412,3 +423,136 @@ def _hooks(model: Any, pieces: dict[str, list[Tensor]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Our side, and the comparison
+
+
+def reference_of(peer: Peer, dtype: torch.dtype = torch.float32) -> ReferenceModel:
+    """Our model with the peer's weights; its MTP block, which the peer does not have, is drawn from the peer's seed."""
+    model = ReferenceModel(peer.config, dtype).randomize_(peer.seed)
+    result = model.load_state_dict(checkpoint_state(peer.model.state_dict()), strict=False)
+    odd = [*result.unexpected_keys, *(name for name in result.missing_keys if not name.startswith("mtp."))]
+    if odd:
+        raise ArgumentError("peer", odd, "a model whose weights have the released names, all of them")
+    return model
+
+
+# Names of our captures, where they differ from those of a Trace.
+_CAPTURED = {"attn_out": "attn", "ffn_out": "ffn"}
+_AS_CAPTURED = ("streams", *(f"hc_{site}_{what}" for site in ("attn", "ffn") for what in ("post", "comb")))
+
+
+@torch.no_grad()
+def reference_trace(model: ReferenceModel, tokens: Tensor, sizes: Sequence[int]) -> Trace:
+    """Run our model over ``tokens`` [B, T] in calls of ``sizes`` tokens with its cache and collect a :data:`Trace`."""
+    if sum(sizes) > tokens.shape[1]:
+        raise ArgumentError("sizes", tuple(sizes), f"call sizes that add up to at most {tokens.shape[1]} tokens")
+    config, cache = model.config, model.new_cache(tokens.shape[0])
+    entries = sum(sizes) // config.csa_rate
+    pieces: dict[str, list[Tensor]] = {}
+    for chunk in tokens[:, : sum(sizes)].split(list(sizes), dim=1):
+        capture: dict[str, Tensor] = {}
+        logits = model(chunk, cache=cache, capture=capture)
+        pieces.setdefault("logits", []).append(logits)
+        pieces.setdefault("head", []).append(capture["collapsed"])
+        for n in range(config.n_layers):
+            for name, tensor in _layer_pieces(capture, n, config, entries):
+                pieces.setdefault(f"layers.{n}.{name}", []).append(tensor)
+    trace = {name: torch.cat(parts, dim=1) for name, parts in pieces.items()}
+    for n, layer in enumerate(cache.layers):
+        for name in ("entries", "index_keys"):
+            if getattr(layer, name) is not None:
+                trace[f"layers.{n}.{name}"] = getattr(layer, name)
+    return trace
+
+
+def _layer_pieces(
+    capture: dict[str, Tensor], layer: int, config: ModelConfig, entries: int
+) -> Iterator[tuple[str, Tensor]]:
+    """One call's tensors of one layer under their Trace names."""
+    for name in (*_CAPTURED, *_AS_CAPTURED):
+        yield _CAPTURED.get(name, name), capture[f"layers.{layer}.{name}"]
+    experts, weights = (capture[f"layers.{layer}.router_{name}"] for name in ("experts", "weights"))
+    yield "routing", weights.new_zeros(*experts.shape[:-1], config.n_experts).scatter_(-1, experts, weights)
+    if f"layers.{layer}.topk" in capture:
+        yield "selected", selection_mask(capture[f"layers.{layer}.topk"], entries)
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One compared tensor.
+
+    ``max_abs`` is the largest absolute difference, for ``selected`` the number of entries picked by one model alone;
+    ``bound`` is what is allowed.
+    """
+
+    variant: str
+    mode: str
+    tensor: str
+    max_abs: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """Within the bound (NaN is not)."""
+        return self.max_abs <= self.bound
+
+
+def compare(variant: str, mode: str, ours: Trace, peers: Trace) -> list[ParityRow]:
+    """Compare two traces tensor by tensor; logits first.
+
+    Raises:
+        ArgumentError: the traces do not hold the same tensors in the same shapes.
+    """
+    shapes = [{name: tuple(tensor.shape) for name, tensor in trace.items()} for trace in (ours, peers)]
+    if shapes[0] != shapes[1]:
+        odd = dict(set(shapes[0].items()) ^ set(shapes[1].items()))
+        raise ArgumentError("ours", odd, "the same tensors in the same shapes as the peer's")
+    rows = []
+    for name in sorted(peers, key=lambda name: (name != "logits", name)):
+        a, b = ours[name], peers[name]
+        if b.dtype is torch.bool:
+            rows.append(ParityRow(variant, mode, name, float((a ^ b).sum()), 0.0))
+            continue
+        bound = LOGITS_BOUND if name == "logits" else LAYER_BOUND * b.square().mean().sqrt().item()
+        rows.append(ParityRow(variant, mode, name, (a - b).abs().max().item(), bound))
+    return rows
+
+
+def parity_table(
+    variants: Sequence[str] = ("tiny", "tiny_yarn"), modes: Sequence[str] = MODES, seed: int = 0
+) -> list[ParityRow]:
+    """Compare our model with the peer on every tensor of a :data:`Trace`, for each variant in each mode.
+
+    Both run in the same calls, each over its own cache. :func:`worst` makes a table that fits a screen of it.
+
+    Raises:
+        ArgumentError: unknown variant or mode.
+    """
+    rows = []
+    for variant in variants:
+        peer = build_peer(variant, seed)
+        model = reference_of(peer)
+        for mode in modes:
+            sizes = call_sizes(variant, mode)
+            rows += compare(variant, mode, reference_trace(model, peer.tokens, sizes), peer_trace(peer, sizes))
+    return rows
+
+
+def worst(rows: Sequence[ParityRow]) -> list[ParityRow]:
+    """The row with the largest ``max_abs / bound`` of each kind of tensor (``layers.N.`` dropped), variant and mode."""
+    best: dict[tuple[str, str, str], ParityRow] = {}
+    for row in rows:
+        key = (row.variant, row.mode, row.tensor.rsplit(".", 1)[-1])
+        if key not in best or _strain(row) > _strain(best[key]):
+            best[key] = row
+    return list(best.values())
+
+
+def _strain(row: ParityRow) -> float:
+    """max_abs / bound; infinite when NaN, or when anything exceeds a bound of zero."""
+    if row.ok:
+        return row.max_abs / row.bound if row.bound else 0.0
+    return row.max_abs / row.bound if row.bound and row.max_abs == row.max_abs else float("inf")
