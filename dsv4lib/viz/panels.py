@@ -1,0 +1,102 @@
+"""Pieces that several figures share: the style inside a function, rasters of categories, numbers in cells.
+
+Large layouts are rasters (one image), never thousands of patches: a 128 x 128 tile as patches takes most of a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, to_rgb
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, RC
+
+MAX_NUMBERED = 16  # cells carry numbers only up to 16 x 16
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """Run a drawing function under the lab's style: axes and titles read their defaults when they are made."""
+
+    @wraps(draw)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with matplotlib.rc_context(RC):
+            return draw(*args, **kwargs)
+
+    return inside
+
+
+def matrix(name: str, values: Any) -> np.ndarray:
+    """``values`` as a two-dimensional integer array; ArgumentError for anything else."""
+    array = np.asarray(values)
+    if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
+        raise ArgumentError(name, f"{array.dtype}{list(array.shape)}", "a non-empty two-dimensional integer array")
+    return array.astype(np.int64)
+
+
+def ink_on(colour: Any) -> str:
+    """Dark or light text, whichever reads better on ``colour`` (relative luminance as in WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return INK if (luminance + 0.05) ** 2 > 0.05 * 1.05 else PAPER
+
+
+def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str] = PALETTE, empty: str = "#eef1f4") -> None:
+    """A raster whose cell ``codes[i, j]`` picks a colour (modulo their number); negative codes are left ``empty``."""
+    cmap = ListedColormap([empty, *colours])
+    ax.imshow(np.where(codes < 0, 0, codes % len(colours) + 1), cmap=cmap, vmin=0, vmax=len(colours), aspect="auto")
+    frame(ax)
+
+
+def numbers(ax: Axes, labels: np.ndarray, colours: np.ndarray | None = None, size: float = 7.5) -> None:
+    """Write ``labels[i, j]`` into the cells of a raster; ``colours`` is the background of each, for contrast."""
+    for (i, j), label in np.ndenumerate(labels):
+        shade = INK if colours is None else ink_on(colours[i, j])
+        ax.text(j, i, str(label), ha="center", va="center", fontsize=size, color=shade)
+
+
+def cell_lines(ax: Axes, rows: int, columns: int, colour: str = PAPER, width: float = 1.0) -> None:
+    """Thin lines between the cells of a ``rows`` x ``columns`` raster."""
+    ax.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    ax.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    ax.grid(which="minor", color=colour, linewidth=width)
+    ax.tick_params(which="minor", length=0)
+
+
+def frame(ax: Axes) -> None:
+    """All four spines, thin and quiet, and outward ticks."""
+    ax.spines[:].set_visible(True)
+    ax.spines[:].set_color(GRID)
+    ax.tick_params(length=2, color=MUTED, labelsize=8)
+
+
+def ticks(ax: Axes, rows: int, columns: int) -> None:
+    """Ticks at round coordinates, few enough to read."""
+    ax.set_yticks(range(0, rows, _step(rows)))
+    ax.set_xticks(range(0, columns, _step(columns)))
+
+
+def _step(extent: int) -> int:
+    if extent <= 16:
+        return 1 if extent <= 8 else 2
+    return max(1, 1 << (extent - 1).bit_length() - 3)
+
+
+def zoom_frame(ax: Axes, row: int, column: int, rows: int, columns: int, colour: str = INK) -> None:
+    """Outline a block of cells in a raster."""
+    top, left = row - 0.5, column - 0.5
+    ax.plot(
+        [left, left + columns, left + columns, left, left],
+        [top, top, top + rows, top + rows, top],
+        color=colour,
+        linewidth=1.2,
+        clip_on=False,
+    )
