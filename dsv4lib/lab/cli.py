@@ -1,0 +1,171 @@
+"""The command line of the lab, behind `./dsv4`: run, stages, report, test, lint, doctor, lab.
+
+`run` decides its exit code by the table in `verdicts.py`; every other refusal is one red line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsv4lib import env
+from dsv4lib.errors import DSV4Error
+from dsv4lib.lab import verdicts
+from dsv4lib.lab.verdicts import LOOKS
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Read, run, see, verify and speed up the DeepSeek-V4 inference kernels for NVIDIA Blackwell.",
+)
+
+EXIT_CODES = "Exit codes: " + "; ".join(f"{code} {name}" for code, name, _ in verdicts.exit_code_table()) + "."
+
+
+@app.command(epilog=EXIT_CODES)
+def run(
+    set_name: Annotated[str, typer.Option("--set", help="quick, nightly or b200")] = "quick",
+    stage: Annotated[list[str] | None, typer.Option("--stage", "-s", help="only this stage (repeatable)")] = None,
+    parameter: Annotated[list[str] | None, typer.Option("-p", help="name=value, for every chosen stage")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, native, emulator or reference")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="notebooks at a time [default: usable cores]")] = None,
+    memory_gb: Annotated[float | None, typer.Option(min=0.1, help="memory limit of a run [default: 90 %]")] = None,
+    negatives: Annotated[bool, typer.Option("--negatives", help="run the planted faults instead")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the last interrupted run")] = False,
+    accept_shrink: Annotated[bool, typer.Option("--accept-shrink", help="a nightly may execute less")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder for the runs [default: data/runs]")] = None,
+) -> None:
+    """Run the stages, judge them and write records and a report (the main job)."""
+    from dsv4lib.lab import command
+
+    console = Console(highlight=False)
+    wish = command.Wish(
+        set_name=set_name,
+        stages=list(dict.fromkeys(stage or [])),
+        texts=command.assignments(parameter or []),
+        backend=backend,
+        workers=jobs,
+        memory_gb=memory_gb,
+        negatives=negatives,
+        resume=resume,
+        accept_shrink=accept_shrink,
+        out=out.resolve() if out else None,
+    )
+    raise typer.Exit(command.run(wish, console))
+
+
+@app.command()
+def stages(
+    as_json: Annotated[bool, typer.Option("--json", help="contracts and last verdicts as JSON")] = False,
+) -> None:
+    """List the stages: a table on a terminal, else one name per line."""
+    from dsv4lib.lab import records
+    from dsv4lib.lab.stage import discover
+
+    found, console = discover(), Console(highlight=False)
+    if not as_json and not console.is_terminal:
+        for spec in found:
+            print(spec.name)
+        return
+    last = {r.stage: r for r in records.load(env.root() / "data" / "runs") if r.kind == "run"}
+    if as_json:
+        print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("stage", "what", "last verdict", "time"):
+        table.add_column(heading, no_wrap=heading != "what")
+    for spec in found:
+        record = last.get(spec.name)
+        if record is None:
+            table.add_row(spec.name, Text(spec.summary), Text("not run yet", style="dim"), "")
+        else:
+            look = LOOKS[record.verdict]
+            table.add_row(
+                spec.name, Text(spec.summary), Text(look.label, style=look.terminal), f"{record.seconds:.1f} s"
+            )
+    console.print(table)
+
+
+def _described(spec: Any, record: Any) -> dict[str, Any]:
+    last = {"verdict": record.verdict, "reason": record.reason, "run": record.run_id} if record else None
+    return {"name": spec.name, **spec.model_dump(exclude_none=True), "last": last}
+
+
+@app.command()
+def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
+    """Print the path of the newest report."""
+    pages = sorted((env.root() / "data" / "runs").glob("*/report/index.html"))
+    if not pages:
+        raise DSV4Error("there is no report yet: ./dsv4 run writes one")
+    print(os.path.relpath(pages[-1]))
+    if open_it:
+        import webbrowser
+
+        webbrowser.open(pages[-1].as_uri())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def test(context: typer.Context) -> None:
+    """Run the tests; every argument goes to pytest."""
+    raise typer.Exit(
+        subprocess.run([sys.executable, "-m", "pytest", *context.args], cwd=env.root(), check=False).returncode
+    )
+
+
+@app.command()
+def lint() -> None:
+    """Check every stage's contract and notebook."""
+    from dsv4lib.lab.lint import lint_all
+
+    problems = lint_all()
+    for problem in problems:
+        print(problem)
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, which back ends work here, and the fix for what does not."""
+    from dsv4lib.lab import doctor as checks
+
+    raise typer.Exit(checks.main())
+
+
+@app.command()
+def lab(
+    notebook: Annotated[str | None, typer.Argument(help="the notebook to open first")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8888,
+    token: Annotated[str | None, typer.Option(help="[default: a random one]")] = None,
+    browser: Annotated[bool, typer.Option(help="open a browser window")] = True,
+) -> None:
+    """Open JupyterLab on 127.0.0.1 with a token."""
+    from dsv4lib.lab import jupyter
+
+    jupyter.main(notebook or jupyter.FIRST_NOTEBOOK, port, token, browser)
+
+
+def main() -> None:
+    """Entry point: a refusal is one red line, never a traceback; Ctrl-C is quiet."""
+    try:
+        app(prog_name="dsv4")
+    except DSV4Error as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"dsv4: {error}", style="red"))
+        sys.exit(2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""`./dsv4 run`: from wishes to jobs, from records to a table, a report and an exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.lab import manifest, plan, runner
+from dsv4lib.lab.progress import ConsoleProgress
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.stage import SETS, discover, load, workspace
+from dsv4lib.lab.verdicts import LOOKS, exit_code
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line asks for; empty or None means the default."""
+
+    set_name: str = "quick"
+    stages: list[str] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    backend: str | None = None
+    workers: int | None = None
+    memory_gb: float | None = None
+    negatives: bool = False
+    resume: bool = False
+    accept_shrink: bool = False
+    out: Path | None = None
+
+
+def assignments(words: Sequence[str]) -> dict[str, str]:
+    """``name=value`` words as a dict; raises ArgumentError for anything else or a name given twice."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ArgumentError("-p", word, "name=value")
+        if name in found:
+            raise ArgumentError("-p", word, f"each name once; {name} was already set to {found[name]!r}")
+        found[name] = value
+    return found
+
+
+def run(wish: Wish, console: Console, root: Path | None = None) -> int:
+    """Run what is wished for, print the table and the report's path, return the exit code.
+
+    Raises:
+        DSV4Error: anything that is refused before the start.
+    """
+    root = root or workspace()
+    if wish.set_name not in SETS:
+        raise ArgumentError("--set", wish.set_name, "one of " + ", ".join(SETS))
+    stages = [load(name, root) for name in wish.stages] if wish.stages else discover(root)
+    if not stages:
+        raise DSV4Error("there are no stages under stages/")
+    jobs = plan.make(stages, wish.set_name, texts=wish.texts, backend=wish.backend, negatives=wish.negatives)
+    options = runner.Options(
+        out=wish.out, workers=wish.workers, memory_mb=wish.memory_gb * 1000 if wish.memory_gb else None
+    )
+    whole = not wish.stages and not wish.texts and wish.backend is None
+    set_name = "negatives" if wish.negatives else wish.set_name
+    result = runner.run(
+        jobs, root, set_name, options, whole=whole, resume=wish.resume, progress=ConsoleProgress(console)
+    )  # fmt: skip
+    missing = _nightly(result, [stage.name for stage in stages], wish) if set_name == "nightly" else []
+    console.print(table(result.records))
+    not_started = [job.name for job in jobs if job.name not in {r.job for r in result.records}]
+    if not_started:
+        console.print(Text("not started: " + ", ".join(not_started), style="yellow"))
+    for key in missing:
+        console.print(Text(f"missing since the last nightly: {key}", style="red"))
+    console.print(Text(f"report: {os.path.relpath(_report(result, missing, root))}"), soft_wrap=True)
+    if result.interrupted:
+        console.print(Text("interrupted; go on with the same command and --resume", style="yellow"))
+        return 130
+    return exit_code([record.verdict for record in result.records], bool(missing))
+
+
+def _nightly(result: runner.Result, stages: Sequence[str], wish: Wish) -> list[str]:
+    """What this nightly lost against the last baseline; makes it the next baseline if it is whole and lost nothing."""
+    if result.interrupted or wish.texts or wish.backend is not None:
+        return []
+    runs, plan_now = result.manifest.folder.parent, result.manifest
+    missing = (
+        []
+        if wish.accept_shrink
+        else manifest.shrinkage(runs, plan_now.executed, stages, plan_now.run_id, plan_now.whole)
+    )
+    if plan_now.whole and not missing:
+        plan_now.save(baseline=True)
+    return missing
+
+
+def _report(result: runner.Result, missing: Sequence[str], root: Path) -> Path:
+    from dsv4lib.lab.report import write_report
+
+    return write_report(result.manifest.folder, result.records, root, missing=missing, interrupted=result.interrupted)
+
+
+def table(records: Sequence[Record]) -> Table:
+    """The closing table: one row for each job."""
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("stage", "verdict", "back end", "time", "key metric"):
+        out.add_column(heading, no_wrap=heading != "key metric", justify="right" if heading == "time" else "left")
+    for record in records:
+        look = LOOKS[record.verdict]
+        out.add_row(
+            record.job,
+            Text(look.label, style=look.terminal),
+            record.backend or "-",
+            f"{record.seconds:.1f} s",
+            Text(key_metric(record)),
+        )
+    return out
+
+
+def key_metric(record: Record) -> str:
+    """The gate that decides: the first one not passed, else the stage's first; without gates, the reason."""
+    if not record.gates:
+        return record.reason
+    shown = next((gate for gate in record.gates if gate.state != "passed"), record.gates[0])
+    if shown.value is None:
+        return f"{shown.metric}: {shown.reason}"
+    return f"{shown.metric} = {shown.value:.6g} ({shown.op} {shown.bound:g})"

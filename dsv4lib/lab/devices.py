@@ -1,0 +1,52 @@
+"""One run at a time on a GPU: a run holds its device's lock, across all workspaces of this user on the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dsv4lib.errors import DSV4Error
+
+
+def gpus() -> list[str]:
+    """Identifiers (as in CUDA_VISIBLE_DEVICES) of the GPUs this process may use; empty without a driver."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    answer = subprocess.run(
+        ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []
+
+
+def lock_folder() -> Path:
+    """A private folder of this user for the locks, the same for all workspaces on this machine."""
+    folder = Path(tempfile.gettempdir()) / f"dsv4-locks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise DSV4Error("the folder for GPU locks belongs to another user; set TMPDIR to a folder of your own")
+    return folder
+
+
+def try_take(devices: list[str]) -> tuple[str, FileLock] | None:
+    """The first free device and its lock, held; None if all are busy."""
+    for device in devices:
+        name = "".join(c if c.isalnum() else "-" for c in device)
+        lock = FileLock(lock_folder() / f"gpu-{name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            continue
+        return device, lock
+    return None

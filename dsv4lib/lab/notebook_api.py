@@ -1,0 +1,165 @@
+"""What a notebook calls: `card` says where its numbers come from, `verdict` hands them to the runner.
+
+The notebook only reports metrics. Under `./dsv4 run` the runner judges them by the stage's gates; opened by hand, the
+same gates are applied for display, so a reader who changes something sees the verdict change.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dsv4lib import backends, env
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+from dsv4lib.lab import stage as contract
+from dsv4lib.lab.files import write_atomic
+from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict, judge, overall
+
+STATE_LOOK = {"passed": Verdict.PASSED, "failed": Verdict.GATE_FAILED, "skipped": Verdict.SKIPPED}
+CELL = "padding:3px 12px;border-bottom:1px solid #d5dae0;text-align:left;vertical-align:top"
+
+
+def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> None:
+    """Display where this notebook's numbers come from: back end, architecture, versions, fingerprint, seed.
+
+    Args:
+        stage: name of the stage.
+        backend: what the reader chose: auto, native, emulator or reference.
+        seed: of every random input.
+        facts: more lines for the card, such as ``tile_n=128``.
+
+    Raises:
+        UnknownStage: no such stage.
+        ArgumentError: unknown back end.
+    """
+    spec = contract.load(stage)
+    lines = {"stage": f"{spec.name} · {spec.title}", "back end": _backend_line(spec, backend)}
+    if spec.kernel:
+        lines["architecture"] = spec.arch
+    lines["seed"] = str(seed)
+    lines |= {name: str(value) for name, value in facts.items()}
+    shown = {name: found for name, found in env.versions().items() if found != "missing"}
+    lines["versions"] = ", ".join(f"{name} {found}" for name, found in shown.items())
+    lines["source"] = env.source_fingerprint()
+    rows = "".join(
+        f'<tr><th style="{CELL};white-space:nowrap;color:#5c6670">{html.escape(k)}</th>'
+        f'<td style="{CELL}">{html.escape(v)}</td></tr>'
+        for k, v in lines.items()
+    )
+    width = max(map(len, lines))
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
+    _display(f'<table style="border-collapse:collapse;border-left:4px solid #0072B2">{rows}</table>', text)
+
+
+def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] | None = None) -> None:
+    """Report this notebook's metrics: the last cell of every notebook.
+
+    Args:
+        stage: name of the stage.
+        metrics: name -> number (Python, numpy or torch scalar); a bool counts as 0 or 1. NaN and infinities are kept
+            and never pass a gate.
+        skipped: check -> why it did not run here. A gated metric listed here skips the whole stage.
+
+    Raises:
+        UnknownStage: no such stage.
+        ArgumentError: a value is no number, a reason is empty, or a gate's metric is neither reported nor skipped.
+    """
+    spec = contract.load(stage)
+    numbers = {str(name): _number(str(name), value) for name, value in metrics.items()}
+    reasons = {str(name): str(reason).strip() for name, reason in (skipped or {}).items()}
+    for name, reason in reasons.items():
+        if not reason:
+            raise ArgumentError("skipped", name, "a skipped check needs a reason")
+        if name in numbers:
+            raise ArgumentError("skipped", name, "a check is either measured or skipped, not both")
+    missing = [gate.metric for gate in spec.gates if gate.metric not in numbers and gate.metric not in reasons]
+    if missing:
+        needed = ", ".join(sorted({gate.metric for gate in spec.gates}))
+        raise ArgumentError(
+            "metrics", sorted(numbers), f"stage {stage} gates on {needed}; missing: {', '.join(missing)}"
+        )
+    results = judge(spec.gates, numbers, reasons)
+    _show_table(results, numbers, reasons)
+    folder = os.environ.get("DSV4_RUN_DIR")
+    if folder:
+        payload = {"stage": spec.name, "metrics": {k: encode(v) for k, v in numbers.items()}, "skipped": reasons}
+        write_atomic(Path(folder) / "verdict.json", json.dumps(payload, indent=1, allow_nan=False).encode())
+
+
+def encode(value: float) -> float | str:
+    """``value`` for strict JSON, which has no NaN or infinity: those become "nan", "inf", "-inf"."""
+    return value if math.isfinite(value) else repr(float(value))
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise ArgumentError(f"metrics[{name!r}]", value, "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ArgumentError(f"metrics[{name!r}]", value, "a single number") from None
+
+
+def _backend_line(spec: contract.Stage, chosen: str) -> str:
+    try:
+        resolved = os.environ.get("DSV4_BACKEND") or backends.resolve(chosen, spec.arch, spec.kernel)
+    except BackendUnavailable as error:
+        return f"none: {error}"
+    line = resolved if chosen == resolved else f"{resolved} (chosen: {chosen})"
+    if spec.kernel and resolved == "reference":
+        line += "; a kernel is not verified by the reference, so this stage's verdict will be: skipped"
+    return line
+
+
+def _show_table(results: list[GateResult], metrics: Mapping[str, float], skipped: Mapping[str, str]) -> None:
+    gated = {result.metric for result in results}
+    rows = [
+        (
+            STATE_LOOK[r.state],
+            r.state,
+            r.metric,
+            "" if r.value is None else f"{r.value:.6g}",
+            f"{r.op} {r.bound:g}",
+            r.reason,
+        )
+        for r in results
+    ]
+    rows += [
+        (Verdict.SKIPPED, "skipped", name, "", "", reason) for name, reason in skipped.items() if name not in gated
+    ]
+    rows += [(None, "measured", name, f"{value:.6g}", "", "") for name, value in metrics.items() if name not in gated]
+    kind, sentence = overall(results)
+    look = LOOKS[kind]
+    head = "".join(f'<th style="{CELL}">{name}</th>' for name in ("verdict", "metric", "value", "bound", "reason"))
+    body = "".join(
+        f'<tr><td style="{CELL};{_colours(mark)}">{html.escape(word)}</td>'
+        + "".join(f'<td style="{CELL}">{html.escape(text)}</td>' for text in rest)
+        + "</tr>"
+        for mark, word, *rest in rows
+    )
+    badge = f'<b style="{_colours(kind)};padding:3px 10px">{look.label}</b>'
+    title = f'<p style="margin:4px 0">{badge} {html.escape(sentence)}</p>'
+    text = "\n".join(f"{row[1]:<9} {row[2]} {row[3]} {row[4]} {row[5]}".rstrip() for row in rows)
+    _display(
+        f'{title}<table style="border-collapse:collapse"><tr>{head}</tr>{body}</table>',
+        f"{look.label}: {sentence}\n{text}",
+    )
+
+
+def _colours(mark: Verdict | None) -> str:
+    return f"color:{LOOKS[mark].ink};background:{LOOKS[mark].paper}" if mark else "color:#5c6670"
+
+
+def _display(page: str, text: str) -> None:
+    from IPython.core.getipython import get_ipython
+    from IPython.display import display
+
+    if get_ipython() is None:
+        print(text)
+    else:
+        display({"text/html": page, "text/plain": text}, raw=True)

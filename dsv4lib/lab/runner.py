@@ -1,0 +1,377 @@
+"""The stage runner: notebooks in processes of their own, and the only place that decides what became of them.
+
+One supervisor, single-threaded: it starts workers (`worker.py`), watches time, memory and signals, ends everything
+that belongs to a run, judges the reported metrics, stamps the notebook and appends the record. CPU runs share the
+cores there are; runs on one GPU follow each other. There is no retry: a second try would buy a label, not a pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from filelock import FileLock
+
+from dsv4lib import env
+from dsv4lib.lab import devices, manifest, processes, records
+from dsv4lib.lab.plan import Job, for_negative, make
+from dsv4lib.lab.progress import Progress
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.scrub import scrub
+from dsv4lib.lab.stage import Stage, load, workspace
+from dsv4lib.lab.stamp import stamp
+from dsv4lib.lab.verdicts import Verdict, judge, overall
+
+POLL_S = 0.05
+MEMORY_EVERY_S = 0.5
+
+
+@dataclass
+class Options:
+    """How to run.
+
+    Attributes:
+        out: folder of the runs; default data/runs of the workspace.
+        workers: notebooks at the same time; default the number of usable cores.
+        memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
+    """
+
+    out: Path | None = None
+    workers: int | None = None
+    memory_mb: float | None = None
+
+
+@dataclass
+class Result:
+    """What one command did: its manifest, the last record of each job, and whether a signal ended it."""
+
+    manifest: manifest.Manifest
+    records: list[Record]
+    interrupted: bool
+
+
+@dataclass
+class Active:
+    """A run in progress."""
+
+    job: Job
+    stage: Stage
+    attempt: int
+    worker: subprocess.Popen[bytes]
+    token: str
+    folder: Path
+    private: Path
+    began: float
+    started: datetime
+    lock: FileLock | None
+    oom_before: int
+    peak_mb: float = 0.0
+    memory_checked: float = 0.0
+
+    def cell(self) -> tuple[int, int] | None:
+        """Index of the running cell and number of cells, once known."""
+        try:
+            told = json.loads((self.private / "progress.json").read_text())
+            return told["cell"], told["cells"]
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def run_stage(stage: Stage, set_name: str = "quick", options: Options | None = None, **texts: str) -> list[Record]:
+    """Run a set of one stage (used by the tests); ``texts`` are parameters as on a command line."""
+    return run(make([stage], set_name, texts=texts), stage.root, set_name, options).records
+
+
+def run_negative(stage: Stage, name: str, options: Options | None = None) -> Record:
+    """Run one planted fault; the record is `passed` only if the named gate turned red."""
+    return run([for_negative(stage, name)], stage.root, "negatives", options).records[0]
+
+
+def run(
+    jobs: Sequence[Job],
+    root: Path | None = None,
+    set_name: str = "quick",
+    options: Options | None = None,
+    *,
+    whole: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Run ``jobs`` and record each.
+
+    Args:
+        jobs: from `plan.make`.
+        root: the workspace they belong to.
+        set_name: written to the manifest.
+        whole: every stage of the workspace, nothing changed by hand.
+        resume: continue the last interrupted command with the same jobs instead of starting a new one.
+        progress: where to show how it goes; silent by default.
+
+    Raises:
+        DSV4Error: nothing to resume, or the run is still going on.
+    """
+    root, options = root or workspace(), options or Options()
+    runs = options.out or root / "data" / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    fingerprint = env.source_fingerprint()
+    if resume:
+        plan = manifest.to_resume(runs, set_name, fingerprint, jobs)
+    else:
+        plan = manifest.new(runs, set_name, fingerprint, whole, jobs)
+    with manifest.hold(plan.folder):
+        plan = plan.save(state="running")
+        supervisor = Supervisor(root, plan, options, progress or Progress())
+        supervisor.run(jobs)
+        found = records.latest(records.load(plan.folder))
+        ordered = [found[job.name] for job in jobs if job.name in found]
+        plan = plan.save(state="interrupted" if supervisor.stopped else "complete", executed=manifest.executed(ordered))
+    return Result(plan, ordered, supervisor.stopped is not None)
+
+
+class Supervisor:
+    """Runs the jobs of one command. ``stopped`` is the signal that ended it early, if one did."""
+
+    def __init__(self, root: Path, plan: manifest.Manifest, options: Options, progress: Progress):
+        self.root, self.plan, self.progress = root, plan, progress
+        self.cores = len(os.sched_getaffinity(0))
+        self.workers = options.workers or self.cores
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6
+        self.memory_mb = options.memory_mb or 0.9 * total
+        self.gpus = devices.gpus()
+        self.versions, self.machine = env.versions(), env.machine()
+        self.stopped: int | None = None
+        self.active: list[Active] = []
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run what has no finished record yet; on a signal end everything and record it as interrupted."""
+        before = records.latest(records.load(self.plan.folder))
+        done = {name for name, record in before.items() if record.finished}
+        attempts = {name: record.attempt + 1 for name, record in before.items()}
+        waiting = [job for job in jobs if job.name not in done]
+        with self._signals(), self.progress.showing(len(jobs), len(done)):
+            try:
+                while (waiting or self.active) and self.stopped is None:
+                    waiting = [job for job in waiting if not self._try_start(job, attempts.get(job.name, 0))]
+                    for run in list(self.active):
+                        self._watch(run)
+                    self.progress.update([(a.job.name, a.cell(), time.monotonic() - a.began) for a in self.active])
+                    time.sleep(POLL_S)
+            finally:
+                for run in list(self.active):
+                    name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
+                    self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def stop(number: int, frame: Any) -> None:
+            self.stopped = number
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _try_start(self, job: Job, attempt: int) -> bool:
+        """Start ``job`` if there is room for it; a job that no back end can run is recorded as skipped."""
+        stage = load(job.stage, self.root)
+        if job.unavailable:
+            self._record(job, stage, attempt, Verdict.SKIPPED, job.unavailable, datetime.now(UTC), 0.0)
+            return True
+        if len(self.active) >= self.workers:
+            return False
+        device, lock = "", None
+        if job.backend == "native":
+            taken = devices.try_take(self.gpus or ["0"])
+            if taken is None:
+                return False
+            device, lock = taken
+        self.active.append(self._start(job, stage, attempt, device, lock))
+        return True
+
+    def _start(self, job: Job, stage: Stage, attempt: int, device: str, lock: FileLock | None) -> Active:
+        folder = self.plan.folder / (job.name if attempt == 0 else f"{job.name}-{attempt}")
+        folder.mkdir()
+        private = Path(tempfile.mkdtemp(prefix="dsv4-", dir=_short_temporary()))
+        token = uuid4().hex
+        task = {
+            "input": str(stage.notebook_path),
+            "output": str(folder / "notebook.ipynb"),
+            "cwd": str(self.root),
+            "parameters": job.parameters,
+        }
+        (private / "job.json").write_text(json.dumps(task))
+        environment = self._environment(job, folder, private, token, device)
+        started, began, oom = datetime.now(UTC), time.monotonic(), processes.oom_kills()
+        arguments = [sys.executable, "-m", "dsv4lib.lab.worker", str(private)]
+        worker = processes.start(arguments, environment, self.root, private / "worker.log")
+        return Active(job, stage, attempt, worker, token, folder, private, began, started, lock, oom)
+
+    def _environment(self, job: Job, folder: Path, private: Path, token: str, device: str) -> dict[str, str]:
+        """Everything that Jupyter, IPython and matplotlib keep goes to the private folder, kernels included."""
+        kernels = private / "share" / "kernels" / "python3"
+        kernels.mkdir(parents=True)
+        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        spec = {"argv": command, "display_name": "Python 3", "language": "python"}
+        (kernels / "kernel.json").write_text(json.dumps(spec))
+        paths = [str(env.root()), str(self.root), os.environ.get("PYTHONPATH", "")]
+        threads = str(max(1, self.cores // min(self.workers, self.cores)))
+        wanted = {
+            processes.MARK: token,
+            "DSV4_HEADLESS": "1",
+            "DSV4_RUN_DIR": str(folder.resolve()),
+            "DSV4_BACKEND": job.backend,
+            "DSV4_WORKSPACE": str(self.root),
+            "JUPYTER_PATH": str(private / "share"),
+            "JUPYTER_RUNTIME_DIR": str(private / "runtime"),
+            "JUPYTER_CONFIG_DIR": str(private / "config"),
+            "JUPYTER_PLATFORM_DIRS": "1",
+            "IPYTHONDIR": str(private / "ipython"),
+            "MPLBACKEND": "agg",
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONUNBUFFERED": "1",
+        }
+        if device:
+            wanted["CUDA_VISIBLE_DEVICES"] = device
+        return {"OMP_NUM_THREADS": threads, **os.environ, **wanted}
+
+    def _watch(self, run: Active) -> None:
+        """End ``run`` if it is over or beyond a limit."""
+        now = time.monotonic()
+        if run.worker.poll() is not None:
+            self._finish(run, *self._outcome(run))
+        elif now - run.began > run.job.time_limit_s:
+            self._finish(run, Verdict.TIMEOUT, f"it ran past its limit of {run.job.time_limit_s:g} s")
+        elif now - run.memory_checked > MEMORY_EVERY_S:
+            run.memory_checked = now
+            resident = processes.resident_mb(run.worker.pid)
+            run.peak_mb = max(run.peak_mb, resident)
+            if resident > self.memory_mb:
+                reason = f"it held {resident:.0f} MB, more than the limit of {self.memory_mb:.0f} MB"
+                self._finish(run, Verdict.OOM, reason)
+
+    def _outcome(self, run: Active) -> tuple[Verdict | None, str]:
+        """What the worker says; a class of None means that the notebook ran to its end."""
+        try:
+            told = json.loads((run.private / "outcome.json").read_text())
+            return (Verdict(told["class"]) if told["class"] else None), told["reason"]
+        except (OSError, ValueError, KeyError):
+            code = run.worker.returncode
+            if code == -signal.SIGKILL and processes.oom_kills() > run.oom_before:
+                return Verdict.OOM, "the operating system killed the run: out of memory"
+            return Verdict.CRASH, f"the process that ran the notebook ended with code {code}"
+
+    def _finish(self, run: Active, kind: Verdict | None, reason: str) -> None:
+        """End every process of ``run``, judge it, stamp its notebook, write its record, remove its private folder."""
+        self.active.remove(run)
+        seconds = time.monotonic() - run.began
+        processes.end(run.worker, run.token)
+        position = run.cell()
+        try:
+            stopped_at = position[0] if kind is not None and position else None
+            self._record(
+                run.job, run.stage, run.attempt, kind, reason, run.started, seconds, run.folder, run.peak_mb, stopped_at
+            )
+        finally:
+            shutil.rmtree(run.private, ignore_errors=True)
+            if run.lock is not None:
+                run.lock.release()
+
+    def _record(
+        self,
+        job: Job,
+        stage: Stage,
+        attempt: int,
+        kind: Verdict | None,
+        reason: str,
+        started: datetime,
+        seconds: float,
+        folder: Path | None = None,
+        peak_mb: float = 0.0,
+        stopped_at: int | None = None,
+    ) -> None:
+        record = Record(
+            run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
+            kind=job.kind, negative=job.negative, reds=job.reds, overrides=job.overrides, parameters=job.parameters,
+            backend=job.backend, arch=stage.arch if stage.kernel else "", fingerprint=self.plan.fingerprint,
+            stage_fingerprint=job.stage_fingerprint, versions=self.versions, machine=self.machine,
+            verdict=kind or Verdict.PASSED, reason=reason, started=started, seconds=seconds,
+            time_limit_s=job.time_limit_s, peak_mb=peak_mb,
+        )  # fmt: skip
+        if folder is not None:
+            record = replace(record, notebook=f"{folder.name}/notebook.ipynb")
+            if kind is None:
+                record = _judged(record, stage, folder / "verdict.json")
+        record = replace(record, reason=scrub(record.reason, self.root))
+        if folder is not None:
+            with _full_disk_is_a_verdict() as full:
+                stamp(record, folder / "notebook.ipynb", stage.notebook_path, stopped_at)
+            if full:
+                record = replace(record, verdict=Verdict.DISK_FULL, reason=full[0], notebook="")
+        records.write(record, self.plan.folder)
+        self.progress.finished(record)
+
+
+def _judged(record: Record, stage: Stage, path: Path) -> Record:
+    """``record`` with the notebook's report read from ``path`` and judged by the stage's gates."""
+    try:
+        told = json.loads(path.read_text())
+        metrics = {str(k): float(v) for k, v in told["metrics"].items()}
+        skipped = {str(k): str(v) for k, v in told["skipped"].items()}
+    except FileNotFoundError:
+        return replace(record, verdict=Verdict.NO_VERDICT, reason="the notebook ended without calling lab.verdict")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return replace(record, verdict=Verdict.NO_VERDICT, reason=f"its verdict cannot be read: {error}")
+    if told.get("stage") != stage.name:
+        reason = f"its verdict is that of stage {told.get('stage')!r}"
+        return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
+    gates = judge(stage.gates, metrics, skipped)
+    verdict, reason = overall(gates)
+    if record.kind == "negative":
+        verdict, reason = _negative(record, gates, verdict, reason)
+    elif verdict is Verdict.PASSED and stage.kernel and record.backend == "reference":
+        verdict, reason = Verdict.SKIPPED, "the reference back end does not run the kernel, so it verifies nothing"
+    return replace(record, verdict=verdict, reason=reason, metrics=metrics, skipped=skipped, gates=gates)
+
+
+def _negative(record: Record, gates: Sequence[Any], verdict: Verdict, reason: str) -> tuple[Verdict, str]:
+    states = {gate.state for gate in gates if gate.metric == record.reds}
+    if "failed" in states:
+        return Verdict.PASSED, f"the planted fault turned the gate on {record.reds} red, as it must ({reason})"
+    if verdict is Verdict.SKIPPED:
+        return verdict, reason
+    return Verdict.STAYED_GREEN, f"the planted fault {record.negative} left the gate on {record.reds} green"
+
+
+@contextlib.contextmanager
+def _full_disk_is_a_verdict() -> Iterator[list[str]]:
+    """Collect a full disk as a reason instead of raising it."""
+    import errno
+
+    full: list[str] = []
+    try:
+        yield full
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        full.append("the executed notebook could not be saved: no space left on device")
+
+
+def _short_temporary() -> str:
+    """A folder for sockets: their paths may have 107 bytes at most, so a deep TMPDIR is not used."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 60 else "/tmp"
