@@ -110,7 +110,7 @@ def swizzle_map(offsets: Any, element_bytes: float, title: str, before: Any = No
 
 
 def _column_ways(groups: np.ndarray) -> int:
-    """Turns for one 16-byte chunk from each of the first eight lines."""
+    """Turns for one 16-byte chunk from each of the first eight lines (chunks at different addresses)."""
     return int(np.bincount(groups[:8, 0], minlength=GROUPS).max())
 
 
