@@ -128,7 +128,9 @@ def dequantize(q: FP8Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor
     codes = _checks.as_bytes("codes", q.codes, torch.float8_e4m3fn)
     cols = _checks.last_dim("codes", codes)
     _checks.same_device("scales", q.scales, "codes", codes)
-    scales = q.scales if q.scales.dtype == torch.float32 else ue8m0.decode(q.scales, torch.float32)
+    if q.scales.dtype not in (torch.uint8, torch.float8_e8m0fnu, torch.float32):
+        raise ArgumentError("scales.dtype", q.scales.dtype, "uint8 or float8_e8m0fnu (E8M0 bytes), or float32")
+    scales = q.scales if q.scales.dtype == torch.float32 else ue8m0.decode(q.scales)
     if codes.dim() == 1:  # one activation row: its scales have one dimension too
         return dequantize(FP8Tensor(codes[None], scales[None], q.tile), dtype)[0]
     rows = codes.shape[-2]

@@ -9,8 +9,8 @@ Stored per expert projection as ``weight`` uint8 [N, K/2] (even k in the low nib
     code         = E2M1(x / (block scale * global))
 
 Activations use a calibrated global (``input_scale``); w1 and w3 share one, because their outputs meet in one epilogue.
-Both quotients are formed in fp64 from exact operands, which decides every tie as the exact quotient would; a kernel
-that multiplies by fp32 reciprocals may differ next to a tie.
+Both quotients are formed in fp64 from exact operands, which decides every tie of bf16, fp16 and fp32 inputs as the
+exact quotient would; a kernel that multiplies by fp32 reciprocals may differ next to a tie.
 
 Edges: a block scale that rounds to zero (an all-zero block, or one below 2^-10 of the top) makes the codes signed
 zeros. A block above the calibrated range saturates at 6 * 448 * global. A NaN or Inf makes everything that shares its

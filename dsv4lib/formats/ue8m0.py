@@ -26,8 +26,8 @@ def encode_ceil(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
     """Byte of the smallest power of two that is not below ``x / divisor``, exactly: 2^ceil(log2(x / divisor)).
 
     ``divisor`` is the largest value of the element format (448 for E4M3, 6 for E2M1), ``x`` the block's amax; the
-    quotient is never formed, so it cannot round. An fp32 division agrees for every x; multiplying by an fp32
-    reciprocal, as released kernels do, agrees for every bf16 ``x``.
+    quotient is never formed, so it cannot round. An fp32 division decides alike while the quotient is a normal number;
+    multiplying by an fp32 reciprocal, as released kernels do, agrees for every bf16 amax above the recipes' floors.
 
     Args:
         x: amax, >= 0, bf16, fp16, fp32 or fp64, any shape.
