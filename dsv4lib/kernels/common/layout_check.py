@@ -37,6 +37,46 @@ def _scaled(stride: Any, factor: int) -> Any:
     return tuple(_scaled(s, factor) for s in stride) if isinstance(stride, tuple) else stride * factor
 
 
+def mismatches(drawn: np.ndarray, grid: LayoutGrid) -> int:
+    """Elements of ``drawn`` that differ from `independent`; with the wrong shape, all of the larger rectangle."""
+    expected = independent(grid)
+    if drawn.shape != expected.shape:
+        return int(np.prod(np.maximum(drawn.shape, expected.shape)))
+    return int((drawn != expected).sum())
+
+
+def mismatches_tv(tv: ThreadValueMap) -> int:
+    """Registers whose element differs from `independent_tv`."""
+    rows, columns = independent_tv(tv)
+    return int(((rows != tv.rows) | (columns != tv.columns)).sum())
+
+
+def random_texts(seed: int, count: int) -> list[str]:
+    """Layouts as a reader might type them: nested shapes, any strides, half of them swizzled.
+
+    Args:
+        seed: of numpy's default generator.
+        count: how many.
+    """
+    rng = np.random.default_rng(seed)
+
+    def mode(depth: int) -> tuple[str, str]:
+        if depth == 0 or rng.random() < 0.5:
+            return str(rng.integers(1, 7)), str(rng.integers(0, 40))
+        parts = [mode(depth - 1) for _ in range(rng.integers(1, 4))]
+        return f"({','.join(p[0] for p in parts)})", f"({','.join(p[1] for p in parts)})"
+
+    texts = []
+    for _ in range(count):
+        modes = [mode(2) for _ in range(rng.integers(1, 4))]
+        text = f"({','.join(m[0] for m in modes)}):({','.join(m[1] for m in modes)})"
+        bits = int(rng.integers(0, 4))
+        if rng.random() < 0.5:
+            text = f"S<{bits},{rng.integers(0, 5)},{rng.integers(max(bits, 1), 5)}> o {rng.integers(0, 64)} o {text}"
+        texts.append(text)
+    return texts
+
+
 def independent_tv(tv: ThreadValueMap) -> tuple[np.ndarray, np.ndarray]:
     """``(tv.rows, tv.columns)`` computed again by tensor-layouts from the copy's thread-value layout and tiler."""
     layout = tl.Layout(*tv.tv)
@@ -62,23 +102,29 @@ def bank_conflicts(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16) -> i
     Counted by tensor-layouts' own analysis (32 banks of 4 bytes; equal words are one broadcast).
 
     Args:
-        grid: a shared-memory layout, 8 to 32 bits an element.
+        grid: a shared-memory layout; its lines start at whole bytes.
         lanes: threads served together. 8 lanes x 16 bytes is one phase of a 128-bit load or of ``ldmatrix``.
         chunk_bytes: consecutive bytes each thread reads.
     """
     check_integer("lanes", lanes, 1, 32)
     check_choice("chunk_bytes", chunk_bytes, (4, 8, 16))
-    check_choice("grid.element_bits", grid.element_bits, (8, 16, 32))
-    size = grid.element_bits // 8
     across = 0 if _is_row_major(grid) else 1
     if lanes > grid.offsets.shape[across]:
         raise ArgumentError("lanes", lanes, f"at most the {grid.offsets.shape[across]} lines of the tile")
     lines = tl.compose(tl.Layout(grid.shape[across], grid.stride[across]), tl.Layout(lanes, 1))
-    lines = tl.Layout(lines.shape, _scaled(lines.stride, size))
+    lines = tl.Layout(lines.shape, _in_bytes(lines.stride, grid.element_bits))
     access: Any = tl.Layout((lines.shape, chunk_bytes), (lines.stride, 1))
     if grid.swizzle is not None:
         access = tl.ComposedLayout(tl.Swizzle(*grid.swizzle), access)
     return int(_analysis(access, element_bytes=1)["max_ways"])
+
+
+def _in_bytes(stride: Any, element_bits: int) -> Any:
+    if isinstance(stride, tuple):
+        return tuple(_in_bytes(s, element_bits) for s in stride)
+    if stride * element_bits % 8:
+        raise ArgumentError("grid", stride, "a layout whose lines start at whole bytes")
+    return stride * element_bits // 8
 
 
 def _is_row_major(grid: LayoutGrid) -> bool:

@@ -238,6 +238,11 @@ def _tiled_mma(dtype: Any, m: int, n: int, major: Any, cta_group: int = 1) -> An
     return blackwell_helpers.make_trivial_tiled_mma(dtype, dtype, major, major, cutlass.Float32, group, (m, n))
 
 
+def _instruction_m(rows: int) -> int:
+    """M of the MMA that a tile of ``rows`` rows is cut into."""
+    return 128 if rows % 128 == 0 else 64
+
+
 def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -> tuple[str, ...]:
     """The swizzles a [rows, k] operand tile can have: the contiguous direction must hold whole swizzle rows."""
     check_choice("dtype", dtype, tuple(DTYPES))
@@ -246,12 +251,12 @@ def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -
     return tuple(s for s in SWIZZLES if run % _RUN_BYTES[s] == 0)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def smem_operand(rows: int, k: int, dtype: str = "bf16", major: str = "K", swizzle: str | None = None) -> LayoutGrid:
     """One stage of a UMMA operand A in shared memory: element offset of (row, k).
 
     Args:
-        rows: 64 or a multiple of 128 up to 256 (the M extent of the tile in one CTA); ``e2m1`` needs 128 or 256.
+        rows: a multiple of 64 up to 256 (the M extent of the tile in one CTA); ``e2m1`` needs 128 or 256.
         k: K extent in elements, a multiple of the instruction's K (32 bytes).
         dtype: a key of `DTYPES`.
         major: "K" (row-major, K contiguous) or "MN" (column-major); ``e2m1`` is K-major only.
@@ -259,7 +264,7 @@ def smem_operand(rows: int, k: int, dtype: str = "bf16", major: str = "K", swizz
     """
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("major", major, ("K",) if dtype == "e2m1" else ("K", "MN"))
-    check_choice("rows", rows, (128, 256) if dtype == "e2m1" else (64, 128, 256))
+    check_integer("rows", rows, 64, 256, 128 if dtype == "e2m1" else 64)
     kind = DTYPES[dtype]
     check_integer("k", k, 256 // kind.width, MAX_ELEMENTS // rows, 256 // kind.width)
     if rows * k * kind.width // 8 > SMEM_BYTES:
@@ -273,7 +278,7 @@ def smem_operand(rows: int, k: int, dtype: str = "bf16", major: str = "K", swizz
 
     def build() -> tuple[Any, ...]:
         mode = OperandMajorMode.K if major == "K" else OperandMajorMode.MN
-        m = min(rows, 128)
+        m = _instruction_m(rows)
         mma = _tiled_mma(kind, m, 64, mode)
         if swizzle is None:
             staged = blackwell_helpers.make_smem_layout_a(mma, (rows, 64, k), kind, 1)
@@ -328,7 +333,7 @@ def _check_accumulator(m: int, n: int, cta_group: int, instruction_n: int | None
     return instruction_n
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def tmem_accumulator(m: int, n: int, cta_group: int = 1, instruction_n: int | None = None) -> LayoutGrid:
     """TMEM address ``lane << 16 | column`` of every element of an fp32 accumulator, as one CTA sees it.
 
@@ -356,7 +361,7 @@ def tmem_accumulator(m: int, n: int, cta_group: int = 1, instruction_n: int | No
     return LayoutGrid(_frozen(linear), text, 32, title, shape, stride)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256, typed=True)
 def t2r_map(
     m: int, n: int, atom: str = "32x32b", repeat: int | None = None, cta_group: int = 1, store: bool = False
 ) -> ThreadValueMap:
@@ -415,7 +420,7 @@ def t2r_map(
 # ---- TMA -------------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64, typed=True)
 def tma_tiles(rows: int, k: int, tile_m: int, tile_k: int, dtype: str = "bf16") -> TmaTiles:
     """The boxes a loop over (row tile, k tile) loads from a row-major [rows, k] tensor, ragged edges included.
 
@@ -434,7 +439,7 @@ def tma_tiles(rows: int, k: int, tile_m: int, tile_k: int, dtype: str = "bf16") 
     def build() -> tuple[Any, ...]:
         pointer = cute.make_ptr(kind, 4096, cute.AddressSpace.gmem, assumed_align=16)
         tensor = cute.make_tensor(pointer, cute.make_layout((rows, k, 1), stride=(k, 1, rows * k)))
-        mma = _tiled_mma(kind, min(tile_m, 128), 64, OperandMajorMode.K)
+        mma = _tiled_mma(kind, _instruction_m(tile_m), 64, OperandMajorMode.K)
         staged = blackwell_helpers.make_smem_layout_a(mma, (tile_m, 64, tile_k), kind, 1)
         stage = cute.slice_(staged, (None, None, None, 0))
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
@@ -512,7 +517,6 @@ def _cute(parsed: tuple[Any, Any, tuple[int, int, int] | None, int]) -> Any:
     )
 
 
-@lru_cache(maxsize=512)
 def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> LayoutGrid:
     """A layout typed by a reader, evaluated: first mode down, the other modes across, a single mode as one row.
 
@@ -525,11 +529,15 @@ def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> La
     """
     parsed = parse_layout("text", text)
     check_choice("element_bits", element_bits, (4, 8, 16, 32, 64))
-    unit = 8 if byte_swizzle else element_bits
-    return _evaluated(lambda: _cute(parsed), element_bits, unit, "layout", parsed[3])
+    return _free(parsed, element_bits, 8 if byte_swizzle else element_bits)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
+def _free(parsed: Any, element_bits: int, swizzle_bits: int) -> LayoutGrid:
+    return _evaluated(lambda: _cute(parsed), element_bits, swizzle_bits, "layout", parsed[3])
+
+
+@lru_cache(maxsize=64, typed=True)
 def swizzle(bits: int, base: int, shift: int) -> LayoutGrid:
     """One period of ``S<bits, base, shift>``: 2^bits rows of 2^(base + shift) consecutive byte addresses."""
     check_integer("bits", bits, 0, 5)
@@ -546,7 +554,6 @@ def _plain(name: str, text: str) -> Any:
     return parsed
 
 
-@lru_cache(maxsize=128)
 def compose(a: str, b: str, element_bits: int = 8) -> LayoutGrid:
     """The composition ``a o b``: ``(a o b)(i) = a(b(i))``, as the compiler simplifies it.
 
