@@ -5,6 +5,8 @@ Source: tensor-layouts (PyPI), a pure Python implementation of CuTe's layout alg
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import numpy as np
@@ -66,10 +68,12 @@ def random_texts(seed: int, count: int) -> list[str]:
         parts = [mode(depth - 1) for _ in range(rng.integers(1, 4))]
         return f"({','.join(p[0] for p in parts)})", f"({','.join(p[1] for p in parts)})"
 
-    texts = []
-    for _ in range(count):
+    texts: list[str] = []
+    while len(texts) < count:
         modes = [mode(2) for _ in range(rng.integers(1, 4))]
         text = f"({','.join(m[0] for m in modes)}):({','.join(m[1] for m in modes)})"
+        if math.prod(int(n) for n in re.findall(r"\d+", text.split(":")[0])) > 1024:
+            continue
         bits = int(rng.integers(0, 4))
         if rng.random() < 0.5:
             text = f"S<{bits},{rng.integers(0, 5)},{rng.integers(max(bits, 1), 5)}> o {rng.integers(0, 64)} o {text}"
@@ -114,8 +118,12 @@ def bank_conflicts(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16) -> i
     lines = tl.compose(tl.Layout(grid.shape[across], grid.stride[across]), tl.Layout(lanes, 1))
     lines = tl.Layout(lines.shape, _in_bytes(lines.stride, grid.element_bits))
     access: Any = tl.Layout((lines.shape, chunk_bytes), (lines.stride, 1))
-    if grid.swizzle is not None:
-        access = tl.ComposedLayout(tl.Swizzle(*grid.swizzle), access)
+    if grid.swizzle is not None or grid.shift:
+        bits, base, shift = grid.swizzle or (0, 0, 0)
+        base += grid.swizzle_bits.bit_length() - 4  # from its own unit to bytes
+        access = tl.ComposedLayout(
+            tl.Swizzle(bits, base, shift), access, offset=_in_bytes(grid.shift, grid.element_bits)
+        )
     return int(_analysis(access, element_bytes=1)["max_ways"])
 
 
