@@ -1,0 +1,30 @@
+"""Values from outside, made ready to draw: arrays of any library in, short numbers for cells out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.errors import ArgumentError
+
+
+def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
+    """``value`` (torch tensor, numpy array or nested sequence) as a numpy array of ``dtype``."""
+    if hasattr(value, "detach"):  # a torch tensor; bf16 and FP8 have no numpy dtype, so floats go through fp64
+        value = value.detach().cpu()
+        value = value.double().numpy() if value.is_floating_point() else value.numpy()
+    try:
+        return np.asarray(value).astype(dtype)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(name, value, "an array of real numbers") from error
+
+
+def compact(value: float) -> str:
+    """At most five characters for a cell: 0, 3e-4, -2e1, nan, inf."""
+    if value == 0:
+        return "0"
+    if not np.isfinite(value):
+        return str(value)
+    mantissa, exponent = f"{value:.0e}".split("e")
+    return mantissa if int(exponent) == 0 else f"{mantissa}e{int(exponent)}"
