@@ -47,7 +47,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import memory, pipeline
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as sm100_utils
 
 from dsv4lib.errors import ArgumentError, ConfigError
@@ -97,7 +97,7 @@ class GemmTile:
         self.ab_type, self.c_type, self.acc_type = DTYPES[in_dtype], DTYPES[out_dtype], cutlass.Float32
 
         # ---- tile ----
-        if not isinstance(tile_n, int) or not 16 <= tile_n <= 256 or tile_n % 16:
+        if type(tile_n) is not int or not 16 <= tile_n <= 256 or tile_n % 16:
             raise ConfigError("tile_n", tile_n, "a multiple of 16 in 16..256 (N of a 1-CTA tcgen05.mma with M 128)")
         self.tile_n, self.tile_k = tile_n, TILE_K_BYTES * 8 // self.ab_type.width
         self.tile_mnk = (TILE_M, tile_n, self.tile_k)
@@ -108,7 +108,7 @@ class GemmTile:
         self.a_stage_bytes = TILE_M * TILE_K_BYTES
         self.b_stage_bytes = tile_n * TILE_K_BYTES
         fit = max(s for s in range(1, 16) if self._smem_bytes(s) <= SMEM_LIMIT)
-        if not isinstance(stages, int) or not 1 <= stages <= fit:
+        if type(stages) is not int or not 1 <= stages <= fit:
             raise ConfigError("stages", stages, f"1..{fit} (what fits {SMEM_LIMIT} B of SMEM at tile_n {tile_n})")
         self.stages = stages
         self.smem_bytes = self._smem_bytes(stages)
@@ -195,12 +195,18 @@ class GemmTile:
                 (TILE_M, self.tile_n, self.mma_k),
                 tcgen05.CtaGroup.ONE,
                 tcgen05.OperandSource.SMEM,
-                tcgen05.OperandMajorMode.K,
-                tcgen05.OperandMajorMode.K,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
             )
         )
         a_layout = sm100_utils.make_smem_layout_a(tiled_mma, self.tile_mnk, self.ab_type, self.stages)
         b_layout = sm100_utils.make_smem_layout_b(tiled_mma, self.tile_mnk, self.ab_type, self.stages)
+        acc = tiled_mma.make_fragment_C(tiled_mma.partition_shape_C(self.tile_mnk[:2]))
+        self.layout_text = {  # for figures and checks: the layouts this kernel was compiled with
+            "A": cute.pretty_str(cute.slice_(a_layout, (None, None, None, 0))),
+            "B": cute.pretty_str(cute.slice_(b_layout, (None, None, None, 0))),
+            "C": cute.pretty_str(acc.layout),
+        }
         one_stage = [0, 1, 2]
         load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
         tma_a, gA = cute.nvgpu.make_tiled_tma_atom_A(
