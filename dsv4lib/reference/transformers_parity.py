@@ -132,7 +132,7 @@ def build_peer(variant: str = "tiny", seed: int = 0, batch: int = 2) -> Peer:
     from transformers import DeepseekV4ForCausalLM  # seconds of import time, paid only when used
 
     v = _variant(variant)
-    model = DeepseekV4ForCausalLM(_peer_config(v.config)).to(torch.float32).eval()
+    model = DeepseekV4ForCausalLM(peer_config(v.config)).to(torch.float32).eval()
     rng = torch.Generator().manual_seed(seed)
     _redraw(model, rng)
     return Peer(variant, seed, v.config, model, torch.randint(v.config.vocab, (batch, v.tokens), generator=rng))
@@ -145,8 +145,8 @@ _PEER_KINDS = {
 }
 
 
-def _peer_config(config: ModelConfig) -> Any:
-    """The same dimensions in transformers' words."""
+def peer_config(config: ModelConfig) -> Any:
+    """The dimensions of ``config`` as a ``DeepseekV4Config``, the layer schedule written out."""
     from transformers import DeepseekV4Config
 
     return DeepseekV4Config(

@@ -1,9 +1,12 @@
 """The peer is what we think it is: names as the released checkpoints', nothing left at its default, no near-ties."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from dsv4lib.config import FLASH, PRO
 from dsv4lib.errors import ArgumentError
 from dsv4lib.reference import transformers_parity as tp
 
@@ -62,3 +65,26 @@ def test_bad_input_is_refused():
         tp.checkpoint_state({"model.layers.0.self_attn.q_proj.weight": torch.zeros(1)})
     with pytest.raises(ArgumentError, match="sizes"):
         tp.peer_trace(tp.build_peer("tiny"), (50, 4))
+
+
+def test_flash_has_the_dimensions_transformers_knows():
+    """transformers' defaults are Flash's; only its default schedule is nobody's, so the released ratios are passed."""
+    from transformers import DeepseekV4Config
+
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536}
+    yarn |= {"beta_fast": 32.0, "beta_slow": 1.0}
+    ratios = [0, 0, *(r for _ in range(20) for r in (4, 128)), 4, 0]
+    theirs = DeepseekV4Config(compress_ratios=ratios, rope_parameters=yarn, attn_implementation="eager").to_dict()
+    ours = tp.peer_config(FLASH).to_dict()
+    assert theirs["layer_types"] != DeepseekV4Config().layer_types
+    assert {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]} == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "pro_value"),
+    [("n_heads", PRO.n_heads), ("n_experts", PRO.n_experts), ("routed_scaling", PRO.routed_scaling)]
+    + [("index_topk", PRO.index_topk), ("o_groups", PRO.o_groups), ("q_lora_rank", PRO.q_lora_rank)],
+)
+def test_pro_value_in_flash_is_noticed(field, pro_value):
+    right, wrong = (tp.peer_config(c).to_dict() for c in (FLASH, replace(FLASH, **{field: pro_value})))
+    assert sum(right[name] != wrong[name] for name in right) == 1
