@@ -4,13 +4,13 @@ Per layer: a ring of the last ``window`` KV vectors (slot = position mod window)
 and the finished entries; for CSA also the indexer's state and keys. Ring and state have a fixed size per request,
 entries and keys grow by one per ``rate`` tokens. All requests of a batch are at the same position.
 
-Tensors are replaced, never written in place, so a gradient can flow through a chunked forward, and a shallow copy of a
-LayerCache is a snapshot.
+Tensors are replaced, never written in place, so a gradient can flow through a chunked forward, and :meth:`Cache.fork`
+costs nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,6 +69,13 @@ class Cache:
         """Bytes held per layer and part, under ``layers.N`` and ``mtp.0``; see :meth:`LayerCache.bytes`."""
         report = {f"layers.{i}": layer.bytes() for i, layer in enumerate(self.layers)}
         return report | {"mtp.0": self.mtp.bytes()}
+
+    def fork(self) -> Cache:
+        """A second continuation from here: tensors are shared, moving one cache on leaves the other as it is.
+
+        This is how a prefix is shared, and how a speculative step is rolled back: fork before it, keep the fork.
+        """
+        return replace(self, layers=[replace(layer) for layer in self.layers], mtp=replace(self.mtp))
 
     def total_bytes(self) -> int:
         """Bytes held by all layers."""

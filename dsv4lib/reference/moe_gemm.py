@@ -51,7 +51,7 @@ def moe_gemm(
 
     Args:
         x: ``[N, d]``.
-        experts: int64 ``[N, k]``, distinct within a row.
+        experts: int64 ``[N, k]``; one listed twice in a row counts twice.
         weights: ``[N, k]``.
         w1, w2, w3: one matrix per expert; see :func:`expert`.
         limit: of the SwiGLU clamp.
