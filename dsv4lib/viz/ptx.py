@@ -216,13 +216,14 @@ def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = N
     blocks = []
     for hit in hits[:limit]:
         out, last = [], None
-        for instruction in found[max(0, hit - context) : hit + context + 1]:
+        around = {i.ptx_line: i for i in found[max(0, hit - context) : hit + context + 1]}  # a line may hold several
+        for instruction in around.values():
             place = f"{instruction.file}:{instruction.line}" if instruction.line else "no line info"
             if place != last:
                 said = python[instruction.line - 1].strip() if 0 < instruction.line <= len(python) else ""
                 out.append(f"# {place}  {said}".rstrip())
                 last = place
-            mark = ">" if instruction is found[hit] else " "
+            mark = ">" if instruction.ptx_line == found[hit].ptx_line else " "
             text = " ".join(lines[instruction.ptx_line - 1].split())
             out.append(f"{mark}{instruction.ptx_line:5d}  {text if len(text) <= 110 else text[:107] + '...'}")
         blocks.append("\n".join(out))

@@ -163,6 +163,7 @@ def test_inputs_expose_mistakes():
     assert padding_untouched(c) and bool((c == SENTINEL).all())
     c.as_strided((37, 24), (24, 1))[36, 20] = 0
     assert not padding_untouched(c)
+    assert [x.stride(0) for x in operands(8, 16, 64, "bf16", "fp32")] == [72, 72, 20]  # padded even where aligned
     rows = a.double().std(dim=1)
     assert rows[-1] / rows[0] > 50
 
