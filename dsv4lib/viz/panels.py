@@ -60,7 +60,8 @@ def numbers(ax: Axes, labels: np.ndarray, colours: np.ndarray | None = None, siz
     """Write ``labels[i, j]`` into the cells of a raster; ``colours`` is the background of each, for contrast."""
     for (i, j), label in np.ndenumerate(labels):
         shade = INK if colours is None else ink_on(colours[i, j])
-        ax.text(j, i, str(label), ha="center", va="center", fontsize=size, color=shade)
+        text = ax.text(j, i, str(label), ha="center", va="center", fontsize=size, color=shade)
+        text.set_in_layout(False)  # it is inside its cell: the layout engine need not measure it
 
 
 def cell_lines(ax: Axes, rows: int, columns: int, colour: str = PAPER, width: float = 1.0) -> None:

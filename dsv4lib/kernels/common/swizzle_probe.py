@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+import numpy as np
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.memory import SmemAllocator
 
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.kernels.common.layouts import ARCH, DTYPES, check_choice
+from dsv4lib.kernels.common.layouts import ARCH, DTYPES, LayoutGrid, apply_swizzle, check_choice, without_swizzle
 from dsv4lib.kernels.compile import compile_for
 
 _KINDS = {"32B": "K_SW32", "64B": "K_SW64", "128B": "K_SW128"}
@@ -72,3 +73,20 @@ def swizzle_of(instructions: tuple[str, ...]) -> tuple[int, int, int]:
     shift, mask = int(found[3]), int(found[5])
     base = (mask & -mask).bit_length() - 1
     return mask.bit_count(), base, shift
+
+
+def store_addresses(grid: LayoutGrid, swizzle: str) -> np.ndarray:
+    """Byte address of every element of ``grid`` as the compiled store computes it from the linear address.
+
+    Args:
+        grid: a shared-memory tile, as `layouts.smem_operand` returns it.
+        swizzle: its swizzle: "none", "32B", "64B" or "128B".
+
+    Returns:
+        int64 [rows, columns].
+    """
+    check_choice("swizzle", swizzle, ("none", *_KINDS))
+    linear = without_swizzle(grid).byte_addresses
+    if swizzle == "none":
+        return linear
+    return apply_swizzle(linear, *swizzle_of(store_instructions("bf16", swizzle)))
