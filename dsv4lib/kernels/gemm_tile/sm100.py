@@ -43,6 +43,7 @@ many the tensor core does, fed at (128 + tile_n) x 128 bytes a step: tile_n 256 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -146,13 +147,13 @@ class GemmTile:
         """Arguments for `compile_for`: A, B, C with free M, N, K and row strides of whole 16-byte units; no memory."""
         m, n, k = (cute.sym_int32(symbol=name) for name in "MNK")
 
-        def matrix(rows, cols, dtype, name):
+        def matrix(rows: Any, cols: Any, dtype: Any, name: str) -> Any:
             stride = cute.sym_int64(divisibility=128 // dtype.width, symbol=f"ld{name}")
             return cute.runtime.make_fake_tensor(dtype, (rows, cols), (stride, 1), assumed_align=16)
 
         return matrix(m, k, self.ab_type, "a"), matrix(n, k, self.ab_type, "b"), matrix(m, n, self.c_type, "c")
 
-    def launch_args(self, a, b, c) -> tuple:
+    def launch_args(self, a: Any, b: Any, c: Any) -> tuple:
         """Check torch tensors and wrap them for a call of the compiled kernel.
 
         Args:
@@ -294,7 +295,17 @@ class GemmTile:
             self.epilogue(mC, (m_tile, n_tile), tmem, acc_layout, acc_consumer)
 
     @cute.jit
-    def load(self, tma_a, tCgA, sA, tma_b, tCgB, sB, ab_producer, k_steps):
+    def load(
+        self,
+        tma_a: cute.CopyAtom,
+        tCgA: cute.Tensor,
+        sA: cute.Tensor,
+        tma_b: cute.CopyAtom,
+        tCgB: cute.Tensor,
+        sB: cute.Tensor,
+        ab_producer: pipeline.PipelineProducer,
+        k_steps: cutlass.Int32,
+    ):
         """Load warp: fill the ring, one A box and one B box a K step, then wait until the last stage was read."""
         whole = cute.make_layout(1)  # no multicast: this CTA takes the whole box
         tAsA, tAgA = cpasync.tma_partition(tma_a, 0, whole, cute.group_modes(sA, 0, 3), cute.group_modes(tCgA, 0, 3))
@@ -306,7 +317,17 @@ class GemmTile:
         ab_producer.tail()
 
     @cute.jit
-    def mma(self, tiled_mma, sA, sB, tmem, acc_layout, ab_consumer, acc_producer, k_steps):
+    def mma(
+        self,
+        tiled_mma: cute.TiledMma,
+        sA: cute.Tensor,
+        sB: cute.Tensor,
+        tmem: memory.TmemAllocator,
+        acc_layout: cute.Layout,
+        ab_consumer: pipeline.PipelineConsumer,
+        acc_producer: pipeline.PipelineProducer,
+        k_steps: cutlass.Int32,
+    ):
         """MMA warp: one thread issues; the tensor core reads SMEM and adds into TMEM on its own."""
         tCrA, tCrB = tiled_mma.make_fragment_A(sA), tiled_mma.make_fragment_B(sB)  # SMEM descriptors, not data
         tmem.wait_for_alloc()
@@ -323,7 +344,14 @@ class GemmTile:
         acc.commit()
 
     @cute.jit
-    def epilogue(self, mC, tile, tmem, acc_layout, acc_consumer):
+    def epilogue(
+        self,
+        mC: cute.Tensor,
+        tile: tuple,
+        tmem: memory.TmemAllocator,
+        acc_layout: cute.Layout,
+        acc_consumer: pipeline.PipelineConsumer,
+    ):
         """Epilogue warps: warp w reads TMEM lanes 32 w .. 32 w + 31; thread t converts and stores row t of the tile."""
         tmem.allocate(self.tmem_columns)
         tmem.relinquish_alloc_permit()
@@ -356,7 +384,7 @@ class GemmTile:
         tmem.free(address)
 
     @cute.jit
-    def store_row(self, rC, gC, columns):
+    def store_row(self, rC: cute.Tensor, gC: cute.Tensor, columns: cutlass.Int32):
         """Store one thread's chunk of a row: 16-byte vectors, or element by element where C ends inside the chunk."""
         if columns >= self.epilogue_n:
             cute.autovec_copy(rC, gC)
