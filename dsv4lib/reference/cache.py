@@ -33,7 +33,7 @@ class LayerCache:
     index_state: compressor.State | None = None
     index_keys: torch.Tensor | None = None
 
-    def bytes(self) -> dict[str, int]:
+    def part_bytes(self) -> dict[str, int]:
         """Bytes held per part, in the dtype of this cache."""
         parts = {
             "window": (self.window,),
@@ -66,9 +66,9 @@ class Cache:
         return self.mtp.window.dtype
 
     def memory_report(self) -> dict[str, dict[str, int]]:
-        """Bytes held per layer and part, under ``layers.N`` and ``mtp.0``; see :meth:`LayerCache.bytes`."""
-        report = {f"layers.{i}": layer.bytes() for i, layer in enumerate(self.layers)}
-        return report | {"mtp.0": self.mtp.bytes()}
+        """Bytes held per layer and part, under ``layers.N`` and ``mtp.0``; see :meth:`LayerCache.part_bytes`."""
+        report = {f"layers.{i}": layer.part_bytes() for i, layer in enumerate(self.layers)}
+        return report | {"mtp.0": self.mtp.part_bytes()}
 
     def fork(self) -> Cache:
         """A second continuation from here: tensors are shared, moving one cache on leaves the other as it is.
@@ -76,6 +76,11 @@ class Cache:
         This is how a prefix is shared, and how a speculative step is rolled back: fork before it, keep the fork.
         """
         return replace(self, layers=[replace(layer) for layer in self.layers], mtp=replace(self.mtp))
+
+    def adopt(self, fork: Cache) -> None:
+        """Move on to where a fork of this cache got."""
+        self.layers, self.mtp = fork.layers, fork.mtp
+        self.position, self.mtp_position = fork.position, fork.mtp_position
 
     def total_bytes(self) -> int:
         """Bytes held by all layers."""

@@ -391,17 +391,21 @@ class ReferenceModel(nn.Module):
             if capture is None:
                 raise ArgumentError("capture", None, "a dict when mtp is given: it receives mtp_logits")
             self._check_next(mtp, tokens.shape, cache)
+        # Work on a fork: whatever interrupts a forward, the caller's cache is still the one before it.
+        step = cache.fork()
         streams = embedding.init_streams(embedding.embedding(tokens, self.embed.weight), self.config.hc_mult)
-        for i, (layer, layer_cache) in enumerate(zip(self.layers, cache.layers, strict=True)):
-            streams = layer(streams, tokens, cache.position, layer_cache, _Record(capture, f"layers.{i}"))
-        cache.position += tokens.shape[1]
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, step.layers, strict=True)):
+            streams = layer(streams, tokens, step.position, layer_cache, _Record(capture, f"layers.{i}"))
+        step.position += tokens.shape[1]
         h = self._collapse(self, streams)
         hidden = rmsnorm.rmsnorm(h, self.norm.weight, self.config.rms_eps)
         if capture is not None:
             capture.update(collapsed=h, hidden=hidden)
         if mtp is not None:
-            capture["mtp_logits"] = self.mtp_logits(streams, mtp, cache, capture)
-        return lm_head.lm_head(hidden, self.head.weight)
+            capture["mtp_logits"] = self.mtp_logits(streams, mtp, step, capture)
+        logits = lm_head.lm_head(hidden, self.head.weight)
+        cache.adopt(step)
+        return logits
 
     def mtp_logits(
         self,
@@ -429,7 +433,7 @@ class ReferenceModel(nn.Module):
             raise ArgumentError("streams.shape", tuple(streams.shape), allowed)
         cache = self.new_cache(next_tokens.shape[0]) if cache is None else cache
         self._check_cache(cache, next_tokens, cache.mtp_position)
-        record = _Record(capture, "mtp.0")
+        step, record = cache.fork(), _Record(capture, "mtp.0")
         x = mtp_.combine(
             streams,
             embedding.embedding(next_tokens, self.embed.weight),
@@ -439,11 +443,13 @@ class ReferenceModel(nn.Module):
             block.e_proj.weight,
             c.rms_eps,
         )
-        x = block(x, next_tokens, cache.mtp_position, cache.mtp, record)
-        cache.mtp_position += next_tokens.shape[1]
+        x = block(x, next_tokens, step.mtp_position, step.mtp, record)
+        step.mtp_position += next_tokens.shape[1]
         hidden = rmsnorm.rmsnorm(self._collapse(block, x), block.norm.weight, c.rms_eps)
         record(hidden=hidden)
-        return lm_head.lm_head(hidden, self.head.weight)
+        logits = lm_head.lm_head(hidden, self.head.weight)
+        cache.adopt(step)
+        return logits
 
     @torch.no_grad()
     def generate(

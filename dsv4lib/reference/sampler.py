@@ -11,8 +11,19 @@ import torch
 from dsv4lib.errors import ArgumentError
 
 
+def _refuse_nan(logits: torch.Tensor) -> None:
+    if torch.isnan(logits).any():
+        raise ArgumentError("logits", "a tensor with NaN", "numbers")
+
+
+def _check_top_p(top_p: float) -> None:
+    if not 0 < top_p <= 1:
+        raise ArgumentError("top_p", top_p, "a number in (0, 1]")
+
+
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     """Largest logit, of equal ones the lowest id: ``[..., V]`` -> int64 ``[...]``."""
+    _refuse_nan(logits)
     return logits.argmax(-1)
 
 
@@ -28,11 +39,9 @@ def probabilities(logits: torch.Tensor, temperature: float = 1.0, top_p: float =
         ``[..., V]``, at least fp32, sums to 1.
     """
     if not 0 < temperature < float("inf"):
-        raise ArgumentError("temperature", temperature, "a finite number > 0")
-    if not 0 < top_p <= 1:
-        raise ArgumentError("top_p", top_p, "a number in (0, 1]")
-    if torch.isnan(logits).any():
-        raise ArgumentError("logits", "a tensor with NaN", "numbers")
+        raise ArgumentError("temperature", temperature, "a finite number > 0 (0 for greedy in sample)")
+    _check_top_p(top_p)
+    _refuse_nan(logits)
     p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, dim=-1)
     if top_p == 1:
         return p
@@ -52,6 +61,7 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token per row: ``[..., V]`` -> int64 ``[...]``; temperature 0 is :func:`greedy`."""
     if temperature == 0:
+        _check_top_p(top_p)
         return greedy(logits)
     p = probabilities(logits, temperature, top_p)
     noise = torch.empty_like(p).exponential_(1.0, generator=generator)

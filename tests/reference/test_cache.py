@@ -5,6 +5,7 @@ import torch
 
 from dsv4lib.config import TINY, LayerKind, fixed_cache_bytes
 from dsv4lib.reference import cache as cache_module
+from dsv4lib.reference import compressor, lm_head
 from dsv4lib.reference.model import ReferenceModel
 
 
@@ -86,3 +87,20 @@ def test_a_fork_continues_on_its_own(model, tokens, prefix):
     whole = model(tokens[:, :39], capture=want, mtp=tokens[:, 1:])
     assert (logits - whole[:, prefix:]).abs().max() <= 3e-5
     assert (got["mtp_logits"] - want["mtp_logits"][:, prefix:]).abs().max() <= 3e-5
+
+
+@pytest.mark.parametrize("broken", ["compressor", "lm_head"])
+def test_an_interrupted_forward_leaves_the_cache_as_it_was(model, tokens, monkeypatch, broken):
+    whole, cache = model(tokens), model.new_cache(2)
+    model(tokens[:, :9], cache)
+
+    def stop(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        where = {"compressor": (compressor, "finish"), "lm_head": (lm_head, "lm_head")}[broken]
+        patch.setattr(*where, stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(tokens[:, 9:20], cache)
+    assert cache.position == 9
+    assert (model(tokens[:, 9:], cache) - whole[:, 9:]).abs().max() <= 3e-5

@@ -80,3 +80,6 @@ def test_refusals(name, value):
     with pytest.raises(ArgumentError) as error:
         sampler.sample(**({"logits": torch.zeros(3)} | {name: value}))
     assert error.value.name == name
+    if name != "temperature":
+        with pytest.raises(ArgumentError):  # greedy must not hide a wrong argument
+            sampler.sample(**({"logits": torch.zeros(3), "temperature": 0.0} | {name: value}))
