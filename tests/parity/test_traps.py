@@ -6,7 +6,6 @@ planted mistake must exceed three times that. Run with ``-s`` to see how loud ea
 way, the quiet ones would pass unseen. What is too quiet even for fp32 is in ``test_operator_traps.py``.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -489,11 +488,10 @@ def test_rollback_must_restore_every_part_of_the_cache(forgotten, table):
     cache = model().new_cache(tokens.shape[0])
     with torch.no_grad():
         before = model()(tokens[:, :keep], cache)
-        saved = [dataclasses.replace(layer) for layer in cache.layers]
-        model()((tokens[:, keep : keep + 5] + 1) % CONFIG.vocab, cache)
-        drafted, cache.layers, cache.position = cache.layers, saved, keep
+        drafted = cache.fork()
+        model()((tokens[:, keep : keep + 5] + 1) % CONFIG.vocab, drafted)
         if forgotten is not None:
-            for layer, stale in zip(cache.layers, drafted, strict=True):
+            for layer, stale in zip(cache.layers, drafted.layers, strict=True):
                 setattr(layer, forgotten, getattr(stale, forgotten))
         after = [model()(token, cache) for token in tokens[:, keep:].split(1, dim=1)]
     seen = loudness(torch.cat([before, *after], dim=1))
