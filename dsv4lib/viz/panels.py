@@ -6,13 +6,17 @@ Large layouts are rasters (one image), never thousands of patches: a 128 x 128 t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.colors import ListedColormap, to_rgb
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, RC
@@ -56,20 +60,51 @@ def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str] = PALETTE, em
     frame(ax)
 
 
+@lru_cache(maxsize=64)
+def _glyph(text: str) -> tuple[Path, float, float]:
+    """Outline of ``text`` at font size 1 with its width and height."""
+    path = TextPath((0, 0), text, size=1.0)
+    box = path.get_extents()
+    return path, box.width, box.height
+
+
+@lru_cache(maxsize=4096)
+def _number_path(number: int) -> Path:
+    """Outline of a number at font size 1, centred on the origin, put together from ten digits of one width."""
+    digits = str(number)
+    advance, height = _glyph("00")[1] - _glyph("0")[1], _glyph("0")[2]
+    left = -len(digits) * advance / 2
+    pieces = [
+        _glyph(d)[0].transformed(Affine2D().translate(left + k * advance, -height / 2)) for k, d in enumerate(digits)
+    ]
+    return Path.make_compound_path(*pieces)
+
+
 def numbers(ax: Axes, labels: np.ndarray, colours: np.ndarray | None = None, size: float = 7.5) -> None:
-    """Write ``labels[i, j]`` into the cells of a raster; ``colours`` is the background of each, for contrast."""
-    for (i, j), label in np.ndenumerate(labels):
-        shade = INK if colours is None else ink_on(colours[i, j])
-        text = ax.text(j, i, str(label), ha="center", va="center", fontsize=size, color=shade)
-        text.set_in_layout(False)  # it is inside its cell: the layout engine need not measure it
+    """Write the integers ``labels[i, j]`` into the cells of a raster, legibly on ``colours``, the background of each.
+
+    All labels are one collection of outlines: hundreds of text objects would take most of a second to lay out.
+    """
+    rows, columns = np.indices(labels.shape)
+    paths = [_number_path(int(label)) for label in labels.ravel()]
+    inks = [INK] * len(paths) if colours is None else [ink_on(c) for c in colours.reshape(len(paths), -1)]
+    collection = PathCollection(
+        paths,
+        facecolors=inks,
+        linewidths=0,
+        offsets=np.column_stack((columns.ravel(), rows.ravel())),
+        offset_transform=ax.transData,
+    )
+    collection.set_transform(Affine2D().scale(size / 72) + ax.figure.dpi_scale_trans)
+    collection.set_in_layout(False)
+    ax.add_collection(collection, autolim=False)
 
 
 def cell_lines(ax: Axes, rows: int, columns: int, colour: str = PAPER, width: float = 1.0) -> None:
     """Thin lines between the cells of a ``rows`` x ``columns`` raster."""
-    ax.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
-    ax.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
-    ax.grid(which="minor", color=colour, linewidth=width)
-    ax.tick_params(which="minor", length=0)
+    across = [[(-0.5, i - 0.5), (columns - 0.5, i - 0.5)] for i in range(1, rows)]
+    down = [[(j - 0.5, -0.5), (j - 0.5, rows - 0.5)] for j in range(1, columns)]
+    ax.add_collection(LineCollection(across + down, colors=colour, linewidths=width), autolim=False)
 
 
 def frame(ax: Axes) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError
@@ -67,11 +68,10 @@ def _detail(ax: Axes, groups: np.ndarray, names: tuple[str, str]) -> tuple[int, 
     part = groups[:MAX_NUMBERED, :MAX_NUMBERED]
     categories(ax, part)
     cell_lines(ax, *part.shape)
-    numbers(ax, part, np.array(PALETTE, dtype=object)[part], size=8)
+    numbers(ax, part, np.array([to_rgb(c) for c in PALETTE])[part], size=8)
     ax.set_xlabel(f"16-byte chunk of a {names[0]}")
     ax.set_ylabel(names[0])
-    ax.set_xticks(range(part.shape[1]))
-    ax.set_yticks(range(part.shape[0]))
+    ticks(ax, *part.shape)
     return part.shape
 
 
