@@ -10,10 +10,10 @@ import html
 import stat
 from pathlib import Path
 
-import nbformat
 from nbformat import NotebookNode
 
 from dsv4lib.lab.files import write_atomic
+from dsv4lib.lab.quick_nbformat import nbformat
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.verdicts import LOOKS, Verdict
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from dsv4lib.lab.files import write_atomic
 from dsv4lib.lab.processes import die_with_parent, oom_kills
+from dsv4lib.lab.quick_nbformat import nbformat  # before papermill, which imports it as well
 from dsv4lib.lab.verdicts import Verdict
 
 OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "_ArrayMemoryError")
@@ -29,7 +30,6 @@ def execute(job: dict[str, Any], private: Path) -> None:
         job: input, output, cwd (paths) and parameters.
         private: folder for sockets and the progress file; its path is short, as socket paths must be.
     """
-    import nbformat
     import papermill
     from jupyter_client.manager import AsyncKernelManager
     from traitlets.config import Config

@@ -57,12 +57,20 @@ def write_stage(
     cells += [nbformat.v4.new_code_cell(source) for source in ([body] if isinstance(body, str) else body) if source]
     if verdict is not None:
         cells.append(nbformat.v4.new_code_cell(verdict.format(name=name)))
+    for number, cell in enumerate(cells):
+        cell["id"] = f"cell-{number}"
     notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata["kernelspec"] = {"name": "python3", "language": "python", "display_name": "Python 3"}
     notebook.metadata["language_info"] = {"name": "python"}
     (root / "notebooks").mkdir(exist_ok=True)
     nbformat.write(notebook, root / "notebooks" / f"{name}.ipynb")
     return load(name, root)
+
+
+@pytest.fixture(scope="session")
+def stage_writer() -> Callable[..., Stage]:
+    """stage_writer(root, name, body, **toml changes) -> a stage in the workspace ``root``."""
+    return write_stage
 
 
 @pytest.fixture
