@@ -101,6 +101,9 @@ def test_a_broken_element_breaks_its_tile_and_no_other(bad, scale_format):
     out = fp8_block.dequantize(q)
     assert bool(out[:128, 128:].isnan().all())
     assert int(out.isnan().sum()) == 128 * 128
+    values = q.scales if scale_format == "fp32" else ue8m0.decode(q.scales)
+    assert values.isnan().tolist() == [[False, True], [False, False]]
+    assert bool((q.codes[:128, 128:] == e4m3.NAN).all()) and int((q.codes == e4m3.NAN).sum()) == 128 * 128
     assert bool((out[:128, :128] - 1).abs().max() < 1e-6)
 
 

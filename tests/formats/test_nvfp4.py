@@ -69,6 +69,16 @@ def test_ties_of_codes_and_of_block_scales():
     check_against_exact(blocks.flatten(), nvfp4.quantize(blocks.flatten(), 1.0))
 
 
+def test_next_to_every_tie_the_exact_quotient_decides(ulp_neighbours):
+    """block scale * global needs 28 bits: a step rounded to fp32 would turn some of these codes."""
+    generator = torch.Generator().manual_seed(39)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5], dtype=torch.float64)
+    for g in (torch.rand(20, generator=generator) + 1).tolist():
+        block_scale = float(E4M3.values()[int(torch.randint(0x30, 0x50, (1,), generator=generator))])
+        x = torch.cat([torch.tensor([6 * block_scale * g]), ulp_neighbours((ties * block_scale * g).float())])
+        check_against_exact(x, nvfp4.quantize(x, g))
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(
     x=st.lists(st.floats(-1e4, 1e4, width=32), min_size=16, max_size=16),
