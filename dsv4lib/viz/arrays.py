@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.viz.panels import ink_on
 
 
 def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
@@ -28,3 +30,11 @@ def compact(value: float) -> str:
         return str(value)
     mantissa, exponent = f"{value:.0e}".split("e")
     return mantissa if int(exponent) == 0 else f"{mantissa}e{int(exponent)}"
+
+
+def cell_texts(ax: Axes, texts: np.ndarray, colours: np.ndarray, size: float) -> None:
+    """Write ``texts[i, j]`` into the cells of a raster whose colours are ``colours[i, j]`` (RGB), in readable ink."""
+    for (row, column), text in np.ndenumerate(texts):
+        ink = ink_on(colours[row, column])
+        label = ax.text(column, row, str(text), ha="center", va="center", fontsize=size, color=ink)
+        label.set_in_layout(False)  # cells never leave the axes, and measuring hundreds of labels takes a second

@@ -22,8 +22,8 @@ from matplotlib.ticker import MaxNLocator
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
-from dsv4lib.viz.arrays import as_array, compact
-from dsv4lib.viz.panels import MAX_NUMBERED, frame, numbers, styled, zoom_frame
+from dsv4lib.viz.arrays import as_array, cell_texts, compact
+from dsv4lib.viz.panels import MAX_NUMBERED, frame, styled, zoom_frame
 
 WAYS = ("element", "tile", "lane", "kv_iteration")
 MAX_PIXELS = 512  # longest side of a raster; larger arrays are folded by the maximum of each block
@@ -285,7 +285,7 @@ def _numbered(ax: Axes, values: np.ndarray, cmap: Colormap, norm: Normalize, bad
     """Write every cell of a small raster, in ink that is readable on its colour."""
     shades = cmap(norm(np.ma.masked_invalid(values)))[..., :3]
     labels = np.vectorize(lambda v: bad if np.isnan(v) else compact(v), otypes=[object])(values)
-    numbers(ax, labels, shades, size=size)
+    cell_texts(ax, labels, shades, size)
 
 
 def _draw_zoom(ax: Axes, grid: ErrorGrid, top: int, left: int) -> None:
@@ -297,8 +297,13 @@ def _draw_zoom(ax: Axes, grid: ErrorGrid, top: int, left: int) -> None:
     norm = TwoSlopeNorm(vcenter=0.0, vmin=-limit, vmax=limit)
     ax.imshow(np.ma.masked_invalid(part), cmap=cmap, norm=norm)
     frame(ax)
-    _numbered(ax, part, cmap, norm, "NaN", 5.2)
+    unit = 10.0 ** np.floor(np.log10(limit)) if not 1e-6 < limit < 1e6 else 1.0  # long exponents would not fit a cell
+    _numbered(ax, part / unit, cmap, Normalize(norm.vmin / unit, norm.vmax / unit), "NaN", 5.2)
     ax.set_xticks(range(0, width, 4), [str(left + i) for i in range(0, width, 4)])
     ax.set_yticks(range(0, height, 4), [str(top + i) for i in range(0, height, 4)])
     where = f" of matrix {list(grid.matrix)}" if grid.matrix else ""
-    ax.set(xlabel="column", ylabel="row", title=f"signed error / row RMS{where}")
+    ax.set(
+        xlabel="column",
+        ylabel="row",
+        title=f"signed error / row RMS{where}" + (f", in units of {unit:.0e}" if unit != 1 else ""),
+    )

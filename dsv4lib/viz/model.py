@@ -18,8 +18,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
-from dsv4lib.viz.arrays import as_array
-from dsv4lib.viz.panels import MAX_NUMBERED, cell_lines, frame, ink_on, numbers, styled
+from dsv4lib.viz.arrays import as_array, cell_texts
+from dsv4lib.viz.panels import MAX_NUMBERED, cell_lines, frame, ink_on, styled
 
 KIND_COLOURS = {"SWA": style.PALETTE[4], "CSA": style.PALETTE[0], "HCA": style.PALETTE[1]}
 EMPTY = "#eef1f4"
@@ -100,7 +100,7 @@ def mixing_matrices(matrices: Any, labels: Sequence[str], title: str = "") -> Fi
         frame(ax)
         cell_lines(ax, *matrix.shape)
         text = np.vectorize(lambda v: f"{v:.2f}"[1:] if v < 0.995 else "1", otypes=[object])(matrix)
-        numbers(ax, text, cmap(matrix)[..., :3], size=7)
+        cell_texts(ax, text, cmap(matrix)[..., :3], size=7)
         ax.set_xticks([])
         ax.set_yticks([])
         ax.set_title(label, fontsize=8.5)
