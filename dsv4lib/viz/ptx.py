@@ -6,11 +6,15 @@ compiler. Counts are static: instructions in the text, not executions.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -20,6 +24,7 @@ from dsv4lib.viz.panels import styled
 
 THREAD, WARP, CTA = "one thread", "a whole warp", "every thread"
 QUARTER = "a whole warp, on its 32 lanes"
+WIDTH = 84  # characters of an instruction in an excerpt
 
 
 @dataclass(frozen=True)
@@ -195,6 +200,17 @@ def instruction_bars(ptx: str, title: str = "Instructions in the PTX") -> Figure
     return style.set_alt(fig, f"Bar chart of static PTX instruction counts by family: {parts}.")
 
 
+def function_body(function: Callable[..., Any]) -> str:
+    """The statements of a Python function with their comments, without signature and docstring, to show beside PTX."""
+    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
+    definition = ast.parse("\n".join(lines)).body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise ArgumentError("function", function, "a function written with def")
+    first = definition.body[0]
+    start = first.end_lineno if ast.get_docstring(definition) is not None else first.lineno - 1
+    return textwrap.dedent("\n".join(lines[start : definition.end_lineno]))
+
+
 def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = None, limit: int = 1) -> str:
     """The places where ``pattern`` matches an opcode, as PTX lines with the Python line each came from.
 
@@ -225,6 +241,6 @@ def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = N
                 last = place
             mark = ">" if instruction.ptx_line == found[hit].ptx_line else " "
             text = " ".join(lines[instruction.ptx_line - 1].split())
-            out.append(f"{mark}{instruction.ptx_line:5d}  {text if len(text) <= 110 else text[:107] + '...'}")
+            out.append(f"{mark}{instruction.ptx_line:5d}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}")
         blocks.append("\n".join(out))
     return "\n\n".join(blocks)

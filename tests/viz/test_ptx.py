@@ -169,6 +169,30 @@ def test_excerpt_of_nothing():
         ptx.ptx_excerpt(TEXT, "wgmma")
 
 
+def test_function_body_keeps_comments_and_drops_the_docstring():
+    def shown(
+        a,
+        b,
+    ):
+        """Two lines
+        of docstring."""
+        c = a + b  # a comment
+        # another
+        return c
+
+    def bare(a):
+        return a  # here
+
+    assert ptx.function_body(shown) == "c = a + b  # a comment\n# another\nreturn c"
+    assert ptx.function_body(bare) == "return a  # here"
+    with pytest.raises(ArgumentError):
+        ptx.function_body(NotAFunction)
+
+
+class NotAFunction:
+    pass
+
+
 def test_bars_show_every_count():
     figure = ptx.instruction_bars(TEXT)
     shown = [text.get_text() for text in figure.axes[0].texts]
