@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 
 from dsv4lib.viz.panels import MAX_NUMBERED, cell_lines, frame, matrix, numbers, styled, ticks, zoom_frame
@@ -103,7 +103,7 @@ def difference(drawn: Any, expected: Any, title: str, names: tuple[str, str] = (
         wrong = a != b
     fig = new_figure(height=2.6, width=4.6)
     ax = fig.subplots()
-    ax.imshow(wrong, cmap="Reds", vmin=0, vmax=1, aspect="auto")
+    ax.imshow(wrong, cmap=ListedColormap(["#eef1f4", "#b00020"]), vmin=0, vmax=1, aspect="auto")
     frame(ax)
     ticks(ax, *wrong.shape)
     _axis_names(ax, ("row", "column"))

@@ -64,15 +64,23 @@ def bank_words(addresses: Any, chunk_bytes: int = CHUNK_BYTES) -> np.ndarray:
     return np.bincount(words % BANKS, minlength=BANKS)
 
 
-def _detail(ax: Axes, groups: np.ndarray, names: tuple[str, str]) -> tuple[int, int]:
+def _detail(ax: Axes, groups: np.ndarray, line: str) -> tuple[int, int]:
     part = groups[:MAX_NUMBERED, :MAX_NUMBERED]
     categories(ax, part)
     cell_lines(ax, *part.shape)
     numbers(ax, part, np.array([to_rgb(c) for c in PALETTE])[part], size=8)
-    ax.set_xlabel(f"16-byte chunk of a {names[0]}")
-    ax.set_ylabel(names[0])
+    ax.set_xlabel(f"16-byte chunk of a {line}")
+    ax.set_ylabel(line)
     ticks(ax, *part.shape)
     return part.shape
+
+
+def _overview(ax: Axes, groups: np.ndarray, shape: tuple[int, int]) -> None:
+    categories(ax, groups)
+    zoom_frame(ax, 0, 0, *shape, colour=INK)
+    ticks(ax, *groups.shape)
+    ax.set_xticks([0, groups.shape[1] - 1])
+    ax.set_title("whole tile", fontsize=8.5, fontweight="normal", color=MUTED)
 
 
 @styled
@@ -89,19 +97,18 @@ def swizzle_map(offsets: Any, element_bytes: float, title: str, before: Any = No
     panels = [(title, *chunk_groups(offsets, element_bytes))]
     if before is not None:
         panels.insert(0, (before_title, *chunk_groups(before, element_bytes)))
+    fits = all(max(groups.shape) <= MAX_NUMBERED for _, groups, _ in panels)
+    each = 1 if fits else 2  # a tile that fits into the detail needs no overview
     fig = new_figure(height=4.4, width=9.0 if len(panels) == 2 else 5.2)
-    axes = fig.subplots(1, 2 * len(panels), width_ratios=(3, 1) * len(panels), squeeze=False)[0]
+    ratios = ((1,) if fits else (3, 1)) * len(panels)
+    axes = fig.subplots(1, each * len(panels), width_ratios=ratios, squeeze=False)[0]
     long = any(len(label) > 44 for label, *_ in panels)
     for i, (label, groups, by_rows) in enumerate(panels):
-        detail, whole = axes[2 * i : 2 * i + 2]
-        names = ("row", "column") if by_rows else ("column", "row")
-        shape = _detail(detail, groups, names)
+        detail = axes[each * i]
+        shape = _detail(detail, groups, "row" if by_rows else "column")
         detail.set_title(label.replace(":", "\n: ", 1) if long else label, fontsize=8.5)
-        categories(whole, groups)
-        zoom_frame(whole, 0, 0, *shape, colour=INK)
-        ticks(whole, *groups.shape)
-        whole.set_xticks([0, groups.shape[1] - 1])
-        whole.set_title("whole tile", fontsize=8.5, fontweight="normal", color=MUTED)
+        if not fits:
+            _overview(axes[each * i + 1], groups, shape)
     ways = [_column_ways(groups) for _, groups, _ in panels]
     cost = " and ".join(f"{w}-way" for w in ways)
     alt = f"Bank group of every 16-byte chunk of {' and of '.join(p[0] for p in panels)}. "

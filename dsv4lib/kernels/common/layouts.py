@@ -20,7 +20,7 @@ Sources: CuTe layout algebra (shape:stride, composition, swizzle), PTX ISA "Tens
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -486,22 +486,21 @@ def _mode_offsets(shape: Any, stride: Any) -> np.ndarray:
     return offsets
 
 
-def _evaluated(make: Callable[[], Any], element_bits: int, swizzle_bits: int, title: str, shift: int) -> LayoutGrid:
-    """The grid of a plain or swizzled layout that ``make`` builds inside a trace."""
-
-    def build() -> tuple[Any, ...]:
-        layout = make()
-        outer = _outer(layout)
-        shape, stride = _two_modes(_ints(outer.shape)), _two_modes(_ints(outer.stride))
-        rows, columns = map(size_of, shape)
-        single = not isinstance(_ints(outer.shape), tuple)
-        if single or len(_ints(outer.shape)) == 1:
-            linear = np.array([[int(outer(j)) for j in range(columns)]], dtype=np.int64)
-            return linear, cute.pretty_str(layout), shape, (0, stride[1]), _swizzle_of(layout)
+def _measured(layout: Any) -> tuple[Any, ...]:
+    """Inside a trace: (linear offsets, text, shape, stride, swizzle) of a plain or swizzled layout."""
+    outer = _outer(layout)
+    modes = _ints(outer.shape)
+    shape, stride = _two_modes(modes), _two_modes(_ints(outer.stride))
+    rows, columns = map(size_of, shape)
+    if not isinstance(modes, tuple) or len(modes) == 1:
+        linear, stride = _additive(outer, [0], list(range(columns))), (0, stride[1])
+    else:
         linear = _additive(outer, list(range(rows)), [rows * j for j in range(columns)])
-        return linear, cute.pretty_str(layout), shape, stride, _swizzle_of(layout)
+    return linear, cute.pretty_str(layout), shape, stride, _swizzle_of(layout)
 
-    linear, text, shape, stride, sw = _trace(build)
+
+def _grid(measured: tuple[Any, ...], element_bits: int, swizzle_bits: int, title: str, shift: int) -> LayoutGrid:
+    linear, text, shape, stride, sw = measured
     offsets = _frozen(_swizzled(linear + shift, sw, swizzle_bits, element_bits))
     return LayoutGrid(offsets, text, element_bits, title, shape, stride, sw, swizzle_bits, shift)
 
@@ -527,14 +526,20 @@ def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> La
         byte_swizzle: the swizzle acts on byte addresses, as in shared memory; default is the pure algebra, where it
             acts on the offset itself. The same for 8-bit elements.
     """
-    parsed = parse_layout("text", text)
+    return evaluate_all((text,), element_bits, byte_swizzle)[0]
+
+
+def evaluate_all(texts: Sequence[str], element_bits: int = 8, byte_swizzle: bool = False) -> list[LayoutGrid]:
+    """`evaluate` for many layouts in one trace, which is several times faster than one trace each."""
+    parsed = tuple(parse_layout("text", text) for text in texts)
     check_choice("element_bits", element_bits, (4, 8, 16, 32, 64))
-    return _free(parsed, element_bits, 8 if byte_swizzle else element_bits)
+    return list(_free(parsed, element_bits, 8 if byte_swizzle else element_bits))
 
 
 @lru_cache(maxsize=512)
-def _free(parsed: Any, element_bits: int, swizzle_bits: int) -> LayoutGrid:
-    return _evaluated(lambda: _cute(parsed), element_bits, swizzle_bits, "layout", parsed[3])
+def _free(parsed: tuple[Any, ...], element_bits: int, swizzle_bits: int) -> tuple[LayoutGrid, ...]:
+    measured = _trace(lambda: [_measured(_cute(p)) for p in parsed])
+    return tuple(_grid(m, element_bits, swizzle_bits, "layout", p[3]) for m, p in zip(measured, parsed, strict=True))
 
 
 @lru_cache(maxsize=64, typed=True)
@@ -563,11 +568,10 @@ def compose(a: str, b: str, element_bits: int = 8) -> LayoutGrid:
     left, right = _plain("a", a), _plain("b", b)
     check_choice("element_bits", element_bits, (4, 8, 16, 32, 64))
     try:
-        return _evaluated(
-            lambda: cute.composition(_cute(left), _cute(right)), element_bits, element_bits, f"{a}  o  {b}", 0
-        )
+        measured = _trace(lambda: _measured(cute.composition(_cute(left), _cute(right))))
     except MLIRError as error:
         raise ArgumentError("b", b, f"a layout whose offsets divide evenly through {a}") from error
+    return _grid(measured, element_bits, element_bits, f"{a}  o  {b}", 0)
 
 
 def without_swizzle(grid: LayoutGrid) -> LayoutGrid:
