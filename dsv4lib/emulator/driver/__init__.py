@@ -1,0 +1,1 @@
+"""The launch side: what CuTeDSL's compiled host code calls instead of the CUDA runtime."""

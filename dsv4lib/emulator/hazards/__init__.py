@@ -1,0 +1,1 @@
+"""Checks of what hardware leaves undefined: initialisation, proxies, ordering, races, leaks."""
