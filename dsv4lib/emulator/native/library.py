@@ -1,0 +1,207 @@
+"""Native handlers by spelling and shape: emit, compile what is missing in one batch, keep the code on disk.
+
+    library = Library()
+    handlers = library.handlers([("add.s32", "32 32 i"), ...])
+    handlers["add.s32", "32 32 i"].address
+
+Spellings whose IR is the same share their code (``mov.b32`` and ``mov.f32``; ``add.s32`` with a register or a constant
+as operand). Compiled code is cached per batch under ``$DSV4_CACHE`` (default ``~/.cache/dsv4``) in a folder that only
+the owner may open; the key covers the IR, the processor and LLVM's version, and a damaged or foreign file is ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import llvmlite
+import llvmlite.binding as llvm
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.native import irtools
+from dsv4lib.errors import BackendUnavailable
+
+MAGIC = b"dsv4 native 1\n"
+OPT_LEVEL = 2
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A handler ready to run.
+
+    Attributes:
+        address: of the function ``i32 (context*, record*)``.
+        widths: bits of every flattened operand as the handler reads or writes it; 0 = not accessed.
+        stores: the flattened operands it writes.
+    """
+
+    address: int
+    widths: tuple[int, ...]
+    stores: frozenset[int]
+
+
+@functools.lru_cache(maxsize=None)
+def emit(opcode: str, shape: str) -> irtools.Handler:
+    """IR of one spelling with one operand shape (see ``irtools``).
+
+    Raises:
+        UnsupportedInstruction: no native implementation matches the spelling.
+        EmulatorError: the operands do not fit the instruction.
+    """
+    entry, form = isa.lookup(opcode)
+    if entry.kind != "native":
+        raise AssertionError(f"{opcode} is a service, not native")
+    emitter = irtools.Emitter(form, shape)
+    entry.implementation(emitter, form)
+    return emitter.finish()
+
+
+@functools.cache
+def target() -> llvm.TargetMachine:
+    """Code generator for this processor."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    cpu = llvm.get_host_cpu_name()
+    machine = llvm.Target.from_default_triple()
+    return machine.create_target_machine(cpu=cpu, features=features, opt=OPT_LEVEL, jit=True)
+
+
+@functools.cache
+def host_key() -> str:
+    """What compiled code depends on apart from its IR."""
+    parts = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_default_triple(), llvm.get_host_cpu_name())
+    return repr((*parts, llvm.get_host_cpu_features().flatten(), OPT_LEVEL))
+
+
+def cache_folder() -> Path:
+    """The private folder of compiled code; created if missing.
+
+    Raises:
+        BackendUnavailable: it belongs to someone else or others may write to it.
+    """
+    root = Path(os.environ.get("DSV4_CACHE") or Path.home() / ".cache" / "dsv4")
+    folder = root / "native"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise BackendUnavailable(
+            f"{folder} holds compiled code and must be a folder of this user with mode 0700; fix it or set DSV4_CACHE"
+        )
+    return folder
+
+
+def unit_name(text: str, helpers: Iterable[str] = ()) -> str:
+    """Symbol of a piece of code: a hash of everything its machine code depends on."""
+    digest = hashlib.sha256(host_key().encode())
+    for part in (text, *(irtools.HELPERS[h] for h in sorted(helpers))):
+        digest.update(part.encode() + b"\0")
+    return "dsv4_" + digest.hexdigest()[:32]
+
+
+def compile_object(text: str) -> bytes:
+    """Machine code of a module of IR."""
+    target()
+    module = llvm.parse_assembly(text)
+    module.triple = llvm.get_default_triple()
+    return target().emit_object(module)
+
+
+class Library:
+    """Compiled code of this process: symbols by name, filled from the disk cache or by compiling."""
+
+    def __init__(self, folder: Path | None = None):
+        self.folder = cache_folder() if folder is None else folder
+        target()
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+        self._address: dict[str, int] = {}
+        self._on_disk: dict[str, Path] = {}
+        self._seen: set[Path] = set()
+        self.compiled = 0  # symbols compiled by this process, for tests and measurements
+
+    def handlers(self, wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Compiled]:
+        """Addresses of handlers by (opcode, shape); all that are missing are compiled in one batch."""
+        emitted = {key: emit(*key) for key in wanted}
+        names = {key: unit_name(h.text, h.helpers) for key, h in emitted.items()}
+        missing = {name: emitted[key] for key, name in names.items()}
+        self._provide({name: (h.text.replace("@NAME", f"@{name}"), h) for name, h in missing.items()})
+        return {k: Compiled(self._address[names[k]], h.widths, h.stores) for k, h in emitted.items()}
+
+    def function(self, text: str, helpers: Sequence[str] = (), declarations: Iterable[str] = ()) -> int:
+        """Address of one function given as IR text that calls itself ``@NAME`` (the driver loop and the like)."""
+        name = unit_name(text, helpers)
+        unit = irtools.Handler(text, (), frozenset(), frozenset(declarations), frozenset(helpers))
+        self._provide({name: (text.replace("@NAME", f"@{name}"), unit)})
+        return self._address[name]
+
+    def _provide(self, units: dict[str, tuple[str, irtools.Handler]]) -> None:
+        """Make every symbol of ``units`` callable."""
+        missing = [name for name in units if name not in self._address]
+        if missing:
+            self._scan()
+            for path in {self._on_disk[name] for name in missing if name in self._on_disk}:
+                self._load(path)
+        missing = [name for name in missing if name not in self._address]
+        if missing:
+            self._load(self._compile({name: units[name] for name in missing}))
+
+    def _scan(self) -> None:
+        """Read the symbol lists of cache files not seen before."""
+        for path in sorted(self.folder.glob("*.code")):
+            if path not in self._seen:
+                self._seen.add(path)
+                with open(path, "rb") as file:
+                    names = read_header(file)["names"]
+                self._on_disk.update(dict.fromkeys(names, path))
+
+    def _compile(self, units: dict[str, tuple[str, irtools.Handler]]) -> Path:
+        """Compile a batch and write it to the cache."""
+        helpers = sorted({h for _, unit in units.values() for h in unit.helpers})
+        declared = {d for _, unit in units.values() for d in unit.declarations}
+        bodies = [irtools.HELPERS[h] for h in helpers] + [body for body, _ in units.values()]
+        code = compile_object("\n".join([*sorted(declared), *bodies]))
+        self.compiled += len(units)
+        header = json.dumps({"sha256": hashlib.sha256(code).hexdigest(), "names": list(units)}).encode() + b"\n"
+        path = self.folder / (hashlib.sha256("".join(sorted(units)).encode()).hexdigest()[:32] + ".code")
+        handle, draft = tempfile.mkstemp(dir=self.folder, suffix=".draft")  # mode 0600
+        with os.fdopen(handle, "wb") as file:
+            file.write(MAGIC + header + code)
+        os.replace(draft, path)  # atomic: a reader sees the old file or the whole new one
+        self._seen.add(path)
+        return path
+
+    def _load(self, path: Path) -> None:
+        """Link a cached batch into the process; a damaged file is dropped and compiled anew by the caller."""
+        with open(path, "rb") as file:
+            header = read_header(file)
+            code = file.read()
+        if not header["names"] or hashlib.sha256(code).hexdigest() != header["sha256"]:
+            self._on_disk = {name: where for name, where in self._on_disk.items() if where != path}
+            return
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        for name in header["names"]:
+            self._address.setdefault(name, self._engine.get_function_address(name))
+
+
+def read_header(file) -> dict:
+    """Symbols and checksum of a cache file; no symbols if it is not one of ours or was cut short."""
+    if file.readline() != MAGIC:
+        return {"sha256": "", "names": []}
+    try:
+        return json.loads(file.readline())
+    except ValueError:
+        return {"sha256": "", "names": []}
+
+
+@functools.cache
+def default() -> Library:
+    """The library of this process."""
+    return Library()
