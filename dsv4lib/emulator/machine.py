@@ -1,0 +1,154 @@
+"""The machine: a grid of CTAs in their clusters, the memory they share, and the run of one launch.
+
+Clusters are created lazily. As many as fit on the SMs are *resident*: they are guaranteed to make progress together,
+which is what persistent, cooperative and flag-waiting kernels rely on. The rest wait in a queue, from which
+clusterlaunchcontrol may cancel them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.emulator import launch as limits
+from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
+from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
+from dsv4lib.emulator.launch import Dim3, Hazard, LaunchRequest, LaunchResult, Settings, check_shape
+from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.warp import Block, Warp
+
+__all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp", "run"]
+
+# Called with every CTA when it is created and when its last warp has exited: tensor memory, leak checks.
+CTA_CREATED: list[Callable[[Cta], None]] = []
+CTA_EXITED: list[Callable[[Cta], None]] = []
+
+
+class Machine:
+    """One launch.
+
+    Attributes:
+        grid, block, cluster_shape: dimensions, x first.
+        gmem: global memory; arch: "sm_100a" and the like.
+        units: asynchronous units (async_units.py), None if the kernel has none.
+        trace: None or an object with a method per event.
+        rng: seeded numpy generator; all randomness of a run comes from it.
+        stats: counts by name.
+        time: logical time: warp-instructions executed so far.
+        events: bumped by everything that could unblock a warp.
+        clusters: resident clusters in launch order.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        request: LaunchRequest,
+        gmem: GlobalMemory,
+        settings: Settings | None = None,
+        *,
+        variables: dict[str, int] | None = None,
+        trace: Any = None,
+        units: Any = None,
+    ):
+        self.program, self.request, self.gmem = program, request, gmem
+        self.settings = settings or Settings()
+        self.arch = self.settings.arch
+        self.grid, self.block, self.cluster_shape = request.grid, request.block, request.cluster
+        self.variables = variables or {}
+        self.trace, self.units = trace, units
+        self.rng = np.random.default_rng(self.settings.seed)
+        self.stats: Counter[str] = Counter()
+        self.time = 0
+        self.events = 0
+        self.hazards: dict[tuple[str, int], Hazard] = {}
+        self.clusters: list[Cluster] = []
+        self.smem_bytes = limits.SMEM_RESERVED + program.smem_static + request.dynamic_smem
+        check_shape(request, self.smem_bytes - limits.SMEM_RESERVED)
+        self._params = aligned_zeros(max(len(request.params), 1), 128)
+        self._params[: len(request.params)] = np.frombuffer(request.params, np.uint8)
+        self.param_address = self._params.ctypes.data
+        self.queue: deque[Dim3] = deque(self._cluster_origins())
+
+    def changed(self) -> None:
+        """Tell the scheduler that something happened that could unblock a warp."""
+        self.events += 1
+
+    def variable_address(self, name: str) -> int:
+        """Device address of a ``.global`` or ``.const`` variable."""
+        if name not in self.variables:
+            raise LaunchError(f"variable {name} has no device memory")
+        return self.variables[name]
+
+    def report(self, kind: str, message: str, place: Place | None, **facts: Any) -> None:
+        """Record a hazard; one entry per kind and PTX line.
+
+        Raises:
+            HazardError: the kind is fatal.
+        """
+        key = (kind, place.ptx_line if place else 0)
+        known = self.hazards.get(key)
+        if known is not None:
+            known.count += 1
+        else:
+            self.hazards[key] = Hazard(kind, message, place, facts)
+        if kind in self.settings.fatal or "all" in self.settings.fatal:
+            raise HazardError(f"{kind}: {message}", place)
+
+    def cancel_cluster(self) -> Dim3 | None:
+        """Take the next cluster that has not been launched (clusterlaunchcontrol.try_cancel).
+
+        Returns:
+            ctaid of its first CTA, None if all are launched.
+        """
+        if not self.queue:
+            return None
+        self.stats["clc_cancelled"] += 1
+        return self.queue.popleft()
+
+    def run(self) -> LaunchResult:
+        """Run the launch to its end.
+
+        Raises:
+            EmulatorError: whatever stopped it.
+        """
+        raise EmulatorError("the scheduler is not there yet")
+
+    def _cluster_origins(self) -> Iterator[Dim3]:
+        """ctaid of the first CTA of each cluster to run, x fastest."""
+        (gx, gy, gz), (cx, cy, cz) = self.grid, self.cluster_shape
+        chosen = self.request.ctas
+        if chosen is not None:
+            outside = [c for c in chosen if any(not 0 <= v < g for v, g in zip(c, self.grid, strict=True))]
+            if outside or not chosen:
+                raise LaunchError(f"ctas={sorted(chosen)}: CTAs of the grid {self.grid} are needed")
+            chosen = {(x // cx * cx, y // cy * cy, z // cz * cz) for x, y, z in chosen}
+        for z in range(0, gz, cz):
+            for y in range(0, gy, cy):
+                for x in range(0, gx, cx):
+                    if chosen is None or (x, y, z) in chosen:
+                        yield x, y, z
+
+
+def run(request: LaunchRequest, device: Any) -> LaunchResult:
+    """Run one launch on a device.
+
+    ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
+    name) and, optionally, ``trace``.
+    """
+    program = device.program(request.module, request.kernel_name)
+    machine = Machine(
+        program,
+        request,
+        device.gmem,
+        device.settings,
+        variables=device.variables(request.module),
+        trace=getattr(device, "trace", None),
+    )
+    started = time.perf_counter()
+    result = machine.run()
+    result.seconds = time.perf_counter() - started
+    return result

@@ -1,0 +1,1 @@
+"""Memory of the emulated device: global allocations, address windows."""

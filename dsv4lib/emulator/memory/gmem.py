@@ -1,0 +1,186 @@
+"""Global memory: which host bytes a kernel may touch.
+
+"Device memory" is host memory, so every access must first be found in the registry of live allocations; anything else
+would end in a segmentation fault of the caller's process. The sorted interval table is shared with native code, which
+does the same check per lane (``native/memory.py``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.emulator.errors import LaunchError, MemoryFault
+from dsv4lib.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One registered range [start, start + nbytes).
+
+    ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault.
+    """
+
+    start: int
+    nbytes: int
+    label: str
+    writable: bool = True
+    owner: Any = None
+
+    @property
+    def end(self) -> int:
+        """First byte behind the range."""
+        return self.start + self.nbytes
+
+    def __str__(self) -> str:
+        return f"{self.label} [{self.start:#x}, {self.end:#x}), {self.nbytes:,} bytes"
+
+
+class GlobalMemory:
+    """Registry of allocations with bounds-checked, zero-copy access."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._allocations: list[Allocation] = []
+        self._views: dict[int, np.ndarray] = {}
+        self.table = np.zeros((0, 2), np.uint64)
+        self.version = 0  # changes with every registration: contexts re-read the table
+
+    def __len__(self) -> int:
+        return len(self._allocations)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        return iter(self._allocations)
+
+    def register(self, start: int, nbytes: int, label: str, *, writable: bool = True, owner: Any = None) -> Allocation:
+        """Add the range [start, start + nbytes).
+
+        Raises:
+            LaunchError: it overlaps another registered range.
+        """
+        if nbytes <= 0:
+            raise ArgumentError("nbytes", nbytes, "a positive number of bytes")
+        i = bisect.bisect_right(self._starts, start)
+        new = Allocation(start, nbytes, label, writable, owner)
+        for other in self._allocations[max(i - 1, 0) : i + 1]:
+            if start < other.end and other.start < new.end:
+                raise LaunchError(f"{new} overlaps {other}")
+        self._starts.insert(i, start)
+        self._allocations.insert(i, new)
+        self._views[start] = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
+        self._rebuild()
+        return new
+
+    def register_array(self, array: np.ndarray, label: str, *, writable: bool = True) -> Allocation:
+        """Add the memory of a C-contiguous numpy array, which is kept alive."""
+        if not array.flags.c_contiguous:
+            raise ArgumentError("array", array.strides, "a C-contiguous array")
+        return self.register(array.ctypes.data, array.nbytes, label, writable=writable, owner=array)
+
+    def unregister(self, start: int) -> None:
+        """Remove the range that begins at ``start``.
+
+        Raises:
+            ArgumentError: no range begins there.
+        """
+        i = bisect.bisect_left(self._starts, start)
+        if i == len(self._starts) or self._starts[i] != start:
+            raise ArgumentError("start", hex(start), "the start of a registered allocation")
+        del self._starts[i], self._allocations[i], self._views[start]
+        self._rebuild()
+
+    @contextmanager
+    def registered(self, array: np.ndarray, label: str, *, writable: bool = True) -> Iterator[Allocation]:
+        """``register_array`` for the duration of a ``with`` block."""
+        allocation = self.register_array(array, label, writable=writable)
+        try:
+            yield allocation
+        finally:
+            self.unregister(allocation.start)
+
+    def find(self, address: int, nbytes: int = 1) -> Allocation | None:
+        """The allocation that holds all of [address, address + nbytes), or None."""
+        i = bisect.bisect_right(self._starts, address) - 1
+        if i < 0:
+            return None
+        found = self._allocations[i]
+        return found if address + nbytes <= found.end else None
+
+    def view(self, address: int, nbytes: int, write: bool = False) -> np.ndarray:
+        """uint8[nbytes] over the memory itself (no copy).
+
+        Raises:
+            MemoryFault: any byte lies outside, or ``write`` on read-only memory.
+        """
+        found = self.find(address, nbytes)
+        if found is None or (write and not found.writable):
+            raise MemoryFault(self.explain(address, nbytes, write))
+        offset = address - found.start
+        return self._views[found.start][offset : offset + nbytes]
+
+    def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
+        """uint8[len(addresses), nbytes]: a copy of ``nbytes`` bytes from each address."""
+        out = np.empty((len(addresses), nbytes), np.uint8)
+        for base, rows, offsets in self._ranges(addresses, nbytes, write=False):
+            windows = np.lib.stride_tricks.sliding_window_view(base, nbytes)
+            out[rows] = windows[offsets]
+        return out
+
+    def scatter(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """Store row i of ``values`` (uint8[n, nbytes]) at ``addresses[i]``; of overlapping rows the last one wins."""
+        nbytes = values.shape[1]
+        for base, rows, offsets in self._ranges(addresses, nbytes, write=True):
+            windows = np.lib.stride_tricks.sliding_window_view(base, nbytes, writeable=True)
+            windows[offsets] = values[rows]
+
+    def explain(self, address: int, nbytes: int, write: bool = False) -> str:
+        """Why an access is wrong: nearest allocation and the distance to it."""
+        verb = "store" if write else "load"
+        what = f"{verb} of {nbytes} bytes at {address:#x}"
+        holder = self.find(address)
+        if holder is not None and address + nbytes > holder.end:
+            return f"{what} runs {address + nbytes - holder.end} bytes over the end of {holder}"
+        if holder is not None:
+            return f"{what} hits read-only {holder}"
+        if not self._allocations:
+            return f"{what}: no global memory is allocated"
+        i = bisect.bisect_right(self._starts, address)
+        near = self._allocations[max(i - 1, 0) : i + 1]
+        below = [
+            (address - a.end, f"{address - a.end + 1} bytes behind the last byte of {a}")
+            for a in near
+            if a.end <= address
+        ]
+        above = [(a.start - address, f"{a.start - address} bytes before {a}") for a in near if a.start > address]
+        return f"{what} is outside every allocation; nearest: {min(below + above)[1]}"
+
+    def _ranges(
+        self, addresses: np.ndarray, nbytes: int, write: bool
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Group row addresses by allocation: (uint8 view of the allocation, row numbers, byte offsets in it)."""
+        if len(addresses) == 0:
+            return
+        wanted = addresses.astype(np.uint64)
+        starts, ends = self.table[:, 0], self.table[:, 1]
+        index = np.searchsorted(starts, wanted, side="right").astype(np.int64) - 1
+        bad = index < 0
+        if not bad.all():
+            bad |= wanted + np.uint64(nbytes) > ends[np.maximum(index, 0)]
+        if bad.any():
+            raise MemoryFault(self.explain(int(wanted[bad][0]), nbytes, write))
+        for i in np.unique(index):
+            allocation = self._allocations[i]
+            rows = np.nonzero(index == i)[0]
+            if write and not allocation.writable:
+                raise MemoryFault(self.explain(int(wanted[rows[0]]), nbytes, write))
+            yield self._views[allocation.start], rows, (wanted[rows] - np.uint64(allocation.start)).astype(np.int64)
+
+    def _rebuild(self) -> None:
+        self.table = np.array([(a.start, a.end) for a in self._allocations], np.uint64).reshape(-1, 2)
+        self.version += 1
