@@ -38,9 +38,10 @@ class Special:
 
 @dataclass(frozen=True)
 class Symbol:
-    """Operand: a variable, label or function name."""
+    """Operand: a variable (with ``offset`` in an address expression ``table+16``), label or function name."""
 
     name: str
+    offset: int = 0
 
 
 @dataclass(frozen=True)

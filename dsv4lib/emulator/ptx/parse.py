@@ -1,0 +1,269 @@
+"""PTX text to `ptx.ir`: modules, kernels and their instructions.
+
+Written against the PTX ISA's grammar for what compilers emit today: CuTeDSL, its inline assembly, nvcc and Triton. A
+directive is either understood, or listed here as one that cannot change results, or refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+from dsv4lib.emulator.ptx.ir import Instr, Kernel, Location, Module, Operand, Reg, Symbol, Variable
+from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
+from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
+from dsv4lib.emulator.ptx.variables import parameters, variables
+
+_HEADER = re.compile(r"\s*\.(?:(version)\s+(\d+\.\d+)|(target)\s+([^\n]+)|(address_size)\s+(\d+))")
+_SKIPPED = re.compile(r'\s*(?:\.section\s+[^\s{]+\s*\{[^{}]*\}|\.pragma\s+"[^"]*"\s*;)')
+_LINKAGE = re.compile(r"\s*((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func|global|const|shared|texref|alias)\b")
+_ENTRY = re.compile(r"\s*([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?([^{;]*)([{;])")
+_STATEMENT = re.compile(r"\s*(?:([{};])|([%$_A-Za-z][\w$]*)\s*:(?!:)|([^;{}\s][^;]*);)")
+_INSTRUCTION = re.compile(r"(?:@\s*(!?)\s*([%$_A-Za-z][\w$]*)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+_PERFORMANCE = re.compile(r"\.(\w+)(?:\s+([\d,\s]+?|\"[^\"]*\"))?(?=\s*(?:\.|$))")
+
+# Kernel directives that only steer code generation or promise something about the launch that we check ourselves.
+_HINTS = frozenset(
+    ("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "maxclusterrank", "explicitcluster", "pragma")
+)
+# Tables of indirect branches and calls, which the lowering refuses where they are used.
+_TABLES = (".branchtargets", ".calltargets", ".callprototype")
+# These name code: their operands are labels or functions, not variables.
+_BRANCHES = frozenset(("bra", "brx", "call"))
+
+
+def parse(ptx: str) -> Module:
+    """Parse a PTX file.
+
+    Raises:
+        dsv4lib.emulator.errors.PtxSyntaxError: the text is not PTX as understood here; the message names the line.
+    """
+    source = read(ptx)
+    module = Module("", "", {})
+    position = 0
+    while source.text[position:].strip():
+        position = _top_level(source, position, module)
+    if not module.version or not module.target:
+        raise source.error("no .version or no .target", 0)
+    return module
+
+
+def _top_level(source: Source, position: int, module: Module) -> int:
+    """One directive of module scope; returns the offset behind it."""
+    text = source.text
+    if match := _HEADER.match(text, position):
+        if match[1]:
+            module.version = match[2]
+        elif match[3]:
+            module.target = match[4].split(",")[0].strip()
+        elif match[6] != "64":
+            raise source.error("only 64-bit PTX is supported", match.start(5), match.group())
+        return match.end()
+    if match := _SKIPPED.match(text, position):
+        return match.end()
+    match = _LINKAGE.match(text, position)
+    if match is None:
+        start = len(text) - len(text[position:].lstrip())
+        raise source.error("unknown directive", start, text[start : start + 200].partition("\n")[0])
+    if match[2] == "entry":
+        return _entry(source, match.end(), module)
+    if match[2] == "func":
+        return _skip_function(source, match.end())
+    end = _end(source, match.end(2))
+    try:
+        module.variables += variables(text[match.end(1) : end], ".extern" in match[1])
+    except OperandError as error:
+        raise source.error(str(error), match.start(2), text[match.start(2) : end]) from None
+    return end + 1
+
+
+def _end(source: Source, position: int) -> int:
+    end = source.text.find(";", position)
+    if end < 0:
+        raise source.error("no ; ends this", position, source.text[position : position + 80])
+    return end
+
+
+def _skip_function(source: Source, position: int) -> int:
+    """A device function or its prototype: a call of it is refused where it is lowered, with its name."""
+    stop = re.compile("[{;]").search(source.text, position)
+    if stop is None:
+        raise source.error("unfinished .func", position)
+    if stop.group() == ";":
+        return stop.end()
+    depth = 0
+    for brace in re.compile("[{}]").finditer(source.text, stop.start()):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return brace.end()
+    raise source.error("a .func without closing brace", position)
+
+
+def _entry(source: Source, position: int, module: Module) -> int:
+    match = _ENTRY.match(source.text, position)
+    if match is None:
+        raise source.error("entry without name, parameters and body", position, source.text[position : position + 80])
+    if match[4] == ";":  # a prototype
+        return match.end()
+    if match[1] in module.kernels:
+        raise source.error(f"entry {match[1]} is defined twice", match.start(1))
+    kernel = Kernel(match[1])
+    module.kernels[kernel.name] = kernel
+    try:
+        kernel.params = parameters(match[2] or "")
+        _directives(kernel, match[3])
+    except OperandError as error:
+        raise source.error(str(error), match.start(1), kernel=kernel.name) from None
+    names = Names({v.name: v.name for v in module.variables})
+    return _Body(source, kernel, names).parse(match.end())
+
+
+def _directives(kernel: Kernel, text: str) -> None:
+    """What stands between the parameters and the body: ``.reqntid 192, 1, 1`` and its like."""
+    left = _PERFORMANCE.sub("", text).strip()
+    if left:
+        raise OperandError(f"entry directive {left!r}")
+    for name, argument in _PERFORMANCE.findall(text):
+        if name in _HINTS:
+            continue
+        numbers = [int(x) for x in argument.split(",")] if argument.strip() else []
+        triple = (*numbers, 1, 1)[:3]
+        if name == "reqntid" and 1 <= len(numbers) <= 3:
+            kernel.reqntid = triple
+        elif name == "maxntid" and 1 <= len(numbers) <= 3:
+            kernel.maxntid = triple
+        elif name == "reqnctapercluster" and 1 <= len(numbers) <= 3:
+            kernel.cluster = triple
+        else:
+            raise OperandError(f"entry directive .{name} {argument}".rstrip())
+
+
+class _Body:
+    """The statements of one kernel."""
+
+    def __init__(self, source: Source, kernel: Kernel, names: Names):
+        self.source, self.kernel, self.names = source, kernel, names
+        for param in kernel.params:
+            names.declare_symbol(param.name)
+        self.branches: list[tuple[int, Scope]] = []  # instructions whose label is resolved at the end
+        self.next_location = 0
+        self.location: Location | None = None
+
+    def parse(self, position: int) -> int:
+        """Parse up to the closing brace; returns the offset behind it."""
+        text = self.source.text
+        locations = self.source.locations
+        while self.next_location < len(locations) and locations[self.next_location][0] < position:
+            self.next_location += 1
+        while True:
+            match = _STATEMENT.match(text, position)
+            if match is None:
+                raise self.source.error("no ; or } before the end of the file", position, text[position:][:80])
+            position = match.end()
+            punctuation, label, statement = match.groups()
+            if statement is not None:
+                self._statement(statement, match.start(3))
+            elif label is not None:
+                self._guarded(self._label, label, match.start(2))
+            elif punctuation == "{":
+                self.names.push()
+            elif punctuation == "}":
+                if self.names.scope.parent is None:
+                    self._finish()
+                    return position
+                self.names.pop()
+
+    def _guarded(self, action: Callable[[str, int], None], text: str, offset: int) -> None:
+        """Run ``action``; an operand that cannot be read becomes a syntax error with its line."""
+        try:
+            action(text, offset)
+        except OperandError as error:
+            raise self.source.error(str(error), offset, text, self.kernel.name) from None
+
+    def _label(self, name: str, offset: int) -> None:
+        self.kernel.labels[self.names.declare_label(name)] = len(self.kernel.instructions)
+
+    def _statement(self, statement: str, offset: int) -> None:
+        if statement[0] != ".":
+            self._guarded(self._instruction, statement, offset)
+        elif statement.startswith(".reg"):
+            self._guarded(self._registers, statement, offset)
+        elif not statement.startswith((".pragma", *_TABLES)):
+            self._guarded(self._variables, statement, offset)
+
+    def _registers(self, statement: str, offset: int) -> None:
+        self.names.declare_registers(statement[4:])
+
+    def _variables(self, statement: str, offset: int) -> None:
+        extern = statement.startswith(".extern")
+        for variable in variables(statement.removeprefix(".extern"), extern):
+            name = self.names.declare_symbol(variable.name)
+            self.kernel.variables.append(Variable(name, *dataclasses.astuple(variable)[1:]))
+
+    def _instruction(self, statement: str, offset: int) -> None:
+        match = _INSTRUCTION.fullmatch(statement)
+        if match is None:
+            raise OperandError("not an instruction")
+        negated, predicate, opcode, rest = match.groups()
+        guard = None
+        if predicate is not None:
+            guard = self.names.lookup(predicate)
+            if not isinstance(guard, Reg) or self.names.registers[guard.index].bits != 1:
+                raise OperandError(f"guard {predicate!r} is not a predicate")
+            if negated:
+                guard = Reg(guard.index, True)
+        index = len(self.kernel.instructions)
+        operands: tuple[Operand, ...] = ()
+        if opcode.partition(".")[0] in _BRANCHES:
+            operands = self._code_operands(rest, opcode)
+            self.branches.append((index, self.names.scope))
+        elif rest:
+            operands = self.names.operands(rest, opcode)
+        self._advance(offset)
+        text = " ".join(statement.split())
+        line = self.source.line(offset)
+        self.kernel.instructions.append(Instr(index, opcode, operands, guard, line, text, self.location))
+
+    def _advance(self, offset: int) -> None:
+        """Move to the last ``.loc`` before ``offset``."""
+        locations, i = self.source.locations, self.next_location
+        while i < len(locations) and locations[i][0] < offset:
+            self.location = locations[i][1]
+            i += 1
+        self.next_location = i
+
+    def _code_operands(self, text: str, opcode: str) -> tuple[Operand, ...]:
+        """Operands of branches and calls: a name that is not a register or variable is code."""
+        out: list[Operand] = []
+        for item in split(text) or [""]:
+            if item[:1] == "(":
+                out.append(self.names.operand(item, opcode))
+                continue
+            found = self.names.lookup(item) if re.fullmatch(r"[%$_A-Za-z][\w$]*", item) else None
+            if found is None and not re.fullmatch(r"[%$_A-Za-z][\w$]*", item):
+                raise OperandError(f"branch target {item!r}")
+            out.append(found or Symbol(item))
+        return tuple(out)
+
+    def _finish(self) -> None:
+        """Resolve the labels of branches, which may stand behind them."""
+        kernel = self.kernel
+        kernel.registers = self.names.registers
+        for index, scope in self.branches:
+            instr = kernel.instructions[index]
+            if not instr.opcode.startswith("bra"):
+                continue  # calls and indirect branches are refused by the lowering
+            (target,) = instr.operands if len(instr.operands) == 1 else (None,)
+            unique = _label(scope, target.name) if isinstance(target, Symbol) else None
+            if unique is None:
+                raise syntax_error("branch to an unknown label", instr.line, instr.text, kernel.name)
+            kernel.instructions[index] = dataclasses.replace(instr, operands=(Symbol(unique),))
+
+
+def _label(scope: Scope | None, name: str) -> str | None:
+    while scope is not None:
+        if name in scope.labels:
+            return scope.labels[name]
+        scope = scope.parent
+    return None
