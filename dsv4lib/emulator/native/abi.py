@@ -81,15 +81,23 @@ CONTEXT = np.dtype(
         ("warp", "<u4"),  # warp index in its CTA
         ("conflicts", "<u8"),  # extra shared-memory wavefronts caused by bank conflicts
         ("sectors", "<u8"),  # 32-byte global sectors touched
+        ("watch", "<i4"),  # lowest pc of a waiting group: reaching it means merging or changing groups
+        ("parked", "<u4"),  # lanes of this warp that wait in a service, outside the driver's groups
     ]
 )
 
+# RECORD.flags. CONVERGE marks .aligned and .sync instructions: a divergent group defers them until the other lanes
+# arrive, exit, or stand at such an instruction themselves.
+FLAG_CONVERGE = 1
+READ_ONLY = 1 << 63  # set in the end of an allocation table entry that stores must not touch
+
 CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS = 1, 2, 4, 8
 
-# What the driver loop returns.
-DONE, SERVICE, EXITED, FAULT = 0, 1, 2, 3
-# What a handler returns: CONTINUE moves to the next record, JUMPED means the handler set the pc itself.
-CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT = 0, 1, 2, 3, 4
+# What the driver loop returns. STALLED: the running group must converge with parked lanes first.
+DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
+# What a handler returns: CONTINUE moves to the next record, JUMPED means the handler set the pc itself; BRANCH and EXIT
+# leave lanes in `mask` to the driver (to `target`, or out of the kernel).
+CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT, BRANCH, EXIT = 0, 1, 2, 3, 4, 5, 6
 
 FAULT_NONE, FAULT_GLOBAL, FAULT_SHARED, FAULT_LOCAL, FAULT_PARAM, FAULT_ALIGN, FAULT_UNINIT, FAULT_RACE = range(8)
 
