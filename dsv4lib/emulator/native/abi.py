@@ -83,6 +83,8 @@ CONTEXT = np.dtype(
         ("sectors", "<u8"),  # 32-byte global sectors touched
         ("watch", "<i4"),  # lowest pc of a waiting group: reaching it means merging or changing groups
         ("parked", "<u4"),  # lanes of this warp that wait in a service, outside the driver's groups
+        ("carry", "<u4"),  # condition code of add.cc and friends, one bit per lane
+        ("pad", "<u4"),
     ]
 )
 

@@ -47,7 +47,7 @@ class Compiled:
     stores: frozenset[int]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def emit(opcode: str, shape: str) -> irtools.Handler:
     """IR of one spelling with one operand shape (see ``irtools``).
 
