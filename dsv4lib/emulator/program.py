@@ -1,8 +1,8 @@
 """From a parsed kernel to what the machine runs: register file, constants, instruction records, services.
 
 ``lower`` gives every instruction one record (native/abi.py) at the same index, resolves branch targets, places shared
-and local variables, and looks every spelling up in `isa`: an instruction without an implementation is refused here, with
-its place, before anything runs.
+and local variables, and looks every spelling up in `isa`: an instruction without an implementation is refused here,
+with its place, before anything runs.
 
 Register file: the kernel's registers in order of first use, then predicates, then the *pool*: read-only operands that
 native handlers see as registers. What is in the pool:

@@ -159,7 +159,9 @@ class _Body:
         while True:
             match = _STATEMENT.match(text, position)
             if match is None:
-                raise self.source.error("no ; or } before the end of the file", position, text[position:][:80])
+                rest = text[position:].lstrip()
+                offset = len(text) - len(rest)
+                raise self.source.error("no ; or } before the end of the file", offset, rest[:80], self.kernel.name)
             position = match.end()
             punctuation, label, statement = match.groups()
             if statement is not None:

@@ -1,0 +1,301 @@
+"""The PTX parser: what every construct becomes, and that what is not understood is refused with its line."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4lib.emulator.errors import PtxSyntaxError
+from dsv4lib.emulator.ptx.ir import Imm, Location, Memory, Pair, Param, Reg, Sink, Special, Symbol, Vector
+from dsv4lib.emulator.ptx.parse import parse
+
+HEAD = ".version 9.0\n.target sm_100a\n.address_size 64\n"
+
+
+def kernel(body: str, params: str = "", head: str = "", directives: str = ""):
+    """The kernel of a PTX file with this body; its first line is line 7."""
+    registers = ".reg .pred %p<9>; .reg .b16 %rs<9>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b128 %rq<2>;"
+    text = f"{HEAD}{head}\n.visible .entry k({params})\n{directives}{{ {registers}\n{body}\n}}\n"
+    return parse(text).kernels["k"]
+
+
+def one(text: str, **kwargs):
+    """Operands of one instruction, registers by name."""
+    k = kernel(text, **kwargs)
+    (instr,) = k.instructions
+    return tuple(named(k, operand) for operand in instr.operands)
+
+
+def named(k, operand):
+    """An operand with registers replaced by their names."""
+    if isinstance(operand, Reg):
+        return ("!" if operand.negated else "") + k.registers[operand.index].name
+    if isinstance(operand, Vector):
+        return [named(k, item) for item in operand.items]
+    if isinstance(operand, Pair):
+        return (named(k, operand.first), named(k, operand.second))
+    if isinstance(operand, Memory):
+        return {"base": named(k, operand.base), "offset": operand.offset, "rest": [named(k, x) for x in operand.rest]}
+    return operand
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("add.s32 %r1, %r2, %r3;", ("%r1", "%r2", "%r3")),
+        ("add.s32 %r1, %r2, -7;", ("%r1", "%r2", Imm(2**64 - 7))),
+        ("or.b32 %r1, %r2, 0xFFU;", ("%r1", "%r2", Imm(255))),
+        ("or.b32 %r1, %r2, 0b101;", ("%r1", "%r2", Imm(5))),
+        ("or.b32 %r1, %r2, 017;", ("%r1", "%r2", Imm(15))),
+        ("mov.b64 %rd1, 0xffffffffffffffff;", ("%rd1", Imm(2**64 - 1))),
+        ("mul.f32 %r1, %r2, 0f3F800000;", ("%r1", "%r2", Imm(0x3F800000))),
+        ("mul.f32 %r1, %r2, 1.5;", ("%r1", "%r2", Imm(0x3FC00000))),
+        ("mul.f32 %r1, %r2, -2e0;", ("%r1", "%r2", Imm(0xC0000000))),
+        ("mul.f64 %rd1, %rd2, 1.5;", ("%rd1", "%rd2", Imm(0x3FF8000000000000))),
+        ("mul.f64 %rd1, %rd2, 0d3FF0000000000000;", ("%rd1", "%rd2", Imm(0x3FF0000000000000))),
+        ("mov.u32 %r1, %tid.x;", ("%r1", Special("tid.x"))),
+        ("mov.u32 %r1, %cluster_ctarank;", ("%r1", Special("cluster_ctarank"))),
+        ("mov.u32 %r1, WARP_SZ;", ("%r1", Imm(32))),
+        ("mov.b64 %rd1, {%r1, _};", ("%rd1", ["%r1", Sink()])),
+        ("mov.b64 {_, %r1}, %rd1;", ([Sink(), "%r1"], "%rd1")),
+        ("setp.eq.and.s32 %p1|%p2, %r1, 0, !%p3;", (("%p1", "%p2"), "%r1", Imm(0), "!%p3")),
+        ("elect.sync _|%p1, -1;", ((Sink(), "%p1"), Imm(2**64 - 1))),
+        ("ld.global.b32 %r1, [%rd1];", ("%r1", {"base": "%rd1", "offset": 0, "rest": []})),
+        ("ld.global.b32 %r1, [%rd1+-8];", ("%r1", {"base": "%rd1", "offset": -8, "rest": []})),
+        ("ld.global.b32 %r1, [ %rd1 - 0x10 ];", ("%r1", {"base": "%rd1", "offset": -16, "rest": []})),
+        ("ld.global.b32 %r1, [%rd1+4+16];", ("%r1", {"base": "%rd1", "offset": 20, "rest": []})),
+        ("ld.shared.b32 %r1, [128];", ("%r1", {"base": Imm(128), "offset": 0, "rest": []})),
+        (
+            "st.shared.v4.b32 [%r1+16], {%r2, %r3, %r4, 0};",
+            ({"base": "%r1", "offset": 16, "rest": []}, ["%r2", "%r3", "%r4", Imm(0)]),
+        ),
+        (
+            "cp.async.bulk.tensor.2d.shared::cta.global.tile [%r1], [%rd1, {%r2, %r3}], [%r4+8];",
+            (
+                {"base": "%r1", "offset": 0, "rest": []},
+                {"base": "%rd1", "offset": 0, "rest": [["%r2", "%r3"]]},
+                {"base": "%r4", "offset": 8, "rest": []},
+            ),
+        ),
+    ],
+)
+def test_operands(text, expected):
+    assert one(text) == expected
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_any_64_bit_immediate_keeps_its_bits(value):
+    assert one(f"mov.b64 %rd1, {value};")[1] == Imm(value % 2**64)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(-(2**31), 2**31 - 1))
+def test_any_float_pattern_and_offset(bits, offset):
+    assert one(f"mov.f32 %r1, 0f{bits:08X};")[1] == Imm(bits)
+    assert one(f"ld.global.b32 %r1, [%rd1+{offset}];")[1]["offset"] == offset
+
+
+def test_guards_and_lines():
+    k = kernel("@%p1 add.s32 %r1, %r1, 1;\n  @!%p2 bra.uni L;\nL:\nret;")
+    assert [i.opcode for i in k.instructions] == ["add.s32", "bra.uni", "ret"]
+    assert [i.line for i in k.instructions] == [7, 8, 10]
+    assert [i.guard and i.guard.negated for i in k.instructions] == [False, True, None]
+    assert k.labels == {"L": 2} and k.instructions[1].operands == (Symbol("L"),)
+    assert k.instructions[1].text == "@!%p2 bra.uni L"
+
+
+def test_registers_exist_when_used_and_have_their_width():
+    k = kernel("mov.b16 %rs1, 0;\nmov.b64 %rd8, 0;\nmov.pred %p0, -1;\nmov.b128 %rq1, {%rd8, %rd8};")
+    assert [(r.name, r.bits, r.index) for r in k.registers] == [
+        ("%rs1", 16, 0),
+        ("%rd8", 64, 1),
+        ("%p0", 1, 2),
+        ("%rq1", 128, 3),
+    ]
+
+
+@pytest.mark.parametrize("name", ["%r99", "%r01", "%q1", "%r", "x"])
+def test_undeclared_names_are_refused(name):
+    with pytest.raises(PtxSyntaxError, match=f"'{name}' is not declared(?s:.*)PTX line 7"):
+        kernel(f"mov.b32 %r1, {name};")
+
+
+def test_prefixes_that_end_in_digits():
+    k = kernel(".reg .b64 %x1<3>; .reg .b16 %x<2>;\nmov.b64 %x12, 0;\nmov.b16 %x1, 0;")
+    assert [(r.name, r.bits) for r in k.registers] == [("%x12", 64), ("%x1", 16)]
+
+
+def test_blocks_have_their_own_registers_and_labels():
+    block = "{ .reg .pred P1;\n WAIT:\n setp.eq.s32 P1, %r1, 0;\n @P1 bra.uni DONE;\n bra WAIT;\n DONE:\n }"
+    k = kernel(f"mov.b32 %r1, 0;\n{block}\n{block}\nret;")
+    branches = [i for i in k.instructions if i.opcode.startswith("bra")]
+    targets = [k.labels[i.operands[0].name] for i in branches]
+    assert targets == [4, 1, 7, 4]
+    assert [r.name for r in k.registers] == ["%r1", "P1@1", "P1@2"]
+    assert branches[0].guard.index != branches[2].guard.index
+
+
+def test_an_inner_name_hides_the_outer_one_from_its_declaration_on():
+    k = kernel("mov.b32 %r1, 0;\n{ mov.b32 %r1, 1;\n.reg .b64 %r1;\n mov.b64 %r1, 2; }\nmov.b32 %r1, 3;")
+    assert [k.registers[i.operands[0].index].name for i in k.instructions] == ["%r1", "%r1", "%r1@1", "%r1"]
+    assert k.registers[k.instructions[2].operands[0].index].bits == 64
+
+
+def test_branches_to_outer_blocks():
+    k = kernel("OUT:\n{ { bra OUT; } bra IN; IN: }\nret;")
+    assert [k.labels[i.operands[0].name] for i in k.instructions[:2]] == [0, 2]
+
+
+def test_vector_registers():
+    k = kernel(
+        "{ .reg .v4 .s32 abcd;\nmov.b32 abcd.y, 1;\nst.global.v4.b32 [%rd1], abcd;\nadd.s32 %r1, abcd.w, abcd.g; }"
+    )
+    assert [r.name for r in k.registers if "abcd" in r.name] == [f"abcd.{c}@1" for c in "xyzw"]
+    assert named(k, k.instructions[1].operands[1]) == [f"abcd.{c}@1" for c in "xyzw"]
+    assert named(k, k.instructions[2].operands[2]) == "abcd.y@1"
+
+
+def test_parameters_are_laid_out_by_alignment():
+    k = kernel(
+        "ret;",
+        params=".param .u32 a, .param .u64 .ptr .global .align 16 b, .param .align 64 .b8 c[128], .param .f32 d",
+    )
+    assert k.params == [Param("a", 0, 4, 4), Param("b", 8, 8, 8), Param("c", 64, 128, 64), Param("d", 192, 4, 4)]
+    assert k.param_bytes == 196
+
+
+def test_parameter_addresses():
+    assert one("ld.param.b32 %r1, [c+16];", params=".param .align 64 .b8 c[128]")[1]["base"] == Symbol("c")
+    assert one("mov.b64 %rd1, c+16;", params=".param .align 64 .b8 c[128]")[1] == Symbol("c", 16)
+
+
+def test_entry_directives():
+    text = ".reqntid 192, 2, 1\n.maxntid 256\n.minnctapersm 1\n.reqnctapercluster 2\n.explicitcluster\n"
+    k = kernel("ret;", directives=text)
+    assert (k.reqntid, k.maxntid, k.cluster) == ((192, 2, 1), (256, 1, 1), (2, 1, 1))
+    with pytest.raises(PtxSyntaxError, match="entry directive .mystery"):
+        kernel("ret;", directives=".mystery 3\n")
+
+
+def test_variables():
+    head = """
+.extern .shared .align 1024 .b8 smem[];
+.visible .global .align 4 .b8 text[5] = {104, 105, 0x21};
+.const .f32 table[2][2] = {{1.0, 0f40000000}, {-1.5}};
+.global .u64 one = 0x1122334455667788, two;
+.shared .v2 .b32 pair;
+"""
+    module = parse(f"{HEAD}{head}\n.entry k() {{ .local .align 16 .b8 depot[48]; .shared .b16 h[3]; ret; }}")
+    got = {v.name: (v.space, v.size, v.align, v.extern, v.data) for v in module.variables}
+    assert got["smem"] == ("shared", 0, 1024, True, None)
+    assert got["text"] == ("global", 5, 4, False, b"hi!\0\0")
+    assert got["table"] == ("const", 16, 4, False, bytes.fromhex("0000803f 00000040 0000c0bf 00000000"))
+    assert got["one"] == ("global", 8, 8, False, bytes.fromhex("8877665544332211"))
+    assert got["two"] == ("global", 8, 8, False, None)
+    assert got["pair"] == ("shared", 8, 8, False, None)
+    inner = {v.name: (v.space, v.size, v.align) for v in module.kernels["k"].variables}
+    assert inner == {"depot": ("local", 48, 16), "h": ("shared", 6, 2)}
+
+
+def test_line_info():
+    body = """.loc 1 10 4
+add.s32 %r1, %r1, 1;
+.loc 2 20 4, function_name $L__info_string0, inlined_at 1 10 4
+add.s32 %r1, %r1, 2;
+.loc 2 30 4, function_name $L__info_string0, inlined_at 2 20 4
+mov.b64 %rd1,
+.loc 1 99 0
+ {%r1, %r2};
+ret;
+"""
+    text = f"{HEAD}.entry k() {{ .reg .b32 %r<4>; .reg .b64 %rd<2>;\n{body}}}\n"
+    text += '.file 1 "/a/main.py"\n.file 2 "/b//lib.py"\n'
+    text += ".section .debug_str\n{\n$L__info_string0:\n.b8 95,90,0\n}\n"
+    k = parse(text).kernels["k"]
+    main = Location("/a/main.py", 10)
+    inlined = Location("/b//lib.py", 20, main)
+    assert [i.location for i in k.instructions] == [
+        main,
+        inlined,
+        Location("/b//lib.py", 30, inlined),
+        Location("/a/main.py", 99),
+    ]
+    assert k.instructions[2].location.outermost() == main
+    assert k.instructions[2].text == "mov.b64 %rd1, {%r1, %r2}"
+
+
+def test_comments_and_pragmas_leave_lines_alone():
+    k = kernel('// x ; y\n/* { \n */ .pragma "nounroll"; ret; // }')
+    assert [(i.opcode, i.line) for i in k.instructions] == [("ret", 9)]
+
+
+def test_functions_are_skipped_and_calls_kept():
+    head = ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b);\n.func f() { { ret; } }\n"
+    k = kernel("{ .param .b64 p0;\ncall.uni (p0), vprintf, (p0, p0); }", head=head)
+    assert k.instructions[0].operands == (
+        Vector((Symbol("p0@1"),)),
+        Symbol("vprintf"),
+        Vector((Symbol("p0@1"), Symbol("p0@1"))),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "message"),
+    [
+        ("ret", 7, "no ; or }"),
+        ("add.s32 %r1, , %r2;", 7, "balanced"),
+        ("ret;\nadd.s32 %r1, {%r2;", 8, "balanced"),
+        ("@%r1 ret;", 7, "not a predicate"),
+        ("@%p8x ret;", 7, "guard"),
+        ("setp.eq.s32 %p1, %r1, !%r2;", 7, "only a predicate"),
+        ("bra NOWHERE;", 7, "unknown label"),
+        ("{ L: } \nbra L;", 8, "unknown label"),
+        ("L: ret;\nL: ret;", 8, "declared twice"),
+        (".reg .b32 a;\n.reg .b64 a;", 8, "declared twice"),
+        (".reg .b33 a;", 7, "register declaration"),
+        (".shared .b8 x[3;", 7, "declarator"),
+        (".shared .align 3 .b8 x[3];", 7, "power of two"),
+        ("mov.b64 %rd1, 0x10000000000000000;", 7, "64 bits"),
+        ("mov.b32 %r1, 09;", 7, "octal"),
+        ("ADD %r1;", 7, "not an instruction"),
+        (".loc 7 1 1\nret;", 7, "no .file"),
+        (".mystery 3;", 7, "declaration"),
+    ],
+)
+def test_what_is_not_ptx_is_refused_with_its_line(body, line, message):
+    with pytest.raises(PtxSyntaxError, match=message) as caught:
+        kernel(body)
+    assert caught.value.place.ptx_line == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".version 9.0\n", HEAD + ".entry k( {", HEAD + ".entry k() { ret;", HEAD + "nonsense", HEAD + ".func f() {"],
+)
+def test_broken_files(text):
+    with pytest.raises(PtxSyntaxError):
+        parse(text)
+
+
+def test_only_64_bit_addresses():
+    with pytest.raises(PtxSyntaxError, match="64-bit"):
+        parse(".version 9.0\n.target sm_100a\n.address_size 32\n")
+
+
+def test_pointer_initialisers_are_refused():
+    with pytest.raises(PtxSyntaxError, match="only constants"):
+        parse(HEAD + ".global .u32 a;\n.global .u64 p = a;\n")
+
+
+def test_a_long_kernel_parses_in_linear_time():
+    import time
+
+    def seconds(n):
+        body = "\n".join(
+            f"add.s32 %r{i % 90}, %r{i % 89}, {i};\nst.shared.v2.b32 [%r1+{i}], {{%r2, %r3}};" for i in range(n)
+        )
+        start = time.process_time()
+        assert len(kernel(body).instructions) == 2 * n
+        return time.process_time() - start
+
+    seconds(200)
+    short, long = min(seconds(500) for _ in range(3)), min(seconds(2000) for _ in range(3))
+    assert long < 10 * short  # 4x the text; quadratic would be 16x
