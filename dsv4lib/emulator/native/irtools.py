@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import llvmlite.binding as llvm
+
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
@@ -196,6 +198,7 @@ class Emitter:
     lines: list[str] = field(default_factory=list)
     declarations: set[str] = field(default_factory=set)
     helpers: set[str] = field(default_factory=set)
+    attributes: set[str] = field(default_factory=lambda: {"nounwind"})
 
     def __post_init__(self) -> None:
         groups = leaves_of(self.shape)
@@ -304,6 +307,51 @@ class Emitter:
         """Call a helper of ``HELPERS``."""
         self.helpers.add(helper)
         return self.line(f"call {type_name(kind, n)} @{helper}({', '.join(a.typed for a in args)})", kind, n)
+
+    def rounded(self, op: str, mode: str, *args: Value, kind: str = "") -> Value:
+        """A floating-point operation in rounding mode rn, rz, rm or rp, exact to the bit.
+
+        ``op``: fadd, fsub, fmul, fdiv, fma, sqrt, or with ``kind`` a conversion: fptrunc, sitofp, uitofp. LLVM knows
+        rounding modes only as processor state, so the mode is switched around a constrained operation.
+        """
+        kind, n = kind or args[0].kind, args[0].n
+        if mode in ("", "rn"):
+            if kind != args[0].kind:
+                return self.cast(op, args[0], kind)
+            return self.intrinsic(f"llvm.{op}", *args) if op in ("fma", "sqrt") else self.binary(op, *args)
+        result = type_name(kind, n)
+        suffix = f".v{n}{kind}" + (f".v{n}{args[0].kind}" if kind != args[0].kind else "")
+        name = f"llvm.experimental.constrained.{op}{suffix}"
+        extra = ', metadata !"round.dynamic", metadata !"fpexcept.ignore"'
+        self.declarations.add(f"declare {result} @{name}({', '.join(a.type for a in args)}, metadata, metadata)")
+        previous = self._set_rounding(mode)
+        value = self.line(f"call {result} @{name}({', '.join(a.typed for a in args)}{extra}) strictfp", kind, n)
+        self._restore_rounding(previous)
+        self.attributes.add("strictfp")
+        return value
+
+    def _set_rounding(self, mode: str) -> str:
+        """Switch the processor's rounding mode; returns what ``_restore_rounding`` wants."""
+        if not llvm.get_default_triple().startswith("x86_64"):
+            self.declarations.add("declare void @llvm.set.rounding(i32)")
+            self.raw(f"call void @llvm.set.rounding(i32 {('rz', 'rn', 'rp', 'rm').index(mode)})")
+            return ""
+        self.declarations |= {f"declare void @llvm.x86.sse.{x}mxcsr(ptr)" for x in ("ld", "st")}
+        old, new = self.fresh("csr"), self.fresh("csr")
+        self.raw(f"{old} = alloca i32, align 4")
+        self.raw(f"{new} = alloca i32, align 4")
+        self.raw(f"call void @llvm.x86.sse.stmxcsr(ptr {old})")
+        word = self.line(f"load i32, ptr {old}, align 4", "i32", 0)
+        changed = (word & ~0x6000) | (("rn", "rm", "rp", "rz").index(mode) << 13)
+        self.raw(f"store {changed.typed}, ptr {new}, align 4")
+        self.raw(f"call void @llvm.x86.sse.ldmxcsr(ptr {new})")
+        return old
+
+    def _restore_rounding(self, previous: str) -> None:
+        if previous:
+            self.raw(f"call void @llvm.x86.sse.ldmxcsr(ptr {previous})")
+        else:
+            self.raw("call void @llvm.set.rounding(i32 1)")
 
     def flag(self, value: bool) -> Value:
         """A scalar i1 constant, as intrinsics take for "zero is poison" and the like."""
@@ -440,6 +488,8 @@ class Emitter:
             raise TypeError(f"cannot store {value.type} in a register")
         at = self._use(i, 128 if wide else BITS[value.kind])
         self.stores.add(i)
+        if self.leaves[i] == "_":
+            return
         active = self.active()
         if wide:
             active = self.shuffle(active, [*range(abi.LANES)] * 2)
@@ -458,6 +508,8 @@ class Emitter:
             value = self.bits(value)
         at = self._use(i, 1)
         self.stores.add(i)
+        if self.leaves[i] == "_":
+            return
         old = self.line(f"load i32, ptr {at.ref}, align 4", "i32", 0)
         merged = (value & self.mask()) | (old & ~self.mask())
         self.raw(f"store {merged.typed}, ptr {at.ref}, align 4")
@@ -513,7 +565,7 @@ class Emitter:
         """The finished function."""
         if not self._done:
             self.ret()
-        head = "define i32 @NAME(ptr %ctx, ptr %rec) nounwind {\nentry:\n"
+        head = f"define i32 @NAME(ptr %ctx, ptr %rec) {' '.join(sorted(self.attributes))} {{\nentry:\n"
         text = head + "\n".join(self.lines) + "\n}\n"
         declared = frozenset(self.declarations)
         return Handler(text, tuple(self.widths), frozenset(self.stores), declared, frozenset(self.helpers))

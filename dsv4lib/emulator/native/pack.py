@@ -34,8 +34,7 @@ def mov(e: Emitter, form: Form) -> None:
         value = e.load(source[0], f"i{bits}")
         parts = split_halves(e, value, len(to)) if bits == 128 else e.unpack(value, part, len(to))
         for i, piece in zip(to, parts, strict=True):
-            if e.leaves[i] != "_":
-                e.store(i, piece)
+            e.store(i, piece)
     else:
         raise EmulatorError(f"{form.opcode} has a vector on both sides")
 

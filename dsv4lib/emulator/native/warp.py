@@ -1,0 +1,157 @@
+"""Instructions across the lanes of a warp: shfl, vote, match, redux, elect, activemask.
+
+The driver brings the lanes of a ``.sync`` instruction together first (FLAG_CONVERGE of ``abi.py``), so a handler works
+on the lanes that execute. A lane that the member mask names but that does not execute contributes nothing; reading its
+register by shfl is undefined in the PTX ISA, here it yields the register's bits.
+"""
+
+from __future__ import annotations
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.native import abi, fp
+from dsv4lib.emulator.native.irtools import Emitter, Value
+
+
+def gather(e: Emitter, i: int, lane: Value) -> Value:
+    """Register operand ``i`` of lane ``lane`` (i32 lanes, each 0..31)."""
+    e.load(i, "i32")  # declares the width
+    wide = e.cast("zext", lane, "i64")
+    pointers = e.line(f"getelementptr i32, ptr {e.address(i).ref}, {wide.typed}", "ptr", abi.LANES)
+    name = f"llvm.masked.gather.v{abi.LANES}i32.v{abi.LANES}p0"
+    result = f"<{abi.LANES} x i32>"
+    types = f"<{abi.LANES} x ptr>, i32, <{abi.LANES} x i1>, {result}"
+    e.declarations.add(f"declare {result} @{name}({types})")
+    every = e.const(1, "i1")
+    return e.line(f"call {result} @{name}({pointers.typed}, i32 4, {every.typed}, {result} poison)", "i32")
+
+
+def uniform(e: Emitter, i: int) -> Value:
+    """Scalar value of operand ``i`` in the lowest executing lane."""
+    first = e.intrinsic("llvm.cttz", e.mask(), e.flag(False)) & (abi.LANES - 1)
+    return e.extract(e.load(i, "i32"), first)
+
+
+def members(e: Emitter, i: int) -> Value:
+    """Executing lanes in member mask ``i``, scalar."""
+    return uniform(e, i) & e.mask()
+
+
+@isa.native("shfl.sync.<mode:up|down|bfly|idx>.b32")
+def shfl(e: Emitter, form: Form) -> None:
+    """d[|p] = a of another lane; p says that this lane lies in the segment."""
+    pair = len(e.groups[0]) == 2
+    first = 2 if pair else 1
+    b, c = e.load(first + 1, "i32") & 31, e.load(first + 2, "i32")
+    uniform(e, first + 3)  # the member mask is checked by the scheduler's convergence
+    lane = e.lane_ids()
+    segment = (c >> 8) & 31
+    low = lane & segment
+    limit = low | (c & ~segment & 31)
+    mode = form.get("mode")
+    sources = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": low | (b & ~segment)}
+    j = sources[mode]
+    inside = e.icmp("sge" if mode == "up" else "sle", j, limit)
+    source = e.select(inside, j, lane)
+    e.store(0, gather(e, first, source))
+    if pair:
+        e.store_pred(1, inside)
+
+
+@isa.native("vote.sync.<mode:all|any|uni>.pred")
+def vote(e: Emitter, form: Form) -> None:
+    """d = the predicate holds in all, any, or equally in the members."""
+    part = members(e, 2)
+    yes = e.pred(1) & part
+    everyone, none = e.icmp("eq", yes, part), e.icmp("eq", yes, 0)
+    answer = {"all": everyone, "any": none ^ 1, "uni": everyone | none}[form.get("mode")]
+    e.store_pred(0, e.cast("sext", answer, "i32"))
+
+
+@isa.native("vote.sync.ballot.b32")
+def ballot(e: Emitter, form: Form) -> None:
+    """d = member lanes whose predicate holds."""
+    e.store(0, e.splat(e.pred(1) & members(e, 2)))
+
+
+@isa.native("activemask.b32")
+def activemask(e: Emitter, form: Form) -> None:
+    """d = executing lanes."""
+    e.store(0, e.splat(e.mask()))
+
+
+@isa.native("elect.sync", note="elects the lowest executing lane of the member mask")
+def elect(e: Emitter, form: Form) -> None:
+    """d|p = the leader's lane | this lane is the leader."""
+    part = members(e, 2)
+    leader = e.intrinsic("llvm.cttz", part, e.flag(False))
+    e.store(0, e.splat(leader))
+    e.store_pred(1, part & -part)
+
+
+@isa.native("match.any.sync.<type:b32|b64>")
+def match_any(e: Emitter, form: Form) -> None:
+    """d = members with this lane's value."""
+    a, part = e.load(1, f"i{form.get('type')[1:]}"), members(e, 2)
+    table = e.line(f"alloca <{abi.LANES} x i32>, align 64", "ptr", 0)
+    e.raw(f"store {e.const(0, 'i32').typed}, ptr {table.ref}, align 64")
+    with e.each_lane(part) as lane:
+        same = e.bits(e.icmp("eq", a, e.splat(e.extract(a, lane)))) & part
+        e.store_to(table, e.cast("zext", lane, "i64") << 2, same)
+    e.store(0, e.load_from(table, 0, "i32", abi.LANES))
+
+
+@isa.native("match.all.sync.<type:b32|b64>")
+def match_all(e: Emitter, form: Form) -> None:
+    """d[|p] = the members if they all have one value, else 0 | whether they do."""
+    pair = len(e.groups[0]) == 2
+    first = 2 if pair else 1
+    a, part = e.load(first, f"i{form.get('type')[1:]}"), members(e, first + 1)
+    lowest = e.intrinsic("llvm.cttz", part, e.flag(False)) & (abi.LANES - 1)
+    same = e.bits(e.icmp("eq", a, e.splat(e.extract(a, lowest)))) & part
+    every = e.cast("sext", e.icmp("eq", same, part), "i32")
+    e.store(0, e.splat(every & part))
+    if pair:
+        e.store_pred(1, every)
+
+
+def reduce(e: Emitter, op: str, a: Value, part: Value, identity: int) -> Value:
+    """Scalar reduction over the lanes of ``part``."""
+    return e.intrinsic(f"llvm.vector.reduce.{op}", e.select(e.lanes(part), a, identity), n=0)
+
+
+# PTX operation and type -> LLVM reduction and its neutral element.
+REDUCTIONS = {
+    ("add", "u32"): ("add", 0),
+    ("add", "s32"): ("add", 0),
+    ("min", "u32"): ("umin", 0xFFFFFFFF),
+    ("max", "u32"): ("umax", 0),
+    ("min", "s32"): ("smin", 0x7FFFFFFF),
+    ("max", "s32"): ("smax", 0x80000000),
+    ("and", "b32"): ("and", 0xFFFFFFFF),
+    ("or", "b32"): ("or", 0),
+    ("xor", "b32"): ("xor", 0),
+}
+
+
+@isa.native("redux.sync.<op:add|min|max>.<type:u32|s32>", "redux.sync.<op:and|or|xor>.<type:b32>")
+def redux(e: Emitter, form: Form) -> None:
+    """d = reduction over the members."""
+    op, identity = REDUCTIONS[form.get("op"), form.get("type")]
+    e.store(0, e.splat(reduce(e, op, e.load(1, "i32"), members(e, 2), identity)))
+
+
+@isa.native("redux.sync.<op:min|max>[.<abs:abs>][.<nan:NaN>].<type:f32>")
+def redux_float(e: Emitter, form: Form) -> None:
+    """d = minimum or maximum over the members; -0 < +0; NaN only if all are, or with .NaN if any is."""
+    bits, part = e.load(1, "i32"), members(e, 2)
+    if form.has("abs"):
+        bits = bits & 0x7FFFFFFF
+    nans = e.bits(fp.is_nan(e, e.bitcast(bits, "f32"))) & part
+    key = bits ^ (bits.sar(31) & 0x7FFFFFFF)  # integers in the order of the floats
+    numbers = part & ~nans
+    op, identity = REDUCTIONS[form.get("op"), "s32"]
+    best = reduce(e, op, key, numbers, identity)
+    best = best ^ (best.sar(31) & 0x7FFFFFFF)
+    spoiled = e.icmp("ne", nans, 0) if form.has("nan") else e.icmp("eq", numbers, 0)
+    e.store(0, e.splat(e.select(spoiled, best.like(0x7FFFFFFF), best)))
