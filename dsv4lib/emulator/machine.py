@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.emulator import launch as limits
+from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
-from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
+from dsv4lib.emulator.errors import HazardError, LaunchError, Place
 from dsv4lib.emulator.launch import Dim3, Hazard, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.warp import Block, Warp
@@ -34,12 +35,13 @@ class Machine:
     Attributes:
         grid, block, cluster_shape: dimensions, x first.
         gmem: global memory; arch: "sm_100a" and the like.
-        units: asynchronous units (async_units.py), None if the kernel has none.
+        units: asynchronous units (async_units.py).
         trace: None or an object with a method per event.
         rng: seeded numpy generator; all randomness of a run comes from it.
         stats: counts by name.
         time: logical time: warp-instructions executed so far.
-        events: bumped by everything that could unblock a warp.
+        events: bumped by everything that could unblock a warp: every service does.
+        progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
     """
 
@@ -59,23 +61,27 @@ class Machine:
         self.arch = self.settings.arch
         self.grid, self.block, self.cluster_shape = request.grid, request.block, request.cluster
         self.variables = variables or {}
-        self.trace, self.units = trace, units
+        self.trace = trace
         self.rng = np.random.default_rng(self.settings.seed)
         self.stats: Counter[str] = Counter()
         self.time = 0
         self.events = 0
+        self.progress = 0
         self.hazards: dict[tuple[str, int], Hazard] = {}
         self.clusters: list[Cluster] = []
         self.smem_bytes = limits.SMEM_RESERVED + program.smem_static + request.dynamic_smem
         check_shape(request, self.smem_bytes - limits.SMEM_RESERVED)
-        self._params = aligned_zeros(max(len(request.params), 1), 128)
-        self._params[: len(request.params)] = np.frombuffer(request.params, np.uint8)
+        self.param_bytes = program.kernel.param_bytes
+        self._params = aligned_zeros(max(self.param_bytes, 1), 128)
+        self._params[: self.param_bytes] = np.frombuffer(request.params, np.uint8)[: self.param_bytes]
         self.param_address = self._params.ctypes.data
+        self.units = AsyncUnits(self) if units is None else units
         self.queue: deque[Dim3] = deque(self._cluster_origins())
 
     def changed(self) -> None:
-        """Tell the scheduler that something happened that could unblock a warp."""
+        """Tell the scheduler that the launch made progress: an arrival, a completion, an exit."""
         self.events += 1
+        self.progress += 1
 
     def variable_address(self, name: str) -> int:
         """Device address of a ``.global`` or ``.const`` variable."""
@@ -115,7 +121,42 @@ class Machine:
         Raises:
             EmulatorError: whatever stopped it.
         """
-        raise EmulatorError("the scheduler is not there yet")
+        from dsv4lib.emulator.scheduler import Scheduler
+
+        started = time.perf_counter()
+        with self.gmem.registered(self._params, "kernel parameters", writable=False):
+            scheduler = Scheduler(self)
+            scheduler.run()
+        return LaunchResult(
+            instructions=self.time,
+            seconds=time.perf_counter() - started,
+            schedule_hash=hash((scheduler.hash, self.units.hash)),
+            reordered=self.units.reordered,
+            stats=self.stats,
+            hazards=list(self.hazards.values()),
+            trace=self.trace,
+        )
+
+    def cluster_started(self, cluster: Cluster) -> None:
+        """A cluster has been created."""
+        self.clusters.append(cluster)
+        self.stats["ctas"] += len(cluster.ctas)
+        for cta in cluster.ctas:
+            for hook in CTA_CREATED:
+                hook(cta)
+
+    def cta_exited(self, cta: Cta) -> None:
+        """The last warp of a CTA has exited."""
+        for warp in cta.warps:
+            self.stats["bank_conflicts"] += int(warp.ctx["conflicts"])
+            self.stats["global_sectors"] += int(warp.ctx["sectors"])
+        self.units.cta_exited(cta)
+        for hook in CTA_EXITED:
+            hook(cta)
+
+    def cluster_finished(self, cluster: Cluster) -> None:
+        """The last warp of a cluster has exited: the machine forgets it."""
+        self.clusters.remove(cluster)
 
     def _cluster_origins(self) -> Iterator[Dim3]:
         """ctaid of the first CTA of each cluster to run, x fastest."""
@@ -148,7 +189,4 @@ def run(request: LaunchRequest, device: Any) -> LaunchResult:
         variables=device.variables(request.module),
         trace=getattr(device, "trace", None),
     )
-    started = time.perf_counter()
-    result = machine.run()
-    result.seconds = time.perf_counter() - started
-    return result
+    return machine.run()

@@ -19,9 +19,8 @@ from dsv4lib.emulator.native.abi import CONTEXT, FULL_MASK, LANES
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Memory, Operand, Pair, Reg, Sink, Special, Symbol
 
 if TYPE_CHECKING:
-    from dsv4lib.emulator.program import Program
-
     from dsv4lib.emulator.cta import Cta
+    from dsv4lib.emulator.program import Program
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LANES = np.arange(LANES)
@@ -84,18 +83,26 @@ class Warp:
         agent: number of this warp among all warps resident with it (vector clocks).
         block: why it waits, None if it can run.
         pending: state of a service between calls while it blocks; None at the first call.
-        parked: blocked lane groups of a divergent warp.
-        words: CONTEXT as 32-bit words; indices are MASK, PC, ... of this module.
+        parked: blocked lane groups of a divergent warp; resume: their service states by pc once they go on.
+        stalled: it waits to converge with parked lanes.
+        spins: slices it used up while divergent.
+        words: CONTEXT as 32-bit words; indices are MASK, PC, ... of this module. longs: as 64-bit words.
     """
 
-    def __init__(self, cta: Cta, warp_id: int, program: Program, agent: int, ctx: np.ndarray, regs: np.ndarray):
+    def __init__(self, cta: Cta, warp_id: int, program: Program, agent: int, context: np.ndarray, regs: np.ndarray):
         self.cta, self.warp_id, self.program, self.agent = cta, warp_id, program, agent
-        self.ctx, self.regs = ctx, regs
-        self.words = memoryview(ctx.reshape(1).view(np.uint32))
+        self.regs = regs
+        self.ctx = context[0]
+        self.words = memoryview(context.view(np.uint32))
+        self.longs = memoryview(context.view(np.uint8)).cast("Q")
+        self.context_address = context.ctypes.data
         self.block: Block | None = None
         self.pending: Any = None
         self.parked: list[Parked] = []
+        self.resume: dict[int, Any] = {}
+        self.stalled = False
         self.exited = False
+        self.spins = 0
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
     def __repr__(self) -> str:
@@ -222,6 +229,27 @@ class Warp:
             warp=self.warp_id,
             lanes=self.words[MASK],
         )
+
+    def push(self, pc: int, mask: int) -> None:
+        """Add a waiting lane group, joining one at the same pc."""
+        words = self.words
+        n = words[GROUPS]
+        for i in range(n):
+            if words[GROUP_PC + i] == pc:
+                words[GROUP_MASK + i] |= mask
+                return
+        words[GROUP_PC + n], words[GROUP_MASK + n] = pc, mask
+        words[GROUPS] = n + 1
+
+    def rotate(self) -> None:
+        """Let the longest-waiting group run: the running one goes to the end of the list."""
+        words = self.words
+        n = words[GROUPS]
+        pc, mask = words[GROUP_PC], words[GROUP_MASK]
+        for i in range(n - 1):
+            words[GROUP_PC + i], words[GROUP_MASK + i] = words[GROUP_PC + i + 1], words[GROUP_MASK + i + 1]
+        words[GROUP_PC + n - 1], words[GROUP_MASK + n - 1] = words[PC], words[GROUP]
+        words[PC], words[GROUP] = pc, mask
 
     def _register(self, index: int, dtype: np.dtype) -> np.ndarray:
         offset, bits = self.program.offset[index], self.program.bits[index]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
+from dsv4lib.emulator.native.abi import READ_ONLY
 from dsv4lib.errors import ArgumentError
 
 
@@ -49,7 +50,7 @@ class GlobalMemory:
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
         self._views: dict[int, np.ndarray] = {}
-        self.table = np.zeros((0, 2), np.uint64)
+        self.table = self.native_table = np.zeros((0, 2), np.uint64)
         self.version = 0  # changes with every registration: contexts re-read the table
 
     def __len__(self) -> int:
@@ -183,4 +184,6 @@ class GlobalMemory:
 
     def _rebuild(self) -> None:
         self.table = np.array([(a.start, a.end) for a in self._allocations], np.uint64).reshape(-1, 2)
+        self.native_table = self.table.copy()
+        self.native_table[[not a.writable for a in self._allocations], 1] |= np.uint64(READ_ONLY)
         self.version += 1

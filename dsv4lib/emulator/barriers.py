@@ -1,0 +1,370 @@
+"""Barriers of a warp, a CTA and a cluster, and the instructions that only order, hint or end.
+
+Named barriers count threads. A barrier completes when the expected number has arrived; warps that only arrive go on.
+Source: PTX ISA, "Parallel Synchronization and Communication Instructions": barrier{.cta}, bar.warp.sync,
+barrier.cluster, membar/fence; "Miscellaneous Instructions"; "griddepcontrol".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.cta import Cta
+from dsv4lib.emulator.errors import EmulatorError, HazardError
+from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.ptx.ir import Instr, Operand
+from dsv4lib.emulator.warp import GROUP, LIVE, Block, Warp, lanes_of
+
+NAMED_BARRIERS = 16
+
+
+@dataclass
+class NamedBarrier:
+    """One of a CTA's 16 named barriers.
+
+    Attributes:
+        phase: completed uses; expected: threads of the current use, 0 = nobody is there yet.
+        arrived: threads that have arrived; who: how many per warp, for reports.
+        explicit: the current use gave its thread count.
+        votes: [number of true predicates, number of predicates] of barrier.red; results: of the last completed use.
+    """
+
+    number: int
+    phase: int = 0
+    expected: int = 0
+    arrived: int = 0
+    explicit: bool = False
+    who: dict[int, int] = field(default_factory=dict)
+    votes: list[int] = field(default_factory=lambda: [0, 0])
+    results: tuple[int, int] = (0, 0)
+
+    def complete(self) -> None:
+        """Start the next use."""
+        self.phase += 1
+        self.results = (self.votes[0], self.votes[1])
+        self.expected = self.arrived = 0
+        self.who, self.votes = {}, [0, 0]
+
+    def detail(self) -> str:
+        """For the deadlock report."""
+        return f"{self.arrived} of {self.expected} threads arrived (warps {sorted(self.who)})"
+
+
+def _all_threads(cta: Cta) -> int:
+    """Threads that a barrier without a count waits for: whole warps, without those that have exited."""
+    return sum(LANES for warp in cta.warps if not warp.exited)
+
+
+def _barrier(warp: Warp, number: Operand, instr: Instr) -> NamedBarrier:
+    index = warp.uniform(number, np.uint32)
+    if index >= NAMED_BARRIERS:
+        raise EmulatorError(f"barrier {index}: a CTA has {NAMED_BARRIERS} named barriers", warp.place(instr))
+    return warp.cta.barriers.setdefault(index, NamedBarrier(index))
+
+
+def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: bool, instr: Instr) -> None:
+    """Count the warp in. An aligned instruction counts whole warps, as hardware does.
+
+    Raises:
+        HazardError: more threads than expected, differing counts, or not whole warps.
+    """
+    place = warp.place(instr)
+    explicit = count is not None
+    expected = warp.uniform(count, np.uint32) if explicit else _all_threads(warp.cta)
+    if explicit and (expected == 0 or expected % LANES):
+        raise HazardError(f"barrier {barrier.number}: thread count {expected} is not a positive multiple of 32", place)
+    if aligned and warp.mask() != warp.words[LIVE]:
+        raise HazardError(
+            f"barrier {barrier.number}: an aligned barrier needs all live lanes {warp.words[LIVE]:#010x} of the warp",
+            place,
+        )
+    if barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
+        if explicit or barrier.explicit:
+            raise HazardError(
+                f"barrier {barrier.number} is used with {expected} threads while warps {sorted(barrier.who)} use it "
+                f"with {barrier.expected}",
+                place,
+            )
+    barrier.expected, barrier.explicit = expected, explicit
+    threads = LANES if aligned else int(lanes_of(warp.mask()).sum())
+    if aligned and barrier.who.get(warp.warp_id):
+        raise HazardError(
+            f"warp {warp.warp_id} arrives twice at barrier {barrier.number} in one phase: {barrier.detail()}", place
+        )
+    barrier.arrived += threads
+    barrier.who[warp.warp_id] = barrier.who.get(warp.warp_id, 0) + threads
+    if barrier.arrived > barrier.expected:
+        raise HazardError(f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", place)
+    _trace(warp, "named", barrier.number, barrier.arrived, barrier.expected)
+    if barrier.arrived == barrier.expected:
+        barrier.complete()
+    warp.cta.machine.changed()
+
+
+def _trace(warp: Warp, kind: str, number: int, arrived: int, expected: int) -> None:
+    trace = warp.cta.machine.trace
+    if trace is not None:
+        trace.barrier(warp, kind, number, arrived, expected)
+
+
+def _wait_for(barrier: NamedBarrier, phase: int, what: str) -> Block:
+    return Block(f"{what} {barrier.number}", lambda: barrier.phase != phase, barrier.detail)
+
+
+@isa.service("bar[.cta].sync", "barrier[.cta].sync[.<aligned:aligned>]")
+def bar_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """Arrive at a named barrier and wait until it completes."""
+    barrier = _barrier(warp, instr.operands[0], instr)
+    if warp.pending is None:
+        count = instr.operands[1] if len(instr.operands) > 1 else None
+        warp.pending = phase = barrier.phase
+        _arrive(warp, barrier, count, _aligned(form), instr)
+        if barrier.phase == phase:
+            return _wait_for(barrier, phase, "barrier")
+        return None
+    return _wait_for(barrier, warp.pending, "barrier") if barrier.phase == warp.pending else None
+
+
+@isa.service("bar[.cta].arrive", "barrier[.cta].arrive[.<aligned:aligned>]")
+def bar_arrive(warp: Warp, instr: Instr, form: Form) -> None:
+    """Arrive at a named barrier and go on."""
+    _arrive(warp, _barrier(warp, instr.operands[0], instr), instr.operands[1], _aligned(form), instr)
+
+
+@isa.service(
+    "bar[.cta].red.<op:popc>.u32",
+    "bar[.cta].red.<op:and|or>.pred",
+    "barrier[.cta].red.<op:popc>[.<aligned:aligned>].u32",
+    "barrier[.cta].red.<op:and|or>[.<aligned:aligned>].pred",
+)
+def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """Barrier with a reduction of one predicate per thread."""
+    target, number, *count, predicate = instr.operands
+    barrier = _barrier(warp, number, instr)
+    if warp.pending is None:
+        active = lanes_of(warp.mask())
+        barrier.votes[0] += int((warp.read(predicate, bool) & active).sum())
+        barrier.votes[1] += int(active.sum())
+        warp.pending = barrier.phase
+        _arrive(warp, barrier, count[0] if count else None, _aligned(form), instr)
+    if barrier.phase == warp.pending:
+        return _wait_for(barrier, warp.pending, "barrier.red")
+    true, total = barrier.results
+    op = form.get("op")
+    warp.write(target, np.uint32(true) if op == "popc" else np.bool_(true == total if op == "and" else true > 0))
+    return None
+
+
+def _aligned(form: Form) -> bool:
+    """``bar`` means ``barrier.aligned``."""
+    return form.opcode.startswith("bar.") or form.has("aligned")
+
+
+@isa.service("bar.warp.sync")
+def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """Lanes of the member mask meet; the driver has already let the other groups run first (FLAG_CONVERGE)."""
+    lanes = warp.lanes()
+    members = warp.read(instr.operands[0], np.uint32)[lanes]
+    if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
+        raise HazardError("bar.warp.sync by a lane that is not in its own member mask", warp.place(instr))
+    missing = int(members[0]) & warp.words[LIVE] & ~warp.words[GROUP]
+    if not missing:
+        return None
+    barrier = warp.cta.barriers.setdefault(("warp", warp.warp_id, int(members[0])), WarpBarrier())
+    return barrier.meet(warp, int(members[0]))
+
+
+@dataclass
+class WarpBarrier:
+    """bar.warp.sync reached by lane groups at different places: they meet by member mask."""
+
+    phase: int = 0
+    arrived: int = 0
+
+    def meet(self, warp: Warp, members: int) -> Block | None:
+        """Arrive with the active lanes, wait for the other live members."""
+        if warp.pending is None:
+            warp.pending = self.phase
+            self.arrived |= warp.mask()
+            if not members & warp.words[LIVE] & ~self.arrived:
+                self.phase, self.arrived = self.phase + 1, 0
+                warp.cta.machine.changed()
+        if warp.pending != self.phase:
+            return None
+        phase = self.phase
+        return Block(
+            "bar.warp.sync", lambda: self.phase != phase, lambda: f"lanes {self.arrived:#010x} of {members:#010x}"
+        )
+
+
+@dataclass
+class ClusterBarrier:
+    """The hardware barrier of a cluster, counted per warp.
+
+    A phase completes when every live warp has arrived once more. Some shipped kernels arrive twice before they wait
+    twice, so arrivals run ahead of the phase instead of being lost.
+
+    Attributes:
+        arrivals, waits: completed arrive and wait instructions per warp (key: rank, warp).
+    """
+
+    arrivals: dict[tuple[int, int], int] = field(default_factory=dict)
+    lanes: dict[tuple[int, int], int] = field(default_factory=dict)
+    waits: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def phase(self, warp: Warp) -> int:
+        """Phases that every live warp of the cluster has arrived at."""
+        counts = [
+            self.arrivals.get((cta.rank, w.warp_id), 0)
+            for cta in warp.cta.cluster.ctas
+            for w in cta.warps
+            if not w.exited
+        ]
+        return min(counts, default=0)
+
+    def detail(self, warp: Warp) -> str:
+        """For the deadlock report."""
+        phase = self.phase(warp)
+        late = [
+            f"rank {cta.rank} warp {w.warp_id}"
+            for cta in warp.cta.cluster.ctas
+            for w in cta.warps
+            if not w.exited and self.arrivals.get((cta.rank, w.warp_id), 0) == phase
+        ]
+        return f"phase {phase}, not arrived: {', '.join(late[:8])}{' ...' if len(late) > 8 else ''}"
+
+
+def _cluster_barrier(warp: Warp) -> ClusterBarrier:
+    cluster = warp.cta.cluster
+    if cluster.barrier is None:
+        cluster.barrier = ClusterBarrier()
+    return cluster.barrier
+
+
+@isa.service("barrier.cluster.arrive[.<sem:release|relaxed>][.<aligned:aligned>]")
+def cluster_arrive(warp: Warp, instr: Instr, form: Form) -> None:
+    """Arrive at the cluster barrier; a second arrival without a wait is reported."""
+    barrier = _cluster_barrier(warp)
+    key = (warp.cta.rank, warp.warp_id)
+    seen = barrier.lanes.get(key, 0) | warp.mask()
+    if warp.words[LIVE] & ~seen:  # not aligned: the warp counts when all its live lanes have arrived
+        barrier.lanes[key] = seen
+        return
+    barrier.lanes[key] = 0
+    barrier.arrivals[key] = count = barrier.arrivals.get(key, 0) + 1
+    if count > barrier.waits.get(key, 0) + 1:
+        message = "barrier.cluster.arrive again without a barrier.cluster.wait in between"
+        warp.cta.machine.report("cluster_double_arrive", message, warp.place(instr))
+    _trace(warp, "cluster", 0, count, barrier.phase(warp))
+    warp.cta.machine.changed()
+
+
+@isa.service("barrier.cluster.wait[.<sem:acquire>][.<aligned:aligned>]")
+def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """Wait until all live threads of the cluster have arrived."""
+    barrier = _cluster_barrier(warp)
+    key = (warp.cta.rank, warp.warp_id)
+    waits = barrier.waits.get(key, 0)
+    if barrier.arrivals.get(key, 0) <= waits and warp.words[GROUP] == warp.words[LIVE]:
+        raise HazardError("barrier.cluster.wait without an arrive before it", warp.place(instr))
+    if barrier.phase(warp) <= waits:
+        return Block("barrier.cluster", lambda: barrier.phase(warp) > waits, lambda: barrier.detail(warp))
+    if warp.words[GROUP] == warp.words[LIVE] or form.has("aligned"):
+        barrier.waits[key] = waits + 1
+    else:
+        raise EmulatorError("barrier.cluster.wait by a part of a warp's lanes is not supported", warp.place(instr))
+    return None
+
+
+def warp_exited(warp: Warp) -> None:
+    """Barriers without a thread count no longer wait for this warp.
+
+    Raises:
+        HazardError: it takes threads away that a barrier has already counted.
+    """
+    for barrier in warp.cta.barriers.values():
+        if isinstance(barrier, NamedBarrier) and barrier.arrived and not barrier.explicit:
+            barrier.expected = _all_threads(warp.cta)
+            if barrier.arrived >= barrier.expected:
+                barrier.complete()
+
+
+# --- order only -----------------------------------------------------------------------------------------------------
+
+
+@isa.service(
+    "membar.<scope:cta|gl|sys>",
+    "fence[.<sem:sc|acq_rel|acquire|release>].<scope:cta|cluster|gpu|sys>",
+    "fence.acquire.sync_restrict::shared::cluster.cluster",
+    "fence.release.sync_restrict::shared::cta.cluster",
+    "fence.mbarrier_init.release.cluster",
+    note="memory operations of a warp are performed in program order, so a fence has nothing left to order",
+)
+def fence(warp: Warp, instr: Instr, form: Form) -> None:
+    """Memory fences between generic accesses. Proxy fences are elsewhere: they do have an effect here."""
+
+
+@isa.service(
+    "griddepcontrol.<what:launch_dependents|wait>",
+    note="launches run one after another: a dependent grid never starts early",
+)
+def griddepcontrol(warp: Warp, instr: Instr, form: Form) -> None:
+    """Programmatic dependent launch."""
+
+
+@isa.service("setmaxnreg.<direction:inc|dec>.sync.aligned.u32", note="register counts have no effect on results")
+def setmaxnreg(warp: Warp, instr: Instr, form: Form) -> None:
+    """Check the count: a multiple of 8 from 24 to 256."""
+    count = warp.uniform(instr.operands[0], np.uint32)
+    if not 24 <= count <= 256 or count % 8:
+        raise HazardError(f"setmaxnreg {count}: a multiple of 8 from 24 to 256 is needed", warp.place(instr))
+    warp.cta.machine.stats[f"setmaxnreg.{form.get('direction')}"] += 1
+
+
+@isa.service("nanosleep.u32", note="yields to the other warps; sleeping takes no emulated time")
+def nanosleep(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """Give the other warps a turn."""
+    if warp.pending is None:
+        warp.pending = True
+        return Block("nanosleep", lambda: True)
+    return None
+
+
+@isa.service("trap")
+def trap(warp: Warp, instr: Instr, form: Form) -> Any:
+    """The kernel gave up."""
+    raise EmulatorError("the kernel executed trap", warp.place(instr))
+
+
+@isa.service("brkpt")
+def brkpt(warp: Warp, instr: Instr, form: Form) -> Any:
+    """A breakpoint."""
+    raise EmulatorError("the kernel executed brkpt", warp.place(instr))
+
+
+@isa.service(
+    "pmevent[.<mask:mask>]",
+    "discard[.global].L2",
+    "applypriority[.global].L2::evict_normal",
+    "prefetch[.<space:global|local>].<level:L1|L2>",
+    "prefetch.global.<level:L2::evict_last|L2::evict_normal>",
+    "prefetchu.L1",
+    note="performance hints without a functional effect; prefetched addresses are not checked",
+)
+def hint(warp: Warp, instr: Instr, form: Form) -> None:
+    """Performance hints."""
+
+
+@isa.service(
+    "createpolicy.fractional.<first:L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged>"
+    "[.<second:L2::evict_first|L2::evict_unchanged>].b64",
+    note="the policy word is opaque and only used as a hint: it is 0",
+)
+def createpolicy(warp: Warp, instr: Instr, form: Form) -> None:
+    """A cache policy for hints."""
+    warp.write(instr.operands[0], np.uint64(0))

@@ -1,0 +1,477 @@
+"""From a lane's address to a checked host pointer: the run-time helpers of every memory handler, in LLVM IR.
+
+Each helper has the type ``ptr (ctx, i64 address, i64 bytes, i32 lane)``. It checks bounds and alignment, and returns
+null after noting a fault in the context. Loads from shared memory check initialisation (a read of unwritten bytes is
+noted, but carried out); stores to shared memory mark their bytes as written and, for the asynchronous proxy, dirty.
+"""
+
+from __future__ import annotations
+
+from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.native.driver_ir import fill
+from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value
+
+_SHARED_TOP, _LOCAL_TOP = abi.SHARED_WINDOW >> 56, abi.LOCAL_WINDOW >> 56
+
+_FAULT = """
+define internal ptr @mem_fault(ptr %ctx, i32 %code, i64 %address, i64 %bytes, i32 %lane) nounwind cold noinline {
+  %pf = getelementptr i8, ptr %ctx, i64 $C_fault
+  store i32 %code, ptr %pf, align 4
+  %pl = getelementptr i8, ptr %ctx, i64 $C_fault_lane
+  store i32 %lane, ptr %pl, align 4
+  %pb = getelementptr i8, ptr %ctx, i64 $C_fault_bytes
+  %b = trunc i64 %bytes to i32
+  store i32 %b, ptr %pb, align 4
+  %pa = getelementptr i8, ptr %ctx, i64 $C_fault_address
+  store i64 %address, ptr %pa, align 8
+  ret ptr null
+}
+"""
+
+# Finds the allocation of [address, address + bytes); %store: it must be writable. The table is sorted.
+_GLOBAL = """
+define internal ptr @mem_global(ptr %ctx, i64 %address, i64 %bytes, i32 %lane, i32 %store) nounwind {
+entry:
+  %low = sub i64 %bytes, 1
+  %mis = and i64 %address, %low
+  %skew = icmp ne i64 %mis, 0
+  br i1 %skew, label %misaligned, label %aligned
+misaligned:
+  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+aligned:
+  %pt = getelementptr i8, ptr %ctx, i64 $C_alloc
+  %table = load ptr, ptr %pt, align 8
+  %plast = getelementptr i8, ptr %ctx, i64 $C_alloc_last
+  %last = load i32, ptr %plast, align 4
+  %pn = getelementptr i8, ptr %ctx, i64 $C_alloc_count
+  %n = load i32, ptr %pn, align 4
+  %end = add i64 %address, %bytes
+  %none = icmp eq i32 %n, 0
+  br i1 %none, label %outside, label %again
+again:
+  %i = phi i32 [ %last, %aligned ], [ %found, %searched ]
+  %tried = phi i1 [ false, %aligned ], [ true, %searched ]
+  %i64 = zext i32 %i to i64
+  %at = shl i64 %i64, 4
+  %row = getelementptr i8, ptr %table, i64 %at
+  %start = load i64, ptr %row, align 8
+  %pe = getelementptr i8, ptr %row, i64 8
+  %stop.raw = load i64, ptr %pe, align 8
+  %stop = and i64 %stop.raw, 9223372036854775807
+  %readonly = icmp slt i64 %stop.raw, 0
+  %writing = icmp ne i32 %store, 0
+  %denied = and i1 %readonly, %writing
+  %above = icmp uge i64 %address, %start
+  %below = icmp ule i64 %end, %stop
+  %inside = and i1 %above, %below
+  %allowed = xor i1 %denied, true
+  %ok = and i1 %inside, %allowed
+  br i1 %ok, label %good, label %miss
+good:
+  %p = inttoptr i64 %address to ptr
+  ret ptr %p
+miss:
+  br i1 %tried, label %outside, label %search
+search:
+  %lo = phi i32 [ 0, %miss ], [ %lo.next, %halve ]
+  %hi = phi i32 [ %n, %miss ], [ %hi.next, %halve ]
+  %gap = sub i32 %hi, %lo
+  %narrow = icmp sle i32 %gap, 1
+  br i1 %narrow, label %searched, label %halve
+halve:
+  %sum = add i32 %lo, %hi
+  %mid = lshr i32 %sum, 1
+  %mid64 = zext i32 %mid to i64
+  %mat = shl i64 %mid64, 4
+  %mrow = getelementptr i8, ptr %table, i64 %mat
+  %mstart = load i64, ptr %mrow, align 8
+  %right = icmp uge i64 %address, %mstart
+  %lo.next = select i1 %right, i32 %mid, i32 %lo
+  %hi.next = select i1 %right, i32 %hi, i32 %mid
+  br label %search
+searched:
+  %found = add i32 %lo, 0
+  store i32 %found, ptr %plast, align 4
+  br label %again
+outside:
+  %f2 = call ptr @mem_fault(ptr %ctx, i32 $GLOBAL, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+}
+define internal ptr @mem_global_ld(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+  %p = call ptr @mem_global(ptr %ctx, i64 %address, i64 %bytes, i32 %lane, i32 0)
+  ret ptr %p
+}
+define internal ptr @mem_global_st(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+  %p = call ptr @mem_global(ptr %ctx, i64 %address, i64 %bytes, i32 %lane, i32 1)
+  ret ptr %p
+}
+"""
+
+# Checks a shared address (rank << 24 | offset); null after a fault. `init` and `dirty` tables: *_at.
+_SHARED = """
+define internal ptr @mem_shared(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+entry:
+  %rank = lshr i64 %address, 24
+  %offset = and i64 %address, 16777215
+  %low = sub i64 %bytes, 1
+  %mis = and i64 %offset, %low
+  %skew = icmp ne i64 %mis, 0
+  br i1 %skew, label %misaligned, label %aligned
+misaligned:
+  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+aligned:
+  %pn = getelementptr i8, ptr %ctx, i64 $C_smem_bytes
+  %n = load i32, ptr %pn, align 4
+  %size = zext i32 %n to i64
+  %end = add i64 %offset, %bytes
+  %over = icmp ugt i64 %end, %size
+  %far = icmp uge i64 %rank, $RANKS
+  %bad = or i1 %over, %far
+  br i1 %bad, label %outside, label %inside
+inside:
+  %pt = getelementptr i8, ptr %ctx, i64 $C_smem
+  %pb = getelementptr ptr, ptr %pt, i64 %rank
+  %base = load ptr, ptr %pb, align 8
+  %absent = icmp eq ptr %base, null
+  br i1 %absent, label %outside, label %good
+good:
+  %p = getelementptr i8, ptr %base, i64 %offset
+  ret ptr %p
+outside:
+  %f2 = call ptr @mem_fault(ptr %ctx, i32 $SHARED, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+}
+define internal ptr @mem_shared_ld(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+entry:
+  %p = call ptr @mem_shared(ptr %ctx, i64 %address, i64 %bytes, i32 %lane)
+  %bad = icmp eq ptr %p, null
+  br i1 %bad, label %done, label %good
+good:
+  %pc = getelementptr i8, ptr %ctx, i64 $C_checks
+  %checks = load i32, ptr %pc, align 4
+  %bit = and i32 %checks, $CHECK_INIT
+  %off = icmp eq i32 %bit, 0
+  br i1 %off, label %done, label %check
+check:
+  %rank = lshr i64 %address, 24
+  %offset = and i64 %address, 16777215
+  %pt = getelementptr i8, ptr %ctx, i64 $C_smem_init
+  %pb = getelementptr ptr, ptr %pt, i64 %rank
+  %init = load ptr, ptr %pb, align 8
+  %q = getelementptr i8, ptr %init, i64 %offset
+  switch i64 %bytes, label %wide [ i64 1, label %b1
+                                   i64 2, label %b2
+                                   i64 4, label %b4 ]
+b1:
+  %v1 = load i8, ptr %q, align 1
+  %o1 = icmp eq i8 %v1, 1
+  br i1 %o1, label %done, label %unwritten
+b2:
+  %v2 = load i16, ptr %q, align 2
+  %o2 = icmp eq i16 %v2, 257
+  br i1 %o2, label %done, label %unwritten
+b4:
+  %v4 = load i32, ptr %q, align 4
+  %o4 = icmp eq i32 %v4, 16843009
+  br i1 %o4, label %done, label %unwritten
+wide:
+  %i = phi i64 [ 0, %check ], [ %next, %step ]
+  %end = icmp uge i64 %i, %bytes
+  br i1 %end, label %done, label %step
+step:
+  %q8 = getelementptr i8, ptr %q, i64 %i
+  %v8 = load i64, ptr %q8, align 8
+  %o8 = icmp eq i64 %v8, 72340172838076673
+  %next = add i64 %i, 8
+  br i1 %o8, label %wide, label %unwritten
+unwritten:
+  %pf = getelementptr i8, ptr %ctx, i64 $C_fault
+  %old = load i32, ptr %pf, align 4
+  %first = icmp eq i32 %old, 0
+  br i1 %first, label %note, label %done
+note:
+  %f = call ptr @mem_fault(ptr %ctx, i32 $UNINIT, i64 %address, i64 %bytes, i32 %lane)
+  br label %done
+done:
+  ret ptr %p
+}
+define internal ptr @mem_shared_st(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+entry:
+  %p = call ptr @mem_shared(ptr %ctx, i64 %address, i64 %bytes, i32 %lane)
+  %bad = icmp eq ptr %p, null
+  br i1 %bad, label %done, label %mark
+mark:
+  %rank = lshr i64 %address, 24
+  %offset = and i64 %address, 16777215
+  %pt = getelementptr i8, ptr %ctx, i64 $C_smem_init
+  %pb = getelementptr ptr, ptr %pt, i64 %rank
+  %init = load ptr, ptr %pb, align 8
+  %q = getelementptr i8, ptr %init, i64 %offset
+  switch i64 %bytes, label %wide [ i64 1, label %b1
+                                   i64 2, label %b2
+                                   i64 4, label %b4 ]
+b1:
+  store i8 1, ptr %q, align 1
+  br label %proxy
+b2:
+  store i16 257, ptr %q, align 2
+  br label %proxy
+b4:
+  store i32 16843009, ptr %q, align 4
+  br label %proxy
+wide:
+  %i = phi i64 [ 0, %mark ], [ %next, %step ]
+  %end = icmp uge i64 %i, %bytes
+  br i1 %end, label %proxy, label %step
+step:
+  %q8 = getelementptr i8, ptr %q, i64 %i
+  store i64 72340172838076673, ptr %q8, align 8
+  %next = add i64 %i, 8
+  br label %wide
+proxy:
+  %pc = getelementptr i8, ptr %ctx, i64 $C_checks
+  %checks = load i32, ptr %pc, align 4
+  %bit = and i32 %checks, $CHECK_PROXY
+  %off = icmp eq i32 %bit, 0
+  br i1 %off, label %done, label %dirt
+dirt:
+  %pw = getelementptr i8, ptr %ctx, i64 $C_warp
+  %warp = load i32, ptr %pw, align 4
+  %writer = add i32 %warp, 1
+  %w16 = trunc i32 %writer to i16
+  %dt = getelementptr i8, ptr %ctx, i64 $C_smem_dirty
+  %db = getelementptr ptr, ptr %dt, i64 %rank
+  %dirty = load ptr, ptr %db, align 8
+  %from = lshr i64 %offset, 4
+  %d0 = getelementptr i16, ptr %dirty, i64 %from
+  store i16 %w16, ptr %d0, align 2
+  %two = icmp ugt i64 %bytes, 16
+  br i1 %two, label %second, label %done
+second:
+  %d1 = getelementptr i16, ptr %d0, i64 1
+  store i16 %w16, ptr %d1, align 2
+  br label %done
+done:
+  ret ptr %p
+}
+"""
+
+_LOCAL = """
+define internal ptr @mem_local(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+entry:
+  %low = sub i64 %bytes, 1
+  %mis = and i64 %address, %low
+  %skew = icmp ne i64 %mis, 0
+  br i1 %skew, label %misaligned, label %aligned
+misaligned:
+  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+aligned:
+  %pn = getelementptr i8, ptr %ctx, i64 $C_local_bytes
+  %n = load i32, ptr %pn, align 4
+  %size = zext i32 %n to i64
+  %end = add i64 %address, %bytes
+  %over = icmp ugt i64 %end, %size
+  %wrapped = icmp ult i64 %end, %bytes
+  %bad = or i1 %over, %wrapped
+  br i1 %bad, label %outside, label %good
+good:
+  %pl = getelementptr i8, ptr %ctx, i64 $C_local
+  %base = load ptr, ptr %pl, align 8
+  %l64 = zext i32 %lane to i64
+  %skip = mul i64 %l64, %size
+  %at = add i64 %skip, %address
+  %p = getelementptr i8, ptr %base, i64 %at
+  ret ptr %p
+outside:
+  %f2 = call ptr @mem_fault(ptr %ctx, i32 $LOCAL, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+}
+"""
+
+_PARAM = """
+define internal ptr @mem_param(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+  %low = sub i64 %bytes, 1
+  %mis = and i64 %address, %low
+  %skew = icmp ne i64 %mis, 0
+  br i1 %skew, label %misaligned, label %aligned
+misaligned:
+  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+aligned:
+  %ps = getelementptr i8, ptr %ctx, i64 $C_param
+  %start = load i64, ptr %ps, align 8
+  %pn = getelementptr i8, ptr %ctx, i64 $C_param_bytes
+  %n = load i32, ptr %pn, align 4
+  %size = zext i32 %n to i64
+  %offset = sub i64 %address, %start
+  %end = add i64 %offset, %bytes
+  %over = icmp ugt i64 %end, %size
+  %before = icmp ult i64 %address, %start
+  %bad = or i1 %over, %before
+  br i1 %bad, label %outside, label %good
+good:
+  %p = inttoptr i64 %address to ptr
+  ret ptr %p
+outside:
+  %f2 = call ptr @mem_fault(ptr %ctx, i32 $PARAM, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+}
+"""
+
+_GENERIC = """
+define internal ptr @mem_generic_DIR(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
+  %top = lshr i64 %address, 56
+  %low = and i64 %address, 4294967295
+  switch i64 %top, label %global [ i64 $SHARED_TOP, label %shared
+                                   i64 $LOCAL_TOP, label %local ]
+global:
+  %g = call ptr @mem_global_DIR(ptr %ctx, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr %g
+shared:
+  %s = call ptr @mem_shared_DIR(ptr %ctx, i64 %low, i64 %bytes, i32 %lane)
+  ret ptr %s
+local:
+  %l = call ptr @mem_local(ptr %ctx, i64 %low, i64 %bytes, i32 %lane)
+  ret ptr %l
+}
+"""
+
+# Counters: 32-byte sectors of global accesses; wavefronts of shared accesses beyond the smallest possible number.
+_SECTORS = """
+define internal void @count_sectors(ptr %ctx, ptr %addresses, i32 %mask, i64 %bytes) nounwind {
+entry:
+  br label %loop
+loop:
+  %i = phi i32 [ 0, %entry ], [ %i.next, %skip ]
+  %seen = phi i64 [ 0, %entry ], [ %seen.next, %skip ]
+  %last = phi i64 [ -1, %entry ], [ %last.next, %skip ]
+  %end = icmp eq i32 %i, 32
+  br i1 %end, label %done, label %lane
+lane:
+  %shifted = lshr i32 %mask, %i
+  %bit = and i32 %shifted, 1
+  %on = icmp ne i32 %bit, 0
+  br i1 %on, label %active, label %skip
+active:
+  %p = getelementptr i64, ptr %addresses, i32 %i
+  %a = load i64, ptr %p, align 8
+  %first = lshr i64 %a, 5
+  %over = add i64 %a, %bytes
+  %over1 = sub i64 %over, 1
+  %final = lshr i64 %over1, 5
+  %span = sub i64 %final, %first
+  %count = add i64 %span, 1
+  %same = icmp eq i64 %first, %last
+  %dup = zext i1 %same to i64
+  %new = sub i64 %count, %dup
+  %total = add i64 %seen, %new
+  br label %skip
+skip:
+  %seen.next = phi i64 [ %seen, %lane ], [ %total, %active ]
+  %last.next = phi i64 [ %last, %lane ], [ %final, %active ]
+  %i.next = add i32 %i, 1
+  br label %loop
+done:
+  %ps = getelementptr i8, ptr %ctx, i64 $C_sectors
+  %old = load i64, ptr %ps, align 8
+  %sum = add i64 %old, %seen
+  store i64 %sum, ptr %ps, align 8
+  ret void
+}
+"""
+
+_CODES = {
+    name: str(getattr(abi, f"FAULT_{name}")) for name in ("GLOBAL", "SHARED", "LOCAL", "PARAM", "ALIGN", "UNINIT")
+}
+_CODES |= {"CHECK_INIT": str(abi.CHECK_INIT), "CHECK_PROXY": str(abi.CHECK_PROXY), "RANKS": str(abi.MAX_CLUSTER)}
+_CODES |= {"SHARED_TOP": str(_SHARED_TOP), "LOCAL_TOP": str(_LOCAL_TOP)}
+
+
+def _ready(text: str) -> str:
+    text = fill(text)
+    for name, value in sorted(_CODES.items(), key=lambda item: -len(item[0])):
+        text = text.replace(f"${name}", value)
+    return text
+
+
+HELPERS["mem_fault"] = _ready(_FAULT)
+HELPERS["mem_global"] = _ready(_GLOBAL)
+HELPERS["mem_shared"] = _ready(_SHARED)
+HELPERS["mem_local"] = _ready(_LOCAL)
+HELPERS["mem_param"] = _ready(_PARAM)
+HELPERS["mem_generic"] = _ready(_GENERIC.replace("DIR", "ld") + _GENERIC.replace("DIR", "st"))
+HELPERS["count_sectors"] = _ready(_SECTORS)
+
+# Which HELPERS texts the functions of a state space need.
+_NEEDS = {
+    "global": ("mem_global", "mem_fault"),
+    "shared": ("mem_shared", "mem_fault"),
+    "local": ("mem_local", "mem_fault"),
+    "param": ("mem_param", "mem_fault"),
+    "generic": ("mem_generic", "mem_global", "mem_shared", "mem_local", "mem_fault"),
+}
+_FUNCTION = {
+    ("global", False): "mem_global_ld",
+    ("global", True): "mem_global_st",
+    ("shared", False): "mem_shared_ld",
+    ("shared", True): "mem_shared_st",
+    ("local", False): "mem_local",
+    ("local", True): "mem_local",
+    ("param", False): "mem_param",
+    ("generic", False): "mem_generic_ld",
+    ("generic", True): "mem_generic_st",
+}
+
+
+def space_of(name: str) -> str:
+    """The checking rule of a PTX state space; "" is generic addressing."""
+    plain = name.partition("::")[0]
+    return {"": "generic", "const": "global"}.get(plain, plain)
+
+
+def pointer_of(e: Emitter, space: str, store: bool, address: Value, nbytes: int, lane: Value) -> Value:
+    """Host pointer of one lane's access; emits a return if it faults."""
+    for name in _NEEDS[space]:
+        e.helpers.add(name)
+    args = f"ptr %ctx, {address.typed}, i64 {nbytes}, {lane.typed}"
+    pointer = e.line(f"call ptr @{_FUNCTION[space, store]}({args})", "ptr", 0)
+    failed = e.line(f"icmp eq ptr {pointer.ref}, null", "i1", 0)
+    with e.when(failed):
+        e.ret(abi.STOP_FAULT)
+    return pointer
+
+
+def addresses(e: Emitter, operand: int) -> Value:
+    """All lanes' addresses, base + offset, as <32 x i64>. A 32-bit base wraps at 32 bits."""
+    leaf = e.leaves[operand]
+    if leaf == "32":
+        low = e.load(operand, "i32") + e.splat(e.cast("trunc", e.imm(), "i32"))
+        return e.cast("zext", low, "i64")
+    return e.load(operand, "i64") + e.splat(e.imm())
+
+
+def spill(e: Emitter, values: Value) -> Value:
+    """A vector in memory, to index it by a lane number."""
+    slot = e.line("alloca [32 x i64], align 64", "ptr", 0)
+    e.raw(f"store {values.typed}, ptr {slot.ref}, align 64")
+    return slot
+
+
+def lane_of(e: Emitter, slot: Value, lane: Value, kind: str) -> Value:
+    """Element ``lane`` of a spilled vector or a register."""
+    at = e.line(f"getelementptr {kind}, ptr {slot.ref}, {lane.typed}", "ptr", 0)
+    return e.line(f"load {kind}, ptr {at.ref}, align {int(kind[1:]) // 8}", kind, 0)
+
+
+def finish(e: Emitter, space: str) -> None:
+    """Return; stop if a lane read unwritten shared memory."""
+    if space not in ("shared", "generic"):
+        e.ret(abi.CONTINUE)
+        return
+    fault = e.context("fault")
+    clean = e.icmp("eq", fault, 0)
+    code = e.line(f"select {clean.typed}, i32 {abi.CONTINUE}, i32 {abi.STOP_FAULT}", "i32", 0)
+    e.ret(code)

@@ -1,0 +1,292 @@
+"""Who runs next: warps in slices, asynchronous operations when the policy lets them complete.
+
+A correct kernel gives the same bits under every policy; a race shows under one of them. The scheduler also finds out
+when nothing can run any more and says who waits on what.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dsv4lib.emulator import barriers
+from dsv4lib.emulator.cta import Cluster
+from dsv4lib.emulator.errors import Deadlock, EmulatorError, LimitExceeded, Place
+from dsv4lib.emulator.faults import raise_fault
+from dsv4lib.emulator.grid import GridBuilder
+from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.native.driver_ir import run_loop
+from dsv4lib.emulator.policies import Policy, make_policy
+from dsv4lib.emulator.warp import GROUP, GROUPS, PC, STICKY, Block, Parked, Warp
+
+_EXECUTED = abi.CONTEXT.fields["executed"][1] // 8
+_CLOCK = abi.CONTEXT.fields["clock"][1] // 8
+_PARKED = abi.CONTEXT.fields["parked"][1] // 4
+# Turns and instructions without progress after which a kernel that spins gets what the policy still holds back.
+_PATIENCE, _SPINNING = 32, 50_000
+# Kernels with these instructions or attributes get all resident clusters at once; others one after another.
+_TOGETHER = ("clusterlaunchcontrol",)
+
+
+class Scheduler:
+    """Runs one machine to its end.
+
+    Attributes:
+        ready: warps that can run; blocked: warps that wait, see ``Warp.block``.
+        hash: of the sequence of slices and completions so far.
+    """
+
+    def __init__(self, machine: Any):
+        self.machine = machine
+        self.builder = GridBuilder(machine)
+        self.policy: Policy = make_policy(machine.settings.schedule, machine.rng)
+        self.units = machine.units
+        self.ready: list[Warp] = []
+        self.blocked: list[Warp] = []
+        self.hash = 0
+        self._run = run_loop()
+        program = machine.program
+        self._records = program.records.ctypes.data
+        self._services = [None] * len(program.instructions)
+        for i, (function, form) in program.services.items():
+            self._services[i] = (function, program.instructions[i], form)
+        self._agents = 0
+        self._live: dict[Cluster, int] = {}
+        self._seen = -1
+        self._progress, self._idle, self._since = 0, 0, 0
+        self._limit = machine.settings.instruction_limit
+        self._resident = self.builder.resident_clusters()
+        # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
+        self._launchable = [machine.queue.popleft() for _ in range(min(self._resident, len(machine.queue)))][::-1]
+        together = machine.request.attributes.get("cooperative") or any(
+            i.opcode.startswith(_TOGETHER) for i in program.instructions
+        )
+        self._at_once = self._resident if together else min(self._resident, self.policy.clusters)
+
+    def run(self) -> None:
+        """Run until every cluster has exited.
+
+        Raises:
+            Deadlock: nothing can run. LimitExceeded: instructions or time. Other EmulatorErrors: what a warp did.
+        """
+        machine, policy = self.machine, self.policy
+        deadline = time.monotonic() + machine.settings.time_limit
+        self._launch()
+        while self._live:
+            for warp, quantum in policy.turn(self.ready):
+                self._slice(warp, quantum)
+            if len(self.units):
+                self._complete(policy.completions(self.units, bool(self.ready)))
+            if machine.events != self._seen:
+                self._wake()
+            if machine.progress != self._progress:
+                self._progress, self._idle, self._since = machine.progress, 0, machine.time
+            self._idle += 1
+            if self._live and (not self.ready or (self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING)):
+                self._unstick()
+            if time.monotonic() > deadline:
+                raise LimitExceeded(f"time limit of {machine.settings.time_limit} s reached", self._anywhere())
+        self.units.drain()
+
+    # --- one slice --------------------------------------------------------------------------------------------------
+
+    def _slice(self, warp: Warp, quantum: int) -> None:
+        """Let a ready warp run up to ``quantum`` instructions between two services."""
+        machine, words, longs = self.machine, warp.words, warp.longs
+        start = longs[_EXECUTED]
+        longs[_CLOCK] = machine.time - start
+        again = warp.block is not None
+        services = self.policy.services
+        while True:
+            if again:
+                again = False
+                if not self._resume(warp):
+                    continue
+                reason = abi.SERVICE
+            else:
+                reason = self._run(warp.context_address, self._records, quantum)
+            if reason == abi.SERVICE:
+                if warp.resume:
+                    warp.pending = warp.resume.pop(words[PC], None)
+                block = self._serve(warp, words[PC])
+                if block is None:
+                    services -= 1
+                    if services > 0:
+                        continue
+                    break
+                if self._wait(warp, block):
+                    break
+            elif reason == abi.DONE:
+                if words[GROUPS]:
+                    self._rotate(warp)
+                break
+            elif reason == abi.EXITED:
+                if self._exit(warp):
+                    break
+            elif reason == abi.STALLED:
+                self._sleep(warp, self._any_parked(warp), stalled=True)
+                break
+            else:
+                raise_fault(warp)
+        executed = longs[_EXECUTED]
+        machine.time += executed - start
+        self.hash = hash((self.hash, warp.agent, executed))
+        if machine.time > self._limit:
+            raise LimitExceeded(f"instruction limit of {self._limit:,} reached", warp.place())
+
+    def _serve(self, warp: Warp, pc: int) -> Block | None:
+        """Call the service at ``pc``; step over it if it is done."""
+        function, instr, form = self._services[pc]
+        try:
+            block = function(warp, instr, form)
+        except EmulatorError as error:
+            if error.place is not None:
+                raise
+            raise type(error)(str(error), warp.place(instr)) from error
+        if block is None:
+            warp.pending = None
+            warp.words[PC] += 1
+            warp.longs[_EXECUTED] += 1
+            self.machine.events += 1
+        return block
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, warp: Warp, block: Block) -> bool:
+        """The running group waits. True if the whole warp does."""
+        words = warp.words
+        if not words[GROUPS] and not warp.parked:
+            self._sleep(warp, block)
+            return True
+        warp.parked.append(Parked(words[PC], words[GROUP], block, warp.pending))
+        warp.pending = None
+        words[GROUP] = 0
+        words[_PARKED] = 1
+        if words[GROUPS]:
+            return False
+        self._sleep(warp, self._any_parked(warp))
+        return True
+
+    def _sleep(self, warp: Warp, block: Block, stalled: bool = False) -> None:
+        warp.block, warp.stalled = block, stalled
+        self.ready.remove(warp)
+        self.blocked.append(warp)
+        self._seen = -1  # its ready() has to be asked once
+
+    def _resume(self, warp: Warp) -> bool:
+        """A ready warp goes on. True if it stands at the service that blocked it, False if the driver decides."""
+        warp.block, warp.stalled = None, False
+        if not warp.parked:
+            return self._services[warp.words[PC]] is not None
+        for parked in [p for p in warp.parked if p.block.ready()]:
+            warp.parked.remove(parked)
+            warp.resume[parked.pc] = parked.pending
+            warp.push(parked.pc, parked.mask)
+        warp.words[_PARKED] = bool(warp.parked)
+        return False
+
+    def _any_parked(self, warp: Warp) -> Block:
+        parked = warp.parked
+
+        def detail() -> str:
+            return "; ".join(f"lanes {p.mask:#010x} at pc {p.pc}: {p.block.reason} {p.block.detail()}" for p in parked)
+
+        return Block("lane groups", lambda: any(p.block.ready() for p in parked), detail)
+
+    def _wake(self) -> None:
+        """Move warps whose wait is over to the ready list."""
+        self._seen = self.machine.events
+        still = []
+        for warp in self.blocked:
+            (self.ready if warp.block.ready() else still).append(warp)
+        self.blocked = still
+
+    def _rotate(self, warp: Warp) -> None:
+        """A divergent warp used its whole slice: every few slices another of its groups gets one."""
+        warp.spins += 1
+        if warp.spins % 4 == 0:
+            warp.rotate()
+            warp.words[STICKY] = 1
+        else:
+            warp.words[STICKY] = 0
+
+    # --- progress of the launch -------------------------------------------------------------------------------------
+
+    def _complete(self, operations: list[Any]) -> None:
+        for operation in operations:
+            self.units.complete(operation)
+
+    def _launch(self) -> None:
+        """Fill up with clusters."""
+        machine = self.machine
+        while len(self._live) < self._at_once:
+            if self._launchable:
+                origin = self._launchable.pop()
+            elif machine.queue:
+                origin = machine.queue.popleft()
+            else:
+                return
+            cluster = self.builder.cluster(origin, self._agents)
+            warps = [w for cta in cluster.ctas for w in cta.warps]
+            self._agents += len(warps)
+            self._live[cluster] = len(warps)
+            machine.cluster_started(cluster)
+            self.ready.extend(warps)
+            machine.changed()
+
+    def _exit(self, warp: Warp) -> bool:
+        """The running lanes have exited. True if the warp is gone or waits."""
+        if warp.parked:
+            self._sleep(warp, self._any_parked(warp))
+            return True
+        warp.exited = True
+        self.ready.remove(warp)
+        cluster = warp.cta.cluster
+        barriers.warp_exited(warp)
+        self.machine.changed()
+        self._live[cluster] -= 1
+        if all(w.exited for w in warp.cta.warps):
+            self.machine.cta_exited(warp.cta)
+        if not self._live[cluster]:
+            del self._live[cluster]
+            self.machine.cluster_finished(cluster)
+            self._launch()
+        return True
+
+    def _unstick(self) -> None:
+        """Nothing can run, or nothing changes: release what was held back, one thing at a time."""
+        self._idle, self._since = 0, self.machine.time
+        if len(self.units) and (candidates := self.units.candidates()):
+            self._complete(candidates[:1])
+        elif len(self._live) < self._resident and (self._launchable or self.machine.queue):
+            self._at_once = len(self._live) + 1
+            self._launch()
+        elif not self.ready:
+            stalled = [w for w in self.blocked if w.stalled]
+            if not stalled:
+                raise Deadlock(self._report())
+            warp = stalled[0]
+            warp.block, warp.stalled = None, False
+            warp.words[STICKY] = 2
+            self.blocked.remove(warp)
+            self.ready.append(warp)
+        self._wake()
+
+    def _report(self) -> str:
+        """Who waits on what."""
+        lines = ["deadlock: no warp can run and no asynchronous operation is pending"]
+        for warp in self.blocked[:64]:
+            place, block = warp.place(), warp.block
+            where = f" ({place.python})" if place.python else ""
+            lines.append(
+                f"  CTA {warp.cta.ctaid} warp {warp.warp_id}: {block.reason}"
+                f"{': ' if block.detail() else ''}{block.detail()}, PTX line {place.ptx_line}{where}: {place.ptx}"
+            )
+        if len(self.blocked) > 64:
+            lines.append(f"  ... and {len(self.blocked) - 64} more warps")
+        return "\n".join(lines)
+
+    def _anywhere(self) -> Place | None:
+        """The place of some warp, for messages about the whole launch."""
+        warps = self.ready or self.blocked
+        return warps[0].place() if warps else None
