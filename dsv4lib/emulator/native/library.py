@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import stat
@@ -30,6 +31,16 @@ from dsv4lib.errors import BackendUnavailable
 
 MAGIC = b"dsv4 native 1\n"
 OPT_LEVEL = 2
+FAMILIES = ("compare", "cvt", "cvt_packed", "float", "int", "logic", "pack", "special", "warp")
+
+
+def register_families() -> None:
+    """Import the modules that register native implementations (twice does nothing)."""
+    for name in FAMILIES:
+        importlib.import_module(f"dsv4lib.emulator.native.{name}")
+
+
+register_families()  # they need irtools, not this module
 
 
 @dataclass(frozen=True)
