@@ -1,0 +1,70 @@
+"""Whole register fragments at once: many 32-bit registers of a warp as one uint32[n, 32] array.
+
+Register offsets of an instruction are looked up once; registers that lie behind each other (the usual case, because
+registers are laid out in order of first use) are one slice of the register file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.ptx.ir import Instr, Operand, Reg, Sink
+from dsv4lib.emulator.warp import Warp
+
+ROW_BYTES = 4 * LANES
+_HALF = 64  # registers are 64-byte aligned
+
+# (operands, register offsets, where) by identity of an instruction's first register and count.
+_known: dict[tuple[int, int, int], tuple[Instr, object, slice | np.ndarray | None]] = {}
+_LIMIT = 1 << 14
+
+
+def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndarray | None:
+    """Where the registers are: a slice of bytes, 64-byte row numbers int64[2 n], or None if some are no registers."""
+    key = (id(instr), id(warp.program), id(items[0]))
+    found = _known.get(key)
+    if found is not None and found[0] is instr and found[1] is warp.program:
+        return found[2]
+    where: slice | np.ndarray | None = None
+    if all(isinstance(item, Reg) for item in items):
+        if any(warp.program.bits[item.index] != 32 for item in items):
+            raise EmulatorError("32-bit registers are needed")
+        offsets = np.array([warp.program.offset[item.index] for item in items], np.int64)
+        if (np.diff(offsets) == ROW_BYTES).all():
+            where = slice(int(offsets[0]), int(offsets[0]) + ROW_BYTES * len(items))
+        else:
+            where = (offsets[:, None] // _HALF + np.arange(2)).reshape(-1)
+    if len(_known) >= _LIMIT:
+        _known.clear()
+    _known[key] = (instr, warp.program, where)
+    return where
+
+
+def read_rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray:
+    """uint32[n, 32] copy of n 32-bit operands, all lanes."""
+    where = _rows(warp, instr, items)
+    if isinstance(where, slice):
+        return warp.regs[where].view(np.uint32).reshape(-1, LANES).copy()
+    if where is not None:
+        return warp.regs.view(np.uint32).reshape(-1, _HALF // 4)[where].reshape(-1, LANES)
+    return np.stack([warp.read(item, np.uint32) for item in items])
+
+
+def write_rows(warp: Warp, instr: Instr, items: Sequence[Operand], values: np.ndarray | np.uint32) -> None:
+    """Write uint32[n, 32], or one value everywhere, to n 32-bit registers, in all lanes; ``_`` is skipped."""
+    where = _rows(warp, instr, items)
+    if isinstance(where, slice):
+        warp.regs[where].view(np.uint32).reshape(-1, LANES)[...] = values
+        return
+    values = np.broadcast_to(values, (len(items), LANES))
+    if where is not None:
+        warp.regs.view(np.uint32).reshape(-1, _HALF // 4)[where] = values.reshape(-1, _HALF // 4)
+        return
+    for item, row in zip(items, values, strict=True):
+        if not isinstance(item, Sink):
+            offset = warp.program.offset[item.index]
+            warp.regs[offset : offset + ROW_BYTES].view(np.uint32)[:] = row

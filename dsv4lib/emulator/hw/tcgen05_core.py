@@ -1,0 +1,294 @@
+"""One tcgen05.mma, from its operands to its accumulator: pure work on SMEM and TMEM, no scheduling.
+
+Arithmetic: products of operands are exact in float32 (integers: exact below 2^24), sums run in float32 in the order of
+the BLAS; the accumulator is added last. Hardware sums in another order and with another intermediate width, which the
+PTX ISA leaves open ("at least single precision"), so results agree within rounding of the sum, not bit for bit; sums of
+integers that float32 holds exactly are exact. One MMA is one matrix product, never merged with its neighbours, so the
+bits do not depend on the schedule.
+
+Source: PTX ISA, "TensorCore 5th Generation Matrix Multiply and accumulate Operations".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, InstrDescriptor, SmemDescriptor
+from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
+from dsv4lib.emulator.hw.operand import Operand, k_major, mn_major
+from dsv4lib.emulator.hw.tcgen05_layout import Region, columns_used, lanes_allowed, regions, scale_words
+from dsv4lib.emulator.hw.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.cta import Cta
+    from dsv4lib.emulator.ptx.ir import Instr
+    from dsv4lib.emulator.warp import Warp
+
+A_WORDS = 8  # tensor-memory columns of a row of A: 32 bytes in every kind
+# ue8m0 codes beyond 2^-56 and 2^56: a scaled operand could leave float32 although the product of both does not.
+_SCALE_LOW, _SCALE_HIGH = 127 - 56, 127 + 56
+
+
+@dataclass
+class Mma:
+    """Everything a tcgen05.mma has captured at issue.
+
+    Attributes:
+        warp, instr: the issuer.
+        shape: the instruction descriptor.
+        ctas: the CTA, or both of the pair, even rank first.
+        a: descriptor, or tensor-memory address; b: descriptor.
+        d: tensor-memory address.
+        accumulate: add the old D; scale_d: it is multiplied by 2^-scale_d.
+        ws: weight-stationary form.
+        disabled: bool[CTAs, 128], lanes of D that are not written; None = all are.
+        zero_columns: mask and shift of B's columns (.ws).
+        block: elements of K that share a scale factor; sfa, sfb: tensor-memory addresses.
+    """
+
+    warp: Warp
+    instr: Instr
+    shape: InstrDescriptor
+    ctas: list[Cta]
+    a: SmemDescriptor | int
+    b: SmemDescriptor
+    d: int
+    accumulate: bool
+    scale_d: int = 0
+    ws: bool = False
+    disabled: np.ndarray | None = None
+    zero_columns: tuple[np.ndarray, int] | None = None
+    block: int = 0
+    sfa: int = 0
+    sfb: int = 0
+    place: Place | None = None
+    regions: tuple[Region, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        s = self.shape
+        self.regions = regions(s.m, s.n, len(self.ctas), self.ws)
+        allowed = lanes_allowed(s.m, len(self.ctas), self.ws)
+        for name, address in (("D", self.d), ("A", self.a)):
+            if isinstance(address, int) and address >> 16 not in allowed:
+                raise EmulatorError(
+                    f"tcgen05.mma M={s.m}: {name} at lane {address >> 16} of tensor memory, "
+                    f"must be {' or '.join(map(str, allowed))}"
+                )
+        if isinstance(self.a, int) and allowed != (0,) and self.a >> 16 != self.d >> 16:
+            raise EmulatorError("tcgen05.mma M=64: A and D must have the same lane alignment")
+        if isinstance(self.a, int) and s.mn_major_a:
+            raise EmulatorError("tcgen05.mma: A in tensor memory cannot be transposed")
+
+    def __str__(self) -> str:
+        s = self.shape
+        return f"mma {s.kind} {s.m}x{s.n}x{s.k} -> tmem column {self.d & 0xFFFF}"
+
+    def report(self, kind: str, message: str, **facts: object) -> None:
+        """Report a hazard of this instruction."""
+        self.ctas[0].machine.report(kind, f"tcgen05.mma {message}", self.place or self.warp.place(self.instr), **facts)
+
+    def run(self) -> None:
+        """Multiply and accumulate."""
+        s = self.shape
+        product = self._product()
+        column, lane = self.d & 0xFFFF, self.d >> 16
+        width = columns_used(s.n, self.regions)
+        for cta in self.ctas:
+            if not self._columns(cta, column, width, "D"):
+                return
+        for region in self.regions:
+            self._store(region, region.part(product), column, width, lane)
+        machine = self.ctas[0].machine
+        machine.stats["mma"] += 1
+        machine.stats["mma_flops"] += 2 * s.m * s.n * s.k
+        if machine.trace is not None:
+            machine.trace.mma(self)
+
+    # --- operands ---------------------------------------------------------------------------------------------------
+
+    def _product(self) -> np.ndarray:
+        """float32 (M, N)."""
+        s, pair = self.shape, len(self.ctas)
+        b = self._b()
+        a = [self._a(cta) for cta in self.ctas]
+        if s.scale:
+            return self._scaled_product(a, b)
+        groups = len(self.regions) // pair
+        if groups > 1 and isinstance(self.a, int):
+            return self._grouped_product(a, b, groups)
+        return (np.concatenate(a) if pair > 1 else a[0]) @ b.T
+
+    def _grouped_product(self, a: list[np.ndarray], b: np.ndarray, groups: int) -> np.ndarray:
+        """Layouts B, E, G with A in tensor memory: each group of lanes has its own A and its own part of N."""
+        rows, width = LANES // groups, len(b) // groups
+        parts = [
+            np.concatenate(
+                [mine[g * rows : (g + 1) * rows] @ b[g * width : (g + 1) * width].T for g in range(groups)], 1
+            )
+            for mine in a
+        ]
+        return np.concatenate(parts)
+
+    def _scaled_product(self, a: list[np.ndarray], b: np.ndarray) -> np.ndarray:
+        """Each CTA scales its rows of A, and all of B with its own copy of B's scale factors."""
+        s = self.shape
+        rows = s.m // len(self.ctas)
+        parts = []
+        for cta, mine in zip(self.ctas, a, strict=True):
+            scale_a, wide_a = self._scales(cta, self.sfa, rows, s.sfa_id, "A")
+            scale_b, wide_b = self._scales(cta, self.sfb, s.n, s.sfb_id, "B")
+            if len(mine) > rows:  # every group of lanes has its own A, of the same rows
+                scale_a = np.tile(scale_a, (len(mine) // rows, 1))
+            dtype = np.float64 if wide_a or wide_b else np.float32
+            left = mine.reshape(-1, s.k // self.block, self.block) * scale_a[:, :, None].astype(dtype, copy=False)
+            right = b.reshape(-1, s.k // self.block, self.block) * scale_b[:, :, None].astype(dtype, copy=False)
+            groups = len(self.regions) // len(self.ctas)
+            left, right = left.reshape(-1, s.k), right.reshape(-1, s.k)
+            if groups > 1 and isinstance(self.a, int):
+                parts.append(self._grouped_product([left], right, groups))
+            else:
+                parts.append(left @ right.T)
+        with np.errstate(over="ignore"):
+            return (np.concatenate(parts) if len(parts) > 1 else parts[0]).astype(np.float32, copy=False)
+
+    def _a(self, cta: Cta) -> np.ndarray:
+        """float32 (rows, K) of one CTA; all 128 lanes where every group of lanes has its own A."""
+        s = self.shape
+        if isinstance(self.a, int):
+            values = decode(self._a_in_tmem(cta), s.a)
+        else:
+            values = self._matrix(cta, self.a, s.m // len(self.ctas), s.a, s.mn_major_a, "A")
+        return -values if s.negate_a else values
+
+    def _a_in_tmem(self, cta: Cta) -> np.ndarray:
+        """uint8 (rows, 32)."""
+        tmem, column = tmem_of(cta), self.a & 0xFFFF
+        if not self._columns(cta, column, A_WORDS, "A"):
+            raise EmulatorError(f"tcgen05.mma reads A from columns {column} to {column + A_WORDS - 1}", self.place)
+        if self.regions[0].split:
+            region, lane = self.regions[0], self.a >> 16
+            data, init = (region.view(x, lane, column, A_WORDS) for x in (tmem.data, tmem.init))
+        else:
+            data, init = (x[:, column : column + A_WORDS] for x in (tmem.data, tmem.init))
+        if not init.all():
+            self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
+        return np.ascontiguousarray(data).reshape(-1, A_WORDS).view(np.uint8)
+
+    def _b(self) -> np.ndarray:
+        """float32 (N, K)."""
+        s, pair = self.shape, len(self.ctas)
+        rows, shift = s.n // pair, 0
+        if self.zero_columns is not None:
+            mask, shift = self.zero_columns
+        # A shifted B is read a little further, in whole 16-byte chunks.
+        more = -(-shift // 16) * 16
+        parts = [self._matrix(cta, self.b, rows + more, s.b, s.mn_major_b, "B") for cta in self.ctas]
+        values = np.concatenate(parts) if pair > 1 else parts[0]
+        if self.zero_columns is not None:
+            values = np.where(mask[:, None], np.float32(0), values[shift : shift + s.n])
+        return -values if s.negate_b else values
+
+    def _matrix(
+        self, cta: Cta, descriptor: SmemDescriptor, rows: int, fmt: str, transposed: bool, what: str
+    ) -> np.ndarray:
+        """float32 (rows, K) of a matrix in shared memory."""
+        s = self.shape
+        if transposed:
+            operand = mn_major(cta.smem, descriptor, rows, s.k, ELEMENT_BITS[s.kind] // 8)
+        else:
+            if fmt in ("e2m1", "e2m3", "e3m2"):
+                fmt += "_padded"
+            operand = k_major(cta.smem, descriptor, rows, s.k * ELEMENT_BITS[s.kind] // 8)
+        self._check(cta, operand, what)
+        values = decode(operand.read(), fmt)
+        return values.T if transposed else values
+
+    def _check(self, cta: Cta, operand: Operand, what: str) -> None:
+        if not operand.initialised():
+            low, high = operand.span()
+            self.report(
+                "uninitialised_smem", f"reads uninitialised shared memory of {cta} for {what}, {low:#x}-{high:#x}"
+            )
+        writers = operand.writers()
+        if writers:
+            self.report(
+                "missing_proxy_fence",
+                f"reads shared memory of {cta} for {what} that warps {writers} wrote without fence.proxy.async",
+                warps=writers,
+            )
+
+    def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> tuple[np.ndarray, bool]:
+        """Scale factors in tensor memory: float32 (rows, blocks), and whether they need float64 products."""
+        s, tmem = self.shape, tmem_of(cta)
+        # Bits 30 and 31 carry the data id in kernels that take it from the address.
+        lane, column = address >> 16 & 0x3FFF, address & 0xFFFF
+        if lane:
+            raise EmulatorError(
+                f"tcgen05.mma: scale factors {what} at lane {lane} of tensor memory, must be 0", self.place
+            )
+        count = -(-rows // QUARTER)
+        if not self._columns(cta, column, count, f"scale factors {what}"):
+            raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
+        words = tmem.data[:, column : column + count].reshape(4, QUARTER, count)
+        if not tmem.init[:, column : column + count].all():
+            self.report("uninitialised_tmem", f"reads uninitialised scale factors {what} (column {column})")
+        elif (words != words[0]).any():
+            self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")
+        blocks = s.k // self.block
+        codes = scale_words(words[0], rows).view(np.uint8).reshape(-1, 4)[:, data_id : data_id + blocks]
+        wide = s.scale == "ue8m0" and (codes.min() < _SCALE_LOW or codes.max() > _SCALE_HIGH)
+        return SCALES[s.scale].take(codes), bool(wide)
+
+    # --- accumulator ------------------------------------------------------------------------------------------------
+
+    def _columns(self, cta: Cta, column: int, count: int, what: str) -> bool:
+        """Are the columns allocated? False, after a report, if they do not exist."""
+        if tmem_of(cta).fault(column, count) is None:
+            return True
+        place = self.place or self.warp.place(self.instr)
+        return check_span(cta, column, count, f"tcgen05.mma {what}", place) and column + count <= COLUMNS
+
+    def _store(self, region: Region, part: np.ndarray, column: int, width: int, lane: int) -> None:
+        """Accumulate one block."""
+        s = self.shape
+        tmem: Tmem = tmem_of(self.ctas[region.cta])
+        init = region.view(tmem.init, lane, column, width)
+        if self.accumulate and not init.all():
+            self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
+        live = self._live(region, lane)
+        cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)
+        if s.d == "f32":
+            if not self.accumulate:
+                values = part
+            elif self.scale_d:
+                values = part + cells * np.float32(2.0**-self.scale_d)
+            elif live is None:
+                np.add(cells, part, out=cells)
+                values = None
+            else:
+                values = part + cells
+        elif s.d == "f16":
+            old = decode_half(cells) * np.float32(2.0**-self.scale_d) if self.accumulate else np.float32(0)
+            values = encode_half(part + old).astype(np.uint32)
+        else:
+            values = accumulate_int32(part, cells.view(np.int32) if self.accumulate else None, s.saturate).view(
+                np.uint32
+            )
+        if live is None:
+            if values is not None:
+                cells[...] = values
+            init[...] = True
+        else:
+            cells[live] = values[live]
+            init[live] = True
+
+    def _live(self, region: Region, lane: int) -> np.ndarray | None:
+        """Lanes of the block that are written, None = all."""
+        if self.disabled is None:
+            return None
+        off = np.broadcast_to(self.disabled[region.cta][:, None], (LANES, COLUMNS))
+        return ~region.view(off, lane, 0, 1)[..., 0]

@@ -1,0 +1,84 @@
+"""How tcgen05 and wgmma instructions reach their asynchronous units.
+
+mma, cp, shift and commit go to the tensor pipe of the CTA (cta_group::1) or of the CTA pair (cta_group::2), which
+completes them in issue order (PTX ISA, "tcgen05: implicitly pipelined instructions"). Loads and stores between tensor
+memory and registers go to a unit of the warp and complete in any order until ``tcgen05.wait``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dsv4lib.emulator.async_units import AsyncOp
+from dsv4lib.emulator.errors import EmulatorError
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.cta import Cta
+    from dsv4lib.emulator.isa import Form
+    from dsv4lib.emulator.ptx.ir import Instr, Operand
+    from dsv4lib.emulator.warp import Warp
+
+
+def group_of(form: Form) -> int:
+    """1 or 2 of ``.cta_group::``."""
+    return int(form.get("group")[-1])
+
+
+def group_ctas(warp: Warp, group: int) -> list[Cta]:
+    """The executing CTA, or both CTAs of its pair, even rank first.
+
+    Raises:
+        EmulatorError: cta_group::2 in a cluster where the CTA has no peer.
+    """
+    if group == 1:
+        return [warp.cta]
+    ctas, first = warp.cta.cluster.ctas, warp.cta.rank & ~1
+    if first + 1 >= len(ctas):
+        raise EmulatorError(f"cta_group::2 needs a peer CTA; the cluster has {len(ctas)}")
+    return ctas[first : first + 2]
+
+
+def tensor_unit(warp: Warp, group: int) -> str:
+    """Name of the tensor pipe."""
+    cluster, rank = warp.cta.cluster.index, warp.cta.rank
+    return f"tensor:{cluster}.{rank & ~1}+" if group == 2 else f"tensor:{cluster}.{rank}"
+
+
+def warp_unit(warp: Warp) -> str:
+    """Name of the unit for tensor-memory loads and stores of a warp."""
+    return f"ldst:{warp.agent}"
+
+
+def issue(warp: Warp, instr: Instr, unit: str, label: str, complete: Callable[[], None]) -> AsyncOp:
+    """Queue an operation; errors raised while it completes carry the issuing instruction's place."""
+    place = None
+
+    def run() -> None:
+        try:
+            complete()
+        except EmulatorError as error:
+            if error.place is not None:
+                raise
+            raise type(error)(str(error), place or op.place) from error
+
+    op = AsyncOp(unit=unit, complete=run, label=label, warp=warp, instr=instr)
+    warp.cta.machine.units.issue(op)
+    return op
+
+
+def each_lane(warp: Warp) -> Iterator[int]:
+    """Active lanes: tcgen05.mma, cp, shift and commit have the semantics of single threads."""
+    return iter(warp.lanes().tolist())
+
+
+def lane_value(warp: Warp, operand: Operand, dtype: type, lane: int) -> int:
+    """One lane's value of an operand, as a Python number."""
+    return warp.read(operand, dtype)[lane].item()
+
+
+def tmem_addresses(warp: Warp, operand: Operand) -> np.ndarray:
+    """uint32[32] tensor-memory addresses of a memory operand ``[taddr]``."""
+    return warp.address(operand).astype(np.uint32)
