@@ -347,24 +347,6 @@ def brkpt(warp: Warp, instr: Instr, form: Form) -> Any:
     raise EmulatorError("the kernel executed brkpt", warp.place(instr))
 
 
-@isa.service(
-    "pmevent[.<mask:mask>]",
-    "discard[.global].L2",
-    "applypriority[.global].L2::evict_normal",
-    "prefetch[.<space:global|local>].<level:L1|L2>",
-    "prefetch.global.<level:L2::evict_last|L2::evict_normal>",
-    "prefetchu.L1",
-    note="performance hints without a functional effect; prefetched addresses are not checked",
-)
-def hint(warp: Warp, instr: Instr, form: Form) -> None:
-    """Performance hints."""
-
-
-@isa.service(
-    "createpolicy.fractional.<first:L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged>"
-    "[.<second:L2::evict_first|L2::evict_unchanged>].b64",
-    note="the policy word is opaque and only used as a hint: it is 0",
-)
-def createpolicy(warp: Warp, instr: Instr, form: Form) -> None:
-    """A cache policy for hints."""
-    warp.write(instr.operands[0], np.uint64(0))
+@isa.service("pmevent[.<mask:mask>]", note="triggers a hardware counter only")
+def pmevent(warp: Warp, instr: Instr, form: Form) -> None:
+    """Performance-monitor event."""

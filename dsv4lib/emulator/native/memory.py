@@ -126,7 +126,7 @@ def store(e: Emitter, form: Form) -> None:
     e.ret(abi.CONTINUE)
 
 
-# --- lanes of registers ------------------------------------------------------------------------------------------------
+# --- lanes of registers -----------------------------------------------------------------------------------------------
 
 
 def check_width(e: Emitter, width: int, bits: int) -> None:

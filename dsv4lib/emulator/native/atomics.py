@@ -1,0 +1,155 @@
+"""atom and red: read, combine, write, lane by lane in ascending order (one of the orders that hardware may take).
+
+Floating-point sums round to nearest even; NaN results are canonical. f32 sums in global memory flush subnormal
+operands and results to zero, in shared memory they do not. Source: PTX ISA, "Parallel Synchronization and Communication
+Instructions": atom, red.
+"""
+
+from __future__ import annotations
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.native.access import addresses, finish, lane_of, pointer_of, space_of, spill
+from dsv4lib.emulator.native.irtools import Emitter, Value
+from dsv4lib.emulator.native.memory import element_bits, get, put, source, target
+
+_SPACE = "<space:global|shared|shared::cta|shared::cluster>"
+_SCOPE = "<scope:cta|cluster|gpu|sys>"
+_HINT = "[.<hint:L2::cache_hint>]"
+# What follows the state space. Vectors exist in global memory only.
+_SCALAR = (
+    f"<op:and|or|xor>{_HINT}.<type:b32|b64>",
+    f"<op:add>{_HINT}.<type:u32|s32|u64|f32|f64>",
+    f"<op:add>.noftz{_HINT}.<type:f16|f16x2|bf16|bf16x2>",
+    f"<op:inc|dec>{_HINT}.<type:u32>",
+    f"<op:min|max>{_HINT}.<type:u32|s32|u64|s64>",
+)
+_VECTOR = (
+    f"<op:add>{_HINT}.<vec:v2|v4>.<type:f32>",
+    f"<op:add|min|max>.noftz{_HINT}.<vec:v2|v4|v8>.<type:f16|bf16>",
+    f"<op:add|min|max>.noftz{_HINT}.<vec:v2|v4>.<type:f16x2|bf16x2>",
+)
+_EXCHANGE = (f"<op:exch>{_HINT}.<type:b32|b64|b128>",)
+_COMPARE = (f"<op:cas>{_HINT}.<type:b16|b32|b64|b128>",)
+
+
+def _spellings(base: str, semantics: str, tails: tuple[str, ...], vectors: tuple[str, ...]) -> list[str]:
+    """Both orders of scope and space that ptxas takes: the documented one and ``atom.shared.cta.max``."""
+    head = f"{base}[.<sem:{semantics}>][.{_SCOPE}]"
+    out = [f"{head}[.{_SPACE}].{tail}" for tail in tails] + [f"{head}[.<space:global>].{tail}" for tail in vectors]
+    return out + [f"{base}.{_SPACE}.{_SCOPE}.{tail}" for tail in tails]
+
+
+ATOMS = _spellings("atom", "relaxed|acquire|release|acq_rel", _SCALAR + _EXCHANGE + _COMPARE, _VECTOR)
+REDS = _spellings("red", "relaxed|release", _SCALAR, _VECTOR)
+
+
+@isa.native(*ATOMS)
+def atom(e: Emitter, form: Form) -> None:
+    """Atomic operation that returns the old value."""
+    _atomic(e, form, e.groups[0], e.groups[1][0], e.groups[2:])
+
+
+@isa.native(*REDS)
+def red(e: Emitter, form: Form) -> None:
+    """Atomic operation without a result."""
+    _atomic(e, form, None, e.groups[0][0], e.groups[1:])
+
+
+def _atomic(e: Emitter, form: Form, old: range | None, base: int, inputs: list[range]) -> None:
+    ptx, op = form.get("type"), form.get("op")
+    bits, n = element_bits(ptx.removesuffix("x2")) * (2 if ptx.endswith("x2") else 1), int(form.get("vec", "v1")[1:])
+    space = space_of(form.get("space"))
+    inputs = inputs[: 2 if op == "cas" else 1]
+    for group in [*inputs, *([old] if old is not None else [])]:
+        if len(group) != n and not (len(group) == 1 and e.leaves[group[0]] == "_"):
+            raise EmulatorError(f"{form.opcode} needs {n} registers, not {len(group)}")
+    slot = spill(e, addresses(e, base))
+    sources = [[source(e, i, bits) for i in group] for group in inputs]
+    targets = [None if e.leaves[i] == "_" else target(e, i, bits) for i in old or []]
+    with e.each_lane() as lane:
+        address = lane_of(e, slot, lane, "i64")
+        if space != "global":  # an atomic also reads: the bytes must have been written
+            pointer_of(e, space, False, address, n * bits // 8, lane)
+        pointer = pointer_of(e, space, True, address, n * bits // 8, lane)
+        flush = _in_global(e, space, address) if ptx == "f32" else None
+        for k in range(n):
+            at = e.pointer(pointer, k * bits // 8)
+            before = e.line(f"load i{bits}, ptr {at.ref}, align {bits // 8}", f"i{bits}", 0)
+            values = [get(e, group[k], lane, bits) for group in sources]
+            after = combine(e, op, ptx, before, values, flush)
+            e.raw(f"store {after.typed}, ptr {at.ref}, align {bits // 8}")
+            if k < len(targets) and targets[k] is not None:
+                put(e, targets[k], lane, before, "b")
+    finish(e, space)
+
+
+def _in_global(e: Emitter, space: str, address: Value) -> Value:
+    """Scalar i1: the access goes to global memory."""
+    if space != "generic":
+        return e.const(int(space == "global"), "i1", 0)
+    return e.icmp("ne", address >> 56, abi.SHARED_WINDOW >> 56)
+
+
+def combine(e: Emitter, op: str, ptx: str, a: Value, values: list[Value], flush: Value | None) -> Value:
+    """New memory contents of scalar ``a`` and the operands."""
+    b = values[0]
+    if op == "cas":
+        return e.select(e.icmp("eq", a, b), values[1], a)
+    if op == "exch":
+        return b
+    if op in ("and", "or", "xor"):
+        return e.binary(op, a, b)
+    if op == "inc":  # counts 0 .. b, then 0 again
+        return e.select(e.icmp("uge", a, b), a.like(0), a + 1)
+    if op == "dec":
+        reload = e.icmp("eq", a, 0) | e.icmp("ugt", a, b)
+        return e.select(reload, b, a - 1)
+    if ptx.endswith("x2"):
+        low = _half(e, op, ptx[:-2], e.cast("trunc", a, "i16"), e.cast("trunc", b, "i16"))
+        high = _half(e, op, ptx[:-2], e.cast("trunc", a >> 16, "i16"), e.cast("trunc", b >> 16, "i16"))
+        return e.cast("zext", low, "i32") | (e.cast("zext", high, "i32") << 16)
+    if ptx in ("f16", "bf16"):
+        return _half(e, op, ptx, a, b)
+    if ptx in ("f32", "f64"):
+        return _sum(e, ptx, a, b, flush)
+    if op == "add":
+        return a + b
+    signed = "s" if ptx.startswith("s") else "u"
+    return e.intrinsic(f"llvm.{signed}{op}", a, b)
+
+
+def _sum(e: Emitter, ptx: str, a: Value, b: Value, flush: Value | None) -> Value:
+    """f32 or f64 addition on bit patterns."""
+
+    def flushed(x: Value) -> Value:
+        if flush is None:
+            return x
+        small = e.icmp("eq", x & 0x7F800000, 0) & flush
+        return e.select(small, x & 0x80000000, x)
+
+    x, y = (e.bitcast(flushed(v), ptx, 0) for v in (a, b))
+    total = x + y
+    bits = flushed(e.bitcast(total, a.kind, 0))
+    return e.select(e.fcmp("uno", total, total), e.const(0x7FFFFFFF, "i32", 0), bits) if ptx == "f32" else bits
+
+
+def _half(e: Emitter, op: str, ptx: str, a: Value, b: Value) -> Value:
+    """f16 or bf16 on bit patterns, computed in f32 and rounded once."""
+
+    def widen(x: Value) -> Value:
+        if ptx == "f16":
+            return e.cast("fpext", e.bitcast(x, "f16", 0), "f32")
+        return e.bitcast(e.cast("zext", x, "i32") << 16, "f32")
+
+    x, y = widen(a), widen(b)
+    value = x + y if op == "add" else e.intrinsic(f"llvm.{op}imumnum", x, y)
+    if ptx == "f16":
+        bits = e.bitcast(e.cast("fptrunc", value, "f16"), "i16")
+    else:
+        wide = e.bitcast(value, "i32", 0)
+        rounded = wide + 0x7FFF + ((wide >> 16) & 1)
+        bits = e.cast("trunc", rounded >> 16, "i16")
+    return e.select(e.fcmp("uno", value, value), e.const(0x7FFF, "i16", 0), bits)
