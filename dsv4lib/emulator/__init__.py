@@ -1,0 +1,29 @@
+"""An emulator of NVIDIA GPUs for kernels compiled by CuTeDSL: it runs PTX for SM80 to SM103 on any CPU, and checks it.
+
+with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and what is built on them believe it
+    compiled = cute.compile(kernel, a, b)
+    compiled(a, b)
+gpu.launches[-1].result, gpu.hazards
+
+emulator.driver.launch(compiled, a, b)               # one call, nothing patched
+emulator.emulate("script.py", ["--its", "args"])     # somebody's script, in a fresh process
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# Imported on first use: the machine itself needs neither torch nor CuTeDSL.
+_PUBLIC = {
+    "Device": "driver.device",
+    "device": "driver.device",
+    "emulate": "driver.script",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,226 @@
+"""`torch.cuda` and the Python CUDA bindings, answered from the active device.
+
+Only what programs ask before and around launches: which device, how many, its properties, streams and events. Anything
+else stays as it is and fails as it does without a GPU.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.errors import LaunchError
+
+NO_TIME = float("nan")
+DRIVER_VERSION = 13040
+
+
+class Stream:
+    """A stream; work is done when it is issued, so all streams are the same."""
+
+    cuda_stream = 0
+    stream_id = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.device = torch.device("cuda", 0)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        """Nothing is outstanding."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing is outstanding."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is outstanding."""
+
+    def query(self) -> bool:
+        """Everything is done."""
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that has happened."""
+        return event or Event()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 0
+
+
+class Event:
+    """An event that has always happened; times are NaN."""
+
+    cuda_event = 0
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to record."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It has happened."""
+        return True
+
+    def elapsed_time(self, end: Any) -> float:
+        """NaN: the emulator does not predict time."""
+        return NO_TIME
+
+
+class Scope:
+    """``torch.cuda.device(0)``, ``torch.cuda.stream(s)``: nothing changes inside."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> Scope:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        return None
+
+
+class Graph:
+    """CUDA graphs would have to repeat torch's own work too, which runs on the CPU: refused."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise LaunchError("CUDA graphs are not supported by the emulator")
+
+
+def properties(*_args: Any) -> types.SimpleNamespace:
+    """``torch.cuda.get_device_properties``."""
+    gpu = RUNTIME.device()
+    return types.SimpleNamespace(
+        name=f"{gpu.arch.device} (emulated)",
+        major=gpu.arch.capability[0],
+        minor=gpu.arch.capability[1],
+        multi_processor_count=gpu.settings.sm_count,
+        total_memory=gpu.arch.memory_bytes,
+        L2_cache_size=gpu.arch.l2_bytes,
+        warp_size=32,
+        max_threads_per_block=1024,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=gpu.arch.smem_per_cta,
+        shared_memory_per_multiprocessor=gpu.arch.smem_per_sm,
+        gcnArchName="",
+        is_integrated=False,
+        is_multi_gpu_board=False,
+    )
+
+
+def _torch_cuda() -> dict[str, Any]:
+    def nothing(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    def name(*_args: Any) -> str:
+        return properties().name
+
+    quiet = "synchronize manual_seed manual_seed_all empty_cache set_device init set_stream reset_peak_memory_stats"
+    zero = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    return {
+        **dict.fromkeys(quiet.split(), nothing),
+        **dict.fromkeys(zero.split(), lambda *a, **k: 0),
+        "is_available": lambda: True,
+        "is_initialized": lambda: False,
+        "device_count": lambda: RUNTIME.device().count,
+        "current_device": lambda: RUNTIME.device().index,
+        "get_device_capability": lambda *a: RUNTIME.device().arch.capability,
+        "get_device_properties": properties,
+        "get_device_name": name,
+        "get_arch_list": lambda: [RUNTIME.device().arch.name],
+        "mem_get_info": lambda *a: (RUNTIME.device().arch.memory_bytes,) * 2,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *a, **k: True,
+        "get_rng_state": lambda *a: torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": nothing,
+        "current_stream": Stream,
+        "default_stream": Stream,
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": Graph,
+        "device": Scope,
+        "device_of": Scope,
+        "stream": Scope,
+    }
+
+
+def _bindings() -> Iterator[tuple[Any, str, Any]]:
+    """cuda.bindings.driver and .runtime: functions return (status, values...)."""
+    from cuda.bindings import driver, runtime
+
+    def answers(status: Any, table: dict[str, Any], owner: Any) -> Iterator[tuple[Any, str, Any]]:
+        for name, value in table.items():
+            yield owner, name, lambda *a, _value=value, **k: (status, *_value(*a))
+
+    def attribute(number: Any, _device: Any) -> tuple[int]:
+        return (RUNTIME.device().attribute(int(number)),)
+
+    driver_table = {
+        "cuInit": lambda *a: (),
+        "cuDriverGetVersion": lambda: (DRIVER_VERSION,),
+        "cuDeviceGetCount": lambda: (RUNTIME.device().count,),
+        "cuDeviceGet": lambda index: (driver.CUdevice(index),),
+        "cuDeviceGetAttribute": attribute,
+        "cuDeviceGetName": lambda *a: (properties().name.encode(),),
+        "cuCtxGetCurrent": lambda: (driver.CUcontext(0),),
+        "cuCtxSetCurrent": lambda *a: (),
+        "cuCtxGetDevice": lambda: (driver.CUdevice(0),),
+        "cuCtxSynchronize": lambda *a: (),
+        "cuStreamCreate": lambda *a: (driver.CUstream(0),),
+        "cuStreamCreateWithPriority": lambda *a: (driver.CUstream(0),),
+        "cuStreamSynchronize": lambda *a: (),
+        "cuStreamDestroy": lambda *a: (),
+    }
+    runtime_table = {
+        "cudaGetDeviceCount": lambda: (RUNTIME.device().count,),
+        "cudaGetDevice": lambda: (RUNTIME.device().index,),
+        "cudaSetDevice": lambda *a: (),
+        "cudaDeviceGetAttribute": attribute,
+        "cudaDriverGetVersion": lambda: (DRIVER_VERSION,),
+        "cudaDeviceSynchronize": lambda: (),
+        "cudaStreamCreate": lambda *a: (runtime.cudaStream_t(0),),
+        "cudaStreamSynchronize": lambda *a: (),
+        "cudaStreamDestroy": lambda *a: (),
+    }
+    yield from answers(driver.CUresult.CUDA_SUCCESS, driver_table, driver)
+    yield from answers(runtime.cudaError_t.cudaSuccess, runtime_table, runtime)
+
+
+def _testing() -> Iterator[tuple[Any, str, Any]]:
+    """Benchmarks measure nothing here: they run nothing and answer NaN."""
+    import cutlass.cute.testing
+    import cutlass.testing
+
+    for module in {cutlass.testing, cutlass.cute.testing}:
+        if hasattr(module, "benchmark"):
+            yield module, "benchmark", lambda *a, **k: NO_TIME
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """(owner, attribute, value) of everything that changes."""
+    for name, value in _torch_cuda().items():
+        yield torch.cuda, name, value
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        yield torch.cuda.nvtx, name, lambda *a, **k: 0
+    yield torch.cuda.nvtx, "range", Scope
+    yield from _bindings()
+    yield from _testing()

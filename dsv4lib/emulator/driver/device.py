@@ -1,0 +1,227 @@
+"""An emulated device, and the context in which a process believes that it has one."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.emulator import machine
+from dsv4lib.emulator.cta import aligned_zeros
+from dsv4lib.emulator.driver.arch import Architecture, architecture
+from dsv4lib.emulator.driver.memory import Tracker
+from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.errors import EmulatorError, LaunchError
+from dsv4lib.emulator.launch import Dim3, Hazard, LaunchRequest, LaunchResult, Settings
+from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.program import Program, lower
+from dsv4lib.emulator.ptx.ir import Module
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+
+ALIGNMENT = 256  # of memory the device allocates, as cudaMalloc's
+CHECKS = {
+    "off": 0,
+    "default": abi.CHECK_INIT | abi.CHECK_PROXY,
+    "race": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE,
+    "all": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_COUNTERS,
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that has run: what was asked for and what came of it."""
+
+    request: LaunchRequest
+    result: LaunchResult
+
+
+class Device:
+    """One emulated GPU.
+
+    Attributes:
+        arch: its architecture; settings: how it runs kernels.
+        index, count: its number and how many there are.
+        ctas: CTAs to which every launch is restricted, None = all.
+        gmem: global memory; memory: registration of tensors in it.
+        launches: every launch so far, in order.
+        trace: recorder of events, None = off.
+    """
+
+    def __init__(self, arch: Architecture, settings: Settings, ctas: frozenset[Dim3] | None = None):
+        self.arch, self.settings, self.ctas = arch, settings, ctas
+        self.index, self.count = 0, 1
+        self.gmem = GlobalMemory()
+        self.memory = Tracker(self.gmem)
+        self.launches: list[Launch] = []
+        self.trace: Any = None
+        self._attributes = arch.attributes(settings.sm_count)
+        self._programs: dict[tuple[int, str], tuple[Module, Program]] = {}
+        self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
+
+    def __repr__(self) -> str:
+        return f"emulated {self.arch.name}, {self.settings.sm_count} SMs"
+
+    @property
+    def hazards(self) -> list[Hazard]:
+        """What the checks reported, over all launches."""
+        return [hazard for launch in self.launches for hazard in launch.result.hazards]
+
+    def attribute(self, number: int) -> int:
+        """A cudaDeviceAttr.
+
+        Raises:
+            LaunchError: it has no value here.
+        """
+        if number not in self._attributes:
+            raise LaunchError(f"device attribute {number} is not known to the emulator")
+        return self._attributes[number]
+
+    def launch(self, request: LaunchRequest) -> LaunchResult:
+        """Run one kernel to its end."""
+        self.memory.sweep()
+        result = machine.run(request, self)
+        self.launches.append(Launch(request, result))
+        return result
+
+    def program(self, module: Module, kernel_name: str) -> Program:
+        """The lowered kernel, once per module."""
+        key = id(module), kernel_name
+        if key not in self._programs:  # the module is kept: its id stays unique
+            self._programs[key] = module, lower(module.kernels[kernel_name], module)
+        return self._programs[key][1]
+
+    def variables(self, module: Module) -> dict[str, int]:
+        """Addresses of the module's global and constant variables, allocated at first use and kept."""
+        if id(module) not in self._variables:
+            addresses = {}
+            for variable in module.variables:
+                if variable.space not in ("global", "const") or variable.size == 0:
+                    continue
+                memory = self.empty(variable.size, variable.name, writable=variable.space == "global")
+                if variable.data is not None:
+                    memory[:] = np.frombuffer(variable.data, np.uint8)
+                addresses[variable.name] = memory.ctypes.data
+            self._variables[id(module)] = module, addresses
+        return self._variables[id(module)][1]
+
+    def empty(self, nbytes: int, label: str, writable: bool = True) -> np.ndarray:
+        """uint8[nbytes] of device memory, zeroed, aligned, that lives as long as the device."""
+        array = aligned_zeros(max(nbytes, 1), ALIGNMENT)
+        self.gmem.register_array(array, label, writable=writable)
+        return array
+
+
+def make(
+    arch: str = "sm_100a",
+    *,
+    seed: int = 0,
+    schedule: str = "round_robin",
+    checks: str = "default",
+    fatal: Iterable[str] = (),
+    sm_count: int | None = None,
+    ctas: Iterable[Dim3] | None = None,
+    instruction_limit: int | None = None,
+    time_limit: float | None = None,
+) -> Device:
+    """A device, without making it the active one. Arguments as for `device`."""
+    found = architecture(arch)
+    if checks not in CHECKS:
+        raise ArgumentError("checks", checks, "one of " + ", ".join(CHECKS))
+    if sm_count is not None and (not isinstance(sm_count, int) or sm_count < 1):
+        raise ArgumentError("sm_count", sm_count, "a positive number of SMs")
+    limits: dict[str, Any] = {}
+    for name, value in (("instruction_limit", instruction_limit), ("time_limit", time_limit)):
+        if value is not None:
+            if value <= 0:
+                raise ArgumentError(name, value, "a positive number")
+            limits[name] = value
+    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], frozenset(fatal), **limits)
+    return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)))
+
+
+@contextmanager
+def device(arch: str = "sm_100a", *, shims: bool = True, **settings: Any) -> Iterator[Device]:
+    """Make CuTeDSL's compiled functions run here: ``with emulator.device("sm_100a", seed=0) as gpu: ...``.
+
+    Inside, CuTeDSL compiles for ``arch``, compiled functions run in the emulator, and (with ``shims``) torch believes
+    that it has a CUDA device whose memory is host memory. Everything is undone on leaving, also after an exception.
+    Contexts nest; the innermost device runs the launches.
+
+    Args:
+        arch: ``sm_100a``, ``sm_103a``, ``sm_90a`` or ``sm_80``.
+        shims: also stand in for ``torch.cuda``, device arguments and the CUDA bindings, for code that was written for
+            a GPU. Code that passes CPU tensors does not need it.
+        seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all".
+        fatal: hazard kinds that stop a launch.
+        sm_count: SMs the device says it has.
+        ctas: run only the clusters that hold these CTAs.
+        instruction_limit, time_limit: warp-instructions and seconds of one launch.
+
+    Raises:
+        ArgumentError: a bad argument.
+        BackendUnavailable: CUDA is already initialised in this process.
+    """
+    gpu = make(arch, **settings)
+    refuse_initialised_cuda()
+    from dsv4lib.emulator.driver import dsl, torch_shims
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-emulator-"))  # mode 0700
+        stack.enter_context(dsl.patched(gpu, folder))
+        if shims:
+            stack.enter_context(torch_shims.patched())
+        stack.enter_context(active(gpu))
+        try:
+            yield gpu
+        except BaseException:
+            RUNTIME.pending = None  # one error is enough
+            raise
+        RUNTIME.raise_pending()
+
+
+@contextmanager
+def active(gpu: Device) -> Iterator[Device]:
+    """Let the runtime's symbols talk to ``gpu``."""
+    RUNTIME.devices.append(gpu)
+    try:
+        yield gpu
+    finally:
+        RUNTIME.devices.pop()
+        if gpu not in RUNTIME.devices:
+            gpu.memory.clear()
+
+
+def current() -> Device:
+    """The active device.
+
+    Raises:
+        EmulatorError: there is none.
+    """
+    if not RUNTIME.devices:
+        raise EmulatorError("no emulated device is active: use `with emulator.device(...)`")
+    return RUNTIME.device()
+
+
+def refuse_initialised_cuda() -> None:
+    """A process that has talked to a real driver keeps its context; mixing the two cannot be made safe.
+
+    Raises:
+        BackendUnavailable: torch has initialised CUDA.
+    """
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise BackendUnavailable("CUDA is already initialised in this process; start the emulator in a fresh one")
+
+
+@functools.cache
+def engines() -> weakref.WeakSet:
+    """Execution engines on which our symbols are registered."""
+    return weakref.WeakSet()

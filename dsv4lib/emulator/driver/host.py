@@ -1,0 +1,135 @@
+"""Call a compiled CuTeDSL function on a device without patching anything: `launch(compiled, *args)`.
+
+The function's lowered host code is given an execution engine of its own on which our runtime symbols are registered.
+That also serves functions that were compiled before a device was active.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from typing import Any
+
+from dsv4lib.emulator.driver import binary
+from dsv4lib.emulator.driver.device import Device, active, engines, make
+from dsv4lib.emulator.driver.memory import extent
+from dsv4lib.emulator.driver.symbols import RUNTIME, register
+from dsv4lib.emulator.errors import LaunchError
+
+_ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_LOCK = threading.RLock()
+
+
+class HostFunction:
+    """A compiled host function bound to our symbols."""
+
+    def __init__(self, compiled: Any):
+        from cutlass._mlir.execution_engine import ExecutionEngine
+
+        remember_artifacts(compiled.artifacts)
+        if compiled.ir_module is None:
+            raise LaunchError("the compiled function has no host code: it was loaded from an object file")
+        self.engine = ExecutionEngine(compiled.ir_module, opt_level=2, shared_libs=_libraries())
+        register(self.engine)
+        engines().add(self.engine)
+        self.entry = self.engine.lookup(compiled.function_name)
+        self.has_kernels = compiled.has_gpu_module
+        self.library = ctypes.c_void_p(0)
+        self.loaded = False
+
+    def _load(self) -> None:
+        """Load the kernels, as the DSL does before the first call."""
+        library = ctypes.pointer(ctypes.pointer(self.library))
+        result, index = ctypes.c_int32(0), ctypes.c_int32(0)
+        for name, values in (("cuda_init", (library, result)), ("cuda_load_to_device", (library, index, result))):
+            self._call(_ENTRY(self.engine.raw_lookup(name)), [ctypes.addressof(v) for v in values], result)
+        self.loaded = True
+
+    def _call(self, function: Any, pointers: list[int], result: ctypes.c_int32) -> None:
+        """Call a packed function; errors of callbacks come first."""
+        function((ctypes.c_void_p * len(pointers))(*pointers))
+        RUNTIME.raise_pending()
+        if result.value:
+            raise LaunchError(f"the host code ended with CUDA error {result.value}")
+
+    def run(self, pointers: list[Any]) -> None:
+        """Call the host function with prepared argument pointers."""
+        if self.has_kernels and not self.loaded:
+            self._load()
+        result = ctypes.c_int32(0)
+        values = [p.value if isinstance(p, ctypes.c_void_p) else p for p in pointers]
+        self._call(self.entry, [*values, ctypes.addressof(result)], result)
+
+
+_FUNCTIONS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def host_function(compiled: Any) -> HostFunction:
+    """The bound twin of a compiled function, made once."""
+    with _LOCK:
+        if compiled not in _FUNCTIONS:
+            _FUNCTIONS[compiled] = HostFunction(compiled)
+        return _FUNCTIONS[compiled]
+
+
+def _libraries() -> list[str]:
+    """The DSL's runtime library: it has the helpers we do not replace (printing, asserting)."""
+    from cutlass.cutlass_dsl import CuTeDSL
+
+    return list(CuTeDSL._get_dsl().get_shared_libs())
+
+
+def remember_artifacts(artifacts: Any) -> None:
+    """Note the PTX and cubin of a compile that kept both."""
+    if artifacts is None or not artifacts.PTX or not artifacts.CUBIN:
+        return
+    ptx = artifacts.PTX.decode() if isinstance(artifacts.PTX, bytes) else artifacts.PTX
+    if ".version" in ptx and isinstance(artifacts.CUBIN, bytes):  # contents, not the paths of files that are not there
+        binary.remember(artifacts.CUBIN, ptx)
+
+
+def launch(compiled: Any, *args: Any, gpu: Device | None = None, **kwargs: Any) -> Device:
+    """Call a compiled function in the emulator; needs no context and patches nothing.
+
+    Args:
+        compiled: result of ``cute.compile(..., options="--keep-ptx --keep-cubin")``.
+        args: what it takes: CuTe tensors over CPU memory, numbers.
+        gpu: where to run; default the active device, else a new one of the function's architecture.
+
+    Returns:
+        the device, with the launch's result in ``launches``.
+
+    Raises:
+        LaunchError: the PTX was not kept, or the launch is not allowed.
+        EmulatorError: what stopped the kernel.
+    """
+    function = getattr(compiled, "function", compiled)  # a dsv4lib Compiled holds the DSL's own
+    if gpu is None:
+        gpu = RUNTIME.device() if RUNTIME.devices else make(_target(function))
+    host = host_function(function)
+    registered = [tensor for tensor in args if hasattr(tensor, "_dltensor_wrapper") or hasattr(tensor, "data_ptr")]
+    with active(gpu):
+        for tensor in registered:
+            register_argument(gpu, tensor)
+        pointers, keep = function.execution_args.generate_execution_args(args, kwargs)
+        host.run(pointers)
+        del keep
+    return gpu
+
+
+def register_argument(gpu: Device, tensor: Any) -> None:
+    """Register the memory of a torch tensor or a CuTe tensor."""
+    if hasattr(tensor, "untyped_storage"):
+        gpu.memory.tensor(tensor)
+        return
+    low, high = extent(tuple(tensor.shape), tuple(tensor.stride), tensor.element_type.width)
+    gpu.memory.span(tensor.data_ptr + low, high - low, tensor, f"tensor {tuple(tensor.shape)} {tensor.element_type}")
+
+
+def _target(function: Any) -> str:
+    """The architecture a compiled function is for."""
+    ptx = function.__ptx__
+    if not ptx:
+        raise LaunchError("the compiled function kept no PTX: compile it with --keep-ptx --keep-cubin")
+    return binary.parsed(ptx.rstrip("\0")).target

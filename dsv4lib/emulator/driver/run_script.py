@@ -1,0 +1,71 @@
+"""The process that `script.emulate` starts: one script under one device. Not for direct use."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from dsv4lib.emulator.driver.script import FAILED, HAZARD, INTERRUPTED, REFUSED
+
+
+def main(job: dict[str, Any]) -> int:
+    """Run ``job["script"]`` as ``__main__``; returns the exit code."""
+    script, report = Path(job.pop("script")), Path(job.pop("report"))
+    args, arch = job.pop("args"), job.pop("arch")
+    from dsv4lib.emulator.driver.device import device
+    from dsv4lib.emulator.errors import EmulatorError
+    from dsv4lib.errors import DSV4Error
+
+    sys.argv = [str(script), *args]
+    sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
+    code = 0
+    try:
+        with device(arch, **job) as gpu:
+            try:
+                runpy.run_path(str(script), run_name="__main__")
+            except SystemExit as stop:
+                code = _exit_code(stop)
+            for hazard in gpu.hazards:
+                print(f"dsv4 emulate: {hazard}", file=sys.stderr)
+            if code == 0 and gpu.hazards:
+                code = HAZARD
+    except KeyboardInterrupt:
+        print("dsv4 emulate: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BaseException as error:
+        report.write_text(_messages(error))
+        traceback.print_exc()
+        cause = _chain(error)
+        if any(isinstance(e, EmulatorError) for e in cause):
+            return FAILED
+        return REFUSED if isinstance(error, DSV4Error) else 1
+    return code
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """What the interpreter would exit with."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An exception and its causes."""
+    out: list[BaseException] = []
+    while error is not None and error not in out:
+        out.append(error)
+        error = error.__cause__ or error.__context__
+    return out
+
+
+def _messages(error: BaseException) -> str:
+    return "\n".join(f"{type(e).__name__}: {e}" for e in _chain(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,118 @@
+"""Run somebody's CuTeDSL script as if this machine had the GPU: `dsv4 emulate script.py --its args`.
+
+The script runs in a fresh process whose environment is set before anything is imported: packages read the architecture
+and their cache switches at import. With ``arch="auto"`` it starts as sm_100a; if the script asks for another
+architecture (the DSL refuses the one at hand and names what it wants), it is started again with that one.
+
+Exit code: the script's own; `HAZARD` if the script succeeded but a check reported something; `FAILED` if the emulator
+stopped a launch (the message is on standard error); `REFUSED` if the script cannot be run at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsv4lib.emulator.driver.arch import ARCHITECTURES
+from dsv4lib.errors import ArgumentError
+
+HAZARD, FAILED, REFUSED, INTERRUPTED = 90, 91, 92, 130
+FIRST = "sm_100a"
+# "expects arch to be one of [...], but got sm_100a", "... requires sm_90a" and their like.
+_WANTED = re.compile(r"sm_?(\d{2,3})([af]?)", re.I)
+_REFUSAL = re.compile(r"arch|compute capability|target|not support|requires", re.I)
+
+
+def emulate(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    arch: str = "auto",
+    seed: int = 0,
+    schedule: str = "round_robin",
+    checks: str = "default",
+    sm_count: int | None = None,
+    time_limit: float | None = None,
+) -> int:
+    """Run ``script`` with ``args`` in a process with an emulated device.
+
+    Args:
+        arch: an architecture of the emulator, or "auto".
+        seed, schedule, checks, sm_count, time_limit: as `device` takes them.
+
+    Returns:
+        the exit code (see the module).
+
+    Raises:
+        ArgumentError: the script is not there, or an argument is wrong.
+    """
+    path = Path(script)
+    if not path.is_file():
+        raise ArgumentError("script", str(script), "the path of a Python file")
+    if arch != "auto" and arch not in ARCHITECTURES:
+        raise ArgumentError("arch", arch, "auto, " + ", ".join(ARCHITECTURES))
+    settings = {
+        "seed": seed,
+        "schedule": schedule,
+        "checks": checks,
+        "sm_count": sm_count,
+        "time_limit": time_limit,
+    }
+    tried: list[str] = []
+    target = FIRST if arch == "auto" else arch
+    while True:
+        tried.append(target)
+        code, error = _attempt(path, args, target, settings)
+        wanted = wanted_arch(error) if arch == "auto" and code != 0 else None
+        if wanted is None or wanted in tried:
+            return code
+        print(f"dsv4 emulate: the script asks for {wanted}; starting again", file=sys.stderr)
+        target = wanted
+
+
+def wanted_arch(error: str) -> str | None:
+    """The architecture that an error message asks for, None if it is about something else.
+
+    >>> wanted_arch("OpError: expects arch to be Arch.sm_90a, but got Arch.sm_100a")
+    'sm_90a'
+    """
+    if not _REFUSAL.search(error):
+        return None
+    found = [f"sm_{number}{suffix.lower()}" for number, suffix in _WANTED.findall(error)]
+    for name in found:
+        for candidate in (name, name + "a"):
+            if candidate in ARCHITECTURES and candidate != FIRST:
+                return candidate
+    return None
+
+
+def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any]) -> tuple[int, str]:
+    """One run; returns the exit code and the last exception's message ("" if there was none)."""
+    with tempfile.TemporaryDirectory(prefix="dsv4-emulate-") as folder:
+        report = Path(folder) / "error"
+        job = json.dumps({"script": str(path), "args": list(args), "arch": arch, "report": str(report), **settings})
+        environment = {
+            **os.environ,
+            "CUTE_DSL_ARCH": arch,
+            "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+            "CUTE_DSL_LINEINFO": "1",
+            "CUTE_DSL_CACHE_DIR": folder,
+            "QUACK_CACHE_ENABLED": "0",
+            "FLASHINFER_CUTE_DSL_DISABLE_CACHE": "1",
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+        command = [sys.executable, "-m", "dsv4lib.emulator.driver.run_script", job]
+        process = subprocess.Popen(command, env=environment)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            process.wait()  # the signal reaches the whole group; let the script end by itself
+            return INTERRUPTED, ""
+        return (128 - code if code < 0 else code), report.read_text() if report.exists() else ""

@@ -1,0 +1,305 @@
+"""The functions that CuTeDSL's generated host code calls, served from Python.
+
+The host code does not link the CUDA runtime; it calls a thin layer of ``_cuda*`` symbols which the DSL's runtime
+library normally provides. A symbol registered on the execution engine before the first lookup wins over that library,
+so ctypes callbacks are all that is needed: no driver, no shared object of ours.
+
+An exception cannot cross generated code. A callback stores it in `pending` and answers "success" (generated code turns
+other answers into misleading messages, or aborts the process); what comes after it in the same host function is
+skipped, and whoever called the host function raises it (`raise_pending`). Only where no device is active, a callback
+answers with an error, because then nobody is there to raise it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dsv4lib.emulator.driver import binary, config
+from dsv4lib.emulator.errors import LaunchError
+from dsv4lib.emulator.launch import LaunchRequest
+from dsv4lib.emulator.ptx.ir import Module
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.driver.device import Device
+
+P, I, U32, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t
+NO_DEVICE = 100  # cudaErrorNoDevice
+MAX_DYNAMIC_SMEM = 8  # cudaFuncAttributeMaxDynamicSharedMemorySize
+INIT = ctypes.CFUNCTYPE(I, P)
+LOAD = ctypes.CFUNCTYPE(I, P, I)
+
+
+@dataclass
+class LoadedKernel:
+    """What a kernel handle stands for."""
+
+    module: Module
+    name: str
+    attributes: dict[int, int] = field(default_factory=dict)
+
+    def static_smem(self) -> int:
+        """Bytes of static shared memory."""
+        kernel = self.module.kernels[self.name]
+        return sum(v.size for v in (*self.module.variables, *kernel.variables) if v.space == "shared")
+
+
+class Runtime:
+    """State behind the symbols: active devices, handles, the error to raise."""
+
+    def __init__(self) -> None:
+        self.devices: list[Device] = []  # the active one last
+        self.libraries: dict[int, Module] = {}
+        self.kernels: dict[int, LoadedKernel] = {}
+        self.pending: BaseException | None = None
+        self._next = 0x1000
+
+    def handle(self) -> int:
+        """A new opaque handle, never reused."""
+        self._next += 16
+        return self._next
+
+    def device(self) -> Device:
+        """The active device."""
+        return self.devices[-1]
+
+    def raise_pending(self) -> None:
+        """Raise what a callback stored, once."""
+        error, self.pending = self.pending, None
+        if error is not None:
+            raise error
+
+
+RUNTIME = Runtime()
+_SYMBOLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
+
+
+def symbol(name: str, *types: Any, safe: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: serve the C function ``int name(types...)``.
+
+    ``safe`` functions do nothing on the device and also run while an error is pending or no device is active.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def guarded(*args: Any) -> int:
+            if not safe and not RUNTIME.devices:
+                return NO_DEVICE
+            if not safe and RUNTIME.pending is not None:
+                return 0
+            try:
+                function(*args)
+            except BaseException as error:  # also KeyboardInterrupt: it must reach the caller of the host function
+                RUNTIME.pending = RUNTIME.pending or error
+            return 0
+
+        _SYMBOLS[name] = (guarded, list(types))
+        return function
+
+    return add
+
+
+@functools.cache
+def callbacks() -> dict[str, Any]:
+    """ctypes callbacks by symbol; kept alive for the life of the process, as compiled code may hold their addresses."""
+    return {name: ctypes.CFUNCTYPE(I, *types)(function) for name, (function, types) in _SYMBOLS.items()}
+
+
+def register(engine: Any) -> None:
+    """Register every symbol on an execution engine; must come before its first lookup."""
+    for name, callback in callbacks().items():
+        engine.raw_register_runtime(name, ctypes.cast(callback, P))
+
+
+def _set(address: int, kind: Any, value: int) -> None:
+    ctypes.cast(address, ctypes.POINTER(kind))[0] = value
+
+
+@symbol("_cudaLibraryLoadData", P, P, P, P, I, P, P, I)
+def library_load_data(out: int, data: int, *_options: Any) -> None:
+    """Load a binary: its PTX must be known."""
+    handle = RUNTIME.handle()
+    RUNTIME.libraries[handle] = binary.module_at(data)
+    _set(out, P, handle)
+
+
+@symbol("_cudaLibraryGetKernel", P, P, P)
+def library_get_kernel(out: int, library: int, name: int) -> None:
+    """A kernel of a loaded binary by name."""
+    module = RUNTIME.libraries[library]
+    text = ctypes.string_at(name).decode()
+    if text not in module.kernels:
+        raise LaunchError(f"no kernel {text} in the loaded module; it has {', '.join(module.kernels)}")
+    handle = RUNTIME.handle()
+    RUNTIME.kernels[handle] = LoadedKernel(module, text)
+    _set(out, P, handle)
+
+
+@symbol("_cudaLibraryUnload", P, safe=True)
+def library_unload(library: int) -> None:
+    """Forget a library."""
+    RUNTIME.libraries.pop(library, None)
+
+
+@symbol("_cuKernelGetAttribute", P, I, P, I)
+def kernel_get_attribute(out: int, attribute: int, kernel: int, _device: int) -> None:
+    """CU_FUNC_ATTRIBUTE_*: what a compiler knows and we do not (registers) is not answered."""
+    loaded = RUNTIME.kernels[kernel]
+    known = {0: 1024, 1: loaded.static_smem(), 2: 0, MAX_DYNAMIC_SMEM: loaded.attributes.get(MAX_DYNAMIC_SMEM, 0)}
+    if attribute not in known:
+        raise LaunchError(f"kernel attribute {attribute} is not known to the emulator")
+    _set(out, I, known[attribute])
+
+
+@symbol("_cudaKernelSetAttributeForDevice", P, I, I, I)
+def kernel_set_attribute(kernel: int, attribute: int, value: int, _device: int) -> None:
+    """cudaFuncAttribute* of a kernel."""
+    RUNTIME.kernels[kernel].attributes[attribute] = value
+
+
+@symbol("_cudaFuncSetAttribute", P, I, I)
+def func_set_attribute(kernel: int, attribute: int, value: int) -> None:
+    """The same for the current device."""
+    RUNTIME.kernels[kernel].attributes[attribute] = value
+
+
+@symbol("_cudaDeviceGetAttribute", P, I, I)
+def device_get_attribute(out: int, attribute: int, _device: int) -> None:
+    """A property of the architecture."""
+    _set(out, I, RUNTIME.device().attribute(attribute))
+
+
+@symbol("_cudaGetDevice", P)
+def get_device(out: int) -> None:
+    """The active device's number."""
+    _set(out, I, RUNTIME.device().index)
+
+
+@symbol("_cudaGetDeviceCount", P)
+def get_device_count(out: int) -> None:
+    """How many devices there are."""
+    _set(out, I, RUNTIME.device().count)
+
+
+@symbol("_cudaSetDevice", I)
+def set_device(index: int) -> None:
+    """Only devices that exist can be chosen."""
+    if not 0 <= index < RUNTIME.device().count:
+        raise LaunchError(f"device {index} does not exist")
+
+
+def _nothing(*_args: Any) -> None:
+    """A launch has finished when it returns, so there is nothing to wait for."""
+
+
+for _name, _types in {
+    "_cudaDeviceSynchronize": [],
+    "_cudaStreamSynchronize": [P],
+    "_cudaEventRecord": [P, P],
+    "_cudaEventSynchronize": [P],
+    "_cudaStreamWaitEvent": [P, P, U32],
+}.items():
+    symbol(_name, *_types)(_nothing)
+
+
+@symbol("_cudaLaunchKernelEx", P, P, P)
+def launch_kernel_ex(settings: int, kernel: int, arguments: int) -> None:
+    """Run a kernel to its end."""
+    _launch(ctypes.cast(settings, ctypes.POINTER(config.Config))[0], kernel, arguments)
+
+
+@symbol("_cudaLaunchKernel", P, U32, U32, U32, U32, U32, U32, P, SIZE, P)
+def launch_kernel(kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, *rest: int) -> None:
+    """The same without attributes."""
+    arguments, smem, stream = rest
+    grid, block = config.Dimensions(gx, gy, gz), config.Dimensions(bx, by, bz)
+    _launch(config.Config(grid, block, smem, stream, None, 0), kernel, arguments)
+
+
+def _launch(settings: config.Config, kernel: int, arguments: int) -> None:
+    loaded, device = RUNTIME.kernels[kernel], RUNTIME.device()
+    request = config.decode(settings, loaded.module, loaded.name, arguments, device.ctas)
+    config.check(request, device.arch, device.settings.sm_count, loaded.attributes.get(MAX_DYNAMIC_SMEM, 0))
+    device.launch(request)
+
+
+@symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)
+def occupancy(out: int, kernel: int, threads: int, dynamic_smem: int) -> None:
+    """CTAs an SM, by threads and shared memory."""
+    loaded = RUNTIME.kernels[kernel]
+    request = LaunchRequest(loaded.name, loaded.module, (1, 1, 1), (threads, 1, 1), dynamic_smem=dynamic_smem)
+    _set(out, I, config.ctas_per_sm(request, RUNTIME.device().arch))
+
+
+@symbol("_cuTensorMapEncodeTiled", P, I, U32, P, P, P, P, P, I, I, I, I)
+def tensor_map_encode_tiled(
+    out: int, kind: int, rank: int, address: int, dims: int, strides: int, box: int, steps: int, *modes: int
+) -> None:
+    """Write a tiled tensor map; rank entries in ``dims``, ``box`` and ``steps``, one less in ``strides``."""
+    from dsv4lib.emulator.hw import tensormap
+
+    encoded = tensormap.encode_tiled(
+        kind,
+        address or 0,
+        _array(dims, "Q", rank),
+        _array(strides, "Q", rank - 1),
+        _array(box, "I", rank),
+        _array(steps, "I", rank),
+        *modes,
+    )
+    ctypes.memmove(out, bytes(encoded), 128)
+
+
+def _array(address: int, code: str, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}{code}", ctypes.string_at(address, count * struct.calcsize(code))) if count else ()
+
+
+@symbol("cuda_dialect_init_library_once", P, P, P, P)
+def init_library_once(state: int, init: int, load: int, _set_error: int) -> None:
+    """Load a library the first time; what compiled code of the tvm-ffi path calls before a launch.
+
+    The DSL's own version asks the real driver for its devices. ``init`` and ``load`` are generated functions that call
+    back into this module.
+    """
+    slot = ctypes.cast(state, ctypes.POINTER(ctypes.c_uint64))
+    if slot[0]:
+        return
+    library = ctypes.c_void_p(0)
+    _KEPT.append(library)
+    if INIT(init)(ctypes.addressof(library)) or (load and LOAD(load)(ctypes.addressof(library), 0)):
+        raise LaunchError("the generated code could not load its module")
+    if RUNTIME.pending is None:
+        slot[0] = library.value or 1
+
+
+@symbol("cuda_dialect_unload_library_once", P, safe=True)
+def unload_library_once(_state: int) -> None:
+    """Called by destructors: nothing to do."""
+
+
+_KEPT: list[Any] = []
+
+# What the DSL's runtime library exports beyond this: refused by name when it is called.
+_REFUSED = """
+_cudaEventCreate _cudaEventDestroy _cudaEventElapsedTime _cudaFree _cudaFreeAsync _cudaFreeHost
+_cudaGetDeviceProperties _cudaGraphDestroy _cudaGraphExecDestroy _cudaGraphInstantiate _cudaGraphLaunch
+_cudaLibraryGetGlobal _cudaLibraryGetKernelCount _cudaLibraryGetManaged _cudaLibraryGetUnifiedFunction
+_cudaLibraryLoadFromFile _cudaMalloc _cudaMallocAsync _cudaMallocHost _cudaMallocManaged _cudaMemcpy _cudaMemcpyAsync
+_cudaMemset _cudaMemsetAsync _cudaProfilerStart _cudaProfilerStop _cudaStreamAddCallback _cudaStreamBeginCapture
+_cudaStreamCreate _cudaStreamDestroy _cudaStreamEndCapture _cuTensorMapEncodeIm2col
+""".split()
+
+
+def _refuse(name: str) -> None:
+    def refused(*_args: Any) -> None:
+        raise LaunchError(f"{name.lstrip('_')} is not supported by the emulator")
+
+    symbol(name)(refused)
+
+
+for _name in _REFUSED:
+    _refuse(_name)

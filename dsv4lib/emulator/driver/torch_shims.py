@@ -1,0 +1,278 @@
+"""torch on an emulated device: CUDA tensors are CPU tensors that say they are on ``cuda:0``.
+
+For code written for a GPU. A function mode answers for the calling thread: it takes the device argument out of every
+call, copies where a transfer between host and device would, and knows for every storage on which side it would be. A
+storage is on the *host* if it was made there (no device argument, ``device="cpu"``, ``.cpu()``) or computed from such
+storages alone; everything else, also what was made before the context, counts as device memory. Device tensors are
+aligned as cudaMalloc aligns them, because kernels rely on it.
+
+`torch.cuda` is replaced function by function (`cuda_api`). A launch is finished when it returns, so streams and events
+have nothing to do. Times are NaN: emulated time says nothing about performance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from dsv4lib.emulator.driver import cuda_api
+from dsv4lib.emulator.driver.patching import patches
+from dsv4lib.emulator.driver.symbols import RUNTIME
+
+ALIGNMENT = 256
+_CUDA = torch.device("cuda", 0)
+_DEVICE, _IS_CUDA, _IS_CPU = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
+
+
+def is_cuda(device: Any) -> bool:
+    """Whether a device argument means a CUDA device."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool) or str(device).startswith("cuda")
+
+
+class Hosts:
+    """The storages that would be in host memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note that ``tensor`` is host memory."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._known[storage.data_ptr()] = StorageWeakRef(storage)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is host memory. An address is reused after its storage is freed, hence the weak ref."""
+        if tensor.is_meta:
+            return False
+        start = tensor.untyped_storage().data_ptr()
+        reference = self._known.get(start)
+        if reference is None:
+            return False
+        if reference.expired():
+            del self._known[start]
+            return False
+        return True
+
+
+class CudaMode(TorchFunctionMode):
+    """Rewrites devices in every torch call of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hosts = Hosts()
+        self.default = "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Run ``func`` on the CPU and keep the books."""
+        kwargs = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **kwargs)
+        property_of = getattr(func, "__self__", None)
+        if property_of is _DEVICE:
+            return torch.device("cpu") if self._real(args[0]) else _CUDA
+        if property_of in (_IS_CUDA, _IS_CPU):
+            return self._real(args[0]) == (property_of is _IS_CPU)
+        special = _SPECIAL.get(func)
+        if special is not None:
+            return special(self, *args, **kwargs)
+        inputs = list(_tensors((args, kwargs)))
+        wanted = self._take_device(kwargs)
+        kwargs.pop("pin_memory", None)
+        return self._place(func(*args, **kwargs), inputs, wanted)
+
+    def _take_device(self, kwargs: dict[str, Any]) -> str | None:
+        """Remove the device argument; returns where the result is wanted."""
+        device = kwargs.get("device")
+        if device is None:
+            return None
+        if is_cuda(device):
+            kwargs["device"] = "cpu"
+            return "cuda"
+        return torch.device(device).type
+
+    def _real(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor keeps its own device: host memory, meta and fake tensors."""
+        return _DEVICE.__get__(tensor).type != "cpu" or self.hosts.holds(tensor)
+
+    def _place(self, out: Any, inputs: list[torch.Tensor], wanted: str | None) -> Any:
+        """Note where fresh results are, and align those on the device."""
+        if isinstance(out, tuple | list) and not isinstance(out, torch.Size):
+            placed = [self._place(item, inputs, wanted) for item in out]
+            same = all(a is b for a, b in zip(placed, out, strict=True))
+            return out if same else type(out)(placed)  # also torch.return_types
+        if not isinstance(out, torch.Tensor):
+            return out
+        if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu" or _is_fake(out):
+            return out
+        start = out.untyped_storage().data_ptr()
+        if any(
+            t.layout == torch.strided and not _is_fake(t) and t.untyped_storage().data_ptr() == start for t in inputs
+        ):
+            return out
+        if wanted is None:
+            wanted = self.default if not inputs else "cpu" if all(map(self._real, inputs)) else "cuda"
+        if wanted == "cpu":
+            self.hosts.add(out)
+            return out
+        return aligned(out)
+
+    def move(self, tensor: torch.Tensor, target: str, out: torch.Tensor) -> torch.Tensor:
+        """``out`` (``tensor`` or converted from it) on the side ``target``, copied if that is the other side."""
+        host = self._real(tensor)
+        fresh = out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        if not fresh and host == (target == "cpu"):
+            return out
+        out = out if fresh else out.clone()
+        if target == "cpu":
+            self.hosts.add(out)
+            return out
+        return aligned(out)
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, moved to aligned memory if its storage is fresh and badly aligned; views are left alone."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    if nbytes == 0 or storage.data_ptr() % ALIGNMENT == 0 or tensor._is_view() or tensor.grad_fn is not None:
+        return tensor
+    if type(tensor) is not torch.Tensor or tensor.storage_offset() != 0:
+        return tensor
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    moved = torch.from_numpy(raw[start : start + nbytes])  # its storage is exactly this slice: bounds stay sharp
+    moved.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+    out = torch.empty(0, dtype=tensor.dtype)
+    out.set_(moved.untyped_storage(), 0, tensor.shape, tensor.stride())
+    return out.requires_grad_(tensor.requires_grad)
+
+
+def _to(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``Tensor.to`` in all its forms."""
+    target = None
+    device = kwargs.pop("device", None)
+    rest = []
+    for arg in args:
+        if isinstance(arg, torch.device | str) or (isinstance(arg, int) and not isinstance(arg, bool) and not rest):
+            device = arg
+        else:
+            if isinstance(arg, torch.Tensor):
+                target = "cpu" if mode._real(arg) else "cuda"
+            rest.append(arg)
+    if device is not None:
+        target = "cuda" if is_cuda(device) else torch.device(device).type
+    if target not in (None, "cpu", "cuda"):
+        return torch.Tensor.to(tensor, device, *rest, **kwargs)
+    out = torch.Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
+    if _is_fake(tensor):
+        return out
+    return mode.move(tensor, target or ("cpu" if mode._real(tensor) else "cuda"), out)
+
+
+def _cuda(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.move(tensor, "cuda", tensor)
+
+
+def _cpu(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.move(tensor, "cpu", tensor)
+
+
+def _data_ptr(mode: CudaMode, tensor: torch.Tensor) -> int:
+    """The address of a tensor may end up in a kernel by any way: from here on its storage is device memory."""
+    if RUNTIME.devices:
+        RUNTIME.device().memory.tensor(tensor)
+    return torch.Tensor.data_ptr(tensor)
+
+
+def _itself(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _nothing(mode: CudaMode, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
+    return -1 if mode._real(tensor) else 0
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.to: _to,
+    torch.Tensor.cuda: _cuda,
+    torch.Tensor.cpu: _cpu,
+    torch.Tensor.data_ptr: _data_ptr,
+    torch.Tensor.pin_memory: _itself,
+    torch.Tensor.record_stream: _nothing,
+    torch.Tensor.get_device: _get_device,
+}
+
+
+class Generator(torch.Generator):
+    """A random generator; those of CUDA devices are CPU generators."""
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        """Ignore a CUDA device."""
+        return super().__new__(cls, "cpu" if is_cuda(device) else device)
+
+
+@contextmanager
+def patched() -> Iterator[None]:
+    """Let torch believe in a CUDA device. Nested contexts share the outermost one's mode."""
+    if torch.Generator is Generator:
+        yield
+        return
+    mode = CudaMode()
+    with patches() as patch:
+        for owner, name, value in cuda_api.replacements():
+            patch.set(owner, name, value)
+        patch.set(torch, "Generator", Generator)
+        patch.set(
+            torch, "set_default_device", lambda device: setattr(mode, "default", "cuda" if is_cuda(device) else "cpu")
+        )
+        patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
+        with mode:
+            yield
+
+
+def _custom_op(original: Callable[..., Any], mode: CudaMode) -> Callable[..., Any]:
+    """``torch.library.custom_op`` whose bodies run under the mode (torch leaves it while a custom op runs)."""
+
+    @functools.wraps(original)
+    def custom_op(name: str, fn: Any = None, /, *, device_types: Any = None, **kwargs: Any) -> Any:
+        if fn is None:
+            return lambda body: custom_op(name, body, device_types=device_types, **kwargs)
+
+        @functools.wraps(fn)
+        def body(*args: Any, **body_kwargs: Any) -> Any:
+            if not RUNTIME.devices:
+                return fn(*args, **body_kwargs)
+            with mode:
+                return fn(*args, **body_kwargs)
+
+        return original(name, body, **kwargs)  # device_types="cuda" would hide the op from CPU tensors
+
+    return custom_op
