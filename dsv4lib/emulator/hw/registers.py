@@ -18,14 +18,14 @@ from dsv4lib.emulator.warp import Warp
 ROW_BYTES = 4 * LANES
 _HALF = 64  # registers are 64-byte aligned
 
-# (operands, register offsets, where) by identity of an instruction's first register and count.
+# (instruction, program, where) by identity of the instruction, of its first register, and by count.
 _known: dict[tuple[int, int, int], tuple[Instr, object, slice | np.ndarray | None]] = {}
 _LIMIT = 1 << 14
 
 
 def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndarray | None:
     """Where the registers are: a slice of bytes, 64-byte row numbers int64[2 n], or None if some are no registers."""
-    key = (id(instr), id(warp.program), id(items[0]))
+    key = (id(instr), id(items[0]), len(items))
     found = _known.get(key)
     if found is not None and found[0] is instr and found[1] is warp.program:
         return found[2]
