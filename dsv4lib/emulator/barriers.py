@@ -73,35 +73,31 @@ def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: b
     Raises:
         HazardError: more threads than expected, differing counts, or not whole warps.
     """
-    place = warp.place(instr)
     explicit = count is not None
     expected = warp.uniform(count, np.uint32) if explicit else _all_threads(warp.cta)
+    mask = warp.mask()
+    problem = ""
     if explicit and (expected == 0 or expected % LANES):
-        raise HazardError(f"barrier {barrier.number}: thread count {expected} is not a positive multiple of 32", place)
-    if aligned and warp.mask() != warp.words[LIVE]:
-        raise HazardError(
-            f"barrier {barrier.number}: an aligned barrier needs all live lanes {warp.words[LIVE]:#010x} of the warp",
-            place,
-        )
-    if barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
+        problem = f"thread count {expected} is not a positive multiple of 32"
+    elif aligned and mask != warp.words[LIVE]:
+        problem = f"an aligned barrier needs all live lanes {warp.words[LIVE]:#010x} of the warp"
+    elif barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
         if explicit or barrier.explicit:
-            raise HazardError(
-                f"barrier {barrier.number} is used with {expected} threads while warps {sorted(barrier.who)} use it "
-                f"with {barrier.expected}",
-                place,
-            )
+            problem = f"used with {expected} threads while warps {sorted(barrier.who)} use it with {barrier.expected}"
+    elif aligned and warp.warp_id in barrier.who:
+        problem = f"warp {warp.warp_id} arrives twice in one phase: {barrier.detail()}"
+    if problem:
+        raise HazardError(f"barrier {barrier.number}: {problem}", warp.place(instr))
     barrier.expected, barrier.explicit = expected, explicit
-    threads = LANES if aligned else int(lanes_of(warp.mask()).sum())
-    if aligned and barrier.who.get(warp.warp_id):
-        raise HazardError(
-            f"warp {warp.warp_id} arrives twice at barrier {barrier.number} in one phase: {barrier.detail()}", place
-        )
+    threads = LANES if aligned else mask.bit_count()
     barrier.arrived += threads
     barrier.who[warp.warp_id] = barrier.who.get(warp.warp_id, 0) + threads
-    if barrier.arrived > barrier.expected:
-        raise HazardError(f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", place)
-    _trace(warp, "named", barrier.number, barrier.arrived, barrier.expected)
-    if barrier.arrived == barrier.expected:
+    if barrier.arrived > expected:
+        raise HazardError(
+            f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", warp.place(instr)
+        )
+    _trace(warp, "named", barrier.number, barrier.arrived, expected)
+    if barrier.arrived == expected:
         barrier.complete()
     warp.cta.machine.changed()
 
@@ -119,15 +115,14 @@ def _wait_for(barrier: NamedBarrier, phase: int, what: str) -> Block:
 @isa.service("bar[.cta].sync", "barrier[.cta].sync[.<aligned:aligned>]")
 def bar_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Arrive at a named barrier and wait until it completes."""
-    barrier = _barrier(warp, instr.operands[0], instr)
     if warp.pending is None:
-        count = instr.operands[1] if len(instr.operands) > 1 else None
-        warp.pending = phase = barrier.phase
-        _arrive(warp, barrier, count, _aligned(form), instr)
-        if barrier.phase == phase:
-            return _wait_for(barrier, phase, "barrier")
-        return None
-    return _wait_for(barrier, warp.pending, "barrier") if barrier.phase == warp.pending else None
+        barrier = _barrier(warp, instr.operands[0], instr)
+        phase = barrier.phase
+        warp.pending = barrier, phase
+        _arrive(warp, barrier, instr.operands[1] if len(instr.operands) > 1 else None, _aligned(form), instr)
+    else:
+        barrier, phase = warp.pending
+    return _wait_for(barrier, phase, "barrier") if barrier.phase == phase else None
 
 
 @isa.service("bar[.cta].arrive", "barrier[.cta].arrive[.<aligned:aligned>]")
@@ -145,15 +140,16 @@ def bar_arrive(warp: Warp, instr: Instr, form: Form) -> None:
 def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Barrier with a reduction of one predicate per thread."""
     target, number, *count, predicate = instr.operands
-    barrier = _barrier(warp, number, instr)
     if warp.pending is None:
+        barrier = _barrier(warp, number, instr)
         active = lanes_of(warp.mask())
         barrier.votes[0] += int((warp.read(predicate, bool) & active).sum())
         barrier.votes[1] += int(active.sum())
-        warp.pending = barrier.phase
+        warp.pending = barrier, barrier.phase
         _arrive(warp, barrier, count[0] if count else None, _aligned(form), instr)
-    if barrier.phase == warp.pending:
-        return _wait_for(barrier, warp.pending, "barrier.red")
+    barrier, phase = warp.pending
+    if barrier.phase == phase:
+        return _wait_for(barrier, phase, "barrier.red")
     true, total = barrier.results
     op = form.get("op")
     warp.write(target, np.uint32(true) if op == "popc" else np.bool_(true == total if op == "and" else true > 0))

@@ -32,7 +32,7 @@ class Policy:
         return [(warp, quantum) for warp in ready]
 
     def completions(self, units: Any, can_run: bool) -> list[Any]:
-        """Operations to complete after the turn; ``can_run``: some warp is ready."""
+        """Operations to complete after the turn; ``can_run``: some warp is ready (else the launch waits for them)."""
         seen: dict[str, Any] = {}
         for operation in units.candidates():
             known = seen.get(operation.unit)
@@ -97,7 +97,7 @@ class Random(Policy):
 
     def completions(self, units: Any, can_run: bool) -> list[Any]:
         """Every fourth time one operation, any."""
-        if self.rng.random() > 0.25:
+        if can_run and self.rng.random() > 0.25:
             return []
         candidates = units.candidates()
         return [candidates[int(self.rng.integers(len(candidates)))]] if candidates else []

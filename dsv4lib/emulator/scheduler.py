@@ -75,14 +75,14 @@ class Scheduler:
         while self._live:
             for warp, quantum in policy.turn(self.ready):
                 self._slice(warp, quantum)
-            if len(self.units):
-                self._complete(policy.completions(self.units, bool(self.ready)))
+            completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
             if machine.events != self._seen:
                 self._wake()
             if machine.progress != self._progress:
                 self._progress, self._idle, self._since = machine.progress, 0, machine.time
             self._idle += 1
-            if self._live and (not self.ready or (self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING)):
+            spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
+            if self._live and (spinning or not (self.ready or completed)):
                 self._unstick()
             if time.monotonic() > deadline:
                 raise LimitExceeded(f"time limit of {machine.settings.time_limit} s reached", self._anywhere())
@@ -212,9 +212,11 @@ class Scheduler:
 
     # --- progress of the launch -------------------------------------------------------------------------------------
 
-    def _complete(self, operations: list[Any]) -> None:
+    def _complete(self, operations: list[Any]) -> bool:
+        """Let operations happen. True if there were any."""
         for operation in operations:
             self.units.complete(operation)
+        return bool(operations)
 
     def _launch(self) -> None:
         """Fill up with clusters."""

@@ -187,9 +187,16 @@ class Warp:
         Raises:
             EmulatorError: they differ, or no lane is active.
         """
-        if type(operand) is Imm:
-            return self.read(operand, dtype)[0].item()
-        values = self.read(operand, dtype)[lanes_of(self.words[MASK])]
+        kind = np.dtype(dtype)
+        if type(operand) is Imm and kind.kind == "u":
+            return operand.bits & ((1 << 8 * kind.itemsize) - 1)
+        values = self.read(operand, kind)
+        mask = self.words[MASK]
+        if mask == FULL_MASK and kind.kind != "f":
+            raw = values.tobytes()
+            if raw == raw[: kind.itemsize] * LANES:
+                return values[0].item()
+        values = values[lanes_of(mask)]
         if not len(values) or (values != values[0]).any():
             raise EmulatorError(f"{operand} must be the same in all active lanes, got {values.tolist()}", self.place())
         return values[0].item()

@@ -1,0 +1,201 @@
+"""Named barriers, warp barriers, cluster barriers: counts, phases, misuse; the instructions that only order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4lib.emulator.errors import Deadlock, EmulatorError, HazardError
+from dsv4lib.emulator.launch import Settings
+from dsv4lib.emulator.policies import POLICIES
+from tests.emulator.launching import aligned, entry, launch
+
+# %r1 = thread, %r2 = warp, %rd1 = &out[thread]
+FRAME = """
+ld.param.b64 %rd1, [out]; mov.u32 %r1, %tid.x; shr.u32 %r2, %r1, 5; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd1, %rd1, %rd3;
+"""
+SHARED = ".shared .align 4 .b8 s[1024];"
+
+
+def run(body: str, threads: int = 128, **options):
+    out = aligned(max(threads, 256), np.int32)
+    result = launch(entry("u64 out", FRAME + body, shared=SHARED), out, block=threads, **options)
+    return out[:threads], result
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_producer_consumer_with_sync_and_arrive(schedule):
+    """Warp 0 produces eight values for warps 1..3; arrive and sync on two barriers."""
+    body = """
+    mov.u32 %r9, 0; mov.u32 %r10, 0; setp.eq.u32 %p1, %r2, 0; @%p1 bra PRODUCE;
+    barrier.cta.arrive 2, 128;
+    CONSUME: bar.sync 1, 128; ld.shared.b32 %r5, [s]; mad.lo.s32 %r9, %r9, 3, %r5; barrier.cta.arrive 2, 128;
+    add.s32 %r10, %r10, 1; setp.lt.u32 %p2, %r10, 8; @%p2 bra CONSUME; bra DONE;
+    PRODUCE: bar.sync 2, 128; st.shared.b32 [s], %r10; mad.lo.s32 %r9, %r9, 3, %r10; bar.arrive 1, 128;
+    add.s32 %r10, %r10, 1; setp.lt.u32 %p2, %r10, 8; @%p2 bra PRODUCE; bar.sync 2, 128;
+    DONE: st.global.b32 [%rd1], %r9;
+    """
+    out, _ = run(body, settings=Settings(schedule=schedule))
+    want = 0
+    for i in range(8):
+        want = 3 * want + i
+    assert (out == want).all()
+
+
+def test_barrier_orders_all_warps():
+    """Every warp reads what the next one wrote before the barrier."""
+    body = """
+    mov.u32 %r3, s; shl.b32 %r4, %r1, 2; add.s32 %r5, %r3, %r4; st.shared.b32 [%r5], %r1; bar.sync 0;
+    add.s32 %r6, %r1, 32; and.b32 %r6, %r6, 127; shl.b32 %r6, %r6, 2; add.s32 %r6, %r3, %r6; ld.shared.b32 %r7, [%r6];
+    st.global.b32 [%rd1], %r7;
+    """
+    for schedule in POLICIES:
+        out, result = run(body, settings=Settings(schedule=schedule))
+        np.testing.assert_array_equal(out, (np.arange(128) + 32) % 128)
+        assert not result.hazards
+
+
+@pytest.mark.parametrize(
+    ("op", "want"), [("popc.u32 %r5", 43), ("and.pred %p5", 0), ("or.pred %p5", 1)], ids=["popc", "and", "or"]
+)
+def test_reductions(op, want):
+    """43 of 128 threads have a multiple of three."""
+    take = "" if op.startswith("popc") else "selp.u32 %r5, 1, 0, %p5;"
+    body = f"""
+    rem.u32 %r3, %r1, 3; setp.eq.u32 %p1, %r3, 0;
+    bar.red.{op}, 0, %p1; {take} st.global.b32 [%rd1], %r5;
+    bar.red.{op}, 0, %p1; {take} bar.red.{op}, 1, 128, !%p1;
+    """
+    out, _ = run(body)
+    assert (out == want).all()
+
+
+def test_exited_warps_are_not_waited_for():
+    out, _ = run("setp.eq.u32 %p1, %r2, 3; @%p1 exit; bar.sync 0; st.global.b32 [%rd1], 1;")
+    assert out.tolist() == [1] * 96 + [0] * 32
+    body = "setp.eq.u32 %p1, %r2, 3; @!%p1 bar.sync 0; st.global.b32 [%rd1], 1;"
+    assert (run(body)[0] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        ("bar.sync 16;", "barrier 16: a CTA has 16"),
+        ("bar.sync 1, 100;", "thread count 100 is not a positive multiple of 32"),
+        ("setp.lt.u32 %p1, %r1, 5; @%p1 bar.sync 1, 64;", "aligned barrier needs all live lanes"),
+        ("bar.arrive 1, 128; bar.arrive 1, 128;", "warp 0 arrives twice in one phase"),
+        ("setp.eq.u32 %p1, %r2, 0; @%p1 bar.arrive 1, 64; @!%p1 bar.arrive 1, 96;", "used with 96 threads while"),
+        ("mov.u32 %r3, %r1; bar.sync %r3;", "must be the same in all active lanes"),
+        ("setp.eq.u32 %p1, %r1, 3; @%p1 bar.warp.sync 1;", "not in its own member mask"),
+        ("setmaxnreg.inc.sync.aligned.u32 20;", "setmaxnreg 20"),
+        ("barrier.cluster.wait.aligned;", "without an arrive"),
+    ],
+)
+def test_misuse(body, match):
+    with pytest.raises(EmulatorError, match=match) as error:
+        run(body)
+    assert error.value.place is not None
+
+
+def test_deadlock_names_barrier_counts_and_lines():
+    body = """
+    setp.eq.u32 %p1, %r2, 2;
+    @%p1 bra OTHER;
+    bar.sync 3, 128;
+    exit;
+    OTHER: bar.sync 4, 64;
+    """
+    with pytest.raises(Deadlock) as error:
+        run(body)
+    text = str(error.value)
+    assert "warp 0: barrier 3: 96 of 128 threads arrived (warps [0, 1, 3])" in text
+    assert "warp 2: barrier 4: 32 of 64 threads arrived (warps [2])" in text
+    assert text.count("PTX line") == 4
+
+
+def test_warp_barrier_in_different_places():
+    """Both sides of a branch meet at two different bar.warp.sync with the same mask."""
+    body = """
+    and.b32 %r3, %r1, 31; mov.u32 %r4, s; mad.lo.s32 %r4, %r2, 4, %r4; setp.eq.u32 %p1, %r3, 0; @%p1 bra ZERO;
+    bar.warp.sync 0xffffffff; ld.shared.b32 %r9, [%r4]; bra DONE;
+    ZERO: st.shared.b32 [%r4], 42; bar.warp.sync 0xffffffff; mov.u32 %r9, 43; DONE: st.global.b32 [%rd1], %r9;
+    """
+    for schedule in POLICIES:
+        out, result = run(body, settings=Settings(schedule=schedule))
+        np.testing.assert_array_equal(out, np.where(np.arange(128) % 32 == 0, 43, 42))
+        assert not result.hazards
+
+
+CLUSTER = """
+mov.u32 %r3, %cluster_ctarank; mov.u32 %r4, %ctaid.x; mad.lo.u32 %r5, %r4, 64, %r1; mul.wide.u32 %rd2, %r1, 4;
+sub.s64 %rd1, %rd1, %rd2; mul.wide.u32 %rd2, %r5, 4; add.s64 %rd1, %rd1, %rd2;
+mov.u32 %r6, s; mad.lo.u32 %r6, %r1, 4, %r6; st.shared.b32 [%r6], %r5; barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned; xor.b32 %r7, %r6, 0x1000000; ld.shared::cluster.b32 %r9, [%r7];
+barrier.cluster.arrive.release.aligned; st.global.b32 [%rd1], %r9; barrier.cluster.wait.acquire.aligned;
+"""
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_cluster_barrier_and_peer_memory(schedule):
+    """Each CTA of a pair reads its peer's shared memory between two cluster barriers."""
+    out = aligned(4 * 64, np.int32)
+    text = entry("u64 out", FRAME + CLUSTER, shared=SHARED)
+    settings = Settings(schedule=schedule)
+    result = launch(text, out, grid=4, block=64, cluster=(2, 1, 1), settings=settings)
+    np.testing.assert_array_equal(out, np.arange(256) ^ 64)
+    assert not result.hazards
+
+
+def test_cluster_barrier_without_aligned_counts_lanes():
+    body = """
+    setp.lt.u32 %p1, %r1, 40; @%p1 barrier.cluster.arrive; @!%p1 barrier.cluster.arrive.relaxed;
+    barrier.cluster.wait; st.global.b32 [%rd1], 1;
+    """
+    assert (run(body)[0] == 1).all()
+
+
+def test_double_arrive_is_reported_and_keeps_count():
+    """Two arrivals, then two waits: the second wait needs the second arrival of the other CTA too."""
+    body = """
+    mov.u32 %r3, %cluster_ctarank; mov.u32 %r4, s; setp.eq.u32 %p1, %r3, 0; barrier.cluster.arrive.aligned;
+    @%p1 bra FIRST; mov.u32 %r8, 0; L: add.s32 %r8, %r8, 1; setp.lt.s32 %p2, %r8, 3000; @%p2 bra L;
+    st.shared.b32 [%r4], 5; FIRST: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    barrier.cluster.wait.aligned; @!%p1 bra KEEP; or.b32 %r5, %r4, 0x1000000; ld.shared::cluster.b32 %r9, [%r5];
+    st.global.b32 [%rd1], %r9; KEEP: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+    """
+    out = aligned(256, np.int32)
+    text = entry("u64 out", FRAME + body, shared=SHARED)
+    result = launch(text, out, grid=2, block=32, cluster=(2, 1, 1))
+    assert (out[:32] == 5).all()
+    assert [h.kind for h in result.hazards] == ["cluster_double_arrive"]
+
+
+def test_cluster_deadlock_names_the_missing_warps():
+    body = (
+        "mov.u32 %r3, %cluster_ctarank; setp.eq.u32 %p1, %r3, 0; @%p1 bra W; bar.sync 1, 64; W: barrier.cluster.arrive;"
+    )
+    with pytest.raises(Deadlock, match="not arrived: rank 1 warp 0"):
+        text = entry("u64 out", FRAME + body, shared=SHARED)
+        launch(text, aligned(64, np.int32), grid=2, block=32, cluster=(2, 1, 1))
+
+
+def test_instructions_that_only_order():
+    body = """
+    membar.cta; membar.gl; membar.sys; fence.acq_rel.gpu; fence.sc.cta; fence.acquire.sys; fence.release.cluster;
+    fence.mbarrier_init.release.cluster; griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 100;
+    fence.acquire.sync_restrict::shared::cluster.cluster; setmaxnreg.dec.sync.aligned.u32 40; pmevent 3;
+    st.global.b32 [%rd1], 1;
+    """
+    assert (run(body)[0] == 1).all()
+
+
+@pytest.mark.parametrize("opcode", ["fence.sc", "membar.cluster", "bar.sync.aligned 0", "barrier.cluster.wait.release"])
+def test_wrong_spellings_are_refused(opcode):
+    with pytest.raises(EmulatorError, match="is not implemented"):
+        run(f"{opcode};")
+
+
+def test_hazard_errors_carry_the_place():
+    with pytest.raises(HazardError) as error:
+        run("bar.sync 1, 100;")
+    assert error.value.place.ptx == "bar.sync 1, 100"

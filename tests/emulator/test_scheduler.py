@@ -1,0 +1,147 @@
+"""Residency, waves, asynchronous operations under each policy, waiting on flags, limits, clean interruption."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.async_units import AsyncOp
+from dsv4lib.emulator.errors import Deadlock
+from dsv4lib.emulator.launch import Settings
+from dsv4lib.emulator.policies import POLICIES
+from dsv4lib.emulator.warp import Block
+from dsv4lib.errors import ArgumentError
+from tests.emulator.launching import aligned, entry, launch, prepare
+
+LOG: list[int] = []
+
+
+@isa.service("testissue.u32", "testwait.u32", "testinterrupt", note="instructions of the tests")
+def _probe(warp, instr, form):
+    """testissue queues an operation that logs its operand; testwait blocks until that many have completed."""
+    if form.opcode == "testinterrupt":
+        raise KeyboardInterrupt
+    value = warp.uniform(instr.operands[0], np.uint32)
+    if form.opcode == "testissue.u32":
+        warp.cta.machine.units.issue(AsyncOp("tma", lambda: LOG.append(value), f"probe {value}", warp, instr))
+        return None
+    if len(LOG) >= value:
+        return None
+    return Block("probe", lambda: len(LOG) >= value, lambda: f"{len(LOG)} of {value} completed")
+
+
+ISSUE = entry("", "".join(f"testissue.u32 {i}; mov.u32 %r1, {i};" for i in range(8)) + "testwait.u32 8;")
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_completions_follow_the_policy(schedule):
+    LOG.clear()
+    result = launch(ISSUE, settings=Settings(schedule=schedule))
+    assert sorted(LOG) == list(range(8))
+    if schedule in ("round_robin", "oldest_first"):
+        assert list(range(8)) == LOG and result.reordered == 0
+    if schedule == "newest_first":
+        assert list(range(7, -1, -1)) == LOG and result.reordered == 7
+    if schedule == "adversarial":
+        assert list(range(8)) != LOG and result.reordered > 0
+
+
+def test_same_seed_same_order():
+    orders = []
+    for seed in (1, 1, 2):
+        LOG.clear()
+        launch(ISSUE, settings=Settings(schedule="random", seed=seed))
+        orders.append(tuple(LOG))
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_late_operations_are_released_to_a_polling_warp():
+    """The adversary holds operations back while a warp can run; a warp that only polls gets them all the same."""
+    LOG.clear()
+    text = entry(
+        "u64 a",
+        """
+        ld.param.b64 %rd1, [a]; testissue.u32 0;
+        SPIN: ld.volatile.global.b32 %r1, [%rd1]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;
+        """,
+    )
+    flag = aligned(1, np.uint32)
+    machine = prepare(text, flag, settings=Settings(schedule="adversarial", instruction_limit=5_000_000))
+    issue = machine.units.issue
+
+    def set_flag(op):
+        op.complete = lambda: flag.__setitem__(0, 1)
+        return issue(op)
+
+    machine.units.issue = set_flag
+    assert machine.run().instructions < 1_000_000
+
+
+def test_deadlock_reports_the_block():
+    LOG.clear()
+    with pytest.raises(Deadlock, match=r"warp 0: probe: 1 of 5 completed, PTX line \d+: testwait.u32 5"):
+        launch(entry("", "testissue.u32 0; testwait.u32 5;"))
+
+
+# Each CTA waits for the flag of the next one: they must all be resident at the same time.
+CHAIN = entry(
+    "u64 a, u32 last",
+    """
+    ld.param.b64 %rd1, [a]; ld.param.b32 %r9, [last]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4;
+    add.s64 %rd1, %rd1, %rd2; setp.eq.u32 %p1, %r1, %r9; @%p1 bra SET;
+    SPIN: ld.acquire.gpu.global.b32 %r2, [%rd1+4]; setp.eq.u32 %p2, %r2, 0; @%p2 bra SPIN;
+    SET: st.release.gpu.global.b32 [%rd1], 1;
+    """,
+)
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_ctas_that_wait_for_later_ones(schedule):
+    flags = aligned(6, np.uint32)
+    settings = Settings(schedule=schedule, sm_count=8, instruction_limit=20_000_000)
+    launch(CHAIN, flags, 5, grid=6, settings=settings)
+    assert (flags == 1).all()
+    launch(CHAIN, aligned(6, np.uint32), 5, grid=6, settings=settings, attributes={"cooperative": True})
+
+
+def test_more_ctas_than_fit_run_in_waves():
+    counter = aligned(1, np.uint32)
+    text = entry("u64 a", "ld.param.b64 %rd1, [a]; red.global.add.u32 [%rd1], 1;")
+    machine = prepare(text, counter, grid=300, block=64, settings=Settings(sm_count=1, schedule="random"))
+    alive, most = set(), []
+    started, finished = machine.cluster_started, machine.cluster_finished
+    machine.cluster_started = lambda c: (started(c), alive.add(c), most.append(len(alive)))
+    machine.cluster_finished = lambda c: (finished(c), alive.discard(c))
+    result = machine.run()
+    assert counter[0] == 300 * 64 and result.stats["ctas"] == 300 and max(most) <= 32 and not alive
+
+
+def test_cancelled_clusters_are_those_that_are_not_resident():
+    machine = prepare(entry("", ""), grid=(4, 3, 1), block=1024, settings=Settings(sm_count=1))
+    from dsv4lib.emulator.scheduler import Scheduler
+
+    Scheduler(machine)
+    assert [machine.cancel_cluster() for _ in range(11)] == [
+        *[(x, 0, 0) for x in (2, 3)],
+        *[(x, y, 0) for y in (1, 2) for x in range(4)],
+        None,
+    ]
+
+
+def test_interrupt_leaves_nothing_behind():
+    machine = prepare(entry("", "testinterrupt;"))
+    before = len(machine.gmem)
+    with pytest.raises(KeyboardInterrupt):
+        machine.run()
+    assert len(machine.gmem) == before
+
+
+def test_unknown_schedule():
+    with pytest.raises(ArgumentError, match="round_robin, oldest_first"):
+        launch(entry("", ""), settings=Settings(schedule="fair"))
+
+
+def test_statistics():
+    result = launch(entry("", "mov.u32 %r1, 1; @%p1 mov.u32 %r1, 2;"), grid=3, block=64)
+    assert (result.instructions, result.stats["ctas"], result.stats["warps"]) == (3 * 2 * 3, 3, 6)
