@@ -46,6 +46,7 @@ class Cta:
         warps: all warps, also those that have exited.
         mbarriers: by offset in this CTA's shared memory.
         barriers: named barriers by number (barriers.py).
+        threads: of the CTA; storage: arrays that native code addresses.
     """
 
     def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int], smem_bytes: int):
@@ -56,6 +57,7 @@ class Cta:
         self.mbarriers: dict[int, Any] = {}
         self.barriers: dict[int, Any] = {}
         self.threads = 0
+        self.storage: tuple[Any, ...] = ()
 
     def __repr__(self) -> str:
         return f"CTA {self.ctaid}"

@@ -105,7 +105,7 @@ class GridBuilder:
         local = aligned_zeros(max(local_bytes * abi.LANES * self.warps, 1), 64)
         contexts = aligned_zeros(abi.CONTEXT.itemsize * self.warps, 64).view(abi.CONTEXT)
         self._common_context(contexts, cta)
-        cta.storage = (files, local, contexts)
+        cta.storage = (files, local, contexts, m.gmem.native_table)  # native code has their addresses
         for i in range(self.warps):
             ctx, regs = contexts[i], files[i * stride : i * stride + program.register_bytes]
             warp = Warp(cta, i, program, first_agent + i, contexts[i : i + 1], regs)

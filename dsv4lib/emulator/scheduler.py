@@ -24,6 +24,8 @@ _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
 _PARKED = abi.CONTEXT.fields["parked"][1] // 4
 # Turns and instructions without progress after which a kernel that spins gets what the policy still holds back.
 _PATIENCE, _SPINNING = 32, 50_000
+# Suspended waits (mbarrier.try_wait) may end without their phase; rounds of that without progress mean a deadlock.
+_EXPIRIES = 16
 # Kernels with these instructions or attributes get all resident clusters at once; others one after another.
 _TOGETHER = ("clusterlaunchcontrol",)
 
@@ -54,6 +56,7 @@ class Scheduler:
         self._live: dict[Cluster, int] = {}
         self._seen = -1
         self._progress, self._idle, self._since = 0, 0, 0
+        self._expired_at, self._expiries = -1, 0
         self._limit = machine.settings.instruction_limit
         self._resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
@@ -264,19 +267,35 @@ class Scheduler:
             self._at_once = len(self._live) + 1
             self._launch()
         elif not self.ready:
-            stalled = [w for w in self.blocked if w.stalled]
-            if not stalled:
-                raise Deadlock(self._report())
-            warp = stalled[0]
-            warp.block, warp.stalled = None, False
-            warp.words[STICKY] = 2
-            self.blocked.remove(warp)
-            self.ready.append(warp)
+            self._force()
         self._wake()
+
+    def _force(self) -> None:
+        """All warps wait and nothing else can happen: let lanes pass a converging instruction alone, end suspensions.
+
+        Raises:
+            Deadlock: that has been tried, and nothing changed since.
+        """
+        stalled = next((w for w in self.blocked if w.stalled), None)
+        if stalled is not None:
+            stalled.block, stalled.stalled = None, False
+            stalled.words[STICKY] = 2
+            self.blocked.remove(stalled)
+            self.ready.append(stalled)
+            return
+        if self._expired_at != self.machine.progress:
+            self._expired_at, self._expiries = self.machine.progress, 0
+        self._expiries += 1
+        expire = [e for w in self.blocked for b in _blocks(w) if (e := getattr(b, "expire", None)) is not None]
+        if not expire or self._expiries > _EXPIRIES:
+            raise Deadlock(self._report())
+        for end in expire:
+            end()
 
     def _report(self) -> str:
         """Who waits on what."""
-        lines = ["deadlock: no warp can run and no asynchronous operation is pending"]
+        pending = f"{len(self.units)} pending asynchronous operations cannot complete" if len(self.units) else ""
+        lines = [f"deadlock: no warp can run and {pending or 'no asynchronous operation is pending'}"]
         for warp in self.blocked[:64]:
             place, block = warp.place(), warp.block
             where = f" ({place.python})" if place.python else ""
@@ -286,9 +305,15 @@ class Scheduler:
             )
         if len(self.blocked) > 64:
             lines.append(f"  ... and {len(self.blocked) - 64} more warps")
+        lines += [f"  {operation}" for operation, _ in zip(self.units, range(16), strict=False)]
         return "\n".join(lines)
 
     def _anywhere(self) -> Place | None:
         """The place of some warp, for messages about the whole launch."""
         warps = self.ready or self.blocked
         return warps[0].place() if warps else None
+
+
+def _blocks(warp: Warp) -> list[Block]:
+    """What a blocked warp waits for: one block, or those of its lane groups."""
+    return [p.block for p in warp.parked] or [warp.block]

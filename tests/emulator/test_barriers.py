@@ -171,9 +171,10 @@ def test_double_arrive_is_reported_and_keeps_count():
 
 
 def test_cluster_deadlock_names_the_missing_warps():
-    body = (
-        "mov.u32 %r3, %cluster_ctarank; setp.eq.u32 %p1, %r3, 0; @%p1 bra W; bar.sync 1, 64; W: barrier.cluster.arrive;"
-    )
+    body = """
+    mov.u32 %r3, %cluster_ctarank; setp.eq.u32 %p1, %r3, 0; @%p1 bra W; bar.sync 1, 64;
+    W: barrier.cluster.arrive; barrier.cluster.wait;
+    """
     with pytest.raises(Deadlock, match="not arrived: rank 1 warp 0"):
         text = entry("u64 out", FRAME + body, shared=SHARED)
         launch(text, aligned(64, np.int32), grid=2, block=32, cluster=(2, 1, 1))
