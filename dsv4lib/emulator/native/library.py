@@ -74,15 +74,20 @@ def emit(opcode: str, shape: str) -> irtools.Handler:
     return emitter.finish()
 
 
-@functools.cache
-def target() -> llvm.TargetMachine:
-    """Code generator for this processor."""
+def target_machine() -> llvm.TargetMachine:
+    """A code generator for this processor."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
     cpu = llvm.get_host_cpu_name()
     machine = llvm.Target.from_default_triple()
     return machine.create_target_machine(cpu=cpu, features=features, opt=OPT_LEVEL, jit=True)
+
+
+@functools.cache
+def compiler() -> llvm.TargetMachine:
+    """The code generator of this process."""
+    return target_machine()
 
 
 @functools.cache
@@ -119,10 +124,14 @@ def unit_name(text: str, helpers: Iterable[str] = ()) -> str:
 
 def compile_object(text: str) -> bytes:
     """Machine code of a module of IR."""
-    target()
+    machine = compiler()
     module = llvm.parse_assembly(text)
     module.triple = llvm.get_default_triple()
-    return target().emit_object(module)
+    return machine.emit_object(module)
+
+
+# Linkers live as long as the process: handed-out addresses point into their memory.
+_ENGINES: list[llvm.ExecutionEngine] = []
 
 
 class Library:
@@ -130,8 +139,9 @@ class Library:
 
     def __init__(self, folder: Path | None = None):
         self.folder = cache_folder() if folder is None else folder
-        target()
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target())
+        machine = target_machine()  # becomes the engine's own
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        _ENGINES.append(self._engine)
         self._address: dict[str, int] = {}
         self._on_disk: dict[str, Path] = {}
         self._seen: set[Path] = set()

@@ -99,6 +99,7 @@ def check(
     inputs: dict[int, np.ndarray],
     want: dict[int, np.ndarray],
     same: dict[int, int] | None = None,
+    any_nan: bool = False,
     **context: int,
 ) -> None:
     """Compare a spelling with its expected results on any number of rows of 32 lanes, full and partial mask.
@@ -106,6 +107,7 @@ def check(
     Args:
         inputs, want: per operand an array [rows, 32] (or [rows, 64] for 128 bits); for predicates bool [rows, 32].
         same: operand -> operand whose register it shares (aliasing).
+        any_nan: results are f64, where a NaN may have any payload.
     """
     u = unit(opcode, shape, same)
     rows = len(next(iter(want.values())))
@@ -113,10 +115,12 @@ def check(
         given = {i: word(v[row]) if u.compiled.widths[i] == 1 else v[row] for i, v in inputs.items()}
         for mask in (FULL, PARTIAL) if row < 2 else (FULL,):
             u.run(given, mask, **context)
-            _compare(u, given, {i: w[row] for i, w in want.items()}, inputs, row, mask)
+            _compare(u, given, {i: w[row] for i, w in want.items()}, inputs, row, mask, any_nan)
 
 
-def _compare(u: Unit, given: dict, want: dict[int, np.ndarray], inputs: dict, row: int, mask: int) -> None:
+def _compare(
+    u: Unit, given: dict, want: dict[int, np.ndarray], inputs: dict, row: int, mask: int, any_nan: bool
+) -> None:
     """Active lanes hold the result, the others what was there before."""
     active = lanes(mask)
     for i, expected in want.items():
@@ -130,7 +134,10 @@ def _compare(u: Unit, given: dict, want: dict[int, np.ndarray], inputs: dict, ro
         old = np.frombuffer(b"\xcd" * got.nbytes, got.dtype) if before is None else np.asarray(before).view(got.dtype)
         keep = np.tile(active, len(got) // 32)
         expected = np.where(keep, np.asarray(expected).astype(got.dtype, copy=False), old)
-        wrong = np.flatnonzero(got != expected)
+        differ = got != expected
+        if any_nan:
+            differ &= ~(np.isnan(got.view(np.float64)) & np.isnan(expected.view(np.float64)))
+        wrong = np.flatnonzero(differ)
         if len(wrong):
             k = wrong[0]
             args = {

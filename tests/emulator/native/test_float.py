@@ -1,0 +1,240 @@
+"""Floating-point arithmetic in every format and rounding mode against exact rationals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import softfloat as sf
+from cases import Case, by_halves, prepare_cases, run_case, width
+
+MODES = ("rn", "rz", "rm", "rp")
+HALF = ("f16", "bf16", "f16x2", "bf16x2")
+
+
+def rounded(t: str, function, mode: str = "rn", ftz: bool = False, sat: bool = False, relu: bool = False, sources=None):
+    """Oracle: decode (and flush) the sources, ``function`` on exact numbers, round, flush, clamp.
+
+    f64 NaN results are only NaN: payloads propagate as the processor likes, see ``f64_nan``.
+    """
+
+    def scalar(*raw: int) -> int:
+        names = sources or [t] * len(raw)
+        values = [sf.decode(bits, name) for bits, name in zip(raw, names, strict=True)]
+        if ftz:
+            values = [sf.flush(x, name) for x, name in zip(values, names, strict=True)]
+        bits = sf.encode(function(*values, mode), t, mode)
+        if ftz or sat or relu:
+            x = sf.decode(bits, t)
+            x = sf.flush(x, t) if ftz else x
+            x = sf.saturate(x) if sat else x
+            x = sf.relu(x) if relu else x
+            bits = sf.encode(x, t)
+        return bits
+
+    return scalar
+
+
+def add(a, b, mode):
+    return sf.add(a, b, mode)
+
+
+def sub(a, b, mode):
+    return sf.NAN if b.nan else sf.add(a, -b, mode)
+
+
+def mul(a, b, mode):
+    return sf.mul(a, b)
+
+
+def fma(a, b, c, mode):
+    return sf.add(sf.mul(a, b), c, mode)
+
+
+def packed(t: str, oracle):
+    """The scalar oracle, or one for both halves of a packed type."""
+    return by_halves(oracle, width(t) // 2) if t.endswith("x2") else oracle
+
+
+def scalar_name(t: str) -> str:
+    return t.removesuffix("x2")
+
+
+BINARY = {"add": add, "sub": sub, "mul": mul}
+
+
+def arithmetic() -> list[Case]:
+    out = []
+    for name, function in {**BINARY, "fma": fma, "mad": fma}.items():
+        count = 3 if function is fma else 2
+        for mode in MODES if count == 3 else ("", *MODES):
+            dot = f".{mode}" if mode else ""
+            for t in ("f32", "f32x2", "f64"):
+                if name == "mad" and t == "f32x2":
+                    continue
+                for ftz in (False, True) if t != "f64" else (False,):
+                    for sat in (False, True) if t == "f32" else (False,):
+                        opcode = f"{name}{dot}{'.ftz' * ftz}{'.sat' * sat}.{t}"
+                        oracle = rounded(scalar_name(t), function, mode or "rn", ftz, sat)
+                        out.append(Case(opcode, (t,) * count, packed(t, oracle), (t,), rows=6 if mode else 3))
+        if name == "mad":
+            continue
+        for t in HALF:
+            for mode in ("rn",) if count == 3 else ("", "rn"):
+                out += half_arithmetic(name, function, count, mode, t)
+    return out
+
+
+def half_arithmetic(name: str, function, count: int, mode: str, t: str) -> list[Case]:
+    out = []
+    dot = f".{mode}" if mode else ""
+    for ftz in (False, True) if t.startswith("f16") else (False,):
+        for clamp in ("", ".sat") if t.startswith("f16") else ("",):
+            opcode = f"{name}{dot}{'.ftz' * ftz}{clamp}.{t}"
+            oracle = rounded(scalar_name(t), function, "rn", ftz, bool(clamp))
+            out.append(Case(opcode, (t,) * count, packed(t, oracle), (t,), rows=6 if mode else 3))
+        if name == "fma":
+            oracle = rounded(scalar_name(t), function, "rn", ftz, relu=True)
+            out.append(Case(f"fma.rn{'.ftz' * ftz}.relu.{t}", (t,) * count, packed(t, oracle), (t,)))
+    return out
+
+
+def mixed() -> list[Case]:
+    out = []
+    for t in ("f16", "bf16"):
+        for mode in ("", *MODES):
+            dot = f".{mode}" if mode else ""
+            for sat in (False, True):
+                tail = f"{dot}{'.sat' * sat}.f32.{t}"
+                for name, function in {"add": add, "sub": sub}.items():
+                    oracle = rounded("f32", function, mode or "rn", sat=sat, sources=(t, "f32"))
+                    out.append(Case(name + tail, (t, "f32"), oracle, ("f32",)))
+                if mode:
+                    oracle = rounded("f32", fma, mode, sat=sat, sources=(t, t, "f32"))
+                    out.append(Case("fma" + tail, (t, t, "f32"), oracle, ("f32",)))
+    return out
+
+
+def exact_division() -> list[Case]:
+    one = sf.finite(1)
+    functions = {
+        "div": (2, lambda a, b, mode: sf.div(a, b)),
+        "rcp": (1, lambda a, mode: sf.div(one, a)),
+        "sqrt": (1, lambda a, mode: sf.sqrt(a)),
+    }
+    out = []
+    for name, (count, function) in functions.items():
+        for mode in MODES:
+            for t, ftz in (("f32", False), ("f32", True), ("f64", False)):
+                oracle = rounded(t, function, mode, ftz)
+                out.append(Case(f"{name}.{mode}{'.ftz' * ftz}.{t}", (t,) * count, oracle, (t,), rows=6))
+    return out
+
+
+def extremum(t: str, name: str, nan: bool, xorsign: bool, absolute: bool, ftz: bool):
+    """min and max by the PTX ISA's pseudocode, for two or three operands."""
+
+    def best(x: sf.Num, y: sf.Num) -> sf.Num:
+        if x.nan or y.nan:
+            return sf.NAN if nan or (x.nan and y.nan) else y if x.nan else x
+        return x if sf.less(x, y) == (name == "min") else y
+
+    def oracle(*raw: int) -> int:
+        top = width(t) - 1
+        values = [sf.decode(bits, t) for bits in raw]
+        if ftz:
+            values = [sf.flush(x, t) for x in values]
+        if absolute:
+            values = [sf.Num(x.kind, False, abs(x.value)) for x in values]
+        result = values[0]
+        for x in values[1:]:
+            result = best(result, x)
+        bits = sf.encode(result, t)
+        if xorsign and not result.nan:
+            bits = bits & ((1 << top) - 1) | ((raw[0] ^ raw[1]) >> top) << top
+        return bits
+
+    return oracle
+
+
+def extrema() -> list[Case]:
+    out = []
+    for name in ("min", "max"):
+        for t in ("f32", *HALF):
+            for ftz in (False, True) if t.startswith("f") and t != "f64" else (False,):
+                for nan in (False, True):
+                    for xorsign in (False, True):
+                        opcode = f"{name}{'.ftz' * ftz}{'.NaN' * nan}{'.xorsign.abs' * xorsign}.{t}"
+                        oracle = extremum(scalar_name(t), name, nan, xorsign, xorsign, ftz)
+                        out.append(Case(opcode, (t, t), packed(t, oracle), (t,)))
+        for nan in (False, True):
+            for absolute in (False, True):
+                opcode = f"{name}{'.NaN' * nan}{'.abs' * absolute}.f32"
+                oracle = extremum("f32", name, nan, False, absolute, False)
+                out.append(Case(opcode, ("f32",) * 3, oracle, ("f32",)))
+        out.append(Case(f"{name}.f64", ("f64", "f64"), extremum("f64", name, False, False, False, False), ("f64",)))
+    return out
+
+
+def signs() -> list[Case]:
+    out = []
+    for t in ("f32", "f64", *HALF):
+        s = scalar_name(t)
+        top = 1 << (width(s) - 1)
+        for ftz in (False, True) if t in ("f32", "f16", "f16x2") else (False,):
+            flush = lambda a, s=s, top=top, ftz=ftz: (  # noqa: E731
+                a & top if ftz and sf.decode(a, s).kind == "finite" and sf.flush(sf.decode(a, s), s).value == 0 else a
+            )
+            neg = packed(t, lambda a, top=top, f=flush: f(a) ^ top)
+            absolute = packed(t, lambda a, top=top, f=flush: f(a) & (top - 1))
+            out.append(Case(f"neg{'.ftz' * ftz}.{t}", (t,), neg, (t,)))
+            out.append(Case(f"abs{'.ftz' * ftz}.{t}", (t,), absolute, (t,)))
+        if t in ("f32", "f64"):
+            out.append(Case(f"copysign.{t}", (t, t), lambda a, b, m=top: a & m | b & (m - 1), (t,)))
+    return out
+
+
+def classes() -> list[Case]:
+    out = []
+    for t, smallest in (("f32", sf.Fraction(2) ** -126), ("f64", sf.Fraction(2) ** -1022)):
+        subnormal = lambda x, m=smallest: x.kind == "finite" and 0 < abs(x.value) < m  # noqa: E731
+        tests = {
+            "finite": lambda x: x.kind == "finite",
+            "infinite": lambda x: x.kind == "inf",
+            "number": lambda x: not x.nan,
+            "notanumber": lambda x: x.nan,
+            "normal": lambda x, s=subnormal: x.kind == "finite" and not s(x),
+            "subnormal": subnormal,
+        }
+        for name, test in tests.items():
+            oracle = lambda a, f=test, t=t: int(f(sf.decode(a, t)))  # noqa: E731
+            out.append(Case(f"testp.{name}.{t}", (t,), oracle, ("pred",), rows=6))
+    return out
+
+
+CASES = arithmetic() + mixed() + exact_division() + extrema() + signs() + classes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    prepare_cases(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float(case):
+    run_case(case)
+
+
+def test_oracle_agrees_with_numpy():
+    """The rational arithmetic itself, on float32 where numpy is an independent implementation of nearest-even."""
+    import random
+
+    from cases import draw
+
+    rng = random.Random(1)
+    raw = [(draw(rng, "f32"), draw(rng, "f32")) for _ in range(2000)]
+    a, b = (np.array([pair[i] for pair in raw], np.uint32).view(np.float32) for i in (0, 1))
+    with np.errstate(all="ignore"):
+        for got, function in ((a + b, add), (a - b, sub), (a * b, mul), (a / b, lambda x, y, m: sf.div(x, y))):
+            want = np.array([rounded("f32", function)(*pair) for pair in raw], np.uint32).view(np.float32)
+            np.testing.assert_array_equal(got.view(np.uint32)[~np.isnan(got)], want.view(np.uint32)[~np.isnan(got)])
+            assert np.isnan(want[np.isnan(got)]).all()
