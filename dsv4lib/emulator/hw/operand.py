@@ -90,12 +90,14 @@ class Operand:
 
     def initialised(self) -> bool:
         """Has every byte been written?"""
-        return bool(self._take(self.smem.init, CHUNK).view(np.uint8).all())
+        return b"\0" not in self._take(self.smem.init, CHUNK).tobytes()
 
     def writers(self) -> list[int]:
         """Warps whose generic-proxy writes to these bytes no proxy fence has covered yet."""
         dirty = self._take(self.smem.dirty, np.uint16)
-        return sorted({int(w) - 1 for w in np.unique(dirty) if w}) if dirty.any() else []
+        if dirty.tobytes() == bytes(dirty.nbytes):
+            return []
+        return sorted({int(w) - 1 for w in np.unique(dirty) if w})
 
     def span(self) -> tuple[int, int]:
         """First and last + 1 byte offset in the CTA's shared memory."""

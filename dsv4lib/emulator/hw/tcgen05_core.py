@@ -135,25 +135,37 @@ class Mma:
 
     def _scaled_product(self, a: list[np.ndarray], b: np.ndarray) -> np.ndarray:
         """Each CTA scales its rows of A, and all of B with its own copy of B's scale factors."""
-        s = self.shape
-        rows = s.m // len(self.ctas)
-        parts = []
-        for cta, mine in zip(self.ctas, a, strict=True):
-            scale_a, wide_a = self._scales(cta, self.sfa, rows, s.sfa_id, "A")
-            scale_b, wide_b = self._scales(cta, self.sfb, s.n, s.sfb_id, "B")
-            if len(mine) > rows:  # every group of lanes has its own A, of the same rows
-                scale_a = np.tile(scale_a, (len(mine) // rows, 1))
-            dtype = np.float64 if wide_a or wide_b else np.float32
-            left = mine.reshape(-1, s.k // self.block, self.block) * scale_a[:, :, None].astype(dtype, copy=False)
-            right = b.reshape(-1, s.k // self.block, self.block) * scale_b[:, :, None].astype(dtype, copy=False)
-            groups = len(self.regions) // len(self.ctas)
-            left, right = left.reshape(-1, s.k), right.reshape(-1, s.k)
-            if groups > 1 and isinstance(self.a, int):
-                parts.append(self._grouped_product([left], right, groups))
-            else:
-                parts.append(left @ right.T)
+        s, pair = self.shape, len(self.ctas)
+        rows, groups = s.m // pair, len(self.regions) // pair
+        scales_a = [self._scales(cta, self.sfa, rows, s.sfa_id, "A") for cta in self.ctas]
+        scales_b = [self._scales(cta, self.sfb, s.n, s.sfb_id, "B") for cta in self.ctas]
+        wide = any(self._wide(codes) for codes in scales_a + scales_b)
+        dtype = np.float64 if wide else np.float32
+        # The rows of A are there once per group of lanes if A is in tensor memory.
+        left = [
+            self._scaled(x, np.tile(codes, (len(x) // rows, 1)), dtype) for x, codes in zip(a, scales_a, strict=True)
+        ]
+        right = [self._scaled(b, scales_b[0], dtype)]
+        if any((codes != scales_b[0]).any() for codes in scales_b[1:]):
+            right.append(self._scaled(b, scales_b[1], dtype))
         with np.errstate(over="ignore"):
+            if groups > 1 and isinstance(self.a, int):
+                parts = [self._grouped_product([x], y, groups) for x, y in zip(left, right * pair, strict=False)]
+            elif len(right) == 1:
+                parts = [(np.concatenate(left) if pair > 1 else left[0]) @ right[0].T]
+            else:
+                parts = [x @ y.T for x, y in zip(left, right, strict=True)]
             return (np.concatenate(parts) if len(parts) > 1 else parts[0]).astype(np.float32, copy=False)
+
+    def _scaled(self, values: np.ndarray, codes: np.ndarray, dtype: type) -> np.ndarray:
+        """Values (rows, K) times their block's scale factor."""
+        factors = SCALES[self.shape.scale].take(codes)[:, :, None]
+        blocks = values.reshape(len(values), -1, self.block)
+        return (blocks * factors.astype(dtype, copy=False)).reshape(values.shape)
+
+    def _wide(self, codes: np.ndarray) -> bool:
+        """Do these scale factors need float64 products?"""
+        return self.shape.scale == "ue8m0" and bool(codes.min() < _SCALE_LOW or codes.max() > _SCALE_HIGH)
 
     def _a(self, cta: Cta) -> np.ndarray:
         """float32 (rows, K) of one CTA; all 128 lanes where every group of lanes has its own A."""
@@ -184,8 +196,8 @@ class Mma:
         rows, shift = s.n // pair, 0
         if self.zero_columns is not None:
             mask, shift = self.zero_columns
-        # A shifted B is read a little further, in whole 16-byte chunks.
-        more = -(-shift // 16) * 16
+        # A shifted B is read further; in whole 16-byte chunks if they run along N.
+        more = -(-shift // 16) * 16 if s.mn_major_b else shift
         parts = [self._matrix(cta, self.b, rows + more, s.b, s.mn_major_b, "B") for cta in self.ctas]
         values = np.concatenate(parts) if pair > 1 else parts[0]
         if self.zero_columns is not None:
@@ -221,8 +233,8 @@ class Mma:
                 warps=writers,
             )
 
-    def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> tuple[np.ndarray, bool]:
-        """Scale factors in tensor memory: float32 (rows, blocks), and whether they need float64 products."""
+    def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> np.ndarray:
+        """uint8 (rows, blocks) of scale factors in tensor memory."""
         s, tmem = self.shape, tmem_of(cta)
         # Bits 30 and 31 carry the data id in kernels that take it from the address.
         lane, column = address >> 16 & 0x3FFF, address & 0xFFFF
@@ -239,9 +251,7 @@ class Mma:
         elif (words != words[0]).any():
             self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")
         blocks = s.k // self.block
-        codes = scale_words(words[0], rows).view(np.uint8).reshape(-1, 4)[:, data_id : data_id + blocks]
-        wide = s.scale == "ue8m0" and (codes.min() < _SCALE_LOW or codes.max() > _SCALE_HIGH)
-        return SCALES[s.scale].take(codes), bool(wide)
+        return scale_words(words[0], rows).view(np.uint8).reshape(-1, 4)[:, data_id : data_id + blocks]
 
     # --- accumulator ------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,10 @@ class Tmem:
 
     def fault(self, column: int, columns: int) -> tuple[str, str] | None:
         """What is wrong with using these columns: (hazard kind, message), None if they are allocated."""
-        if columns and column + columns <= COLUMNS and (self.owner[column : column + columns] > 0).all():
+        end = column + columns
+        if any(first <= column and end <= first + size for first, size in self.allocations.items()):
+            return None
+        if end <= COLUMNS and (self.owner[column:end] > 0).all():
             return None
         if column + columns > COLUMNS:
             return "tmem_outside_allocation", f"columns {column} to {column + columns - 1}, tensor memory has {COLUMNS}"
