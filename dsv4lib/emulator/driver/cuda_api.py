@@ -126,40 +126,36 @@ def properties(*_args: Any) -> types.SimpleNamespace:
 
 
 def _torch_cuda() -> dict[str, Any]:
-    def nothing(*_args: Any, **_kwargs: Any) -> None:
-        return None
-
-    def name(*_args: Any) -> str:
-        return properties().name
+    def answer(value: Any) -> Any:
+        """A function of its own for every name: dynamo wants to tell them apart."""
+        return lambda *args, **kwargs: value
 
     quiet = "synchronize manual_seed manual_seed_all empty_cache set_device init set_stream reset_peak_memory_stats"
     zero = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
     return {
-        **dict.fromkeys(quiet.split(), nothing),
-        **dict.fromkeys(zero.split(), lambda *a, **k: 0),
-        "is_available": lambda: True,
-        "is_initialized": lambda: False,
+        **{name: answer(None) for name in quiet.split()},
+        **{name: answer(0) for name in zero.split()},
+        "is_available": answer(True),
+        "is_initialized": answer(False),
         "device_count": lambda: RUNTIME.device().count,
         "current_device": lambda: RUNTIME.device().index,
         "get_device_capability": lambda *a: RUNTIME.device().arch.capability,
         "get_device_properties": properties,
-        "get_device_name": name,
+        "get_device_name": lambda *a: properties().name,
         "get_arch_list": lambda: [RUNTIME.device().arch.name],
         "mem_get_info": lambda *a: (RUNTIME.device().arch.memory_bytes,) * 2,
-        "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda *a, **k: True,
+        "is_current_stream_capturing": answer(False),
+        "is_bf16_supported": answer(True),
         "get_rng_state": lambda *a: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": nothing,
-        "current_stream": Stream,
-        "default_stream": Stream,
+        "set_rng_state": answer(None),
+        "current_stream": lambda *a: Stream(),
+        "default_stream": lambda *a: Stream(),
         "Stream": Stream,
-        "ExternalStream": Stream,
+        "ExternalStream": type("ExternalStream", (Stream,), {}),
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": Graph,
-        "device": Scope,
-        "device_of": Scope,
-        "stream": Scope,
+        "graph": type("graph", (Graph,), {}),
+        **{name: type(name, (Scope,), {}) for name in ("device", "device_of", "stream")},
     }
 
 

@@ -55,8 +55,20 @@ def _around(patch: Patches, owner: Any, name: str, wrapper: Callable[..., Any]) 
     patch.set(owner, name, method)
 
 
+def _stored_error_first(function: Callable[..., Any], *args: Any) -> Any:
+    """Call generated code; what a callback stored explains whatever else went wrong."""
+    try:
+        result = function(*args)
+    except Exception:
+        RUNTIME.raise_pending()
+        raise
+    RUNTIME.raise_pending()
+    return result
+
+
 def _settings(patch: Patches, gpu: Device) -> None:
     from cutlass.base_dsl.cache_helpers import JitCacheDict
+    from cutlass.base_dsl.compiler import CompileOptions
     from cutlass.base_dsl.dsl import DSLSingletonMeta
     from cutlass.cutlass_dsl import CuTeDSL
 
@@ -77,6 +89,7 @@ def _settings(patch: Patches, gpu: Device) -> None:
         patch.set(dsl.envar, "lineinfo", True)
         patch.set(dsl.envar, "disable_file_caching", True)
         # Functions compiled outside are bound to the real runtime, those compiled here to ours.
+        patch.set(dsl, "compile_options", CompileOptions())
         patch.set(dsl, "jit_cache", JitCacheDict(max_elems=dsl.envar.jit_cache_max_elems))
 
 
@@ -85,8 +98,12 @@ def _compiler(patch: Patches, folder: str) -> None:
     from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
 
     def keep(original: Any, options: Any, *args: Any) -> None:
-        options.options[KeepPTX].value = options.options[KeepCUBIN].value = True
-        options.options[DumpDir].value = options.options[DumpDir].value or folder
+        # New option objects: those in place may be the user's, and used again outside.
+        options.options[KeepPTX], options.options[KeepCUBIN] = KeepPTX(True), KeepCUBIN(True)
+        named = options.options[DumpDir]
+        if named.value == "" or isinstance(getattr(named, "folder", None), str):
+            options.options[DumpDir] = private = DumpDir(folder)
+            private.folder = folder
         original(options, *args)
 
     def jit(original: Any, compiler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,9 +126,7 @@ def _calls(patch: Patches) -> None:
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
 
     def run(original: Any, executor: Any, pointers: list[Any]) -> Any:
-        result = original(executor, pointers)
-        RUNTIME.raise_pending()
-        return result
+        return _stored_error_first(original, executor, pointers)
 
     def run_compiled(original: Any, function: Any, pointers: list[Any]) -> Any:
         if function.engine in engines():
@@ -120,8 +135,7 @@ def _calls(patch: Patches) -> None:
         return 0
 
     def load(original: Any, function: Any) -> list[Any]:
-        libraries = original(function)
-        RUNTIME.raise_pending()
+        libraries = _stored_error_first(original, function)
         del libraries[:]  # the DSL would unload our handles through the real runtime, perhaps after the context
         return libraries
 

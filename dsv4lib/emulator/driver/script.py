@@ -27,7 +27,7 @@ HAZARD, FAILED, REFUSED, INTERRUPTED = 90, 91, 92, 130
 FIRST = "sm_100a"
 # "expects arch to be one of [...], but got sm_100a", "... requires sm_90a" and their like.
 _WANTED = re.compile(r"sm_?(\d{2,3})([af]?)", re.I)
-_REFUSAL = re.compile(r"arch|compute capability|target|not support|requires", re.I)
+_REFUSAL = re.compile(r"arch|compute capability|target|support|requires|compatible", re.I)
 
 
 def emulate(

@@ -13,6 +13,7 @@ have nothing to do. Times are NaN: emulated time says nothing about performance.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,10 +79,9 @@ class CudaMode(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         property_of = getattr(func, "__self__", None)
-        if property_of is _DEVICE:
-            return torch.device("cpu") if self._real(args[0]) else _CUDA
-        if property_of in (_IS_CUDA, _IS_CPU):
-            return self._real(args[0]) == (property_of is _IS_CPU)
+        if property_of in (_DEVICE, _IS_CUDA, _IS_CPU):
+            device = _DEVICE.__get__(args[0]) if self._real(args[0]) else _CUDA
+            return device if property_of is _DEVICE else device.type == ("cuda" if property_of is _IS_CUDA else "cpu")
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, *args, **kwargs)
@@ -254,8 +254,13 @@ def patched() -> Iterator[None]:
             torch, "set_default_device", lambda device: setattr(mode, "default", "cuda" if is_cuda(device) else "cpu")
         )
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
-        with mode:
-            yield
+        try:
+            with mode:
+                yield
+        finally:
+            rules = sys.modules.get("torch._dynamo.trace_rules")
+            if rules is not None:  # loaded inside, dynamo took our functions for torch's own
+                rules.get_torch_obj_rule_map.cache_clear()
 
 
 def _custom_op(original: Callable[..., Any], mode: CudaMode) -> Callable[..., Any]:

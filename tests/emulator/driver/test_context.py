@@ -1,0 +1,208 @@
+"""The context of a device: what torch and the DSL believe inside, and that nothing of it is left outside."""
+
+import os
+
+import pytest
+import torch
+
+cute = pytest.importorskip("cutlass.cute")
+import cutlass.testing  # noqa: E402
+from cuda.bindings import driver, runtime  # noqa: E402
+from cutlass.cute.runtime import from_dlpack  # noqa: E402
+from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
+
+from dsv4lib import emulator  # noqa: E402
+from dsv4lib.emulator.driver import cuda_api, device, dsl  # noqa: E402
+from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
+from dsv4lib.emulator.errors import EmulatorError, LaunchError  # noqa: E402
+from dsv4lib.errors import ArgumentError, BackendUnavailable  # noqa: E402
+
+
+def state():
+    """Everything the context changes."""
+    from cutlass.base_dsl.compiler import CompileOptions, Compiler
+    from cutlass.base_dsl.jit_executor import JitCompiledFunction, JitExecutor, JitFunctionArtifacts
+    from cutlass.cute.runtime import _Tensor
+    from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
+    from cutlass.utils import HardwareInfo
+
+    owners = [
+        *(Compiler, CompileOptions, JitExecutor, JitCompiledFunction, JitFunctionArtifacts, _Tensor, HardwareInfo),
+        *(CudaDialectJitCompiledFunction, torch.cuda, torch.cuda.nvtx, torch.library, driver, runtime, cutlass.testing),
+    ]
+    settings = {k: v for k, v in vars(CuTeDSL._get_dsl().envar).items()}
+    keep = ("jit_cache", "compile_options")
+    return (
+        [dict(vars(owner)) for owner in owners],
+        settings,
+        [id(getattr(CuTeDSL._get_dsl(), name)) for name in keep],
+        dict(os.environ),
+        torch.Generator,
+        torch.overrides._get_current_function_mode_stack(),
+        list(RUNTIME.devices),
+    )
+
+
+def test_everything_is_put_back():
+    before = state()
+    with emulator.device("sm_100a", seed=3):
+        assert state()[0] != before[0]
+        with emulator.device("sm_90a"):
+            pass
+    assert state() == before
+
+
+def test_everything_is_put_back_after_an_exception():
+    before = state()
+    with pytest.raises(ZeroDivisionError), emulator.device("sm_100a"):
+        raise ZeroDivisionError
+    assert state() == before
+
+
+def test_a_failure_while_entering_is_undone(monkeypatch):
+    before = state()
+    monkeypatch.setattr(dsl, "_exports", lambda patch: 1 / 0)
+    with pytest.raises(ZeroDivisionError), emulator.device("sm_100a"):
+        pass
+    monkeypatch.undo()
+    assert state() == before
+
+
+def test_contexts_nest():
+    with emulator.device("sm_100a") as outer:
+        assert device.current() is outer and torch.cuda.get_device_capability() == (10, 0)
+        with emulator.device("sm_90a") as inner:
+            assert device.current() is inner and torch.cuda.get_device_capability() == (9, 0)
+            assert os.environ["CUTE_DSL_ARCH"] == CuTeDSL._get_dsl().envar.arch == "sm_90a"
+        assert device.current() is outer and CuTeDSL._get_dsl().envar.arch == "sm_100a"
+    with pytest.raises(EmulatorError, match="no emulated device"):
+        device.current()
+
+
+def test_initialised_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(BackendUnavailable, match="already initialised"), emulator.device("sm_100a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"arch": "sm_75"}, "arch"),
+        ({"checks": "some"}, "checks"),
+        ({"sm_count": 0}, "sm_count"),
+        ({"time_limit": -1}, "time_limit"),
+    ],
+)
+def test_bad_arguments(arguments, name):
+    with pytest.raises(ArgumentError, match=name), emulator.device(**arguments):
+        pass
+
+
+@pytest.fixture
+def gpu():
+    with emulator.device("sm_100a", sm_count=4) as made:
+        yield made
+
+
+def test_where_tensors_are(gpu):
+    host, cuda = torch.zeros(3), torch.zeros(3, device="cuda")
+    assert (host.device.type, cuda.device) == ("cpu", torch.device("cuda", 0))
+    assert (host.is_cuda, cuda.is_cuda, cuda.is_cpu, cuda.get_device(), host.get_device()) == (
+        False,
+        True,
+        False,
+        0,
+        -1,
+    )
+    assert cuda.cpu().device.type == cuda.to("cpu").device.type == "cpu"
+    for moved in (
+        host.cuda(),
+        host.to("cuda"),
+        host.to(torch.device("cuda:0")),
+        host.to("cuda", torch.float16),
+        host.to(cuda),
+    ):
+        assert moved.is_cuda
+    assert (cuda + 1).is_cuda and cuda[1:].is_cuda and torch.empty_like(cuda).is_cuda and cuda.new_zeros(2).is_cuda
+    assert not (host + 1).is_cuda and not torch.zeros_like(host).is_cuda and not host.clone().is_cuda
+    assert torch.zeros_like(cuda, device="cpu").device.type == "cpu" and torch.empty(3, device=0).is_cuda
+    values, indices = torch.topk(cuda, 2)
+    assert values.is_cuda and indices.is_cuda and type(torch.topk(cuda, 2)).__name__ == "topk"
+    assert torch.empty(3, device="meta").device.type == "meta"
+
+
+def test_transfers_copy_and_others_do_not(gpu):
+    host = torch.zeros(3)
+    cuda = host.cuda()
+    cuda += 1
+    assert host.tolist() == [0, 0, 0]
+    back = cuda.cpu()
+    cuda += 1
+    assert back.tolist() == [1, 1, 1]
+    assert cuda.cuda() is cuda and cuda.to("cuda") is cuda and host.cpu() is host and host.to("cpu") is host
+    assert cuda.to("cuda", torch.float16).dtype == torch.float16
+
+
+def test_device_tensors_are_aligned_and_their_bounds_exact(gpu):
+    tensors = [torch.full((n,), 7, dtype=torch.uint8, device="cuda") for n in range(1, 60)]
+    assert all(t.data_ptr() % 256 == 0 for t in tensors)
+    assert all(t.tolist() == [7] * (i + 1) for i, t in enumerate(tensors))
+    allocations = [gpu.gmem.find(t.data_ptr()) for t in tensors]
+    assert [a.nbytes for a in allocations] == list(range(1, 60))
+
+
+def test_autograd_and_modules_work(gpu):
+    layer = torch.nn.Linear(3, 2).cuda()
+    assert layer.weight.is_cuda and isinstance(layer.weight, torch.nn.Parameter)
+    x = torch.ones(1, 3, device="cuda", requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.allclose(x.grad.cpu(), layer.weight.detach().cpu().sum(0, keepdim=True))
+
+
+def test_generators_and_defaults(gpu):
+    a = torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(5), device="cuda")
+    b = torch.randn(4, generator=torch.Generator().manual_seed(5))
+    assert a.is_cuda and torch.equal(a.cpu(), b)
+    torch.set_default_device("cuda")
+    assert torch.zeros(2).is_cuda
+    torch.set_default_device("cpu")
+    assert not torch.zeros(2).is_cuda
+
+
+def test_custom_ops_made_inside(gpu):
+    @torch.library.custom_op("dsv4test::twice", mutates_args=(), device_types="cuda")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x + torch.zeros(3, device="cuda")
+
+    out = twice(torch.ones(3, device="cuda"))
+    assert out.is_cuda and out.tolist() == [2, 2, 2]
+
+
+def test_torch_cuda_and_bindings(gpu):
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1 and torch.cuda.current_device() == 0
+    properties = torch.cuda.get_device_properties("cuda")
+    assert (properties.multi_processor_count, properties.shared_memory_per_block_optin) == (4, 227 * 1024)
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        torch.cuda.synchronize()
+    assert event.elapsed_time(event) != event.elapsed_time(event)  # NaN: no invented times
+    assert driver.cuInit(0) == (driver.CUresult.CUDA_SUCCESS,)
+    number = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    assert driver.cuDeviceGetAttribute(number, driver.CUdevice(0))[1] == 4
+    assert runtime.cudaGetDeviceCount()[1] == 1
+    with pytest.raises(LaunchError, match="device attribute 9999"):
+        gpu.attribute(9999)
+    with pytest.raises(LaunchError, match="graphs"):
+        torch.cuda.CUDAGraph()
+    assert cuda_api.NO_TIME != cuda_api.NO_TIME
+
+
+def test_tensors_are_global_memory_for_the_dsl(gpu):
+    assert "gmem" in str(from_dlpack(torch.zeros(4, device="cuda")))
+
+
+def test_without_shims_torch_is_left_alone():
+    with emulator.device("sm_100a", shims=False):
+        assert not torch.cuda.is_available() and torch.zeros(1).device.type == "cpu"

@@ -1,0 +1,132 @@
+"""Somebody's script under an emulated device: exit codes, arguments, architecture, environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+pytest.importorskip("cutlass.cute")
+
+from dsv4lib.emulator.driver.script import FAILED, HAZARD, emulate, wanted_arch
+from dsv4lib.errors import ArgumentError
+
+KERNEL = """
+import sys, os, torch
+import cutlass.cute as cute
+from cutlass.cute.runtime import from_dlpack
+
+@cute.kernel
+def kernel(x: cute.Tensor):
+    thread, _, _ = cute.arch.thread_idx()
+    x[thread] = x[thread] + 1.0
+
+@cute.jit
+def host(x: cute.Tensor):
+    kernel(x).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+def main(n):
+    assert __name__ == "__main__" and torch.cuda.is_available()
+    x = torch.zeros(n, device="cuda")
+    host(from_dlpack(x))
+    print("sum", x.cpu().sum().item(), os.environ["CUTE_DSL_ARCH"], torch.cuda.get_device_capability())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body):
+        path = tmp_path / "somebody.py"
+        path.write_text(KERNEL + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("body", "args", "code"),
+    [
+        ("main(int(sys.argv[1]))", ["32"], 0),
+        ("main(32); sys.exit(7)", [], 7),
+        ("main(32); sys.exit('sorry')", [], 1),
+        ("main(32); raise ValueError('theirs')", [], 1),
+        ("main(31)", [], FAILED),
+    ],
+)
+def test_exit_codes(script, capfd, body, args, code):
+    assert emulate(script(body), args, arch="sm_100a") == code
+    out, error = capfd.readouterr()
+    if code in (0, 7):
+        assert "sum 32.0 sm_100a (10, 0)" in out
+    if code == FAILED:
+        assert "outside every allocation" in error and "somebody.py:" in error
+
+
+def test_hazards_have_their_own_exit_code(script, capfd):
+    body = """
+    from dsv4lib.emulator.driver.device import current
+    from dsv4lib.emulator.launch import Hazard
+    main(32)
+    current().launches[-1].result.hazards.append(Hazard("planted", "a planted hazard", None))
+    """
+    assert emulate(script(body), arch="sm_100a") == HAZARD
+    assert "a planted hazard" in capfd.readouterr().err
+
+
+def test_auto_starts_again_with_the_architecture_asked_for(script, capfd):
+    body = """
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise RuntimeError("this kernel supports sm_90a only, not sm_100a")
+    main(32)
+    """
+    assert emulate(script(body)) == 0
+    out, error = capfd.readouterr()
+    assert "sum 32.0 sm_90a (9, 0)" in out and "asks for sm_90a" in error
+
+
+def test_auto_does_not_retry_what_is_not_about_architectures(script, capfd):
+    assert emulate(script("raise ValueError('sm_90a is a nice name')")) == 1
+    assert "starting again" not in capfd.readouterr().err
+
+
+def test_files_beside_the_script_can_be_imported(script, tmp_path):
+    (tmp_path / "beside.py").write_text("value = 32\n")
+    assert emulate(script("import beside; main(beside.value)"), arch="sm_100a") == 0
+
+
+@pytest.mark.parametrize(
+    ("message", "arch"),
+    [
+        ("OpError: expects arch to be one of [Arch.sm_90a], but got Arch.sm_100a", "sm_90a"),
+        ("only sm_80 is supported by this arch", "sm_80"),
+        ("requires sm_90", "sm_90a"),
+        ("requires sm_120a", None),
+        ("index out of range", None),
+        ("target sm_100a is wrong", None),
+    ],
+)
+def test_wanted_arch(message, arch):
+    assert wanted_arch(message) == arch
+
+
+def test_bad_arguments(tmp_path):
+    with pytest.raises(ArgumentError, match="script"):
+        emulate(tmp_path / "none.py")
+    (tmp_path / "some.py").write_text("")
+    with pytest.raises(ArgumentError, match="arch"):
+        emulate(tmp_path / "some.py", arch="sm_75")
+
+
+def test_ctrl_c(script, tmp_path):
+    flag = tmp_path / "running"
+    path = script(f"import time; open({str(flag)!r}, 'w').close(); time.sleep(60)")
+    code = f"import sys; from dsv4lib.emulator import emulate; sys.exit(emulate({str(path)!r}, arch='sm_100a'))"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    end = time.monotonic() + 60
+    while not flag.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
