@@ -43,18 +43,22 @@ def combine(e: Emitter, form: Form, flags: Value, i: int) -> Value:
     return OPERATORS[form.get("bool")](flags, e.pred(i)) if form.has("bool") else flags
 
 
-def source_patterns(head: str, tail: str) -> tuple[str, ...]:
-    """Spellings by source type: ``head`` and ``tail`` stand before the comparison and after the modifiers."""
+def source_patterns(head: str, tail: str = "") -> tuple[str, ...]:
+    """Spellings of integer and 32- and 64-bit float sources; ``tail`` stands before the source type."""
     return (
         f"{head}.<cmp:{INTEGER}>{BOOL}{tail}.<stype:u16|u32|u64|s16|s32|s64>",
         f"{head}.<cmp:{UNSIGNED}>{BOOL}{tail}.<stype:u16|u32|u64>",
         f"{head}.<cmp:eq|ne>{BOOL}{tail}.<stype:b16|b32|b64>",
-        f"{head}.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>]{tail}.<stype:f32|f16>",
-        f"{head}.<cmp:{FLOAT}>{BOOL}{tail}.<stype:f64|bf16>",
+        f"{head}.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>]{tail}.<stype:f32>",
+        f"{head}.<cmp:{FLOAT}>{BOOL}{tail}.<stype:f64>",
     )
 
 
-@isa.native(*source_patterns("setp", ""))
+@isa.native(
+    *source_patterns("setp"),
+    f"setp.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>].<stype:f16>",
+    f"setp.<cmp:{FLOAT}>{BOOL}.<stype:bf16>",
+)
 def setp(e: Emitter, form: Form) -> None:
     """p[|q] = (a cmp b) BoolOp c; q has the comparison inverted."""
     pair = len(e.groups[0]) == 2
@@ -90,11 +94,9 @@ def truth(e: Emitter, flags: Value, dtype: str) -> Value:
 
 @isa.native(
     *source_patterns("set", ".<dtype:u32|s32|f32>"),
-    f"set.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>].<dtype:u16|s16|f16|bf16>.<stype:f16|f32>",
-    f"set.<cmp:{FLOAT}>{BOOL}.<dtype:u16|s16|f16|bf16>.<stype:bf16|f64>",
-    f"set.<cmp:{INTEGER}>{BOOL}.<dtype:f16|bf16>.<stype:u16|u32|u64|s16|s32|s64>",
-    f"set.<cmp:{UNSIGNED}>{BOOL}.<dtype:f16|bf16>.<stype:u16|u32|u64>",
-    f"set.<cmp:eq|ne>{BOOL}.<dtype:f16|bf16>.<stype:b16|b32|b64>",
+    *source_patterns("set", ".<dtype:f16|bf16>"),
+    f"set.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>].<dtype:u16|s16|u32|s32|f16>.<stype:f16>",
+    f"set.<cmp:{FLOAT}>{BOOL}.<dtype:u16|s16|u32|s32|bf16>.<stype:bf16>",
 )
 def set_scalar(e: Emitter, form: Form) -> None:
     """d = (a cmp b) BoolOp c as all ones or 1.0."""

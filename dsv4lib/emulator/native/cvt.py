@@ -59,7 +59,8 @@ def clamp(e: Emitter, a: Value, atype: str, dtype: str) -> Value:
 
 @isa.native(
     f"cvt.<round:{TO_INTEGER}>[.<ftz:ftz>][.<sat:sat>].<dtype:{INTEGERS}>.<atype:f32>",
-    f"cvt.<round:{TO_INTEGER}>[.<sat:sat>].<dtype:{INTEGERS}>.<atype:f16|bf16|f64>",
+    f"cvt.<round:{TO_INTEGER}>[.<sat:sat>].<dtype:{INTEGERS}>.<atype:f16|f64>",
+    f"cvt.<round:{TO_INTEGER}>.<dtype:{INTEGERS}>.<atype:bf16>",
 )
 def float_to_integer(e: Emitter, form: Form) -> None:
     """Round to an integer and clamp. NaN gives 0, or the top bit alone if f64 or a 64-bit integer is involved."""
@@ -139,7 +140,8 @@ def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False,
 
 
 @isa.native(
-    "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f32>.<atype:f16|bf16|f32>",
+    "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f32>.<atype:f16|f32>",
+    "cvt[.<ftz:ftz>].<dtype:f32>.<atype:bf16>",
     "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f64>.<atype:f32>",
     "cvt[.<sat:sat>].<dtype:f64>.<atype:f16|f64>",
     "cvt.<dtype:f64>.<atype:bf16>",
@@ -155,7 +157,8 @@ def widening(e: Emitter, form: Form) -> None:
     f"cvt.<round:{ROUND}>[.<ftz:ftz>][.<sat:sat>].<dtype:f32>.<atype:f64>",
     f"cvt.<round:{ROUND}>[.<ftz:ftz>][.<sat:sat>].<dtype:f16>.<atype:f32>",
     f"cvt.<round:{ROUND}>[.<ftz:ftz>].<dtype:bf16>.<atype:f32>",
-    f"cvt.<round:{ROUND}>[.<sat:sat>].<dtype:f16>.<atype:f64|bf16>",
+    f"cvt.<round:{ROUND}>[.<sat:sat>].<dtype:f16>.<atype:f64>",
+    f"cvt.<round:{ROUND}>.<dtype:f16>.<atype:bf16>",
     f"cvt.<round:{ROUND}>.<dtype:bf16>.<atype:f64|f16>",
     "cvt.<round:rn|rz>.<relu:relu>[.<satfinite:satfinite>].<dtype:f16|bf16>.<atype:f32>",
     "cvt.<round:rn|rz>.<satfinite:satfinite>[.<relu:relu>].<dtype:f16|bf16>.<atype:f32>",

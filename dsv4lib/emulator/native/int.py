@@ -22,7 +22,7 @@ def add(e: Emitter, form: Form) -> None:
     store_int(e, 0, load_int(e, 1, t) + load_int(e, 2, t))
 
 
-@isa.native(f"sub.<type:{INTEGERS}|u16x2|s16x2>")
+@isa.native(f"sub.<type:{INTEGERS}>")
 def sub(e: Emitter, form: Form) -> None:
     """d = a - b, wrapping."""
     t = form.get("type")

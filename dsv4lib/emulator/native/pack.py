@@ -18,11 +18,10 @@ def mov_pred(e: Emitter, form: Form) -> None:
     e.store_pred(0, e.pred(1))
 
 
-@isa.native(f"mov.<type:b8|b128|{SCALARS}|f16|bf16|f16x2|bf16x2>")
+@isa.native(f"mov.<type:b128|{SCALARS}>")
 def mov(e: Emitter, form: Form) -> None:
     """d = a, d = {a, b, ...} (the first is lowest) or {d, e, ...} = a."""
-    t = form.get("type")
-    bits = 32 if t.endswith("16x2") else bits_of(t)
+    bits = bits_of(form.get("type"))
     to, source = e.groups
     if len(to) == len(source) == 1:
         e.store(0, e.load(1, f"i{bits}"))

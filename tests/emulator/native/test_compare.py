@@ -90,14 +90,13 @@ def setp_cases() -> list[Case]:
 def set_cases() -> list[Case]:
     out = []
     pairs = [("ge", "s32"), ("ltu", "f32"), ("ls", "u64"), ("eq", "b16"), ("gt", "f64")]
-    for dtype in ("u32", "s32", "f32"):
-        out += [set_case(name, dtype, t) for name, t in (*pairs, ("nan", "f16"), ("leu", "bf16"))]
-        out.append(set_case("lt", dtype, "f32", ".and"))
-        out.append(set_case("lt", dtype, "f32", "", ".ftz"))
-    for dtype in ("f16", "bf16"):
+    for dtype in ("u32", "s32", "f32", "f16", "bf16"):
         out += [set_case(name, dtype, t, combine) for name, t in pairs for combine in ("", ".xor")]
-    for dtype in ("u16", "s16"):
-        out += [set_case("gt", dtype, t) for t in ("f16", "bf16")]
+        out.append(set_case("lt", dtype, "f32", "", ".ftz"))
+    for t in ("f16", "bf16"):
+        for dtype in ("u16", "s16", "u32", "s32", t):
+            out += [set_case("gt", dtype, t), set_case("nan", dtype, t, ".or")]
+    out.append(set_case("leu", "u32", "f16", "", ".ftz"))
     for t in ("f16x2", "bf16x2"):
         for dtype in (t, "u32", "s32"):
             out += [set_packed(name, dtype, t, combine) for name in ("lt", "equ") for combine in ("", ".and")]

@@ -20,9 +20,9 @@ def raw(t: str) -> str:
 
 
 def moves() -> list[Case]:
-    out = [Case("mov.pred", ("pred",), lambda a: a, ("pred",)), Case("mov.b8", ("b8",), lambda a: a, ("b8",))]
+    out = [Case("mov.pred", ("pred",), lambda a: a, ("pred",))]
     out.append(Case("mov.b128", ("b128",), lambda a: a, ("b128",)))
-    for t in (*TYPES, "f16", "bf16", "f16x2", "bf16x2"):
+    for t in TYPES:
         out.append(Case(f"mov.{t}", (raw(t),), lambda a: a, (raw(t),)))
     for whole, parts in ((16, 2), (32, 2), (32, 4), (64, 2), (64, 4), (64, 8), (128, 2), (128, 4)):
         part = whole // parts
