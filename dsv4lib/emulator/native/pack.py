@@ -112,6 +112,25 @@ def isspacep(e: Emitter, form: Form) -> None:
     e.store_pred(0, inside)
 
 
+def replace_rank(e: Emitter, a: Value, rank: Value) -> Value:
+    """A shared address (cluster rank << 24 | offset) moved to another CTA; the bits above are kept."""
+    return (a & ~0xFF000000) | (e.resize(rank, a.kind) << 24)
+
+
+@isa.native("mapa.shared::cluster.<type:u32|u64>", "mapa.<type:u64>")
+def mapa(e: Emitter, form: Form) -> None:
+    """d = address of the same variable in CTA b of the cluster; a generic address stays generic."""
+    a = e.load(1, f"i{bits_of(form.get('type'))}")
+    e.store(0, replace_rank(e, a, e.load(2, "i32")))
+
+
+@isa.native("getctarank.shared::cluster.<type:u32|u64>", "getctarank.<type:u64>")
+def getctarank(e: Emitter, form: Form) -> None:
+    """d = rank of the CTA in the cluster that owns shared address a."""
+    a = e.load(1, f"i{bits_of(form.get('type'))}")
+    e.store(0, e.resize((a >> 24) & 0xFF, "i32"))
+
+
 # --- hints ----------------------------------------------------------------------------------------------------------
 
 EVICTION = "L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged"

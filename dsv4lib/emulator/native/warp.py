@@ -58,6 +58,13 @@ def shfl(e: Emitter, form: Form) -> None:
         e.store_pred(1, inside)
 
 
+@isa.native("movmatrix.sync.aligned.m8n8.trans.b16")
+def movmatrix(e: Emitter, form: Form) -> None:
+    """d = transposed 8x8 matrix of 16-bit elements; lane i holds elements 2i and 2i + 1 in row order."""
+    elements = e.bitcast(e.load(1, "i32"), "i16")
+    e.store(0, e.bitcast(e.shuffle(elements, [(k % 8) * 8 + k // 8 for k in range(64)]), "i32"))
+
+
 @isa.native("vote.sync.<mode:all|any|uni>.pred")
 def vote(e: Emitter, form: Form) -> None:
     """d = the predicate holds in all, any, or equally in the members."""

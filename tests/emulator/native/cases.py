@@ -14,7 +14,7 @@ WIDTH = {
     "pred": 1,
     "shift": 32,
     "byte": 32,
-    "nibble": 32,
+    "rank": 32,
     "b8": 8,
     "f16x2": 32,
     "bf16x2": 32,
@@ -52,6 +52,8 @@ def draw(rng: random.Random, kind: str) -> int:
     """One raw value, edges likely."""
     if kind == "pred":
         return rng.getrandbits(1)
+    if kind == "rank":
+        return rng.randrange(16)
     if kind == "shift":
         return rng.choice([rng.randrange(70), rng.choice([0, 1, 15, 16, 31, 32, 33, 63, 64, 255, 256, 2**32 - 1])])
     if kind == "byte":

@@ -57,6 +57,11 @@ def spaces() -> list[Case]:
         back = (lambda a: a & 0xFFFFFFFF) if window else (lambda a: a)
         out.append(Case(f"cvta.{space}.u64", ("b64",), generic, ("b64",)))
         out.append(Case(f"cvta.to.{space}.u64", ("b64",), back, ("b64",)))
+    for opcode, kind in (("mapa.shared::cluster.u32", "b32"), ("mapa.shared::cluster.u64", "b64"), ("mapa.u64", "b64")):
+        move = lambda a, r: a & ~0xFF000000 | (r & 0xFF) << 24  # noqa: E731
+        out.append(Case(opcode, (kind, "rank"), move, (kind,)))
+        rank = opcode.replace("mapa", "getctarank")
+        out.append(Case(rank, (kind,), lambda a: a >> 24 & 0xFF, ("b32",)))
     return out
 
 

@@ -19,6 +19,7 @@ SHAPES = {
     **{f"vote.sync.{m}.pred": "1 1 32" for m in VOTES},
     "vote.sync.ballot.b32": "32 1 32",
     "activemask.b32": "32",
+    "movmatrix.sync.aligned.m8n8.trans.b16": "32 32",
     "elect.sync": "32|1 32",
     "match.any.sync.b32": "32 32 32",
     "match.any.sync.b64": "32 64 32",
@@ -102,6 +103,14 @@ def test_shfl_without_predicate():
     a = np.arange(32, dtype=np.uint32) * 3
     u.run({1: a, 2: full(5), 3: full(31), 4: full(FULL)})
     assert (u.register(0) == 15).all()
+
+
+def test_movmatrix():
+    """Against numpy's transpose; lane i of a matrix in row order holds two neighbours."""
+    matrix = np.arange(64, dtype=np.uint16).reshape(8, 8) * 771
+    u = unit("movmatrix.sync.aligned.m8n8.trans.b16", "32 32", {0: 1})
+    u.run({1: matrix.reshape(-1).view(np.uint32)})
+    np.testing.assert_array_equal(u.register(0).view(np.uint16).reshape(8, 8), matrix.T)
 
 
 @pytest.mark.parametrize("mask", MASKS)
