@@ -7,9 +7,12 @@ noted, but carried out); stores to shared memory mark their bytes as written and
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from dsv4lib.emulator.memory.addressing import RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.driver_ir import fill
-from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value
+from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value, context_offset
 
 _SHARED_TOP, _LOCAL_TOP = abi.SHARED_WINDOW >> 56, abi.LOCAL_WINDOW >> 56
 
@@ -442,6 +445,67 @@ def pointer_of(e: Emitter, space: str, store: bool, address: Value, nbytes: int,
     with e.when(failed):
         e.ret(abi.STOP_FAULT)
     return pointer
+
+
+@dataclass(frozen=True)
+class Checked:
+    """All lanes' accesses, checked at once by vector arithmetic.
+
+    Attributes:
+        ok: scalar i1: every lane's access is possible; else the lanes have to be looked at one by one.
+        pointers: <32 x i64> host addresses; idle lanes repeat the first active lane's.
+        init: distance from a data pointer to its byte in the table of written bytes (shared memory).
+        dirty: <32 x i64> host addresses of the chunks' entries in the dirty table (shared memory).
+    """
+
+    ok: Value
+    pointers: Value
+    init: Value | None = None
+    dirty: Value | None = None
+
+
+def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int) -> Checked | None:
+    """Check the lanes' addresses together; None for state spaces without such a check."""
+    if space not in ("global", "shared", "local"):
+        return None
+    first = e.extract(lanes, e.intrinsic("llvm.cttz", e.mask(), e.flag(True)))
+    safe = e.select(e.active(), lanes, e.splat(first))
+    if space == "global":
+        table = e.context("alloc", "ptr")
+        at = e.pointer(table, e.cast("zext", e.context("alloc_last"), "i64") << 4)
+        start, stop = e.load_from(at, 0, "i64"), e.load_from(at, 8, "i64")
+        if not store:  # the read-only mark makes the end of an allocation negative
+            stop = stop & (abi.READ_ONLY - 1)
+        room = stop - start - nbytes
+        some = e.icmp("ne", e.context("alloc_count"), 0) & e.icmp("sge", stop, 0) & e.icmp("sge", room, 0)
+        return Checked(some & _within(e, safe - e.splat(start), room, nbytes, safe), safe)
+    if space == "local":
+        size = e.cast("zext", e.context("local_bytes"), "i64")
+        base = e.splat(e.context("local", "i64")) + e.lane_ids("i64") * e.splat(size)
+        return Checked(e.icmp("uge", size, nbytes) & _within(e, safe, size - nbytes, nbytes, safe), safe + base)
+    rank = first >> RANK_SHIFT
+    near = e.icmp("ult", rank, abi.MAX_CLUSTER)
+    rank = e.select(near, rank, 0)
+    data, init, dirty = (_entry(e, name, rank) for name in ("smem", "smem_init", "smem_dirty"))
+    room = e.cast("zext", e.context("smem_bytes"), "i64") - nbytes
+    offsets = safe - e.splat(rank << RANK_SHIFT)  # a lane of another CTA has an offset beyond any shared memory
+    ok = near & e.icmp("ne", data, 0) & _within(e, offsets, room, nbytes, offsets)
+    chunks = (offsets >> 3) & -2  # two bytes for every 16
+    return Checked(ok, offsets + e.splat(data), init - data, chunks + e.splat(dirty))
+
+
+def _within(e: Emitter, offsets: Value, room: Value, nbytes: int, lanes: Value) -> Value:
+    """Scalar i1: all offsets are at most ``room``, and all addresses are multiples of ``nbytes``."""
+    bad = e.icmp("ugt", offsets, e.splat(room))
+    if nbytes > 1:
+        bad = bad | e.icmp("ne", lanes & (nbytes - 1), 0)
+    return e.icmp("eq", e.bits(bad), 0)
+
+
+def _entry(e: Emitter, table: str, rank: Value) -> Value:
+    """Host address of a per-CTA table of the cluster."""
+    at = e.pointer("%ctx", (rank << 3) + context_offset(table))
+    return e.load_from(at, 0, "i64")
 
 
 def addresses(e: Emitter, operand: int) -> Value:

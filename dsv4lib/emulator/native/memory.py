@@ -8,11 +8,23 @@ Source: PTX ISA, "Data Movement and Conversion Instructions": ld, ld.global.nc, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access import addresses, finish, lane_of, pointer_of, space_of, spill
+from dsv4lib.emulator.native.access import (
+    Checked,
+    addresses,
+    check_all,
+    finish,
+    lane_of,
+    pointer_of,
+    space_of,
+    spill,
+)
 from dsv4lib.emulator.native.irtools import BITS, Emitter, Value
 
 TYPES = "b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
@@ -75,14 +87,20 @@ def load(e: Emitter, form: Form) -> None:
     if e.leaves[base] == "i":
         _load_uniform(e, form, space, bits, base)
         return
-    slot = spill(e, addresses(e, base))
-    places = [None if e.leaves[t] == "_" else target(e, t, bits) for t in targets]
+    nbytes = n * bits // 8
+    lanes = addresses(e, base)
+    staging, slot = buffer(e, nbytes), spill(e, lanes)
+    checked = check_all(e, space, False, lanes, nbytes)
+    if checked is not None:
+        copy_all_in(e, checked, staging, nbytes)
     with e.each_lane() as lane:
-        pointer = pointer_of(e, space, False, lane_of(e, slot, lane, "i64"), n * bits // 8, lane)
-        for k, place in enumerate(places):
-            if place is not None:
-                put(e, place, lane, element(e, pointer, k, bits), form.get("type"))
-    count(e, space, slot, n * bits // 8)
+        pointer = pointer_of(e, space, False, lane_of(e, slot, lane, "i64"), nbytes, lane)
+        copy(e, pointer, row(e, staging, lane, nbytes), nbytes)
+    if checked is not None:
+        e.raw("br label %loaded")
+        e.label("loaded")
+    spread(e, staging, targets, bits, form.get("type"))
+    count(e, space, slot, nbytes)
     finish(e, space)
 
 
@@ -115,15 +133,169 @@ def store(e: Emitter, form: Form) -> None:
     bits, space = element_bits(form.get("type")), space_of(form.get("space"))
     base, sources = e.groups[0][0], e.groups[1]
     n = vector_length(form, bits, sources, e)
-    slot = spill(e, addresses(e, base))
-    places = [source(e, s, bits) for s in sources]
+    nbytes = n * bits // 8
+    lanes = addresses(e, base)
+    staging, slot = buffer(e, nbytes), spill(e, lanes)
+    collect(e, staging, sources, bits)
+    checked = check_all(e, space, True, lanes, nbytes)
+    if checked is not None:
+        copy_all_out(e, checked, staging, nbytes)
     with e.each_lane() as lane:
-        pointer = pointer_of(e, space, True, lane_of(e, slot, lane, "i64"), n * bits // 8, lane)
-        for k, place in enumerate(places):
-            value = get(e, place, lane, bits)
-            e.raw(f"store {value.typed}, ptr {e.pointer(pointer, k * bits // 8).ref}, align {bits // 8}")
-    count(e, space, slot, n * bits // 8)
+        pointer = pointer_of(e, space, True, lane_of(e, slot, lane, "i64"), nbytes, lane)
+        copy(e, row(e, staging, lane, nbytes), pointer, nbytes)
+    if checked is not None:
+        e.raw("br label %stored")
+        e.label("stored")
+    count(e, space, slot, nbytes)
     e.ret(abi.CONTINUE)
+
+
+# --- lanes through a buffer -------------------------------------------------------------------------------------------
+
+# One lane's bytes as one machine value.
+_COPY_TYPE = {1: "i8", 2: "i16", 4: "i32", 8: "i64", 16: "<4 x i32>", 32: "<8 x i32>"}
+
+
+def buffer(e: Emitter, nbytes: int) -> Value:
+    """Room for ``nbytes`` of every lane, lane after lane."""
+    return e.line(f"alloca [{abi.LANES * nbytes} x i8], align 64", "ptr", 0)
+
+
+def row(e: Emitter, staging: Value, lane: Value, nbytes: int) -> Value:
+    """A lane's place in the buffer."""
+    return e.line(f"getelementptr [{nbytes} x i8], ptr {staging.ref}, {lane.typed}", "ptr", 0)
+
+
+def copy(e: Emitter, source_at: Value, target_at: Value, nbytes: int) -> None:
+    """Move one lane's bytes."""
+    kind, align = _COPY_TYPE[nbytes], min(nbytes, 16)
+    name = e.fresh()
+    e.raw(f"{name} = load {kind}, ptr {source_at.ref}, align {align}")
+    e.raw(f"store {kind} {name}, ptr {target_at.ref}, align {align}")
+
+
+def spread(e: Emitter, staging: Value, targets: range, bits: int, ptx: str) -> None:
+    """Write the buffer's elements to registers, extended to their widths."""
+    n = len(targets)
+    if bits == 128:
+        halves = e.line(f"load <{64 * n} x i64>, ptr {staging.ref}, align 64", "i64", 64 * n)
+        for k, t in enumerate(targets):
+            low, high = (range(2 * k + h, 64 * n, 2 * n) for h in range(2))
+            check_width(e, e.register_bits(t, 128), 128)
+            if e.leaves[t] != "_":
+                e.store(t, e.shuffle(halves, [*low, *high]))
+        return
+    everything = e.line(f"load <{32 * n} x i{bits}>, ptr {staging.ref}, align 64", f"i{bits}", 32 * n)
+    for t, value in zip(targets, e.unpack(everything, f"i{bits}", n), strict=True):
+        if e.leaves[t] != "_":
+            width = e.register_bits(t, bits)
+            check_width(e, width, bits)
+            e.store(t, e.resize(value, f"i{width}", ptx.startswith("s")) if width > bits else value)
+
+
+def collect(e: Emitter, staging: Value, sources: range, bits: int) -> None:
+    """Fill the buffer from registers or constants, cut to the type's width."""
+    parts = []
+    for s in sources:
+        width = e.register_bits(s, bits)
+        check_width(e, width, bits)
+        value = e.load(s, f"i{width}")
+        parts.append(e.shuffle(value, [i // 2 + 32 * (i % 2) for i in range(64)]) if bits == 128 else value)
+    if bits == 128 and len(parts) == 2:
+        order = [i for lane in range(32) for i in (2 * lane, 2 * lane + 1, 64 + 2 * lane, 65 + 2 * lane)]
+        everything = e.shuffle(parts[0], order, parts[1])
+    elif bits == 128:
+        everything = parts[0]
+    else:
+        narrow = [e.resize(p, f"i{bits}") if p.kind != f"i{bits}" else p for p in parts]
+        everything = e.pack(narrow, f"i{bits}")
+    e.raw(f"store {everything.typed}, ptr {staging.ref}, align 64")
+
+
+_UNROLL = 4
+
+
+@contextmanager
+def _every_lane(e: Emitter, carried: Value | None = None) -> Iterator[tuple[list[Value], list[Value]]]:
+    """A loop over all 32 lanes, `_UNROLL` at a time; yields the lanes (i64) and the carried value in a list.
+
+    The body replaces the list's element by the value of the next round; after the loop it is the final one.
+    """
+    before, carry = e.block, [] if carried is None else [carried]
+    e.raw("br label %turn")
+    e.label("turn")
+    index = Value(e, "%turn.i", "i64", 0)
+    e.raw(f"%turn.i = phi i64 [ 0, %{before} ], [ %turn.next, %turn ]")
+    if carried is not None:
+        e.raw(f"%turn.c = phi {carried.type} [ {carried.ref}, %{before} ], [ %turn.d, %turn ]")
+        carry[0] = Value(e, "%turn.c", carried.kind, carried.n)
+    yield [index if k == 0 else index + k for k in range(_UNROLL)], carry
+    if carried is not None:
+        e.raw(f"%turn.d = freeze {carry[0].typed}")
+        carry[0] = Value(e, "%turn.d", carried.kind, carried.n)
+    e.raw(f"%turn.next = add i64 %turn.i, {_UNROLL}")
+    e.raw(f"%turn.more = icmp ult i64 %turn.next, {abi.LANES}")
+    e.raw("br i1 %turn.more, label %turn, label %turned")
+    e.label("turned")
+
+
+def _lane_pointer(e: Emitter, slot: Value, lane: Value) -> Value:
+    """Pointer number ``lane`` of a spilled vector of host addresses."""
+    at = e.line(f"getelementptr ptr, ptr {slot.ref}, {lane.typed}", "ptr", 0)
+    return e.line(f"load ptr, ptr {at.ref}, align 8", "ptr", 0)
+
+
+def copy_all_in(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> None:
+    """If every lane's access is possible and initialised: fill the buffer and go to ``loaded``."""
+    slot = spill(e, checked.pointers)
+    e.raw(f"br i1 {checked.ok.ref}, label %fast, label %slow")
+    e.label("fast")
+    wide = f"i{8 * nbytes}"
+    ones = Value(e, str(int.from_bytes(b"\1" * nbytes, "little")), wide, 0)
+    with _every_lane(e, None if checked.init is None else ones) as (lanes, written):
+        for lane in lanes:
+            pointer = _lane_pointer(e, slot, lane)
+            copy(e, pointer, row(e, staging, lane, nbytes), nbytes)
+            if written:
+                flags = e.load_from(e.pointer(pointer, checked.init), 0, wide, align=min(nbytes, 16))
+                written[0] = written[0] & flags
+    if not written:
+        e.raw("br label %loaded")
+    else:
+        unchecked = e.icmp("eq", e.context("checks") & abi.CHECK_INIT, 0)
+        fine = e.icmp("eq", written[0], ones) | unchecked
+        e.raw(f"br i1 {fine.ref}, label %loaded, label %slow")
+    e.label("slow")
+
+
+def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> None:
+    """If every lane's access is possible: store the buffer, mark what was written, and go to ``stored``."""
+    slot = spill(e, checked.pointers)
+    dirty = None if checked.dirty is None else spill(e, checked.dirty)
+    writer = e.cast("trunc", e.context("warp") + 1, "i16")
+
+    def one(lane: Value) -> None:
+        pointer = _lane_pointer(e, slot, lane)
+        copy(e, row(e, staging, lane, nbytes), pointer, nbytes)
+        if dirty is not None:
+            ones = Value(e, str(int.from_bytes(b"\1" * nbytes, "little")), f"i{8 * nbytes}", 0)
+            e.store_to(pointer, checked.init, ones, align=min(nbytes, 16))
+            e.raw(f"store {writer.typed}, ptr {_lane_pointer(e, dirty, lane).ref}, align 2")
+
+    e.raw(f"br i1 {checked.ok.ref}, label %fast, label %slow")
+    e.label("fast")
+    full = e.icmp("eq", e.mask(), -1)
+    e.raw(f"br i1 {full.ref}, label %all, label %some")
+    e.label("all")
+    with _every_lane(e) as (lanes, _):
+        for lane in lanes:
+            one(lane)
+    e.raw("br label %stored")
+    e.label("some")
+    with e.each_lane() as lane:
+        one(lane)
+    e.raw("br label %stored")
+    e.label("slow")
 
 
 # --- lanes of registers -----------------------------------------------------------------------------------------------
