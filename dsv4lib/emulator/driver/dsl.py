@@ -16,15 +16,14 @@ in this file, in `host` and in `tvm_ffi`:
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dsv4lib.emulator.driver import host
+from dsv4lib.emulator.driver import host, tvm_ffi
 from dsv4lib.emulator.driver.device import Device, engines
 from dsv4lib.emulator.driver.patching import Patches, patches
-from dsv4lib.emulator.driver.symbols import RUNTIME, register
+from dsv4lib.emulator.driver.symbols import RUNTIME, register, stored_error_first
 from dsv4lib.emulator.errors import LaunchError
 
 _DLPACK = ((b"dltensor", 8), (b"dltensor_versioned", 40))  # capsule name, offset of DLDevice.device_type
@@ -41,29 +40,8 @@ def patched(gpu: Device, folder: str) -> Iterator[None]:
         _tensors(patch)
         _hardware(patch)
         _exports(patch)
+        tvm_ffi.apply(patch)
         yield
-
-
-def _around(patch: Patches, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method by ``wrapper(original, self, ...)``."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    patch.set(owner, name, method)
-
-
-def _stored_error_first(function: Callable[..., Any], *args: Any) -> Any:
-    """Call generated code; what a callback stored explains whatever else went wrong."""
-    try:
-        result = function(*args)
-    except Exception:
-        RUNTIME.raise_pending()
-        raise
-    RUNTIME.raise_pending()
-    return result
 
 
 def _settings(patch: Patches, gpu: Device) -> None:
@@ -116,9 +94,9 @@ def _compiler(patch: Patches, folder: str) -> None:
         original(artifacts)
         host.remember_artifacts(artifacts)
 
-    _around(patch, CompileOptions, "apply_envar_settings", keep)
-    _around(patch, Compiler, "jit", jit)
-    _around(patch, JitFunctionArtifacts, "__post_init__", read)
+    patch.around(CompileOptions, "apply_envar_settings", keep)
+    patch.around(Compiler, "jit", jit)
+    patch.around(JitFunctionArtifacts, "__post_init__", read)
 
 
 def _calls(patch: Patches) -> None:
@@ -126,7 +104,7 @@ def _calls(patch: Patches) -> None:
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
 
     def run(original: Any, executor: Any, pointers: list[Any]) -> Any:
-        return _stored_error_first(original, executor, pointers)
+        return stored_error_first(original, executor, pointers)
 
     def run_compiled(original: Any, function: Any, pointers: list[Any]) -> Any:
         if function.engine in engines():
@@ -135,13 +113,13 @@ def _calls(patch: Patches) -> None:
         return 0
 
     def load(original: Any, function: Any) -> list[Any]:
-        libraries = _stored_error_first(original, function)
+        libraries = stored_error_first(original, function)
         del libraries[:]  # the DSL would unload our handles through the real runtime, perhaps after the context
         return libraries
 
-    _around(patch, JitExecutor, "run_compiled_program", run)
-    _around(patch, Function, "run_compiled_program", run_compiled)
-    _around(patch, Function, "_load_cuda_library", load)
+    patch.around(JitExecutor, "run_compiled_program", run)
+    patch.around(Function, "run_compiled_program", run_compiled)
+    patch.around(Function, "_load_cuda_library", load)
     patch.set(Function, "num_devices", property(lambda function: 1))
 
 
@@ -158,7 +136,7 @@ def _tensors(patch: Patches) -> None:
         if is_torch:
             claim_cuda(tensor._dlpack_data)
 
-    _around(patch, _Tensor, "__init__", init)
+    patch.around(_Tensor, "__init__", init)
 
 
 def claim_cuda(capsule: Any) -> None:
@@ -204,4 +182,4 @@ def _exports(patch: Patches) -> None:
         )
 
     for name in ("export_to_c", "dump_to_object"):
-        _around(patch, JitCompiledFunction, name, refuse)
+        patch.around(JitCompiledFunction, name, refuse)

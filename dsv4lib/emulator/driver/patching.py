@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +22,16 @@ class Patches:
         own = vars(owner) if hasattr(owner, "__dict__") else {}
         self._undo.append((owner, name, own.get(name, _MISSING)))
         setattr(owner, name, value)
+
+    def around(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Replace a method by ``wrapper(original, self, ...)``."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self.set(owner, name, method)
 
     def env(self, name: str, value: str) -> None:
         """Set an environment variable."""

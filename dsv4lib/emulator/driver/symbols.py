@@ -75,6 +75,19 @@ class Runtime:
 
 
 RUNTIME = Runtime()
+
+
+def stored_error_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call generated code; what a callback stored explains whatever else went wrong."""
+    try:
+        result = function(*args, **kwargs)
+    except Exception:
+        RUNTIME.raise_pending()
+        raise
+    RUNTIME.raise_pending()
+    return result
+
+
 _SYMBOLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
 
 
@@ -250,6 +263,7 @@ def tensor_map_encode_tiled(
         _array(box, "I", rank),
         _array(steps, "I", rank),
         *modes,
+        sm100=RUNTIME.device().arch.tmem,
     )
     ctypes.memmove(out, bytes(encoded), 128)
 
