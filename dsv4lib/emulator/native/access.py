@@ -464,12 +464,12 @@ class Checked:
     dirty: Value | None = None
 
 
-def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int) -> Checked | None:
-    """Check the lanes' addresses together; None for state spaces without such a check."""
+def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int, mask: Value) -> Checked | None:
+    """Check the addresses of the lanes in ``mask`` together; None for state spaces without such a check."""
     if space not in ("global", "shared", "local"):
         return None
-    first = e.extract(lanes, e.intrinsic("llvm.cttz", e.mask(), e.flag(True)))
-    safe = e.select(e.active(), lanes, e.splat(first))
+    first = e.extract(lanes, e.intrinsic("llvm.cttz", mask, e.flag(True)))
+    safe = e.select(e.lanes(mask), lanes, e.splat(first))
     if space == "global":
         table = e.context("alloc", "ptr")
         at = e.pointer(table, e.cast("zext", e.context("alloc_last"), "i64") << 4)

@@ -18,8 +18,9 @@ from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access import addresses, finish, lane_of, pointer_of, space_of, spill
+from dsv4lib.emulator.native.access import addresses, check_all, finish, lane_of, pointer_of, space_of, spill
 from dsv4lib.emulator.native.irtools import Emitter, Value
+from dsv4lib.emulator.native.memory import buffer, copy, copy_all_in, copy_all_out, row
 
 _SHARED = "[.<space:shared|shared::cta>]"
 _ROW = 16  # bytes
@@ -37,28 +38,41 @@ def _count(form: Form, registers: range, each: int) -> int:
     return n
 
 
-def _rows(e: Emitter, base: int, rows: int) -> tuple[Value, Value, Value]:
-    """Buffer for ``rows`` rows, the spilled row addresses, and the mask of the lanes that give them."""
-    slot = spill(e, addresses(e, base))
-    buffer = e.line(f"alloca [{rows * _ROW} x i8], align 64", "ptr", 0)
-    return buffer, slot, e.const((1 << rows) - 1, "i32", 0)
-
-
 def _gather(e: Emitter, form: Form, base: int, rows: int) -> Value:
     """Read one row from each of the first ``rows`` lanes' addresses; returns the buffer."""
-    space = space_of(form.get("space"))
-    buffer, slot, lanes = _rows(e, base, rows)
-    with e.each_lane(lanes) as lane:
+    space, lanes = space_of(form.get("space")), addresses(e, base)
+    staging, slot, mask = buffer(e, _ROW), spill(e, lanes), e.const((1 << rows) - 1, "i32", 0)
+    checked = check_all(e, space, False, lanes, _ROW, mask)
+    if checked is not None:
+        copy_all_in(e, checked, staging, _ROW)
+    with e.each_lane(mask) as lane:
         pointer = pointer_of(e, space, False, lane_of(e, slot, lane, "i64"), _ROW, lane)
-        row = e.line(f"load i128, ptr {pointer.ref}, align 16", "i128", 0)
-        at = e.line(f"getelementptr i128, ptr {buffer.ref}, {lane.typed}", "ptr", 0)
-        e.raw(f"store {row.typed}, ptr {at.ref}, align 16")
-    return buffer
+        copy(e, pointer, row(e, staging, lane, _ROW), _ROW)
+    if checked is not None:
+        e.raw("br label %loaded")
+        e.label("loaded")
+    return staging
 
 
-def _vector(e: Emitter, buffer: Value, offset: int, kind: str, n: int) -> Value:
+def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> None:
+    """Store one row of the buffer at each of the first ``rows`` lanes' addresses."""
+    space, lanes = space_of(form.get("space")), addresses(e, base)
+    slot, mask = spill(e, lanes), e.const((1 << rows) - 1, "i32", 0)
+    checked = check_all(e, space, True, lanes, _ROW, mask)
+    if checked is not None:
+        copy_all_out(e, checked, staging, _ROW, mask)
+    with e.each_lane(mask) as lane:
+        pointer = pointer_of(e, space, True, lane_of(e, slot, lane, "i64"), _ROW, lane)
+        copy(e, row(e, staging, lane, _ROW), pointer, _ROW)
+    if checked is not None:
+        e.raw("br label %stored")
+        e.label("stored")
+    e.ret(abi.CONTINUE)
+
+
+def _vector(e: Emitter, staging: Value, offset: int, kind: str, n: int) -> Value:
     """``n`` elements of the buffer from byte ``offset``."""
-    at = e.pointer(buffer, offset)
+    at = e.pointer(staging, offset)
     return e.line(f"load <{n} x {kind}>, ptr {at.ref}, align 16", kind, n)
 
 
@@ -67,14 +81,14 @@ def ldmatrix(e: Emitter, form: Form) -> None:
     """8x8 matrices of 16 bits; row addresses come from lanes 8 k .. 8 k + 7 for matrix k."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 1)
-    buffer = _gather(e, form, base, 8 * n)
+    staging = _gather(e, form, base, 8 * n)
     for k, t in enumerate(targets):
         if form.has("trans"):
-            elements = _vector(e, buffer, 8 * _ROW * k, "i16", 64)
+            elements = _vector(e, staging, 8 * _ROW * k, "i16", 64)
             order = [8 * (2 * (lane % 4) + half) + lane // 4 for lane in range(abi.LANES) for half in range(2)]
             value = e.bitcast(e.shuffle(elements, order), "i32")
         else:
-            value = _vector(e, buffer, 8 * _ROW * k, "i32", abi.LANES)
+            value = _vector(e, staging, 8 * _ROW * k, "i32", abi.LANES)
         e.store(t, value)
     finish(e, space_of(form.get("space")))
 
@@ -84,9 +98,9 @@ def ldmatrix_b8(e: Emitter, form: Form) -> None:
     """16x16 matrices of bytes, transposed; row addresses come from lanes 16 k .. 16 k + 15 for matrix k."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 2)
-    buffer = _gather(e, form, base, 16 * n)
+    staging = _gather(e, form, base, 16 * n)
     for k in range(n):
-        _store_transposed(e, targets[2 * k : 2 * k + 2], _vector(e, buffer, 16 * _ROW * k, "i8", 256))
+        _store_transposed(e, targets[2 * k : 2 * k + 2], _vector(e, staging, 16 * _ROW * k, "i8", 256))
     finish(e, space_of(form.get("space")))
 
 
@@ -121,9 +135,9 @@ def ldmatrix_unpack(e: Emitter, form: Form) -> None:
     """8x16 matrices of packed 4- or 6-bit elements, one byte per element in the fragment."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 1)
-    buffer = _gather(e, form, base, 8 * n)
+    staging = _gather(e, form, base, 8 * n)
     for k, t in enumerate(targets):
-        elements = _expand(e, _vector(e, buffer, 8 * _ROW * k, "i8", 8 * _ROW), form.get("source"), 8)
+        elements = _expand(e, _vector(e, staging, 8 * _ROW * k, "i8", 8 * _ROW), form.get("source"), 8)
         e.store(t, e.bitcast(elements, "i32"))
     finish(e, space_of(form.get("space")))
 
@@ -136,9 +150,9 @@ def ldmatrix_unpack_b8(e: Emitter, form: Form) -> None:
     """16x16 matrices of packed 4- or 6-bit elements, transposed."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 2)
-    buffer = _gather(e, form, base, 16 * n)
+    staging = _gather(e, form, base, 16 * n)
     for k in range(n):
-        packed = _vector(e, buffer, 16 * _ROW * k, "i8", 16 * _ROW)
+        packed = _vector(e, staging, 16 * _ROW * k, "i8", 16 * _ROW)
         _store_transposed(e, targets[2 * k : 2 * k + 2], _expand(e, packed, form.get("source"), 16))
     finish(e, space_of(form.get("space")))
 
@@ -151,7 +165,7 @@ def stmatrix(e: Emitter, form: Form) -> None:
     """8x8 matrices of 16 bits, or 16x8 matrices of bytes transposed: 8 rows of 16 bytes in memory either way."""
     base, sources = e.groups[0][0], e.groups[1]
     n = _count(form, sources, 1)
-    buffer, slot, lanes = _rows(e, base, 8 * n)
+    staging = buffer(e, _ROW)
     for k, s in enumerate(sources):
         fragment = e.load(s, "i32")
         if form.get("type") == "b8":
@@ -167,11 +181,6 @@ def stmatrix(e: Emitter, form: Form) -> None:
                 for half in range(2):
                     order[8 * (2 * (lane % 4) + half) + lane // 4] = 2 * lane + half
             fragment = e.shuffle(e.bitcast(fragment, "i16"), order)
-        at = e.pointer(buffer, 8 * _ROW * k)
+        at = e.pointer(staging, 8 * _ROW * k)
         e.raw(f"store {fragment.typed}, ptr {at.ref}, align 16")
-    with e.each_lane(lanes) as lane:
-        pointer = pointer_of(e, space_of(form.get("space")), True, lane_of(e, slot, lane, "i64"), _ROW, lane)
-        at = e.line(f"getelementptr i128, ptr {buffer.ref}, {lane.typed}", "ptr", 0)
-        row = e.line(f"load i128, ptr {at.ref}, align 16", "i128", 0)
-        e.raw(f"store {row.typed}, ptr {pointer.ref}, align 16")
-    e.ret(abi.CONTINUE)
+    _scatter(e, form, base, staging, 8 * n)

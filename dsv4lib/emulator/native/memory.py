@@ -90,7 +90,7 @@ def load(e: Emitter, form: Form) -> None:
     nbytes = n * bits // 8
     lanes = addresses(e, base)
     staging, slot = buffer(e, nbytes), spill(e, lanes)
-    checked = check_all(e, space, False, lanes, nbytes)
+    checked = check_all(e, space, False, lanes, nbytes, e.mask())
     if checked is not None:
         copy_all_in(e, checked, staging, nbytes)
     with e.each_lane() as lane:
@@ -137,9 +137,9 @@ def store(e: Emitter, form: Form) -> None:
     lanes = addresses(e, base)
     staging, slot = buffer(e, nbytes), spill(e, lanes)
     collect(e, staging, sources, bits)
-    checked = check_all(e, space, True, lanes, nbytes)
+    checked = check_all(e, space, True, lanes, nbytes, e.mask())
     if checked is not None:
-        copy_all_out(e, checked, staging, nbytes)
+        copy_all_out(e, checked, staging, nbytes, e.mask())
     with e.each_lane() as lane:
         pointer = pointer_of(e, space, True, lane_of(e, slot, lane, "i64"), nbytes, lane)
         copy(e, row(e, staging, lane, nbytes), pointer, nbytes)
@@ -268,7 +268,7 @@ def copy_all_in(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> No
     e.label("slow")
 
 
-def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> None:
+def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int, mask: Value) -> None:
     """If every lane's access is possible: store the buffer, mark what was written, and go to ``stored``."""
     slot = spill(e, checked.pointers)
     dirty = None if checked.dirty is None else spill(e, checked.dirty)
@@ -284,7 +284,7 @@ def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> N
 
     e.raw(f"br i1 {checked.ok.ref}, label %fast, label %slow")
     e.label("fast")
-    full = e.icmp("eq", e.mask(), -1)
+    full = e.icmp("eq", mask, -1)
     e.raw(f"br i1 {full.ref}, label %all, label %some")
     e.label("all")
     with _every_lane(e) as (lanes, _):
@@ -292,7 +292,7 @@ def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> N
             one(lane)
     e.raw("br label %stored")
     e.label("some")
-    with e.each_lane() as lane:
+    with e.each_lane(mask) as lane:
         one(lane)
     e.raw("br label %stored")
     e.label("slow")
