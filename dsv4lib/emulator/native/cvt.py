@@ -67,10 +67,13 @@ def float_to_integer(e: Emitter, form: Form) -> None:
     dtype, atype = form.get("dtype"), form.get("atype")
     x = e.intrinsic(ROUNDING[form.get("round")], load_float(e, form, 1, atype))
     kind = f"i{bits_of(dtype)}"
-    op = "llvm.fptosi.sat" if signed(dtype) else "llvm.fptoui.sat"
-    name, result = f"{op}.v{x.n}{kind}.v{x.n}{x.kind}", f"<{x.n} x {kind}>"
-    e.declarations.add(f"declare {result} @{name}({x.type})")
-    d = e.line(f"call {result} @{name}({x.typed})", kind)
+    top = 2.0 ** (BITS[kind] - signed(dtype))
+    bottom = -top if signed(dtype) else 0.0
+    inside = e.fcmp("oge", x, bottom) & e.fcmp("olt", x, top)
+    d = e.cast("fptosi" if signed(dtype) else "fptoui", e.select(inside, x, 0.0), kind)
+    if signed(dtype):
+        d = e.select(e.fcmp("olt", x, bottom), d.like(1 << (BITS[kind] - 1)), d)
+    d = e.select(e.fcmp("oge", x, top), d.like((1 << (BITS[kind] - signed(dtype))) - 1), d)
     if atype == "f64" or kind == "i64":
         d = e.select(fp.is_nan(e, x), d.like(1 << (BITS[kind] - 1)), d)
     store_wide(e, 0, d, signed(dtype))
@@ -134,8 +137,10 @@ def store_float(e: Emitter, form: Form, x: Value, dtype: str, mode: str) -> None
 
 def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False, relu: bool = False) -> Value:
     """f32 to the 16-bit codes of f16 or bf16, i16 lanes."""
-    if mode in ("", "rn") and not satfinite:
-        return fp.narrow(e, fp.relu(e, x) if relu else x, ptx)
+    if mode in ("", "rn"):
+        code = fp.narrow(e, fp.relu(e, x) if relu else x, ptx)
+        form = narrow.FORMATS[ptx]
+        return e.select(e.icmp("eq", code & 0x7FFF, form.infinity), code - 1, code) if satfinite else code
     return e.cast("trunc", narrow.encode(e, x, ptx, mode or "rn", satfinite, relu), "i16")
 
 

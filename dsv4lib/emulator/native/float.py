@@ -5,6 +5,9 @@ All rounding modes are exact to the bit; see ``fp.py`` for how the 16-bit format
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import fp
@@ -51,11 +54,23 @@ def sub(e: Emitter, form: Form) -> None:
 def mul(e: Emitter, form: Form) -> None:
     """d = a * b."""
     a, b = operand(e, form, 1), operand(e, form, 2)
+    product = e.rounded("fmul", form.get("round"), a, b)
     if fp.element(form.get("type")) == "bf16":
-        # Subnormal products have bits below the last one of f32.
-        finish(e, form, fp.odd_f32(e, e.cast("fpext", a, "f64") * e.cast("fpext", b, "f64")))
-    else:
-        finish(e, form, e.rounded("fmul", form.get("round"), a, b))
+        with inexact_product(e, product, a, b):
+            finish(e, form, fp.odd_f32(e, e.cast("fpext", a, "f64") * e.cast("fpext", b, "f64")))
+            e.ret()
+    finish(e, form, product)
+
+
+@contextmanager
+def inexact_product(e: Emitter, product: Value, a: Value, b: Value) -> Iterator[None]:
+    """The block for warps in which an f32 product of bf16 numbers is not exact: subnormal or overflown in some lane."""
+    e.address(0), e.active()  # both paths store
+    size = fp.magnitude(e, product)
+    tiny = e.fcmp("olt", size, fp.SMALLEST_NORMAL["f32"]) & e.fcmp("one", a, 0.0) & e.fcmp("one", b, 0.0)
+    rare = tiny | e.fcmp("oeq", size, float("inf"))
+    with e.when(e.icmp("ne", e.bitcast(rare, f"i{rare.n}", 0), 0)):
+        yield
 
 
 def mixed(e: Emitter, form: Form, op: str) -> None:
@@ -102,14 +117,15 @@ def fma(e: Emitter, form: Form) -> None:
     "fma.rn[.<relu:relu>].<type:bf16|bf16x2>",
 )
 def fma_half(e: Emitter, form: Form) -> None:
-    """d = a * b + c with one rounding, in a 16-bit format."""
+    """d = a * b + c with one rounding, in a 16-bit format. f32 holds all bits of the product."""
     a, b, c = (operand(e, form, i) for i in (1, 2, 3))
+    product = a * b
     if fp.element(form.get("type")) == "bf16":
-        a, b, c = (e.cast("fpext", x, "f64") for x in (a, b, c))
-    # The product is exact: 22 bits in f32 for f16, 16 bits in f64 for bf16.
-    total, error = fp.two_sum(e, a * b, c)
-    total = fp.to_odd(e, total, error)
-    finish(e, form, fp.odd_f32(e, total) if total.kind == "f64" else total)
+        with inexact_product(e, product, a, b):
+            x, y, z = (e.cast("fpext", v, "f64") for v in (a, b, c))
+            finish(e, form, fp.odd_f32(e, fp.to_odd(e, *fp.two_sum(e, x * y, z))))
+            e.ret()
+    finish(e, form, fp.to_odd(e, *fp.two_sum(e, product, c)))
 
 
 # --- sign, minimum, maximum -----------------------------------------------------------------------------------------
@@ -127,7 +143,7 @@ def absolute(e: Emitter, form: Form) -> None:
     sign_operation(e, form, lambda x: x & ((1 << (int(x.kind[1:]) - 1)) - 1))
 
 
-def sign_operation(e: Emitter, form: Form, change) -> None:
+def sign_operation(e: Emitter, form: Form, change: Callable[[Value], Value]) -> None:
     """neg and abs on the bits; .ftz clears the fraction where the exponent is 0."""
     t = form.get("type")
     bits = fp.load_bits(e, 1, t)
