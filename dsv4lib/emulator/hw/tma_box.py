@@ -1,0 +1,322 @@
+"""Which bytes a tensor copy moves: boxes, im2col columns, gathered rows; out-of-bounds fill; swizzle.
+
+A copy is a list of rows. A row is contiguous in global memory and, before swizzling, in shared memory: the elements of
+dimension 0 (tiled, gather and scatter) or the channels of a pixel (im2col). Boxes that lie in the tensor as a whole are
+copied as one strided array; others row by row.
+
+Source: PTX ISA, "Tensors" (5.5): tiled mode, gather4/scatter4, im2col mode, interleave and swizzling modes. Checked
+against tensor copies of an H200 (tests/emulator/hw/test_tma_h200.py), from which these rules come:
+
+* rows start at multiples of 16 bytes, else the instruction is illegal; dimension 0 has no traversal stride;
+* an im2col column starts inside its bounding box, else the instruction is illegal;
+* TF32 types round to nearest even on the way to shared memory, NaNs become 0x7FFFE000; ".ftz" types do not flush;
+* with swizzle, rows are as far apart as the swizzle is wide, even if they are shorter;
+* stores clip dimension 0 at multiples of 16 bytes: padding behind the row is overwritten.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4lib.emulator.errors import HazardError, UnsupportedInstruction
+from dsv4lib.emulator.hw.shared import Where
+from dsv4lib.emulator.hw.tensormap import SWIZZLE_BYTES, TensorMap
+from dsv4lib.emulator.memory.gmem import GlobalMemory
+
+CHUNK = 16  # bytes; the unit of swizzling, alignment and clipping
+SMEM_ALIGN = 128
+_PERIOD = 1024  # all swizzle patterns repeat after so many bytes
+_CHUNK_TYPE = np.dtype(np.complex128)  # any 16-byte type: numpy moves it in one go
+NAN_FILL = 0x7FF7  # every 16 bits of an out-of-bounds element in NaN fill mode, whatever the type (measured)
+
+
+@dataclass(frozen=True)
+class Box:
+    """The rows of one copy.
+
+    Attributes:
+        tensor: descriptor; row_bytes: packed bytes of a row; first: byte offset of its start in dimension 0 (may be
+            negative); width: bytes of the tensor's rows.
+        offsets: int64[rows], byte offset of dimensions 1 and up; inside: bool[rows], the row exists.
+        counts: rows along dimensions 1 and up if the box is one strided array that lies inside as a whole.
+    """
+
+    tensor: TensorMap
+    row_bytes: int
+    first: int
+    width: int
+    offsets: np.ndarray
+    inside: np.ndarray
+    counts: tuple[int, ...] | None
+
+    @property
+    def tx_bytes(self) -> int:
+        """What the copy counts at its mbarrier: packed bytes, those out of bounds too."""
+        return self.row_bytes * len(self.offsets)
+
+    @property
+    def smem_row(self) -> int:
+        """Bytes of a row in shared memory, padding of the type included."""
+        chunk = self.tensor.element.chunk
+        return self.row_bytes if chunk is None else self.row_bytes // chunk[0] * chunk[1]
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from row to row in shared memory: a swizzled row takes the swizzle's width even if it is shorter."""
+        return SWIZZLE_BYTES[self.tensor.swizzle] or self.smem_row
+
+    def span(self) -> tuple[int, int]:
+        """First valid byte of a row within the box, and the one behind the last."""
+        return max(0, -self.first), min(self.row_bytes, self.width - self.first)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _dimension_0(tensor: TensorMap, elements: int, start: int, where: Where) -> tuple[int, int, int]:
+    """Packed row bytes, byte offset of the start and bytes of the tensor's rows."""
+    if tensor.interleave:
+        raise UnsupportedInstruction(f"tensor copies with a {CHUNK << tensor.interleave - 1}-byte interleave", where())
+    bits = tensor.element.bits
+    first = start * bits
+    aligned = 128 if tensor.element.chunk else 0
+    if first % (8 * CHUNK) or (aligned and start % aligned):
+        rule = f"a multiple of {aligned} elements" if aligned else "a multiple of 16 bytes"
+        raise HazardError(f"coordinate 0 is {start} elements of {bits} bits: it must be {rule}", where())
+    return elements * bits // 8, first // 8, tensor.dims[0] * bits // 8
+
+
+@functools.lru_cache(1024)
+def _grid(counts: tuple[int, ...], steps: tuple[int, ...]) -> np.ndarray:
+    """int64[rows]: sum of index x step over dimensions 1 and up, dimension 1 fastest."""
+    total = np.zeros(1, np.int64)
+    for count, step in zip(counts, steps, strict=True):
+        total = (np.arange(count, dtype=np.int64)[:, None] * step + total[None, :]).ravel()
+    return total
+
+
+@functools.lru_cache(1024)
+def _digit(counts: tuple[int, ...], d: int) -> np.ndarray:
+    """int64[rows]: index along dimension ``d + 1``."""
+    return _grid(counts, tuple(int(i == d) for i in range(len(counts))))
+
+
+def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
+    """A box at ``coords`` (elements, dimension 0 first).
+
+    Raises:
+        HazardError: the row start is not aligned.
+    """
+    row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
+    counts = tuple(-(-b // t) for b, t in zip(tensor.box[1:], tensor.traversal[1:], strict=True))
+    steps = tuple(s * t for s, t in zip(tensor.strides, tensor.traversal[1:], strict=True))
+    base = sum(c * s for c, s in zip(coords[1:], tensor.strides, strict=True))
+    offsets = _grid(counts, steps) + base
+    ends = [
+        c >= 0 and c + (n - 1) * t < size
+        for c, n, t, size in zip(coords[1:], counts, tensor.traversal[1:], tensor.dims[1:], strict=True)
+    ]
+    if all(ends):
+        whole = 0 <= first and first + row_bytes <= width
+        return Box(tensor, row_bytes, first, width, offsets, np.ones(len(offsets), bool), counts if whole else None)
+    inside = np.ones(len(offsets), bool)
+    for d, (c, t, size) in enumerate(zip(coords[1:], tensor.traversal[1:], tensor.dims[1:], strict=True)):
+        at = _digit(counts, d) * t + c
+        inside &= (at >= 0) & (at < size)
+    return Box(tensor, row_bytes, first, width, offsets, inside, None)
+
+
+def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
+    """``tile::gather4`` and ``tile::scatter4``: {column, row 0, ..., row 3}.
+
+    Raises:
+        HazardError: not a two-dimensional tensor without interleave, or the row start is not aligned.
+    """
+    if tensor.rank != 2 or tensor.interleave:
+        raise HazardError(f"gather4 and scatter4 need a 2-dimensional tensor without interleave, got {tensor}", where())
+    row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
+    rows = np.array(coords[1:5], np.int64)
+    inside = (rows >= 0) & (rows < tensor.dims[1])
+    return Box(tensor, row_bytes, first, width, rows * tensor.strides[0], inside, None)
+
+
+def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[int], where: Where) -> Box:
+    """A column of pixels: from ``coords`` through the bounding box in W, H, D, then on to the next image.
+
+    ``filter_offsets`` (W first) are added to every pixel's position.
+
+    Raises:
+        HazardError: the descriptor is no im2col one, the start lies outside the bounding box or is not aligned.
+    """
+    if not tensor.im2col:
+        raise HazardError("im2col copy with a descriptor in tiled mode", where())
+    row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
+    spatial = tensor.rank - 2
+    sizes, steps = tensor.dims[1 : 1 + spatial], tensor.traversal[1 : 1 + spatial]
+    ends = [size - 1 + up for size, up in zip(sizes, tensor.upper, strict=True)]
+    start = coords[1 : 1 + spatial]
+    if any(not low <= c <= end for low, c, end in zip(tensor.lower, start, ends, strict=True)):
+        raise HazardError(f"im2col start {tuple(start)} outside the box {tensor.lower} to {tuple(ends)}", where())
+    # Pixel k as mixed-radix digits. The first image begins in the middle, so count from its start with carry.
+    k = np.arange(tensor.pixels, dtype=np.int64)
+    offsets = np.zeros(tensor.pixels, np.int64)
+    inside = np.ones(tensor.pixels, bool)
+    for d in range(spatial):
+        left = (ends[d] - start[d]) // steps[d] + 1  # positions until the first wrap
+        full = (ends[d] - tensor.lower[d]) // steps[d] + 1
+        wrapped = k >= left
+        position = np.where(wrapped, tensor.lower[d] + (k - left) % full * steps[d], start[d] + k * steps[d])
+        k = np.where(wrapped, 1 + (k - left) // full, 0)
+        position += filter_offsets[d]
+        inside &= (position >= 0) & (position < sizes[d])
+        offsets += position * tensor.strides[d]
+    image = coords[-1] + k
+    inside &= (image >= 0) & (image < tensor.dims[-1])
+    return Box(tensor, row_bytes, first, width, offsets + image * tensor.strides[-1], inside, None)
+
+
+# --- shared memory ----------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(512)
+def _chunks(start: int, rows: int, per_row: int, pitch: int, swizzle: int, atom: int) -> np.ndarray:
+    """int64[rows * per_row]: place of every 16-byte chunk, in chunks from the buffer's start at ``start``."""
+    inner = CHUNK * np.arange(per_row, dtype=np.int64)
+    address = (start + pitch * np.arange(rows, dtype=np.int64)[:, None] + inner).ravel()
+    if swizzle == 0:
+        target = address
+    elif atom == 0:
+        target = address ^ (address >> 7 & (0, 1, 3, 7)[swizzle]) << 4
+    elif atom == 1:
+        target = address ^ (address >> 7 & 3) << 5
+    else:
+        target = address ^ (address >> 7 & 1) << 6
+    index = (target - start) >> 4
+    index.setflags(write=False)
+    return index
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a box lies in a CTA's shared memory.
+
+    Attributes:
+        first, end: byte range that it touches.
+        index: chunk numbers in shared memory, in the order of the box's chunks; None where first to end is all of it.
+    """
+
+    first: int
+    end: int
+    index: np.ndarray | None
+
+
+def place(box: Box, offset: int, where: Where) -> Placement:
+    """Lay a box out at byte ``offset`` of shared memory.
+
+    Raises:
+        HazardError: misaligned. UnsupportedInstruction: the 8-byte flip, whose exact pattern is not known.
+    """
+    tensor, rows = box.tensor, len(box.offsets)
+    if offset % SMEM_ALIGN:
+        raise HazardError(f"tensor copy at shared offset {offset:#x}: it must be a multiple of {SMEM_ALIGN}", where())
+    if tensor.swizzle == 0:
+        return Placement(offset, offset + rows * box.smem_row, None)
+    if tensor.atom == 2:
+        raise UnsupportedInstruction("128-byte swizzle with 32-byte atoms and 8-byte flip", where())
+    index = _chunks(offset % _PERIOD, rows, box.smem_row // CHUNK, box.pitch, tensor.swizzle, tensor.atom)
+    first, end = _range(offset % _PERIOD, rows, box.smem_row // CHUNK, box.pitch, tensor.swizzle, tensor.atom)
+    return Placement(offset + first, offset + end, index + (offset >> 4))
+
+
+@functools.lru_cache(512)
+def _range(*layout: int) -> tuple[int, int]:
+    """Byte range of `_chunks`, from the buffer's start: swizzling can reach to both sides of the plain one."""
+    index = _chunks(*layout)
+    return CHUNK * int(index.min()), CHUNK * (int(index.max()) + 1)
+
+
+# --- global memory ----------------------------------------------------------------------------------------------------
+
+
+def _strided(box: Box, gmem: GlobalMemory, counts: tuple[int, ...], write: bool) -> np.ndarray:
+    """16-byte chunks of a box that lies inside, as an array over global memory: dimension 0 last."""
+    tensor = box.tensor
+    steps = [s * t for s, t in zip(tensor.strides, tensor.traversal[1:], strict=True)]
+    span = sum((n - 1) * s for n, s in zip(counts, steps, strict=True)) + box.row_bytes
+    raw = gmem.view(tensor.address + int(box.offsets[0]) + box.first, span, write)
+    shape = (*counts[::-1], box.row_bytes // CHUNK)
+    return np.ndarray(shape, _CHUNK_TYPE, raw, strides=(*steps[::-1], CHUNK))
+
+
+def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
+    """uint8[rows * packed row bytes] of the tensor, out-of-bounds elements filled."""
+    tf32 = box.tensor.element.tf32
+    if box.counts is not None and box.row_bytes % CHUNK == 0:
+        data = np.ascontiguousarray(_strided(box, gmem, box.counts, False)).reshape(-1).view(np.uint8)
+        return _round_tf32(data) if tf32 else data
+    data = _filled(box)
+    low, high = box.span()
+    if high > low and box.inside.any():
+        addresses = box.offsets[box.inside] + (box.tensor.address + box.first + low)
+        rows = gmem.gather(addresses, high - low)
+        data[box.inside, low:high] = _round_tf32(rows) if tf32 else rows
+    return data.reshape(-1)
+
+
+def _filled(box: Box) -> np.ndarray:
+    """uint8[rows, row bytes] of fill."""
+    shape = (len(box.offsets), box.row_bytes)
+    if not box.tensor.nan_fill:
+        return np.zeros(shape, np.uint8)
+    return np.full((shape[0], shape[1] // 2), NAN_FILL, np.uint16).view(np.uint8)
+
+
+def _round_tf32(data: np.ndarray) -> np.ndarray:
+    """float32 bits rounded to TF32 (10 mantissa bits), ties to even; every NaN becomes 0x7FFFE000."""
+    bits = data.view(np.uint32)
+    nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    odd = (bits >> np.uint32(13)) & np.uint32(1)
+    rounded = (bits + np.uint32(0xFFF) + odd) & np.uint32(0xFFFFE000)
+    return np.where(nan, np.uint32(0x7FFFE000), rounded).view(np.uint8)
+
+
+def write(box: Box, gmem: GlobalMemory, data: np.ndarray) -> int:
+    """Store uint8[rows * row bytes]; returns how many bytes behind the tensor's rows were overwritten."""
+    if box.counts is not None and box.row_bytes % CHUNK == 0:
+        target = _strided(box, gmem, box.counts, True)
+        target[...] = data.view(_CHUNK_TYPE).reshape(target.shape)
+        return 0
+    rows, addresses, low, high = clipped(box, gmem, data)
+    if len(addresses):
+        gmem.scatter(addresses, np.ascontiguousarray(rows))
+    return max(0, box.first + high - box.width) * len(addresses)
+
+
+def clipped(box: Box, gmem: GlobalMemory, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """What of a store lands in global memory: (rows, their addresses, first and last byte of the row)."""
+    low, high = box.span()
+    high = min(box.row_bytes, -(-(box.width) // CHUNK) * CHUNK - box.first) if high < box.row_bytes else high
+    if high <= low:
+        return data[:0].reshape(0, 0), np.zeros(0, np.int64), low, low
+    addresses = box.offsets[box.inside] + (box.tensor.address + box.first + low)
+    exact = box.width - box.first
+    if high > exact and len(addresses) and gmem.find(int(addresses.max()), high - low) is None:
+        high = exact  # the allocation ends with the row: there is nothing behind it
+    return data.reshape(len(box.offsets), -1)[box.inside, low:high], addresses, low, high
+
+
+# --- padded types -----------------------------------------------------------------------------------------------------
+
+
+def pad(box: Box, data: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Packed bytes as they lie in shared memory; the padding keeps what was there (``before``)."""
+    chunk = box.tensor.element.chunk
+    if chunk is None:
+        return data
+    out = before.reshape(-1, chunk[1]).copy()
+    out[:, : chunk[0]] = data.reshape(-1, chunk[0])
+    return out.reshape(-1)
