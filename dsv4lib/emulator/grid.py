@@ -11,7 +11,8 @@ from dsv4lib.emulator.cta import Cluster, Cta, aligned_zeros
 from dsv4lib.emulator.launch import Dim3
 from dsv4lib.emulator.memory.addressing import shared_address
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.program import Program, write_slot
+from dsv4lib.emulator.native.driver_ir import NEVER
+from dsv4lib.emulator.program import Program
 from dsv4lib.emulator.warp import Warp
 
 _LANE = np.arange(abi.LANES, dtype=np.uint32)
@@ -58,7 +59,7 @@ def mark_converging(program: Program) -> None:
 class GridBuilder:
     """Creates the clusters of one launch.
 
-    Register files start as an image of constants and special registers; images are kept per (rank, warp) and only the
+    Register files start as an image of constants and special registers; images are kept per rank and only the
     slots that differ between CTAs are filled anew.
     """
 
@@ -68,7 +69,7 @@ class GridBuilder:
         mark_converging(self.program)
         self.threads = product(machine.block)
         self.warps = -(-self.threads // abi.LANES)
-        self._images: dict[tuple[int, int], np.ndarray] = {}
+        self._images: dict[int, np.ndarray] = {}
         self._varying = [entry for entry in self.program.specials if entry.name in _PER_CTA]
         self._clusters = 0
 
@@ -98,27 +99,26 @@ class GridBuilder:
         return cluster
 
     def _add_warps(self, cta: Cta, first_agent: int) -> None:
-        program, m = self.program, self.machine
-        stride = abi.aligned(program.register_bytes)
-        files = aligned_zeros(stride * self.warps, 64)
+        """Register files, local memory and contexts of a CTA's warps, and the warps."""
+        program, m, n = self.program, self.machine, self.warps
+        size = program.register_bytes
+        files = aligned_zeros(size * n, 64).reshape(n, size)
         local_bytes = abi.aligned(program.local_bytes, 16)
-        local = aligned_zeros(max(local_bytes * abi.LANES * self.warps, 1), 64)
-        contexts = aligned_zeros(abi.CONTEXT.itemsize * self.warps, 64).view(abi.CONTEXT)
+        local = aligned_zeros(max(local_bytes * abi.LANES * n, 1), 64)
+        contexts = aligned_zeros(abi.CONTEXT.itemsize * n, 64).view(abi.CONTEXT)
         self._common_context(contexts, cta)
         cta.storage = (files, local, contexts, m.gmem.native_table)  # native code has their addresses
-        for i in range(self.warps):
-            ctx, regs = contexts[i], files[i * stride : i * stride + program.register_bytes]
-            warp = Warp(cta, i, program, first_agent + i, contexts[i : i + 1], regs)
-            live = min(abi.LANES, self.threads - i * abi.LANES)
-            ctx["regs"] = regs.ctypes.data
-            ctx["group"] = ctx["live"] = ctx["mask"] = (1 << live) - 1
-            ctx["watch"] = 0x7FFFFFFF
-            ctx["warp"], ctx["agent"] = i, first_agent + i
-            ctx["local"] = local.ctypes.data + i * local_bytes * abi.LANES
-            ctx["local_bytes"] = local_bytes
-            self._fill(warp)
-            cta.warps.append(warp)
-        m.stats["warps"] += self.warps
+        index = np.arange(n, dtype=np.uint64)
+        contexts["regs"] = np.uint64(files.ctypes.data) + index * np.uint64(size)
+        contexts["local"] = np.uint64(local.ctypes.data) + index * np.uint64(local_bytes * abi.LANES)
+        contexts["local_bytes"] = local_bytes
+        contexts["warp"], contexts["agent"] = index, index + np.uint64(first_agent)
+        contexts["live"] = [(1 << min(abi.LANES, self.threads - i * abi.LANES)) - 1 for i in range(n)]
+        contexts["group"] = contexts["mask"] = contexts["live"]
+        contexts["watch"] = NEVER
+        cta.warps = [Warp(cta, i, program, first_agent + i, contexts[i : i + 1], files[i]) for i in range(n)]
+        self._fill(cta, files)
+        m.stats["warps"] += n
 
     def _common_context(self, contexts: np.ndarray, cta: Cta) -> None:
         """Fields that all warps of a CTA share."""
@@ -132,28 +132,30 @@ class GridBuilder:
         contexts["alloc"], contexts["alloc_count"] = m.gmem.native_table.ctypes.data, len(m.gmem)
         contexts["checks"] = m.settings.native_checks
 
-    def _fill(self, warp: Warp) -> None:
-        """Initialise the register file."""
-        key = (warp.cta.rank, warp.warp_id)
-        image = self._images.get(key)
+    def _fill(self, cta: Cta, files: np.ndarray) -> None:
+        """Initialise the register files, uint8[warps, register_bytes]."""
+        image = self._images.get(cta.rank)
         if image is None:
-            self.program.fill(warp.regs, lambda name: self._special(name, warp), warp.symbol)
-            self._images[key] = warp.regs.copy()
+            for warp in cta.warps:
+                self.program.fill(warp.regs, lambda name, warp=warp: self._special(name, warp), warp.symbol)
+            self._images[cta.rank] = files.copy()
             return
-        warp.regs[:] = image
+        files[:] = image
         for entry in self._varying:
-            write_slot(warp.regs, entry.offset, entry.bits, self._special(entry.name, warp))
+            slot = files[:, entry.offset : entry.offset + abi.register_bytes(entry.bits)]
+            slot.view(f"<u{entry.bits // 8}")[:] = self._special(entry.name, cta.warps[0])
 
     def _special(self, name: str, warp: Warp) -> Any:
         """Value of a special register: one number or 32. Source: PTX ISA, chapter "Special Registers"."""
         m, cta = self.machine, warp.cta
         base, _, axis = name.partition(".")
         if axis:
+            if base == "ctaid":
+                return cta.ctaid["xyz".index(axis)]
             thread = warp.warp_id * abi.LANES + _LANE.astype(np.int64)
             triples = {
                 "tid": unflatten(thread, m.block),
                 "ntid": m.block,
-                "ctaid": cta.ctaid,
                 "nctaid": m.grid,
                 "clusterid": cta.cluster.clusterid,
                 "nclusterid": tuple(g // c for g, c in zip(m.grid, m.cluster_shape, strict=True)),

@@ -21,7 +21,7 @@ from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi, library
 from dsv4lib.emulator.native.irtools import HELPERS, Emitter, context_offset, record_offset
 
-_NEVER = 0x7FFFFFFF  # watch: nothing waits
+NEVER = 0x7FFFFFFF  # watch: nothing waits
 _ALWAYS = -0x80000000  # watch: look for merges after every instruction
 _LATE = 1 << 30  # added to the pc of a group that should converge first
 
@@ -43,7 +43,7 @@ def _fields() -> dict[str, str]:
     out = {f"C_{name}": str(context_offset(name)) for name in abi.CONTEXT.names}
     out |= {f"R_{name}": str(record_offset(name)) for name in abi.RECORD.names}
     out["RECORD"] = str(abi.RECORD.itemsize)
-    out |= {"NEVER": str(_NEVER), "ALWAYS": str(_ALWAYS), "LATE": str(_LATE), "CONVERGE": str(abi.FLAG_CONVERGE)}
+    out |= {"NEVER": str(NEVER), "ALWAYS": str(_ALWAYS), "LATE": str(_LATE), "CONVERGE": str(abi.FLAG_CONVERGE)}
     return out
 
 
