@@ -256,6 +256,30 @@ def test_sector_counter():
     assert result.stats["global_sectors"] == 32
 
 
+def bank_conflicts(addresses: np.ndarray, nbytes: int) -> int:
+    """Wavefronts beyond one per part of the warp, by counting."""
+    part = {8: 16, 16: 8}.get(nbytes, 32)
+    extra = 0
+    for first in range(0, 32, part):
+        words = {int(a) // 4 + w for a in addresses[first : first + part] for w in range(max(nbytes // 4, 1))}
+        extra += np.bincount([w % 32 for w in words]).max() - 1
+    return extra
+
+
+@pytest.mark.parametrize("nbytes", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("pitch", [0, 4, 16, 20, 48, 128, 132])
+def test_bank_conflict_counter(nbytes, pitch):
+    pitch = -(-pitch // nbytes) * nbytes
+    value = {16: "v4.b32 {%r4, %r5, %r6, %r7}", 8: "b64 %rd5", 4: "b32 %r5", 2: "b16 %h1", 1: "b8 %h1"}[nbytes]
+    kind, _, register = value.partition(" ")
+    body = (
+        f"mov.u32 %r1, %tid.x; mov.u32 %r2, s; mad.lo.s32 %r3, %r1, {pitch}, %r2; st.shared.{kind} [%r3], {register};"
+    )
+    text = entry("", body, shared=".shared .align 128 .b8 s[8192];")
+    result = launch(text, settings=Settings(native_checks=abi.CHECK_COUNTERS))
+    assert result.stats["bank_conflicts"] == bank_conflicts(LANES * pitch, nbytes)
+
+
 # --- atomics ---------------------------------------------------------------------------------------------------------
 
 

@@ -342,50 +342,6 @@ local:
 }
 """
 
-# Counters: 32-byte sectors of global accesses; wavefronts of shared accesses beyond the smallest possible number.
-_SECTORS = """
-define internal void @count_sectors(ptr %ctx, ptr %addresses, i32 %mask, i64 %bytes) nounwind {
-entry:
-  br label %loop
-loop:
-  %i = phi i32 [ 0, %entry ], [ %i.next, %skip ]
-  %seen = phi i64 [ 0, %entry ], [ %seen.next, %skip ]
-  %last = phi i64 [ -1, %entry ], [ %last.next, %skip ]
-  %end = icmp eq i32 %i, 32
-  br i1 %end, label %done, label %lane
-lane:
-  %shifted = lshr i32 %mask, %i
-  %bit = and i32 %shifted, 1
-  %on = icmp ne i32 %bit, 0
-  br i1 %on, label %active, label %skip
-active:
-  %p = getelementptr i64, ptr %addresses, i32 %i
-  %a = load i64, ptr %p, align 8
-  %first = lshr i64 %a, 5
-  %over = add i64 %a, %bytes
-  %over1 = sub i64 %over, 1
-  %final = lshr i64 %over1, 5
-  %span = sub i64 %final, %first
-  %count = add i64 %span, 1
-  %same = icmp eq i64 %first, %last
-  %dup = zext i1 %same to i64
-  %new = sub i64 %count, %dup
-  %total = add i64 %seen, %new
-  br label %skip
-skip:
-  %seen.next = phi i64 [ %seen, %lane ], [ %total, %active ]
-  %last.next = phi i64 [ %last, %lane ], [ %final, %active ]
-  %i.next = add i32 %i, 1
-  br label %loop
-done:
-  %ps = getelementptr i8, ptr %ctx, i64 $C_sectors
-  %old = load i64, ptr %ps, align 8
-  %sum = add i64 %old, %seen
-  store i64 %sum, ptr %ps, align 8
-  ret void
-}
-"""
-
 _CODES = {
     name: str(getattr(abi, f"FAULT_{name}")) for name in ("GLOBAL", "SHARED", "LOCAL", "PARAM", "ALIGN", "UNINIT")
 }
@@ -406,7 +362,6 @@ HELPERS["mem_shared"] = _ready(_SHARED)
 HELPERS["mem_local"] = _ready(_LOCAL)
 HELPERS["mem_param"] = _ready(_PARAM)
 HELPERS["mem_generic"] = _ready(_GENERIC.replace("DIR", "ld") + _GENERIC.replace("DIR", "st"))
-HELPERS["count_sectors"] = _ready(_SECTORS)
 
 # Which HELPERS texts the functions of a state space need.
 _NEEDS = {

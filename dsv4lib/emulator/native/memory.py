@@ -25,6 +25,7 @@ from dsv4lib.emulator.native.access import (
     space_of,
     spill,
 )
+from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import BITS, Emitter, Value
 
 TYPES = "b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
@@ -100,7 +101,7 @@ def load(e: Emitter, form: Form) -> None:
         e.raw("br label %loaded")
         e.label("loaded")
     spread(e, staging, targets, bits, form.get("type"))
-    count(e, space, slot, nbytes)
+    count(e, space, slot, nbytes, e.mask())
     finish(e, space)
 
 
@@ -146,7 +147,7 @@ def store(e: Emitter, form: Form) -> None:
     if checked is not None:
         e.raw("br label %stored")
         e.label("stored")
-    count(e, space, slot, nbytes)
+    count(e, space, slot, nbytes, e.mask())
     e.ret(abi.CONTINUE)
 
 
@@ -361,13 +362,3 @@ def get(e: Emitter, place: tuple[Value, int], lane: Value, bits: int) -> Value:
         high = lane_of(e, e.pointer(at, 8 * abi.LANES), lane, "i64")
         return e.cast("zext", low, "i128") | (e.cast("zext", high, "i128") << 64)
     return e.resize(lane_of(e, at, lane, f"i{width}"), f"i{bits}")
-
-
-def count(e: Emitter, space: str, slot: Value, nbytes: int) -> None:
-    """Performance counters, if they are switched on."""
-    if space != "global":
-        return
-    on = e.context("checks") & abi.CHECK_COUNTERS
-    with e.when(e.icmp("ne", on, 0)):
-        e.helpers.add("count_sectors")
-        e.raw(f"call void @count_sectors(ptr %ctx, ptr {slot.ref}, {e.mask().typed}, i64 {nbytes})")
