@@ -1,0 +1,274 @@
+"""wgmma.mma_async and its fence, commit_group and wait_group (SM90).
+
+Each of the four warps of a warpgroup multiplies its own 16 rows. The instruction is asynchronous: its accumulator
+registers hold POISON from issue until it completes, so that a read without ``wait_group`` shows; operations of a warp
+complete in issue order and hand the accumulator on. A in registers and both matrices in shared memory are read at
+completion, which is when hardware may still read them.
+
+Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions". Arithmetic: tcgen05_core.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.async_units import AsyncOp
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hw.descriptor import SWIZZLE_128B_ATOM_32B, SmemDescriptor, smem_descriptor_sm90
+from dsv4lib.emulator.hw.fragments import accumulator, registers_of, rows_of_a, unpack_bits
+from dsv4lib.emulator.hw.numeric import accumulate_int32, decode
+from dsv4lib.emulator.hw.operand import Operand as Matrix
+from dsv4lib.emulator.hw.operand import k_major, mn_major
+from dsv4lib.emulator.hw.registers import read_rows, write_rows
+from dsv4lib.emulator.hw.tcgen05_issue import issue
+from dsv4lib.emulator.hw.tcgen05_ldst import POISON
+from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.native.abi import FULL_MASK
+from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Vector
+from dsv4lib.emulator.warp import Warp
+
+ROWS = 16  # of a warp
+_N = "|".join(str(n) for n in range(8, 257, 8))
+_N_INT = "|".join(str(n) for n in (8, 16, 24, 32, *range(48, 257, 16)))
+_HEAD = "wgmma.mma_async.sync.aligned."
+
+
+@dataclass
+class Accumulator:
+    """Registers that pending operations accumulate into: what they will hold, and how many operations are pending."""
+
+    values: np.ndarray
+    pending: int = 0
+
+
+@dataclass
+class State:
+    """Pending operations of a warp, oldest first; those not committed yet; the committed groups."""
+
+    order: deque[AsyncOp] = field(default_factory=deque)
+    open: list[AsyncOp] = field(default_factory=list)
+    groups: deque[list[AsyncOp]] = field(default_factory=deque)
+    accumulators: dict[tuple[int, int, int], Accumulator] = field(default_factory=dict)
+
+
+_states: weakref.WeakKeyDictionary[Warp, State] = weakref.WeakKeyDictionary()
+
+
+def state_of(warp: Warp) -> State:
+    """The warp's wgmma state."""
+    found = _states.get(warp)
+    if found is None:
+        found = _states[warp] = State()
+    return found
+
+
+@dataclass
+class Wgmma:
+    """What one wgmma.mma_async has captured at issue."""
+
+    warp: Warp
+    instr: Instr
+    n: int
+    k_bytes: int
+    a_format: str
+    b_format: str
+    d_format: str
+    a: SmemDescriptor | tuple[Operand, ...]
+    b: SmemDescriptor
+    accumulate: bool
+    negate_a: bool = False
+    negate_b: bool = False
+    transpose_a: bool = False
+    transpose_b: bool = False
+    saturate: bool = False
+
+    def __str__(self) -> str:
+        return f"wgmma m64n{self.n} {self.a_format} x {self.b_format}"
+
+    def run(self, accumulators: Accumulator) -> None:
+        """Multiply and accumulate into the shadow of the registers."""
+        a, b = self._a(), self._b()
+        product = (-a if self.negate_a != self.negate_b else a) @ b.T
+        old = accumulator(accumulators.values, self.d_format, ROWS) if self.accumulate else None
+        if self.d_format == "s32":
+            result = accumulate_int32(product, old, self.saturate)
+        elif self.d_format == "f16":
+            with np.errstate(over="ignore"):
+                result = (product if old is None else product + old.astype(np.float32)).astype(np.float16)
+        else:
+            result = product if old is None else product + old
+        accumulators.values = registers_of(result, self.d_format)
+        machine = self.warp.cta.machine
+        machine.stats["wgmma"] += 1
+        machine.stats["mma_flops"] += 2 * ROWS * self.n * self.k_bytes * 8 // _BITS[self.a_format]
+        if machine.trace is not None:
+            machine.trace.mma(self)
+
+    def _a(self) -> np.ndarray:
+        if not isinstance(self.a, SmemDescriptor):
+            return self._decode(rows_of_a(read_rows(self.warp, self.instr, self.a)), self.a_format)
+        matrix, part = self._matrix(self.a, 64, self.transpose_a), self.warp.warp_id % 4
+        if self.transpose_a:  # 16 rows of 2-byte elements are two chunks
+            matrix.chunks = matrix.chunks[:, 2 * part : 2 * part + 2]
+        else:
+            matrix.chunks = matrix.chunks[ROWS * part : ROWS * (part + 1)]
+        return self._values(matrix, self.a_format, "A")
+
+    def _b(self) -> np.ndarray:
+        return self._values(self._matrix(self.b, self.n, self.transpose_b), self.b_format, "B")
+
+    def _matrix(self, descriptor: SmemDescriptor, rows: int, transposed: bool) -> Matrix:
+        smem = self.warp.cta.smem
+        if transposed:
+            return mn_major(smem, descriptor, rows, self.k_bytes // 2, 2)
+        return k_major(smem, descriptor, rows, self.k_bytes)
+
+    def _values(self, matrix: Matrix, fmt: str, what: str) -> np.ndarray:
+        machine = self.warp.cta.machine
+        if not matrix.initialised():
+            low, high = matrix.span()
+            text = f"wgmma reads uninitialised shared memory for {what}, {low:#x}-{high:#x}"
+            machine.report("uninitialised_smem", text, self.warp.place(self.instr))
+        if writers := matrix.writers():
+            text = f"wgmma reads shared memory for {what} that warps {writers} wrote without fence.proxy.async"
+            machine.report("missing_proxy_fence", text, self.warp.place(self.instr), warps=writers)
+        values = self._decode(matrix.read(), fmt)
+        return values.T if matrix.mn_major else values
+
+    @staticmethod
+    def _decode(raw: np.ndarray, fmt: str) -> np.ndarray:
+        return unpack_bits(raw) if fmt == "b1" else decode(raw, fmt)
+
+
+_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "b1": 1}
+
+
+@isa.service(
+    f"{_HEAD}m64n<n:{_N}>k16.<d:f16|f32>.<a:f16>.<b:f16>",
+    f"{_HEAD}m64n<n:{_N}>k16.<d:f32>.<a:bf16>.<b:bf16>",
+    f"{_HEAD}m64n<n:{_N}>k8.<d:f32>.<a:tf32>.<b:tf32>",
+    f"{_HEAD}m64n<n:{_N}>k32.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
+    f"{_HEAD}m64n<n:{_N_INT}>k32.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
+    f"{_HEAD}m64n<n:{_N_INT}>k32.<sat:satfinite>.<d:s32>.<a:s8|u8>.<b:s8|u8>",
+    f"{_HEAD}m64n<n:{_N_INT}>k256.<d:s32>.<a:b1>.<b:b1>.and.popc",
+    note="dense; accumulation order is not that of hardware",
+)
+def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
+    """``wgmma.mma_async d, a, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}``."""
+    if not str(warp.cta.machine.arch).startswith("sm_90"):
+        raise EmulatorError(f"{warp.cta.machine.arch} has no wgmma")
+    if warp.mask() != FULL_MASK:
+        raise EmulatorError(f"wgmma.mma_async needs all 32 lanes, active: {warp.mask():#010x}")
+    d, a, b, scale_d, *immediates = instr.operands
+    n, d_format = int(form.get("n")), form.get("d")
+    items = d.items if isinstance(d, Vector) else (d,)
+    count = n // (4 if d_format == "f16" else 2)
+    if len(items) != count:
+        raise EmulatorError(f"wgmma.mma_async: {len(items)} accumulator registers, the shape has {count}")
+    op = Wgmma(
+        warp=warp,
+        instr=instr,
+        n=n,
+        k_bytes=32,
+        a_format=form.get("a"),
+        b_format=form.get("b"),
+        d_format=d_format,
+        a=_a_operand(warp, a),
+        b=_descriptor(warp, b),
+        accumulate=bool(warp.uniform(scale_d, bool)),
+        saturate=form.has("sat"),
+    )
+    _immediates(op, immediates)
+    _issue(warp, instr, op, items)
+
+
+def _descriptor(warp: Warp, operand: Operand) -> SmemDescriptor:
+    descriptor = smem_descriptor_sm90(warp.uniform(operand, np.uint64))
+    assert descriptor.swizzle is not SWIZZLE_128B_ATOM_32B
+    return descriptor
+
+
+def _a_operand(warp: Warp, operand: Operand) -> SmemDescriptor | tuple[Operand, ...]:
+    if not isinstance(operand, Vector):
+        return _descriptor(warp, operand)
+    if len(operand.items) != 4:
+        raise EmulatorError(f"wgmma.mma_async: A has {len(operand.items)} registers, must be 4")
+    return operand.items
+
+
+def _immediates(op: Wgmma, operands: list[Operand]) -> None:
+    """imm-scale-a, imm-scale-b, imm-trans-a (A in shared memory), imm-trans-b."""
+    values = []
+    for operand in operands:
+        if not isinstance(operand, Imm):
+            raise EmulatorError("wgmma.mma_async: scale and transpose operands must be immediates")
+        values.append(operand.bits - (1 << 64) if operand.bits >> 63 else operand.bits)
+    in_smem = isinstance(op.a, SmemDescriptor)
+    floats, halves = op.d_format != "s32", op.a_format in ("f16", "bf16")
+    expected = 0 if not floats else 2 if not halves else 4 if in_smem else 3
+    if len(values) != expected:
+        raise EmulatorError(f"wgmma.mma_async: {len(values)} scale and transpose immediates, must be {expected}")
+    if not floats:
+        return
+    signs, transposes = values[:2], values[2:]
+    if any(v not in (1, -1) for v in signs) or any(v not in (0, 1) for v in transposes):
+        raise EmulatorError(f"wgmma.mma_async: scales {signs} must be 1 or -1, transposes {transposes} 0 or 1")
+    op.negate_a, op.negate_b = (v == -1 for v in signs)
+    if halves:
+        op.transpose_b = bool(transposes[-1])
+        op.transpose_a = in_smem and bool(transposes[0])
+
+
+def _issue(warp: Warp, instr: Instr, op: Wgmma, items: tuple[Operand, ...]) -> None:
+    """Poison the registers, keep their value aside and queue the operation."""
+    state = state_of(warp)
+    key = (getattr(items[0], "index", -1), getattr(items[-1], "index", -1), len(items))
+    target = state.accumulators.get(key)
+    if target is None:
+        target = state.accumulators[key] = Accumulator(read_rows(warp, instr, items))
+        write_rows(warp, instr, items, np.uint32(POISON))
+    target.pending += 1
+
+    def complete() -> None:
+        state.order.popleft()
+        op.run(target)
+        target.pending -= 1
+        if not target.pending:
+            write_rows(warp, instr, items, target.values)
+            del state.accumulators[key]
+
+    queued = issue(warp, instr, f"wgmma:{warp.agent}", str(op), complete)
+    state.order.append(queued)
+    state.open.append(queued)
+    queued.ready = lambda: state.order[0] is queued
+
+
+@isa.service("wgmma.fence.sync.aligned")
+def fence(warp: Warp, instr: Instr, form: Form) -> None:
+    """``wgmma.fence``: orders register accesses around wgmma; nothing to do where registers are read in order."""
+
+
+@isa.service("wgmma.commit_group.sync.aligned")
+def commit_group(warp: Warp, instr: Instr, form: Form) -> None:
+    """``wgmma.commit_group``: the operations since the last commit become a group."""
+    state = state_of(warp)
+    state.groups.append(state.open)
+    state.open = []
+
+
+@isa.service("wgmma.wait_group.sync.aligned")
+def wait_group(warp: Warp, instr: Instr, form: Form) -> None:
+    """``wgmma.wait_group n``: complete all but the n most recent groups."""
+    (operand,) = instr.operands
+    if not isinstance(operand, Imm):
+        raise EmulatorError("wgmma.wait_group takes an immediate")
+    state, units = state_of(warp), warp.cta.machine.units
+    while len(state.groups) > operand.bits:
+        for op in state.groups.popleft():
+            if op in state.order:  # otherwise the scheduler has completed it already
+                units.complete(op)
