@@ -6,10 +6,12 @@ else stays as it is and fails as it does without a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -185,6 +187,12 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuStreamCreateWithPriority": lambda *a: (driver.CUstream(0),),
         "cuStreamSynchronize": lambda *a: (),
         "cuStreamDestroy": lambda *a: (),
+        "cuMemAlloc": lambda nbytes: tuple(map(driver.CUdeviceptr, _allocate(nbytes))),
+        "cuMemFree": _free,
+        "cuMemsetD8": _fill,
+        "cuMemcpyHtoD": _copy,
+        "cuMemcpyDtoH": _copy,
+        "cuMemcpyDtoD": _copy,
     }
     runtime_table = {
         "cudaGetDeviceCount": lambda: (RUNTIME.device().count,),
@@ -196,9 +204,47 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cudaStreamCreate": lambda *a: (runtime.cudaStream_t(0),),
         "cudaStreamSynchronize": lambda *a: (),
         "cudaStreamDestroy": lambda *a: (),
+        "cudaMalloc": _allocate,
+        "cudaMallocAsync": _allocate,
+        "cudaFree": _free,
+        "cudaFreeAsync": _free,
+        "cudaMemset": _fill,
+        "cudaMemsetAsync": _fill,
+        "cudaMemcpy": _copy,
+        "cudaMemcpyAsync": _copy,
+        "cudaGetLastError": lambda: (),
     }
     yield from answers(driver.CUresult.CUDA_SUCCESS, driver_table, driver)
     yield from answers(runtime.cudaError_t.cudaSuccess, runtime_table, runtime)
+
+
+def _allocate(nbytes: int, *_args: Any) -> tuple[int]:
+    return (RUNTIME.device().empty(int(nbytes), "cudaMalloc").ctypes.data,)
+
+
+def _free(address: Any, *_args: Any) -> tuple[()]:
+    if int(address):
+        RUNTIME.device().free(int(address))
+    return ()
+
+
+def _copy(target: Any, source: Any, nbytes: int, *_args: Any) -> tuple[()]:
+    """Copy between host and device memory, which are both the host's."""
+    ctypes.memmove(_address(target), _address(source), int(nbytes))
+    return ()
+
+
+def _fill(target: Any, value: int, nbytes: int, *_args: Any) -> tuple[()]:
+    """cudaMemset: inside one allocation."""
+    RUNTIME.device().gmem.view(int(target), int(nbytes), write=True)[:] = value & 0xFF
+    return ()
+
+
+def _address(pointer: Any) -> int:
+    """Address of a pointer argument: a number, a binding's pointer object, or a host buffer."""
+    if isinstance(pointer, bytes | bytearray | memoryview | np.ndarray):
+        return np.frombuffer(pointer, np.uint8).ctypes.data
+    return int(pointer)
 
 
 def _testing() -> Iterator[tuple[Any, str, Any]]:

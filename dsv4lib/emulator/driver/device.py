@@ -117,6 +117,14 @@ class Device:
         self.gmem.register_array(array, label, writable=writable)
         return array
 
+    def free(self, address: int) -> None:
+        """Give back what `empty` returned.
+
+        Raises:
+            ArgumentError: nothing was allocated there.
+        """
+        self.gmem.unregister(address)
+
 
 def make(
     arch: str = "sm_100a",
@@ -147,7 +155,9 @@ def make(
 
 
 @contextmanager
-def device(arch: str = "sm_100a", *, shims: bool = True, **settings: Any) -> Iterator[Device]:
+def device(
+    arch: str = "sm_100a", *, shims: bool = True, default_device: str = "cuda", **settings: Any
+) -> Iterator[Device]:
     """Make CuTeDSL's compiled functions run here: ``with emulator.device("sm_100a", seed=0) as gpu: ...``.
 
     Inside, CuTeDSL compiles for ``arch``, compiled functions run in the emulator, and (with ``shims``) torch believes
@@ -158,6 +168,7 @@ def device(arch: str = "sm_100a", *, shims: bool = True, **settings: Any) -> Ite
         arch: ``sm_100a``, ``sm_103a``, ``sm_90a`` or ``sm_80``.
         shims: also stand in for ``torch.cuda``, device arguments and the CUDA bindings, for code that was written for
             a GPU. Code that passes CPU tensors does not need it.
+        default_device: where torch makes tensors that name no device: "cuda", or "cpu" as it does on a real machine.
         seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all".
         fatal: hazard kinds that stop a launch.
         sm_count: SMs the device says it has.
@@ -169,6 +180,8 @@ def device(arch: str = "sm_100a", *, shims: bool = True, **settings: Any) -> Ite
         BackendUnavailable: CUDA is already initialised in this process.
     """
     gpu = make(arch, **settings)
+    if default_device not in ("cuda", "cpu"):
+        raise ArgumentError("default_device", default_device, '"cuda" or "cpu"')
     refuse_initialised_cuda()
     from dsv4lib.emulator.driver import dsl, torch_shims
 
@@ -176,7 +189,7 @@ def device(arch: str = "sm_100a", *, shims: bool = True, **settings: Any) -> Ite
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-emulator-"))  # mode 0700
         stack.enter_context(dsl.patched(gpu, folder))
         if shims:
-            stack.enter_context(torch_shims.patched())
+            stack.enter_context(torch_shims.patched(default_device))
         stack.enter_context(active(gpu))
         try:
             yield gpu

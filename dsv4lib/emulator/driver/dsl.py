@@ -124,6 +124,7 @@ def _calls(patch: Patches) -> None:
 
 
 def _tensors(patch: Patches) -> None:
+    import torch
     from cutlass.cute.runtime import _Tensor
 
     def init(original: Any, tensor: Any, source: Any, *args: Any, **kwargs: Any) -> None:
@@ -133,7 +134,8 @@ def _tensors(patch: Patches) -> None:
             RUNTIME.device().memory.tensor(source)
         elif hasattr(source, "__array_interface__") and RUNTIME.devices:
             RUNTIME.device().memory.array(source)
-        if is_torch:
+        # With the torch stand-ins a tensor knows which side it is on; without them all of them are device memory.
+        if is_torch and (source.is_cuda or not torch.cuda.is_available()):
             claim_cuda(tensor._dlpack_data)
 
     patch.around(_Tensor, "__init__", init)

@@ -24,7 +24,7 @@ def main(job: dict[str, Any]) -> int:
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
     code = 0
     try:
-        with device(arch, **job) as gpu:
+        with device(arch, default_device="cpu", **job) as gpu:
             try:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as stop:

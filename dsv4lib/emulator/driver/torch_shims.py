@@ -2,8 +2,8 @@
 
 For code written for a GPU. A function mode answers for the calling thread: it takes the device argument out of every
 call, copies where a transfer between host and device would, and knows for every storage on which side it would be. A
-storage is on the *host* if it was made there (no device argument, ``device="cpu"``, ``.cpu()``) or computed from such
-storages alone; everything else, also what was made before the context, counts as device memory. Device tensors are
+storage is on the *host* if it was made there (``device="cpu"``, ``.cpu()``, by default in scripts) or computed from
+such storages alone; everything else, also what was made before the context, counts as device memory. Device tensors are
 aligned as cudaMalloc aligns them, because kernels rely on it.
 
 `torch.cuda` is replaced function by function (`cuda_api`). A launch is finished when it returns, so streams and events
@@ -29,6 +29,7 @@ from dsv4lib.emulator.driver.symbols import RUNTIME
 
 ALIGNMENT = 256
 _CUDA = torch.device("cuda", 0)
+_FAKE_CUDA = "emulated_cuda"  # attribute of fake tensors, which have no storage to keep books on
 _DEVICE, _IS_CUDA, _IS_CPU = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
 
 
@@ -68,10 +69,10 @@ class Hosts:
 class CudaMode(TorchFunctionMode):
     """Rewrites devices in every torch call of this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, default: str) -> None:
         super().__init__()
         self.hosts = Hosts()
-        self.default = "cpu"
+        self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run ``func`` on the CPU and keep the books."""
@@ -101,7 +102,9 @@ class CudaMode(TorchFunctionMode):
         return torch.device(device).type
 
     def _real(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor keeps its own device: host memory, meta and fake tensors."""
+        """Whether the tensor keeps its own device: host memory, meta tensors, fake tensors of the CPU."""
+        if _is_fake(tensor):
+            return not getattr(tensor, _FAKE_CUDA, False)
         return _DEVICE.__get__(tensor).type != "cpu" or self.hosts.holds(tensor)
 
     def _place(self, out: Any, inputs: list[torch.Tensor], wanted: str | None) -> Any:
@@ -112,7 +115,11 @@ class CudaMode(TorchFunctionMode):
             return out if same else type(out)(placed)  # also torch.return_types
         if not isinstance(out, torch.Tensor):
             return out
-        if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu" or _is_fake(out):
+        if _is_fake(out):
+            if wanted == "cuda" or (wanted is None and any(getattr(t, _FAKE_CUDA, False) for t in inputs)):
+                setattr(out, _FAKE_CUDA, True)
+            return out
+        if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu":
             return out
         start = out.untyped_storage().data_ptr()
         if any(
@@ -240,12 +247,15 @@ class Generator(torch.Generator):
 
 
 @contextmanager
-def patched() -> Iterator[None]:
-    """Let torch believe in a CUDA device. Nested contexts share the outermost one's mode."""
+def patched(default: str) -> Iterator[None]:
+    """Let torch believe in a CUDA device. Nested contexts share the outermost one's mode.
+
+    ``default``: where tensors are made that name no device, "cuda" or "cpu".
+    """
     if torch.Generator is Generator:
         yield
         return
-    mode = CudaMode()
+    mode = CudaMode(default)
     with patches() as patch:
         for owner, name, value in cuda_api.replacements():
             patch.set(owner, name, value)

@@ -30,7 +30,8 @@ _KEPT: list[Any] = []  # callbacks that compiled functions hold
 
 def apply(patch: Patches) -> None:
     """Patch the tvm-ffi path, if tvm-ffi is installed."""
-    if importlib.util.find_spec("tvm_ffi") is None:
+    found = importlib.util.find_spec("tvm_ffi")
+    if found is None or found.origin is None:  # a folder of that name beside a script is a package without origin
         return
     from cutlass.base_dsl.compiler import Compiler
     from cutlass.base_dsl.tvm_ffi_builder import tvm_ffi_builder

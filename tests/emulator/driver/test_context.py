@@ -14,7 +14,7 @@ from cutlass.cutlass_dsl import CuTeDSL  # noqa: E402
 from dsv4lib import emulator  # noqa: E402
 from dsv4lib.emulator.driver import cuda_api, device, dsl  # noqa: E402
 from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
-from dsv4lib.emulator.errors import EmulatorError, LaunchError  # noqa: E402
+from dsv4lib.emulator.errors import EmulatorError, LaunchError, MemoryFault  # noqa: E402
 from dsv4lib.errors import ArgumentError, BackendUnavailable  # noqa: E402
 
 
@@ -92,6 +92,7 @@ def test_initialised_cuda_is_refused(monkeypatch):
         ({"checks": "some"}, "checks"),
         ({"sm_count": 0}, "sm_count"),
         ({"time_limit": -1}, "time_limit"),
+        ({"default_device": "meta"}, "default_device"),
     ],
 )
 def test_bad_arguments(arguments, name):
@@ -101,7 +102,7 @@ def test_bad_arguments(arguments, name):
 
 @pytest.fixture
 def gpu():
-    with emulator.device("sm_100a", sm_count=4) as made:
+    with emulator.device("sm_100a", sm_count=4, default_device="cpu") as made:
         yield made
 
 
@@ -199,8 +200,39 @@ def test_torch_cuda_and_bindings(gpu):
     assert cuda_api.NO_TIME != cuda_api.NO_TIME
 
 
-def test_tensors_are_global_memory_for_the_dsl(gpu):
+def test_memory_of_the_bindings(gpu):
+    _, address = runtime.cudaMalloc(100)
+    assert gpu.gmem.find(address, 100) and gpu.gmem.find(address, 101) is None and address % 256 == 0
+    runtime.cudaMemset(address, 3, 100)
+    buffer = bytearray(100)
+    runtime.cudaMemcpy(buffer, address, 100, runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost)
+    assert bytes(buffer) == b"\3" * 100
+    with pytest.raises(MemoryFault):
+        runtime.cudaMemset(address, 3, 101)
+    runtime.cudaFree(address)
+    assert gpu.gmem.find(address) is None
+    with pytest.raises(ArgumentError):
+        runtime.cudaFree(address)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_device_tensors_are_global_memory_for_the_dsl(gpu):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     assert "gmem" in str(from_dlpack(torch.zeros(4, device="cuda")))
+    assert "gmem" not in str(from_dlpack(torch.zeros(4)))
+    with FakeTensorMode():
+        assert "gmem" not in str(from_dlpack(torch.zeros(4)))
+        assert "gmem" in str(from_dlpack(torch.zeros(4, device="cuda") + 1))
+
+
+def test_tensors_that_name_no_device_are_on_the_device_by_default():
+    early = torch.zeros(4)
+    with emulator.device("sm_100a"):
+        assert torch.zeros(4).is_cuda and early.is_cuda and not torch.zeros(4, device="cpu").is_cuda
+        assert "gmem" in str(from_dlpack(early)) and "gmem" in str(from_dlpack(torch.zeros(4)))
+    with emulator.device("sm_100a", shims=False):
+        assert "gmem" in str(from_dlpack(early))
 
 
 def test_without_shims_torch_is_left_alone():
