@@ -60,21 +60,21 @@ def place(
                 smem[byte : byte + int(element)] = np.frombuffer(code.to_bytes(int(element), "little"), np.uint8)
 
 
-def strides(major: str, swizzle: str, element: float, mn: int, k: int) -> tuple[int, int, int]:
-    """(LBO, SBO, bytes) of a compact placement; LBO = 16 where it has no meaning."""
+def strides(major: str, swizzle: str, element: float, mn: int, k: int, spread: int = 1) -> tuple[int, int, int]:
+    """(LBO, SBO, bytes) of a placement; LBO = 16 where it has no meaning. ``spread`` > 1 leaves gaps between blocks."""
     width = ATOM[swizzle]
     if major == "K":
         nbytes = int(k * element)
         groups = -(-mn // 8)
         if swizzle == "none":
-            return 128 * groups, 128, 128 * groups * (nbytes // 16)
-        return 16, 8 * width, groups * 8 * width
+            return 128 * groups * spread, 128 * spread, 128 * groups * spread * (nbytes // 16)
+        return 16, 8 * width * spread, groups * 8 * width * spread
     deep = 4 if swizzle == "128B_32B" else 8
     if swizzle == "none":  # SBO from one 16-byte row to the next, LBO from 8 columns to the next 8
         rows = int(mn * element) // 16
-        return 128 * rows, 128, 128 * rows * -(-k // 8)
+        return 128 * rows * spread, 128 * spread, 128 * rows * spread * -(-k // 8)
     runs = -(-int(mn * element) // width)
-    block = deep * width
+    block = deep * width * spread
     return block * -(-k // deep), block, runs * block * -(-k // deep)
 
 

@@ -53,12 +53,12 @@ def idesc(kind, a, b, d, m, n, neg=(0, 0), mn=(0, 0), sat=0, scale=None, ids=(0,
     return bits | ids[1] << 4 | (scale == "ue8m0") << 23 | (m >> 7) << 27 | ids[0] << 29
 
 
-def store_matrix(bench, cta, start, codes, name, kind, major, swizzle) -> int:
+def store_matrix(bench, cta, start, codes, name, kind, major, swizzle, spread=1) -> int:
     """Write one operand; returns its descriptor."""
     mn, k = codes.shape
     smem = bench.ctas[cta].smem
     element = {"tf32": 4, "f16": 2}.get(kind, 0.5 if kind in ("mxf4", "mxf4nvf4") else 1)
-    lbo, sbo, nbytes = tc_layouts.strides(major, swizzle, element, mn, k)
+    lbo, sbo, nbytes = tc_layouts.strides(major, swizzle, element, mn, k, spread)
     if kind in ("f8f6f4", "mxf8f6f4") and tc_formats.BITS[name] < 8:
         codes = pad_chunks(codes, tc_formats.BITS[name])
     tc_layouts.place(smem.data, start, codes, major, swizzle, element, lbo, sbo)
@@ -140,6 +140,8 @@ def run_plain(
     mask=None,
     zero=None,
     shift=0,
+    spread=1,
+    old=True,
 ):
     """Run one MMA with A and B in shared memory; returns (D, expected, bench)."""
     text = f"tcgen05.mma{'.ws' if ws else ''}.cta_group::{group}.kind::{kind} [%r1], %rd1, %rd2, %r2, "
@@ -150,10 +152,10 @@ def run_plain(
     ca, cb = operands(rng, kind, a, b, m, n)
     for cta in range(group):
         da = store_matrix(
-            bench, cta, starts[0], ca[cta * m // group : (cta + 1) * m // group], a, kind, major[0], swizzle[0]
+            bench, cta, starts[0], ca[cta * m // group : (cta + 1) * m // group], a, kind, major[0], swizzle[0], spread
         )
         db = store_matrix(
-            bench, cta, starts[1], cb[cta * n // group : (cta + 1) * n // group], b, kind, major[1], swizzle[1]
+            bench, cta, starts[1], cb[cta * n // group : (cta + 1) * n // group], b, kind, major[1], swizzle[1], spread
         )
     mn = (major[0] == "MN", major[1] == "MN")
     bits = idesc(kind, a, b, d, m, n, neg, mn, sat, shift=shift)
@@ -164,7 +166,7 @@ def run_plain(
         bench.set(rd3=zero)
     layout = layout_of(m, group, ws)
     before = rng.integers(-50, 50, (m, n)).astype(np.float64)
-    if accumulate or mask is not None:
+    if accumulate or (mask is not None and old):
         write_d(bench, before, layout, column, d, lane)
     bench.mask(1 << 7)
     bench.run()
@@ -217,26 +219,30 @@ LAYOUTS = [("K", s) for s in ("none", "32B", "64B", "128B")] + [("MN", s) for s 
 
 @pytest.mark.parametrize(("major", "swizzle"), LAYOUTS)
 @pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("spread", [1, 2])
 @pytest.mark.parametrize(("kind", "fmt", "n"), [("f16", "bf16", 80), ("f8f6f4", "e4m3", 96)])
-def test_layouts(major, swizzle, side, kind, fmt, n):
+def test_layouts(major, swizzle, side, spread, kind, fmt, n):
+    """``spread`` leaves gaps, so that LBO and SBO mean something of their own."""
     if major == "MN" and n * (2 if kind == "f16" else 1) % tc_layouts.ATOM[swizzle]:
         n = 128
     rng = np.random.default_rng(5)
     majors, swizzles = ["K", "K"], ["128B", "128B"]
     majors[side], swizzles[side] = major, swizzle
     got, expected, bench, _ = run_plain(
-        rng, kind, fmt, fmt, "f32", 128, n, major=tuple(majors), swizzle=tuple(swizzles)
+        rng, kind, fmt, fmt, "f32", 128, n, major=tuple(majors), swizzle=tuple(swizzles), spread=spread
     )
     assert bench.hazards == []
     np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_tf32_transposed_uses_32_byte_atoms(side):
+@pytest.mark.parametrize("spread", [1, 2])
+def test_tf32_transposed_uses_32_byte_atoms(side, spread):
     majors, swizzles = ["K", "K"], ["128B", "128B"]
     majors[side], swizzles[side] = "MN", "128B_32B"
+    rng, types = np.random.default_rng(6), ("tf32", "tf32", "tf32", "f32")
     got, expected, bench, _ = run_plain(
-        np.random.default_rng(6), "tf32", "tf32", "tf32", "f32", 128, 64, major=tuple(majors), swizzle=tuple(swizzles)
+        rng, *types, 128, 64, major=tuple(majors), swizzle=tuple(swizzles), spread=spread
     )
     assert bench.hazards == []
     np.testing.assert_array_equal(got, expected)
@@ -286,6 +292,15 @@ def test_disabled_lanes_keep_their_value(accumulate, kind, a, d):
         expected = expected.astype(np.float16).astype(np.float64)
     np.testing.assert_array_equal(got[off], before[off])
     np.testing.assert_array_equal(got[~off], expected[~off])
+
+
+def test_disabled_lanes_stay_uninitialised():
+    *_, bench, _ = run_plain(
+        np.random.default_rng(10), "f16", "bf16", "bf16", "f32", 128, 48, mask=[6, 0, 0, 0], old=False
+    )
+    init = bench.cta.tmem.init[:, 64:112]
+    assert not init[1:3].any()
+    assert init[3:].all()
 
 
 def test_disabled_lanes_need_one_word_per_quarter():
