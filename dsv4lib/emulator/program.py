@@ -49,6 +49,7 @@ from dsv4lib.emulator.ptx.ir import (
     Variable,
     Vector,
 )
+from dsv4lib.emulator.ptx.pending import eager_loads
 
 SMEM_START = 1024  # shared memory below is reserved for the system (CUDA programming guide, compute capability 9.0+)
 SMEM_ALIGN = 1024  # of the dynamic part at least: CuTeDSL's swizzled layouts count on it
@@ -100,6 +101,7 @@ class Program:
         smem_static: bytes of shared memory between SMEM_START and the dynamic part; dynamic memory begins behind.
         local_bytes: local memory a thread.
         stores: by instruction index, the flattened operands a native handler writes.
+        eager_loads: tcgen05.ld instructions that must complete at issue (ptx/pending.py).
     """
 
     kernel: Kernel
@@ -118,6 +120,7 @@ class Program:
     local_bytes: int
     stores: dict[int, frozenset[int]] = field(default_factory=dict)
     _variables: dict[str, tuple[str, int]] = field(default_factory=dict)
+    eager_loads: frozenset[int] = frozenset()
 
     def instruction(self, index: int) -> Instr:
         """The instruction at a pc."""
@@ -292,6 +295,7 @@ class _Lowering:
             local_bytes,
             stores,
             self.variables,
+            eager_loads(self.kernel),
         )
 
     def _lay_out_registers(self) -> None:

@@ -1,0 +1,131 @@
+"""Registers that an asynchronous tensor-memory load may not have filled yet, found without running the kernel.
+
+``tcgen05.ld`` returns before its data is there. By the letter of the PTX ISA only ``tcgen05.wait::ld`` of the same warp
+makes the destination registers usable. Practice differs: NVVM moves ``mov.b64 %rd, {%r, %r}`` of the destinations in
+front of the wait, and shipped kernels (NVIDIA's FMHA and MLA examples) use them with no wait at all; ptxas makes each
+use wait for its register. So an early use is no error, but a load with one must not be completed later than that use:
+`eager_loads` are completed at issue, which is one of their legal times.
+
+A forward data-flow analysis over the control-flow graph: the state at an instruction is the set of loads that may still
+be pending, as bits of an integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsv4lib.emulator.ptx.ir import Instr, Kernel, Memory, Operand, Pair, Reg, Symbol, Vector
+
+LOAD, WAIT = "tcgen05.ld", "tcgen05.wait::ld"
+
+
+@dataclass(frozen=True)
+class EarlyUse:
+    """Instruction ``use`` touches ``register`` while the load at instruction ``load`` may be pending."""
+
+    load: int
+    use: int
+    register: int
+
+
+def registers_of(operand: Operand) -> Iterator[int]:
+    """Indices of all registers in an operand, addresses included."""
+    if isinstance(operand, Reg):
+        yield operand.index
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            yield from registers_of(item)
+    elif isinstance(operand, Pair):
+        yield from registers_of(operand.first)
+        yield from registers_of(operand.second)
+    elif isinstance(operand, Memory):
+        yield from registers_of(operand.base)
+        for item in operand.rest:
+            yield from registers_of(item)
+
+
+def _touched(instr: Instr) -> Iterator[int]:
+    if instr.guard is not None:
+        yield instr.guard.index
+    for operand in instr.operands:
+        yield from registers_of(operand)
+
+
+def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
+    """Basic blocks as (first, past last, successors), successors as block numbers."""
+    code = kernel.instructions
+    starts = {0, *kernel.labels.values()}
+    for instr in code:
+        if _ends(instr):
+            starts.add(instr.index + 1)
+    order = sorted(s for s in starts if s < len(code))
+    number = {start: i for i, start in enumerate(order)}
+    out = []
+    for i, start in enumerate(order):
+        end = order[i + 1] if i + 1 < len(order) else len(code)
+        last = code[end - 1]
+        after = []
+        if last.opcode.startswith("bra") and isinstance(last.operands[0], Symbol):
+            target = kernel.labels[last.operands[0].name]
+            after = [number[target]] if target in number else []
+        if (not _ends(last) or last.guard is not None) and end in number:
+            after.append(number[end])
+        out.append((start, end, after))
+    return out
+
+
+def _ends(instr: Instr) -> bool:
+    return instr.opcode.partition(".")[0] in ("bra", "ret", "exit", "trap")
+
+
+def eager_loads(kernel: Kernel) -> frozenset[int]:
+    """Indices of the loads whose registers are used, on some path, before a wait."""
+    return frozenset(use.load for use in early_uses(kernel))
+
+
+def early_uses(kernel: Kernel) -> list[EarlyUse]:
+    """Every use of a register that may still be pending, by instruction."""
+    loads = [instr.index for instr in kernel.instructions if instr.opcode.startswith(LOAD)]
+    if not loads:
+        return []
+    bit = {index: 1 << i for i, index in enumerate(loads)}
+    writers: dict[int, int] = {}  # register -> the loads that fill it
+    for index in loads:
+        for register in registers_of(kernel.instructions[index].operands[0]):
+            writers[register] = writers.get(register, 0) | bit[index]
+    graph = blocks(kernel)
+    entry = _solve(kernel, graph, bit)
+    found = []
+    for (start, end, _), state in zip(graph, entry, strict=True):
+        for instr in kernel.instructions[start:end]:
+            if state:
+                for register in dict.fromkeys(_touched(instr)):
+                    early = state & writers.get(register, 0)
+                    found += [EarlyUse(load, instr.index, register) for load in loads if early & bit[load]]
+            state = _after(instr, state, bit)
+    return found
+
+
+def _after(instr: Instr, state: int, bit: dict[int, int]) -> int:
+    """Loads that may be pending behind an instruction. A wait under a guard may not happen."""
+    if instr.opcode.startswith(WAIT) and instr.guard is None:
+        return 0
+    return state | bit.get(instr.index, 0)
+
+
+def _solve(kernel: Kernel, graph: list[tuple[int, int, list[int]]], bit: dict[int, int]) -> list[int]:
+    """Loads that may be pending at the entry of each block."""
+    entry = [0] * len(graph)
+    work = list(range(len(graph)))
+    while work:
+        i = work.pop()
+        start, end, after = graph[i]
+        state = entry[i]
+        for instr in kernel.instructions[start:end]:
+            state = _after(instr, state, bit)
+        for j in after:
+            if state | entry[j] != entry[j]:
+                entry[j] |= state
+                work.append(j)
+    return entry
