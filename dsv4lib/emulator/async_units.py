@@ -62,8 +62,13 @@ class AsyncOp:
     writes: Cta | None = None
     lanes: int = 0
 
+    @property
     def place(self) -> Place | None:
         """The instruction that issued it."""
+        return self.where()
+
+    def where(self) -> Place | None:
+        """`place`, for what asks only when there is something to report."""
         if self.warp is None or self.instr is None:
             return None
         return dataclasses.replace(self.warp.place(self.instr), lanes=self.lanes)
@@ -80,6 +85,8 @@ class AsyncUnits:
         issued, completed: counts.
         reordered: operations completed after a later-issued one.
         hash: of the order of completions and of their position between the warps' instructions.
+        groups: async groups by (agent, kind), see hw/groups.py.
+        descriptors: tensor maps in global memory that were changed and not fenced yet, see hw/tensormap_ops.py.
     """
 
     def __init__(self, machine: Any):
@@ -88,6 +95,8 @@ class AsyncUnits:
         self.completed = 0
         self.reordered = 0
         self.hash = 0xCBF29CE484222325
+        self.groups: dict[tuple[int, str], Any] = {}
+        self.descriptors: dict[int, str] = {}
         self._latest = -1  # highest issue number that has completed
         self._queues: dict[str, dict[int, AsyncOp]] = {}
 
@@ -111,7 +120,7 @@ class AsyncUnits:
         self.issued += 1
         queue = self._queues.setdefault(op.unit, {})
         if op.order in queue:
-            raise EmulatorError(f"operation {op} is queued already", op.place())
+            raise EmulatorError(f"operation {op} is queued already", op.place)
         queue[op.order] = op
         if op.start is not None:
             op.start()
@@ -143,7 +152,7 @@ class AsyncUnits:
             EmulatorError: it is not pending.
         """
         if self._queues.get(op.unit, {}).pop(op.order, None) is not op:
-            raise EmulatorError(f"operation {op} is not pending", op.place())
+            raise EmulatorError(f"operation {op} is not pending", op.place)
         self.completed += 1
         if op.order < self._latest:
             self.reordered += 1
@@ -173,18 +182,21 @@ class AsyncUnits:
         A pending write into it is an error; a pending read (bulk store that nobody waited for) is reported as its own
         kind, because hardware keeps the memory until bulk reads are done in practice, but nothing promises that.
         """
+        for warp in cta.warps:
+            for kind in ("bulk", "cp.async"):
+                self.groups.pop((warp.agent, kind), None)
         for op in self:
             if op.writes is cta:
                 self.machine.report(
                     "async_write_after_exit",
                     f"{cta} exited while {op.label} into its shared memory was in flight",
-                    op.place(),
+                    op.place,
                 )
             elif op.reads is cta:
                 self.machine.report(
                     "async_read_after_exit",
                     f"{cta} exited while {op.label} was still reading its shared memory: wait_group is missing",
-                    op.place(),
+                    op.place,
                 )
 
     def _mix(self, value: int) -> None:

@@ -1,10 +1,10 @@
 """Element-wise reductions of bulk and tensor copies and of ``red.async``.
 
 Source: PTX ISA, ``cp.reduce.async.bulk`` and ``cp.reduce.async.bulk.tensor``: valid combinations of operation and type;
-``inc`` and ``dec`` stay within [0, source]; floating-point additions round to nearest even; f32 additions of bulk copies
-flush subnormal inputs and results to zero of the same sign. Measured on an H200 (tests/emulator/hw/test_tma_h200.py):
-tensor copies flush with type f32.ftz and not with f32; which NaN comes out; minimum and maximum prefer a number to a
-NaN and order -0 below +0.
+``inc`` and ``dec`` stay within [0, source]; floating-point additions round to nearest even; f32 additions of bulk
+copies flush subnormal inputs and results to zero of the same sign. Measured on an H200 (test_tma_h200.py): tensor
+copies flush with type f32.ftz and not with f32; which NaN comes out; minimum and maximum prefer a number to a NaN and
+order -0 below +0.
 """
 
 from __future__ import annotations

@@ -15,8 +15,12 @@ import numpy as np
 from dsv4lib.emulator.errors import MemoryFault, Place
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, is_shared, shared_address, to_shared
 
-# Where a report points to, evaluated only when there is one: `Warp.place` or `AsyncOp.place`.
+# Where a report points to, evaluated only when there is one: `Warp.place` or `AsyncOp.where`.
 Where = Callable[[], Place | None]
+
+# Any 16-byte type: numpy moves such a chunk in one go.
+CHUNK_TYPE = np.dtype(np.complex128)
+_WRITTEN = np.ones(16, np.uint8).view(CHUNK_TYPE)[0]
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cluster, Cta
@@ -25,27 +29,31 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.warp import Warp
 
 
-def shared_addresses(warp: Warp, memory: Memory, form: Form, space: str = "space") -> np.ndarray:
+def shared_addresses(warp: Warp, memory: Memory, form: Form) -> np.ndarray:
+    """`addresses_in` the state space that the spelling names ``space``."""
+    return addresses_in(warp, memory, form.get("space"))
+
+
+def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
     """uint32[32] shared addresses of a memory operand.
 
-    ``form.get(space)`` is the state space of the spelling; without one the address is generic and must lie in the
-    shared window. ``shared`` and ``shared::cta`` must name the executing CTA's own memory.
+    ``space`` is that of the spelling; "" means a generic address, which must lie in the shared window. ``shared`` and
+    ``shared::cta`` must name the executing CTA's own memory.
 
     Raises:
         MemoryFault: the wrong space.
     """
     addresses = warp.address(memory)
     lanes = warp.lanes()
-    where = form.get(space)
-    if not where and not is_shared(addresses[lanes]).all():
+    if not space and not is_shared(addresses[lanes]).all():
         raise MemoryFault("generic address outside the shared window", warp.place())
     shared = to_shared(addresses)
-    if where in ("shared", "shared::cta"):
+    if space in ("shared", "shared::cta"):
         foreign = shared[lanes] >> np.uint32(RANK_SHIFT) != warp.cta.rank
         if foreign.any():
             bad = int(shared[lanes][foreign][0])
             raise MemoryFault(
-                f".{where} address {bad:#x} lies in CTA {bad >> RANK_SHIFT} of the cluster, not in this CTA "
+                f".{space} address {bad:#x} lies in CTA {bad >> RANK_SHIFT} of the cluster, not in this CTA "
                 f"{warp.cta.rank}",
                 warp.place(),
             )
@@ -97,27 +105,56 @@ def write(cta: Cta, offset: int, data: np.ndarray) -> None:
     smem.dirty[offset >> 4 : end + 15 >> 4] = 0
 
 
+def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray) -> None:
+    """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``."""
+    smem = cta.smem
+    whole = len(smem.data) & ~15
+    smem.data[:whole].view(CHUNK_TYPE)[index] = data.view(CHUNK_TYPE)
+    smem.init[:whole].view(CHUNK_TYPE)[index] = _WRITTEN
+    smem.dirty[index] = 0
+
+
+def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:
+    """uint8[16 n]: a copy of the 16-byte chunks ``index``."""
+    data = cta.smem.data
+    return data[: len(data) & ~15].view(CHUNK_TYPE)[index].view(np.uint8)
+
+
 def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where) -> None:
-    """Report what is wrong with an asynchronous-proxy read of [offset, offset + nbytes)."""
+    """`check_chunks` of the byte range [offset, offset + nbytes)."""
     end = offset + nbytes
+    smem = cta.smem
+    if smem.init[offset:end].all() and not smem.dirty[offset >> 4 : end + 15 >> 4].any():
+        return
+    _report(cta, np.arange(offset, end), np.arange(offset >> 4, end + 15 >> 4), what, where)
+
+
+def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
+    """Report what is wrong with an asynchronous-proxy read of 16-byte chunks: not written, or not fenced."""
+    offsets = (16 * index[:, None] + np.arange(16)).ravel()
+    if not cta.smem.init[offsets].all() or cta.smem.dirty[index].any():
+        _report(cta, offsets, index, what, where)
+
+
+def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where: Where) -> None:
     smem, machine = cta.smem, cta.machine
-    written = smem.init[offset:end]
-    if not written.all():
-        first = offset + int(np.argmin(written))
+    unwritten = offsets[smem.init[offsets] == 0]
+    if len(unwritten):
+        first = shared_address(cta.rank, int(unwritten.min()))
         machine.report(
             "uninitialised_smem",
-            f"{what} reads shared memory that nobody has written, first at {shared_address(cta.rank, first):#x}",
+            f"{what} reads {len(unwritten)} bytes of shared memory that nobody has written, first at {first:#x}",
             where(),
             address=first,
         )
-    dirty = smem.dirty[offset >> 4 : end + 15 >> 4]
-    if dirty.any():
-        first = (offset & ~15) + 16 * int(np.argmax(dirty != 0))
-        writers = sorted({int(w) - 1 for w in dirty[dirty != 0]})
+    dirty = chunks[smem.dirty[chunks] != 0]
+    if len(dirty):
+        first = shared_address(cta.rank, 16 * int(dirty.min()))
+        writers = sorted({int(w) - 1 for w in smem.dirty[dirty]})
         machine.report(
             "missing_proxy_fence",
-            f"{what} reads shared memory at {shared_address(cta.rank, first):#x} that warps {writers} wrote through "
-            "the generic proxy without fence.proxy.async",
+            f"{what} reads shared memory at {first:#x} that warps {writers} wrote through the generic proxy without "
+            "fence.proxy.async",
             where(),
             address=first,
             writers=writers,

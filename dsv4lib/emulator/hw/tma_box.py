@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsv4lib.emulator.errors import HazardError, UnsupportedInstruction
-from dsv4lib.emulator.hw.shared import Where
+from dsv4lib.emulator.hw.reduction import reduce
+from dsv4lib.emulator.hw.shared import CHUNK_TYPE, Where
 from dsv4lib.emulator.hw.tensormap import SWIZZLE_BYTES, TensorMap
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 
 CHUNK = 16  # bytes; the unit of swizzling, alignment and clipping
 SMEM_ALIGN = 128
 _PERIOD = 1024  # all swizzle patterns repeat after so many bytes
-_CHUNK_TYPE = np.dtype(np.complex128)  # any 16-byte type: numpy moves it in one go
 NAN_FILL = 0x7FF7  # every 16 bits of an out-of-bounds element in NaN fill mode, whatever the type (measured)
 
 
@@ -204,14 +204,18 @@ def _chunks(start: int, rows: int, per_row: int, pitch: int, swizzle: int, atom:
 class Placement:
     """Where a box lies in a CTA's shared memory.
 
+    Swizzling moves chunks only inside the 32, 64 or 128 bytes of their row, so the range is that of the plain box.
+
     Attributes:
-        first, end: byte range that it touches.
-        index: chunk numbers in shared memory, in the order of the box's chunks; None where first to end is all of it.
+        first, end: byte range.
+        index: chunk numbers in shared memory, in the order of the box's chunks; None where they lie in order.
+        full: the box fills its range (no gaps behind short swizzled rows).
     """
 
     first: int
     end: int
     index: np.ndarray | None
+    full: bool
 
 
 def place(box: Box, offset: int, where: Where) -> Placement:
@@ -223,20 +227,13 @@ def place(box: Box, offset: int, where: Where) -> Placement:
     tensor, rows = box.tensor, len(box.offsets)
     if offset % SMEM_ALIGN:
         raise HazardError(f"tensor copy at shared offset {offset:#x}: it must be a multiple of {SMEM_ALIGN}", where())
+    end = offset + rows * box.pitch
     if tensor.swizzle == 0:
-        return Placement(offset, offset + rows * box.smem_row, None)
+        return Placement(offset, end, None, True)
     if tensor.atom == 2:
         raise UnsupportedInstruction("128-byte swizzle with 32-byte atoms and 8-byte flip", where())
     index = _chunks(offset % _PERIOD, rows, box.smem_row // CHUNK, box.pitch, tensor.swizzle, tensor.atom)
-    first, end = _range(offset % _PERIOD, rows, box.smem_row // CHUNK, box.pitch, tensor.swizzle, tensor.atom)
-    return Placement(offset + first, offset + end, index + (offset >> 4))
-
-
-@functools.lru_cache(512)
-def _range(*layout: int) -> tuple[int, int]:
-    """Byte range of `_chunks`, from the buffer's start: swizzling can reach to both sides of the plain one."""
-    index = _chunks(*layout)
-    return CHUNK * int(index.min()), CHUNK * (int(index.max()) + 1)
+    return Placement(offset, end, index + (offset >> 4), box.smem_row == box.pitch)
 
 
 # --- global memory ----------------------------------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def _strided(box: Box, gmem: GlobalMemory, counts: tuple[int, ...], write: bool)
     span = sum((n - 1) * s for n, s in zip(counts, steps, strict=True)) + box.row_bytes
     raw = gmem.view(tensor.address + int(box.offsets[0]) + box.first, span, write)
     shape = (*counts[::-1], box.row_bytes // CHUNK)
-    return np.ndarray(shape, _CHUNK_TYPE, raw, strides=(*steps[::-1], CHUNK))
+    return np.ndarray(shape, CHUNK_TYPE, raw, strides=(*steps[::-1], CHUNK))
 
 
 def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
@@ -284,14 +281,23 @@ def _round_tf32(data: np.ndarray) -> np.ndarray:
     return np.where(nan, np.uint32(0x7FFFE000), rounded).view(np.uint8)
 
 
-def write(box: Box, gmem: GlobalMemory, data: np.ndarray) -> int:
-    """Store uint8[rows * row bytes]; returns how many bytes behind the tensor's rows were overwritten."""
+def write(box: Box, gmem: GlobalMemory, data: np.ndarray, op: str = "") -> int:
+    """Store or, with ``op``, reduce uint8[rows * row bytes] into the tensor.
+
+    Returns how many bytes behind the tensor's rows were overwritten.
+    """
+    name = box.tensor.element.name
     if box.counts is not None and box.row_bytes % CHUNK == 0:
         target = _strided(box, gmem, box.counts, True)
-        target[...] = data.view(_CHUNK_TYPE).reshape(target.shape)
+        if op:
+            old = np.ascontiguousarray(target).reshape(-1).view(np.uint8)
+            data = reduce(op, name, old, data)
+        target[...] = data.view(CHUNK_TYPE).reshape(target.shape)
         return 0
     rows, addresses, low, high = clipped(box, gmem, data)
     if len(addresses):
+        if op:
+            rows = reduce(op, name, gmem.gather(addresses, high - low), rows)
         gmem.scatter(addresses, np.ascontiguousarray(rows))
     return max(0, box.first + high - box.width) * len(addresses)
 
