@@ -70,6 +70,16 @@ def test_reductions(op, want):
     assert (out == want).all()
 
 
+def test_reduction_over_some_warps():
+    """All 64 threads of warps 0 and 1 vote true; the other warps do not take part."""
+    body = """
+    setp.lt.u32 %p1, %r2, 2; mov.u32 %r5, 7;
+    @%p1 bar.red.and.pred %p5, 3, 64, %p1; @%p1 selp.u32 %r5, 1, 0, %p5; st.global.b32 [%rd1], %r5;
+    """
+    out, _ = run(body)
+    assert out.tolist() == [1] * 64 + [7] * 64
+
+
 def test_exited_warps_are_not_waited_for():
     out, _ = run("setp.eq.u32 %p1, %r2, 3; @%p1 exit; bar.sync 0; st.global.b32 [%rd1], 1;")
     assert out.tolist() == [1] * 96 + [0] * 32
@@ -124,6 +134,19 @@ def test_warp_barrier_in_different_places():
         out, result = run(body, settings=Settings(schedule=schedule))
         np.testing.assert_array_equal(out, np.where(np.arange(128) % 32 == 0, 43, 42))
         assert not result.hazards
+
+
+def test_warp_barrier_is_not_passed_by_some_lanes():
+    """Lane 0 waits for a barrier that nobody completes; its warp must not get past bar.warp.sync without it."""
+    body = """
+    and.b32 %r3, %r1, 31; setp.eq.u32 %p1, %r3, 0; @%p1 bra ZERO; bar.warp.sync 0xffffffff;
+    st.global.b32 [%rd1], 1; exit;
+    ZERO: barrier.sync 1, 64; bar.warp.sync 0xffffffff;
+    """
+    out = aligned(256, np.int32)
+    with pytest.raises(Deadlock, match="bar.warp.sync"):
+        launch(entry("u64 out", FRAME + body), out, block=32)
+    assert not out.any()
 
 
 CLUSTER = """

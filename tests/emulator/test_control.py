@@ -130,6 +130,34 @@ def test_lanes_blocked_in_a_service_do_not_hold_the_others():
         np.testing.assert_array_equal(out, [1] + [2] * 31 + [3] * 32)
 
 
+def test_parked_lanes_converge_again():
+    """Lane 0 waits at a barrier; later both halves of the warp stand at different shuffles at the same time."""
+    body = """
+    setp.ge.u32 %p1, %r1, 32; @%p1 bra OTHER; setp.eq.u32 %p2, %r1, 0; @!%p2 bra REST; barrier.sync 1, 64; bra JOIN;
+    REST: barrier.sync 1, 64;
+    JOIN: setp.lt.u32 %p3, %r1, 16; @%p3 bra LOW; shfl.sync.idx.b32 %r9, %r1, 20, 31, 0xffff0000; bra END;
+    LOW: shfl.sync.idx.b32 %r9, %r1, 3, 31, 0x0000ffff; bra END;
+    OTHER: mov.u32 %r3, 0; W: add.s32 %r3, %r3, 1; setp.lt.u32 %p3, %r3, 4000; @%p3 bra W;
+    barrier.sync 1, 64; mov.u32 %r9, 9; END:
+    """
+    for schedule in POLICIES:
+        out = run(body, 64, settings=Settings(schedule=schedule))
+        np.testing.assert_array_equal(out, np.r_[np.where(LANES < 16, 3, 20), np.full(32, 9)])
+
+
+def test_multiprocessor_numbers():
+    out = aligned(8, np.int32)
+    text = entry(
+        "u64 out",
+        """
+    ld.param.b64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;
+    mov.u32 %r2, %smid; mov.u32 %r3, %nsmid; mad.lo.u32 %r2, %r3, 100, %r2; st.global.b32 [%rd1], %r2;
+    """,
+    )
+    launch(text, out, grid=8, settings=Settings(sm_count=3))
+    assert out.tolist() == [300 + i % 3 for i in range(8)]
+
+
 def test_infinite_loop_hits_the_instruction_limit():
     with pytest.raises(LimitExceeded, match="instruction limit of 10,000 reached") as error:
         run("L: add.s32 %r9, %r9, 1; bra L;", settings=Settings(instruction_limit=10_000))

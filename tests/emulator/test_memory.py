@@ -25,7 +25,7 @@ FORMS = [("", t, b) for b in (8, 16, 32, 64) for t in (f"b{b}", f"u{b}", f"s{b}"
 FORMS += [("", "f32", 32), ("", "f64", 64), ("", "b128", 128)]
 FORMS += [("v2.", "b8", 8), ("v4.", "b8", 8), ("v2.", "u16", 16), ("v4.", "b16", 16), ("v2.", "f32", 32)]
 FORMS += [("v4.", "b32", 32), ("v2.", "b64", 64)]
-WIDE = [("v8.", "b32", 32), ("v4.", "b64", 64), ("v2.", "b128", 128)]
+WIDE = [("v8.", "b32", 32), ("v4.", "b64", 64)]
 
 
 def move_kernel(space: str, form: tuple[str, str, int], modifiers: str = "") -> str:
@@ -76,8 +76,6 @@ def test_global_moves(form):
     n = int(form[0][1:-1] or 1) if form[0] else 1
     size = n * form[2] // 8
     for space in ("global", "generic"):
-        if space == "generic" and form in WIDE and form[1] == "b128":
-            continue
         a, b = random_bytes(32 * size), aligned(32 * size, np.uint8)
         launch(move_kernel(space, form), a, b)
         np.testing.assert_array_equal(a, b)
@@ -105,13 +103,19 @@ def test_shared_and_local_moves(form):
         ".cv",
         ".nc",
         ".L1::no_allocate",
-        ".L1::evict_last.L2::evict_first.L2::256B",
+        ".L1::evict_last.L2::256B",
         ".nc.L1::no_allocate.L2::128B",
     ],
 )
 def test_load_hints(modifiers):
     a, b = random_bytes(128), aligned(128, np.uint8)
     launch(move_kernel("global", ("", "b32", 32), modifiers), a, b)
+    np.testing.assert_array_equal(a, b)
+
+
+def test_second_level_priorities_exist_for_32_bytes():
+    a, b = random_bytes(1024), aligned(1024, np.uint8)
+    launch(move_kernel("global", ("v8.", "b32", 32), ".L1::no_allocate.L2::evict_first.L2::256B"), a, b)
     np.testing.assert_array_equal(a, b)
 
 
@@ -123,7 +127,10 @@ def test_load_semantics(sem):
     np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("opcode", ["ld.global.ca.L1::evict_last.b32", "ld.global.foo.b32", "ld.relaxed.global.b32"])
+@pytest.mark.parametrize(
+    "opcode",
+    ["ld.global.ca.L1::evict_last.b32", "ld.global.foo.b32", "ld.relaxed.global.b32", "ld.global.L2::evict_last.b32"],
+)
 def test_unknown_modifiers_are_refused(opcode):
     text = move_kernel("global", ("", "b32", 32)).replace("ld.global.b32", opcode)
     with pytest.raises(UnsupportedInstruction, match="ld"):
@@ -445,7 +452,12 @@ def test_vector_reductions(ptx, dtype, n, op):
     for row in v:
         both = (want.astype(np.float32), row.astype(np.float32))
         want = {"add": np.add, "min": np.minimum, "max": np.maximum}[op](*both).astype(dtype)
-    launch(entry("u64 x, u64 v", body, f".reg .b{bits} %v<{n}>;"), x, v)
+    start = x.copy()
+    text = entry("u64 x, u64 v", body, f".reg .b{bits} %v<{n}>;")
+    launch(text, x, v)
+    np.testing.assert_array_equal(x, want)
+    x[...] = start
+    launch(text.replace(f"{op}{noftz}.v{n}.{ptx}", f"v{n}.{ptx}.{op}{noftz}"), x, v)
     np.testing.assert_array_equal(x, want)
 
 
@@ -564,6 +576,8 @@ def test_registry_views_gathers_and_explains():
         gmem.view(second.ctypes.data, 4, write=True)
     with pytest.raises(MemoryFault, match="runs 4 bytes over the end of first"):
         gmem.view(start + 60, 8)
+    with pytest.raises(MemoryFault, match="runs 2 bytes over the end of first"):
+        gmem.gather(np.array([start, start + 62], np.uint64), 4)
     with pytest.raises(EmulatorError, match="overlaps"):
         gmem.register(start + 32, 64, "third")
     gmem.unregister(start)

@@ -47,6 +47,17 @@ def test_completions_follow_the_policy(schedule):
         assert list(range(8)) != LOG and result.reordered > 0
 
 
+def test_policies_choose_the_warp():
+    """Each of four warps queues its number three times; completions at once show the order in which they ran."""
+    text = entry("", "mov.u32 %r1, %warpid; testissue.u32 %r1; testissue.u32 %r1; testissue.u32 %r1; testwait.u32 12;")
+    first = {}
+    for schedule in ("oldest_first", "newest_first"):
+        LOG.clear()
+        launch(text, block=128, settings=Settings(schedule=schedule))
+        first[schedule] = LOG[0]
+    assert first == {"oldest_first": 0, "newest_first": 3}
+
+
 def test_same_seed_same_order():
     orders = []
     for seed in (1, 1, 2):

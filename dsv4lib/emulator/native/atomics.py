@@ -15,31 +15,39 @@ from dsv4lib.emulator.native.access import addresses, finish, lane_of, pointer_o
 from dsv4lib.emulator.native.irtools import Emitter, Value
 from dsv4lib.emulator.native.memory import element_bits, get, put, source, target
 
-_SPACE = "<space:global|shared|shared::cta|shared::cluster>"
+_SHARED = "<space:shared|shared::cta|shared::cluster>"
 _SCOPE = "<scope:cta|cluster|gpu|sys>"
 _HINT = "[.<hint:L2::cache_hint>]"
-# What follows the state space. Vectors exist in global memory only.
+# What follows the state space; HINT stands where cache policies are allowed, in global memory. So are vectors.
 _SCALAR = (
-    f"<op:and|or|xor>{_HINT}.<type:b32|b64>",
-    f"<op:add>{_HINT}.<type:u32|s32|u64|f32|f64>",
-    f"<op:add>.noftz{_HINT}.<type:f16|f16x2|bf16|bf16x2>",
-    f"<op:inc|dec>{_HINT}.<type:u32>",
-    f"<op:min|max>{_HINT}.<type:u32|s32|u64|s64>",
+    "<op:and|or|xor>HINT.<type:b32|b64>",
+    "<op:add>HINT.<type:u32|s32|u64|f32|f64>",
+    "<op:add>.noftzHINT.<type:f16|f16x2|bf16|bf16x2>",
+    "<op:inc|dec>HINT.<type:u32>",
+    "<op:min|max>HINT.<type:u32|s32|u64|s64>",
 )
 _VECTOR = (
-    f"<op:add>{_HINT}.<vec:v2|v4>.<type:f32>",
-    f"<op:add|min|max>.noftz{_HINT}.<vec:v2|v4|v8>.<type:f16|bf16>",
-    f"<op:add|min|max>.noftz{_HINT}.<vec:v2|v4>.<type:f16x2|bf16x2>",
+    "<op:add>HINT.<vec:v2|v4>.<type:f32>",
+    "<op:add|min|max>.noftzHINT.<vec:v2|v4|v8>.<type:f16|bf16>",
+    "<op:add|min|max>.noftzHINT.<vec:v2|v4>.<type:f16x2|bf16x2>",
+    # The same with the vector in front, as in the ISA's examples; the assembler takes modifiers in any order.
+    "<vec:v2|v4>.<type:f32>.<op:add>",
+    "<vec:v2|v4|v8>.<type:f16|bf16>.<op:add|min|max>.noftz",
+    "<vec:v2|v4>.<type:f16x2|bf16x2>.<op:add|min|max>.noftz",
 )
-_EXCHANGE = (f"<op:exch>{_HINT}.<type:b32|b64|b128>",)
-_COMPARE = (f"<op:cas>{_HINT}.<type:b16|b32|b64|b128>",)
+_EXCHANGE = ("<op:exch>HINT.<type:b32|b64|b128>",)
+_COMPARE = ("<op:cas>.<type:b16|b32|b64|b128>",)
 
 
 def _spellings(base: str, semantics: str, tails: tuple[str, ...], vectors: tuple[str, ...]) -> list[str]:
     """Both orders of scope and space that ptxas takes: the documented one and ``atom.shared.cta.max``."""
     head = f"{base}[.<sem:{semantics}>][.{_SCOPE}]"
-    out = [f"{head}[.{_SPACE}].{tail}" for tail in tails] + [f"{head}[.<space:global>].{tail}" for tail in vectors]
-    return out + [f"{base}.{_SPACE}.{_SCOPE}.{tail}" for tail in tails]
+    out = [f"{head}[.<space:global>].{tail.replace('HINT', _HINT)}" for tail in (*tails, *vectors)]
+    out += [f"{base}.<space:global>.{_SCOPE}.{tail.replace('HINT', _HINT)}" for tail in tails]
+    for tail in tails:
+        plain = tail.replace("HINT", "")
+        out += [f"{head}.{_SHARED}.{plain}", f"{base}.{_SHARED}.{_SCOPE}.{plain}"]
+    return out
 
 
 ATOMS = _spellings("atom", "relaxed|acquire|release|acq_rel", _SCALAR + _EXCHANGE + _COMPARE, _VECTOR)

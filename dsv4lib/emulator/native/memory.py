@@ -29,32 +29,49 @@ from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import BITS, Emitter, Value
 
 TYPES = "b8|b16|b32|b64|b128|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
-_SPACES = "const|global|local|param|param::entry|shared|shared::cta|shared::cluster"
-_STORES = "global|local|shared|shared::cta|shared::cluster"
+_GLOBAL = "[.<space:global>]"  # or generic
+_SHARED = "<space:shared|shared::cta|shared::cluster>"
+_OTHER = "<space:const|local|param|param::entry>"
 _SCOPE = "<scope:cta|cluster|gpu|sys>"
 _L1 = "<l1:L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate>"
 _L2 = "<l2:L2::evict_normal|L2::evict_first|L2::evict_last>"
-_HINT = "<hint:L2::cache_hint>"
-_PREFETCH = "<prefetch:L2::64B|L2::128B|L2::256B>"
+_HINT = "[.<hint:L2::cache_hint>]"
+_FETCH = "[.<prefetch:L2::64B|L2::128B|L2::256B>]"
 _TAIL = f"[.<vec:v2|v4|v8>].<type:{TYPES}>"
-_EVICT = f"[.{_L1}][.{_L2}][.{_HINT}][.{_PREFETCH}]{_TAIL}"
+_NARROW = f"[.<vec:v2|v4>].<type:{TYPES}>"
+# L2 eviction priorities exist for 32-byte accesses only.
+_WIDE = (".<vec:v8>.<type:b32|u32|s32|f32>", ".<vec:v4>.<type:b64|u64|s64|f64>")
+
+
+def _evicting(head: str, tail: str) -> list[str]:
+    """Spellings with eviction priorities: ``head``, L1 priority and, for wide accesses, L2 priority."""
+    return [f"{head}[.{_L1}]{_HINT}{tail}{_TAIL}", *(f"{head}[.{_L1}].{_L2}{_HINT}{tail}{wide}" for wide in _WIDE)]
+
 
 LOADS = (
-    f"ld[.<weak:weak>][.<space:{_SPACES}>]{_EVICT}",
-    f"ld[.<weak:weak>][.<space:{_SPACES}>].<cop:ca|cg|cs|lu|cv>[.{_HINT}][.{_PREFETCH}]{_TAIL}",
-    f"ld.volatile[.<space:{_SPACES}>][.{_PREFETCH}]{_TAIL}",
-    f"ld.<sem:relaxed|acquire>.{_SCOPE}[.<space:{_SPACES}>]{_EVICT}",
-    f"ld.mmio.<sem:relaxed|acquire>.sys[.<space:global>].<type:{TYPES}>",
-    f"ld.<space:global>.nc{_EVICT}",
-    f"ld.<space:global>.<cop:ca|cg|cs>.nc[.{_HINT}][.{_PREFETCH}]{_TAIL}",
-    f"ldu[.<space:global>][.<vec:v2|v4>].<type:{TYPES}>",
+    *_evicting(f"ld[.<weak:weak>]{_GLOBAL}", _FETCH),
+    f"ld[.<weak:weak>]{_GLOBAL}.<cop:ca|cg|cs|lu|cv>{_HINT}{_FETCH}{_TAIL}",
+    f"ld[.<weak:weak>].{_SHARED}[.<cop:ca|cg|cs|lu|cv>]{_NARROW}",
+    f"ld[.<weak:weak>].{_OTHER}[.<cop:ca|cg|cs|lu|cv>]{_NARROW}",
+    f"ld.volatile{_GLOBAL}{_FETCH}{_TAIL}",
+    f"ld.volatile.{_SHARED}{_NARROW}",
+    *_evicting(f"ld.<sem:relaxed|acquire>.{_SCOPE}{_GLOBAL}", _FETCH),
+    f"ld.<sem:relaxed|acquire>.{_SCOPE}.{_SHARED}{_NARROW}",
+    f"ld.mmio.<sem:relaxed>.sys{_GLOBAL}.<type:{TYPES}>",
+    *_evicting("ld.<space:global>.nc", _FETCH),
+    f"ld.<space:global>.<cop:ca|cg|cs>.nc{_HINT}{_FETCH}{_TAIL}",
+    f"ldu{_GLOBAL}{_NARROW}",
 )
 STORES = (
-    f"st[.<weak:weak>][.<space:{_STORES}>][.{_L1}][.{_L2}][.{_HINT}]{_TAIL}",
-    f"st[.<weak:weak>][.<space:{_STORES}>].<cop:wb|cg|cs|wt>[.{_HINT}]{_TAIL}",
-    f"st.volatile[.<space:{_STORES}>]{_TAIL}",
-    f"st.<sem:relaxed|release>.{_SCOPE}[.<space:{_STORES}>][.{_L1}][.{_L2}][.{_HINT}]{_TAIL}",
-    f"st.mmio.<sem:relaxed|release>.sys[.<space:global>].<type:{TYPES}>",
+    *_evicting(f"st[.<weak:weak>]{_GLOBAL}", ""),
+    f"st[.<weak:weak>]{_GLOBAL}.<cop:wb|cg|cs|wt>{_HINT}{_TAIL}",
+    f"st[.<weak:weak>].{_SHARED}[.<cop:wb|cg|cs|wt>]{_NARROW}",
+    f"st[.<weak:weak>].<space:local>[.<cop:wb|cg|cs|wt>]{_NARROW}",
+    f"st.volatile{_GLOBAL}{_TAIL}",
+    f"st.volatile.{_SHARED}{_NARROW}",
+    *_evicting(f"st.<sem:relaxed|release>.{_SCOPE}{_GLOBAL}", ""),
+    f"st.<sem:relaxed|release>.{_SCOPE}.{_SHARED}{_NARROW}",
+    f"st.mmio.<sem:relaxed>.sys{_GLOBAL}.<type:{TYPES}>",
 )
 
 
@@ -71,7 +88,8 @@ def vector_length(form: Form, bits: int, operands: range, e: Emitter) -> int:
     """
     n = int(form.get("vec", "v1")[1:])
     # 32-byte accesses exist for global memory only: v8 of 32 bits and v4 of 64 bits (sm_100+).
-    widest = 256 if form.get("space", "global") == "global" else 128
+    wide = form.get("space", "global") == "global" and bits in (32, 64) and not form.opcode.startswith("ldu")
+    widest = 256 if wide else 128
     if n * bits > widest or (n == 8 and bits != 32):
         raise EmulatorError(f"{form.opcode}: {n} elements of {bits} bits are not an access of this state space")
     if len(operands) != n:
