@@ -8,6 +8,7 @@ import torch
 
 from dsv4lib.config import TINY, LayerKind, schedule
 from dsv4lib.errors import ArgumentError
+from dsv4lib.reference import mhc
 from dsv4lib.reference.model import ReferenceModel
 
 LENGTH = 53
@@ -174,13 +175,36 @@ def test_each_query_attends_to_what_its_layer_kind_says(captured, model, layer):
             torch.testing.assert_close(captured[f"layers.{layer}.attn_core"][0, t, h], want, rtol=0, atol=1e-11)
 
 
-def test_streams_add_up(captured, model):
-    """The written-back streams from the captured coefficients and sublayer outputs."""
-    before, c = captured["layers.3.streams"], {k: captured[f"layers.4.{k}"] for k in ("attn_out", "ffn_out")}
-    for site, out in (("attn", "attn_out"), ("ffn", "ffn_out")):
-        post, comb = (captured[f"layers.4.hc_{site}_{part}"] for part in ("post", "comb"))
-        before = torch.einsum("btij,btid->btjd", comb, before) + torch.einsum("btj,btd->btjd", post, c[out])
-    torch.testing.assert_close(captured["layers.4.streams"], before, rtol=0, atol=1e-12)
+def naive_expert(x, weights, limit=10.0):
+    gate, up = (weights.w1.weight @ x).clamp(max=limit), (weights.w3.weight @ x).clamp(-limit, limit)
+    return weights.w2.weight @ (gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("index", [2, 3])  # one hash layer, one score layer
+def test_a_layer_is_two_sites_around_attention_and_experts(captured, model, index):
+    """One token's way through a layer, from the streams before it and the captured sublayer outputs."""
+    layer, at = model.layers[index], (1, 29)
+    got = {name: captured[f"layers.{index}.{name}"][at] for name in ("attn_in", "attn_out", "ffn_in", "ffn_out")}
+    streams = captured[f"layers.{index - 1}.streams"][at]
+    for site in ("attn", "ffn"):
+        fn, scale, base = (getattr(layer, f"hc_{site}_{part}") for part in ("fn", "scale", "base"))
+        pre, post, comb = mhc.coefficients(streams, fn, scale, base, iters=20, hc_eps=1e-6, rms_eps=1e-6)
+        x = pre @ streams
+        x = getattr(layer, f"{site}_norm").weight * x / (x.square().mean() + 1e-6).sqrt()
+        torch.testing.assert_close(got[f"{site}_in"], x, rtol=0, atol=1e-11)
+        torch.testing.assert_close(captured[f"layers.{index}.hc_{site}_post"][at], post, rtol=0, atol=1e-12)
+        torch.testing.assert_close(captured[f"layers.{index}.hc_{site}_comb"][at], comb, rtol=0, atol=1e-12)
+        streams = torch.stack([post[j] * got[f"{site}_out"] + comb[:, j] @ streams for j in range(4)])
+    torch.testing.assert_close(captured[f"layers.{index}.streams"][at], streams, rtol=0, atol=1e-11)
+
+    experts, weights = (captured[f"layers.{index}.router_{name}"][at].tolist() for name in ("experts", "weights"))
+    if index < 3:
+        assert experts == layer.ffn.gate.tid2eid[tokens_of()[at]].tolist()
+    assert sum(weights) == pytest.approx(1.5)
+    want = naive_expert(got["ffn_in"], layer.ffn.shared_experts)
+    for e, weight in zip(experts, weights, strict=True):
+        want = want + weight * naive_expert(got["ffn_in"], layer.ffn.experts[e])
+    torch.testing.assert_close(got["ffn_out"], want, rtol=0, atol=1e-11)
 
 
 def test_captured_names(captured, model):
