@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.lab.quick_nbformat import nbformat  # before nbconvert, which imports it as well
+
+# isort: split
 from markupsafe import Markup
 from nbconvert.filters import ansi2html
 from nbconvert.filters.highlight import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbconvert.preprocessors.sanitize import SanitizeHTML
 
-from dsv4lib.lab.quick_nbformat import nbformat
 from dsv4lib.lab.stamp import BANNER
 
 PICTURE_BYTES = 1_300_000  # all pictures of one page, before base64; the page then stays under 2 MB

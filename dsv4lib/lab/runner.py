@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from filelock import FileLock
 
@@ -157,14 +156,19 @@ class Supervisor:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what has no finished record yet; on a signal end everything and record it as interrupted."""
+        for folder in self.plan.folder.glob("*/"):
+            processes.end(self._token(folder))  # left by a runner that was killed before it could do this
         before = records.latest(records.load(self.plan.folder))
         done = {name for name, record in before.items() if record.finished}
-        attempts = {name: record.attempt + 1 for name, record in before.items()}
+        attempts = {job.name: before[job.name].attempt + 1 if job.name in before else 0 for job in jobs}
+        for job in jobs:
+            while self._folder(job.name, attempts[job.name]).exists():
+                attempts[job.name] += 1
         waiting = [job for job in jobs if job.name not in done]
         with self._signals(), self.progress.showing(len(jobs), len(done)):
             try:
                 while (waiting or self.active) and self.stopped is None:
-                    waiting = [job for job in waiting if not self._try_start(job, attempts.get(job.name, 0))]
+                    waiting = [job for job in waiting if not self._try_start(job, attempts[job.name])]
                     for run in list(self.active):
                         self._watch(run)
                     self.progress.update([(a.job.name, a.cell(), time.monotonic() - a.began) for a in self.active])
@@ -173,6 +177,13 @@ class Supervisor:
                 for run in list(self.active):
                     name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
                     self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+
+    def _folder(self, job: str, attempt: int) -> Path:
+        return self.plan.folder / (job if attempt == 0 else f"{job}-{attempt}")
+
+    def _token(self, folder: Path) -> str:
+        """The mark of the processes of one attempt; unique because the command's name is."""
+        return f"{self.plan.run_id}/{folder.name}"
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -204,10 +215,10 @@ class Supervisor:
         return True
 
     def _start(self, job: Job, stage: Stage, attempt: int, device: str, lock: FileLock | None) -> Active:
-        folder = self.plan.folder / (job.name if attempt == 0 else f"{job.name}-{attempt}")
+        folder = self._folder(job.name, attempt)
         folder.mkdir()
         private = Path(tempfile.mkdtemp(prefix="dsv4-", dir=_short_temporary()))
-        token = uuid4().hex
+        token = self._token(folder)
         task = {
             "input": str(stage.notebook_path),
             "output": str(folder / "notebook.ipynb"),
@@ -279,7 +290,7 @@ class Supervisor:
         """End every process of ``run``, judge it, stamp its notebook, write its record, remove its private folder."""
         self.active.remove(run)
         seconds = time.monotonic() - run.began
-        processes.end(run.worker, run.token)
+        processes.end(run.token, run.worker)
         position = run.cell()
         try:
             stopped_at = position[0] if kind is not None and position else None

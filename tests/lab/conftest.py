@@ -22,7 +22,8 @@ TOML = {
     "kernel": False,
     "parameters": {
         "backend": {
-            "type": "str", "default": "auto", "help": "back end", "choices": ["auto", "native", "emulator", "reference"],
+            "type": "str", "default": "auto", "help": "back end",
+            "choices": ["auto", "native", "emulator", "reference"],
         },
         "seed": {"type": "int", "default": 0, "min": 0, "max": 100, "help": "of every random input"},
         "fault": {"type": "str", "default": "none", "choices": ["none", "planted"], "help": "planted fault"},
