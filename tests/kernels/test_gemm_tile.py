@@ -147,6 +147,8 @@ def wrong_operands():
     yield "c", (a, b, c.bfloat16())
     yield "a, b, c", (a, b[:, :48], c)
     yield "a, b, c", (a[:39], b, c)
+    columns = 65_535 * 128 + 8  # one column tile more than a grid has; B takes no memory, all its rows are the same one
+    yield "b", (a[:1], torch.zeros(1, 56, dtype=torch.bfloat16).expand(columns, 56), torch.empty(1, columns))
 
 
 @pytest.mark.parametrize(("name", "args"), list(wrong_operands()))
