@@ -180,10 +180,8 @@ def test_attention_inputs_come_from_the_normed_input(captured, model, index):
         )
         head_weights = x @ w.indexer.weights_proj.weight.mT / 16
         want["index_scores"] = (head_weights.unsqueeze(-1) * per_head).sum(-2)
-    for name, expected in want.items():
-        torch.testing.assert_close(
-            captured[f"layers.{index}.{name}"], expected, rtol=0, atol=1e-11, msg=lambda m: f"{name}: {m}"
-        )
+    got = {name: captured[f"layers.{index}.{name}"] for name in want}
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)  # names the tensor that differs
     o = captured[f"layers.{index}.attn_core"]
     out = output_proj.output_proj(o, positions, freqs, w.wo_a.weight, w.wo_b.weight, 2)
     torch.testing.assert_close(captured[f"layers.{index}.attn_out"], out, rtol=0, atol=1e-11)
