@@ -376,7 +376,7 @@ class GemmTile:
 
         acc_consumer.wait_and_advance()
         row = tile[0] * TILE_M + tidx
-        for i in cutlass.range(self.tile_n // self.epilogue_n):
+        for i in cutlass.range(self.tile_n // self.epilogue_n, unroll=1):
             cute.copy(t2r, tTR_tAcc[None, None, None, 0, i], tTR_rAcc)
             cute.arch.fence_view_async_tmem_load()  # registers are valid only after this wait
             tTR_rC.store(tTR_rAcc.load().to(self.c_type))
