@@ -20,6 +20,7 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import verdicts
+from dsv4lib.lab.stage import workspace
 from dsv4lib.lab.verdicts import LOOKS
 
 app = typer.Typer(
@@ -78,7 +79,7 @@ def stages(
         for spec in found:
             print(spec.name)
         return
-    last = {r.stage: r for r in records.load(env.root() / "data" / "runs") if r.kind == "run"}
+    last = {r.stage: r for r in records.load(workspace() / "data" / "runs") if r.kind == "run"}
     if as_json:
         print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
         return
@@ -105,7 +106,7 @@ def _described(spec: Any, record: Any) -> dict[str, Any]:
 @app.command()
 def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
     """Print the path of the newest report."""
-    pages = sorted((env.root() / "data" / "runs").glob("*/report/index.html"))
+    pages = sorted((workspace() / "data" / "runs").glob("*/report/index.html"))
     if not pages:
         raise DSV4Error("there is no report yet: ./dsv4 run writes one")
     print(os.path.relpath(pages[-1]))
