@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,9 +120,8 @@ def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def test(context: typer.Context) -> None:
     """Run the tests; every argument goes to pytest."""
-    raise typer.Exit(
-        subprocess.run([sys.executable, "-m", "pytest", *context.args], cwd=env.root(), check=False).returncode
-    )
+    os.chdir(env.root())
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *context.args])  # signals then reach pytest alone
 
 
 @app.command()
@@ -157,15 +157,21 @@ def lab(
 
 
 def main() -> None:
-    """Entry point: a refusal is one red line, never a traceback; Ctrl-C is quiet."""
+    """Entry point: a refusal or a full disk is one red line, never a traceback; Ctrl-C is quiet."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # `run` has handlers of its own while notebooks run
     try:
         app(prog_name="dsv4")
     except DSV4Error as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"dsv4: {error}", style="red"))
         sys.exit(2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        text = "dsv4: no space left on device; free some, then go on with the same command and --resume"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="red"))
+        sys.exit(LOOKS[verdicts.Verdict.DISK_FULL].code)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

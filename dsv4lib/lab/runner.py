@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from dsv4lib.lab.verdicts import Verdict, judge, overall
 
 POLL_S = 0.05
 MEMORY_EVERY_S = 0.5
+LOG_CHARACTERS = 20_000  # kept of what a failed run printed outside of cells
 
 
 @dataclass
@@ -174,9 +176,19 @@ class Supervisor:
                     self.progress.update([(a.job.name, a.cell(), time.monotonic() - a.began) for a in self.active])
                     time.sleep(POLL_S)
             finally:
-                for run in list(self.active):
-                    name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
-                    self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """End what is still active. Every run is ended even if the record of one cannot be written."""
+        name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
+        troubles: list[OSError] = []
+        for run in list(self.active):
+            try:
+                self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+            except OSError as trouble:
+                troubles.append(trouble)
+        if troubles:
+            raise troubles[0]
 
     def _folder(self, job: str, attempt: int) -> Path:
         return self.plan.folder / (job if attempt == 0 else f"{job}-{attempt}")
@@ -190,7 +202,10 @@ class Supervisor:
         def stop(number: int, frame: Any) -> None:
             self.stopped = number
 
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = ()  # Python lets only the main thread set handlers
+        previous = {number: signal.signal(number, stop) for number in numbers}
         try:
             yield
         finally:
@@ -297,10 +312,19 @@ class Supervisor:
             self._record(
                 run.job, run.stage, run.attempt, kind, reason, run.started, seconds, run.folder, run.peak_mb, stopped_at
             )
+            if kind is not None:
+                self._keep_log(run)
         finally:
             shutil.rmtree(run.private, ignore_errors=True)
             if run.lock is not None:
                 run.lock.release()
+
+    def _keep_log(self, run: Active) -> None:
+        """What the worker and the kernel printed outside of cells, for whoever looks into a failure."""
+        with contextlib.suppress(OSError):
+            said = (run.private / "worker.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+            if said.strip():
+                (run.folder / "worker.log").write_text(scrub(said, self.root))
 
     def _record(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -74,6 +75,19 @@ def test_a_refusal_is_one_line(
     assert left.value.code == 2 and said.out == ""
     assert words in said.err and said.err.startswith("dsv4: ") and said.err.count("\n") == 1
     assert not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_is_one_line_too(
+    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command, "run", full)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "run"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 17 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_no_stages_is_a_refusal(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ stage that did not run is red, not absent. A partial selection (`-k`) is compare
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -24,9 +26,12 @@ STAGES = discover(env.root())
 NEGATIVES = [(stage, negative.name) for stage in STAGES for negative in stage.negatives]
 
 
+@functools.cache
 def executed_folder() -> Path:
     """Where every test process of this session notes what it executed."""
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID") or f"{os.getpid()}"
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if session is None:
+        return Path(tempfile.mkdtemp(prefix="dsv4-executed-"))
     folder = Path(tempfile.gettempdir()) / f"dsv4-executed-{session}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
@@ -75,7 +80,9 @@ def test_every_stage_was_executed(request: pytest.FixtureRequest) -> None:
         if isinstance(item, pytest.Function) and item.originalname == "test_quick" and item.path == Path(__file__)
     }
     # Without a selection every folder is expected; with -k and the like, what was selected.
-    narrowed = bool(request.config.option.keyword or request.config.option.markexpr or _item_ids(request.config))
+    option = request.config.option
+    by_id = any("::" in argument for argument in request.config.args)
+    narrowed = bool(option.keyword or option.markexpr or by_id or getattr(option, "lf", False))
     expected = selected if narrowed else folders
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -85,8 +92,5 @@ def test_every_stage_was_executed(request: pytest.FixtureRequest) -> None:
         if "PYTEST_XDIST_WORKER" not in os.environ:
             break  # nothing else is running
         time.sleep(0.5)
+    shutil.rmtree(executed_folder())
     assert {name for name in expected if notes.get(name) != "executed"} == set()
-
-
-def _item_ids(config: pytest.Config) -> list[str]:
-    return [argument for argument in config.args if "::" in argument]
