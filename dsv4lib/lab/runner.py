@@ -167,6 +167,7 @@ class Supervisor:
             while self._folder(job.name, attempts[job.name]).exists():
                 attempts[job.name] += 1
         waiting = [job for job in jobs if job.name not in done]
+        self.workers = max(1, min(self.workers, len(waiting)))  # fewer notebooks than cores: more threads for each
         with self._signals(), self.progress.showing(len(jobs), len(done)):
             try:
                 while (waiting or self.active) and self.stopped is None:

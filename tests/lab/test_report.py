@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+import shutil
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -240,3 +242,31 @@ def test_a_run_without_a_notebook_has_a_page(make: Callable[..., Any], tmp_path:
     )
     index = report.write_report(tmp_path, [record], tmp_path)
     assert "no back end" in (index.parent / "one-00.html").read_text()
+
+
+def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str], tmp_path: Path) -> None:
+    """The pages with hostile texts and outputs, opened from file:// in a real browser."""
+    named = os.environ.get("DSV4_CHROMIUM")
+    found = named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
+    from playwright.sync_api import sync_playwright
+
+    asked: list[str] = []
+    dialogs: list[str] = []
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which(found), chromium_sandbox=False)
+        try:
+            page = browser.new_page()
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+            for name in everything:
+                page.goto((tmp_path / "report" / name).as_uri())
+                page.wait_for_load_state("networkidle")
+                broken = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).length")
+                assert broken == 0
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        finally:
+            browser.close()
+    assert dialogs == []
+    assert [url.split(":")[0] for url in asked if not url.startswith("data:")] == ["file"] * len(everything)
