@@ -158,8 +158,7 @@ class Supervisor:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what has no finished record yet; on a signal end everything and record it as interrupted."""
-        for folder in self.plan.folder.glob("*/"):
-            processes.end(self._token(folder))  # left by a runner that was killed before it could do this
+        self._clean_up_after_a_killed_runner()
         before = records.latest(records.load(self.plan.folder))
         done = {name for name, record in before.items() if record.finished}
         attempts = {job.name: before[job.name].attempt + 1 if job.name in before else 0 for job in jobs}
@@ -190,6 +189,15 @@ class Supervisor:
                 troubles.append(trouble)
         if troubles:
             raise troubles[0]
+
+    def _clean_up_after_a_killed_runner(self) -> None:
+        """End processes and remove private folders that an earlier try at this command left behind."""
+        for folder in self.plan.folder.glob("*/"):
+            processes.end(self._token(folder))
+        for task in Path(_short_temporary()).glob("dsv4-*/job.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if Path(json.loads(task.read_text())["output"]).parent.parent == self.plan.folder:
+                    shutil.rmtree(task.parent)
 
     def _folder(self, job: str, attempt: int) -> Path:
         return self.plan.folder / (job if attempt == 0 else f"{job}-{attempt}")

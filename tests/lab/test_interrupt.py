@@ -122,6 +122,7 @@ def test_a_killed_runner_takes_its_notebooks_along_and_can_be_resumed(
     output = again.communicate(timeout=90)[0]
     assert again.returncode == 0, output
     assert alive([child]) == []  # in a session of its own it outlived the runner, not the next one
+    assert [path for path in Path("/tmp").glob("dsv4-*") if _belongs(path, tmp_path)] == []
     assert [record.attempt for record in records.load(folder)] == [1]
 
 
