@@ -323,6 +323,39 @@ def test_bank_conflicts_of_a_row_major_tile():
     assert layout_check.bank_conflicts(padded) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "byte_swizzle", "ways"),
+    [
+        ("S<3,4,3> o 0 o (8,64):(64,1)", True, 1),  # what the hardware does
+        ("S<3,4,3> o 0 o (8,64):(64,1)", False, 2),  # the printed layout called with element coordinates
+        ("S<3,3,3> o 0 o (8,64):(64,1)", False, 1),  # the same XOR counted in 16-bit elements
+        ("S<3,4,3> o 64 o (8,64):(64,1)", True, 1),
+        ("(8,64):(64,1)", True, 8),
+    ],
+)
+def test_bank_conflicts_in_either_unit(text, byte_swizzle, ways):
+    grid = layouts.evaluate(text, 16, byte_swizzle)
+    assert layout_check.bank_conflicts(grid) == ways
+    chunks = layout_check.chunk_accesses(grid, chunk=2) // 16
+    assert max(np.bincount(chunks % 8)) == ways
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "dtype", "major", "same"),
+    [
+        (128, 64, "bf16", "K", "128B"),
+        (64, 32, "bf16", "K", "64B"),
+        (192, 16, "bf16", "K", "32B"),
+        (128, 96, "fp16", "MN", "128B"),
+        (64, 32, "tf32", "MN", "128B/32B"),
+        (128, 256, "e2m1", "K", "128B"),
+    ],
+)
+def test_default_swizzle_is_the_compilers_choice(rows, k, dtype, major, same):
+    default, named = layouts.smem_operand(rows, k, dtype, major), layouts.smem_operand(rows, k, dtype, major, same)
+    assert default.text == named.text and np.array_equal(default.offsets, named.offsets)
+
+
 def test_grids_cannot_be_written_and_are_cached():
     grid = layouts.smem_operand(128, 64)
     assert grid is layouts.smem_operand(128, 64)
