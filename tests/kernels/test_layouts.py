@@ -122,9 +122,22 @@ def test_swizzle_is_what_the_compiled_store_does(dtype, swizzle):
     grid = layouts.smem_operand(128, 128, dtype, "K", swizzle)
     assert swizzle_probe.swizzle_of(instructions) == grid.swizzle
     assert np.array_equal(swizzle_probe.store_addresses(grid, swizzle), grid.byte_addresses)
-    # the printed layout, called with element coordinates, is something else
-    naive = layouts.apply_swizzle(layouts.without_swizzle(grid).offsets, *grid.swizzle)
-    assert not np.array_equal(naive, grid.offsets)
+
+
+def test_the_printed_layout_is_not_the_hardwares():
+    """What the compiler answers when its swizzled layout is called with element coordinates."""
+    kind = layouts.tcgen05.SmemLayoutAtomKind.K_SW128
+
+    def build():
+        atom = layouts.tcgen05.make_smem_layout_atom(kind, layouts.cutlass.BFloat16)
+        return cute.pretty_str(atom), [[atom((i, j)) for j in range(64)] for i in range(8)]
+
+    text, called = layouts._trace(build)
+    grid = layouts.smem_operand(128, 64)
+    assert text == "S<3,4,3> o 0 o (8,64):(64,1)"
+    assert np.array_equal(called, layouts.evaluate(text, element_bits=16).offsets)
+    assert np.array_equal(grid.offsets[:8], layouts.evaluate(text, element_bits=16, byte_swizzle=True).offsets)
+    assert (np.array(called) != grid.offsets[:8]).sum() == 256
 
 
 def test_swizzle_of_refuses_other_code():
