@@ -119,9 +119,11 @@ def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def test(context: typer.Context) -> None:
-    """Run the tests; every argument goes to pytest."""
+    """Run the tests on all cores; every argument goes to pytest (-n 0: in one process)."""
     os.chdir(env.root())
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *context.args])  # signals then reach pytest alone
+    own = any(argument.startswith(("-n", "--numprocesses", "--pdb", "--co")) for argument in context.args)
+    spread = [] if own else ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *spread, *context.args])  # signals reach pytest alone
 
 
 @app.command()
