@@ -165,6 +165,20 @@ def test_accumulator_addresses(m, n, group, rule):
     assert np.unique(grid.offsets).size == grid.offsets.size
 
 
+@pytest.mark.parametrize(("m", "group"), [(64, 1), (128, 1), (128, 2), (256, 2)])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7])
+def test_accumulators_of_several_mmas(m, group, count):
+    if (m, group) == (64, 1) and count in (3, 7):
+        with pytest.raises(ArgumentError, match="instruction_n=32"):
+            layouts.tmem_accumulator(m, 32 * count, group, 32)
+        return
+    grid = layouts.tmem_accumulator(m, 32 * count, group, 32)
+    assert layout_check.mismatches(grid.offsets, grid) == 0
+    assert np.unique(grid.offsets).size == grid.offsets.size == m // group * 32 * count
+    halves = 2 if m // group == 64 and (group == 2 or count > 1) else 1  # 64 rows fill all lanes with two halves of N
+    assert (grid.offsets & 0xFFFF).max() + 1 == 32 * count // halves
+
+
 COPIES = [
     (m, n, atom, repeat, group, store)
     for m, n, group in ((128, 64, 1), (64, 96, 1), (128, 64, 2), (256, 32, 2))
@@ -297,9 +311,12 @@ def test_nonsense_is_refused_by_name(text):
         (lambda: layouts.tmem_accumulator(128, 100), "n"),
         (lambda: layouts.tmem_accumulator(128, 1024), "n"),
         (lambda: layouts.tmem_accumulator(64, 64, 2), "m"),
+        (lambda: layouts.tmem_accumulator(64, 264), "n"),
+        (lambda: layouts.tmem_accumulator(64, 96, instruction_n=32), "instruction_n"),
         (lambda: layouts.tmem_accumulator(128, 128, instruction_n=512), "instruction_n"),
         (lambda: layouts.t2r_map(64, 64, "32x32b"), "atom"),
         (lambda: layouts.t2r_map(128, 64, "32x32b", 3), "repeat"),
+        (lambda: layouts.t2r_map(128, 64, "32x32b", True), "repeat"),
         (lambda: layouts.t2r_map(128, 512), "n"),
         (lambda: layouts.tma_tiles(100, 7, 128, 64), "k"),
         (lambda: layouts.tma_tiles(0, 64, 128, 64), "rows"),
