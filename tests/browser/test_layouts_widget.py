@@ -63,7 +63,6 @@ def lab(chromium, tmp_path):
     token = secrets.token_hex(16)
     command = jupyter.command(NOTEBOOK, port, token, browser=False)
     command = [re.sub(r"(--ServerApp\.root_dir=).*", rf"\g<1>{tmp_path}/root", word) for word in command]
-    command += ["--allow-root"] if ROOT else []
     log = (tmp_path / "server.log").open("wb")
     server = subprocess.Popen(command, env=inherited | private, stdout=log, stderr=log)
     try:
