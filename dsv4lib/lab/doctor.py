@@ -218,5 +218,5 @@ def main() -> int:
         if f.fix:
             console.print(f"{'':27} fix: {escape(f.fix)}")
     problems = sum(f.level == "problem" for f in findings)
-    console.print(f"{problems} problem(s). `./dsv4 run` {'needs the fixes above' if problems else 'is ready'}.")
+    console.print(f"{problems} problem(s). `./dsv4 run` {'should wait for the fixes above' if problems else 'is ready'}.")
     return 1 if problems else 0

@@ -121,7 +121,8 @@ print(*hashes, done.smem_bytes, done.seconds)
 def compile_elsewhere(tmp_path, **extra):
     folder = tmp_path / "work"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(env.root()), "TMPDIR": str(tmp_path), **extra}
+    path = os.pathsep.join([str(env.root()), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), **extra}
     run = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
