@@ -218,5 +218,6 @@ def main() -> int:
         if f.fix:
             console.print(f"{'':27} fix: {escape(f.fix)}")
     problems = sum(f.level == "problem" for f in findings)
-    console.print(f"{problems} problem(s). `./dsv4 run` {'should wait for the fixes above' if problems else 'is ready'}.")
+    ending = "should wait for the fixes above" if problems else "is ready"
+    console.print(f"{problems} problem(s). `./dsv4 run` {ending}.")
     return 1 if problems else 0
