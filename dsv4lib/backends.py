@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from dsv4lib import env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
 NAMES = ("auto", "native", "emulator", "reference")
@@ -60,6 +61,8 @@ def status(name: str, arch: str = "sm_100a") -> Status:
 
 
 def _native(arch: str) -> Status:
+    if env.driver_cuda() is None:
+        return Status("native", False, "no NVIDIA driver", "a machine with a GPU (see ./dsv4 doctor)")
     import torch
 
     needed = CAPABILITY[arch]

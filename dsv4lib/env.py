@@ -6,6 +6,7 @@ outside the workspace.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -76,8 +77,23 @@ def machine() -> dict[str, str]:
 
 def gpu_names() -> list[str]:
     """Names of the GPUs torch can use; empty without a GPU or with a CPU build of torch."""
+    if driver_cuda() is None:  # spares a machine without a GPU the import of torch
+        return []
     import torch
 
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+@functools.cache
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version the NVIDIA driver supports, or None without a driver."""
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+        version = ctypes.c_int(0)
+        if libcuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10

@@ -123,10 +123,9 @@ def test_no_private_paths_or_big_files():
     private = re.compile(r"/home/\w|/root/|/Users/\w|BEGIN [A-Z ]*PRIVATE KEY|(?:ghp|hf)_[A-Za-z0-9]{20}")
     hits = []
     for path in tracked():
-        if path == Path(__file__):
-            continue
         size = path.stat().st_size
         assert size <= 1 << 20, f"{path.name} has {size} bytes"
-        if private.search(path.read_text(errors="replace")):
+        # Tests plant such paths on purpose: reports and lints must find them.
+        if "tests" not in path.parts and private.search(path.read_text(errors="replace")):
             hits.append(str(path.relative_to(ROOT)))
     assert hits == []

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from rich.text import Text
 from dsv4lib import env
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import verdicts
+from dsv4lib.lab.stage import workspace
 from dsv4lib.lab.verdicts import LOOKS
 
 app = typer.Typer(
@@ -78,7 +80,7 @@ def stages(
         for spec in found:
             print(spec.name)
         return
-    last = {r.stage: r for r in records.load(env.root() / "data" / "runs") if r.kind == "run"}
+    last = {r.stage: r for r in records.load(workspace() / "data" / "runs") if r.kind == "run"}
     if as_json:
         print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
         return
@@ -105,7 +107,7 @@ def _described(spec: Any, record: Any) -> dict[str, Any]:
 @app.command()
 def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False) -> None:
     """Print the path of the newest report."""
-    pages = sorted((env.root() / "data" / "runs").glob("*/report/index.html"))
+    pages = sorted((workspace() / "data" / "runs").glob("*/report/index.html"))
     if not pages:
         raise DSV4Error("there is no report yet: ./dsv4 run writes one")
     print(os.path.relpath(pages[-1]))
@@ -117,10 +119,11 @@ def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def test(context: typer.Context) -> None:
-    """Run the tests; every argument goes to pytest."""
-    raise typer.Exit(
-        subprocess.run([sys.executable, "-m", "pytest", *context.args], cwd=env.root(), check=False).returncode
-    )
+    """Run the tests on all cores; every argument goes to pytest (-n 0: in one process)."""
+    os.chdir(env.root())
+    own = any(argument.startswith(("-n", "--numprocesses", "--pdb", "--co")) for argument in context.args)
+    spread = [] if own else ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *spread, *context.args])  # signals reach pytest alone
 
 
 @app.command()
@@ -156,15 +159,21 @@ def lab(
 
 
 def main() -> None:
-    """Entry point: a refusal is one red line, never a traceback; Ctrl-C is quiet."""
+    """Entry point: a refusal or a full disk is one red line, never a traceback; Ctrl-C is quiet."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # `run` has handlers of its own while notebooks run
     try:
         app(prog_name="dsv4")
     except DSV4Error as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text(f"dsv4: {error}", style="red"))
         sys.exit(2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        text = "dsv4: no space left on device; free some, then go on with the same command and --resume"
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="red"))
+        sys.exit(LOOKS[verdicts.Verdict.DISK_FULL].code)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dsv4lib.lab import manifest, plan, runner
 from dsv4lib.lab.progress import ConsoleProgress
 from dsv4lib.lab.records import Record
 from dsv4lib.lab.stage import SETS, discover, load, workspace
-from dsv4lib.lab.verdicts import LOOKS, exit_code
+from dsv4lib.lab.verdicts import LOOKS, Verdict, exit_code
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def key_metric(record: Record) -> str:
-    """The gate that decides: the first one not passed, else the stage's first; without gates, the reason."""
-    if not record.gates:
+    """The gate that decides: the first one not passed, else the stage's first. Where no gate decided, the reason."""
+    if record.verdict not in (Verdict.PASSED, Verdict.GATE_FAILED) or not record.gates or record.negative:
         return record.reason
     shown = next((gate for gate in record.gates if gate.state != "passed"), record.gates[0])
     if shown.value is None:

@@ -6,7 +6,6 @@ machine that would show it.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import platform
@@ -87,7 +86,7 @@ def gather() -> Facts:
         free_gib=shutil.disk_usage(env.root()).free / GIB,
         installed=installed,
         locked=read_lock(env.root() / "requirements.lock"),
-        driver_cuda=driver_cuda(),
+        driver_cuda=env.driver_cuda(),
         torch_cuda=torch_cuda,
         torch_sees_gpu=sees_gpu,
         dsl_flavors=tuple(m for m in (12, 13) if f"nvidia-cutlass-dsl-libs-cu{m}" in installed),
@@ -95,18 +94,6 @@ def gather() -> Facts:
         chromium=find_chromium(),
         kernel_backends=statuses,
     )
-
-
-def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA version the NVIDIA driver supports, or None without a driver."""
-    try:
-        libcuda = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int(0)
-        if libcuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
-            return None
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000, version.value % 1000 // 10
 
 
 def find_chromium() -> str | None:
@@ -231,5 +218,6 @@ def main() -> int:
         if f.fix:
             console.print(f"{'':27} fix: {escape(f.fix)}")
     problems = sum(f.level == "problem" for f in findings)
-    console.print(f"{problems} problem(s). `./dsv4 run` {'needs the fixes above' if problems else 'is ready'}.")
+    ending = "should wait for the fixes above" if problems else "is ready"
+    console.print(f"{problems} problem(s). `./dsv4 run` {ending}.")
     return 1 if problems else 0

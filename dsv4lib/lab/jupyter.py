@@ -47,6 +47,8 @@ def command(
         f"--IdentityProvider.token={token or secrets.token_hex(16)}",
         f"--LabApp.default_url=/lab/tree/{notebook}",
         *([] if browser else ["--no-browser"]),
+        # In containers one often is root; the server stays on 127.0.0.1 behind a token all the same.
+        *(["--allow-root"] if os.geteuid() == 0 else []),
     ]
 
 

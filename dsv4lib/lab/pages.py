@@ -11,23 +11,27 @@ import base64
 import functools
 import html
 import io
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.lab.quick_nbformat import nbformat  # before nbconvert, which imports it as well
+
+# isort: split
 from markupsafe import Markup
 from nbconvert.filters import ansi2html
 from nbconvert.filters.highlight import Highlight2HTML
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbconvert.preprocessors.sanitize import SanitizeHTML
 
-from dsv4lib.lab.quick_nbformat import nbformat
 from dsv4lib.lab.stamp import BANNER
 
 PICTURE_BYTES = 1_300_000  # all pictures of one page, before base64; the page then stays under 2 MB
 TEXT_CHARACTERS = 12_000  # of one text output
+CARD_SHAPE = 1.6  # width to height of a picture on the index
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 TAGS = (
@@ -40,6 +44,10 @@ STYLES = (
     "margin-bottom margin-left margin-right margin-top max-width min-width padding padding-bottom padding-left "
     "padding-right padding-top text-align text-decoration vertical-align white-space width"
 ).split()
+# A declaration with a backslash or with any function but these: url(), image-set(), ... could name another file.
+DANGEROUS_STYLE = re.compile(
+    r"[\w-]+\s*:(?=[^;\"]*(?:\\|(?<!\brgb)(?<!\brgba)(?<!\bhsl)(?<!\bhsla)(?<!\bcalc)\())[^;\"]*;?"
+)
 ATTRIBUTES = {
     "*": ["style", "title", "class"],
     "a": ["href"],
@@ -59,10 +67,12 @@ class Block:
 
 @dataclass
 class Page:
-    """A rendered notebook: its blocks, and how many pictures came without a description."""
+    """A rendered notebook: its blocks, how many pictures came without a description, and one picture, small."""
 
     blocks: list[Block] = field(default_factory=list)
     undescribed: int = 0
+    thumbnail: Markup | None = None
+    thumbnail_fit: float = math.inf
 
 
 def render(path: Path, title: str, clean: Callable[[str], str]) -> Page:
@@ -98,7 +108,8 @@ def markdown(source: str) -> Markup:
 
 def sanitize(text: str) -> Markup:
     """``text`` as HTML with allowed tags, attributes and styles only; no scripts, images, forms or frames."""
-    return Markup(_sanitizer().sanitize_html_tags(text))
+    safe = _sanitizer().sanitize_html_tags(text)
+    return Markup(re.sub(r'style="[^"]*"', lambda match: DANGEROUS_STYLE.sub("", match[0]), safe))
 
 
 @functools.cache
@@ -225,11 +236,35 @@ def _picture(
     if fitted is None:
         page.blocks.append(Block("note", Markup("A figure too large for this page is in the notebook: ") + alt))
         return
-    uri = f"data:{fitted[1]};base64,{base64.b64encode(fitted[0]).decode()}"
+    if fitted[1] != "image/svg+xml":
+        _offer_thumbnail(page, fitted[0], alt)
+    uri = _uri(*fitted)
     width = said.get("width")
     size = f' width="{int(width)}"' if isinstance(width, int | float) else ""
     picture = Markup(f'<img src="{uri}"{size} alt="') + alt + Markup('">')
     page.blocks.append(Block("picture", picture, alt))
+
+
+def _uri(data: bytes, mime: str) -> str:
+    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
+
+
+def _offer_thumbnail(page: Page, raw: bytes, alt: str) -> None:
+    """Make ``raw`` the page's small picture (560 pixels wide, few colours) if its shape suits a card best so far."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(raw)) as opened:
+        image = opened.convert("RGB")
+    fit = abs(math.log(image.width / image.height / CARD_SHAPE))
+    if fit >= page.thumbnail_fit:
+        return
+    height = max(1, round(image.height * 560 / image.width))
+    buffer = io.BytesIO()
+    image.resize((560, height), Image.Resampling.LANCZOS).quantize(64, Image.Quantize.FASTOCTREE).save(
+        buffer, "PNG", optimize=True
+    )
+    page.thumbnail_fit = fit
+    page.thumbnail = Markup(f'<img src="{_uri(buffer.getvalue(), "image/png")}" alt="') + alt + Markup('">')
 
 
 class _Budget:
@@ -260,9 +295,10 @@ class _Budget:
 
         with Image.open(io.BytesIO(raw)) as opened:
             image = opened.convert("RGB")
-        for scale in (1.0, 0.75, 0.5, 0.35, 0.25):
+        # Fewer colours make a picture about three times smaller: leave out sizes that are hopeless.
+        for scale in (s for s in (1.0, 0.75, 0.5, 0.35, 0.25, 0.15) if s * s / 4 <= allowed / len(raw)):
             size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-            smaller = image.resize(size, Image.Resampling.LANCZOS).quantize(256)
+            smaller = image.resize(size, Image.Resampling.LANCZOS).quantize(256, Image.Quantize.FASTOCTREE)
             buffer = io.BytesIO()
             smaller.save(buffer, "PNG", optimize=True)
             if buffer.tell() <= allowed and self.take(buffer.tell()):

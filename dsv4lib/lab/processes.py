@@ -1,7 +1,7 @@
 """Processes of one run: started in their own session, marked, and ended together, wherever they went.
 
 A Jupyter kernel starts a session of its own, so a process group is not enough to end a run. Every process of a run
-inherits a random mark in its environment; `end` kills what carries the mark until nothing does.
+inherits a mark of its own in its environment; `end` kills what carries the mark until nothing does.
 """
 
 from __future__ import annotations
@@ -50,25 +50,24 @@ def marked(token: str) -> list[psutil.Process]:
     return found
 
 
-def end(worker: subprocess.Popen[bytes], token: str, patience_s: float = 10.0) -> None:
-    """Kill everything that carries ``token`` and reap ``worker``.
+def end(token: str, worker: subprocess.Popen[bytes] | None = None, patience_s: float = 10.0) -> None:
+    """Kill everything that carries ``token``, and reap ``worker``.
 
     Raises:
         TimeoutError: something survived SIGKILL for ``patience_s`` (stuck in the operating system).
     """
     deadline = time.monotonic() + patience_s
     while True:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if worker.poll() is None:
+        if worker is not None and worker.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
         left = marked(token)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.wait(0.05)
-        if not left and worker.returncode is not None:
+        if not left and (worker is None or worker.poll() is not None):
             return
+        time.sleep(0.02)
         if time.monotonic() > deadline:
             raise TimeoutError(f"{len(left)} processes of a run could not be killed")
 

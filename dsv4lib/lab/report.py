@@ -52,6 +52,7 @@ def write_report(
         records=records,
         shown=shown,
         counts=[(LOOKS[verdict], verdict, counts[verdict]) for verdict in Verdict if counts[verdict]],
+        skipped_checks=sum(len(record.skipped) for record in records),
         seconds=sum(record.seconds for record in records),
         missing=[clean(key) for key in missing],
         interrupted=interrupted,

@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from filelock import FileLock
 
@@ -37,6 +37,7 @@ from dsv4lib.lab.verdicts import Verdict, judge, overall
 
 POLL_S = 0.05
 MEMORY_EVERY_S = 0.5
+LOG_CHARACTERS = 20_000  # kept of what a failed run printed outside of cells
 
 
 @dataclass
@@ -157,29 +158,63 @@ class Supervisor:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run what has no finished record yet; on a signal end everything and record it as interrupted."""
+        self._clean_up_after_a_killed_runner()
         before = records.latest(records.load(self.plan.folder))
         done = {name for name, record in before.items() if record.finished}
-        attempts = {name: record.attempt + 1 for name, record in before.items()}
+        attempts = {job.name: before[job.name].attempt + 1 if job.name in before else 0 for job in jobs}
+        for job in jobs:
+            while self._folder(job.name, attempts[job.name]).exists():
+                attempts[job.name] += 1
         waiting = [job for job in jobs if job.name not in done]
+        self.workers = max(1, min(self.workers, len(waiting)))  # fewer notebooks than cores: more threads for each
         with self._signals(), self.progress.showing(len(jobs), len(done)):
             try:
                 while (waiting or self.active) and self.stopped is None:
-                    waiting = [job for job in waiting if not self._try_start(job, attempts.get(job.name, 0))]
+                    waiting = [job for job in waiting if not self._try_start(job, attempts[job.name])]
                     for run in list(self.active):
                         self._watch(run)
                     self.progress.update([(a.job.name, a.cell(), time.monotonic() - a.began) for a in self.active])
                     time.sleep(POLL_S)
             finally:
-                for run in list(self.active):
-                    name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
-                    self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """End what is still active. Every run is ended even if the record of one cannot be written."""
+        name = signal.Signals(self.stopped).name if self.stopped else "an error of the runner"
+        troubles: list[OSError] = []
+        for run in list(self.active):
+            try:
+                self._finish(run, Verdict.INTERRUPTED, f"stopped by {name}")
+            except OSError as trouble:
+                troubles.append(trouble)
+        if troubles:
+            raise troubles[0]
+
+    def _clean_up_after_a_killed_runner(self) -> None:
+        """End processes and remove private folders that an earlier try at this command left behind."""
+        for folder in self.plan.folder.glob("*/"):
+            processes.end(self._token(folder))
+        for task in Path(_short_temporary()).glob("dsv4-*/job.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if Path(json.loads(task.read_text())["output"]).parent.parent == self.plan.folder:
+                    shutil.rmtree(task.parent)
+
+    def _folder(self, job: str, attempt: int) -> Path:
+        return self.plan.folder / (job if attempt == 0 else f"{job}-{attempt}")
+
+    def _token(self, folder: Path) -> str:
+        """The mark of the processes of one attempt; unique because the command's name is."""
+        return f"{self.plan.run_id}/{folder.name}"
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def stop(number: int, frame: Any) -> None:
             self.stopped = number
 
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = ()  # Python lets only the main thread set handlers
+        previous = {number: signal.signal(number, stop) for number in numbers}
         try:
             yield
         finally:
@@ -204,10 +239,10 @@ class Supervisor:
         return True
 
     def _start(self, job: Job, stage: Stage, attempt: int, device: str, lock: FileLock | None) -> Active:
-        folder = self.plan.folder / (job.name if attempt == 0 else f"{job.name}-{attempt}")
+        folder = self._folder(job.name, attempt)
         folder.mkdir()
         private = Path(tempfile.mkdtemp(prefix="dsv4-", dir=_short_temporary()))
-        token = uuid4().hex
+        token = self._token(folder)
         task = {
             "input": str(stage.notebook_path),
             "output": str(folder / "notebook.ipynb"),
@@ -279,17 +314,26 @@ class Supervisor:
         """End every process of ``run``, judge it, stamp its notebook, write its record, remove its private folder."""
         self.active.remove(run)
         seconds = time.monotonic() - run.began
-        processes.end(run.worker, run.token)
+        processes.end(run.token, run.worker)
         position = run.cell()
         try:
             stopped_at = position[0] if kind is not None and position else None
             self._record(
                 run.job, run.stage, run.attempt, kind, reason, run.started, seconds, run.folder, run.peak_mb, stopped_at
             )
+            if kind is not None:
+                self._keep_log(run)
         finally:
             shutil.rmtree(run.private, ignore_errors=True)
             if run.lock is not None:
                 run.lock.release()
+
+    def _keep_log(self, run: Active) -> None:
+        """What the worker and the kernel printed outside of cells, for whoever looks into a failure."""
+        with contextlib.suppress(OSError):
+            said = (run.private / "worker.log").read_text(errors="replace")[-LOG_CHARACTERS:]
+            if said.strip():
+                (run.folder / "worker.log").write_text(scrub(said, self.root))
 
     def _record(
         self,

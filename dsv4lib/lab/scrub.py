@@ -32,7 +32,7 @@ def _replacements(root: str) -> tuple[tuple[re.Pattern[str], str], ...]:
     pairs = []
     for path in sorted(paths, key=len, reverse=True):
         if len(path) > 1:
-            pairs.append((re.compile(re.escape(path) + r"(?![\w.-])"), paths[path]))
+            pairs.append((re.compile(r"(?<![\w.-])" + re.escape(path) + r"(?![\w.-])"), paths[path]))
     host = socket.gethostname()
     # A host called "main" cannot be told from the word; distinctive names can.
     if len(host) >= 8 or (len(host) >= 4 and re.search(r"[\d.-]", host)):

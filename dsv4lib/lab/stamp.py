@@ -10,8 +10,6 @@ import html
 import stat
 from pathlib import Path
 
-from nbformat import NotebookNode
-
 from dsv4lib.lab.files import write_atomic
 from dsv4lib.lab.quick_nbformat import nbformat
 from dsv4lib.lab.records import Record
@@ -52,7 +50,7 @@ def stamp(record: Record, saved: Path, source: Path, stopped_at: int | None) -> 
     write_atomic(saved, nbformat.writes(notebook).encode())
 
 
-def _read(path: Path) -> NotebookNode | None:
+def _read(path: Path) -> nbformat.NotebookNode | None:
     """The notebook at ``path``; None where there is no whole one (missing, a device, cut off by a full disk)."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
@@ -62,11 +60,11 @@ def _read(path: Path) -> NotebookNode | None:
         return None
 
 
-def _banner(cell: NotebookNode) -> bool:
+def _banner(cell: nbformat.NotebookNode) -> bool:
     return bool({BANNER, PAPERMILL_BANNER} & set(cell.metadata.get("tags", [])))
 
 
-def _correct(notebook: NotebookNode, record: Record, complete: bool, stopped_at: int | None) -> None:
+def _correct(notebook: nbformat.NotebookNode, record: Record, complete: bool, stopped_at: int | None) -> None:
     meta = notebook.metadata.setdefault("papermill", {})
     meta["exception"] = None if complete else True
     meta["input_path"], meta["output_path"] = f"{record.stage}", "notebook.ipynb"
@@ -81,7 +79,7 @@ def _correct(notebook: NotebookNode, record: Record, complete: bool, stopped_at:
             state["status"], state["exception"] = "failed", True
 
 
-def _banner_cell(record: Record) -> NotebookNode:
+def _banner_cell(record: Record) -> nbformat.NotebookNode:
     look = LOOKS[record.verdict]
     text = (
         f'<div style="color:{look.ink};background:{look.paper};padding:8px 14px;border-radius:4px">'

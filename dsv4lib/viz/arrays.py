@@ -23,11 +23,15 @@ def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
 
 
 def compact(value: float) -> str:
-    """At most five characters for a cell: 0, 3e-4, -2e1, nan, inf."""
+    """At most five characters for a cell: 0, .25, -1.6, 3e-4, -2e1, nan, inf."""
     if value == 0:
         return "0"
     if not np.isfinite(value):
         return str(value)
+    if 0.995 <= abs(value) < 9.95:
+        return f"{value:.1f}"
+    if 0.095 <= abs(value) < 0.995:
+        return f"{value:.2f}".replace("0.", ".")
     mantissa, exponent = f"{value:.0e}".split("e")
     return mantissa if int(exponent) == 0 else f"{mantissa}e{int(exponent)}"
 

@@ -111,6 +111,7 @@ def error_map(
     zoom: str | tuple[int, int] | None = "worst",
     record: Judged | None = None,
     name: str = "",
+    axes: tuple[str, str] = ("row", "column"),
 ) -> Figure:
     """A map of the errors, with a 16 x 16 corner in numbers.
 
@@ -123,6 +124,7 @@ def error_map(
             column) of your choice, or None for no zoom.
         record: a comparison record; its verdict goes into the title.
         name: what is compared, first words of the title.
+        axes: what the rows and columns of the matrix are.
 
     Returns:
         A figure; its alt text names the worst element and its place.
@@ -134,9 +136,9 @@ def error_map(
         main, side = fig.subplots(), None
     else:
         main, side = fig.subplots(1, 2, width_ratios=(0.85, 1.15))
-    _draw_map(fig, main, grid, tile)
+    _draw_map(fig, main, grid, tile, axes)
     if side is not None:
-        _draw_zoom(side, grid, top, left)
+        _draw_zoom(side, grid, top, left, axes)
         if by == "element":
             height, width = _extent(grid.signed, top, left)
             if (height, width) != grid.values.shape:
@@ -225,7 +227,7 @@ def _colours(values: np.ndarray) -> tuple[Colormap, LogNorm]:
     return cmap, LogNorm(vmin=min(low, top / 10), vmax=top)
 
 
-def _draw_map(fig: Figure, ax: Axes, grid: ErrorGrid, tile: tuple[int, int]) -> None:
+def _draw_map(fig: Figure, ax: Axes, grid: ErrorGrid, tile: tuple[int, int], axes: tuple[str, str]) -> None:
     values = _shrink(grid.values)
     cmap, norm = _colours(values)
     rows, cols = grid.values.shape
@@ -244,10 +246,10 @@ def _draw_map(fig: Figure, ax: Axes, grid: ErrorGrid, tile: tuple[int, int]) -> 
         col, row, marker="o", markersize=13, markerfacecolor="none", markeredgecolor=BAD_COLOUR, markeredgewidth=1.8
     )
     labels = {
-        "element": ("column", "row", "every element" + (f", matrix {list(grid.matrix)}" if grid.matrix else "")),
+        "element": (axes[1], axes[0], "every element" + (f", matrix {list(grid.matrix)}" if grid.matrix else "")),
         "tile": ("tile column", "tile row", f"tiles of {tile[0]} x {tile[1]}"),
         "lane": ("column in the tile", "lane (row in the tile)", "all tiles laid over each other"),
-        "kv_iteration": ("KV iteration", "row", "iteration by iteration"),
+        "kv_iteration": ("KV iteration", axes[0], "iteration by iteration"),
     }[grid.by]
     ax.set(xlabel=labels[0], ylabel=labels[1], title=labels[2])
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -288,7 +290,7 @@ def _numbered(ax: Axes, values: np.ndarray, cmap: Colormap, norm: Normalize, bad
     cell_texts(ax, labels, shades, size)
 
 
-def _draw_zoom(ax: Axes, grid: ErrorGrid, top: int, left: int) -> None:
+def _draw_zoom(ax: Axes, grid: ErrorGrid, top: int, left: int, axes: tuple[str, str]) -> None:
     height, width = _extent(grid.signed, top, left)
     part = grid.signed[top : top + height, left : left + width]
     limit = float(np.nanmax(np.abs(part))) if not np.isnan(part).all() else 1.0
@@ -303,7 +305,7 @@ def _draw_zoom(ax: Axes, grid: ErrorGrid, top: int, left: int) -> None:
     ax.set_yticks(range(0, height, 4), [str(top + i) for i in range(0, height, 4)])
     where = f" of matrix {list(grid.matrix)}" if grid.matrix else ""
     ax.set(
-        xlabel="column",
-        ylabel="row",
+        xlabel=axes[1],
+        ylabel=axes[0],
         title=f"signed error / row RMS{where}" + (f", in units of {unit:.0e}" if unit != 1 else ""),
     )

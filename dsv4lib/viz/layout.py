@@ -58,7 +58,8 @@ def grid(
         ax = fig.subplots()
         _raster(ax, values, norm, write=True)
     else:
-        fig = new_figure(height=4.6)
+        fig = new_figure(height=4.8)
+        fig.suptitle(title, fontsize=10, fontweight="bold", x=0.01, ha="left")
         ax, detail = fig.subplots(1, 2, width_ratios=(1, 1.25))
         image = _raster(ax, values, norm, write=False)
         top, left = (max(0, min(c, n - MAX_NUMBERED)) for c, n in zip(corner, values.shape, strict=True))
@@ -71,7 +72,8 @@ def grid(
         detail.set_xticks(range(0, part.shape[1], 2), [str(left + c) for c in range(0, part.shape[1], 2)])
         detail.set_yticks(range(0, part.shape[0], 2), [str(top + r) for r in range(0, part.shape[0], 2)])
         fig.colorbar(image, ax=ax, location="bottom", shrink=0.8, label=what, aspect=30)
-    ax.set_title(title)
+    if small:
+        ax.set_title(title)
     _axis_names(ax, axes)
     ticks(ax, rows, columns)
     return set_alt(fig, _alt(values, title, axes, what))

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
@@ -210,6 +211,8 @@ def curves(
             look = {"color": style.PALETTE[(0, 5, 2, 1, 3)[index % 5]], "linestyle": dashes[index % 5]}
             ax.plot(places, values, linewidth=1.8, label=label, **look)
             summary.append(f"{label} goes from {values[0]:.3g} to {values[-1]:.3g}")
+        if np.all(places == np.round(places)):
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         if "x" in log:
             ax.set_xscale("log", base=2)
         if "y" in log:

@@ -46,11 +46,18 @@ def matrix(name: str, values: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def ink_on(colour: Any) -> str:
-    """Dark or light text, whichever reads better on ``colour`` (relative luminance as in WCAG 2)."""
+def _luminance(colour: Any) -> float:
+    """Relative luminance as in WCAG 2."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return INK if (luminance + 0.05) ** 2 > 0.05 * 1.05 else PAPER
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+_BALANCE = ((_luminance(INK) + 0.05) * (_luminance(PAPER) + 0.05)) ** 0.5  # here both have the same contrast
+
+
+def ink_on(colour: Any) -> str:
+    """Dark or light text, whichever has more contrast on ``colour``."""
+    return INK if _luminance(colour) + 0.05 > _BALANCE else PAPER
 
 
 def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str] = PALETTE, empty: str = "#eef1f4") -> None:

@@ -86,7 +86,7 @@ def boxes(
     ax.imshow(picture, cmap=cmap, vmin=0, vmax=2 + len(_LIGHT), aspect="auto")
     frame(ax)
     _outlines(ax, starts, box, shape)
-    _labels(ax, starts, box)
+    _labels(ax, starts, box, shape)
     ticks(ax, *picture.shape)
     ax.set_ylabel(axes[0])
     ax.set_xlabel(axes[1])
@@ -111,8 +111,8 @@ def _outlines(ax: Any, starts: np.ndarray, box: tuple[int, int], shape: tuple[in
     ax.plot([-0.5, right, right], [bottom, bottom, -0.5], color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
 
 
-def _labels(ax: Any, starts: np.ndarray, box: tuple[int, int]) -> None:
-    """Box numbers in loading order; a place loaded several times shows all of its numbers."""
+def _labels(ax: Any, starts: np.ndarray, box: tuple[int, int], shape: tuple[int, int]) -> None:
+    """Box numbers in loading order, inside the tensor; a place loaded several times shows all of its numbers."""
     places: dict[tuple[int, int], list[int]] = {}
     for number, (row, column) in enumerate(starts):
         places.setdefault((int(row), int(column)), []).append(number)
@@ -120,5 +120,8 @@ def _labels(ax: Any, starts: np.ndarray, box: tuple[int, int]) -> None:
         return
     for (row, column), loads in places.items():
         text = ", ".join(map(str, loads[:4])) + (", ..." if len(loads) > 4 else "")
-        colour = PAPER if len(loads) > 1 else INK
-        ax.text(column + box[1] / 2 - 0.5, row + box[0] / 2 - 0.5, text, ha="center", va="center", color=colour)
+        y, x = (
+            (max(start, 0) + (min(start + size, end) if start < end else start + size) - 1) / 2
+            for start, size, end in zip((row, column), box, shape, strict=True)
+        )
+        ax.text(x, y, text, ha="center", va="center", color=PAPER if len(loads) > 1 else INK)

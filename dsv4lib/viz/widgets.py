@@ -87,7 +87,7 @@ def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: i
     """
     import matplotlib.image
 
-    pictures = [None if f is None else matplotlib.image.imread(io.BytesIO(to_png(f, dpi=90))) for _, f, _ in panels]
+    pictures = [None if f is None else matplotlib.image.imread(io.BytesIO(to_png(f, dpi=72))) for _, f, _ in panels]
     rows = -(-len(panels) // columns)
     ratio = max((p.shape[0] / p.shape[1] for p in pictures if p is not None), default=0.4)
     page = new_figure(height=rows * (WIDTH / columns * ratio + 0.5))

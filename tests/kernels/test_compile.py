@@ -113,19 +113,21 @@ from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.gemm_tile.sm100 import GemmTile
 kernel = GemmTile()
 done = compile_for(kernel, kernel.fake_args())
-print(hashlib.sha256(done.ptx.encode()).hexdigest(), hashlib.sha256(done.cubin).hexdigest(), done.seconds)
+hashes = [hashlib.sha256(x).hexdigest() for x in (done.ptx.encode(), done.cubin)]
+print(*hashes, done.smem_bytes, done.seconds)
 """
 
 
 def compile_elsewhere(tmp_path, **extra):
     folder = tmp_path / "work"
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(env.root()), "TMPDIR": str(tmp_path), **extra}
+    path = os.pathsep.join([str(env.root()), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path), **extra}
     run = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(run, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    ptx, cubin, seconds = done.stdout.split()
-    return ptx, cubin, float(seconds)
+    *found, seconds = done.stdout.split()
+    return found, float(seconds)
 
 
 def test_cold_compile_is_quick_reproducible_and_leaves_no_file(tmp_path):
@@ -133,12 +135,12 @@ def test_cold_compile_is_quick_reproducible_and_leaves_no_file(tmp_path):
     from dsv4lib.kernels.gemm_tile.sm100 import GemmTile
 
     here = compile_for(GemmTile(), GemmTile().fake_args())
-    expected = [hashlib.sha256(x).hexdigest() for x in (here.ptx.encode(), here.cubin)]
+    expected = [hashlib.sha256(x).hexdigest() for x in (here.ptx.encode(), here.cubin)] + [str(here.smem_bytes)]
     for seed, arch in (("1", "sm_90a"), ("2", "sm_100a")):
         home = tmp_path / seed
         home.mkdir()
-        ptx, cubin, seconds = compile_elsewhere(home, PYTHONHASHSEED=seed, CUTE_DSL_ARCH=arch)
-        assert [ptx, cubin] == expected
+        found, seconds = compile_elsewhere(home, PYTHONHASHSEED=seed, CUTE_DSL_ARCH=arch)
+        assert found == expected
         assert seconds <= MAX_SECONDS
         assert [p for p in home.rglob("*") if p.is_file()] == []
 

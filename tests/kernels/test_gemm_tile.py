@@ -15,12 +15,14 @@ from dsv4lib.kernels.gemm_tile.sm100 import GemmTile
 from dsv4lib.reference.gemm_tile import gemm_tile
 from dsv4lib.viz import ptx
 
-CONFIGS = [  # in, out, tile_n, stages: every type, an epilogue of 16 columns, one stage, a full SMEM
+CONFIGS = [  # in, out, tile_n, stages: every type, an epilogue of 1, 2, 3 and more chunks, one stage, a full SMEM
     ("bf16", "fp32", 128, 4),
     ("fp16", "fp16", 256, 4),
     ("bf16", "bf16", 112, 1),
     ("fp16", "fp32", 16, 7),
     ("bf16", "fp32", 32, 11),
+    ("fp16", "fp32", 48, 2),
+    ("bf16", "bf16", 64, 8),
 ]
 
 
@@ -147,6 +149,8 @@ def wrong_operands():
     yield "c", (a, b, c.bfloat16())
     yield "a, b, c", (a, b[:, :48], c)
     yield "a, b, c", (a[:39], b, c)
+    columns = 65_535 * 128 + 8  # one column tile more than a grid has; B takes no memory, all its rows are the same one
+    yield "b", (a[:1], torch.zeros(1, 56, dtype=torch.bfloat16).expand(columns, 56), torch.empty(1, columns))
 
 
 @pytest.mark.parametrize(("name", "args"), list(wrong_operands()))

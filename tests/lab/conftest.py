@@ -22,7 +22,8 @@ TOML = {
     "kernel": False,
     "parameters": {
         "backend": {
-            "type": "str", "default": "auto", "help": "back end", "choices": ["auto", "native", "emulator", "reference"],
+            "type": "str", "default": "auto", "help": "back end",
+            "choices": ["auto", "native", "emulator", "reference"],
         },
         "seed": {"type": "int", "default": 0, "min": 0, "max": 100, "help": "of every random input"},
         "fault": {"type": "str", "default": "none", "choices": ["none", "planted"], "help": "planted fault"},
@@ -81,3 +82,9 @@ def make(tmp_path: Path) -> Callable[..., Stage]:
         return write_stage(tmp_path, name, body, **changes)
 
     return factory
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The comparison with stages/ needs every stage's item before it."""
+    items.sort(key=lambda item: item.name == "test_every_stage_was_executed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -231,6 +232,22 @@ assert info["transport"] == "ipc" and info["ip"].startswith(str(private)), info"
 def test_a_job_whose_worker_dies_is_a_crash(make: Callable[..., Stage]) -> None:
     record = runner.run_stage(make(body="import os, signal; os.kill(os.getppid(), signal.SIGKILL)"))[0]
     assert record.verdict is Verdict.CRASH and "ended with code -9" in record.reason
+
+
+def test_a_full_disk_at_the_record_leaves_nothing_running(
+    make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first record cannot be written while the other notebook still sleeps; both must be gone afterwards."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records, "write", full)
+    jobs = plan.make([make("ends"), make("sleeps", "import time; time.sleep(600)")], "quick", backend="reference")
+    with pytest.raises(OSError, match="No space left"):
+        runner.run(jobs, tmp_path, "quick", runner.Options(workers=2))
+    run_id = manifest.stored(tmp_path / "data" / "runs")[0].run_id
+    assert [found for job in jobs for found in processes.marked(f"{run_id}/{job.name}")] == []
 
 
 def test_a_run_in_progress_holds_its_folder(tmp_path: Path) -> None:

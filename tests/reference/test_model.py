@@ -8,10 +8,13 @@ import torch
 
 from dsv4lib.config import TINY, LayerKind, schedule
 from dsv4lib.errors import ArgumentError
+from dsv4lib.reference import compressor, mhc, output_proj, rmsnorm, rope
 from dsv4lib.reference.model import ReferenceModel
 
 LENGTH = 53
-REAL_RATES = replace(TINY, window=128, hca_rate=128, index_topk=40, compress_ratios=schedule(6, (0, 0), 4, 128))
+# Activations of unit scale never reach the released limit of 10, and the clamp would go untested.
+CONFIG = replace(TINY, swiglu_limit=0.5)
+REAL_RATES = replace(CONFIG, window=128, hca_rate=128, index_topk=40, compress_ratios=schedule(6, (0, 0), 4, 128))
 
 
 def tokens_of(batch=2, length=LENGTH, seed=0):
@@ -30,7 +33,7 @@ def run(model, tokens, chunks):
 
 @pytest.fixture(scope="module")
 def model():
-    return ReferenceModel(TINY, torch.float64).randomize_(1).requires_grad_(False)
+    return ReferenceModel(CONFIG, torch.float64).randomize_(1).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +71,7 @@ def expected_names(config):
 
 
 def test_names_are_those_of_the_checkpoint(model):
-    assert set(model.state_dict()) == expected_names(TINY)
+    assert set(model.state_dict()) == expected_names(CONFIG)
 
 
 def test_shapes_follow_the_checkpoint(model):
@@ -85,19 +88,19 @@ def test_shapes_follow_the_checkpoint(model):
 
 
 def test_random_weights_leave_nothing_at_its_default(model):
-    other = ReferenceModel(TINY, torch.float64).randomize_(2).state_dict()
+    other = ReferenceModel(CONFIG, torch.float64).randomize_(2).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.isfinite(tensor).all() and not torch.equal(tensor, other[name]), name
     table = model.layers[0].ffn.gate.tid2eid
     assert all(len(set(row)) == 3 and 0 <= min(row) and max(row) < 8 for row in table.tolist())
-    again = ReferenceModel(TINY, torch.float64).randomize_(1).state_dict()
+    again = ReferenceModel(CONFIG, torch.float64).randomize_(1).state_dict()
     assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_logits_have_unit_scale(seed):
     with torch.no_grad():
-        assert 0.8 < ReferenceModel(TINY).randomize_(seed)(tokens_of()).std() < 1.25
+        assert 0.8 < ReferenceModel(CONFIG).randomize_(seed)(tokens_of()).std() < 1.25
 
 
 CHUNKS = pytest.mark.parametrize(
@@ -114,12 +117,12 @@ def test_chunks_equal_one_piece_fp64(model, captured, chunks):
 
 @CHUNKS
 def test_chunks_equal_one_piece_fp32(chunks):
-    model = ReferenceModel(TINY).randomize_(1).requires_grad_(False)
+    model = ReferenceModel(CONFIG).randomize_(1).requires_grad_(False)
     assert (run(model, tokens_of(), chunks) - model(tokens_of())).abs().max() <= 3e-5
 
 
 def test_single_precision_is_near_double(captured):
-    model = ReferenceModel(TINY).randomize_(1).requires_grad_(False)
+    model = ReferenceModel(CONFIG).randomize_(1).requires_grad_(False)
     assert (model(tokens_of()).double() - captured["logits"]).abs().max() <= 3e-5
 
 
@@ -154,6 +157,36 @@ def test_requests_of_a_batch_are_independent(model, captured):
     assert (alone - captured["logits"][1:]).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("index", [0, 2, 3])  # SWA, CSA, HCA
+def test_attention_inputs_come_from_the_normed_input(captured, model, index):
+    """Queries, KV vectors, entries and indexer scores again from ``attn_in`` with the layer's own weights and rope."""
+    w, kind = model.layers[index].attn, CONFIG.layer_kinds[index]
+    x, positions, freqs = captured[f"layers.{index}.attn_in"], torch.arange(LENGTH), rope.layer_freqs(CONFIG, kind)
+
+    def entries(weights, overlap):
+        state = compressor.new_state(2, weights.ape.shape[0], weights.ape.shape[1], overlap, x.dtype, x.device)
+        return compressor.compress(x, state, 0, weights.tensors(), freqs, 1e-6, overlap=overlap)[0]
+
+    qr = rmsnorm.rmsnorm(x @ w.wq_a.weight.mT, w.q_norm.weight, 1e-6)
+    q = rmsnorm.rmsnorm((qr @ w.wq_b.weight.mT).reshape(2, LENGTH, 4, 32), None, 1e-6)
+    kv = rmsnorm.rmsnorm(x @ w.wkv.weight.mT, w.kv_norm.weight, 1e-6)
+    want = {"q": rope.apply(q, positions[:, None], freqs), "kv": rope.apply(kv, positions, freqs)}
+    if kind != LayerKind.SWA:
+        want["compressed"] = entries(w.compressor, kind == LayerKind.CSA)
+    if kind == LayerKind.CSA:
+        iq = (qr @ w.indexer.wq_b.weight.mT).reshape(2, LENGTH, 16, 16)
+        per_head = torch.relu(
+            rope.apply(iq, positions[:, None], freqs) @ entries(w.indexer.compressor, True).mT[:, None]
+        )
+        head_weights = x @ w.indexer.weights_proj.weight.mT / 16
+        want["index_scores"] = (head_weights.unsqueeze(-1) * per_head).sum(-2)
+    got = {name: captured[f"layers.{index}.{name}"] for name in want}
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)  # names the tensor that differs
+    o = captured[f"layers.{index}.attn_core"]
+    out = output_proj.output_proj(o, positions, freqs, w.wo_a.weight, w.wo_b.weight, 2)
+    torch.testing.assert_close(captured[f"layers.{index}.attn_out"], out, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("layer", range(6))
 def test_each_query_attends_to_what_its_layer_kind_says(captured, model, layer):
     """Core attention again, key by key: window of 8, chosen or visible entries, sink in the denominator."""
@@ -174,20 +207,45 @@ def test_each_query_attends_to_what_its_layer_kind_says(captured, model, layer):
             torch.testing.assert_close(captured[f"layers.{layer}.attn_core"][0, t, h], want, rtol=0, atol=1e-11)
 
 
-def test_streams_add_up(captured, model):
-    """The written-back streams from the captured coefficients and sublayer outputs."""
-    before, c = captured["layers.3.streams"], {k: captured[f"layers.4.{k}"] for k in ("attn_out", "ffn_out")}
-    for site, out in (("attn", "attn_out"), ("ffn", "ffn_out")):
-        post, comb = (captured[f"layers.4.hc_{site}_{part}"] for part in ("post", "comb"))
-        before = torch.einsum("btij,btid->btjd", comb, before) + torch.einsum("btj,btd->btjd", post, c[out])
-    torch.testing.assert_close(captured["layers.4.streams"], before, rtol=0, atol=1e-12)
+def naive_expert(x, weights):
+    gate, up = weights.w1.weight @ x, weights.w3.weight @ x
+    assert gate.max() > 0.5 and up.abs().max() > 0.5
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    return weights.w2.weight @ (gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("index", [2, 3])  # one hash layer, one score layer
+def test_a_layer_is_two_sites_around_attention_and_experts(captured, model, index):
+    """One token's way through a layer, from the streams before it and the captured sublayer outputs."""
+    layer, at = model.layers[index], (1, 29)
+    got = {name: captured[f"layers.{index}.{name}"][at] for name in ("attn_in", "attn_out", "ffn_in", "ffn_out")}
+    streams = captured[f"layers.{index - 1}.streams"][at]
+    for site in ("attn", "ffn"):
+        fn, scale, base = (getattr(layer, f"hc_{site}_{part}") for part in ("fn", "scale", "base"))
+        pre, post, comb = mhc.coefficients(streams, fn, scale, base, iters=20, hc_eps=1e-6, rms_eps=1e-6)
+        x = pre @ streams
+        x = getattr(layer, f"{site}_norm").weight * x / (x.square().mean() + 1e-6).sqrt()
+        torch.testing.assert_close(got[f"{site}_in"], x, rtol=0, atol=1e-11)
+        torch.testing.assert_close(captured[f"layers.{index}.hc_{site}_post"][at], post, rtol=0, atol=1e-12)
+        torch.testing.assert_close(captured[f"layers.{index}.hc_{site}_comb"][at], comb, rtol=0, atol=1e-12)
+        streams = torch.stack([post[j] * got[f"{site}_out"] + comb[:, j] @ streams for j in range(4)])
+    torch.testing.assert_close(captured[f"layers.{index}.streams"][at], streams, rtol=0, atol=1e-11)
+
+    experts, weights = (captured[f"layers.{index}.router_{name}"][at].tolist() for name in ("experts", "weights"))
+    if index < 3:
+        assert experts == layer.ffn.gate.tid2eid[tokens_of()[at]].tolist()
+    assert sum(weights) == pytest.approx(1.5)
+    want = naive_expert(got["ffn_in"], layer.ffn.shared_experts)
+    for e, weight in zip(experts, weights, strict=True):
+        want = want + weight * naive_expert(got["ffn_in"], layer.ffn.experts[e])
+    torch.testing.assert_close(got["ffn_out"], want, rtol=0, atol=1e-11)
 
 
 def test_captured_names(captured, model):
     every = ["hc_attn_post", "hc_attn_comb", "hc_ffn_post", "hc_ffn_comb", "attn_in", "q", "kv", "attn_core", "lse"]
     every += ["attn_out", "ffn_in", "ffn_out", "router_experts", "router_weights", "streams"]
     more = {LayerKind.SWA: [], LayerKind.HCA: ["compressed"], LayerKind.CSA: ["compressed", "index_scores", "topk"]}
-    want = {f"layers.{i}.{name}" for i, kind in enumerate(TINY.layer_kinds) for name in every + more[kind]}
+    want = {f"layers.{i}.{name}" for i, kind in enumerate(CONFIG.layer_kinds) for name in every + more[kind]}
     assert set(captured) == want | {"collapsed", "hidden", "logits"}
     torch.testing.assert_close(captured["hidden"] @ model.head.weight.mT, captured["logits"])
 
@@ -228,9 +286,9 @@ def test_codecs_see_what_is_stored(captured):
         return x.to(torch.bfloat16).to(x.dtype)
 
     turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
-    turned = ReferenceModel(TINY, torch.float64, index_codec=lambda x: x @ turn).randomize_(1).requires_grad_(False)
+    turned = ReferenceModel(CONFIG, torch.float64, index_codec=lambda x: x @ turn).randomize_(1).requires_grad_(False)
     assert (turned(tokens_of()) - captured["logits"]).abs().max() <= 1e-10
-    rounded = ReferenceModel(TINY, torch.float64, kv_codec=kv_codec).randomize_(1).requires_grad_(False)
+    rounded = ReferenceModel(CONFIG, torch.float64, kv_codec=kv_codec).randomize_(1).requires_grad_(False)
     capture, cache = {}, rounded.new_cache(2)
     logits = rounded(tokens_of(), cache, capture)
     assert widths == [32] * (6 + 4)
@@ -243,7 +301,7 @@ def test_codecs_see_what_is_stored(captured):
 
 def test_gradients_reach_every_parameter():
     """All but the router bias and the indexer, which only select."""
-    model = ReferenceModel(TINY, torch.float64).randomize_(3)
+    model = ReferenceModel(CONFIG, torch.float64).randomize_(3)
     capture = {}
     logits = model(tokens_of(), capture=capture, mtp=tokens_of(seed=1))
     (logits.square().mean() + capture["mtp_logits"].square().mean()).backward()
@@ -256,7 +314,7 @@ def test_gradients_reach_every_parameter():
 
 
 def test_gradient_flows_through_a_chunked_forward():
-    model, grads = ReferenceModel(TINY, torch.float64).randomize_(3), []
+    model, grads = ReferenceModel(CONFIG, torch.float64).randomize_(3), []
     for chunks in ([23], [9, 1, 13]):
         model.zero_grad()
         run(model, tokens_of(2, 23), chunks)[:, -1].square().sum().backward()
@@ -278,12 +336,12 @@ def test_refusals(model):
     refused(lambda: model(torch.tensor([[0, 320]])), "tokens")
     refused(lambda: model(torch.tensor([[0, -1]])), "tokens")
     refused(lambda: model(tokens_of(), model.new_cache(1)), "cache.batch")
-    refused(lambda: model(tokens_of(), ReferenceModel(TINY).new_cache(2)), "cache")
+    refused(lambda: model(tokens_of(), ReferenceModel(CONFIG).new_cache(2)), "cache")
     refused(lambda: model(tokens_of(), ReferenceModel(REAL_RATES, torch.float64).new_cache(2)), "cache")
     refused(lambda: model.new_cache(0), "batch")
     refused(lambda: model.generate(tokens_of(), -1), "max_new")
-    refused(lambda: ReferenceModel(TINY, torch.bfloat16), "dtype")
-    refused(lambda: ReferenceModel(TINY)(tokens_of()), "embed.weight")
+    refused(lambda: ReferenceModel(CONFIG, torch.bfloat16), "dtype")
+    refused(lambda: ReferenceModel(CONFIG)(tokens_of()), "embed.weight")
 
 
 def test_positions_end_at_the_maximum(model):

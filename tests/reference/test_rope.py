@@ -71,6 +71,17 @@ def test_yarn_keeps_fast_pairs_and_slows_the_others(config, kind):
     assert torch.equal(freqs[25:], rope.base_freqs(64, 160000.0)[25:] / 16)
 
 
+def test_frequencies_are_bitwise_those_of_transformers():
+    """Same fp32 steps as a widely used implementation: one ULP more would be 0.06 rad at position 1M."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    yarn = {"rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0, "original_max_position_embeddings": 65536}
+    yarn |= {"beta_fast": 32, "beta_slow": 1}
+    config = LlamaConfig(head_dim=64, max_position_embeddings=1048576, rope_parameters=yarn)
+    assert torch.equal(rope.layer_freqs(FLASH, LayerKind.CSA), ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[0])
+
+
 def test_yarn_bounds_follow_the_formula():
     """Numbers of turns over the original context decide, for other sizes too."""
     yarn, dim, theta = YarnConfig(factor=4.0, original_positions=2048, beta_fast=8.0, beta_slow=2.0), 32, 10000.0

@@ -20,3 +20,9 @@ def test_local_address_and_fresh_token():
 def test_bad_arguments_are_named(changes, says):
     with pytest.raises(ArgumentError, match=says):
         jupyter.command(**changes)
+
+
+@pytest.mark.parametrize(("user", "flag"), [(0, True), (1000, False)])
+def test_root_in_a_container_may_start_it(monkeypatch, user, flag):
+    monkeypatch.setattr(jupyter.os, "geteuid", lambda: user)
+    assert ("--allow-root" in jupyter.command()) is flag

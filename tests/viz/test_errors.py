@@ -7,6 +7,7 @@ import torch
 from dsv4lib import check
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import errors, style
+from dsv4lib.viz.arrays import compact
 
 
 def planted(shape=(300, 200)) -> tuple[np.ndarray, np.ndarray]:
@@ -66,7 +67,7 @@ def test_tile_map_holds_the_relative_error_of_each_tile_and_names_the_worst():
     assert grid.worst_cell == (1, 1)
     fig = errors.error_map(actual, expected, by="tile", tile=(64, 32))
     assert "tile (1, 1) of 64 x 32" in style.alt_text(fig)
-    assert sorted(t.get_text() for t in fig.axes[0].texts) == ["0"] * 5 + ["2e-1"]
+    assert sorted(t.get_text() for t in fig.axes[0].texts) == [".25"] + ["0"] * 5
 
 
 def test_lane_map_shows_one_broken_lane_of_every_tile():
@@ -99,7 +100,7 @@ def test_zoom_shows_signed_numbers_of_the_chosen_corner(zoom, origin):
     np.testing.assert_allclose(image(fig, panel), want, rtol=1e-12)
     assert len(fig.axes[panel].texts) == 256
     if zoom == "worst":
-        assert "-9" in {t.get_text() for t in fig.axes[panel].texts}
+        assert "-9.0" in {t.get_text() for t in fig.axes[panel].texts}
 
 
 @pytest.mark.parametrize("by", errors.WAYS)
@@ -158,3 +159,17 @@ def test_bad_input_names_the_argument(options, named):
     with pytest.raises(ArgumentError) as caught:
         errors.error_map(**{"actual": actual, "expected": expected, **options})
     assert caught.value.name == named
+
+
+def test_axes_are_named_as_asked():
+    expected, actual = planted((30, 40))
+    fig = errors.error_map(actual, expected, axes=("position", "token id"))
+    named = [(ax.get_ylabel(), ax.get_xlabel()) for ax in fig.axes if ax.get_title(loc="left")]
+    assert named == [("position", "token id")] * 2
+
+
+@pytest.mark.parametrize("value", [0.0, 0.25, -0.999, 0.0951, -1.64, 9.96, 12.0, -3e-4, 1e-12, float("inf"), 4e17])
+def test_numbers_of_cells_are_short_and_close(value):
+    text = compact(value)
+    assert len(text) <= 6
+    assert float(text) == pytest.approx(value, rel=0.5) and (text.startswith("-") == (value < 0))

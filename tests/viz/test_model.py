@@ -88,6 +88,24 @@ def test_visibility_draws_the_given_codes_and_counts_the_last_query():
     assert want in style.alt_text(fig)
 
 
+@pytest.mark.parametrize(
+    "looks,draw",
+    [
+        (model.VISIBILITY, lambda: model.visibility({"CSA": [[0, 1, 2, 3]]}, tokens=2)),
+        (model.POOLING, lambda: model.compressor_windows({"CSA": [[0, 1, 2]]})),
+    ],
+)
+def test_codes_have_the_colours_of_their_legend(looks, draw):
+    fig = draw()
+    raster = fig.axes[0].images[0]
+    legend = fig.legends[0].get_patches(), fig.legends[0].get_texts()
+    for code, (label, colour) in looks.items():
+        assert to_hex(raster.cmap(raster.norm(code))) == colour.lower()
+        (patch,) = [p for p, t in zip(*legend, strict=True) if t.get_text() == label]
+        assert to_hex(patch.get_facecolor()) == colour.lower()
+    assert to_hex(raster.cmap(raster.norm(0))) == model.EMPTY
+
+
 def test_curves_draw_every_line():
     fig = model.curves([1, 2, 4], {"p": {"a": [1, 2, 3]}, "q": {"b": torch.tensor([5.0, 6.0, 7.0])}}, "x", "y")
     np.testing.assert_array_equal(fig.axes[1].lines[0].get_xydata(), [[1, 5], [2, 6], [4, 7]])

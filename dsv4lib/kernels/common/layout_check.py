@@ -17,13 +17,14 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.layouts import LayoutGrid, ThreadValueMap, check_choice, check_integer
 
 
-def independent(grid: LayoutGrid) -> np.ndarray:
-    """``grid.offsets`` computed again, one element at a time, by the tensor-layouts library.
+def independent(grid: LayoutGrid, step: int = 1) -> np.ndarray:
+    """``grid.offsets[::step, ::step]`` computed again, one element at a time, by the tensor-layouts library.
 
     Works in bits, so that a swizzle over bytes needs no case distinction by element width.
 
-    Returns:
-        int64 array of the same shape.
+    Args:
+        grid: any layout of `layouts`.
+        step: compute only every step-th row and column.
     """
     unit = grid.element_bits
     layout: Any = tl.Layout(grid.shape, _scaled(grid.stride, unit))
@@ -32,7 +33,8 @@ def independent(grid: LayoutGrid) -> np.ndarray:
         scale = grid.swizzle_bits.bit_length() - 1  # swizzle_bits is a power of two
         layout = tl.ComposedLayout(tl.Swizzle(bits, base + scale, shift), layout, offset=grid.shift * unit)
     rows, columns = grid.offsets.shape
-    return np.array([[layout(i, j) // unit for j in range(columns)] for i in range(rows)], dtype=np.int64)
+    values = [[layout(i, j) // unit for j in range(0, columns, step)] for i in range(0, rows, step)]
+    return np.array(values, dtype=np.int64)
 
 
 def _scaled(stride: Any, factor: int) -> Any:

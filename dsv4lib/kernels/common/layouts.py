@@ -130,8 +130,8 @@ class TmaTiles:
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ArgumentError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
+    """ArgumentError unless ``value`` is one of ``allowed``, type included: ``True`` is not 1."""
+    if not any(type(value) is type(a) and value == a for a in allowed):
         raise ArgumentError(name, value, "one of " + ", ".join(map(repr, allowed)))
 
 
@@ -325,11 +325,16 @@ def _check_accumulator(m: int, n: int, cta_group: int, instruction_n: int | None
     check_choice("cta_group", cta_group, (1, 2))
     check_choice("m", m, (64, 128) if cta_group == 1 else (128, 256))
     step = {(64, 1): 8, (128, 1): 16, (128, 2): 32, (256, 2): 32}[(m, cta_group)]
+    check_integer("n", n, step, TMEM_COLUMNS, step)
+    # M 64 in one CTA fills lanes 0-15 and 16-31 of a quarter in turn: one MMA, or an even number of them
+    fits = [
+        d for d in range(step, 257, step) if n % d == 0 and (n == d or (m, cta_group) != (64, 1) or n // d % 2 == 0)
+    ]
+    if not fits:
+        raise ArgumentError("n", n, "at most 256, or an even number of equal MMAs (M 64 in one CTA)")
     if instruction_n is None:
-        check_integer("n", n, step, TMEM_COLUMNS, step)
-        instruction_n = max(d for d in range(step, 257, step) if n % d == 0)
-    check_integer("instruction_n", instruction_n, step, 256, step)
-    check_integer("n", n, instruction_n, TMEM_COLUMNS, instruction_n)
+        return fits[-1]
+    check_choice("instruction_n", instruction_n, tuple(fits))
     return instruction_n
 
 
@@ -341,7 +346,8 @@ def tmem_accumulator(m: int, n: int, cta_group: int = 1, instruction_n: int | No
         m: rows of the MMA: 64 or 128; for a CTA pair 128 or 256 (the grid then has the m / 2 rows of one CTA).
         n: columns of the tile, up to 512.
         cta_group: 1, or 2 for a CTA pair.
-        instruction_n: N of one MMA; the tile is a row of such MMAs. Default: the largest that divides ``n``.
+        instruction_n: N of one MMA; the tile is a row of such MMAs (M 64 in one CTA: one, or an even number).
+            Default: the largest that fits.
     """
     instruction_n = _check_accumulator(m, n, cta_group, instruction_n)
 
@@ -376,8 +382,7 @@ def t2r_map(
         repeat: how often the atom repeats along columns, a power of two; default the most that fits.
         store: the map of ``tcgen05.st`` instead of ``tcgen05.ld``.
     """
-    instruction_n = _check_accumulator(m, n, cta_group, n if isinstance(n, int) and n <= 256 else None)
-    if instruction_n != n:
+    if _check_accumulator(m, n, cta_group, None) != n:
         raise ArgumentError("n", n, "at most 256: one MMA")
     full = not (m == 64 and cta_group == 1)
     check_choice("atom", atom, TMEM_ATOMS if full else TMEM_ATOMS[1:])

@@ -56,6 +56,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 TILE_M = 128  # rows of one 1-CTA UMMA: one per TMEM lane
 TILE_K_BYTES = 128  # one row of the 128-byte swizzle atom
 SMEM_LIMIT = 232_448  # bytes one CTA may use on SM100 (228 KiB less 1 KiB kept by the system)
+GRID_Y = 65_535  # blocks along the second axis of a grid
 SMEM_ALIGN = 1024  # bytes: one 128-byte swizzle atom is 8 rows of 128 B
 TMEM_COLUMNS = 512
 EPILOGUE_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
@@ -175,6 +176,8 @@ class GemmTile:
         if a.shape[1] != b.shape[1] or tuple(c.shape) != (a.shape[0], b.shape[0]):
             shapes = tuple(a.shape), tuple(b.shape), tuple(c.shape)
             raise ArgumentError("a, b, c", shapes, "[M, K], [N, K], [M, N]")
+        if b.shape[0] > GRID_Y * self.tile_n:
+            raise ArgumentError("b", tuple(b.shape), f"at most {GRID_Y} column tiles of {self.tile_n} (grid limit)")
         wrap = cute.runtime.from_dlpack
         return tuple(wrap(x, assumed_align=16).mark_layout_dynamic(leading_dim=1) for x in (a, b, c))
 
@@ -373,13 +376,14 @@ class GemmTile:
 
         acc_consumer.wait_and_advance()
         row = tile[0] * TILE_M + tidx
-        for i in cutlass.range(self.tile_n // self.epilogue_n):
+        for i in cutlass.range(self.tile_n // self.epilogue_n, unroll=1):
             cute.copy(t2r, tTR_tAcc[None, None, None, 0, i], tTR_rAcc)
             cute.arch.fence_view_async_tmem_load()  # registers are valid only after this wait
             tTR_rC.store(tTR_rAcc.load().to(self.c_type))
             columns = mC.shape[1] - (tile[1] * self.tile_n + i * self.epilogue_n)  # of this chunk, inside C
             if row < mC.shape[0]:
                 self.store_row(tTR_rC, tTR_gC[None, None, None, 0, i], columns)
+            cute.arch.sync_warp()  # the next tcgen05.ld needs all 32 threads of the warp together again
         pipeline.NamedBarrier(TMEM_DONE, 32 * len(EPILOGUE_WARPS)).arrive_and_wait()  # nobody reads TMEM any more
         tmem.free(address)
 

@@ -1,0 +1,117 @@
+"""The command line: names for pipes, one red line for a refusal, exit codes, tables."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4lib import env
+from dsv4lib.lab import cli, command
+from dsv4lib.lab.stage import Stage
+from dsv4lib.lab.verdicts import exit_code_table
+
+
+def dsv4(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "DSV4_WORKSPACE": str(root), "PYTHONPATH": str(env.root()), **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4lib.lab.cli", *arguments], env=variables, capture_output=True, text=True, cwd=root,
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_a_run_ends_with_a_table_a_report_and_the_worst_class(make: Callable[..., Stage], tmp_path: Path) -> None:
+    make("alpha")
+    make("beta", "import os; os.kill(os.getpid(), 9)")
+    done = dsv4(tmp_path, "run", "--backend", "reference")
+    assert done.returncode == 14, done.stdout + done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    assert ["alpha-00", "passed", "reference"] in [row[:3] for row in table]
+    assert ["beta-00", "crash", "reference"] in [row[:3] for row in table]
+    path = tmp_path / done.stdout.split("report: ")[1].strip()
+    assert path.is_file() and "crash" in path.read_text()
+    assert "\x1b[" not in done.stdout
+
+    listed = dsv4(tmp_path, "stages")
+    assert listed.stdout == "alpha\nbeta\n"
+    described = json.loads(dsv4(tmp_path, "stages", "--json").stdout)
+    assert [(stage["name"], stage["last"]["verdict"]) for stage in described] == [
+        ("alpha", "passed"),
+        ("beta", "crash"),
+    ]
+    assert dsv4(tmp_path, "report").stdout.strip() == os.path.relpath(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--stage", "alhpa"], "the nearest name is alpha"),
+        (["run", "-p", "seed=abc"], "takes an int"),
+        (["run", "-p", "seed=1000"], "out of bounds"),
+        (["run", "-p", "sed=1"], "nearest name is seed"),
+        (["run", "-p", "seed"], "name=value"),
+        (["run", "-p", "seed=1", "-p", "seed=2"], "already set"),
+        (["run", "--set", "quik"], "quick, nightly, b200"),
+        (["run", "--backend", "gpu"], "native"),
+        (["report"], "no report yet"),
+    ],
+)
+def test_a_refusal_is_one_line(
+    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], words: str,
+) -> None:  # fmt: skip
+    make("alpha")
+    monkeypatch.setenv("DSV4_WORKSPACE", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["dsv4", *arguments])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    said = capsys.readouterr()
+    assert left.value.code == 2 and said.out == ""
+    assert words in said.err and said.err.startswith("dsv4: ") and said.err.count("\n") == 1
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_full_disk_is_one_line_too(
+    make: Callable[..., Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command, "run", full)
+    monkeypatch.setattr(sys, "argv", ["dsv4", "run"])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 17 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_stages_is_a_refusal(tmp_path: Path) -> None:
+    done = dsv4(tmp_path, "run")
+    assert done.returncode == 2 and done.stderr == "dsv4: there are no stages under stages/\n"
+
+
+def test_lint_prints_what_is_wrong(make: Callable[..., Stage], tmp_path: Path) -> None:
+    make("alpha")
+    done = dsv4(tmp_path, "lint")
+    assert done.returncode == 1 and done.stdout.startswith("alpha: card: ")
+
+
+def test_the_tests_get_every_argument(tmp_path: Path) -> None:
+    done = dsv4(tmp_path, "test", "--co", "-q", "tests/lab/test_cli.py", "-k", "every_argument")
+    assert done.returncode == 0 and "test_the_tests_get_every_argument" in done.stdout
+
+
+def test_the_help_lists_every_exit_code() -> None:
+    codes = [code for code, _, _ in exit_code_table()]
+    assert codes == sorted(set(codes)) and {0, 2, 19, 130} <= set(codes)
+    for code, name, _ in exit_code_table():
+        assert f"{code} {name}" in cli.EXIT_CODES
+
+
+def test_assignments() -> None:
+    assert command.assignments(["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}

@@ -1,0 +1,146 @@
+"""The nightly's manifest: a check that ran last time and does not run now makes the night red."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dsv4lib.lab import command, manifest, runner
+from dsv4lib.lab.plan import Job, make
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.stage import Stage
+from dsv4lib.lab.verdicts import Verdict, judge, overall
+
+TWO_GATES = [
+    {"metric": name, "op": "==", "bound": 0, "last_seen": 0, "reason": "x"} for name in ("wrong", "late")
+]  # fmt: skip
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Replaces the running of notebooks by given reports: stage -> {metrics, skipped}; default: all gates at 0."""
+    reports: dict[str, dict[str, Any]] = {}
+
+    def run(self: runner.Supervisor, jobs: list[Job]) -> None:
+        for job in jobs:
+            stage = runner.load(job.stage, self.root)
+            report = reports.get(job.stage, {"metrics": {gate.metric: 0.0 for gate in stage.gates}})
+            if "verdict" in report:
+                self._record(job, stage, 0, report["verdict"], "made so", runner.datetime.now(runner.UTC), 1.0)
+                continue
+            gates = judge(stage.gates, report["metrics"], report.get("skipped", {}))
+            kind, reason = overall(gates)
+            record = Record(
+                run_id=self.plan.run_id, job=job.name, attempt=0, stage=job.stage, title="t", set=job.set,
+                kind=job.kind, negative="", reds="", overrides=job.overrides, parameters=job.parameters,
+                backend=job.backend, arch="", fingerprint="", stage_fingerprint="", versions={}, machine={},
+                verdict=kind, reason=reason,
+                started=runner.datetime.now(runner.UTC), seconds=1.0, time_limit_s=9.0, gates=gates,
+            )  # fmt: skip
+            runner.records.write(record, self.plan.folder)
+
+    monkeypatch.setattr(runner.Supervisor, "run", run)
+    return reports
+
+
+def night(root: Path, **wish: Any) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=400)
+    code = command.run(command.Wish(**{"set_name": "nightly", **wish}), console, root)
+    return code, console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def runs(*seeds: int) -> dict[str, Any]:
+    return {name: {"time_limit_s": 9, "runs": [{"seed": s} for s in seeds]} for name in ("quick", "nightly", "b200")}
+
+
+def test_a_removed_run_is_missed_until_it_is_accepted(
+    make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any]
+) -> None:
+    make("one", sets=runs(1, 2))
+    make("two")
+    assert night(tmp_path)[0] == 0
+    make("one", sets=runs(1))
+    for _ in range(2):  # a shrunk night does not become the measure of the next
+        code, said = night(tmp_path)
+        assert code == 19
+        assert 'missing since the last nightly: ["one", "run", "", {"seed": 2}]' in said
+        assert said.count("missing since") == 1  # a run that is gone is not reported for each gate again
+    assert night(tmp_path, accept_shrink=True)[0] == 0
+    assert night(tmp_path)[0] == 0
+
+
+def test_a_removed_stage_is_missed(make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any]) -> None:
+    make("one")
+    stage = make("two")
+    assert night(tmp_path)[0] == 0
+    (tmp_path / "stages" / "two" / "stage.toml").unlink()
+    (tmp_path / "stages" / "two").rmdir()
+    stage.notebook_path.unlink()
+    code, said = night(tmp_path)
+    assert code == 19 and '["two", "run", "", {}]' in said
+
+
+def test_a_removed_gate_and_a_new_skip_are_missed(
+    make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any]
+) -> None:
+    make("one", gates=TWO_GATES)
+    make("two")
+    assert night(tmp_path)[0] == 0
+    make("one")
+    code, said = night(tmp_path)
+    assert code == 19 and '["one", "run", "", {}] gate late ==' in said
+    make("one", gates=TWO_GATES)
+    without_kernels["two"] = {"metrics": {}, "skipped": {"wrong": "no GPU"}}
+    code, said = night(tmp_path)
+    assert code == 19 and '["two", "run", "", {}]' in said
+
+
+def test_a_crash_is_a_crash_and_not_also_a_shrinkage(
+    make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any]
+) -> None:
+    make("one")
+    assert night(tmp_path)[0] == 0
+    without_kernels["one"] = {"verdict": Verdict.CRASH}
+    code, said = night(tmp_path)
+    assert code == 14 and "missing since" not in said
+
+
+def test_more_checks_are_welcome_and_parts_are_compared_as_parts(
+    make: Callable[..., Stage], tmp_path: Path, without_kernels: dict[str, Any]
+) -> None:
+    make("one", sets=runs(1, 2))
+    make("two")
+    assert night(tmp_path)[0] == 0
+    assert night(tmp_path, stages=["two"])[0] == 0  # nothing of `one` is expected
+    assert night(tmp_path, texts={"seed": "7"})[0] == 0  # changed by hand: not comparable
+    make("one", sets=runs(1, 2, 3))
+    assert night(tmp_path)[0] == 0
+    make("one", sets=runs(2, 3))
+    code, said = night(tmp_path, stages=["one"])
+    assert code == 19 and '{"seed": 1}' in said
+    assert [m.baseline for m in manifest.stored(tmp_path / "data" / "runs")] == [True, False, False, True, False]
+
+
+def test_resume_wants_the_same_jobs_and_sources(make: Callable[..., Stage], tmp_path: Path) -> None:
+    jobs = make_jobs(make("one"))
+    plan = manifest.new(tmp_path / "runs", "quick", "f00", True, jobs)
+    assert manifest.to_resume(tmp_path / "runs", "quick", "f00", jobs).run_id == plan.run_id
+    for set_name, fingerprint, wanted in (
+        ("nightly", "f00", jobs),
+        ("quick", "f01", jobs),
+        ("quick", "f00", make_jobs(make("one", "x = 1"))),
+    ):
+        with pytest.raises(manifest.DSV4Error, match="nothing to resume"):
+            manifest.to_resume(tmp_path / "runs", set_name, fingerprint, wanted)
+    plan.save(state="complete")
+    with pytest.raises(manifest.DSV4Error, match="complete"):
+        manifest.to_resume(tmp_path / "runs", "quick", "f00", jobs)
+
+
+def make_jobs(stage: Stage) -> list[Job]:
+    return make([stage], "quick", backend="reference")

@@ -1,0 +1,272 @@
+"""The report: opens offline, escapes every text, describes every figure, hides private detail, stays small."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pytest
+
+from dsv4lib.lab import pages, report
+from dsv4lib.lab.records import Record
+from dsv4lib.lab.scrub import scrub
+from dsv4lib.lab.verdicts import LOOKS, GateResult, Verdict
+
+EVIL = "<img src=x onerror=alert(1)>"
+SECRET = "hf_" + "a1B2" * 8
+
+RECORD = Record(
+    run_id="20260101T000000.000000Z-abcd", job="one-00", attempt=0, stage="one", title=f"Stage {EVIL}", set="quick",
+    kind="run", negative="", reds="", overrides={}, parameters={"name": EVIL}, backend="reference", arch="",
+    fingerprint="0123456789ab", stage_fingerprint="ba9876543210", versions={"python": "3.11"}, machine={"cores": "2"},
+    verdict=Verdict.PASSED, reason=f"fine {EVIL}", started=datetime(2026, 1, 1, tzinfo=UTC), seconds=1.5,
+    time_limit_s=60.0, notebook="one-00/notebook.ipynb", metrics={"wrong": 0.0, "kv_bytes": 584.0},
+    skipped={f"native {EVIL}": "no GPU here"},
+    gates=[GateResult("wrong", "==", 0.0, 0.0, f"reason {EVIL}", 0.0, "passed")],
+)  # fmt: skip
+
+
+class Page(HTMLParser):
+    """All tags with their attributes, and the text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def png(size: int = 8, seed: int = 0) -> str:
+    from PIL import Image
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def display(data: dict[str, Any], metadata: dict[str, Any] | None = None) -> Any:
+    return nbformat.v4.new_output("display_data", data=data, metadata=metadata or {})
+
+
+def built(
+    tmp_path: Path, markdown: str = "# Title", outputs: list[Any] | None = None, **changes: Any
+) -> dict[str, str]:
+    record = replace(RECORD, **changes)
+    code = nbformat.v4.new_code_cell(f"x = '{EVIL}'  # /home/alice/x", outputs=outputs or [])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(markdown), code])
+    (tmp_path / "one-00").mkdir(exist_ok=True)
+    nbformat.write(notebook, tmp_path / "one-00" / "notebook.ipynb")
+    index = report.write_report(tmp_path, [record], tmp_path / "workspace", missing=[f"lost {EVIL}"], interrupted=True)
+    return {path.name: path.read_text() for path in index.parent.glob("*.html")}
+
+
+HTML_OUTPUT = f"""<table onclick="alert(1)" style="color:red;background:url(https://evil.example/x)"><tr><td>cell</td></tr>
+</table><script>alert(2)</script><iframe src="https://evil.example"></iframe>{EVIL}
+<a href="javascript:alert(3)">a</a><style>@import url(https://evil.example)</style><link href="https://evil.example">
+<svg onload="alert(4)"></svg><form action="https://evil.example"><input></form>"""
+
+
+@pytest.fixture
+def everything(tmp_path: Path) -> dict[str, str]:
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><script>alert(5)</script></svg>'
+    outputs = [
+        display({"text/html": HTML_OUTPUT, "text/plain": "x"}),
+        display({"image/png": png()}, {"image/png": {"alt": f'A raster "{EVIL}'}}),
+        display({"image/png": png()}),
+        display({"image/svg+xml": svg}, {"image/svg+xml": {"alt": "A drawing"}}),
+        display({"text/markdown": f"**bold** {EVIL} ![pic](https://evil.example/p.png)"}),
+        display({"application/vnd.jupyter.widget-view+json": {}, "text/plain": "IntSlider()"}),
+        display({"application/javascript": "alert(6)", "text/plain": EVIL}),
+        nbformat.v4.new_output("stream", name="stdout", text=f"\x1b[31mred {EVIL}\x1b[0m at /home/alice/secret.txt"),
+        nbformat.v4.new_output("error", ename="E", evalue=EVIL, traceback=[f"File /root/x.py {EVIL} {SECRET}"]),
+    ]
+    markdown = (
+        f"# Title {EVIL}\n\n$x_1 < y$ and [paper](https://example.org/p) [bad](javascript:alert(7))\n\n![p](x.png)"
+    )
+    return built(tmp_path, markdown, outputs)
+
+
+def test_it_opens_offline_and_runs_nothing(everything: dict[str, str]) -> None:
+    assert set(everything) == {"index.html", "one-00.html"}
+    for text in everything.values():
+        page = Page(text)
+        for tag, attributes in page.tags:
+            assert tag not in ("script", "iframe", "object", "embed", "form", "input", "base", "svg"), tag
+            assert not [name for name in attributes if name.startswith("on")], attributes
+            for name in ("src", "srcset", "data", "poster", "action", "background"):
+                value = attributes.get(name)
+                assert value is None or value.startswith("data:"), (tag, value)
+            if tag == "link":
+                assert attributes["href"] == "data:,"
+            elif "href" in attributes:
+                assert re.match(r"https?://|[\w-]+\.html$", attributes["href"] or ""), attributes
+            assert "url(" not in (attributes.get("style") or "")
+        style = "".join(re.findall(r"<style>(.*?)</style>", text, re.S))
+        assert "url(" not in style and "@import" not in style and "http" not in style
+        assert "default-src 'none'" in text
+
+
+def test_every_text_is_escaped(everything: dict[str, str]) -> None:
+    for text in everything.values():
+        assert "<img src=x" not in text and "&lt;img src=x onerror" in text
+        assert "alert(1)" in Page(text).text  # it is there, as text
+    assert Page(everything["index.html"]).text.count(EVIL) >= 4  # title, reason, gate, skipped check, missing
+
+
+def test_every_picture_has_a_description(everything: dict[str, str]) -> None:
+    for text in everything.values():
+        pictures = [attributes for tag, attributes in Page(text).tags if tag == "img"]
+        assert pictures and all((attributes.get("alt") or "").strip() for attributes in pictures)
+    alts = [attributes["alt"] for tag, attributes in Page(everything["one-00.html"]).tags if tag == "img"]
+    assert f'A raster "{EVIL}' in alts and "A drawing" in alts and "x_1 < y" in alts
+    assert "1 figures carry no description" in everything["index.html"].replace("1 figure ", "1 figures ")
+
+
+def test_no_private_detail(everything: dict[str, str]) -> None:
+    for text in everything.values():
+        for private in ("/home/alice", "/root", SECRET, str(Path.home()) + "/"):
+            assert private not in text
+    assert "~/secret.txt" in everything["one-00.html"]
+
+
+def test_skipped_checks_interruption_and_losses_are_shown(everything: dict[str, str]) -> None:
+    index = Page(everything["index.html"]).text
+    for words in ("no GPU here", "1 check skipped", "This run was interrupted", "executed less", "kv_bytes", "584"):
+        assert words in index
+    skipped = LOOKS[Verdict.SKIPPED]
+    assert f"color:{skipped.ink};background:{skipped.paper}" in everything["index.html"]
+
+
+@pytest.mark.parametrize("verdict", list(Verdict))
+def test_every_class_has_its_colour_and_word(tmp_path: Path, verdict: Verdict) -> None:
+    text = built(tmp_path, verdict=verdict)["index.html"]
+    look = LOOKS[verdict]
+    assert re.search(rf'style="color:{look.ink};background:{look.paper}">(1 )?{look.label}<', text)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, two: str) -> float:
+    high, low = sorted((luminance(one), luminance(two)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_wcag_aa() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for look in LOOKS.values():
+        assert contrast(look.ink, look.paper) >= 4.5, look
+    style = (report.TEMPLATES / "style.css").read_text()
+    for colour in re.findall(r"[ ;{]color: (#[0-9a-f]{6})", style):
+        assert min(contrast(colour, paper) for paper in ("#ffffff", "#f5f7f9", "#fdf3f5")) >= 4.5, colour
+    for name in ("ink", "muted", "accent"):
+        colour = re.search(rf"--{name}: (#[0-9a-f]{{6}})", style)
+        assert colour and contrast(colour[1], "#f5f7f9") >= 4.5
+
+
+def test_a_notebook_stays_under_two_megabytes(tmp_path: Path) -> None:
+    """Six noisy pictures of 0.5 MB each: noise hardly compresses, so the page has to shrink them."""
+    outputs = [display({"image/png": png(410, seed)}, {"image/png": {"alt": f"Noise {seed}"}}) for seed in range(6)]
+    outputs.append(nbformat.v4.new_output("stream", name="stdout", text="line\n" * 100_000))
+    assert sum(len(output["data"]["image/png"]) for output in outputs[:6]) > 3e6
+    text = built(tmp_path, outputs=outputs)["one-00.html"]
+    assert len(text.encode()) < 2_000_000
+    alts = [attributes["alt"] for tag, attributes in Page(text).tags if tag == "img"]
+    assert alts == [f"Noise {seed}" for seed in range(6)]
+    assert "characters left out" in text
+
+
+@pytest.mark.parametrize(
+    "tex", [r"p_i = \frac{e^{s_i}}{e^z + \sum_j e^{s_j}}", r"\hat{x} \cdot \left(1 + \alpha\right)", r"\|x\|_2 \leq 5"]
+)
+def test_formulas_become_described_pictures(tex: str) -> None:
+    for source in (f"inline ${tex}$ here", f"$$\n{tex}\n$$"):
+        pictures = [attributes for tag, attributes in Page(pages.markdown(source)).tags if tag == "img"]
+        assert [attributes["alt"] for attributes in pictures] == [tex]
+        assert pictures[0]["src"].startswith("data:image/svg+xml;base64,")
+
+
+def test_formulas_that_cannot_be_set_stay_readable() -> None:
+    assert r"\undefinedmacro{x}" in Page(pages.markdown(r"$\undefinedmacro{x}$")).text
+    aligned = Page(pages.markdown(r"$$\begin{aligned} a &= b \\ c &= d \end{aligned}$$"))
+    assert [attributes["alt"] for tag, attributes in aligned.tags if tag == "img"] == ["a = b", "c = d"]
+
+
+def test_equal_notebooks_give_equal_pages(tmp_path: Path) -> None:
+    first = built(tmp_path, "$x^2$", [display({"image/png": png()}, {"image/png": {"alt": "a"}})])
+    pages._formula.cache_clear()
+    assert built(tmp_path, "$x^2$", [display({"image/png": png()}, {"image/png": {"alt": "a"}})]) == first
+
+
+def test_scrub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MY_API_KEY", "correct-horse-battery")
+    text = f"{tmp_path}/notebooks/a.ipynb /Users/bob/x {SECRET} correct-horse-battery rooted /roots sub/root/x"
+    assert scrub(text, tmp_path) == "./notebooks/a.ipynb ~/x <secret> <secret> rooted /roots sub/root/x"
+
+
+def test_scrub_hides_a_distinctive_host_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from dsv4lib.lab import scrub as module
+
+    for host, shown in (("node-17.example", "on <host> now"), ("main", "on main now")):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        module._replacements.cache_clear()
+        assert scrub(f"on {host} now", tmp_path) == shown
+    module._replacements.cache_clear()
+
+
+def test_a_run_without_a_notebook_has_a_page(make: Callable[..., Any], tmp_path: Path) -> None:
+    record = replace(
+        RECORD, notebook="", gates=[], metrics={}, skipped={}, verdict=Verdict.SKIPPED, reason="no back end"
+    )
+    index = report.write_report(tmp_path, [record], tmp_path)
+    assert "no back end" in (index.parent / "one-00.html").read_text()
+
+
+def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str], tmp_path: Path) -> None:
+    """The pages with hostile texts and outputs, opened from file:// in a real browser."""
+    named = os.environ.get("DSV4_CHROMIUM")
+    found = named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
+    from playwright.sync_api import sync_playwright
+
+    asked: list[str] = []
+    dialogs: list[str] = []
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=shutil.which(found), chromium_sandbox=False)
+        try:
+            page = browser.new_page()
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
+            for name in everything:
+                page.goto((tmp_path / "report" / name).as_uri())
+                page.wait_for_load_state("networkidle")
+                broken = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).length")
+                assert broken == 0
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        finally:
+            browser.close()
+    assert dialogs == []
+    assert [url.split(":")[0] for url in asked if not url.startswith("data:")] == ["file"] * len(everything)

@@ -1,0 +1,56 @@
+"""The explorer: sliders with a kernel behind them, fixed figures without, and nothing from a figure runs as HTML."""
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.viz import style, widgets
+
+CONTROLS = {"m": [64, 128], "name": ["a", "b", "c"]}
+
+
+def draw(m, name):
+    if name == "c":
+        raise ArgumentError("name", name, "'a' or 'b'")
+    return style.new_figure(1.0, 2.0, alt=f"<b>{m}</b> & {name}"), f"{m} of {name}"
+
+
+@pytest.fixture
+def outputs(monkeypatch):
+    """Everything displayed, as (mime bundle or object)."""
+    seen = []
+    monkeypatch.setattr("IPython.display.display", lambda *objects, **kw: seen.extend(objects))
+    return seen
+
+
+def test_headless_shows_figures_and_no_widget(monkeypatch, outputs, capsys):
+    monkeypatch.setenv("DSV4_HEADLESS", "1")
+    widgets.explore(draw, CONTROLS, states=[{"m": 128}, {"name": "c"}], name="b")
+    assert capsys.readouterr().out == "m 64, name b: 64 of b\n"
+    assert len(outputs) == 2 and all(type(o).__name__ == "Image" for o in outputs)
+    assert outputs[0].alt == "<b>64</b> & b"
+    alt = outputs[1].alt
+    assert "m 128, name b: 128 of b" in alt and "m 64, name c: name='c' is not allowed" in alt
+
+
+def test_live_controls_call_the_function(monkeypatch, outputs):
+    monkeypatch.delenv("DSV4_HEADLESS", raising=False)
+    InteractiveShell.instance()
+    widgets.explore(draw, CONTROLS, m=128)
+    (box,) = outputs
+    m, name, readout, picture = box.children
+    assert readout.value == "m 128, name a: 128 of a" and "dsv4-readout" in readout._dom_classes
+    m.value = 64
+    assert readout.value == "m 64, name a: 64 of a"
+    assert "&lt;b&gt;64&lt;/b&gt; &amp; a" in picture.value and "<b>" not in picture.value
+    name.value = "c"
+    assert readout.value == "m 64, name c: name='c' is not allowed: 'a' or 'b'" and picture.value == ""
+    name.value = "b"
+    assert readout.value == "m 64, name b: 64 of b" and picture.value.startswith("<img ")
+
+
+def test_unknown_controls_and_values_are_named():
+    with pytest.raises(ArgumentError, match="tile=1 is not allowed: one of the controls m, name"):
+        widgets.explore(draw, CONTROLS, tile=1)
+    with pytest.raises(ArgumentError, match="m=65 is not allowed"):
+        widgets.explore(draw, CONTROLS, states=[{"m": 65}])
