@@ -4,8 +4,8 @@
 and local variables, and looks every spelling up in `isa`: an instruction without an implementation is refused here,
 with its place, before anything runs.
 
-Register file: the kernel's registers in order of first use, then predicates, then the *pool*: read-only operands that
-native handlers see as registers. What is in the pool:
+Register file: slots for the kernel's registers (shared, ptx/liveness.py), then predicates, then the *pool*: read-only
+operands that native handlers see as registers. What is in the pool:
 
 * constants, at the width the handler reads them with (``template`` has their bits);
 * special registers (``special``; filled when a warp is created);
@@ -49,6 +49,7 @@ from dsv4lib.emulator.ptx.ir import (
     Variable,
     Vector,
 )
+from dsv4lib.emulator.ptx.liveness import share
 from dsv4lib.emulator.ptx.pending import eager_loads
 
 SMEM_START = 1024  # shared memory below is reserved for the system (CUDA programming guide, compute capability 9.0+)
@@ -92,7 +93,7 @@ class Program:
         instructions: the kernel's, and one exit behind the last.
         records: RECORD array, one per instruction; ``handler`` is 0 where a service runs.
         services: function and spelling by instruction index.
-        offset, bits: of every register, by register index.
+        offset, bits: of every register, by register index; registers that are never live together may share a slot.
         register_bytes: size of the register file, a multiple of 64.
         template: uint8[register_bytes] with the constants filled in.
         special: (offset, bits) of the special registers the kernel uses, by name.
@@ -254,10 +255,10 @@ class _Lowering:
         return (*instr.operands, self.carry)
 
     def run(self) -> Program:
-        self._lay_out_registers()
         smem_static, local_bytes = self._lay_out_variables()
         native, services = self._look_up()
         handlers = self.library.handlers(set(native.values()))
+        self._lay_out_registers({i: handlers[key].stores for i, key in native.items()})
         records = np.zeros(len(self.instructions), abi.RECORD)
         records["index"] = np.arange(len(self.instructions))
         records["guard"] = -1
@@ -298,14 +299,33 @@ class _Lowering:
             eager_loads(self.kernel),
         )
 
-    def _lay_out_registers(self) -> None:
-        """Wide registers 64-byte aligned, then predicates, then the scratch slot."""
+    def _lay_out_registers(self, stores: dict[int, frozenset[int]]) -> None:
+        """Wide registers 64-byte aligned, then predicates, then the scratch slot; what can share a slot does.
+
+        ``stores``: which flattened operands each native instruction writes.
+        """
+        code = len(self.kernel.instructions)
+        uses: list[set[int]] = [set() for _ in range(code)]
+        defs: list[set[int]] = [set() for _ in range(code)]
+        pinned = set() if self.carry is None else {self.carry.index}
+        for i, instr in enumerate(self.kernel.instructions):
+            written = stores.get(i, frozenset())
+            for k, leaf in enumerate(leaves(self.operands[i])):
+                if isinstance(leaf, Reg):
+                    (defs if k in written and instr.guard is None else uses)[i].add(leaf.index)
+                    if i not in stores:
+                        pinned.add(leaf.index)
+            if instr.guard is not None:
+                uses[i].add(instr.guard.index)
+        bits = [register.bits for register in self.registers]
+        slots = share(self.kernel, uses, defs, bits, pinned)
+        place: dict[int, int] = {}
         self.size = 0
-        self.offset = [0] * len(self.registers)
         for wanted in (False, True):
-            for register in self.registers:
-                if (register.bits == 1) == wanted:
-                    self.offset[register.index] = self._take(register.bits)
+            for register, slot in enumerate(slots):
+                if (bits[register] == 1) == wanted and slot not in place:
+                    place[slot] = self._take(bits[register])
+        self.offset = [place[slot] for slot in slots]
         self.size = abi.aligned(self.size)
         self.sink = self._take(128)
 
