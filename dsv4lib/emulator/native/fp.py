@@ -1,9 +1,9 @@
 """Floating-point operands: widening, rounding, flushing and clamping shared by the arithmetic and cvt families.
 
 16-bit formats are computed in f32. One rounding to f32 and a second one to f16 or bf16 equals a single rounding for
-sums, differences and (for f16) products; where it does not, the first step rounds *to odd*: an inexact result gets an
-odd last bit, which keeps it off every tie of the second step (Boldo and Melquiond, "Emulation of a FMA and correctly
-rounded sums", 2008).
+sums, differences and products; where it does not, the first step rounds *to odd*: an inexact result gets an odd last
+bit, which keeps it off every tie of the second step (Boldo and Melquiond, "Emulation of a FMA and correctly rounded
+sums", 2008).
 
 NaN results are canonical, 0x7fffffff for f32 and 0x7fff for f16 and bf16, as the PTX ISA documents. f64 keeps payloads.
 """

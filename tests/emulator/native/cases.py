@@ -71,6 +71,10 @@ def draw(rng: random.Random, kind: str) -> int:
             exponent = bias + rng.randrange(-12, 12)
             return rng.getrandbits(1) << (bits - 1) | exponent << fraction | rng.getrandbits(fraction)
         return rng.getrandbits(bits)
+    if bits == 64 and rng.random() < 0.3:  # next to a short number: where rounding twice would show
+        return (rng.getrandbits(rng.choice([11, 12, 24, 25])) << rng.randrange(20, 39)) + rng.choice(
+            [-1, 0, 1]
+        ) & 2**64 - 1
     if rng.random() < 0.3:
         top = 1 << (bits - 1)
         return rng.choice(

@@ -224,6 +224,68 @@ def test_float(case):
     run_case(case)
 
 
+@pytest.mark.parametrize("opcode", ["mul.bf16x2", "fma.rn.bf16x2"])
+def test_bf16_products_below_the_normal_range(opcode):
+    """Products whose last bits lie below those of a subnormal f32: rounding twice would be wrong at ties."""
+    import random
+
+    from harness import unit
+
+    rng = random.Random(5)
+    count = 2 if opcode.startswith("mul") else 3
+    u = unit(opcode, " ".join(["32"] * (count + 1)))
+    oracle = by_halves(rounded("bf16", mul if count == 2 else fma))
+    small = lambda: rng.getrandbits(1) << 15 | rng.getrandbits(7)  # noqa: E731
+    for _ in range(60):
+        exponents = [rng.randrange(50, 75) for _ in range(64)]
+        first = [e << 7 | small() for e in exponents]
+        second = [rng.randrange(118, 130) - e << 7 | small() for e in exponents]
+        third = [rng.choice([0, 1, small(), 0x80, 0x8001]) for _ in exponents]
+        columns = [np.array(x[:32], np.uint32) | np.array(x[32:], np.uint32) << 16 for x in (first, second, third)]
+        u.run({1 + i: columns[i] for i in range(count)})
+        want = [oracle(*(int(columns[i][lane]) for i in range(count))) for lane in range(32)]
+        np.testing.assert_array_equal(u.register(0), want)
+
+
+@pytest.mark.parametrize(("t", "half"), [("f16", 11), ("bf16", 8)])
+def test_fma_at_ties(t, half):
+    """Products in the middle between two numbers, with an addend too small for f32 to keep."""
+    from harness import unit
+
+    one = 0x3C00 if t == "f16" else 0x3F80
+    digits = half - 1
+    u = unit(f"fma.rn.{t}", "16 16 16 16")
+    oracle = rounded(t, fma)
+    a = [one | 1 << (digits - 1 - i % (half - 1)) for i in range(32)]
+    b = [one | 1 << (i % (half - 1)) for i in range(32)]
+    a = [x | 0x8000 if i & 1 else x for i, x in enumerate(a)]
+    for tiny in (0x0001, 0x8001, 0x0400 if t == "f16" else 0x2000, 0x8002 if t == "f16" else 0xA000, 0x0000):
+        u.run({1: np.array(a, np.uint16), 2: np.array(b, np.uint16), 3: np.full(32, tiny, np.uint16)})
+        np.testing.assert_array_equal(u.register(0), [oracle(x, y, tiny) for x, y in zip(a, b, strict=True)])
+
+
+def test_bf16_fma_with_products_outside_f32():
+    """A product that overflows f32 or vanishes in it still counts: 2**128 - max, and the sign of -tiny + 0."""
+    from harness import unit
+
+    u = unit("fma.rn.bf16", "16 16 16 16")
+    two64, tiny = 0x5F80, 0x0D80  # 2**64, 2**-100
+    rows = [
+        (two64, two64, 0xFF7F),
+        (two64 | 0x8000, two64, 0x7F7F),
+        (two64, two64, 0x7F7F),
+        (tiny | 0x8000, tiny, 0x0000),
+        (tiny, tiny, 0x8000),
+        (tiny | 0x8000, tiny, 0x8000),
+        (0x8000, tiny, 0x0000),
+        (0x7F80, tiny, 0xFF80),
+    ]
+    a, b, c = (np.resize(np.array([row[i] for row in rows], np.uint16), 32) for i in range(3))
+    u.run({1: a, 2: b, 3: c})
+    oracle = rounded("bf16", fma)
+    np.testing.assert_array_equal(u.register(0)[: len(rows)], [oracle(*row) for row in rows])
+
+
 def test_oracle_agrees_with_numpy():
     """The rational arithmetic itself, on float32 where numpy is an independent implementation of nearest-even."""
     import random

@@ -219,3 +219,20 @@ def compiled():
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bits(case):
     run_case(case)
+
+
+def test_fns_over_full_masks():
+    """The 30th to 40th set bit, up and down, with all or all but one bit set."""
+    import numpy as np
+    from harness import unit
+
+    u = unit("fns.b32", "32 32 32 32")
+    offsets = [k if k < 16 else 16 - k for k in range(32)]
+    for mask in (full(32), full(32) ^ 1, full(32) >> 1):
+        for base in (0, 31):
+            for start in (0, 24, 30):
+                shifted = [wrap(o + (start if o > 0 else -start), 32) for o in offsets]
+                u.run(
+                    {1: np.full(32, mask, np.uint32), 2: np.full(32, base, np.uint32), 3: np.array(shifted, np.uint32)}
+                )
+                np.testing.assert_array_equal(u.register(0), [nth(mask, base, o) for o in shifted])
