@@ -47,7 +47,7 @@ class AsyncOp:
         start: called at issue (capture of operands), None = nothing.
         order: issue number, set by `AsyncUnits.issue`; a follow-up operation keeps the number it is given.
         reads, writes: the CTA whose shared memory is read or written; checked when that CTA exits.
-        lanes: mask of the issuing lanes, set at issue.
+        lanes: mask of the issuing lanes, set at issue; pending: issued and not complete.
     """
 
     unit: str
@@ -61,6 +61,7 @@ class AsyncOp:
     reads: Cta | None = None
     writes: Cta | None = None
     lanes: int = 0
+    pending: bool = False
 
     @property
     def place(self) -> Place | None:
@@ -122,6 +123,7 @@ class AsyncUnits:
         if op.order in queue:
             raise EmulatorError(f"operation {op} is queued already", op.place)
         queue[op.order] = op
+        op.pending = True
         if op.start is not None:
             op.start()
         return op
@@ -154,6 +156,7 @@ class AsyncUnits:
         if self._queues.get(op.unit, {}).pop(op.order, None) is not op:
             raise EmulatorError(f"operation {op} is not pending", op.place)
         self.completed += 1
+        op.pending = False
         if op.order < self._latest:
             self.reordered += 1
         else:

@@ -22,6 +22,7 @@ from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
 from dsv4lib.emulator.hw.shared import Where, lane_groups, locate, shared_addresses
 from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.machine import CTA_EXITED
 from dsv4lib.emulator.memory.addressing import shared_address
 from dsv4lib.emulator.native.abi import LANES
 from dsv4lib.emulator.ptx.ir import Instr, Memory, Operand, Pair, Sink
@@ -82,6 +83,12 @@ class MBarrier:
         self._advance()
         return state
 
+    def add_pending(self, count: int, where: Where) -> None:
+        """Raise the pending count of this phase: ``cp.async.mbarrier.arrive`` without noinc pays for its arrivals."""
+        self.pending += count
+        if self.pending > MAX_COUNT:
+            self.report("mbarrier_count_overflow", f"the pending count exceeds {MAX_COUNT}", where)
+
     def expect_tx(self, nbytes: int, where: Where) -> None:
         """Expect more bytes in this phase."""
         self.tx += nbytes
@@ -101,7 +108,7 @@ class MBarrier:
     def _advance(self) -> None:
         machine = self.cta.machine
         if machine.trace is not None:
-            machine.trace.barrier(self)
+            machine.trace.mbarrier(self)
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.expected
@@ -160,6 +167,9 @@ def check_exit(cta: Cta) -> None:
         barrier.check_image(lambda: None)
         if barrier.tx:
             cta.machine.report("mbarrier_tx_leftover", f"at exit of {cta}: {barrier}", barrier.place)
+
+
+CTA_EXITED.append(check_exit)
 
 
 def _check_count(count: int, where: Where) -> None:

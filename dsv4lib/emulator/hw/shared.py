@@ -20,6 +20,7 @@ Where = Callable[[], Place | None]
 
 # Any 16-byte type: numpy moves such a chunk in one go.
 CHUNK_TYPE = np.dtype(np.complex128)
+CP_ASYNC = 0x8000  # bit of a `Smem.dirty` entry: the writer used cp.async; the other bits are its warp + 1
 _WRITTEN = np.ones(16, np.uint8).view(CHUNK_TYPE)[0]
 
 if TYPE_CHECKING:
@@ -150,11 +151,12 @@ def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where:
     dirty = chunks[smem.dirty[chunks] != 0]
     if len(dirty):
         first = shared_address(cta.rank, 16 * int(dirty.min()))
-        writers = sorted({int(w) - 1 for w in smem.dirty[dirty]})
+        marks = smem.dirty[dirty]
+        writers = sorted({(int(w) & CP_ASYNC - 1) - 1 for w in marks})
+        how = "with cp.async" if (marks & CP_ASYNC).all() else "through the generic proxy"
         machine.report(
-            "missing_proxy_fence",
-            f"{what} reads shared memory at {first:#x} that warps {writers} wrote through the generic proxy without "
-            "fence.proxy.async",
+            "missing_proxy_fence_cp_async" if (marks & CP_ASYNC).all() else "missing_proxy_fence",
+            f"{what} reads shared memory at {first:#x} that warps {writers} wrote {how} without fence.proxy.async",
             where(),
             address=first,
             writers=writers,

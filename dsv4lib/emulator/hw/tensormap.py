@@ -34,7 +34,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
+from dsv4lib.emulator.errors import HazardError, UnsupportedInstruction
+from dsv4lib.emulator.hw.shared import Where
 from dsv4lib.errors import ArgumentError
 
 NBYTES, USED = 128, 64
@@ -409,7 +410,7 @@ REPLACE_FIELDS = (
 )  # fmt: skip
 
 
-def replace(raw: bytes, field: str, value: int, ordinal: int = 0, place: Place | None = None) -> bytes:
+def replace(raw: bytes, field: str, value: int, ordinal: int = 0, where: Where = lambda: None) -> bytes:
     """``tensormap.replace.tile.<field>``: the descriptor with one field changed.
 
     Raises:
@@ -417,40 +418,40 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0, place: Place |
     """
     out = bytearray(raw)
     if not 0 <= ordinal < MAX_RANK or (field == "global_stride" and ordinal == 4):
-        raise HazardError(f"tensormap.replace.{field}: ordinal {ordinal}", place)
+        raise HazardError(f"tensormap.replace.{field}: ordinal {ordinal}", where())
     if field == "global_address":
         struct.pack_into("<Q", out, 0, value)
     elif field == "rank":
-        _require(value < MAX_RANK, field, value, place)
+        _require(value < MAX_RANK, field, value, where)
         _field(out, 64 + 4, 3, value)
     elif field == "box_dim":
-        _require(1 <= value <= MAX_BOX, field, value, place)
+        _require(1 <= value <= MAX_BOX, field, value, where)
         out[55 + ordinal] = value - 1
     elif field == "global_dim":
         struct.pack_into("<I", out, 32 + 4 * ordinal, value - 1 & 0xFFFFFFFF)
     elif field == "global_stride":
-        _require(value % 16 == 0 and value < 1 << 40, field, value, place)
+        _require(value % 16 == 0 and value < 1 << 40, field, value, where)
         struct.pack_into("<I", out, 12 + 4 * ordinal, value >> 4 & 0xFFFFFFFF)
         _field(out, 7 * 32 + 4 * ordinal, 4, value >> 36)
     elif field == "element_stride":
-        _require(1 <= value <= MAX_TRAVERSAL, field, value, place)
+        _require(1 <= value <= MAX_TRAVERSAL, field, value, where)
         _field(out, 13 * 32 + 3 * ordinal, 3, value - 1)
     elif field == "elemtype":
-        _require(value < len(ELEMENT_TYPES), field, value, place)
+        _require(value < len(ELEMENT_TYPES), field, value, where)
         element = ELEMENT_TYPES[value]
         _field(out, 64 + 7, 4, element.hardware)
         _field(out, 64 + 16, 1, int(element.tf32))
     elif field in _CODES:
         limit, low, count = _CODES[field]
         if field == "swizzle_mode" and value == 4:
-            raise UnsupportedInstruction("tensormap.replace: the 96-byte swizzle is not implemented", place)
-        _require(value < limit, field, value, place)
+            raise UnsupportedInstruction("tensormap.replace: the 96-byte swizzle is not implemented", where())
+        _require(value < limit, field, value, where)
         _field(out, low, count, value)
     else:
-        raise UnsupportedInstruction(f"tensormap.replace of {field}", place)
+        raise UnsupportedInstruction(f"tensormap.replace of {field}", where())
     return bytes(out)
 
 
-def _require(good: bool, field: str, value: int, place: Place | None) -> None:
+def _require(good: bool, field: str, value: int, where: Where) -> None:
     if not good:
-        raise HazardError(f"tensormap.replace.{field}: value {value}", place)
+        raise HazardError(f"tensormap.replace.{field}: value {value}", where())

@@ -427,4 +427,3 @@ def prefetch(warp: Warp, instr: Instr, form: Form) -> None:
         tensor, _ = descriptor(warp, int(maps[lane]))
         _box(tensor, mode, rank, [int(c[lane]) for c in coords], [int(o[lane]) for o in offsets], warp.place)
         warp.cta.machine.stats["tma_prefetches"] += 1
-

@@ -1,0 +1,82 @@
+"""clusterlaunchcontrol: a running cluster takes over the work of one that has not been launched.
+
+The 16-byte response is opaque; here it is x, y, z of the cancelled cluster's first CTA and a word that is 1 on success.
+Source: PTX ISA, ``clusterlaunchcontrol.try_cancel`` and ``clusterlaunchcontrol.query_cancel``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4lib.emulator import isa
+from dsv4lib.emulator.async_units import AsyncOp
+from dsv4lib.emulator.hw import mbarrier, shared
+from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, shared_address
+from dsv4lib.emulator.ptx.ir import Instr, Vector
+from dsv4lib.emulator.warp import Warp
+
+NBYTES = 16
+
+
+@isa.service(
+    "clusterlaunchcontrol.try_cancel.async[.<space:shared::cta>].mbarrier::complete_tx::bytes"
+    "[.<multicast:multicast::cluster::all>].b128"
+)
+def try_cancel(warp: Warp, instr: Instr, form: Form) -> None:
+    """``[addr], [mbar]``: the response arrives in this CTA, or at the same offset in every CTA of the cluster."""
+    to = shared.shared_addresses(warp, instr.operands[0], form)
+    signal = shared.shared_addresses(warp, instr.operands[1], form)
+    cluster, machine = warp.cta.cluster, warp.cta.machine
+    for lane in warp.lanes():
+        target, bar = int(to[lane]), int(signal[lane])
+        ranks = range(len(cluster.ctas)) if form.has("multicast") else [warp.cta.rank]
+        response: list[np.ndarray] = []  # decided by the part that completes first
+        for rank in ranks:
+            cta, offset = shared.locate(
+                cluster, shared_address(rank, target & OFFSET_MASK), NBYTES, warp.place, align=NBYTES
+            )
+            at = shared_address(rank, bar & OFFSET_MASK)
+            mbarrier.find(cluster, at, warp.place)
+            _queue(warp, instr, cta, offset, at, response)
+        machine.stats["clc_requests"] += 1
+
+
+def _queue(warp: Warp, instr: Instr, cta: object, offset: int, bar: int, response: list[np.ndarray]) -> None:
+    machine = warp.cta.machine
+
+    def complete() -> None:
+        if not response:
+            taken = machine.cancel_cluster()
+            words = np.array([0, 0, 0, 0] if taken is None else [*taken, 1], np.uint32)
+            response.append(words.view(np.uint8))
+        shared.write(cta, offset, response[0])
+        mbarrier.find(warp.cta.cluster, bar, pending.where).complete_tx(NBYTES, pending.where)
+
+    label = f"try_cancel -> {cta} shared {offset:#x}, mbarrier {bar:#x}"
+    pending = AsyncOp("clc", complete, label, warp, instr, writes=cta)
+    machine.units.issue(pending)
+
+
+@isa.service(
+    "clusterlaunchcontrol.query_cancel.<what:is_canceled>.pred.b128",
+    "clusterlaunchcontrol.query_cancel.<what:get_first_ctaid>.v4.b32.b128",
+    "clusterlaunchcontrol.query_cancel.<what:get_first_ctaid::x|get_first_ctaid::y|get_first_ctaid::z>.b32.b128",
+)
+def query_cancel(warp: Warp, instr: Instr, form: Form) -> None:
+    """Take a response apart; the first CTA of a failed request is reported and reads as 0."""
+    target, handle = instr.operands
+    low, high = warp.read(handle, np.uint64)
+    words = [low & np.uint64(0xFFFFFFFF), low >> np.uint64(32), high & np.uint64(0xFFFFFFFF), high >> np.uint64(32)]
+    x, y, z, succeeded = (w.astype(np.uint32) for w in words)
+    what = form.get("what")
+    if what == "is_canceled":
+        warp.write(target, succeeded == 1)
+        return
+    if (succeeded[warp.lanes()] != 1).any():
+        warp.cta.machine.report("clc_failed_response", "get_first_ctaid of a request that failed", warp.place())
+    if isinstance(target, Vector):
+        for register, value in zip(target.items, (x, y, z, succeeded), strict=True):
+            warp.write(register, value)
+        return
+    warp.write(target, {"x": x, "y": y, "z": z}[what[-1]])
