@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator import isa
+from dsv4lib.emulator import calls, isa
 from dsv4lib.emulator.errors import EmulatorError, LaunchError, Place, UnsupportedInstruction
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.irtools import shape_of
@@ -239,6 +239,7 @@ class _Lowering:
         self.special_slots: dict[tuple[str, int], PoolEntry] = {}
         self.symbol_slots: dict[tuple[str, int, int], PoolEntry] = {}
         self.variables: dict[str, tuple[str, int]] = {}
+        self.call_variables = {v.name for v in kernel.variables if v.space == "param"}
 
     def place(self, instr: Instr) -> Place:
         where = "" if instr.location is None else instr.location.outermost()
@@ -375,11 +376,9 @@ class _Lowering:
         checked: set[tuple[str, str]] = set()
         bits = [str(r.bits) for r in self.registers]
         for i, instr in enumerate(self.instructions):
-            if instr.opcode.startswith("call"):
-                names = ", ".join(leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol))
-                raise UnsupportedInstruction(f"call of {names}: device functions are not supported", self.place(instr))
-            if self._volatile(instr):
-                services[i] = (read_clock, isa.Form(instr.opcode, "mov from a clock"))
+            own = self._own_service(instr)
+            if own is not None:
+                services[i] = own, isa.Form(instr.opcode, instr.opcode)
                 continue
             entry, form = isa.lookup(instr.opcode, self.place(instr))
             if entry.kind == "service":
@@ -390,6 +389,22 @@ class _Lowering:
                 checked.add(key)
                 self._check(key, instr)
         return native, services
+
+    def _own_service(self, instr: Instr) -> Callable[..., Any] | None:
+        """Services that the opcode alone does not tell: clocks, calls and their variables."""
+        symbols = [leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol)]
+        if instr.opcode.startswith("call"):
+            called = [name for name in symbols if name not in self.call_variables]
+            if called != [calls.PRINTF] or len(instr.operands) != 3:
+                names = ", ".join(called)
+                raise UnsupportedInstruction(f"call of {names}: device functions are not supported", self.place(instr))
+            return calls.vprintf
+        if symbols and symbols[0] in self.call_variables:
+            if instr.opcode.startswith("st.param."):
+                return calls.store_param
+            if instr.opcode.startswith("ld.param."):
+                return calls.load_param
+        return read_clock if self._volatile(instr) else None
 
     def _check(self, key: tuple[str, str], instr: Instr) -> None:
         """Emit the handler once, so that what it refuses is reported with the instruction's place."""
@@ -433,7 +448,7 @@ class _Lowering:
         for leaf in leaves(instr.operands):
             if isinstance(leaf, Special) and leaf.name not in VOLATILE:
                 self._special(leaf.name, 0, instr)
-            elif isinstance(leaf, Symbol) and leaf.name not in self.variables:
+            elif isinstance(leaf, Symbol) and leaf.name not in (*self.variables, *self.call_variables, calls.PRINTF):
                 raise UnsupportedInstruction(f"{leaf.name} is not a variable or parameter", self.place(instr))
 
     def _constant(self, value: int, bits: int) -> int:
