@@ -3,6 +3,7 @@
 Synchronous: the result is there when the instruction is done. Arithmetic as in tcgen05_core.py: exact products, float32
 sums (float64 for f64) in an order of our own, the accumulator added last; integers exact. f64 sums are rounded after
 every product and every addition, hardware uses fused multiply-adds; only round-to-nearest is implemented.
+Fragments, integers and sums without rounding are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py).
 
 Source: PTX ISA, "mma" and "Block Scaling for mma.sync".
 """

@@ -5,7 +5,12 @@ registers hold POISON from issue until it completes, so that a read without ``wa
 complete in issue order and hand the accumulator on. A in registers and both matrices in shared memory are read at
 completion, which is when hardware may still read them.
 
-Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions". Arithmetic: tcgen05_core.py.
+Arithmetic as in tcgen05_core.py. Compared with an H200 (tests/emulator/hw/test_mma_h200.py): operand layouts, fragments
+and all sums without rounding are bit-equal; sums that round differ by a few units of the last place of the largest
+summand. fp8 is the exception: Hopper keeps about 13 fraction bits of the sum of an instruction, measured up to 1e-4 of
+the largest result. Here fp8 sums have float32's precision.
+
+Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 """
 
 from __future__ import annotations

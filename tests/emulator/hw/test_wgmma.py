@@ -215,6 +215,8 @@ def test_the_scheduler_may_complete_before_the_wait():
     case = Case(16, "f16", "f16", "f32")
     case.each(FENCE, FIRST, FIRST, COMMIT)
     units = case.bench.machine.units
+    assert len(units) == 8
+    assert len(units.candidates()) == 4  # the older one of each warp
     units.drain(lambda candidates: candidates[-1])
     case.each(WAIT0)
     np.testing.assert_array_equal(case.read(), 2 * case.product() + case.before)
