@@ -1,6 +1,7 @@
-"""Helper modules of these tests (tc_*.py) are imported by name."""
+"""Helper modules of these tests (tc_*.py, ../launching.py) are imported by name."""
 
 import pathlib
 import sys
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
