@@ -7,6 +7,7 @@ running group's lanes that pass the guard.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,9 +37,20 @@ GROUPS, STICKY = _word("groups"), _word("sticky")
 GROUP_PC, GROUP_MASK = _word("group_pc"), _word("group_mask")
 
 
+@functools.lru_cache(maxsize=4096)
 def lanes_of(mask: int) -> np.ndarray:
-    """bool[32] of a lane mask, lane 0 = bit 0."""
-    return (np.uint32(mask) >> _LANES.astype(np.uint32) & np.uint32(1)).astype(bool)
+    """bool[32] of a lane mask, lane 0 = bit 0; read-only."""
+    lanes = (np.uint32(mask) >> _LANES.astype(np.uint32) & np.uint32(1)).astype(bool)
+    lanes.flags.writeable = False
+    return lanes
+
+
+@functools.lru_cache(maxsize=4096)
+def _indices(mask: int) -> np.ndarray:
+    """Numbers of the set bits, ascending; read-only."""
+    indices = np.nonzero(lanes_of(mask))[0]
+    indices.flags.writeable = False
+    return indices
 
 
 def mask_of(lanes: np.ndarray) -> int:
@@ -114,7 +126,7 @@ class Warp:
 
     def lanes(self) -> np.ndarray:
         """Indices of the active lanes, ascending."""
-        return np.nonzero(lanes_of(self.words[MASK]))[0]
+        return _indices(self.words[MASK])
 
     def read(self, operand: Operand, dtype: Any) -> np.ndarray:
         """All 32 lanes of an operand.
@@ -141,7 +153,8 @@ class Warp:
         if kind is Special:
             return self._special(operand.name, dtype)
         if kind is Symbol:
-            return np.full(LANES, self.symbol(operand.name), np.uint64).astype(_UNSIGNED[dtype.itemsize]).view(dtype)
+            address = self.symbol(operand.name) + operand.offset
+            return np.full(LANES, address, np.uint64).astype(_UNSIGNED[dtype.itemsize]).view(dtype)
         raise EmulatorError(f"operand {operand} has no value")
 
     def write(self, operand: Operand, values: Any) -> None:

@@ -215,7 +215,10 @@ ACCESS = "ld.param.b64 %rd1, [a]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4
         ("mad.lo.u32 %r3, %r1, 2, 1024; ld.shared.b32 %r2, [%r3];", r"lane 1: address 0x402 is not a multiple of 4"),
         ("mad.lo.u32 %r3, %r1, 2, 1024; st.shared.b32 [%r3], %r2;", r"lane 1: address 0x402 is not a multiple of 4"),
         ("mad.lo.u32 %r3, %r1, 2, 0; ld.local.b32 %r2, [%r3];", r"lane 1: address 0x2 is not a multiple of 4"),
-        ("mov.b64 %rd5, a; cvta.param.u64 %rd5, %rd5; st.global.b32 [%rd5], 1;", r"hits read-only kernel parameters"),
+        (
+            "mov.b64 %rd5, a; cvta.param.u64 %rd5, %rd5; ld.global.b32 %r2, [%rd5]; st.global.b32 [%rd5], 1;",
+            "hits read-only kernel parameters",
+        ),
         ("mov.u32 %r4, 0x20000000; st.shared.b32 [%r4], %r1;", r"CTA rank 32, 4 bytes, is outside shared memory"),
         ("atom.global.add.u32 %r2, [%rd1+256], 1;", r"outside every allocation"),
         ("mov.b64 %rd5, 0; ld.b32 %r2, [%rd5];", r"lane 0: .* outside every allocation"),
@@ -235,6 +238,13 @@ def test_faults_name_lane_and_line(access, match):
     line = next(i for i, line in enumerate(text.splitlines(), 1) if access[-8:] in line)
     assert place.ptx_line == line and place.warp == 0 and place.cta == (0, 0, 0)
     assert f"PTX line {line}" in str(error.value)
+
+
+@pytest.mark.parametrize("rank", [1, 15, 16, 17, 20, 32, 33, 48, 255])
+def test_no_such_cta_in_the_cluster(rank):
+    text = entry("", f"mov.u32 %r4, {rank << 24 | 1024}; st.shared.b32 [%r4], %r1;", shared=".shared .b8 s[64];")
+    with pytest.raises(MemoryFault, match=f"CTA rank {rank}, 4 bytes, is outside shared memory"):
+        launch(text)
 
 
 def test_uninitialised_shared_memory_is_reported_once_and_can_stop():
