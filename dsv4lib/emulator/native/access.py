@@ -429,10 +429,10 @@ def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int, ma
         table = e.context("alloc", "ptr")
         at = e.pointer(table, e.cast("zext", e.context("alloc_last"), "i64") << 4)
         start, stop = e.load_from(at, 0, "i64"), e.load_from(at, 8, "i64")
-        if not store:  # the read-only mark makes the end of an allocation negative
+        if not store:  # the read-only mark makes the end of an allocation negative, and so the room
             stop = stop & (abi.READ_ONLY - 1)
         room = stop - start - nbytes
-        some = e.icmp("ne", e.context("alloc_count"), 0) & e.icmp("sge", stop, 0) & e.icmp("sge", room, 0)
+        some = e.icmp("ne", e.context("alloc_count"), 0) & e.icmp("sge", room, 0)
         return Checked(some & _within(e, safe - e.splat(start), room, nbytes, safe), safe)
     if space == "local":
         size = e.cast("zext", e.context("local_bytes"), "i64")
