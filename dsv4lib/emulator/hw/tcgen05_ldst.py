@@ -1,7 +1,9 @@
 """tcgen05.ld and tcgen05.st: tensor memory from and to registers, in five shapes.
 
-Both are asynchronous. A load's registers hold POISON until the load completes, at ``tcgen05.wait::ld`` at the latest,
-so a missing wait shows in the results; a store takes its registers at issue.
+Both are asynchronous. A load's registers hold POISON until the load completes, at ``tcgen05.wait::ld`` at the latest; a
+store takes its registers at issue. CuTeDSL emits loads without any wait (fp16_gemm_0 and most of NVIDIA's examples) and
+leaves it to the assembler, whose scoreboard makes the first use of a register wait for its load. Such a load is
+recognised in the code (`has_wait`) and completes at issue, the earliest of the times that the hardware may choose.
 
 A warp reaches lanes 32 * (warp % 4) to + 31. Kernels in use pass addresses that name another quarter and still get
 their own, so only the low five bits of the lane count; the rest is a lint.
@@ -21,6 +23,7 @@ Source: PTX ISA, "Data Movement Shape" (fragments), "Access restrictions", "Pack
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -31,7 +34,8 @@ from dsv4lib.emulator.hw.tcgen05_issue import issue, tmem_addresses, warp_unit
 from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES
-from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Vector
+from dsv4lib.emulator.program import leaves
+from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Reg, Vector
 from dsv4lib.emulator.warp import Warp
 
 POISON = 0x7FFFDEAD  # a NaN as float, odd as anything else
@@ -171,18 +175,50 @@ def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
     return items
 
 
+_waits: dict[int, tuple[Instr, bool]] = {}
+_ENDS = ("bra", "brx", "exit", "ret", "call", "trap")
+
+
+def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
+    """Does ``tcgen05.wait::ld`` follow in straight code before the loaded registers are used?"""
+    known = _waits.get(id(instr))
+    if known is not None and known[0] is instr:
+        return known[1]
+    registers = {item.index for item in items if isinstance(item, Reg)}
+    found = False
+    for later in warp.program.kernel.instructions[instr.index + 1 :]:
+        if later.opcode.startswith("tcgen05.wait::ld"):
+            found = True
+            break
+        used = [later.guard, *leaves(later.operands)]
+        if later.opcode.startswith(_ENDS) or any(isinstance(x, Reg) and x.index in registers for x in used):
+            break
+    if len(_waits) > 1 << 14:
+        _waits.clear()
+    _waits[id(instr)] = (instr, found)
+    return found
+
+
+def _issue_load(warp: Warp, instr: Instr, form: Form, items: tuple[Operand, ...], complete: Callable[[], None]) -> None:
+    """Queue a load, or do it at once if nothing in the code waits for it."""
+    if not has_wait(warp, instr, items):
+        complete()
+        return
+    write_rows(warp, instr, items, np.uint32(POISON))
+    issue(warp, instr, warp_unit(warp), f"ld {form.get('shape')}.{form.get('num')}", complete)
+
+
 @isa.service(f"tcgen05.ld.sync.aligned.{_SHAPE}.{_NUM}[.<pack:pack::16b>].b32")
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
     access = _Access(warp, instr, form, address, split[0] if split else None, "ld")
     items = _items(target, access.registers)
-    write_rows(warp, instr, items, np.uint32(POISON))
 
     def complete() -> None:
         write_rows(warp, instr, items, access.load())
 
-    issue(warp, instr, warp_unit(warp), f"ld {form.get('shape')}.{form.get('num')}", complete)
+    _issue_load(warp, instr, form, items, complete)
 
 
 @isa.service(f"tcgen05.st.sync.aligned.{_SHAPE}.{_NUM}[.<pack:unpack::16b>].b32")
@@ -211,14 +247,13 @@ def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
         raise EmulatorError("tcgen05.ld.red needs at least .x2")
     target, result, address, *split = instr.operands
     access = _Access(warp, instr, form, address, split[0] if split else None, "ld.red")
-    items = _items(target, access.registers)
-    write_rows(warp, instr, (*items, result), np.uint32(POISON))
+    items = (*_items(target, access.registers), result)
 
     def complete() -> None:
         values = access.load()
-        write_rows(warp, instr, (*items, result), np.concatenate([values, reduce_columns(values, form)[None]]))
+        write_rows(warp, instr, items, np.concatenate([values, reduce_columns(values, form)[None]]))
 
-    issue(warp, instr, warp_unit(warp), f"ld.red {form.get('shape')}.{form.get('num')}", complete)
+    _issue_load(warp, instr, form, items, complete)
 
 
 def reduce_columns(values: np.ndarray, form: Form) -> np.ndarray:

@@ -128,6 +128,26 @@ def test_pack_and_unpack(shape, num):
     np.testing.assert_array_equal(tmem.data, expected)
 
 
+@pytest.mark.parametrize(
+    ("between", "waits"),
+    [
+        ("", True),
+        ("mov.b32 %r40, %r41;\n", True),
+        ("mov.b32 %r40, %r10;\n", False),
+        ("mov.b32 %r11, 0;\n", False),
+        ("@%p1 bra AWAY;\n", False),
+    ],
+)
+def test_a_load_that_nothing_waits_for_completes_at_issue(between, waits):
+    load = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r10, %r11}, [%r1];\n"
+    bench, tmem = start(load + between + "tcgen05.wait::ld.sync.aligned;\nAWAY:\nret;")
+    bench.set(0, r1=3)
+    bench.serve(0)
+    assert (len(bench.machine.units) == 1) == waits
+    expected = np.full(32, POISON) if waits else tmem.data[:32, 3]
+    np.testing.assert_array_equal(bench.reg("%r10"), expected)
+
+
 def test_registers_scattered_over_the_file():
     bench, tmem = start(
         "tcgen05.ld.sync.aligned.32x32b.x4.b32 {%r10, _, %r30, %r20}, [%r1];\n"
@@ -181,6 +201,7 @@ def test_hazards(setup, kind):
         tmem.release(0, 512)
     else:
         tmem.owner[:] = 0
+        tmem.allocations.clear()
     bench.set(0, r1=32)
     bench.run(0)
     assert bench.kinds() == [kind]
