@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 import traceback
@@ -65,7 +64,3 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 def _messages(error: BaseException) -> str:
     return "\n".join(f"{type(e).__name__}: {e}" for e in _chain(error))
-
-
-if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))

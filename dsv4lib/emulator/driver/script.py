@@ -25,6 +25,15 @@ from dsv4lib.errors import ArgumentError
 
 HAZARD, FAILED, REFUSED, INTERRUPTED = 90, 91, 92, 130
 FIRST = "sm_100a"
+_ROOT = Path(__file__).resolve().parents[3]  # where this dsv4lib lies: the child must run the same one
+_START = """
+import json, sys
+root = sys.argv[1]
+sys.path.insert(0, root)
+from dsv4lib.emulator.driver.run_script import main
+sys.path.remove(root)
+sys.exit(main(json.loads(sys.argv[2])))
+"""
 # "expects arch to be one of [...], but got sm_100a", "... requires sm_90a" and their like.
 _WANTED = re.compile(r"sm_?(\d{2,3})([af]?)", re.I)
 _REFUSAL = re.compile(r"arch|compute capability|target|support|requires|compatible", re.I)
@@ -108,7 +117,7 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
             "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
             "TORCHDYNAMO_DISABLE": "1",
         }
-        command = [sys.executable, "-m", "dsv4lib.emulator.driver.run_script", job]
+        command = [sys.executable, "-c", _START, str(_ROOT), job]
         process = subprocess.Popen(command, env=environment)
         try:
             code = process.wait()
