@@ -8,8 +8,10 @@ emulator nor the kernels. `auto` takes native, else emulator; it never falls bac
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError, BackendUnavailable
@@ -112,3 +114,33 @@ def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
         return "reference"
     why = "; ".join(f"{s.name}: {s.reason}" for s in tried)
     raise BackendUnavailable(f"no back end runs {arch} kernels here ({why})")
+
+
+def device(name: str) -> str:
+    """Where the tensors of a launch live on back end ``name``: "cuda" for native, else "cpu"."""
+    return "cuda" if name == "native" else "cpu"
+
+
+def launch(name: str, compiled: Any, *args: Any) -> Any:
+    """Call a compiled CuTeDSL function on a back end that runs kernels, and wait for it.
+
+    Args:
+        name: `native` or `emulator`, as `resolve` returned it.
+        compiled: what ``cute.compile`` returned, with its PTX kept (``compile_for`` does).
+        args: CuTe tensors over memory of `device(name)`, numbers.
+
+    Returns:
+        None on native, the emulated device (its last launch is in ``launches[-1]``) on the emulator.
+
+    Raises:
+        ArgumentError: ``name`` runs no kernels.
+        EmulatorError: the emulator stopped the kernel.
+    """
+    if name == "native":
+        import torch
+
+        compiled(*args)
+        return torch.cuda.synchronize()
+    if name == "emulator":
+        return importlib.import_module(f"{EMULATOR_MODULE}.driver").launch(compiled, *args)
+    raise ArgumentError("backend", name, "native or emulator: only these run kernels")

@@ -71,3 +71,9 @@ def test_unknown_names_are_refused():
         backends.resolve("cuda")
     with pytest.raises(ArgumentError, match="arch='sm_101'"):
         backends.status("native", "sm_101")
+
+
+def test_only_native_and_emulator_run_kernels():
+    with pytest.raises(ArgumentError, match="backend='reference'"):
+        backends.launch("reference", lambda: None)
+    assert (backends.device("native"), backends.device("emulator")) == ("cuda", "cpu")

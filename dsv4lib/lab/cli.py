@@ -137,6 +137,29 @@ def lint() -> None:
     raise typer.Exit(1 if problems else 0)
 
 
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def emulate(
+    script: Annotated[
+        str, typer.Argument(help="a Python script that compiles and calls CuTeDSL kernels; its arguments follow")
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(help="handed to the script as they are")] = None,
+    arch: Annotated[str, typer.Option(help="auto, sm_100a, sm_103a, sm_90a or sm_80")] = "auto",
+    seed: Annotated[int, typer.Option(help="of the random schedule")] = 0,
+    schedule: Annotated[
+        str, typer.Option(help="round_robin, oldest_first, newest_first, adversarial or random")
+    ] = "round_robin",
+    checks: Annotated[str, typer.Option(help="off, default, race or all")] = "default",
+    time_limit: Annotated[float | None, typer.Option(help="seconds of one launch")] = None,
+) -> None:
+    """Run somebody's CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard)."""
+    from dsv4lib.emulator.driver import script as scripts
+
+    code = scripts.emulate(script, arguments or [], arch, seed, schedule, checks, time_limit=time_limit)
+    raise typer.Exit(code)
+
+
 @app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
