@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "bench": {"ops", "emulator"},
     # bench and emulator are commands of the lab; whatever runs a kernel goes through `backends`
     "lab": set("formats reference kernels cache ops layers model loader check viz bench emulator".split()),
+}
 # These know nothing of DSV4: they could be packages of their own.
 GENERAL = {"emulator", "viz", "check"}
 
