@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsv4lib.emulator.driver import cuda_api
 from dsv4lib.emulator.driver.patching import patches
+from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
 
 ALIGNMENT = 256
@@ -263,6 +264,7 @@ def patched(default: str) -> Iterator[None]:
         patch.set(
             torch, "set_default_device", lambda device: setattr(mode, "default", "cuda" if is_cuda(device) else "cpu")
         )
+        patch.around(torch, "_scaled_mm", scaled_mm)
         patch.set(torch.library, "custom_op", _custom_op(torch.library.custom_op, mode))
         try:
             with mode:
