@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.ptx.ir import Instr
     from dsv4lib.emulator.warp import Warp
 
-# Kinds of units (the part before the colon) that complete in issue order: the tensor pipe of a CTA pair executes mma,
+# How the names of units begin that complete in issue order: the tensor pipe of a CTA pair executes mma,
 # cp, shift and commit one after another (PTX ISA, "tcgen05: pipelined instructions").
-ORDERED = frozenset(("tensor",))
+ORDERED = ("tensor:",)
 
 _MASK_64 = (1 << 64) - 1
 _PRIME = 0x100000001B3  # of FNV-1a
@@ -41,7 +41,7 @@ class AsyncOp:
     Attributes:
         unit: "tma", "tensor:<cta pair>", "bulk:<warp>", "cp.async:<warp>", "ldst:<warp>", ...
         complete: does everything: reads the sources, writes, signals.
-        label: for traces and deadlock reports, "tma load 64x128 -> smem 0x8400".
+        label: for traces and deadlock reports, anything printable: "bulk store of 64 bytes".
         warp, instr: the issuer, None for operations that the machine starts itself.
         ready: may it complete now, beside the order of its unit? None = always. No side effects.
         start: called at issue (capture of operands), None = nothing.
@@ -52,7 +52,7 @@ class AsyncOp:
 
     unit: str
     complete: Callable[[], None]
-    label: str = ""
+    label: Any = ""
     warp: Warp | None = None
     instr: Instr | None = None
     ready: Callable[[], bool] | None = None
@@ -98,6 +98,7 @@ class AsyncUnits:
         self.hash = 0xCBF29CE484222325
         self.groups: dict[tuple[int, str], Any] = {}
         self.descriptors: dict[int, str] = {}
+        self._crc: dict[str, int] = {}
         self._latest = -1  # highest issue number that has completed
         self._queues: dict[str, dict[int, AsyncOp]] = {}
 
@@ -124,6 +125,8 @@ class AsyncUnits:
             raise EmulatorError(f"operation {op} is queued already", op.place)
         queue[op.order] = op
         op.pending = True
+        if self.machine.trace is not None:
+            self.machine.trace.issued(op)
         if op.start is not None:
             op.start()
         return op
@@ -134,7 +137,7 @@ class AsyncUnits:
         for unit, queue in self._queues.items():
             if not queue:
                 continue
-            if unit.partition(":")[0] in ORDERED:
+            if unit.startswith(ORDERED):
                 head = next(iter(queue.values()))
                 if head.ready is None or head.ready():
                     found.append(head)
@@ -161,10 +164,18 @@ class AsyncUnits:
             self.reordered += 1
         else:
             self._latest = op.order
-        self._mix(op.order)
-        self._mix(zlib.crc32(op.unit.encode()))
-        self._mix(self.machine.time)
-        op.complete()
+        crc = self._crc.get(op.unit)
+        if crc is None:
+            crc = self._crc[op.unit] = zlib.crc32(op.unit.encode())
+        for value in (op.order, crc, self.machine.time):
+            self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
+        trace = self.machine.trace
+        if trace is None:
+            op.complete()
+        else:
+            trace.completing(op)
+            op.complete()
+            trace.completed()
         self.machine.changed()
 
     def drain(self, choose: Callable[[list[AsyncOp]], AsyncOp] | None = None) -> None:
@@ -201,9 +212,6 @@ class AsyncUnits:
                     f"{cta} exited while {op.label} was still reading its shared memory: wait_group is missing",
                     op.place,
                 )
-
-    def _mix(self, value: int) -> None:
-        self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
 
 
 def _order(op: AsyncOp) -> int:

@@ -89,7 +89,7 @@ def load(warp: Warp, instr: Instr, form: Form) -> None:
     signal = shared.addresses_in(warp, rest.pop(0), form.get("dst"))
     mask = _operand(warp, rest, np.uint16) if form.has("multicast") else None
     _no_more(warp, rest, form.has("hint"))
-    for lane in warp.lanes():
+    for lane in shared.lane_list(warp.mask()):
         size, left, right = int(sizes[lane]), *([int(i[lane]) for i in ignored] or [0, 0])
         if left > 15 or right > 15:
             raise HazardError(f"ignoreBytesLeft {left}, ignoreBytesRight {right}: 0 to 15 are allowed", warp.place())
@@ -176,7 +176,7 @@ def to_peer(warp: Warp, instr: Instr, form: Form) -> None:
     if op and kind not in _SHARED_TYPES[op]:
         raise HazardError(f"reduction {op}.{kind} into shared memory: {_SHARED_TYPES[op]} are allowed", warp.place())
     cluster, machine = warp.cta.cluster, warp.cta.machine
-    for lane in warp.lanes():
+    for lane in shared.lane_list(warp.mask()):
         size, target, bar = int(sizes[lane]), int(to[lane]), int(signal[lane])
         _check(warp, size, target & OFFSET_MASK, int(start[lane]) & OFFSET_MASK)
         cta, offset = shared.locate(cluster, target, size, warp.place)
@@ -227,7 +227,7 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
     _no_more(warp, rest, False)
     to, sizes = warp.address(destination), warp.read(amount, np.uint32)
     start = shared.addresses_in(warp, source, "shared::cta")
-    for members, (target, at, size, chosen) in shared.lane_groups(warp.lanes(), to, start, sizes, mask):
+    for members, (target, at, size, chosen) in shared.lane_groups(warp.mask(), to, start, sizes, mask):
         _queue_store(warp, instr, members, target, at, size, _masked(chosen))
 
 
@@ -251,7 +251,7 @@ def reduce_global(warp: Warp, instr: Instr, form: Form) -> None:
     to, sizes = warp.address(destination), warp.read(amount, np.uint32)
     start = shared.addresses_in(warp, source, "shared::cta")
     kind = "f32.ftz" if form.get("type") == "f32" else form.get("type")
-    for lane in warp.lanes():
+    for lane in shared.lane_list(warp.mask()):
         members = np.array([lane])
         apply = _reducing(form.get("op"), kind)
         _queue_store(warp, instr, members, int(to[lane]), int(start[lane]), int(sizes[lane]), apply)
@@ -319,7 +319,7 @@ def prefetch(warp: Warp, instr: Instr, form: Form) -> None:
     source, amount, *rest = instr.operands
     _no_more(warp, rest, form.has("hint"))
     start, sizes = warp.address(source), warp.read(amount, np.uint32)
-    for lane in warp.lanes():
+    for lane in shared.lane_list(warp.mask()):
         _check(warp, int(sizes[lane]), int(start[lane]))
 
 

@@ -18,10 +18,14 @@ from dsv4lib.emulator.errors import EmulatorError, HazardError, MemoryFault
 from dsv4lib.emulator.hw import groups, mbarrier, shared
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, is_local, is_shared
+from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native.abi import LANES
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Reg
 from dsv4lib.emulator.warp import Block, Warp
 
+# A type of each copy size, and a chunk of it that is written.
+_CHUNKS = {4: np.dtype(np.uint32), 8: np.dtype(np.uint64), 16: shared.CHUNK_TYPE}
+_WRITTEN = {size: np.ones(size, np.uint8).view(kind)[0] for size, kind in _CHUNKS.items()}
 _TAIL = "[.<hint:L2::cache_hint>][.<prefetch:L2::64B|L2::128B|L2::256B>]"
 
 
@@ -81,16 +85,20 @@ def _queue(
     tracked = groups.Tracked(label)
     groups.add(warp, "cp.async", lanes, tracked)
 
+    chunk = _CHUNKS[size]
+    places = to // size
+    partial = bool((valid != size).any())
+
     def complete() -> None:
-        data = np.zeros((len(lanes), size), np.uint8)
-        for count in np.unique(valid):
-            rows = np.nonzero(valid == count)[0]
-            if count:
-                data[rows, : int(count)] = machine.gmem.gather(start[rows], int(count))
-        where = to[:, None] + np.arange(size)
-        cta.smem.data[where] = data
-        cta.smem.init[where] = 1
-        cta.smem.dirty[to >> 4] = shared.CP_ASYNC | warp.warp_id + 1
+        smem = cta.smem
+        whole = len(smem.data) // size * size
+        if partial:
+            data = _zero_filled(machine.gmem, start, valid, size)
+        else:
+            data = _gather(machine.gmem, start, size)
+        smem.data[:whole].view(chunk)[places] = data
+        smem.init[:whole].view(chunk)[places] = _WRITTEN[size]
+        smem.dirty[to >> 4] = shared.CP_ASYNC | warp.warp_id + 1
         tracked.read = tracked.done = True
         if machine.trace is not None:
             machine.trace.cp_async(warp, instr, to, start, size)
@@ -98,6 +106,26 @@ def _queue(
     machine.units.issue(AsyncOp(f"cp.async:{warp.agent}", complete, label, warp, instr, writes=cta))
     machine.stats["cp_async"] += 1
     machine.stats["cp_async_bytes"] += len(lanes) * size
+
+
+def _gather(gmem: GlobalMemory, start: np.ndarray, size: int) -> np.ndarray:
+    """Chunks of ``size`` bytes at aligned addresses: at once if they lie in one allocation."""
+    low, high = int(start.min()), int(start.max())
+    found = gmem.find(low, size)
+    if found is None or high + size > found.end:
+        return np.ascontiguousarray(gmem.gather(start, size)).view(_CHUNKS[size])[:, 0]
+    window = gmem.view(low, high + size - low).view(_CHUNKS[size])
+    return window[(start - np.uint64(low)).astype(np.int64) // size]
+
+
+def _zero_filled(gmem: GlobalMemory, start: np.ndarray, valid: np.ndarray, size: int) -> np.ndarray:
+    """The first ``valid`` bytes of every chunk, then zeros."""
+    data = np.zeros((len(start), size), np.uint8)
+    for count in np.unique(valid):
+        rows = np.nonzero(valid == count)[0]
+        if count:
+            data[rows, : int(count)] = gmem.gather(start[rows], int(count))
+    return data.view(_CHUNKS[size])[:, 0]
 
 
 @isa.service("cp.async.commit_group")
@@ -130,7 +158,7 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
     addresses = shared.shared_addresses(warp, instr.operands[0], form)
     cluster, units = warp.cta.cluster, warp.cta.machine.units
     before = units.pending(f"cp.async:{warp.agent}")
-    for members, (address,) in shared.lane_groups(warp.lanes(), addresses):
+    for members, (address,) in shared.lane_groups(warp.mask(), addresses):
         barrier = mbarrier.find(cluster, address, warp.place)
         if not form.has("noinc"):
             barrier.add_pending(len(members), warp.place)

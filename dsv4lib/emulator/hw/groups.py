@@ -20,8 +20,8 @@ class Tracked:
 
     __slots__ = ("done", "label", "read")
 
-    def __init__(self, label: str):
-        self.label = label
+    def __init__(self, label: object = ""):
+        self.label = label  # anything printable
         self.read = self.done = False
 
 
@@ -92,5 +92,5 @@ class GroupWait:
 
     def detail(self) -> str:
         """What is missing, for the deadlock report."""
-        missing = {op.label for lane in self.lanes for group in lane.groups for op in group if not op.done}
+        missing = {str(op.label) for lane in self.lanes for group in lane.groups for op in group if not op.done}
         return "waits for " + "; ".join(sorted(missing)[:4])

@@ -20,7 +20,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
-from dsv4lib.emulator.hw.shared import Where, lane_groups, locate, shared_addresses
+from dsv4lib.emulator.hw.shared import Where, lane_groups, lane_list, locate, shared_addresses
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine import CTA_EXITED
 from dsv4lib.emulator.memory.addressing import shared_address
@@ -56,8 +56,8 @@ class MBarrier:
         self.tx = 0
         self.phase = 0
         self.waiters: set[Any] = set()
-        self._written = cta.smem.init[offset : offset + NBYTES]
-        self._written[:] = 0
+        self._written = cta.smem.init[offset : offset + NBYTES].view(np.uint64)
+        self._written[0] = 0
 
     def __str__(self) -> str:
         return (
@@ -120,9 +120,9 @@ class MBarrier:
 
     def check_image(self, where: Where) -> None:
         """Report a store over the barrier since the last look."""
-        if self._written.any():
+        if self._written[0]:
             self.report("mbarrier_overwritten", "its memory was written by something that is no mbarrier", where)
-            self._written[:] = 0
+            self._written[0] = 0
 
     def report(self, kind: str, message: str, where: Where) -> None:
         """Report a hazard of this barrier."""
@@ -135,11 +135,13 @@ class Suspension(Block):
 
     The scheduler calls ``expire`` when nothing else can happen, before it declares a deadlock: a suspended ``try_wait``
     resumes after a time limit even if its phase is not complete, so kernels may poll. ``deadline`` is the logical time
-    (`Machine.time`) after which it resumes by itself, for machines that are kept busy by other warps.
+    (`Machine.time`) after which it resumes by itself, for machines that are kept busy by other warps. ``barrier`` is
+    the shared address of the (first) mbarrier, for traces.
     """
 
     expire: Callable[[], None] = lambda: None
     deadline: int = 0
+    barrier: int = -1
 
 
 def find(cluster: Cluster, address: int, where: Where) -> MBarrier:
@@ -183,7 +185,7 @@ def init(warp: Warp, instr: Instr, form: Form) -> None:
     memory, count = instr.operands
     addresses, counts = shared_addresses(warp, memory, form), warp.read(count, np.uint32)
     where = warp.place
-    for lane in warp.lanes():
+    for lane in lane_list(warp.mask()):
         cta, offset = locate(warp.cta.cluster, int(addresses[lane]), NBYTES, where, align=NBYTES)
         if cta is not warp.cta:
             raise HazardError("mbarrier.init of a barrier in another CTA", where())
@@ -201,7 +203,7 @@ def init(warp: Warp, instr: Instr, form: Form) -> None:
 def inval(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.inval [addr]``."""
     addresses = shared_addresses(warp, instr.operands[0], form)
-    for lane in warp.lanes():
+    for lane in lane_list(warp.mask()):
         barrier = find(warp.cta.cluster, int(addresses[lane]), warp.place)
         if barrier.cta is not warp.cta:
             raise HazardError("mbarrier.inval of a barrier in another CTA", warp.place())
@@ -218,7 +220,7 @@ def transactions(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.expect_tx`` and ``mbarrier.complete_tx [addr], txCount``."""
     memory, amount = instr.operands
     addresses, amounts = shared_addresses(warp, memory, form), warp.read(amount, np.uint32)
-    for lane in warp.lanes():
+    for lane in lane_list(warp.mask()):
         barrier = find(warp.cta.cluster, int(addresses[lane]), warp.place)
         update = barrier.complete_tx if form.get("op") == "complete_tx" else barrier.expect_tx
         update(int(amounts[lane]), warp.place)
@@ -240,10 +242,10 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``."""
     target, memory, *rest = instr.operands
     addresses = shared_addresses(warp, memory, form)
-    lanes, where = warp.lanes(), warp.place
+    where = warp.place
     amounts = warp.read(rest[0], np.uint32) if rest else np.ones(LANES, np.uint32)
     states = np.zeros(LANES, np.uint64)
-    for members, (address, amount) in lane_groups(lanes, addresses, amounts):
+    for members, (address, amount) in lane_groups(warp.mask(), addresses, amounts):
         barrier = find(warp.cta.cluster, address, where)
         if barrier.cta is not warp.cta and not isinstance(target, Sink):
             raise HazardError("an arrive on another CTA's barrier returns no state: the destination must be _", where())
@@ -269,7 +271,7 @@ def check_layout(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.check_layout p, [addr]``: every barrier here has layout v0."""
     target, memory = instr.operands
     addresses = shared_addresses(warp, memory, form)
-    for lane in warp.lanes():
+    for lane in lane_list(warp.mask()):
         find(warp.cta.cluster, int(addresses[lane]), warp.place)
     warp.write(target, form.get("layout") == "layout::v0")
 
@@ -304,7 +306,9 @@ class Wait:
         """Register with the barriers."""
         for _, barrier, _ in self.groups:
             barrier.waiters.add(self)
-        return Suspension("mbarrier", self.ready, self.detail, self.expire, self.deadline)
+        first = self.groups[0][1]
+        address = shared_address(first.cta.rank, first.offset)
+        return Suspension("mbarrier", self.ready, self.detail, self.expire, self.deadline, address)
 
     def answer(self) -> np.ndarray:
         """bool[32] result; the wait is over."""
@@ -363,7 +367,7 @@ def _query(warp: Warp, memory: Memory, wanted: Operand, form: Form) -> Wait:
     addresses = shared_addresses(warp, memory, form)
     values = warp.read(wanted, np.uint32 if by_parity else np.uint64)
     groups = []
-    for members, (address, value) in lane_groups(warp.lanes(), addresses, values):
+    for members, (address, value) in lane_groups(warp.mask(), addresses, values):
         barrier = find(warp.cta.cluster, address, warp.place)
         if barrier.cta is not warp.cta:
             raise HazardError(f"wait on a barrier of another CTA ({barrier})", warp.place())

@@ -7,13 +7,15 @@ Asynchronous writes clear that mark: they are made visible by their completion (
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsv4lib.emulator.errors import MemoryFault, Place
-from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, is_shared, shared_address, to_shared
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
+from dsv4lib.emulator.native.abi import FULL_MASK, LANES, SHARED_WINDOW
 
 # Where a report points to, evaluated only when there is one: `Warp.place` or `AsyncOp.where`.
 Where = Callable[[], Place | None]
@@ -45,20 +47,43 @@ def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
         MemoryFault: the wrong space.
     """
     addresses = warp.address(memory)
-    lanes = warp.lanes()
-    if not space and not is_shared(addresses[lanes]).all():
-        raise MemoryFault("generic address outside the shared window", warp.place())
-    shared = to_shared(addresses)
-    if space in ("shared", "shared::cta"):
-        foreign = shared[lanes] >> np.uint32(RANK_SHIFT) != warp.cta.rank
-        if foreign.any():
-            bad = int(shared[lanes][foreign][0])
+    shared = addresses.astype(np.uint32)  # drops the window
+    mask = warp.mask()
+    if not space:
+        inside = addresses >> np.uint64(56) == np.uint64(SHARED_WINDOW >> 56)
+        if not _all(inside, mask):
+            raise MemoryFault("generic address outside the shared window", warp.place())
+    elif space != "shared::cluster":
+        own = shared >> np.uint32(RANK_SHIFT) == warp.cta.rank
+        if not _all(own, mask):
+            bad = next(int(shared[lane]) for lane in lane_list(mask) if not own[lane])
             raise MemoryFault(
                 f".{space} address {bad:#x} lies in CTA {bad >> RANK_SHIFT} of the cluster, not in this CTA "
                 f"{warp.cta.rank}",
                 warp.place(),
             )
     return shared
+
+
+@functools.lru_cache(4096)
+def lane_list(mask: int) -> tuple[int, ...]:
+    """Active lanes of a mask, ascending."""
+    return tuple(lane for lane in range(LANES) if mask >> lane & 1)
+
+
+@functools.lru_cache(4096)
+def lane_array(mask: int) -> np.ndarray:
+    """int64[n]: `lane_list` for indexing."""
+    lanes = np.array(lane_list(mask), np.int64)
+    lanes.setflags(write=False)
+    return lanes
+
+
+def _all(good: np.ndarray, mask: int) -> bool:
+    """Is bool[32] true in all active lanes?"""
+    if mask & (mask - 1) == 0:
+        return not mask or bool(good[mask.bit_length() - 1])
+    return bool(good.all() if mask == FULL_MASK else good[lane_array(mask)].all())
 
 
 def locate(cluster: Cluster, address: int, nbytes: int, where: Where, align: int = 1) -> tuple[Cta, int]:
@@ -81,19 +106,22 @@ def locate(cluster: Cluster, address: int, nbytes: int, where: Where, align: int
     return cta, offset
 
 
-def lane_groups(lanes: np.ndarray, *values: np.ndarray) -> list[tuple[np.ndarray, tuple[int, ...]]]:
+def lane_groups(mask: int, *values: np.ndarray) -> list[tuple[np.ndarray, tuple[int, ...]]]:
     """(lanes, their values) for every distinct tuple of values among the active lanes, in lane order.
 
     A bulk operation that a whole warp issues with the same operands is one operation.
     """
-    if not len(lanes):
+    if not mask:
         return []
-    first = tuple(int(v[lanes[0]]) for v in values)
-    if len(lanes) == 1 or all((v[lanes] == w).all() for v, w in zip(values, first, strict=True)):
+    lanes = lane_array(mask)
+    first = tuple(v[lanes[0]].item() for v in values)
+    if mask & (mask - 1) == 0:
+        return [(lanes, first)]
+    if all(_all(v == w, mask) for v, w in zip(values, first, strict=True)):
         return [(lanes, first)]
     groups: dict[tuple[int, ...], list[int]] = {}
     for lane in lanes:
-        groups.setdefault(tuple(int(v[lane]) for v in values), []).append(int(lane))
+        groups.setdefault(tuple(v[lane].item() for v in values), []).append(int(lane))
     return [(np.array(members), key) for key, members in groups.items()]
 
 
@@ -106,13 +134,18 @@ def write(cta: Cta, offset: int, data: np.ndarray) -> None:
     smem.dirty[offset >> 4 : end + 15 >> 4] = 0
 
 
-def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray) -> None:
-    """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``."""
+def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int, int] | None = None) -> None:
+    """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``; ``span`` if they fill a byte range."""
     smem = cta.smem
     whole = len(smem.data) & ~15
     smem.data[:whole].view(CHUNK_TYPE)[index] = data.view(CHUNK_TYPE)
-    smem.init[:whole].view(CHUNK_TYPE)[index] = _WRITTEN
-    smem.dirty[index] = 0
+    if span is not None:
+        first, end = span
+        smem.init[first:end] = 1
+        smem.dirty[first >> 4 : end >> 4] = 0
+    else:
+        smem.init[:whole].view(CHUNK_TYPE)[index] = _WRITTEN
+        smem.dirty[index] = 0
 
 
 def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:

@@ -74,7 +74,7 @@ def _to_shared(
     lanes = warp.lanes()
     if (to[lanes] >> np.uint32(RANK_SHIFT) != signal[lanes] >> np.uint32(RANK_SHIFT)).any():
         raise HazardError("destination and mbarrier lie in different CTAs", warp.place())
-    for members, (rank, bar) in shared.lane_groups(lanes, to >> np.uint32(RANK_SHIFT), signal):
+    for members, (rank, bar) in shared.lane_groups(warp.mask(), to >> np.uint32(RANK_SHIFT), signal):
         if op and rank == warp.cta.rank:
             raise HazardError("red.async into the shared memory of the executing CTA", warp.place())
         if len(cluster.ctas) == 1:

@@ -133,10 +133,20 @@ class TensorMap:
     nan_fill: bool = False
     sm100: bool = False
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         """Number of dimensions."""
         return len(self.dims)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tiled mode: rows that a copy moves along dimensions 1 and up."""
+        return tuple(-(-b // t) for b, t in zip(self.box[1:], self.traversal[1:], strict=True))
+
+    @functools.cached_property
+    def steps(self) -> tuple[int, ...]:
+        """Tiled mode: bytes between those rows."""
+        return tuple(s * t for s, t in zip(self.strides, self.traversal[1:], strict=True))
 
     def __str__(self) -> str:
         mode = f"im2col {self.pixels} pixels x {self.box[0]}" if self.im2col else f"box {self.box}"

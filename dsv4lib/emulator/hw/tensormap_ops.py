@@ -46,7 +46,7 @@ def replace(warp: Warp, instr: Instr, form: Form) -> None:
     space = form.get("space")
     addresses = warp.address(memory) if space in ("", "global") else shared.addresses_in(warp, memory, space)
     in_shared = space.startswith("shared") | is_shared(addresses)
-    for members, (address, value) in shared.lane_groups(warp.lanes(), addresses, values):
+    for members, (address, value) in shared.lane_groups(warp.mask(), addresses, values):
         _check_aligned(warp, address)
         if in_shared[members[0]] if isinstance(in_shared, np.ndarray) else in_shared:
             cta, offset = shared.locate(warp.cta.cluster, address & 0xFFFFFFFF, tensormap.NBYTES, warp.place)
@@ -70,7 +70,7 @@ def copy_fence(warp: Warp, instr: Instr, form: Form) -> None:
         raise HazardError(f"tensormap.cp_fenceproxy: the size must be {tensormap.NBYTES}", warp.place())
     machine, smem = warp.cta.machine, warp.cta.smem
     to, start = warp.address(destination), shared.addresses_in(warp, source, "shared::cta")
-    for _, (address, at) in shared.lane_groups(warp.lanes(), to, start):
+    for _, (address, at) in shared.lane_groups(warp.mask(), to, start):
         _check_aligned(warp, address)
         shared.locate(warp.cta.cluster, at, tensormap.NBYTES, warp.place, align=_ALIGN)
         offset = at & OFFSET_MASK

@@ -28,7 +28,7 @@ from dsv4lib.emulator.hw.reduction import check_type
 from dsv4lib.emulator.hw.shared import Where
 from dsv4lib.emulator.hw.tensormap import TensorMap
 from dsv4lib.emulator.isa import Form
-from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, is_local, is_shared, shared_address
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
 from dsv4lib.emulator.ptx.ir import Instr, Memory, Operand, Vector
 from dsv4lib.emulator.warp import Warp
 
@@ -88,8 +88,7 @@ def descriptor(warp: Warp, address: int) -> tuple[TensorMap, bytes]:
         MemoryFault: it lies in shared or local memory, or is misaligned. HazardError: it cannot be decoded.
     """
     machine = warp.cta.machine
-    generic = np.array([address], np.uint64)
-    if is_shared(generic)[0] or is_local(generic)[0]:
+    if address >> 56:  # a window
         raise MemoryFault(f"tensor map at {address:#x}: it must lie in param, const or global memory", warp.place())
     if address % tensormap.USED:
         raise MemoryFault(f"tensor map at {address:#x}: it must be aligned to {tensormap.USED} bytes", warp.place())
@@ -163,8 +162,8 @@ def load(warp: Warp, instr: Instr, form: Form) -> None:
     signal = shared.addresses_in(warp, barrier, form.get("dst"))
     maps = warp.address(source)
     coords = _coordinates(warp, source, mode, rank)
-    for lane in warp.lanes():
-        at = tuple(int(c[lane]) for c in coords)
+    for lane in shared.lane_list(warp.mask()):
+        at = tuple([c[lane].item() for c in coords])
         tensor, raw = descriptor(warp, int(maps[lane]))
         box = _box(tensor, mode, rank, at, [int(o[lane]) for o in offsets], warp.place)
         request = _Load(warp, instr, mode, int(maps[lane]), raw, tensor, box, at)
@@ -219,7 +218,7 @@ def _targets(warp: Warp, to: int, signal: int, mask: int | None, pair: bool) -> 
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Load:
     """What the operations of one load have in common."""
 
@@ -232,6 +231,9 @@ class _Load:
     box: tma_box.Box
     coords: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"tma {self.mode} load at {self.coords} of {self.tensor}"
+
     def issue(self, target: int, bar: int) -> None:
         """Queue the copy into one CTA."""
         warp, box = self.warp, self.box
@@ -240,8 +242,7 @@ class _Load:
         place = tma_box.place(box, offset, warp.place)
         shared.locate(cluster, target, place.end - offset, warp.place)
         mbarrier.find(cluster, bar, warp.place)
-        label = f"tma {self.mode} load {self.coords} -> shared {target:#x}, mbarrier {bar:#x}"
-        op = AsyncOp("tma", lambda: self.complete(op, cta, place, bar), label, warp, self.instr, writes=cta)
+        op = AsyncOp("tma", lambda: self.complete(op, cta, place, bar), self, warp, self.instr, writes=cta)
         cluster.machine.units.issue(op)
 
     def complete(self, op: AsyncOp, cta: Cta, place: tma_box.Placement, bar: int) -> None:
@@ -255,7 +256,7 @@ class _Load:
         if place.index is None:
             shared.write(cta, place.first, data)
         else:
-            shared.write_chunks(cta, place.index, data)
+            shared.write_chunks(cta, place.index, data, (place.first, place.end) if place.full else None)
         if machine.trace is not None:
             copy = TensorCopy(
                 "load", self.tensor, self.address, self.coords, self.mode, cta, place, box.tx_bytes, bar, op
@@ -295,7 +296,7 @@ def _store(warp: Warp, instr: Instr, form: Form, op: str) -> None:
     at = shared.addresses_in(warp, source, "shared::cta")
     coords = _coordinates(warp, target, mode, rank)
     maps = warp.address(target)
-    for members, values in shared.lane_groups(warp.lanes(), maps, at, *coords):
+    for members, values in shared.lane_groups(warp.mask(), maps, at, *coords):
         for lanes in [members] if not op else [members[i : i + 1] for i in range(len(members))]:
             _Store.issue(warp, instr, mode, rank, op, lanes, values)
 
@@ -318,7 +319,7 @@ def _check_store(tensor: TensorMap, mode: str, op: str, coords: Sequence[int], w
         check_type(op, tensor.element.name, where)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Store:
     """A store or reduction in flight."""
 
@@ -334,6 +335,9 @@ class _Store:
     place: tma_box.Placement
     tracked: groups.Tracked
 
+    def __str__(self) -> str:
+        return f"tma {self.op or 'store'} {self.mode} at {self.coords} of {self.tensor}"
+
     @staticmethod
     def issue(
         warp: Warp, instr: Instr, mode: str, rank: int, op: str, lanes: np.ndarray, values: tuple[int, ...]
@@ -346,15 +350,15 @@ class _Store:
         box = _box(tensor, mode, rank, coords, offsets, warp.place)
         place = tma_box.place(box, at & OFFSET_MASK, warp.place)
         shared.locate(warp.cta.cluster, at, place.end - place.first, warp.place)
-        label = f"tma {op or mode + ' store'} {tuple(coords)} from shared {at:#x}"
-        tracked = groups.Tracked(label)
+        tracked = groups.Tracked()
         self = _Store(warp, instr, mode, op, address, raw, tensor, box, tuple(coords), place, tracked)
+        tracked.label = self
         groups.add(warp, "bulk", lanes, tracked)
         stats = warp.cta.machine.stats
         stats["tma_reductions" if op else "tma_stores"] += 1
         stats["tma_store_bytes"] += box.tx_bytes
         unit = f"bulk:{warp.agent}"
-        reading = AsyncOp(unit, lambda: self.read(reading), label, warp, instr, reads=warp.cta)
+        reading = AsyncOp(unit, lambda: self.read(reading), self, warp, instr, reads=warp.cta)
         warp.cta.machine.units.issue(reading)
 
     def read(self, reading: AsyncOp) -> None:
@@ -423,7 +427,7 @@ def prefetch(warp: Warp, instr: Instr, form: Form) -> None:
     source, *rest = instr.operands
     offsets, _ = _load_extras(warp, form, mode, rank, list(rest))
     coords, maps = _coordinates(warp, source, mode, rank), warp.address(source)
-    for lane in warp.lanes():
+    for lane in shared.lane_list(warp.mask()):
         tensor, _ = descriptor(warp, int(maps[lane]))
         _box(tensor, mode, rank, [int(c[lane]) for c in coords], [int(o[lane]) for o in offsets], warp.place)
         warp.cta.machine.stats["tma_prefetches"] += 1

@@ -30,33 +30,35 @@ from dsv4lib.emulator.memory.gmem import GlobalMemory
 
 CHUNK = 16  # bytes; the unit of swizzling, alignment and clipping
 SMEM_ALIGN = 128
-_PERIOD = 1024  # all swizzle patterns repeat after so many bytes
 NAN_FILL = 0x7FF7  # every 16 bits of an out-of-bounds element in NaN fill mode, whatever the type (measured)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Box:
     """The rows of one copy.
 
     Attributes:
         tensor: descriptor; row_bytes: packed bytes of a row; first: byte offset of its start in dimension 0 (may be
             negative); width: bytes of the tensor's rows.
-        offsets: int64[rows], byte offset of dimensions 1 and up; inside: bool[rows], the row exists.
-        counts: rows along dimensions 1 and up if the box is one strided array that lies inside as a whole.
+        rows: how many; base: byte offset of the first row from dimensions 1 and up.
+        offsets: int64[rows], those of all rows; inside: bool[rows], the row exists. Both None if ``whole``.
+        whole: the box is one strided array that lies inside the tensor.
     """
 
     tensor: TensorMap
     row_bytes: int
     first: int
     width: int
-    offsets: np.ndarray
-    inside: np.ndarray
-    counts: tuple[int, ...] | None
+    rows: int
+    base: int = 0
+    offsets: np.ndarray | None = None
+    inside: np.ndarray | None = None
+    whole: bool = False
 
     @property
     def tx_bytes(self) -> int:
         """What the copy counts at its mbarrier: packed bytes, those out of bounds too."""
-        return self.row_bytes * len(self.offsets)
+        return self.row_bytes * self.rows
 
     @property
     def smem_row(self) -> int:
@@ -112,22 +114,20 @@ def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
         HazardError: the row start is not aligned.
     """
     row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
-    counts = tuple(-(-b // t) for b, t in zip(tensor.box[1:], tensor.traversal[1:], strict=True))
-    steps = tuple(s * t for s, t in zip(tensor.strides, tensor.traversal[1:], strict=True))
-    base = sum(c * s for c, s in zip(coords[1:], tensor.strides, strict=True))
-    offsets = _grid(counts, steps) + base
-    ends = [
-        c >= 0 and c + (n - 1) * t < size
-        for c, n, t, size in zip(coords[1:], counts, tensor.traversal[1:], tensor.dims[1:], strict=True)
-    ]
-    if all(ends):
-        whole = 0 <= first and first + row_bytes <= width
-        return Box(tensor, row_bytes, first, width, offsets, np.ones(len(offsets), bool), counts if whole else None)
-    inside = np.ones(len(offsets), bool)
-    for d, (c, t, size) in enumerate(zip(coords[1:], tensor.traversal[1:], tensor.dims[1:], strict=True)):
-        at = _digit(counts, d) * t + c
+    counts, steps = tensor.counts, tensor.traversal
+    base, rows, whole = 0, 1, first >= 0 and first + row_bytes <= width and row_bytes % CHUNK == 0
+    for d, (count, stride) in enumerate(zip(counts, tensor.strides, strict=True), 1):
+        c = coords[d]
+        base += c * stride
+        rows *= count
+        whole = whole and c >= 0 and c + (count - 1) * steps[d] < tensor.dims[d]
+    if whole:
+        return Box(tensor, row_bytes, first, width, rows, base, whole=True)
+    inside = np.ones(rows, bool)
+    for d, (c, step, size) in enumerate(zip(coords[1:], steps[1:], tensor.dims[1:], strict=True)):
+        at = _digit(counts, d) * step + c
         inside &= (at >= 0) & (at < size)
-    return Box(tensor, row_bytes, first, width, offsets, inside, None)
+    return Box(tensor, row_bytes, first, width, rows, base, _grid(counts, tensor.steps) + base, inside)
 
 
 def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
@@ -141,7 +141,7 @@ def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
     row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
     rows = np.array(coords[1:5], np.int64)
     inside = (rows >= 0) & (rows < tensor.dims[1])
-    return Box(tensor, row_bytes, first, width, rows * tensor.strides[0], inside, None)
+    return Box(tensor, row_bytes, first, width, 4, 0, rows * tensor.strides[0], inside)
 
 
 def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[int], where: Where) -> Box:
@@ -176,31 +176,30 @@ def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[in
         offsets += position * tensor.strides[d]
     image = coords[-1] + k
     inside &= (image >= 0) & (image < tensor.dims[-1])
-    return Box(tensor, row_bytes, first, width, offsets + image * tensor.strides[-1], inside, None)
+    offsets += image * tensor.strides[-1]
+    return Box(tensor, row_bytes, first, width, tensor.pixels, 0, offsets, inside)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(512)
+@functools.lru_cache(1024)
 def _chunks(start: int, rows: int, per_row: int, pitch: int, swizzle: int, atom: int) -> np.ndarray:
-    """int64[rows * per_row]: place of every 16-byte chunk, in chunks from the buffer's start at ``start``."""
+    """int64[rows * per_row]: chunk number in shared memory of every 16-byte chunk of a buffer at ``start``."""
     inner = CHUNK * np.arange(per_row, dtype=np.int64)
     address = (start + pitch * np.arange(rows, dtype=np.int64)[:, None] + inner).ravel()
-    if swizzle == 0:
-        target = address
-    elif atom == 0:
+    if atom == 0:
         target = address ^ (address >> 7 & (0, 1, 3, 7)[swizzle]) << 4
     elif atom == 1:
         target = address ^ (address >> 7 & 3) << 5
     else:
         target = address ^ (address >> 7 & 1) << 6
-    index = (target - start) >> 4
+    index = target >> 4
     index.setflags(write=False)
     return index
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Placement:
     """Where a box lies in a CTA's shared memory.
 
@@ -224,7 +223,7 @@ def place(box: Box, offset: int, where: Where) -> Placement:
     Raises:
         HazardError: misaligned. UnsupportedInstruction: the 8-byte flip, whose exact pattern is not known.
     """
-    tensor, rows = box.tensor, len(box.offsets)
+    tensor, rows = box.tensor, box.rows
     if offset % SMEM_ALIGN:
         raise HazardError(f"tensor copy at shared offset {offset:#x}: it must be a multiple of {SMEM_ALIGN}", where())
     end = offset + rows * box.pitch
@@ -232,28 +231,30 @@ def place(box: Box, offset: int, where: Where) -> Placement:
         return Placement(offset, end, None, True)
     if tensor.atom == 2:
         raise UnsupportedInstruction("128-byte swizzle with 32-byte atoms and 8-byte flip", where())
-    index = _chunks(offset % _PERIOD, rows, box.smem_row // CHUNK, box.pitch, tensor.swizzle, tensor.atom)
-    return Placement(offset, end, index + (offset >> 4), box.smem_row == box.pitch)
+    row, pitch = box.smem_row, box.pitch
+    index = _chunks(offset, rows, row // CHUNK, pitch, tensor.swizzle, tensor.atom)
+    return Placement(offset, end, index, row == pitch)
 
 
 # --- global memory ----------------------------------------------------------------------------------------------------
 
 
-def _strided(box: Box, gmem: GlobalMemory, counts: tuple[int, ...], write: bool) -> np.ndarray:
+def _strided(box: Box, gmem: GlobalMemory, write: bool) -> np.ndarray:
     """16-byte chunks of a box that lies inside, as an array over global memory: dimension 0 last."""
     tensor = box.tensor
-    steps = [s * t for s, t in zip(tensor.strides, tensor.traversal[1:], strict=True)]
-    span = sum((n - 1) * s for n, s in zip(counts, steps, strict=True)) + box.row_bytes
-    raw = gmem.view(tensor.address + int(box.offsets[0]) + box.first, span, write)
-    shape = (*counts[::-1], box.row_bytes // CHUNK)
-    return np.ndarray(shape, CHUNK_TYPE, raw, strides=(*steps[::-1], CHUNK))
+    counts, steps = tensor.counts[::-1], tensor.steps[::-1]
+    span = box.row_bytes
+    for count, step in zip(counts, steps, strict=True):
+        span += (count - 1) * step
+    raw = gmem.view(tensor.address + box.base + box.first, span, write)
+    return np.ndarray((*counts, box.row_bytes // CHUNK), CHUNK_TYPE, raw, strides=(*steps, CHUNK))
 
 
 def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
     """uint8[rows * packed row bytes] of the tensor, out-of-bounds elements filled."""
     tf32 = box.tensor.element.tf32
-    if box.counts is not None and box.row_bytes % CHUNK == 0:
-        data = np.ascontiguousarray(_strided(box, gmem, box.counts, False)).reshape(-1).view(np.uint8)
+    if box.whole:
+        data = np.ascontiguousarray(_strided(box, gmem, False)).reshape(-1).view(np.uint8)
         return _round_tf32(data) if tf32 else data
     data = _filled(box)
     low, high = box.span()
@@ -266,7 +267,7 @@ def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
 
 def _filled(box: Box) -> np.ndarray:
     """uint8[rows, row bytes] of fill."""
-    shape = (len(box.offsets), box.row_bytes)
+    shape = (box.rows, box.row_bytes)
     if not box.tensor.nan_fill:
         return np.zeros(shape, np.uint8)
     return np.full((shape[0], shape[1] // 2), NAN_FILL, np.uint16).view(np.uint8)
@@ -287,8 +288,8 @@ def write(box: Box, gmem: GlobalMemory, data: np.ndarray, op: str = "") -> int:
     Returns how many bytes behind the tensor's rows were overwritten.
     """
     name = box.tensor.element.name
-    if box.counts is not None and box.row_bytes % CHUNK == 0:
-        target = _strided(box, gmem, box.counts, True)
+    if box.whole:
+        target = _strided(box, gmem, True)
         if op:
             old = np.ascontiguousarray(target).reshape(-1).view(np.uint8)
             data = reduce(op, name, old, data)
@@ -312,7 +313,7 @@ def clipped(box: Box, gmem: GlobalMemory, data: np.ndarray) -> tuple[np.ndarray,
     exact = box.width - box.first
     if high > exact and len(addresses) and gmem.find(int(addresses.max()), high - low) is None:
         high = exact  # the allocation ends with the row: there is nothing behind it
-    return data.reshape(len(box.offsets), -1)[box.inside, low:high], addresses, low, high
+    return data.reshape(box.rows, -1)[box.inside, low:high], addresses, low, high
 
 
 # --- padded types -----------------------------------------------------------------------------------------------------
