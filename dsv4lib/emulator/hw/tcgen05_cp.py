@@ -33,7 +33,7 @@ from dsv4lib.emulator.hw.tcgen05_issue import (
     issue,
     lane_value,
     tensor_unit,
-    tmem_addresses,
+    tmem_address,
 )
 from dsv4lib.emulator.hw.tmem import QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
@@ -70,7 +70,7 @@ def cp(warp: Warp, instr: Instr, form: Form) -> None:
     group = group_of(form)
     ctas = group_ctas(warp, group)
     for lane in each_lane(warp):
-        address = int(tmem_addresses(warp, target)[lane])
+        address = tmem_address(warp, target, lane)
         descriptor = smem_descriptor(lane_value(warp, source, np.uint64, lane))
         limit = QUARTER if form.get("shape") == "4x256b" else 1
         if address >> 16 >= limit:
@@ -101,6 +101,8 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, warp: W
     if writers := operand.writers():
         text = f"tcgen05.cp reads shared memory that warps {writers} wrote without fence.proxy.async"
         machine.report("missing_proxy_fence", text, place(), warps=writers)
+    if machine.trace is not None:
+        machine.trace.smem_operand(cta, warp, instr, "tcgen05.cp", operand)
     raw = operand.read().reshape(_ROWS[shape], nbytes)
     if form.get("format") == "b6x16_p32":
         raw = unpack_6bit(raw)
@@ -128,7 +130,7 @@ def shift(warp: Warp, instr: Instr, form: Form) -> None:
     group = group_of(form)
     ctas = group_ctas(warp, group)
     for lane in each_lane(warp):
-        address = int(tmem_addresses(warp, instr.operands[0])[lane])
+        address = tmem_address(warp, instr.operands[0], lane)
         first, column = address >> 16, address & 0xFFFF
         if first % QUARTER or first >= 128:
             raise EmulatorError(f"tcgen05.shift at lane {first}, must be 0, 32, 64 or 96")

@@ -14,6 +14,8 @@ import numpy as np
 
 from dsv4lib.emulator.async_units import AsyncOp
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.ptx.ir import Memory, Reg
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cta
@@ -79,6 +81,22 @@ def lane_value(warp: Warp, operand: Operand, dtype: type, lane: int) -> int:
     return warp.read(operand, dtype)[lane].item()
 
 
-def tmem_addresses(warp: Warp, operand: Operand) -> np.ndarray:
-    """uint32[32] tensor-memory addresses of a memory operand ``[taddr]``."""
-    return warp.address(operand).astype(np.uint32)
+def tmem_address(warp: Warp, operand: Memory, lane: int) -> int:
+    """Tensor-memory address that one lane gives as ``[taddr]``."""
+    base = operand.base
+    if type(base) is Reg:
+        return (int(warp.read(base, np.uint32)[lane]) + operand.offset) & 0xFFFFFFFF
+    return int(warp.address(operand)[lane]) & 0xFFFFFFFF
+
+
+def uniform_tmem_address(warp: Warp, operand: Memory) -> int:
+    """Tensor-memory address that all lanes agree on.
+
+    Raises:
+        EmulatorError: they differ.
+    """
+    if type(operand.base) is Reg:
+        raw = warp.read(operand.base, np.uint32).tobytes()
+        if raw != raw[:4] * LANES:
+            raise EmulatorError("the tensor-memory address differs between lanes")
+    return tmem_address(warp, operand, 0)

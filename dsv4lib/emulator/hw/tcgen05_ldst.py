@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
-from dsv4lib.emulator.hw.tcgen05_issue import issue, tmem_addresses, warp_unit
+from dsv4lib.emulator.hw.tcgen05_issue import issue, uniform_tmem_address, warp_unit
 from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES
@@ -43,6 +44,7 @@ _REGISTERS = {"32x32b": 1, "16x64b": 1, "16x32bx2": 1, "16x128b": 2, "16x256b": 
 _NUM = "<num:x1|x2|x4|x8|x16|x32|x64|x128>"
 _SHAPE = "<shape:32x32b|16x64b|16x128b|16x256b|16x32bx2>"
 _MAX_REGISTERS = 128
+_ENDS = ("bra", "brx", "exit", "ret", "call", "trap")  # the end of straight code
 
 
 @functools.cache
@@ -74,164 +76,195 @@ def fragment(shape: str, registers: int, packed: bool, split: int) -> tuple[np.n
     return cells, int(column.max()) + 1 + packed
 
 
-class _Access:
-    """One load or store: its cells, after all checks that do not depend on when it happens."""
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same at every execution of a load or store.
 
-    def __init__(self, warp: Warp, instr: Instr, form: Form, address: Operand, split: Operand | None, what: str):
-        shape, count = form.get("shape"), int(form.get("num")[1:])
-        self.warp, self.instr, self.what = warp, instr, f"tcgen05.{what}"
-        self.registers = count * _REGISTERS[shape]
-        if self.registers > _MAX_REGISTERS:
-            raise EmulatorError(f"{self.what}.{shape} has no .{form.get('num')}")
-        if (split is not None) != (shape == "16x32bx2"):
-            raise EmulatorError(
-                f"{self.what}.{shape} {'takes no' if split is not None else 'needs a'} half-split offset"
-            )
-        if split is not None and not isinstance(split, Imm):
-            raise EmulatorError("the half-split offset must be an immediate")
+    Attributes:
+        instr: the instruction; what: its name for messages; shape: data movement shape.
+        items: registers (the reduction's result last); registers: how many hold the fragment.
+        cells, columns: see `fragment`; packed: two 16-bit cells per register.
+        waits: a wait follows before the registers are used (loads).
+    """
+
+    instr: Instr
+    what: str
+    shape: str
+    items: tuple[Operand, ...]
+    registers: int
+    cells: np.ndarray
+    columns: int
+    packed: bool
+    waits: bool
+
+
+_plans: dict[int, _Plan] = {}
+
+
+def _plan(
+    warp: Warp,
+    instr: Instr,
+    form: Form,
+    target: Operand,
+    split: list[Operand],
+    what: str,
+    result: Operand | None = None,
+) -> _Plan:
+    """The plan of an instruction, made once.
+
+    Raises:
+        EmulatorError: registers, repetition or half-split offset do not fit the shape.
+    """
+    known = _plans.get(id(instr))
+    if known is not None and known.instr is instr:
+        return known
+    shape, num, what = form.get("shape"), form.get("num"), f"tcgen05.{what}"
+    registers = int(num[1:]) * _REGISTERS[shape]
+    if registers > _MAX_REGISTERS:
+        raise EmulatorError(f"{what}.{shape} has no .{num}")
+    if bool(split) != (shape == "16x32bx2"):
+        raise EmulatorError(f"{what}.{shape} {'takes no' if split else 'needs a'} half-split offset")
+    if split and not isinstance(split[0], Imm):
+        raise EmulatorError("the half-split offset must be an immediate")
+    items = target.items if isinstance(target, Vector) else (target,)
+    if len(items) != registers:
+        raise EmulatorError(f"{len(items)} registers given, {what}.{shape}.{num} has {registers}")
+    cells, columns = fragment(shape, registers, form.has("pack"), split[0].bits if split else 0)
+    items = items if result is None else (*items, result)
+    plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), has_wait(warp, instr, items))
+    if len(_plans) > 1 << 14:
+        _plans.clear()
+    _plans[id(instr)] = plan
+    return plan
+
+
+class _Access:
+    """One execution of a load or store, after all checks that do not depend on when it happens."""
+
+    __slots__ = ("column", "flat", "lane", "plan", "warp")
+
+    def __init__(self, warp: Warp, plan: _Plan, address: Operand):
         if warp.mask() != FULL_MASK:
-            raise EmulatorError(f"{self.what} needs all 32 lanes, active: {warp.mask():#010x}")
-        self.packed = form.has("pack")
-        offset = split.bits if split is not None else 0
-        self.cells, self.columns = fragment(shape, self.registers, self.packed, offset)
-        taddr = int(tmem_addresses(warp, address)[0])
-        if (tmem_addresses(warp, address) != np.uint32(taddr)).any():
-            raise EmulatorError(f"{self.what}: the address differs between lanes")
+            raise EmulatorError(f"{plan.what} needs all 32 lanes, active: {warp.mask():#010x}")
+        self.warp, self.plan = warp, plan
+        taddr = uniform_tmem_address(warp, address)
         lane, self.column = taddr >> 16, taddr & 0xFFFF
         quarter = QUARTER * (warp.warp_id % 4)
-        if lane // QUARTER != quarter // QUARTER:
+        low = lane % QUARTER
+        if lane - low != quarter:
             warp.cta.machine.report(
                 "tmem_lane_quarter",
-                f"{self.what} names lane {lane}, warp {warp.warp_id} reaches lanes {quarter} to {quarter + 31}",
-                warp.place(instr),
+                f"{plan.what} names lane {lane}, warp {warp.warp_id} reaches lanes {quarter} to {quarter + 31}",
+                warp.place(plan.instr),
             )
-        low = lane % QUARTER
-        if low and (shape == "32x32b" or low != 16):
-            raise EmulatorError(
-                f"{self.what}.{shape} at lane {lane}: must be a multiple of {32 if shape == '32x32b' else 16}"
-            )
+        step = QUARTER if plan.shape == "32x32b" else 16
+        if low % step:
+            raise EmulatorError(f"{plan.what}.{plan.shape} at lane {lane}: must be a multiple of {step}")
         self.lane = quarter + low
         self.flat = self.lane * COLUMNS + self.column
 
     def check(self) -> bool:
         """Report columns that are not allocated; False if they do not exist."""
-        cta = self.warp.cta
-        if tmem_of(cta).fault(self.column, self.columns) is None:
+        cta, plan = self.warp.cta, self.plan
+        if tmem_of(cta).fault(self.column, plan.columns) is None:
             return True
-        return check_span(cta, self.column, self.columns, self.what, self.warp.place(self.instr))
+        return check_span(cta, self.column, plan.columns, plan.what, self.warp.place(plan.instr))
 
     def trace(self, kind: str) -> None:
-        """Tell the trace."""
-        machine = self.warp.cta.machine
-        machine.stats[f"tcgen05_{kind}_bytes"] += 4 * self.registers * LANES
+        """Count, and tell the trace."""
+        machine, plan = self.warp.cta.machine, self.plan
+        machine.stats[f"tcgen05_{kind}_bytes"] += 4 * plan.registers * LANES
         if machine.trace is not None:
-            lanes = self.lane + np.unique(self.cells // COLUMNS)
-            span = (self.column, self.column + self.columns)
-            machine.trace.tmem_access(kind, self.warp.cta, self.warp, self.instr, lanes, span)
+            lanes = self.lane + np.unique(plan.cells // COLUMNS)
+            span = (self.column, self.column + plan.columns)
+            machine.trace.tmem_access(kind, self.warp.cta, self.warp, plan.instr, lanes, span)
 
     def load(self) -> np.ndarray:
         """uint32[registers, 32]; reports uninitialised cells."""
-        tmem = tmem_of(self.warp.cta)
+        tmem, plan = tmem_of(self.warp.cta), self.plan
         if not self.check():
-            raise EmulatorError(f"{self.what} reads columns {self.column} to {self.column + self.columns - 1}")
-        where = self.cells + self.flat
-        data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
-        values, ready = data.take(where), init.take(where).all()
-        if self.packed:
-            values = values & np.uint32(0xFFFF) | data.take(where + 1) << np.uint32(16)
-            ready = ready and init.take(where + 1).all()
+            raise EmulatorError(f"{plan.what} reads columns {self.column} to {self.column + plan.columns - 1}")
+        if plan.shape == "32x32b" and not plan.packed:
+            block = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
+            values, ready = tmem.data[block].T, tmem.init[block].all()
+        else:
+            where = plan.cells + self.flat
+            data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
+            values, ready = data.take(where), init.take(where).all()
+            if plan.packed:
+                values = values & np.uint32(0xFFFF) | data.take(where + 1) << np.uint32(16)
+                ready = ready and init.take(where + 1).all()
         if not ready:
             self.warp.cta.machine.report(
                 "uninitialised_tmem",
-                f"{self.what} reads uninitialised tensor memory (columns {self.column} to "
-                f"{self.column + self.columns - 1}, lanes from {self.lane})",
-                self.warp.place(self.instr),
+                f"{plan.what} reads uninitialised tensor memory (columns {self.column} to "
+                f"{self.column + plan.columns - 1}, lanes from {self.lane})",
+                self.warp.place(plan.instr),
             )
         self.trace("ld")
         return values
 
     def store(self, values: np.ndarray) -> None:
         """Write uint32[registers, 32]."""
-        tmem = tmem_of(self.warp.cta)
+        tmem, plan = tmem_of(self.warp.cta), self.plan
         if not self.check():
             return
-        where = self.cells + self.flat
-        data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
-        if self.packed:  # the upper halves of the cells keep their content
-            halves = data.view(np.uint16)
-            halves[2 * where] = values.astype(np.uint16)
-            halves[2 * where + 2] = (values >> np.uint32(16)).astype(np.uint16)
-            init[where + 1] = True
+        if plan.shape == "32x32b" and not plan.packed:
+            block = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
+            tmem.data[block], tmem.init[block] = values.T, True
         else:
-            data[where] = values
-        init[where] = True
+            where = plan.cells + self.flat
+            data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
+            if plan.packed:  # the upper halves of the cells keep their content
+                halves = data.view(np.uint16)
+                halves[2 * where] = values.astype(np.uint16)
+                halves[2 * where + 2] = (values >> np.uint32(16)).astype(np.uint16)
+                init[where + 1] = True
+            else:
+                data[where] = values
+            init[where] = True
         self.trace("st")
-
-
-def _items(operand: Operand, count: int) -> tuple[Operand, ...]:
-    items = operand.items if isinstance(operand, Vector) else (operand,)
-    if len(items) != count:
-        raise EmulatorError(f"{len(items)} registers given, the shape has {count}")
-    return items
-
-
-_waits: dict[int, tuple[Instr, bool]] = {}
-_ENDS = ("bra", "brx", "exit", "ret", "call", "trap")
 
 
 def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
     """Does ``tcgen05.wait::ld`` follow in straight code before the loaded registers are used?"""
-    known = _waits.get(id(instr))
-    if known is not None and known[0] is instr:
-        return known[1]
     registers = {item.index for item in items if isinstance(item, Reg)}
-    found = False
     for later in warp.program.kernel.instructions[instr.index + 1 :]:
         if later.opcode.startswith("tcgen05.wait::ld"):
-            found = True
-            break
+            return True
         used = [later.guard, *leaves(later.operands)]
         if later.opcode.startswith(_ENDS) or any(isinstance(x, Reg) and x.index in registers for x in used):
-            break
-    if len(_waits) > 1 << 14:
-        _waits.clear()
-    _waits[id(instr)] = (instr, found)
-    return found
+            return False
+    return False
 
 
-def _issue_load(warp: Warp, instr: Instr, form: Form, items: tuple[Operand, ...], complete: Callable[[], None]) -> None:
+def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     """Queue a load, or do it at once if nothing in the code waits for it."""
-    if not has_wait(warp, instr, items):
+    warp, plan = access.warp, access.plan
+    if not plan.waits:
         complete()
         return
-    write_rows(warp, instr, items, np.uint32(POISON))
-    issue(warp, instr, warp_unit(warp), f"ld {form.get('shape')}.{form.get('num')}", complete)
+    write_rows(warp, plan.instr, plan.items, np.uint32(POISON))
+    issue(warp, plan.instr, warp_unit(warp), f"ld {plan.shape}", complete)
 
 
 @isa.service(f"tcgen05.ld.sync.aligned.{_SHAPE}.{_NUM}[.<pack:pack::16b>].b32")
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
-    access = _Access(warp, instr, form, address, split[0] if split else None, "ld")
-    items = _items(target, access.registers)
-
-    def complete() -> None:
-        write_rows(warp, instr, items, access.load())
-
-    _issue_load(warp, instr, form, items, complete)
+    plan = _plan(warp, instr, form, target, split, "ld")
+    access = _Access(warp, plan, address)
+    _issue_load(access, lambda: write_rows(warp, instr, plan.items, access.load()))
 
 
 @isa.service(f"tcgen05.st.sync.aligned.{_SHAPE}.{_NUM}[.<pack:unpack::16b>].b32")
 def st(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.st [taddr]{, half-split}, r``."""
     address, *split, source = instr.operands
-    access = _Access(warp, instr, form, address, split[0] if split else None, "st")
-    values = read_rows(warp, instr, _items(source, access.registers))
-
-    def complete() -> None:
-        access.store(values)
-
-    issue(warp, instr, warp_unit(warp), f"st {form.get('shape')}.{form.get('num')}", complete)
+    plan = _plan(warp, instr, form, source, split, "st")
+    access = _Access(warp, plan, address)
+    values = read_rows(warp, instr, plan.items)
+    issue(warp, instr, warp_unit(warp), f"st {plan.shape}", lambda: access.store(values))
 
 
 @isa.service(
@@ -246,14 +279,14 @@ def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
     if form.get("num") == "x1":
         raise EmulatorError("tcgen05.ld.red needs at least .x2")
     target, result, address, *split = instr.operands
-    access = _Access(warp, instr, form, address, split[0] if split else None, "ld.red")
-    items = (*_items(target, access.registers), result)
+    plan = _plan(warp, instr, form, target, split, "ld.red", result)
+    access = _Access(warp, plan, address)
 
     def complete() -> None:
         values = access.load()
-        write_rows(warp, instr, items, np.concatenate([values, reduce_columns(values, form)[None]]))
+        write_rows(warp, instr, plan.items, np.concatenate([values, reduce_columns(values, form)[None]]))
 
-    _issue_load(warp, instr, form, items, complete)
+    _issue_load(access, complete)
 
 
 def reduce_columns(values: np.ndarray, form: Form) -> np.ndarray:

@@ -21,7 +21,7 @@ from dsv4lib.emulator.hw.tcgen05_issue import (
     issue,
     lane_value,
     tensor_unit,
-    tmem_addresses,
+    tmem_address,
 )
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Memory, Operand, Vector
@@ -40,7 +40,7 @@ _DATA_IDS = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
 def _matrix(warp: Warp, operand: Operand, lane: int) -> SmemDescriptor | int:
     """A descriptor, or the tensor-memory address of ``[a-tmem]``."""
     if isinstance(operand, Memory):
-        return int(tmem_addresses(warp, operand)[lane])
+        return tmem_address(warp, operand, lane)
     return smem_descriptor(lane_value(warp, operand, np.uint64, lane))
 
 
@@ -69,7 +69,7 @@ def mma(warp: Warp, instr: Instr, form: Form) -> None:
             ctas=ctas,
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
-            d=int(tmem_addresses(warp, d)[lane]),
+            d=tmem_address(warp, d, lane),
             accumulate=bool(warp.read(enable, bool)[lane]),
             scale_d=_scale_d(kind, scale),
             disabled=None if mask is None else _disabled(warp, mask, lane),
@@ -120,11 +120,11 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
             ctas=ctas,
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
-            d=int(tmem_addresses(warp, d)[lane]),
+            d=tmem_address(warp, d, lane),
             accumulate=bool(warp.read(enable, bool)[lane]),
             block=shape.k // vectors,
-            sfa=int(tmem_addresses(warp, sfa)[lane]),
-            sfb=int(tmem_addresses(warp, sfb)[lane]),
+            sfa=tmem_address(warp, sfa, lane),
+            sfb=tmem_address(warp, sfb, lane),
         )
         _issue(warp, instr, form, op)
 
@@ -163,7 +163,7 @@ def mma_ws(warp: Warp, instr: Instr, form: Form) -> None:
             ctas=[warp.cta],
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
-            d=int(tmem_addresses(warp, d)[lane]),
+            d=tmem_address(warp, d, lane),
             accumulate=bool(warp.read(enable, bool)[lane]),
             ws=True,
             zero_columns=zero,
