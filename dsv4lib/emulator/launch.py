@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsv4lib.emulator.errors import LaunchError, Place
+from dsv4lib.emulator.errors import LaunchError
+from dsv4lib.emulator.hazards.report import Hazard
 from dsv4lib.emulator.native.abi import CHECK_INIT, CHECK_PROXY
 from dsv4lib.emulator.ptx.ir import Module
 
@@ -48,22 +49,6 @@ class LaunchRequest:
 
 
 @dataclass
-class Hazard:
-    """Something the kernel did that hardware leaves undefined; the same kind at one PTX line is counted once."""
-
-    kind: str
-    message: str
-    place: Place | None
-    facts: dict[str, Any] = field(default_factory=dict)
-    count: int = 1
-
-    def __str__(self) -> str:
-        times = f" ({self.count} times)" if self.count > 1 else ""
-        where = f"\n  in {self.place}" if self.place else ""
-        return f"{self.kind}: {self.message}{times}{where}"
-
-
-@dataclass
 class LaunchResult:
     """What happened.
 
@@ -74,6 +59,7 @@ class LaunchResult:
         reordered: asynchronous operations completed after a later-issued one.
         stats: counts by name.
         hazards: what the checks reported.
+        trace: `trace.Trace` if the device traces, else None.
     """
 
     instructions: int
@@ -95,7 +81,7 @@ class Settings:
         seed: of the random policies.
         sm_count: SMs; limits how many CTAs are resident.
         native_checks: CHECK_* bits of native/abi.py.
-        fatal: hazard kinds that stop the launch; "all" stops at any.
+        fatal: hazard kinds that stop the launch; "error" stops at any of that severity, "all" at any.
         instruction_limit: warp-instructions of one launch; time_limit: seconds.
     """
 

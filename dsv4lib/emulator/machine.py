@@ -18,8 +18,10 @@ from dsv4lib.emulator import launch as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.errors import HazardError, LaunchError, Place
-from dsv4lib.emulator.launch import Dim3, Hazard, LaunchRequest, LaunchResult, Settings, check_shape
+from dsv4lib.emulator.hazards.report import Hazard
+from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.recorder import Recorder
 from dsv4lib.emulator.warp import Block, Warp
 
 __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp", "run"]
@@ -36,7 +38,7 @@ class Machine:
         grid, block, cluster_shape: dimensions, x first.
         gmem: global memory; arch: "sm_100a" and the like.
         units: asynchronous units (async_units.py).
-        trace: None or an object with a method per event.
+        trace: None or the launch's recorder (recorder.py).
         rng: seeded numpy generator; all randomness of a run comes from it.
         stats: counts by name.
         time: logical time: warp-instructions executed so far.
@@ -53,7 +55,7 @@ class Machine:
         settings: Settings | None = None,
         *,
         variables: dict[str, int] | None = None,
-        trace: Any = None,
+        trace: bool = False,
         units: Any = None,
     ):
         self.program, self.request, self.gmem = program, request, gmem
@@ -61,13 +63,13 @@ class Machine:
         self.arch = self.settings.arch
         self.grid, self.block, self.cluster_shape = request.grid, request.block, request.cluster
         self.variables = variables or {}
-        self.trace = trace
+        self.trace = Recorder(self) if trace else None
         self.rng = np.random.default_rng(self.settings.seed)
         self.stats: Counter[str] = Counter()
         self.time = 0
         self.events = 0
         self.progress = 0
-        self.hazards: dict[tuple[str, int], Hazard] = {}
+        self.hazards: dict[tuple[str, int, int], Hazard] = {}
         self.clusters: list[Cluster] = []
         self.smem_bytes = limits.SMEM_RESERVED + program.smem_static + request.dynamic_smem
         check_shape(request, self.smem_bytes - limits.SMEM_RESERVED)
@@ -90,18 +92,18 @@ class Machine:
         return self.variables[name]
 
     def report(self, kind: str, message: str, place: Place | None, **facts: Any) -> None:
-        """Record a hazard; one entry per kind and PTX line.
+        """Record a hazard; one entry per kind and pair of PTX lines. ``owner=``: the place it conflicts with.
 
         Raises:
             HazardError: the kind is fatal.
         """
-        key = (kind, place.ptx_line if place else 0)
-        known = self.hazards.get(key)
-        if known is not None:
+        if not self.settings.native_checks:
+            return
+        hazard = Hazard(kind, message, place, facts, facts.pop("owner", None))
+        known = self.hazards.setdefault(hazard.key(), hazard)
+        if known is not hazard:
             known.count += 1
-        else:
-            self.hazards[key] = Hazard(kind, message, place, facts)
-        if kind in self.settings.fatal or "all" in self.settings.fatal:
+        if self.settings.fatal & {kind, hazard.severity, "all"}:
             raise HazardError(f"{kind}: {message}", place)
 
     def cancel_cluster(self) -> Dim3 | None:
@@ -134,7 +136,6 @@ class Machine:
             reordered=self.units.reordered,
             stats=self.stats,
             hazards=list(self.hazards.values()),
-            trace=self.trace,
         )
 
     def cluster_started(self, cluster: Cluster) -> None:
@@ -178,7 +179,7 @@ def run(request: LaunchRequest, device: Any) -> LaunchResult:
     """Run one launch on a device.
 
     ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
-    name) and, optionally, ``trace``.
+    name) and, optionally, ``tracing``; with that it is given the launch's ``trace``, also if the launch fails.
     """
     program = device.program(request.module, request.kernel_name)
     machine = Machine(
@@ -187,6 +188,13 @@ def run(request: LaunchRequest, device: Any) -> LaunchResult:
         device.gmem,
         device.settings,
         variables=device.variables(request.module),
-        trace=getattr(device, "trace", None),
+        trace=getattr(device, "tracing", False),
     )
-    return machine.run()
+    try:
+        result = machine.run()
+    finally:
+        if machine.trace is not None:
+            device.trace = machine.trace.finish()
+    if machine.trace is not None:
+        result.trace = device.trace
+    return result

@@ -18,11 +18,13 @@ from dsv4lib.emulator.driver.arch import Architecture, architecture
 from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
-from dsv4lib.emulator.launch import Dim3, Hazard, LaunchRequest, LaunchResult, Settings
+from dsv4lib.emulator.hazards import KINDS, Hazard
+from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.program import Program, lower
 from dsv4lib.emulator.ptx.ir import Module
+from dsv4lib.emulator.trace import Trace
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
 ALIGNMENT = 256  # of memory the device allocates, as cudaMalloc's
@@ -51,16 +53,19 @@ class Device:
         ctas: CTAs to which every launch is restricted, None = all.
         gmem: global memory; memory: registration of tensors in it.
         launches: every launch so far, in order.
-        trace: recorder of events, None = off.
+        tracing: record a trace of every launch; trace: that of the latest one, also if it failed.
     """
 
-    def __init__(self, arch: Architecture, settings: Settings, ctas: frozenset[Dim3] | None = None):
+    def __init__(
+        self, arch: Architecture, settings: Settings, ctas: frozenset[Dim3] | None = None, tracing: bool = False
+    ):
         self.arch, self.settings, self.ctas = arch, settings, ctas
         self.index, self.count = 0, 1
         self.gmem = GlobalMemory()
         self.memory = Tracker(self.gmem)
         self.launches: list[Launch] = []
-        self.trace: Any = None
+        self.tracing = tracing
+        self.trace: Trace | None = None
         self._attributes = arch.attributes(settings.sm_count)
         self._programs: dict[tuple[int, str], tuple[Module, Program]] = {}
         self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
@@ -135,6 +140,7 @@ def make(
     fatal: Iterable[str] = (),
     sm_count: int | None = None,
     ctas: Iterable[Dim3] | None = None,
+    trace: bool = False,
     instruction_limit: int | None = None,
     time_limit: float | None = None,
 ) -> Device:
@@ -142,6 +148,11 @@ def make(
     found = architecture(arch)
     if checks not in CHECKS:
         raise ArgumentError("checks", checks, "one of " + ", ".join(CHECKS))
+    fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)
+    if unknown := fatal - {*KINDS, "error", "lint", "all"}:
+        raise ArgumentError(
+            "fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"'
+        )
     if sm_count is not None and (not isinstance(sm_count, int) or sm_count < 1):
         raise ArgumentError("sm_count", sm_count, "a positive number of SMs")
     limits: dict[str, Any] = {}
@@ -150,8 +161,8 @@ def make(
             if value <= 0:
                 raise ArgumentError(name, value, "a positive number")
             limits[name] = value
-    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], frozenset(fatal), **limits)
-    return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)))
+    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], fatal, **limits)
+    return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)), trace)
 
 
 @contextmanager
@@ -169,10 +180,11 @@ def device(
         shims: also stand in for ``torch.cuda``, device arguments and the CUDA bindings, for code that was written for
             a GPU. Code that passes CPU tensors does not need it.
         default_device: where torch makes tensors that name no device: "cuda", or "cpu" as it does on a real machine.
-        seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all".
-        fatal: hazard kinds that stop a launch.
+        seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all" (hazards/__init__.py).
+        fatal: hazard kinds that stop a launch, "error" or "all".
         sm_count: SMs the device says it has.
         ctas: run only the clusters that hold these CTAs.
+        trace: record what happens (`Device.trace`).
         instruction_limit, time_limit: warp-instructions and seconds of one launch.
 
     Raises:

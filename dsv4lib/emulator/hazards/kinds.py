@@ -1,0 +1,131 @@
+"""Every kind of hazard that an emulated launch can report: what it means, how bad it is, what to do about it.
+
+``error``: the PTX ISA leaves the result undefined, or hardware would hang or fault. ``lint``: hardware is known to
+cope, or the finding is about style; worth a look, no verdict. Errors that make an access impossible (out of bounds,
+misaligned, wrong barrier use, deadlock) are no hazards: they stop the launch as exceptions (errors.py).
+
+Sources: PTX ISA, the chapters named with each instruction; which check found what: the tests of this package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ERROR, LINT = "error", "lint"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind.
+
+    Attributes:
+        name: as in `Hazard.kind`.
+        severity: ERROR or LINT.
+        meaning: what the kernel did.
+        fix: what usually repairs it.
+        check: the group it belongs to: allocation, initialisation, pending, barrier, proxy, race, launch.
+    """
+
+    name: str
+    severity: str
+    check: str
+    meaning: str
+    fix: str
+
+
+_TABLE = (
+    # --- initialisation
+    ("uninitialised_smem", ERROR, "initialisation",
+     "shared memory is read that nobody has written",
+     "wait for the copy that fills it, or write it first; check offsets and byte counts"),
+    ("uninitialised_tmem", ERROR, "initialisation",
+     "tensor memory is read, or accumulated onto, that nobody has written since it was allocated",
+     "switch accumulation off for the first MMA; wait for the MMA's commit; check columns and lanes"),
+    ("scale_factors_not_replicated", ERROR, "initialisation",
+     "block scale factors differ between the four lane quarters of tensor memory",
+     "copy them with tcgen05.cp ...warpx4"),
+    # --- allocation
+    ("tmem_outside_allocation", ERROR, "allocation",
+     "tensor-memory columns are used that are not allocated",
+     "allocate more columns, or correct the column offset"),
+    ("tmem_after_free", ERROR, "allocation",
+     "tensor-memory columns are used after tcgen05.dealloc",
+     "deallocate after the last load has been waited for, behind a barrier"),
+    ("tmem_lane_quarter", LINT, "allocation",
+     "a warp names tensor-memory lanes outside its quarter 32 * (warp % 4); hardware gives it its own",
+     "add the warp's quarter to the lane part of the address"),
+    ("tmem_leak", ERROR, "allocation",
+     "a CTA exits with tensor memory allocated: the next CTA on that SM waits for ever",
+     "tcgen05.dealloc by the allocating warp, on every path"),
+    ("async_write_after_exit", ERROR, "pending",
+     "a CTA exits while an asynchronous copy into its shared memory is in flight",
+     "wait on the copy's mbarrier before the CTA ends"),
+    ("async_read_after_exit", LINT, "pending",
+     "a CTA exits while a bulk store still reads its shared memory",
+     "cp.async.bulk.wait_group.read 0 before the CTA ends"),
+    # --- mbarriers
+    ("mbarrier_over_arrival", ERROR, "barrier",
+     "more arrivals than the phase expects", "correct the count of mbarrier.init, or who arrives"),
+    ("mbarrier_count_overflow", ERROR, "barrier", "the pending count leaves its range", "lower the count"),
+    ("mbarrier_tx_overflow", ERROR, "barrier",
+     "the transaction count leaves its range: bytes are expected or delivered that the other side does not know of",
+     "make expect_tx equal to the bytes of the copies of one phase"),
+    ("mbarrier_tx_leftover", ERROR, "barrier",
+     "a CTA exits while a barrier still expects bytes, or got bytes that nobody expected",
+     "make expect_tx equal to the bytes of the copies of one phase"),
+    ("mbarrier_overwritten", ERROR, "barrier",
+     "an ordinary store hit a live mbarrier", "check the layout of shared memory"),
+    ("mbarrier_reinit", ERROR, "barrier",
+     "mbarrier.init of a live barrier", "mbarrier.inval first, or initialise once"),
+    ("mbarrier_reinit_waited", ERROR, "barrier",
+     "mbarrier.init of a barrier that warps wait on", "initialise before the first use, behind a barrier"),
+    ("mbarrier_inval_in_use", ERROR, "barrier",
+     "mbarrier.inval while warps wait or bytes are outstanding", "wait for the last phase first"),
+    ("mbarrier_no_complete", ERROR, "barrier",
+     "arrive.noComplete would complete the phase", "use a plain arrive for the last arrival"),
+    ("mbarrier_phase_reuse", ERROR, "barrier",
+     "a warp waits for a phase that had completed before its previous wait on this barrier: it takes old data for new",
+     "flip the parity once per use of the barrier"),
+    ("cluster_double_arrive", LINT, "barrier",
+     "barrier.cluster.arrive again without a wait in between", "one wait per arrive"),
+    ("clc_failed_response", ERROR, "barrier",
+     "the CTA id of a cancel request that failed is used", "test is_canceled first"),
+    # --- proxies
+    ("missing_proxy_fence", ERROR, "proxy",
+     "TMA or a tensor core reads shared memory that was written through the generic proxy without fence.proxy.async",
+     "fence.proxy.async.shared::cta after the stores, before the barrier that hands the data over"),
+    ("missing_proxy_fence_cp_async", LINT, "proxy",
+     "as missing_proxy_fence, but the writer was cp.async; shipped kernels do this",
+     "fence.proxy.async after waiting for the copies"),
+    ("missing_tensormap_fence", ERROR, "proxy",
+     "a copy uses a tensor map that was changed in memory without a tensormap proxy fence",
+     "fence.proxy.tensormap::generic.release by the writer, .acquire by the user"),
+    ("descriptor_modified", ERROR, "proxy",
+     "a tensor map changed while a copy that uses it was in flight", "wait for the copy before changing the map"),
+    ("tma_store_padding", ERROR, "proxy",
+     "a tensor store wrote behind the rows of the tensor: stores clip at multiples of 16 bytes",
+     "make row lengths multiples of 16 bytes, or store the edge with ordinary stores"),
+    # --- races
+    ("race_shared", ERROR, "race",
+     "two accesses to shared memory, at least one a write, that no synchronisation orders",
+     "a barrier between them: bar.sync, or an mbarrier that the first signals and the second waits on"),
+    ("race_tensor", ERROR, "race",
+     "two accesses to tensor memory, at least one a write, that no synchronisation orders",
+     "wait for the commit of the MMA before reading; signal the MMA warp before it overwrites"),
+    ("missing_tcgen05_wait", ERROR, "race",
+     "tensor memory is touched again although tcgen05.ld or .st of it has not been waited for",
+     "tcgen05.wait::ld or tcgen05.wait::st before signalling or issuing the next access"),
+    ("missing_bulk_wait", ERROR, "race",
+     "shared memory is overwritten while a bulk store may still read it",
+     "cp.async.bulk.commit_group and wait_group.read before the buffer is written again"),
+    ("missing_cp_async_wait", ERROR, "race",
+     "shared memory that cp.async fills is used before the copy was waited for",
+     "cp.async.wait_group (and a barrier, for the data of other threads)"),
+)  # fmt: skip
+
+KINDS: dict[str, Kind] = {row[0]: Kind(*row) for row in _TABLE}
+
+
+def severity(kind: str) -> str:
+    """ERROR or LINT; a kind that is not listed is an error."""
+    return KINDS[kind].severity if kind in KINDS else ERROR
