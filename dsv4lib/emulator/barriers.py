@@ -29,7 +29,8 @@ class NamedBarrier:
 
     Attributes:
         phase: completed uses; expected: threads of the current use, 0 = nobody is there yet.
-        arrived: threads that have arrived; who: how many per warp, for reports.
+        arrived: threads that have arrived; who: which lanes of each warp. A warp whose live lanes have all arrived
+            counts as 32 threads, whatever its number of live lanes.
         explicit: the current use gave its thread count.
         votes: [number of true predicates, number of predicates] of barrier.red; results: of the last completed use.
     """
@@ -84,14 +85,15 @@ def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: b
     elif barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
         if explicit or barrier.explicit:
             problem = f"used with {expected} threads while warps {sorted(barrier.who)} use it with {barrier.expected}"
-    elif aligned and warp.warp_id in barrier.who:
+    elif barrier.who.get(warp.warp_id, 0) & mask:
         problem = f"warp {warp.warp_id} arrives twice in one phase: {barrier.detail()}"
     if problem:
         raise HazardError(f"barrier {barrier.number}: {problem}", warp.place(instr))
     barrier.expected, barrier.explicit = expected, explicit
-    threads = LANES if aligned else mask.bit_count()
-    barrier.arrived += threads
-    barrier.who[warp.warp_id] = barrier.who.get(warp.warp_id, 0) + threads
+    before = barrier.who.get(warp.warp_id, 0)
+    barrier.who[warp.warp_id] = seen = before | mask
+    whole = not warp.words[LIVE] & ~seen
+    barrier.arrived += LANES - before.bit_count() if whole else mask.bit_count()
     if barrier.arrived > expected:
         raise HazardError(
             f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", warp.place(instr)

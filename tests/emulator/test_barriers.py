@@ -80,6 +80,17 @@ def test_reduction_over_some_warps():
     assert out.tolist() == [1] * 64 + [7] * 64
 
 
+@pytest.mark.parametrize("opcode", ["bar.sync 0;", "barrier.sync 0;", "barrier.sync 1, 64;"])
+def test_partial_warps_count_in_full(opcode):
+    """40 threads: the second warp has eight lanes; in the unaligned forms its lanes arrive in two groups."""
+    out, _ = run(f"{opcode} st.global.b32 [%rd1], 1;", threads=40)
+    assert (out == 1).all()
+    if opcode.startswith("barrier"):
+        body = f"and.b32 %r3, %r1, 1; setp.eq.u32 %p1, %r3, 0; @%p1 bra A; {opcode} bra B; A: {opcode} B:"
+        out, _ = run(f"{body} st.global.b32 [%rd1], 1;", threads=40)
+        assert (out == 1).all()
+
+
 def test_exited_warps_are_not_waited_for():
     out, _ = run("setp.eq.u32 %p1, %r2, 3; @%p1 exit; bar.sync 0; st.global.b32 [%rd1], 1;")
     assert out.tolist() == [1] * 96 + [0] * 32
@@ -94,6 +105,7 @@ def test_exited_warps_are_not_waited_for():
         ("bar.sync 1, 100;", "thread count 100 is not a positive multiple of 32"),
         ("setp.lt.u32 %p1, %r1, 5; @%p1 bar.sync 1, 64;", "aligned barrier needs all live lanes"),
         ("bar.arrive 1, 128; bar.arrive 1, 128;", "warp 0 arrives twice in one phase"),
+        ("barrier.arrive 1, 256; barrier.arrive 1, 256;", "warp 0 arrives twice in one phase"),
         ("setp.eq.u32 %p1, %r2, 0; @%p1 bar.arrive 1, 64; @!%p1 bar.arrive 1, 96;", "used with 96 threads while"),
         ("mov.u32 %r3, %r1; bar.sync %r3;", "must be the same in all active lanes"),
         ("setp.eq.u32 %p1, %r1, 3; @%p1 bar.warp.sync 1;", "not in its own member mask"),
