@@ -126,13 +126,31 @@ def store_float(e: Emitter, form: Form, x: Value, dtype: str, mode: str) -> None
         x = x if x.kind == "f64" else e.cast("fpext", x, "f64")
         store_wide(e, 0, e.bitcast(fp.saturate(e, x) if sat else x, "i64"))
     elif dtype == "f32":
-        x = x if x.kind == "f32" else e.rounded("fptrunc", mode, x, kind="f32")
-        x = fp.flush(e, x, fp.SMALLEST_NORMAL["f32"]) if form.has("ftz") else x
-        store_wide(e, 0, e.bitcast(fp.saturate(e, x) if sat else fp.canonical(e, x), "i32"))
+        y = x if x.kind == "f32" else e.rounded("fptrunc", mode, x, kind="f32")
+        if form.has("ftz"):
+            scale = fp.SCALE["f32"]
+            scaled = None if x.kind == "f32" else e.rounded("fptrunc", mode, x * scale, kind="f32")
+            y = fp.flush(e, y, fp.SMALLEST_NORMAL["f32"], scaled, scale)
+        if sat:
+            y = fp.saturate(e, y)
+        elif x.kind == "f32":  # of an f64 NaN the top of the payload survives
+            y = fp.canonical(e, y)
+        store_wide(e, 0, e.bitcast(y, "i32"))
     else:
-        x = x if x.kind == "f32" else fp.odd_f32(e, x)
-        x = fp.saturate(e, x) if sat else x  # 0 and 1 are exact: clamping before rounding changes nothing
-        store_wide(e, 0, narrow16(e, x, dtype, mode, satfinite, relu))
+        y = x if x.kind == "f32" else fp.odd_f32(e, x)
+        y = fp.saturate(e, y) if sat else y  # 0 and 1 are exact: clamping before rounding changes nothing
+        code = narrow16(e, y, dtype, mode, satfinite, relu)
+        if x.kind == "f64" and not sat:
+            code = e.select(fp.is_nan(e, x), truncated_nan(e, y, dtype), code)
+        store_wide(e, 0, code)
+
+
+def truncated_nan(e: Emitter, x: Value, ptx: str) -> Value:
+    """A quiet f32 NaN as f16 or bf16 with its sign and the top of its payload."""
+    bits = e.bitcast(x, "i32")
+    if ptx == "bf16":
+        return e.cast("trunc", bits >> 16, "i16")
+    return e.cast("trunc", ((bits >> 16) & 0x8000) | ((bits >> 13) & 0x3FF) | 0x7C00, "i16")
 
 
 def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False, relu: bool = False) -> Value:
@@ -145,8 +163,10 @@ def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False,
 
 
 @isa.native(
-    "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f32>.<atype:f16|f32>",
-    "cvt[.<ftz:ftz>].<dtype:f32>.<atype:bf16>",
+    "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f32>.<atype:f16>",
+    "cvt.<ftz:ftz>[.<sat:sat>].<dtype:f32>.<atype:f32>",
+    "cvt.<sat:sat>.<dtype:f32>.<atype:f32>",
+    "cvt.<ftz:ftz>.<dtype:f32>.<atype:bf16>",
     "cvt[.<ftz:ftz>][.<sat:sat>].<dtype:f64>.<atype:f32>",
     "cvt[.<sat:sat>].<dtype:f64>.<atype:f16|f64>",
     "cvt.<dtype:f64>.<atype:bf16>",
@@ -156,6 +176,15 @@ def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False,
 def widening(e: Emitter, form: Form) -> None:
     """Conversions without rounding."""
     store_float(e, form, load_float(e, form, 1, form.get("atype")), form.get("dtype"), "rn")
+
+
+@isa.native("cvt.f32.f32", "cvt.f32.<atype:bf16>")
+def same_number(e: Emitter, form: Form) -> None:
+    """f32 or bf16 to f32: the bits stay, those of a NaN too."""
+    if form.has("atype"):
+        store_wide(e, 0, e.cast("zext", load_wide(e, 1, 16), "i32") << 16)
+    else:
+        store_wide(e, 0, load_wide(e, 1, 32))
 
 
 @isa.native(
@@ -193,10 +222,13 @@ def round_to_integer(e: Emitter, form: Form) -> None:
     "cvt.<round:rn|rz>.<relu:relu>.<satfinite:satfinite>.tf32.f32",
 )
 def tf32(e: Emitter, form: Form) -> None:
-    """f32 to tf32: 10 fraction bits, the low 13 bits of the register are 0 (and 1 in a NaN)."""
+    """f32 to tf32: 10 fraction bits, the low 13 bits of the register are 0. A NaN becomes 0x7fffe000; .rna, which is an
+    addition to the bits on hardware, merely cuts it off, so that it may end as infinity."""
     x = fp.load(e, 1, "f32")
     code = narrow.encode(e, x, "tf32", form.get("round"), form.has("satfinite"), form.has("relu")) << 13
-    e.store(0, e.select(fp.is_nan(e, x), code.like(0x7FFFFFFF), code))
+    if form.get("round") == "rna":
+        code = e.select(fp.is_nan(e, x), e.bitcast(x, "i32") & ~0x1FFF, code)
+    e.store(0, code)
 
 
 @isa.native("cvt.pack.sat.<to:u16|s16>.s32", "cvt.pack.sat.<to:u2|s2|u4|s4|u8|s8>.s32.b32")

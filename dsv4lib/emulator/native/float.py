@@ -5,7 +5,7 @@ All rounding modes are exact to the bit; see ``fp.py`` for how the 16-bit format
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from dsv4lib.emulator import isa
@@ -16,10 +16,21 @@ from dsv4lib.emulator.native.irtools import Emitter, Value
 ROUND = "rn|rz|rm|rp"
 
 
-def finish(e: Emitter, form: Form, x: Value, ptx: str | None = None) -> None:
-    """Store a result with the form's .ftz, .sat and .relu."""
+def finish(e: Emitter, form: Form, x: Value, ptx: str | None = None, scaled: Value | None = None) -> None:
+    """Store a result with the form's .ftz, .sat and .relu; ``scaled`` as in ``fp.store``."""
     t = ptx or form.get("type")
-    fp.store(e, 0, x, t, ftz=form.has("ftz"), sat=form.has("sat"), positive=form.has("relu"))
+    fp.store(e, 0, x, t, ftz=form.has("ftz"), sat=form.has("sat"), positive=form.has("relu"), scaled=scaled)
+
+
+def compute(e: Emitter, form: Form, op: str, values: Sequence[Value], scale: Sequence[int]) -> None:
+    """One rounded operation and its store. To flush an f32 result it is computed a second time with the operands
+    ``scale`` (their indices) times a power of two that makes it as much larger."""
+    mode = form.get("round")
+    scaled = None
+    if form.has("ftz") and fp.element(form.get("type")) == "f32":
+        larger = [v * fp.SCALE["f32"] if i in scale else v for i, v in enumerate(values)]
+        scaled = e.rounded(op, mode, *larger)
+    finish(e, form, e.rounded(op, mode, *values), scaled=scaled)
 
 
 def operand(e: Emitter, form: Form, i: int) -> Value:
@@ -57,7 +68,7 @@ def mul(e: Emitter, form: Form) -> None:
     An f32 product of bf16 numbers is exact down to 2**-134, the tie between 0 and the smallest bf16; below it rounds
     to at most that tie, which goes to 0 as well. So rounding it again is as good as rounding once.
     """
-    finish(e, form, e.rounded("fmul", form.get("round"), operand(e, form, 1), operand(e, form, 2)))
+    compute(e, form, "fmul", [operand(e, form, 1), operand(e, form, 2)], scale=[0])
 
 
 @contextmanager
@@ -106,7 +117,7 @@ def fma_mixed(e: Emitter, form: Form) -> None:
 )
 def fma(e: Emitter, form: Form) -> None:
     """d = a * b + c with one rounding."""
-    finish(e, form, e.rounded("fma", form.get("round"), *(operand(e, form, i) for i in (1, 2, 3))))
+    compute(e, form, "fma", [operand(e, form, i) for i in (1, 2, 3)], scale=[0, 2])
 
 
 @isa.native(
@@ -131,25 +142,28 @@ def fma_half(e: Emitter, form: Form) -> None:
 
 @isa.native("neg[.<ftz:ftz>].<type:f32|f16|f16x2>", "neg.<type:f64|bf16|bf16x2>")
 def neg(e: Emitter, form: Form) -> None:
-    """d = -a: the sign bit flips, in a NaN too."""
+    """d = -a."""
     sign_operation(e, form, lambda x: x ^ (1 << (int(x.kind[1:]) - 1)))
 
 
 @isa.native("abs[.<ftz:ftz>].<type:f32|f16|f16x2>", "abs.<type:f64|bf16|bf16x2>")
 def absolute(e: Emitter, form: Form) -> None:
-    """d = |a|: the sign bit is cleared, in a NaN too."""
+    """d = |a|."""
     sign_operation(e, form, lambda x: x & ((1 << (int(x.kind[1:]) - 1)) - 1))
 
 
 def sign_operation(e: Emitter, form: Form, change: Callable[[Value], Value]) -> None:
-    """neg and abs on the bits; .ftz clears the fraction where the exponent is 0."""
+    """neg and abs on the bits; .ftz clears the fraction where the exponent is 0. NaN becomes canonical (f64: stays)."""
     t = form.get("type")
     bits = fp.load_bits(e, 1, t)
+    sign = 1 << (int(bits.kind[1:]) - 1)
+    exponent = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80, "f64": 0x7FF << 52}[fp.element(t)]
     if form.has("ftz"):
-        exponent = {"f32": 0x7F800000, "f16": 0x7C00}[fp.element(t)]
-        sign = 1 << (int(bits.kind[1:]) - 1)
         bits = e.select(e.icmp("eq", bits & exponent, 0), bits & sign, bits)
-    fp.store_bits(e, 0, change(bits))
+    result = change(bits)
+    if t != "f64":
+        result = e.select(e.icmp("ugt", bits & (sign - 1), exponent), result.like(sign - 1), result)
+    fp.store_bits(e, 0, result)
 
 
 def extremum_patterns(op: str) -> tuple[str, ...]:
@@ -208,14 +222,14 @@ def copysign(e: Emitter, form: Form) -> None:
 @isa.native(f"div.<round:{ROUND}>[.<ftz:ftz>].<type:f32>", f"div.<round:{ROUND}>.<type:f64>")
 def div(e: Emitter, form: Form) -> None:
     """d = a / b."""
-    finish(e, form, e.rounded("fdiv", form.get("round"), operand(e, form, 1), operand(e, form, 2)))
+    compute(e, form, "fdiv", [operand(e, form, 1), operand(e, form, 2)], scale=[0])
 
 
 @isa.native(f"rcp.<round:{ROUND}>[.<ftz:ftz>].<type:f32>", f"rcp.<round:{ROUND}>.<type:f64>")
 def rcp(e: Emitter, form: Form) -> None:
     """d = 1 / a."""
     a = operand(e, form, 1)
-    finish(e, form, e.rounded("fdiv", form.get("round"), a.like(1.0), a))
+    compute(e, form, "fdiv", [a.like(1.0), a], scale=[0])
 
 
 @isa.native(f"sqrt.<round:{ROUND}>[.<ftz:ftz>].<type:f32>", f"sqrt.<round:{ROUND}>.<type:f64>")

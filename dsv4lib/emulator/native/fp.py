@@ -63,10 +63,19 @@ def magnitude(e: Emitter, x: Value) -> Value:
     return e.intrinsic("llvm.fabs", x)
 
 
-def flush(e: Emitter, x: Value, smallest: float) -> Value:
-    """Zero with the sign of x where |x| is below the smallest normal number."""
+def flush(e: Emitter, x: Value, smallest: float, scaled: Value | None = None, scale: float = 1.0) -> Value:
+    """Zero with the sign of x where |x| is below the smallest normal number.
+
+    Of results, the hardware flushes what is too small when rounded with an unbounded exponent: a value just below the
+    smallest normal number, which rounding lifts to it only because subnormals are coarser, is flushed as well (seen
+    on an H200). ``scaled`` is the same result computed ``scale`` times as large, where nothing is subnormal.
+    """
     zero = e.intrinsic("llvm.copysign", x.like(0.0), x)
-    return e.select(e.fcmp("olt", magnitude(e, x), smallest), zero, x)
+    size = magnitude(e, x)
+    small = e.fcmp("olt", size, smallest)
+    if scaled is not None:
+        small = small | (e.fcmp("oeq", size, smallest) & e.fcmp("olt", magnitude(e, scaled), smallest * scale))
+    return e.select(small, zero, x)
 
 
 def saturate(e: Emitter, x: Value) -> Value:
@@ -128,14 +137,31 @@ def narrow(e: Emitter, x: Value, ptx: str) -> Value:
     return e.cast("trunc", e.select(is_nan(e, x), near.like(0x7FFF), near), "i16")
 
 
-def store(e: Emitter, i: int, x: Value, ptx: str, ftz: bool = False, sat: bool = False, positive: bool = False) -> None:
-    """Round to ``ptx`` (nearest, if it is narrower), flush, clamp, canonicalise and write operand ``i``."""
+SCALE = {"f16": 2.0**10, "f32": 2.0**64}  # lifts the neighbourhood of the smallest normal number out of the subnormals
+
+
+def store(
+    e: Emitter,
+    i: int,
+    x: Value,
+    ptx: str,
+    ftz: bool = False,
+    sat: bool = False,
+    positive: bool = False,
+    scaled: Value | None = None,
+) -> None:
+    """Round to ``ptx`` (nearest, if it is narrower), flush, clamp, canonicalise and write operand ``i``.
+
+    ``scaled`` is an f32 result computed ``SCALE`` times as large, for ``flush``; sums do not need it, they are exact
+    where they are small.
+    """
     name = element(ptx)
-    if name in ("f16", "bf16"):
-        if ftz or sat or positive:
-            x = widen(e, narrow(e, x, ptx), ptx)
+    if name in ("f16", "bf16") and (ftz or sat or positive):
+        if ftz and name == "f16":
+            scaled = widen(e, narrow(e, x * SCALE[name], ptx), ptx)
+        x = widen(e, narrow(e, x, ptx), ptx)
     if ftz:
-        x = flush(e, x, SMALLEST_NORMAL[name])
+        x = flush(e, x, SMALLEST_NORMAL[name], scaled, SCALE.get(name, 1.0))
     if sat:
         x = saturate(e, x)
     if positive:

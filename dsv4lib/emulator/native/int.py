@@ -1,6 +1,6 @@
 """Integer arithmetic: add to mad24, division, dot products and extended precision (PTX ISA, integer instructions).
 
-Division by zero is "machine-specific" in the PTX ISA; here a quotient has all bits set and a remainder is the dividend.
+Division by zero is "machine-specific" in the PTX ISA; quotient and remainder have all bits set, as on an H200.
 The condition code of ``add.cc`` and friends is one bit per lane: ``carry`` of the warp context.
 """
 
@@ -136,12 +136,13 @@ def div(e: Emitter, form: Form) -> None:
     e.store(0, quotient(e, load_int(e, 1, t), load_int(e, 2, t), t))
 
 
-@isa.native(f"rem.<type:{INTEGERS}>", note="remainder of division by zero is the dividend")
+@isa.native(f"rem.<type:{INTEGERS}>", note="the remainder of a division by zero is all ones")
 def rem(e: Emitter, form: Form) -> None:
     """d = a mod b with the sign of a."""
     t = form.get("type")
     a, b = load_int(e, 1, t), load_int(e, 2, t)
-    e.store(0, a - quotient(e, a, b, t) * b)
+    rest = a - quotient(e, a, b, t) * b
+    e.store(0, e.select(e.icmp("eq", b, 0), rest.like(-1), rest))
 
 
 @isa.native("abs.<type:s16|s32|s64>")

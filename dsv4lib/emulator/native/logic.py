@@ -185,7 +185,11 @@ def bfe(e: Emitter, form: Form) -> None:
     """d = ``c`` bits of a from bit b, zero or sign extended; bits beyond the top count as sign."""
     t = form.get("type")
     kind = f"i{bits_of(t)}"
-    a, pos, count = e.load(1, kind), e.load(2, "i32") & 0xFF, e.load(3, "i32") & 0xFF
+    a = e.load(1, kind)
+    if kind == "i64":  # a software routine, in which positions beyond 255 do not wrap (seen on an H200)
+        pos, count = (e.intrinsic("llvm.umin", x, x.like(0xFF)) for x in (e.load(2, "i32"), e.load(3, "i32")))
+    else:
+        pos, count = e.load(2, "i32") & 0xFF, e.load(3, "i32") & 0xFF
     mask = low_bits(e, count, kind)
     if not signed(t):
         amount, inside = shift_amount(e, pos, kind)

@@ -143,6 +143,17 @@ def flush(x: Num, name: str) -> Num:
     return x
 
 
+def encode_ftz(x: Num, name: str, mode: str = "rn") -> int:
+    """Round with an unbounded exponent first: what is then below the normal numbers becomes zero."""
+    if x.kind == "finite" and x.value:
+        f = FORMATS[name]
+        lift = max(0, f.lowest - binade(abs(x.value)) + 1)
+        larger = decode(encode(finite(x.value * 2**lift), name, mode), name)
+        if abs(larger.value) < Fraction(2) ** (f.lowest + lift) and larger.kind == "finite":
+            return 1 << (f.bits - 1) if x.negative else 0
+    return encode(x, name, mode)
+
+
 def add(a: Num, b: Num, mode: str = "rn") -> Num:
     """Exact sum; the sign of an exact zero depends on the rounding mode."""
     if a.nan or b.nan:

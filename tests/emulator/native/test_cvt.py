@@ -95,12 +95,22 @@ def resize(
     def oracle(bits: int) -> int:
         x = sf.decode(bits, a)
         x = sf.flush(x, a) if ftz and a == "f32" else x
-        out = sf.encode(x, d, mode, fin)
-        if ftz and d == "f32":
-            out = sf.encode(sf.flush(sf.decode(out, d), d), d)
+        if x.nan and a in ("f64", d) and d != "f64" and not (ftz and a == d) and not sat:
+            return bits if a == d == "f32" else nan_payload(bits, d) if a == "f64" else sf.encode(x, d)
+        if x.nan and a == "bf16" and d == "f32" and not ftz:
+            return bits << 16
+        out = sf.encode_ftz(x, d, mode) if ftz and d == "f32" else sf.encode(x, d, mode, fin)
         return clamped(out, d, sat, relu)
 
     return oracle
+
+
+def nan_payload(bits: int, d: str) -> int:
+    """An f64 NaN in a narrower format: quiet, with its sign and the top of its payload."""
+    f = sf.FORMATS[d]
+    payload = bits & (1 << 52) - 1 | 1 << 51
+    code = ((1 << f.exponent) - 1) << f.fraction | payload >> (52 - f.fraction)
+    return bits >> 63 << (f.bits - 1) | code
 
 
 def widening() -> list[Case]:
@@ -182,7 +192,7 @@ def tf32() -> list[Case]:
         def oracle(bits: int, mode=mode, relu=relu, fin=fin) -> int:
             x = sf.decode(bits, "f32")
             if x.nan:
-                return 0x7FFFFFFF
+                return bits & ~0x1FFF if mode == "rna" else 0x7FFFE000
             return clamped(sf.encode(x, "tf32", mode, fin), "tf32", False, relu) << 13
 
         out.append(Case(f"cvt{name}.tf32.f32", ("f32",), oracle, ("f32",), rows=6))

@@ -22,10 +22,10 @@ def rounded(t: str, function, mode: str = "rn", ftz: bool = False, sat: bool = F
         values = [sf.decode(bits, name) for bits, name in zip(raw, names, strict=True)]
         if ftz:
             values = [sf.flush(x, name) for x, name in zip(values, names, strict=True)]
-        bits = sf.encode(function(*values, mode), t, mode)
-        if ftz or sat or relu:
+        exact = function(*values, mode)
+        bits = sf.encode_ftz(exact, t, mode) if ftz else sf.encode(exact, t, mode)
+        if sat or relu:
             x = sf.decode(bits, t)
-            x = sf.flush(x, t) if ftz else x
             x = sf.saturate(x) if sat else x
             x = sf.relu(x) if relu else x
             bits = sf.encode(x, t)
@@ -184,8 +184,9 @@ def signs() -> list[Case]:
             flush = lambda a, s=s, top=top, ftz=ftz: (  # noqa: E731
                 a & top if ftz and sf.decode(a, s).kind == "finite" and sf.flush(sf.decode(a, s), s).value == 0 else a
             )
-            neg = packed(t, lambda a, top=top, f=flush: f(a) ^ top)
-            absolute = packed(t, lambda a, top=top, f=flush: f(a) & (top - 1))
+            nan = lambda a, s=s: s != "f64" and sf.decode(a, s).nan  # noqa: E731
+            neg = packed(t, lambda a, top=top, f=flush, n=nan: top - 1 if n(a) else f(a) ^ top)
+            absolute = packed(t, lambda a, top=top, f=flush, n=nan: top - 1 if n(a) else f(a) & (top - 1))
             out.append(Case(f"neg{'.ftz' * ftz}.{t}", (t,), neg, (t,)))
             out.append(Case(f"abs{'.ftz' * ftz}.{t}", (t,), absolute, (t,)))
         if t in ("f32", "f64"):

@@ -53,7 +53,7 @@ def basic() -> list[Case]:
             "mul.lo": lambda a, b: a * b,
             "mul.hi": lambda a, b, n=n: a * b >> n,
             "div": quotient,
-            "rem": lambda a, b: a - quotient(a, b) * b,
+            "rem": lambda a, b: a - quotient(a, b) * b if b else -1,
             "min": min,
             "max": max,
         }.items():

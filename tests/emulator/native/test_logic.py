@@ -103,7 +103,7 @@ def extract(is_signed: bool, n: int):
     """The PTX ISA's pseudocode of bfe."""
 
     def oracle(a: int, b: int, c: int) -> int:
-        position, count = b & 0xFF, c & 0xFF
+        position, count = (min(b, 0xFF), min(c, 0xFF)) if n == 64 else (b & 0xFF, c & 0xFF)
         last = min(position + count - 1, n - 1)
         fill = a >> last & 1 if is_signed and count else 0
         bit = lambda i: a >> (position + i) & 1 if i < count and position + i < n else fill  # noqa: E731
