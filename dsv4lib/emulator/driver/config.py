@@ -17,10 +17,19 @@ from dsv4lib.emulator.launch import Dim3, LaunchRequest
 from dsv4lib.emulator.ptx.ir import Kernel, Module
 
 SMEM_WITHOUT_OPT_IN = 48 << 10
+INVALID_VALUE, NO_KERNEL_IMAGE, COOPERATIVE_TOO_LARGE = 1, 209, 720  # cudaError_t
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 2, 4, 6
 # Attributes that cannot change results: cache policy, scheduling preference, priority, memory domains, carve-out.
 HINTS = frozenset((0, 1, 3, 5, 8, 9, 10, 11, 14, 16))
 MAX_ATTRIBUTES = 64
+
+
+class LaunchRefused(LaunchError):
+    """A launch to which the CUDA runtime answers with the error ``code``."""
+
+    def __init__(self, message: str, code: int):
+        self.code = code
+        super().__init__(message)
 
 
 class Dimensions(ctypes.Structure):
@@ -124,26 +133,30 @@ def check(request: LaunchRequest, arch: Architecture, sm_count: int, max_dynamic
         max_dynamic_smem: the limit the host code set for this kernel, 0 if it set none.
 
     Raises:
-        LaunchError: the target does not fit, clusters that the architecture lacks, shared memory without opt-in, or a
+        LaunchRefused: the target does not fit, clusters that the architecture lacks, shared memory without opt-in, or a
             cooperative grid that cannot be resident at once.
     """
     target = request.module.target
     if not runs_on(target, arch.name):
-        raise LaunchError(f"{request.kernel_name} was compiled for {target}, this device is {arch.name}")
+        message = f"{request.kernel_name} was compiled for {target}, this device is {arch.name}"
+        raise LaunchRefused(message, NO_KERNEL_IMAGE)
     ctas = request.cluster[0] * request.cluster[1] * request.cluster[2]
     if ctas > arch.max_cluster:
-        raise LaunchError(f"cluster={request.cluster}: {arch.name} has at most {arch.max_cluster} CTAs in a cluster")
+        message = f"cluster={request.cluster}: {arch.name} has at most {arch.max_cluster} CTAs in a cluster"
+        raise LaunchRefused(message, INVALID_VALUE)
     allowed = max(max_dynamic_smem, SMEM_WITHOUT_OPT_IN)
     if request.dynamic_smem > allowed:
-        raise LaunchError(
+        raise LaunchRefused(
             f"{request.kernel_name}: {request.dynamic_smem:,} bytes of dynamic shared memory, {allowed:,} are allowed "
-            "(the host code did not raise the limit with cudaFuncAttributeMaxDynamicSharedMemorySize)"
+            "(the host code did not raise the limit with cudaFuncAttributeMaxDynamicSharedMemorySize)",
+            INVALID_VALUE,
         )
     if request.attributes.get("cooperative"):
         count = request.grid[0] * request.grid[1] * request.grid[2]
         resident = sm_count * ctas_per_sm(request, arch)
         if count > resident:
-            raise LaunchError(f"a cooperative grid of {count} CTAs; {resident} can be resident on {sm_count} SMs")
+            message = f"a cooperative grid of {count} CTAs; {resident} can be resident on {sm_count} SMs"
+            raise LaunchRefused(message, COOPERATIVE_TOO_LARGE)
 
 
 def ctas_per_sm(request: LaunchRequest, arch: Architecture) -> int:

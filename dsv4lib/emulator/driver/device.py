@@ -150,9 +150,7 @@ def make(
         raise ArgumentError("checks", checks, "one of " + ", ".join(CHECKS))
     fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)
     if unknown := fatal - {*KINDS, "error", "lint", "all"}:
-        raise ArgumentError(
-            "fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"'
-        )
+        raise ArgumentError("fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"')
     if sm_count is not None and (not isinstance(sm_count, int) or sm_count < 1):
         raise ArgumentError("sm_count", sm_count, "a positive number of SMs")
     limits: dict[str, Any] = {}

@@ -16,11 +16,13 @@ in this file, in `host` and in `tvm_ffi`:
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from dsv4lib.emulator.driver import host, tvm_ffi
+from dsv4lib.emulator.driver.config import LaunchRefused
 from dsv4lib.emulator.driver.device import Device, engines
 from dsv4lib.emulator.driver.patching import Patches, patches
 from dsv4lib.emulator.driver.symbols import RUNTIME, register, stored_error_first
@@ -104,7 +106,10 @@ def _calls(patch: Patches) -> None:
     from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction as Function
 
     def run(original: Any, executor: Any, pointers: list[Any]) -> Any:
-        return stored_error_first(original, executor, pointers)
+        try:
+            return stored_error_first(original, executor, pointers)
+        except LaunchRefused as error:
+            raise _dsl_error()(error) from error
 
     def run_compiled(original: Any, function: Any, pointers: list[Any]) -> Any:
         if function.engine in engines():
@@ -121,6 +126,26 @@ def _calls(patch: Patches) -> None:
     patch.around(Function, "run_compiled_program", run_compiled)
     patch.around(Function, "_load_cuda_library", load)
     patch.set(Function, "num_devices", property(lambda function: 1))
+
+
+@functools.cache
+def _dsl_error() -> type[Exception]:
+    """A refused launch as the exception that the DSL documents for it, and ours."""
+    from cuda.bindings.runtime import cudaError_t
+    from cutlass.base_dsl.common import DSLCudaRuntimeError
+
+    class CudaLaunchRefused(LaunchRefused, DSLCudaRuntimeError):
+        """A launch that the CUDA runtime would refuse."""
+
+        def __init__(self, error: LaunchRefused):
+            code = cudaError_t(error.code)
+            DSLCudaRuntimeError.__init__(self, code, code.name)
+            self.place, self.text = error.place, str(error)
+
+        def __str__(self) -> str:
+            return self.text
+
+    return CudaLaunchRefused
 
 
 def _tensors(patch: Patches) -> None:

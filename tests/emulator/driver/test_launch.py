@@ -244,6 +244,20 @@ def test_clusters_need_an_architecture_that_has_them(requests):
     assert not requests
 
 
+def test_refused_launches_are_the_errors_that_the_dsl_documents(requests):
+    from cuda.bindings.runtime import cudaError_t
+    from cutlass.base_dsl.common import DSLCudaRuntimeError
+
+    @cute.jit
+    def together(x: cute.Tensor):
+        scale_kernel(x, cute.Float32(1.0)).launch(grid=[5000, 1, 1], block=[1024, 1, 1], cooperative=True)
+
+    with emulator.device("sm_100a"), pytest.raises(DSLCudaRuntimeError, match="5000 CTAs; 296 can be") as caught:
+        together(from_dlpack(torch.zeros(128, device="cuda")))
+    assert isinstance(caught.value, LaunchError) and not requests
+    assert caught.value.error_code == cudaError_t.cudaErrorCooperativeLaunchTooLarge
+
+
 def test_host_functions_are_made_once(gemm, requests):
     _, compiled = gemm
     assert host.host_function(compiled.function) is host.host_function(compiled.function)
