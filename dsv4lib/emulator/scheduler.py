@@ -46,9 +46,10 @@ class Scheduler:
         self.ready: list[Warp] = []
         self.blocked: list[Warp] = []
         self.hash = 0
-        self._run = run_loop()
-        program = machine.program
-        self._records = program.records.ctypes.data
+        program, self.trace = machine.program, machine.trace
+        self._run = run_loop(counting=self.trace is not None)
+        records = program.records if self.trace is None else self.trace.counting_records()
+        self._records = records.ctypes.data
         self._services = [None] * len(program.instructions)
         for i, (function, form) in program.services.items():
             self._services[i] = (function, program.instructions[i], form)
@@ -98,6 +99,8 @@ class Scheduler:
         machine, words, longs = self.machine, warp.words, warp.longs
         start = longs[_EXECUTED]
         longs[_CLOCK] = machine.time - start
+        if self.trace is not None:
+            self.trace.slice_begins(warp)
         again = warp.block is not None
         services = self.policy.services
         while True:
@@ -132,6 +135,8 @@ class Scheduler:
             else:
                 raise_fault(warp)
         executed = longs[_EXECUTED]
+        if self.trace is not None:
+            self.trace.slice_ends(warp)
         machine.time += executed - start
         self.hash = hash((self.hash, warp.agent, executed))
         if machine.time > self._limit:
@@ -172,6 +177,8 @@ class Scheduler:
 
     def _sleep(self, warp: Warp, block: Block, stalled: bool = False) -> None:
         warp.block, warp.stalled = block, stalled
+        if self.trace is not None:
+            self.trace.warp_waits(warp, block)
         self.ready.remove(warp)
         self.blocked.append(warp)
         self._seen = -1  # its ready() has to be asked once
@@ -244,6 +251,8 @@ class Scheduler:
         if warp.parked:
             self._sleep(warp, self._any_parked(warp))
             return True
+        if self.trace is not None:
+            self.trace.warp_exits(warp)
         warp.exited = True
         self.ready.remove(warp)
         cluster = warp.cta.cluster

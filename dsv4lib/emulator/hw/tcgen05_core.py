@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.ptx.ir import Instr
     from dsv4lib.emulator.warp import Warp
 
+_LANE_NUMBERS = np.broadcast_to(np.arange(LANES)[:, None], (LANES, COLUMNS))
 A_WORDS = 8  # tensor-memory columns of a row of A: 32 bytes in every kind
 # ue8m0 codes beyond 2^-56 and 2^56: a scaled operand could leave float32 although the product of both does not.
 _SCALE_LOW, _SCALE_HIGH = 127 - 56, 127 + 56
@@ -91,12 +92,16 @@ class Mma:
         """Report a hazard of this instruction."""
         self.ctas[0].machine.report(kind, f"tcgen05.mma {message}", self.place or self.warp.place(self.instr), **facts)
 
+    @property
+    def width(self) -> int:
+        """Columns of D."""
+        return columns_used(self.shape.n, self.regions)
+
     def run(self) -> None:
         """Multiply and accumulate."""
         s = self.shape
         product = self._product()
-        column, lane = self.d & 0xFFFF, self.d >> 16
-        width = columns_used(s.n, self.regions)
+        column, lane, width = self.d & 0xFFFF, self.d >> 16, self.width
         for cta in self.ctas:
             if not self._columns(cta, column, width, "D"):
                 return
@@ -188,6 +193,10 @@ class Mma:
             data, init = (x[:, column : column + A_WORDS] for x in (tmem.data, tmem.init))
         if not init.all():
             self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
+        if cta.machine.trace is not None:
+            lanes = np.unique(self.regions[0].view(_LANE_NUMBERS, self.a >> 16, column, 1))
+            lanes = lanes if self.regions[0].split else np.arange(LANES)
+            cta.machine.trace.tmem_access("A", cta, self.warp, self.instr, lanes, (column, column + A_WORDS))
         return np.ascontiguousarray(data).reshape(-1, A_WORDS).view(np.uint8)
 
     def _b(self) -> np.ndarray:
@@ -220,6 +229,8 @@ class Mma:
         return values.T if transposed else values
 
     def _check(self, cta: Cta, operand: Operand, what: str) -> None:
+        if cta.machine.trace is not None:
+            cta.machine.trace.smem_operand(cta, self.warp, self.instr, f"mma {what}", operand)
         if not operand.initialised():
             low, high = operand.span()
             self.report(

@@ -95,6 +95,11 @@ class Wgmma:
     def __str__(self) -> str:
         return f"wgmma m64n{self.n} {self.a_format} x {self.b_format}"
 
+    @property
+    def k(self) -> int:
+        """Elements of K."""
+        return self.k_bytes * 8 // _BITS[self.a_format]
+
     def run(self, accumulators: Accumulator) -> None:
         """Multiply and accumulate into the shadow of the registers."""
         a, b = self._a(), self._b()
@@ -110,7 +115,7 @@ class Wgmma:
         accumulators.values = registers_of(result, self.d_format)
         machine = self.warp.cta.machine
         machine.stats["wgmma"] += 1
-        machine.stats["mma_flops"] += 2 * ROWS * self.n * self.k_bytes * 8 // _BITS[self.a_format]
+        machine.stats["mma_flops"] += 2 * ROWS * self.n * self.k
         if machine.trace is not None:
             machine.trace.mma(self)
 
@@ -135,6 +140,8 @@ class Wgmma:
 
     def _values(self, matrix: Matrix, fmt: str, what: str) -> np.ndarray:
         machine = self.warp.cta.machine
+        if machine.trace is not None:
+            machine.trace.smem_operand(self.warp.cta, self.warp, self.instr, f"wgmma {what}", matrix)
         if not matrix.initialised():
             low, high = matrix.span()
             text = f"wgmma reads uninitialised shared memory for {what}, {low:#x}-{high:#x}"

@@ -420,10 +420,25 @@ HELPERS["driver_select"] = fill(_SELECT)
 HELPERS["driver_push"] = fill(_PUSH)
 
 
+# At the top of `execute`, in the loop that counts: executions of each record, modulo 2^32.
+_COUNT = """
+  %pcount = getelementptr i8, ptr %rec, i64 $R_pad
+  %count = load i32, ptr %pcount, align 4
+  %count.next = add i32 %count, 1
+  store i32 %count.next, ptr %pcount, align 4
+"""
+
+
 @functools.cache
-def run_loop() -> Callable[[int, int, int], int]:
-    """The compiled loop: ``run(context address, records address, quantum) -> reason``."""
+def run_loop(counting: bool = False) -> Callable[[int, int, int], int]:
+    """The compiled loop: ``run(context address, records address, quantum) -> reason``.
+
+    With ``counting`` it counts the executions of each record in the record's ``pad`` field.
+    """
     text = _RUN
+    if counting:
+        head = "  store i32 %mask, ptr %pmask, align 4\n"
+        text = text.replace(head, head + _COUNT)
     for name in ("STALLED", "SERVICE", "EXITED", "DONE", "FAULT"):
         text = text.replace(f"${name}", str(getattr(abi, name)))
     address = library.default().function(fill(text), helpers=("driver_key", "driver_select", "driver_push"))
