@@ -41,8 +41,10 @@ class Box:
         tensor: descriptor; row_bytes: packed bytes of a row; first: byte offset of its start in dimension 0 (may be
             negative); width: bytes of the tensor's rows.
         rows: how many; base: byte offset of the first row from dimensions 1 and up.
-        offsets: int64[rows], those of all rows; inside: bool[rows], the row exists. Both None if ``whole``.
-        whole: the box is one strided array that lies inside the tensor.
+        whole: tiled mode, all elements lie inside the tensor; valid: tiled mode, per dimension from 1 up the range of
+            indices in the box whose elements exist.
+        offsets: other modes: int64[rows], byte offset of each row from dimensions 1 and up; inside: bool[rows], the
+            row exists.
     """
 
     tensor: TensorMap
@@ -51,9 +53,10 @@ class Box:
     width: int
     rows: int
     base: int = 0
+    whole: bool = False
+    valid: tuple[tuple[int, int], ...] = ()
     offsets: np.ndarray | None = None
     inside: np.ndarray | None = None
-    whole: bool = False
 
     @property
     def tx_bytes(self) -> int:
@@ -92,21 +95,6 @@ def _dimension_0(tensor: TensorMap, elements: int, start: int, where: Where) -> 
     return elements * bits // 8, first // 8, tensor.dims[0] * bits // 8
 
 
-@functools.lru_cache(1024)
-def _grid(counts: tuple[int, ...], steps: tuple[int, ...]) -> np.ndarray:
-    """int64[rows]: sum of index x step over dimensions 1 and up, dimension 1 fastest."""
-    total = np.zeros(1, np.int64)
-    for count, step in zip(counts, steps, strict=True):
-        total = (np.arange(count, dtype=np.int64)[:, None] * step + total[None, :]).ravel()
-    return total
-
-
-@functools.lru_cache(1024)
-def _digit(counts: tuple[int, ...], d: int) -> np.ndarray:
-    """int64[rows]: index along dimension ``d + 1``."""
-    return _grid(counts, tuple(int(i == d) for i in range(len(counts))))
-
-
 def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
     """A box at ``coords`` (elements, dimension 0 first).
 
@@ -114,20 +102,19 @@ def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
         HazardError: the row start is not aligned.
     """
     row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
-    counts, steps = tensor.counts, tensor.traversal
     base, rows, whole = 0, 1, first >= 0 and first + row_bytes <= width and row_bytes % CHUNK == 0
-    for d, (count, stride) in enumerate(zip(counts, tensor.strides, strict=True), 1):
-        c = coords[d]
+    valid = []
+    for d, (count, stride) in enumerate(zip(tensor.counts, tensor.strides, strict=True), 1):
+        c, step, size = coords[d], tensor.traversal[d], tensor.dims[d]
         base += c * stride
         rows *= count
-        whole = whole and c >= 0 and c + (count - 1) * steps[d] < tensor.dims[d]
-    if whole:
-        return Box(tensor, row_bytes, first, width, rows, base, whole=True)
-    inside = np.ones(rows, bool)
-    for d, (c, step, size) in enumerate(zip(coords[1:], steps[1:], tensor.dims[1:], strict=True)):
-        at = _digit(counts, d) * step + c
-        inside &= (at >= 0) & (at < size)
-    return Box(tensor, row_bytes, first, width, rows, base, _grid(counts, tensor.steps) + base, inside)
+        if c >= 0 and c + (count - 1) * step < size:
+            valid.append((0, count))
+        else:
+            whole = False
+            low = min(max(0, -(c // step)), count)
+            valid.append((low, max(low, min(count, -(-(size - c) // step)))))
+    return Box(tensor, row_bytes, first, width, rows, base, whole, tuple(valid))
 
 
 def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
@@ -141,7 +128,7 @@ def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
     row_bytes, first, width = _dimension_0(tensor, tensor.box[0], coords[0], where)
     rows = np.array(coords[1:5], np.int64)
     inside = (rows >= 0) & (rows < tensor.dims[1])
-    return Box(tensor, row_bytes, first, width, 4, 0, rows * tensor.strides[0], inside)
+    return Box(tensor, row_bytes, first, width, 4, offsets=rows * tensor.strides[0], inside=inside)
 
 
 def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[int], where: Where) -> Box:
@@ -177,7 +164,7 @@ def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[in
     image = coords[-1] + k
     inside &= (image >= 0) & (image < tensor.dims[-1])
     offsets += image * tensor.strides[-1]
-    return Box(tensor, row_bytes, first, width, tensor.pixels, 0, offsets, inside)
+    return Box(tensor, row_bytes, first, width, tensor.pixels, offsets=offsets, inside=inside)
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
@@ -250,6 +237,26 @@ def _strided(box: Box, gmem: GlobalMemory, write: bool) -> np.ndarray:
     return np.ndarray((*counts, box.row_bytes // CHUNK), CHUNK_TYPE, raw, strides=(*steps, CHUNK))
 
 
+def _window(box: Box, gmem: GlobalMemory, low: int, high: int, write: bool) -> np.ndarray:
+    """Bytes [low, high) of the existing rows of a tiled box, as an array over global memory; may be empty."""
+    tensor = box.tensor
+    shape, start, span = [], tensor.address + box.base + box.first + low, high - low
+    for (begin, end), step in zip(box.valid, tensor.steps, strict=True):
+        shape.append(end - begin)
+        start += begin * step
+        span += (end - begin - 1) * step
+    if high <= low or 0 in shape:
+        return np.empty((*shape[::-1], 0), np.uint8)
+    raw = gmem.view(start, span, write)
+    return np.ndarray((*shape[::-1], high - low), np.uint8, raw, strides=(*tensor.steps[::-1], 1))
+
+
+def _part(box: Box, data: np.ndarray, low: int, high: int) -> np.ndarray:
+    """The same part of the box's packed bytes."""
+    rows = tuple(slice(begin, end) for begin, end in box.valid[::-1])
+    return data.reshape(*box.tensor.counts[::-1], box.row_bytes)[(*rows, slice(low, max(low, high)))]
+
+
 def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
     """uint8[rows * packed row bytes] of the tensor, out-of-bounds elements filled."""
     tf32 = box.tensor.element.tf32
@@ -258,10 +265,15 @@ def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
         return _round_tf32(data) if tf32 else data
     data = _filled(box)
     low, high = box.span()
-    if high > low and box.inside.any():
-        addresses = box.offsets[box.inside] + (box.tensor.address + box.first + low)
-        rows = gmem.gather(addresses, high - low)
-        data[box.inside, low:high] = _round_tf32(rows) if tf32 else rows
+    if box.offsets is None:
+        window = _window(box, gmem, low, high, False)
+        if window.size:
+            _part(box, data, low, high)[...] = _round_tf32(np.ascontiguousarray(window)) if tf32 else window
+    elif high > low:
+        for row in np.nonzero(box.inside)[0].tolist():
+            start = box.tensor.address + int(box.offsets[row]) + box.first + low
+            line = gmem.view(start, high - low)
+            data[row, low:high] = _round_tf32(line) if tf32 else line
     return data.reshape(-1)
 
 
@@ -285,35 +297,50 @@ def _round_tf32(data: np.ndarray) -> np.ndarray:
 def write(box: Box, gmem: GlobalMemory, data: np.ndarray, op: str = "") -> int:
     """Store or, with ``op``, reduce uint8[rows * row bytes] into the tensor.
 
-    Returns how many bytes behind the tensor's rows were overwritten.
+    Returns how many bytes behind the tensor's rows were overwritten: dimension 0 is clipped at a multiple of 16 bytes,
+    or at the end of the allocation.
     """
-    name = box.tensor.element.name
     if box.whole:
-        target = _strided(box, gmem, True)
-        if op:
-            old = np.ascontiguousarray(target).reshape(-1).view(np.uint8)
-            data = reduce(op, name, old, data)
-        target[...] = data.view(CHUNK_TYPE).reshape(target.shape)
+        _apply(box, _strided(box, gmem, True), data.view(CHUNK_TYPE), op)
         return 0
-    rows, addresses, low, high = clipped(box, gmem, data)
-    if len(addresses):
-        if op:
-            rows = reduce(op, name, gmem.gather(addresses, high - low), rows)
-        gmem.scatter(addresses, np.ascontiguousarray(rows))
-    return max(0, box.first + high - box.width) * len(addresses)
-
-
-def clipped(box: Box, gmem: GlobalMemory, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, int, int]:
-    """What of a store lands in global memory: (rows, their addresses, first and last byte of the row)."""
     low, high = box.span()
-    high = min(box.row_bytes, -(-(box.width) // CHUNK) * CHUNK - box.first) if high < box.row_bytes else high
-    if high <= low:
-        return data[:0].reshape(0, 0), np.zeros(0, np.int64), low, low
-    addresses = box.offsets[box.inside] + (box.tensor.address + box.first + low)
     exact = box.width - box.first
-    if high > exact and len(addresses) and gmem.find(int(addresses.max()), high - low) is None:
-        high = exact  # the allocation ends with the row: there is nothing behind it
-    return data.reshape(box.rows, -1)[box.inside, low:high], addresses, low, high
+    if high < box.row_bytes:
+        high = min(box.row_bytes, -(-box.width // CHUNK) * CHUNK - box.first)
+    if box.offsets is None:
+        if high > exact and not _mapped(box, gmem, low, high):
+            high = exact
+        window = _window(box, gmem, low, high, True)
+        if window.size:
+            _apply(box, window, np.ascontiguousarray(_part(box, data, low, high)), op)
+        return max(0, high - exact) * (window.size // max(high - low, 1))
+    lines = np.nonzero(box.inside)[0].tolist() if high > low else []
+    over = 0
+    for row in lines:
+        start = box.tensor.address + int(box.offsets[row]) + box.first + low
+        end = high if high <= exact or gmem.find(start, high - low) is not None else exact
+        over += max(0, end - exact)
+        source = data.reshape(box.rows, -1)[row, low:end]
+        _apply(box, gmem.view(start, end - low, write=True), source, op)
+    return over
+
+
+def _apply(box: Box, target: np.ndarray, data: np.ndarray, op: str) -> None:
+    """Store ``data`` in ``target``, or reduce it into it; same number of items."""
+    if op:
+        old = np.ascontiguousarray(target).reshape(-1).view(np.uint8)
+        data = reduce(op, box.tensor.element.name, old, data.reshape(-1).view(np.uint8)).view(target.dtype)
+    target[...] = data.reshape(target.shape)
+
+
+def _mapped(box: Box, gmem: GlobalMemory, low: int, high: int) -> bool:
+    """Does the padding behind the last existing row belong to the tensor's allocation?"""
+    last = box.tensor.address + box.base + box.first
+    for (begin, end), step in zip(box.valid, box.tensor.steps, strict=True):
+        if end <= begin:
+            return True  # nothing is stored
+        last += (end - 1) * step
+    return high <= low or gmem.find(last + low, high - low) is not None
 
 
 # --- padded types -----------------------------------------------------------------------------------------------------
