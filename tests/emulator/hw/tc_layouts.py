@@ -14,21 +14,21 @@ CODE_SM90 = {"none": 0, "128B": 1, "64B": 2, "32B": 3}
 ATOM = {"none": 16, "32B": 32, "64B": 64, "128B": 128, "128B_32B": 128}
 
 
-def cute_swizzle(offset: int, bits: int, base: int, shift: int) -> int:
+def cute_swizzle(offset, bits: int, base: int, shift: int):
     """CuTe: XOR ``bits`` bits from position base + shift down to position base."""
     return offset ^ ((offset & (((1 << bits) - 1) << (base + shift))) >> shift)
 
 
-def crd2idx(coordinate: int, shape: tuple, stride: tuple) -> int:
+def crd2idx(coordinate, shape: tuple, stride: tuple):
     """Index of an integer coordinate in a (shape):(stride) mode, first mode fastest."""
     total = 0
     for s, d in zip(shape[:-1], stride[:-1], strict=True):
-        total += coordinate % s * d
-        coordinate //= s
+        total = total + coordinate % s * d
+        coordinate = coordinate // s
     return total + coordinate * stride[-1]
 
 
-def offset(major: str, swizzle: str, element: float, mn: int, k: int, lbo: int, sbo: int) -> float:
+def offset(major: str, swizzle: str, element: float, mn, k, lbo: int, sbo: int):
     """Byte offset (before the swizzle) of element (mn, k); ``element`` is its size in bytes, 0.5 for 4 bits."""
     t = int(16 / element)
     width = ATOM[swizzle] // 16  # in units of T
@@ -48,16 +48,15 @@ def place(
     smem: np.ndarray, start: int, values: np.ndarray, major: str, swizzle: str, element: float, lbo: int, sbo: int
 ) -> None:
     """Write codes (mn, k) to shared memory; the swizzle acts on the absolute address. 4-bit codes fill nibbles."""
-    for i in range(values.shape[0]):
-        for j in range(values.shape[1]):
-            at = offset(major, swizzle, element, i, j, lbo, sbo)
-            byte = cute_swizzle(start + int(at), *SWIZZLES[swizzle])
-            code = int(values[i, j])
-            if element == 0.5:
-                shift = 4 if at % 1 else 0
-                smem[byte] = smem[byte] & (0xF0 >> shift) | code << shift
-            else:
-                smem[byte : byte + int(element)] = np.frombuffer(code.to_bytes(int(element), "little"), np.uint8)
+    i, j = np.meshgrid(*(np.arange(n) for n in values.shape), indexing="ij")
+    at = offset(major, swizzle, element, i, j, lbo, sbo)
+    byte = cute_swizzle(start + np.floor(at).astype(np.int64), *SWIZZLES[swizzle])
+    if element == 0.5:
+        smem[byte] = 0
+        np.bitwise_or.at(smem, byte, (values.astype(np.uint8) << (8 * (at % 1)).astype(np.uint8)).astype(np.uint8))
+        return
+    raw = np.ascontiguousarray(values).astype(f"<u{int(element)}").view(np.uint8).reshape(*values.shape, -1)
+    smem[byte[..., None] + np.arange(int(element))] = raw
 
 
 def strides(major: str, swizzle: str, element: float, mn: int, k: int, spread: int = 1) -> tuple[int, int, int]:

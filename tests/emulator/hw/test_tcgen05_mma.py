@@ -25,11 +25,11 @@ A_CODE = {
 D_CODE = {"f16": 0, "f32": 1, "s32": 2}
 D_LANE = {  # (row, column) of D -> (cta, lane, column), written out from the ISA's table of data path layouts
     "A": lambda i, j, m, n: (i // 128, i % 128, j),
-    "B": lambda i, j, m, n: (i // 64, i % 64 + (64 if j >= n // 2 else 0), j % (n // 2)),
-    "D": lambda i, j, m, n: (0, i, j),
-    "E": lambda i, j, m, n: (0, i + (64 if j >= n // 2 else 0), j % (n // 2)),
-    "F": lambda i, j, m, n: (0, 32 * (i // 16) + i % 16, j),
-    "G": lambda i, j, m, n: (0, i + 32 * (j // (n // 4)), j % (n // 4)),
+    "B": lambda i, j, m, n: (i // 64, i % 64 + 64 * (j >= n // 2), j % (n // 2)),
+    "D": lambda i, j, m, n: (0 * i, i, j),
+    "E": lambda i, j, m, n: (0 * i, i + 64 * (j >= n // 2), j % (n // 2)),
+    "F": lambda i, j, m, n: (0 * i, 32 * (i // 16) + i % 16, j),
+    "G": lambda i, j, m, n: (0 * i, i + 32 * (j // (n // 4)), j % (n // 4)),
 }
 
 
@@ -84,33 +84,29 @@ def allocate(bench, columns=512) -> None:
         tmem_of(cta).take(0, columns)
 
 
+def cells_of_d(m, n, layout, lane, column):
+    """(cta, lane, column) arrays of D."""
+    i, j = np.meshgrid(np.arange(m), np.arange(n), indexing="ij")
+    cta, at, c = D_LANE[layout](i, j, m, n)
+    return cta, at + lane, c + column
+
+
 def read_d(bench, m, n, layout, column, d, lane=0) -> np.ndarray:
-    out = np.zeros((m, n))
-    for i in range(m):
-        for j in range(n):
-            cta, at, c = D_LANE[layout](i, j, m, n)
-            cell = bench.ctas[cta].tmem.data[at + lane, column + c]
-            out[i, j] = {
-                "f32": cell.view(np.float32),
-                "s32": cell.view(np.int32),
-                "f16": cell.astype(np.uint16).view(np.float16),
-            }[d]
-    return out
+    cta, at, c = cells_of_d(m, n, layout, lane, column)
+    cells = np.stack([x.tmem.data for x in bench.ctas])[cta, at, c]
+    if d == "f16":
+        return cells.astype(np.uint16).view(np.float16).astype(np.float64)
+    return cells.view({"f32": np.float32, "s32": np.int32}[d]).astype(np.float64)
 
 
 def write_d(bench, values, layout, column, d, lane=0) -> None:
-    m, n = values.shape
-    for i in range(m):
-        for j in range(n):
-            cta, at, c = D_LANE[layout](i, j, m, n)
-            v = values[i, j]
-            bits = {
-                "f32": lambda v=v: np.float32(v).view(np.uint32),
-                "s32": lambda v=v: np.int32(v).view(np.uint32),
-                "f16": lambda v=v: np.uint32(np.float16(v).view(np.uint16)),
-            }[d]()
-            bench.ctas[cta].tmem.data[at + lane, column + c] = bits
-            bench.ctas[cta].tmem.init[at + lane, column + c] = True
+    cta, at, c = cells_of_d(*values.shape, layout, lane, column)
+    kind = {"f32": np.float32, "s32": np.int32, "f16": np.float16}[d]
+    bits = values.astype(kind).view(np.uint16 if d == "f16" else np.uint32).astype(np.uint32)
+    for number, x in enumerate(bench.ctas):
+        mine = cta == number
+        x.tmem.data[at[mine], c[mine]] = bits[mine]
+        x.tmem.init[at[mine], c[mine]] = True
 
 
 def operands(rng, kind, a, b, m, n):
@@ -145,7 +141,7 @@ def run_plain(
 ):
     """Run one MMA with A and B in shared memory; returns (D, expected, bench)."""
     text = f"tcgen05.mma{'.ws' if ws else ''}.cta_group::{group}.kind::{kind} [%r1], %rd1, %rd2, %r2, "
-    text += "{%r3,%r4,%r5,%r6}, " if mask is not None else ""
+    text += "{" + ",".join(f"%r{20 + i}" for i in range(len(mask))) + "}, " if mask is not None else ""
     text += "%p1" + (", %rd3" if zero is not None else "") + ";"
     bench = Bench(text, ctas=group)
     allocate(bench)
@@ -161,7 +157,7 @@ def run_plain(
     bits = idesc(kind, a, b, d, m, n, neg, mn, sat, shift=shift)
     bench.set(r1=lane << 16 | column, rd1=da, rd2=db, r2=bits, p1=accumulate)
     if mask is not None:
-        bench.set(**{f"r{3 + i}": w for i, w in enumerate(mask)})
+        bench.set(**{f"r{20 + i}": w for i, w in enumerate(mask)})
     if zero is not None:
         bench.set(rd3=zero)
     layout = layout_of(m, group, ws)
@@ -290,6 +286,15 @@ def test_disabled_lanes_keep_their_value(accumulate, kind, a, d):
     off = np.array([words[i // 32] >> i % 32 & 1 for i in range(128)], bool)
     if d == "f16":
         expected = expected.astype(np.float16).astype(np.float64)
+    np.testing.assert_array_equal(got[off], before[off])
+    np.testing.assert_array_equal(got[~off], expected[~off])
+
+
+def test_disabled_lanes_of_a_pair():
+    words = [0, 0xFFFF0000, 0, 1, 3, 0, 0x80000000, 0]
+    rng = np.random.default_rng(10)
+    got, expected, _, before = run_plain(rng, "f16", "bf16", "bf16", "f32", 256, 64, group=2, mask=words)
+    off = np.array([words[i // 32] >> i % 32 & 1 for i in range(256)], bool)
     np.testing.assert_array_equal(got[off], before[off])
     np.testing.assert_array_equal(got[~off], expected[~off])
 
