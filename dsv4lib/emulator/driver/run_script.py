@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import runpy
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ def main(job: dict[str, Any]) -> int:
     args, arch = job.pop("args"), job.pop("arch")
     from dsv4lib.emulator.driver.device import device
     from dsv4lib.emulator.errors import EmulatorError
+    from dsv4lib.emulator.hazards import errors
     from dsv4lib.errors import DSV4Error
 
     sys.argv = [str(script), *args]
@@ -28,9 +31,10 @@ def main(job: dict[str, Any]) -> int:
                 runpy.run_path(str(script), run_name="__main__")
             except SystemExit as stop:
                 code = _exit_code(stop)
-            for hazard in gpu.hazards:
+            found = merged(gpu.hazards)
+            for hazard in found:
                 print(f"dsv4 emulate: {hazard}", file=sys.stderr)
-            if code == 0 and gpu.hazards:
+            if code == 0 and errors(found):
                 code = HAZARD
     except KeyboardInterrupt:
         print("dsv4 emulate: interrupted", file=sys.stderr)
@@ -43,6 +47,17 @@ def main(job: dict[str, Any]) -> int:
             return FAILED
         return REFUSED if isinstance(error, DSV4Error) else 1
     return code
+
+
+def merged(hazards: Iterable[Any]) -> list[Any]:
+    """One of each finding, counted over all launches."""
+    found: dict[Any, Any] = {}
+    for hazard in hazards:
+        key = (hazard.key(), hazard.place.kernel if hazard.place else "")
+        if key in found:
+            hazard = dataclasses.replace(found[key], count=found[key].count + hazard.count)
+        found[key] = hazard
+    return list(found.values())
 
 
 def _exit_code(stop: SystemExit) -> int:

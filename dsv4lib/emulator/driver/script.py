@@ -4,8 +4,8 @@ The script runs in a fresh process whose environment is set before anything is i
 and their cache switches at import. With ``arch="auto"`` it starts as sm_100a; if the script asks for another
 architecture (the DSL refuses the one at hand and names what it wants), it is started again with that one.
 
-Exit code: the script's own; `HAZARD` if the script succeeded but a check reported something; `FAILED` if the emulator
-stopped a launch (the message is on standard error); `REFUSED` if the script cannot be run at all.
+Exit code: the script's own; `HAZARD` if the script succeeded but a check reported an error (lints are printed only);
+`FAILED` if the emulator stopped a launch (the message is on standard error); `REFUSED` if the script cannot be run.
 """
 
 from __future__ import annotations

@@ -65,15 +65,19 @@ def test_exit_codes(script, capfd, body, args, code):
         assert "outside every allocation" in error and "somebody.py:" in error
 
 
-def test_hazards_have_their_own_exit_code(script, capfd):
-    body = """
+@pytest.mark.parametrize(("kind", "code"), [("uninitialised_smem", HAZARD), ("tmem_lane_quarter", 0)])
+def test_errors_have_their_own_exit_code_and_lints_have_none(script, capfd, kind, code):
+    body = f"""
     from dsv4lib.emulator.driver.device import current
-    from dsv4lib.emulator.launch import Hazard
+    from dsv4lib.emulator.hazards import Hazard
     main(32)
-    current().launches[-1].result.hazards.append(Hazard("planted", "a planted hazard", None))
+    main(32)
+    for launch in current().launches:
+        launch.result.hazards.append(Hazard({kind!r}, "a planted hazard", None))
     """
-    assert emulate(script(body), arch="sm_100a") == HAZARD
-    assert "a planted hazard" in capfd.readouterr().err
+    assert emulate(script(body), arch="sm_100a") == code
+    error = capfd.readouterr().err
+    assert error.count("a planted hazard") == 1 and "(2 times)" in error
 
 
 def test_auto_starts_again_with_the_architecture_asked_for(script, capfd):
