@@ -20,7 +20,7 @@ from dsv4lib.emulator.errors import EmulatorError, Place
 from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, InstrDescriptor, SmemDescriptor
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
 from dsv4lib.emulator.hw.operand import Operand, k_major, mn_major
-from dsv4lib.emulator.hw.tcgen05_layout import Region, columns_used, lanes_allowed, regions, scale_words
+from dsv4lib.emulator.hw.tcgen05_layout import Region, by_row, columns_used, lanes_allowed, regions
 from dsv4lib.emulator.hw.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
 
 if TYPE_CHECKING:
@@ -256,13 +256,13 @@ class Mma:
         count = -(-rows // QUARTER)
         if not self._columns(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
-        words = tmem.data[:, column : column + count].reshape(4, QUARTER, count)
-        if not tmem.init[:, column : column + count].all():
+        words = by_row(tmem.data[:, column : column + count], rows)
+        codes = words.view(np.uint8).reshape(4, rows, 4)[:, :, data_id : data_id + s.k // self.block]
+        if not by_row(tmem.init[:, column : column + count], rows).all():
             self.report("uninitialised_tmem", f"reads uninitialised scale factors {what} (column {column})")
-        elif (words != words[0]).any():
+        elif (codes != codes[0]).any():
             self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")
-        blocks = s.k // self.block
-        return scale_words(words[0], rows).view(np.uint8).reshape(-1, 4)[:, data_id : data_id + blocks]
+        return codes[0]
 
     # --- accumulator ------------------------------------------------------------------------------------------------
 
@@ -278,9 +278,9 @@ class Mma:
         s = self.shape
         tmem: Tmem = tmem_of(self.ctas[region.cta])
         init = region.view(tmem.init, lane, column, width)
-        if self.accumulate and not init.all():
-            self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         live = self._live(region, lane)
+        if self.accumulate and not (init if live is None else init[live]).all():
+            self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)
         if s.d == "f32":
             if not self.accumulate:

@@ -81,6 +81,6 @@ def columns_used(n: int, placed: tuple[Region, ...]) -> int:
     return placed[0].columns.stop - placed[0].columns.start
 
 
-def scale_words(words: np.ndarray, rows: int) -> np.ndarray:
-    """uint32[rows] of scale words uint32[32, columns]: row r is in lane r % 32 of column r / 32."""
-    return np.ascontiguousarray(words.T).reshape(-1)[:rows]
+def by_row(cells: np.ndarray, rows: int) -> np.ndarray:
+    """(4, rows) of scale-factor cells (128, columns): row r is lane r % 32 of column r / 32, in every quarter."""
+    return np.ascontiguousarray(cells.reshape(4, QUARTER, -1).transpose(0, 2, 1)).reshape(4, -1)[:, :rows].copy()

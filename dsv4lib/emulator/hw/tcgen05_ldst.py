@@ -131,7 +131,8 @@ def _plan(
         raise EmulatorError(f"{len(items)} registers given, {what}.{shape}.{num} has {registers}")
     cells, columns = fragment(shape, registers, form.has("pack"), split[0].bits if split else 0)
     items = items if result is None else (*items, result)
-    plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), has_wait(warp, instr, items))
+    waits = what != "tcgen05.st" and has_wait(warp, instr, items)
+    plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), waits)
     if len(_plans) > 1 << 14:
         _plans.clear()
     _plans[id(instr)] = plan
