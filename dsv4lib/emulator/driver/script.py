@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from dsv4lib.errors import ArgumentError
 
 HAZARD, FAILED, REFUSED, INTERRUPTED = 90, 91, 92, 130
 FIRST = "sm_100a"
+STOP_SECONDS = 3.0  # between an interrupt and a stronger one
 _ROOT = Path(__file__).resolve().parents[3]  # where this dsv4lib lies: the child must run the same one
 _START = """
 import json, sys
@@ -122,6 +124,18 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.wait()  # the signal reaches the whole group; let the script end by itself
+            _stop(process)
             return INTERRUPTED, ""
         return (128 - code if code < 0 else code), report.read_text() if report.exists() else ""
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """Let an interrupted script end by itself; a signal from the keyboard has reached it too, another may have not."""
+    for signal_number in (None, signal.SIGINT, signal.SIGKILL):
+        if signal_number is not None:
+            process.send_signal(signal_number)
+        try:
+            process.wait(STOP_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue

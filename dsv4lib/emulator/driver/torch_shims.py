@@ -220,10 +220,6 @@ def _itself(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
     return tensor
 
 
-def _nothing(mode: CudaMode, *args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
     return -1 if mode._real(tensor) else 0
 
@@ -234,7 +230,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cpu: _cpu,
     torch.Tensor.data_ptr: _data_ptr,
     torch.Tensor.pin_memory: _itself,
-    torch.Tensor.record_stream: _nothing,
     torch.Tensor.get_device: _get_device,
 }
 
@@ -261,6 +256,8 @@ def patched(default: str) -> Iterator[None]:
         for owner, name, value in cuda_api.replacements():
             patch.set(owner, name, value)
         patch.set(torch, "Generator", Generator)
+        # Not through the mode: torch checks the type of the stream before it asks the mode.
+        patch.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.set(
             torch, "set_default_device", lambda device: setattr(mode, "default", "cuda" if is_cuda(device) else "cpu")
         )

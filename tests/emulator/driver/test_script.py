@@ -124,13 +124,17 @@ def test_bad_arguments(tmp_path):
         emulate(tmp_path / "some.py", arch="sm_75")
 
 
-def test_ctrl_c(script, tmp_path):
+@pytest.mark.parametrize("group", [True, False])
+def test_ctrl_c(script, tmp_path, group):
+    """From the keyboard the whole group gets the signal; `kill -INT` reaches the parent alone."""
     flag = tmp_path / "running"
-    path = script(f"import time; open({str(flag)!r}, 'w').close(); time.sleep(60)")
+    path = script(f"import time; open({str(flag)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
     code = f"import sys; from dsv4lib.emulator import emulate; sys.exit(emulate({str(path)!r}, arch='sm_100a'))"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    end = time.monotonic() + 60
-    while not flag.exists() and time.monotonic() < end:
+    end = time.monotonic() + 100
+    while (not flag.exists() or not flag.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
+    (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
+    assert process.wait(60) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(flag.read_text()), 0)
