@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -31,6 +32,7 @@ from dsv4lib.errors import BackendUnavailable
 
 MAGIC = b"dsv4 native 1\n"
 OPT_LEVEL = 2
+KEEP = 256  # cache files; the least recently used go
 FAMILIES = ("compare", "cvt", "cvt_packed", "float", "int", "logic", "pack", "special", "warp")
 
 
@@ -178,9 +180,8 @@ class Library:
         for path in sorted(self.folder.glob("*.code")):
             if path not in self._seen:
                 self._seen.add(path)
-                with open(path, "rb") as file:
-                    names = read_header(file)["names"]
-                self._on_disk.update(dict.fromkeys(names, path))
+                header, _ = read_file(path, use=False)
+                self._on_disk.update(dict.fromkeys(header["names"], path))
 
     def _compile(self, units: dict[str, tuple[str, irtools.Handler]]) -> Path:
         """Compile a batch and write it to the cache."""
@@ -196,13 +197,19 @@ class Library:
             file.write(MAGIC + header + code)
         os.replace(draft, path)  # atomic: a reader sees the old file or the whole new one
         self._seen.add(path)
+        self._prune()
         return path
+
+    def _prune(self) -> None:
+        """Remove cache files not used for longest; code that is loaded does not need its file."""
+        files = sorted(self.folder.glob("*.code"), key=last_use, reverse=True)
+        for path in files[KEEP:]:
+            path.unlink(missing_ok=True)
+            self._on_disk = {name: where for name, where in self._on_disk.items() if where != path}
 
     def _load(self, path: Path) -> None:
         """Link a cached batch into the process; a damaged file is dropped and compiled anew by the caller."""
-        with open(path, "rb") as file:
-            header = read_header(file)
-            code = file.read()
+        header, code = read_file(path, use=True)
         if not header["names"] or hashlib.sha256(code).hexdigest() != header["sha256"]:
             self._on_disk = {name: where for name, where in self._on_disk.items() if where != path}
             return
@@ -212,14 +219,29 @@ class Library:
             self._address.setdefault(name, self._engine.get_function_address(name))
 
 
-def read_header(file) -> dict:
-    """Symbols and checksum of a cache file; no symbols if it is not one of ours or was cut short."""
-    if file.readline() != MAGIC:
-        return {"sha256": "", "names": []}
+def read_file(path: Path, use: bool) -> tuple[dict[str, Any], bytes]:
+    """Header (symbols and checksum) of a cache file and, for ``use``, its code.
+
+    No symbols if it is not one of ours, was cut short, or has just been pruned by another process.
+    """
     try:
-        return json.loads(file.readline())
-    except ValueError:
-        return {"sha256": "", "names": []}
+        with open(path, "rb") as file:
+            if file.readline() == MAGIC:
+                header = json.loads(file.readline())
+                if use:
+                    os.utime(file.fileno())  # see _prune
+                return header, file.read() if use else b""
+    except (FileNotFoundError, ValueError):
+        pass
+    return {"sha256": "", "names": []}, b""
+
+
+def last_use(path: Path) -> int:
+    """When a cache file was used last; 0 if it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def cvta_to(e: Emitter, form: Form) -> None:
     e.store(0, a & 0xFFFFFFFF if window else a)
 
 
-@isa.native("isspacep.<space:global|shared|shared::cta|shared::cluster|local>")
+@isa.native("isspacep.<space:global|shared|shared::cta|shared::cluster|local|param|param::entry>")
 def isspacep(e: Emitter, form: Form) -> None:
     """p = generic address a lies in ``space``; .shared is .shared::cta, this CTA's part of the window."""
     a = e.load(1, "i64")
@@ -104,6 +104,9 @@ def isspacep(e: Emitter, form: Form) -> None:
         inside = e.icmp("ne", top, abi.SHARED_WINDOW >> 56) & e.icmp("ne", top, abi.LOCAL_WINDOW >> 56)
     elif space == "local":
         inside = e.icmp("eq", top, abi.LOCAL_WINDOW >> 56)
+    elif space.startswith("param"):  # part of the global space
+        start, size = e.context("param", "i64"), e.cast("zext", e.context("param_bytes"), "i64")
+        inside = e.icmp("ult", a - e.splat(start), e.splat(size))
     else:
         inside = e.icmp("eq", top, abi.SHARED_WINDOW >> 56)
         if space != "shared::cluster":

@@ -87,6 +87,20 @@ def test_damaged_files_are_compiled_again(tmp_path, damage):
     assert third.compiled == 0
 
 
+def test_old_files_are_pruned(tmp_path, monkeypatch):
+    """Only the files used last stay; pruned code is compiled again by the next process."""
+    monkeypatch.setattr(library, "KEEP", 2)
+    first = Library(tmp_path)
+    for opcode in ("add.s32", "sub.s32", "mul.lo.s32", "min.s32"):
+        first.handlers([(opcode, "32 32 32")])
+    assert len(list(tmp_path.glob("*.code"))) == 2
+    second = Library(tmp_path)
+    second.handlers([("min.s32", "32 32 32"), ("mul.lo.s32", "32 32 32")])
+    assert second.compiled == 0
+    second.handlers([("add.s32", "32 32 32")])
+    assert second.compiled == 1
+
+
 def test_folder_must_be_private(tmp_path, monkeypatch):
     monkeypatch.setenv("DSV4_CACHE", str(tmp_path))
     folder = library.cache_folder()

@@ -95,11 +95,13 @@ def test_lanes(case):
 
 
 SPACE_OF = {
-    "global": {"g"},
+    "global": {"g", "p", "behind"},
     "local": {"l"},
     "shared": {"own"},
     "shared::cta": {"own"},
     "shared::cluster": {"own", "peer"},
+    "param": {"p"},
+    "param::entry": {"p"},
 }
 
 
@@ -108,10 +110,18 @@ def test_isspacep(space):
     """Addresses of every kind seen from CTA 3 of a cluster."""
     import numpy as np
 
-    kinds = [["g", "own", "peer", "l"][k % 4] for k in range(32)]
-    address = {"g": 0x7F00_0000_1000, "own": SHARED | 3 << 24 | 0x400, "peer": SHARED | 1 << 24 | 0x400, "l": LOCAL | 8}
+    param = 0x5500_0000_0040
+    address = {
+        "g": 0x7F00_0000_1000,
+        "own": SHARED | 3 << 24 | 0x400,
+        "peer": SHARED | 1 << 24 | 0x400,
+        "l": LOCAL | 8,
+        "p": param + 0x7F,
+        "behind": param + 0x80,
+    }
+    kinds = [list(address)[k % len(address)] for k in range(32)]
     u = unit(f"isspacep.{space}", "1 64")
-    u.run({1: np.array([address[k] for k in kinds], np.uint64)}, rank=3)
+    u.run({1: np.array([address[k] for k in kinds], np.uint64)}, rank=3, param=param, param_bytes=0x80)
     assert int(u.register(0)[0]) == sum((k in SPACE_OF[space]) << i for i, k in enumerate(kinds))
 
 
