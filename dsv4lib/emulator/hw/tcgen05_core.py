@@ -24,6 +24,7 @@ from dsv4lib.emulator.hw.tcgen05_layout import Region, by_row, columns_used, lan
 from dsv4lib.emulator.hw.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
 
 if TYPE_CHECKING:
+    from dsv4lib.emulator.async_units import AsyncOp
     from dsv4lib.emulator.cta import Cta
     from dsv4lib.emulator.ptx.ir import Instr
     from dsv4lib.emulator.warp import Warp
@@ -49,6 +50,7 @@ class Mma:
         disabled: bool[CTAs, 128], lanes of D that are not written; None = all are.
         zero_columns: mask and shift of B's columns (.ws).
         block: elements of K that share a scale factor; sfa, sfb: tensor-memory addresses.
+        queued: its operation in the tensor pipe.
     """
 
     warp: Warp
@@ -66,7 +68,7 @@ class Mma:
     block: int = 0
     sfa: int = 0
     sfb: int = 0
-    place: Place | None = None
+    queued: AsyncOp | None = None
     regions: tuple[Region, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,7 +92,12 @@ class Mma:
 
     def report(self, kind: str, message: str, **facts: object) -> None:
         """Report a hazard of this instruction."""
-        self.ctas[0].machine.report(kind, f"tcgen05.mma {message}", self.place or self.warp.place(self.instr), **facts)
+        self.ctas[0].machine.report(kind, f"tcgen05.mma {message}", self.place, **facts)
+
+    @property
+    def place(self) -> Place | None:
+        """Where it was issued."""
+        return self.warp.place(self.instr) if self.queued is None else self.queued.place
 
     @property
     def width(self) -> int:
@@ -193,6 +200,10 @@ class Mma:
             data, init = (x[:, column : column + A_WORDS] for x in (tmem.data, tmem.init))
         if not init.all():
             self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
+        if cta.machine.race is not None:
+            whole = not self.regions[0].split
+            cta.machine.race.tensor(cta, lambda x: x[:, column : column + A_WORDS] if whole else
+                region.view(x, lane, column, A_WORDS), False)
         if cta.machine.trace is not None:
             lanes = np.unique(self.regions[0].view(_LANE_NUMBERS, self.a >> 16, column, 1))
             lanes = lanes if self.regions[0].split else np.arange(LANES)
@@ -231,6 +242,8 @@ class Mma:
     def _check(self, cta: Cta, operand: Operand, what: str) -> None:
         if cta.machine.trace is not None:
             cta.machine.trace.smem_operand(cta, self.warp, self.instr, f"mma {what}", operand)
+        if cta.machine.race is not None:
+            cta.machine.race.shared_chunks(cta, operand.first + operand.chunks, False)
         if not operand.initialised():
             low, high = operand.span()
             self.report(
@@ -256,6 +269,8 @@ class Mma:
         count = -(-rows // QUARTER)
         if not self._columns(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
+        if cta.machine.race is not None:
+            cta.machine.race.tensor(cta, lambda x: x[:, column : column + count], False)
         words = by_row(tmem.data[:, column : column + count], rows)
         codes = words.view(np.uint8).reshape(4, rows, 4)[:, :, data_id : data_id + s.k // self.block]
         if not by_row(tmem.init[:, column : column + count], rows).all():
@@ -270,8 +285,7 @@ class Mma:
         """Are the columns allocated? False, after a report, if they do not exist."""
         if tmem_of(cta).fault(column, count) is None:
             return True
-        place = self.place or self.warp.place(self.instr)
-        return check_span(cta, column, count, f"tcgen05.mma {what}", place) and column + count <= COLUMNS
+        return check_span(cta, column, count, f"tcgen05.mma {what}", self.place) and column + count <= COLUMNS
 
     def _store(self, region: Region, part: np.ndarray, column: int, width: int, lane: int) -> None:
         """Accumulate one block."""
@@ -279,6 +293,10 @@ class Mma:
         tmem: Tmem = tmem_of(self.ctas[region.cta])
         init = region.view(tmem.init, lane, column, width)
         live = self._live(region, lane)
+        race = self.warp.cta.machine.race
+        if race is not None and live is None:
+            cta = self.ctas[region.cta]
+            race.tensor(cta, lambda x: region.view(x, lane, column, width), True, (region, lane, column, width))
         if self.accumulate and not (init if live is None else init[live]).all():
             self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)

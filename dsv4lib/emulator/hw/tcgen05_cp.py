@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4lib.emulator import isa
-from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.hw.descriptor import SmemDescriptor, smem_descriptor
 from dsv4lib.emulator.hw.numeric import unpack_4bit, unpack_6bit
 from dsv4lib.emulator.hw.operand import k_major
@@ -41,6 +41,7 @@ from dsv4lib.emulator.ptx.ir import Instr
 from dsv4lib.emulator.warp import Warp
 
 if TYPE_CHECKING:
+    from dsv4lib.emulator.async_units import AsyncOp
     from dsv4lib.emulator.cta import Cta
 
 _GROUP = "<group:cta_group::1|cta_group::2>"
@@ -75,34 +76,32 @@ def cp(warp: Warp, instr: Instr, form: Form) -> None:
         limit = QUARTER if form.get("shape") == "4x256b" else 1
         if address >> 16 >= limit:
             raise EmulatorError(f"tcgen05.cp.{form.get('shape')} to lane {address >> 16}, must be below {limit}")
+        op: list[AsyncOp] = []
 
-        def complete(address: int = address, descriptor: SmemDescriptor = descriptor) -> None:
+        def complete(op: list = op, address: int = address, descriptor: SmemDescriptor = descriptor) -> None:
             for cta in ctas:
-                copy(cta, address, descriptor, form, warp, instr)
+                copy(cta, address, descriptor, form, op[0])
 
         label = f"cp {form.get('shape')} smem {descriptor.start:#x} -> tmem column {address & 0xFFFF}"
-        issue(warp, instr, tensor_unit(warp, group), label, complete)
+        op.append(issue(warp, instr, tensor_unit(warp, group), label, complete))
 
 
-def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, warp: Warp, instr: Instr) -> None:
+def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, op: AsyncOp) -> None:
     """Do the copy of one CTA."""
     machine, shape = cta.machine, form.get("shape")
     nbytes = 32 if shape.endswith("256b") else 16
     operand = k_major(cta.smem, descriptor, _ROWS[shape], nbytes)
-
-    def place() -> Place:
-        return warp.place(instr)
-
     if not operand.initialised():
         low, high = operand.span()
-        machine.report(
-            "uninitialised_smem", f"tcgen05.cp reads uninitialised shared memory {low:#x}-{high:#x}", place()
-        )
+        text = f"tcgen05.cp reads uninitialised shared memory {low:#x}-{high:#x}"
+        machine.report("uninitialised_smem", text, op.place)
     if writers := operand.writers():
         text = f"tcgen05.cp reads shared memory that warps {writers} wrote without fence.proxy.async"
-        machine.report("missing_proxy_fence", text, place(), warps=writers)
+        machine.report("missing_proxy_fence", text, op.place, warps=writers)
     if machine.trace is not None:
-        machine.trace.smem_operand(cta, warp, instr, "tcgen05.cp", operand)
+        machine.trace.smem_operand(cta, op.warp, op.instr, "tcgen05.cp", operand)
+    if machine.race is not None:
+        machine.race.shared_chunks(cta, operand.first + operand.chunks, False)
     raw = operand.read().reshape(_ROWS[shape], nbytes)
     if form.get("format") == "b6x16_p32":
         raw = unpack_6bit(raw)
@@ -110,14 +109,17 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, warp: W
         raw = unpack_4bit(raw) << np.uint8(2)
     lanes, rows = _TARGETS[f"{shape}.{form.get('multicast')}" if form.has("multicast") else shape]
     lane, column, count = address >> 16, address & 0xFFFF, nbytes // 4
-    if tmem_of(cta).fault(column, count) and not check_span(cta, column, count, "tcgen05.cp", place()):
+    if tmem_of(cta).fault(column, count) and not check_span(cta, column, count, "tcgen05.cp", op.place):
         return
     tmem = tmem_of(cta)
     tmem.data[lane + lanes, column : column + count] = np.ascontiguousarray(raw).view(np.uint32)[rows]
     tmem.init[lane + lanes, column : column + count] = True
+    if machine.race is not None:
+        cells = ((lane + lanes)[:, None] * COLUMNS + column + np.arange(count)).reshape(-1)
+        machine.race.tensor_cells(cta, cells, True)
     machine.stats["tcgen05_cp_bytes"] += raw.size
     if machine.trace is not None:
-        machine.trace.tmem_access("cp", cta, warp, instr, lane + lanes, (column, column + count))
+        machine.trace.tmem_access("cp", cta, op.warp, op.instr, lane + lanes, (column, column + count))
 
 
 @isa.service(
@@ -142,6 +144,9 @@ def shift(warp: Warp, instr: Instr, form: Form) -> None:
                     place = warp.place(instr)
                     if not check_span(cta, column, SHIFT_COLUMNS, "tcgen05.shift", place):
                         return
+                if cta.machine.race is not None:
+                    rows, end = slice(first, first + QUARTER), column + SHIFT_COLUMNS
+                    cta.machine.race.tensor(cta, lambda x, r=rows, e=end: x[r, column:e], True)
                 for array in (tmem.data, tmem.init):
                     block = array[first : first + QUARTER, column : column + SHIFT_COLUMNS]
                     block[:-1] = block[1:].copy()

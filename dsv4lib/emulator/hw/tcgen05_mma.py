@@ -45,7 +45,7 @@ def _matrix(warp: Warp, operand: Operand, lane: int) -> SmemDescriptor | int:
 
 
 def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
-    issue(warp, instr, tensor_unit(warp, len(op.ctas)), str(op), op.run)
+    op.queued = issue(warp, instr, tensor_unit(warp, len(op.ctas)), str(op), op.run)
 
 
 @isa.service(

@@ -42,7 +42,7 @@ class Bench:
         )
         self.hazards: list[tuple[str, str]] = []
         self.machine = SimpleNamespace(
-            arch=arch, stats=Counter(), trace=None, time=0, changed=lambda: None, report=self._report
+            arch=arch, stats=Counter(), trace=None, race=None, time=0, changed=lambda: None, report=self._report
         )
         self.machine.units = AsyncUnits(self.machine)
         self.cluster = Cluster(self.machine, 0, (0, 0, 0), (ctas, 1, 1))
