@@ -188,6 +188,7 @@ def test_torch_cuda_and_bindings(gpu):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         torch.cuda.synchronize()
+        torch.ones(3, device="cuda").record_stream(torch.cuda.current_stream())
     assert event.elapsed_time(event) != event.elapsed_time(event)  # NaN: no invented times
     assert driver.cuInit(0) == (driver.CUresult.CUDA_SUCCESS,)
     number = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
