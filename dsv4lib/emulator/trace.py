@@ -54,6 +54,7 @@ NAMED = np.dtype([*_WHEN, *_WHO, ("kind", "U8"), ("number", "<i4"), ("arrived", 
 # One stretch of a warp's life. state: run or wait; reason: on what; barrier: shared address of the mbarrier, or -1;
 # line: PTX line where the stretch began.
 STATES = np.dtype([*_WHO, ("state", "U4"), ("reason", "U24"), ("barrier", "<i8"), ("time", "<i8"), ("end", "<i8")])
+TMEM_KINDS = ("mma", "st", "cp", "A", "ld")  # what `TMEM.what` can be: writes, then reads
 FENCES = np.dtype([*_WHEN, *_WHO, ("what", "U24")])
 
 
@@ -129,6 +130,42 @@ class Trace:
         for row in np.nonzero((rows["cta"] == cta) & (rows["write"] == write) & (rows["event"] <= event))[0]:
             last[self.chunks[row]] = row
         return last
+
+    def tmem_state(self, event: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Tensor memory at a moment: the kind of the last access to each cell, and when it was.
+
+        Returns:
+            (int64 [128, 512], index into `TMEM_KINDS` or -1; int64 [128, 512], its time or -1).
+        """
+        last = np.maximum(self.tmem_at(event, cta), self.tmem_at(event, cta, write=False))
+        kinds = np.array([*(TMEM_KINDS.index(what) for what in self.tmem["what"]), -1], np.int64)
+        return kinds[last], np.append(self.tmem["time"], -1)[last]
+
+    def smem_history(self, points: np.ndarray, cta: int = 0) -> tuple[np.ndarray, list[str]]:
+        """Shared memory at several events: the kind of the last access to each 16-byte chunk.
+
+        Args:
+            points: int [n], ascending event numbers.
+
+        Returns:
+            (int64 [chunks, n], index into the names or -1; names of the kinds).
+        """
+        names = sorted(set(self.smem["what"].tolist()))
+        state = np.full(-(-self.smem_bytes // 16), -1, np.int64)
+        out = np.empty((len(state), len(points)), np.int64)
+        rows = np.nonzero(self.smem["cta"] == cta)[0]
+        done = 0
+        for i, point in enumerate(points):
+            while done < len(rows) and self.smem["event"][rows[done]] <= point:
+                state[self.chunks[rows[done]]] = names.index(self.smem["what"][rows[done]])
+                done += 1
+            out[:, i] = state
+        return out, names
+
+    def time_of(self, event: int) -> int:
+        """Logical time of the last record up to ``event``."""
+        whens = [table[["event", "time"]] for table in (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers)]
+        return max((int(w["time"][w["event"] <= event].max(initial=0)) for w in whens), default=0)
 
     def mbarriers_at(self, event: int, cta: int = 0) -> dict[int, np.void]:
         """Last known state of each mbarrier by offset, up to and including ``event``."""

@@ -12,10 +12,11 @@ import numpy as np
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz.panels import frame, styled, ticks
-from dsv4lib.viz.style import INK, MUTED, PAPER, new_figure, set_alt
+from dsv4lib.viz.panels import cell_lines, frame, styled, ticks
+from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, new_figure, set_alt
 
 _NEVER, _FILL, _AGAIN = "#eef1f4", "#c9ced4", "#b00020"
 _LIGHT = ("#8fc1e3", "#f5cf85", "#8ed3bd", "#e8bdd4", "#bfe1f6", "#eeb089", "#f7ef9f")  # the palette, tinted
@@ -125,3 +126,58 @@ def _labels(ax: Any, starts: np.ndarray, box: tuple[int, int], shape: tuple[int,
             for start, size, end in zip((row, column), box, shape, strict=True)
         )
         ax.text(x, y, text, ha="center", va="center", color=PAPER if len(loads) > 1 else INK)
+
+
+@styled
+def iterations(
+    shape: tuple[int, int],
+    box: tuple[int, int],
+    coords: Any,
+    title: str,
+    axes: tuple[str, str] = ("row", "k"),
+) -> Figure:
+    """Which box each iteration of a loop loads: a loop that walks its operand draws a diagonal, a stuck one a bar.
+
+    Args:
+        shape: (rows, columns) of the tensor, or of the part that the loop has to cover.
+        box: (rows, columns) of a box.
+        coords: integer [iterations, 2], first (row, column) of each box, multiples of the box.
+        title: what is loaded.
+        axes: names of the two directions.
+
+    Raises:
+        ArgumentError: a box off the grid of boxes.
+    """
+    starts = _starts(coords)
+    grid = [-(-extent // size) for extent, size in zip(shape, box, strict=True)]
+    place = starts // np.array(box)
+    if (starts % np.array(box)).any() or (place < 0).any() or (place >= np.array(grid)).any():
+        raise ArgumentError("coords", starts.tolist()[:4], f"multiples of {box} inside {shape}")
+    number = place[:, 0] * grid[1] + place[:, 1]
+    loaded = np.bincount(number, minlength=grid[0] * grid[1])
+    picture = np.zeros((len(loaded), len(starts)), np.int64)  # 0 nothing, 1 loaded, 2 loaded again, 3 never loaded
+    picture[loaded == 0] = 3
+    seen: set[int] = set()
+    for i, at in enumerate(number.tolist()):
+        picture[at, i] = 2 if at in seen else 1
+        seen.add(at)
+    colours = [_NEVER, PALETTE[0], _AGAIN, "#f3c6cd"]
+    fig = new_figure(height=min(1.5 + 0.24 * len(loaded), 4.2))
+    ax = fig.subplots()
+    ax.imshow(picture, cmap=ListedColormap(colours), vmin=0, vmax=3, aspect="auto")
+    frame(ax)
+    if max(picture.shape) <= 40:
+        cell_lines(ax, *picture.shape)
+    names = [f"{axes[0]} {i // grid[1] * box[0]}, {axes[1]} {i % grid[1] * box[1]}" for i in range(len(loaded))]
+    step = -(-len(names) // 16)
+    ax.set_yticks(range(0, len(names), step), names[::step])
+    ax.set_xticks(range(0, len(starts), -(-len(starts) // 16)))
+    ax.set_xlabel("iteration")
+    again, never = int((loaded - 1).clip(0).sum()), int((loaded == 0).sum())
+    ax.set_title(title)
+    handles = [
+        Patch(facecolor=c, label=n) for c, n in zip(colours[1:], ("loaded", "loaded again", "never"), strict=True)
+    ]
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    facts = f"{len(starts)} boxes loaded, {again} of them again; {never} of {len(loaded)} boxes never loaded"
+    return set_alt(fig, f"TMA boxes by iteration, {title}: {facts}.")

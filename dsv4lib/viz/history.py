@@ -1,0 +1,156 @@
+"""On-chip memories over time: who owns which cell of tensor memory, and which part of shared memory, at chosen moments.
+
+Everything is arrays: codes of owners, ages from 0 (old) to 1 (just now). Old content is pale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.viz.panels import frame, styled
+from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.timeline import CLOCK
+from dsv4lib.viz.tmem import COLUMNS, LANES, QUARTER
+
+_EMPTY = "#eef1f4"
+_PALEST = 0.35  # how much of its colour the oldest content keeps
+
+
+def colour_codes(codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None) -> np.ndarray:
+    """float [..., 3] colours of owner codes; code -1 is empty; ``fresh`` in [0, 1] fades old content.
+
+    Raises:
+        ArgumentError: a code without a name.
+    """
+    if codes.size and (codes.max() >= len(names) or codes.min() < -1):
+        raise ArgumentError("codes", f"{codes.min()}..{codes.max()}", f"-1..{len(names) - 1}, one per name")
+    table = np.array([to_rgb(PALETTE[i % len(PALETTE)]) for i in range(len(names))] + [to_rgb(_EMPTY)])
+    colours = table[codes]
+    if fresh is not None:
+        keep = (_PALEST + (1 - _PALEST) * np.clip(fresh, 0, 1))[..., None]
+        keep = np.where((codes < 0)[..., None], 1.0, keep)
+        colours = colours * keep + np.array(to_rgb(PAPER)) * (1 - keep)
+    return colours
+
+
+@styled
+def tmem_over_time(
+    codes: Any, names: Sequence[str], moments: Sequence[str], title: str, fresh: Any = None, columns: int = 3
+) -> Figure:
+    """Tensor memory at several moments: 128 lanes x 512 columns each, coloured by who touched a cell last.
+
+    Args:
+        codes: integer [moments, 128, 512], index into ``names``, -1 = untouched.
+        names: of the owners.
+        moments: title of each panel.
+        title: of which launch and CTA.
+        fresh: [moments, 128, 512] from 0 (oldest, pale) to 1 (just touched); None = no fading.
+        columns: panels side by side.
+
+    Raises:
+        ArgumentError: shapes that do not fit, a code without a name.
+    """
+    values = np.asarray(codes)
+    if values.shape != (len(moments), LANES, COLUMNS) or values.dtype.kind not in "iu" or not len(moments):
+        wanted = f"integers [{len(moments)}, {LANES}, {COLUMNS}], at least one moment"
+        raise ArgumentError("codes", f"{values.dtype}{list(values.shape)}", wanted)
+    shades = None if fresh is None else np.asarray(fresh, float)
+    across = min(columns, len(moments))
+    rows = -(-len(moments) // across)
+    fig = new_figure(height=0.9 + 1.75 * rows)
+    axes = fig.subplots(rows, across, squeeze=False, sharex=True, sharey=True)
+    for i, ax in enumerate(axes.ravel()):
+        if i >= len(moments):
+            ax.axis("off")
+            continue
+        ax.imshow(colour_codes(values[i], names, None if shades is None else shades[i]), aspect="auto")
+        for quarter in range(1, 4):
+            ax.axhline(QUARTER * quarter - 0.5, color=MUTED, linewidth=0.6, linestyle=(0, (4, 3)))
+        frame(ax)
+        ax.set_title(moments[i], fontsize=8.5, fontweight="normal")
+        ax.set_yticks(range(0, LANES, QUARTER))
+        ax.set_xticks(range(0, COLUMNS, 128))
+    for ax in axes[:, 0]:
+        ax.set_ylabel("lane")
+    for ax in axes[-1]:
+        ax.set_xlabel("column")
+    _legend(fig, names, values)
+    fig.suptitle(title, fontsize=10, fontweight="bold", color=INK, x=0.01, ha="left")
+    used = "; ".join(f"{moment}: {_amounts(values[i], names)}" for i, moment in enumerate(moments))
+    return set_alt(fig, f"Tensor memory over time, {title}. Cells by last owner: {used}.")
+
+
+def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray) -> None:
+    shown = [i for i in range(len(names)) if (codes == i).any()]
+    handles = [Patch(facecolor=PALETTE[i % len(PALETTE)], label=names[i]) for i in shown]
+    handles.append(Patch(facecolor=_EMPTY, label="untouched"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
+
+
+def _amounts(codes: np.ndarray, names: Sequence[str]) -> str:
+    counts = [f"{names[i]} {int((codes == i).sum())}" for i in range(len(names)) if (codes == i).any()]
+    return ", ".join(counts) or "none"
+
+
+@styled
+def smem_over_time(
+    codes: Any,
+    times: Any,
+    names: Sequence[str],
+    title: str,
+    regions: Sequence[tuple[str, int, int]] = (),
+    chunk_bytes: int = 16,
+    now: float | None = None,
+) -> Figure:
+    """Shared memory (upwards) against time: who touched each chunk last.
+
+    Args:
+        codes: integer [chunks, times], index into ``names``, -1 = untouched.
+        times: [times], ascending.
+        names: of the accesses.
+        title: of which launch and CTA.
+        regions: (name, first byte, end) of buffers, named at the right and separated by lines.
+        chunk_bytes: bytes of a chunk.
+        now: a time to mark with a vertical line.
+
+    Raises:
+        ArgumentError: shapes that do not fit, a code without a name.
+    """
+    values, clock = np.asarray(codes), np.asarray(times, float)
+    if values.ndim != 2 or values.dtype.kind not in "iu" or clock.shape != values.shape[1:] or len(clock) < 2:
+        raise ArgumentError(
+            "codes", f"{values.dtype}{list(values.shape)}", "integers [chunks, times], two times or more"
+        )
+    fig = new_figure(height=4.2)
+    ax = fig.subplots()
+    total = len(values) * chunk_bytes
+    ax.imshow(
+        colour_codes(values, names),
+        aspect="auto",
+        origin="lower",
+        extent=(clock[0], clock[-1], 0, total / 1024),
+        interpolation="nearest",
+    )
+    frame(ax)
+    for name, first, end in regions:
+        ax.axhline(first / 1024, color=PAPER, linewidth=0.9)
+        middle = (first + end) / 2048
+        if end - first > 0.025 * total:
+            ax.text(1.006, middle, name, va="center", fontsize=8, color=MUTED, transform=ax.get_yaxis_transform())
+    if now is not None:
+        ax.axvline(now, color=INK, linewidth=1.0)
+    ax.set_ylabel("shared memory, KiB")
+    ax.set_xlabel(CLOCK)
+    ax.set_title(title)
+    _legend(fig, names, values)
+    last = _amounts(values[:, -1], names)
+    return set_alt(
+        fig, f"Shared memory over time, {title}: {total} bytes; 16-byte chunks by last access at the end: {last}."
+    )
