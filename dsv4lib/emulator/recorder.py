@@ -44,7 +44,7 @@ class Recorder:
         self._op = -1  # row of the operation that is completing
         self._rows: dict[tuple[str, int], int] = {}
         self._ops: list[list[Any]] = []
-        self._labels: list[str] = []
+        self._labels: list[Any] = []
         self._chunks: list[np.ndarray] = []
         self._tensors: dict[Any, int] = {}
         self._tables: dict[str, list[tuple]] = {
@@ -250,7 +250,7 @@ class Recorder:
             events=self.events,
             time=machine.time,
             ops=np.array([tuple(row) for row in self._ops], tables.OPS),
-            labels=self._labels,
+            labels=[str(label) for label in self._labels],
             chunks=self._chunks,
             tensors=list(self._tensors),
             lines=np.array([i.line for i in program.instructions], np.int32),
