@@ -156,3 +156,21 @@ def test_unknown_schedule():
 def test_statistics():
     result = launch(entry("", "mov.u32 %r1, 1; @%p1 mov.u32 %r1, 2;"), grid=3, block=64)
     assert (result.instructions, result.stats["ctas"], result.stats["warps"]) == (3 * 2 * 3, 3, 6)
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_waiting_for_a_phase_that_never_ends_is_a_deadlock(schedule):
+    """try_wait may give up and be repeated for ever: that is still a deadlock once nothing else can happen."""
+    text = entry(
+        "",
+        """
+        mov.u32 %r1, bar; mov.u32 %r2, %tid.x; setp.eq.u32 %p1, %r2, 0;
+        @%p1 mbarrier.init.shared.b64 [%r1], 2; bar.sync 0;
+        @%p1 mbarrier.arrive.shared.b64 _, [%r1];
+        WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra WAIT;
+        """,
+        shared=".shared .align 8 .b8 bar[8];",
+    )
+    with pytest.raises(Deadlock, match=r"warp 1: mbarrier.*try_wait") as error:
+        launch(text, grid=2, block=64, settings=Settings(schedule=schedule, instruction_limit=3_000_000))
+    assert "warp 0" in str(error.value)
