@@ -140,6 +140,34 @@ def test_every_element_type_can_be_put_and_read(value):
     assert tensormap.decode(raw[:64]).element is tensormap.ELEMENT_TYPES[value]
 
 
+# Descriptors that CuTeDSL's host code computed for SM100: (bytes, arguments); 128-byte L2 promotion in all of them.
+SM100 = [
+    (
+        "0050a017bd55000012650400220000000000000000000000000000000000000007010000c7000000"
+        "0000000000000000000000000000003f7f00000000000000",
+        (9, 0x55BD17A05000, [264, 200], [544], [64, 128], [1, 1], 0, 3, 2),
+    ),
+    (
+        "c0029418bd55000012652400310000000000000000000000000000000000000086010000e0000000"
+        "0000000000000000000000000000003f6f00000000000000",
+        (9, 0x55BD189402C0, [391, 225], [784], [64, 112], [1, 1], 0, 3, 2),
+    ),
+    (
+        "00d0f917bd5500001263040022000000000000000000000000000000000000000701000087000000"
+        "0000000000000000000000000000003f0f00000000000000",
+        (6, 0x55BD17F9D000, [264, 136], [544], [64, 16], [1, 1], 0, 3, 2),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SM100, ids=lambda c: str(c[1][2]))
+def test_sm100_form(case):
+    """The SM100 bits: one in every descriptor, one for tensors of 128 KiB and more."""
+    expected, arguments = case
+    raw = tensormap.encode_tiled(*arguments)
+    assert raw[:64].hex() == expected and tensormap.encode(tensormap.decode(raw[:64])) == raw
+
+
 # --- queues -----------------------------------------------------------------------------------------------------------
 
 
