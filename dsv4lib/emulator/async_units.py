@@ -48,6 +48,8 @@ class AsyncOp:
         order: issue number, set by `AsyncUnits.issue`; a follow-up operation keeps the number it is given.
         reads, writes: the CTA whose shared memory is read or written; checked when that CTA exits.
         lanes: mask of the issuing lanes, set at issue; pending: issued and not complete.
+        signals: the mbarrier that counts its bytes.
+        clock, entry, epoch: of the race detector.
     """
 
     unit: str
@@ -62,6 +64,10 @@ class AsyncOp:
     writes: Cta | None = None
     lanes: int = 0
     pending: bool = False
+    signals: Any = None
+    clock: Any = None
+    entry: int = -1
+    epoch: int = 0
 
     @property
     def place(self) -> Place | None:
@@ -127,6 +133,8 @@ class AsyncUnits:
         op.pending = True
         if self.machine.trace is not None:
             self.machine.trace.issued(op)
+        if self.machine.race is not None:
+            self.machine.race.issued(op)
         if op.start is not None:
             op.start()
         return op
@@ -169,13 +177,17 @@ class AsyncUnits:
             crc = self._crc[op.unit] = zlib.crc32(op.unit.encode())
         for value in (op.order, crc, self.machine.time):
             self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
-        trace = self.machine.trace
+        trace, race = self.machine.trace, self.machine.race
+        if race is not None:
+            outer, race.op = race.op, op
         if trace is None:
             op.complete()
         else:
             trace.completing(op)
             op.complete()
             trace.completed()
+        if race is not None:
+            race.op = outer
         self.machine.changed()
 
     def drain(self, choose: Callable[[list[AsyncOp]], AsyncOp] | None = None) -> None:

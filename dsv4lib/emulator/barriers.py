@@ -33,6 +33,7 @@ class NamedBarrier:
             counts as 32 threads, whatever its number of live lanes.
         explicit: the current use gave its thread count.
         votes: [number of true predicates, number of predicates] of barrier.red; results: of the last completed use.
+        sync: clocks of the race detector.
     """
 
     number: int
@@ -43,6 +44,7 @@ class NamedBarrier:
     who: dict[int, int] = field(default_factory=dict)
     votes: list[int] = field(default_factory=lambda: [0, 0])
     results: tuple[int, int] = (0, 0)
+    sync: Any = None
 
     def complete(self) -> None:
         """Start the next use."""
@@ -50,6 +52,8 @@ class NamedBarrier:
         self.results = (self.votes[0], self.votes[1])
         self.expected = self.arrived = 0
         self.who, self.votes = {}, [0, 0]
+        if self.sync is not None:
+            self.sync.complete()
 
     def detail(self) -> str:
         """For the deadlock report."""
@@ -99,6 +103,8 @@ def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: b
             f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", warp.place(instr)
         )
     _trace(warp, "named", barrier.number, barrier.arrived, expected)
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.arrived(barrier)
     if barrier.arrived == expected:
         barrier.complete()
     warp.cta.machine.changed()
@@ -108,6 +114,12 @@ def _trace(warp: Warp, kind: str, number: int, arrived: int, expected: int) -> N
     trace = warp.cta.machine.trace
     if trace is not None:
         trace.barrier(warp, kind, number, arrived, expected)
+
+
+def _passed(warp: Warp, barrier: NamedBarrier) -> None:
+    """The wait is over."""
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.acquired(warp, barrier)
 
 
 def _wait_for(barrier: NamedBarrier, phase: int, what: str) -> Block:
@@ -124,7 +136,7 @@ def bar_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
         _arrive(warp, barrier, instr.operands[1] if len(instr.operands) > 1 else None, _aligned(form), instr)
     else:
         barrier, phase = warp.pending
-    return _wait_for(barrier, phase, "barrier") if barrier.phase == phase else None
+    return _wait_for(barrier, phase, "barrier") if barrier.phase == phase else _passed(warp, barrier)
 
 
 @isa.service("bar[.cta].arrive", "barrier[.cta].arrive[.<aligned:aligned>]")
@@ -154,6 +166,7 @@ def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
     barrier, phase = warp.pending
     if barrier.phase == phase:
         return _wait_for(barrier, phase, "barrier.red")
+    _passed(warp, barrier)
     true, total = barrier.results
     op = form.get("op")
     warp.write(target, np.uint32(true) if op == "popc" else np.bool_(true == total if op == "and" else true > 0))
@@ -211,11 +224,13 @@ class ClusterBarrier:
 
     Attributes:
         arrivals, waits: completed arrive and wait instructions per warp (key: rank, warp).
+        left: clocks of the race detector by phase.
     """
 
     arrivals: dict[tuple[int, int], int] = field(default_factory=dict)
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)
     waits: dict[tuple[int, int], int] = field(default_factory=dict)
+    left: dict[int, Any] = field(default_factory=dict)
 
     def phase(self, warp: Warp) -> int:
         """Phases that every live warp of the cluster has arrived at."""
@@ -260,6 +275,8 @@ def cluster_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     if count > barrier.waits.get(key, 0) + 1:
         message = "barrier.cluster.arrive again without a barrier.cluster.wait in between"
         warp.cta.machine.report("cluster_double_arrive", message, warp.place(instr))
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.cluster_arrived(warp, barrier, count)
     _trace(warp, "cluster", 0, count, barrier.phase(warp))
     warp.cta.machine.changed()
 
@@ -276,6 +293,8 @@ def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
         return Block("barrier.cluster", lambda: barrier.phase(warp) > waits, lambda: barrier.detail(warp))
     if warp.words[GROUP] == warp.words[LIVE] or form.has("aligned"):
         barrier.waits[key] = waits + 1
+        if warp.cta.machine.race is not None:
+            warp.cta.machine.race.cluster_passed(warp, barrier, waits + 1)
     else:
         raise EmulatorError("barrier.cluster.wait by a part of a warp's lanes is not supported", warp.place(instr))
     return None

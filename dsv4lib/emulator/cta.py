@@ -75,6 +75,7 @@ class Cluster:
         self.machine, self.index, self.clusterid, self.shape = machine, index, clusterid, shape
         self.ctas: list[Cta] = []
         self.barrier: Any = None
+        self.race: Any = None  # state of the race detector
 
     def __repr__(self) -> str:
         return f"cluster {self.clusterid}"

@@ -18,9 +18,11 @@ from dsv4lib.emulator import launch as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.errors import HazardError, LaunchError, Place
+from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
 from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.native.abi import CHECK_RACE
 from dsv4lib.emulator.recorder import Recorder
 from dsv4lib.emulator.warp import Block, Warp
 
@@ -45,6 +47,7 @@ class Machine:
         events: bumped by everything that could unblock a warp: every service does.
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
+        race: the race detector, None = off.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Machine:
         self._params[: self.param_bytes] = np.frombuffer(request.params, np.uint8)[: self.param_bytes]
         self.param_address = self._params.ctypes.data
         self.units = AsyncUnits(self) if units is None else units
+        self.race = Detector(self) if self.settings.native_checks & CHECK_RACE else None
         self.queue: deque[Dim3] = deque(self._cluster_origins())
 
     def changed(self) -> None:
@@ -91,20 +95,24 @@ class Machine:
             raise LaunchError(f"variable {name} has no device memory")
         return self.variables[name]
 
-    def report(self, kind: str, message: str, place: Place | None, **facts: Any) -> None:
+    def report(self, kind: str, message: str, place: Place | None, **facts: Any) -> Hazard | None:
         """Record a hazard; one entry per kind and pair of PTX lines. ``owner=``: the place it conflicts with.
+
+        Returns:
+            the entry, None with all checks off.
 
         Raises:
             HazardError: the kind is fatal.
         """
         if not self.settings.native_checks:
-            return
+            return None
         hazard = Hazard(kind, message, place, facts, facts.pop("owner", None))
         known = self.hazards.setdefault(hazard.key(), hazard)
         if known is not hazard:
             known.count += 1
         if self.settings.fatal & {kind, hazard.severity, "all"}:
             raise HazardError(f"{kind}: {message}", place)
+        return known
 
     def cancel_cluster(self) -> Dim3 | None:
         """Take the next cluster that has not been launched (clusterlaunchcontrol.try_cancel).
@@ -141,6 +149,8 @@ class Machine:
     def cluster_started(self, cluster: Cluster) -> None:
         """A cluster has been created."""
         self.clusters.append(cluster)
+        if self.race is not None:
+            self.race.started(cluster)
         self.stats["ctas"] += len(cluster.ctas)
         for cta in cluster.ctas:
             for hook in CTA_CREATED:

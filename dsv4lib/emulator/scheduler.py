@@ -102,7 +102,7 @@ class Scheduler:
         if self.trace is not None:
             self.trace.slice_begins(warp)
         again = warp.block is not None
-        services = self.policy.services
+        services, race = self.policy.services, machine.race
         while True:
             if again:
                 again = False
@@ -111,6 +111,8 @@ class Scheduler:
                 reason = abi.SERVICE
             else:
                 reason = self._run(warp.context_address, self._records, quantum)
+                if race is not None and race.pending[0]:
+                    race.drain(warp)
             if reason == abi.SERVICE:
                 if warp.resume:
                     warp.pending = warp.resume.pop(words[PC], None)
@@ -145,6 +147,8 @@ class Scheduler:
     def _serve(self, warp: Warp, pc: int) -> Block | None:
         """Call the service at ``pc``; step over it if it is done."""
         function, instr, form = self._services[pc]
+        if self.machine.race is not None:
+            self.machine.race.warp = warp
         try:
             block = function(warp, instr, form)
         except EmulatorError as error:

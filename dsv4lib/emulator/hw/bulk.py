@@ -134,9 +134,10 @@ class _Load:
         warp = self.warp
         cluster = warp.cta.cluster
         cta, offset = shared.locate(cluster, self.target, self.size, warp.place)
-        mbarrier.find(cluster, self.bar, warp.place)
+        barrier = mbarrier.find(cluster, self.bar, warp.place)
         label = f"bulk load of {self.size} bytes -> shared {self.target:#x}, mbarrier {self.bar:#x}"
         op = AsyncOp("tma", lambda: self.complete(op, cta, offset), label, warp, self.instr, writes=cta)
+        op.signals = barrier
         cluster.machine.units.issue(op)
         cluster.machine.stats["bulk_loads"] += 1
         cluster.machine.stats["bulk_load_bytes"] += self.size
@@ -207,6 +208,7 @@ def _queue_to_peer(
 
     label = f"{what} -> shared {shared_address(cta.rank, offset):#x}, mbarrier {bar:#x}"
     pending = AsyncOp("tma", complete, label, warp, instr, reads=warp.cta, writes=cta)
+    pending.signals = mbarrier.find(cta.cluster, bar, warp.place)
     warp.cta.machine.units.issue(pending)
 
 

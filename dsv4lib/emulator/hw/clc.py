@@ -55,6 +55,7 @@ def _queue(warp: Warp, instr: Instr, cta: object, offset: int, bar: int, respons
 
     label = f"try_cancel -> {cta} shared {offset:#x}, mbarrier {bar:#x}"
     pending = AsyncOp("clc", complete, label, warp, instr, writes=cta)
+    pending.signals = mbarrier.find(warp.cta.cluster, bar, warp.place)
     machine.units.issue(pending)
 
 

@@ -99,6 +99,8 @@ def _queue(
         smem.data[:whole].view(chunk)[places] = data
         smem.init[:whole].view(chunk)[places] = _WRITTEN[size]
         smem.dirty[to >> 4] = shared.CP_ASYNC | warp.warp_id + 1
+        if machine.race is not None:
+            machine.race.shared_words(cta, to, size, True)
         tracked.read = tracked.done = True
         if machine.trace is not None:
             machine.trace.cp_async(warp, instr, to, start, size)

@@ -2,8 +2,8 @@
 
 ``Smem.dirty`` names, for every 16-byte chunk, the warp that wrote it through the generic proxy and has not fenced it.
 An asynchronous-proxy fence clears the marks of the warp that executes it. The memory model also lets a thread fence on
-behalf of writers that it has synchronised with; without happens-before tracking such a fence clears nothing of theirs,
-so this check is strict in that one case.
+behalf of writers that it has synchronised with. The race detector knows them, and then such a fence clears their marks
+too; without it this check is strict in that one case.
 
 A tensor map that the device changes in global memory must be released by its writer and acquired by its user. Copies
 through a changed map that nobody has acquired are reported (tma.py).
@@ -49,6 +49,8 @@ def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
         return
     for cta in [warp.cta] if space == "shared::cta" else warp.cta.cluster.ctas:
         _clear(cta, warp)
+        if cta.machine.race is not None:
+            cta.machine.race.fenced(cta, warp)
 
 
 @isa.service(

@@ -71,6 +71,8 @@ def commit(warp: Warp, kind: str, lanes: np.ndarray) -> None:
     by_lane = of(warp, kind)
     for lane in lanes.tolist():
         by_lane.setdefault(lane, LaneGroups()).commit()
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.committed(warp, kind)
 
 
 class GroupWait:
@@ -80,13 +82,17 @@ class GroupWait:
         by_lane = of(warp, kind)
         self.lanes = [by_lane[lane] for lane in lanes.tolist() if lane in by_lane]
         self.allowed, self.read = allowed, read
+        self.warp, self.kind = warp, kind
 
     def ready(self) -> bool:
         """May all lanes go on?"""
         return all(lane.complete(self.allowed, self.read) for lane in self.lanes)
 
     def prune(self) -> None:
-        """Forget complete groups."""
+        """The wait is over: forget complete groups."""
+        race = self.warp.cta.machine.race
+        if race is not None:
+            race.waited(self.warp, self.kind, self.allowed)
         for lane in self.lanes:
             lane.prune()
 

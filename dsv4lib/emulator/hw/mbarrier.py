@@ -45,10 +45,10 @@ class MBarrier:
     Attributes:
         cta, offset: where it lies; expected: arrivals a phase; pending: arrivals still missing in this phase.
         tx: bytes expected minus bytes completed; phase: number of the current, incomplete phase.
-        waiters: suspended waits.
+        waiters: suspended waits; sync: clocks of the race detector.
     """
 
-    __slots__ = ("_written", "cta", "expected", "offset", "pending", "phase", "place", "tx", "waiters")
+    __slots__ = ("_written", "cta", "expected", "offset", "pending", "phase", "place", "sync", "tx", "waiters")
 
     def __init__(self, cta: Cta, offset: int, count: int, place: Place | None = None):
         self.cta, self.offset, self.place = cta, offset, place
@@ -56,12 +56,18 @@ class MBarrier:
         self.tx = 0
         self.phase = 0
         self.waiters: set[Any] = set()
+        self.sync: Any = None
         self._written = cta.smem.init[offset : offset + NBYTES].view(np.uint64)
         self._written[0] = 0
 
+    @property
+    def name(self) -> str:
+        """With its shared address."""
+        return f"mbarrier {shared_address(self.cta.rank, self.offset):#x}"
+
     def __str__(self) -> str:
         return (
-            f"mbarrier {shared_address(self.cta.rank, self.offset):#x}: phase {self.phase}, "
+            f"{self.name}: phase {self.phase}, "
             f"{self.expected - self.pending} of {self.expected} arrived, {self.tx} bytes outstanding"
         )
 
@@ -80,6 +86,8 @@ class MBarrier:
             self.report("mbarrier_over_arrival", f"{count} more arrivals, but {self.pending} are pending", where)
             count = self.pending
         self.pending -= count
+        if self.cta.machine.race is not None:
+            self.cta.machine.race.arrived(self)
         self._advance()
         return state
 
@@ -98,6 +106,8 @@ class MBarrier:
     def complete_tx(self, nbytes: int, where: Where) -> None:
         """Bytes have arrived."""
         self.tx -= nbytes
+        if self.cta.machine.race is not None:
+            self.cta.machine.race.delivered(self)
         self._check_tx(where)
         self._advance()
 
@@ -112,6 +122,8 @@ class MBarrier:
         if self.pending == 0 and self.tx == 0:
             self.phase += 1
             self.pending = self.expected
+            if self.sync is not None:
+                self.sync.complete()
             machine.changed()
 
     def _check_tx(self, where: Where) -> None:
@@ -357,7 +369,13 @@ def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     elif not query.ready():
         return query.suspend()
     warp.pending = None
-    warp.write(target, query.answer())
+    answer = query.answer()
+    race = warp.cta.machine.race
+    if race is not None:
+        for members, barrier, _ in query.groups:
+            if answer[members[0]]:
+                race.acquired(warp, barrier)
+    warp.write(target, answer)
     return None
 
 

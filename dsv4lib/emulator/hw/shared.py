@@ -132,6 +132,8 @@ def write(cta: Cta, offset: int, data: np.ndarray) -> None:
     smem.data[offset:end] = data
     smem.init[offset:end] = 1
     smem.dirty[offset >> 4 : end + 15 >> 4] = 0
+    if cta.machine.race is not None:
+        cta.machine.race.shared_bytes(cta, offset, len(data), True)
 
 
 def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int, int] | None = None) -> None:
@@ -146,6 +148,8 @@ def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int,
     else:
         smem.init[:whole].view(CHUNK_TYPE)[index] = _WRITTEN
         smem.dirty[index] = 0
+    if cta.machine.race is not None:
+        cta.machine.race.shared_chunks(cta, index, True)
 
 
 def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:
@@ -156,6 +160,8 @@ def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:
 
 def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where) -> None:
     """`check_chunks` of the byte range [offset, offset + nbytes)."""
+    if cta.machine.race is not None:
+        cta.machine.race.shared_bytes(cta, offset, nbytes, False)
     end = offset + nbytes
     smem = cta.smem
     if smem.init[offset:end].all() and not smem.dirty[offset >> 4 : end + 15 >> 4].any():
@@ -165,6 +171,8 @@ def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where) -> N
 
 def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
     """Report what is wrong with an asynchronous-proxy read of 16-byte chunks: not written, or not fenced."""
+    if cta.machine.race is not None:
+        cta.machine.race.shared_chunks(cta, index, False)
     offsets = (16 * index[:, None] + np.arange(16)).ravel()
     if not cta.smem.init[offsets].all() or cta.smem.dirty[index].any():
         _report(cta, offsets, index, what, where)

@@ -103,10 +103,13 @@ def _queue(
             smem.data[where] = reduce(op, element, smem.data[where], row) if op else row
             smem.init[where] = 1
             smem.dirty[offset >> 4] = warp.warp_id + 1
+        if machine.race is not None:
+            machine.race.shared_words(cta, offsets, size, True)
         mbarrier.find(cta.cluster, bar, pending.where).complete_tx(data.size, pending.where)
 
     label = f"{'red' if op else 'st'}.async of {len(offsets)} x {size} bytes to CTA {rank}, mbarrier {bar:#x}"
     pending = AsyncOp(f"st.async:{warp.agent}", complete, label, warp, instr, writes=cta)
+    pending.signals = mbarrier.find(cta.cluster, bar, warp.place)
     machine.units.issue(pending)
     machine.stats["st_async"] += 1
 

@@ -47,6 +47,8 @@ def alloc(warp: Warp, instr: Instr, form: Form) -> Block | None:
     cta, offset = locate(warp.cta.cluster, address, 4, warp.place, align=4)
     cta.smem.data[offset : offset + 4].view(np.uint32)[0] = column
     cta.smem.init[offset : offset + 4] = 1
+    if cta.machine.race is not None:
+        cta.machine.race.shared_bytes(cta, offset, 4, True)
     warp.cta.machine.stats["tmem_alloc"] += 1
     return None
 

@@ -202,8 +202,11 @@ class Mma:
             self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
         if cta.machine.race is not None:
             whole = not self.regions[0].split
-            cta.machine.race.tensor(cta, lambda x: x[:, column : column + A_WORDS] if whole else
-                region.view(x, lane, column, A_WORDS), False)
+            cta.machine.race.tensor(
+                cta,
+                lambda x: x[:, column : column + A_WORDS] if whole else region.view(x, lane, column, A_WORDS),
+                False,
+            )
         if cta.machine.trace is not None:
             lanes = np.unique(self.regions[0].view(_LANE_NUMBERS, self.a >> 16, column, 1))
             lanes = lanes if self.regions[0].split else np.arange(LANES)

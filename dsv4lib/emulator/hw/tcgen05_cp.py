@@ -35,7 +35,7 @@ from dsv4lib.emulator.hw.tcgen05_issue import (
     tensor_unit,
     tmem_address,
 )
-from dsv4lib.emulator.hw.tmem import QUARTER, check_span, tmem_of
+from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.ptx.ir import Instr
 from dsv4lib.emulator.warp import Warp

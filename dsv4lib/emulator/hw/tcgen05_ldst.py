@@ -172,8 +172,12 @@ class _Access:
         return check_span(cta, self.column, plan.columns, plan.what, self.warp.place(plan.instr))
 
     def trace(self, kind: str) -> None:
-        """Count, and tell the trace."""
+        """Count, and tell race detector and trace."""
         machine, plan = self.warp.cta.machine, self.plan
+        if machine.race is not None:
+            cells = (plan.cells + self.flat).reshape(-1)
+            cells = np.concatenate([cells, cells + 1]) if plan.packed else cells
+            machine.race.tensor_cells(self.warp.cta, cells, kind == "st")
         machine.stats[f"tcgen05_{kind}_bytes"] += 4 * plan.registers * LANES
         if machine.trace is not None:
             lanes = self.lane + np.unique(plan.cells // COLUMNS)

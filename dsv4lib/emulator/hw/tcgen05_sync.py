@@ -77,3 +77,5 @@ def wait(warp: Warp, instr: Instr, form: Form) -> None:
     for op in units.pending(warp_unit(warp)):
         if op.label.startswith(kind):
             units.complete(op)
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.waited_tensor(warp, kind)

@@ -52,6 +52,8 @@ def replace(warp: Warp, instr: Instr, form: Form) -> None:
             cta, offset = shared.locate(warp.cta.cluster, address & 0xFFFFFFFF, tensormap.NBYTES, warp.place)
             target = cta.smem.data[offset : offset + tensormap.NBYTES]
             cta.smem.init[offset : offset + tensormap.USED] = 1
+            if cta.machine.race is not None:
+                cta.machine.race.shared_bytes(cta, offset, tensormap.USED, True)
             cta.smem.dirty[offset >> 4 : offset + tensormap.NBYTES >> 4] = warp.warp_id + 1
         else:
             target = warp.cta.machine.gmem.view(address, tensormap.NBYTES, write=True)

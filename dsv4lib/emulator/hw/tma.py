@@ -241,8 +241,9 @@ class _Load:
         cta, offset = shared.locate(cluster, target, 1, warp.place)
         place = tma_box.place(box, offset, warp.place)
         shared.locate(cluster, target, place.end - offset, warp.place)
-        mbarrier.find(cluster, bar, warp.place)
+        barrier = mbarrier.find(cluster, bar, warp.place)
         op = AsyncOp("tma", lambda: self.complete(op, cta, place, bar), self, warp, self.instr, writes=cta)
+        op.signals = barrier
         cluster.machine.units.issue(op)
 
     def complete(self, op: AsyncOp, cta: Cta, place: tma_box.Placement, bar: int) -> None:

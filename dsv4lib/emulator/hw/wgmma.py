@@ -142,6 +142,8 @@ class Wgmma:
         machine = self.warp.cta.machine
         if machine.trace is not None:
             machine.trace.smem_operand(self.warp.cta, self.warp, self.instr, f"wgmma {what}", matrix)
+        if machine.race is not None:
+            machine.race.shared_chunks(self.warp.cta, matrix.first + matrix.chunks, False)
         if not matrix.initialised():
             low, high = matrix.span()
             text = f"wgmma reads uninitialised shared memory for {what}, {low:#x}-{high:#x}"
@@ -271,6 +273,8 @@ def commit_group(warp: Warp, instr: Instr, form: Form) -> None:
     state = state_of(warp)
     state.groups.append(state.open)
     state.open = []
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.committed(warp, "wgmma")
 
 
 @isa.service("wgmma.wait_group.sync.aligned")
@@ -284,3 +288,5 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> None:
         for op in state.groups.popleft():
             if op in state.order:  # otherwise the scheduler has completed it already
                 units.complete(op)
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.waited(warp, "wgmma", operand.bits)

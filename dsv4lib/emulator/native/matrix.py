@@ -19,6 +19,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access import addresses, check_all, finish, lane_of, pointer_of, space_of, spill
+from dsv4lib.emulator.native.access_log import READ, WRITE, log
 from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import Emitter, Value
 from dsv4lib.emulator.native.memory import buffer, copy, copy_all_in, copy_all_out, row
@@ -53,6 +54,7 @@ def _gather(e: Emitter, form: Form, base: int, rows: int) -> Value:
         e.raw("br label %loaded")
         e.label("loaded")
     count(e, space, slot, _ROW, mask)
+    log(e, space, slot, _ROW, mask, READ)
     return staging
 
 
@@ -70,6 +72,7 @@ def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> No
         e.raw("br label %stored")
         e.label("stored")
     count(e, space, slot, _ROW, mask)
+    log(e, space, slot, _ROW, mask, WRITE)
     e.ret(abi.CONTINUE)
 
 

@@ -25,6 +25,7 @@ from dsv4lib.emulator.native.access import (
     space_of,
     spill,
 )
+from dsv4lib.emulator.native.access_log import READ, STRONG, WRITE, log
 from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import BITS, Emitter, Value
 
@@ -97,6 +98,12 @@ def vector_length(form: Form, bits: int, operands: range, e: Emitter) -> int:
     return n
 
 
+def strength(form: Form) -> int:
+    """STRONG for accesses that may synchronise, 0 for weak ones."""
+    opcode = form.opcode.split(".")
+    return STRONG if {"volatile", "mmio", "relaxed", "acquire", "release"}.intersection(opcode) else 0
+
+
 @isa.native(*LOADS)
 def load(e: Emitter, form: Form) -> None:
     """Load; narrow values are sign- or zero-extended into wider registers."""
@@ -120,6 +127,7 @@ def load(e: Emitter, form: Form) -> None:
         e.label("loaded")
     spread(e, staging, targets, bits, form.get("type"))
     count(e, space, slot, nbytes, e.mask())
+    log(e, space, slot, nbytes, e.mask(), READ | strength(form))
     finish(e, space)
 
 
@@ -130,6 +138,8 @@ def _load_uniform(e: Emitter, form: Form, space: str, bits: int, base: int) -> N
     e.widths[base] = 64
     lane = e.intrinsic("llvm.cttz", e.mask(), e.flag(True))
     pointer = pointer_of(e, space, False, address, len(targets) * bits // 8, lane)
+    first = e.mask() & -e.mask()
+    log(e, space, spill(e, e.splat(address)), len(targets) * bits // 8, first, READ | strength(form))
     for k, t in enumerate(targets):
         if e.leaves[t] == "_":
             continue
@@ -166,6 +176,7 @@ def store(e: Emitter, form: Form) -> None:
         e.raw("br label %stored")
         e.label("stored")
     count(e, space, slot, nbytes, e.mask())
+    log(e, space, slot, nbytes, e.mask(), WRITE | strength(form))
     e.ret(abi.CONTINUE)
 
 

@@ -25,7 +25,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.gmem, self.units, self.stats = GlobalMemory(), AsyncUnits(self), Counter()
-        self.trace, self.time, self.fatal = None, 0, False
+        self.trace, self.race, self.time, self.fatal = None, None, 0, False
         self.hazards: list[str] = []
         self.waiting: list[tuple[int, int, int]] = []
         self.progress = 0

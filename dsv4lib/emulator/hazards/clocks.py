@@ -1,0 +1,86 @@
+"""Vector clocks of one cluster: what every warp and every asynchronous agent is known to have finished.
+
+A clock has one entry per warp, one per tensor pipe, per warp one each for its bulk stores, its cp.async copies, its
+tcgen05 loads, its tcgen05 stores and its wgmma operations, and one per mbarrier for the copies that signal it (all
+copies of one phase become visible together, so the phase is their epoch). Epochs start at 1; 0 means nothing.
+
+A warp that arrives somewhere leaves its clock there; one that has waited takes over what was left. An asynchronous
+operation sees what its issuer knew at issue, and its completion leaves nothing but its own entry: a commit of the
+tensor pipe does not publish what the warp that issued it has written.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.cta import Cluster
+
+ALWAYS = 0xFFFFFFFF  # an epoch later than all
+UNKNOWN = -1  # an entry that nobody keeps: accesses under it are not recorded
+_BARRIERS = 128  # mbarriers per CTA that get an entry
+
+
+class SyncPoint:
+    """The clocks left at one barrier.
+
+    Attributes:
+        gathering: of the current phase and all before; done: of all completed phases.
+    """
+
+    __slots__ = ("done", "gathering")
+
+    def __init__(self, size: int):
+        self.gathering = np.zeros(size, np.uint32)
+        self.done = np.zeros(size, np.uint32)
+
+    def complete(self) -> None:
+        """The phase is over: what it gathered is there for those who waited."""
+        self.done[:] = self.gathering
+
+
+class Clocks:
+    """All clocks of a cluster.
+
+    Attributes:
+        warps: uint32[warps, entries]; epoch: uint32[entries], the current epoch of each agent.
+        kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
+        names: of the entries, for reports.
+    """
+
+    def __init__(self, cluster: Cluster):
+        everyone = [warp for cta in cluster.ctas for warp in cta.warps]
+        self.first_agent = everyone[0].agent
+        self.size = len(everyone) * 6 + len(cluster.ctas) * (2 + _BARRIERS)
+        self.warps = np.zeros((len(everyone), self.size), np.uint32)
+        self.epoch = np.zeros(self.size, np.uint32)
+        self.epoch[: len(everyone)] = 1
+        np.fill_diagonal(self.warps, 1)
+        self.kinds = ["warp"] * len(everyone)
+        self.names = [str(warp) for warp in everyone]
+        self.everyone = everyone
+        self._index: dict[Any, int] = {}
+
+    def of(self, warp: Any) -> np.ndarray:
+        """A warp's clock."""
+        return self.warps[warp.agent - self.first_agent]
+
+    def entry(self, key: Any, kind: str, name: str) -> int:
+        """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many."""
+        found = self._index.get(key)
+        if found is None:
+            found = len(self.names) if len(self.names) < self.size else UNKNOWN
+            self._index[key] = found
+            if found != UNKNOWN:
+                self.names.append(name)
+                self.kinds.append(kind)
+                self.epoch[found] = 1
+        return found
+
+    def tick(self, warp: Any) -> None:
+        """The warp has left its clock somewhere: what it does from now on is later."""
+        me = warp.agent - self.first_agent
+        self.epoch[me] += 1
+        self.warps[me, me] = self.epoch[me]

@@ -1,0 +1,370 @@
+"""The race detector: which accesses to shared and tensor memory no synchronisation orders.
+
+Native loads and stores append to a log (native/access_log.py) that is read before anything else happens; services and
+asynchronous operations call the methods here. Everything is judged by happens-before, never by the order in which the
+schedule happened to perform it, so a race is found although the numbers came out right.
+
+What orders: named barriers, cluster barriers, mbarriers (arrivals, completed bytes, commits), group waits,
+tcgen05.wait, and accesses that are atomic, volatile, acquire or release, to the same word. What is not seen: races
+within one warp, races in global memory, and synchronisation through flags in global memory.
+
+Source: PTX ISA, "Memory Consistency Model"; C. Flanagan, S. Freund, "FastTrack", PLDI 2009, for the shadow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dsv4lib.emulator.errors import Place
+from dsv4lib.emulator.hazards.clocks import ALWAYS, UNKNOWN, Clocks, SyncPoint
+from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Cells, Chunks, Conflict, Shadow, Words
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
+from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, GENERIC, LOG, READ, STRONG, WRITE
+from dsv4lib.emulator.warp import PC
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.async_units import AsyncOp
+    from dsv4lib.emulator.cta import Cluster, Cta
+    from dsv4lib.emulator.warp import Warp
+
+# What a conflict is called, by the kind of the agent that made the earlier access.
+_KINDS = {
+    "ld": "missing_tcgen05_wait",
+    "st": "missing_tcgen05_wait",
+    "bulk": "missing_bulk_wait",
+    "cp.async": "missing_cp_async_wait",
+}
+_PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
+_LANES = np.arange(abi.LANES, dtype=np.uint32)
+
+
+class _State:
+    """What the detector knows about one cluster."""
+
+    def __init__(self, cluster: Cluster):
+        self.clocks = Clocks(cluster)
+        self.accesses = Accesses()
+        self.shared = [Shadow((-(-cta.smem.nbytes // 4),), self.accesses) for cta in cluster.ctas]
+        self.tensor: dict[int, Shadow] = {}
+        self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
+
+
+class Detector:
+    """Detector of one launch.
+
+    Attributes:
+        warp: the warp whose service runs; op: the asynchronous operation that completes, None outside.
+        pending: uint64 view of the number of accesses in the log.
+    """
+
+    def __init__(self, machine: Any):
+        self.machine = machine
+        self.warp: Warp | None = None
+        self.op: AsyncOp | None = None
+        self._buffer = np.zeros(8 + CAPACITY * LOG.itemsize + 64, np.uint8)
+        self._buffer = self._buffer[-self._buffer.ctypes.data % 64 :][: 8 + CAPACITY * LOG.itemsize]
+        self.address = self._buffer.ctypes.data
+        self.pending = memoryview(self._buffer[:8]).cast("Q")
+        self._log = self._buffer[8:].view(LOG)
+        self._found: dict[tuple[str, int, int], Any] = {}
+
+    # --- clocks -----------------------------------------------------------------------------------------------------
+
+    def started(self, cluster: Cluster) -> None:
+        """A cluster begins."""
+        cluster.race = _State(cluster)
+
+    def _state(self, warp: Warp) -> _State:
+        return warp.cta.cluster.race
+
+    def arrived(self, point: Any) -> None:
+        """The completing operation, or else the running warp, arrives at ``point`` (an object with ``sync``)."""
+        who = self.op if self.op is not None else self
+        clocks = self._state(who.warp).clocks
+        if point.sync is None:
+            point.sync = SyncPoint(clocks.size)
+        gathering = point.sync.gathering
+        if self.op is None:
+            np.maximum(gathering, clocks.of(self.warp), out=gathering)
+            clocks.tick(self.warp)
+        elif self.op.entry != UNKNOWN:
+            gathering[self.op.entry] = max(gathering[self.op.entry], self.op.epoch)
+
+    def acquired(self, warp: Warp, point: Any) -> None:
+        """The warp has waited for a completed phase of ``point``."""
+        if point.sync is not None:
+            clock = self._state(warp).clocks.of(warp)
+            np.maximum(clock, point.sync.done, out=clock)
+
+    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int) -> None:
+        """Arrival of a warp at a phase of the cluster barrier."""
+        clocks = self._state(warp).clocks
+        left = barrier.left.setdefault(phase, np.zeros(clocks.size, np.uint32))
+        np.maximum(left, clocks.of(warp), out=left)
+        clocks.tick(warp)
+
+    def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
+        """The warp has waited for that phase."""
+        clock = self._state(warp).clocks.of(warp)
+        np.maximum(clock, barrier.left[phase], out=clock)
+
+    def committed(self, warp: Warp, kind: str) -> None:
+        """The warp's operations of this kind since the last commit are a group."""
+        clocks = self._state(warp).clocks
+        entry = self._agent(warp, kind)
+        if entry != UNKNOWN:
+            clocks.epoch[entry] += 1
+
+    def waited(self, warp: Warp, kind: str, pending: int = 0) -> None:
+        """All but the last ``pending`` groups of the warp are complete."""
+        clocks = self._state(warp).clocks
+        entry = self._agent(warp, kind)
+        if entry != UNKNOWN:
+            known = max(int(clocks.epoch[entry]) - 1 - pending, 0)
+            clock = clocks.of(warp)
+            clock[entry] = max(int(clock[entry]), known)
+
+    def waited_tensor(self, warp: Warp, kind: str) -> None:
+        """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
+        self.committed(warp, kind)
+        self.waited(warp, kind)
+
+    def _agent(self, warp: Warp, kind: str) -> int:
+        name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store"}.get(kind, kind)
+        return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}")
+
+    # --- asynchronous operations ------------------------------------------------------------------------------------
+
+    def issued(self, op: AsyncOp) -> None:
+        """An operation begins: it knows what its issuer knows, or what the operation that it continues knew."""
+        if self.op is not None:
+            op.clock, op.entry, op.epoch = self.op.clock, self.op.entry, self.op.epoch
+            return
+        if op.warp is None:
+            return
+        clocks = self._state(op.warp).clocks
+        unit = op.unit.partition(":")[0]
+        if op.signals is not None:
+            barrier = op.signals
+            op.entry = clocks.entry(("tma", barrier), "tma", f"a copy that signals {barrier.name}")
+            op.epoch = barrier.phase + 1
+            clocks.epoch[op.entry] = ALWAYS
+        elif unit == "tensor":
+            op.entry = clocks.entry(op.unit, "tensor", f"the tensor pipe of CTA {op.warp.cta.ctaid}")
+        elif unit == "ldst":
+            op.entry = self._agent(op.warp, op.instr.opcode.split(".")[1])
+        elif unit in ("bulk", "cp.async", "wgmma"):
+            op.entry = self._agent(op.warp, unit)
+        if op.entry == UNKNOWN:
+            return
+        op.clock = clocks.of(op.warp).copy()
+        op.clock[op.entry] = ALWAYS
+        if op.signals is None:
+            op.epoch = int(clocks.epoch[op.entry])
+            if op.instr.opcode.startswith(_PUBLISHING):
+                clocks.epoch[op.entry] += 1
+
+    def delivered(self, barrier: Any) -> None:
+        """Bytes that an operation brought have been counted on the barrier."""
+        if self.op is not None:
+            self.arrived(barrier)
+
+    # --- accesses ---------------------------------------------------------------------------------------------------
+
+    def shared(self, cta: Cta, cells: Cells, write: bool) -> None:
+        """The completing operation, or the running warp, accesses whole words of shared memory."""
+        self._access(cta, cta.cluster.race.shared[cta.rank], cells, write, "shared memory")
+
+    def shared_bytes(self, cta: Cta, offset: int, nbytes: int, write: bool) -> None:
+        """`shared` of a byte range."""
+        self.shared(cta, Words(slice(offset // 4, -(-(offset + nbytes) // 4))), write)
+
+    def shared_chunks(self, cta: Cta, index: np.ndarray, write: bool) -> None:
+        """`shared` of 16-byte chunks."""
+        self.shared(cta, Chunks(index), write)
+
+    def shared_words(self, cta: Cta, offsets: np.ndarray, nbytes: int, write: bool) -> None:
+        """`shared` of ``nbytes`` at each byte offset; less than a word counts as one."""
+        words = (offsets[:, None] + np.arange(0, max(nbytes, 4), 4) >> 2).reshape(-1)
+        self.shared(cta, Words(words), write)
+
+    def tensor_cells(self, cta: Cta, index: np.ndarray, write: bool) -> None:
+        """`tensor` of cells lane * 512 + column."""
+        self._tensor(cta, Words(index), write)
+
+    def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
+        """Access to the part of tensor memory that ``view`` takes of a [128, 512] array."""
+        self._tensor(cta, Cells(view), write, key)
+
+    def _tensor(self, cta: Cta, cells: Cells, write: bool, key: Any = None) -> None:
+        """Access to tensor memory. The same access again (``key``) without another in between changes nothing."""
+        state = cta.cluster.race
+        shadow = state.tensor.get(cta.rank)
+        if shadow is None:
+            shadow = state.tensor[cta.rank] = Shadow((128, 512), state.accesses)
+        if self.op is not None:
+            key = None if key is None else (key, write, self.op.entry, self.op.epoch)
+            if key is not None and shadow.last == key:
+                return
+            shadow.last = key
+        else:
+            shadow.last = None
+        self._access(cta, shadow, cells, write, "tensor memory")
+
+    def _access(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, memory: str) -> None:
+        op = self.op
+        if op is not None:
+            if op.entry == UNKNOWN:
+                return
+            actor, pc = Actor(op.entry, op.epoch, op.clock), op.instr.index
+        elif self.warp is not None:
+            clocks = self._state(self.warp).clocks
+            me = self.warp.agent - clocks.first_agent
+            actor, pc = Actor(me, int(clocks.epoch[me]), clocks.of(self.warp)), self.warp.words[PC]
+        else:
+            return
+        number = shadow.accesses.add(actor.entry, actor.epoch, pc)
+        conflict = (shadow.write if write else shadow.read)(cells, actor, number)
+        if conflict is not None:
+            warp = op.warp if op is not None else self.warp
+            self._report(cta, actor, pc, warp, conflict, memory, cells, op)
+
+    def drain(self, warp: Warp) -> None:
+        """Judge what the warp's native code has logged since the last call."""
+        n = self.pending[0]
+        self.pending[0] = 0
+        entries = self._log[:n]
+        code = entries["code"]
+        strong = code & STRONG != 0
+        state = self._state(warp)
+        if strong.any():
+            self._strong(state, warp, entries[strong & (code & READ != 0)], acquire=True)
+        plain = entries[~strong]
+        if len(plain):
+            self._plain(state, warp, plain)
+        if strong.any():
+            self._strong(state, warp, entries[strong & (code & WRITE != 0)], acquire=False)
+
+    def _plain(self, state: _State, warp: Warp, entries: np.ndarray) -> None:
+        clocks = state.clocks
+        me = warp.agent - clocks.first_agent
+        actor = Actor(me, int(clocks.epoch[me]), clocks.of(warp))
+        codes = entries["code"]
+        first = codes[0]
+        groups = [first] if (codes == first).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
+        for code in groups:
+            some = entries if len(groups) == 1 else entries[codes == code]
+            lanes = some["mask"][:, None] >> _LANES & 1 != 0
+            addresses = some["addresses"][lanes]
+            pcs = np.broadcast_to(some["pc"][:, None], lanes.shape)[lanes]
+            if code & GENERIC:
+                inside = addresses >> np.uint64(56) == abi.SHARED_WINDOW >> 56
+                addresses, pcs = addresses[inside], pcs[inside]
+            if len(addresses):
+                self._batch(warp, actor, addresses.astype(np.uint32), pcs, int(code))
+
+    def _batch(self, warp: Warp, actor: Actor, addresses: np.ndarray, pcs: np.ndarray, code: int) -> None:
+        """Accesses of one width and direction; split by CTA and, below 4 bytes, by the bytes of the word."""
+        nbytes, write = code & BYTES, bool(code & WRITE)
+        ranks = addresses >> np.uint32(RANK_SHIFT)
+        offsets = (addresses & np.uint32(OFFSET_MASK)).astype(np.int64)
+        low = offsets & 3 if nbytes < 4 else None
+        cluster = warp.cta.cluster
+        state = cluster.race
+        for rank in [int(ranks[0])] if (ranks == ranks[0]).all() else np.unique(ranks).tolist():
+            for start in [0] if low is None else np.unique(low).tolist():
+                chosen = ranks == rank
+                if low is not None:
+                    chosen &= low == start
+                words, at = offsets[chosen] >> 2, pcs[chosen]
+                if not len(words):
+                    continue
+                mask = ALL_BYTES if low is None else ((1 << nbytes) - 1) << start
+                if nbytes > 4:
+                    words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
+                    at = np.repeat(at, nbytes // 4)
+                distinct = at[:1] if at[0] == at[-1] and (at == at[0]).all() else np.unique(at)
+                number = state.accesses.add(actor.entry, actor.epoch, distinct, mask)
+                ids = number if len(distinct) == 1 else number + np.searchsorted(distinct, at)
+                shadow, cells = state.shared[rank], Words(words)
+                conflict = (shadow.write if write else shadow.read)(cells, actor, ids, mask)
+                if conflict is not None:
+                    pc = int(at[conflict.position])
+                    self._report(cluster.ctas[rank], actor, pc, warp, conflict, "shared memory", cells, None)
+
+    def _strong(self, state: _State, warp: Warp, entries: np.ndarray, acquire: bool) -> None:
+        """Accesses that synchronise by the word they hit."""
+        clock = state.clocks.of(warp)
+        for entry in entries:
+            lanes = entry["mask"] >> _LANES & 1 != 0
+            for address in np.unique(entry["addresses"][lanes]).tolist():
+                word = (address & 0xFFFFFFFF) >> 2
+                if entry["code"] & GENERIC and address >> 56 != abi.SHARED_WINDOW >> 56:
+                    continue
+                left = state.words.setdefault(word, np.zeros(state.clocks.size, np.uint32))
+                into, source = (clock, left) if acquire else (left, clock)
+                np.maximum(into, source, out=into)
+        if not acquire and len(entries):
+            state.clocks.tick(warp)
+
+    # --- proxies ----------------------------------------------------------------------------------------------------
+
+    def fenced(self, cta: Cta, warp: Warp) -> None:
+        """A proxy fence of the warp covers every write that is ordered before it, whoever wrote."""
+        dirty = cta.smem.dirty
+        chunks = np.nonzero(dirty)[0]
+        state = self._state(warp)
+        writers = Chunks(chunks[chunks < len(dirty) - 1]).get(state.shared[cta.rank].writer)
+        table, clock = state.accesses, state.clocks.of(warp)
+        known = (table.epoch[writers] <= clock[table.entry[writers]]).reshape(-1, 4).all(1)
+        dirty[chunks[: len(known)][known]] = 0
+
+    # --- reports ----------------------------------------------------------------------------------------------------
+
+    def _report(
+        self,
+        cta: Cta,
+        actor: Actor,
+        pc: int,
+        warp: Warp,
+        conflict: Conflict,
+        memory: str,
+        cells: Cells,
+        op: AsyncOp | None,
+    ) -> None:
+        state = cta.cluster.race
+        clocks, table = state.clocks, state.accesses
+        other = int(table.entry[conflict.earlier])
+        kind = _KINDS.get(clocks.kinds[other], "race_shared" if memory.startswith("shared") else "race_tensor")
+        key = kind, pc, int(table.pc[conflict.earlier])
+        if key in self._found:
+            self._found[key].count += 1
+            return
+        place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
+        owner = self._owner(cta, clocks, other, key[2])
+        at = cells.first(conflict.position)
+        message = (
+            f"{conflict.what} in {memory} of {cta}{f' at {at}' if at else ''}: {clocks.names[actor.entry]} is not "
+            f"ordered after {clocks.names[other]}"
+        )
+        found = self.machine.report(kind, message, place, owner=owner, cta=cta.ctaid, order=conflict.what)
+        if found is not None:
+            self._found[key] = found
+
+    def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int) -> Place:
+        """The place of the earlier access."""
+        program = self.machine.program
+        instr = program.instruction(pc)
+        warp = clocks.everyone[entry] if entry < len(clocks.everyone) else None
+        return Place(
+            kernel=program.kernel.name,
+            ptx_line=instr.line,
+            ptx=instr.text,
+            python=program.python_line(instr),
+            cta=cta.ctaid if warp is None else warp.cta.ctaid,
+            warp=None if warp is None else warp.warp_id,
+        )

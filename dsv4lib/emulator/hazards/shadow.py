@@ -1,0 +1,175 @@
+"""Who wrote and who read every 4-byte cell of shared or tensor memory last.
+
+A cell holds numbers of *accesses*; a table says for each number which agent made it in which epoch at which
+instruction. A read counts until the next write, which has a higher number, so nothing is ever cleared. Two accesses
+conflict if one writes, their bytes overlap, and the later one's clock does not cover the earlier one's epoch. A write
+that is ordered after all reads since the last write is ordered after that write as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ALL_BYTES = 15
+_CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
+
+
+class Accesses:
+    """The table of accesses: agent, epoch, instruction and bytes of the cell, by number from 1."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.entry = np.zeros(1024, np.int32)
+        self.epoch = np.zeros(1024, np.uint32)
+        self.pc = np.zeros(1024, np.int32)
+        self.mask = np.zeros(1024, np.uint8)
+
+    def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES) -> int:
+        """Number of the first of as many accesses as there are ``pcs``."""
+        first, self.count = self.count, self.count + np.size(pcs)
+        while self.count > len(self.entry):
+            for name in ("entry", "epoch", "pc", "mask"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        new = slice(first, self.count)
+        self.entry[new], self.epoch[new], self.pc[new], self.mask[new] = entry, epoch, pcs, mask
+        return first
+
+
+class Cells:
+    """Cells of a memory, as a view of an array of its shape."""
+
+    def __init__(self, view: Callable[[np.ndarray], np.ndarray]):
+        self.view = view
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        """uint32, any shape."""
+        return self.view(array)
+
+    def put(self, array: np.ndarray, ids: Any) -> None:
+        """Set the cells to one number, or to one each."""
+        self.view(array)[...] = ids
+
+    def first(self, position: int) -> str:
+        """Where the cell at a flat position lies, for reports."""
+        return ""
+
+
+class Words(Cells):
+    """Cells by flat number."""
+
+    def __init__(self, index: Any):
+        self.index = index
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        """uint32[n]."""
+        return array.reshape(-1)[self.index]
+
+    def put(self, array: np.ndarray, ids: Any) -> None:
+        """Set the cells to one number, or to one each."""
+        array.reshape(-1)[self.index] = ids
+
+    def first(self, position: int) -> str:
+        """Byte address."""
+        if isinstance(self.index, slice):
+            return f"{4 * (self.index.start + position):#x}"
+        return f"{4 * int(self.index.reshape(-1)[position]):#x}"
+
+
+class Chunks(Cells):
+    """Groups of four cells (16 bytes of shared memory) by chunk number."""
+
+    def __init__(self, index: np.ndarray):
+        self.index = index
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        """uint32[4 n]."""
+        return array[: len(array) & ~3].view(_CHUNK)[self.index].reshape(-1).view(np.uint32)
+
+    def put(self, array: np.ndarray, ids: Any) -> None:
+        """Set the cells to one number."""
+        array[: len(array) & ~3].view(_CHUNK)[self.index] = np.full(4, ids, np.uint32).view(_CHUNK)[0]
+
+    def first(self, position: int) -> str:
+        """Byte address."""
+        return f"{16 * int(self.index.reshape(-1)[position // 4]):#x}"
+
+
+@dataclass
+class Actor:
+    """Who makes an access: its entry and epoch, and the clock it acts under."""
+
+    entry: int
+    epoch: int
+    clock: np.ndarray
+
+
+@dataclass
+class _Readers:
+    """Reads by one agent: the last one of every cell, and the epoch of the latest of all."""
+
+    cells: np.ndarray
+    latest: int = 0
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An access and the earlier one (by number) that it is not ordered after, at a flat position of the cells."""
+
+    earlier: int
+    position: int
+    what: str
+
+
+class Shadow:
+    """Shadow of one memory of ``shape`` cells."""
+
+    def __init__(self, shape: tuple[int, ...], accesses: Accesses):
+        self.shape = shape
+        self.accesses = accesses
+        self.writer = np.zeros(shape, np.uint32)
+        self.readers: dict[int, _Readers] = {}
+        self.last: Any = None  # key of the latest access: its repetition changes nothing
+
+    def read(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
+        """Record a read; the first conflict with an earlier write."""
+        conflict = self._first(cells.get(self.writer), actor, mask, "read after write")
+        readers = self.readers.get(actor.entry)
+        if readers is None:
+            readers = self.readers[actor.entry] = _Readers(np.zeros(self.shape, np.uint32))
+        cells.put(readers.cells, ids)
+        readers.latest = actor.epoch
+        return conflict
+
+    def write(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
+        """Record a write; the first conflict with an earlier read or write."""
+        old = np.array(cells.get(self.writer))
+        conflict = None
+        for entry, readers in self.readers.items():
+            if conflict is None and readers.latest > actor.clock[entry]:
+                since = cells.get(readers.cells)
+                conflict = self._first(np.where(since > old, since, 0), actor, mask, "write after read")
+        if conflict is None and self._first(old, actor, mask, ""):
+            for readers in self.readers.values():
+                old[cells.get(readers.cells) > old] = 0
+            conflict = self._first(old, actor, mask, "write after write")
+        cells.put(self.writer, ids)
+        return conflict
+
+    def _first(self, ids: np.ndarray, actor: Actor, mask: int, what: str) -> Conflict | None:
+        """The first access that the clock does not cover."""
+        table, clock = self.accesses, actor.clock
+        flat = ids.reshape(-1)
+        if not len(flat):
+            return None
+        low, high = int(flat.min()), int(flat.max())
+        if low == high:
+            late = table.epoch[high] > clock[table.entry[high]] and table.mask[high] & mask
+            return Conflict(high, 0, what) if late else None
+        bad = (table.epoch[flat] > clock[table.entry[flat]]) & (table.mask[flat] & mask != 0)
+        at = int(bad.argmax())
+        return Conflict(int(flat[at]), at, what) if bad[at] else None
