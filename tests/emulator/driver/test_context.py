@@ -46,7 +46,9 @@ def state():
 def test_everything_is_put_back():
     before = state()
     with emulator.device("sm_100a", seed=3):
-        assert state()[0] != before[0]
+        inside = state()
+        assert inside[0] != before[0]
+        assert all(a != b for a, b in zip(inside[2], before[2], strict=True))  # caches and options of our own
         with emulator.device("sm_90a"):
             pass
     assert state() == before
@@ -57,6 +59,19 @@ def test_everything_is_put_back_after_an_exception():
     with pytest.raises(ZeroDivisionError), emulator.device("sm_100a"):
         raise ZeroDivisionError
     assert state() == before
+
+
+def test_an_error_nobody_raised_comes_out_at_the_end():
+    with pytest.raises(KeyError, match="left over"), emulator.device("sm_100a"):
+        RUNTIME.pending = KeyError("left over")
+    assert RUNTIME.pending is None
+
+
+def test_one_error_is_enough():
+    with pytest.raises(ZeroDivisionError), emulator.device("sm_100a"):
+        RUNTIME.pending = KeyError("left over")
+        raise ZeroDivisionError
+    assert RUNTIME.pending is None
 
 
 def test_a_failure_while_entering_is_undone(monkeypatch):
