@@ -403,6 +403,7 @@ def test_cluster_launch_control(multicast):
                 bench.run("clusterlaunchcontrol.query_cancel.get_first_ctaid::y.b32.b128", parts[1], handle)
                 assert [bench.warp.registers[p.index][3] for p in parts] == [4, 2, 1]
         if attempt == 0:
+            assert bench.machine.waiting == [(6, 0, 0)]  # one request takes one cluster
             bench.machine.waiting.clear()
             assert succeeded and barriers[0].tx == 0 and barriers[1].tx == (0 if multicast else 16)
             for barrier in barriers:
