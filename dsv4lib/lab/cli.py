@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsv4lib import env
-from dsv4lib.errors import DSV4Error
+from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import verdicts
 from dsv4lib.lab.stage import workspace
 from dsv4lib.lab.verdicts import LOOKS
@@ -158,6 +159,24 @@ def emulate(
 
     code = scripts.emulate(script, arguments or [], arch, seed, schedule, checks, time_limit=time_limit)
     raise typer.Exit(code)
+
+
+@app.command()
+def bench(what: Annotated[str, typer.Argument(help="emulator")] = "emulator") -> None:
+    """Measure on this machine: how fast the emulator runs, against its floors (exit 1 if one is missed)."""
+    if what != "emulator":
+        raise ArgumentError("what", what, "emulator")
+    from dsv4lib.bench import emulator
+
+    with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
+        rows = emulator.run(folder)
+    table = Table("measured", "value", "floor", "", "detail")
+    for row in rows:
+        floor = "" if row.floor is None else f"{'>=' if row.more_is_better else '<='} {row.floor:.3g}"
+        verdict = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}[row.reached]
+        table.add_row(row.what, f"{row.value:.3g} {row.unit}", floor, verdict, row.detail)
+    Console().print(table)
+    raise typer.Exit(1 if any(row.reached is False for row in rows) else 0)
 
 
 @app.command()

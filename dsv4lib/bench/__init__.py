@@ -1,0 +1,1 @@
+"""Measurements: how fast the emulator is here and, on GPUs, how fast the kernels are."""
