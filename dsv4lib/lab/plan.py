@@ -56,7 +56,8 @@ def make(
 
     Args:
         stages: what to run, in this order.
-        set_name: quick, nightly or b200; negatives take its time limit and its first run's parameters.
+        set_name: quick, nightly or b200; negatives take its first run's parameters and the nightly
+            set's time limit: they are about what turns red, not about how fast.
         texts: ``-p`` values; each must be a parameter of every chosen stage.
         backend: wins over the set's own choice; ``-p backend=`` wins over this.
         negatives: run the negative sets instead.
@@ -121,7 +122,7 @@ def _job(
         parameters=parameters,
         backend=resolved,
         unavailable=why,
-        time_limit_s=stage.parameter_set(set_name).time_limit_s,
+        time_limit_s=stage.parameter_set("nightly" if negative else set_name).time_limit_s,
         stage_fingerprint=stage.fingerprint(),
     )
 
