@@ -104,7 +104,6 @@ class AsyncUnits:
         self.hash = 0xCBF29CE484222325
         self.groups: dict[tuple[int, str], Any] = {}
         self.descriptors: dict[int, str] = {}
-        self._crc: dict[str, int] = {}
         self._latest = -1  # highest issue number that has completed
         self._queues: dict[str, dict[int, AsyncOp]] = {}
 
@@ -143,8 +142,6 @@ class AsyncUnits:
         """Operations that may complete now, oldest first."""
         found: list[AsyncOp] = []
         for unit, queue in self._queues.items():
-            if not queue:
-                continue
             if unit.startswith(ORDERED):
                 head = next(iter(queue.values()))
                 if head.ready is None or head.ready():
@@ -164,18 +161,19 @@ class AsyncUnits:
         Raises:
             EmulatorError: it is not pending.
         """
-        if self._queues.get(op.unit, {}).pop(op.order, None) is not op:
+        queue = self._queues.get(op.unit, {})
+        if queue.get(op.order) is not op:
             raise EmulatorError(f"operation {op} is not pending", op.place)
+        del queue[op.order]
+        if not queue:  # units of warps come and go: only those with work are kept
+            del self._queues[op.unit]
         self.completed += 1
         op.pending = False
         if op.order < self._latest:
             self.reordered += 1
         else:
             self._latest = op.order
-        crc = self._crc.get(op.unit)
-        if crc is None:
-            crc = self._crc[op.unit] = zlib.crc32(op.unit.encode())
-        for value in (op.order, crc, self.machine.time):
+        for value in (op.order, zlib.crc32(op.unit.encode()), self.machine.time):
             self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
         trace, race = self.machine.trace, self.machine.race
         if race is not None:

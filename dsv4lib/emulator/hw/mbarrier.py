@@ -264,6 +264,12 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
         expected = amount if form.has("expect") else 0
         count = 1 if form.has("expect") else amount
         _check_count(count, where)
+        together = len(members) * count
+        if together <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
+            before = np.arange(0, together, count, dtype=np.uint64)
+            states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - before
+            barrier.arrive(together, where, drop=form.get("op") == "arrive_drop")
+            continue
         for lane in members:
             if form.has("nocomplete") and count >= barrier.pending and barrier.tx == 0:
                 barrier.report("mbarrier_no_complete", f"arrive.noComplete of {count} completes the phase", where)
