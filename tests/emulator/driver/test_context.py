@@ -254,3 +254,16 @@ def test_tensors_that_name_no_device_are_on_the_device_by_default():
 def test_without_shims_torch_is_left_alone():
     with emulator.device("sm_100a", shims=False):
         assert not torch.cuda.is_available() and torch.zeros(1).device.type == "cpu"
+
+
+def test_a_benchmark_runs_its_kernel_once_and_measures_nothing(gpu):
+    from cutlass import testing
+
+    calls = []
+    arguments = testing.JitArguments(1, b=2)
+    time = testing.benchmark(lambda a, b: calls.append((a, b)), kernel_arguments=arguments, iterations=3)
+    assert calls == [(1, 2)] and time != time
+    made = testing.benchmark(lambda a, b: calls.append(b), workspace_generator=lambda: arguments, workspace_count=4)
+    assert calls == [(1, 2), 2] and made != made
+    testing.benchmark(calls.append, kernel_arguments=testing.JitArguments(3), warmup_iterations=0, iterations=0)
+    assert len(calls) == 2
