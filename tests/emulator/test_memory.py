@@ -427,6 +427,55 @@ def test_f32_sums_flush_subnormals_in_global_memory_only():
         assert (x == np.float32(want)).all(), space
 
 
+SIGNALING, ONE = 0x7FF4 << 48, 1023 << 52
+# (operation, memory, operand, result in global memory, in shared memory), measured on an H200.
+MEASURED = [
+    ("add.f32", 0x000116C2, 0, 0, 0x000116C2),
+    ("add.f32", 0x00800001, 0x80800000, 0, 1),
+    ("add.f32", 0x3F800000, 0x000116C2, 0x3F800000, 0x3F800000),
+    ("add.f32", 0x7FA00001, 0x3F800000, 0x7FFFFFFF, 0x7FFFFFFF),
+    ("add.f32", 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7FFFFFFF),
+    ("add.f64", 1, 1, 2, 2),
+    ("add.f64", SIGNALING + 1, ONE, SIGNALING + 1, (0x7FFC << 48) + 1),
+    ("add.f64", ONE, SIGNALING + 1, SIGNALING + 1, (0x7FFC << 48) + 1),
+    ("add.f64", SIGNALING + 1, SIGNALING + 2, SIGNALING + 2, (0x7FFC << 48) + 2),
+    ("add.f64", (0x7FF8 << 48) + 1, SIGNALING + 2, SIGNALING + 2, (0x7FFC << 48) + 2),
+    ("add.f64", 0x7FF << 52, 0xFFF << 52, 0xFFF8 << 48, 0xFFF8 << 48),
+    ("add.f64", (0xFFF8 << 48) + 3, ONE, (0xFFF8 << 48) + 3, (0xFFF8 << 48) + 3),
+    ("add.noftz.f16", 1, 1, 2, 2),
+    ("add.noftz.f16", 0x7D01, 0x3C00, 0x7FFF, 0x7FFF),
+    ("add.noftz.bf16", 1, 1, 2, 2),
+    ("add.noftz.bf16", 0x7FA1, 0x3F80, 0x7FFF, 0x7FFF),
+    ("add.noftz.bf16x2", 0x00010001, 0x00013F80, 0x00023F80, 0x00023F80),
+]
+
+
+@pytest.mark.parametrize(("op", "memory", "operand", "in_global", "in_shared"), MEASURED)
+def test_float_sums_as_measured(op, memory, operand, in_global, in_shared):
+    bits = {"f32": 32, "f64": 64, "f16": 16, "bf16": 16, "bf16x2": 32}[op.rpartition(".")[2]]
+    for space, want in (("global", in_global), ("shared", in_shared), ("generic", in_global)):
+        x, v, old = (copy(np.full(n, b, f"u{bits // 8}")) for n, b in ((4, memory), (32, operand), (32, 0)))
+        where = "" if space == "generic" else f".{space}"
+        text = atomic_kernel(f"@%p2 atom{where}.{op}", space, bits)
+        launch(text.replace("mov.u32 %r1, %tid.x;", "mov.u32 %r1, %tid.x; setp.lt.u32 %p2, %r1, 4;"), x, v, old)
+        assert [hex(b) for b in x.tolist()] == [hex(want)] * 4, space
+
+
+@pytest.mark.parametrize(("ptx", "nan"), [("f16", 0x7E01), ("bf16", 0x7FC1)])
+def test_vector_minimum_as_measured(ptx, nan):
+    """NaN loses against a number, two NaNs are canonical, -0 is below +0."""
+    pairs = [(nan, 0x3C00), (0x3C00, nan), (nan, nan + 1), (0, 0x8000), (0x8000, 0), (1, 0x8001)]
+    want = {"min": [0x3C00, 0x3C00, 0x7FFF, 0x8000, 0x8000, 0x8001], "max": [0x3C00, 0x3C00, 0x7FFF, 0, 0, 1]}
+    for op, results in want.items():
+        for (memory, operand), result in zip(pairs, results, strict=True):
+            x = copy(np.full(2, memory, np.uint16))
+            body = (
+                f"ld.param.b64 %rd1, [x]; mov.b16 %h1, {operand}; red.global.{op}.noftz.v2.{ptx} [%rd1], {{%h1, %h1}};"
+            )
+            launch(entry("u64 x", body), x, block=1)
+            assert x.tolist() == [result] * 2
+
+
 def test_reductions_and_the_order_of_scope_and_space():
     x = copy(np.array([5, 0, 100], np.uint32))
     body = """

@@ -1,8 +1,9 @@
 """atom and red: read, combine, write, lane by lane in ascending order (one of the orders that hardware may take).
 
-Floating-point sums round to nearest even; NaN results are canonical. f32 sums in global memory flush subnormal
-operands and results to zero, in shared memory they do not. Source: PTX ISA, "Parallel Synchronization and Communication
-Instructions": atom, red.
+Floating-point sums round to nearest even. f32 sums in global memory flush subnormal operands and results to zero, in
+shared memory they do not. NaN results are canonical, but f64 sums return the operand that is NaN (the instruction's
+before memory's), made quiet in shared memory only. Source: PTX ISA, "Parallel Synchronization and Communication
+Instructions": atom, red; what it leaves open (NaN bits, signed zeros) as measured on an H200.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ def _atomic(e: Emitter, form: Form, old: range | None, base: int, inputs: list[r
         if space != "global":  # an atomic also reads: the bytes must have been written
             pointer_of(e, space, False, address, n * bits // 8, lane)
         pointer = pointer_of(e, space, True, address, n * bits // 8, lane)
-        flush = _in_global(e, space, address) if ptx == "f32" else None
+        in_global = _in_global(e, space, address) if ptx in ("f32", "f64") else None
         for k in range(n):
             at = e.pointer(pointer, k * bits // 8)
             before = e.line(f"load i{bits}, ptr {at.ref}, align {bits // 8}", f"i{bits}", 0)
             values = [get(e, group[k], lane, bits) for group in sources]
-            after = combine(e, op, ptx, before, values, flush)
+            after = combine(e, op, ptx, before, values, in_global)
             e.raw(f"store {after.typed}, ptr {at.ref}, align {bits // 8}")
             if k < len(targets) and targets[k] is not None:
                 put(e, targets[k], lane, before, "b")
@@ -103,8 +104,8 @@ def _in_global(e: Emitter, space: str, address: Value) -> Value:
     return e.icmp("ne", address >> 56, abi.SHARED_WINDOW >> 56)
 
 
-def combine(e: Emitter, op: str, ptx: str, a: Value, values: list[Value], flush: Value | None) -> Value:
-    """New memory contents of scalar ``a`` and the operands."""
+def combine(e: Emitter, op: str, ptx: str, a: Value, values: list[Value], in_global: Value | None) -> Value:
+    """New memory contents of scalar ``a`` and the operands; ``in_global`` is needed for f32 and f64."""
     b = values[0]
     if op == "cas":
         return e.select(e.icmp("eq", a, b), values[1], a)
@@ -124,26 +125,32 @@ def combine(e: Emitter, op: str, ptx: str, a: Value, values: list[Value], flush:
     if ptx in ("f16", "bf16"):
         return _half(e, op, ptx, a, b)
     if ptx in ("f32", "f64"):
-        return _sum(e, ptx, a, b, flush)
+        assert in_global is not None
+        return (_sum32 if ptx == "f32" else _sum64)(e, a, b, in_global)
     if op == "add":
         return a + b
     signed = "s" if ptx.startswith("s") else "u"
     return e.intrinsic(f"llvm.{signed}{op}", a, b)
 
 
-def _sum(e: Emitter, ptx: str, a: Value, b: Value, flush: Value | None) -> Value:
-    """f32 or f64 addition on bit patterns."""
+def _sum32(e: Emitter, a: Value, b: Value, in_global: Value) -> Value:
+    """f32 addition on bit patterns."""
 
     def flushed(x: Value) -> Value:
-        if flush is None:
-            return x
-        small = e.icmp("eq", x & 0x7F800000, 0) & flush
+        small = e.icmp("eq", x & 0x7F800000, 0) & in_global
         return e.select(small, x & 0x80000000, x)
 
-    x, y = (e.bitcast(flushed(v), ptx, 0) for v in (a, b))
-    total = x + y
-    bits = flushed(e.bitcast(total, a.kind, 0))
-    return e.select(e.fcmp("uno", total, total), e.const(0x7FFFFFFF, "i32", 0), bits) if ptx == "f32" else bits
+    total = e.bitcast(flushed(a), "f32") + e.bitcast(flushed(b), "f32")
+    bits = flushed(e.bitcast(total, "i32"))
+    return e.select(e.fcmp("uno", total, total), e.const(0x7FFFFFFF, "i32", 0), bits)
+
+
+def _sum64(e: Emitter, a: Value, b: Value, in_global: Value) -> Value:
+    """f64 addition on bit patterns."""
+    x, y = e.bitcast(a, "f64"), e.bitcast(b, "f64")
+    quiet = e.select(in_global, a.like(0), 1 << 51)
+    bits = e.select(e.fcmp("uno", x, x), a | quiet, e.bitcast(x + y, "i64"))
+    return e.select(e.fcmp("uno", y, y), b | quiet, bits)
 
 
 def _half(e: Emitter, op: str, ptx: str, a: Value, b: Value) -> Value:
