@@ -10,8 +10,10 @@ patterns (isa.py) in a second, and a test compares it with the file.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,14 +91,19 @@ class Notebook:
     def __init__(self) -> None:
         self.tested: set[str] = set()
         self._now: set[str] = set()
-        self._find = isa.find
 
-    def find(self, opcode: str) -> Any:
-        """Stands in for `isa.find`."""
-        found = self._find(opcode)
-        if found is not None:
-            self._now.add(opcode)
-        return found
+    def watch(self, find: Callable[[str], Any]) -> Callable[[str], Any]:
+        """What stands in for ``isa.find``."""
+
+        @functools.wraps(find)
+        def watched(opcode: str) -> Any:
+            found = find(opcode)
+            if found is not None:
+                self._now.add(opcode)
+            return found
+
+        watched.cache_clear = find.cache_clear
+        return watched
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Keep what a passing test used."""
@@ -111,7 +118,7 @@ def run_tests(tests: Path = TESTS) -> set[str]:
     import pytest
 
     notes = Notebook()
-    find, isa.find = isa.find, notes.find
+    find, isa.find = isa.find, notes.watch(isa.find)
     try:
         pytest.main(["-q", "-p", "no:cacheprovider", str(tests)], plugins=[notes])
     finally:

@@ -54,7 +54,7 @@ NAMED = np.dtype([*_WHEN, *_WHO, ("kind", "U8"), ("number", "<i4"), ("arrived", 
 # One stretch of a warp's life. state: run or wait; reason: on what; barrier: shared address of the mbarrier, or -1;
 # line: PTX line where the stretch began.
 STATES = np.dtype([*_WHO, ("state", "U4"), ("reason", "U24"), ("barrier", "<i8"), ("time", "<i8"), ("end", "<i8")])
-TMEM_KINDS = ("mma", "st", "cp", "A", "ld")  # what `TMEM.what` can be: writes, then reads
+TMEM_KINDS = ("mma", "ld", "st", "cp", "A")  # what `TMEM.what` can be
 FENCES = np.dtype([*_WHEN, *_WHO, ("what", "U24")])
 
 

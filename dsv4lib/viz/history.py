@@ -6,9 +6,11 @@ Everything is arrays: codes of owners, ages from 0 (old) to 1 (just now). Old co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -20,18 +22,28 @@ from dsv4lib.viz.timeline import CLOCK
 from dsv4lib.viz.tmem import COLUMNS, LANES, QUARTER
 
 _EMPTY = "#eef1f4"
+_ROW = 64  # chunks a row where shared memory is drawn as an area
+_SMEM = 2  # colour of the first kind of access to shared memory: apart from those to tensor memory
 _PALEST = 0.35  # how much of its colour the oldest content keeps
 
 
-def colour_codes(codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None) -> np.ndarray:
+def _colour(i: int, first: int) -> str:
+    return PALETTE[(first + i) % len(PALETTE)]
+
+
+def colour_codes(
+    codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None, first: int = 0
+) -> np.ndarray:
     """float [..., 3] colours of owner codes; code -1 is empty; ``fresh`` in [0, 1] fades old content.
+
+    ``first`` is the palette's colour of code 0.
 
     Raises:
         ArgumentError: a code without a name.
     """
     if codes.size and (codes.max() >= len(names) or codes.min() < -1):
         raise ArgumentError("codes", f"{codes.min()}..{codes.max()}", f"-1..{len(names) - 1}, one per name")
-    table = np.array([to_rgb(PALETTE[i % len(PALETTE)]) for i in range(len(names))] + [to_rgb(_EMPTY)])
+    table = np.array([to_rgb(_colour(i, first)) for i in range(len(names))] + [to_rgb(_EMPTY)])
     colours = table[codes]
     if fresh is not None:
         keep = (_PALEST + (1 - _PALEST) * np.clip(fresh, 0, 1))[..., None]
@@ -87,9 +99,9 @@ def tmem_over_time(
     return set_alt(fig, f"Tensor memory over time, {title}. Cells by last owner: {used}.")
 
 
-def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray) -> None:
+def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray, first: int = 0) -> None:
     shown = [i for i in range(len(names)) if (codes == i).any()]
-    handles = [Patch(facecolor=PALETTE[i % len(PALETTE)], label=names[i]) for i in shown]
+    handles = [Patch(facecolor=_colour(i, first), label=names[i]) for i in shown]
     handles.append(Patch(facecolor=_EMPTY, label="untouched"))
     fig.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
 
@@ -97,6 +109,77 @@ def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray) -> None:
 def _amounts(codes: np.ndarray, names: Sequence[str]) -> str:
     counts = [f"{names[i]} {int((codes == i).sum())}" for i in range(len(names)) if (codes == i).any()]
     return ", ".join(counts) or "none"
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """An mbarrier at one moment: its phase, arrivals it still misses of how many, and bytes it still expects."""
+
+    name: str
+    phase: int
+    missing: int
+    expected: int
+    nbytes: int
+
+
+@styled
+def moment(
+    tmem: tuple[Any, Sequence[str]], smem: tuple[Any, Sequence[str]], barriers: Sequence[Barrier], title: str
+) -> Figure:
+    """Tensor memory, shared memory and barriers at one moment.
+
+    Args:
+        tmem: (integer codes [128, 512], names), -1 = untouched.
+        smem: (integer codes [chunks of 16 bytes], names), -1 = untouched; drawn 1 KiB a row.
+        barriers: top to bottom.
+        title: which moment.
+
+    Raises:
+        ArgumentError: shapes that do not fit, a code without a name.
+    """
+    cells, chunks = np.asarray(tmem[0]), np.asarray(smem[0])
+    if cells.shape != (LANES, COLUMNS) or chunks.ndim != 1 or not chunks.size:
+        raise ArgumentError("tmem, smem", [cells.shape, chunks.shape], f"[{LANES}, {COLUMNS}] and [chunks]")
+    fig = new_figure(height=3.6)
+    left, middle, right = fig.subplots(1, 3, width_ratios=(3.2, 1.3, 2.0))
+    left.imshow(colour_codes(cells, tmem[1]), aspect="auto")
+    left.set(title="tensor memory", xlabel="column", ylabel="lane")
+    left.set_yticks(range(0, LANES, QUARTER))
+    left.set_xticks(range(0, COLUMNS, 128))
+    whole = np.append(chunks, np.full(-len(chunks) % _ROW, -1)).reshape(-1, _ROW)
+    middle.imshow(
+        colour_codes(whole, smem[1], first=_SMEM), aspect="auto", origin="lower", extent=(0, _ROW, 0, len(whole))
+    )
+    middle.set(title="shared memory", xlabel="16-byte chunk", ylabel="KiB")
+    _states(right, barriers)
+    for ax in (left, middle, right):
+        frame(ax)
+        ax.title.set(fontsize=9, fontweight="normal")
+    names = [*tmem[1], *(f"SMEM {name}" for name in smem[1])]
+    colours = [_colour(i, 0) for i in range(len(tmem[1]))] + [_colour(i, _SMEM) for i in range(len(smem[1]))]
+    there = [(cells == i).any() for i in range(len(tmem[1]))] + [(chunks == i).any() for i in range(len(smem[1]))]
+    handles = [Patch(facecolor=c, label=n) for n, c, t in zip(names, colours, there, strict=True) if t]
+    handles.append(Patch(facecolor=_EMPTY, label="untouched"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), fontsize=8)
+    fig.suptitle(title, fontsize=10, fontweight="bold", color=INK, x=0.01, ha="left")
+    phases = ", ".join(f"{b.name} phase {b.phase} missing {b.missing} and {b.nbytes} bytes" for b in barriers)
+    return set_alt(
+        fig,
+        f"{title}. Tensor memory cells: {_amounts(cells, tmem[1])}. Shared memory chunks: {_amounts(chunks, smem[1])}. "
+        f"Barriers: {phases or 'none'}.",
+    )
+
+
+def _states(ax: Axes, barriers: Sequence[Barrier]) -> None:
+    """One line a barrier: its phase and what it waits for."""
+    ax.set(title="mbarriers", xlim=(0, 1), ylim=(max(len(barriers), 1) - 0.4, -0.6))
+    ax.set_xticks([])
+    ax.set_yticks(range(len(barriers)), [b.name for b in barriers])
+    for y, b in enumerate(barriers):
+        parts = [f"{b.missing} of {b.expected} arrivals"] if b.missing else []
+        parts += [f"{b.nbytes:,} bytes"] if b.nbytes else []
+        waits = " and ".join(parts)
+        ax.text(0.03, y, f"phase {b.phase}" + (f": waits for {waits}" if waits else ""), va="center", fontsize=7.5)
 
 
 @styled
@@ -132,7 +215,7 @@ def smem_over_time(
     ax = fig.subplots()
     total = len(values) * chunk_bytes
     ax.imshow(
-        colour_codes(values, names),
+        colour_codes(values, names, first=_SMEM),
         aspect="auto",
         origin="lower",
         extent=(clock[0], clock[-1], 0, total / 1024),
@@ -149,7 +232,7 @@ def smem_over_time(
     ax.set_ylabel("shared memory, KiB")
     ax.set_xlabel(CLOCK)
     ax.set_title(title)
-    _legend(fig, names, values)
+    _legend(fig, names, values, _SMEM)
     last = _amounts(values[:, -1], names)
     return set_alt(
         fig, f"Shared memory over time, {title}: {total} bytes; 16-byte chunks by last access at the end: {last}."

@@ -1,0 +1,159 @@
+"""From a trace of `GemmTile` to the figures of the emulator's notebook: names for barriers, roles for warps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dsv4lib import viz
+from dsv4lib.emulator.launch import SMEM_RESERVED
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK
+from dsv4lib.emulator.perfetto import lanes_of
+from dsv4lib.emulator.trace import TMEM_KINDS, Trace
+from dsv4lib.viz.history import Barrier
+from dsv4lib.viz.style import PALETTE
+from dsv4lib.viz.timeline import Phases, Track
+
+ROLES = {0: "epilogue", 1: "epilogue", 2: "epilogue", 3: "epilogue", 4: "mma", 5: "load"}
+COLOURS = {
+    "runs": PALETTE[0],
+    "waits: mbarrier": PALETTE[1],
+    "waits: barrier": "#d5dae0",
+    "copy in flight": PALETTE[2],
+    "MMA": PALETTE[3],
+    "commit": PALETTE[5],
+}
+_UNITS = {"tma": "copy in flight", "tensor": "MMA"}
+CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by the epilogue"}
+BYTES = {"tma": "written by TMA", "threads": "written by threads", "mma A": "read as A", "mma B": "read as B"}
+
+
+def barrier_names(kernel: Any) -> dict[int, str]:
+    """Offset in shared memory -> name of each mbarrier of a `GemmTile`."""
+    first = SMEM_RESERVED + kernel.stages * (kernel.a_stage_bytes + kernel.b_stage_bytes)
+    names = [f"{what} {i}" for what in ("full", "empty") for i in range(kernel.stages)]
+    return {first + 8 * i: name for i, name in enumerate([*names, "acc full", "acc empty"])}
+
+
+def regions(kernel: Any) -> list[tuple[str, int, int]]:
+    """(name, first byte, end) of the buffers in shared memory."""
+    out, at = [], SMEM_RESERVED
+    for name, size in (("A", kernel.a_stage_bytes), ("B", kernel.b_stage_bytes)):
+        for stage in range(kernel.stages):
+            out.append((f"{name} {stage}", at, at + size))
+            at += size
+    return out
+
+
+def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None) -> Figure:
+    """Roles and asynchronous units of one CTA on one clock."""
+    tracks = []
+    states = trace.states[trace.states["cta"] == cta]
+    for warp in sorted(set(states["warp"].tolist()), reverse=True):
+        mine = states[states["warp"] == warp]
+        waits = ["waits: mbarrier" if r == "mbarrier" else "waits: barrier" for r in mine["reason"]]
+        kinds = ["runs" if s == "run" else w for s, w in zip(mine["state"], waits, strict=True)]
+        tracks.append(Track(f"warp {warp} {ROLES.get(warp, '')}", mine["time"], mine["end"], kinds))
+    ends = np.where(trace.ops["done_time"] < 0, trace.time, trace.ops["done_time"])
+    for unit, name in (("tma", "TMA"), ("tensor", "tensor core")):
+        rows = np.nonzero((trace.ops["cta"] == cta) & (trace.ops["unit"] == unit))[0]
+        starts = trace.ops["time"][rows]
+        if unit == "tensor":  # a queue: an operation's turn comes when the one before it is done
+            starts = np.maximum(starts, np.append(0, ends[rows][:-1]))
+        lanes = lanes_of(starts, ends[rows])
+        for lane in range(int(lanes.max(initial=-1)) + 1):
+            mine = lanes == lane
+            commits = [trace.labels[i].startswith("commit") for i in rows[mine]]
+            kinds = ["commit" if c else _UNITS[unit] for c in commits]
+            label = f"{name} {lane}" if lanes.any() else name
+            tracks.append(Track(label, starts[mine], ends[rows[mine]], kinds))
+    return viz.timeline.timeline(tracks, f"CTA {cta}: who runs, who waits", COLOURS, now)
+
+
+def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float | None = None) -> Figure:
+    """Phases of every mbarrier of one CTA, and who waits."""
+    rows = trace.mbarriers[trace.mbarriers["cta"] == cta]
+    waits = trace.states[(trace.states["cta"] == cta) & (trace.states["state"] == "wait")]
+    out = []
+    for offset, name in names.items():
+        mine = rows[(rows["offset"] == offset) & rows["done"]]
+        on = waits[(waits["barrier"] >= 0) & (waits["barrier"] & OFFSET_MASK == offset)]
+        out.append(Phases(name, mine["time"], np.stack([on["time"], on["end"]], 1)))
+    return viz.timeline.barrier_phases(out, trace.time, f"CTA {cta}: mbarriers", now)
+
+
+def tmem_panels(trace: Trace, events: list[int] | None = None, cta: int = 0) -> Figure:
+    """Tensor memory at six moments (or at ``events``): last access, paler the older it is."""
+    if events is None:
+        mine = trace.tmem["event"][trace.tmem["cta"] == cta]
+        events = mine[np.linspace(0, len(mine) - 1, 6).astype(int)].tolist()
+    states = [trace.tmem_state(event, cta) for event in events]
+    now = [trace.time_of(event) for event in events]
+    fresh = [1 - (t - s[1]) / max(trace.time, 1) for s, t in zip(states, now, strict=True)]
+    moments = [f"event {event}, after {t} instructions" for event, t in zip(events, now, strict=True)]
+    names = [CELLS[kind] for kind in TMEM_KINDS]
+    return viz.history.tmem_over_time([s[0] for s in states], names, moments, f"CTA {cta}: tensor memory", fresh)
+
+
+def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figure:
+    """Shared memory of one CTA from the first event to the last."""
+    events = np.linspace(0, trace.events - 1, points).astype(int)
+    codes, names = trace.smem_history(events, cta)
+    times = np.maximum.accumulate([trace.time_of(int(e)) for e in events])
+    grid = np.linspace(times[0], times[-1], points)
+    codes = codes[:, np.searchsorted(times, grid, side="right") - 1]
+    labels = [BYTES.get(name, name) for name in names]
+    return viz.history.smem_over_time(codes, grid, labels, f"CTA {cta}: shared memory", regions(kernel))
+
+
+def box_iterations(trace: Trace, operand: Any, name: str, cta: int = 0) -> Figure:
+    """Which box of an operand each iteration of one CTA's loop loads."""
+    number = next(i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr())
+    tensor = trace.tensors[number]
+    coords = trace.loads(number, cta)[:, ::-1]
+    rows = min(operand.shape[0], tensor.box[1])
+    row0 = coords[:, :1].min()
+    return viz.tma.iterations(
+        (rows, operand.shape[1]), (tensor.box[1], tensor.box[0]), coords - [[row0, 0]], f"{name}: loads of CTA {cta}"
+    )
+
+
+def swizzle(trace: Trace) -> Figure:
+    """Where TMA put the chunks of the first box: bank groups as written, and as they would be without the swizzle."""
+    box = trace.boxes[0]
+    row = int(np.nonzero((trace.smem["op"] == box["op"]) & trace.smem["write"])[0][0])
+    chunks = trace.chunks[row] - (int(box["first"]) >> 4)
+    across = trace.tensors[box["tensor"]].box[0] * 2 // 16
+    offsets = (chunks.reshape(-1, across)[:, :, None] * 8 + np.arange(8)).reshape(len(chunks) // across, -1)
+    plain = np.arange(offsets.size).reshape(offsets.shape)
+    return viz.smem.swizzle_map(offsets, 2, "as TMA wrote the box", plain, "row after row")
+
+
+def moment(trace: Trace, names: dict[int, str], event: int, cta: int = 0) -> tuple[Figure, str]:
+    """Tensor memory, shared memory and barriers at one event, and one line on who waits."""
+    time = trace.time_of(event)
+    cells, _ = trace.tmem_state(event, cta)
+    chunks, kinds = trace.smem_history(np.array([event]), cta)
+    known = trace.mbarriers_at(event, cta)
+    barriers = [
+        Barrier(
+            names[o],
+            int(r["phase"]) + int(r["done"]),
+            int(r["expected"] if r["done"] else r["pending"]),
+            int(r["expected"]),
+            int(r["tx"]),
+        )
+        for o, r in sorted(known.items())
+        if o in names
+    ]
+    live = trace.states[(trace.states["cta"] == cta) & (trace.states["time"] <= time) & (trace.states["end"] > time)]
+    waiting = [f"{int(r['warp'])} {ROLES.get(int(r['warp']), '')}" for r in live if r["state"] == "wait"]
+    figure = viz.history.moment(
+        (cells, [CELLS[kind] for kind in TMEM_KINDS]),
+        (chunks[:, 0], [BYTES.get(kind, kind) for kind in kinds]),
+        barriers,
+        f"Event {event} of {trace.events}, after {time} warp-instructions",
+    )
+    return figure, f"waiting warps: {', '.join(waiting) or 'none'}"
