@@ -239,6 +239,7 @@ class _Lowering:
         self.special_slots: dict[tuple[str, int], PoolEntry] = {}
         self.symbol_slots: dict[tuple[str, int, int], PoolEntry] = {}
         self.variables: dict[str, tuple[str, int]] = {}
+        self.eager = eager_loads(kernel)
         self.call_variables = {v.name for v in kernel.variables if v.space == "param"}
 
     def place(self, instr: Instr) -> Place:
@@ -297,7 +298,7 @@ class _Lowering:
             local_bytes,
             stores,
             self.variables,
-            eager_loads(self.kernel),
+            self.eager,
         )
 
     def _lay_out_registers(self, stores: dict[int, frozenset[int]]) -> None:
@@ -310,11 +311,15 @@ class _Lowering:
         defs: list[set[int]] = [set() for _ in range(code)]
         pinned = set() if self.carry is None else {self.carry.index}
         for i, instr in enumerate(self.kernel.instructions):
-            written = stores.get(i, frozenset())
+            written = stores.get(i)
+            if written is None and i in self.eager:
+                written = range(len(list(leaves(instr.operands[:1]))))
+            # A service may touch its registers later; tcgen05.st and eager tcgen05.ld are done with them at issue.
+            later = written is None and not instr.opcode.startswith("tcgen05.st.")
             for k, leaf in enumerate(leaves(self.operands[i])):
                 if isinstance(leaf, Reg):
-                    (defs if k in written and instr.guard is None else uses)[i].add(leaf.index)
-                    if i not in stores:
+                    (defs if k in (written or ()) and instr.guard is None else uses)[i].add(leaf.index)
+                    if later:
                         pinned.add(leaf.index)
             if instr.guard is not None:
                 uses[i].add(instr.guard.index)

@@ -204,3 +204,19 @@ def test_clocks_advance():
         function, form = p.services[i]
         assert function(Warp(), p.instruction(i), form) is None
     assert written == [(0, np.uint64, (5 << 32) + 7), (1, np.uint32, 5)]
+
+
+def test_registers_of_services_keep_their_slots_unless_they_are_done_at_issue():
+    body = "testserve %r1;\ntestadd.b32 %r2, 1, 2;\ntestadd.b32 %r3, 1, 2;"
+    p = lowered(body)
+    slots = dict(zip([r.name for r in p.kernel.registers], p.offset, strict=False))
+    assert slots["%r2"] == slots["%r3"] != slots["%r1"]
+    isa.service("tcgen05.ld.test", "tcgen05.st.test", "tcgen05.wait::ld.test")(op_serve)
+    body = "tcgen05.ld.test {%r1, %r4}, [%r9];\ntestadd.b32 %r2, %r1, 2;\ntcgen05.st.test [%r9], %r2;\n"
+    p = lowered(body + "testadd.b32 %r3, 1, 2;")
+    slots = dict(zip([r.name for r in p.kernel.registers], p.offset, strict=False))
+    assert slots["%r3"] in (slots["%r1"], slots["%r4"], slots["%r9"], slots["%r2"])
+    assert len({slots[n] for n in ("%r1", "%r4", "%r9", "%r2")}) in (3, 4)
+    p = lowered(body.replace("testadd", "tcgen05.wait::ld.test;\ntestadd") + "testadd.b32 %r3, 1, 2;")
+    slots = dict(zip([r.name for r in p.kernel.registers], p.offset, strict=False))
+    assert slots["%r3"] not in (slots["%r1"], slots["%r4"], slots["%r9"])  # the load may still write them

@@ -64,21 +64,20 @@ def intervals(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]
     """First and last instruction at which each register holds something that is needed."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-
-    def touch(register: int, at: int) -> None:
-        first[register] = min(first.get(register, at), at)
-        last[register] = max(last.get(register, at), at)
-
     for i, (used, defined) in enumerate(zip(uses, defs, strict=True)):
         for register in used:
-            touch(register, i)
+            first.setdefault(register, i)
+            last[register] = i
         for register in defined:
-            touch(register, i)
+            first.setdefault(register, i)
+            last[register] = i
     for start, end, entry, leave in live_sets(kernel, uses, defs):
         for register in bits_of(entry):
-            touch(register, start)
+            if first[register] > start:
+                first[register] = start
         for register in bits_of(leave):
-            touch(register, end - 1)
+            if last[register] < end - 1:
+                last[register] = end - 1
     return {register: (first[register], last[register]) for register in first}
 
 

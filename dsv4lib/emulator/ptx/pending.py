@@ -80,7 +80,12 @@ def _ends(instr: Instr) -> bool:
 
 
 def eager_loads(kernel: Kernel) -> frozenset[int]:
-    """Indices of the loads whose registers are used, on some path, before a wait."""
+    """Indices of the loads whose registers are used, on some path, before a wait.
+
+    None where a wait stands under a guard: such code is too odd to tell.
+    """
+    if any(i.guard is not None and i.opcode.startswith(WAIT) for i in kernel.instructions):
+        return frozenset()
     return frozenset(use.load for use in early_uses(kernel))
 
 

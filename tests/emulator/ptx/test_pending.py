@@ -50,6 +50,12 @@ def test_blocks():
     assert blocks(k) == [(0, 1, [1]), (1, 2, [3, 2]), (2, 4, [1]), (4, 5, [])]
 
 
+def test_eager_loads():
+    assert eager_loads(kernel(f"{LOAD} mov.b32 %r3, %r1; {WAIT}")) == {0}
+    assert eager_loads(kernel(f"{LOAD} {WAIT} mov.b32 %r3, %r1;")) == frozenset()
+    assert eager_loads(kernel(f"{LOAD} @%p1 {WAIT} mov.b32 %r3, %r1;")) == frozenset()
+
+
 def test_uses_name_the_load():
     assert early_uses(kernel(f"{LOAD} mov.b32 %r3, %r2; {WAIT}"))[0] == EarlyUse(0, 1, 1)
 
