@@ -220,7 +220,8 @@ class ClusterBarrier:
     """The hardware barrier of a cluster, counted per warp.
 
     A phase completes when every live warp has arrived once more. Some shipped kernels arrive twice before they wait
-    twice, so arrivals run ahead of the phase instead of being lost.
+    twice, so arrivals run ahead of the phase instead of being lost; the first wait then waits for both phases, as an
+    H200 does.
 
     Attributes:
         arrivals, waits: completed arrive and wait instructions per warp (key: rank, warp).
@@ -286,15 +287,15 @@ def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Wait until all live threads of the cluster have arrived."""
     barrier = _cluster_barrier(warp)
     key = (warp.cta.rank, warp.warp_id)
-    waits = barrier.waits.get(key, 0)
-    if barrier.arrivals.get(key, 0) <= waits and warp.words[GROUP] == warp.words[LIVE]:
+    waits, target = barrier.waits.get(key, 0), barrier.arrivals.get(key, 0)
+    if target <= waits and warp.words[GROUP] == warp.words[LIVE]:
         raise HazardError("barrier.cluster.wait without an arrive before it", warp.place(instr))
-    if barrier.phase(warp) <= waits:
-        return Block("barrier.cluster", lambda: barrier.phase(warp) > waits, lambda: barrier.detail(warp))
+    if barrier.phase(warp) < target:
+        return Block("barrier.cluster", lambda: barrier.phase(warp) >= target, lambda: barrier.detail(warp))
     if warp.words[GROUP] == warp.words[LIVE] or form.has("aligned"):
         barrier.waits[key] = waits + 1
         if warp.cta.machine.race is not None:
-            warp.cta.machine.race.cluster_passed(warp, barrier, waits + 1)
+            warp.cta.machine.race.cluster_passed(warp, barrier, target)
     else:
         raise EmulatorError("barrier.cluster.wait by a part of a warp's lanes is not supported", warp.place(instr))
     return None

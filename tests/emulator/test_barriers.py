@@ -189,20 +189,26 @@ def test_cluster_barrier_without_aligned_counts_lanes():
     assert (run(body)[0] == 1).all()
 
 
-def test_double_arrive_is_reported_and_keeps_count():
-    """Two arrivals, then two waits: the second wait needs the second arrival of the other CTA too."""
-    body = """
-    mov.u32 %r3, %cluster_ctarank; mov.u32 %r4, s; setp.eq.u32 %p1, %r3, 0; barrier.cluster.arrive.aligned;
-    @%p1 bra FIRST; mov.u32 %r8, 0; L: add.s32 %r8, %r8, 1; setp.lt.s32 %p2, %r8, 3000; @%p2 bra L;
-    st.shared.b32 [%r4], 5; FIRST: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    barrier.cluster.wait.aligned; @!%p1 bra KEEP; or.b32 %r5, %r4, 0x1000000; ld.shared::cluster.b32 %r9, [%r5];
-    st.global.b32 [%rd1], %r9; KEEP: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_double_arrive_is_reported_and_waits_for_both(schedule):
+    """CTA 0 arrives twice, CTA 1 sets a flag before each of its arrivals: measured on an H200, CTA 0 sees both flags
+    already after its first wait."""
+    look = "ld.volatile.global.b32 %r4, [%rd9]; ld.volatile.global.b32 %r5, [%rd9+4];"
+    look += " st.global.v2.b32 [%rd9+{0}], {{%r4, %r5}};"
+    delay = "mov.u32 %r8, 0; L{0}: add.s32 %r8, %r8, 1; setp.lt.s32 %p2, %r8, 3000; @%p2 bra L{0};"
+    body = f"""
+    ld.param.b64 %rd9, [out]; mov.u32 %r3, %cluster_ctarank; setp.eq.u32 %p1, %r3, 0; @%p1 bra FIRST;
+    {delay.format(1)} st.volatile.global.b32 [%rd9], 1; barrier.cluster.arrive.aligned;
+    {delay.format(2)} st.volatile.global.b32 [%rd9+4], 1; barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned; barrier.cluster.wait.aligned; exit;
+    FIRST: barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned; {look.format(16)} barrier.cluster.wait.aligned; {look.format(24)}
     """
-    out = aligned(256, np.int32)
-    text = entry("u64 out", FRAME + body, shared=SHARED)
-    result = launch(text, out, grid=2, block=32, cluster=(2, 1, 1))
-    assert (out[:32] == 5).all()
-    assert [h.kind for h in result.hazards] == ["cluster_double_arrive"]
+    out = aligned(64, np.int32)
+    settings = Settings(schedule=schedule)
+    result = launch(entry("u64 out", body), out, grid=2, block=32, cluster=(2, 1, 1), settings=settings)
+    assert out[4:8].tolist() == [1, 1, 1, 1]
+    assert {h.kind for h in result.hazards} == {"cluster_double_arrive"}
 
 
 def test_cluster_deadlock_names_the_missing_warps():
