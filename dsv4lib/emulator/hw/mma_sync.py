@@ -1,9 +1,9 @@
 """mma.sync: warp-level matrix multiply-accumulate, all dense forms but the quad-pair m8n8k4 f16 of Volta.
 
-Synchronous: the result is there when the instruction is done. Arithmetic as in tcgen05_core.py: exact products, float32
-sums (float64 for f64) in an order of our own, the accumulator added last; integers exact. f64 sums are rounded after
-every product and every addition, hardware uses fused multiply-adds; only round-to-nearest is implemented.
-Fragments, integers and sums without rounding are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py).
+Synchronous: the result is there when the instruction is done. On sm_90 floats are added as Hopper does, bit for bit
+(hopper_sums.py; only the fp8 forms with K = 16 or f16 accumulators have not been compared). Elsewhere products are
+exact, sums run in float32 in an order of our own and the accumulator is added last; fp64 is a chain of fused
+multiply-adds everywhere. Integers are exact. Only rounding to nearest is implemented for fp64.
 
 Source: PTX ISA, "mma" and "Block Scaling for mma.sync".
 """
@@ -22,6 +22,7 @@ from dsv4lib.emulator.hw.fragments import (
     unpack_bits,
     unpack_nibbles,
 )
+from dsv4lib.emulator.hw.hopper_sums import chained_fma, fp8_mma_sum, fused_sum
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
 from dsv4lib.emulator.isa import Form
@@ -61,19 +62,26 @@ def _operands(warp: Warp, instr: Instr, rows: int, k_bytes: int) -> tuple[np.nda
     )
 
 
-def _finish(warp: Warp, instr: Instr, product: np.ndarray, fmt: str, saturate: bool = False) -> None:
-    """D = product + C."""
-    rows, columns = product.shape
-    count = rows * columns // LANES // (2 if fmt == "f16" else 1)
-    c = accumulator(_read(warp, instr, instr.operands[3], count), fmt, rows)
-    if fmt == "s32":
-        result = accumulate_int32(product, c, saturate)
-    elif fmt == "f16":
-        with np.errstate(over="ignore"):
-            result = (product + c.astype(np.float32)).astype(np.float16)
-    else:
-        result = product + c
+def _accumulator(warp: Warp, instr: Instr, rows: int, fmt: str) -> np.ndarray:
+    """C, (rows, 8)."""
+    count = rows * 8 // LANES // (2 if fmt == "f16" else 1)
+    return accumulator(_read(warp, instr, instr.operands[3], count), fmt, rows)
+
+
+def _write(warp: Warp, instr: Instr, result: np.ndarray, fmt: str) -> None:
     write_rows(warp, instr, _items(instr.operands[0]), registers_of(result, fmt))
+
+
+def _float_result(a: np.ndarray, b: np.ndarray, c: np.ndarray, form: Form, hopper: bool) -> np.ndarray:
+    """D of the float forms: float32, or float16."""
+    d, kind = form.get("d"), form.get("a")
+    if hopper and kind in ("f16", "bf16", "tf32"):
+        return fused_sum(a, b, c, kind, form.get("b"), d)
+    if hopper and d == "f32" and form.get("k") == "32":
+        return fp8_mma_sum(a, b, c)
+    total = a @ b.T + c.astype(np.float32)
+    with np.errstate(over="ignore"):
+        return total if d == "f32" else total.astype(np.float16)
 
 
 @isa.service(
@@ -85,14 +93,17 @@ def _finish(warp: Warp, instr: Instr, product: np.ndarray, fmt: str, saturate: b
     f"{_HEAD}m16n8k<k:16|32>.row.col.<d:f16>.<a:{_F8}>.<b:{_F8}>.f16",
     f"{_HEAD}m16n8k<k:32>.row.col.kind::f8f6f4.<d:f32>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f32",
     f"{_HEAD}m16n8k<k:32>.row.col.kind::f8f6f4.<d:f16>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f16",
-    note="accumulation order is not that of hardware",
+    note="bit-equal to an H200 on sm_90; elsewhere the accumulation order is not that of hardware",
 )
 def mma_float(warp: Warp, instr: Instr, form: Form) -> None:
     """``mma.sync d, a, b, c`` of 8-, 16- and 32-bit floats; 4- and 6-bit types sit in bytes."""
     _check_lanes(warp, instr)
     width = {"f16": 2, "bf16": 2, "tf32": 4}.get(form.get("a"), 1)
     a, b = _operands(warp, instr, 16, width * int(form.get("k")))
-    _finish(warp, instr, decode(a, form.get("a")) @ decode(b, form.get("b")).T, form.get("d"))
+    c = _accumulator(warp, instr, 16, form.get("d"))
+    hopper = str(warp.cta.machine.arch).startswith("sm_90") and "kind::" not in form.opcode
+    result = _float_result(decode(a, form.get("a")), decode(b, form.get("b")), c, form, hopper)
+    _write(warp, instr, result, form.get("d"))
 
 
 @isa.service(
@@ -109,7 +120,8 @@ def mma_integer(warp: Warp, instr: Instr, form: Form) -> None:
     for name, raw in zip("ab", _operands(warp, instr, int(form.get("m")), int(form.get("k")) * bits // 8), strict=True):
         kind = form.get(name)
         values.append(decode(raw, kind) if bits == 8 else unpack_nibbles(raw, kind == "s4"))
-    _finish(warp, instr, values[0] @ values[1].T, "s32", form.has("sat"))
+    c = _accumulator(warp, instr, int(form.get("m")), "s32")
+    _write(warp, instr, accumulate_int32(values[0] @ values[1].T, c, form.has("sat")), "s32")
 
 
 @isa.service(
@@ -122,13 +134,14 @@ def mma_bits(warp: Warp, instr: Instr, form: Form) -> None:
     a, b = (unpack_bits(raw) for raw in _operands(warp, instr, int(form.get("m")), int(form.get("k")) // 8))
     both = a @ b.T
     count = both if form.get("op") == "and" else a.sum(1)[:, None] + b.sum(1)[None, :] - 2 * both
-    _finish(warp, instr, count, "s32")
+    c = _accumulator(warp, instr, int(form.get("m")), "s32")
+    _write(warp, instr, accumulate_int32(count, c, False), "s32")
 
 
 @isa.service(
     f"{_HEAD}m<m:8>n8k<k:4>.row.col.f64.f64.f64.f64[.rn]",
     f"{_HEAD}m<m:16>n8k<k:4|8|16>.row.col.f64.f64.f64.f64[.rn]",
-    note="products and sums are rounded separately",
+    note="round to nearest only",
 )
 def mma_double(warp: Warp, instr: Instr, form: Form) -> None:
     """``mma.sync d, a, b, c`` of f64."""
@@ -143,7 +156,7 @@ def mma_double(warp: Warp, instr: Instr, form: Form) -> None:
     # [k / 4, row half, row, k % 4] and [k / 4, column, k % 4]
     left = left.reshape(-1, halves, 8, 4).transpose(1, 2, 0, 3).reshape(rows, k)
     right = right.reshape(-1, 8, 4).transpose(1, 0, 2).reshape(8, k)
-    result = accumulator(old, "f64", rows) + left @ right.T
+    result = chained_fma(left, right, accumulator(old, "f64", rows))
     for item, values in zip(d, registers_of(result, "f64"), strict=True):
         warp.write(item, values)
 
@@ -177,7 +190,8 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     right = decode(b, names[1]).reshape(8, count, -1) * factors_b[:, :, None]
     product = left.reshape(16, k) @ right.reshape(8, k).T
     with np.errstate(over="ignore"):
-        _finish(warp, instr, product.astype(np.float32), "f32")
+        result = product.astype(np.float32) + _accumulator(warp, instr, 16, "f32")
+    _write(warp, instr, result, "f32")
 
 
 def _selector(warp: Warp, operand: Operand, count: int, threads: int) -> tuple[int, int]:

@@ -5,10 +5,7 @@ registers hold POISON from issue until it completes, so that a read without ``wa
 complete in issue order and hand the accumulator on. A in registers and both matrices in shared memory are read at
 completion, which is when hardware may still read them.
 
-Arithmetic as in tcgen05_core.py. Compared with an H200 (tests/emulator/hw/test_mma_h200.py): operand layouts, fragments
-and all sums without rounding are bit-equal; sums that round differ by a few units of the last place of the largest
-summand. fp8 is the exception: Hopper keeps about 13 fraction bits of the sum of an instruction, measured up to 1e-4 of
-the largest result. Here fp8 sums have float32's precision.
+Results are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py); the arithmetic is in hopper_sums.py.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
 """
@@ -26,6 +23,7 @@ from dsv4lib.emulator.async_units import AsyncOp
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.hw.descriptor import SWIZZLE_128B_ATOM_32B, SmemDescriptor, smem_descriptor_sm90
 from dsv4lib.emulator.hw.fragments import accumulator, registers_of, rows_of_a, unpack_bits
+from dsv4lib.emulator.hw.hopper_sums import fused_sum
 from dsv4lib.emulator.hw.numeric import accumulate_int32, decode
 from dsv4lib.emulator.hw.operand import Operand as Matrix
 from dsv4lib.emulator.hw.operand import k_major, mn_major
@@ -103,15 +101,12 @@ class Wgmma:
     def run(self, accumulators: Accumulator) -> None:
         """Multiply and accumulate into the shadow of the registers."""
         a, b = self._a(), self._b()
-        product = (-a if self.negate_a != self.negate_b else a) @ b.T
+        a = -a if self.negate_a != self.negate_b else a
         old = accumulator(accumulators.values, self.d_format, ROWS) if self.accumulate else None
         if self.d_format == "s32":
-            result = accumulate_int32(product, old, self.saturate)
-        elif self.d_format == "f16":
-            with np.errstate(over="ignore"):
-                result = (product if old is None else product + old.astype(np.float32)).astype(np.float16)
+            result = accumulate_int32(a @ b.T, old, self.saturate)
         else:
-            result = product if old is None else product + old
+            result = fused_sum(a, b, old, self.a_format, self.b_format, self.d_format)
         accumulators.values = registers_of(result, self.d_format)
         machine = self.warp.cta.machine
         machine.stats["wgmma"] += 1
@@ -170,7 +165,7 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
     f"{_HEAD}m64n<n:{_N_INT}>k32.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
     f"{_HEAD}m64n<n:{_N_INT}>k32.<sat:satfinite>.<d:s32>.<a:s8|u8>.<b:s8|u8>",
     f"{_HEAD}m64n<n:{_N_INT}>k256.<d:s32>.<a:b1>.<b:b1>.and.popc",
-    note="dense; accumulation order is not that of hardware",
+    note="dense; bit-equal to an H200",
 )
 def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
     """``wgmma.mma_async d, a, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}``."""

@@ -1,5 +1,7 @@
 """Every code of every format against ml_dtypes; packing against Python's big integers."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import tc_formats
@@ -76,3 +78,8 @@ def test_half_accumulator_rounds_to_nearest_even():
 def test_unknown_format():
     with pytest.raises(EmulatorError, match="no number format 'fp3'"):
         numeric.decode(np.zeros((1, 16), np.uint8), "fp3")
+
+
+def exact_fma(a: float, b: float, c: float) -> float:
+    """Rounded once: exact rational arithmetic."""
+    return float(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
