@@ -50,7 +50,6 @@ def mark_converging(program: Program) -> None:
         if converge is None:
             base, *modifiers = instr.opcode.split(".")
             converge = base in _WARP_WIDE or "aligned" in modifiers or (base != "barrier" and "sync" in modifiers)
-            converge |= instr.opcode.startswith("barrier.cta.red")
             known[instr.opcode] = converge
         if converge:
             flags[i] |= abi.FLAG_CONVERGE
