@@ -72,8 +72,14 @@ def _barrier(warp: Warp, number: Operand, instr: Instr) -> NamedBarrier:
     return warp.cta.barriers.setdefault(index, NamedBarrier(index))
 
 
-def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: bool, instr: Instr) -> None:
+def _arrive(
+    warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: bool, instr: Instr, waits: bool = False
+) -> None:
     """Count the warp in. An aligned instruction counts whole warps, as hardware does.
+
+    Barriers count arrivals and do not ask whose: a warp that has arrived may still ``waits`` (sync, red) in the same
+    phase, and counts twice then. FlashAttention's warp groups start that way: the one whose turn is first arrives for
+    the other. Two arrivals without waiting in one phase are an error all the same: nothing orders the second one.
 
     Raises:
         HazardError: more threads than expected, differing counts, or not whole warps.
@@ -89,12 +95,14 @@ def _arrive(warp: Warp, barrier: NamedBarrier, count: Operand | None, aligned: b
     elif barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
         if explicit or barrier.explicit:
             problem = f"used with {expected} threads while warps {sorted(barrier.who)} use it with {barrier.expected}"
-    elif barrier.who.get(warp.warp_id, 0) & mask:
+    elif not waits and barrier.who.get(warp.warp_id, 0) & mask:
         problem = f"warp {warp.warp_id} arrives twice in one phase: {barrier.detail()}"
     if problem:
         raise HazardError(f"barrier {barrier.number}: {problem}", warp.place(instr))
     barrier.expected, barrier.explicit = expected, explicit
     before = barrier.who.get(warp.warp_id, 0)
+    if before & mask:  # counted as arrivals already; now the same lanes count as those that wait
+        before = 0
     barrier.who[warp.warp_id] = seen = before | mask
     whole = not warp.words[LIVE] & ~seen
     barrier.arrived += LANES - before.bit_count() if whole else mask.bit_count()
@@ -133,7 +141,9 @@ def bar_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
         barrier = _barrier(warp, instr.operands[0], instr)
         phase = barrier.phase
         warp.pending = barrier, phase
-        _arrive(warp, barrier, instr.operands[1] if len(instr.operands) > 1 else None, _aligned(form), instr)
+        _arrive(
+            warp, barrier, instr.operands[1] if len(instr.operands) > 1 else None, _aligned(form), instr, waits=True
+        )
     else:
         barrier, phase = warp.pending
     return _wait_for(barrier, phase, "barrier") if barrier.phase == phase else _passed(warp, barrier)
@@ -162,7 +172,7 @@ def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
         barrier.votes[0] += int((warp.read(predicate, bool) & active).sum())
         barrier.votes[1] += int(active.sum())
         warp.pending = barrier, barrier.phase
-        _arrive(warp, barrier, count[0] if count else None, _aligned(form), instr)
+        _arrive(warp, barrier, count[0] if count else None, _aligned(form), instr, waits=True)
     barrier, phase = warp.pending
     if barrier.phase == phase:
         return _wait_for(barrier, phase, "barrier.red")

@@ -5,20 +5,20 @@ the same (quantised) inputs gives. It is judged twice: by relative L2 error over
 element against `atol + rtol * |want|`. Both bounds follow from the rounding steps of the kernel, named in `reason`; a
 defect of the emulator (a wrong lane, a missed copy, a stale tile) breaks them by orders of magnitude.
 
-Where bounds come from (u = half the distance between neighbours, relative): fp8 e4m3 u = 2^-4, bf16 u = 2^-9, fp16
-u = 2^-12. Independent rounding errors of relative size at most u have an RMS of at most u/sqrt(3); a sum of products
-whose one factor carries such errors inherits that relative L2 error when the terms are of random sign.
+Where bounds come from: u is the largest relative rounding error, 2^-4 for fp8 e4m3 and 2^-8 for bf16. Independent
+errors of at most u have an RMS of at most u/sqrt(3); a sum of products whose one factor carries such errors inherits
+that relative L2 error when the terms are of random sign.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-U_E4M3, U_BF16 = 2.0**-4, 2.0**-9
+U_E4M3, U_BF16 = 2.0**-4, 2.0**-8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -77,7 +77,6 @@ class Case:
         run: called inside the device; returns the checks.
         arch: of the device; sm_count: its SMs (packages choose kernels and splits by it; few keep grids small).
         slow: takes more than 30 s.
-        lints: kinds of hazard, lints only, that the kernel is known to show.
         errors: kinds of hazard of severity error that the kernel is known to show, with why in the case's comment.
     """
 
@@ -101,7 +100,7 @@ def integers(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def rounded(name: str, got: torch.Tensor, want: torch.Tensor, u: float = U_BF16, slack: float = 1e-5) -> Check:
-    """A result computed in fp32 and rounded once to a format of half-distance ``u``.
+    """A result computed in fp32 and rounded once to a format with relative error ``u``.
 
     ``slack``: relative to the largest value, for fp32 sums in another order and approximated functions.
     """
@@ -122,7 +121,7 @@ def exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Check:
 
 
 def attention_check(name: str, got: torch.Tensor, want: torch.Tensor, values: torch.Tensor, p_u: float) -> Check:
-    """The output of softmax(S) V with P rounded to half-distance ``p_u`` and the output to bf16.
+    """The output of softmax(S) V with P rounded with relative error ``p_u`` and the output to bf16.
 
     Element by element an error of P is worth at most ``p_u * max|V|``; the relative L2 error is the RMS of the rounding
     errors (values of V have random sign). A factor of 1.5 on the latter covers e4m3's subnormal P.
@@ -175,12 +174,6 @@ def decode_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """fp32 values of bytes that hold two e2m1 numbers, low half first: (..., n) -> (..., 2n)."""
     packed = packed.view(torch.uint8)
     return torch.stack([E2M1[(packed & 15).long()], E2M1[(packed >> 4).long()]], -1).flatten(-2)
-
-
-def blocks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the (rows, columns) array in blocks of ``size`` columns."""
-    for start in range(0, columns, size):
-        yield slice(0, rows), slice(start, start + size)
 
 
 def unswizzle_scales(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -9,17 +9,20 @@ and put it on PYTHONPATH.
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-import cases_cudnn
-import cases_flash_attn
-import cases_flashinfer
-import cases_quack
 import pytest
+import run_case
 import torch
-from corpus import Case
+from corpus import Case, Check, attention, attention_check, exact, rounded
 
-CASES = [case for package in (cases_quack, cases_flash_attn, cases_flashinfer, cases_cudnn) for case in package.CASES]
+HERE = Path(__file__).resolve().parent
 NEEDED_BY_ALL = ("cutlass", "tvm_ffi", "triton")
+SHARED_PROCESS = "sm_100a"  # architecture of the cases that run in the process of the tests
 
 
 def missing(case: Case) -> str | None:
@@ -30,23 +33,57 @@ def missing(case: Case) -> str | None:
     return None
 
 
+def in_own_process(case: Case) -> dict:
+    """The row of a case, run in a fresh interpreter."""
+    paths = [str(HERE.parent.parent), *sys.path]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_case.py"), case.name],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def parameters() -> list:
     """The cases, slow ones marked."""
-    return [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+    marks = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(case, id=case.name, marks=marks[case.slow]) for case in run_case.all_cases()]
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_kernel_of_a_stranger(case: Case) -> None:
+def test_kernel_of_a_stranger(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = missing(case)
     if absent:
         pytest.skip(f"{absent} is not installed")
-    from dsv4lib import emulator
+    if case.arch == SHARED_PROCESS:
+        for name, value in run_case.SWITCHES.items():
+            monkeypatch.setenv(name, value)
+        row = run_case.run(case)
+    else:
+        row = in_own_process(case)
+    assert not row["failures"], "\n".join(row["failures"])
+    assert not row["errors"], "\n".join(row["errors"])
 
+
+def test_the_checks_see_a_wrong_lane() -> None:
+    """What a kernel that reads a neighbour's row, misses a store or ignores a key would show."""
     torch.manual_seed(0)
-    with emulator.device(case.arch, sm_count=case.sm_count) as gpu:
-        checks = case.run()
-        failures = [text for check in checks if (text := check.failure())]
-    assert gpu.launches, "the package launched nothing"
-    assert not failures, "\n".join(failures)
-    errors = sorted({h.kind for h in gpu.hazards if h.severity == "error"} - case.errors)
-    assert not errors, "\n".join(str(h) for h in gpu.hazards)
+    want = torch.randn(64, 128)
+    good = want.to(torch.bfloat16)
+    assert rounded("y", good, want).failure() is None
+    stale, swapped = good.clone(), good.clone()
+    stale[3, 7], swapped[[0, 1]] = 0.0, good[[1, 0]]
+    for bad in (stale, swapped, torch.full_like(good, float("nan"))):
+        assert "out of bounds" in rounded("y", bad, want).failure()
+    assert exact("n", torch.ones(3), torch.ones(3)).failure() is None
+    assert exact("n", torch.tensor([1.0, 1.0, 2.0]), torch.ones(3)).failure() is not None
+    q, k = torch.randn(1, 64, 2, 32), torch.randn(1, 96, 1, 32)
+    out, _ = attention(q, k, k, 32**-0.5)
+    without_last, _ = attention(q, k[:, :-1], k[:, :-1], 32**-0.5)
+    assert attention_check("o", out.to(torch.bfloat16), out, k, 2.0**-8).failure() is None
+    assert attention_check("o", without_last, out, k, 2.0**-4).failure() is not None
+    with pytest.raises(AssertionError, match="shape"):
+        Check("s", want[:1], want, 1.0, 1.0, 1.0, "").measure()

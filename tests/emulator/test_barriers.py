@@ -80,6 +80,18 @@ def test_reduction_over_some_warps():
     assert out.tolist() == [1] * 64 + [7] * 64
 
 
+def test_reduction_by_divergent_lanes():
+    """The unaligned form in both branches: 64 threads, 21 multiples of three and one more."""
+    body = """
+    rem.u32 %r3, %r1, 3; setp.eq.u32 %p1, %r3, 0; and.b32 %r4, %r1, 1; setp.eq.u32 %p2, %r4, 0; @%p2 bra EVEN;
+    barrier.cta.red.popc.u32 %r5, 0, %p1; bra JOIN; EVEN: barrier.red.popc.u32 %r5, 0, %p1;
+    JOIN: st.global.b32 [%rd1], %r5;
+    """
+    for schedule in POLICIES:
+        out, _ = run(body, threads=64, settings=Settings(schedule=schedule))
+        assert (out == 22).all()
+
+
 @pytest.mark.parametrize("opcode", ["bar.sync 0;", "barrier.sync 0;", "barrier.sync 1, 64;"])
 def test_partial_warps_count_in_full(opcode):
     """40 threads: the second warp has eight lanes; in the unaligned forms its lanes arrive in two groups."""
@@ -96,6 +108,32 @@ def test_exited_warps_are_not_waited_for():
     assert out.tolist() == [1] * 96 + [0] * 32
     body = "setp.eq.u32 %p1, %r2, 3; @!%p1 bar.sync 0; st.global.b32 [%rd1], 1;"
     assert (run(body)[0] == 1).all()
+
+
+@pytest.mark.parametrize("wait", ["bar.sync 1, 128;", "bar.red.or.pred %p5, 1, 128, %p2;", "barrier.sync 1, 128;"])
+def test_a_warp_may_wait_after_it_has_arrived(wait):
+    """Two pairs of warps take turns, as FlashAttention's warp groups: the first one's first turn is its own arrival."""
+    body = f"""
+    setp.lt.u32 %p1, %r2, 2; setp.eq.u32 %p2, %r2, 9;
+    @!%p1 bra SECOND;
+    bar.arrive 1, 128;
+    {wait}
+    st.shared.b32 [s], 7;
+    bar.arrive 2, 128;
+    {wait}
+    ld.shared.b32 %r5, [s];
+    bra OUT;
+SECOND:
+    bar.sync 2, 128;
+    ld.shared.b32 %r5, [s];
+    bar.sync 3, 64;
+    st.shared.b32 [s], 8;
+    bar.arrive 1, 128;
+OUT:
+    st.global.b32 [%rd1], %r5;
+    """
+    out, _ = run(body)
+    assert out.tolist() == [8] * 64 + [7] * 64
 
 
 @pytest.mark.parametrize(
