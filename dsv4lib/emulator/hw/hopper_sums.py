@@ -69,8 +69,9 @@ def fused_sum(
         total = np.trunc(products, out=products).sum(-1)
         if c is not None:
             total += np.trunc(c * scale)
-        total = (total + 0.0) / scale  # a sum of nothing is +0, whatever was cut
-        return truncate(total, rule_a.result) if d_format == "f32" else total.astype(np.float16)
+        total /= scale
+        result = truncate(total, rule_a.result) if d_format == "f32" else total.astype(np.float16)
+        return result + result.dtype.type(0)  # what is cut or rounded to zero is +0, also from below
 
 
 def truncate(values: np.ndarray, bits: int) -> np.ndarray:
