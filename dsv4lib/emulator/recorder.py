@@ -256,6 +256,7 @@ class Recorder:
             lines=np.array([i.line for i in program.instructions], np.int32),
             opcodes=np.array([i.opcode for i in program.instructions]),
             executed=executed,
+            sources=[program.python_line(i) for i in program.instructions],
             stats=machine.stats,
             **arrays,
         )

@@ -80,7 +80,8 @@ class Trace:
         ops, boxes, mmas, tmem, smem, mbarriers, named, states, fences: arrays of the dtypes above.
         labels: text of each row of ``ops``; chunks: chunk numbers of each row of ``smem``.
         tensors: tensor maps that boxes refer to, in order of appearance.
-        lines, opcodes, executed: PTX line, opcode and number of executions of each instruction.
+        lines, opcodes, executed: PTX line, opcode and number of executions of each instruction, not counting those that
+            no lane took part in; sources: its Python line, ``file:line``, or "".
         stats: counts by name, as in the launch's result.
     """
 
@@ -104,6 +105,7 @@ class Trace:
     lines: np.ndarray
     opcodes: np.ndarray
     executed: np.ndarray
+    sources: list[str] = field(repr=False)
     stats: Counter[str]
 
     def tmem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
@@ -161,6 +163,21 @@ class Trace:
                 done += 1
             out[:, i] = state
         return out, names
+
+    def source(self, line: int) -> str:
+        """Python line (``file:line``) of a PTX line, "" if there is none."""
+        found = np.nonzero(self.lines == line)[0]
+        return self.sources[found[0]] if len(found) else ""
+
+    def life(self, cta: int = 0) -> tuple[int, int]:
+        """Logical times at which the first warp of a CTA started and the last one ended."""
+        mine = self.states[self.states["cta"] == cta]
+        return int(mine["time"].min(initial=self.time)), int(mine["end"].max(initial=0))
+
+    def events_of(self, cta: int = 0) -> np.ndarray:
+        """int64: numbers of the events of one CTA, ascending."""
+        tables = (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers, self.named)
+        return np.unique(np.concatenate([t["event"][t["cta"] == cta] for t in tables]))
 
     def time_of(self, event: int) -> int:
         """Logical time of the last record up to ``event``."""

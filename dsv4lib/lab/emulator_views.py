@@ -81,7 +81,7 @@ def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float 
         mine = rows[(rows["offset"] == offset) & rows["done"]]
         on = waits[(waits["barrier"] >= 0) & (waits["barrier"] & OFFSET_MASK == offset)]
         out.append(Phases(name, mine["time"], np.stack([on["time"], on["end"]], 1)))
-    return viz.timeline.barrier_phases(out, trace.time, f"CTA {cta}: mbarriers", now)
+    return viz.timeline.barrier_phases(out, trace.life(cta)[1], f"CTA {cta}: mbarriers", now)
 
 
 def tmem_panels(trace: Trace, events: list[int] | None = None, cta: int = 0) -> Figure:
@@ -99,11 +99,11 @@ def tmem_panels(trace: Trace, events: list[int] | None = None, cta: int = 0) -> 
 
 def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figure:
     """Shared memory of one CTA from the first event to the last."""
-    events = np.linspace(0, trace.events - 1, points).astype(int)
+    events = np.unique(trace.events_of(cta))
     codes, names = trace.smem_history(events, cta)
     times = np.maximum.accumulate([trace.time_of(int(e)) for e in events])
-    grid = np.linspace(times[0], times[-1], points)
-    codes = codes[:, np.searchsorted(times, grid, side="right") - 1]
+    grid = np.linspace(0, trace.life(cta)[1], points)
+    codes = codes[:, np.maximum(np.searchsorted(times, grid, side="right") - 1, 0)]
     labels = [BYTES.get(name, name) for name in names]
     return viz.history.smem_over_time(codes, grid, labels, f"CTA {cta}: shared memory", regions(kernel))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsv4lib import check
@@ -60,20 +61,31 @@ class Trial:
         out = [(h.kind, _line(h.place), h.message) for h in self.hazards]
         if self.error is not None:
             out.append((type(self.error).__name__, _line(self.error.place), str(self.error).splitlines()[0]))
-        out += [("boxes never loaded", "", f"{n} boxes of {name}") for name, n in self.never.items() if n]
+        out += [
+            ("boxes never loaded", self._loads(name), f"{n} boxes of {name}") for name, n in self.never.items() if n
+        ]
         if self.error is None and not self.record.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.record.rel_l2:.2g}"))
         if not self.padding:
             out.append(("wrong numbers", "", "padding behind the rows of C was written"))
         return out
 
+    def _loads(self, name: str) -> str:
+        """Where the loads of an operand are."""
+        address = self.operands["AB".index(name)].data_ptr()
+        tensors = [i for i, tensor in enumerate(self.trace.tensors) if tensor.address == address]
+        lines = np.unique(self.trace.ops["line"][self.trace.boxes["op"][np.isin(self.trace.boxes["tensor"], tensors)]])
+        return "; ".join(_where(self.trace.source(line), line) for line in lines.tolist())
+
 
 def _line(place: Any) -> str:
+    return "" if place is None else _where(place.python, place.ptx_line)
+
+
+def _where(python: str, line: int) -> str:
     """``file:line`` without folders, and the PTX line."""
-    if place is None:
-        return ""
-    python = place.python.replace("\\", "/").rsplit("/", 1)[-1]
-    return f"{python}, PTX line {place.ptx_line}" if python else f"PTX line {place.ptx_line}"
+    file = python.replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{file}, PTX line {line}" if file else f"PTX line {line}"
 
 
 @lru_cache(maxsize=16)
