@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dsv4lib.errors import DSV4Error
 
@@ -36,10 +37,16 @@ class Place:
 
 
 class EmulatorError(DSV4Error):
-    """Base of everything an emulated launch raises. ``place`` is None where no instruction is to blame."""
+    """Base of everything an emulated launch raises.
+
+    Attributes:
+        place: None where no instruction is to blame.
+        hazards: what the checks had reported when the launch was stopped; often the cause.
+    """
 
     def __init__(self, message: str, place: Place | None = None):
         self.place = place
+        self.hazards: list[Any] = []
         super().__init__(message if place is None else f"{message}\n  in {place}")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from dsv4lib.emulator import launch as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
-from dsv4lib.emulator.errors import HazardError, LaunchError, Place
+from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
 from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
 from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
@@ -31,6 +31,7 @@ __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp",
 # Called with every CTA when it is created and when its last warp has exited: tensor memory, leak checks.
 CTA_CREATED: list[Callable[[Cta], None]] = []
 CTA_EXITED: list[Callable[[Cta], None]] = []
+_NOTES = 5  # hazards that are told with an error
 
 
 class Machine:
@@ -136,7 +137,13 @@ class Machine:
         started = time.perf_counter()
         with self.gmem.registered(self._params, "kernel parameters", writable=False):
             scheduler = Scheduler(self)
-            scheduler.run()
+            try:
+                scheduler.run()
+            except EmulatorError as error:
+                error.hazards = list(self.hazards.values())
+                for hazard in error.hazards[:_NOTES]:
+                    error.add_note(f"reported before: {hazard}")
+                raise
         return LaunchResult(
             instructions=self.time,
             seconds=time.perf_counter() - started,

@@ -137,6 +137,26 @@ class Detector:
         name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store"}.get(kind, kind)
         return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}")
 
+    def initialised(self, barrier: Any) -> None:
+        """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
+        clocks = self._state(self.warp).clocks
+        me = self.warp.agent - clocks.first_agent
+        barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
+
+    def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
+        """The running warp uses an mbarrier."""
+        if self.op is not None or self.warp is None or barrier.origin is None:
+            return
+        entry, epoch, warp, known = barrier.origin
+        clocks = self._state(self.warp).clocks
+        me = self.warp.agent - clocks.first_agent
+        if me in known:
+            return
+        known.add(me)
+        if clocks.of(self.warp)[entry] < epoch:
+            text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
+            self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
+
     # --- asynchronous operations ------------------------------------------------------------------------------------
 
     def issued(self, op: AsyncOp) -> None:
@@ -199,6 +219,10 @@ class Detector:
     def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
         """Access to the part of tensor memory that ``view`` takes of a [128, 512] array."""
         self._tensor(cta, Cells(view), write, key)
+
+    def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:
+        """Columns are allocated or freed: as if written, every other use must be ordered."""
+        self._tensor(cta, Cells(lambda x: x[:, column : column + columns]), True)
 
     def _tensor(self, cta: Cta, cells: Cells, write: bool, key: Any = None) -> None:
         """Access to tensor memory. The same access again (``key``) without another in between changes nothing."""

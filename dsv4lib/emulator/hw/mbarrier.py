@@ -45,10 +45,22 @@ class MBarrier:
     Attributes:
         cta, offset: where it lies; expected: arrivals a phase; pending: arrivals still missing in this phase.
         tx: bytes expected minus bytes completed; phase: number of the current, incomplete phase.
-        waiters: suspended waits; sync: clocks of the race detector.
+        waiters: suspended waits; sync, origin: clocks of the race detector.
     """
 
-    __slots__ = ("_written", "cta", "expected", "offset", "pending", "phase", "place", "sync", "tx", "waiters")
+    __slots__ = (
+        "_written",
+        "cta",
+        "expected",
+        "offset",
+        "origin",
+        "pending",
+        "phase",
+        "place",
+        "sync",
+        "tx",
+        "waiters",
+    )
 
     def __init__(self, cta: Cta, offset: int, count: int, place: Place | None = None):
         self.cta, self.offset, self.place = cta, offset, place
@@ -57,6 +69,7 @@ class MBarrier:
         self.phase = 0
         self.waiters: set[Any] = set()
         self.sync: Any = None
+        self.origin: Any = None
         self._written = cta.smem.init[offset : offset + NBYTES].view(np.uint64)
         self._written[0] = 0
 
@@ -124,6 +137,8 @@ class MBarrier:
             self.pending = self.expected
             if self.sync is not None:
                 self.sync.complete()
+            for wait in self.waiters:
+                wait.passed(self)
             machine.changed()
 
     def _check_tx(self, where: Where) -> None:
@@ -172,6 +187,8 @@ def find(cluster: Cluster, address: int, where: Where) -> MBarrier:
             where(),
         )
     barrier.check_image(where)
+    if cta.machine.race is not None:
+        cta.machine.race.used(barrier, where)
     return barrier
 
 
@@ -208,6 +225,8 @@ def init(warp: Warp, instr: Instr, form: Form) -> None:
             kind = "mbarrier_reinit_waited" if old.waiters else "mbarrier_reinit"
             cta.machine.report(kind, f"init of a live barrier{waited} without mbarrier.inval ({old})", where())
         cta.mbarriers[offset] = MBarrier(cta, offset, int(counts[lane]), where())
+        if cta.machine.race is not None:
+            cta.machine.race.initialised(cta.mbarriers[offset])
     warp.cta.machine.changed()
 
 
@@ -297,10 +316,12 @@ def check_layout(warp: Warp, instr: Instr, form: Form) -> None:
 class Wait:
     """State of a wait: for which phase of which barrier each group of lanes asks."""
 
-    __slots__ = ("deadline", "expired", "groups", "machine")
+    __slots__ = ("deadline", "expired", "groups", "machine", "phases", "warp")
 
-    def __init__(self, machine: Any, groups: list[tuple[np.ndarray, MBarrier, int]]):
-        self.machine, self.groups = machine, groups
+    def __init__(self, warp: Warp, groups: list[tuple[np.ndarray, MBarrier, int]]):
+        machine = warp.cta.machine
+        self.machine, self.groups, self.warp = machine, groups, warp
+        self.phases = [barrier.phase for _, barrier, _ in groups]
         self.expired = False
         self.deadline = machine.time + TIME_LIMIT
 
@@ -311,6 +332,17 @@ class Wait:
     def ready(self) -> bool:
         """True when any phase is complete or time is up."""
         return self.expired or self.complete() or self.machine.time >= self.deadline
+
+    def passed(self, barrier: MBarrier) -> None:
+        """The barrier has completed a phase; report if this wait has missed the one it is for."""
+        warp = self.warp
+        for (_, mine, parity), phase in zip(self.groups, self.phases, strict=True):
+            if mine is not barrier or barrier.phase != phase + 2:
+                continue
+            # Lane groups that meet at one wait go on with the state of one of them; the others' are dropped.
+            if self in (warp.pending, *warp.resume.values(), *(p.pending for p in warp.parked)):
+                text = f"a wait for parity {parity} has not seen its phase, and the next one is complete too"
+                barrier.report("mbarrier_phase_lapped", text, warp.place)
 
     def expire(self) -> None:
         """Time is up."""
@@ -396,4 +428,4 @@ def _query(warp: Warp, memory: Memory, wanted: Operand, form: Form) -> Wait:
         if barrier.cta is not warp.cta:
             raise HazardError(f"wait on a barrier of another CTA ({barrier})", warp.place())
         groups.append((members, barrier, _parity(barrier, value, by_parity, warp.place)))
-    return Wait(warp.cta.machine, groups)
+    return Wait(warp, groups)

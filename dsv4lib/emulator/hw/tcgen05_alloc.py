@@ -49,6 +49,7 @@ def alloc(warp: Warp, instr: Instr, form: Form) -> Block | None:
     cta.smem.init[offset : offset + 4] = 1
     if cta.machine.race is not None:
         cta.machine.race.shared_bytes(cta, offset, 4, True)
+        cta.machine.race.tensor_columns(warp.cta, column, columns)
     warp.cta.machine.stats["tmem_alloc"] += 1
     return None
 
@@ -99,6 +100,8 @@ def dealloc(warp: Warp, instr: Instr, form: Form) -> None:
     check_columns(columns)
     group_ctas(warp, group_of(form))
     tmem_of(warp.cta).release(address, columns)
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.tensor_columns(warp.cta, address, columns)
     warp.cta.machine.changed()
 
 
