@@ -22,6 +22,7 @@ from dsv4lib.emulator.hazards import KINDS, Hazard
 from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.policies import POLICIES
 from dsv4lib.emulator.program import Program, lower
 from dsv4lib.emulator.ptx.ir import Module
 from dsv4lib.emulator.trace import Trace
@@ -146,6 +147,10 @@ def make(
 ) -> Device:
     """A device, without making it the active one. Arguments as for `device`."""
     found = architecture(arch)
+    if schedule not in POLICIES:
+        raise ArgumentError("schedule", schedule, "one of " + ", ".join(POLICIES))
+    if not isinstance(seed, int) or seed < 0:
+        raise ArgumentError("seed", seed, "a whole number from 0")
     if checks not in CHECKS:
         raise ArgumentError("checks", checks, "one of " + ", ".join(CHECKS))
     fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)

@@ -191,7 +191,7 @@ def _hardware(patch: Patches) -> None:
     def clusters(info: Any, cluster_size: int, stream: Any = None) -> int:
         if not 1 <= cluster_size <= 32:
             raise ValueError(f"Cluster size must be between 1 and 32, {cluster_size} is not supported")
-        return RUNTIME.device().settings.sm_count // cluster_size
+        return max(1, RUNTIME.device().settings.sm_count // cluster_size)
 
     patch.set(HardwareInfo, "__init__", init)
     patch.set(HardwareInfo, "get_max_active_clusters", clusters)
