@@ -37,6 +37,15 @@ def test_fma_rounds_once():
     np.testing.assert_array_equal(got, [exact_fma(*x) for x in zip(a, b, c, strict=True)])
 
 
+@pytest.mark.parametrize(("sign", "side"), [(1, 1), (1, -1), (-1, 1), (-1, -1)])
+def test_fma_just_beside_a_tie(sign, side):
+    """a * b = 2^-53 (1 +- 2^-57): the tie with 1 is broken by a bit that a double-rounded sum loses."""
+    e = side * 2.0**-19
+    a, b, c = sign * 2.0**-53 * (1 + e), 1 - e + e * e, sign * 1.0
+    got = hopper_sums.fma(*(np.array([x]) for x in (a, b, c)))[0]
+    assert got == exact_fma(a, b, c) == sign * (1 + (2.0**-52 if side > 0 else 0))
+
+
 def test_fp8_sums_lose_what_float32_would_keep():
     """1 + 2^-14 needs 14 fraction bits."""
     a, b = np.array([[1.0, 2.0**-6]], np.float32), np.array([[1.0, 2.0**-8]], np.float32)
