@@ -19,6 +19,7 @@ from dsv4lib.emulator.errors import LaunchError
 
 NO_TIME = float("nan")
 DRIVER_VERSION = 13040
+_TORCH_PROFILE = torch.profiler.profile
 
 
 class Stream:
@@ -263,6 +264,12 @@ def _benchmark(
     return NO_TIME
 
 
+def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
+    """``torch.profiler.profile`` of the host's side: there are no device times to record."""
+    del activities
+    return _TORCH_PROFILE(*args, activities=[torch.profiler.ProfilerActivity.CPU], **kwargs)
+
+
 def _testing() -> Iterator[tuple[Any, str, Any]]:
     """Benchmarks run their kernel once and answer NaN."""
     import cutlass.cute.testing
@@ -280,5 +287,6 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         yield torch.cuda.nvtx, name, lambda *a, **k: 0
     yield torch.cuda.nvtx, "range", Scope
+    yield torch.profiler, "profile", _profile
     yield from _bindings()
     yield from _testing()

@@ -210,11 +210,12 @@ def _check_count(count: int, where: Where) -> None:
 
 @isa.service("mbarrier.init[.layout::v0][.<space:shared|shared::cta>].b64", note="layout v0 only")
 def init(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mbarrier.init [addr], count``."""
+    """``mbarrier.init [addr], count``; lanes that give one barrier the same count initialise it once."""
     memory, count = instr.operands
     addresses, counts = shared_addresses(warp, memory, form), warp.read(count, np.uint32)
     where = warp.place
-    for lane in lane_list(warp.mask()):
+    first = {(int(addresses[lane]), int(counts[lane])): lane for lane in reversed(lane_list(warp.mask()))}
+    for lane in sorted(first.values()):
         cta, offset = locate(warp.cta.cluster, int(addresses[lane]), NBYTES, where, align=NBYTES)
         if cta is not warp.cta:
             raise HazardError("mbarrier.init of a barrier in another CTA", where())

@@ -270,3 +270,11 @@ def test_a_benchmark_runs_its_kernel_once_and_measures_nothing(gpu):
     assert calls == [(1, 2), 2] and made != made
     testing.benchmark(calls.append, kernel_arguments=testing.JitArguments(3), warmup_iterations=0, iterations=0)
     assert len(calls) == 2
+
+
+def test_profilers_see_the_host_only(gpu):
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        torch.ones(4, device="cuda") + 1
+    table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=20)
+    assert "aten::add" in table and "CUDA total" not in table

@@ -216,6 +216,16 @@ def _inval(bench):
     bench.run("mbarrier.inval.shared.b64", at(BAR), lanes=0)
 
 
+def test_a_whole_warp_may_initialise_one_barrier():
+    """Shipped kernels let all 32 lanes run the same init (FlashInfer's prefill, FlashAttention's MLA)."""
+    bench = Bench()
+    bench.run("mbarrier.init.shared.b64", at(BAR), 2)
+    assert bench.machine.hazards == []
+    bench = Bench()
+    bench.run("mbarrier.init.shared.b64", at(BAR), bench.register(np.where(np.arange(32) < 5, 2, 3)))
+    assert bench.machine.hazards == ["mbarrier_reinit"]
+
+
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
