@@ -3,7 +3,8 @@
 Arithmetic: products of operands are exact in float32 (integers: exact below 2^24), sums run in float32 in the order of
 the BLAS; the accumulator is added last. Hardware sums in another order and with another intermediate width, which the
 PTX ISA leaves open ("at least single precision"), so results agree within rounding of the sum, not bit for bit; sums of
-integers that float32 holds exactly are exact. One MMA is one matrix product, never merged with its neighbours, so the
+integers that float32 holds exactly are exact. (Hopper's own rule is known, hopper_sums.py; Blackwell's is not, so it is
+not imitated.) One MMA is one matrix product, never merged with its neighbours, so the
 bits do not depend on the schedule.
 
 Source: PTX ISA, "TensorCore 5th Generation Matrix Multiply and accumulate Operations".

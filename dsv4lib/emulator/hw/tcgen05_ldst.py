@@ -44,6 +44,7 @@ _REGISTERS = {"32x32b": 1, "16x64b": 1, "16x32bx2": 1, "16x128b": 2, "16x256b": 
 _NUM = "<num:x1|x2|x4|x8|x16|x32|x64|x128>"
 _SHAPE = "<shape:32x32b|16x64b|16x128b|16x256b|16x32bx2>"
 _MAX_REGISTERS = 128
+_UNCONFIRMED = "no kernel has confirmed: 16x64b, 16x128b, packing"
 _ENDS = ("bra", "brx", "exit", "ret", "call", "trap")  # the end of straight code
 
 
@@ -253,7 +254,7 @@ def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     issue(warp, plan.instr, warp_unit(warp), f"ld {plan.shape}", complete)
 
 
-@isa.service(f"tcgen05.ld.sync.aligned.{_SHAPE}.{_NUM}[.<pack:pack::16b>].b32")
+@isa.service(f"tcgen05.ld.sync.aligned.{_SHAPE}.{_NUM}[.<pack:pack::16b>].b32", note=_UNCONFIRMED)
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
@@ -262,7 +263,7 @@ def ld(warp: Warp, instr: Instr, form: Form) -> None:
     _issue_load(access, lambda: write_rows(warp, instr, plan.items, access.load()))
 
 
-@isa.service(f"tcgen05.st.sync.aligned.{_SHAPE}.{_NUM}[.<pack:unpack::16b>].b32")
+@isa.service(f"tcgen05.st.sync.aligned.{_SHAPE}.{_NUM}[.<pack:unpack::16b>].b32", note=_UNCONFIRMED)
 def st(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.st [taddr]{, half-split}, r``."""
     address, *split, source = instr.operands
@@ -275,7 +276,7 @@ def st(warp: Warp, instr: Instr, form: Form) -> None:
 @isa.service(
     f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.{_NUM}.<op:min|max>[.<abs:abs>][.<nan:NaN>].<type:f32>",
     f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.{_NUM}.<op:min|max>.<type:u32|s32>",
-    note="sm_101a, sm_103a, sm_110a and their families",
+    note="sm_101a, sm_103a, sm_110a and their families; no kernel has confirmed it",
 )
 def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld.red r, redval, [taddr]{, half-split}``: also reduces each thread's registers."""

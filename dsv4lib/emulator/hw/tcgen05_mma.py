@@ -50,7 +50,8 @@ def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
 
 @isa.service(
     f"tcgen05.mma.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
-    note="dense; no .ashift; accumulation order is not that of hardware",
+    note="dense; no .ashift; float32 sums in an order of our own; no kernel has confirmed: i8, e2m3, e3m2, negation, "
+    "saturation, scale-input-d, disabled lanes",
 )
 def mma(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma [d], a, b-desc, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``."""
@@ -98,7 +99,8 @@ def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
 @isa.service(
     f"tcgen05.mma.{_GROUP}.kind::<kind:mxf8f6f4|mxf4|mxf4nvf4>.block_scale"
     f"[.<vector:scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32>]{_COLLECT_A}",
-    note="dense; K = 32 (mxf8f6f4) or 64; not K = 96",
+    note="dense; K = 32 (mxf8f6f4) or 64; not K = 96; no kernel has confirmed: e2m3, e3m2, ue8m0 with block16, "
+    "M = 128 of a CTA pair",
 )
 def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma...block_scale [d], a, b-desc, idesc, [scale-a], [scale-b], enable-input-d``."""
@@ -143,7 +145,7 @@ def _vectors(kind: str, qualifier: str) -> int:
 
 @isa.service(
     f"tcgen05.mma.ws.<group:cta_group::1>.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_B}",
-    note="dense; zero-column mask with shift",
+    note="dense; zero-column mask with shift; no kernel has confirmed: M = 32, the mask, tf32, i8",
 )
 def mma_ws(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma.ws [d], a, b-desc, idesc, enable-input-d{, zero-column-mask-desc}``."""
