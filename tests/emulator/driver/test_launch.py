@@ -12,12 +12,12 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from dsv4lib import emulator  # noqa: E402
 from dsv4lib.emulator import machine  # noqa: E402
-from dsv4lib.emulator.driver import host  # noqa: E402
+from dsv4lib.emulator.driver import device, host  # noqa: E402
 from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
 from dsv4lib.emulator.errors import LaunchError, MemoryFault  # noqa: E402
 from dsv4lib.emulator.launch import LaunchResult  # noqa: E402
 from dsv4lib.kernels.compile import compile_for  # noqa: E402
-from dsv4lib.kernels.gemm_tile.inputs import operands  # noqa: E402
+from dsv4lib.kernels.gemm_tile.inputs import operands, padding_untouched  # noqa: E402
 from dsv4lib.kernels.gemm_tile.sm100 import GemmTile  # noqa: E402
 
 
@@ -166,6 +166,18 @@ def test_it_runs():
         scale_twice(from_dlpack(x), 2.0)
         assert torch.equal(x.cpu(), torch.arange(128) * 4.0 + 3)
         assert len(gpu.launches) == 2 and gpu.launches[0].result.instructions > 0
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "adversarial"])
+def test_a_tensor_core_gemm_runs(gemm, schedule):
+    kernel, before = gemm
+    a, b, c = operands(200, 136, 72, "bf16", "fp32")
+    gpu = device.make("sm_100a", schedule=schedule, seed=1)
+    emulator.driver.launch(before, *kernel.launch_args(a, b, c), gpu=gpu)
+    expected = a.double() @ b.double().T
+    bound = 2**-22 * (a.double().abs() @ b.double().abs().T)  # fp32 sums of exact products, in any order
+    assert ((c.double() - expected).abs() <= bound).all() and padding_untouched(c)
+    assert not gpu.hazards
 
 
 def test_out_of_bounds_names_the_python_line():
