@@ -182,6 +182,7 @@ class Detector:
         if op.entry == UNKNOWN:
             return
         op.clock = clocks.of(op.warp).copy()
+        clocks.tick(op.warp)  # what the issuer does next is not before the operation
         op.clock[op.entry] = ALWAYS
         if op.signals is None:
             op.epoch = int(clocks.epoch[op.entry])
@@ -363,7 +364,10 @@ class Detector:
         state = cta.cluster.race
         clocks, table = state.clocks, state.accesses
         other = int(table.entry[conflict.earlier])
-        kind = _KINDS.get(clocks.kinds[other], "race_shared" if memory.startswith("shared") else "race_tensor")
+        # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
+        mine = op is not None and other == warp.agent - clocks.first_agent
+        kind = _KINDS.get(clocks.kinds[actor.entry if mine else other], "")
+        kind = kind or ("race_shared" if memory.startswith("shared") else "race_tensor")
         key = kind, pc, int(table.pc[conflict.earlier])
         if key in self._found:
             self._found[key].count += 1

@@ -1,0 +1,246 @@
+"""Races in small kernels: the bug is reported with its kind and both PTX lines, the repaired twin is silent.
+
+Every kernel runs under every schedule: what is ordered does not depend on who happened to run first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from dsv4lib.emulator.driver.device import CHECKS
+from dsv4lib.emulator.errors import Deadlock
+from dsv4lib.emulator.launch import Settings
+from dsv4lib.emulator.policies import POLICIES
+from tests.emulator.launching import aligned, entry, launch
+
+SMEM = ".shared .align 1024 .b8 sm[8192]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;"
+# %r0 thread, %r1 its word in shared memory, %r2 sm, %r3 warp, %r8 bar, %r9 bar2; warp 0 has %p1, thread 0 %p2.
+START = """
+mov.u32 %r0, %tid.x; mov.u32 %r2, sm; mov.u32 %r8, bar; mov.u32 %r9, bar2; ld.param.u64 %rd1, [data];
+shl.b32 %r1, %r0, 2; add.s32 %r1, %r1, %r2; shr.u32 %r3, %r0, 5;
+setp.eq.u32 %p1, %r3, 0; setp.eq.u32 %p2, %r0, 0;
+"""
+INIT = "@%p2 mbarrier.init.shared.b64 [%r8], {0}; @%p2 mbarrier.init.shared.b64 [%r9], {1}; bar.sync 0;"
+NEIGHBOUR = "xor.b32 %r4, %r0, 32; shl.b32 %r4, %r4, 2; add.s32 %r4, %r4, %r2;"  # the other warp's word
+BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
+
+
+FILL = f"@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 256; @%p2 {BULK} [%r2], [%rd1], 256, [%r8];"
+
+
+def wait(barrier: str, parity: int, label: str) -> str:
+    return f"{label}: mbarrier.try_wait.parity.shared.b64 %p9, [{barrier}], {parity}; @!%p9 bra {label};"
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A kernel with ``@``: replaced by the repair or by nothing. ``kind`` is reported without it, at ``at``."""
+
+    body: str
+    repair: str
+    kind: str
+    at: str
+    owner: str
+    threads: int = 64
+    cluster: int = 1
+    broken: str = ""
+
+
+TWINS = {
+    "read before it is written": Twin(
+        NEIGHBOUR + "st.shared.b32 [%r1], %r0; ## ld.shared.b32 %r5, [%r4];",
+        "bar.sync 0;",
+        "race_shared",
+        "ld.shared|st.shared",
+        "ld.shared|st.shared",
+    ),
+    "written while it may be read": Twin(  # the row-maximum exchange: next round's write needs a second barrier
+        NEIGHBOUR + "st.shared.b32 [%r1], %r0; bar.sync 0; ld.shared.b32 %r5, [%r4]; ## st.shared.b32 [%r1], %r5;",
+        "bar.sync 0;",
+        "race_shared",
+        "st.shared|ld.shared",
+        "ld.shared|st.shared",
+    ),
+    "two writers": Twin(
+        "@%p2 st.shared.b32 [%r2], 1; ## setp.eq.u32 %p3, %r0, 32; @%p3 st.shared.b32 [%r2], 2;",
+        "bar.sync 0;",
+        "race_shared",
+        "st.shared",
+        "st.shared",
+    ),
+    "wide accesses overlap": Twin(
+        "shl.b32 %r6, %r0, 4; add.s32 %r6, %r6, %r2; st.shared.v4.b32 [%r6], {%r0, %r0, %r0, %r0}; ##"
+        "xor.b32 %r7, %r0, 32; shl.b32 %r7, %r7, 4; add.s32 %r7, %r7, %r2; ld.shared.v2.b32 {%r10, %r11}, [%r7+8];",
+        "bar.sync 0;",
+        "race_shared",
+        "ld.shared|st.shared",
+        "ld.shared|st.shared",
+    ),
+    "generic addresses too": Twin(
+        NEIGHBOUR + "cvta.shared.u64 %rd2, sm; cvt.u64.u32 %rd3, %r4; mov.u32 %r12, sm; cvt.u64.u32 %rd4, %r12;"
+        "sub.s64 %rd3, %rd3, %rd4; add.s64 %rd2, %rd2, %rd3; st.shared.b32 [%r1], %r0; ## ld.b32 %r5, [%rd2];",
+        "bar.sync 0;",
+        "race_shared",
+        "ld.b32|st.shared",
+        "ld.b32|st.shared",
+    ),
+    "an arrival before the write": Twin(
+        INIT.format(32, 32)
+        + "@!%p1 bra OTHER; st.shared.b32 [%r1], %r0; ## bra END; OTHER:"
+        + wait("%r8", 0, "W")
+        + NEIGHBOUR
+        + "ld.shared.b32 %r5, [%r4]; END:",
+        "mbarrier.arrive.shared.b64 _, [%r8];",
+        "race_shared",
+        "ld.shared|st.shared",
+        "ld.shared|st.shared",
+        broken="mbarrier.arrive.shared.b64 _, [%r8]; st.shared.b32 [%r1], 7;",
+    ),
+    "a copy that is not waited for": Twin(
+        INIT.format(1, 1) + FILL + "## ld.shared.b32 %r5, [%r1];" + wait("%r8", 0, "LATE"),
+        wait("%r8", 0, "W"),
+        "race_shared",
+        "ld.shared|cp.async.bulk",
+        "ld.shared|cp.async.bulk",
+    ),
+    "a buffer filled again while it is read": Twin(
+        INIT.format(1, 64)
+        + FILL
+        + wait("%r8", 0, "W")
+        + "ld.shared.b32 %r5, [%r1]; mbarrier.arrive.shared.b64 _, [%r9]; ##"
+        + FILL
+        + wait("%r8", 1, "V"),
+        wait("%r9", 0, "U"),
+        "race_shared",
+        "cp.async.bulk|ld.shared",
+        "ld.shared|cp.async.bulk",
+    ),
+    "a bulk store still reads": Twin(
+        "st.shared.b32 [%r1], %r0; fence.proxy.async.shared::cta; bar.sync 0; @!%p2 bra END;"
+        "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], 256; cp.async.bulk.commit_group; ##"
+        "st.shared.b32 [%r2], 5; cp.async.bulk.wait_group 0; END:",
+        "cp.async.bulk.wait_group.read 0;",
+        "missing_bulk_wait",
+        "st.shared|cp.async.bulk",
+        "st.shared|cp.async.bulk",
+    ),
+    "cp.async not waited for": Twin(
+        "cvt.u64.u32 %rd2, %r0; shl.b64 %rd2, %rd2, 2; add.s64 %rd2, %rd2, %rd1;"
+        "cp.async.ca.shared.global [%r1], [%rd2], 4; cp.async.commit_group; ## ld.shared.b32 %r5, [%r1];"
+        "cp.async.wait_group 0;",
+        "cp.async.wait_group 0;",
+        "missing_cp_async_wait",
+        "ld.shared|cp.async",
+        "ld.shared|cp.async",
+        threads=32,
+    ),
+    "another CTA's memory": Twin(
+        "mov.u32 %r20, %cluster_ctarank; xor.b32 %r21, %r20, 1; mapa.shared::cluster.u32 %r22, %r1, %r21;"
+        "st.shared::cluster.b32 [%r22], %r0; ## ld.shared.b32 %r5, [%r1];"
+        "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;",
+        "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;",
+        "race_shared",
+        "ld.shared|st.shared",
+        "ld.shared|st.shared",
+        threads=32,
+        cluster=2,
+    ),
+    "initialised too late": Twin(
+        "@%p2 mbarrier.init.shared.b64 [%r8], 64; ## mbarrier.arrive.shared.b64 _, [%r8];" + wait("%r8", 0, "W"),
+        "bar.sync 0;",
+        "mbarrier_init_unordered",
+        "mbarrier.arrive",
+        "mbarrier.init",
+    ),
+}
+
+
+def run(twin: Twin, repaired: bool, schedule: str = "oldest_first", seed: int = 0):
+    assert twin.body.count("##") == 1
+    body = START + twin.body.replace("##", twin.repair if repaired else twin.broken)
+    data = aligned(1024, np.uint32)
+    settings = Settings(schedule=schedule, seed=seed, native_checks=CHECKS["race"], instruction_limit=200_000)
+    shape = {"cluster": (twin.cluster, 1, 1)} if twin.cluster > 1 else {}
+    text = entry("u64 data", body, shared=SMEM)
+    return launch(text, data, grid=twin.cluster, block=twin.threads, settings=settings, **shape)
+
+
+SCHEDULES = [(name, 0) for name in POLICIES] + [("random", 1), ("adversarial", 1)]
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_repaired_twin_is_silent(name):
+    for schedule, seed in SCHEDULES:
+        assert run(TWINS[name], True, schedule, seed).hazards == [], schedule
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_the_bug_is_reported_under_every_schedule(name):
+    twin = TWINS[name]
+    for schedule, seed in SCHEDULES:
+        if twin.kind == "mbarrier_init_unordered" and schedule not in ("round_robin", "oldest_first"):
+            continue  # the barrier may not even be there
+        try:
+            hazards = run(twin, False, schedule, seed).hazards
+        except Deadlock as error:  # the second fill may complete the phase that others still wait for
+            assert "mbarrier_phase_lapped" in {h.kind for h in error.hazards}
+            continue
+        found = [h for h in hazards if h.kind == twin.kind]
+        assert found, schedule
+        assert any(text in found[0].place.ptx for text in twin.at.split("|"))
+        assert any(text in found[0].owner.ptx for text in twin.owner.split("|"))
+        assert found[0].place.warp is not None and found[0].place.ptx_line > 0
+
+
+def test_one_finding_per_pair_of_instructions():
+    """A race in a loop is one entry with a count."""
+    body = START + NEIGHBOUR + "mov.u32 %r30, 0; LOOP: st.shared.b32 [%r1], %r0; ld.shared.b32 %r5, [%r4];"
+    body += "add.s32 %r30, %r30, 1; setp.lt.u32 %p3, %r30, 20; @%p3 bra LOOP;"
+    settings = Settings(native_checks=CHECKS["race"], schedule="random")
+    hazards = launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings).hazards
+    assert len({h.key() for h in hazards}) == len(hazards) <= 4
+    assert max(h.count for h in hazards) > 1
+
+
+def test_bytes_of_one_word_do_not_race():
+    """Two warps write the two halves of the same words."""
+    halves = (
+        "and.b32 %r4, %r0, 31; shl.b32 %r4, %r4, 2; shl.b32 %r5, %r3, 1; add.s32 %r4, %r4, %r5; add.s32 %r4, %r4, %r2;"
+    )
+    body = START + halves + "cvt.u16.u32 %h1, %r0; st.shared.b16 [%r4], %h1; ld.shared.b16 %h2, [%r4];"
+    settings = Settings(native_checks=CHECKS["race"])
+    assert (
+        launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings).hazards == []
+    )
+    clash = body.replace("shl.b32 %r5, %r3, 1;", "mov.u32 %r5, 0;")
+    found = launch(entry("u64 data", clash, shared=SMEM), data, block=64, settings=settings).hazards
+    assert {h.kind for h in found} == {"race_shared"}
+
+
+def test_atomics_and_flags_synchronise():
+    """Data handed over by a release store and an acquire load of a flag; the same with weak accesses is a race."""
+    body = START + (
+        "@%p2 st.shared.b32 [%r2+4096], 0; bar.sync 0; @!%p1 bra OTHER; st.shared.b32 [%r1], %r0; bar.warp.sync -1;"
+        "@%p2 st.release.cta.shared.b32 [%r2+4096], 1; bra END;"
+        "OTHER: ld.acquire.cta.shared.b32 %r6, [%r2+4096]; setp.eq.u32 %p3, %r6, 0; @%p3 bra OTHER;"
+        + NEIGHBOUR
+        + "ld.shared.b32 %r5, [%r4]; END:"
+    )
+    for schedule, seed in SCHEDULES:
+        settings = Settings(native_checks=CHECKS["race"], schedule=schedule, seed=seed)
+        result = launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings)
+        assert result.hazards == [], schedule
+    weak = body.replace("st.release.cta.shared", "st.shared").replace("ld.acquire.cta.shared", "ld.shared")
+    settings = Settings(native_checks=CHECKS["race"])
+    result = launch(entry("u64 data", weak, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings)
+    assert {h.kind for h in result.hazards} == {"race_shared"}
+
+
+def test_off_by_default():
+    twin = TWINS["read before it is written"]
+    body = START + twin.body.replace("##", "")
+    result = launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64)
+    assert "race_shared" not in {h.kind for h in result.hazards}
