@@ -206,16 +206,12 @@ def test_one_finding_per_pair_of_instructions():
 
 
 def test_bytes_of_one_word_do_not_race():
-    """Two warps write the two halves of the same words."""
-    halves = (
-        "and.b32 %r4, %r0, 31; shl.b32 %r4, %r4, 2; shl.b32 %r5, %r3, 1; add.s32 %r4, %r4, %r5; add.s32 %r4, %r4, %r2;"
-    )
+    """Two warps write the two halves of the same words; then both the same half."""
+    halves = "and.b32 %r4, %r0, 31; mad.lo.u32 %r4, %r4, 4, %r2; mad.lo.u32 %r4, %r3, 2, %r4;"
     body = START + halves + "cvt.u16.u32 %h1, %r0; st.shared.b16 [%r4], %h1; ld.shared.b16 %h2, [%r4];"
-    settings = Settings(native_checks=CHECKS["race"])
-    assert (
-        launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64, settings=settings).hazards == []
-    )
-    clash = body.replace("shl.b32 %r5, %r3, 1;", "mov.u32 %r5, 0;")
+    settings, data = Settings(native_checks=CHECKS["race"]), aligned(4, np.uint32)
+    assert launch(entry("u64 data", body, shared=SMEM), data, block=64, settings=settings).hazards == []
+    clash = body.replace("mad.lo.u32 %r4, %r3, 2, %r4;", "")
     found = launch(entry("u64 data", clash, shared=SMEM), data, block=64, settings=settings).hazards
     assert {h.kind for h in found} == {"race_shared"}
 
