@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4lib.emulator.errors import MemoryFault
+from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import (
     NO_SWIZZLE,
     SWIZZLE_128B_ATOM_32B,
@@ -92,12 +93,12 @@ class Operand:
         """Has every byte been written?"""
         return b"\0" not in self._take(self.smem.init, CHUNK).tobytes()
 
-    def writers(self) -> list[int]:
-        """Warps whose generic-proxy writes to these bytes no proxy fence has covered yet."""
+    def unfenced(self) -> tuple[str, str, list[int]] | None:
+        """Writes to these bytes that no proxy fence has covered yet: hazard kind, its text, the warps; None if none."""
         dirty = self._take(self.smem.dirty, np.uint16)
         if dirty.tobytes() == bytes(dirty.nbytes):
-            return []
-        return sorted({int(w) - 1 for w in np.unique(dirty) if w})
+            return None
+        return shared.unfenced(dirty[dirty != 0])
 
     def span(self) -> tuple[int, int]:
         """First and last + 1 byte offset in the CTA's shared memory."""

@@ -178,6 +178,15 @@ def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
         _report(cta, offsets, index, what, where)
 
 
+def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
+    """What entries of `Smem.dirty`, none of them 0, say: hazard kind, its text, and the warps that wrote."""
+    writers = sorted({(int(w) & CP_ASYNC - 1) - 1 for w in np.unique(marks)})
+    copied = bool((marks & CP_ASYNC).all())
+    kind = "missing_proxy_fence_cp_async" if copied else "missing_proxy_fence"
+    how = "with cp.async" if copied else "through the generic proxy"
+    return kind, f"warps {writers} wrote {how} without fence.proxy.async", writers
+
+
 def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where: Where) -> None:
     smem, machine = cta.smem, cta.machine
     unwritten = offsets[smem.init[offsets] == 0]
@@ -192,12 +201,10 @@ def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where:
     dirty = chunks[smem.dirty[chunks] != 0]
     if len(dirty):
         first = shared_address(cta.rank, 16 * int(dirty.min()))
-        marks = smem.dirty[dirty]
-        writers = sorted({(int(w) & CP_ASYNC - 1) - 1 for w in marks})
-        how = "with cp.async" if (marks & CP_ASYNC).all() else "through the generic proxy"
+        kind, how, writers = unfenced(smem.dirty[dirty])
         machine.report(
-            "missing_proxy_fence_cp_async" if (marks & CP_ASYNC).all() else "missing_proxy_fence",
-            f"{what} reads shared memory at {first:#x} that warps {writers} wrote {how} without fence.proxy.async",
+            kind,
+            f"{what} reads shared memory at {first:#x} that {how}",
             where(),
             address=first,
             writers=writers,

@@ -253,13 +253,9 @@ class Mma:
             self.report(
                 "uninitialised_smem", f"reads uninitialised shared memory of {cta} for {what}, {low:#x}-{high:#x}"
             )
-        writers = operand.writers()
-        if writers:
-            self.report(
-                "missing_proxy_fence",
-                f"reads shared memory of {cta} for {what} that warps {writers} wrote without fence.proxy.async",
-                warps=writers,
-            )
+        if found := operand.unfenced():
+            kind, how, writers = found
+            self.report(kind, f"reads shared memory of {cta} for {what} that {how}", warps=writers)
 
     def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> np.ndarray:
         """uint8 (rows, blocks) of scale factors in tensor memory."""

@@ -96,9 +96,9 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, op: Asy
         low, high = operand.span()
         text = f"tcgen05.cp reads uninitialised shared memory {low:#x}-{high:#x}"
         machine.report("uninitialised_smem", text, op.place)
-    if writers := operand.writers():
-        text = f"tcgen05.cp reads shared memory that warps {writers} wrote without fence.proxy.async"
-        machine.report("missing_proxy_fence", text, op.place, warps=writers)
+    if found := operand.unfenced():
+        kind, how, writers = found
+        machine.report(kind, f"tcgen05.cp reads shared memory that {how}", op.place, warps=writers)
     if machine.trace is not None:
         machine.trace.smem_operand(cta, op.warp, op.instr, "tcgen05.cp", operand)
     if machine.race is not None:

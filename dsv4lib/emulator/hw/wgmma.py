@@ -143,9 +143,10 @@ class Wgmma:
             low, high = matrix.span()
             text = f"wgmma reads uninitialised shared memory for {what}, {low:#x}-{high:#x}"
             machine.report("uninitialised_smem", text, self.warp.place(self.instr))
-        if writers := matrix.writers():
-            text = f"wgmma reads shared memory for {what} that warps {writers} wrote without fence.proxy.async"
-            machine.report("missing_proxy_fence", text, self.warp.place(self.instr), warps=writers)
+        if found := matrix.unfenced():
+            kind, how, writers = found
+            text = f"wgmma reads shared memory for {what} that {how}"
+            machine.report(kind, text, self.warp.place(self.instr), warps=writers)
         values = self._decode(matrix.read(), fmt)
         return values.T if matrix.mn_major else values
 

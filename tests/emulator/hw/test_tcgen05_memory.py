@@ -9,6 +9,7 @@ from test_tcgen05_mma import allocate, idesc, operands, read_d, run_plain, store
 
 from dsv4lib.emulator.errors import EmulatorError, HazardError, MemoryFault
 from dsv4lib.emulator.hw import mbarrier
+from dsv4lib.emulator.hw.shared import CP_ASYNC
 from dsv4lib.emulator.hw.tmem import report_leak, tmem_of
 
 ALLOC = (
@@ -339,6 +340,15 @@ def test_mma_uninitialised_and_unfenced_operands():
     bench.run()
     assert bench.hazards[0][0] == "missing_proxy_fence"
     assert "for B that warps [3]" in bench.hazards[0][1]
+    bench = prepared()
+    bench.cta.smem.dirty[40960 // 16 + 5] = CP_ASYNC | 4  # written by cp.async: hardware copes, shipped kernels do it
+    bench.run()
+    assert bench.hazards[0][0] == "missing_proxy_fence_cp_async"
+    assert "for B that warps [3] wrote with cp.async" in bench.hazards[0][1]
+    bench = prepared()
+    bench.cta.smem.dirty[40960 // 16 + 5 :][:2] = CP_ASYNC | 4, 4
+    bench.run()
+    assert bench.hazards[0][0] == "missing_proxy_fence"
 
 
 def test_mma_uninitialised_accumulator_and_its_twin():
