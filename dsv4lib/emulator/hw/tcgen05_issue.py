@@ -89,14 +89,20 @@ def tmem_address(warp: Warp, operand: Memory, lane: int) -> int:
     return int(warp.address(operand)[lane]) & 0xFFFFFFFF
 
 
-def uniform_tmem_address(warp: Warp, operand: Memory) -> int:
-    """Tensor-memory address that all lanes agree on.
+def uniform_tmem_address(warp: Warp, operand: Memory) -> tuple[int, bool]:
+    """Tensor-memory address of a collective access, and whether all lanes agree on it.
+
+    The ISA wants the same address in all lanes. A shipped kernel (NVIDIA's mixed_input_fmha_prefill_d512) adds the lane
+    number to the lane field; the first lane's address is what counts.
 
     Raises:
-        EmulatorError: they differ.
+        EmulatorError: lanes name different columns.
     """
     if type(operand.base) is Reg:
-        raw = warp.read(operand.base, np.uint32).tobytes()
+        values = warp.read(operand.base, np.uint32)
+        raw = values.tobytes()
         if raw != raw[:4] * LANES:
-            raise EmulatorError("the tensor-memory address differs between lanes")
-    return tmem_address(warp, operand, 0)
+            if ((values ^ values[0]) & np.uint32(0xFFFF)).any():
+                raise EmulatorError("lanes name different tensor-memory columns")
+            return tmem_address(warp, operand, 0), False
+    return tmem_address(warp, operand, 0), True

@@ -149,16 +149,14 @@ class _Access:
         if warp.mask() != FULL_MASK:
             raise EmulatorError(f"{plan.what} needs all 32 lanes, active: {warp.mask():#010x}")
         self.warp, self.plan = warp, plan
-        taddr = uniform_tmem_address(warp, address)
+        taddr, agreed = uniform_tmem_address(warp, address)
         lane, self.column = taddr >> 16, taddr & 0xFFFF
         quarter = QUARTER * (warp.warp_id % 4)
         low = lane % QUARTER
-        if lane - low != quarter:
-            warp.cta.machine.report(
-                "tmem_lane_quarter",
-                f"{plan.what} names lane {lane}, warp {warp.warp_id} reaches lanes {quarter} to {quarter + 31}",
-                warp.place(plan.instr),
-            )
+        if lane - low != quarter or not agreed:
+            text = f"names lane {lane}, warp {warp.warp_id} reaches lanes {quarter} to {quarter + 31}"
+            text = text if agreed else "is given addresses that differ between the lanes of the warp"
+            warp.cta.machine.report("tmem_lane_quarter", f"{plan.what} {text}", warp.place(plan.instr))
         step = QUARTER if plan.shape == "32x32b" else 16
         if low % step:
             raise EmulatorError(f"{plan.what}.{plan.shape} at lane {lane}: must be a multiple of {step}")

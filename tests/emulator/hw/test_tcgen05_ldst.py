@@ -189,6 +189,17 @@ def test_lane_quarter_comes_from_the_warp():
     assert bench.hazards == []
 
 
+def test_addresses_that_differ_between_lanes():
+    bench, tmem = start(text("ld", "32x32b", 1))
+    bench.set(1, r1=(32 + np.arange(32)) << 16 | 7)
+    bench.run(0, 1)
+    assert bench.kinds() == ["tmem_lane_quarter"]
+    np.testing.assert_array_equal(bench.reg("%r10", 1), tmem.data[32:64, 7])
+    bench.set(1, r1=32 << 16 | np.arange(32))
+    with pytest.raises(EmulatorError, match="different tensor-memory columns"):
+        bench.run(0, 1)
+
+
 @pytest.mark.parametrize(
     ("setup", "kind"),
     [("init", "uninitialised_tmem"), ("free", "tmem_after_free"), ("never", "tmem_outside_allocation")],
