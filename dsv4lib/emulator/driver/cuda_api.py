@@ -249,18 +249,15 @@ def _address(pointer: Any) -> int:
 
 
 def _benchmark(
-    function: Any,
-    *,
-    warmup_iterations: int = 10,
-    iterations: int = 100,
-    kernel_arguments: Any = None,
-    workspace_generator: Any = None,
-    **_options: Any,
+    function: Any, *, warmup_iterations: int = 10, iterations: int = 100, kernel_arguments: Any = None, **_options: Any
 ) -> float:
-    """``cutlass.testing.benchmark``: one call, because scripts check what it leaves; no time is measured."""
-    if warmup_iterations + iterations > 0:
-        arguments = kernel_arguments if workspace_generator is None else workspace_generator()
-        function(*arguments.args, **arguments.kwargs)
+    """``cutlass.testing.benchmark``: no time is measured.
+
+    On the script's own tensors the kernel runs once, because scripts check what it leaves there. What a
+    ``workspace_generator`` makes is thrown away unseen: it is not made.
+    """
+    if kernel_arguments is not None and warmup_iterations + iterations > 0:
+        function(*kernel_arguments.args, **kernel_arguments.kwargs)
     return NO_TIME
 
 
@@ -271,7 +268,7 @@ def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
 
 
 def _testing() -> Iterator[tuple[Any, str, Any]]:
-    """Benchmarks run their kernel once and answer NaN."""
+    """Benchmarks answer NaN."""
     import cutlass.cute.testing
     import cutlass.testing
 

@@ -267,9 +267,9 @@ def test_a_benchmark_runs_its_kernel_once_and_measures_nothing(gpu):
     time = testing.benchmark(lambda a, b: calls.append((a, b)), kernel_arguments=arguments, iterations=3)
     assert calls == [(1, 2)] and time != time
     made = testing.benchmark(lambda a, b: calls.append(b), workspace_generator=lambda: arguments, workspace_count=4)
-    assert calls == [(1, 2), 2] and made != made
+    assert calls == [(1, 2)] and made != made
     testing.benchmark(calls.append, kernel_arguments=testing.JitArguments(3), warmup_iterations=0, iterations=0)
-    assert len(calls) == 2
+    assert len(calls) == 1
 
 
 def test_profilers_see_the_host_only(gpu):
