@@ -47,7 +47,8 @@ class Clocks:
     Attributes:
         warps: uint32[warps, entries]; epoch: uint32[entries], the current epoch of each agent.
         kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
-        names: of the entries, for reports.
+        names: of the entries, for reports; owners: the warps themselves, or those that wait
+            for the agent; None where anyone may.
     """
 
     def __init__(self, cluster: Cluster):
@@ -61,14 +62,18 @@ class Clocks:
         self.kinds = ["warp"] * len(everyone)
         self.names = [str(warp) for warp in everyone]
         self.everyone = everyone
+        self.owners: list[Any] = list(everyone)
         self._index: dict[Any, int] = {}
 
     def of(self, warp: Any) -> np.ndarray:
         """A warp's clock."""
         return self.warps[warp.agent - self.first_agent]
 
-    def entry(self, key: Any, kind: str, name: str) -> int:
-        """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many."""
+    def entry(self, key: Any, kind: str, name: str, owner: Any = None) -> int:
+        """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many.
+
+        ``owner``: the warp that waits for it.
+        """
         found = self._index.get(key)
         if found is None:
             found = len(self.names) if len(self.names) < self.size else UNKNOWN
@@ -76,8 +81,14 @@ class Clocks:
             if found != UNKNOWN:
                 self.names.append(name)
                 self.kinds.append(kind)
+                self.owners.append(owner)
                 self.epoch[found] = 1
         return found
+
+    def waited_for(self, entry: int, epoch: int) -> bool:
+        """Has the warp that the agent belongs to waited for this?"""
+        owner = self.owners[entry]
+        return owner is None or bool(self.of(owner)[entry] >= epoch)
 
     def tick(self, warp: Any) -> None:
         """The warp has left its clock somewhere: what it does from now on is later."""

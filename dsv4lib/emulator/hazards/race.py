@@ -135,7 +135,7 @@ class Detector:
 
     def _agent(self, warp: Warp, kind: str) -> int:
         name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store"}.get(kind, kind)
-        return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}")
+        return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}", warp)
 
     def initialised(self, barrier: Any) -> None:
         """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
@@ -365,8 +365,10 @@ class Detector:
         clocks, table = state.clocks, state.accesses
         other = int(table.entry[conflict.earlier])
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
-        mine = op is not None and other == warp.agent - clocks.first_agent
-        kind = _KINDS.get(clocks.kinds[actor.entry if mine else other], "")
+        mine = op is not None and warp is clocks.owners[other]
+        kind = _KINDS.get(clocks.kinds[actor.entry], "") if mine else ""
+        if not kind and not clocks.waited_for(other, int(table.epoch[conflict.earlier])):
+            kind = _KINDS.get(clocks.kinds[other], "")
         kind = kind or ("race_shared" if memory.startswith("shared") else "race_tensor")
         key = kind, pc, int(table.pc[conflict.earlier])
         if key in self._found:

@@ -49,7 +49,8 @@ def alloc(warp: Warp, instr: Instr, form: Form) -> Block | None:
     cta.smem.init[offset : offset + 4] = 1
     if cta.machine.race is not None:
         cta.machine.race.shared_bytes(cta, offset, 4, True)
-        cta.machine.race.tensor_columns(warp.cta, column, columns)
+        if group_of(form) == 1:  # a pair allocates together, which orders its CTAs
+            cta.machine.race.tensor_columns(warp.cta, column, columns)
     warp.cta.machine.stats["tmem_alloc"] += 1
     return None
 
