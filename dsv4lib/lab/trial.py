@@ -103,7 +103,7 @@ def gemm_trial(
     *,
     seed: int = 0,
     schedule: str = "round_robin",
-    checks: str = "default",
+    checks: str = "race",
     trace: bool = True,
     change: Any = None,
 ) -> Trial:

@@ -143,18 +143,18 @@ def moment(
     fig = new_figure(height=3.6)
     left, middle, right = fig.subplots(1, 3, width_ratios=(3.2, 1.3, 2.0))
     left.imshow(colour_codes(cells, tmem[1]), aspect="auto")
-    left.set(title="tensor memory", xlabel="column", ylabel="lane")
+    left.set(xlabel="column", ylabel="lane")
     left.set_yticks(range(0, LANES, QUARTER))
     left.set_xticks(range(0, COLUMNS, 128))
     whole = np.append(chunks, np.full(-len(chunks) % _ROW, -1)).reshape(-1, _ROW)
     middle.imshow(
         colour_codes(whole, smem[1], first=_SMEM), aspect="auto", origin="lower", extent=(0, _ROW, 0, len(whole))
     )
-    middle.set(title="shared memory", xlabel="16-byte chunk", ylabel="KiB")
+    middle.set(xlabel="16-byte chunk", ylabel="KiB")
     _states(right, barriers)
-    for ax in (left, middle, right):
+    for ax, name in ((left, "tensor memory"), (middle, "shared memory"), (right, "mbarriers")):
         frame(ax)
-        ax.title.set(fontsize=9, fontweight="normal")
+        ax.set_title(name, fontsize=8.5, fontweight="normal")
     names = [*tmem[1], *(f"SMEM {name}" for name in smem[1])]
     colours = [_colour(i, 0) for i in range(len(tmem[1]))] + [_colour(i, _SMEM) for i in range(len(smem[1]))]
     there = [(cells == i).any() for i in range(len(tmem[1]))] + [(chunks == i).any() for i in range(len(smem[1]))]
@@ -172,7 +172,7 @@ def moment(
 
 def _states(ax: Axes, barriers: Sequence[Barrier]) -> None:
     """One line a barrier: its phase and what it waits for."""
-    ax.set(title="mbarriers", xlim=(0, 1), ylim=(max(len(barriers), 1) - 0.4, -0.6))
+    ax.set(xlim=(0, 1), ylim=(max(len(barriers), 1) - 0.4, -0.6))
     ax.set_xticks([])
     ax.set_yticks(range(len(barriers)), [b.name for b in barriers])
     for y, b in enumerate(barriers):

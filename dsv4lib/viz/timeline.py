@@ -79,7 +79,10 @@ def timeline(
     _rows(ax, [track.name for track in tracks], title)
     if now is not None:
         ax.axvline(now, color=INK, linewidth=1.0)
-    used = [k for k in chosen if any(k in track.kind for track in tracks)]
+    lasting = {
+        k for t, (s, e) in zip(tracks, spans, strict=True) for k, more in zip(t.kind, e > s, strict=True) if more
+    }
+    used = [kind for kind in chosen if kind in lasting]
     handles = [Patch(facecolor=chosen[kind], label=kind) for kind in used]
     fig.legend(handles=handles, loc="outside lower center", ncols=min(len(used), 6), fontsize=8)
     shares = [_share(track, *span) for track, span in zip(tracks, spans, strict=True)]

@@ -125,6 +125,7 @@ FOUND_BY = {
     "first_accumulates": ("uninitialised_tmem", "cute.gemm"),
     "shifted_columns": ("uninitialised_tmem", "cute.copy(t2r"),
     "short_allocation": ("tmem_outside_allocation", "cute.gemm"),
+    "early_release": ("race_shared", "cute.copy(tma_"),
 }
 
 
