@@ -16,6 +16,7 @@ import torch
 
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
+from dsv4lib.emulator.launch import LaunchRequest
 
 NO_TIME = float("nan")
 DRIVER_VERSION = 13040
@@ -99,10 +100,42 @@ class Scope:
 
 
 class Graph:
-    """CUDA graphs would have to repeat torch's own work too, which runs on the CPU: refused."""
+    """A CUDA graph of kernel launches, in their order. torch's own work cannot be captured (`torch_shims` refuses)."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise LaunchError("CUDA graphs are not supported by the emulator")
+        self.launches: list[LaunchRequest] = []
+
+    def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Record launches instead of running them."""
+        if RUNTIME.captured is not None:
+            raise LaunchError("a CUDA graph is being captured already")
+        RUNTIME.captured = self.launches
+
+    def capture_end(self) -> None:
+        """Run launches again."""
+        RUNTIME.captured = None
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+        for request in self.launches:
+            RUNTIME.device().launch(request)
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        self.launches.clear()
+
+
+class Capture:
+    """``torch.cuda.graph(graph)``: captures what is launched inside."""
+
+    def __init__(self, cuda_graph: Graph, *args: Any, **kwargs: Any):
+        self.graph = cuda_graph
+
+    def __enter__(self) -> None:
+        self.graph.capture_begin()
+
+    def __exit__(self, *error: Any) -> None:
+        self.graph.capture_end()
 
 
 def properties(*_args: Any) -> types.SimpleNamespace:
@@ -147,7 +180,7 @@ def _torch_cuda() -> dict[str, Any]:
         "get_device_name": lambda *a: properties().name,
         "get_arch_list": lambda: [RUNTIME.device().arch.name],
         "mem_get_info": lambda *a: (RUNTIME.device().arch.memory_bytes,) * 2,
-        "is_current_stream_capturing": answer(False),
+        "is_current_stream_capturing": lambda: RUNTIME.captured is not None,
         "is_bf16_supported": answer(True),
         "get_rng_state": lambda *a: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": answer(None),
@@ -157,7 +190,7 @@ def _torch_cuda() -> dict[str, Any]:
         "ExternalStream": type("ExternalStream", (Stream,), {}),
         "Event": Event,
         "CUDAGraph": Graph,
-        "graph": type("graph", (Graph,), {}),
+        "graph": Capture,
         **{name: type(name, (Scope,), {}) for name in ("device", "device_of", "stream")},
     }
 

@@ -222,6 +222,7 @@ def active(gpu: Device) -> Iterator[Device]:
         yield gpu
     finally:
         RUNTIME.devices.pop()
+        RUNTIME.captured = None
         if gpu not in RUNTIME.devices:
             gpu.memory.clear()
 

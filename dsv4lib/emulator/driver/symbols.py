@@ -56,6 +56,7 @@ class Runtime:
         self.libraries: dict[int, Module] = {}
         self.kernels: dict[int, LoadedKernel] = {}
         self.pending: BaseException | None = None
+        self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
         self._next = 0x1000
 
     def handle(self) -> int:
@@ -237,7 +238,10 @@ def _launch(settings: config.Config, kernel: int, arguments: int) -> None:
     loaded, device = RUNTIME.kernels[kernel], RUNTIME.device()
     request = config.decode(settings, loaded.module, loaded.name, arguments, device.ctas)
     config.check(request, device.arch, device.settings.sm_count, loaded.attributes.get(MAX_DYNAMIC_SMEM, 0))
-    device.launch(request)
+    if RUNTIME.captured is not None:
+        RUNTIME.captured.append(request)
+    else:
+        device.launch(request)
 
 
 @symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)

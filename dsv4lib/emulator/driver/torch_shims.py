@@ -27,10 +27,17 @@ from dsv4lib.emulator.driver import cuda_api
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.driver.scaled_mm import scaled_mm
 from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.errors import LaunchError
 
 ALIGNMENT = 256
 _CUDA = torch.device("cuda", 0)
 _FAKE_CUDA = "emulated_cuda"  # attribute of fake tensors, which have no storage to keep books on
+# What a graph may contain: asking about tensors, viewing and allocating them. Anything else is work to be replayed.
+_CAPTURABLE = frozenset(
+    "__get__ __dlpack__ __dlpack_device__ data_ptr stride size dim numel element_size storage_offset is_contiguous "
+    "untyped_storage view reshape permute transpose unsqueeze squeeze detach __getitem__ empty empty_like "
+    "empty_strided get_device record_stream".split()
+)
 _DEVICE, _IS_CUDA, _IS_CPU = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
 
 
@@ -84,6 +91,8 @@ class CudaMode(TorchFunctionMode):
         if property_of in (_DEVICE, _IS_CUDA, _IS_CPU):
             device = _DEVICE.__get__(args[0]) if self._real(args[0]) else _CUDA
             return device if property_of is _DEVICE else device.type == ("cuda" if property_of is _IS_CUDA else "cpu")
+        if RUNTIME.captured is not None and func.__name__ not in _CAPTURABLE:
+            raise LaunchError(f"torch.{func.__name__} while a CUDA graph is captured: only kernel launches can be")
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, *args, **kwargs)

@@ -273,3 +273,24 @@ def test_refused_launches_are_the_errors_that_the_dsl_documents(requests):
 def test_host_functions_are_made_once(gemm, requests):
     _, compiled = gemm
     assert host.host_function(compiled.function) is host.host_function(compiled.function)
+
+
+def test_a_cuda_graph_records_launches_and_replays_them():
+    with emulator.device("sm_100a") as gpu:
+        x = torch.ones(128, device="cuda")
+        compiled = cute.compile(scale, from_dlpack(x), 2.0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            assert torch.cuda.is_current_stream_capturing()
+            compiled(from_dlpack(x), 2.0)
+            with pytest.raises(LaunchError, match="torch.add.*captured"):
+                torch.add(x, 1)
+            with pytest.raises(LaunchError, match="captured already"):
+                torch.cuda.CUDAGraph().capture_begin()
+        assert not torch.cuda.is_current_stream_capturing() and not gpu.launches and (x == 1).all()
+        graph.replay()
+        graph.replay()
+        assert len(gpu.launches) == 2 and (x == 7).all()
+        graph.reset()
+        graph.replay()
+        assert len(gpu.launches) == 2
