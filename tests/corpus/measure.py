@@ -1,7 +1,7 @@
 """Write the tables of `data/emulator`: what running other people's kernels gave.
 
-`python tests/corpus/measure.py corpus TABLE [--only TEXT]` runs the cases of this folder.
-`python tests/corpus/measure.py examples TABLE --checkout FOLDER [--only TEXT]` runs the example scripts of a CUTLASS
+`python tests/corpus/measure.py corpus TABLE [--names NAME...]` runs the cases of this folder.
+`python tests/corpus/measure.py examples TABLE --checkout FOLDER [--names NAME...]` runs example scripts of a CUTLASS
 checkout that `examples.txt` lists, as they are: their own main and their own comparison decide.
 
 Each run is a process of its own. A table that exists is updated row by row, so a part can be measured anew.
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("what", choices=("corpus", "examples"))
     parser.add_argument("table", type=Path)
     parser.add_argument("--checkout", type=Path, help="of CUTLASS")
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--names", nargs="*", help="only these")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
     options = parser.parse_args()
     if options.what == "examples" and options.checkout is None:
@@ -106,7 +106,7 @@ def main() -> None:
         with options.table.open(newline="") as file:
             rows = {row["configuration"]: row for row in csv.DictReader(file)}
     for name, (arch, command) in todo.items():
-        if options.only not in name:
+        if options.names and name not in options.names:
             continue
         rows[name] = as_row(name, arch, run_process(command, arch, options.limit))
         print({key: value for key, value in rows[name].items() if value != ""}, flush=True)
