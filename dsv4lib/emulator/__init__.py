@@ -3,7 +3,7 @@
 with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and what is built on them believe it
     compiled = cute.compile(kernel, a, b)
     compiled(a, b)
-gpu.launches[-1].result, gpu.hazards
+gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(..., trace=True), see trace.py
 
 emulator.driver.launch(compiled, a, b)               # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # somebody's script, in a fresh process
