@@ -18,11 +18,12 @@ from dsv4lib.emulator import launch as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
+from dsv4lib.emulator.hazards.order import Order
 from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
 from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.memory.gmem import GlobalMemory
-from dsv4lib.emulator.native.abi import CHECK_RACE
+from dsv4lib.emulator.native.abi import CHECK_PROXY, CHECK_RACE
 from dsv4lib.emulator.recorder import Recorder
 from dsv4lib.emulator.warp import Block, Warp
 
@@ -48,7 +49,7 @@ class Machine:
         events: bumped by everything that could unblock a warp: every service does.
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
-        race: the race detector, None = off.
+        race: who is ordered after whom, and with CHECK_RACE the race detector; None = off.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Machine:
         self._params[: self.param_bytes] = np.frombuffer(request.params, np.uint8)[: self.param_bytes]
         self.param_address = self._params.ctypes.data
         self.units = AsyncUnits(self) if units is None else units
-        self.race = Detector(self) if self.settings.native_checks & CHECK_RACE else None
+        checks = self.settings.native_checks
+        self.race = Detector(self) if checks & CHECK_RACE else Order(self) if checks & CHECK_PROXY else None
         self.queue: deque[Dim3] = deque(self._cluster_origins())
 
     def changed(self) -> None:

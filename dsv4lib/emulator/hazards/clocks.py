@@ -51,10 +51,11 @@ class Clocks:
             for the agent; None where anyone may.
     """
 
-    def __init__(self, cluster: Cluster):
+    def __init__(self, cluster: Cluster, warps_only: bool = False):
         everyone = [warp for cta in cluster.ctas for warp in cta.warps]
         self.first_agent = everyone[0].agent
-        self.size = len(everyone) * 6 + len(cluster.ctas) * (2 + _BARRIERS)
+        agents = 0 if warps_only else len(everyone) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
+        self.size = len(everyone) + agents
         self.warps = np.zeros((len(everyone), self.size), np.uint32)
         self.epoch = np.zeros(self.size, np.uint32)
         self.epoch[: len(everyone)] = 1

@@ -20,6 +20,7 @@ import numpy as np
 
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import ALWAYS, UNKNOWN, Clocks, SyncPoint
+from dsv4lib.emulator.hazards.order import Order, OrderState
 from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Cells, Chunks, Conflict, Shadow, Words
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
@@ -42,29 +43,24 @@ _PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
 
 
-class _State:
+class _State(OrderState):
     """What the detector knows about one cluster."""
 
     def __init__(self, cluster: Cluster):
-        self.clocks = Clocks(cluster)
+        super().__init__(cluster, warps_only=False)
         self.accesses = Accesses()
         self.shared = [Shadow((-(-cta.smem.nbytes // 4),), self.accesses) for cta in cluster.ctas]
         self.tensor: dict[int, Shadow] = {}
         self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
 
 
-class Detector:
-    """Detector of one launch.
+class Detector(Order):
+    """Detector of one launch."""
 
-    Attributes:
-        warp: the warp whose service runs; op: the asynchronous operation that completes, None outside.
-        pending: uint64 view of the number of accesses in the log.
-    """
+    full = True
 
     def __init__(self, machine: Any):
-        self.machine = machine
-        self.warp: Warp | None = None
-        self.op: AsyncOp | None = None
+        super().__init__(machine)
         self._buffer = np.zeros(8 + CAPACITY * LOG.itemsize + 64, np.uint8)
         self._buffer = self._buffer[-self._buffer.ctypes.data % 64 :][: 8 + CAPACITY * LOG.itemsize]
         self.address = self._buffer.ctypes.data
@@ -78,39 +74,34 @@ class Detector:
         """A cluster begins."""
         cluster.race = _State(cluster)
 
-    def _state(self, warp: Warp) -> _State:
-        return warp.cta.cluster.race
-
-    def arrived(self, point: Any) -> None:
-        """The completing operation, or else the running warp, arrives at ``point`` (an object with ``sync``)."""
-        who = self.op if self.op is not None else self
-        clocks = self._state(who.warp).clocks
+    def _left(self, point: Any) -> None:
+        """What an operation leaves: its own entry."""
+        op = self.op
+        if op.entry == UNKNOWN:
+            return
         if point.sync is None:
-            point.sync = SyncPoint(clocks.size)
-        gathering = point.sync.gathering
-        if self.op is None:
-            np.maximum(gathering, clocks.of(self.warp), out=gathering)
-            clocks.tick(self.warp)
-        elif self.op.entry != UNKNOWN:
-            gathering[self.op.entry] = max(gathering[self.op.entry], self.op.epoch)
+            point.sync = SyncPoint(self._state(op.warp).clocks.size)
+        point.sync.gathering[op.entry] = max(point.sync.gathering[op.entry], op.epoch)
 
-    def acquired(self, warp: Warp, point: Any) -> None:
-        """The warp has waited for a completed phase of ``point``."""
-        if point.sync is not None:
-            clock = self._state(warp).clocks.of(warp)
-            np.maximum(clock, point.sync.done, out=clock)
+    def initialised(self, barrier: Any) -> None:
+        """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
+        clocks = self._state(self.warp).clocks
+        me = self.warp.agent - clocks.first_agent
+        barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
 
-    def cluster_arrived(self, warp: Warp, barrier: Any, phase: int) -> None:
-        """Arrival of a warp at a phase of the cluster barrier."""
-        clocks = self._state(warp).clocks
-        left = barrier.left.setdefault(phase, np.zeros(clocks.size, np.uint32))
-        np.maximum(left, clocks.of(warp), out=left)
-        clocks.tick(warp)
-
-    def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
-        """The warp has waited for that phase."""
-        clock = self._state(warp).clocks.of(warp)
-        np.maximum(clock, barrier.left[phase], out=clock)
+    def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
+        """The running warp uses an mbarrier."""
+        if self.op is not None or self.warp is None or barrier.origin is None:
+            return
+        entry, epoch, warp, known = barrier.origin
+        clocks = self._state(self.warp).clocks
+        me = self.warp.agent - clocks.first_agent
+        if me in known:
+            return
+        known.add(me)
+        if clocks.of(self.warp)[entry] < epoch:
+            text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
+            self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
 
     def committed(self, warp: Warp, kind: str) -> None:
         """The warp's operations of this kind since the last commit are a group."""
@@ -137,26 +128,6 @@ class Detector:
         name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store"}.get(kind, kind)
         return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}", warp)
 
-    def initialised(self, barrier: Any) -> None:
-        """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
-
-    def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
-        """The running warp uses an mbarrier."""
-        if self.op is not None or self.warp is None or barrier.origin is None:
-            return
-        entry, epoch, warp, known = barrier.origin
-        clocks = self._state(self.warp).clocks
-        me = self.warp.agent - clocks.first_agent
-        if me in known:
-            return
-        known.add(me)
-        if clocks.of(self.warp)[entry] < epoch:
-            text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
-            self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
-
     # --- asynchronous operations ------------------------------------------------------------------------------------
 
     def issued(self, op: AsyncOp) -> None:
@@ -172,7 +143,6 @@ class Detector:
             barrier = op.signals
             op.entry = clocks.entry(("tma", barrier), "tma", f"a copy that signals {barrier.name}")
             op.epoch = barrier.phase + 1
-            clocks.epoch[op.entry] = ALWAYS
         elif unit == "tensor":
             op.entry = clocks.entry(op.unit, "tensor", f"the tensor pipe of CTA {op.warp.cta.ctaid}")
         elif unit == "ldst":

@@ -1,9 +1,9 @@
 """Proxy fences: when writes through one proxy become visible to another.
 
 ``Smem.dirty`` names, for every 16-byte chunk, the warp that wrote it through the generic proxy and has not fenced it.
-An asynchronous-proxy fence clears the marks of the warp that executes it. The memory model also lets a thread fence on
-behalf of writers that it has synchronised with. The race detector knows them, and then such a fence clears their marks
-too; without it this check is strict in that one case.
+An asynchronous-proxy fence clears the marks of the warp that executes it, and of the warps that it is ordered after:
+the memory model lets a thread fence on behalf of writers that it has synchronised with (hazards/order.py). With all
+checks off nobody keeps that order, and a fence clears its own warp's marks alone.
 
 A tensor map that the device changes in global memory must be released by its writer and acquired by its user. Copies
 through a changed map that nobody has acquired are reported (tma.py).
@@ -48,9 +48,10 @@ def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
     if space == "global":
         return
     for cta in [warp.cta] if space == "shared::cta" else warp.cta.cluster.ctas:
-        _clear(cta, warp)
         if cta.machine.race is not None:
             cta.machine.race.fenced(cta, warp)
+        else:
+            _clear(cta, warp)
 
 
 @isa.service(

@@ -210,6 +210,15 @@ def test_what_the_code_reports_is_listed():
     assert used and used <= set(KINDS), used - set(KINDS)
 
 
+@pytest.mark.parametrize("checks", ["default", "race"])
+def test_a_later_threads_fence_counts(checks):
+    """With and without the race detector; a fence that comes before the stores does not count."""
+    pair = PAIRS["missing_proxy_fence"]
+    assert run(pair.repaired, pair, checks=checks).hazards == []
+    early = pair.broken.replace("st.shared.b32 [%r1], %r0;", f"@%p2 {FENCE} st.shared.b32 [%r1], %r0;")
+    assert {h.kind for h in run(early, pair, checks=checks).hazards} == {"missing_proxy_fence"}
+
+
 def test_off_reports_nothing():
     assert run(PAIRS["tmem_leak"].broken, PAIRS["tmem_leak"], checks="off").hazards == []
 
