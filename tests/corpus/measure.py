@@ -82,10 +82,13 @@ def examples(checkout: Path) -> dict[str, tuple[str, list[str]]]:
     for line in (HERE / "examples.txt").read_text().splitlines():
         if not line or line.startswith("#"):
             continue
-        name, script, arguments = line.split("|")
+        name, script, arguments, *version = line.split("|")
         arch = "sm_90a" if script.startswith("hopper/") else "sm_100a"
         path = checkout / "examples" / "python" / "CuTeDSL" / "cute" / script
-        found[name] = arch, [str(HERE / "run_example.py"), arch, str(path), *arguments.split()]
+        found[name] = (
+            arch,
+            [str(HERE / "run_example.py"), arch, version[0] if version else "", str(path), *arguments.split()],
+        )
     return found
 
 

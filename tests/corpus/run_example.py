@@ -1,7 +1,8 @@
 """Run one script of somebody else under a device, unmodified, and print what was seen as one line of JSON.
 
-`python run_example.py ARCH SCRIPT ARGS...`. The script's own comparison decides; `torch.testing.assert_close` is only
-listened to, for the size of the error.
+`python run_example.py ARCH TORCH SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own: two scripts
+bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the CPU. The
+script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def result(note: str, launches: int) -> str:
 
 def main() -> None:
     """Command line."""
-    arch, script, *arguments = sys.argv[1:]
+    arch, version, script, *arguments = sys.argv[1:]
+    if version:
+        torch.__version__ = torch.torch_version.TorchVersion(version)
     torch.set_num_threads(1)
     compared: list[tuple[float, float]] = []
     torch.testing.assert_close = listened(compared)
