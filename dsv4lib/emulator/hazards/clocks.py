@@ -6,7 +6,8 @@ copies of one phase become visible together, so the phase is their epoch). Epoch
 
 A warp that arrives somewhere leaves its clock there; one that has waited takes over what was left. An asynchronous
 operation sees what its issuer knew at issue, and its completion leaves nothing but its own entry: a commit of the
-tensor pipe does not publish what the warp that issued it has written.
+tensor pipe does not publish what the warp that issued it has written. Shipped kernels rely on more, so every clock has
+two rows: STRICT by that rule, and CARRIED, where a completion leaves everything that its issuer knew.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cluster
 
 ALWAYS = 0xFFFFFFFF  # an epoch later than all
+STRICT, CARRIED = 0, 1
 UNKNOWN = -1  # an entry that nobody keeps: accesses under it are not recorded
 _BARRIERS = 128  # mbarriers per CTA that get an entry
 
@@ -33,8 +35,8 @@ class SyncPoint:
     __slots__ = ("done", "gathering")
 
     def __init__(self, size: int):
-        self.gathering = np.zeros(size, np.uint32)
-        self.done = np.zeros(size, np.uint32)
+        self.gathering = np.zeros((2, size), np.uint32)
+        self.done = np.zeros((2, size), np.uint32)
 
     def complete(self) -> None:
         """The phase is over: what it gathered is there for those who waited."""
@@ -45,7 +47,7 @@ class Clocks:
     """All clocks of a cluster.
 
     Attributes:
-        warps: uint32[warps, entries]; epoch: uint32[entries], the current epoch of each agent.
+        warps: uint32[warps, 2, entries]; epoch: uint32[entries], the current epoch of each agent.
         kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
         names: of the entries, for reports; owners: the warps themselves, or those that wait
             for the agent; None where anyone may.
@@ -56,10 +58,11 @@ class Clocks:
         self.first_agent = everyone[0].agent
         agents = 0 if warps_only else len(everyone) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
         self.size = len(everyone) + agents
-        self.warps = np.zeros((len(everyone), self.size), np.uint32)
+        self.warps = np.zeros((len(everyone), 2, self.size), np.uint32)
         self.epoch = np.zeros(self.size, np.uint32)
         self.epoch[: len(everyone)] = 1
-        np.fill_diagonal(self.warps, 1)
+        for me in range(len(everyone)):
+            self.warps[me, :, me] = 1
         self.kinds = ["warp"] * len(everyone)
         self.names = [str(warp) for warp in everyone]
         self.everyone = everyone
@@ -67,7 +70,7 @@ class Clocks:
         self._index: dict[Any, int] = {}
 
     def of(self, warp: Any) -> np.ndarray:
-        """A warp's clock."""
+        """A warp's clock, uint32[2, entries]."""
         return self.warps[warp.agent - self.first_agent]
 
     def entry(self, key: Any, kind: str, name: str, owner: Any = None) -> int:
@@ -89,10 +92,10 @@ class Clocks:
     def waited_for(self, entry: int, epoch: int) -> bool:
         """Has the warp that the agent belongs to waited for this?"""
         owner = self.owners[entry]
-        return owner is None or bool(self.of(owner)[entry] >= epoch)
+        return owner is None or bool(self.of(owner)[STRICT, entry] >= epoch)
 
     def tick(self, warp: Any) -> None:
         """The warp has left its clock somewhere: what it does from now on is later."""
         me = warp.agent - self.first_agent
         self.epoch[me] += 1
-        self.warps[me, me] = self.epoch[me]
+        self.warps[me, :, me] = self.epoch[me]

@@ -117,6 +117,10 @@ _TABLE = (
     ("race_tensor", ERROR, "race",
      "two accesses to tensor memory, at least one a write, that no synchronisation orders",
      "wait for the commit of the MMA before reading; signal the MMA warp before it overwrites"),
+    ("race_through_completion", LINT, "race",
+     "two accesses are ordered only through a tcgen05.commit or the completion of a copy, which by the PTX ISA publish "
+     "nothing but their own effects; shipped kernels rely on more",
+     "let the waiting warps synchronise with the writer itself"),
     ("missing_tcgen05_wait", ERROR, "race",
      "tensor memory is touched again although tcgen05.ld or .st of it has not been waited for",
      "tcgen05.wait::ld or tcgen05.wait::st before signalling or issuing the next access"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.hazards.clocks import Clocks, SyncPoint
+from dsv4lib.emulator.hazards.clocks import CARRIED, Clocks, SyncPoint
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.async_units import AsyncOp
@@ -78,7 +78,7 @@ class Order:
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int) -> None:
         """Arrival of a warp at a phase of the cluster barrier."""
         clocks = self._state(warp).clocks
-        left = barrier.left.setdefault(phase, np.zeros(clocks.size, np.uint32))
+        left = barrier.left.setdefault(phase, np.zeros((2, clocks.size), np.uint32))
         np.maximum(left, clocks.of(warp), out=left)
         clocks.tick(warp)
 
@@ -95,7 +95,7 @@ class Order:
         """
         state = self._state(warp)
         clocks, dirty = state.clocks, cta.smem.dirty
-        clock = clocks.of(warp)
+        clock = clocks.of(warp)[CARRIED]
         for mark in np.unique(dirty & _MARK).tolist():
             writer = cta.warps[mark - 1] if mark else None
             if writer is None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.hazards.clocks import ALWAYS, UNKNOWN, Clocks, SyncPoint
+from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, SyncPoint
 from dsv4lib.emulator.hazards.order import Order, OrderState
 from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Cells, Chunks, Conflict, Shadow, Words
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
@@ -75,13 +75,17 @@ class Detector(Order):
         cluster.race = _State(cluster)
 
     def _left(self, point: Any) -> None:
-        """What an operation leaves: its own entry."""
+        """What an operation leaves: its own entry; in the CARRIED row also what its issuer knew."""
         op = self.op
         if op.entry == UNKNOWN:
             return
         if point.sync is None:
             point.sync = SyncPoint(self._state(op.warp).clocks.size)
-        point.sync.gathering[op.entry] = max(point.sync.gathering[op.entry], op.epoch)
+        gathering = point.sync.gathering
+        left = op.clock[CARRIED].copy()
+        left[op.entry] = op.epoch
+        gathering[STRICT, op.entry] = max(gathering[STRICT, op.entry], op.epoch)
+        np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
 
     def initialised(self, barrier: Any) -> None:
         """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
@@ -99,7 +103,7 @@ class Detector(Order):
         if me in known:
             return
         known.add(me)
-        if clocks.of(self.warp)[entry] < epoch:
+        if clocks.of(self.warp)[CARRIED, entry] < epoch:
             text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
             self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
 
@@ -117,7 +121,7 @@ class Detector(Order):
         if entry != UNKNOWN:
             known = max(int(clocks.epoch[entry]) - 1 - pending, 0)
             clock = clocks.of(warp)
-            clock[entry] = max(int(clock[entry]), known)
+            clock[:, entry] = np.maximum(clock[:, entry], known)
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
         """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
@@ -153,7 +157,7 @@ class Detector(Order):
             return
         op.clock = clocks.of(op.warp).copy()
         clocks.tick(op.warp)  # what the issuer does next is not before the operation
-        op.clock[op.entry] = ALWAYS
+        op.clock[:, op.entry] = ALWAYS
         if op.signals is None:
             op.epoch = int(clocks.epoch[op.entry])
             if op.instr.opcode.startswith(_PUBLISHING):
@@ -300,7 +304,7 @@ class Detector(Order):
                 word = (address & 0xFFFFFFFF) >> 2
                 if entry["code"] & GENERIC and address >> 56 != abi.SHARED_WINDOW >> 56:
                     continue
-                left = state.words.setdefault(word, np.zeros(state.clocks.size, np.uint32))
+                left = state.words.setdefault(word, np.zeros((2, state.clocks.size), np.uint32))
                 into, source = (clock, left) if acquire else (left, clock)
                 np.maximum(into, source, out=into)
         if not acquire and len(entries):
@@ -314,7 +318,7 @@ class Detector(Order):
         chunks = np.nonzero(dirty)[0]
         state = self._state(warp)
         writers = Chunks(chunks[chunks < len(dirty) - 1]).get(state.shared[cta.rank].writer)
-        table, clock = state.accesses, state.clocks.of(warp)
+        table, clock = state.accesses, state.clocks.of(warp)[CARRIED]
         known = (table.epoch[writers] <= clock[table.entry[writers]]).reshape(-1, 4).all(1)
         dirty[chunks[: len(known)][known]] = 0
 
@@ -340,6 +344,8 @@ class Detector(Order):
         if not kind and not clocks.waited_for(other, int(table.epoch[conflict.earlier])):
             kind = _KINDS.get(clocks.kinds[other], "")
         kind = kind or ("race_shared" if memory.startswith("shared") else "race_tensor")
+        if conflict.carried:
+            kind = "race_through_completion"
         key = kind, pc, int(table.pc[conflict.earlier])
         if key in self._found:
             self._found[key].count += 1

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT
+
 ALL_BYTES = 15
 _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
@@ -101,7 +103,7 @@ class Chunks(Cells):
 
 @dataclass
 class Actor:
-    """Who makes an access: its entry and epoch, and the clock it acts under."""
+    """Who makes an access: its entry and epoch, and the clock it acts under (both rows)."""
 
     entry: int
     epoch: int
@@ -118,11 +120,15 @@ class _Readers:
 
 @dataclass(frozen=True)
 class Conflict:
-    """An access and the earlier one (by number) that it is not ordered after, at a flat position of the cells."""
+    """An access and the earlier one (by number) that it is not ordered after, at a flat position of the cells.
+
+    ``carried``: it would be, if completions published what their issuers knew.
+    """
 
     earlier: int
     position: int
     what: str
+    carried: bool = False
 
 
 class Shadow:
@@ -150,26 +156,40 @@ class Shadow:
         old = np.array(cells.get(self.writer))
         conflict = None
         for entry, readers in self.readers.items():
-            if conflict is None and readers.latest > actor.clock[entry]:
+            if _harmless(conflict) and readers.latest > actor.clock[STRICT, entry]:
                 since = cells.get(readers.cells)
-                conflict = self._first(np.where(since > old, since, 0), actor, mask, "write after read")
-        if conflict is None and self._first(old, actor, mask, ""):
+                found = self._first(np.where(since > old, since, 0), actor, mask, "write after read")
+                conflict = found or conflict
+        if _harmless(conflict) and self._first(old, actor, mask, ""):
             for readers in self.readers.values():
                 old[cells.get(readers.cells) > old] = 0
-            conflict = self._first(old, actor, mask, "write after write")
+            conflict = self._first(old, actor, mask, "write after write") or conflict
         cells.put(self.writer, ids)
         return conflict
 
     def _first(self, ids: np.ndarray, actor: Actor, mask: int, what: str) -> Conflict | None:
-        """The first access that the clock does not cover."""
-        table, clock = self.accesses, actor.clock
+        """The first access that the clock does not cover, preferably in neither row."""
         flat = ids.reshape(-1)
+        found = self._late(flat, actor.clock[STRICT], mask)
+        if found is None:
+            return None
+        worse = self._late(flat, actor.clock[CARRIED], mask)
+        return Conflict(*(worse or found), what, carried=worse is None)
+
+    def _late(self, flat: np.ndarray, clock: np.ndarray, mask: int) -> tuple[int, int] | None:
+        """(number, position) of the first access that one row of a clock does not cover."""
+        table = self.accesses
         if not len(flat):
             return None
         low, high = int(flat.min()), int(flat.max())
         if low == high:
             late = table.epoch[high] > clock[table.entry[high]] and table.mask[high] & mask
-            return Conflict(high, 0, what) if late else None
+            return (high, 0) if late else None
         bad = (table.epoch[flat] > clock[table.entry[flat]]) & (table.mask[flat] & mask != 0)
         at = int(bad.argmax())
-        return Conflict(int(flat[at]), at, what) if bad[at] else None
+        return (int(flat[at]), at) if bad[at] else None
+
+
+def _harmless(conflict: Conflict | None) -> bool:
+    """May a worse one be looked for?"""
+    return conflict is None or conflict.carried

@@ -148,6 +148,17 @@ TWINS = {
         threads=32,
         cluster=2,
     ),
+    "ordered by a completion alone": Twin(  # warp 1 waits for a copy that warp 0 issued after its store
+        INIT.format(1, 1)
+        + "setp.eq.u32 %p3, %r0, 32; @%p3 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 256;"
+        + f"@%p2 st.shared.b32 [%r2+4096], 1; @%p2 {BULK} [%r2], [%rd1], 256, [%r8];"
+        + wait("%r8", 0, "W")
+        + "## @%p3 ld.shared.b32 %r5, [%r2+4096];",
+        "bar.sync 0;",
+        "race_through_completion",
+        "ld.shared",
+        "st.shared",
+    ),
     "initialised too late": Twin(
         "@%p2 mbarrier.init.shared.b64 [%r8], 64; ## mbarrier.arrive.shared.b64 _, [%r8];" + wait("%r8", 0, "W"),
         "bar.sync 0;",
