@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _EXECUTED = abi.CONTEXT.fields["executed"][1] // 8
 _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
-_CP_ASYNC = 1 << 15  # mark of cp.async in the map of unfenced writers (hw/shared.py)
 
 
 class Recorder:
@@ -90,19 +89,23 @@ class Recorder:
             self._stretch[warp.agent] = (*self._place(warp), "run", "", -1, self._now())
 
     def slice_ends(self, warp: Warp) -> None:
-        """Its turn is over: look for what it stored in shared memory."""
+        """Its turn is over."""
+        self.stores(warp)
+        self._running = None
+
+    def stores(self, warp: Warp) -> None:
+        """Look for what a warp stored in its CTA's shared memory since the last look."""
         cta = warp.cta
         dirty = cta.smem.dirty
-        before = self._dirty.get(id(cta))
+        before = self._dirty.get(self._cta(cta))
         if before is None:
-            before = self._dirty[id(cta)] = np.zeros_like(dirty)
-        if (dirty != before).any():
-            mine = dirty == warp.warp_id + 1
-            new = np.nonzero((dirty != before) & mine)[0]
+            before = self._dirty[self._cta(cta)] = np.zeros_like(dirty)
+        changed = dirty != before
+        if changed.any():
+            new = np.nonzero(changed & (dirty == warp.warp_id + 1))[0]
             if len(new):
                 self._smem(cta, (self._cta(cta), warp.warp_id, -1), "threads", True, new, op=-1)
             before[:] = dirty
-        self._running = None
 
     def warp_waits(self, warp: Warp, block: Block) -> None:
         """A warp cannot go on."""

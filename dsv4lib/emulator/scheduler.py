@@ -149,6 +149,8 @@ class Scheduler:
         function, instr, form = self._services[pc]
         if self.machine.race is not None:
             self.machine.race.warp = warp
+        if self.trace is not None:
+            self.trace.stores(warp)
         try:
             block = function(warp, instr, form)
         except EmulatorError as error:

@@ -4,9 +4,9 @@ Every record has two clocks. ``event`` numbers all records of a launch from 0, s
 logical: warp-instructions executed by all warps so far. Neither is a duration on hardware.
 
 Limits, by design: tensor memory is traced cell by cell. Shared memory is traced for everything asynchronous (TMA, bulk
-copies, cp.async, tensor cores) exactly; stores of threads are seen as 16-byte chunks at the end of the writer's slice,
-and only the first store to a chunk between two proxy fences; loads of threads are not traced. Threads' stores need the
-default checks (or more) to be on.
+copies, cp.async, tensor cores) exactly; stores of threads are seen as 16-byte chunks when their warp reaches its next
+service or the end of its slice, and only the first store to a chunk between two proxy fences; stores into another CTA
+and loads of threads are not traced. Threads' stores need the default checks (or more) to be on.
 """
 
 from __future__ import annotations
