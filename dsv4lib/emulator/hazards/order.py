@@ -149,5 +149,8 @@ class Order:
     def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:
         """Columns are allocated or freed."""
 
+    def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
+        """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
+
     def drain(self, warp: Warp) -> None:
         """Read the access log."""

@@ -322,6 +322,15 @@ class Detector(Order):
         known = (table.epoch[writers] <= clock[table.entry[writers]]).reshape(-1, 4).all(1)
         dirty[chunks[: len(known)][known]] = 0
 
+    def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
+        """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
+        state = cta.cluster.race
+        flat = chunks.reshape(-1)
+        chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
+        number = int(state.shared[cta.rank].writer[4 * chunk : 4 * chunk + 4].max())
+        table = state.accesses
+        return self._owner(cta, state.clocks, int(table.entry[number]), int(table.pc[number])) if number else None
+
     # --- reports ----------------------------------------------------------------------------------------------------
 
     def _report(

@@ -187,6 +187,12 @@ def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
     return kind, f"warps {writers} wrote {how} without fence.proxy.async", writers
 
 
+def writer_of(cta: Cta, chunks: np.ndarray) -> Place | None:
+    """Who wrote the first 16-byte chunk of these that no proxy fence covers; None if the race detector is off."""
+    race = cta.machine.race
+    return None if race is None else race.writer_of(cta, chunks)
+
+
 def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where: Where) -> None:
     smem, machine = cta.smem, cta.machine
     unwritten = offsets[smem.init[offsets] == 0]
@@ -208,4 +214,5 @@ def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where:
             where(),
             address=first,
             writers=writers,
+            owner=writer_of(cta, dirty),
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, InstrDescriptor, SmemDescriptor
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
 from dsv4lib.emulator.hw.operand import Operand, k_major, mn_major
@@ -255,7 +256,8 @@ class Mma:
             )
         if found := operand.unfenced():
             kind, how, writers = found
-            self.report(kind, f"reads shared memory of {cta} for {what} that {how}", warps=writers)
+            owner = shared.writer_of(cta, operand.first + operand.chunks)
+            self.report(kind, f"reads shared memory of {cta} for {what} that {how}", warps=writers, owner=owner)
 
     def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> np.ndarray:
         """uint8 (rows, blocks) of scale factors in tensor memory."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import SmemDescriptor, smem_descriptor
 from dsv4lib.emulator.hw.numeric import unpack_4bit, unpack_6bit
 from dsv4lib.emulator.hw.operand import k_major
@@ -98,7 +99,8 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, op: Asy
         machine.report("uninitialised_smem", text, op.place)
     if found := operand.unfenced():
         kind, how, writers = found
-        machine.report(kind, f"tcgen05.cp reads shared memory that {how}", op.place, warps=writers)
+        owner = shared.writer_of(cta, operand.first + operand.chunks)
+        machine.report(kind, f"tcgen05.cp reads shared memory that {how}", op.place, warps=writers, owner=owner)
     if machine.trace is not None:
         machine.trace.smem_operand(cta, op.warp, op.instr, "tcgen05.cp", operand)
     if machine.race is not None:

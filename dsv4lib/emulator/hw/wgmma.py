@@ -21,6 +21,7 @@ import numpy as np
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.async_units import AsyncOp
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import SWIZZLE_128B_ATOM_32B, SmemDescriptor, smem_descriptor_sm90
 from dsv4lib.emulator.hw.fragments import accumulator, registers_of, rows_of_a, unpack_bits
 from dsv4lib.emulator.hw.hopper_sums import fused_sum
@@ -146,7 +147,8 @@ class Wgmma:
         if found := matrix.unfenced():
             kind, how, writers = found
             text = f"wgmma reads shared memory for {what} that {how}"
-            machine.report(kind, text, self.warp.place(self.instr), warps=writers)
+            owner = shared.writer_of(self.warp.cta, matrix.first + matrix.chunks)
+            machine.report(kind, text, self.warp.place(self.instr), warps=writers, owner=owner)
         values = self._decode(matrix.read(), fmt)
         return values.T if matrix.mn_major else values
 

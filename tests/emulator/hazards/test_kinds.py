@@ -215,6 +215,8 @@ def test_a_later_threads_fence_counts(checks):
     """With and without the race detector; a fence that comes before the stores does not count."""
     pair = PAIRS["missing_proxy_fence"]
     assert run(pair.repaired, pair, checks=checks).hazards == []
+    (hazard,) = run(pair.broken, pair, checks=checks).hazards
+    assert hazard.owner is None if checks == "default" else "st.shared" in hazard.owner.ptx
     early = pair.broken.replace("st.shared.b32 [%r1], %r0;", f"@%p2 {FENCE} st.shared.b32 [%r1], %r0;")
     assert {h.kind for h in run(early, pair, checks=checks).hazards} == {"missing_proxy_fence"}
 
