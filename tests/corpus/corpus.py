@@ -77,6 +77,8 @@ class Case:
         run: called inside the device; returns the checks.
         arch: of the device; sm_count: its SMs (packages choose kernels and splits by it; few keep grids small).
         slow: takes more than 30 s.
+        schedule: of the emulator; another than round robin only for a kernel that is wrong under it, with the reason
+            where the case is made.
         errors: kinds of hazard of severity error that the kernel is known to show, with why in the case's comment.
     """
 
@@ -86,6 +88,7 @@ class Case:
     arch: str = "sm_100a"
     sm_count: int = 2
     slow: bool = False
+    schedule: str = "round_robin"
     errors: frozenset[str] = field(default_factory=frozenset)
 
 

@@ -52,7 +52,7 @@ def run(case: Any, **device: Any) -> dict[str, Any]:
 
     torch.manual_seed(0)
     start = time.perf_counter()
-    with emulator.device(case.arch, sm_count=case.sm_count, **device) as gpu:
+    with emulator.device(case.arch, **{"sm_count": case.sm_count, "schedule": case.schedule, **device}) as gpu:
         checks = case.run()
         seen = [check.measure() for check in checks]
         failures = [text for check in checks if (text := check.failure())]
@@ -79,7 +79,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name")
-    parser.add_argument("--schedule", default="round_robin")
+    parser.add_argument("--schedule", help="in place of the case's own")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     case = next((c for c in all_cases() if c.name == options.name), None)
@@ -89,7 +89,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps(run(case, schedule=options.schedule, seed=options.seed)))
+    print(json.dumps(run(case, schedule=options.schedule or case.schedule, seed=options.seed)))
 
 
 if __name__ == "__main__":
