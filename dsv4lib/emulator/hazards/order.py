@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cluster, Cta
     from dsv4lib.emulator.warp import Warp
 
-_MARK = 0x7FFF  # of a `Smem.dirty` entry: the writing warp + 1; the top bit says cp.async
+MARK = 0x7FFF  # of a `Smem.dirty` entry: the writing warp + 1; the top bit says cp.async
 
 
 class OrderState:
@@ -96,14 +96,14 @@ class Order:
         state = self._state(warp)
         clocks, dirty = state.clocks, cta.smem.dirty
         clock = clocks.of(warp)[CARRIED]
-        for mark in np.unique(dirty & _MARK).tolist():
+        for mark in np.unique(dirty & MARK).tolist():
             writer = cta.warps[mark - 1] if mark else None
             if writer is None:
                 continue
             me = writer.agent - clocks.first_agent
             if writer is warp or clock[me] >= state.fenced.get((cta.rank, mark), 1):
                 state.fenced[cta.rank, mark] = int(clocks.epoch[me])
-                dirty[(dirty & _MARK) == mark] = 0
+                dirty[(dirty & MARK) == mark] = 0
 
     # --- what only the race detector does ---------------------------------------------------------------------------
 

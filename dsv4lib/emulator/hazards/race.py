@@ -20,7 +20,7 @@ import numpy as np
 
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, SyncPoint
-from dsv4lib.emulator.hazards.order import Order, OrderState
+from dsv4lib.emulator.hazards.order import MARK, Order, OrderState
 from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Cells, Chunks, Conflict, Shadow, Words
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
@@ -313,14 +313,21 @@ class Detector(Order):
     # --- proxies ----------------------------------------------------------------------------------------------------
 
     def fenced(self, cta: Cta, warp: Warp) -> None:
-        """A proxy fence of the warp covers every write that is ordered before it, whoever wrote."""
+        """A proxy fence of the warp covers every write that is ordered before it, whoever wrote.
+
+        A chunk carries the mark of one warp; its words by others are those warps' own affair.
+        """
         dirty = cta.smem.dirty
         chunks = np.nonzero(dirty)[0]
+        chunks = chunks[chunks < len(dirty) - 1]
         state = self._state(warp)
-        writers = Chunks(chunks[chunks < len(dirty) - 1]).get(state.shared[cta.rank].writer)
+        writers = Chunks(chunks).get(state.shared[cta.rank].writer)
         table, clock = state.accesses, state.clocks.of(warp)[CARRIED]
-        known = (table.epoch[writers] <= clock[table.entry[writers]]).reshape(-1, 4).all(1)
-        dirty[chunks[: len(known)][known]] = 0
+        entries = table.entry[writers]
+        owners = np.array([-1 if w is None else w.agent for w in state.clocks.owners])[entries]
+        marked = (dirty[chunks] & MARK).astype(np.int64) - 1 + cta.warps[0].agent
+        late = (table.epoch[writers] > clock[entries]) & (owners == np.repeat(marked, 4))
+        dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
         """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""

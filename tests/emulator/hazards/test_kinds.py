@@ -221,6 +221,17 @@ def test_a_later_threads_fence_counts(checks):
     assert {h.kind for h in run(early, pair, checks=checks).hazards} == {"missing_proxy_fence"}
 
 
+@pytest.mark.parametrize("checks", ["default", "race"])
+def test_warps_that_share_a_chunk_fence_their_own_words(checks):
+    """Two warps write words of the same 16 bytes; each fences, and neither is ordered after the other."""
+    body = "and.b32 %r4, %r0, 31; mad.lo.u32 %r4, %r4, 8, %r2; mad.lo.u32 %r4, %r3, 4, %r4; st.shared.b32 [%r4], %r0;"
+    end = "bar.sync 0; @!%p2 bra END;" + STORE + "cp.async.bulk.wait_group 0; END:"
+    pair = Pair(body + end, body + FENCE + end, "")
+    for schedule in ("round_robin", "oldest_first", "newest_first", "adversarial"):
+        assert run(pair.repaired, pair, checks, schedule).hazards == []
+        assert {h.kind for h in run(pair.broken, pair, checks, schedule).hazards} == {"missing_proxy_fence"}
+
+
 def test_off_reports_nothing():
     assert run(PAIRS["tmem_leak"].broken, PAIRS["tmem_leak"], checks="off").hazards == []
 
