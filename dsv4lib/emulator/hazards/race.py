@@ -49,7 +49,7 @@ class _State(OrderState):
     def __init__(self, cluster: Cluster):
         super().__init__(cluster, warps_only=False)
         self.accesses = Accesses()
-        self.shared = [Shadow((-(-cta.smem.nbytes // 4),), self.accesses) for cta in cluster.ctas]
+        self.shared = [Shadow((4 * len(cta.smem.dirty),), self.accesses) for cta in cluster.ctas]
         self.tensor: dict[int, Shadow] = {}
         self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
 
@@ -319,7 +319,6 @@ class Detector(Order):
         """
         dirty = cta.smem.dirty
         chunks = np.nonzero(dirty)[0]
-        chunks = chunks[chunks < len(dirty) - 1]
         state = self._state(warp)
         writers = Chunks(chunks).get(state.shared[cta.rank].writer)
         table, clock = state.accesses, state.clocks.of(warp)[CARRIED]

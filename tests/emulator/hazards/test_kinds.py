@@ -232,6 +232,21 @@ def test_warps_that_share_a_chunk_fence_their_own_words(checks):
         assert {h.kind for h in run(pair.broken, pair, checks, schedule).hazards} == {"missing_proxy_fence"}
 
 
+@pytest.mark.parametrize("checks", ["default", "race"])
+def test_the_last_bytes_of_shared_memory(checks):
+    """A fence covers them too."""
+    body = "@%p2 st.shared.v4.b32 [%r2+112], {%r0, %r0, %r0, %r0};" + FENCE + "bar.sync 0; @!%p2 bra END;"
+    body += "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2+112], 16; cp.async.bulk.commit_group;"
+    text = entry("u64 data", START + body + "cp.async.bulk.wait_group 0; END:", shared=SMEM.replace("8192", "128"))
+    text = text.replace(".shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;", "").replace("mov.u32 %r8, bar;", "")
+    text = text.replace("mov.u32 %r9, bar2;", "")
+    settings = Settings(native_checks=CHECKS[checks])
+    assert launch(text, aligned(4, np.uint32), block=64, settings=settings).hazards == []
+    settings = Settings(native_checks=CHECKS[checks])
+    found = launch(text.replace(FENCE, ""), aligned(4, np.uint32), block=64, settings=settings).hazards
+    assert {h.kind for h in found} == {"missing_proxy_fence"}
+
+
 def test_off_reports_nothing():
     assert run(PAIRS["tmem_leak"].broken, PAIRS["tmem_leak"], checks="off").hazards == []
 
