@@ -159,7 +159,8 @@ def load(warp: Warp, instr: Instr, form: Form) -> None:
     rank = int(form.get("dim")[0])
     offsets, mask = _load_extras(warp, form, mode, rank, rest)
     to = shared.addresses_in(warp, destination, form.get("dst"))
-    signal = shared.addresses_in(warp, barrier, form.get("dst"))
+    # With a pair the barrier may be the peer's, also where the spelling says .shared::cta (of the destination).
+    signal = shared.addresses_in(warp, barrier, "shared::cluster" if pair else form.get("dst"))
     maps = warp.address(source)
     coords = _coordinates(warp, source, mode, rank)
     for lane in shared.lane_list(warp.mask()):

@@ -251,6 +251,23 @@ def test_pair_without_multicast():
         bench.run(opcode, at(1 << 24 | BUF), at(where, [0, 0]), at(1 << 24 | BAR), lanes=0)
 
 
+def test_the_barrier_of_a_pair_may_be_the_peers_in_the_cta_spelling():
+    """cuDNN's sparse attention gathers into its own CTA and signals the leader's barrier."""
+    bench = Bench(ctas=2)
+    data = tensor(bench)
+    where = descriptor(bench, tensormap.encode_tiled(U8, data.ctypes.data, [128, 8], [128], [64, 4], [1, 1]))
+    bench.barrier(BAR, 1, tx=256, rank=1)
+    opcode = LOAD.format(2, ".tile", ".cta_group::2").replace("shared::cluster", "shared::cta")
+    bench.run(opcode, at(BUF), at(where, [0, 0]), at(1 << 24 | BAR), lanes=0)
+    bench.units.drain()
+    assert bench.cluster.ctas[1].mbarriers[BAR].tx == 0 and bench.cta.smem.init[BUF]
+    with pytest.raises(MemoryFault, match="not in this CTA"):
+        bench.run(opcode, at(1 << 24 | BUF), at(where, [0, 0]), at(BAR), lanes=0)
+    with pytest.raises(MemoryFault, match="not in this CTA"):
+        single = opcode.replace(".cta_group::2", "")
+        bench.run(single, at(BUF), at(where, [0, 0]), at(1 << 24 | BAR), lanes=0)
+
+
 @pytest.mark.parametrize(("kind", "packed", "bits"), [(U4, 16, 4), (U4_PADDED, 8, 4), (U6_PADDED, 12, 6)])
 def test_sub_byte_types(kind, packed, bits):
     """Sixteen elements take 8 or 12 packed bytes; padded types spread them to 16 and count the packed bytes."""
