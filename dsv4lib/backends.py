@@ -142,5 +142,5 @@ def launch(name: str, compiled: Any, *args: Any) -> Any:
         compiled(*args)
         return torch.cuda.synchronize()
     if name == "emulator":
-        return importlib.import_module(f"{EMULATOR_MODULE}.driver").launch(compiled, *args)
+        return importlib.import_module(EMULATOR_MODULE).launch(compiled, *args)
     raise ArgumentError("backend", name, "native or emulator: only these run kernels")

@@ -16,9 +16,9 @@ import numpy as np
 
 from dsv4lib import backends
 from dsv4lib.emulator import program
-from dsv4lib.emulator.launch import LaunchRequest, LaunchResult
 from dsv4lib.emulator.machine import GlobalMemory, Machine
 from dsv4lib.emulator.ptx import parse
+from dsv4lib.emulator.request import LaunchRequest, LaunchResult
 
 ALU_FLOOR = 1e6  # warp-instructions a second and core
 PREPARATION_FLOOR = 1.5 / 4200  # seconds a PTX instruction, first run of a kernel in a fresh process

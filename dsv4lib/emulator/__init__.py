@@ -5,7 +5,7 @@ with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and what i
     compiled(a, b)
 gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(..., trace=True), see trace.py
 
-emulator.driver.launch(compiled, a, b)               # one call, nothing patched
+emulator.launch(compiled, a, b)                      # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # somebody's script, in a fresh process
 """
 
@@ -19,6 +19,7 @@ _PUBLIC = {
     "Device": "driver.device",
     "device": "driver.device",
     "emulate": "driver.script",
+    "launch": "driver.host",
 }
 __all__ = list(_PUBLIC)
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator import launch as limits
+from dsv4lib.emulator import request as limits
 from dsv4lib.emulator.cta import Cluster, Cta, aligned_zeros
-from dsv4lib.emulator.launch import Dim3
 from dsv4lib.emulator.memory.addressing import shared_address
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.driver_ir import NEVER
 from dsv4lib.emulator.program import Program
+from dsv4lib.emulator.request import Dim3
 from dsv4lib.emulator.warp import Warp
 
 _LANE = np.arange(abi.LANES, dtype=np.uint32)

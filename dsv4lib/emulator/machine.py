@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator import launch as limits
+from dsv4lib.emulator import request as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
 from dsv4lib.emulator.hazards.order import Order
 from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
-from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native.abi import CHECK_PROXY, CHECK_RACE
 from dsv4lib.emulator.recorder import Recorder
+from dsv4lib.emulator.request import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
 from dsv4lib.emulator.warp import Block, Warp
 
 __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp", "run"]

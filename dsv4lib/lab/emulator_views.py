@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dsv4lib import viz
-from dsv4lib.emulator.launch import SMEM_RESERVED
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK
 from dsv4lib.emulator.perfetto import lanes_of
+from dsv4lib.emulator.request import SMEM_RESERVED
 from dsv4lib.emulator.trace import TMEM_KINDS, Trace
 from dsv4lib.viz.history import Barrier
 from dsv4lib.viz.style import PALETTE

@@ -8,8 +8,8 @@ import pytest
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.async_units import AsyncOp
 from dsv4lib.emulator.errors import Deadlock
-from dsv4lib.emulator.launch import Settings
 from dsv4lib.emulator.policies import POLICIES
+from dsv4lib.emulator.request import Settings
 from dsv4lib.emulator.warp import Block
 from dsv4lib.errors import ArgumentError
 from tests.emulator.launching import aligned, entry, launch, prepare

@@ -16,7 +16,7 @@ import torch
 
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
-from dsv4lib.emulator.launch import LaunchRequest
+from dsv4lib.emulator.request import LaunchRequest
 
 NO_TIME = float("nan")
 DRIVER_VERSION = 13040

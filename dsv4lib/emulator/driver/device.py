@@ -19,12 +19,12 @@ from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.hazards import KINDS, Hazard
-from dsv4lib.emulator.launch import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.policies import POLICIES
 from dsv4lib.emulator.program import Program, lower
 from dsv4lib.emulator.ptx.ir import Module
+from dsv4lib.emulator.request import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.trace import Trace
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from dsv4lib.emulator.driver import binary, config
 from dsv4lib.emulator.errors import LaunchError
-from dsv4lib.emulator.launch import LaunchRequest
 from dsv4lib.emulator.ptx.ir import Module
+from dsv4lib.emulator.request import LaunchRequest
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.driver.device import Device

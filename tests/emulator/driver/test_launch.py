@@ -15,7 +15,7 @@ from dsv4lib.emulator import machine  # noqa: E402
 from dsv4lib.emulator.driver import device, host  # noqa: E402
 from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
 from dsv4lib.emulator.errors import LaunchError, MemoryFault  # noqa: E402
-from dsv4lib.emulator.launch import LaunchResult  # noqa: E402
+from dsv4lib.emulator.request import LaunchResult  # noqa: E402
 from dsv4lib.kernels.compile import compile_for  # noqa: E402
 from dsv4lib.kernels.gemm_tile.inputs import operands, padding_untouched  # noqa: E402
 from dsv4lib.kernels.gemm_tile.sm100 import GemmTile  # noqa: E402

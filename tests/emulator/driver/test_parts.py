@@ -14,9 +14,9 @@ from dsv4lib.emulator.driver.arch import ARCHITECTURES, architecture
 from dsv4lib.emulator.driver.memory import Tracker, extent
 from dsv4lib.emulator.driver.patching import patches
 from dsv4lib.emulator.errors import LaunchError
-from dsv4lib.emulator.launch import LaunchRequest
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.ptx.parse import parse
+from dsv4lib.emulator.request import LaunchRequest
 from dsv4lib.errors import ArgumentError
 
 MODULE = parse(""".version 9.0

@@ -11,8 +11,8 @@ import torch
 
 from dsv4lib.emulator.driver import host
 from dsv4lib.emulator.driver.device import Device, active, make
-from dsv4lib.emulator.launch import LaunchResult
 from dsv4lib.emulator.ptx import parse
+from dsv4lib.emulator.request import LaunchResult
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.gemm_tile.inputs import operands
 from dsv4lib.kernels.gemm_tile.sm100 import GemmTile

@@ -7,8 +7,8 @@ import pytest
 
 from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.emulator.hw import tensormap
-from dsv4lib.emulator.launch import Settings
 from dsv4lib.emulator.policies import POLICIES
+from dsv4lib.emulator.request import Settings
 from tests.emulator.launching import aligned, prepare
 
 STAGES, TILES = 3, 11
