@@ -235,12 +235,14 @@ class ClusterBarrier:
 
     Attributes:
         arrivals, waits: completed arrive and wait instructions per warp (key: rank, warp).
+        lanes: those of a diverged warp that have arrived when others have not; waited: completed waits by lane.
         left: clocks of the race detector by phase.
     """
 
     arrivals: dict[tuple[int, int], int] = field(default_factory=dict)
     lanes: dict[tuple[int, int], int] = field(default_factory=dict)
     waits: dict[tuple[int, int], int] = field(default_factory=dict)
+    waited: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     left: dict[int, Any] = field(default_factory=dict)
 
     def phase(self, warp: Warp) -> int:
@@ -297,17 +299,19 @@ def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Wait until all live threads of the cluster have arrived."""
     barrier = _cluster_barrier(warp)
     key = (warp.cta.rank, warp.warp_id)
-    waits, target = barrier.waits.get(key, 0), barrier.arrivals.get(key, 0)
-    if target <= waits and warp.words[GROUP] == warp.words[LIVE]:
+    live = lanes_of(warp.words[LIVE])
+    mine = live if form.has("aligned") else warp.lanes()
+    waited = barrier.waited.setdefault(key, np.zeros(LANES, np.int64))
+    # An arrival of a diverged warp's lanes is counted when its last lanes arrive; theirs to wait for it is there now.
+    target = barrier.arrivals.get(key, 0) + bool(barrier.lanes.get(key, 0) & warp.mask())
+    if target <= waited[mine].max():
         raise HazardError("barrier.cluster.wait without an arrive before it", warp.place(instr))
     if barrier.phase(warp) < target:
         return Block("barrier.cluster", lambda: barrier.phase(warp) >= target, lambda: barrier.detail(warp))
-    if warp.words[GROUP] == warp.words[LIVE] or form.has("aligned"):
-        barrier.waits[key] = waits + 1
-        if warp.cta.machine.race is not None:
-            warp.cta.machine.race.cluster_passed(warp, barrier, target)
-    else:
-        raise EmulatorError("barrier.cluster.wait by a part of a warp's lanes is not supported", warp.place(instr))
+    waited[mine] += 1
+    barrier.waits[key] = int(waited[live].min())
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.cluster_passed(warp, barrier, target)
     return None
 
 

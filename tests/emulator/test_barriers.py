@@ -219,6 +219,21 @@ def test_cluster_barrier_and_peer_memory(schedule):
     assert not result.hazards
 
 
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_diverged_lanes_wait_at_the_cluster_barrier_one_group_after_the_other(schedule):
+    """Both halves of each warp arrive and wait on their own, twice; afterwards every store before it is visible."""
+    half = "barrier.cluster.arrive; barrier.cluster.wait;"
+    body = f"""
+    st.global.b32 [%rd1], 5;
+    and.b32 %r3, %r1, 16; setp.eq.u32 %p1, %r3, 0; @%p1 bra A; {half} {half} bra B; A: {half} {half} B:
+    xor.b32 %r4, %r1, 48; mul.wide.u32 %rd3, %r4, 4; ld.param.b64 %rd4, [out]; add.s64 %rd4, %rd4, %rd3;
+    ld.global.b32 %r5, [%rd4]; barrier.cluster.arrive; barrier.cluster.wait; add.s32 %r5, %r5, 1;
+    st.global.b32 [%rd1], %r5;
+    """
+    out, _ = run(body, threads=64, settings=Settings(schedule=schedule))
+    assert (out == 6).all()
+
+
 def test_cluster_barrier_without_aligned_counts_lanes():
     body = """
     setp.lt.u32 %p1, %r1, 40; @%p1 barrier.cluster.arrive; @!%p1 barrier.cluster.arrive.relaxed;

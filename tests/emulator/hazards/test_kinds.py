@@ -16,7 +16,7 @@ from dsv4lib.emulator.hazards import KINDS, Hazard, errors, table
 from dsv4lib.emulator.request import Settings
 from dsv4lib.errors import ArgumentError
 from tests.emulator.hazards.test_race import FILL, INIT, SMEM, START, TWINS, wait
-from tests.emulator.launching import aligned, entry, launch
+from tests.emulator.launching import aligned, entry, launch, prepare
 
 ALLOC = (
     "@!%p1 bra SKIP; tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2+4096], 64; SKIP: bar.sync 0;"
@@ -235,15 +235,16 @@ def test_warps_that_share_a_chunk_fence_their_own_words(checks):
 @pytest.mark.parametrize("checks", ["default", "race"])
 def test_the_last_bytes_of_shared_memory(checks):
     """A fence covers them too."""
-    body = "@%p2 st.shared.v4.b32 [%r2+112], {%r0, %r0, %r0, %r0};" + FENCE + "bar.sync 0; @!%p2 bra END;"
-    body += "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2+112], 16; cp.async.bulk.commit_group;"
-    text = entry("u64 data", START + body + "cp.async.bulk.wait_group 0; END:", shared=SMEM.replace("8192", "128"))
-    text = text.replace(".shared .align 8 .b64 bar; .shared .align 8 .b64 bar2;", "").replace("mov.u32 %r8, bar;", "")
-    text = text.replace("mov.u32 %r9, bar2;", "")
-    settings = Settings(native_checks=CHECKS[checks])
-    assert launch(text, aligned(4, np.uint32), block=64, settings=settings).hazards == []
-    settings = Settings(native_checks=CHECKS[checks])
-    found = launch(text.replace(FENCE, ""), aligned(4, np.uint32), block=64, settings=settings).hazards
+    head = "mov.u32 %r0, %tid.x; mov.u32 %r2, sm; setp.eq.u32 %p2, %r0, 0; ld.param.u64 %rd1, [data];"
+    body = "@%p2 st.shared.v4.b32 [%r2+1008], {%r0, %r0, %r0, %r0};" + FENCE + "bar.sync 0; @!%p2 bra END;"
+    body += "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2+1008], 16; cp.async.bulk.commit_group;"
+    text = entry(
+        "u64 data", head + body + "cp.async.bulk.wait_group 0; END:", shared=".shared .align 128 .b8 sm[1024];"
+    )
+    settings, data = Settings(native_checks=CHECKS[checks]), aligned(4, np.uint32)
+    assert prepare(text, data, block=64).smem_bytes == 2048
+    assert launch(text, data, block=64, settings=settings).hazards == []
+    found = launch(text.replace(FENCE, ""), data, block=64, settings=settings).hazards
     assert {h.kind for h in found} == {"missing_proxy_fence"}
 
 
