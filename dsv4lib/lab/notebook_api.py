@@ -137,8 +137,9 @@ def _show_table(results: list[GateResult], metrics: Mapping[str, float], skipped
     look = LOOKS[kind]
     head = "".join(f'<th style="{CELL}">{name}</th>' for name in ("verdict", "metric", "value", "bound", "reason"))
     body = "".join(
-        f'<tr><td style="{CELL};{_colours(mark)}">{html.escape(word)}</td>'
-        + "".join(f'<td style="{CELL}">{html.escape(text)}</td>' for text in rest)
+        f'<tr><td style="{CELL};white-space:nowrap;{_colours(mark)}">{html.escape(word)}</td>'
+        + f'<td style="{CELL};white-space:nowrap">{html.escape(rest[0])}</td>'
+        + "".join(f'<td style="{CELL}">{html.escape(text)}</td>' for text in rest[1:])
         + "</tr>"
         for mark, word, *rest in rows
     )

@@ -1,9 +1,7 @@
 """Other people's kernels as a regression test of the emulator; see `corpus` and the `cases_*` modules.
 
-The packages are not dependencies of the lab: a case is skipped when its package is missing. To run all of them,
-install quack-kernels 0.6.5, flash-attn-4 4.0.0b36, flashinfer-python 0.7.2.post1, nvidia-cudnn-frontend 1.32.0,
-triton 3.9.0, apache-tvm-ffi 0.1.15.post2, einops and nvidia-ml-py without their dependencies into a folder of your own
-and put it on PYTHONPATH.
+The packages are not dependencies of the lab: a case is skipped when its package is missing. requirements-corpus.lock
+pins them and says how to install them beside the lab.
 """
 
 from __future__ import annotations

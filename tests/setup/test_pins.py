@@ -72,3 +72,9 @@ def test_the_lock_is_closed_over_requirements():
 def test_installed_versions_are_the_locked_ones():
     wrong = {n: metadata.version(n) for n, v in LOCK.items() if metadata.version(n).split("+")[0] != v}
     assert wrong == {}
+
+
+def test_the_corpus_is_pinned_and_agrees_with_the_lock():
+    corpus = read_lock(ROOT / "requirements-corpus.lock")
+    assert len(corpus) >= 6
+    assert {name: v for name, v in corpus.items() if LOCK.get(name, v) != v} == {}
