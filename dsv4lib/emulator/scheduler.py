@@ -58,7 +58,7 @@ class Scheduler:
         self._seen = -1
         self._progress, self._idle, self._since = 0, 0, 0
         self._expired_at, self._expiries = -1, 0
-        self._limit = machine.settings.instruction_limit
+        self._limit, self._deadline = machine.settings.instruction_limit, 0.0
         self._resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
         self._launchable = [machine.queue.popleft() for _ in range(min(self._resident, len(machine.queue)))][::-1]
@@ -73,23 +73,40 @@ class Scheduler:
         Raises:
             Deadlock: nothing can run. LimitExceeded: instructions or time. Other EmulatorErrors: what a warp did.
         """
-        machine, policy = self.machine, self.policy
-        deadline = time.monotonic() + machine.settings.time_limit
+        self.start()
+        while self.running:
+            self.step()
+        self.finish()
+
+    @property
+    def running(self) -> bool:
+        """Whether a cluster has not exited."""
+        return bool(self._live)
+
+    def start(self) -> None:
+        """Launch the first clusters; from here on the time limit counts."""
+        self._deadline = time.monotonic() + self.machine.settings.time_limit
         self._launch()
-        while self._live:
-            for warp, quantum in policy.turn(self.ready):
-                self._slice(warp, quantum)
-            completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
-            if machine.events != self._seen:
-                self._wake()
-            if machine.progress != self._progress:
-                self._progress, self._idle, self._since = machine.progress, 0, machine.time
-            self._idle += 1
-            spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
-            if self._live and (spinning or not (self.ready or completed)):
-                self._unstick()
-            if time.monotonic() > deadline:
-                raise LimitExceeded(f"time limit of {machine.settings.time_limit} s reached", self._anywhere())
+
+    def step(self) -> None:
+        """One turn of the policy and the completions that follow it; errors as of `run`."""
+        machine, policy = self.machine, self.policy
+        for warp, quantum in policy.turn(self.ready):
+            self._slice(warp, quantum)
+        completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
+        if machine.events != self._seen:
+            self._wake()
+        if machine.progress != self._progress:
+            self._progress, self._idle, self._since = machine.progress, 0, machine.time
+        self._idle += 1
+        spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
+        if self._live and (spinning or not (self.ready or completed)):
+            self._unstick()
+        if time.monotonic() > self._deadline:
+            raise LimitExceeded(f"time limit of {machine.settings.time_limit} s reached", self._anywhere())
+
+    def finish(self) -> None:
+        """Complete what is still in flight when the last cluster has exited."""
         self.units.drain()
 
     # --- one slice --------------------------------------------------------------------------------------------------
