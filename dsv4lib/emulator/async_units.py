@@ -159,7 +159,7 @@ class AsyncUnits:
         """Let one operation happen.
 
         Raises:
-            EmulatorError: it is not pending.
+            EmulatorError: it is not pending, or what it did wrong, with the place of the instruction that issued it.
         """
         queue = self._queues.get(op.unit, {})
         if queue.get(op.order) is not op:
@@ -178,11 +178,15 @@ class AsyncUnits:
         trace, race = self.machine.trace, self.machine.race
         if race is not None:
             outer, race.op = race.op, op
-        if trace is None:
-            op.complete()
-        else:
+        if trace is not None:
             trace.completing(op)
+        try:
             op.complete()
+        except EmulatorError as error:
+            if error.place is not None:
+                raise
+            raise type(error)(str(error), op.place) from error
+        if trace is not None:
             trace.completed()
         if race is not None:
             race.op = outer

@@ -227,6 +227,10 @@ ACCESS = "ld.param.b64 %rd1, [a]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4
         ("mov.u32 %r4, 64; ld.local.b32 %r2, [%r4];", r"local offset 0x40, 4 bytes, is outside 64 bytes"),
         ("ld.param.b32 %r2, [a+8];", r"parameter offset 8, 4 bytes, is outside 8 bytes"),
         ("mov.b64 %rd5, a; cvta.param.u64 %rd5, %rd5; st.b32 [%rd5], 1;", r"hits read-only kernel parameters"),
+        # The last bytes of the address space, such as index -1 of a null pointer: their end wraps to 0.
+        ("mov.b64 %rd5, 0; ld.global.b32 %r2, [%rd5+-4];", r"load of 4 bytes at 0xfffffffffffffffc is outside"),
+        ("mov.b64 %rd5, -16; st.v2.b64 [%rd5], {%rd1, %rd1};", r"store of 16 bytes at 0xfffffffffffffff0 is outside"),
+        ("cp.async.ca.shared.global [s], [-8], 8; cp.async.wait_all;", r"load of 8 bytes at 0xfffffffffffffff8"),
     ],
 )
 def test_faults_name_lane_and_line(access, match):

@@ -55,20 +55,8 @@ def warp_unit(warp: Warp) -> str:
 
 
 def issue(warp: Warp, instr: Instr, unit: str, label: str, complete: Callable[[], None]) -> AsyncOp:
-    """Queue an operation; errors raised while it completes carry the issuing instruction's place."""
-    place = None
-
-    def run() -> None:
-        try:
-            complete()
-        except EmulatorError as error:
-            if error.place is not None:
-                raise
-            raise type(error)(str(error), place or op.place) from error
-
-    op = AsyncOp(unit=unit, complete=run, label=label, warp=warp, instr=instr)
-    warp.cta.machine.units.issue(op)
-    return op
+    """Queue an operation."""
+    return warp.cta.machine.units.issue(AsyncOp(unit, complete, label, warp, instr))
 
 
 def each_lane(warp: Warp) -> Iterator[int]:

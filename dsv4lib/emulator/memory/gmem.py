@@ -171,8 +171,8 @@ class GlobalMemory:
         starts, ends = self.table[:, 0], self.table[:, 1]
         index = np.searchsorted(starts, wanted, side="right").astype(np.int64) - 1
         bad = index < 0
-        if not bad.all():
-            bad |= wanted + np.uint64(nbytes) > ends[np.maximum(index, 0)]
+        if not bad.all():  # not `wanted + nbytes > end`: addresses just below 2^64 would wrap
+            bad |= (wanted >= ends[np.maximum(index, 0)]) | (ends[np.maximum(index, 0)] - wanted < np.uint64(nbytes))
         if bad.any():
             raise MemoryFault(self.explain(int(wanted[bad][0]), nbytes, write))
         for i in np.unique(index):

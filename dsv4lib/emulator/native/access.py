@@ -50,7 +50,9 @@ aligned:
   %pn = getelementptr i8, ptr %ctx, i64 $C_alloc_count
   %n = load i32, ptr %pn, align 4
   %end = add i64 %address, %bytes
-  %none = icmp eq i32 %n, 0
+  %empty = icmp eq i32 %n, 0
+  %wraps = icmp ult i64 %end, %address
+  %none = or i1 %empty, %wraps
   br i1 %none, label %outside, label %again
 again:
   %i = phi i32 [ %last, %aligned ], [ %found, %searched ]
