@@ -11,7 +11,8 @@ from dsv4lib.emulator.warp import PC, Warp
 def raise_fault(warp: Warp) -> None:
     """Handle the fault in a warp's context.
 
-    An uninitialised shared-memory read has already been carried out: it is reported and the warp steps on.
+    An uninitialised shared-memory read, or a load past the end of an allocation but within its padding, has already
+    been carried out: it is reported and the warp steps on.
 
     Raises:
         MemoryFault: the access is impossible.
@@ -23,6 +24,11 @@ def raise_fault(warp: Warp) -> None:
     ctx["fault"] = abi.FAULT_NONE
     instr = warp.program.instruction(warp.words[PC])
     place = warp.place(instr)
+    if code == abi.FAULT_PAST_END:
+        message = f"lane {lane}: {warp.cta.machine.gmem.explain(address, nbytes)}"
+        warp.cta.machine.report("global_read_past_end", message, place, address=address, nbytes=nbytes, lane=lane)
+        warp.words[PC] += 1
+        return
     if code == abi.FAULT_UNINIT:
         message = f"lane {lane} reads {_shared(address)}, {nbytes} bytes not all of which have been written"
         warp.cta.machine.report("uninitialised_smem", message, place, address=address, nbytes=nbytes, lane=lane)

@@ -130,6 +130,7 @@ class GridBuilder:
         contexts["param"], contexts["param_bytes"] = m.param_address, m.param_bytes
         contexts["alloc"], contexts["alloc_count"] = m.gmem.native_table.ctypes.data, len(m.gmem)
         contexts["checks"] = m.settings.native_checks
+        contexts["padding"] = m.settings.padding if m.settings.native_checks else 0  # a report needs checks
         contexts["race"] = 0 if m.race is None else m.race.address
 
     def _fill(self, cta: Cta, files: np.ndarray) -> None:

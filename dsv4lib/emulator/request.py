@@ -81,6 +81,7 @@ class Settings:
         seed: of the random policies.
         sm_count: SMs; limits how many CTAs are resident.
         native_checks: CHECK_* bits of native/abi.py.
+        padding: bytes to which CUDA allocators round: loads in there are reported, not faults; 0 = nothing is padded.
         fatal: hazard kinds that stop the launch; "error" stops at any of that severity, "all" at any.
         instruction_limit: warp-instructions of one launch; time_limit: seconds.
     """
@@ -90,6 +91,7 @@ class Settings:
     seed: int = 0
     sm_count: int = 148
     native_checks: int = CHECK_INIT | CHECK_PROXY
+    padding: int = 512
     fatal: frozenset[str] = frozenset()
     instruction_limit: int = 10_000_000_000
     time_limit: float = float("inf")

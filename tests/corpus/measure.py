@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import run_case
+import run_example
 
 HERE = Path(__file__).resolve().parent
+ARCHITECTURES = {"hopper": "sm_90a", "ampere": "sm_80", "sm103": "sm_103a"}  # by the beginning of a folder or file
 COLUMNS = (
     "configuration",
     "arch",
@@ -32,6 +34,7 @@ COLUMNS = (
     "seconds",
     "launches",
     "hazards",
+    *run_example.MODES,
     "note",
 )
 
@@ -77,14 +80,14 @@ def corpus() -> dict[str, tuple[str, list[str]]]:
 
 
 def examples(checkout: Path) -> dict[str, tuple[str, list[str]]]:
-    """Name -> architecture and command of every listed example."""
+    """Name -> architecture and command of every listed example; the architecture follows from the folder or name."""
     found = {}
     for line in (HERE / "examples.txt").read_text().splitlines():
         if not line or line.startswith("#"):
             continue
         name, script, arguments, *version = line.split("|")
-        arch = "sm_90a" if script.startswith("hopper/") else "sm_100a"
-        path = checkout / "examples" / "python" / "CuTeDSL" / "cute" / script
+        arch = next((a for part, a in ARCHITECTURES.items() if f"/{part}" in script), "sm_100a")
+        path = checkout / "examples" / "python" / "CuTeDSL" / script
         found[name] = (
             arch,
             [str(HERE / "run_example.py"), arch, version[0] if version else "", str(path), *arguments.split()],
@@ -114,7 +117,8 @@ def main() -> None:
         rows[name] = as_row(name, arch, run_process(command, arch, options.limit))
         print({key: value for key, value in rows[name].items() if value != ""}, flush=True)
         with options.table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            columns = [c for c in COLUMNS if options.what == "examples" or c not in run_example.MODES]
+            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows[n] for n in todo if n in rows)
 

@@ -2,20 +2,105 @@
 
 `python run_example.py ARCH TORCH SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own: two scripts
 bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the CPU. The
-script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error.
+script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error. A
+notebook runs as the sequence of its code cells.
+
+Every launch runs once in the default mode, and then again from the same memory in each of `MODES`: what these change
+in memory is compared byte for byte with what the first one left, and the script goes on with that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from dsv4lib import emulator
+from dsv4lib.emulator import machine
+from dsv4lib.emulator.driver.device import CHECKS
+from dsv4lib.emulator.errors import EmulatorError
+
+MODES = {
+    "race": {"native_checks": CHECKS["race"]},
+    "adversarial": {"schedule": "adversarial"},
+    "random": {"schedule": "random", "seed": 1},
+}
+_TEXT = 300  # characters of an error that are kept
+
+
+class Replay:
+    """Repeats the launches of a device in other modes.
+
+    Attributes:
+        differing: by mode, bytes of all launches; stopped: by mode, the error that ended it, "" = none.
+        kinds: by mode, the kinds of hazards seen.
+    """
+
+    def __init__(self, gpu: emulator.Device):
+        self.gpu = gpu
+        self.differing = dict.fromkeys(MODES, 0)
+        self.stopped = dict.fromkeys(MODES, "")
+        self.kinds: dict[str, set[str]] = {mode: set() for mode in ("default", *MODES)}
+        self._launch = gpu.launch
+        gpu.launch = self.launch  # type: ignore[method-assign]
+
+    def launch(self, request: Any) -> Any:
+        """`Device.launch`, then the repetitions."""
+        self.gpu.memory.sweep()
+        before = self._memory()
+        result = self._launch(request)
+        self.kinds["default"] |= {h.kind for h in result.hazards}
+        after = self._memory()
+        settings = self.gpu.settings
+        for mode, changes in MODES.items():
+            if self.stopped[mode]:
+                continue
+            self._restore(before)
+            self.gpu.settings = dataclasses.replace(settings, **changes)
+            try:
+                self.kinds[mode] |= {h.kind for h in machine.run(request, self.gpu).hazards}
+                now = self._memory()
+                self.differing[mode] += sum(int((now[start] != after[start]).sum()) for start in after)
+            except EmulatorError as error:
+                self.stopped[mode] = " ".join(f"{type(error).__name__}: {error}".split())[:_TEXT]
+        self.gpu.settings = settings
+        self._restore(after)
+        return result
+
+    def row(self) -> dict[str, str]:
+        """By mode: "same" or how many bytes came out differently, with the kinds of hazards of this mode alone."""
+        out = {}
+        for mode in MODES:
+            verdict = f"{self.differing[mode]} bytes differ" if self.differing[mode] else "same"
+            extra = sorted(self.kinds[mode] - self.kinds["default"])
+            out[mode] = " ".join([self.stopped[mode] or verdict, *extra])
+        return out
+
+    def _memory(self) -> dict[int, np.ndarray]:
+        """A copy of everything that a kernel may write."""
+        gmem = self.gpu.gmem
+        return {a.start: gmem.view(a.start, a.nbytes).copy() for a in gmem if a.writable}
+
+    def _restore(self, memory: dict[int, np.ndarray]) -> None:
+        for start, data in memory.items():
+            self.gpu.gmem.view(start, len(data), write=True)[:] = data
+
+
+def as_script(path: Path, folder: str) -> Path:
+    """The script itself, or the code cells of a notebook as one, without the cells that talk to IPython."""
+    if path.suffix != ".ipynb":
+        return path
+    cells = ["".join(c["source"]) for c in json.loads(path.read_text())["cells"] if c["cell_type"] == "code"]
+    out = Path(folder) / f"{path.stem}.py"
+    out.write_text("\n\n".join(c for c in cells if not any(line.startswith(("%", "!")) for line in c.splitlines())))
+    return out
 
 
 def listened(compared: list[tuple[float, float]]) -> Any:
@@ -51,9 +136,10 @@ def main() -> None:
     sys.path[0] = str(path.parent)
     sys.path += [str(folder) for folder in path.parents if (folder / "helpers").is_dir() or folder.name == "cute"]
     note = ""
-    with emulator.device(arch, default_device="cpu") as gpu:
+    with tempfile.TemporaryDirectory() as folder, emulator.device(arch, default_device="cpu") as gpu:
+        replay = Replay(gpu)
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            runpy.run_path(str(as_script(path, folder)), run_name="__main__")
         except SystemExit as stop:
             note = f"exit code {stop.code}" if stop.code else ""
         except Exception as error:
@@ -72,6 +158,7 @@ def main() -> None:
         "launches": len(results),
         "hazards": hazards,
         "note": " ".join(note.split()),
+        **(replay.row() if results else {}),
     }
     print()
     print(json.dumps(row))

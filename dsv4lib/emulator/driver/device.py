@@ -139,6 +139,7 @@ def make(
     schedule: str = "round_robin",
     checks: str = "default",
     fatal: Iterable[str] = (),
+    padding: int = 512,
     sm_count: int | None = None,
     ctas: Iterable[Dim3] | None = None,
     trace: bool = False,
@@ -156,6 +157,8 @@ def make(
     fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)
     if unknown := fatal - {*KINDS, "error", "lint", "all"}:
         raise ArgumentError("fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"')
+    if not isinstance(padding, int) or padding < 0 or padding & (padding - 1):
+        raise ArgumentError("padding", padding, "a power of two of bytes, or 0")
     if sm_count is not None and (not isinstance(sm_count, int) or sm_count < 1):
         raise ArgumentError("sm_count", sm_count, "a positive number of SMs")
     limits: dict[str, Any] = {}
@@ -164,7 +167,7 @@ def make(
             if value <= 0:
                 raise ArgumentError(name, value, "a positive number")
             limits[name] = value
-    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], fatal, **limits)
+    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], padding, fatal, **limits)
     return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)), trace)
 
 
@@ -185,6 +188,9 @@ def device(
         default_device: where torch makes tensors that name no device: "cuda", or "cpu" as it does on a real machine.
         seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all" (hazards/__init__.py).
         fatal: hazard kinds that stop a launch, "error" or "all".
+        padding: bytes to which the allocator rounds the memory of tensors, as PyTorch's does on a GPU. A load that goes
+            past the end of a tensor but stays in there meets no fault on a GPU: it is reported as
+            ``global_read_past_end`` and reads 0xFF. A store is always a fault. 0: so is the load.
         sm_count: SMs the device says it has.
         ctas: run only the clusters that hold these CTAs.
         trace: record what happens (`Device.trace`).

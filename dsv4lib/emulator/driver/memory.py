@@ -36,7 +36,8 @@ class Tracker:
         if nbytes == 0 or (known is not None and known[0] == nbytes and not known[1]()):
             return
         shape = "x".join(map(str, tensor.shape))
-        self._add(start, nbytes, StorageWeakRef(storage).expired, label or f"tensor {shape} {tensor.dtype}")
+        label = label or f"tensor {shape} {tensor.dtype}"
+        self._add(start, nbytes, StorageWeakRef(storage).expired, label, padded=True)
 
     def array(self, array: np.ndarray, label: str = "") -> None:
         """Register the memory of a numpy array: of the array that owns it."""
@@ -67,7 +68,7 @@ class Tracker:
         del self._owned[start]
         self.gmem.unregister(start)
 
-    def _add(self, start: int, nbytes: int, gone: Gone, label: str) -> None:
+    def _add(self, start: int, nbytes: int, gone: Gone, label: str, padded: bool = False) -> None:
         """Register, replacing what overlaps: stale entries, and spans known before their whole buffer was."""
         end = start + nbytes
         clash = [s for s, (n, _) in self._owned.items() if s < end and start < s + n]
@@ -76,7 +77,7 @@ class Tracker:
             if other <= start and end <= other + count and not other_gone():
                 return  # already inside a live one
             self._remove(other)
-        self.gmem.register(start, nbytes, label)
+        self.gmem.register(start, nbytes, label, padded=padded)
         self._owned[start] = (nbytes, gone)
 
 

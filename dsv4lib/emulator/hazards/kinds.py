@@ -45,6 +45,9 @@ _TABLE = (
      "block scale factors differ between the four lane quarters of tensor memory",
      "copy them with tcgen05.cp ...warpx4"),
     # --- allocation
+    ("global_read_past_end", ERROR, "allocation",
+     "a load goes past the end of a tensor, into the padding that CUDA allocators put there: no fault, but no data",
+     "guard the load, or correct the index"),
     ("tmem_outside_allocation", ERROR, "allocation",
      "tensor-memory columns are used that are not allocated",
      "allocate more columns, or correct the column offset"),

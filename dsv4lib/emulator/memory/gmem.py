@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
-from dsv4lib.emulator.native.abi import READ_ONLY
+from dsv4lib.emulator.native.abi import PADDED, READ_ONLY
 from dsv4lib.errors import ArgumentError
 
 
@@ -25,7 +25,8 @@ from dsv4lib.errors import ArgumentError
 class Allocation:
     """One registered range [start, start + nbytes).
 
-    ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault.
+    ``owner`` is kept alive as long as the range is registered; ``writable`` False makes stores fault; ``padded``: a
+    CUDA allocator would have rounded the range up (`Settings.padding`).
     """
 
     start: int
@@ -33,6 +34,7 @@ class Allocation:
     label: str
     writable: bool = True
     owner: Any = None
+    padded: bool = False
 
     @property
     def end(self) -> int:
@@ -59,7 +61,16 @@ class GlobalMemory:
     def __iter__(self) -> Iterator[Allocation]:
         return iter(self._allocations)
 
-    def register(self, start: int, nbytes: int, label: str, *, writable: bool = True, owner: Any = None) -> Allocation:
+    def register(
+        self,
+        start: int,
+        nbytes: int,
+        label: str,
+        *,
+        writable: bool = True,
+        owner: Any = None,
+        padded: bool = False,
+    ) -> Allocation:
         """Add the range [start, start + nbytes).
 
         Raises:
@@ -68,7 +79,7 @@ class GlobalMemory:
         if nbytes <= 0:
             raise ArgumentError("nbytes", nbytes, "a positive number of bytes")
         i = bisect.bisect_right(self._starts, start)
-        new = Allocation(start, nbytes, label, writable, owner)
+        new = Allocation(start, nbytes, label, writable, owner, padded)
         for other in self._allocations[max(i - 1, 0) : i + 1]:
             if start < other.end and other.start < new.end:
                 raise LaunchError(f"{new} overlaps {other}")
@@ -186,4 +197,5 @@ class GlobalMemory:
         self.table = np.array([(a.start, a.end) for a in self._allocations], np.uint64).reshape(-1, 2)
         self.native_table = self.table.copy()
         self.native_table[[not a.writable for a in self._allocations], 1] |= np.uint64(READ_ONLY)
+        self.native_table[[a.padded for a in self._allocations], 1] |= np.uint64(PADDED)
         self.version += 1

@@ -85,6 +85,8 @@ CONTEXT = np.dtype(
         ("parked", "<u4"),  # lanes of this warp that wait in a service, outside the driver's groups
         ("carry", "<u4"),  # condition code of add.cc and friends, one bit per lane
         ("pad", "<u4"),
+        ("padding", "<u8"),  # blocks to which allocators round, for loads past the end; 0 = such loads are faults
+        ("past_end", "u1", 48),  # what such a load reads, from the first multiple of 16 on
     ]
 )
 
@@ -92,6 +94,7 @@ CONTEXT = np.dtype(
 # arrive, exit, or stand at such an instruction themselves.
 FLAG_CONVERGE = 1
 READ_ONLY = 1 << 63  # set in the end of an allocation table entry that stores must not touch
+PADDED = 1 << 62  # set in the end of an entry that came from an allocator that rounds up
 
 CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS = 1, 2, 4, 8
 
@@ -102,6 +105,7 @@ DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
 CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT, BRANCH, EXIT = 0, 1, 2, 3, 4, 5, 6
 
 FAULT_NONE, FAULT_GLOBAL, FAULT_SHARED, FAULT_LOCAL, FAULT_PARAM, FAULT_ALIGN, FAULT_UNINIT, FAULT_RACE = range(8)
+FAULT_PAST_END = 8
 
 # Generic addresses outside the global space. %shared_window and %local_window as real GPUs have them; the low 32 bits
 # are the shared address (cluster rank << 24 | offset) or the local offset.

@@ -2,7 +2,8 @@
 
 Each helper has the type ``ptr (ctx, i64 address, i64 bytes, i32 lane)``. It checks bounds and alignment, and returns
 null after noting a fault in the context. Loads from shared memory check initialisation (a read of unwritten bytes is
-noted, but carried out); stores to shared memory mark their bytes as written and, for the asynchronous proxy, dirty.
+noted, but carried out); loads from global memory that end in an allocator's padding are noted and read 0xFF; stores to
+shared memory mark their bytes as written and, for the asynchronous proxy, dirty.
 """
 
 from __future__ import annotations
@@ -28,6 +29,78 @@ define internal ptr @mem_fault(ptr %ctx, i32 %code, i64 %address, i64 %bytes, i3
   %pa = getelementptr i8, ptr %ctx, i64 $C_fault_address
   store i64 %address, ptr %pa, align 8
   ret ptr null
+}
+"""
+
+# A load that ends behind the allocation `alloc_last`, but in the padding that its allocator put there: noted, and given
+# the bytes that exist, then 0xFF (NaN in every floating-point format). Null if it goes further.
+_PAST_END = """
+define internal ptr @mem_past_end(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind cold noinline {
+entry:
+  %pt = getelementptr i8, ptr %ctx, i64 $C_alloc
+  %table = load ptr, ptr %pt, align 8
+  %plast = getelementptr i8, ptr %ctx, i64 $C_alloc_last
+  %last = load i32, ptr %plast, align 4
+  %last64 = zext i32 %last to i64
+  %at = shl i64 %last64, 4
+  %row = getelementptr i8, ptr %table, i64 %at
+  %start = load i64, ptr %row, align 8
+  %pe = getelementptr i8, ptr %row, i64 8
+  %raw = load i64, ptr %pe, align 8
+  %stop = and i64 %raw, $END
+  %flag = and i64 %raw, $PADDED
+  %marked = icmp ne i64 %flag, 0
+  %pp = getelementptr i8, ptr %ctx, i64 $C_padding
+  %padding = load i64, ptr %pp, align 8
+  %size = sub i64 %stop, %start
+  %less = sub i64 %padding, 1
+  %more = add i64 %size, %less
+  %keep = sub i64 0, %padding
+  %rounded = and i64 %more, %keep
+  %limit = add i64 %start, %rounded
+  %room = sub i64 %limit, %bytes
+  %from = icmp uge i64 %address, %start
+  %to = icmp ule i64 %address, %room
+  %inside = and i1 %from, %to
+  %ok = and i1 %inside, %marked
+  br i1 %ok, label %good, label %far
+far:
+  ret ptr null
+good:
+  %pf = getelementptr i8, ptr %ctx, i64 $C_fault
+  %old = load i32, ptr %pf, align 4
+  %first = icmp eq i32 %old, 0
+  br i1 %first, label %note, label %serve
+note:
+  %f = call ptr @mem_fault(ptr %ctx, i32 $PAST_END, i64 %address, i64 %bytes, i32 %lane)
+  br label %serve
+serve:
+  %field = getelementptr i8, ptr %ctx, i64 $C_past_end
+  %up = getelementptr i8, ptr %field, i64 15
+  %up64 = ptrtoint ptr %up to i64
+  %even = and i64 %up64, -16
+  %out = inttoptr i64 %even to ptr
+  br label %head
+head:
+  %i = phi i64 [ 0, %serve ], [ %next, %put ]
+  %done = icmp uge i64 %i, %bytes
+  br i1 %done, label %full, label %byte
+byte:
+  %q = add i64 %address, %i
+  %exists = icmp ult i64 %q, %stop
+  br i1 %exists, label %take, label %put
+take:
+  %p = inttoptr i64 %q to ptr
+  %v = load i8, ptr %p, align 1
+  br label %put
+put:
+  %b = phi i8 [ -1, %byte ], [ %v, %take ]
+  %o = getelementptr i8, ptr %out, i64 %i
+  store i8 %b, ptr %o, align 1
+  %next = add i64 %i, 1
+  br label %head
+full:
+  ret ptr %out
 }
 """
 
@@ -63,7 +136,7 @@ again:
   %start = load i64, ptr %row, align 8
   %pe = getelementptr i8, ptr %row, i64 8
   %stop.raw = load i64, ptr %pe, align 8
-  %stop = and i64 %stop.raw, 9223372036854775807
+  %stop = and i64 %stop.raw, $END
   %readonly = icmp slt i64 %stop.raw, 0
   %writing = icmp ne i32 %store, 0
   %denied = and i1 %readonly, %writing
@@ -100,6 +173,21 @@ searched:
   store i32 %found, ptr %plast, align 4
   br label %again
 outside:
+  %pp = getelementptr i8, ptr %ctx, i64 $C_padding
+  %padding = load i64, ptr %pp, align 8
+  %loading = icmp eq i32 %store, 0
+  %pads = icmp ne i64 %padding, 0
+  %soft = and i1 %loading, %pads
+  %some = xor i1 %none, true
+  %perhaps = and i1 %soft, %some
+  br i1 %perhaps, label %behind, label %refuse
+behind:
+  %past = call ptr @mem_past_end(ptr %ctx, i64 %address, i64 %bytes, i32 %lane)
+  %deep = icmp eq ptr %past, null
+  br i1 %deep, label %refuse, label %noted
+noted:
+  ret ptr %past
+refuse:
   %f2 = call ptr @mem_fault(ptr %ctx, i32 $GLOBAL, i64 %address, i64 %bytes, i32 %lane)
   ret ptr null
 }
@@ -345,8 +433,10 @@ local:
 """
 
 _CODES = {
-    name: str(getattr(abi, f"FAULT_{name}")) for name in ("GLOBAL", "SHARED", "LOCAL", "PARAM", "ALIGN", "UNINIT")
+    name: str(getattr(abi, f"FAULT_{name}"))
+    for name in ("GLOBAL", "SHARED", "LOCAL", "PARAM", "ALIGN", "UNINIT", "PAST_END")
 }
+_CODES |= {"PADDED": str(abi.PADDED), "END": str(abi.PADDED - 1)}
 _CODES |= {"CHECK_INIT": str(abi.CHECK_INIT), "CHECK_PROXY": str(abi.CHECK_PROXY), "RANKS": str(abi.MAX_CLUSTER)}
 _CODES |= {"SHARED_TOP": str(_SHARED_TOP), "LOCAL_TOP": str(_LOCAL_TOP)}
 
@@ -359,6 +449,7 @@ def _ready(text: str) -> str:
 
 
 HELPERS["mem_fault"] = _ready(_FAULT)
+HELPERS["mem_past_end"] = _ready(_PAST_END)
 HELPERS["mem_global"] = _ready(_GLOBAL)
 HELPERS["mem_shared"] = _ready(_SHARED)
 HELPERS["mem_local"] = _ready(_LOCAL)
@@ -367,11 +458,11 @@ HELPERS["mem_generic"] = _ready(_GENERIC.replace("DIR", "ld") + _GENERIC.replace
 
 # Which HELPERS texts the functions of a state space need.
 _NEEDS = {
-    "global": ("mem_global", "mem_fault"),
+    "global": ("mem_global", "mem_past_end", "mem_fault"),
     "shared": ("mem_shared", "mem_fault"),
     "local": ("mem_local", "mem_fault"),
     "param": ("mem_param", "mem_fault"),
-    "generic": ("mem_generic", "mem_global", "mem_shared", "mem_local", "mem_fault"),
+    "generic": ("mem_generic", "mem_global", "mem_past_end", "mem_shared", "mem_local", "mem_fault"),
 }
 _FUNCTION = {
     ("global", False): "mem_global_ld",
@@ -431,8 +522,8 @@ def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int, ma
         table = e.context("alloc", "ptr")
         at = e.pointer(table, e.cast("zext", e.context("alloc_last"), "i64") << 4)
         start, stop = e.load_from(at, 0, "i64"), e.load_from(at, 8, "i64")
-        if not store:  # the read-only mark makes the end of an allocation negative, and so the room
-            stop = stop & (abi.READ_ONLY - 1)
+        # For stores the read-only mark stays: it makes the end of an allocation negative, and so the room.
+        stop = stop & (~abi.PADDED if store else abi.PADDED - 1)
         room = stop - start - nbytes
         some = e.icmp("ne", e.context("alloc_count"), 0) & e.icmp("sge", room, 0)
         return Checked(some & _within(e, safe - e.splat(start), room, nbytes, safe), safe)
@@ -488,8 +579,8 @@ def lane_of(e: Emitter, slot: Value, lane: Value, kind: str) -> Value:
 
 
 def finish(e: Emitter, space: str) -> None:
-    """Return; stop if a lane read unwritten shared memory."""
-    if space not in ("shared", "generic"):
+    """Return; stop if a lane read unwritten shared memory, or past the end of global memory."""
+    if space not in ("shared", "generic", "global"):
         e.ret(abi.CONTINUE)
         return
     fault = e.context("fault")

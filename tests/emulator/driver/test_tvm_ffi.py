@@ -60,7 +60,7 @@ def test_errors_reach_the_caller():
     with emulator.device("sm_100a"):
         compiled = cute.compile(add, fake(), fake(), options="--enable-tvm-ffi")
         with pytest.raises(MemoryFault, match="outside every allocation"):
-            compiled(torch.zeros(40, device="cuda"), torch.zeros(64, device="cuda"))
+            compiled(torch.zeros(64, device="cuda"), torch.zeros(40, device="cuda"))
         x = torch.ones(64, device="cuda")
         compiled(x, x)
         assert x.cpu().eq(3).all()
