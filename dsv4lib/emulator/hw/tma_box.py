@@ -17,7 +17,8 @@ against tensor copies of an H200 (tests/emulator/hw/test_tma_h200.py), from whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -297,32 +298,42 @@ def _round_tf32(data: np.ndarray) -> np.ndarray:
 def write(box: Box, gmem: GlobalMemory, data: np.ndarray, op: str = "") -> int:
     """Store or, with ``op``, reduce uint8[rows * row bytes] into the tensor.
 
-    Returns how many bytes behind the tensor's rows were overwritten: dimension 0 is clipped at a multiple of 16 bytes,
-    or at the end of the allocation.
+    Returns how many bytes behind the tensor's rows were overwritten: dimension 0 is clipped at a multiple of 16 bytes.
+    Padding that is not in registered memory (behind the very last row, as a rule) is left alone.
     """
     if box.whole:
         _apply(box, _strided(box, gmem, True), data.view(CHUNK_TYPE), op)
         return 0
     low, high = box.span()
-    exact = box.width - box.first
-    if high < box.row_bytes:
-        high = min(box.row_bytes, -(-box.width // CHUNK) * CHUNK - box.first)
+    end = min(box.row_bytes, -(-box.width // CHUNK) * CHUNK - box.first)  # with the padding
     if box.offsets is None:
-        if high > exact and not _mapped(box, gmem, low, high):
-            high = exact
         window = _window(box, gmem, low, high, True)
         if window.size:
             _apply(box, window, np.ascontiguousarray(_part(box, data, low, high)), op)
-        return max(0, high - exact) * (window.size // max(high - low, 1))
-    lines = np.nonzero(box.inside)[0].tolist() if high > low else []
+    rows = data.reshape(box.rows, -1)
     over = 0
-    for row in lines:
-        start = box.tensor.address + int(box.offsets[row]) + box.first + low
-        end = high if high <= exact or gmem.find(start, high - low) is not None else exact
-        over += max(0, end - exact)
-        source = data.reshape(box.rows, -1)[row, low:end]
-        _apply(box, gmem.view(start, end - low, write=True), source, op)
+    for row, offset in _existing(box) if box.offsets is not None or end > high > low else ():
+        start = box.tensor.address + offset + box.first
+        if box.offsets is not None and high > low:
+            _apply(box, gmem.view(start + low, high - low, write=True), rows[row, low:high], op)
+        if end > high > low and gmem.find(start + high, end - high) is not None:
+            _apply(box, gmem.view(start + high, end - high, write=True), rows[row, high:end], op)
+            over += end - high
     return over
+
+
+def _existing(box: Box) -> Iterator[tuple[int, int]]:
+    """(number, byte offset from dimensions 1 and up) of the rows of a box that exist."""
+    if box.offsets is not None:
+        for row in np.nonzero(box.inside)[0].tolist():
+            yield row, int(box.offsets[row])
+        return
+    counts, steps = box.tensor.counts, box.tensor.steps
+    for index in itertools.product(*(range(*bounds) for bounds in box.valid[::-1])):
+        row, offset = 0, box.base
+        for i, count, step in zip(index, counts[::-1], steps[::-1], strict=True):
+            row, offset = row * count + i, offset + i * step
+        yield row, offset
 
 
 def _apply(box: Box, target: np.ndarray, data: np.ndarray, op: str) -> None:
@@ -331,16 +342,6 @@ def _apply(box: Box, target: np.ndarray, data: np.ndarray, op: str) -> None:
         old = np.ascontiguousarray(target).reshape(-1).view(np.uint8)
         data = reduce(op, box.tensor.element.name, old, data.reshape(-1).view(np.uint8)).view(target.dtype)
     target[...] = data.reshape(target.shape)
-
-
-def _mapped(box: Box, gmem: GlobalMemory, low: int, high: int) -> bool:
-    """Does the padding behind the last existing row belong to the tensor's allocation?"""
-    last = box.tensor.address + box.base + box.first
-    for (begin, end), step in zip(box.valid, box.tensor.steps, strict=True):
-        if end <= begin:
-            return True  # nothing is stored
-        last += (end - 1) * step
-    return high <= low or gmem.find(last + low, high - low) is not None
 
 
 # --- padded types -----------------------------------------------------------------------------------------------------

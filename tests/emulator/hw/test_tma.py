@@ -380,6 +380,18 @@ def test_a_store_overwrites_the_padding_of_a_row():
     assert (np.nonzero(target)[0] == [48 * r + c for r in (1, 2) for c in range(32)]).all()
 
 
+def test_only_the_last_row_can_lack_padding():
+    """Memory ends with the last element, as that of a view does: an H200 overwrites the padding of the other rows."""
+    bench = Bench()
+    target = bench.array(np.zeros(48 * 2 + 21, np.uint8), "target")
+    where = descriptor(bench, tensormap.encode_tiled(U8, target.ctypes.data, [21, 3], [48], [32, 2], [1, 1]))
+    bench.write_smem(BUF, np.full(64, 5, np.uint8))
+    bench.run(STORE.format(2, ""), at(where, [0, 1]), at(BUF), lanes=0)
+    bench.units.drain()
+    assert bench.machine.hazards == ["tma_store_padding"]
+    assert np.nonzero(target)[0].tolist() == [48 + c for c in range(32)] + [96 + c for c in range(21)]
+
+
 @pytest.mark.parametrize(
     ("coords", "start", "error", "text"),
     [
