@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from dsv4lib.emulator.driver import binary
@@ -108,14 +109,24 @@ def launch(compiled: Any, *args: Any, gpu: Device | None = None, **kwargs: Any) 
     if gpu is None:
         gpu = RUNTIME.device() if RUNTIME.devices else make(_target(function))
     host = host_function(function)
-    registered = [tensor for tensor in args if hasattr(tensor, "_dltensor_wrapper") or hasattr(tensor, "data_ptr")]
     with active(gpu):
-        for tensor in registered:
+        for tensor in _tensors((args, kwargs)):
             register_argument(gpu, tensor)
         pointers, keep = function.execution_args.generate_execution_args(args, kwargs)
         host.run(pointers)
         del keep
     return gpu
+
+
+def _tensors(argument: Any) -> Iterator[Any]:
+    """The tensors in an argument, however deep in tuples, lists and dictionaries."""
+    if hasattr(argument, "_dltensor_wrapper") or hasattr(argument, "data_ptr"):
+        yield argument
+    elif isinstance(argument, (tuple, list)):
+        for item in argument:
+            yield from _tensors(item)
+    elif isinstance(argument, dict):
+        yield from _tensors(tuple(argument.values()))
 
 
 def register_argument(gpu: Device, tensor: Any) -> None:

@@ -44,6 +44,11 @@ def scale_twice(x: cute.Tensor, factor: cute.Float32):
     scale_kernel(x, factor).launch(grid=[4, 1, 1], block=[32, 1, 1])
 
 
+@cute.jit
+def scale_nested(operands: tuple, factor: cute.Float32):
+    scale_kernel(operands[1][0], factor).launch(grid=[4, 1, 1], block=[32, 1, 1])
+
+
 @pytest.fixture
 def requests(monkeypatch):
     """Launch requests, not run."""
@@ -158,6 +163,14 @@ def test_architectures(arch, requests):
         from cutlass.utils import HardwareInfo
 
         assert HardwareInfo().get_max_active_clusters(2) == 3 and gpu.attribute(16) == 7
+
+
+def test_tensors_inside_tuples_are_device_memory():
+    x = torch.arange(128, dtype=torch.float32)
+    nested = (None, (from_dlpack(x), None))
+    compiled = cute.compile(scale_nested, nested, 2.0, options="--gpu-arch sm_100a --keep-ptx --keep-cubin")
+    emulator.launch(compiled, nested, 2.0)
+    assert torch.equal(x, 2 * torch.arange(128) + 1.0)
 
 
 def test_it_runs():
