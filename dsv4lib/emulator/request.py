@@ -83,6 +83,7 @@ class Settings:
         native_checks: CHECK_* bits of native/abi.py.
         padding: bytes to which CUDA allocators round: loads in there are reported, not faults; 0 = nothing is padded.
         fatal: hazard kinds that stop the launch; "error" stops at any of that severity, "all" at any.
+        muted: hazard kinds that are not reported.
         instruction_limit: warp-instructions of one launch; time_limit: seconds.
     """
 
@@ -93,6 +94,7 @@ class Settings:
     native_checks: int = CHECK_INIT | CHECK_PROXY
     padding: int = 512
     fatal: frozenset[str] = frozenset()
+    muted: frozenset[str] = frozenset()
     instruction_limit: int = 10_000_000_000
     time_limit: float = float("inf")
 

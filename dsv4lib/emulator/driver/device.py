@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.hazards import KINDS, Hazard
+from dsv4lib.emulator.hazards.selection import PRESETS, select
 from dsv4lib.emulator.memory.gmem import GlobalMemory
-from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.policies import POLICIES
 from dsv4lib.emulator.program import Program, lower
 from dsv4lib.emulator.ptx.ir import Module
@@ -28,16 +28,8 @@ from dsv4lib.emulator.request import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.trace import Trace
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
-if TYPE_CHECKING:
-    from dsv4lib.emulator.driver.devices import Devices
-
 ALIGNMENT = 256  # of memory the device allocates, as cudaMalloc's
-CHECKS = {
-    "off": 0,
-    "default": abi.CHECK_INIT | abi.CHECK_PROXY,
-    "race": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE,
-    "all": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_COUNTERS,
-}
+CHECKS = {name: select(name).bits for name in PRESETS}
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Device:
 
     Attributes:
         arch: its architecture; settings: how it runs kernels.
-        index, count: its number and how many there are; group: the devices it belongs to, None if it is alone.
+        index, count: its number and how many there are.
         ctas: CTAs to which every launch is restricted, None = all.
         gmem: global memory; memory: registration of tensors in it.
         launches: every launch so far, in order.
@@ -65,7 +57,6 @@ class Device:
     ):
         self.arch, self.settings, self.ctas = arch, settings, ctas
         self.index, self.count = 0, 1
-        self.group: Devices | None = None
         self.gmem = GlobalMemory()
         self.memory = Tracker(self.gmem)
         self.launches: list[Launch] = []
@@ -76,13 +67,7 @@ class Device:
         self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
 
     def __repr__(self) -> str:
-        number = "" if self.group is None else f" {self.index} of {self.count}"
-        return f"emulated {self.arch.name}{number}, {self.settings.sm_count} SMs"
-
-    @property
-    def number(self) -> int | None:
-        """Its number for messages, None if it is alone."""
-        return None if self.group is None else self.index
+        return f"emulated {self.arch.name}, {self.settings.sm_count} SMs"
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -99,24 +84,12 @@ class Device:
             raise LaunchError(f"device attribute {number} is not known to the emulator")
         return self._attributes[number]
 
-    def launch(self, request: LaunchRequest, stream: int = 0) -> LaunchResult | None:
-        """Run one kernel to its end; in a group, queue it on a stream for `synchronize` and return None."""
+    def launch(self, request: LaunchRequest) -> LaunchResult:
+        """Run one kernel to its end."""
         self.memory.sweep()
-        if self.group is not None:
-            self.group.together.launch(self, stream, request, self.group.hold())
-            return None
         result = machine.run(request, self)
-        self.ran(request, result)
-        return result
-
-    def ran(self, request: LaunchRequest, result: LaunchResult) -> None:
-        """Keep what came of a launch."""
         self.launches.append(Launch(request, result))
-
-    def synchronize(self) -> None:
-        """Run what is queued on this device, together with what is queued on the others of its group."""
-        if self.group is not None:
-            self.group.synchronize()
+        return result
 
     def program(self, module: Module, kernel_name: str) -> Program:
         """The lowered kernel, once per module."""
@@ -144,13 +117,6 @@ class Device:
         array = aligned_zeros(max(nbytes, 1), ALIGNMENT)
         self.gmem.register_array(array, label, writable=writable)
         return array
-
-    def copy(self, array: np.ndarray, label: str = "array") -> np.ndarray:
-        """A copy of ``array`` in device memory, of the same shape and dtype; see `empty`."""
-        array = np.ascontiguousarray(array)
-        out = self.empty(array.nbytes, label)[: array.nbytes].view(array.dtype).reshape(array.shape)
-        out[...] = array
-        return out
 
     def free(self, address: int) -> None:
         """Give back what `empty` returned.
@@ -181,8 +147,7 @@ def make(
         raise ArgumentError("schedule", schedule, "one of " + ", ".join(POLICIES))
     if not isinstance(seed, int) or seed < 0:
         raise ArgumentError("seed", seed, "a whole number from 0")
-    if checks not in CHECKS:
-        raise ArgumentError("checks", checks, "one of " + ", ".join(CHECKS))
+    chosen = select(checks)
     fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)
     if unknown := fatal - {*KINDS, "error", "lint", "all"}:
         raise ArgumentError("fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"')
@@ -196,7 +161,17 @@ def make(
             if value <= 0:
                 raise ArgumentError(name, value, "a positive number")
             limits[name] = value
-    settings = Settings(arch, schedule, seed, sm_count or found.sm_count, CHECKS[checks], padding, fatal, **limits)
+    settings = Settings(
+        arch,
+        schedule,
+        seed,
+        sm_count or found.sm_count,
+        native_checks=chosen.bits,
+        padding=padding,
+        fatal=fatal,
+        muted=chosen.muted,
+        **limits,
+    )
     return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)), trace)
 
 
@@ -215,7 +190,7 @@ def device(
         shims: also stand in for ``torch.cuda``, device arguments and the CUDA bindings, for code that was written for
             a GPU. Code that passes CPU tensors does not need it.
         default_device: where torch makes tensors that name no device: "cuda", or "cpu" as it does on a real machine.
-        seed, schedule: of the scheduler; ``checks``: "off", "default", "race" or "all" (hazards/__init__.py).
+        seed, schedule: of the scheduler; ``checks``: "off", "default", "race", "all", or names (hazards/selection.py).
         fatal: hazard kinds that stop a launch, "error" or "all".
         padding: bytes to which the allocator rounds the memory of tensors, as PyTorch's does on a GPU. A load that goes
             past the end of a tensor but stays in there meets no fault on a GPU: it is reported as
@@ -229,13 +204,7 @@ def device(
         ArgumentError: a bad argument.
         BackendUnavailable: CUDA is already initialised in this process.
     """
-    with entered(make(arch, **settings), shims, default_device) as gpu:
-        yield gpu
-
-
-@contextmanager
-def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
-    """`device` for a device that has been made."""
+    gpu = make(arch, **settings)
     if default_device not in ("cuda", "cpu"):
         raise ArgumentError("default_device", default_device, '"cuda" or "cpu"')
     refuse_initialised_cuda()
@@ -249,11 +218,10 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
         stack.enter_context(active(gpu))
         try:
             yield gpu
-            RUNTIME.raise_pending()
-            gpu.synchronize()
         except BaseException:
             RUNTIME.pending = None  # one error is enough
             raise
+        RUNTIME.raise_pending()
 
 
 @contextmanager
@@ -265,9 +233,7 @@ def active(gpu: Device) -> Iterator[Device]:
     finally:
         RUNTIME.devices.pop()
         RUNTIME.captured = None
-        if gpu.group is not None:
-            gpu.group.left()
-        elif gpu not in RUNTIME.devices:
+        if gpu not in RUNTIME.devices:
             gpu.memory.clear()
 
 

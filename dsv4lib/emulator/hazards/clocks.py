@@ -12,6 +12,7 @@ two rows: STRICT by that rule, and CARRIED, where a completion leaves everything
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,16 +31,28 @@ class SyncPoint:
 
     Attributes:
         gathering: of the current phase and all before; done: of all completed phases.
+        arrivals: epoch of each entry that has arrived at the current phase; before: those of the phase before, as
+            arrays of entries and epochs.
+        looked: epoch and instruction of the warps that have seen the phase before complete.
+        blind: somebody arrived whose clock nobody keeps.
+        completing: called when a phase is over; None = nobody asks.
     """
 
-    __slots__ = ("done", "gathering")
+    __slots__ = ("arrivals", "before", "blind", "completing", "done", "gathering", "looked")
 
     def __init__(self, size: int):
         self.gathering = np.zeros((2, size), np.uint32)
         self.done = np.zeros((2, size), np.uint32)
+        self.arrivals: dict[int, int] = {}
+        self.before: tuple[np.ndarray, np.ndarray] | None = None
+        self.looked: dict[int, tuple[int, int]] = {}
+        self.blind = False
+        self.completing: Callable[[], None] | None = None
 
     def complete(self) -> None:
         """The phase is over: what it gathered is there for those who waited."""
+        if self.completing is not None:
+            self.completing()
         self.done[:] = self.gathering
 
 
@@ -53,11 +66,13 @@ class Clocks:
             for the agent; None where anyone may.
     """
 
+    OUTSIDE = -1  # the last entry: how much of other clusters is known (global_memory.py)
+
     def __init__(self, cluster: Cluster, warps_only: bool = False):
         everyone = [warp for cta in cluster.ctas for warp in cta.warps]
         self.first_agent = everyone[0].agent
         agents = 0 if warps_only else len(everyone) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
-        self.size = len(everyone) + agents
+        self.size = len(everyone) + agents + 1
         self.warps = np.zeros((len(everyone), 2, self.size), np.uint32)
         self.epoch = np.zeros(self.size, np.uint32)
         self.epoch[: len(everyone)] = 1
@@ -80,7 +95,7 @@ class Clocks:
         """
         found = self._index.get(key)
         if found is None:
-            found = len(self.names) if len(self.names) < self.size else UNKNOWN
+            found = len(self.names) if len(self.names) < self.size - 1 else UNKNOWN
             self._index[key] = found
             if found != UNKNOWN:
                 self.names.append(name)

@@ -13,6 +13,19 @@ from dataclasses import dataclass
 
 ERROR, LINT = "error", "lint"
 
+# Groups of checks that can be switched on and off (selection.py), and how far their reports can be trusted.
+GROUPS = {
+    "allocation": "exact: the state of tensor memory is kept, not inferred",
+    "initialisation": "exact, byte by byte in shared and cell by cell in tensor memory; a read is reported at once, so "
+    "registers loaded from unwritten memory need no check of their own",
+    "pending": "exact at the moment of the exit; which copies are still in flight then depends on the schedule",
+    "barrier": "exact: counts and states are kept; what a schedule does not reach is not seen",
+    "proxy": "exact for stores of threads into shared memory; a fence counts for every writer it is ordered after",
+    "race": "by happens-before, independent of the schedule. No false report unless warps synchronise by something "
+    "that no rule of race.py names; misses races within a warp, and in global memory what global_memory.py lists",
+    "letter": "what the PTX ISA asks for and shipped kernels leave out, because the assembler or the hardware copes",
+}
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -23,7 +36,7 @@ class Kind:
         severity: ERROR or LINT.
         meaning: what the kernel did.
         fix: what usually repairs it.
-        check: the group it belongs to: allocation, initialisation, pending, barrier, proxy, race, launch.
+        check: the group it belongs to, one of `GROUPS`.
     """
 
     name: str
@@ -90,6 +103,12 @@ _TABLE = (
     ("mbarrier_phase_lapped", ERROR, "barrier",
      "a barrier completed the next phase too while a warp still waited for the one before: its parity is ambiguous",
      "let the waiters arrive before the phase after theirs can complete; check the arrival count and the parity"),
+    ("mbarrier_phase_unordered", ERROR, "race",
+     "a phase of an mbarrier can complete before a warp that waits for the one before has looked: parities repeat",
+     "let the phase depend on everybody who waits for the one before: an arrival of theirs on the way to it"),
+    ("barrier_phase_mixed", ERROR, "race",
+     "an arrival at a barrier is not ordered after the phase before and could have been counted there",
+     "correct the arrival count; use another barrier for warps that do not wait for each other"),
     ("mbarrier_init_unordered", ERROR, "race",
      "a warp uses an mbarrier whose initialisation is not ordered before",
      "fence.mbarrier_init and a barrier of all threads (of the cluster) after mbarrier.init"),
@@ -120,6 +139,34 @@ _TABLE = (
     ("race_tensor", ERROR, "race",
      "two accesses to tensor memory, at least one a write, that no synchronisation orders",
      "wait for the commit of the MMA before reading; signal the MMA warp before it overwrites"),
+    ("race_global", ERROR, "race",
+     "two accesses to global memory, at least one a write, that no synchronisation orders",
+     "a barrier within the CTA or cluster; between CTAs an atomic, release and acquire at a flag; wait_group (without "
+     ".read) before handing on what a bulk store wrote"),
+    ("race_global_same_value", LINT, "race",
+     "two writes to global memory that no synchronisation orders leave the same bytes",
+     "let one of them write"),
+    ("missing_proxy_fence_global", LINT, "race",
+     "a tensor or bulk copy reads global memory that threads of this launch wrote, without a proxy fence in between",
+     "fence.proxy.async.global after the stores, before the copy is issued"),
+    ("missing_wgmma_wait", ERROR, "race",
+     "registers that a wgmma may still be using are accessed (found in the code, on some path)",
+     "wgmma.wait_group before the registers are touched"),
+    ("missing_wgmma_fence", LINT, "letter",
+     "registers changed hands between other instructions and wgmma without wgmma.fence (found in the code)",
+     "wgmma.fence before the first wgmma and after touching its registers"),
+    ("missing_tcgen05_fence", LINT, "letter",
+     "tensor memory that another thread's instruction used is used again behind a barrier without tcgen05.fence",
+     "tcgen05.fence::before_thread_sync before the barrier (a commit implies it), ::after_thread_sync behind it"),
+    ("tcgen05_ld_used_early", LINT, "letter",
+     "a register that tcgen05.ld fills is used before tcgen05.wait::ld (found in the code); the assembler waits",
+     "tcgen05.wait::ld before the first use"),
+    ("missing_proxy_fence_overwrite", LINT, "letter",
+     "an asynchronous copy overwrites shared memory that threads wrote, without fence.proxy.async in between",
+     "fence.proxy.async after the last store, before the barrier that frees the buffer"),
+    ("uninitialised_register", LINT, "letter",
+     "a register is used that no instruction has set on any path (found in the code)",
+     "set it; the compiler leaves such registers where a value does not matter"),
     ("race_through_completion", LINT, "race",
      "two accesses are ordered only through a tcgen05.commit or the completion of a copy, which by the PTX ISA publish "
      "nothing but their own effects; shipped kernels rely on more",

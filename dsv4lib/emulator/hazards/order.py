@@ -35,11 +35,12 @@ class Order:
 
     Attributes:
         warp: the warp whose service runs; op: the asynchronous operation that completes, None outside.
-        full: races are looked for too; address: of the access log, 0 = none.
+        full: races are looked for too; letter: also what only the PTX ISA's letter asks for (letter.py).
+        address: of the access log, 0 = none.
         pending: number of accesses in the log.
     """
 
-    full = False
+    full = letter = False
     address = 0
 
     def __init__(self, machine: Any):
@@ -107,6 +108,18 @@ class Order:
 
     # --- what only the race detector does ---------------------------------------------------------------------------
 
+    def executed(self, warp: Warp, instr: Any) -> None:
+        """The warp executes a wgmma or a tcgen05.ld."""
+
+    def tensor_fenced(self, warp: Warp) -> None:
+        """tcgen05.fence::after_thread_sync."""
+
+    def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
+        """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
+
+    def looked(self, warp: Warp, barrier: Any) -> None:
+        """The warp has seen that the latest phase of an mbarrier is complete."""
+
     def committed(self, warp: Warp, kind: str) -> None:
         """A group of asynchronous operations is closed."""
 
@@ -127,6 +140,15 @@ class Order:
 
     def delivered(self, barrier: Any) -> None:
         """Bytes are counted on an mbarrier."""
+
+    def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
+        """Access to global memory."""
+
+    def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
+        """Release of words of global memory."""
+
+    def fenced_global(self, warp: Warp) -> None:
+        """A proxy fence of global memory."""
 
     def shared(self, cta: Cta, cells: Any, write: bool) -> None:
         """Access to shared memory."""

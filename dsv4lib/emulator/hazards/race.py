@@ -13,18 +13,33 @@ Source: PTX ISA, "Memory Consistency Model"; C. Flanagan, S. Freund, "FastTrack"
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, SyncPoint
+from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks
+from dsv4lib.emulator.hazards.code import CodeChecks
+from dsv4lib.emulator.hazards.global_memory import GlobalRaces
+from dsv4lib.emulator.hazards.letter import TensorFences
 from dsv4lib.emulator.hazards.order import MARK, Order, OrderState
-from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Cells, Chunks, Conflict, Shadow, Words
+from dsv4lib.emulator.hazards.phases import Phases
+from dsv4lib.emulator.hazards.shadow import (
+    ALL_BYTES,
+    Accesses,
+    Actor,
+    Cells,
+    Chunks,
+    Conflict,
+    Shadow,
+    Words,
+    by_instruction,
+)
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, GENERIC, LOG, READ, STRONG, WRITE
+from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, STRONG, WRITE
 from dsv4lib.emulator.warp import PC
 
 if TYPE_CHECKING:
@@ -67,21 +82,73 @@ class Detector(Order):
         self.pending = memoryview(self._buffer[:8]).cast("Q")
         self._log = self._buffer[8:].view(LOG)
         self._found: dict[tuple[str, int, int], Any] = {}
+        self._phases = Phases(machine)
+        self.far = GlobalRaces(machine)
+        self.letter = bool(machine.settings.native_checks & abi.CHECK_LETTER)
+        self._code = CodeChecks(machine)
+        self._fences = TensorFences(machine) if self.letter else None
+        if self.letter:
+            self._code.begin()
 
     # --- clocks -----------------------------------------------------------------------------------------------------
 
     def started(self, cluster: Cluster) -> None:
         """A cluster begins."""
         cluster.race = _State(cluster)
+        self.far.started(cluster, cluster.race.clocks)
+
+    def arrived(self, point: Any) -> None:
+        """The completing operation, or else the running warp, arrives at a barrier."""
+        op, clocks = self.op, self._state(self.warp if self.op is None else self.op.warp).clocks
+        if op is None:
+            me = self.warp.agent - clocks.first_agent
+            clock = clocks.of(self.warp)
+            self._phases.arrives(point, clocks, me, int(clocks.epoch[me]), clock, self.warp.place)
+        elif op.entry != UNKNOWN:
+            self._phases.arrives(point, clocks, op.entry, op.epoch, op.clock, op.where)
+        super().arrived(point)
+
+    def looked(self, warp: Warp, barrier: Any) -> None:
+        """The warp has seen that the latest phase of an mbarrier is complete."""
+        self._phases.looked(barrier, self._state(warp).clocks, warp)
+
+    def acquired(self, warp: Warp, point: Any) -> None:
+        """The warp has waited for a completed phase of ``point``."""
+        super().acquired(warp, point)
+        if self._fences is not None:
+            self._fences.passed(warp)
+
+    def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
+        """The warp has waited for that phase of the cluster barrier."""
+        super().cluster_passed(warp, barrier, phase)
+        if self._fences is not None:
+            self._fences.passed(warp)
+
+    def tensor_fenced(self, warp: Warp) -> None:
+        """tcgen05.fence::after_thread_sync."""
+        if self._fences is not None:
+            self._fences.fenced(warp)
+
+    def executed(self, warp: Warp, instr: Any) -> None:
+        """The warp executes a wgmma or a tcgen05.ld: report what the code shows about it."""
+        if self.letter or not instr.opcode.startswith("tcgen05"):
+            self._code.executed(warp, instr, self.letter)
+
+    def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
+        """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
+        if self.op is not None:
+            text = f"{self.op.label} overwrites shared memory of {cta} that threads wrote without fence.proxy.async"
+            owner = self.writer_of(cta, chunks)
+            self.machine.report("missing_proxy_fence_overwrite", text, self.op.where(), owner=owner)
 
     def _left(self, point: Any) -> None:
         """What an operation leaves: its own entry; in the CARRIED row also what its issuer knew."""
         op = self.op
+        sync = self._phases.point(point, self._state(op.warp).clocks)
         if op.entry == UNKNOWN:
+            sync.blind = True
             return
-        if point.sync is None:
-            point.sync = SyncPoint(self._state(op.warp).clocks.size)
-        gathering = point.sync.gathering
+        gathering = sync.gathering
         left = op.clock[CARRIED].copy()
         left[op.entry] = op.epoch
         gathering[STRICT, op.entry] = max(gathering[STRICT, op.entry], op.epoch)
@@ -118,6 +185,8 @@ class Detector(Order):
         """All but the last ``pending`` groups of the warp are complete."""
         clocks = self._state(warp).clocks
         entry = self._agent(warp, kind)
+        if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
+            clocks.epoch[entry] = clocks.epoch[self._agent(warp, "bulk")]
         if entry != UNKNOWN:
             known = max(int(clocks.epoch[entry]) - 1 - pending, 0)
             clock = clocks.of(warp)
@@ -129,7 +198,9 @@ class Detector(Order):
         self.waited(warp, kind)
 
     def _agent(self, warp: Warp, kind: str) -> int:
-        name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store"}.get(kind, kind)
+        name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store", "bulk write": "a bulk store"}.get(
+            kind, kind
+        )
         return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}", warp)
 
     # --- asynchronous operations ------------------------------------------------------------------------------------
@@ -155,6 +226,8 @@ class Detector(Order):
             op.entry = self._agent(op.warp, unit)
         if op.entry == UNKNOWN:
             return
+        if self._fences is not None:
+            self._fences.issued(op)
         op.clock = clocks.of(op.warp).copy()
         clocks.tick(op.warp)  # what the issuer does next is not before the operation
         op.clock[:, op.entry] = ALWAYS
@@ -166,9 +239,30 @@ class Detector(Order):
     def delivered(self, barrier: Any) -> None:
         """Bytes that an operation brought have been counted on the barrier."""
         if self.op is not None:
-            self.arrived(barrier)
+            self._left(barrier)
 
     # --- accesses ---------------------------------------------------------------------------------------------------
+
+    def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
+        """The completing operation accesses ``nbytes`` at each of some addresses of global memory."""
+        op = self.op
+        if op is None or op.entry == UNKNOWN:
+            return
+        entry = op.entry
+        if write:  # the writing half of a bulk store is complete later than the reading half
+            entry = self._agent(op.warp, "bulk write")
+        actor = Actor(entry, op.epoch, op.clock)
+        self.far.ranges(op, actor, np.asarray(starts, np.int64), nbytes, write, reduces)
+
+    def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
+        """A release store or reduction is issued (st.async, red.async on global memory)."""
+        for word in {int(a) >> 2 for a in addresses}:
+            self.far.release(warp.cta.cluster, warp, word)
+        self._state(warp).clocks.tick(warp)
+
+    def fenced_global(self, warp: Warp) -> None:
+        """A proxy fence of the warp covers global memory."""
+        self.far.fence(warp.cta.cluster, warp)
 
     def shared(self, cta: Cta, cells: Cells, write: bool) -> None:
         """The completing operation, or the running warp, accesses whole words of shared memory."""
@@ -226,11 +320,26 @@ class Detector(Order):
             actor, pc = Actor(me, int(clocks.epoch[me]), clocks.of(self.warp)), self.warp.words[PC]
         else:
             return
-        number = shadow.accesses.add(actor.entry, actor.epoch, pc)
+        if self._fences is not None and memory.startswith("tensor"):
+            self._look_for_fence(cta, shadow, cells, write, actor, pc)
+        number = shadow.accesses.add(actor.entry, actor.epoch, pc, lanes=op.lanes if op else self.warp.mask())
         conflict = (shadow.write if write else shadow.read)(cells, actor, number)
         if conflict is not None:
             warp = op.warp if op is not None else self.warp
             self._report(cta, actor, pc, warp, conflict, memory, cells, op)
+
+    def _look_for_fence(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, actor: Actor, pc: int) -> None:
+        """Report tensor memory that is used behind a barrier without tcgen05.fence."""
+        op, clocks, table = self.op, cta.cluster.race.clocks, shadow.accesses
+        warp = op.warp if op is not None else self.warp
+        number = self._fences.look(shadow, cells, write, actor, op, warp, clocks)
+        if number is None:
+            return
+        entry = int(table.entry[number])
+        owner = self._owner(cta, clocks, entry, int(table.pc[number]), int(table.lanes[number]))
+        place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
+        text = f"{warp} uses tensor memory that {clocks.names[entry]} used, behind a barrier without tcgen05.fence"
+        self.machine.report("missing_tcgen05_fence", text, place, owner=owner)
 
     def drain(self, warp: Warp) -> None:
         """Judge what the warp's native code has logged since the last call."""
@@ -238,14 +347,13 @@ class Detector(Order):
         self.pending[0] = 0
         entries = self._log[:n]
         code = entries["code"]
-        strong = code & STRONG != 0
+        strong = code & (STRONG | COUNTS) == STRONG
         state = self._state(warp)
-        if strong.any():
+        ordering = strong.any()
+        if ordering:
             self._strong(state, warp, entries[strong & (code & READ != 0)], acquire=True)
-        plain = entries[~strong]
-        if len(plain):
-            self._plain(state, warp, plain)
-        if strong.any():
+        self._plain(state, warp, entries)
+        if ordering:
             self._strong(state, warp, entries[strong & (code & WRITE != 0)], acquire=False)
 
     def _plain(self, state: _State, warp: Warp, entries: np.ndarray) -> None:
@@ -257,16 +365,31 @@ class Detector(Order):
         groups = [first] if (codes == first).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
         for code in groups:
             some = entries if len(groups) == 1 else entries[codes == code]
-            lanes = some["mask"][:, None] >> _LANES & 1 != 0
-            addresses = some["addresses"][lanes]
-            pcs = np.broadcast_to(some["pc"][:, None], lanes.shape)[lanes]
+            rows, lanes = (some["mask"][:, None] >> _LANES & 1).nonzero()
+            addresses, pcs, code = some["addresses"][rows, lanes], some["pc"][rows], int(code)
             if code & GENERIC:
-                inside = addresses >> np.uint64(56) == abi.SHARED_WINDOW >> 56
-                addresses, pcs = addresses[inside], pcs[inside]
-            if len(addresses):
-                self._batch(warp, actor, addresses.astype(np.uint32), pcs, int(code))
+                window = addresses >> np.uint64(56)
+                far = window == 0
+                if far.any():
+                    self._far(warp, actor, addresses[far], pcs[far], lanes[far], code)
+                inside = window == abi.SHARED_WINDOW >> 56
+                addresses, pcs, lanes = addresses[inside], pcs[inside], lanes[inside]
+            if not len(addresses):
+                continue
+            if code & GLOBAL:
+                self._far(warp, actor, addresses, pcs, lanes, code)
+            elif not code & STRONG:
+                self._batch(warp, actor, addresses.astype(np.uint32), pcs, lanes, code)
 
-    def _batch(self, warp: Warp, actor: Actor, addresses: np.ndarray, pcs: np.ndarray, code: int) -> None:
+    def _far(
+        self, warp: Warp, actor: Actor, addresses: np.ndarray, pcs: np.ndarray, lanes: np.ndarray, code: int
+    ) -> None:
+        """Accesses to global memory."""
+        self.far.lanes(warp, actor, addresses, pcs, lanes, code & BYTES, bool(code & WRITE), bool(code & STRONG))
+
+    def _batch(
+        self, warp: Warp, actor: Actor, addresses: np.ndarray, pcs: np.ndarray, lanes: np.ndarray, code: int
+    ) -> None:
         """Accesses of one width and direction; split by CTA and, below 4 bytes, by the bytes of the word."""
         nbytes, write = code & BYTES, bool(code & WRITE)
         ranks = addresses >> np.uint32(RANK_SHIFT)
@@ -279,28 +402,31 @@ class Detector(Order):
                 chosen = ranks == rank
                 if low is not None:
                     chosen &= low == start
-                words, at = offsets[chosen] >> 2, pcs[chosen]
+                words, at, who = offsets[chosen] >> 2, pcs[chosen], lanes[chosen]
                 if not len(words):
                     continue
                 mask = ALL_BYTES if low is None else ((1 << nbytes) - 1) << start
                 if nbytes > 4:
                     words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
-                    at = np.repeat(at, nbytes // 4)
-                distinct = at[:1] if at[0] == at[-1] and (at == at[0]).all() else np.unique(at)
-                number = state.accesses.add(actor.entry, actor.epoch, distinct, mask)
-                ids = number if len(distinct) == 1 else number + np.searchsorted(distinct, at)
+                    at, who = np.repeat(at, nbytes // 4), np.repeat(who, nbytes // 4)
+                distinct, which, active = by_instruction(at, who)
+                number = state.accesses.add(actor.entry, actor.epoch, distinct, mask, active)
+                ids = number if len(distinct) == 1 else number + which
                 shadow, cells = state.shared[rank], Words(words)
                 conflict = (shadow.write if write else shadow.read)(cells, actor, ids, mask)
                 if conflict is not None:
-                    pc = int(at[conflict.position])
-                    self._report(cluster.ctas[rank], actor, pc, warp, conflict, "shared memory", cells, None)
+                    pc, lane = int(at[conflict.position]), int(who[conflict.position])
+                    self._report(cluster.ctas[rank], actor, pc, warp, conflict, "shared memory", cells, None, lane)
 
     def _strong(self, state: _State, warp: Warp, entries: np.ndarray, acquire: bool) -> None:
         """Accesses that synchronise by the word they hit."""
-        clock = state.clocks.of(warp)
+        clock, cluster = state.clocks.of(warp), warp.cta.cluster
         for entry in entries:
             lanes = entry["mask"] >> _LANES & 1 != 0
             for address in np.unique(entry["addresses"][lanes]).tolist():
+                if entry["code"] & GLOBAL or entry["code"] & GENERIC and address >> 56 == 0:
+                    (self.far.acquire if acquire else self.far.release)(cluster, warp, address >> 2)
+                    continue
                 word = (address & 0xFFFFFFFF) >> 2
                 if entry["code"] & GENERIC and address >> 56 != abi.SHARED_WINDOW >> 56:
                     continue
@@ -335,7 +461,9 @@ class Detector(Order):
         chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
         number = int(state.shared[cta.rank].writer[4 * chunk : 4 * chunk + 4].max())
         table = state.accesses
-        return self._owner(cta, state.clocks, int(table.entry[number]), int(table.pc[number])) if number else None
+        if not number:
+            return None
+        return self._owner(cta, state.clocks, int(table.entry[number]), int(table.pc[number]), int(table.lanes[number]))
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -349,6 +477,7 @@ class Detector(Order):
         memory: str,
         cells: Cells,
         op: AsyncOp | None,
+        lane: int | None = None,
     ) -> None:
         state = cta.cluster.race
         clocks, table = state.clocks, state.accesses
@@ -366,7 +495,9 @@ class Detector(Order):
             self._found[key].count += 1
             return
         place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
-        owner = self._owner(cta, clocks, other, key[2])
+        if lane is not None:
+            place = dataclasses.replace(place, lanes=1 << lane)
+        owner = self._owner(cta, clocks, other, key[2], int(table.lanes[conflict.earlier]))
         at = cells.first(conflict.position)
         message = (
             f"{conflict.what} in {memory} of {cta}{f' at {at}' if at else ''}: {clocks.names[actor.entry]} is not "
@@ -376,7 +507,7 @@ class Detector(Order):
         if found is not None:
             self._found[key] = found
 
-    def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int) -> Place:
+    def _owner(self, cta: Cta, clocks: Clocks, entry: int, pc: int, lanes: int) -> Place:
         """The place of the earlier access."""
         program = self.machine.program
         instr = program.instruction(pc)
@@ -388,4 +519,5 @@ class Detector(Order):
             python=program.python_line(instr),
             cta=cta.ctaid if warp is None else warp.cta.ctaid,
             warp=None if warp is None else warp.warp_id,
+            lanes=lanes,
         )

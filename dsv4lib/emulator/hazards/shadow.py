@@ -21,7 +21,7 @@ _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
 
 class Accesses:
-    """The table of accesses: agent, epoch, instruction and bytes of the cell, by number from 1."""
+    """The table of accesses: agent, epoch, instruction, bytes of the cell and lanes, by number from 1."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -29,17 +29,30 @@ class Accesses:
         self.epoch = np.zeros(1024, np.uint32)
         self.pc = np.zeros(1024, np.int32)
         self.mask = np.zeros(1024, np.uint8)
+        self.lanes = np.zeros(1024, np.uint32)
 
-    def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES) -> int:
-        """Number of the first of as many accesses as there are ``pcs``."""
+    def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES, lanes: Any = 0) -> int:
+        """Number of the first of as many accesses as there are ``pcs``; ``lanes``: masks of theirs, 0 = unknown."""
         first, self.count = self.count, self.count + np.size(pcs)
         while self.count > len(self.entry):
-            for name in ("entry", "epoch", "pc", "mask"):
+            for name in ("entry", "epoch", "pc", "mask", "lanes"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
         new = slice(first, self.count)
         self.entry[new], self.epoch[new], self.pc[new], self.mask[new] = entry, epoch, pcs, mask
+        self.lanes[new] = lanes
         return first
+
+
+def by_instruction(pcs: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The distinct instructions of some accesses, which one each access is of, and the lanes of each as masks."""
+    bits = np.uint32(1) << lanes.astype(np.uint32)
+    if pcs[0] == pcs[-1] and (pcs == pcs[0]).all():
+        return pcs[:1], np.zeros(1, np.int64), np.bitwise_or.reduce(bits, keepdims=True)
+    distinct, which = np.unique(pcs, return_inverse=True)
+    masks = np.zeros(len(distinct), np.uint32)
+    np.bitwise_or.at(masks, which, bits)
+    return distinct, which, masks
 
 
 class Cells:

@@ -152,6 +152,8 @@ class _Load:
         else:
             data = valid
         shared.write(cta, offset, data)
+        if machine.race is not None:
+            machine.race.global_ranges([self.start + self.left], len(valid), False)
         if machine.trace is not None:
             machine.trace.bulk("load", self.start, cta, offset, self.size, op)
         mbarrier.find(cta.cluster, self.bar, op.where).complete_tx(self.size, op.where)
@@ -230,7 +232,7 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
     to, sizes = warp.address(destination), warp.read(amount, np.uint32)
     start = shared.addresses_in(warp, source, "shared::cta")
     for members, (target, at, size, chosen) in shared.lane_groups(warp.mask(), to, start, sizes, mask):
-        _queue_store(warp, instr, members, target, at, size, _masked(chosen))
+        _queue_store(warp, instr, members, target, at, size, _masked(chosen), chosen == 0xFFFF)
 
 
 @isa.service(
@@ -284,9 +286,9 @@ def _reducing(op: str, kind: str) -> _Apply:
 
 
 def _queue_store(
-    warp: Warp, instr: Instr, lanes: np.ndarray, target: int, start: int, size: int, apply: _Apply
+    warp: Warp, instr: Instr, lanes: np.ndarray, target: int, start: int, size: int, apply: _Apply, whole: bool = True
 ) -> None:
-    """Queue reading half and, when that completes, the writing half."""
+    """Queue reading half and, when that completes, the writing half. ``whole``: of every byte."""
     _check(warp, size, start & OFFSET_MASK, target)
     _, at = shared.locate(warp.cta.cluster, start, size, warp.place)
     label = f"bulk store of {size} bytes from shared {start:#x} -> {target:#x}"
@@ -302,6 +304,8 @@ def _queue_store(
 
         def write() -> None:
             apply(machine.gmem.view(target, size, write=True), data)
+            if machine.race is not None and whole:
+                machine.race.global_ranges([target], size, True, instr.opcode.startswith("cp.reduce"))
             tracked.done = True
             if machine.trace is not None:
                 machine.trace.bulk("store", target, cta, at, size, writing)

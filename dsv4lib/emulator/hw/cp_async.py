@@ -101,6 +101,7 @@ def _queue(
         smem.dirty[to >> 4] = shared.CP_ASYNC | warp.warp_id + 1
         if machine.race is not None:
             machine.race.shared_words(cta, to, size, True)
+            machine.race.global_ranges(start[valid == size], size, False)
         tracked.read = tracked.done = True
         if machine.trace is not None:
             machine.trace.cp_async(warp, instr, to, start, size)

@@ -44,7 +44,9 @@ def _clear(cta: Cta, warp: Warp) -> None:
 )
 def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
     """Generic-proxy writes of this warp, in the named space or everywhere, are visible to the asynchronous proxy."""
-    space = form.get("space")
+    space, race = form.get("space"), warp.cta.machine.race
+    if race is not None and space in ("", "global"):
+        race.fenced_global(warp)
     if space == "global":
         return
     for cta in [warp.cta] if space == "shared::cta" else warp.cta.cluster.ctas:

@@ -93,6 +93,8 @@ class GroupWait:
         race = self.warp.cta.machine.race
         if race is not None:
             race.waited(self.warp, self.kind, self.allowed)
+            if self.kind == "bulk" and not self.read:
+                race.waited(self.warp, "bulk write", self.allowed)
         for lane in self.lanes:
             lane.prune()
 

@@ -414,6 +414,7 @@ def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
         for members, barrier, _ in query.groups:
             if answer[members[0]]:
                 race.acquired(warp, barrier)
+                race.looked(warp, barrier)
     warp.write(target, answer)
     return None
 

@@ -128,17 +128,28 @@ def lane_groups(mask: int, *values: np.ndarray) -> list[tuple[np.ndarray, tuple[
 def write(cta: Cta, offset: int, data: np.ndarray) -> None:
     """Asynchronous-proxy write of uint8[n] at a byte offset."""
     end = offset + len(data)
-    smem = cta.smem
+    smem, race = cta.smem, cta.machine.race
+    if race is not None and race.letter:
+        _overwrite(cta, np.arange(offset >> 4, end + 15 >> 4))
     smem.data[offset:end] = data
     smem.init[offset:end] = 1
     smem.dirty[offset >> 4 : end + 15 >> 4] = 0
-    if cta.machine.race is not None:
-        cta.machine.race.shared_bytes(cta, offset, len(data), True)
+    if race is not None:
+        race.shared_bytes(cta, offset, len(data), True)
+
+
+def _overwrite(cta: Cta, index: np.ndarray) -> None:
+    """Tell the race detector of stores without a proxy fence that an asynchronous write hits."""
+    marked = index[cta.smem.dirty[index] != 0]
+    if len(marked):
+        cta.machine.race.overwrites(cta, marked)
 
 
 def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int, int] | None = None) -> None:
     """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``; ``span`` if they fill a byte range."""
-    smem = cta.smem
+    smem, race = cta.smem, cta.machine.race
+    if race is not None and race.letter:
+        _overwrite(cta, index)
     whole = len(smem.data) & ~15
     smem.data[:whole].view(CHUNK_TYPE)[index] = data.view(CHUNK_TYPE)
     if span is not None:
@@ -148,8 +159,8 @@ def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int,
     else:
         smem.init[:whole].view(CHUNK_TYPE)[index] = _WRITTEN
         smem.dirty[index] = 0
-    if cta.machine.race is not None:
-        cta.machine.race.shared_chunks(cta, index, True)
+    if race is not None:
+        race.shared_chunks(cta, index, True)
 
 
 def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:

@@ -126,6 +126,8 @@ def to_global(warp: Warp, instr: Instr, form: Form) -> None:
     addresses = warp.address(destination)[lanes].copy()
     if (addresses % np.uint64(data.shape[1])).any():
         raise MemoryFault(f"{form.opcode}: addresses must be multiples of {data.shape[1]}", warp.place())
+    if machine.race is not None:
+        machine.race.global_release(warp, addresses)
 
     def complete() -> None:
         for address, row in zip(addresses.tolist(), data, strict=True):

@@ -245,6 +245,8 @@ def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
 def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     """Queue a load, or do it at once if nothing in the code waits for it."""
     warp, plan = access.warp, access.plan
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.executed(warp, plan.instr)
     if not plan.waits:
         complete()
         return

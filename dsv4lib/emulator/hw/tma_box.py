@@ -252,6 +252,18 @@ def _window(box: Box, gmem: GlobalMemory, low: int, high: int, write: bool) -> n
     return np.ndarray((*shape[::-1], high - low), np.uint8, raw, strides=(*tensor.steps[::-1], 1))
 
 
+def ranges(box: Box) -> tuple[np.ndarray, int]:
+    """Where the existing rows of a box lie: int64 addresses, and bytes of each."""
+    tensor = box.tensor
+    low, high = box.span()
+    if box.offsets is not None:
+        return tensor.address + box.offsets[box.inside] + box.first + low, high - low
+    starts = np.array([tensor.address + box.base + box.first + low], np.int64)
+    for (begin, end), step in zip(box.valid, tensor.steps, strict=True):
+        starts = (starts + step * np.arange(begin, end, dtype=np.int64)[:, None]).reshape(-1)
+    return starts, high - low
+
+
 def _part(box: Box, data: np.ndarray, low: int, high: int) -> np.ndarray:
     """The same part of the box's packed bytes."""
     rows = tuple(slice(begin, end) for begin, end in box.valid[::-1])

@@ -176,6 +176,8 @@ def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
         raise EmulatorError(f"{warp.cta.machine.arch} has no wgmma")
     if warp.mask() != FULL_MASK:
         raise EmulatorError(f"wgmma.mma_async needs all 32 lanes, active: {warp.mask():#010x}")
+    if warp.cta.machine.race is not None:
+        warp.cta.machine.race.executed(warp, instr)
     d, a, b, scale_d, *immediates = instr.operands
     n, d_format = int(form.get("n")), form.get("d")
     items = d.items if isinstance(d, Vector) else (d,)

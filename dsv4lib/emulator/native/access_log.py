@@ -1,4 +1,4 @@
-"""A log of native accesses to shared memory, for the race detector (hazards/race.py). Written only while it is on.
+"""A log of native accesses to shared and global memory, written only while the race detector (hazards/race.py) is on.
 
 Each access of a warp is one entry: instruction, lanes, what it was, and 32 addresses. The detector empties the log
 whenever the driver loop returns, so it never holds more entries than a slice has instructions.
@@ -15,7 +15,8 @@ from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value
 LOG = np.dtype([("pc", "<i4"), ("mask", "<u4"), ("code", "<u8"), ("addresses", "<u8", abi.LANES)])
 CAPACITY = 4096  # more than a policy's quantum
 # Bits of ``code``; the low ones are the bytes of a lane's access.
-BYTES, READ, WRITE, STRONG, GENERIC = 0xFF, 1 << 8, 1 << 9, 1 << 10, 1 << 11
+# COUNTS: an atomic of floating-point type; nobody synchronises by one.
+BYTES, READ, WRITE, STRONG, GENERIC, GLOBAL, COUNTS = 0xFF, *(1 << bit for bit in range(8, 14))
 
 _APPEND = """
 define internal void @log_access(ptr %ctx, ptr %addresses, i32 %mask, i64 %code) nounwind {
@@ -52,9 +53,9 @@ HELPERS["log_access"] = fill(_APPEND.replace("CAPACITY", str(CAPACITY)).replace(
 
 def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int) -> None:
     """Log an access of ``nbytes`` a lane at the spilled addresses if the race detector is on; READ, WRITE, STRONG."""
-    if space not in ("shared", "generic"):
+    if space not in ("shared", "generic", "global"):
         return
-    code = kind | nbytes | (GENERIC if space == "generic" else 0)
+    code = kind | nbytes | {"generic": GENERIC, "global": GLOBAL, "shared": 0}[space]
     on = e.context("checks") & abi.CHECK_RACE
     with e.when(e.icmp("ne", on, 0)):
         e.helpers.add("log_access")

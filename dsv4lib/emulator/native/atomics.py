@@ -13,7 +13,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access import addresses, finish, lane_of, pointer_of, space_of, spill
-from dsv4lib.emulator.native.access_log import READ, STRONG, WRITE, log
+from dsv4lib.emulator.native.access_log import COUNTS, READ, STRONG, WRITE, log
 from dsv4lib.emulator.native.irtools import Emitter, Value
 from dsv4lib.emulator.native.memory import element_bits, get, put, source, target
 
@@ -93,7 +93,8 @@ def _atomic(e: Emitter, form: Form, old: range | None, base: int, inputs: list[r
             e.raw(f"store {after.typed}, ptr {at.ref}, align {bits // 8}")
             if k < len(targets) and targets[k] is not None:
                 put(e, targets[k], lane, before, "b")
-    log(e, space, slot, n * bits // 8, e.mask(), READ | WRITE | STRONG)
+    sums = COUNTS if ptx.startswith(("f", "bf")) else 0
+    log(e, space, slot, n * bits // 8, e.mask(), READ | WRITE | STRONG | sums)
     finish(e, space)
 
 
