@@ -5,6 +5,7 @@ with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and what i
     compiled(a, b)
 gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(..., trace=True), see trace.py
 
+with emulator.devices(2) as gpus: ...                # several, with memory that all see, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
 emulator.emulate("script.py", ["--its", "args"])     # somebody's script, in a fresh process
 """
@@ -17,7 +18,9 @@ from typing import Any
 # Imported on first use: the machine itself needs neither torch nor CuTeDSL.
 _PUBLIC = {
     "Device": "driver.device",
+    "Devices": "driver.devices",
     "device": "driver.device",
+    "devices": "driver.devices",
     "emulate": "driver.script",
     "launch": "driver.host",
 }

@@ -20,6 +20,7 @@ class Place:
         cta: (x, y, z) of the CTA, or None.
         warp: warp index in the CTA, or None.
         lanes: active lane mask, or 0.
+        device: number of the device where there are several, else None.
     """
 
     kernel: str
@@ -29,9 +30,11 @@ class Place:
     cta: tuple[int, int, int] | None = None
     warp: int | None = None
     lanes: int = 0
+    device: int | None = None
 
     def __str__(self) -> str:
-        who = "" if self.cta is None else f" cta {self.cta} warp {self.warp} lanes {self.lanes:#010x}"
+        who = "" if self.device is None else f" device {self.device}"
+        who += "" if self.cta is None else f" cta {self.cta} warp {self.warp} lanes {self.lanes:#010x}"
         at = f" at {self.python}" if self.python else ""
         return f"{self.kernel}{who}{at}, PTX line {self.ptx_line}: {self.ptx}"
 
@@ -67,7 +70,7 @@ class HazardError(EmulatorError):
 
 
 class Deadlock(EmulatorError):
-    """No warp can run and no asynchronous operation is pending; the message lists who waits on what."""
+    """Nothing will ever change: all warps wait, or repeat the same loop; the message lists who waits on what."""
 
 
 class LimitExceeded(EmulatorError):

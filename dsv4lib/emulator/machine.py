@@ -21,6 +21,7 @@ from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Pla
 from dsv4lib.emulator.hazards.order import Order
 from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
+from dsv4lib.emulator.livelock import Watch
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.native.abi import CHECK_PROXY, CHECK_RACE
 from dsv4lib.emulator.recorder import Recorder
@@ -50,6 +51,8 @@ class Machine:
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
         race: who is ordered after whom, and with CHECK_RACE the race detector; None = off.
+        device: number of the device where there are several, else None.
+        scheduler: from `begin` on.
     """
 
     def __init__(
@@ -62,9 +65,11 @@ class Machine:
         variables: dict[str, int] | None = None,
         trace: bool = False,
         units: Any = None,
+        device: int | None = None,
     ):
         self.program, self.request, self.gmem = program, request, gmem
         self.settings = settings or Settings()
+        self.device = device
         self.arch = self.settings.arch
         self.grid, self.block, self.cluster_shape = request.grid, request.block, request.cluster
         self.variables = variables or {}
@@ -86,6 +91,8 @@ class Machine:
         checks = self.settings.native_checks
         self.race = Detector(self) if checks & CHECK_RACE else Order(self) if checks & CHECK_PROXY else None
         self.queue: deque[Dim3] = deque(self._cluster_origins())
+        self.scheduler: Any = None
+        self._began = 0.0
 
     def changed(self) -> None:
         """Tell the scheduler that the launch made progress: an arrival, a completion, an exit."""
@@ -134,26 +141,50 @@ class Machine:
         Raises:
             EmulatorError: whatever stopped it.
         """
+        watch = Watch()
+        try:
+            self.begin()
+            while self.scheduler.running:
+                self.scheduler.step()
+                watch.look(self, [self])
+            return self.end()
+        except EmulatorError as error:
+            self.explain(error)
+            raise
+        finally:
+            self.close()
+
+    def begin(self) -> None:
+        """Create the first clusters. Whoever begins a launch advances ``scheduler`` and closes."""
         from dsv4lib.emulator.scheduler import Scheduler
 
-        started = time.perf_counter()
-        with self.gmem.registered(self._params, "kernel parameters", writable=False):
-            scheduler = Scheduler(self)
-            try:
-                scheduler.run()
-            except EmulatorError as error:
-                error.hazards = list(self.hazards.values())
-                for hazard in error.hazards[:_NOTES]:
-                    error.add_note(f"reported before: {hazard}")
-                raise
+        self._began = time.perf_counter()
+        self.gmem.register_array(self._params, "kernel parameters", writable=False)
+        self.scheduler = Scheduler(self)
+        self.scheduler.start()
+
+    def end(self) -> LaunchResult:
+        """Complete what is in flight after the last cluster has exited; what came of the launch."""
+        self.scheduler.finish()
         return LaunchResult(
             instructions=self.time,
-            seconds=time.perf_counter() - started,
-            schedule_hash=hash((scheduler.hash, self.units.hash)),
+            seconds=time.perf_counter() - self._began,
+            schedule_hash=hash((self.scheduler.hash, self.units.hash)),
             reordered=self.units.reordered,
             stats=self.stats,
             hazards=list(self.hazards.values()),
         )
+
+    def explain(self, error: EmulatorError) -> None:
+        """Give an error that stopped the launch what the checks had reported before."""
+        error.hazards = list(self.hazards.values())
+        for hazard in error.hazards[:_NOTES]:
+            error.add_note(f"reported before: {hazard}")
+
+    def close(self) -> None:
+        """Give back what `begin` took; also after an error in it."""
+        if self.gmem.find(self.param_address) is not None:
+            self.gmem.unregister(self.param_address)
 
     def cluster_started(self, cluster: Cluster) -> None:
         """A cluster has been created."""
@@ -194,21 +225,26 @@ class Machine:
                         yield x, y, z
 
 
-def run(request: LaunchRequest, device: Any) -> LaunchResult:
-    """Run one launch on a device.
+def prepare(request: LaunchRequest, device: Any) -> Machine:
+    """The machine for one launch on a device.
 
     ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
-    name) and, optionally, ``tracing``; with that it is given the launch's ``trace``, also if the launch fails.
+    name) and, optionally, ``tracing`` and ``number``.
     """
-    program = device.program(request.module, request.kernel_name)
-    machine = Machine(
-        program,
+    return Machine(
+        device.program(request.module, request.kernel_name),
         request,
         device.gmem,
         device.settings,
         variables=device.variables(request.module),
         trace=getattr(device, "tracing", False),
+        device=getattr(device, "number", None),
     )
+
+
+def run(request: LaunchRequest, device: Any) -> LaunchResult:
+    """Run one launch on a device (`prepare`). If it traces, it is given the launch's ``trace``, also on failure."""
+    machine = prepare(request, device)
     try:
         result = machine.run()
     finally:

@@ -36,6 +36,7 @@ class Scheduler:
     Attributes:
         ready: warps that can run; blocked: warps that wait, see ``Warp.block``.
         hash: of the sequence of slices and completions so far.
+        fruitless: how often the warps were found to only spin, with nothing held back, since the launch made progress.
     """
 
     def __init__(self, machine: Any):
@@ -45,7 +46,7 @@ class Scheduler:
         self.units = machine.units
         self.ready: list[Warp] = []
         self.blocked: list[Warp] = []
-        self.hash = 0
+        self.hash = self.fruitless = 0
         program, self.trace = machine.program, machine.trace
         self._run = run_loop(counting=self.trace is not None)
         records = program.records if self.trace is None else self.trace.counting_records()
@@ -97,7 +98,7 @@ class Scheduler:
         if machine.events != self._seen:
             self._wake()
         if machine.progress != self._progress:
-            self._progress, self._idle, self._since = machine.progress, 0, machine.time
+            self._progress, self._idle, self._since, self.fruitless = machine.progress, 0, machine.time, 0
         self._idle += 1
         spinning = self._idle >= _PATIENCE and machine.time - self._since >= _SPINNING
         if self._live and (spinning or not (self.ready or completed)):
@@ -180,6 +181,14 @@ class Scheduler:
             warp.longs[_EXECUTED] += 1
             self.machine.events += 1
         return block
+
+    def single_step(self, warp: Warp) -> None:
+        """Let a ready warp run one instruction."""
+        services, self.policy.services = self.policy.services, 1
+        try:
+            self._slice(warp, 1)
+        finally:
+            self.policy.services = services
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
@@ -300,7 +309,28 @@ class Scheduler:
             self._launch()
         elif not self.ready:
             self._force()
+        else:
+            self.fruitless += 1
         self._wake()
+
+    def force_stalled(self) -> bool:
+        """Let the lanes of a warp that waits to converge pass alone. True if there was one."""
+        stalled = next((w for w in self.blocked if w.stalled), None)
+        if stalled is None:
+            return False
+        stalled.block, stalled.stalled = None, False
+        stalled.words[STICKY] = 2
+        self.blocked.remove(stalled)
+        self.ready.append(stalled)
+        return True
+
+    def expire_waits(self) -> bool:
+        """End suspensions (mbarrier.try_wait). True if there were any."""
+        expire = [e for w in self.blocked for b in _blocks(w) if (e := getattr(b, "expire", None)) is not None]
+        for end in expire:
+            end()
+        self._seen = -1  # ask them
+        return bool(expire)
 
     def _force(self) -> None:
         """All warps wait and nothing else can happen: let lanes pass a converging instruction alone, end suspensions.
@@ -308,31 +338,29 @@ class Scheduler:
         Raises:
             Deadlock: that has been tried, and nothing changed since.
         """
-        stalled = next((w for w in self.blocked if w.stalled), None)
-        if stalled is not None:
-            stalled.block, stalled.stalled = None, False
-            stalled.words[STICKY] = 2
-            self.blocked.remove(stalled)
-            self.ready.append(stalled)
+        if self.force_stalled():
             return
         if self._expired_at != self.machine.progress:
             self._expired_at, self._expiries = self.machine.progress, 0
         self._expiries += 1
-        expire = [e for w in self.blocked for b in _blocks(w) if (e := getattr(b, "expire", None)) is not None]
-        if not expire or self._expiries > _EXPIRIES:
-            raise Deadlock(self._report())
-        for end in expire:
-            end()
+        if self._expiries > _EXPIRIES or not self.expire_waits():
+            raise Deadlock(self.report())
 
-    def _report(self) -> str:
+    @property
+    def spins(self) -> bool:
+        """Whether the last turns brought no progress."""
+        return self.fruitless > 0 or self._idle >= _PATIENCE
+
+    def report(self) -> str:
         """Who waits on what."""
         pending = f"{len(self.units)} pending asynchronous operations cannot complete" if len(self.units) else ""
         lines = [f"deadlock: no warp can run and {pending or 'no asynchronous operation is pending'}"]
         for warp in self.blocked[:64]:
             place, block = warp.place(), warp.block
             where = f" ({place.python})" if place.python else ""
+            device = "" if place.device is None else f"device {place.device} "
             lines.append(
-                f"  CTA {warp.cta.ctaid} warp {warp.warp_id}: {block.reason}"
+                f"  {device}CTA {warp.cta.ctaid} warp {warp.warp_id}: {block.reason}"
                 f"{': ' if block.detail() else ''}{block.detail()}, PTX line {place.ptx_line}{where}: {place.ptx}"
             )
         if len(self.blocked) > 64:

@@ -248,6 +248,7 @@ class Warp:
             cta=self.cta.ctaid,
             warp=self.warp_id,
             lanes=self.words[MASK],
+            device=self.cta.machine.device,
         )
 
     def push(self, pc: int, mask: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.async_units import AsyncOp
-from dsv4lib.emulator.errors import Deadlock
+from dsv4lib.emulator.errors import Deadlock, LimitExceeded
 from dsv4lib.emulator.policies import POLICIES
 from dsv4lib.emulator.request import Settings
 from dsv4lib.emulator.warp import Block
@@ -174,3 +174,45 @@ def test_waiting_for_a_phase_that_never_ends_is_a_deadlock(schedule):
     with pytest.raises(Deadlock, match=r"warp 1: mbarrier.*try_wait") as error:
         launch(text, grid=2, block=64, settings=Settings(schedule=schedule, instruction_limit=3_000_000))
     assert "warp 0" in str(error.value)
+
+
+# --- loops that never end ---------------------------------------------------------------------------------------------
+
+_SPIN = """
+    ld.param.u64 %rd1, [flag]; mov.u32 %r9, %ctaid.x; mov.u32 %r8, 0;
+    setp.ne.u32 %p3, %r9, 2; @%p3 bra L;
+    D: add.u32 %r8, %r8, 1; setp.lt.u32 %p4, %r8, COUNT; @%p4 bra D;
+    @%p3 bra L;
+    LAST
+    L: ld.acquire.gpu.global.u32 %r1, [%rd1+4]; setp.eq.u32 %p1, %r1, 0; @%p1 bra L;
+    atom.global.add.u32 %r2, [%rd1], 1;
+"""
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_a_flag_that_nobody_sets(schedule):
+    flag = aligned(4, np.uint32)
+    text = entry("u64 flag", _SPIN.replace("COUNT", "100").replace("LAST", ""))
+    with pytest.raises(Deadlock, match="every warp that can run repeats the same loop") as error:
+        launch(text, flag, grid=(3, 1, 1), block=64, settings=Settings(schedule=schedule))
+    assert "6 warps spin" in str(error.value) and "= 0x0, byte 4 of argument 0" in str(error.value)
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_a_flag_that_is_set_late_is_waited_for(schedule):
+    flag = aligned(4, np.uint32)
+    last = "st.release.gpu.global.u32 [%rd1+4], 1;"
+    text = entry("u64 flag", _SPIN.replace("COUNT", "1000000").replace("LAST", last))
+    launch(text, flag, grid=(3, 1, 1), block=64, settings=Settings(schedule=schedule))
+    assert flag[0] == 3 * 64
+
+
+def test_a_lock_that_changes_hands_is_no_deadlock():
+    """The loop writes memory: only the limit ends it."""
+    body = """
+    ld.param.u64 %rd1, [lock];
+    L: atom.global.exch.b32 %r1, [%rd1], 1; st.global.u32 [%rd1], 0; ld.global.u32 %r2, [%rd1+4];
+    setp.eq.u32 %p1, %r2, 0; @%p1 bra L;
+    """
+    with pytest.raises(LimitExceeded, match="instruction limit"):
+        launch(entry("u64 lock", body), aligned(4, np.uint32), settings=Settings(instruction_limit=3_000_000))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,68 +18,88 @@ from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.request import LaunchRequest
 
+if TYPE_CHECKING:
+    from dsv4lib.emulator.together import Mark
+
 NO_TIME = float("nan")
 DRIVER_VERSION = 13040
 _TORCH_PROFILE = torch.profiler.profile
 
 
 class Stream:
-    """A stream; work is done when it is issued, so all streams are the same."""
+    """A stream. On a single device work is done when it is issued, so all streams are the same, the default one."""
 
-    cuda_stream = 0
-    stream_id = 0
     priority = 0
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.device = torch.device("cuda", 0)
+    def __init__(self, device: Any = None, *args: Any, stream_ptr: int | None = None, **kwargs: Any):
+        gpu = RUNTIME.device()
+        self.device = torch.device("cuda", gpu.index if device is None else device_index(device))
+        self.cuda_stream = (0 if gpu.group is None else RUNTIME.handle()) if stream_ptr is None else stream_ptr
+        self.stream_id = self.cuda_stream
 
     def __enter__(self) -> Stream:
+        self._before, RUNTIME.stream = RUNTIME.stream, self.cuda_stream
         return self
 
     def __exit__(self, *error: Any) -> None:
-        return None
+        RUNTIME.stream = self._before
 
     def synchronize(self) -> None:
-        """Nothing is outstanding."""
+        """Let what is queued run."""
+        RUNTIME.synchronize()
 
-    def wait_event(self, event: Any) -> None:
-        """Nothing is outstanding."""
+    def wait_event(self, event: Event) -> None:
+        """What follows on this stream comes after the event."""
+        RUNTIME.wait(self.cuda_stream, event.mark)
 
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing is outstanding."""
+    def wait_stream(self, stream: Stream) -> None:
+        """What follows on this stream comes after what is queued on another one now."""
+        self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """Everything is done."""
-        return True
+        """Whether everything is done."""
+        return not RUNTIME.pending_work()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event that has happened."""
-        return event or Event()
+        """An event behind what is queued now."""
+        event = event or Event()
+        event.record(self)
+        return event
 
     def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 0
+        return 0, self.cuda_stream
+
+
+class ExternalStream(Stream):
+    """A stream by its handle."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any):
+        super().__init__(device, stream_ptr=stream_ptr)
 
 
 class Event:
-    """An event that has always happened; times are NaN."""
+    """An event; times are NaN. On a single device it has always happened."""
 
     cuda_event = 0
 
     def __init__(self, *args: Any, **kwargs: Any):
-        pass
+        self.mark: Mark | None = None
 
-    def record(self, stream: Any = None) -> None:
-        """Nothing to record."""
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark what is queued on a stream now."""
+        self.mark = RUNTIME.record(RUNTIME.stream if stream is None else stream.cuda_stream)
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+    def wait(self, stream: Stream | None = None) -> None:
+        """What follows on a stream comes after this event."""
+        RUNTIME.wait(RUNTIME.stream if stream is None else stream.cuda_stream, self.mark)
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Let what is queued run."""
+        RUNTIME.synchronize()
 
     def query(self) -> bool:
-        """It has happened."""
-        return True
+        """Whether it has happened."""
+        return self.mark is None or self.mark.reached
 
     def elapsed_time(self, end: Any) -> float:
         """NaN: the emulator does not predict time."""
@@ -87,7 +107,7 @@ class Event:
 
 
 class Scope:
-    """``torch.cuda.device(0)``, ``torch.cuda.stream(s)``: nothing changes inside."""
+    """``torch.cuda.nvtx.range("name")``: nothing changes inside."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -97,6 +117,52 @@ class Scope:
 
     def __exit__(self, *error: Any) -> None:
         return None
+
+
+class DeviceScope:
+    """``torch.cuda.device(1)``: the current device inside; None and negative numbers change nothing."""
+
+    def __init__(self, device: Any):
+        self.index = -1 if device is None else device_index(device)
+
+    def __enter__(self) -> DeviceScope:
+        self._before = RUNTIME.device().index
+        if self.index >= 0:
+            RUNTIME.select(self.index)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        RUNTIME.select(self._before)
+
+
+class TensorDeviceScope(DeviceScope):
+    """``torch.cuda.device_of(tensor)``."""
+
+    def __init__(self, tensor: Any):
+        super().__init__(tensor.device if tensor.is_cuda else None)
+
+
+class StreamScope:
+    """``torch.cuda.stream(s)``: the current stream inside; None changes nothing."""
+
+    def __init__(self, stream: Stream | None):
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self._before = RUNTIME.stream
+        if self.stream is not None:
+            RUNTIME.stream = self.stream.cuda_stream
+
+    def __exit__(self, *error: Any) -> None:
+        RUNTIME.stream = self._before
+
+
+def device_index(device: Any) -> int:
+    """The number that a device argument names: of the current device if it names none."""
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return RUNTIME.device().index if index is None else index
 
 
 class Graph:
@@ -166,7 +232,7 @@ def _torch_cuda() -> dict[str, Any]:
         """A function of its own for every name: dynamo wants to tell them apart."""
         return lambda *args, **kwargs: value
 
-    quiet = "synchronize manual_seed manual_seed_all empty_cache set_device init set_stream reset_peak_memory_stats"
+    quiet = "manual_seed manual_seed_all empty_cache init reset_peak_memory_stats"
     zero = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
     return {
         **{name: answer(None) for name in quiet.split()},
@@ -184,14 +250,19 @@ def _torch_cuda() -> dict[str, Any]:
         "is_bf16_supported": answer(True),
         "get_rng_state": lambda *a: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": answer(None),
-        "current_stream": lambda *a: Stream(),
-        "default_stream": lambda *a: Stream(),
+        "synchronize": lambda *a: RUNTIME.synchronize(),
+        "set_device": lambda device: RUNTIME.select(device_index(device)),
+        "set_stream": lambda stream: setattr(RUNTIME, "stream", stream.cuda_stream),
+        "current_stream": lambda device=None: Stream(device, stream_ptr=RUNTIME.stream),
+        "default_stream": lambda device=None: Stream(device, stream_ptr=0),
         "Stream": Stream,
-        "ExternalStream": type("ExternalStream", (Stream,), {}),
+        "ExternalStream": ExternalStream,
         "Event": Event,
         "CUDAGraph": Graph,
         "graph": Capture,
-        **{name: type(name, (Scope,), {}) for name in ("device", "device_of", "stream")},
+        "device": DeviceScope,
+        "device_of": TensorDeviceScope,
+        "stream": StreamScope,
     }
 
 
@@ -206,6 +277,10 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
     def attribute(number: Any, _device: Any) -> tuple[int]:
         return (RUNTIME.device().attribute(int(number)),)
 
+    def synchronize(*_args: Any) -> tuple[()]:
+        RUNTIME.synchronize()
+        return ()
+
     driver_table = {
         "cuInit": lambda *a: (),
         "cuDriverGetVersion": lambda: (DRIVER_VERSION,),
@@ -215,11 +290,11 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuDeviceGetName": lambda *a: (properties().name.encode(),),
         "cuCtxGetCurrent": lambda: (driver.CUcontext(0),),
         "cuCtxSetCurrent": lambda *a: (),
-        "cuCtxGetDevice": lambda: (driver.CUdevice(0),),
-        "cuCtxSynchronize": lambda *a: (),
-        "cuStreamCreate": lambda *a: (driver.CUstream(0),),
-        "cuStreamCreateWithPriority": lambda *a: (driver.CUstream(0),),
-        "cuStreamSynchronize": lambda *a: (),
+        "cuCtxGetDevice": lambda: (driver.CUdevice(RUNTIME.device().index),),
+        "cuCtxSynchronize": synchronize,
+        "cuStreamCreate": lambda *a: (driver.CUstream(Stream().cuda_stream),),
+        "cuStreamCreateWithPriority": lambda *a: (driver.CUstream(Stream().cuda_stream),),
+        "cuStreamSynchronize": synchronize,
         "cuStreamDestroy": lambda *a: (),
         "cuMemAlloc": lambda nbytes: tuple(map(driver.CUdeviceptr, _allocate(nbytes))),
         "cuMemFree": _free,
@@ -231,12 +306,12 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
     runtime_table = {
         "cudaGetDeviceCount": lambda: (RUNTIME.device().count,),
         "cudaGetDevice": lambda: (RUNTIME.device().index,),
-        "cudaSetDevice": lambda *a: (),
+        "cudaSetDevice": lambda index: RUNTIME.select(int(index)) or (),
         "cudaDeviceGetAttribute": attribute,
         "cudaDriverGetVersion": lambda: (DRIVER_VERSION,),
-        "cudaDeviceSynchronize": lambda: (),
-        "cudaStreamCreate": lambda *a: (runtime.cudaStream_t(0),),
-        "cudaStreamSynchronize": lambda *a: (),
+        "cudaDeviceSynchronize": synchronize,
+        "cudaStreamCreate": lambda *a: (runtime.cudaStream_t(Stream().cuda_stream),),
+        "cudaStreamSynchronize": synchronize,
         "cudaStreamDestroy": lambda *a: (),
         "cudaMalloc": _allocate,
         "cudaMallocAsync": _allocate,
@@ -257,6 +332,7 @@ def _allocate(nbytes: int, *_args: Any) -> tuple[int]:
 
 
 def _free(address: Any, *_args: Any) -> tuple[()]:
+    RUNTIME.synchronize()
     if int(address):
         RUNTIME.device().free(int(address))
     return ()
@@ -264,12 +340,14 @@ def _free(address: Any, *_args: Any) -> tuple[()]:
 
 def _copy(target: Any, source: Any, nbytes: int, *_args: Any) -> tuple[()]:
     """Copy between host and device memory, which are both the host's."""
+    RUNTIME.synchronize()
     ctypes.memmove(_address(target), _address(source), int(nbytes))
     return ()
 
 
 def _fill(target: Any, value: int, nbytes: int, *_args: Any) -> tuple[()]:
     """cudaMemset: inside one allocation."""
+    RUNTIME.synchronize()
     RUNTIME.device().gmem.view(int(target), int(nbytes), write=True)[:] = value & 0xFF
     return ()
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from dsv4lib.emulator.request import Dim3, LaunchRequest, LaunchResult, Settings
 from dsv4lib.emulator.trace import Trace
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
+if TYPE_CHECKING:
+    from dsv4lib.emulator.driver.devices import Devices
+
 ALIGNMENT = 256  # of memory the device allocates, as cudaMalloc's
 CHECKS = {name: select(name).bits for name in PRESETS}
 
@@ -45,7 +48,7 @@ class Device:
 
     Attributes:
         arch: its architecture; settings: how it runs kernels.
-        index, count: its number and how many there are.
+        index, count: its number and how many there are; group: the devices it belongs to, None if it is alone.
         ctas: CTAs to which every launch is restricted, None = all.
         gmem: global memory; memory: registration of tensors in it.
         launches: every launch so far, in order.
@@ -57,6 +60,7 @@ class Device:
     ):
         self.arch, self.settings, self.ctas = arch, settings, ctas
         self.index, self.count = 0, 1
+        self.group: Devices | None = None
         self.gmem = GlobalMemory()
         self.memory = Tracker(self.gmem)
         self.launches: list[Launch] = []
@@ -67,7 +71,13 @@ class Device:
         self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
 
     def __repr__(self) -> str:
-        return f"emulated {self.arch.name}, {self.settings.sm_count} SMs"
+        number = "" if self.group is None else f" {self.index} of {self.count}"
+        return f"emulated {self.arch.name}{number}, {self.settings.sm_count} SMs"
+
+    @property
+    def number(self) -> int | None:
+        """Its number for messages, None if it is alone."""
+        return None if self.group is None else self.index
 
     @property
     def hazards(self) -> list[Hazard]:
@@ -84,12 +94,24 @@ class Device:
             raise LaunchError(f"device attribute {number} is not known to the emulator")
         return self._attributes[number]
 
-    def launch(self, request: LaunchRequest) -> LaunchResult:
-        """Run one kernel to its end."""
+    def launch(self, request: LaunchRequest, stream: int = 0) -> LaunchResult | None:
+        """Run one kernel to its end; in a group, queue it on a stream for `synchronize` and return None."""
         self.memory.sweep()
+        if self.group is not None:
+            self.group.together.launch(self, stream, request, self.group.hold())
+            return None
         result = machine.run(request, self)
-        self.launches.append(Launch(request, result))
+        self.ran(request, result)
         return result
+
+    def ran(self, request: LaunchRequest, result: LaunchResult) -> None:
+        """Keep what came of a launch."""
+        self.launches.append(Launch(request, result))
+
+    def synchronize(self) -> None:
+        """Run what is queued on this device, together with what is queued on the others of its group."""
+        if self.group is not None:
+            self.group.synchronize()
 
     def program(self, module: Module, kernel_name: str) -> Program:
         """The lowered kernel, once per module."""
@@ -117,6 +139,13 @@ class Device:
         array = aligned_zeros(max(nbytes, 1), ALIGNMENT)
         self.gmem.register_array(array, label, writable=writable)
         return array
+
+    def copy(self, array: np.ndarray, label: str = "array") -> np.ndarray:
+        """A copy of ``array`` in device memory, of the same shape and dtype; see `empty`."""
+        array = np.ascontiguousarray(array)
+        out = self.empty(array.nbytes, label)[: array.nbytes].view(array.dtype).reshape(array.shape)
+        out[...] = array
+        return out
 
     def free(self, address: int) -> None:
         """Give back what `empty` returned.
@@ -204,7 +233,13 @@ def device(
         ArgumentError: a bad argument.
         BackendUnavailable: CUDA is already initialised in this process.
     """
-    gpu = make(arch, **settings)
+    with entered(make(arch, **settings), shims, default_device) as gpu:
+        yield gpu
+
+
+@contextmanager
+def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
+    """`device` for a device that has been made."""
     if default_device not in ("cuda", "cpu"):
         raise ArgumentError("default_device", default_device, '"cuda" or "cpu"')
     refuse_initialised_cuda()
@@ -218,10 +253,11 @@ def device(
         stack.enter_context(active(gpu))
         try:
             yield gpu
+            RUNTIME.raise_pending()
+            gpu.synchronize()
         except BaseException:
             RUNTIME.pending = None  # one error is enough
             raise
-        RUNTIME.raise_pending()
 
 
 @contextmanager
@@ -233,7 +269,9 @@ def active(gpu: Device) -> Iterator[Device]:
     finally:
         RUNTIME.devices.pop()
         RUNTIME.captured = None
-        if gpu not in RUNTIME.devices:
+        if gpu.group is not None:
+            gpu.group.left()
+        elif gpu not in RUNTIME.devices:
             gpu.memory.clear()
 
 

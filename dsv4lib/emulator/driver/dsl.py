@@ -155,8 +155,8 @@ def _tensors(patch: Patches) -> None:
     def init(original: Any, tensor: Any, source: Any, *args: Any, **kwargs: Any) -> None:
         original(tensor, source, *args, **kwargs)
         is_torch = hasattr(source, "untyped_storage")
-        if is_torch and RUNTIME.devices:
-            RUNTIME.device().memory.tensor(source)
+        if is_torch:
+            RUNTIME.track(source)
         elif hasattr(source, "__array_interface__") and RUNTIME.devices:
             RUNTIME.device().memory.array(source)
         # With the torch stand-ins a tensor knows which side it is on; without them all of them are device memory.

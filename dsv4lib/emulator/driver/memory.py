@@ -10,13 +10,21 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 
-Gone = Callable[[], bool]
+
+@dataclass(frozen=True)
+class _Owned:
+    """A registration: its size, whether its owner is gone, and a reference that keeps the owner alive."""
+
+    nbytes: int
+    gone: Callable[[], bool]
+    hold: Callable[[], Any]
 
 
 class Tracker:
@@ -24,20 +32,22 @@ class Tracker:
 
     def __init__(self, gmem: GlobalMemory):
         self.gmem = gmem
-        self._owned: dict[int, tuple[int, Gone]] = {}  # start -> (bytes, has its owner gone?)
+        self._owned: dict[int, _Owned] = {}  # by start
 
     def tensor(self, tensor: Any, label: str = "") -> None:
         """Register the storage of a torch tensor."""
+        import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
         storage = tensor.untyped_storage()
         start, nbytes = storage.data_ptr(), storage.nbytes()
         known = self._owned.get(start)
-        if nbytes == 0 or (known is not None and known[0] == nbytes and not known[1]()):
+        if nbytes == 0 or (known is not None and known.nbytes == nbytes and not known.gone()):
             return
         shape = "x".join(map(str, tensor.shape))
-        label = label or f"tensor {shape} {tensor.dtype}"
-        self._add(start, nbytes, StorageWeakRef(storage).expired, label, padded=True)
+        weak = StorageWeakRef(storage)
+        owned = _Owned(nbytes, weak.expired, lambda: torch.UntypedStorage._new_with_weak_ptr(weak.cdata))
+        self._add(start, owned, label or f"tensor {shape} {tensor.dtype}", padded=True)
 
     def array(self, array: np.ndarray, label: str = "") -> None:
         """Register the memory of a numpy array: of the array that owns it."""
@@ -45,18 +55,24 @@ class Tracker:
             array = array.base
         reference = weakref.ref(array)
         low, high = np.lib.array_utils.byte_bounds(array)
-        self._add(low, high - low, lambda: reference() is None, label or f"array {array.shape} {array.dtype}")
+        owned = _Owned(high - low, lambda: reference() is None, reference)
+        self._add(low, owned, label or f"array {array.shape} {array.dtype}")
 
     def span(self, start: int, nbytes: int, owner: Any, label: str) -> None:
         """Register a range that lives as long as ``owner``, unless an allocation holds it already."""
         if nbytes == 0 or self.gmem.find(start, nbytes) is not None:
             return
         reference = weakref.ref(owner)
-        self._add(start, nbytes, lambda: reference() is None, label)
+        self._add(start, _Owned(nbytes, lambda: reference() is None, reference), label)
+
+    def hold(self) -> list[Any]:
+        """Strong references to all owners, for a launch that runs later."""
+        self.sweep()
+        return [owned.hold() for owned in self._owned.values()]
 
     def sweep(self) -> None:
         """Drop what has been freed."""
-        for start in [start for start, (_, gone) in self._owned.items() if gone()]:
+        for start in [start for start, owned in self._owned.items() if owned.gone()]:
             self._remove(start)
 
     def clear(self) -> None:
@@ -68,17 +84,20 @@ class Tracker:
         del self._owned[start]
         self.gmem.unregister(start)
 
-    def _add(self, start: int, nbytes: int, gone: Gone, label: str, padded: bool = False) -> None:
+    def _add(self, start: int, new: _Owned, label: str, padded: bool = False) -> None:
         """Register, replacing what overlaps: stale entries, and spans known before their whole buffer was."""
-        end = start + nbytes
-        clash = [s for s, (n, _) in self._owned.items() if s < end and start < s + n]
+        end = start + new.nbytes
+        known = self.gmem.find(start, new.nbytes)
+        if self.gmem.multicast(start) or (known is not None and known.start not in self._owned):
+            return  # memory that the device itself has allocated
+        clash = [s for s, old in self._owned.items() if s < end and start < s + old.nbytes]
         for other in clash:
-            count, other_gone = self._owned[other]
-            if other <= start and end <= other + count and not other_gone():
+            old = self._owned[other]
+            if other <= start and end <= other + old.nbytes and not old.gone():
                 return  # already inside a live one
             self._remove(other)
-        self.gmem.register(start, nbytes, label, padded=padded)
-        self._owned[start] = (nbytes, gone)
+        self.gmem.register(start, new.nbytes, label, padded=padded)
+        self._owned[start] = new
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...], bits: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from dsv4lib.emulator.request import LaunchRequest
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.driver.device import Device
+    from dsv4lib.emulator.together import Mark
 
 P, I, U32, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t
 NO_DEVICE = 100  # cudaErrorNoDevice
@@ -57,6 +58,10 @@ class Runtime:
         self.kernels: dict[int, LoadedKernel] = {}
         self.pending: BaseException | None = None
         self.captured: list[LaunchRequest] | None = None  # launches of the CUDA graph that is being captured
+        self.side_of: Callable[[Any], int | None] = lambda tensor: None  # device number of a torch tensor, if known
+        self.place: Callable[[Any, int], None] = lambda tensor, index: None  # note the device of a torch tensor
+        self.stream = 0  # handle of torch's current stream
+        self.marks: dict[int, Mark | None] = {}  # events that generated code has recorded
         self._next = 0x1000
 
     def handle(self) -> int:
@@ -67,6 +72,48 @@ class Runtime:
     def device(self) -> Device:
         """The active device."""
         return self.devices[-1]
+
+    def select(self, index: int) -> None:
+        """Make another device of the group the active one (cudaSetDevice).
+
+        Raises:
+            LaunchError: there is no such device.
+        """
+        self.devices[-1] = self.sibling(index)
+
+    def sibling(self, index: int) -> Device:
+        """A device by number: of the active one's group, or the active one itself."""
+        gpu = self.device()
+        if not 0 <= index < gpu.count:
+            raise LaunchError(f"device {index} does not exist; there {'is' if gpu.count == 1 else 'are'} {gpu.count}")
+        return gpu if gpu.group is None else gpu.group[index]
+
+    def track(self, tensor: Any) -> None:
+        """Register a torch tensor as memory of the device it is on, the active one if that is not known."""
+        if self.devices:
+            index = self.side_of(tensor)
+            (self.device() if index is None else self.sibling(index)).memory.tensor(tensor)
+
+    def synchronize(self) -> None:
+        """Run what has been queued on the active device and its group."""
+        if self.devices:
+            self.device().synchronize()
+
+    def pending_work(self) -> bool:
+        """Whether launches are queued."""
+        group = self.device().group if self.devices else None
+        return group is not None and group.together.pending()
+
+    def record(self, stream: int) -> Mark | None:
+        """An event on a stream of the active device; None where nothing is ever outstanding."""
+        gpu = self.device() if self.devices else None
+        return None if gpu is None or gpu.group is None else gpu.group.together.record(gpu, stream)
+
+    def wait(self, stream: int, mark: Mark | None) -> None:
+        """Let a stream of the active device wait for an event."""
+        if mark is not None:
+            gpu = self.device()
+            gpu.group.together.wait(gpu, stream, mark)
 
     def raise_pending(self) -> None:
         """Raise what a callback stored, once."""
@@ -202,22 +249,29 @@ def get_device_count(out: int) -> None:
 @symbol("_cudaSetDevice", I)
 def set_device(index: int) -> None:
     """Only devices that exist can be chosen."""
-    if not 0 <= index < RUNTIME.device().count:
-        raise LaunchError(f"device {index} does not exist")
+    RUNTIME.select(index)
 
 
-def _nothing(*_args: Any) -> None:
-    """A launch has finished when it returns, so there is nothing to wait for."""
+def _synchronize(*_args: Any) -> None:
+    """Wait for what is queued: all of it, whatever was asked for."""
+    RUNTIME.synchronize()
 
 
-for _name, _types in {
-    "_cudaDeviceSynchronize": [],
-    "_cudaStreamSynchronize": [P],
-    "_cudaEventRecord": [P, P],
-    "_cudaEventSynchronize": [P],
-    "_cudaStreamWaitEvent": [P, P, U32],
-}.items():
-    symbol(_name, *_types)(_nothing)
+symbol("_cudaDeviceSynchronize")(_synchronize)
+symbol("_cudaStreamSynchronize", P)(_synchronize)
+symbol("_cudaEventSynchronize", P)(_synchronize)
+
+
+@symbol("_cudaEventRecord", P, P)
+def event_record(event: int | None, stream: int | None) -> None:
+    """Mark what is queued on a stream."""
+    RUNTIME.marks[event or 0] = RUNTIME.record(stream or 0)
+
+
+@symbol("_cudaStreamWaitEvent", P, P, U32)
+def stream_wait_event(stream: int | None, event: int | None, _flags: int) -> None:
+    """Order a stream behind an event; one that was never recorded orders nothing."""
+    RUNTIME.wait(stream or 0, RUNTIME.marks.get(event or 0))
 
 
 @symbol("_cudaLaunchKernelEx", P, P, P)
@@ -241,7 +295,7 @@ def _launch(settings: config.Config, kernel: int, arguments: int) -> None:
     if RUNTIME.captured is not None:
         RUNTIME.captured.append(request)
     else:
-        device.launch(request)
+        device.launch(request, settings.stream or 0)
 
 
 @symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)

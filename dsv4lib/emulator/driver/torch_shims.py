@@ -1,4 +1,4 @@
-"""torch on an emulated device: CUDA tensors are CPU tensors that say they are on ``cuda:0``.
+"""torch on emulated devices: CUDA tensors are CPU tensors that say they are on ``cuda:0``.
 
 For code written for a GPU. A function mode answers for the calling thread: it takes the device argument out of every
 call, copies where a transfer between host and device would, and knows for every storage on which side it would be. A
@@ -6,8 +6,9 @@ storage is on the *host* if it was made there (``device="cpu"``, ``.cpu()``, by 
 such storages alone; everything else, also what was made before the context, counts as device memory. Device tensors are
 aligned as cudaMalloc aligns them, because kernels rely on it.
 
-`torch.cuda` is replaced function by function (`cuda_api`). A launch is finished when it returns, so streams and events
-have nothing to do. Times are NaN: emulated time says nothing about performance.
+`torch.cuda` is replaced function by function (`cuda_api`). On a single device a launch is finished when it returns, so
+streams and events have nothing to do. In a group (devices.py) launches are queued, and an operation that looks at a
+device's tensors first lets them run. Times are NaN: emulated time says nothing about performance.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 
 ALIGNMENT = 256
-_CUDA = torch.device("cuda", 0)
+HOST = -1  # the side of host memory; other sides are device numbers
 _FAKE_CUDA = "emulated_cuda"  # attribute of fake tensors, which have no storage to keep books on
 # What a graph may contain: asking about tensors, viewing and allocating them. Anything else is work to be replayed.
 _CAPTURABLE = frozenset(
@@ -48,30 +49,48 @@ def is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool) or str(device).startswith("cuda")
 
 
-class Hosts:
-    """The storages that would be in host memory."""
+def side_of(device: Any) -> int | None:
+    """The side that a device argument means; None for other devices, such as meta.
+
+    Raises:
+        LaunchError: a CUDA device that does not exist.
+    """
+    if not is_cuda(device):
+        return HOST if torch.device(device).type == "cpu" else None
+    index = device if isinstance(device, int) else torch.device(device).index
+    return RUNTIME.device().index if index is None else RUNTIME.sibling(index).index
+
+
+class Sides:
+    """On which side the memory of a tensor is: of the host, or of a device by number."""
 
     def __init__(self) -> None:
-        self._known: dict[int, StorageWeakRef] = {}
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Note that ``tensor`` is host memory."""
+    def add(self, tensor: torch.Tensor, side: int) -> None:
+        """Note where ``tensor`` is. Of a single device nothing is noted: that is where unknown tensors are."""
         storage = tensor.untyped_storage()
-        if storage.nbytes():
-            self._known[storage.data_ptr()] = StorageWeakRef(storage)
+        if side == HOST or RUNTIME.device().group is not None:
+            if storage.nbytes():
+                self._known[storage.data_ptr()] = StorageWeakRef(storage), side
+        else:
+            self._known.pop(storage.data_ptr(), None)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is host memory. An address is reused after its storage is freed, hence the weak ref."""
-        if tensor.is_meta:
-            return False
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """The side, if known. An address is reused after its storage is freed, hence the weak reference."""
+        if tensor.is_meta or tensor.layout != torch.strided or _is_fake(tensor):
+            return None
         start = tensor.untyped_storage().data_ptr()
-        reference = self._known.get(start)
-        if reference is None:
-            return False
-        if reference.expired():
+        reference, side = self._known.get(start, (None, None))
+        if reference is not None and reference.expired():
             del self._known[start]
-            return False
-        return True
+            return None
+        return side
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """The device, if known."""
+        side = self.find(tensor)
+        return None if side == HOST else side
 
 
 class CudaMode(TorchFunctionMode):
@@ -79,7 +98,7 @@ class CudaMode(TorchFunctionMode):
 
     def __init__(self, default: str) -> None:
         super().__init__()
-        self.hosts = Hosts()
+        self.sides = Sides()
         self.default = default
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -89,10 +108,12 @@ class CudaMode(TorchFunctionMode):
             return func(*args, **kwargs)
         property_of = getattr(func, "__self__", None)
         if property_of in (_DEVICE, _IS_CUDA, _IS_CPU):
-            device = _DEVICE.__get__(args[0]) if self._real(args[0]) else _CUDA
+            device = self._device(args[0])
             return device if property_of is _DEVICE else device.type == ("cuda" if property_of is _IS_CUDA else "cpu")
         if RUNTIME.captured is not None and func.__name__ not in _CAPTURABLE:
             raise LaunchError(f"torch.{func.__name__} while a CUDA graph is captured: only kernel launches can be")
+        if RUNTIME.devices and RUNTIME.device().group is not None and func.__name__ not in _CAPTURABLE:
+            self._settle((args, kwargs))
         special = _SPECIAL.get(func)
         if special is not None:
             return special(self, *args, **kwargs)
@@ -101,23 +122,39 @@ class CudaMode(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         return self._place(func(*args, **kwargs), inputs, wanted)
 
-    def _take_device(self, kwargs: dict[str, Any]) -> str | None:
-        """Remove the device argument; returns where the result is wanted."""
+    def _settle(self, arguments: Any) -> None:
+        """Let launches run that are queued on the devices of the tensors among ``arguments``."""
+        queued = RUNTIME.device().group.together.pending
+        if queued() and any(side != HOST and queued(side) for side in map(self.sides.find, _tensors(arguments))):
+            RUNTIME.synchronize()
+
+    def _take_device(self, kwargs: dict[str, Any]) -> int | None:
+        """Remove the device argument; returns the side where the result is wanted."""
         device = kwargs.get("device")
         if device is None:
             return None
-        if is_cuda(device):
+        side = side_of(device)
+        if side is not None and side != HOST:
             kwargs["device"] = "cpu"
-            return "cuda"
-        return torch.device(device).type
+        return side
+
+    def _device(self, tensor: torch.Tensor) -> torch.device:
+        """What ``tensor.device`` says."""
+        if self._real(tensor):
+            return _DEVICE.__get__(tensor)
+        return torch.device("cuda", self.side(tensor))
+
+    def side(self, tensor: torch.Tensor) -> int:
+        """Where a tensor is; device memory of which nothing is known is on the first device."""
+        return HOST if self._real(tensor) else self.sides.device_of(tensor) or 0
 
     def _real(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor keeps its own device: host memory, meta tensors, fake tensors of the CPU."""
         if _is_fake(tensor):
             return not getattr(tensor, _FAKE_CUDA, False)
-        return _DEVICE.__get__(tensor).type != "cpu" or self.hosts.holds(tensor)
+        return _DEVICE.__get__(tensor).type != "cpu" or self.sides.find(tensor) == HOST
 
-    def _place(self, out: Any, inputs: list[torch.Tensor], wanted: str | None) -> Any:
+    def _place(self, out: Any, inputs: list[torch.Tensor], wanted: int | None) -> Any:
         """Note where fresh results are, and align those on the device."""
         if isinstance(out, tuple | list) and not isinstance(out, torch.Size):
             placed = [self._place(item, inputs, wanted) for item in out]
@@ -126,7 +163,7 @@ class CudaMode(TorchFunctionMode):
         if not isinstance(out, torch.Tensor):
             return out
         if _is_fake(out):
-            if wanted == "cuda" or (wanted is None and any(getattr(t, _FAKE_CUDA, False) for t in inputs)):
+            if wanted not in (None, HOST) or (wanted is None and any(getattr(t, _FAKE_CUDA, False) for t in inputs)):
                 setattr(out, _FAKE_CUDA, True)
             return out
         if out.layout != torch.strided or _DEVICE.__get__(out).type != "cpu":
@@ -137,23 +174,22 @@ class CudaMode(TorchFunctionMode):
         ):
             return out
         if wanted is None:
-            wanted = self.default if not inputs else "cpu" if all(map(self._real, inputs)) else "cuda"
-        if wanted == "cpu":
-            self.hosts.add(out)
-            return out
-        return aligned(out)
+            sides = [self.side(t) for t in inputs] or [side_of(self.default)]
+            wanted = max(sides)
+        return self._on(out, wanted)
 
-    def move(self, tensor: torch.Tensor, target: str, out: torch.Tensor) -> torch.Tensor:
-        """``out`` (``tensor`` or converted from it) on the side ``target``, copied if that is the other side."""
-        host = self._real(tensor)
+    def _on(self, fresh: torch.Tensor, side: int) -> torch.Tensor:
+        """A fresh tensor on a side."""
+        fresh = fresh if side == HOST else aligned(fresh)
+        self.sides.add(fresh, side)
+        return fresh
+
+    def move(self, tensor: torch.Tensor, target: int, out: torch.Tensor) -> torch.Tensor:
+        """``out`` (``tensor`` or converted from it) on the side ``target``, copied if that is another side."""
         fresh = out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-        if not fresh and host == (target == "cpu"):
+        if not fresh and self.side(tensor) == target:
             return out
-        out = out if fresh else out.clone()
-        if target == "cpu":
-            self.hosts.add(out)
-            return out
-        return aligned(out)
+        return self._on(out if fresh else out.clone(), target)
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
@@ -198,30 +234,27 @@ def _to(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torc
             device = arg
         else:
             if isinstance(arg, torch.Tensor):
-                target = "cpu" if mode._real(arg) else "cuda"
+                target = mode.side(arg)
             rest.append(arg)
-    if device is not None:
-        target = "cuda" if is_cuda(device) else torch.device(device).type
-    if target not in (None, "cpu", "cuda"):
+    if device is not None and (target := side_of(device)) is None:
         return torch.Tensor.to(tensor, device, *rest, **kwargs)
     out = torch.Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
     if _is_fake(tensor):
         return out
-    return mode.move(tensor, target or ("cpu" if mode._real(tensor) else "cuda"), out)
+    return mode.move(tensor, mode.side(tensor) if target is None else target, out)
 
 
-def _cuda(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return mode.move(tensor, "cuda", tensor)
+def _cuda(mode: CudaMode, tensor: torch.Tensor, device: Any = "cuda", *args: Any, **kwargs: Any) -> torch.Tensor:
+    return mode.move(tensor, side_of("cuda" if device is None else device), tensor)
 
 
 def _cpu(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return mode.move(tensor, "cpu", tensor)
+    return mode.move(tensor, HOST, tensor)
 
 
 def _data_ptr(mode: CudaMode, tensor: torch.Tensor) -> int:
     """The address of a tensor may end up in a kernel by any way: from here on its storage is device memory."""
-    if RUNTIME.devices:
-        RUNTIME.device().memory.tensor(tensor)
+    RUNTIME.track(tensor)
     return torch.Tensor.data_ptr(tensor)
 
 
@@ -230,7 +263,7 @@ def _itself(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _get_device(mode: CudaMode, tensor: torch.Tensor) -> int:
-    return -1 if mode._real(tensor) else 0
+    return mode.side(tensor)
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -265,6 +298,8 @@ def patched(default: str) -> Iterator[None]:
         for owner, name, value in cuda_api.replacements():
             patch.set(owner, name, value)
         patch.set(torch, "Generator", Generator)
+        patch.set(RUNTIME, "side_of", mode.sides.device_of)
+        patch.set(RUNTIME, "place", mode.sides.add)
         # Not through the mode: torch checks the type of the stream before it asks the mode.
         patch.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.set(

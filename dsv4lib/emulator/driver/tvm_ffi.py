@@ -89,7 +89,7 @@ def _call(original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     if function.engine not in engines():
         raise LaunchError("this tvm-ffi function was compiled outside of emulator.device(): compile it inside")
     for tensor in _torch_tensors((args, kwargs)):
-        RUNTIME.device().memory.tensor(tensor)
+        RUNTIME.track(tensor)
     return stored_error_first(original, function, *args, **kwargs)
 
 

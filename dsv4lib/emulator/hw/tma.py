@@ -15,7 +15,7 @@ are accepted in the orders that the ISA's syntax and examples, CUTLASS and CuTeD
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +29,7 @@ from dsv4lib.emulator.hw.shared import Where
 from dsv4lib.emulator.hw.tensormap import TensorMap
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
+from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.ptx.ir import Instr, Memory, Operand, Vector
 from dsv4lib.emulator.warp import Warp
 
@@ -390,12 +391,25 @@ class _Store:
         )
         cta.machine.units.issue(writing)
 
+    def boxes(self, gmem: GlobalMemory) -> list[tma_box.Box]:
+        """The box; through a multicast address, the box on every device.
+
+        Raises:
+            UnsupportedInstruction: a reduction through a multicast address.
+        """
+        start = self.tensor.address
+        targets = gmem.multicast(start)
+        if targets and self.op:
+            raise UnsupportedInstruction(f"tensor reduction {self.op} through a multicast address", self.warp.place())
+        return [replace(self.box, tensor=replace(self.tensor, address=to)) for to in targets] or [self.box]
+
     def write(self, writing: AsyncOp, data: np.ndarray) -> None:
         """Write or reduce into global memory."""
         machine = self.warp.cta.machine
-        over = tma_box.write(self.box, machine.gmem, data, self.op)
+        over = max(tma_box.write(box, machine.gmem, data, self.op) for box in self.boxes(machine.gmem))
         if machine.race is not None and machine.race.full:
-            machine.race.global_ranges(*tma_box.ranges(self.box), True, bool(self.op))
+            for box in self.boxes(machine.gmem):
+                machine.race.global_ranges(*tma_box.ranges(box), True, bool(self.op))
         if over:
             machine.report(
                 "tma_store_padding",

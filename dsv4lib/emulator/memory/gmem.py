@@ -45,10 +45,26 @@ class Allocation:
         return f"{self.label} [{self.start:#x}, {self.end:#x}), {self.nbytes:,} bytes"
 
 
+@dataclass(frozen=True)
+class Multicast:
+    """An address range that stands for the same buffer on several devices: ``targets`` are where each has it."""
+
+    start: int
+    nbytes: int
+    label: str
+    targets: tuple[int, ...]
+
+
 class GlobalMemory:
-    """Registry of allocations with bounds-checked, zero-copy access."""
+    """Registry of allocations with bounds-checked, zero-copy access.
+
+    Attributes:
+        peers: the memories of the other devices of a group, by device number; named when an access goes astray.
+    """
 
     def __init__(self) -> None:
+        self.peers: dict[int, GlobalMemory] = {}
+        self._multicast: dict[int, Multicast] = {}
         self._starts: list[int] = []
         self._allocations: list[Allocation] = []
         self._views: dict[int, np.ndarray] = {}
@@ -107,6 +123,17 @@ class GlobalMemory:
         del self._starts[i], self._allocations[i], self._views[start]
         self._rebuild()
 
+    def add_multicast(self, multicast: Multicast) -> None:
+        """Make a multicast range known; ordinary accesses to it stay errors."""
+        self._multicast[multicast.start] = multicast
+
+    def multicast(self, address: int, nbytes: int = 1) -> tuple[int, ...]:
+        """The address that an access through a multicast range has on every device; () if it is not one."""
+        for known in self._multicast.values():
+            if known.start <= address and address + nbytes <= known.start + known.nbytes:
+                return tuple(target + address - known.start for target in known.targets)
+        return ()
+
     @contextmanager
     def registered(self, array: np.ndarray, label: str, *, writable: bool = True) -> Iterator[Allocation]:
         """``register_array`` for the duration of a ``with`` block."""
@@ -160,6 +187,12 @@ class GlobalMemory:
             return f"{what} runs {address + nbytes - holder.end} bytes over the end of {holder}"
         if holder is not None:
             return f"{what} hits read-only {holder}"
+        for known in self._multicast.values():
+            if known.start <= address < known.start + known.nbytes:
+                return f"{what} hits the multicast range of {known.label}: only multimem and TMA stores may use it"
+        for number, other in self.peers.items():
+            if (theirs := other.find(address)) is not None:
+                return f"{what} hits {theirs} of device {number}: only symmetric memory is shared between devices"
         if not self._allocations:
             return f"{what}: no global memory is allocated"
         i = bisect.bisect_right(self._starts, address)

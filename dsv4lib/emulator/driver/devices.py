@@ -1,0 +1,209 @@
+"""Several emulated devices at once, with memory that all of them see, as over NVLink.
+
+    with emulator.devices(2) as gpus:
+        flags = gpus.symmetric(8, np.uint32)             # flags[0] on device 0, flags[1] on device 1; all see both
+        with gpus.on(0):
+            compiled(...)                                # queued
+        with gpus.on(1):
+            compiled(...)                                # queued: it may wait for what device 0's kernel does
+        gpus.synchronize()                               # both run, by turns; an error names its device
+        gpus[1].launches[-1].result, gpus[1].hazards, gpus[1].trace
+
+Launches are only queued, per device and stream; all that are queued run together, by turns, as soon as somebody wants
+to see what they did: `Devices.synchronize`, torch.cuda.synchronize and the like, a torch operation that reads or writes
+tensors of a device with queued launches, the end of the context. Memory that is not symmetric belongs to one device;
+a kernel on another one that touches it faults. Checks and traces are those of each device's own launches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dsv4lib.emulator.cta import aligned_zeros
+from dsv4lib.emulator.driver import device
+from dsv4lib.emulator.driver.device import Device
+from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.hazards import Hazard
+from dsv4lib.emulator.memory.gmem import Multicast
+from dsv4lib.emulator.together import Together
+from dsv4lib.errors import ArgumentError
+
+MAX_DEVICES = 64
+_PAGE = 4096  # alignment of symmetric memory
+
+
+class Symmetric:
+    """A buffer of the same shape on every device, visible to all of them.
+
+    ``buffer[i]`` is device i's part, a numpy array; ``buffer.tensor(i)`` the same memory as a torch tensor of that
+    device. ``buffer.multicast`` (``multicast_tensor()``) stands for all parts at once: its address is for multimem
+    instructions and TMA stores; it holds no data.
+    """
+
+    def __init__(self, group: Devices, shape: tuple[int, ...], dtype: Any, label: str):
+        self.shape, self.dtype = shape, dtype
+        self._group = group
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        self._parts = [aligned_zeros(self._nbytes, _PAGE) for _ in group]
+        self._window = aligned_zeros(self._nbytes, _PAGE)  # an address range of its own
+        targets = tuple(part.ctypes.data for part in self._parts)
+        for gpu in group:
+            for i, part in enumerate(self._parts):
+                gpu.gmem.register_array(part, f"{label} of device {i}")
+            gpu.gmem.add_multicast(Multicast(self._window.ctypes.data, self._nbytes, label, targets))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Device ``index``'s part; of a dtype that numpy lacks, its bytes."""
+        return self._array(self._parts[self._group.number(index)])
+
+    @property
+    def multicast(self) -> np.ndarray:
+        """The multicast range, as an array to pass to kernels."""
+        return self._array(self._window)
+
+    def tensor(self, index: int) -> Any:
+        """Device ``index``'s part as a torch tensor of that device."""
+        index = self._group.number(index)
+        return self._tensor(self._parts[index], index)
+
+    def multicast_tensor(self) -> Any:
+        """The multicast range as a torch tensor, to pass to kernels."""
+        return self._tensor(self._window, RUNTIME.device().index if RUNTIME.devices else 0)
+
+    def _array(self, raw: np.ndarray) -> np.ndarray:
+        return raw.view(self.dtype).reshape(self.shape) if isinstance(self.dtype, np.dtype) else raw
+
+    def _tensor(self, raw: np.ndarray, index: int) -> Any:
+        import torch
+
+        tensor = torch.from_numpy(raw)
+        kind = torch.from_numpy(np.zeros(0, self.dtype)).dtype if isinstance(self.dtype, np.dtype) else self.dtype
+        RUNTIME.place(tensor, index)
+        return tensor.view(kind).view(self.shape)
+
+
+class Devices:
+    """A group of devices; see the module.
+
+    Attributes:
+        together: the launches that are queued.
+    """
+
+    def __init__(self, members: list[Device]):
+        self._members = members
+        settings = members[0].settings
+        self.together = Together(settings.schedule, settings.seed)
+        for i, gpu in enumerate(members):
+            gpu.index, gpu.count, gpu.group = i, len(members), self
+            gpu.gmem.peers = {j: other.gmem for j, other in enumerate(members) if j != i}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self._members)
+
+    def __getitem__(self, index: int) -> Device:
+        return self._members[self.number(index)]
+
+    def __repr__(self) -> str:
+        return f"{len(self)} x {self._members[0].arch.name}, emulated"
+
+    def number(self, index: Any) -> int:
+        """``index`` if there is such a device.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self):
+            raise ArgumentError("index", index, f"a device number from 0 to {len(self) - 1}")
+        return index
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[Device]:
+        """Make device ``index`` the current one inside: launches and new tensors are its own."""
+        gpu = self[index]
+        if not RUNTIME.devices or RUNTIME.device().group is not self:
+            raise ArgumentError("index", index, "a device of the group whose context is active")
+        before = RUNTIME.device().index
+        RUNTIME.select(index)
+        try:
+            yield gpu
+        finally:
+            RUNTIME.select(before)
+
+    def symmetric(self, shape: int | Sequence[int], dtype: Any = np.float32, label: str = "symmetric") -> Symmetric:
+        """A zeroed buffer of ``shape`` on every device, which all devices may read and write.
+
+        Args:
+            dtype: of numpy, or of torch.
+            label: for messages.
+
+        Raises:
+            ArgumentError: a shape that is not positive whole numbers, or something that is no dtype.
+        """
+        sizes = (shape,) if isinstance(shape, int) else shape
+        if not isinstance(sizes, Sequence) or any(type(n) is not int or n < 1 for n in sizes):
+            raise ArgumentError("shape", shape, "positive whole numbers")
+        if type(dtype).__module__.partition(".")[0] != "torch":
+            try:
+                dtype = np.dtype(dtype)
+            except TypeError:
+                raise ArgumentError("dtype", dtype, "a dtype of numpy or torch") from None
+        return Symmetric(self, tuple(sizes), dtype, label)
+
+    def synchronize(self) -> None:
+        """Run what is queued on all devices, together.
+
+        Raises:
+            EmulatorError: what stopped a launch; its place names the device. Everything queued is dropped then.
+        """
+        self.together.run()
+
+    def hold(self) -> list[Any]:
+        """References to the memory that a queued launch may use."""
+        return [gpu.memory.hold() for gpu in self]
+
+    @property
+    def hazards(self) -> list[Hazard]:
+        """What the checks reported on all devices."""
+        return [hazard for gpu in self for hazard in gpu.hazards]
+
+    def left(self) -> None:
+        """A context of one of the devices ended; the last one takes the tensors with it."""
+        if not any(gpu.group is self for gpu in RUNTIME.devices):
+            self.together.discard()
+            for gpu in self:
+                gpu.memory.clear()
+
+
+@contextmanager
+def devices(
+    count: int, arch: str = "sm_100a", *, shims: bool = True, default_device: str = "cuda", **settings: Any
+) -> Iterator[Devices]:
+    """Make ``count`` emulated devices of one architecture, device 0 the current one.
+
+    Args:
+        count: 1 to 64.
+        arch, shims, default_device, settings: as for `device`; each device has its own random numbers.
+
+    Raises:
+        ArgumentError: a bad argument. BackendUnavailable: CUDA is already initialised in this process.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DEVICES:
+        raise ArgumentError("count", count, f"a number of devices from 1 to {MAX_DEVICES}")
+    members = [device.make(arch, **settings) for _ in range(count)]
+    for i, gpu in enumerate(members):
+        gpu.settings = replace(gpu.settings, seed=gpu.settings.seed + i)
+    group = Devices(members)
+    with device.entered(members[0], shims, default_device):
+        yield group
