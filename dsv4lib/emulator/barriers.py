@@ -14,11 +14,11 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.cta import Cta
-from dsv4lib.emulator.errors import EmulatorError, HazardError
+from dsv4lib.emulator.errors import EmulatorError, HazardError, UnsupportedInstruction
 from dsv4lib.emulator.isa import Form
-from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.native.abi import FULL_MASK, LANES
 from dsv4lib.emulator.ptx.ir import Instr, Operand
-from dsv4lib.emulator.warp import GROUP, LIVE, Block, Warp, lanes_of
+from dsv4lib.emulator.warp import LIVE, Block, Warp, lanes_of
 
 NAMED_BARRIERS = 16
 
@@ -30,7 +30,7 @@ class NamedBarrier:
     Attributes:
         phase: completed uses; expected: threads of the current use, 0 = nobody is there yet.
         arrived: threads that have arrived; who: which lanes of each warp. A warp whose live lanes have all arrived
-            counts as 32 threads, whatever its number of live lanes.
+            counts as 32 threads, whatever its number of live lanes, and has the full mask here.
         explicit: the current use gave its thread count.
         votes: [number of true predicates, number of predicates] of barrier.red; results: of the last completed use.
         sync: clocks of the race detector.
@@ -103,9 +103,11 @@ def _arrive(
     before = barrier.who.get(warp.warp_id, 0)
     if before & mask:  # counted as arrivals already; now the same lanes count as those that wait
         before = 0
-    barrier.who[warp.warp_id] = seen = before | mask
-    whole = not warp.words[LIVE] & ~seen
-    barrier.arrived += LANES - before.bit_count() if whole else mask.bit_count()
+    seen = before | mask
+    if not warp.words[LIVE] & ~seen:
+        seen = FULL_MASK
+    barrier.who[warp.warp_id] = seen
+    barrier.arrived += seen.bit_count() - before.bit_count()
     if barrier.arrived > expected:
         raise HazardError(
             f"barrier {barrier.number}: more threads than expected: {barrier.detail()}", warp.place(instr)
@@ -195,11 +197,12 @@ def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
     members = warp.read(instr.operands[0], np.uint32)[lanes]
     if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
         raise HazardError("bar.warp.sync by a lane that is not in its own member mask", warp.place(instr))
-    missing = int(members[0]) & warp.words[LIVE] & ~warp.words[GROUP]
-    if not missing:
+    if not int(np.bitwise_or.reduce(members)) & warp.words[LIVE] & ~warp.mask():
         return None
-    barrier = warp.cta.barriers.setdefault(("warp", warp.warp_id, int(members[0])), WarpBarrier())
-    return barrier.meet(warp, int(members[0]))
+    if (members != members[0]).any():
+        raise UnsupportedInstruction("bar.warp.sync of lanes with different member masks, some incomplete")
+    key = warp.warp_id, int(members[0])
+    return warp.cta.barriers.setdefault(key, WarpBarrier()).meet(warp, int(members[0]))
 
 
 @dataclass
@@ -214,15 +217,19 @@ class WarpBarrier:
         if warp.pending is None:
             warp.pending = self.phase
             self.arrived |= warp.mask()
-            if not members & warp.words[LIVE] & ~self.arrived:
-                self.phase, self.arrived = self.phase + 1, 0
-                warp.cta.machine.changed()
+            self.check(warp, members)
         if warp.pending != self.phase:
             return None
         phase = self.phase
         return Block(
             "bar.warp.sync", lambda: self.phase != phase, lambda: f"lanes {self.arrived:#010x} of {members:#010x}"
         )
+
+    def check(self, warp: Warp, members: int) -> None:
+        """Complete if all live members have arrived."""
+        if self.arrived and not members & warp.words[LIVE] & ~self.arrived:
+            self.phase, self.arrived = self.phase + 1, 0
+            warp.cta.machine.changed()
 
 
 @dataclass
@@ -279,9 +286,14 @@ def cluster_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     """Arrive at the cluster barrier; a second arrival without a wait is reported."""
     barrier = _cluster_barrier(warp)
     key = (warp.cta.rank, warp.warp_id)
-    seen = barrier.lanes.get(key, 0) | warp.mask()
-    if warp.words[LIVE] & ~seen:  # not aligned: the warp counts when all its live lanes have arrived
-        barrier.lanes[key] = seen
+    barrier.lanes[key] = barrier.lanes.get(key, 0) | warp.mask()
+    _count_in_cluster(warp, barrier, instr)
+
+
+def _count_in_cluster(warp: Warp, barrier: ClusterBarrier, instr: Instr | None) -> None:
+    """Count the warp's arrival if all its live lanes have arrived; without aligned they may do so one by one."""
+    key = (warp.cta.rank, warp.warp_id)
+    if warp.words[LIVE] & ~barrier.lanes[key]:
         return
     barrier.lanes[key] = 0
     barrier.arrivals[key] = count = barrier.arrivals.get(key, 0) + 1
@@ -316,16 +328,31 @@ def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 
 def warp_exited(warp: Warp) -> None:
-    """Barriers without a thread count no longer wait for this warp.
-
-    Raises:
-        HazardError: it takes threads away that a barrier has already counted.
-    """
+    """Barriers without a thread count no longer wait for this warp."""
     for barrier in warp.cta.barriers.values():
         if isinstance(barrier, NamedBarrier) and barrier.arrived and not barrier.explicit:
             barrier.expected = _all_threads(warp.cta)
             if barrier.arrived >= barrier.expected:
                 barrier.complete()
+
+
+def lanes_exited(warp: Warp) -> None:
+    """The warp's other lanes wait: where they have all arrived at a barrier, the warp has."""
+    for key, barrier in warp.cta.barriers.items():
+        if isinstance(barrier, WarpBarrier):
+            if key[0] == warp.warp_id:
+                barrier.check(warp, key[1])
+            continue
+        seen = barrier.who.get(warp.warp_id, 0)
+        if seen and not warp.words[LIVE] & ~seen:
+            barrier.who[warp.warp_id] = FULL_MASK
+            barrier.arrived += LANES - seen.bit_count()
+            if barrier.arrived >= barrier.expected:
+                barrier.complete()
+            warp.cta.machine.changed()
+    barrier = warp.cta.cluster.barrier
+    if barrier is not None and barrier.lanes.get((warp.cta.rank, warp.warp_id)):
+        _count_in_cluster(warp, barrier, None)
 
 
 # --- order only -----------------------------------------------------------------------------------------------------

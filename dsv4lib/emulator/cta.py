@@ -45,7 +45,7 @@ class Cta:
         smem: shared memory; tmem: tensor memory, None before SM100 or before the first use.
         warps: all warps, also those that have exited.
         mbarriers: by offset in this CTA's shared memory.
-        barriers: named barriers by number (barriers.py).
+        barriers: named barriers by number, bar.warp.sync by (warp, member mask) (barriers.py).
         threads: of the CTA; storage: arrays that native code addresses.
     """
 
@@ -55,7 +55,7 @@ class Cta:
         self.tmem: Any = None
         self.warps: list[Warp] = []
         self.mbarriers: dict[int, Any] = {}
-        self.barriers: dict[int, Any] = {}
+        self.barriers: dict[Any, Any] = {}
         self.threads = 0
         self.storage: tuple[Any, ...] = ()
 

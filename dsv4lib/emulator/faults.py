@@ -5,14 +5,15 @@ from __future__ import annotations
 from dsv4lib.emulator.errors import EmulatorError, MemoryFault
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
+from dsv4lib.emulator.ptx.ir import Instr
 from dsv4lib.emulator.warp import PC, Warp
 
 
 def raise_fault(warp: Warp) -> None:
     """Handle the fault in a warp's context.
 
-    An uninitialised shared-memory read, or a load past the end of an allocation but within its padding, has already
-    been carried out: it is reported and the warp steps on.
+    An uninitialised shared-memory read, a load past the end of an allocation but within its padding, or an instruction
+    without all of its lanes has already been carried out: it is reported and the warp steps on.
 
     Raises:
         MemoryFault: the access is impossible.
@@ -29,12 +30,22 @@ def raise_fault(warp: Warp) -> None:
         warp.cta.machine.report("global_read_past_end", message, place, address=address, nbytes=nbytes, lane=lane)
         warp.words[PC] += 1
         return
+    if code == abi.FAULT_DIVERGED:
+        report_diverged(warp, instr, address)
+        warp.words[PC] += 1
+        return
     if code == abi.FAULT_UNINIT:
         message = f"lane {lane} reads {_shared(address)}, {nbytes} bytes not all of which have been written"
         warp.cta.machine.report("uninitialised_smem", message, place, address=address, nbytes=nbytes, lane=lane)
         warp.words[PC] += 1
         return
     raise MemoryFault(_explain(warp, code, lane, nbytes, address), place)
+
+
+def report_diverged(warp: Warp, instr: Instr, missing: int) -> None:
+    """An instruction that needs lanes together was executed without those of the mask ``missing``."""
+    message = f"{instr.opcode} is executed without lanes {missing:#010x}, which it needs: they are on another path"
+    warp.cta.machine.report("diverged_sync", message, warp.place(instr), missing=missing)
 
 
 def _shared(address: int) -> str:

@@ -27,8 +27,6 @@ _LANEMASK = {
     "lanemask_gt": ~((np.uint32(2) << _LANE) - np.uint32(1)),
     "lanemask_ge": ~((np.uint32(1) << _LANE) - np.uint32(1)),
 }
-# Bases whose every form needs the warp's lanes together; other opcodes say `.sync` or `.aligned`.
-_WARP_WIDE = frozenset(("bar", "elect", "shfl", "vote", "match", "redux"))
 
 
 def product(shape: Dim3) -> int:
@@ -41,20 +39,6 @@ def unflatten(index: int, shape: Dim3) -> Dim3:
     return index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1])
 
 
-def mark_converging(program: Program) -> None:
-    """Set FLAG_CONVERGE on the records of instructions that need the warp's lanes together (native/driver_ir.py)."""
-    known: dict[str, bool] = {}
-    flags = program.records["flags"]
-    for i, instr in enumerate(program.instructions):
-        converge = known.get(instr.opcode)
-        if converge is None:
-            base, *modifiers = instr.opcode.split(".")
-            converge = base in _WARP_WIDE or "aligned" in modifiers or (base != "barrier" and "sync" in modifiers)
-            known[instr.opcode] = converge
-        if converge:
-            flags[i] |= abi.FLAG_CONVERGE
-
-
 class GridBuilder:
     """Creates the clusters of one launch.
 
@@ -65,7 +49,6 @@ class GridBuilder:
     def __init__(self, machine: Any):
         self.machine = machine
         self.program: Program = machine.program
-        mark_converging(self.program)
         self.threads = product(machine.block)
         self.warps = -(-self.threads // abi.LANES)
         self._images: dict[int, np.ndarray] = {}

@@ -22,6 +22,7 @@ Three conventions for implementations:
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -72,6 +73,11 @@ SPECIAL_BITS = {
 }
 
 _CARRY = frozenset(("addc", "subc", "madc"))
+
+# Bases whose every form needs the warp's lanes together; other opcodes say `.sync` or `.aligned`. Those whose last
+# operand is a member mask need only the lanes it names.
+_WARP_WIDE = frozenset(("bar", "elect", "shfl", "vote", "match", "redux"))
+_MEMBER_MASK = frozenset(("elect", "shfl", "vote", "match", "redux"))
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,13 @@ class Program:
             write_slot(regs, entry.offset, entry.bits, special(entry.name))
         for entry in self.symbols:
             write_slot(regs, entry.offset, entry.bits, symbol(entry.name) + entry.addend)
+
+
+@functools.cache
+def converges(opcode: str) -> bool:
+    """Does the instruction need lanes of its warp together?"""
+    base, *modifiers = opcode.split(".")
+    return base in _WARP_WIDE or "aligned" in modifiers or (base != "barrier" and "sync" in modifiers)
 
 
 def write_slot(regs: np.ndarray, offset: int, bits: int, value: Any) -> None:
@@ -277,10 +290,16 @@ class _Lowering:
                 rows[i, : len(row)] = row
                 stores[i] = handler.stores
             else:
+                row = []
                 self._service_slots(instr)
             records["imm"][i] = _signed(_record_imm(self.operands[i]))
             if instr.opcode.startswith("bra"):
                 records["target"][i] = self.kernel.labels[instr.operands[0].name]
+            elif converges(instr.opcode):
+                records["flags"][i] = abi.FLAG_CONVERGE
+                if (members := self._member_mask(instr, row)) is not None:
+                    records["flags"][i] |= abi.FLAG_MEMBERS
+                    records["target"][i] = members
         records["operand"] = rows
         return Program(
             self.kernel,
@@ -455,6 +474,17 @@ class _Lowering:
                 self._special(leaf.name, 0, instr)
             elif isinstance(leaf, Symbol) and leaf.name not in (*self.variables, *self.call_variables, calls.PRINTF):
                 raise UnsupportedInstruction(f"{leaf.name} is not a variable or parameter", self.place(instr))
+
+    def _member_mask(self, instr: Instr, row: list[int]) -> int | None:
+        """Register-file offset of the member mask; None for instructions that need all live lanes."""
+        if instr.opcode.partition(".")[0] in _MEMBER_MASK:
+            return row[-1]
+        if instr.opcode != "bar.warp.sync":
+            return None
+        (mask,) = instr.operands
+        if isinstance(mask, Reg):
+            return self.offset[mask.index]
+        return self._constant(mask.bits, 32) if isinstance(mask, Imm) else self._special(mask.name, 32, instr)
 
     def _constant(self, value: int, bits: int) -> int:
         key = (value & ((1 << bits) - 1) if bits > 1 else int(value != 0), bits)

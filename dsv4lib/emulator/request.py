@@ -124,6 +124,11 @@ def check_shape(request: LaunchRequest, smem_bytes: int) -> None:
         raise LaunchError(f"{request.kernel_name}: {len(request.params)} parameter bytes, needs {kernel.param_bytes}")
     if kernel.reqntid is not None and tuple(kernel.reqntid) != tuple(request.block):
         raise LaunchError(f"block={request.block}, but {request.kernel_name} has .reqntid {kernel.reqntid}")
+    if kernel.maxntid is not None and threads > (most := kernel.maxntid[0] * kernel.maxntid[1] * kernel.maxntid[2]):
+        raise LaunchError(f"block={request.block}, but {request.kernel_name} has .maxntid: at most {most} threads")
+    if kernel.max_cluster is not None and ctas > kernel.max_cluster:
+        message = f"cluster={request.cluster}, but {request.kernel_name} has .maxclusterrank {kernel.max_cluster}"
+        raise LaunchError(message)
     if kernel.cluster is not None and tuple(kernel.cluster) != tuple(request.cluster):
         raise LaunchError(
             f"cluster={request.cluster}, but {request.kernel_name} has .reqnctapercluster {kernel.cluster}"

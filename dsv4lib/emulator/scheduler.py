@@ -12,12 +12,12 @@ from typing import Any
 from dsv4lib.emulator import barriers
 from dsv4lib.emulator.cta import Cluster
 from dsv4lib.emulator.errors import Deadlock, EmulatorError, LimitExceeded, Place
-from dsv4lib.emulator.faults import raise_fault
+from dsv4lib.emulator.faults import raise_fault, report_diverged
 from dsv4lib.emulator.grid import GridBuilder
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.driver_ir import run_loop
 from dsv4lib.emulator.policies import Policy, make_policy
-from dsv4lib.emulator.warp import GROUP, GROUPS, PC, STICKY, Block, Parked, Warp
+from dsv4lib.emulator.warp import GROUP, GROUPS, LIVE, MASK, PC, STICKY, Block, Parked, Warp
 
 _EXECUTED = abi.CONTEXT.fields["executed"][1] // 8
 _CLOCK = abi.CONTEXT.fields["clock"][1] // 8
@@ -54,6 +54,7 @@ class Scheduler:
         self._services = [None] * len(program.instructions)
         for i, (function, form) in program.services.items():
             self._services[i] = (function, program.instructions[i], form)
+        self._aligned = frozenset(i for i in program.services if ".aligned" in program.instructions[i].opcode)
         self._agents = 0
         self._live: dict[Cluster, int] = {}
         self._seen = -1
@@ -169,6 +170,8 @@ class Scheduler:
             self.machine.race.warp = warp
         if self.trace is not None:
             self.trace.stores(warp)
+        if pc in self._aligned and warp.words[MASK] != warp.words[LIVE] and warp.pending is None:
+            report_diverged(warp, instr, warp.words[LIVE] & ~warp.words[MASK])
         try:
             block = function(warp, instr, form)
         except EmulatorError as error:
@@ -229,11 +232,7 @@ class Scheduler:
 
     def _any_parked(self, warp: Warp) -> Block:
         parked = warp.parked
-
-        def detail() -> str:
-            return "; ".join(f"lanes {p.mask:#010x} at pc {p.pc}: {p.block.reason} {p.block.detail()}" for p in parked)
-
-        return Block("lane groups", lambda: any(p.block.ready() for p in parked), detail)
+        return Block("lane groups", lambda: any(p.block.ready() for p in parked))
 
     def _wake(self) -> None:
         """Move warps whose wait is over to the ready list."""
@@ -281,6 +280,7 @@ class Scheduler:
     def _exit(self, warp: Warp) -> bool:
         """The running lanes have exited. True if the warp is gone or waits."""
         if warp.parked:
+            barriers.lanes_exited(warp)
             self._sleep(warp, self._any_parked(warp))
             return True
         if self.trace is not None:
@@ -356,13 +356,17 @@ class Scheduler:
         pending = f"{len(self.units)} pending asynchronous operations cannot complete" if len(self.units) else ""
         lines = [f"deadlock: no warp can run and {pending or 'no asynchronous operation is pending'}"]
         for warp in self.blocked[:64]:
-            place, block = warp.place(), warp.block
-            where = f" ({place.python})" if place.python else ""
+            place = warp.place()
             device = "" if place.device is None else f"device {place.device} "
-            lines.append(
-                f"  {device}CTA {warp.cta.ctaid} warp {warp.warp_id}: {block.reason}"
-                f"{': ' if block.detail() else ''}{block.detail()}, PTX line {place.ptx_line}{where}: {place.ptx}"
-            )
+            who = f"{device}CTA {warp.cta.ctaid} warp {warp.warp_id}"
+            waits = [(p.block, p.pc, f"{who} lanes {p.mask:#010x}") for p in warp.parked]
+            if warp.stalled or not waits:
+                waits.append((warp.block, warp.words[PC], who))
+            for block, pc, name in waits:
+                place, detail = warp.program.place(pc), block.detail()
+                where = f" ({place.python})" if place.python else ""
+                what = f"{block.reason}: {detail}" if detail else block.reason
+                lines.append(f"  {name}: {what}, PTX line {place.ptx_line}{where}: {place.ptx}")
         if len(self.blocked) > 64:
             lines.append(f"  ... and {len(self.blocked) - 64} more warps")
         lines += [f"  {operation}" for operation, _ in zip(self.units, range(16), strict=False)]

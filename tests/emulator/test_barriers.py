@@ -110,6 +110,32 @@ def test_exited_warps_are_not_waited_for():
     assert (run(body)[0] == 1).all()
 
 
+LATE_EXIT = "mov.u32 %r4, 0; SPIN: add.s32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 3000; @%p2 bra SPIN; exit;"
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "barrier.sync 0;",
+        "barrier.sync 0, 64;",
+        "bar.warp.sync 0xffffffff;",
+        "barrier.cluster.arrive; barrier.cluster.wait;",
+        "barrier.red.popc.u32 %r5, 0, %p1;",
+    ],
+)
+def test_lanes_that_exit_later_are_not_waited_for(wait, schedule):
+    """The first half of warp 0 waits while its other half still runs, and then exits; warp 1 waits too."""
+    body = f"""
+    ld.param.b64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 4; add.s64 %rd1, %rd1, %rd3;
+    sub.u32 %r2, %r1, 16; setp.ge.u32 %p1, %r2, 16; @%p1 bra WAIT; {LATE_EXIT}
+    WAIT: {wait} mov.u32 %r9, 5; st.global.b32 [%rd1], %r9;
+    """
+    out = aligned(64, np.int32)
+    result = launch(entry("u64 out", body), out, block=64, settings=Settings(schedule=schedule))
+    assert out.tolist() == [5] * 16 + [0] * 16 + [5] * 32 and not result.hazards
+
+
 @pytest.mark.parametrize("wait", ["bar.sync 1, 128;", "bar.red.or.pred %p5, 1, 128, %p2;", "barrier.sync 1, 128;"])
 def test_a_warp_may_wait_after_it_has_arrived(wait):
     """Two pairs of warps take turns, as FlashAttention's warp groups: the first one's first turn is its own arrival."""

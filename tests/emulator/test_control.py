@@ -113,6 +113,78 @@ def test_shuffles_in_both_branches_of_an_if():
     np.testing.assert_array_equal(run(body), np.where(LANES < 16, 3, 20))
 
 
+def test_lanes_wait_for_members_that_stand_at_an_instruction_of_their_own():
+    """The body behind the join has a barrier for its own lanes: they go first, although the join comes before it."""
+    body = """
+    setp.lt.u32 %p1, %r1, 16; @%p1 bra FAR;
+    JOIN: redux.sync.add.u32 %r9, %r1, 0xffffffff; bra END;
+    FAR: bar.warp.sync 0x0000ffff; bra JOIN; END:
+    """
+    assert (run(body) == 496).all()
+
+
+TWO_MASKS = {  # instruction -> result of each lane; %r2 is the member mask of the lane's half, %r3 = lane / 10
+    "redux.sync.add.u32 %r9, %r1, %r2;": np.where(LANES < 16, 120, 376),
+    "redux.sync.add.u32 %r2, %r1, %r2; mov.u32 %r9, %r2;": np.where(LANES < 16, 120, 376),
+    "redux.sync.max.f32 %f1, %f1, %r2; cvt.rzi.s32.f32 %r9, %f1;": np.where(LANES < 16, 15, 31),
+    "vote.sync.ballot.b32 %r9, %p2, %r2;": np.where(LANES < 16, 0xFFFF, 0xF << 16),
+    "vote.sync.all.pred %p3, %p2, %r2; selp.b32 %r9, 1, 0, %p3;": np.where(LANES < 16, 1, 0),
+    "match.any.sync.b32 %r9, %r3, %r2;": np.repeat((0x3FF, 0xFC00, 0xF << 16, 0x3FF << 20, 3 << 30), (10, 6, 4, 10, 2)),
+    "match.all.sync.b32 %r9|%p3, %r4, %r2;": np.where(LANES < 16, 0xFFFF, 0xFFFF << 16),
+    "elect.sync %r9|%p3, %r2; @%p3 add.s32 %r9, %r9, 100;": np.where(LANES % 16, LANES // 16 * 16, LANES + 100),
+    "shfl.sync.idx.b32 %r9, %r1, 3, 0x101f, %r2;": LANES // 16 * 16 + 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("instruction", TWO_MASKS)
+def test_halves_of_a_warp_come_together_with_their_own_masks(instruction):
+    """As the tiles of cooperative groups do: one instruction, executed by all lanes, with a mask for each half."""
+    body = """
+    setp.lt.u32 %p1, %r1, 16; selp.b32 %r2, 0x0000ffff, 0xffff0000, %p1; setp.lt.u32 %p2, %r1, 20;
+    div.u32 %r3, %r1, 10; selp.b32 %r4, 5, 6, %p1; cvt.rn.f32.u32 %f1, %r1;
+    """
+    want = np.array(TWO_MASKS[instruction], np.int64).astype(np.uint32).view(np.int32)
+    np.testing.assert_array_equal(run(body + instruction), want)
+
+
+FEW = "setp.lt.u32 %p1, %r1, 4; mov.u32 %r2, s; mov.u32 %r9, 0; st.shared.v4.b32 [%r2], {%r9, %r9, %r9, %r9};"
+WITHOUT_LANES = (  # an instruction that only some lanes get to, and one that those lanes may execute alone
+    ("shfl.sync.idx.b32 %r9, %r1, 0, 31, 0xffffffff;", "shfl.sync.idx.b32 %r9, %r1, 0, 31, 15;"),
+    ("vote.sync.any.pred %p2, %p1, -1;", "vote.sync.any.pred %p2, %p1, 0xf;"),
+    ("elect.sync _|%p2, 0x80000001;", "elect.sync _|%p2, 1;"),
+    ("redux.sync.add.u32 %r9, %r1, -1;", "activemask.b32 %r3; redux.sync.add.u32 %r9, %r1, %r3;"),
+    ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r9}, [%r2];", "ld.shared.b32 %r9, [%r2];"),
+    ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r2], {%r9};", "st.shared.b32 [%r2], %r9;"),
+    ("movmatrix.sync.aligned.m8n8.trans.b16 %r9, %r1;", "mov.b32 %r9, %r1;"),
+    ("wgmma.commit_group.sync.aligned;", "cp.async.bulk.commit_group;"),
+)
+
+
+@pytest.mark.parametrize("alone", [a for pair in WITHOUT_LANES for a in pair])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_an_instruction_without_lanes_that_it_needs_is_reported(alone, guarded):
+    """The others are on another path, or do not pass the guard."""
+    last = alone.rstrip(";").rpartition("; ")[2]
+    branch = alone.replace(last, f"@%p1 {last}") if guarded else f"@!%p1 bra END; {alone} END:"
+    branch += " bar.warp.sync -1;"  # keeps the other lanes alive
+    if guarded and "activemask" in branch:
+        branch = branch.replace("activemask.b32 %r3;", "mov.u32 %r3, 15;")
+    out = aligned(32, np.int32)
+    text = entry("u64 out", FRAME + FEW + branch, shared=".shared .align 16 .b8 s[16];")
+    found = launch(text, out).hazards
+    if alone in [broken for broken, _ in WITHOUT_LANES]:
+        assert [h.kind for h in found] == ["diverged_sync"] and found[0].place.ptx.endswith(last)
+    else:
+        assert not found
+
+
+def test_lanes_that_have_exited_are_not_missed():
+    body = "setp.ge.u32 %p1, %r1, 36; @%p1 exit; redux.sync.add.u32 %r9, %r1, 0xffffffff; mov.u32 %r3, 7;"
+    out = aligned(40, np.int32)
+    assert not launch(entry("u64 out", FRAME + body + STORE), out, block=40).hazards
+    np.testing.assert_array_equal(out, [496] * 32 + [134] * 4 + [0] * 4)
+
+
 def test_lanes_blocked_in_a_service_do_not_hold_the_others():
     """Lane 0 waits at a named barrier that only the other warp completes after lane 1 has set a flag."""
     body = """
@@ -216,6 +288,28 @@ def test_clock_advances():
 def test_impossible_launches(options, match):
     with pytest.raises(LaunchError, match=match):
         launch(entry("u64 out", ""), aligned(32, np.int32), **options)
+
+
+@pytest.mark.parametrize(
+    ("directive", "options", "match"),
+    [
+        (".reqntid 64", {"block": 32}, "has .reqntid"),
+        (".maxntid 32, 2", {"block": 65}, "has .maxntid: at most 64 threads"),
+        (".maxntid 32, 2", {"block": 64}, None),
+        (".reqnctapercluster 2", {"grid": 2}, "has .reqnctapercluster"),
+        (".maxclusterrank 2", {"grid": 4, "cluster": (2, 2, 1)}, "not a multiple"),
+        (".maxclusterrank 2", {"grid": 4, "cluster": (4, 1, 1)}, "has .maxclusterrank 2"),
+        (".maxclusterrank 2", {"grid": 4, "cluster": (2, 1, 1)}, None),
+    ],
+)
+def test_launches_that_the_kernel_rules_out(directive, options, match):
+    text = entry("u64 out", "").replace(")\n{", f")\n{directive}\n{{")
+    assert directive in text
+    if match is None:
+        launch(text, aligned(1, np.int32), **options)
+        return
+    with pytest.raises(LaunchError, match=match):
+        launch(text, aligned(1, np.int32), **options)
 
 
 def test_subset_of_the_grid_runs_whole_clusters():

@@ -114,6 +114,9 @@ _TABLE = (
      "fence.mbarrier_init and a barrier of all threads (of the cluster) after mbarrier.init"),
     ("cluster_double_arrive", LINT, "barrier",
      "barrier.cluster.arrive again without a wait in between", "one wait per arrive"),
+    ("diverged_sync", ERROR, "barrier",
+     "a .sync instruction is executed without lanes that its member mask names, or an .aligned one without all lanes",
+     "execute it where the whole warp is together, or name in the mask only the lanes that get there"),
     # CuTeDSL takes the id out of every response and tests is_canceled afterwards: reading it is no error by itself.
     ("clc_failed_response", LINT, "barrier",
      "the CTA id is taken out of the response of a cancel request that failed", "test is_canceled first"),

@@ -32,7 +32,7 @@ RECORD = np.dtype(
         ("handler", "<u8"),
         ("guard", "<i4"),
         ("guard_negated", "<i4"),
-        ("target", "<i4"),  # branch target: record index
+        ("target", "<i4"),  # branch target: record index; with FLAG_MEMBERS byte offset of the member mask
         ("flags", "<i4"),
         ("imm", "<i8"),
         ("operand", "<i4", MAX_OPERANDS),
@@ -91,8 +91,9 @@ CONTEXT = np.dtype(
 )
 
 # RECORD.flags. CONVERGE marks .aligned and .sync instructions: a divergent group defers them until the other lanes
-# arrive, exit, or stand at such an instruction themselves.
-FLAG_CONVERGE = 1
+# arrive, exit, or stand at such an instruction themselves. MEMBERS: only the lanes of a member mask have to be there,
+# a register at offset `target`.
+FLAG_CONVERGE, FLAG_MEMBERS = 1, 2
 READ_ONLY = 1 << 63  # set in the end of an allocation table entry that stores must not touch
 PADDED = 1 << 62  # set in the end of an entry that came from an allocator that rounds up
 
@@ -105,6 +106,7 @@ DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4
 # leave lanes in `mask` to the driver (to `target`, or out of the kernel).
 CONTINUE, JUMPED, STOP_SERVICE, STOP_EXITED, STOP_FAULT, BRANCH, EXIT = 0, 1, 2, 3, 4, 5, 6
 
+FAULT_DIVERGED = 9  # a .sync or .aligned instruction was executed without lanes that have to take part
 FAULT_NONE, FAULT_GLOBAL, FAULT_SHARED, FAULT_LOCAL, FAULT_PARAM, FAULT_ALIGN, FAULT_UNINIT, FAULT_RACE = range(8)
 FAULT_PAST_END = 8
 

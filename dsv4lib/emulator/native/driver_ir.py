@@ -3,8 +3,8 @@
 Divergence: a warp is one *running* group of lanes and up to 31 *waiting* ones, each with its own pc. The loop runs the
 group with the lowest pc and merges groups that meet. Structured code reconverges where it joins, because a join lies
 behind everything that leads to it. ``.aligned`` and ``.sync`` instructions need their lanes together even where the
-compiler laid the code out differently: a group that reaches one alone lets all other groups run first, and goes on
-alone only when every group stands at such an instruction.
+compiler laid the code out differently: a group that reaches one without them (the live lanes of its member masks, or
+all) lets all other groups run first, and goes on alone only when every group stands at such an instruction.
 
 Progress: within ``run`` a spinning group keeps the warp. The scheduler breaks that by rotating groups (``sticky`` = 1:
 run this group for one slice), and ``sticky`` = 2 lets a group pass one converging instruction alone.
@@ -44,6 +44,7 @@ def _fields() -> dict[str, str]:
     out |= {f"R_{name}": str(record_offset(name)) for name in abi.RECORD.names}
     out["RECORD"] = str(abi.RECORD.itemsize)
     out |= {"NEVER": str(NEVER), "ALWAYS": str(_ALWAYS), "LATE": str(_LATE), "CONVERGE": str(abi.FLAG_CONVERGE)}
+    out["MEMBERS"] = str(abi.FLAG_MEMBERS)
     return out
 
 
@@ -75,9 +76,33 @@ some:
   %free = icmp ne i32 %sticky, 2
   %a = and i1 %conv, %partial
   %b = and i1 %a, %free
+  br i1 %b, label %apart, label %now
+now:
+  ret i32 %pc
+apart:
+  %mbit = and i32 %flags, $MEMBERS
+  %named = icmp ne i32 %mbit, 0
   %late = add i32 %pc, $LATE
-  %key = select i1 %b, i32 %late, i32 %pc
+  br i1 %named, label %members, label %wait
+members:
+  %po = getelementptr i8, ptr %rec, i64 $R_target
+  %offset = load i32, ptr %po, align 4
+  %offset64 = zext i32 %offset to i64
+  %pr = getelementptr i8, ptr %ctx, i64 $C_regs
+  %regs = load ptr, ptr %pr, align 8
+  %pm = getelementptr i8, ptr %regs, i64 %offset64
+  %values = load <32 x i32>, ptr %pm, align 4
+  %on = bitcast i32 %mask to <32 x i1>
+  %mine = select <32 x i1> %on, <32 x i32> %values, <32 x i32> zeroinitializer
+  %wanted = call i32 @llvm.vector.reduce.or.v32i32(<32 x i32> %mine)
+  %alive = and i32 %wanted, %live
+  %not = xor i32 %mask, -1
+  %missing = and i32 %alive, %not
+  %together = icmp eq i32 %missing, 0
+  %key = select i1 %together, i32 %pc, i32 %late
   ret i32 %key
+wait:
+  ret i32 %late
 }
 """
 
@@ -441,5 +466,7 @@ def run_loop(counting: bool = False) -> Callable[[int, int, int], int]:
         text = text.replace(head, head + _COUNT)
     for name in ("STALLED", "SERVICE", "EXITED", "DONE", "FAULT"):
         text = text.replace(f"${name}", str(getattr(abi, name)))
-    address = library.default().function(fill(text), helpers=("driver_key", "driver_select", "driver_push"))
+    helpers = ("driver_key", "driver_select", "driver_push")
+    declared = ["declare i32 @llvm.vector.reduce.or.v32i32(<32 x i32>)"]
+    address = library.default().function(fill(text), helpers, declared)
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)(address)

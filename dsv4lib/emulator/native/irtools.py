@@ -448,6 +448,14 @@ class Emitter:
             self._lane_mask = self.lanes(self.mask())
         return self._lane_mask
 
+    @contextmanager
+    def executing(self, mask: Value) -> Iterator[None]:
+        """The block with other executing lanes, a scalar i32; it may be code that does not always run."""
+        kept = self._mask, self._lane_mask, self._pointers
+        self._mask, self._lane_mask, self._pointers = mask, None, dict(self._pointers)
+        yield
+        self._mask, self._lane_mask, self._pointers = kept
+
     def register_bits(self, i: int, default: int) -> int:
         """Width of the register at operand ``i``; ``default`` for immediates and sinks."""
         leaf = self.leaves[i].lstrip("!")

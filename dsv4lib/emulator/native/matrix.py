@@ -23,6 +23,7 @@ from dsv4lib.emulator.native.access_log import READ, WRITE, log
 from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import Emitter, Value
 from dsv4lib.emulator.native.memory import buffer, copy, copy_all_in, copy_all_out, row
+from dsv4lib.emulator.native.warp import absent, note
 
 _SHARED = "[.<space:shared|shared::cta>]"
 _ROW = 16  # bytes
@@ -40,8 +41,16 @@ def _count(form: Form, registers: range, each: int) -> int:
     return n
 
 
+def _check_aligned(e: Emitter) -> None:
+    """Note live lanes that do not execute."""
+    missing = absent(e, e.const(-1, "i32", 0))
+    with e.when(e.icmp("ne", missing, 0)):
+        note(e, missing)
+
+
 def _gather(e: Emitter, form: Form, base: int, rows: int) -> Value:
     """Read one row from each of the first ``rows`` lanes' addresses; returns the buffer."""
+    _check_aligned(e)
     space, lanes = space_of(form.get("space")), addresses(e, base)
     staging, slot, mask = buffer(e, _ROW), spill(e, lanes), e.const((1 << rows) - 1, "i32", 0)
     checked = check_all(e, space, False, lanes, _ROW, mask)
@@ -59,7 +68,8 @@ def _gather(e: Emitter, form: Form, base: int, rows: int) -> Value:
 
 
 def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> None:
-    """Store one row of the buffer at each of the first ``rows`` lanes' addresses."""
+    """Store one row of the buffer at each of the first ``rows`` lanes' addresses; returns to the driver."""
+    _check_aligned(e)
     space, lanes = space_of(form.get("space")), addresses(e, base)
     slot, mask = spill(e, lanes), e.const((1 << rows) - 1, "i32", 0)
     checked = check_all(e, space, True, lanes, _ROW, mask)
@@ -73,7 +83,7 @@ def _scatter(e: Emitter, form: Form, base: int, staging: Value, rows: int) -> No
         e.label("stored")
     count(e, space, slot, _ROW, mask)
     log(e, space, slot, _ROW, mask, WRITE)
-    e.ret(abi.CONTINUE)
+    finish(e, space)
 
 
 def _vector(e: Emitter, staging: Value, offset: int, kind: str, n: int) -> Value:

@@ -126,7 +126,11 @@ class Param:
 
 @dataclass
 class Kernel:
-    """One ``.entry``. ``labels`` maps a (scoped) label to the index of the instruction it stands before."""
+    """One ``.entry``. ``labels`` maps a (scoped) label to the index of the instruction it stands before.
+
+    What it says about its launches, None if nothing: ``reqntid``, ``maxntid``, ``cluster`` (.reqnctapercluster),
+    ``max_cluster`` (.maxclusterrank).
+    """
 
     name: str
     params: list[Param] = field(default_factory=list)
@@ -137,6 +141,7 @@ class Kernel:
     reqntid: tuple[int, int, int] | None = None
     maxntid: tuple[int, int, int] | None = None
     cluster: tuple[int, int, int] | None = None
+    max_cluster: int | None = None
 
     @property
     def param_bytes(self) -> int:

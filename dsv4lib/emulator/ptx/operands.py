@@ -7,9 +7,12 @@ declares the same names in every one of its blocks, so a name of an inner scope 
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dsv4lib.emulator.ptx.ir import Imm, Memory, Operand, Pair, Reg, Register, Sink, Special, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import split
@@ -87,19 +90,33 @@ def integer(text: str) -> int:
 def immediate(text: str, opcode: str) -> Imm | None:
     """A constant as raw bits, or None if ``text`` is not a constant.
 
-    A decimal float becomes double precision in ``.f64`` instructions and single precision in all others.
+    A floating-point constant takes the precision of the instruction's operands, however it is written; bit-size types
+    take those of their own size as they are.
+
+    Raises:
+        OperandError: a floating-point constant that is too large or that the instruction's type does not have.
     """
-    if match := _FLOAT_BITS.fullmatch(text):
-        return Imm(int(match[1] or match[2], 16))
     if _INTEGER.fullmatch(text):
         return Imm(integer(text) & _MASK64)
-    if _DECIMAL.fullmatch(text):
-        code = ("<d", "<Q") if ".f64" in opcode else ("<f", "<I")
-        try:
-            return Imm(struct.unpack(code[1], struct.pack(code[0], float(text)))[0])
-        except OverflowError:
-            raise OperandError(f"{text} does not fit in single precision") from None
-    return Imm(32) if text == "WARP_SZ" else None
+    bits = _FLOAT_BITS.fullmatch(text)
+    if bits is None and not _DECIMAL.fullmatch(text):
+        return Imm(32) if text == "WARP_SZ" else None
+    types = [t for t in opcode.split(".") if t in ("f32", "f64", "b32", "b64")]
+    kind = types[0 if opcode.startswith("slct") else -1] if types else ""
+    if bits is not None and (kind == "b64" or kind[1:] == ("32" if bits[1] else "64")):  # a b64 may be two b32
+        return Imm(int(bits[1] or bits[2], 16))
+    if kind in ("", "b32"):
+        raise OperandError(f"{text} is no constant of the type of {opcode}")
+    if bits is None:
+        value = float(text)
+    else:
+        value = struct.unpack(">f" if bits[1] else ">d", bytes.fromhex(bits[1] or bits[2]))[0]
+    if bits is None and math.isinf(value):
+        raise OperandError(f"{text} does not fit in double precision")
+    if kind == "f32":
+        with np.errstate(over="ignore"):
+            return Imm(int(np.float32(value).view(np.uint32)))
+    return Imm(struct.unpack("<Q", struct.pack("<d", value))[0])
 
 
 class Names:
@@ -195,8 +212,8 @@ class Names:
             operand = cache.get(item)
             if operand is None:
                 operand = self.operand(item, opcode)
-                # A decimal float's bits depend on the opcode, everything else on the scope alone.
-                if not _DECIMAL.search(item):
+                # The bits of floats depend on the opcode, everything else on the scope alone.
+                if not _DECIMAL.search(item) and not _FLOAT_BITS.search(item):
                     cache[item] = operand
             out.append(operand)
         return tuple(out)

@@ -23,10 +23,9 @@ _STATEMENT = re.compile(r"\s*(?:([{};])|([%$_A-Za-z][\w$]*)\s*:(?!:)|([^;{}\s][^
 _INSTRUCTION = re.compile(r"(?:@\s*(!?)\s*([%$_A-Za-z][\w$]*)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _PERFORMANCE = re.compile(r"\.(\w+)(?:\s+([\d,\s]+?|\"[^\"]*\"))?(?=\s*(?:\.|$))")
 
-# Kernel directives that only steer code generation or promise something about the launch that we check ourselves.
-_HINTS = frozenset(
-    ("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "maxclusterrank", "explicitcluster", "pragma")
-)
+# Kernel directives that only steer code generation; .explicitcluster asks for a launch that names its cluster shape,
+# which cannot be told from one of single CTAs.
+_HINTS = frozenset(("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "explicitcluster", "pragma"))
 # Tables of indirect branches and calls, which the lowering refuses where they are used.
 _TABLES = (".branchtargets", ".calltargets", ".callprototype")
 # These name code: their operands are labels or functions, not variables.
@@ -135,6 +134,8 @@ def _directives(kernel: Kernel, text: str) -> None:
             kernel.maxntid = triple
         elif name == "reqnctapercluster" and 1 <= len(numbers) <= 3:
             kernel.cluster = triple
+        elif name == "maxclusterrank" and len(numbers) == 1:
+            kernel.max_cluster = numbers[0]
         else:
             raise OperandError(f"entry directive .{name} {argument}".rstrip())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 
 from dsv4lib.emulator.ptx.ir import Param, Variable
 from dsv4lib.emulator.ptx.lexer import split
@@ -97,8 +96,5 @@ def _data(text: str, kind: str) -> bytes:
         constant = immediate(item, f".{kind}")
         if constant is None:
             raise OperandError(f"initialiser {item!r}: only constants are supported")
-        if kind == "f64" and item[:2] in ("0f", "0F"):
-            out += struct.pack("<d", struct.unpack("<f", struct.pack("<I", constant.bits))[0])
-        else:
-            out += (constant.bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+        out += (constant.bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
     return bytes(out)

@@ -93,6 +93,45 @@ def test_any_float_pattern_and_offset(bits, offset):
     assert one(f"ld.global.b32 %r1, [%rd1+{offset}];")[1]["offset"] == offset
 
 
+@pytest.mark.parametrize(
+    ("text", "bits"),  # as ptxas takes them
+    [
+        ("mul.f32 %r1, %r2, 0d4008000000000000;", 0x40400000),
+        ("mul.f32 %r1, %r2, 0d3FF0000010000000;", 0x3F800000),  # a tie
+        ("mul.f32 %r1, %r2, 1e39;", 0x7F800000),
+        ("mul.f64 %rd1, %rd2, 0f40400000;", 0x4008000000000000),
+        ("mov.b64 %rd1, 1.5;", 0x3FF8000000000000),
+        ("mov.b64 %rd1, 0d3FF8000000000000;", 0x3FF8000000000000),
+        ("mov.b32 %r1, 0f40400000;", 0x40400000),
+        ("cvt.f64.f32 %rd1, 1.5;", 0x3FC00000),
+        ("cvt.f64.f32 %rd1, 0d3FF8000000000000;", 0x3FC00000),
+        ("cvt.rn.f32.f64 %r1, 0f3FC00000;", 0x3FF8000000000000),
+        ("cvt.rzi.s32.f32 %r1, 1.5;", 0x3FC00000),
+        ("slct.f64.f32 %rd1, %rd1, 1.5, %r1;", 0x3FF8000000000000),
+    ],
+)
+def test_float_constants_take_the_type_of_the_operand(text, bits):
+    assert Imm(bits) in one(text)
+
+
+def test_two_instructions_read_one_constant_each_in_its_type():
+    body = "mul.f32 %r1, %r1, 0f40400000; mul.f64 %rd1, %rd1, 0f40400000;"
+    assert [i.operands[2] for i in kernel(body).instructions] == [
+        Imm(0x40400000),
+        Imm(0x4008000000000000),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["mul.f16 %rs1, %rs1, 2.0", "mov.b16 %rs1, 0f3F800000", "mov.u32 %r1, 1.0", "mov.b32 %r1, 1.0"]
+    + ["mov.b32 %r1, 0d3FF0000000000000", "mul.f32 %r1, %r1, 1e400", "fma.rn.f32x2 %rd1, %rd1, %rd1, 1.0"],
+)
+def test_float_constants_that_ptxas_refuses(text):
+    with pytest.raises(PtxSyntaxError, match="no constant of the type|does not fit"):
+        one(text + ";")
+
+
 def test_guards_and_lines():
     k = kernel("@%p1 add.s32 %r1, %r1, 1;\n  @!%p2 bra.uni L;\nL:\nret;")
     assert [i.opcode for i in k.instructions] == ["add.s32", "bra.uni", "ret"]
