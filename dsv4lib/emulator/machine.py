@@ -23,6 +23,7 @@ from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
 from dsv4lib.emulator.livelock import Watch
 from dsv4lib.emulator.memory.gmem import GlobalMemory
+from dsv4lib.emulator.native import fpenv
 from dsv4lib.emulator.native.abi import CHECK_PROXY, CHECK_RACE
 from dsv4lib.emulator.recorder import Recorder
 from dsv4lib.emulator.request import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
@@ -143,11 +144,12 @@ class Machine:
         """
         watch = Watch()
         try:
-            self.begin()
-            while self.scheduler.running:
-                self.scheduler.step()
-                watch.look(self, [self])
-            return self.end()
+            with fpenv.ieee():
+                self.begin()
+                while self.scheduler.running:
+                    self.scheduler.step()
+                    watch.look(self, [self])
+                return self.end()
         except EmulatorError as error:
             self.explain(error)
             raise

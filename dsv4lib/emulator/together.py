@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4lib.emulator import machine
 from dsv4lib.emulator.errors import Deadlock, EmulatorError
 from dsv4lib.emulator.livelock import Watch
+from dsv4lib.emulator.native import fpenv
 from dsv4lib.emulator.request import LaunchRequest
 
 if TYPE_CHECKING:
@@ -103,17 +104,15 @@ class Together:
         running = streams.running
         watch, turns = Watch(), self._policy(streams, self._random)
         try:
-            while True:
-                _begin(streams)
-                if not running:
-                    break
-                stream = next(turns)
-                item, launch = running[stream]
-                launch.scheduler.step()
-                if launch.scheduler.running:
-                    watch.look(launch, [m for _, m in running.values()])
-                else:
-                    self._finish(streams, stream)
+            with fpenv.ieee():
+                while _begin(streams):
+                    stream = next(turns)
+                    item, launch = running[stream]
+                    launch.scheduler.step()
+                    if launch.scheduler.running:
+                        watch.look(launch, [m for _, m in running.values()])
+                    else:
+                        self._finish(streams, stream)
             if any(streams.queues.values()):
                 raise Deadlock("deadlock: streams wait for events that are recorded on none of them")
         except EmulatorError as error:
@@ -136,8 +135,8 @@ class Together:
         self._streams.queues.setdefault((device.index, stream), deque()).append(item)
 
 
-def _begin(streams: _Streams) -> None:
-    """Start what is at the head of its stream; pass events."""
+def _begin(streams: _Streams) -> bool:
+    """Start what is at the head of its stream; pass events. False if nothing runs then."""
     moved = True
     while moved:
         moved = False
@@ -154,6 +153,7 @@ def _begin(streams: _Streams) -> None:
                     launch = machine.prepare(item.request, item.device)
                     streams.running[stream] = item, launch
                     launch.begin()
+    return bool(streams.running)
 
 
 def _leave(device: Device, launch: machine.Machine) -> None:

@@ -6,10 +6,7 @@ stage that did not run is red, not absent. A partial selection (`-k`) is compare
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,13 +23,11 @@ STAGES = discover(env.root())
 NEGATIVES = [(stage, negative.name) for stage in STAGES for negative in stage.negatives]
 
 
-@functools.cache
-def executed_folder() -> Path:
-    """Where every test process of this session notes what it executed."""
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if session is None:
-        return Path(tempfile.mkdtemp(prefix="dsv4-executed-"))
-    folder = Path(tempfile.gettempdir()) / f"dsv4-executed-{session}"
+@pytest.fixture(scope="session")
+def executed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every test process of this session notes what it executed: in pytest's folder of the session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "executed"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -45,8 +40,8 @@ def verified(record: Record) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
-def test_quick(stage: Stage, tmp_path: Path) -> None:
-    note = executed_folder() / stage.name
+def test_quick(stage: Stage, tmp_path: Path, executed_folder: Path) -> None:
+    note = executed_folder / stage.name
     note.write_text("started")
     found = runner.run_stage(stage, "quick", runner.Options(out=tmp_path, workers=1))
     note.write_text("executed" if found and all(record.finished for record in found) else "not executed")
@@ -70,7 +65,7 @@ def test_lint(stage: Stage) -> None:
     assert [str(problem) for problem in lint(stage)] == []
 
 
-def test_every_stage_was_executed(request: pytest.FixtureRequest) -> None:
+def test_every_stage_was_executed(request: pytest.FixtureRequest, executed_folder: Path) -> None:
     """Comes last (see conftest). With several test processes it waits for the items that still run elsewhere."""
     folders = {path.name for path in (env.root() / "stages").iterdir() if path.is_dir()}
     assert {stage.name for stage in STAGES} == folders
@@ -86,11 +81,10 @@ def test_every_stage_was_executed(request: pytest.FixtureRequest) -> None:
     expected = selected if narrowed else folders
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
-        notes = {path.name: path.read_text() for path in executed_folder().iterdir()}
+        notes = {path.name: path.read_text() for path in executed_folder.iterdir()}
         if all(notes.get(name) not in (None, "started") for name in expected):
             break
         if "PYTEST_XDIST_WORKER" not in os.environ:
             break  # nothing else is running
         time.sleep(0.5)
-    shutil.rmtree(executed_folder())
     assert {name for name in expected if notes.get(name) != "executed"} == set()

@@ -17,6 +17,7 @@ from dsv4lib.emulator.cta import aligned_zeros
 from dsv4lib.emulator.driver.arch import Architecture, architecture
 from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
+from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.hazards import KINDS, Hazard
 from dsv4lib.emulator.hazards.selection import PRESETS, select
@@ -246,6 +247,7 @@ def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
     from dsv4lib.emulator.driver import dsl, torch_shims
 
     with ExitStack() as stack:
+        stack.enter_context(unwinding())
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dsv4-emulator-"))  # mode 0700
         stack.enter_context(dsl.patched(gpu, folder))
         if shims:

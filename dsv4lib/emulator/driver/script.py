@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib.emulator.driver.arch import ARCHITECTURES
+from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.errors import ArgumentError
 
 HAZARD, FAILED, REFUSED, INTERRUPTED = 90, 91, 92, 130
@@ -105,7 +106,7 @@ def wanted_arch(error: str) -> str | None:
 
 def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any]) -> tuple[int, str]:
     """One run; returns the exit code and the last exception's message ("" if there was none)."""
-    with tempfile.TemporaryDirectory(prefix="dsv4-emulate-") as folder:
+    with unwinding(), tempfile.TemporaryDirectory(prefix="dsv4-emulate-") as folder:
         report = Path(folder) / "error"
         job = json.dumps({"script": str(path), "args": list(args), "arch": arch, "report": str(report), **settings})
         environment = {
@@ -126,6 +127,10 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
         except KeyboardInterrupt:
             _stop(process)
             return INTERRUPTED, ""
+        except SystemExit:  # SIGTERM
+            process.terminate()
+            _stop(process)
+            raise
         return (128 - code if code < 0 else code), report.read_text() if report.exists() else ""
 
 

@@ -20,10 +20,13 @@ DTYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 TESTED: set[str] = set()  # spellings some test has run
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="dsv4-native-")  # removed at the end of the process
+
+
 @functools.cache
 def library() -> Library:
     """One library for the test process, with a cold cache."""
-    return Library(Path(tempfile.mkdtemp(prefix="dsv4-native-")))
+    return Library(Path(_FOLDER.name))
 
 
 @dataclass

@@ -1,0 +1,35 @@
+"""SIGTERM as an exception, so that what a context has made (temporary folders, patches) is undone.
+
+Python's own answer to SIGTERM ends the process at once and leaves everything behind. Batch systems, `timeout` and test
+runners send it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_CODE)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """Inside, SIGTERM raises SystemExit(143).
+
+    A handler that somebody has installed stays. Off the main thread nothing changes: handlers can only be set there.
+    """
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        if ours and signal.getsignal(signal.SIGTERM) is _exit:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
