@@ -162,8 +162,6 @@ def bar_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     "bar[.cta].red.<op:and|or>.pred",
     "barrier[.cta].red.<op:popc>[.<aligned:aligned>].u32",
     "barrier[.cta].red.<op:and|or>[.<aligned:aligned>].pred",
-    "barrier[.cta].red.<aligned:aligned>.<op:popc>.u32",
-    "barrier[.cta].red.<aligned:aligned>.<op:and|or>.pred",
 )
 def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Barrier with a reduction of one predicate per thread."""

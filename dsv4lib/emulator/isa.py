@@ -6,7 +6,8 @@ one of the alternatives and is handed to the implementation under that name:
     mbarrier.try_wait[.<parity:parity>][.<sem:acquire|relaxed>][.<scope:cta|cluster>][.<space:shared|shared::cta>].b64
 
 A spelling that no pattern matches *entirely* is refused with the nearest pattern, so an unknown modifier can never be
-ignored. The registered patterns are also the coverage page.
+ignored. Modifiers in another order than the pattern's are accepted where the assembler accepts them (spelling.py); the
+`Form` then has the pattern's order. The registered patterns are also the coverage page.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsv4lib.emulator import spelling
 from dsv4lib.emulator.errors import Place, UnsupportedInstruction
 
 
@@ -26,7 +28,7 @@ class Form:
     """One concrete spelling, taken apart.
 
     Attributes:
-        opcode: the full spelling, ``add.s32``.
+        opcode: the full spelling, ``add.s32``, in the pattern's order.
         pattern: the pattern that matched.
         parts: captured alternatives by name; an absent optional part is missing from the dict.
     """
@@ -105,7 +107,8 @@ def find(opcode: str) -> tuple[Entry, Form] | None:
     if len(matches) > 1:
         raise AssertionError(f"{opcode} matches {[e.pattern for e, _ in matches]}")
     if not matches:
-        return None
+        others = {other for e in _ENTRIES.get(base, ()) for other in spelling.reorder(opcode, e.pattern)}
+        return find(others.pop()) if len(others) == 1 else None
     entry, match = matches[0]
     parts = {k: v for k, v in match.groupdict().items() if v is not None}
     return entry, Form(opcode, entry.pattern, parts)

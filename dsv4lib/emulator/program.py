@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -216,6 +216,16 @@ def read_clock(warp: Any, instr: Instr, form: isa.Form) -> None:
     warp.write(target, np.full(abi.LANES, value, np.uint64).astype(np.uint32 if bits == 32 else np.uint64))
 
 
+def in_order(kernel: Kernel) -> Kernel:
+    """The kernel with the modifiers of every implemented instruction in the order of its pattern."""
+    found = [isa.find(instr.opcode) for instr in kernel.instructions]
+    opcodes = [instr.opcode if f is None else f[1].opcode for instr, f in zip(kernel.instructions, found, strict=True)]
+    if all(instr.opcode == opcode for instr, opcode in zip(kernel.instructions, opcodes, strict=True)):
+        return kernel
+    renamed = [replace(instr, opcode=o) for instr, o in zip(kernel.instructions, opcodes, strict=True)]
+    return replace(kernel, instructions=renamed)
+
+
 def lower(kernel: Kernel, module: Module, library: Any = None) -> Program:
     """Prepare a kernel.
 
@@ -240,6 +250,7 @@ class _Lowering:
     """State of one `lower`."""
 
     def __init__(self, kernel: Kernel, module: Module, library: Any):
+        kernel = in_order(kernel)
         self.kernel, self.module, self.library = kernel, module, library
         end = len(kernel.instructions)
         last = kernel.instructions[-1].line if end else 0

@@ -66,8 +66,9 @@ def test_reductions(op, want):
     bar.red.{op}, 0, %p1; {take} st.global.b32 [%rd1], %r5;
     bar.red.{op}, 0, %p1; {take} bar.red.{op}, 1, 128, !%p1;
     """
-    out, _ = run(body)
-    assert (out == want).all()
+    for name in ("bar.red", "barrier.cta.red", "barrier.red.aligned"):
+        out, _ = run(body.replace("bar.red", name))
+        assert (out == want).all()
 
 
 def test_reduction_over_some_warps():
@@ -304,6 +305,7 @@ def test_instructions_that_only_order():
     body = """
     membar.cta; membar.gl; membar.sys; fence.acq_rel.gpu; fence.sc.cta; fence.acquire.sys; fence.release.cluster;
     fence.mbarrier_init.release.cluster; griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 100;
+    fence.release.sync_restrict::shared::cta.cluster; membar.proxy.alias;
     fence.acquire.sync_restrict::shared::cluster.cluster; setmaxnreg.dec.sync.aligned.u32 40; pmevent 3;
     st.global.b32 [%rd1], 1;
     """

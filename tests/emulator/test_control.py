@@ -320,9 +320,10 @@ def test_subset_of_the_grid_runs_whole_clusters():
     assert out.tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_trap_stops_with_its_place():
-    with pytest.raises(EmulatorError, match="executed trap") as error:
-        run("setp.eq.u32 %p1, %r1, 5; @%p1 trap;")
+@pytest.mark.parametrize("opcode", ["trap", "brkpt"])
+def test_trap_stops_with_its_place(opcode):
+    with pytest.raises(EmulatorError, match=f"executed {opcode}") as error:
+        run(f"setp.eq.u32 %p1, %r1, 5; @%p1 {opcode};")
     assert error.value.place.lanes == 1 << 5
 
 

@@ -32,20 +32,11 @@ if TYPE_CHECKING:
 ALIGN = 16
 INDETERMINATE = 0xFF
 _SEM = "[.<sem:weak>]"
-_STRONG = ".<sem:relaxed>[.<scope:cta|cluster|gpu|sys>]"
+_STRONG = ".<sem:relaxed>.<scope:cta|cluster|gpu|sys>"
+_MULTICAST = ".<dst:shared::cluster>.global.mbarrier::complete_tx::bytes.<multicast:multicast::cluster>"
 _HINT = "[.<hint:L2::cache_hint>]"
 _TX = "mbarrier::complete_tx::bytes"
-# Types of cp.reduce.async.bulk into shared memory: a subset of those of reductions into global memory.
-_SHARED_TYPES = {
-    "add": ("u32", "s32", "u64"),
-    "min": ("u32", "s32"),
-    "max": ("u32", "s32"),
-    "inc": ("u32",),
-    "dec": ("u32",),
-    "and": ("b32",),
-    "or": ("b32",),
-    "xor": ("b32",),
-}
+_REDUCE_PEER = f"cp.reduce.async.bulk[.<sem:relaxed>.<scope:cta|cluster>].<dst:shared::cluster>.shared::cta.{_TX}"
 
 
 def _operand(warp: Warp, rest: list[Operand], dtype: type) -> np.ndarray:
@@ -76,9 +67,11 @@ def _check(warp: Warp, size: int, *addresses: int) -> None:
 
 
 @isa.service(
-    f"cp.async.bulk{_SEM}.<dst:shared::cta|shared::cluster>.global.{_TX}[.<multicast:multicast::cluster>]{_HINT}",
+    f"cp.async.bulk{_SEM}.<dst:shared::cta|shared::cluster>.global.{_TX}{_HINT}",
+    f"cp.async.bulk{_SEM}{_MULTICAST}{_HINT}",
     f"cp.async.bulk{_SEM}.<dst:shared::cta>.global.{_TX}{_HINT}.<ignore:ignore_oob>",
-    f"cp.async.bulk{_STRONG}.<dst:shared::cta|shared::cluster>.global.{_TX}[.<multicast:multicast::cluster>]{_HINT}.b128",
+    f"cp.async.bulk{_STRONG}.<dst:shared::cta|shared::cluster>.global.{_TX}{_HINT}.b128",
+    f"cp.async.bulk{_STRONG}{_MULTICAST}{_HINT}.b128",
 )
 def load(warp: Warp, instr: Instr, form: Form) -> None:
     """``[dstMem], [srcMem], size {, ignoreLeft, ignoreRight}, [mbar] {, ctaMask} {, cache_policy}``."""
@@ -164,9 +157,11 @@ class _Load:
 
 @isa.service(
     f"cp.async.bulk{_SEM}.<dst:shared::cluster>.shared::cta.{_TX}",
-    f"cp.async.bulk.<sem:relaxed>[.<scope:cta|cluster>].<dst:shared::cluster>.shared::cta.{_TX}.b128",
-    f"cp.reduce.async.bulk[.<sem:relaxed>.<scope:cta|cluster>].<dst:shared::cluster>.shared::cta.{_TX}"
-    ".<op:and|or|xor|add|inc|dec|min|max>.<type:b32|u32|s32|b64|u64>",
+    f"cp.async.bulk.<sem:relaxed>.<scope:cta|cluster>.<dst:shared::cluster>.shared::cta.{_TX}.b128",
+    f"{_REDUCE_PEER}.<op:and|or|xor>.<type:b32>",
+    f"{_REDUCE_PEER}.<op:inc|dec>.<type:u32>",
+    f"{_REDUCE_PEER}.<op:min|max>.<type:u32|s32>",
+    f"{_REDUCE_PEER}.<op:add>.<type:u32|s32|u64>",
 )
 def to_peer(warp: Warp, instr: Instr, form: Form) -> None:
     """``[dstMem], [srcMem], size, [mbar]``: to the shared memory of another CTA of the cluster."""
@@ -176,8 +171,6 @@ def to_peer(warp: Warp, instr: Instr, form: Form) -> None:
     signal = shared.addresses_in(warp, barrier, "shared::cluster")
     sizes = warp.read(amount, np.uint32)
     op, kind = form.get("op"), form.get("type")
-    if op and kind not in _SHARED_TYPES[op]:
-        raise HazardError(f"reduction {op}.{kind} into shared memory: {_SHARED_TYPES[op]} are allowed", warp.place())
     cluster, machine = warp.cta.cluster, warp.cta.machine
     for lane in shared.lane_list(warp.mask()):
         size, target, bar = int(sizes[lane]), int(to[lane]), int(signal[lane])

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cta
 
 CHANGED, RELEASED = "changed", "changed and released"
-_SPACES = "[.<space:global|shared::cta|shared::cluster>]"
 
 
 def _clear(cta: Cta, warp: Warp) -> None:
@@ -38,8 +37,8 @@ def _clear(cta: Cta, warp: Warp) -> None:
 
 
 @isa.service(
-    f"fence.proxy.async{_SPACES}",
-    f"membar.proxy.async{_SPACES}",
+    "fence.proxy.async[.<space:global|shared::cta|shared::cluster>]",
+    "membar.proxy.async",
     "fence.proxy.async::generic.<sem:release>.sync_restrict::<space:shared::cta>.cluster",
 )
 def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:

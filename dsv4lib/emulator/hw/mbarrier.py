@@ -266,9 +266,6 @@ _OWN = "[.<space:shared|shared::cta>]"
 @isa.service(
     f"mbarrier.<op:arrive|arrive_drop>[.<expect:expect_tx>]{_SEM}{_SPACE}.b64",
     f"mbarrier.<op:arrive|arrive_drop>.<nocomplete:noComplete>[.<sem:release>.<scope:cta>]{_OWN}.b64",
-    # The PTX ISA's own examples of arrive_drop have the space first.
-    "mbarrier.<op:arrive_drop>[.<expect:expect_tx>].<space:shared|shared::cta|shared::cluster>"
-    ".<sem:release|relaxed>.<scope:cta|cluster>.b64",
 )
 def arrive(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``."""

@@ -37,7 +37,12 @@ _LOADS = (
     *(f"<op:add>[.<acc:acc::f16>].{kind}" for kind in _FP8),
     *(f"<op:min|max>.{kind}" for kind in _FP8),
 )
-_REDS = (*_INTEGERS, *(f"<op:add|min|max>.{kind}" for kind in _HALVES), *(f"<op:add>.{kind}" for kind in _SINGLES))
+_REDS = (
+    *_INTEGERS,
+    *(f"<op:add>.{kind}" for kind in (*_HALVES, *_SINGLES)),
+    "<op:min|max>.<vec:v2|v4|v8>.<type:f16|bf16>",
+    "<op:min|max>.<vec:v2|v4>.<type:f16x2|bf16x2>",
+)
 _STORES = ("<type:b32|u32|s32|b64|u64|s64>", *_HALVES, *_SINGLES, *_FP8)
 _FP8_VALUES = {"e4m3": numeric.E4M3, "e5m2": numeric.E5M2}
 _UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}

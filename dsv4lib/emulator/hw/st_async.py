@@ -21,6 +21,7 @@ from dsv4lib.emulator.warp import Warp
 _TX = "mbarrier::complete_tx::bytes"
 _NARROW = "b32|u32|s32|f32"
 _WIDE = "b64|u64|s64|f64"
+_SCALAR = f"b8|u8|s8|b16|u16|s16|{_NARROW}|{_WIDE}"
 
 
 def _values(warp: Warp, operand: Operand, bits: int, count: int) -> np.ndarray:
@@ -115,8 +116,10 @@ def _queue(
 
 
 @isa.service(
-    f"st.async[.<mmio:mmio>].release.<scope:gpu|sys>[.<space:global>].<type:b8|u8|s8|b16|u16|s16|{_NARROW}|{_WIDE}>",
-    "red.async[.<mmio:mmio>].release.<scope:gpu|sys>[.<space:global>].<op:add>.<type:u32|s32|u64|s64>",
+    f"st.async.release.<scope:gpu|sys>[.<space:global>].<type:{_SCALAR}>",
+    f"st.async.<mmio:mmio>.release.<scope:sys>[.<space:global>].<type:{_SCALAR}>",
+    "red.async.release.<scope:gpu|sys>[.<space:global>].<op:add>.<type:u32|s32|u64|s64>",
+    "red.async.<mmio:mmio>.release.<scope:sys>[.<space:global>].<op:add>.<type:u32|s32|u64|s64>",
 )
 def to_global(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: release store or addition to global memory; complete at the latest when the CTA ends."""

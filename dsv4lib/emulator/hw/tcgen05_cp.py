@@ -127,7 +127,6 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, op: Asy
 
 @isa.service(
     f"tcgen05.shift.{_GROUP}.down",
-    f"tcgen05.shift.down.{_GROUP}",
     note="31 lanes of the addressed quarter, towards lane 0: the ISA gives the direction only as 'down'; unverified",
 )
 def shift(warp: Warp, instr: Instr, form: Form) -> None:

@@ -41,8 +41,12 @@ from dsv4lib.emulator.warp import Warp
 
 POISON = 0x7FFFDEAD  # a NaN as float, odd as anything else
 _REGISTERS = {"32x32b": 1, "16x64b": 1, "16x32bx2": 1, "16x128b": 2, "16x256b": 4}
-_NUM = "<num:x1|x2|x4|x8|x16|x32|x64|x128>"
-_SHAPE = "<shape:32x32b|16x64b|16x128b|16x256b|16x32bx2>"
+_MANY = "x2|x4|x8|x16|x32|x64|x128"
+_SHAPES = (
+    f"<shape:32x32b|16x64b|16x32bx2>.<num:x1|{_MANY}>",
+    "<shape:16x128b>.<num:x1|x2|x4|x8|x16|x32|x64>",
+    "<shape:16x256b>.<num:x1|x2|x4|x8|x16|x32>",
+)
 _MAX_REGISTERS = 128
 _UNCONFIRMED = "no kernel has confirmed: 16x64b, 16x128b, packing"
 _ENDS = ("bra", "brx", "exit", "ret", "call", "trap")  # the end of straight code
@@ -254,7 +258,7 @@ def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     issue(warp, plan.instr, warp_unit(warp), f"ld {plan.shape}", complete)
 
 
-@isa.service(f"tcgen05.ld.sync.aligned.{_SHAPE}.{_NUM}[.<pack:pack::16b>].b32", note=_UNCONFIRMED)
+@isa.service(*(f"tcgen05.ld.sync.aligned.{shape}[.<pack:pack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
@@ -263,7 +267,7 @@ def ld(warp: Warp, instr: Instr, form: Form) -> None:
     _issue_load(access, lambda: write_rows(warp, instr, plan.items, access.load()))
 
 
-@isa.service(f"tcgen05.st.sync.aligned.{_SHAPE}.{_NUM}[.<pack:unpack::16b>].b32", note=_UNCONFIRMED)
+@isa.service(*(f"tcgen05.st.sync.aligned.{shape}[.<pack:unpack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
 def st(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.st [taddr]{, half-split}, r``."""
     address, *split, source = instr.operands
@@ -274,16 +278,14 @@ def st(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 @isa.service(
-    f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.{_NUM}.<op:min|max>[.<abs:abs>][.<nan:NaN>].<type:f32>",
-    f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.{_NUM}.<op:min|max>.<type:u32|s32>",
+    f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.<num:{_MANY}>.<op:min|max>[.<abs:abs>][.<nan:NaN>].<type:f32>",
+    f"tcgen05.ld.red.sync.aligned.<shape:32x32b|16x32bx2>.<num:{_MANY}>.<op:min|max>.<type:u32|s32>",
     note="sm_101a, sm_103a, sm_110a and their families; no kernel has confirmed it",
 )
 def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld.red r, redval, [taddr]{, half-split}``: also reduces each thread's registers."""
     if not str(warp.cta.machine.arch).startswith(("sm_101", "sm_103", "sm_110")):
         raise EmulatorError(f"{warp.cta.machine.arch} has no tcgen05.ld.red")
-    if form.get("num") == "x1":
-        raise EmulatorError("tcgen05.ld.red needs at least .x2")
     target, result, address, *split = instr.operands
     plan = _plan(warp, instr, form, target, split, "ld.red", result)
     access = _Access(warp, plan, address)

@@ -33,7 +33,7 @@ _GROUP = "<group:cta_group::1|cta_group::2>"
 
 # Scale factors per MMA by qualifier; block32 depends on the kind.
 _VECTOR = {"scale_vec::1X": 1, "scale_vec::2X": 2, "scale_vec::4X": 4, "block16": 4}
-_LEGAL_VECTORS = {"mxf8f6f4": (1,), "mxf4": (2,), "mxf4nvf4": (2, 4)}
+_BLOCK32 = {"mxf8f6f4": 1, "mxf4": 2, "mxf4nvf4": 2}
 _DATA_IDS = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
 
 
@@ -97,8 +97,10 @@ def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
 
 
 @isa.service(
-    f"tcgen05.mma.{_GROUP}.kind::<kind:mxf8f6f4|mxf4|mxf4nvf4>.block_scale"
-    f"[.<vector:scale_vec::1X|scale_vec::2X|scale_vec::4X|block16|block32>]{_COLLECT_A}",
+    f"tcgen05.mma.{_GROUP}.kind::<kind:mxf8f6f4>.block_scale[.<vector:scale_vec::1X|block32>]{_COLLECT_A}",
+    f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4>.block_scale[.<vector:scale_vec::2X|block32>]{_COLLECT_A}",
+    f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4nvf4>.block_scale"
+    f".<vector:scale_vec::2X|scale_vec::4X|block16|block32>{_COLLECT_A}",
     note="dense; K = 32 (mxf8f6f4) or 64; not K = 96; no kernel has confirmed: e2m3, e3m2, ue8m0 with block16, "
     "M = 128 of a CTA pair",
 )
@@ -133,14 +135,7 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
 
 def _vectors(kind: str, qualifier: str) -> int:
     """Scale factors per row and MMA."""
-    legal = _LEGAL_VECTORS[kind]
-    if not qualifier and len(legal) > 1:
-        raise EmulatorError(f"kind::{kind} needs a scale vector size")
-    if not qualifier or qualifier == "block32":
-        return legal[0]
-    if _VECTOR[qualifier] not in legal:
-        raise EmulatorError(f"kind::{kind} has no .{qualifier}")
-    return _VECTOR[qualifier]
+    return _BLOCK32[kind] if qualifier in ("", "block32") else _VECTOR[qualifier]
 
 
 @isa.service(

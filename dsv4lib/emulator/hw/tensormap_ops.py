@@ -16,7 +16,7 @@ from dsv4lib.emulator.memory.addressing import OFFSET_MASK, is_shared
 from dsv4lib.emulator.ptx.ir import Instr
 from dsv4lib.emulator.warp import Warp
 
-_SPACES = "[.<space:global|shared|shared::cta>]"
+_SPACES = "[.<space:global|shared::cta>]"
 _ALIGN = 64
 
 

@@ -36,9 +36,20 @@ from dsv4lib.emulator.warp import Warp
 if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cta
 
-_DIM = "<dim:1d|2d|3d|4d|5d>"
-_LOAD_MODES = "tile|tile::gather4|im2col"
-_STORE_MODES = "tile|tile::scatter4|im2col_no_offs"
+# Dimensions with the modes that they have.
+_LOADS = (
+    ("<dim:1d|2d|3d|4d|5d>", "[.<mode:tile>]"),
+    ("<dim:2d>", ".<mode:tile::gather4>"),
+    ("<dim:3d|4d|5d>", ".<mode:im2col>"),
+)
+_STORES = (
+    ("<dim:1d|2d|3d|4d|5d>", "[.<mode:tile>]"),
+    ("<dim:2d>", ".<mode:tile::scatter4>"),
+    ("<dim:3d|4d|5d>", ".<mode:im2col_no_offs>"),
+)
+_REDUCTIONS = _STORES[::2]
+_TX = "mbarrier::complete_tx::bytes"
+_PAIR = "[.<group:cta_group::1|cta_group::2>]"
 _HINT = "[.<hint:L2::cache_hint>]"
 _REFUSED = "im2col::w and im2col::w::128 are refused: where halo pixels go is documented in figures only"
 
@@ -65,21 +76,6 @@ class TensorCopy:
     nbytes: int
     barrier: int | None
     op: AsyncOp
-
-
-def _choice(form: Form, default: str, *slots: str) -> str:
-    """The value of a modifier that may stand in several places.
-
-    Raises:
-        UnsupportedInstruction: it stands in two of them.
-    """
-    given = [form.get(slot) for slot in slots if form.has(slot)]
-    if len(given) > 1:
-        raise UnsupportedInstruction(f"{form.opcode}: {' and '.join(given)} exclude each other")
-    return given[0] if given else default
-
-
-# --- descriptors and boxes --------------------------------------------------------------------------------------------
 
 
 def descriptor(warp: Warp, address: int) -> tuple[TensorMap, bytes]:
@@ -147,15 +143,17 @@ def _coordinates(warp: Warp, memory: Memory, mode: str, rank: int) -> list[np.nd
 
 
 @isa.service(
-    f"cp.async.bulk.tensor.{_DIM}[.<m0:{_LOAD_MODES}>][.<g0:cta_group::1|cta_group::2>]"
-    f".<dst:shared::cta|shared::cluster>.global[.<m1:{_LOAD_MODES}>].mbarrier::complete_tx::bytes[.<m2:{_LOAD_MODES}>]"
-    f"[.<multicast:multicast::cluster>][.<g1:cta_group::1|cta_group::2>]{_HINT}[.<g2:cta_group::1|cta_group::2>]",
+    *(f"cp.async.bulk.tensor.{dim}.<dst:shared::cta>.global{mode}.{_TX}{_PAIR}{_HINT}" for dim, mode in _LOADS),
+    *(
+        f"cp.async.bulk.tensor.{dim}.<dst:shared::cluster>.global{mode}.{_TX}"
+        f"[.<multicast:multicast::cluster>]{_PAIR}{_HINT}"
+        for dim, mode in _LOADS
+    ),
     note=_REFUSED,
 )
 def load(warp: Warp, instr: Instr, form: Form) -> None:
     """``[dstMem], [tensorMap, coords], [mbar] {, im2colOffsets} {, ctaMask} {, cache_policy}``."""
-    mode = _choice(form, "tile", "m0", "m1", "m2")
-    pair = _choice(form, "cta_group::1", "g0", "g1", "g2") == "cta_group::2"
+    mode, pair = form.get("mode", "tile"), form.get("group") == "cta_group::2"
     destination, source, barrier, *rest = instr.operands
     rank = int(form.get("dim")[0])
     offsets, mask = _load_extras(warp, form, mode, rank, rest)
@@ -274,8 +272,7 @@ class _Load:
 
 
 @isa.service(
-    f"cp.async.bulk.tensor.{_DIM}[.<m0:{_STORE_MODES}>].global.shared::cta[.<m1:{_STORE_MODES}>].bulk_group"
-    f"[.<m2:{_STORE_MODES}>]{_HINT}",
+    *(f"cp.async.bulk.tensor.{dim}.global.shared::cta{mode}.bulk_group{_HINT}" for dim, mode in _STORES),
     note="a store of several lanes with the same operands is done once",
 )
 def store(warp: Warp, instr: Instr, form: Form) -> None:
@@ -284,8 +281,10 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 @isa.service(
-    f"cp.reduce.async.bulk.tensor.{_DIM}.global.shared::cta.<op:add|min|max|inc|dec|and|or|xor>"
-    f"[.<m0:tile|im2col_no_offs>].bulk_group{_HINT}",
+    *(
+        f"cp.reduce.async.bulk.tensor.{dim}.global.shared::cta.<op:add|min|max|inc|dec|and|or|xor>{mode}.bulk_group{_HINT}"
+        for dim, mode in _REDUCTIONS
+    ),
 )
 def reduce(warp: Warp, instr: Instr, form: Form) -> None:
     """``[tensorMap, coords], [srcMem] {, cache_policy}``; every lane reduces."""
@@ -293,7 +292,7 @@ def reduce(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 def _store(warp: Warp, instr: Instr, form: Form, op: str) -> None:
-    mode = _choice(form, "tile", "m0", "m1", "m2")
+    mode = form.get("mode", "tile")
     target, source, *policy = instr.operands
     if len(policy) != int(form.has("hint")):
         raise EmulatorError(f"{form.opcode}: operands do not match the modifiers", warp.place())
@@ -437,12 +436,12 @@ class _Store:
 
 
 @isa.service(
-    f"cp.async.bulk.prefetch.tensor.{_DIM}[.<m0:{_LOAD_MODES}>].L2.global[.<m1:{_LOAD_MODES}>]{_HINT}",
+    *(f"cp.async.bulk.prefetch.tensor.{dim}.L2.global{mode}{_HINT}" for dim, mode in _LOADS),
     note="checked, no effect",
 )
 def prefetch(warp: Warp, instr: Instr, form: Form) -> None:
     """``[tensorMap, coords] {, im2colOffsets} {, cache_policy}``."""
-    mode = _choice(form, "tile", "m0", "m1")
+    mode = form.get("mode", "tile")
     rank = int(form.get("dim")[0])
     source, *rest = instr.operands
     offsets, _ = _load_extras(warp, form, mode, rank, list(rest))

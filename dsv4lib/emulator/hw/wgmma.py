@@ -166,7 +166,6 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
     f"{_HEAD}m64n<n:{_N}>k8.<d:f32>.<a:tf32>.<b:tf32>",
     f"{_HEAD}m64n<n:{_N}>k32.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
     f"{_HEAD}m64n<n:{_N_INT}>k32.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
-    f"{_HEAD}m64n<n:{_N_INT}>k32.<sat:satfinite>.<d:s32>.<a:s8|u8>.<b:s8|u8>",
     f"{_HEAD}m64n<n:{_N_INT}>k256.<d:s32>.<a:b1>.<b:b1>.and.popc",
     note="dense; bit-equal to an H200",
 )

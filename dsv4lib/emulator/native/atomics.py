@@ -32,24 +32,15 @@ _VECTOR = (
     "<op:add>HINT.<vec:v2|v4>.<type:f32>",
     "<op:add|min|max>.noftzHINT.<vec:v2|v4|v8>.<type:f16|bf16>",
     "<op:add|min|max>.noftzHINT.<vec:v2|v4>.<type:f16x2|bf16x2>",
-    # The same with the vector in front, as in the ISA's examples; the assembler takes modifiers in any order.
-    "<vec:v2|v4>.<type:f32>.<op:add>",
-    "<vec:v2|v4|v8>.<type:f16|bf16>.<op:add|min|max>.noftz",
-    "<vec:v2|v4>.<type:f16x2|bf16x2>.<op:add|min|max>.noftz",
 )
 _EXCHANGE = ("<op:exch>HINT.<type:b32|b64|b128>",)
 _COMPARE = ("<op:cas>.<type:b16|b32|b64|b128>",)
 
 
 def _spellings(base: str, semantics: str, tails: tuple[str, ...], vectors: tuple[str, ...]) -> list[str]:
-    """Both orders of scope and space that ptxas takes: the documented one and ``atom.shared.cta.max``."""
     head = f"{base}[.<sem:{semantics}>][.{_SCOPE}]"
     out = [f"{head}[.<space:global>].{tail.replace('HINT', _HINT)}" for tail in (*tails, *vectors)]
-    out += [f"{base}.<space:global>.{_SCOPE}.{tail.replace('HINT', _HINT)}" for tail in tails]
-    for tail in tails:
-        plain = tail.replace("HINT", "")
-        out += [f"{head}.{_SHARED}.{plain}", f"{base}.{_SHARED}.{_SCOPE}.{plain}"]
-    return out
+    return out + [f"{head}.{_SHARED}.{tail.replace('HINT', '')}" for tail in tails]
 
 
 ATOMS = _spellings("atom", "relaxed|acquire|release|acq_rel", _SCALAR + _EXCHANGE + _COMPARE, _VECTOR)

@@ -94,7 +94,8 @@ def truth(e: Emitter, flags: Value, dtype: str) -> Value:
 
 @isa.native(
     *source_patterns("set", ".<dtype:u32|s32|f32>"),
-    *source_patterns("set", ".<dtype:f16|bf16>"),
+    *source_patterns("set", ".<dtype:f16>"),
+    *(pattern.replace("[.<ftz:ftz>]", "") for pattern in source_patterns("set", ".<dtype:bf16>")),
     f"set.<cmp:{FLOAT}>{BOOL}[.<ftz:ftz>].<dtype:u16|s16|u32|s32|f16>.<stype:f16>",
     f"set.<cmp:{FLOAT}>{BOOL}.<dtype:u16|s16|u32|s32|bf16>.<stype:bf16>",
 )

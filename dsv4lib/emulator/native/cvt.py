@@ -6,6 +6,8 @@ extended to the register, as the PTX ISA lays down for cvt.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native import fp, narrow
@@ -35,7 +37,17 @@ def load_float(e: Emitter, form: Form, i: int, ptx: str) -> Value:
     return fp.flush(e, x, fp.SMALLEST_NORMAL["f32"]) if form.has("ftz") and ptx == "f32" else x
 
 
-@isa.native(f"cvt[.<sat:sat>].<dtype:{INTEGERS}>.<atype:{INTEGERS}>")
+def _saturating() -> Iterator[str]:
+    """Conversions that .sat applies to: from types with values that the destination does not have."""
+    types = INTEGERS.split("|")
+    for dtype in types:
+        wider = [t for t in types if bits_of(t) > bits_of(dtype) or (bits_of(t) == bits_of(dtype) and t != dtype)]
+        if not signed(dtype):
+            wider += [t for t in types if signed(t) and bits_of(t) < bits_of(dtype)]
+        yield f"cvt.<sat:sat>.<dtype:{dtype}>.<atype:{'|'.join(wider)}>"
+
+
+@isa.native(f"cvt.<dtype:{INTEGERS}>.<atype:{INTEGERS}>", *_saturating())
 def integer_to_integer(e: Emitter, form: Form) -> None:
     """Truncate or extend; .sat clamps to the destination's range."""
     dtype, atype = form.get("dtype"), form.get("atype")
@@ -195,7 +207,7 @@ def same_number(e: Emitter, form: Form) -> None:
     f"cvt.<round:{ROUND}>.<dtype:f16>.<atype:bf16>",
     f"cvt.<round:{ROUND}>.<dtype:bf16>.<atype:f64|f16>",
     "cvt.<round:rn|rz>.<relu:relu>[.<satfinite:satfinite>].<dtype:f16|bf16>.<atype:f32>",
-    "cvt.<round:rn|rz>.<satfinite:satfinite>[.<relu:relu>].<dtype:f16|bf16>.<atype:f32>",
+    "cvt.<round:rn|rz>.<satfinite:satfinite>.<dtype:f16|bf16>.<atype:f32>",
 )
 def narrowing(e: Emitter, form: Form) -> None:
     """Conversions to a narrower (or the other 16-bit) format."""
@@ -219,7 +231,6 @@ def round_to_integer(e: Emitter, form: Form) -> None:
 @isa.native(
     "cvt.<round:rna>[.<satfinite:satfinite>].tf32.f32",
     "cvt.<round:rn|rz>[.<satfinite:satfinite>][.<relu:relu>].tf32.f32",
-    "cvt.<round:rn|rz>.<relu:relu>.<satfinite:satfinite>.tf32.f32",
 )
 def tf32(e: Emitter, form: Form) -> None:
     """f32 to tf32: 10 fraction bits, the low 13 bits of the register are 0. A NaN becomes 0x7fffe000; .rna, which is an

@@ -13,7 +13,7 @@ from dsv4lib.emulator.native.cvt import load_wide, narrow16, store_wide
 from dsv4lib.emulator.native.irtools import Emitter, Value
 
 SMALL = "e4m3x2|e5m2x2|e2m3x2|e3m2x2|e2m1x2"
-CLAMPS = ("[.<relu:relu>][.<satfinite:satfinite>]", ".<satfinite:satfinite>.<relu:relu>")
+CLAMPS = "[.<relu:relu>][.<satfinite:satfinite>]"
 SCALED = "[.<scaled:scaled::n2::ue8m0>]"
 
 
@@ -42,7 +42,7 @@ def scales(e: Emitter, form: Form, i: int) -> list[Value | None]:
     return [narrow.decode_ue8m0(e, code) for code in codes(e, i, "ue8m0x2")]
 
 
-@isa.native(*(f"cvt.<round:rn|rz>{clamps}.<dtype:f16x2|bf16x2>.f32" for clamps in CLAMPS))
+@isa.native(f"cvt.<round:rn|rz>{CLAMPS}.<dtype:f16x2|bf16x2>.f32")
 def to_half_pair(e: Emitter, form: Form) -> None:
     """Two f32 to f16x2 or bf16x2."""
     flags = form.get("round"), form.has("satfinite"), form.has("relu")
@@ -58,16 +58,13 @@ def to_small(e: Emitter, form: Form, values: list[Value]) -> None:
     store_pair(e, high, low, step, 2 * step)
 
 
-@isa.native(f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.f32", f"cvt.rn.<relu:relu>.satfinite.<dtype:{SMALL}>.f32")
+@isa.native(f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.f32")
 def f32_to_small(e: Emitter, form: Form) -> None:
     """Two f32 to two codes, saturating."""
     to_small(e, form, [fp.load(e, i, "f32") for i in (1, 2)])
 
 
-@isa.native(
-    f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.<atype:f16x2|bf16x2>",
-    f"cvt.rn.<relu:relu>.satfinite.<dtype:{SMALL}>.<atype:f16x2|bf16x2>",
-)
+@isa.native(f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.<atype:f16x2|bf16x2>")
 def half_pair_to_small(e: Emitter, form: Form) -> None:
     """f16x2 or bf16x2 to two codes, saturating."""
     to_small(e, form, halves(e, 1, form.get("atype")))
@@ -81,7 +78,7 @@ def small_to_f16(e: Emitter, form: Form) -> None:
     e.store(0, e.pack([narrow16(e, low, "f16", *flags), narrow16(e, high, "f16", *flags)], "i32"))
 
 
-@isa.native(*(f"cvt.rn{clamps}{SCALED}.bf16x2.<atype:{SMALL}|s2f6x2>" for clamps in CLAMPS))
+@isa.native(f"cvt.rn{CLAMPS}{SCALED}.bf16x2.<atype:{SMALL}|s2f6x2>")
 def small_to_bf16(e: Emitter, form: Form) -> None:
     """Two codes, times their scales, to bf16x2."""
     atype = form.get("atype")
@@ -93,10 +90,7 @@ def small_to_bf16(e: Emitter, form: Form) -> None:
     e.store(0, e.pack(results[::-1], "i32"))
 
 
-@isa.native(
-    f"cvt.rn.satfinite[.<relu:relu>]{SCALED}.s2f6x2.<atype:f32|bf16x2>",
-    f"cvt.rn.<relu:relu>.satfinite{SCALED}.s2f6x2.<atype:f32|bf16x2>",
-)
+@isa.native(f"cvt.rn.satfinite[.<relu:relu>]{SCALED}.s2f6x2.<atype:f32|bf16x2>")
 def to_s2f6(e: Emitter, form: Form) -> None:
     """Two values, divided by their scales, to signed bytes in units of 1/64."""
     if form.get("atype") == "f32":

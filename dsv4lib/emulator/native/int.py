@@ -158,17 +158,13 @@ def neg(e: Emitter, form: Form) -> None:
     e.store(0, -load_int(e, 1, form.get("type")))
 
 
-@isa.native(
-    "min[.<relu:relu>].<type:s32|s16x2>", "min.<type:u16|u32|u64|s16|s64|u16x2>", "min.<type:s16x2>.<relu:relu>"
-)
+@isa.native("min[.<relu:relu>].<type:s32|s16x2>", "min.<type:u16|u32|u64|s16|s64|u16x2>")
 def minimum(e: Emitter, form: Form) -> None:
     """d = min(a, b), at least 0 with .relu."""
     clamp(e, form, "min")
 
 
-@isa.native(
-    "max[.<relu:relu>].<type:s32|s16x2>", "max.<type:u16|u32|u64|s16|s64|u16x2>", "max.<type:s16x2>.<relu:relu>"
-)
+@isa.native("max[.<relu:relu>].<type:s32|s16x2>", "max.<type:u16|u32|u64|s16|s64|u16x2>")
 def maximum(e: Emitter, form: Form) -> None:
     """d = max(a, b), at least 0 with .relu."""
     clamp(e, form, "max")

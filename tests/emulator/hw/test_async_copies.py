@@ -104,6 +104,46 @@ def test_groups_complete_in_order_of_commits():
     assert wait.ready()
 
 
+def test_copies_of_128_bit_words():
+    """The relaxed forms move what the weak ones do: load, multicast load, store with a mask, copy to a peer."""
+    bench = Bench(ctas=2)
+    data, target = bench.array(values(64)), bench.array(np.zeros(64, np.uint8))
+    for rank in range(2):
+        bench.barrier(BAR, 1, rank=rank)
+    strong = "cp.async.bulk.relaxed.gpu"
+    bench.run(f"{strong}.shared::cta.global.{TX}.b128", at(BUF), at(data.ctypes.data), 64, at(BAR), lanes=0)
+    multicast = f"{strong}.shared::cluster.global.{TX}.multicast::cluster.L2::cache_hint.b128"
+    bench.run(multicast, at(BUF + 64), at(data.ctypes.data), 32, at(BAR), 0b11, 0, lanes=0)
+    bench.units.drain()
+    bench.run(
+        f"cp.async.bulk.relaxed.cluster.shared::cluster.shared::cta.{TX}.b128",
+        *(at(1 << 24 | BUF), at(BUF), 64, at(1 << 24 | BAR)),
+        lanes=0,
+    )
+    bench.run(
+        f"{strong}.global.shared::cta.bulk_group.cp_mask.b128", at(target.ctypes.data), at(BUF), 64, 0x00FF, lanes=0
+    )
+    bench.units.drain()
+    for rank, cta in enumerate(bench.cluster.ctas):
+        assert (cta.smem.data[BUF : BUF + 64] == data).all() and (cta.smem.data[BUF + 64 : BUF + 96] == data[:32]).all()
+        assert cta.mbarriers[BAR].tx == -96, rank
+    low = np.tile(np.arange(16) < 8, 4)
+    assert (target == np.where(low, data, 0)).all()
+
+
+def test_bulk_prefetch():
+    """Nothing moves; sizes and addresses are checked."""
+    bench = Bench()
+    data = bench.array(values(64))
+    bench.run("cp.async.bulk.prefetch.L2.global", at(data.ctypes.data), 64, lanes=0)
+    bench.run("cp.async.bulk.prefetch.L2.global.L2::cache_hint", at(data.ctypes.data), 32, 0, lanes=0)
+    assert not bench.cta.smem.init.any() and len(bench.units) == 0
+    with pytest.raises(HazardError, match="multiples of 16"):
+        bench.run("cp.async.bulk.prefetch.L2.global", at(data.ctypes.data + 8), 16, lanes=0)
+    with pytest.raises(EmulatorError, match="operands"):
+        bench.run("cp.async.bulk.prefetch.L2.global", at(data.ctypes.data), 16, 0, lanes=0)
+
+
 def test_copy_to_a_peer():
     bench = Bench(ctas=2)
     data = values(48)
@@ -126,8 +166,62 @@ def test_reduction_into_a_peer():
     bench.units.drain()
     got = bench.cluster.ctas[1].smem.data[BUF : BUF + 16].view(np.uint32)
     assert got.tolist() == [1, 7, 1 << 31, 4]
-    with pytest.raises(HazardError, match=r"reduction add.b64"):
-        bench.run(opcode.replace("min.s32", "add.b64"), at(1 << 24 | BUF), at(BUF), 16, at(1 << 24 | BAR), lanes=0)
+
+
+@pytest.mark.parametrize(
+    ("op", "old", "new", "want"),
+    [
+        ("add.u32", [7, 0xFFFFFFFF], [2, 3], [9, 2]),
+        ("add.s32", [7, 0xFFFFFFFF], [2, 3], [9, 2]),
+        ("inc.u32", [4, 5, 9], [5, 5, 5], [5, 0, 0]),
+        ("dec.u32", [0, 4, 9], [5, 5, 5], [5, 3, 5]),
+        ("max.u32", [1, 0x80000000], [2, 1], [2, 0x80000000]),
+        ("and.b32", [0b1100], [0b1010], [0b1000]),
+        ("or.b32", [0b1100], [0b1010], [0b1110]),
+        ("xor.b32", [0b1100], [0b1010], [0b0110]),
+    ],
+)
+def test_reductions_in_a_peer(op, old, new, want):
+    """By one bulk copy, and by red.async of one lane an element."""
+    old, new = (np.array(v + [0] * (4 - len(v)), np.uint32) for v in (old, new))
+    bench = Bench(ctas=2)
+    barrier = bench.barrier(BAR, 1, tx=16 + 4 * len(want), rank=1)
+    for offset in (BUF, BUF + 64):
+        bench.write_smem(offset, old, rank=1)
+    bench.write_smem(BUF, new)
+    peer = at(1 << 24 | BAR)
+    bench.run(
+        f"cp.reduce.async.bulk.relaxed.cluster.shared::cluster.shared::cta.{TX}.{op}",
+        at(1 << 24 | BUF),
+        at(BUF),
+        16,
+        peer,
+        lanes=0,
+    )
+    to = bench.register((1 << 24 | BUF + 64) + 4 * np.arange(32))
+    source = bench.register(np.resize(new, 32))
+    opcode = f"red.async.relaxed.cluster.shared::cluster.{TX}.{op}"
+    bench.run(opcode, at(to), source, peer, lanes=np.arange(len(want)))
+    bench.units.drain()
+    data = bench.cluster.ctas[1].smem.data
+    for offset in (BUF, BUF + 64):
+        assert data[offset : offset + 16].view(np.uint32)[: len(want)].tolist() == want
+    assert barrier.tx == 0
+
+
+def test_reductions_of_64_bits_in_a_peer():
+    bench = Bench(ctas=2)
+    bench.barrier(BAR, 1, rank=1)
+    big = np.array([1 << 63, (1 << 40) + 5], np.uint64)
+    bench.write_smem(BUF, big)
+    bench.write_smem(BUF, big, rank=1)
+    opcode = f"cp.reduce.async.bulk.shared::cluster.shared::cta.{TX}.add.u64"
+    bench.run(opcode, at(1 << 24 | BUF), at(BUF), 16, at(1 << 24 | BAR), lanes=0)
+    bench.units.drain()
+    assert bench.cluster.ctas[1].smem.data[BUF : BUF + 16].view(np.uint64).tolist() == [0, (1 << 41) + 10]
+    for wrong in ("add.b64", "min.u64", "and.b64", "inc.s32"):
+        with pytest.raises(UnsupportedInstruction):
+            isa.lookup(opcode.replace("add.u64", wrong))
 
 
 @pytest.mark.parametrize(
@@ -376,6 +470,10 @@ def test_global_forms():
     assert not target.any()
     bench.units.drain(lambda candidates: candidates[0])
     assert target[0] == 64 and (target[1:] == np.arange(1, 32)).all()
+    bench.run("st.async.mmio.release.sys.global.u32", at(address), bench.register(np.arange(32)))
+    bench.run("red.async.mmio.release.sys.add.u32", at(target.ctypes.data), bench.register(1))
+    bench.units.drain(lambda candidates: candidates[0])
+    assert target.tolist() == [32, *range(1, 32)]
 
 
 # --- cluster launch control -------------------------------------------------------------------------------------------
@@ -424,6 +522,9 @@ def test_cluster_launch_control(multicast):
         f"st.async.shared::cluster.{TX}.v4.b64",
         f"red.async.relaxed.cluster.shared::cluster.{TX}.min.u64",
         "cp.async.bulk.wait_group.write",
+        f"cp.async.bulk.shared::cta.global.{TX}.multicast::cluster",
+        f"cp.async.bulk.relaxed.shared::cta.global.{TX}.b128",
+        "st.async.mmio.release.gpu.global.u32",
     ],
 )
 def test_refused(opcode):

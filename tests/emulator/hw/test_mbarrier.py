@@ -38,6 +38,17 @@ class Model:
         self.step()
 
 
+def test_layout_query():
+    bench = Bench(smem=2048)
+    bench.barrier(BAR, 3)
+    for layout, want in (("v0", True), ("v1", False)):
+        answer = bench.register(not want, bool)
+        bench.run(f"mbarrier.check_layout.layout::{layout}.shared::cta.b64", answer, at(BAR))
+        assert (bench.warp.registers[answer.index] == want).all()
+    with pytest.raises(HazardError):
+        bench.run("mbarrier.check_layout.layout::v0.shared::cta.b64", answer, at(BAR + 64))
+
+
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("arrive"), st.integers(1, 3)),

@@ -42,7 +42,10 @@ def test_async_fences(opcode, cleared):
     assert left == {(0, 0), (0, 1), (1, 0), (1, 1)} - cleared
 
 
-@pytest.mark.parametrize("opcode", ["fence.proxy.texture", "fence.proxy.async.shared", "fence.proxy.async.local"])
+@pytest.mark.parametrize(
+    "opcode",
+    ["fence.proxy.texture", "fence.proxy.async.shared", "fence.proxy.async.local", "membar.proxy.async.global"],
+)
 def test_refused(opcode):
     with pytest.raises(UnsupportedInstruction):
         isa.lookup(opcode)

@@ -233,7 +233,7 @@ def test_store_outside_the_allocation():
         (text("ld", "32x32b", 2), 16 << 16, "must be a multiple of 32"),
         (text("ld", "16x64b", 2), 8 << 16, "must be a multiple of 16"),
         (text("ld", "32x32b", 2), 511, "reads columns 511 to 512"),
-        ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r10}, [%r1];", 0, "has no .x64"),
+        ("tcgen05.ld.sync.aligned.16x256b.x64.b32 {%r10}, [%r1];", 0, "is not implemented"),
         ("tcgen05.ld.sync.aligned.16x128b.x1.b32 {%r10}, [%r1];", 0, "1 registers given"),
         ("tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r10}, [%r1];", 0, "needs a half-split"),
         ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r10}, [%r1], 4;", 0, "takes no half-split"),

@@ -554,9 +554,9 @@ def test_nan_scale():
 @pytest.mark.parametrize(
     ("kind", "vec", "scale", "ids", "message"),
     [
-        ("mxf4nvf4", "", "ue4m3", (0, 0), "needs a scale vector size"),
-        ("mxf8f6f4", ".block16", "ue8m0", (0, 0), "has no .block16"),
-        ("mxf4", ".scale_vec::4X", "ue8m0", (0, 0), "has no .scale_vec::4X"),
+        ("mxf4nvf4", "", "ue4m3", (0, 0), "is not implemented"),
+        ("mxf8f6f4", ".block16", "ue8m0", (0, 0), "is not implemented"),
+        ("mxf4", ".scale_vec::4X", "ue8m0", (0, 0), "is not implemented"),
         ("mxf4nvf4", ".block32", "ue4m3", (0, 0), "ue4m3 scale factors need .block16"),
         ("mxf4", ".block32", "ue8m0", (1, 0), "data id 1"),
         ("mxf4nvf4", ".block16", "ue4m3", (0, 2), "data id 2"),

@@ -179,7 +179,8 @@ def test_gather4_row_out_of_bounds_is_zero():
     assert not got[:2].any() and (got[2] == source[29 * 64 : 29 * 64 + 32]).all() and (got[3] == source[:32]).all()
 
 
-def test_im2col_as_an_instruction():
+@pytest.mark.parametrize("space", ["shared::cta", "shared::cluster"])
+def test_im2col_as_an_instruction(space):
     """4 x 3 images of 5 x 4 pixels, 3x3 filter at (2, 1): against a walk through the padded image."""
     bench = Bench()
     pixels = np.random.default_rng(2).integers(1, 250, (3, 4, 5, 16), dtype=np.uint8)
@@ -189,8 +190,10 @@ def test_im2col_as_an_instruction():
     )
     where = descriptor(bench, raw)
     bench.barrier(BAR, 1, tx=37 * 16)
-    load = "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+    load = f"cp.async.bulk.tensor.4d.{space}.global.im2col.mbarrier::complete_tx::bytes"
     bench.run(load, at(BUF), at(where, [0, 2, 1, 0]), at(BAR), vector(2, 1), lanes=0)
+    prefetch = "cp.async.bulk.prefetch.tensor.4d.L2.global.im2col.L2::cache_hint"
+    bench.run(prefetch, at(where, [0, 2, 1, 0]), vector(2, 1), 0, lanes=0)
     bench.units.drain()
     padded = np.zeros((4, 6, 7, 16), np.uint8)
     padded[:3, 1:5, 1:6] = pixels
@@ -198,6 +201,28 @@ def test_im2col_as_an_instruction():
     first = walk.index((0, 2, 3))  # start (w 2, h 1) counts from the lower corner (-1, -1)
     want = [padded[n, h + 1, w + 2] if w + 2 < 7 else np.zeros(16) for n, h, w in walk[first : first + 37]]
     assert (bench.cta.smem.data[BUF : BUF + 37 * 16].reshape(37, 16) == np.array(want)).all()
+
+
+@pytest.mark.parametrize("op", ["", "max"])
+def test_im2col_stores(op):
+    """20 pixels of 2 x 3 images of 5 x 4, of which the last column is outside the box, from (w 1, h 2) on."""
+    bench = Bench()
+    before = np.random.default_rng(3).integers(1, 1 << 32, (2, 4, 5, 4), dtype=np.uint32)
+    images = bench.array(before, "images")
+    raw = tensormap.encode_im2col(2, images.ctypes.data, [4, 5, 4, 2], [16, 80, 320], [0, 0], [-1, 0], 4, 20, [1] * 4)
+    where = descriptor(bench, raw)
+    rows = np.random.default_rng(4).integers(1, 1 << 32, (20, 4), dtype=np.uint32)
+    bench.write_smem(BUF, rows)
+    stem = "cp.reduce.async" if op else "cp.async"
+    opcode = f"{stem}.bulk.tensor.4d.global.shared::cta.{op + '.' if op else ''}im2col_no_offs.bulk_group"
+    bench.run(opcode, at(where, [0, 1, 2, 0]), at(BUF), lanes=0)
+    bench.units.drain()
+    want = before.copy()
+    walk = [(n, h, w) for n in range(2) for h in range(4) for w in range(4)]
+    first = walk.index((0, 2, 1))
+    for at_pixel, row in zip(walk[first : first + 20], rows, strict=True):
+        want[at_pixel] = np.maximum(want[at_pixel], row) if op else row
+    assert (images == want).all()
 
 
 def test_multicast_signals_every_destination():
@@ -470,10 +495,11 @@ def test_refused(opcode):
 
 
 def test_a_modifier_twice_is_refused():
-    bench = Bench()
-    opcode = "cp.async.bulk.tensor.2d.tile.shared::cta.global.tile.mbarrier::complete_tx::bytes"
-    with pytest.raises(UnsupportedInstruction, match="exclude each other"):
-        bench.run(opcode, at(BUF), at(0, [0, 0]), at(BAR), lanes=0)
+    load = "cp.async.bulk.tensor.2d.{}.shared::cta.global.{}.mbarrier::complete_tx::bytes.{}.{}"
+    with pytest.raises(UnsupportedInstruction):
+        isa.lookup(load.format("tile", "tile", "cta_group::1", "L2::cache_hint"))
+    with pytest.raises(UnsupportedInstruction):
+        isa.lookup(load.format("tile", "cta_group::1", "cta_group::2", "L2::cache_hint"))
 
 
 def test_prefetch_checks_and_moves_nothing():

@@ -48,7 +48,7 @@ def test_patterns_do_not_overlap():
 
 
 @pytest.mark.parametrize(
-    "opcode", ["add.rn.s32", "add.f32.rn", "cvt.f16.f32", "max.relu.f32", "shl.s32", "setp.lo.s32"]
+    "opcode", ["add.rn.s32", "add.f32.f32", "cvt.f16.f32", "max.relu.f32", "shl.s32", "setp.lo.s32"]
 )
 def test_wrong_spellings_are_refused(opcode):
     with pytest.raises(isa.UnsupportedInstruction, match="is not implemented"):
