@@ -24,11 +24,11 @@ import torch
 
 from dsv4lib import emulator
 from dsv4lib.emulator import machine
-from dsv4lib.emulator.driver.device import CHECKS
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hazards.selection import select
 
 MODES = {
-    "race": {"native_checks": CHECKS["race"]},
+    "race": {"native_checks": select("race").bits, "muted": select("race").muted},
     "adversarial": {"schedule": "adversarial"},
     "random": {"schedule": "random", "seed": 1},
 }
@@ -51,11 +51,11 @@ class Replay:
         self._launch = gpu.launch
         gpu.launch = self.launch  # type: ignore[method-assign]
 
-    def launch(self, request: Any) -> Any:
+    def launch(self, request: Any, stream: int = 0) -> Any:
         """`Device.launch`, then the repetitions."""
         self.gpu.memory.sweep()
         before = self._memory()
-        result = self._launch(request)
+        result = self._launch(request, stream)
         self.kinds["default"] |= {h.kind for h in result.hazards}
         after = self._memory()
         settings = self.gpu.settings

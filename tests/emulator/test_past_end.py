@@ -69,6 +69,7 @@ def test_the_bytes_that_exist_are_read():
         ("ld.global.b32 %r2, [%rd1];", True, Settings(padding=0)),
         ("ld.global.b32 %r2, [%rd1];", True, Settings(padding=16)),  # 80 bytes are 5 * 16: no padding
         ("ld.global.b32 %r2, [%rd1];", True, Settings(native_checks=0)),  # nobody would be told
+        ("ld.global.b32 %r2, [%rd1];", True, Settings(muted=frozenset(["global_read_past_end"]))),
     ],
 )
 def test_everything_else_stops(body, padded, settings):
