@@ -431,7 +431,7 @@ class _Lowering:
         if instr.opcode.startswith("call"):
             called = [name for name in symbols if name not in self.call_variables]
             if called != [calls.PRINTF] or len(instr.operands) != 3:
-                names = ", ".join(called)
+                names = ", ".join(called) or "a function whose address is in a register"
                 raise UnsupportedInstruction(f"call of {names}: device functions are not supported", self.place(instr))
             return calls.vprintf
         if symbols and symbols[0] in self.call_variables:
@@ -480,6 +480,8 @@ class _Lowering:
 
     def _service_slots(self, instr: Instr) -> None:
         """Services read special registers by name: make sure that they are there."""
+        if instr.opcode.startswith("brx"):
+            return  # its table is no variable
         for leaf in leaves(instr.operands):
             if isinstance(leaf, Special) and leaf.name not in VOLATILE:
                 self._special(leaf.name, 0, instr)

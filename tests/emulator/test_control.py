@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsv4lib.emulator.errors import EmulatorError, LaunchError, LimitExceeded
+from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, LimitExceeded, PtxSyntaxError
 from dsv4lib.emulator.policies import POLICIES
 from dsv4lib.emulator.request import Settings
 from tests.emulator.launching import aligned, copy, entry, launch
@@ -61,6 +61,64 @@ def test_every_lane_to_its_own_target():
     lines += [f"setp.eq.u32 %p1, %r1, {i}; @%p1 bra L{i};" for i in range(32)]
     lines += [f"L{i}: add.s32 %r9, %r9, {1000 + i}; bra END;" for i in range(31, -1, -1)]
     np.testing.assert_array_equal(run("\n".join([*lines, "END:"])), 1000 + LANES)
+
+
+_TABLE = """
+    TABLE: .branchtargets A, B, {C}, B;
+    {brx}
+    mov.u32 %r9, 5; bra END;
+    A: mov.u32 %r9, 10; bra JOIN;
+    B: mov.u32 %r9, 20; bra JOIN;
+    C: mov.u32 %r9, 30;
+    JOIN: add.u32 %r9, %r9, 1; shfl.sync.bfly.b32 %r5, %r9, 0, 31, 0xffffffff;
+    END:
+"""
+
+
+def test_indexed_branches_split_and_meet_again():
+    """Lane i goes to entry i % 4; the shuffle needs all of them."""
+    body = "and.b32 %r2, %r1, 3;" + _TABLE.format(C="C", brx="brx.idx %r2, TABLE;")
+    np.testing.assert_array_equal(run(body), np.array([11, 21, 31, 21])[LANES % 4])
+
+
+def test_lanes_that_do_not_branch_fall_through():
+    brx = "setp.lt.u32 %p1, %r1, 8; @%p1 brx.idx %r2, TABLE;"
+    body = "and.b32 %r2, %r1, 3;" + _TABLE.format(C="C", brx=brx).replace("bra END", "bra JOIN")
+    np.testing.assert_array_equal(run(body), np.where(LANES < 8, np.array([11, 21, 31, 21])[LANES % 4], 6))
+
+
+def test_indexed_branch_backwards_and_uniform():
+    """A loop whose back edge is in a table: the index is 0 three times."""
+    body = """
+    mov.u32 %r9, 0; T: .branchtargets LOOP, OUT;
+    LOOP: add.u32 %r9, %r9, 1; setp.ge.u32 %p1, %r9, 4; selp.u32 %r2, 1, 0, %p1; brx.idx.uni %r2, T;
+    OUT: add.u32 %r9, %r9, 100;
+    """
+    assert (run(body) == 104).all()
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_indexed_branches_under_every_schedule(schedule):
+    body = "and.b32 %r2, %r1, 3;" + _TABLE.format(C="C", brx="brx.idx %r2, TABLE;")
+    out = aligned(96, np.int32)
+    launch(entry("u64 out", FRAME + body + STORE), out, block=96, settings=Settings(schedule=schedule))
+    np.testing.assert_array_equal(out, np.array([11, 21, 31, 21])[np.arange(96) % 4])
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (_TABLE.format(C="C", brx="brx.idx %r1, TABLE;"), HazardError, "brx.idx with index 31: TABLE.* has 4 labels"),
+        ("and.b32 %r2, %r1, 1;" + _TABLE.format(C="C", brx="brx.idx.uni %r2, TABLE;"), HazardError, "they must agree"),
+        (_TABLE.format(C="NOWHERE", brx="brx.idx %r1, TABLE;"), PtxSyntaxError, "unknown label"),
+        (_TABLE.format(C="C", brx="brx.idx %r1, JOIN;"), PtxSyntaxError, "unknown label"),
+        (_TABLE.format(C="C", brx="brx.idx TABLE;"), PtxSyntaxError, "unknown label"),
+        (".branchtargets END; END:", PtxSyntaxError, "without a label"),
+    ],
+)
+def test_wrong_indexed_branches(body, error, message):
+    with pytest.raises(error, match=message):
+        run(body)
 
 
 def test_early_exit_and_guarded_return():

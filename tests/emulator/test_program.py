@@ -174,7 +174,7 @@ def test_services_run_in_python():
         ("testnop;\ntestserve %pm3;", "%pm3 is not implemented"),
         ("testnop;\ntestadd.b32 %r1, %r2, %clock;", "only mov reads a clock"),
         ("testnop;\ncall.uni vprintf, (%r1);", "call of vprintf"),
-        ("testnop;\nbrx.idx %r1, table;", "brx.idx is not implemented"),
+        ("testnop;\ncall (%r2), %rd1, (%r1);", "call of a function whose address is in a register"),
     ],
 )
 def test_what_is_not_implemented_is_refused_with_its_place(body, message):

@@ -326,8 +326,58 @@ def tensor_map_encode_tiled(
     ctypes.memmove(out, bytes(encoded), 128)
 
 
+@symbol("_cuTensorMapEncodeIm2col", P, I, U32, P, P, P, P, P, U32, U32, P, I, I, I, I)
+def tensor_map_encode_im2col(
+    out: int, kind: int, rank: int, address: int, dims: int, strides: int, lower: int, upper: int, *rest: int
+) -> None:
+    """Write an im2col tensor map; corners have rank - 2 entries, of type int."""
+    from dsv4lib.emulator.hw import tensormap
+
+    channels, pixels, steps, *modes = rest
+    encoded = tensormap.encode_im2col(
+        kind,
+        address or 0,
+        _array(dims, "Q", rank),
+        _array(strides, "Q", rank - 1),
+        _array(lower, "i", rank - 2),
+        _array(upper, "i", rank - 2),
+        channels,
+        pixels,
+        _array(steps, "I", rank),
+        *modes,
+        sm100=RUNTIME.device().arch.tmem,
+    )
+    ctypes.memmove(out, bytes(encoded), 128)
+
+
+@symbol("_cuTensorMapEncodeIm2colWide", P, I, U32, P, P, P, I, I, U32, U32, P, I, I, I, I, I)
+def tensor_map_encode_im2col_wide(
+    out: int, kind: int, rank: int, address: int, dims: int, strides: int, lower: int, upper: int, *rest: int
+) -> None:
+    """Write an im2col tensor map whose corners bound dimension W alone."""
+    from dsv4lib.emulator.hw import tensormap
+
+    channels, pixels, steps, *modes = rest
+    encoded = tensormap.encode_im2col_wide(
+        kind,
+        address or 0,
+        _array(dims, "Q", rank),
+        _array(strides, "Q", rank - 1),
+        lower,
+        upper,
+        channels,
+        pixels,
+        _array(steps, "I", rank),
+        *modes,
+        sm100=RUNTIME.device().arch.tmem,
+    )
+    ctypes.memmove(out, bytes(encoded), 128)
+
+
 def _array(address: int, code: str, count: int) -> tuple[int, ...]:
-    return struct.unpack(f"<{count}{code}", ctypes.string_at(address, count * struct.calcsize(code))) if count else ()
+    return (
+        struct.unpack(f"<{count}{code}", ctypes.string_at(address, count * struct.calcsize(code))) if count > 0 else ()
+    )
 
 
 @symbol("cuda_dialect_init_library_once", P, P, P, P)
@@ -362,7 +412,7 @@ _cudaGetDeviceProperties _cudaGraphDestroy _cudaGraphExecDestroy _cudaGraphInsta
 _cudaLibraryGetGlobal _cudaLibraryGetKernelCount _cudaLibraryGetManaged _cudaLibraryGetUnifiedFunction
 _cudaLibraryLoadFromFile _cudaMalloc _cudaMallocAsync _cudaMallocHost _cudaMallocManaged _cudaMemcpy _cudaMemcpyAsync
 _cudaMemset _cudaMemsetAsync _cudaProfilerStart _cudaProfilerStop _cudaStreamAddCallback _cudaStreamBeginCapture
-_cudaStreamCreate _cudaStreamDestroy _cudaStreamEndCapture _cuTensorMapEncodeIm2col
+_cudaStreamCreate _cudaStreamDestroy _cudaStreamEndCapture _cuTensorMapReplaceAddress
 """.split()
 
 

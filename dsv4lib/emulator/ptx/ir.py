@@ -126,7 +126,8 @@ class Param:
 
 @dataclass
 class Kernel:
-    """One ``.entry``. ``labels`` maps a (scoped) label to the index of the instruction it stands before.
+    """One ``.entry``. ``labels`` maps a (scoped) label to the index of the instruction it stands before, ``tables`` the
+    label of a ``.branchtargets`` list to the labels in it.
 
     What it says about its launches, None if nothing: ``reqntid``, ``maxntid``, ``cluster`` (.reqnctapercluster),
     ``max_cluster`` (.maxclusterrank).
@@ -137,6 +138,7 @@ class Kernel:
     registers: list[Register] = field(default_factory=list)
     instructions: list[Instr] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     reqntid: tuple[int, int, int] | None = None
     maxntid: tuple[int, int, int] | None = None

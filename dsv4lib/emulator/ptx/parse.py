@@ -26,8 +26,8 @@ _PERFORMANCE = re.compile(r"\.(\w+)(?:\s+([\d,\s]+?|\"[^\"]*\"))?(?=\s*(?:\.|$))
 # Kernel directives that only steer code generation; .explicitcluster asks for a launch that names its cluster shape,
 # which cannot be told from one of single CTAs.
 _HINTS = frozenset(("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "explicitcluster", "pragma"))
-# Tables of indirect branches and calls, which the lowering refuses where they are used.
-_TABLES = (".branchtargets", ".calltargets", ".callprototype")
+# Tables of indirect calls, which the lowering refuses where they are used.
+_CALL_TABLES = (".calltargets", ".callprototype")
 # These name code: their operands are labels or functions, not variables.
 _BRANCHES = frozenset(("bra", "brx", "call"))
 
@@ -148,6 +148,8 @@ class _Body:
         for param in kernel.params:
             names.declare_symbol(param.name)
         self.branches: list[tuple[int, Scope]] = []  # instructions whose label is resolved at the end
+        self.tables: list[tuple[str, int, str, Scope]] = []  # lists of labels: name, offset, text and scope
+        self.last_label = ("", -1)  # and the instruction that it stands before
         self.next_location = 0
         self.location: Location | None = None
 
@@ -185,15 +187,25 @@ class _Body:
             raise self.source.error(str(error), offset, text, self.kernel.name) from None
 
     def _label(self, name: str, offset: int) -> None:
-        self.kernel.labels[self.names.declare_label(name)] = len(self.kernel.instructions)
+        unique = self.names.declare_label(name)
+        self.kernel.labels[unique] = len(self.kernel.instructions)
+        self.last_label = unique, len(self.kernel.instructions)
 
     def _statement(self, statement: str, offset: int) -> None:
         if statement[0] != ".":
             self._guarded(self._instruction, statement, offset)
         elif statement.startswith(".reg"):
             self._guarded(self._registers, statement, offset)
-        elif not statement.startswith((".pragma", *_TABLES)):
+        elif statement.startswith(".branchtargets"):
+            self._guarded(self._table, statement, offset)
+        elif not statement.startswith((".pragma", *_CALL_TABLES)):
             self._guarded(self._variables, statement, offset)
+
+    def _table(self, statement: str, offset: int) -> None:
+        name, index = self.last_label
+        if index != len(self.kernel.instructions) or any(name == known for known, *_ in self.tables):
+            raise OperandError(".branchtargets without a label of its own")
+        self.tables.append((name, offset, statement.removeprefix(".branchtargets"), self.names.scope))
 
     def _registers(self, statement: str, offset: int) -> None:
         self.names.declare_registers(statement[4:])
@@ -253,15 +265,21 @@ class _Body:
         """Resolve the labels of branches, which may stand behind them."""
         kernel = self.kernel
         kernel.registers = self.names.registers
+        for name, offset, text, scope in self.tables:
+            found = [_label(scope, label) for label in split(text)]
+            if not found or None in found:
+                raise self.source.error(".branchtargets with an unknown label", offset, text.strip(), kernel.name)
+            kernel.tables[name] = tuple(label for label in found if label is not None)
         for index, scope in self.branches:
             instr = kernel.instructions[index]
-            if not instr.opcode.startswith("bra"):
-                continue  # calls and indirect branches are refused by the lowering
-            (target,) = instr.operands if len(instr.operands) == 1 else (None,)
+            if instr.opcode.startswith("call"):
+                continue  # the lowering refuses those that are not supported
+            *before, target = instr.operands or (None,)
             unique = _label(scope, target.name) if isinstance(target, Symbol) else None
-            if unique is None:
+            table = instr.opcode.startswith("brx")
+            if unique is None or len(before) != table or (table and unique not in kernel.tables):
                 raise syntax_error("branch to an unknown label", instr.line, instr.text, kernel.name)
-            kernel.instructions[index] = dataclasses.replace(instr, operands=(Symbol(unique),))
+            kernel.instructions[index] = dataclasses.replace(instr, operands=(*before, Symbol(unique)))
 
 
 def _label(scope: Scope | None, name: str) -> str | None:

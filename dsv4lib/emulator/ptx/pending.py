@@ -69,6 +69,9 @@ def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
         if last.opcode.startswith("bra") and isinstance(last.operands[0], Symbol):
             target = kernel.labels[last.operands[0].name]
             after = [number[target]] if target in number else []
+        elif last.opcode.startswith("brx") and isinstance(last.operands[1], Symbol):
+            targets = {kernel.labels[label] for label in kernel.tables[last.operands[1].name]}
+            after = [number[target] for target in sorted(targets) if target in number]
         if (not _ends(last) or last.guard is not None) and end in number:
             after.append(number[end])
         out.append((start, end, after))
@@ -76,7 +79,7 @@ def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
 
 
 def _ends(instr: Instr) -> bool:
-    return instr.opcode.partition(".")[0] in ("bra", "ret", "exit", "trap")
+    return instr.opcode.partition(".")[0] in ("bra", "brx", "ret", "exit", "trap")
 
 
 def eager_loads(kernel: Kernel) -> frozenset[int]:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4lib.emulator.driver import binary, config
+from dsv4lib.emulator.driver import binary, config, symbols
 from dsv4lib.emulator.driver.arch import ARCHITECTURES, architecture
+from dsv4lib.emulator.driver.device import active, make
 from dsv4lib.emulator.driver.memory import Tracker, extent
 from dsv4lib.emulator.driver.patching import patches
+from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.ptx.parse import parse
@@ -230,3 +232,47 @@ def test_patches_restore_inherited_attributes_and_the_environment():
         raise ZeroDivisionError
     assert "value" not in vars(Derived) and vars(Derived)["other"] is descriptor
     assert "DSV4_TEST" not in os.environ
+
+
+# --- tensor maps through the runtime's symbols ------------------------------------------------------------------------
+
+
+def _pointer(values, code):
+    array = np.array(values, code)
+    return array, array.ctypes.data
+
+
+def test_im2col_maps_are_encoded_as_the_driver_is_asked():
+    """The arguments reach the encoder in the driver's order: every value differs from every other of its kind."""
+    from dsv4lib.emulator.hw import tensormap
+
+    dims, strides, steps = [64, 20, 18, 3], [128, 2560, 46080], [1, 2, 3, 1]
+    lower, upper = [-1, -2], [1, 2]
+    kept = [_pointer(v, c) for v, c in ((dims, "u8"), (strides, "u8"), (lower, "i4"), (upper, "i4"), (steps, "u4"))]
+    at_dims, at_strides, at_lower, at_upper, at_steps = (address for _, address in kept)
+    out = np.zeros(128, np.uint8)
+    calls = symbols.callbacks()
+    with active(make("sm_100a")):
+        code = calls["_cuTensorMapEncodeIm2col"](
+            out.ctypes.data, 6, 4, 4096, at_dims, at_strides, at_lower, at_upper, 32, 48, at_steps, 0, 2, 1, 0
+        )  # fmt: skip
+        RUNTIME.raise_pending()
+        expected = tensormap.encode_im2col(6, 4096, dims, strides, lower, upper, 32, 48, steps, 0, 2, 1, 0)
+        assert code == 0 and out.tobytes() == expected
+        found = tensormap.decode(out.tobytes())
+        assert found.im2col and (found.lower, found.upper, found.box, found.pixels) == ((-1, -2), (1, 2), (32,), 48)
+        calls["_cuTensorMapEncodeIm2colWide"](
+            out.ctypes.data, 6, 4, 4096, at_dims, at_strides, -3, 5, 32, 48, at_steps, 0, 1, 3, 2, 0
+        )
+        RUNTIME.raise_pending()
+        assert out.tobytes() == tensormap.encode_im2col_wide(
+            6, 4096, dims, strides, -3, 5, 32, 48, steps, 0, 1, 3, 2, 0
+        )
+        calls["_cuTensorMapEncodeIm2col"](
+            out.ctypes.data, 6, 2, 4096, at_dims, at_strides, at_lower, at_upper, 32, 48, at_steps, 0, 2, 1, 0
+        )  # fmt: skip
+        with pytest.raises(ArgumentError, match="tensorRank=2"):
+            RUNTIME.raise_pending()
+        calls["_cuTensorMapReplaceAddress"]()
+        with pytest.raises(LaunchError, match="cuTensorMapReplaceAddress is not supported"):
+            RUNTIME.raise_pending()
