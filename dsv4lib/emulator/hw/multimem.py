@@ -76,6 +76,7 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
     data = _data(warp, source, form)
     for where in _places(warp, target, data.shape[1]):
         warp.cta.machine.gmem.scatter(where, data)
+        _signal(warp, where)
 
 
 @isa.service(
@@ -90,6 +91,14 @@ def red(warp: Warp, instr: Instr, form: Form) -> None:
         for address, row in zip(where.tolist(), data, strict=True):
             memory = gmem.view(address, len(row), write=True)
             memory[:] = reduce(form.get("op"), element, memory, row)
+        _signal(warp, where)
+
+
+def _signal(warp: Warp, addresses: np.ndarray) -> None:
+    """Others may synchronise by these words."""
+    race = warp.cta.machine.race
+    if race is not None:
+        race.global_release(warp, addresses)
 
 
 def element_of(kind: str) -> str:

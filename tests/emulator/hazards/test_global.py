@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from dsv4lib import emulator
 from dsv4lib.emulator.driver.device import CHECKS
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.policies import POLICIES
-from dsv4lib.emulator.request import Settings
+from dsv4lib.emulator.ptx import parse
+from dsv4lib.emulator.request import LaunchRequest, Settings
 from tests.emulator.hazards.test_race import FILL, INIT, SMEM, START, wait
-from tests.emulator.launching import aligned, entry, launch, prepare
+from tests.emulator.launching import aligned, entry, launch, pack, prepare
 
 # %rd2: the thread's word, %rd3: that of a thread of the other warp, %rd4: a flag; CTA 0 has %p5.
 WORDS = """
@@ -158,6 +160,22 @@ def test_the_bug_is_reported_under_every_schedule(name):
 def test_only_the_race_detector_looks():
     twin = TWINS["warp and warp"]
     assert run(twin.broken, twin, checks="default").hazards == []
+
+
+@pytest.mark.parametrize("flag", ["multimem.red.release.sys.global.add.u32 [%rd1], 1;", ""])
+def test_a_multicast_flag_orders_ctas(flag):
+    """CTA 0 stores and raises a flag on all devices; CTA 1 waits for that of its own device."""
+    head = "ld.param.u64 %rd1, [all]; ld.param.u64 %rd2, [own]; mov.u32 %r40, %ctaid.x; setp.ne.u32 %p5, %r40, 0;"
+    body = f"@%p5 bra OTHER; st.global.u32 [%rd2+16], 7; {flag} bra END; OTHER:"
+    poll = "POLL: ld.acquire.sys.global.u32 %r41, [%rd2]; setp.eq.u32 %p6, %r41, 0; @%p6 bra POLL;" if flag else ""
+    text = entry("u64 all, u64 own", head + body + poll + "ld.global.u32 %r5, [%rd2+16]; END:")
+    (kernel,) = parse.parse(text).kernels.values()
+    with emulator.devices(2, shims=False, checks="race") as gpus:
+        buffer = gpus.symmetric(64, np.uint32, "buffer")
+        params = pack(kernel, (buffer.multicast, buffer[0]))
+        gpus[0].launch(LaunchRequest("k", parse.parse(text), (2, 1, 1), (32, 1, 1), params=params))
+        gpus.synchronize()
+        assert {h.kind for h in gpus.hazards} == (set() if flag else {"race_global"})
 
 
 def test_loads_past_the_end_do_no_harm():
