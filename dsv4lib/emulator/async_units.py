@@ -14,6 +14,7 @@ Operations".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ class AsyncUnits:
             self.reordered += 1
         else:
             self._latest = op.order
-        for value in (op.order, zlib.crc32(op.unit.encode()), self.machine.time):
+        for value in (op.order, _code(op.unit), self.machine.time):
             self.hash = ((self.hash ^ value) * _PRIME) & _MASK_64
         trace, race = self.machine.trace, self.machine.race
         if race is not None:
@@ -226,6 +227,12 @@ class AsyncUnits:
                     f"{cta} exited while {op.label} was still reading its shared memory: wait_group is missing",
                     op.place,
                 )
+
+
+@functools.lru_cache(1 << 12)
+def _code(unit: str) -> int:
+    """A number for a unit, the same in every process."""
+    return zlib.crc32(unit.encode())
 
 
 def _order(op: AsyncOp) -> int:

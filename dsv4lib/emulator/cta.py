@@ -28,6 +28,8 @@ class Smem:
         init: uint8[bytes], 1 where the byte has been written.
         dirty: uint16[bytes / 16], generic-proxy writer (warp + 1) of each 16-byte chunk that no proxy fence has made
             visible to the asynchronous proxy yet; 0 = clean.
+        written: sets of 16-byte chunks that are known to be written, by first chunk and identity (hw/operand.py);
+            to be cleared when bytes become unwritten.
     """
 
     def __init__(self, nbytes: int):
@@ -35,13 +37,14 @@ class Smem:
         self.data = aligned_zeros(nbytes)
         self.init = np.zeros(nbytes, np.uint8)
         self.dirty = np.zeros(-(-nbytes // 16), np.uint16)
+        self.written: dict[tuple[int, int], np.ndarray] = {}
 
 
 class Cta:
     """One CTA.
 
     Attributes:
-        rank: in the cluster (x fastest); ctaid: in the grid.
+        rank: in the cluster (x fastest); ctaid: in the grid; machine: that it runs on.
         smem: shared memory; tmem: tensor memory, None before SM100 or before the first use.
         warps: all warps, also those that have exited.
         mbarriers: by offset in this CTA's shared memory.
@@ -51,6 +54,7 @@ class Cta:
 
     def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int], smem_bytes: int):
         self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
+        self.machine: Machine = cluster.machine
         self.smem = Smem(smem_bytes)
         self.tmem: Any = None
         self.warps: list[Warp] = []
@@ -61,11 +65,6 @@ class Cta:
 
     def __repr__(self) -> str:
         return f"CTA {self.ctaid}"
-
-    @property
-    def machine(self) -> Machine:
-        """The machine this CTA runs on."""
-        return self.cluster.machine
 
 
 class Cluster:

@@ -99,6 +99,8 @@ class Warp:
         stalled: it waits to converge with parked lanes.
         spins: slices it used up while divergent.
         words: CONTEXT as 32-bit words; indices are MASK, PC, ... of this module. longs: as 64-bit words.
+        kept: what services keep from one execution of an instruction to the next, by its index.
+        memory: the register file as bytes; predicates: as 32-bit words. Both are quicker than numpy for single values.
     """
 
     def __init__(self, cta: Cta, warp_id: int, program: Program, agent: int, context: np.ndarray, regs: np.ndarray):
@@ -115,6 +117,9 @@ class Warp:
         self.stalled = False
         self.exited = False
         self.spins = 0
+        self.kept: dict[int, Any] = {}
+        self.memory = memoryview(regs)
+        self.predicates = self.memory.cast("I")
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
     def __repr__(self) -> str:
@@ -171,9 +176,7 @@ class Warp:
         mask = self.words[MASK]
         values = np.asarray(values)
         if bits == 1:
-            word = self._view(offset, 1, "<u4")
-            new = mask_of(np.broadcast_to(values, LANES).astype(bool))
-            word[0] = (int(word[0]) & ~mask & FULL_MASK) | (new & mask)
+            self.decide(operand, mask_of(np.broadcast_to(values, LANES).astype(bool)))
             return
         if bits == 128:
             target = self._view(offset, 2 * LANES, "<u8").reshape(2, LANES)
@@ -193,6 +196,56 @@ class Warp:
         else:
             active = lanes_of(mask)
             target[active] = values if values.ndim == 0 else np.broadcast_to(values, LANES)[active]
+
+    def decide(self, operand: Operand, lanes: int) -> None:
+        """Write a predicate register: bit i of ``lanes`` in lane i, if that is active. ``_`` is ignored."""
+        if type(operand) is Sink:
+            return
+        at, mask = self.program.offset[operand.index] >> 2, self.words[MASK]
+        self.predicates[at] = self.predicates[at] & ~mask | lanes & mask
+
+    def test(self, operand: Operand, lane: int) -> bool:
+        """One lane's value of a predicate operand."""
+        if type(operand) is Reg:
+            bit = self.predicates[self.program.offset[operand.index] >> 2] >> lane & 1
+            return bool(bit) != operand.negated
+        return bool(self.read(operand, bool)[lane])
+
+    def lane_value(self, operand: Operand, width: int, lane: int) -> int:
+        """One lane's value of an operand, as an unsigned number of ``width`` bytes."""
+        if type(operand) is Reg:
+            bits = self.program.bits[operand.index]
+            if 8 <= bits <= 64:
+                own = bits >> 3
+                at = self.program.offset[operand.index] + own * lane
+                return int.from_bytes(self.memory[at : at + min(own, width)], "little")
+        if type(operand) is Imm:
+            return operand.bits & (1 << 8 * width) - 1
+        return int(self.read(operand, _UNSIGNED[width])[lane])
+
+    def agreed(self, operand: Operand, width: int) -> int | None:
+        """The value that all active lanes agree on, as `lane_value` gives it; None if they do not, or none is active."""
+        mask = self.words[MASK]
+        if not mask & (mask - 1):
+            return self.lane_value(operand, width, mask.bit_length() - 1) if mask else None
+        if type(operand) is Imm:
+            return operand.bits & (1 << 8 * width) - 1
+        if type(operand) is Reg and 8 <= (bits := self.program.bits[operand.index]) <= 64:
+            own, at = bits >> 3, self.program.offset[operand.index]
+            raw = self.memory[at : at + own * LANES].tobytes()
+            if raw == raw[:own] * LANES:
+                return int.from_bytes(raw[: min(own, width)], "little")
+            if mask == FULL_MASK and own <= width:
+                return None
+        values = self.read(operand, _UNSIGNED[width])[lanes_of(mask)]
+        return int(values[0]) if (values == values[0]).all() else None
+
+    def agreed_address(self, memory: Memory) -> int | None:
+        """`address` as one number, if all active lanes agree on it."""
+        base = memory.base
+        narrow = type(base) is Reg and self.program.bits[base.index] == 32
+        value = self.agreed(base, 4 if narrow else 8)
+        return None if value is None else value + memory.offset & (0xFFFFFFFF if narrow else 0xFFFFFFFFFFFFFFFF)
 
     def uniform(self, operand: Operand, dtype: Any) -> Any:
         """The value that all active lanes agree on, as a Python number.

@@ -12,6 +12,7 @@ Source: PTX ISA, "mbarrier" (9.7.14.16 in version 9.3), layout v0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,19 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
-from dsv4lib.emulator.hw.shared import Where, lane_groups, lane_list, locate, shared_addresses
+from dsv4lib.emulator.hw.shared import (
+    Where,
+    agreed_address,
+    lane_array,
+    lane_groups,
+    lane_list,
+    locate,
+    shared_addresses,
+)
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine import CTA_EXITED
-from dsv4lib.emulator.memory.addressing import shared_address
-from dsv4lib.emulator.native.abi import LANES
+from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
+from dsv4lib.emulator.native.abi import FULL_MASK, LANES
 from dsv4lib.emulator.ptx.ir import Instr, Memory, Operand, Pair, Sink
 from dsv4lib.emulator.warp import Block, Warp
 
@@ -70,8 +79,9 @@ class MBarrier:
         self.waiters: set[Any] = set()
         self.sync: Any = None
         self.origin: Any = None
-        self._written = cta.smem.init[offset : offset + NBYTES].view(np.uint64)
+        self._written = memoryview(cta.smem.init[offset : offset + NBYTES].view(np.uint64))
         self._written[0] = 0
+        cta.smem.written.clear()
 
     @property
     def name(self) -> str:
@@ -150,6 +160,7 @@ class MBarrier:
         if self._written[0]:
             self.report("mbarrier_overwritten", "its memory was written by something that is no mbarrier", where)
             self._written[0] = 0
+            self.cta.smem.written.clear()
 
     def report(self, kind: str, message: str, where: Where) -> None:
         """Report a hazard of this barrier."""
@@ -178,18 +189,37 @@ def find(cluster: Cluster, address: int, where: Where) -> MBarrier:
         MemoryFault: outside shared memory or misaligned.
         HazardError: there is none.
     """
-    cta, offset = locate(cluster, address, NBYTES, where, align=NBYTES)
-    barrier = cta.mbarriers.get(offset)
+    rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
+    barrier = cluster.ctas[rank].mbarriers.get(offset) if rank < len(cluster.ctas) else None
     if barrier is None:
+        cta, offset = locate(cluster, address, NBYTES, where, align=NBYTES)
         known = ", ".join(f"{o:#x}" for o in sorted(cta.mbarriers)[:8]) or "none"
         raise HazardError(
             f"no mbarrier was initialised at {shared_address(cta.rank, offset):#x} of {cta} (live ones: {known})",
             where(),
         )
     barrier.check_image(where)
-    if cta.machine.race is not None:
-        cta.machine.race.used(barrier, where)
+    if barrier.cta.machine.race is not None:
+        barrier.cta.machine.race.used(barrier, where)
     return barrier
+
+
+def _groups(
+    warp: Warp, memory: Memory, operand: Operand | None, width: int, form: Form
+) -> list[tuple[np.ndarray, tuple[int, int]]]:
+    """Lanes, shared address and amount (``operand`` of ``width`` bytes; 1 if None) of each distinct request."""
+    address, amount = agreed_address(warp, memory, form), 1 if operand is None else warp.agreed(operand, width)
+    if address is not None and amount is not None:
+        return [(lane_array(warp.mask()), (address, amount))]
+    addresses = shared_addresses(warp, memory, form)
+    amounts = np.ones(LANES, np.uint32) if operand is None else warp.read(operand, f"<u{width}")
+    return lane_groups(warp.mask(), addresses, amounts)
+
+
+@functools.cache
+def _before(count: int, lanes: int) -> np.ndarray:
+    """uint64[lanes]: how many arrivals come before each lane's, if each arrives ``count`` times."""
+    return np.arange(0, count * lanes, count, dtype=np.uint64)
 
 
 def check_exit(cta: Cta) -> None:
@@ -270,11 +300,9 @@ _OWN = "[.<space:shared|shared::cta>]"
 def arrive(warp: Warp, instr: Instr, form: Form) -> None:
     """``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``."""
     target, memory, *rest = instr.operands
-    addresses = shared_addresses(warp, memory, form)
     where = warp.place
-    amounts = warp.read(rest[0], np.uint32) if rest else np.ones(LANES, np.uint32)
     states = np.zeros(LANES, np.uint64)
-    for members, (address, amount) in lane_groups(warp.mask(), addresses, amounts):
+    for members, (address, amount) in _groups(warp, memory, rest[0] if rest else None, 4, form):
         barrier = find(warp.cta.cluster, address, where)
         if barrier.cta is not warp.cta and not isinstance(target, Sink):
             raise HazardError("an arrive on another CTA's barrier returns no state: the destination must be _", where())
@@ -283,8 +311,7 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
         _check_count(count, where)
         together = len(members) * count
         if together <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
-            before = np.arange(0, together, count, dtype=np.uint64)
-            states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - before
+            states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - _before(count, len(members))
             barrier.arrive(together, where, drop=form.get("op") == "arrive_drop")
             continue
         for lane in members:
@@ -325,11 +352,14 @@ class Wait:
 
     def complete(self) -> bool:
         """Is any of the phases complete?"""
-        return any(barrier.completed(parity) for _, barrier, parity in self.groups)
+        for _, barrier, parity in self.groups:
+            if (barrier.phase ^ parity) & 1:
+                return True
+        return False
 
     def ready(self) -> bool:
         """True when any phase is complete or time is up."""
-        return self.expired or self.complete() or self.machine.time >= self.deadline
+        return self.complete() or self.expired or self.machine.time >= self.deadline
 
     def passed(self, barrier: MBarrier) -> None:
         """The barrier has completed a phase; report if this wait has missed the one it is for."""
@@ -358,12 +388,13 @@ class Wait:
         address = shared_address(first.cta.rank, first.offset)
         return Suspension("mbarrier", self.ready, self.detail, self.expire, self.deadline, address)
 
-    def answer(self) -> np.ndarray:
-        """bool[32] result; the wait is over."""
-        done = np.zeros(LANES, bool)
+    def answer(self) -> int:
+        """Mask of the lanes whose phase is complete; the wait is over."""
+        done = 0
         for members, barrier, parity in self.groups:
             barrier.waiters.discard(self)
-            done[members] = barrier.completed(parity)
+            if barrier.completed(parity):
+                done |= sum(1 << lane for lane in members.tolist()) if len(self.groups) > 1 else FULL_MASK
         return done
 
 
@@ -409,20 +440,18 @@ def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     race = warp.cta.machine.race
     if race is not None:
         for members, barrier, _ in query.groups:
-            if answer[members[0]]:
+            if answer >> int(members[0]) & 1:
                 race.acquired(warp, barrier)
                 race.looked(warp, barrier)
-    warp.write(target, answer)
+    warp.decide(target, answer)
     return None
 
 
 def _query(warp: Warp, memory: Memory, wanted: Operand, form: Form) -> Wait:
     """Look up what the lanes of a wait ask for."""
     by_parity = form.has("parity")
-    addresses = shared_addresses(warp, memory, form)
-    values = warp.read(wanted, np.uint32 if by_parity else np.uint64)
     groups = []
-    for members, (address, value) in lane_groups(warp.mask(), addresses, values):
+    for members, (address, value) in _groups(warp, memory, wanted, 4 if by_parity else 8, form):
         barrier = find(warp.cta.cluster, address, warp.place)
         if barrier.cta is not warp.cta:
             raise HazardError(f"wait on a barrier of another CTA ({barrier})", warp.place())

@@ -91,7 +91,14 @@ class Operand:
 
     def initialised(self) -> bool:
         """Has every byte been written?"""
-        return b"\0" not in self._take(self.smem.init, CHUNK).tobytes()
+        smem, key = self.smem, (self.first, id(self.chunks))
+        # Written bytes stay written, but for those of a new mbarrier.
+        if smem.written.get(key) is self.chunks:
+            return True
+        if b"\0" in self._take(smem.init, CHUNK).tobytes():
+            return False
+        smem.written[key] = self.chunks
+        return True
 
     def unfenced(self) -> tuple[str, str, list[int]] | None:
         """Writes to these bytes that no proxy fence has covered yet: hazard kind, its text, the warps; None if none."""

@@ -44,6 +44,12 @@ def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndar
     return where
 
 
+def rows_view(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray | None:
+    """uint32[n, 32] view of n 32-bit registers that lie behind each other; None if they do not."""
+    where = _rows(warp, instr, items)
+    return warp.regs[where].view(np.uint32).reshape(-1, LANES) if isinstance(where, slice) else None
+
+
 def read_rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray:
     """uint32[n, 32] copy of n 32-bit operands, all lanes."""
     where = _rows(warp, instr, items)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4lib.emulator.errors import MemoryFault, Place
-from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
+from dsv4lib.emulator.memory.addressing import LOW_32, OFFSET_MASK, RANK_SHIFT, shared_address
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES, SHARED_WINDOW
 
 # Where a report points to, evaluated only when there is one: `Warp.place` or `AsyncOp.where`.
@@ -63,6 +63,17 @@ def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
                 warp.place(),
             )
     return shared
+
+
+def agreed_address(warp: Warp, memory: Memory, form: Form) -> int | None:
+    """The shared address that all active lanes agree on; None if they do not, or if `addresses_in` refuses it."""
+    address, space = warp.agreed_address(memory), form.get("space")
+    if address is None:
+        return None
+    if not space:
+        return address & LOW_32 if address >> 56 == SHARED_WINDOW >> 56 else None
+    address &= LOW_32
+    return address if space == "shared::cluster" or address >> RANK_SHIFT == warp.cta.rank else None
 
 
 @functools.lru_cache(4096)

@@ -152,5 +152,6 @@ def shift(warp: Warp, instr: Instr, form: Form) -> None:
                 for array in (tmem.data, tmem.init):
                     block = array[first : first + QUARTER, column : column + SHIFT_COLUMNS]
                     block[:-1] = block[1:].copy()
+                tmem.changed()
 
         issue(warp, instr, tensor_unit(warp, group), f"shift tmem column {column}", complete)

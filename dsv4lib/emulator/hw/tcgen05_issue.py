@@ -54,8 +54,8 @@ def warp_unit(warp: Warp) -> str:
     return f"ldst:{warp.agent}"
 
 
-def issue(warp: Warp, instr: Instr, unit: str, label: str, complete: Callable[[], None]) -> AsyncOp:
-    """Queue an operation."""
+def issue(warp: Warp, instr: Instr, unit: str, label: object, complete: Callable[[], None]) -> AsyncOp:
+    """Queue an operation; ``label`` is anything printable."""
     return warp.cta.machine.units.issue(AsyncOp(unit, complete, label, warp, instr))
 
 
@@ -66,14 +66,13 @@ def each_lane(warp: Warp) -> Iterator[int]:
 
 def lane_value(warp: Warp, operand: Operand, dtype: type, lane: int) -> int:
     """One lane's value of an operand, as a Python number."""
-    return warp.read(operand, dtype)[lane].item()
+    return warp.lane_value(operand, np.dtype(dtype).itemsize, lane)
 
 
 def tmem_address(warp: Warp, operand: Memory, lane: int) -> int:
     """Tensor-memory address that one lane gives as ``[taddr]``."""
-    base = operand.base
-    if type(base) is Reg:
-        return (int(warp.read(base, np.uint32)[lane]) + operand.offset) & 0xFFFFFFFF
+    if type(operand.base) is Reg:
+        return (warp.lane_value(operand.base, 4, lane) + operand.offset) & 0xFFFFFFFF
     return int(warp.address(operand)[lane]) & 0xFFFFFFFF
 
 

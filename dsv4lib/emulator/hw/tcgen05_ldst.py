@@ -30,13 +30,13 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.emulator.hw.registers import read_rows, write_rows
+from dsv4lib.emulator.hw.registers import read_rows, rows_view, write_rows
 from dsv4lib.emulator.hw.tcgen05_issue import issue, uniform_tmem_address, warp_unit
 from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES
 from dsv4lib.emulator.program import leaves
-from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Reg, Vector
+from dsv4lib.emulator.ptx.ir import Imm, Instr, Memory, Operand, Reg, Vector
 from dsv4lib.emulator.warp import Warp
 
 POISON = 0x7FFFDEAD  # a NaN as float, odd as anything else
@@ -90,6 +90,7 @@ class _Plan:
         items: registers (the reduction's result last); registers: how many hold the fragment.
         cells, columns: see `fragment`; packed: two 16-bit cells per register.
         waits: a wait follows before the registers are used (loads).
+        label: of the operation.
     """
 
     instr: Instr
@@ -101,6 +102,7 @@ class _Plan:
     columns: int
     packed: bool
     waits: bool
+    label: str
 
 
 _plans: dict[int, _Plan] = {}
@@ -136,8 +138,9 @@ def _plan(
         raise EmulatorError(f"{len(items)} registers given, {what}.{shape}.{num} has {registers}")
     cells, columns = fragment(shape, registers, form.has("pack"), split[0].bits if split else 0)
     items = items if result is None else (*items, result)
+    label = f"{what.removeprefix('tcgen05.')} {shape}"
     waits = what != "tcgen05.st" and has_wait(warp, instr, items)
-    plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), waits)
+    plan = _Plan(instr, what, shape, items, registers, cells, columns, form.has("pack"), waits, label)
     if len(_plans) > 1 << 14:
         _plans.clear()
     _plans[id(instr)] = plan
@@ -145,19 +148,27 @@ def _plan(
 
 
 class _Access:
-    """One execution of a load or store, after all checks that do not depend on when it happens."""
+    """A load or store of a warp at one address, after all checks that do not depend on when it happens.
 
-    __slots__ = ("column", "flat", "lane", "plan", "warp")
+    Attributes:
+        tmem: tensor memory; block: (lane, lanes, column, columns) of a plain 32x32b fragment, else None.
+        data, init: its cells, register-major as the fragment; None without ``block``.
+        rows: its registers uint32[n, 32], if they are in one piece.
+        raw: the 32 addresses it was made for, as bytes; b"" if it must be made anew each time.
+    """
 
-    def __init__(self, warp: Warp, plan: _Plan, address: Operand):
+    __slots__ = ("block", "column", "data", "flat", "init", "lane", "plan", "raw", "rows", "tmem", "warp")
+
+    def __init__(self, warp: Warp, plan: _Plan, address: Memory, raw: bytes = b""):
         if warp.mask() != FULL_MASK:
             raise EmulatorError(f"{plan.what} needs all 32 lanes, active: {warp.mask():#010x}")
-        self.warp, self.plan = warp, plan
+        self.warp, self.plan, self.raw = warp, plan, raw
         taddr, agreed = uniform_tmem_address(warp, address)
         lane, self.column = taddr >> 16, taddr & 0xFFFF
         quarter = QUARTER * (warp.warp_id % 4)
         low = lane % QUARTER
         if lane - low != quarter or not agreed:
+            self.raw = b""  # to be reported each time
             text = f"names lane {lane}, warp {warp.warp_id} reaches lanes {quarter} to {quarter + 31}"
             text = text if agreed else "is given addresses that differ between the lanes of the warp"
             warp.cta.machine.report("tmem_lane_quarter", f"{plan.what} {text}", warp.place(plan.instr))
@@ -166,35 +177,41 @@ class _Access:
             raise EmulatorError(f"{plan.what}.{plan.shape} at lane {lane}: must be a multiple of {step}")
         self.lane = quarter + low
         self.flat = self.lane * COLUMNS + self.column
+        self.tmem = tmem_of(warp.cta)
+        self.block: tuple[int, ...] | None = None
+        if plan.shape == "32x32b" and not plan.packed:
+            self.block = self.lane, QUARTER, self.column, plan.columns
+            where = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
+            self.data, self.init = self.tmem.data[where].T, self.tmem.init[where].T
+        self.rows = rows_view(warp, plan.instr, plan.items)
 
     def check(self) -> bool:
         """Report columns that are not allocated; False if they do not exist."""
         cta, plan = self.warp.cta, self.plan
-        if tmem_of(cta).fault(self.column, plan.columns) is None:
+        if self.tmem.fault(self.column, plan.columns) is None:
             return True
         return check_span(cta, self.column, plan.columns, plan.what, self.warp.place(plan.instr))
 
     def trace(self, kind: str) -> None:
         """Count, and tell race detector and trace."""
         machine, plan = self.warp.cta.machine, self.plan
-        if machine.race is not None:
+        if machine.race is not None and machine.race.full:
             cells = (plan.cells + self.flat).reshape(-1)
             cells = np.concatenate([cells, cells + 1]) if plan.packed else cells
             machine.race.tensor_cells(self.warp.cta, cells, kind == "st")
-        machine.stats[f"tcgen05_{kind}_bytes"] += 4 * plan.registers * LANES
+        machine.stats["tcgen05_ld_bytes" if kind == "ld" else "tcgen05_st_bytes"] += 4 * plan.registers * LANES
         if machine.trace is not None:
             lanes = self.lane + np.unique(plan.cells // COLUMNS)
             span = (self.column, self.column + plan.columns)
             machine.trace.tmem_access(kind, self.warp.cta, self.warp, plan.instr, lanes, span)
 
     def load(self) -> np.ndarray:
-        """uint32[registers, 32]; reports uninitialised cells."""
-        tmem, plan = tmem_of(self.warp.cta), self.plan
+        """uint32[registers, 32], perhaps a view; reports uninitialised cells."""
+        tmem, plan = self.tmem, self.plan
         if not self.check():
             raise EmulatorError(f"{plan.what} reads columns {self.column} to {self.column + plan.columns - 1}")
-        if plan.shape == "32x32b" and not plan.packed:
-            block = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
-            values, ready = tmem.data[block].T, tmem.init[block].all()
+        if self.block is not None:
+            values, ready = self.data, tmem.written(self.block, self.init)
         else:
             where = plan.cells + self.flat
             data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
@@ -212,14 +229,21 @@ class _Access:
         self.trace("ld")
         return values
 
+    def fetch(self) -> None:
+        """Load into the registers."""
+        if self.rows is None:
+            write_rows(self.warp, self.plan.instr, self.plan.items, self.load())
+        else:
+            self.rows[...] = self.load()
+
     def store(self, values: np.ndarray) -> None:
         """Write uint32[registers, 32]."""
-        tmem, plan = tmem_of(self.warp.cta), self.plan
+        tmem, plan = self.tmem, self.plan
         if not self.check():
             return
-        if plan.shape == "32x32b" and not plan.packed:
-            block = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
-            tmem.data[block], tmem.init[block] = values.T, True
+        if self.block is not None:
+            self.data[...] = values
+            tmem.write(self.block, self.init)
         else:
             where = plan.cells + self.flat
             data, init = tmem.data.reshape(-1), tmem.init.reshape(-1)
@@ -232,6 +256,16 @@ class _Access:
                 data[where] = values
             init[where] = True
         self.trace("st")
+
+
+def _known(warp: Warp, instr: Instr, address: Memory) -> tuple[_Access | None, bytes]:
+    """The access that this warp made at this instruction and these addresses, and the addresses as bytes."""
+    if type(address.base) is not Reg or warp.mask() != FULL_MASK:
+        return None, b""
+    at = warp.program.offset[address.base.index]
+    raw = warp.memory[at : at + 4 * LANES].tobytes()
+    access = warp.kept.get(instr.index)
+    return (access if access is not None and access.raw == raw else None), raw
 
 
 def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
@@ -255,26 +289,31 @@ def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
         complete()
         return
     write_rows(warp, plan.instr, plan.items, np.uint32(POISON))
-    issue(warp, plan.instr, warp_unit(warp), f"ld {plan.shape}", complete)
+    issue(warp, plan.instr, warp_unit(warp), plan.label, complete)
 
 
 @isa.service(*(f"tcgen05.ld.sync.aligned.{shape}[.<pack:pack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
-    plan = _plan(warp, instr, form, target, split, "ld")
-    access = _Access(warp, plan, address)
-    _issue_load(access, lambda: write_rows(warp, instr, plan.items, access.load()))
+    access, raw = _known(warp, instr, address)
+    if access is None:
+        access = _Access(warp, _plan(warp, instr, form, target, split, "ld"), address, raw)
+        warp.kept[instr.index] = access
+    _issue_load(access, access.fetch)
 
 
 @isa.service(*(f"tcgen05.st.sync.aligned.{shape}[.<pack:unpack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
 def st(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.st [taddr]{, half-split}, r``."""
     address, *split, source = instr.operands
-    plan = _plan(warp, instr, form, source, split, "st")
-    access = _Access(warp, plan, address)
-    values = read_rows(warp, instr, plan.items)
-    issue(warp, instr, warp_unit(warp), f"st {plan.shape}", lambda: access.store(values))
+    access, raw = _known(warp, instr, address)
+    if access is None:
+        access = _Access(warp, _plan(warp, instr, form, source, split, "st"), address, raw)
+        warp.kept[instr.index] = access
+    plan = access.plan
+    values = access.rows.copy() if access.rows is not None else read_rows(warp, instr, plan.items)
+    issue(warp, instr, warp_unit(warp), plan.label, lambda: access.store(values))
 
 
 @isa.service(

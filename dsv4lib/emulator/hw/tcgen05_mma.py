@@ -45,7 +45,7 @@ def _matrix(warp: Warp, operand: Operand, lane: int) -> SmemDescriptor | int:
 
 
 def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
-    op.queued = issue(warp, instr, tensor_unit(warp, len(op.ctas)), str(op), op.run)
+    op.queued = issue(warp, instr, tensor_unit(warp, len(op.ctas)), op, op.run)
 
 
 @isa.service(
@@ -71,7 +71,7 @@ def mma(warp: Warp, instr: Instr, form: Form) -> None:
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
             d=tmem_address(warp, d, lane),
-            accumulate=bool(warp.read(enable, bool)[lane]),
+            accumulate=warp.test(enable, lane),
             scale_d=_scale_d(kind, scale),
             disabled=None if mask is None else _disabled(warp, mask, lane),
         )
@@ -90,10 +90,10 @@ def _scale_d(kind: str, operand: Operand | None) -> int:
 
 def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
     """bool[CTAs, 128]: lanes that are not written; None if all are."""
-    words = np.array([lane_value(warp, item, np.uint32, lane) for item in mask.items], np.uint32)
-    if not words.any():
+    words = [warp.lane_value(item, 4, lane) for item in mask.items]
+    if not any(words):
         return None
-    return np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool).reshape(-1, 128)
+    return np.unpackbits(np.array(words, np.uint32).view(np.uint8), bitorder="little").astype(bool).reshape(-1, 128)
 
 
 @isa.service(
@@ -125,7 +125,7 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
             d=tmem_address(warp, d, lane),
-            accumulate=bool(warp.read(enable, bool)[lane]),
+            accumulate=warp.test(enable, lane),
             block=shape.k // vectors,
             sfa=tmem_address(warp, sfa, lane),
             sfb=tmem_address(warp, sfb, lane),
@@ -161,7 +161,7 @@ def mma_ws(warp: Warp, instr: Instr, form: Form) -> None:
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
             d=tmem_address(warp, d, lane),
-            accumulate=bool(warp.read(enable, bool)[lane]),
+            accumulate=warp.test(enable, lane),
             ws=True,
             zero_columns=zero,
         )

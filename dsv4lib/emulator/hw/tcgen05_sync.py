@@ -77,7 +77,7 @@ def wait(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.wait``: complete this warp's pending tcgen05.ld or tcgen05.st."""
     units, kind = warp.cta.machine.units, form.get("what")
     for op in units.pending(warp_unit(warp)):
-        if op.label.startswith(kind):
+        if op.label.startswith(kind):  # "ld" or "st" and the shape
             units.complete(op)
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.waited_tensor(warp, kind)

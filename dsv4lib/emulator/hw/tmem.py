@@ -51,6 +51,8 @@ class Tmem:
         self.relinquished = False
         self.requests: list[PairRequest] = []
         self._count = 0
+        self._usable: set[tuple[int, int]] = set()  # spans that `fault` has found allocated
+        self._written: set[tuple[int, ...]] = set()  # blocks that are known to be written
 
     def free_at(self, column: int, columns: int) -> bool:
         """Are these columns free?"""
@@ -66,6 +68,7 @@ class Tmem:
         self.owner[column : column + columns] = self._count
         self.init[:, column : column + columns] = False
         self.allocations[column] = columns
+        self.changed()
 
     def release(self, address: int, columns: int) -> None:
         """Free an allocation.
@@ -79,13 +82,35 @@ class Tmem:
             raise EmulatorError(f"tcgen05.dealloc of {columns} columns at {address:#x}; allocations: {have}")
         del self.allocations[address]
         self.owner[address : address + columns] = -1
+        self.changed()
+
+    def changed(self) -> None:
+        """Columns were allocated or freed, or cells became unwritten: forget what was known about spans and blocks."""
+        self._usable.clear()
+        self._written.clear()
+
+    def written(self, key: tuple[int, ...], init: np.ndarray) -> bool:
+        """Has every cell of a block been written? ``init`` is the part of `init` that ``key`` stands for."""
+        if key in self._written:
+            return True
+        if not init.all():
+            return False
+        self._written.add(key)
+        return True
+
+    def write(self, key: tuple[int, ...], init: np.ndarray) -> None:
+        """Every cell of a block is written; arguments as for `written`."""
+        if key not in self._written:
+            init[...] = True
+            self._written.add(key)
 
     def fault(self, column: int, columns: int) -> tuple[str, str] | None:
         """What is wrong with using these columns: (hazard kind, message), None if they are allocated."""
         end = column + columns
-        if any(first <= column and end <= first + size for first, size in self.allocations.items()):
+        if (column, columns) in self._usable:
             return None
         if end <= COLUMNS and (self.owner[column:end] > 0).all():
+            self._usable.add((column, columns))
             return None
         if column + columns > COLUMNS:
             return "tmem_outside_allocation", f"columns {column} to {column + columns - 1}, tensor memory has {COLUMNS}"

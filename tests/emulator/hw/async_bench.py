@@ -81,6 +81,17 @@ class Warp:
         if not isinstance(operand, Sink):
             self.registers[operand.index] = np.broadcast_to(values, LANES).copy()
 
+    def decide(self, operand: Any, lanes: int) -> None:
+        self.write(operand, np.array([lanes >> lane & 1 for lane in range(LANES)], bool))
+
+    def agreed(self, operand: Any, width: int) -> int | None:
+        values = set(self.read(operand, _WIDTH[width])[self.active].tolist())
+        return values.pop() if len(values) == 1 else None
+
+    def agreed_address(self, memory: Memory) -> int | None:
+        values = set(self.address(memory)[self.active].tolist())
+        return values.pop() if len(values) == 1 else None
+
     def uniform(self, operand: Any, dtype: Any) -> Any:
         values = self.read(operand, dtype)[self.active]
         if (values != values[0]).any():
