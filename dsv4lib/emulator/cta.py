@@ -30,14 +30,24 @@ class Smem:
             visible to the asynchronous proxy yet; 0 = clean.
         written: sets of 16-byte chunks that are known to be written, by first chunk and identity (hw/operand.py);
             to be cleared when bytes become unwritten.
+        operands: matrix operands in this memory, by descriptor and shape (hw/operand.py).
     """
 
     def __init__(self, nbytes: int):
         self.nbytes = nbytes
         self.data = aligned_zeros(nbytes)
         self.init = np.zeros(nbytes, np.uint8)
-        self.dirty = np.zeros(-(-nbytes // 16), np.uint16)
+        chunks = -(-nbytes // 16)
+        self._dirty_fours = np.zeros(-(-chunks // 4), np.uint64)
+        self.dirty = self._dirty_fours.view(np.uint16)[:chunks]
         self.written: dict[tuple[int, int], np.ndarray] = {}
+        self.operands: dict[Any, Any] = {}
+
+    def marked(self) -> np.ndarray:
+        """Numbers of the 16-byte chunks with an entry in `dirty`, ascending."""
+        fours = np.flatnonzero(self._dirty_fours != 0)  # nonzero is quickest on bool
+        chunks = (4 * fours[:, None] + np.arange(4)).ravel()
+        return chunks[self._dirty_fours.view(np.uint16)[chunks] != 0]
 
 
 class Cta:

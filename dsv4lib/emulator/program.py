@@ -109,6 +109,7 @@ class Program:
         local_bytes: local memory a thread.
         stores: by instruction index, the flattened operands a native handler writes.
         eager_loads: tcgen05.ld instructions that must complete at issue (ptx/pending.py).
+        kept: what the machine works out about the program once, by name.
     """
 
     kernel: Kernel
@@ -128,10 +129,18 @@ class Program:
     stores: dict[int, frozenset[int]] = field(default_factory=dict)
     _variables: dict[str, tuple[str, int]] = field(default_factory=dict)
     eager_loads: frozenset[int] = frozenset()
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def instruction(self, index: int) -> Instr:
         """The instruction at a pc."""
         return self.instructions[index]
+
+    def uses(self, opcode: str) -> bool:
+        """Does the opcode of any instruction begin like this?"""
+        key = f"uses {opcode}"
+        if key not in self.kept:
+            self.kept[key] = any(instr.opcode.startswith(opcode) for instr in self.instructions)
+        return self.kept[key]
 
     def symbol(self, name: str) -> tuple[str, int]:
         """State space and offset of a variable or parameter; the offset of ``global`` and ``const`` is 0.

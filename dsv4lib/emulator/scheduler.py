@@ -27,7 +27,7 @@ _PATIENCE, _SPINNING = 32, 50_000
 # Suspended waits (mbarrier.try_wait) may end without their phase; rounds of that without progress mean a deadlock.
 _EXPIRIES = 16
 # Kernels with these instructions or attributes get all resident clusters at once; others one after another.
-_TOGETHER = ("clusterlaunchcontrol",)
+_TOGETHER = "clusterlaunchcontrol"
 
 
 class Scheduler:
@@ -64,9 +64,7 @@ class Scheduler:
         self._resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
         self._launchable = [machine.queue.popleft() for _ in range(min(self._resident, len(machine.queue)))][::-1]
-        together = machine.request.attributes.get("cooperative") or any(
-            i.opcode.startswith(_TOGETHER) for i in program.instructions
-        )
+        together = machine.request.attributes.get("cooperative") or program.uses(_TOGETHER)
         self._at_once = self._resident if together else min(self._resident, self.policy.clusters)
 
     def run(self) -> None:

@@ -224,7 +224,7 @@ class Warp:
         return int(self.read(operand, _UNSIGNED[width])[lane])
 
     def agreed(self, operand: Operand, width: int) -> int | None:
-        """The value that all active lanes agree on, as `lane_value` gives it; None if they do not, or none is active."""
+        """The value that all active lanes agree on, as `lane_value` gives it; None if there is none."""
         mask = self.words[MASK]
         if not mask & (mask - 1):
             return self.lane_value(operand, width, mask.bit_length() - 1) if mask else None

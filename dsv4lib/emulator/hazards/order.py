@@ -97,14 +97,14 @@ class Order:
         state = self._state(warp)
         clocks, dirty = state.clocks, cta.smem.dirty
         clock = clocks.of(warp)[CARRIED]
-        for mark in np.unique(dirty & MARK).tolist():
-            writer = cta.warps[mark - 1] if mark else None
-            if writer is None:
-                continue
+        chunks = cta.smem.marked()
+        marks = dirty[chunks] & MARK
+        for mark in sorted(set(marks.tolist())):
+            writer = cta.warps[mark - 1]
             me = writer.agent - clocks.first_agent
             if writer is warp or clock[me] >= state.fenced.get((cta.rank, mark), 1):
                 state.fenced[cta.rank, mark] = int(clocks.epoch[me])
-                dirty[(dirty & MARK) == mark] = 0
+                dirty[chunks[marks == mark]] = 0
 
     # --- what only the race detector does ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ class DescriptorError(EmulatorError):
     """A descriptor with a reserved bit set or an undefined or unsupported value."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: there is one object for each
 class Swizzle:
     """A shared-memory swizzle.
 

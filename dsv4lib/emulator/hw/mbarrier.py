@@ -311,7 +311,11 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
         _check_count(count, where)
         together = len(members) * count
         if together <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
-            states[members] = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending) - _before(count, len(members))
+            state = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending)
+            if len(members) == LANES:
+                states = state - _before(count, LANES)
+            else:
+                states[members] = state - _before(count, len(members))
             barrier.arrive(together, where, drop=form.get("op") == "arrive_drop")
             continue
         for lane in members:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CHUNK = np.complex128  # any 16-byte type that numpy copies whole
 _PERIOD = 1024
+_KEPT = 4096  # operands of one CTA
 
 
 @functools.lru_cache(maxsize=8192)
@@ -129,6 +130,9 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
     Raises:
         DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have.
     """
+    known = smem.operands.get((descriptor, rows, nbytes))
+    if known is not None:
+        return known
     swizzle = descriptor.swizzle
     if swizzle is SWIZZLE_128B_ATOM_32B:
         raise DescriptorError("a K-major matrix cannot use the 128B swizzle with 32B atoms")
@@ -136,7 +140,8 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
     # Swizzled K-major layouts do not use the leading offset; leave it out of the cache key.
     leading = descriptor.leading if swizzle is NO_SWIZZLE else 0
     chunks = k_major_chunks(rows, nbytes, leading, descriptor.stride, swizzle, phase)
-    return Operand(smem, (descriptor.start - phase) >> 4, chunks, False)
+    operand = Operand(smem, (descriptor.start - phase) >> 4, chunks, False)
+    return _keep(smem, (descriptor, rows, nbytes), operand)
 
 
 def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: int) -> Operand:
@@ -145,6 +150,9 @@ def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: i
     Raises:
         DescriptorError: a swizzle that the element size does not have; mn not a multiple of 16 bytes.
     """
+    known = smem.operands.get((descriptor, mn, k, element))
+    if known is not None:
+        return known
     swizzle = descriptor.swizzle
     if (element == 4) != (swizzle is SWIZZLE_128B_ATOM_32B):
         raise DescriptorError(f"an MN-major matrix of {8 * element}-bit elements cannot use swizzle {swizzle.name}")
@@ -152,4 +160,13 @@ def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: i
         raise DescriptorError(f"an MN-major matrix needs a multiple of 16 bytes along M or N, not {mn * element}")
     phase = descriptor.start % _PERIOD
     chunks = mn_major_chunks(mn, k, element, descriptor.leading, descriptor.stride, swizzle, phase)
-    return Operand(smem, (descriptor.start - phase) >> 4, chunks, True)
+    operand = Operand(smem, (descriptor.start - phase) >> 4, chunks, True)
+    return _keep(smem, (descriptor, mn, k, element), operand)
+
+
+def _keep(smem: Smem, key: tuple[object, ...], operand: Operand) -> Operand:
+    """Remember an operand of this memory: kernels use a few hundred again and again."""
+    if len(smem.operands) >= _KEPT:
+        smem.operands.clear()
+    smem.operands[key] = operand
+    return operand

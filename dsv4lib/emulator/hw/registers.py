@@ -44,33 +44,51 @@ def _rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> slice | np.ndar
     return where
 
 
-def rows_view(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray | None:
-    """uint32[n, 32] view of n 32-bit registers that lie behind each other; None if they do not."""
-    where = _rows(warp, instr, items)
-    return warp.regs[where].view(np.uint32).reshape(-1, LANES) if isinstance(where, slice) else None
+class Rows:
+    """32-bit registers of a warp at one instruction, for repeated use.
+
+    Attributes:
+        view: uint32[n, 32] of the registers if they lie behind each other, else None.
+    """
+
+    __slots__ = ("_halves", "_items", "_warp", "_where", "view")
+
+    def __init__(self, warp: Warp, instr: Instr, items: Sequence[Operand]):
+        self._warp, self._items = warp, items
+        self._where = where = _rows(warp, instr, items)
+        self.view: np.ndarray | None = None
+        if isinstance(where, slice):
+            self.view = warp.regs[where].view(np.uint32).reshape(-1, LANES)
+        elif where is not None:
+            self._halves = warp.regs.view(np.uint32).reshape(-1, _HALF // 4)
+
+    def read(self) -> np.ndarray:
+        """uint32[n, 32] copy, all lanes."""
+        if self.view is not None:
+            return self.view.copy()
+        if self._where is not None:
+            return self._halves.take(self._where, 0).reshape(-1, LANES)
+        return np.stack([self._warp.read(item, np.uint32) for item in self._items])
+
+    def write(self, values: np.ndarray | np.uint32) -> None:
+        """Write uint32[n, 32], or one value everywhere, in all lanes; ``_`` is skipped."""
+        if self.view is not None:
+            self.view[...] = values
+        elif self._where is not None:
+            self._halves[self._where] = values if values.ndim == 0 else values.reshape(-1, _HALF // 4)
+        else:
+            warp = self._warp
+            for item, row in zip(self._items, np.broadcast_to(values, (len(self._items), LANES)), strict=True):
+                if not isinstance(item, Sink):
+                    offset = warp.program.offset[item.index]
+                    warp.regs[offset : offset + ROW_BYTES].view(np.uint32)[:] = row
 
 
 def read_rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray:
     """uint32[n, 32] copy of n 32-bit operands, all lanes."""
-    where = _rows(warp, instr, items)
-    if isinstance(where, slice):
-        return warp.regs[where].view(np.uint32).reshape(-1, LANES).copy()
-    if where is not None:
-        return warp.regs.view(np.uint32).reshape(-1, _HALF // 4)[where].reshape(-1, LANES)
-    return np.stack([warp.read(item, np.uint32) for item in items])
+    return Rows(warp, instr, items).read()
 
 
 def write_rows(warp: Warp, instr: Instr, items: Sequence[Operand], values: np.ndarray | np.uint32) -> None:
     """Write uint32[n, 32], or one value everywhere, to n 32-bit registers, in all lanes; ``_`` is skipped."""
-    where = _rows(warp, instr, items)
-    if isinstance(where, slice):
-        warp.regs[where].view(np.uint32).reshape(-1, LANES)[...] = values
-        return
-    values = np.broadcast_to(values, (len(items), LANES))
-    if where is not None:
-        warp.regs.view(np.uint32).reshape(-1, _HALF // 4)[where] = values.reshape(-1, _HALF // 4)
-        return
-    for item, row in zip(items, values, strict=True):
-        if not isinstance(item, Sink):
-            offset = warp.program.offset[item.index]
-            warp.regs[offset : offset + ROW_BYTES].view(np.uint32)[:] = row
+    Rows(warp, instr, items).write(values)

@@ -197,12 +197,14 @@ class Mma:
             raise EmulatorError(f"tcgen05.mma reads A from columns {column} to {column + A_WORDS - 1}", self.place)
         if self.regions[0].split:
             region, lane = self.regions[0], self.a >> 16
+            key = region.key(lane, column, A_WORDS)
             data, init = (region.view(x, lane, column, A_WORDS) for x in (tmem.data, tmem.init))
         else:
+            key = 0, LANES, column, A_WORDS
             data, init = (x[:, column : column + A_WORDS] for x in (tmem.data, tmem.init))
-        if not init.all():
+        if not tmem.written(key, init):
             self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
-        if cta.machine.race is not None:
+        if cta.machine.race is not None and cta.machine.race.full:
             whole = not self.regions[0].split
             cta.machine.race.tensor(
                 cta,
@@ -247,7 +249,7 @@ class Mma:
     def _check(self, cta: Cta, operand: Operand, what: str) -> None:
         if cta.machine.trace is not None:
             cta.machine.trace.smem_operand(cta, self.warp, self.instr, f"mma {what}", operand)
-        if cta.machine.race is not None:
+        if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.shared_chunks(cta, operand.first + operand.chunks, False)
         if not operand.initialised():
             low, high = operand.span()
@@ -271,11 +273,12 @@ class Mma:
         count = -(-rows // QUARTER)
         if not self._columns(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
-        if cta.machine.race is not None:
+        if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.tensor(cta, lambda x: x[:, column : column + count], False)
         words = by_row(tmem.data[:, column : column + count], rows)
         codes = words.view(np.uint8).reshape(4, rows, 4)[:, :, data_id : data_id + s.k // self.block]
-        if not by_row(tmem.init[:, column : column + count], rows).all():
+        init = tmem.init[:, column : column + count]
+        if not tmem.written((0, LANES, column, count), init) and not by_row(init, rows).all():
             self.report("uninitialised_tmem", f"reads uninitialised scale factors {what} (column {column})")
         elif (codes != codes[0]).any():
             self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")
@@ -293,13 +296,13 @@ class Mma:
         """Accumulate one block."""
         s = self.shape
         tmem: Tmem = tmem_of(self.ctas[region.cta])
-        init = region.view(tmem.init, lane, column, width)
+        init, key = region.view(tmem.init, lane, column, width), region.key(lane, column, width)
         live = self._live(region, lane)
         race = self.warp.cta.machine.race
-        if race is not None and live is None:
+        if race is not None and race.full and live is None:
             cta = self.ctas[region.cta]
             race.tensor(cta, lambda x: region.view(x, lane, column, width), True, (region, lane, column, width))
-        if self.accumulate and not (init if live is None else init[live]).all():
+        if self.accumulate and not (tmem.written(key, init) if live is None else init[live].all()):
             self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)
         if s.d == "f32":
@@ -322,7 +325,7 @@ class Mma:
         if live is None:
             if values is not None:
                 cells[...] = values
-            init[...] = True
+            tmem.write(key, init)
         else:
             cells[live] = values[live]
             init[live] = True

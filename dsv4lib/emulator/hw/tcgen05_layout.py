@@ -50,6 +50,10 @@ class Region:
             return array.reshape(4, QUARTER, COLUMNS)[:, base_lane : base_lane + 16, column : column + count]
         return array[self.lane : self.lane + self.lanes, column : column + count]
 
+    def key(self, base_lane: int, column: int, count: int) -> tuple[int, ...]:
+        """What names the cells of ``view`` (`Tmem.written`): (first lane, lanes, column, columns)."""
+        return (base_lane, -16, column, count) if self.split else (self.lane, self.lanes, column, count)
+
     def part(self, product: np.ndarray) -> np.ndarray:
         """The matching part of the M x N product, in the shape of ``view``."""
         block = product[self.rows, self.columns]

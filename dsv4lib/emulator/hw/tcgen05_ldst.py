@@ -30,7 +30,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.emulator.hw.registers import read_rows, rows_view, write_rows
+from dsv4lib.emulator.hw.registers import Rows
 from dsv4lib.emulator.hw.tcgen05_issue import issue, uniform_tmem_address, warp_unit
 from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
 from dsv4lib.emulator.isa import Form
@@ -153,7 +153,7 @@ class _Access:
     Attributes:
         tmem: tensor memory; block: (lane, lanes, column, columns) of a plain 32x32b fragment, else None.
         data, init: its cells, register-major as the fragment; None without ``block``.
-        rows: its registers uint32[n, 32], if they are in one piece.
+        rows: its registers.
         raw: the 32 addresses it was made for, as bytes; b"" if it must be made anew each time.
     """
 
@@ -183,7 +183,7 @@ class _Access:
             self.block = self.lane, QUARTER, self.column, plan.columns
             where = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
             self.data, self.init = self.tmem.data[where].T, self.tmem.init[where].T
-        self.rows = rows_view(warp, plan.instr, plan.items)
+        self.rows = Rows(warp, plan.instr, plan.items)
 
     def check(self) -> bool:
         """Report columns that are not allocated; False if they do not exist."""
@@ -231,10 +231,7 @@ class _Access:
 
     def fetch(self) -> None:
         """Load into the registers."""
-        if self.rows is None:
-            write_rows(self.warp, self.plan.instr, self.plan.items, self.load())
-        else:
-            self.rows[...] = self.load()
+        self.rows.write(self.load())
 
     def store(self, values: np.ndarray) -> None:
         """Write uint32[registers, 32]."""
@@ -288,7 +285,7 @@ def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     if not plan.waits:
         complete()
         return
-    write_rows(warp, plan.instr, plan.items, np.uint32(POISON))
+    access.rows.write(np.uint32(POISON))
     issue(warp, plan.instr, warp_unit(warp), plan.label, complete)
 
 
@@ -311,9 +308,8 @@ def st(warp: Warp, instr: Instr, form: Form) -> None:
     if access is None:
         access = _Access(warp, _plan(warp, instr, form, source, split, "st"), address, raw)
         warp.kept[instr.index] = access
-    plan = access.plan
-    values = access.rows.copy() if access.rows is not None else read_rows(warp, instr, plan.items)
-    issue(warp, instr, warp_unit(warp), plan.label, lambda: access.store(values))
+    values = access.rows.read()
+    issue(warp, instr, warp_unit(warp), access.plan.label, lambda: access.store(values))
 
 
 @isa.service(
@@ -331,7 +327,7 @@ def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
 
     def complete() -> None:
         values = access.load()
-        write_rows(warp, instr, plan.items, np.concatenate([values, reduce_columns(values, form)[None]]))
+        access.rows.write(np.concatenate([values, reduce_columns(values, form)[None]]))
 
     _issue_load(access, complete)
 

@@ -42,7 +42,14 @@ class Bench:
         )
         self.hazards: list[tuple[str, str]] = []
         self.machine = SimpleNamespace(
-            arch=arch, stats=Counter(), trace=None, race=None, time=0, changed=lambda: None, report=self._report
+            arch=arch,
+            device=0,
+            stats=Counter(),
+            trace=None,
+            race=None,
+            time=0,
+            changed=lambda: None,
+            report=self._report,
         )
         self.machine.units = AsyncUnits(self.machine)
         self.cluster = Cluster(self.machine, 0, (0, 0, 0), (ctas, 1, 1))
