@@ -17,6 +17,7 @@ import torch
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.request import LaunchRequest
+from dsv4lib.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.together import Mark
@@ -302,6 +303,7 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuMemcpyHtoD": _copy,
         "cuMemcpyDtoH": _copy,
         "cuMemcpyDtoD": _copy,
+        **_events("cuEvent", driver.CUevent),
     }
     runtime_table = {
         "cudaGetDeviceCount": lambda: (RUNTIME.device().count,),
@@ -322,9 +324,48 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cudaMemcpy": _copy,
         "cudaMemcpyAsync": _copy,
         "cudaGetLastError": lambda: (),
+        **_events("cudaEvent", runtime.cudaEvent_t),
     }
+    del driver_table["cuEventCreateWithFlags"]  # of the runtime alone
     yield from answers(driver.CUresult.CUDA_SUCCESS, driver_table, driver)
     yield from answers(runtime.cudaError_t.cudaSuccess, runtime_table, runtime)
+
+
+_EVENTS: dict[int, Event] = {}  # by the handle that the bindings gave out
+
+
+def _event(handle: Any) -> Event:
+    """The event of a handle.
+
+    Raises:
+        ArgumentError: it was never created, or has been destroyed.
+    """
+    if int(handle) not in _EVENTS:
+        raise ArgumentError("event", handle, "an event that exists")
+    return _EVENTS[int(handle)]
+
+
+def _events(prefix: str, handle: Any) -> dict[str, Any]:
+    """The functions on events of a binding whose handles are ``handle(number)``."""
+
+    def create(*_args: Any) -> tuple[Any]:
+        number = max(_EVENTS, default=0) + 1
+        _EVENTS[number] = Event()
+        return (handle(number),)
+
+    def record(event: Any, stream: Any = 0) -> tuple[()]:
+        _event(event).mark = RUNTIME.record(int(stream))
+        return ()
+
+    table = {
+        "Create": create,
+        "CreateWithFlags": create,
+        "Record": record,
+        "Synchronize": lambda event: _event(event).synchronize() or (),
+        "ElapsedTime": lambda start, end: (_event(start).elapsed_time(_event(end)),),
+        "Destroy": lambda event: _EVENTS.pop(int(event), None) and (),
+    }
+    return {prefix + name: function for name, function in table.items()}
 
 
 def _allocate(nbytes: int, *_args: Any) -> tuple[int]:
@@ -372,6 +413,22 @@ def _benchmark(
     return NO_TIME
 
 
+def _benchmark_for_autotune(
+    callable: Any,
+    *args: Any,
+    warmup_iterations: int = 10,
+    iterations: int = 100,
+    use_cold_l2: bool = True,
+    print_verbose: bool = False,
+    current_stream: Any = None,
+    **kwargs: Any,
+) -> float:
+    """What CuTeDSL's autotuners compare: every configuration runs once and takes no time, so the first one wins."""
+    del warmup_iterations, iterations, use_cold_l2, print_verbose, current_stream
+    callable(*args, **kwargs)
+    return 0.0
+
+
 def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
     """``torch.profiler.profile`` of the host's side: there are no device times to record."""
     del activities
@@ -379,13 +436,14 @@ def _profile(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
 
 
 def _testing() -> Iterator[tuple[Any, str, Any]]:
-    """Benchmarks answer NaN."""
+    """Benchmarks answer NaN, those of autotuners a number that can be compared."""
     import cutlass.cute.testing
     import cutlass.testing
 
     for module in {cutlass.testing, cutlass.cute.testing}:
         if hasattr(module, "benchmark"):
             yield module, "benchmark", _benchmark
+    yield cutlass.testing, "_benchmark_for_autotune", _benchmark_for_autotune
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:

@@ -217,6 +217,24 @@ def test_torch_cuda_and_bindings(gpu):
     assert cuda_api.NO_TIME != cuda_api.NO_TIME
 
 
+@pytest.mark.parametrize(("binding", "prefix"), [(driver, "cuEvent"), (runtime, "cudaEvent")])
+def test_events_of_the_bindings(gpu, binding, prefix):
+    def call(name, *args):
+        status, *values = getattr(binding, prefix + name)(*args)
+        assert int(status) == 0
+        return values
+
+    flags = [0] if binding is driver else []
+    (first,), (second,) = call("Create", *flags), call("Create", *flags)
+    assert int(first) != int(second)
+    assert call("Record", first, 0) == call("Record", second, 0) == call("Synchronize", second) == []
+    (time,) = call("ElapsedTime", first, second)
+    assert time != time  # NaN: no invented times
+    assert call("Destroy", first) == call("Destroy", second) == []
+    with pytest.raises(ArgumentError, match="an event that exists"):
+        call("Record", first, 0)
+
+
 def test_memory_of_the_bindings(gpu):
     _, address = runtime.cudaMalloc(100)
     assert gpu.gmem.find(address, 100) and gpu.gmem.find(address, 101) is None and address % 256 == 0
@@ -268,6 +286,18 @@ def test_a_benchmark_runs_its_kernel_once_and_measures_nothing(gpu):
     assert calls == [(1, 2)] and made != made
     testing.benchmark(calls.append, kernel_arguments=testing.JitArguments(3), warmup_iterations=0, iterations=0)
     assert len(calls) == 1
+
+
+def test_an_autotuner_runs_every_configuration_and_takes_the_first(gpu):
+    from cutlass import testing
+
+    calls = []
+
+    def make(x, width):
+        return lambda: calls.append((x, width))
+
+    chosen = testing.tune(make, {"width": [3, 1, 2]}, testing.JitArguments(7))
+    assert calls == [(7, 3), (7, 1), (7, 2)] and chosen == {"width": 3}
 
 
 def test_profilers_see_the_host_only(gpu):
