@@ -226,6 +226,11 @@ CLAUSES = (
         ("async_write_after_exit", "async_read_after_exit"),
         _pairs("async_write_after_exit", "async_read_after_exit"),
     ),
+    Clause(
+        "instructions of a whole warp without all its lanes",
+        ("diverged_sync",),
+        ("test_control.py::test_an_instruction_without_lanes_that_it_needs_is_reported",),
+    ),
     Clause("cancel requests", ("clc_failed_response",), ("hw/test_async_copies.py::test_cluster_launch_control",)),
     Clause(
         "bank conflicts and uncoalesced accesses, as counters",
