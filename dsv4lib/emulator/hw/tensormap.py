@@ -148,6 +148,30 @@ class TensorMap:
         """Tiled mode: bytes between those rows."""
         return tuple(s * t for s, t in zip(self.strides, self.traversal[1:], strict=True))
 
+    @functools.cached_property
+    def flaw(self) -> str:
+        """What no copy can use it for, "" if nothing; drivers refuse to encode such a map, kernels and hosts may not.
+
+        Source: PTX ISA, "Bounding Box", and the restrictions on sub-byte types of ``cp.async.bulk.tensor``.
+        """
+        row, width = self.element.smem_bytes(self.box[0]), SWIZZLE_BYTES[self.swizzle]
+        align = 32 if self.interleave == 2 or self.element.chunk else 16
+        if self.address % align or any(s % align for s in self.strides):
+            return f"address {self.address:#x} and strides {self.strides} must be multiples of {align}"
+        if self.interleave:
+            return ""
+        if self.element.nbytes(self.box[0]) % 16:
+            return f"a row of the box, {self.box[0]} elements of {self.element.name}, must be a multiple of 16 bytes"
+        if width and row > width:
+            return f"a row of the box, {row} bytes, must fit in the {width} bytes of the swizzle"
+        if self.element.chunk and (self.box[0] != 128 or self.dims[0] % 128):
+            return f"box and size of dimension 0, {self.box[0]} and {self.dims[0]}, must be 128 and a multiple of it"
+        if self.element.chunk and (self.swizzle in (1, 2) or self.atom == 2):
+            return f"{self.element.name} has no {width}-byte swizzle with atom code {self.atom}"
+        if self.nan_fill and not self.element.is_float:
+            return f"{self.element.name} cannot be filled with NaN"
+        return ""
+
     def __str__(self) -> str:
         mode = f"im2col {self.pixels} pixels x {self.box[0]}" if self.im2col else f"box {self.box}"
         swizzle = SWIZZLE_BYTES[self.swizzle]
@@ -195,6 +219,10 @@ def decode(raw: bytes) -> TensorMap:
         raise ValueError(f"im2col mode with rank {rank}")
     if _bits(words[13], 15, 9):
         raise ValueError(f"unknown bits of word 13 ({words[13]:#010x})")
+    if words[7] >> 16:
+        raise ValueError(f"unknown bits of word 7 ({words[7]:#010x})")
+    if words[15] and not im2col:
+        raise ValueError(f"word 15 of a tiled map is not 0 ({words[15]:#010x})")
     strides = tuple((words[3 + d] | _bits(words[7], 4 * d, 4) << 32) * 16 for d in range(rank - 1))
     traversal = tuple(_bits(words[13], 3 * d, 3) + 1 for d in range(rank))
     boxes = (raw[55] + 1, *(b + 1 for b in raw[56:60]))

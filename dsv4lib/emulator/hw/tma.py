@@ -117,6 +117,8 @@ def _box(
     Raises:
         HazardError: instruction and descriptor do not fit.
     """
+    if tensor.flaw:
+        raise HazardError(f"tensor map {tensor}: {tensor.flaw}", where())
     if tensor.rank != rank:
         raise HazardError(f"{rank}-dimensional copy with a descriptor of rank {tensor.rank}", where())
     if tensor.im2col != mode.startswith("im2col"):

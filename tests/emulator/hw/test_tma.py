@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import struct
 
@@ -465,7 +467,14 @@ def cube(bench):
 
 @pytest.mark.parametrize(
     ("word", "bits", "text"),
-    [(2, 1 << 2, "unknown bits"), (2, 1 << 25, "unknown bits"), (2, 14 << 7, "element type"), (13, 1 << 16, "word 13")],
+    [
+        (2, 1 << 2, "unknown bits"),
+        (2, 1 << 25, "unknown bits"),
+        (2, 14 << 7, "element type"),
+        (7, 1 << 16, "word 7"),
+        (13, 1 << 16, "word 13"),
+        (15, 1, "word 15 of a tiled map"),
+    ],
 )
 def test_unknown_descriptor_bits_are_refused(word, bits, text):
     raw = bytearray(tensormap.encode_tiled(U8, 4096, [64, 16], [64], [64, 4], [1, 1]))
@@ -475,6 +484,39 @@ def test_unknown_descriptor_bits_are_refused(word, bits, text):
     bench.barrier(BAR)
     with pytest.raises(HazardError, match=text):
         bench.run(LOAD.format(2, "", ""), at(BUF), at(descriptor(bench, bytes(raw)), [0, 0]), at(BAR), lanes=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),  # of a map whose maker did not ask the driver
+    [
+        ({"address": 4096 + 8}, "multiples of 16"),
+        ({"box": (24, 4)}, "24 elements of u8, must be a multiple of 16 bytes"),
+        ({"box": (64, 4), "swizzle": 1}, "64 bytes, must fit in the 32 bytes"),
+        ({"box": (32, 4), "swizzle": 1}, ""),
+        ({"nan_fill": True}, "u8 cannot be filled with NaN"),
+        ({"element": tensormap.ELEMENT_TYPES[U4_PADDED]}, "64 and 256, must be 128"),
+        ({"element": tensormap.ELEMENT_TYPES[U4_PADDED], "box": (128, 4)}, ""),
+        ({"element": tensormap.ELEMENT_TYPES[U4_PADDED], "box": (128, 4), "dims": (192, 16)}, "128 and 192, must be"),
+        ({"element": tensormap.ELEMENT_TYPES[U4_PADDED], "box": (128, 4), "strides": (272,)}, "multiples of 32"),
+        (
+            {"element": tensormap.ELEMENT_TYPES[U4_PADDED], "box": (128, 4), "swizzle": 3, "atom": 2},
+            "no 128-byte swizzle with atom code 2",
+        ),
+    ],
+)
+def test_maps_that_no_copy_can_use_are_refused(change, text):
+    good = tensormap.decode(tensormap.encode_tiled(U8, 4096, [256, 16], [256], [64, 4], [1, 1])[:64])
+    changed = dataclasses.replace(good, **change)
+    assert tensormap.decode(tensormap.encode(changed)[:64]) == changed
+    bench = Bench()
+    bench.barrier(BAR)
+    raw = tensormap.encode(changed)
+    run = functools.partial(bench.run, LOAD.format(2, "", ""), at(BUF), at(descriptor(bench, raw), [0, 0]), at(BAR))
+    if not text:
+        run(lanes=0)
+        return
+    with pytest.raises(HazardError, match=text):
+        run(lanes=0)
 
 
 @pytest.mark.parametrize(
