@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import runpy
+import signal
 import sys
+import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dsv4lib.emulator.driver.script import FAILED, HAZARD, INTERRUPTED, REFUSED
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.errors import DSV4Error
+
+# Where the frames lie that are neither the script's nor those of modules beside it.
+_NOT_THEIRS = (
+    str(Path(__file__).resolve().parents[1]),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("stdlib"),
+    "<",
+)
 
 
 def main(job: dict[str, Any]) -> int:
@@ -18,10 +31,9 @@ def main(job: dict[str, Any]) -> int:
     script, report = Path(job.pop("script")), Path(job.pop("report"))
     args, arch = job.pop("args"), job.pop("arch")
     from dsv4lib.emulator.driver.device import device
-    from dsv4lib.emulator.errors import EmulatorError
     from dsv4lib.emulator.hazards import errors
-    from dsv4lib.errors import DSV4Error
 
+    _end_with_parent()
     sys.argv = [str(script), *args]
     sys.path[0] = str(script.resolve().parent)  # as `python script.py` does
     code = 0
@@ -41,7 +53,7 @@ def main(job: dict[str, Any]) -> int:
         return INTERRUPTED
     except BaseException as error:
         report.write_text(_messages(error))
-        traceback.print_exc()
+        _print(error)
         cause = _chain(error)
         if any(isinstance(e, EmulatorError) for e in cause):
             return FAILED
@@ -58,6 +70,37 @@ def merged(hazards: Iterable[Any]) -> list[Any]:
             hazard = dataclasses.replace(found[key], count=found[key].count + hazard.count)
         found[key] = hazard
     return list(found.values())
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to terminate this process when the one that started it is gone (prctl(2): PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _print(error: BaseException) -> None:
+    """The traceback as `python script.py` would print it; of what stops a launch only the frames of the script.
+
+    The rest would be two dozen frames of the DSL and of the emulator between the call and the message, which names the
+    line of the kernel.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    for part in _parts(report):
+        if part.stack and part.stack[0].filename == __file__:
+            del part.stack[0]
+        while part.stack and (part.stack[0].filename.startswith("<frozen runpy>")):
+            del part.stack[0]
+    if isinstance(error, EmulatorError):
+        own = [frame for frame in report.stack if not frame.filename.startswith(_NOT_THEIRS)]
+        report.stack = traceback.StackSummary.from_list(own)
+        report.__cause__ = report.__context__ = None
+    print("".join(report.format()), end="", file=sys.stderr)
+
+
+def _parts(report: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
+    """A traceback and those of its causes."""
+    while report is not None:
+        yield report
+        report = report.__cause__ or report.__context__
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -17,7 +17,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ def emulate(
     Raises:
         ArgumentError: the script is not there, or an argument is wrong.
     """
+    from dsv4lib.emulator.driver.device import make  # here, because it takes a while to import
+
     path = Path(script)
     if not path.is_file():
         raise ArgumentError("script", str(script), "the path of a Python file")
@@ -76,8 +80,9 @@ def emulate(
         "sm_count": sm_count,
         "time_limit": time_limit,
     }
-    tried: list[str] = []
     target = FIRST if arch == "auto" else arch
+    make(target, **settings)  # refuses bad settings before anything is started
+    tried: list[str] = []
     while True:
         tried.append(target)
         code, error = _attempt(path, args, target, settings)
@@ -121,17 +126,32 @@ def _attempt(path: Path, args: Sequence[str], arch: str, settings: dict[str, Any
             "TORCHDYNAMO_DISABLE": "1",
         }
         command = [sys.executable, "-c", _START, str(_ROOT), job]
-        process = subprocess.Popen(command, env=environment)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            _stop(process)
-            return INTERRUPTED, ""
-        except SystemExit:  # SIGTERM
-            process.terminate()
-            _stop(process)
-            raise
+        with _interruptible():
+            process = subprocess.Popen(command, env=environment)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                _stop(process)
+                return INTERRUPTED, ""
+            except SystemExit:  # SIGTERM
+                process.terminate()
+                _stop(process)
+                raise
         return (128 - code if code < 0 else code), report.read_text() if report.exists() else ""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Inside, an interrupt is a KeyboardInterrupt: a command line may have left SIGINT to the system, which would end
+    this process at once and leave the script running."""
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _stop(process: subprocess.Popen) -> None:

@@ -63,6 +63,9 @@ def test_exit_codes(script, capfd, body, args, code):
         assert "sum 32.0 sm_100a (10, 0)" in out
     if code == FAILED:
         assert "outside every allocation" in error and "somebody.py:" in error
+    # Tracebacks begin in the script, and end there if the emulator stopped a launch.
+    frames = [line for line in error.splitlines() if line.startswith("  File ")]
+    assert all("somebody.py" in frame for frame in frames) and bool(frames) == (code == FAILED or "theirs" in body)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("uninitialised_smem", HAZARD), ("tmem_lane_quarter", 0)])
@@ -122,19 +125,51 @@ def test_bad_arguments(tmp_path):
     (tmp_path / "some.py").write_text("")
     with pytest.raises(ArgumentError, match="arch"):
         emulate(tmp_path / "some.py", arch="sm_75")
+    for name, value in {"schedule": "none", "checks": "some", "seed": -1, "time_limit": -1.0, "sm_count": 0}.items():
+        with pytest.raises(ArgumentError, match=name):
+            emulate(tmp_path / "some.py", **{name: value})
 
 
+def started(path, flag, *command):
+    """A process that runs ``path`` in the emulator, once the script has written its process id to ``flag``."""
+    process = subprocess.Popen([sys.executable, *command], start_new_session=True)
+    end = time.monotonic() + 100
+    while (not flag.exists() or not flag.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    return process
+
+
+def gone(pid):
+    """Does the process end within a few seconds?"""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("how", ["function", "command"])
 @pytest.mark.parametrize("group", [True, False])
-def test_ctrl_c(script, tmp_path, group):
+def test_ctrl_c(script, tmp_path, group, how):
     """From the keyboard the whole group gets the signal; `kill -INT` reaches the parent alone."""
     flag = tmp_path / "running"
     path = script(f"import time; open({str(flag)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
     code = f"import sys; from dsv4lib.emulator import emulate; sys.exit(emulate({str(path)!r}, arch='sm_100a'))"
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    end = time.monotonic() + 100
-    while (not flag.exists() or not flag.read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
+    command = (
+        ["-c", code] if how == "function" else ["-m", "dsv4lib.lab.cli", "emulate", "--arch", "sm_100a", str(path)]
+    )
+    process = started(path, flag, *command)
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
     assert process.wait(60) == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(flag.read_text()), 0)
+    assert gone(int(flag.read_text()))
+
+
+def test_a_script_does_not_outlive_its_command(script, tmp_path):
+    flag = tmp_path / "running"
+    path = script(f"import time; open({str(flag)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
+    process = started(path, flag, "-c", f"from dsv4lib.emulator import emulate; emulate({str(path)!r}, arch='sm_100a')")
+    process.kill()
+    process.wait()
+    assert gone(int(flag.read_text()))
