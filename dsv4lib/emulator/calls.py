@@ -1,8 +1,8 @@
-"""The one device function that is supported: ``vprintf``, which ``cute.printf`` and ``printf`` of CUDA C++ call.
+"""What kernels call without having its code: ``vprintf`` (``cute.printf``, ``printf``), ``__assertfail`` (``assert``).
 
-A call passes its arguments in variables of the ``.param`` space, written by ``st.param`` and read by ``ld.param``
-(PTX ISA, "Abstracting the ABI"). ``vprintf(format, arguments)`` takes two generic pointers; the arguments lie packed at
-their natural alignment, after C's promotions (CUDA programming guide, "Formatted Output"). Lanes print in order.
+A call passes its arguments in variables of the ``.param`` space (PTX ISA, "Abstracting the ABI"), which the lowering
+places in local memory. ``vprintf(format, arguments)`` takes two generic pointers; the arguments lie packed at their
+natural alignment, after C's promotions (CUDA programming guide, "Formatted Output"). Lanes print in order.
 """
 
 from __future__ import annotations
@@ -18,62 +18,69 @@ import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, MemoryFault
 from dsv4lib.emulator.memory.addressing import LOW_32, is_local
-from dsv4lib.emulator.native.abi import LANES
-from dsv4lib.emulator.ptx.ir import Instr, Memory, Symbol, Vector
+from dsv4lib.emulator.ptx.ir import Instr, Operand, Symbol, Vector
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.isa import Form
     from dsv4lib.emulator.warp import Warp
 
-PRINTF = "vprintf"
 MAX_FORMAT = 1 << 16
 _CONVERSION = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(hh|h|ll|l|j|z|t)?([diouxXeEfFgGcsp%])")
-_WIDTHS = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f32": 4, "b32": 4, "u32": 4, "s32": 4}
 
 
-def arguments(warp: Warp) -> dict[str, np.ndarray]:
-    """The warp's call variables: uint64[32] by name."""
-    return vars(warp).setdefault("call_arguments", {})
+def _local(warp: Warp, lane: int, offset: int, nbytes: int) -> Any:
+    """Bytes of a lane's local memory."""
+    size = int(warp.ctx["local_bytes"])
+    if offset + nbytes > size:
+        raise MemoryFault(f"a call reads {nbytes} bytes at {offset} of {size} bytes of local memory", warp.place())
+    return (ctypes.c_uint8 * nbytes).from_address(int(warp.ctx["local"]) + lane * size + offset)
 
 
-def _dtype(instr: Instr) -> Any:
-    return np.dtype(f"<u{_WIDTHS.get(instr.opcode.rpartition('.')[2], 8)}")
-
-
-def _variable(instr: Instr, memory: Any) -> str:
-    if not isinstance(memory, Memory) or not isinstance(memory.base, Symbol) or memory.offset:
-        raise EmulatorError(f"{instr.opcode} of a part of a call variable")
-    return memory.base.name
-
-
-def store_param(warp: Warp, instr: Instr, form: Form) -> None:
-    """``st.param [variable], value``."""
-    target, value = instr.operands
-    slot = arguments(warp).setdefault(_variable(instr, target), np.zeros(LANES, np.uint64))
-    lanes = warp.lanes()
-    slot[lanes] = warp.read(value, _dtype(instr)).astype(np.uint64)[lanes]
-
-
-def load_param(warp: Warp, instr: Instr, form: Form) -> None:
-    """``ld.param register, [variable]``."""
-    target, source = instr.operands
-    name = _variable(instr, source)
-    if name not in arguments(warp):
-        raise EmulatorError(f"call variable {name} is read but was never written")
-    warp.write(target, arguments(warp)[name].astype(_dtype(instr)))
+def _passed(warp: Warp, operand: Operand, sizes: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
+    """Every active lane with the arguments that it passes, ``sizes`` bytes each."""
+    assert isinstance(operand, Vector) and len(operand.items) == len(sizes)
+    places = [warp.program.symbol(item.name)[1] for item in operand.items if isinstance(item, Symbol)]
+    for lane in warp.lanes().tolist():
+        yield (
+            lane,
+            [int.from_bytes(_local(warp, lane, at, n), "little") for at, n in zip(places, sizes, strict=True)],
+        )
 
 
 def vprintf(warp: Warp, instr: Instr, form: Form) -> None:
     """``call (result), vprintf, (format, arguments)``: print once per active lane; the result is the argument count."""
     result, _, passed = instr.operands
-    assert isinstance(result, Vector) and isinstance(passed, Vector)
-    known = arguments(warp)
-    pattern, buffer = (known[symbol.name] for symbol in passed.items)
-    counts = known.setdefault(result.items[0].name, np.zeros(LANES, np.uint64))
-    for lane in warp.lanes().tolist():
-        text, count = formatted(warp, lane, int(pattern[lane]), int(buffer[lane]))
+    assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
+    answer = warp.program.symbol(result.items[0].name)[1]
+    for lane, (pattern, buffer) in _passed(warp, passed, (8, 8)):
+        text, count = formatted(warp, lane, pattern, buffer)
         sys.stdout.write(text)
-        counts[lane] = count
+        _local(warp, lane, answer, 4)[:] = count.to_bytes(4, "little")
+
+
+def assertfail(warp: Warp, instr: Instr, form: Form) -> None:
+    """``call __assertfail, (message, file, line, function, char size)``.
+
+    Raises:
+        EmulatorError: always, with the assertion of the first active lane.
+    """
+    for lane, (message, file, line, function, _) in _passed(warp, instr.operands[-1], (8, 8, 4, 8, 8)):
+        texts = [c_string(warp, lane, pointer) for pointer in (message, file, function)]
+        place = warp.place(instr)
+        raise EmulatorError(f"assertion {texts[0]!r} failed at {texts[1]}:{line} in {texts[2]} (lane {lane})", place)
+
+
+# Who is called: the implementation, numbers of results and arguments.
+BUILTINS = {"vprintf": (vprintf, 1, 2), "__assertfail": (assertfail, 0, 5)}
+
+
+def fits(instr: Instr, name: str) -> bool:
+    """Does the call pass what the builtin takes, in variables?"""
+    _, *counts = BUILTINS[name]
+    groups = [o.items for o in instr.operands if isinstance(o, Vector)]
+    return [len(items) for items in groups] == [n for n in counts if n] and all(
+        isinstance(item, Symbol) for items in groups for item in items
+    )
 
 
 def formatted(warp: Warp, lane: int, pattern: int, buffer: int) -> tuple[str, int]:
@@ -111,12 +118,9 @@ def _convert(warp: Warp, lane: int, flags: str, kind: str, raw: bytes) -> str:
 
 def read(warp: Warp, lane: int, address: int, nbytes: int) -> bytes:
     """Bytes at a generic address of global memory or of the lane's local memory."""
-    if not is_local(np.array([address], np.uint64))[0]:
-        return warp.cta.machine.gmem.view(address, nbytes).tobytes()
-    size, offset = int(warp.ctx["local_bytes"]), address & LOW_32
-    if offset + nbytes > size:
-        raise MemoryFault(f"printf reads {nbytes} bytes at {offset} of {size} bytes of local memory", warp.place())
-    return ctypes.string_at(int(warp.ctx["local"]) + lane * size + offset, nbytes)
+    if is_local(np.array([address], np.uint64))[0]:
+        return bytes(_local(warp, lane, address & LOW_32, nbytes))
+    return warp.cta.machine.gmem.view(address, nbytes).tobytes()
 
 
 def c_string(warp: Warp, lane: int, address: int) -> str:

@@ -23,6 +23,7 @@ Three conventions for implementations:
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -225,10 +226,24 @@ def read_clock(warp: Any, instr: Instr, form: isa.Form) -> None:
     warp.write(target, np.full(abi.LANES, value, np.uint64).astype(np.uint32 if bits == 32 else np.uint64))
 
 
+_CALL_VARIABLE = re.compile(r"(ld|st)\.param(?:::func)?(?=\.)")
+
+
 def in_order(kernel: Kernel) -> Kernel:
-    """The kernel with the modifiers of every implemented instruction in the order of its pattern."""
-    found = [isa.find(instr.opcode) for instr in kernel.instructions]
-    opcodes = [instr.opcode if f is None else f[1].opcode for instr, f in zip(kernel.instructions, found, strict=True)]
+    """The kernel with the modifiers of every implemented instruction in the order of its pattern.
+
+    Accesses to variables of the ``.param`` space that a call passes become those of local memory, where they lie.
+    """
+    passed = {v.name for v in kernel.variables if v.space == "param"}
+    opcodes = []
+    for instr in kernel.instructions:
+        opcode = instr.opcode
+        if passed and any(
+            isinstance(o, Memory) and isinstance(o.base, Symbol) and o.base.name in passed for o in instr.operands
+        ):
+            opcode = _CALL_VARIABLE.sub(r"\1.local", opcode)
+        found = isa.find(opcode)
+        opcodes.append(opcode if found is None else found[1].opcode)
     if all(instr.opcode == opcode for instr, opcode in zip(kernel.instructions, opcodes, strict=True)):
         return kernel
     renamed = [replace(instr, opcode=o) for instr, o in zip(kernel.instructions, opcodes, strict=True)]
@@ -273,7 +288,6 @@ class _Lowering:
         self.symbol_slots: dict[tuple[str, int, int], PoolEntry] = {}
         self.variables: dict[str, tuple[str, int]] = {}
         self.eager = eager_loads(kernel)
-        self.call_variables = {v.name for v in kernel.variables if v.space == "param"}
 
     def place(self, instr: Instr) -> Place:
         where = "" if instr.location is None else instr.location.outermost()
@@ -397,7 +411,7 @@ class _Lowering:
                 shared = abi.aligned(shared, variable.align)
                 self.variables[variable.name] = ("shared", shared)
                 shared += variable.size
-            elif variable.space == "local":
+            elif variable.space in ("local", "param"):
                 local = abi.aligned(local, variable.align)
                 self.variables[variable.name] = ("local", local)
                 local += variable.size
@@ -435,19 +449,18 @@ class _Lowering:
         return native, services
 
     def _own_service(self, instr: Instr) -> Callable[..., Any] | None:
-        """Services that the opcode alone does not tell: clocks, calls and their variables."""
+        """Services that the opcode alone does not tell: clocks and calls."""
         symbols = [leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol)]
         if instr.opcode.startswith("call"):
-            called = [name for name in symbols if name not in self.call_variables]
-            if called != [calls.PRINTF] or len(instr.operands) != 3:
+            called = [name for name in symbols if name not in self.variables]
+            if len(called) != 1 or called[0] not in calls.BUILTINS:
                 names = ", ".join(called) or "a function whose address is in a register"
-                raise UnsupportedInstruction(f"call of {names}: device functions are not supported", self.place(instr))
-            return calls.vprintf
-        if symbols and symbols[0] in self.call_variables:
-            if instr.opcode.startswith("st.param."):
-                return calls.store_param
-            if instr.opcode.startswith("ld.param."):
-                return calls.load_param
+                raise UnsupportedInstruction(f"call of {names}: its code is not in this file", self.place(instr))
+            if not calls.fits(instr, called[0]):
+                raise UnsupportedInstruction(
+                    f"call of {called[0]} with other operands than it takes", self.place(instr)
+                )
+            return calls.BUILTINS[called[0]][0]
         return read_clock if self._volatile(instr) else None
 
     def _check(self, key: tuple[str, str], instr: Instr) -> None:
@@ -494,7 +507,7 @@ class _Lowering:
         for leaf in leaves(instr.operands):
             if isinstance(leaf, Special) and leaf.name not in VOLATILE:
                 self._special(leaf.name, 0, instr)
-            elif isinstance(leaf, Symbol) and leaf.name not in (*self.variables, *self.call_variables, calls.PRINTF):
+            elif isinstance(leaf, Symbol) and leaf.name not in (*self.variables, *calls.BUILTINS):
                 raise UnsupportedInstruction(f"{leaf.name} is not a variable or parameter", self.place(instr))
 
     def _member_mask(self, instr: Instr, row: list[int]) -> int | None:

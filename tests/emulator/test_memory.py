@@ -162,6 +162,18 @@ def test_narrow_loads_extend(ptx, dtype, width):
     np.testing.assert_array_equal(b, a.astype(b.dtype))
 
 
+def test_local_variables_by_name_are_of_the_lane():
+    body = """
+    ld.param.b64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 8; add.s64 %rd1, %rd1, %rd3;
+    st.local.b32 [scratch], %r1; ld.local.b32 %r2, [scratch]; st.global.b32 [%rd1], %r2;
+    mad.lo.u32 %r1, %r1, %r1, 7; st.local.b16 [scratch+6], %r1;
+    ld.local.u16 %r3, [scratch+6]; st.global.b32 [%rd1+4], %r3;
+    """
+    out = aligned((32, 2), np.uint32)
+    launch(entry("u64 out", body, shared=".local .align 4 .b8 scratch[8];"), out)
+    np.testing.assert_array_equal(out, np.stack([LANES, LANES * LANES + 7], 1))
+
+
 def test_stores_truncate_and_take_immediates():
     b = aligned(32, np.uint32)
     body = """

@@ -110,7 +110,7 @@ def load(e: Emitter, form: Form) -> None:
     bits, space = element_bits(form.get("type")), space_of(form.get("space"))
     targets, base = e.groups[0], e.groups[1][0]
     n = vector_length(form, bits, targets, e)
-    if e.leaves[base] == "i":
+    if e.leaves[base] == "i" and space != "local":  # local memory is the lane's own
         _load_uniform(e, form, space, bits, base)
         return
     nbytes = n * bits // 8

@@ -151,6 +151,16 @@ class Kernel:
         return max((p.offset + p.size for p in self.params), default=0)
 
 
+@dataclass(frozen=True)
+class Function:
+    """A ``.func``: its lists of results and parameters as they are written, and where the body starts in the file."""
+
+    name: str
+    results: str
+    params: str
+    body: int
+
+
 @dataclass
 class Module:
     """A PTX file."""
@@ -159,3 +169,4 @@ class Module:
     target: str
     kernels: dict[str, Kernel]
     variables: list[Variable] = field(default_factory=list)
+    functions: dict[str, Function] = field(default_factory=dict)

@@ -6,11 +6,13 @@ directive is either understood, or listed here as one that cannot change results
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
 from collections.abc import Callable
 
-from dsv4lib.emulator.ptx.ir import Instr, Kernel, Location, Module, Operand, Reg, Symbol, Variable
+from dsv4lib.emulator.ptx.functions import bind, functions
+from dsv4lib.emulator.ptx.ir import Function, Instr, Kernel, Location, Module, Operand, Reg, Symbol, Variable
 from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
 from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
@@ -30,6 +32,7 @@ _HINTS = frozenset(("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "expl
 _CALL_TABLES = (".calltargets", ".callprototype")
 # These name code: their operands are labels or functions, not variables.
 _BRANCHES = frozenset(("bra", "brx", "call"))
+MAX_INSTRUCTIONS = 1 << 20  # of a kernel and all that it calls
 
 
 def parse(ptx: str) -> Module:
@@ -39,7 +42,7 @@ def parse(ptx: str) -> Module:
         dsv4lib.emulator.errors.PtxSyntaxError: the text is not PTX as understood here; the message names the line.
     """
     source = read(ptx)
-    module = Module("", "", {})
+    module = Module("", "", {}, functions=functions(source))
     position = 0
     while source.text[position:].strip():
         position = _top_level(source, position, module)
@@ -85,7 +88,7 @@ def _end(source: Source, position: int) -> int:
 
 
 def _skip_function(source: Source, position: int) -> int:
-    """A device function or its prototype: a call of it is refused where it is lowered, with its name."""
+    """A device function or its prototype; bodies are read where they are called (functions.py)."""
     stop = re.compile("[{;]").search(source.text, position)
     if stop is None:
         raise source.error("unfinished .func", position)
@@ -115,7 +118,7 @@ def _entry(source: Source, position: int, module: Module) -> int:
     except OperandError as error:
         raise source.error(str(error), match.start(1), kernel=kernel.name) from None
     names = Names({v.name: v.name for v in module.variables})
-    return _Body(source, kernel, names).parse(match.end())
+    return _Body(source, kernel, names, module.functions).parse(match.end())
 
 
 def _directives(kernel: Kernel, text: str) -> None:
@@ -141,10 +144,11 @@ def _directives(kernel: Kernel, text: str) -> None:
 
 
 class _Body:
-    """The statements of one kernel."""
+    """The statements of one kernel, with those of the functions that it calls."""
 
-    def __init__(self, source: Source, kernel: Kernel, names: Names):
-        self.source, self.kernel, self.names = source, kernel, names
+    def __init__(self, source: Source, kernel: Kernel, names: Names, functions: dict[str, Function]):
+        self.source, self.kernel, self.names, self.functions = source, kernel, names, functions
+        self.calls: list[tuple[Function, str]] = []  # that are being inlined, and the label behind each
         for param in kernel.params:
             names.declare_symbol(param.name)
         self.branches: list[tuple[int, Scope]] = []  # instructions whose label is resolved at the end
@@ -155,10 +159,18 @@ class _Body:
 
     def parse(self, position: int) -> int:
         """Parse up to the closing brace; returns the offset behind it."""
-        text = self.source.text
-        locations = self.source.locations
-        while self.next_location < len(locations) and locations[self.next_location][0] < position:
-            self.next_location += 1
+        self._skip_locations(position)
+        end = self._block(position)
+        self._finish()
+        return end
+
+    def _skip_locations(self, position: int) -> None:
+        """The next ``.loc`` is the first behind ``position``."""
+        self.next_location = bisect.bisect_left(self.source.locations, position, key=lambda known: known[0])
+
+    def _block(self, position: int) -> int:
+        """Parse up to the brace that closes the current scope; returns the offset behind it."""
+        text, outer = self.source.text, self.names.scope
         while True:
             match = _STATEMENT.match(text, position)
             if match is None:
@@ -174,8 +186,7 @@ class _Body:
             elif punctuation == "{":
                 self.names.push()
             elif punctuation == "}":
-                if self.names.scope.parent is None:
-                    self._finish()
+                if self.names.scope is outer:
                     return position
                 self.names.pop()
 
@@ -238,7 +249,45 @@ class _Body:
         self._advance(offset)
         text = " ".join(statement.split())
         line = self.source.line(offset)
+        if opcode.partition(".")[0] == "ret" and self.calls:
+            opcode, operands = "bra", (Symbol(self.calls[-1][1]),)
+        if opcode.partition(".")[0] == "call":
+            called = [o.name for o in operands if isinstance(o, Symbol) and o.name in self.functions]
+            if called:
+                self.branches.pop()
+                self._inline(self.functions[called[0]], operands, guard, (line, text))
+                return
         self.kernel.instructions.append(Instr(index, opcode, operands, guard, line, text, self.location))
+
+    def _inline(
+        self, function: Function, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]
+    ) -> None:
+        """The body of a function in place of its call.
+
+        Raises:
+            OperandError: arguments that do not fit, recursion, or calls that unfold without end.
+        """
+        if any(function is active for active, _ in self.calls):
+            raise OperandError(f"call of {function.name}: recursion is not supported")
+        if len(self.kernel.instructions) > MAX_INSTRUCTIONS:
+            raise OperandError(f"call of {function.name}: more than {MAX_INSTRUCTIONS} instructions with its callers")
+        known = bind(function, operands)
+        self.names.push()
+        self.names.scope.symbols.update(known)
+        self.names.push()  # of the body: the parameters are outside
+        end = f"{function.name}@{self.names.scope.number}"
+        if guard is not None:
+            index, skip = len(self.kernel.instructions), Reg(guard.index, not guard.negated)
+            self.kernel.instructions.append(Instr(index, "bra", (Symbol(end),), skip, *where, self.location))
+        self.calls.append((function, end))
+        caller = self.next_location, self.location
+        self._skip_locations(function.body)
+        self._block(function.body)
+        self.next_location, self.location = caller
+        self.calls.pop()
+        self.names.pop()
+        self.names.pop()
+        self.kernel.labels[end] = len(self.kernel.instructions)
 
     def _advance(self, offset: int) -> None:
         """Move to the last ``.loc`` before ``offset``."""

@@ -478,6 +478,11 @@ def test_nvcc_style_file():
         "param0@1": ("param", 4),
         "retval0@1": ("param", 4),
     }
-    call = next(i for i in k.instructions if i.opcode == "call.uni")
-    assert call.operands == (Vector((Symbol("retval0@1"),)), Symbol("_Z3sqri"), Vector((Symbol("param0@1"),)))
+    passed, square, back = (
+        next(i for i, x in enumerate(k.instructions) if t in x.text) for t in ("param0+0", "mul", "retval0")
+    )
+    assert passed < square < back, "the function's body stands where it is called"
+    assert k.instructions[square - 1].operands[1] == Memory(Symbol("param0@1"))
+    assert k.instructions[square + 1].operands[0] == Memory(Symbol("retval0@1"))
+    assert k.labels[k.instructions[square + 2].operands[0].name] == square + 3
     assert [v.name for v in module.variables] == ["lut", "counter"]

@@ -1,0 +1,48 @@
+"""Device functions (``.func``): a call is replaced by the function's body, in a scope of its own.
+
+PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.param`` space that the caller declares.
+In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
+branch behind the call. Recursion, function pointers and parameters in registers (PTX before version 2) are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dsv4lib.emulator.ptx.ir import Function, Operand, Symbol, Vector
+from dsv4lib.emulator.ptx.lexer import Source
+from dsv4lib.emulator.ptx.operands import OperandError
+from dsv4lib.emulator.ptx.variables import parameters
+
+_FUNCTION = re.compile(
+    r"\.func\b\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^()]*)\)\s*)?([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?[^{;]*\{"
+)
+
+
+def functions(source: Source) -> dict[str, Function]:
+    """Every device function with a body."""
+    found = _FUNCTION.finditer(source.text)
+    return {m[2]: Function(m[2], m[1] or "", m[3] or "", m.end()) for m in found}
+
+
+def bind(function: Function, operands: Sequence[Operand]) -> dict[str, str]:
+    """The caller's variables by the name of the parameter that they are.
+
+    Args:
+        function: who is called.
+        operands: of the call: ``(result), name, (arguments)``, results and arguments only where there are some.
+
+    Raises:
+        OperandError: numbers of arguments differ, or one is not a variable of the .param space.
+    """
+    given: list[str] = []
+    for operand in operands:
+        if isinstance(operand, Vector):
+            if not all(isinstance(item, Symbol) for item in operand.items):
+                raise OperandError(f"call of {function.name}: only variables of the .param space can be passed")
+            given += [item.name for item in operand.items if isinstance(item, Symbol)]
+    formal = [p.name for text in (function.results, function.params) for p in parameters(text)]
+    if len(formal) != len(given):
+        raise OperandError(f"call of {function.name}: {len(given)} results and arguments, it has {len(formal)}")
+    return dict(zip(formal, given, strict=True))
