@@ -55,7 +55,7 @@ from dsv4lib.emulator.ptx.liveness import share
 from dsv4lib.emulator.ptx.pending import eager_loads
 
 SMEM_START = 1024  # shared memory below is reserved for the system (CUDA programming guide, compute capability 9.0+)
-SMEM_ALIGN = 1024  # of the dynamic part at least: CuTeDSL's swizzled layouts count on it
+SMEM_ALIGN = 16  # of the dynamic part, if its declaration does not ask for more (CuTeDSL's asks for 1024)
 SINK_BYTES = abi.register_bytes(128)
 
 VOLATILE = frozenset(("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo", "globaltimer_hi"))

@@ -370,6 +370,18 @@ def test_launches_that_the_kernel_rules_out(directive, options, match):
         launch(text, aligned(1, np.int32), **options)
 
 
+def test_shared_memory_can_be_used_to_the_last_byte():
+    """Static variables take their bytes, not a whole KiB."""
+    body = "mov.u32 %r2, a; mov.u32 %r3, d; sub.u32 %r9, %r3, %r2; st.shared.b32 [%r3+232428], %r9;"
+    text = entry("u64 out", FRAME + body + STORE, shared=".shared .align 16 .b8 a[16];")
+    text = text.replace(".visible .entry", ".extern .shared .align 16 .b8 d[];\n.visible .entry")
+    out = aligned(32, np.int32)
+    launch(text, out, dynamic_smem=227 * 1024 - 16)
+    assert (out == 16).all()
+    with pytest.raises(LaunchError, match="232,464 bytes of shared memory"):
+        launch(text, out, dynamic_smem=227 * 1024)
+
+
 def test_subset_of_the_grid_runs_whole_clusters():
     body = "ld.param.b64 %rd1, [out]; mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd2, %r1, 4; add.s64 %rd1, %rd1, %rd2;"
     out = aligned(8, np.int32)

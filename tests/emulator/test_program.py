@@ -146,6 +146,9 @@ def test_shared_layout():
     assert p.symbol("dyn") == p.symbol("dyn2") == ("shared", SMEM_START + 1024)
     assert p.smem_static == 1024
     assert lowered("testserve [dyn];", head=head).smem_static == 0
+    # Only what is declared is aligned: a kernel that needs more must say so, as on hardware.
+    p = lowered(body.replace("[dyn2], ", ""), head=".extern .shared .align 16 .b8 dyn[];")
+    assert p.symbol("dyn") == ("shared", SMEM_START + 176) and p.smem_static == 176
 
 
 def test_local_layout():
