@@ -9,6 +9,8 @@ is atomic, volatile, relaxed, acquire or release leaves the clock of its warp at
 What a warp learns of other clusters is numbered, and the number travels in its clock (`Clocks.OUTSIDE`), so barriers
 hand it on like everything else.
 
+In a group of devices a word may be handed on by launches that this shadow does not see: there all words are one.
+
 In doubt this is silent: a word that only synchronises counts as ordering everything before it; of many readers two are
 remembered; the knowledge of a cluster only grows. What is reported is therefore unordered in the PTX memory model; if
 all bytes that both wrote are equal, it is a lint.
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.warp import Warp
 
 SYNC = 16  # bit of `Accesses.mask` beside the four bytes: the access is atomic or strong, it races with no other such
+_ANY_WORD = -1  # stands for every word in a group of devices
 _FOLD = 2048  # ranges that are kept before they go into the shadow
 
 
@@ -133,6 +136,7 @@ class GlobalRaces:
 
     def acquire(self, cluster: Cluster, warp: Warp, word: int) -> None:
         """The warp reads a word that others may have left their clocks at."""
+        word = self._key(word)
         left = self.words.get(word)
         if left is None:
             return
@@ -154,11 +158,14 @@ class GlobalRaces:
             member.learned.append(new)
         clock[:, Clocks.OUTSIDE] = len(member.learned) - 1
 
+    def _key(self, word: int) -> int:
+        return word if self.machine.device is None else _ANY_WORD
+
     def release(self, cluster: Cluster, warp: Warp, word: int) -> None:
         """The warp leaves its clock at a word; the caller advances the clock."""
         number = cluster.race.member
         member = self._members[number]
-        left = self.words.setdefault(word, _Word())
+        left = self.words.setdefault(self._key(word), _Word())
         row = member.clocks.of(warp)[CARRIED]
         _merge(left.rows, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():

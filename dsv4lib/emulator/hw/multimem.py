@@ -73,6 +73,7 @@ def ld_reduce(warp: Warp, instr: Instr, form: Form) -> None:
 def store(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: the same value to all devices."""
     target, source = instr.operands
+    _release(warp, target, form)
     data = _data(warp, source, form)
     for where in _places(warp, target, data.shape[1]):
         warp.cta.machine.gmem.scatter(where, data)
@@ -85,6 +86,7 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
 def red(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: reduce into every device's memory, lane by lane."""
     target, source = instr.operands
+    _release(warp, target, form)
     data, element = _data(warp, source, form), element_of(form.get("type"))
     gmem = warp.cta.machine.gmem
     for where in _places(warp, target, data.shape[1]):
@@ -99,6 +101,14 @@ def _signal(warp: Warp, addresses: np.ndarray) -> None:
     race = warp.cta.machine.race
     if race is not None:
         race.global_release(warp, addresses)
+
+
+def _release(warp: Warp, memory: Operand, form: Form) -> None:
+    """Tell the race detector of a strong store."""
+    race = warp.cta.machine.race
+    if race is not None and form.has("sem"):
+        assert isinstance(memory, Memory)
+        race.global_release(warp, warp.address(memory)[warp.lanes()])
 
 
 def element_of(kind: str) -> str:

@@ -149,6 +149,43 @@ def test_the_end_of_the_context_runs_the_rest():
     assert all(gpu.launches[0].result.trace is gpu.trace is not None for gpu in gpus)
 
 
+# Warp 0 writes x and raises `go`, warp 1 waits for `back` and reads x. HOW = "st.release.sys.global.u32 [%rd2]".
+HANDED_ROUND = """
+    mov.u32 %r1, %tid.x; ld.param.u64 %rd1, [x]; ld.param.u64 %rd2, [go]; ld.param.u64 %rd3, [back];
+    setp.ge.u32 %p1, %r1, 32; @%p1 bra SECOND;
+    setp.ne.u32 %p2, %r1, 0; @%p2 bra END;
+    st.global.u32 [%rd1], 77; HOW, 1; bra END;
+    SECOND: setp.ne.u32 %p2, %r1, 32; @%p2 bra END;
+    L: ld.acquire.sys.global.u32 %r2, [%rd3]; setp.eq.u32 %p3, %r2, 0; @%p3 bra L;
+    ld.global.u32 %r3, [%rd1]; st.global.u32 [%rd1+4], %r3;
+    END:
+"""
+
+
+@pytest.mark.parametrize("how", ["st.release.sys.global.u32 [%rd2]", "multimem.red.release.sys.global.add.u32 [%rd2]"])
+def test_order_through_another_device_is_no_race(how):
+    text = entry("u64 x, u64 go, u64 back", HANDED_ROUND.replace("HOW", how))
+    with emulator.devices(2, checks="race", shims=False) as gpus:
+        go, back = gpus.symmetric(1, np.uint32), gpus.symmetric(1, np.uint32)
+        x = gpus[0].copy(np.zeros(2, np.uint32))
+        gpus[0].launch(request(text, x, go.multicast if "multimem" in how else go[1], back[0], block=64))
+        gpus[1].launch(request(RELAY, go[1], back[0], 1))
+        gpus.synchronize()
+        assert x.tolist() == [77, 77] and not gpus.hazards
+
+
+def test_a_race_on_one_of_several_devices_is_found():
+    text = entry("u64 x, u64 go, u64 back", HANDED_ROUND.replace("HOW", "st.weak.global.u32 [%rd2]"))
+    with emulator.devices(2, checks="race", shims=False) as gpus:
+        go, back = gpus.symmetric(1, np.uint32), gpus.symmetric(1, np.uint32)
+        x = gpus[0].copy(np.zeros(2, np.uint32))
+        gpus[0].launch(request(text, x, go[1], back[0], block=64))
+        gpus[1].launch(request(RELAY, go[1], back[0], 1))
+        gpus.synchronize()
+        assert {hazard.kind for hazard in gpus.hazards} == {"race_global"}
+        assert gpus.hazards[0].place.device == 0
+
+
 # --- multicast --------------------------------------------------------------------------------------------------------
 
 MULTIMEM = """
