@@ -71,6 +71,6 @@ def architecture(name: str) -> Architecture:
     Raises:
         ArgumentError: it is not one of `ARCHITECTURES`.
     """
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ArgumentError("arch", name, "one of " + ", ".join(ARCHITECTURES))
     return ARCHITECTURES[name]

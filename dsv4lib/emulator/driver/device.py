@@ -14,6 +14,7 @@ import numpy as np
 
 from dsv4lib.emulator import machine
 from dsv4lib.emulator.cta import aligned_zeros
+from dsv4lib.emulator.driver import arguments
 from dsv4lib.emulator.driver.arch import Architecture, architecture
 from dsv4lib.emulator.driver.memory import Tracker
 from dsv4lib.emulator.driver.symbols import RUNTIME
@@ -173,24 +174,22 @@ def make(
 ) -> Device:
     """A device, without making it the active one. Arguments as for `device`."""
     found = architecture(arch)
-    if schedule not in POLICIES:
-        raise ArgumentError("schedule", schedule, "one of " + ", ".join(POLICIES))
-    if not isinstance(seed, int) or seed < 0:
-        raise ArgumentError("seed", seed, "a whole number from 0")
+    arguments.one_of("schedule", schedule, POLICIES)
+    arguments.whole("seed", seed, 0)
     chosen = select(checks)
-    fatal = frozenset((fatal,) if isinstance(fatal, str) else fatal)
-    if unknown := fatal - {*KINDS, "error", "lint", "all"}:
-        raise ArgumentError("fatal", sorted(unknown), 'kinds of hazards.KINDS, "error", "lint" or "all"')
-    if not isinstance(padding, int) or padding < 0 or padding & (padding - 1):
+    stops = arguments.names(
+        "fatal", fatal, {*KINDS, "error", "lint", "all"}, 'kinds of hazards.KINDS, "error", "lint" or "all"'
+    )
+    if not arguments.is_whole(padding) or padding < 0 or padding & (padding - 1):
         raise ArgumentError("padding", padding, "a power of two of bytes, or 0")
-    if sm_count is not None and (not isinstance(sm_count, int) or sm_count < 1):
-        raise ArgumentError("sm_count", sm_count, "a positive number of SMs")
+    if sm_count is not None:
+        arguments.whole("sm_count", sm_count, 1)
+    arguments.flag("trace", trace)
     limits: dict[str, Any] = {}
-    for name, value in (("instruction_limit", instruction_limit), ("time_limit", time_limit)):
-        if value is not None:
-            if value <= 0:
-                raise ArgumentError(name, value, "a positive number")
-            limits[name] = value
+    if instruction_limit is not None:
+        limits["instruction_limit"] = arguments.whole("instruction_limit", instruction_limit, 1)
+    if time_limit is not None:
+        limits["time_limit"] = arguments.seconds("time_limit", time_limit)
     settings = Settings(
         arch,
         schedule,
@@ -198,11 +197,11 @@ def make(
         sm_count or found.sm_count,
         native_checks=chosen.bits,
         padding=padding,
-        fatal=fatal,
+        fatal=stops,
         muted=chosen.muted,
         **limits,
     )
-    return Device(found, settings, None if ctas is None else frozenset(map(tuple, ctas)), trace)
+    return Device(found, settings, None if ctas is None else arguments.coordinates("ctas", ctas), trace)
 
 
 @contextmanager
@@ -241,8 +240,8 @@ def device(
 @contextmanager
 def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
     """`device` for a device that has been made."""
-    if default_device not in ("cuda", "cpu"):
-        raise ArgumentError("default_device", default_device, '"cuda" or "cpu"')
+    arguments.flag("shims", shims)
+    arguments.one_of("default_device", default_device, ("cuda", "cpu"))
     refuse_initialised_cuda()
     from dsv4lib.emulator.driver import dsl, torch_shims
 

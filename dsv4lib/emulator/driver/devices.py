@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.emulator.cta import aligned_zeros
-from dsv4lib.emulator.driver import device
+from dsv4lib.emulator.driver import arguments, device
 from dsv4lib.emulator.driver.device import Device
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.hazards import Hazard
@@ -124,9 +124,7 @@ class Devices:
         Raises:
             ArgumentError: there is none.
         """
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(self):
-            raise ArgumentError("index", index, f"a device number from 0 to {len(self) - 1}")
-        return index
+        return arguments.whole("index", index, 0, len(self) - 1)
 
     @contextmanager
     def on(self, index: int) -> Iterator[Device]:
@@ -199,8 +197,7 @@ def devices(
     Raises:
         ArgumentError: a bad argument. BackendUnavailable: CUDA is already initialised in this process.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_DEVICES:
-        raise ArgumentError("count", count, f"a number of devices from 1 to {MAX_DEVICES}")
+    arguments.whole("count", count, 1, MAX_DEVICES)
     members = [device.make(arch, **settings) for _ in range(count)]
     for i, gpu in enumerate(members):
         gpu.settings = replace(gpu.settings, seed=gpu.settings.seed + i)

@@ -17,9 +17,36 @@ from dsv4lib.emulator.driver.device import Device, active, engines, make
 from dsv4lib.emulator.driver.memory import extent
 from dsv4lib.emulator.driver.symbols import RUNTIME, register
 from dsv4lib.emulator.errors import LaunchError
+from dsv4lib.errors import ArgumentError
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _LOCK = threading.RLock()
+
+
+def _parameters(compiled: Any) -> list[str]:
+    """LLVM types of the host function's parameters."""
+    for operation in compiled.ir_module.body.operations:
+        attributes = operation.operation.attributes
+        if "sym_name" in attributes and str(attributes["sym_name"]).strip('"') == compiled.function_name:
+            text = str(attributes["function_type"])
+            inner = text[text.index("(") + 1 : text.rindex(")")]
+            return _split(inner)
+    raise LaunchError(f"the compiled code has no function {compiled.function_name}")
+
+
+def _split(text: str) -> list[str]:
+    """``text`` at its outermost commas.
+
+    >>> _split("struct<(ptr, i32)>, i32")
+    ['struct<(ptr, i32)>', 'i32']
+    """
+    parts, depth, start = [], 0, 0
+    for i, char in enumerate(text):
+        depth += (char in "<(") - (char in ">)")
+        if char == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    return [part for part in (*parts, text[start:].strip()) if part]
 
 
 class HostFunction:
@@ -36,6 +63,7 @@ class HostFunction:
         engines().add(self.engine)
         self.entry = self.engine.lookup(compiled.function_name)
         self.has_kernels = compiled.has_gpu_module
+        self.parameters = _parameters(compiled)
         self.library = ctypes.c_void_p(0)
         self.loaded = False
 
@@ -102,20 +130,63 @@ def launch(compiled: Any, *args: Any, gpu: Device | None = None, **kwargs: Any) 
         the device, with the launch's result in ``launches``.
 
     Raises:
+        ArgumentError: ``compiled`` is no compiled function, ``gpu`` no device, or the arguments are not its own.
         LaunchError: the PTX was not kept, or the launch is not allowed.
         EmulatorError: what stopped the kernel.
     """
     function = getattr(compiled, "function", compiled)  # a dsv4lib Compiled holds the DSL's own
+    if not all(hasattr(function, name) for name in ("execution_args", "ir_module", "artifacts")):
+        raise ArgumentError("compiled", compiled, "the result of cute.compile")
+    if gpu is not None and not isinstance(gpu, Device):
+        raise ArgumentError("gpu", gpu, "a device of emulator.device() or devices(), or None")
     if gpu is None:
         gpu = RUNTIME.device() if RUNTIME.devices else make(_target(function))
     host = host_function(function)
     with active(gpu):
         for tensor in _tensors((args, kwargs)):
             register_argument(gpu, tensor)
-        pointers, keep = function.execution_args.generate_execution_args(args, kwargs)
+        pointers, keep = _packed(function, host, args, kwargs)
         host.run(pointers)
         del keep
     return gpu
+
+
+def _packed(function: Any, host: HostFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Pointers to the arguments, and what keeps them alive. Generated code trusts them blindly: they are checked here.
+
+    Raises:
+        ArgumentError: the arguments do not fit the function.
+    """
+    signature = function.execution_args.signature
+    allowed = f"what {function.function_name}{signature.replace(return_annotation=signature.empty)} takes"
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ArgumentError("args", (*args, *kwargs), f"{allowed} ({error})") from None
+    try:
+        pointers, keep = function.execution_args.generate_execution_args(args, kwargs)
+    except Exception as error:
+        raise ArgumentError("args", (*args, *kwargs), allowed) from error
+    leaves = list(_leaves(tuple(bound.arguments.values())))
+    if len(pointers) != len(host.parameters):
+        raise ArgumentError("args", (*args, *kwargs), f"{allowed}; it was compiled for {len(host.parameters)} values")
+    if len(leaves) == len(pointers):
+        for value, kind in zip(leaves, host.parameters, strict=True):
+            if isinstance(value, bool | int | float) != (kind[0] in "if" and kind[1:].isdigit()):
+                raise ArgumentError("args", value, f"{allowed}; this one is of type {kind}")
+    return pointers, keep
+
+
+def _leaves(argument: Any) -> Iterator[Any]:
+    """The values in tuples, lists and dictionaries; numbers of the DSL as Python's."""
+    if isinstance(argument, tuple | list):
+        for item in argument:
+            yield from _leaves(item)
+    elif isinstance(argument, dict):
+        yield from _leaves(tuple(argument.values()))
+    else:
+        value = getattr(argument, "value", argument)
+        yield value if isinstance(value, bool | int | float) else argument
 
 
 def _tensors(argument: Any) -> Iterator[Any]:

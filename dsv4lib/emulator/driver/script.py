@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.emulator.driver import arguments
 from dsv4lib.emulator.driver.arch import ARCHITECTURES
 from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.errors import ArgumentError
@@ -68,11 +69,12 @@ def emulate(
     """
     from dsv4lib.emulator.driver.device import make  # here, because it takes a while to import
 
-    path = Path(script)
-    if not path.is_file():
-        raise ArgumentError("script", str(script), "the path of a Python file")
-    if arch != "auto" and arch not in ARCHITECTURES:
-        raise ArgumentError("arch", arch, "auto, " + ", ".join(ARCHITECTURES))
+    path = Path(script) if isinstance(script, str | os.PathLike) else None
+    if path is None or not path.is_file():
+        raise ArgumentError("script", script, "the path of a Python file")
+    if not isinstance(args, list | tuple) or not all(isinstance(arg, str) for arg in args):
+        raise ArgumentError("args", args, "a list of strings")
+    arguments.one_of("arch", arch, ("auto", *ARCHITECTURES))
     settings = {
         "seed": seed,
         "schedule": schedule,

@@ -50,8 +50,10 @@ def select(checks: str) -> Selection:
     Raises:
         ArgumentError: a name that is no preset, group or kind.
     """
+    if not isinstance(checks, str):
+        raise ArgumentError("checks", checks, "a string: " + ", ".join([*PRESETS, *GROUPS, COUNTERS]))
     chosen: set[str] = set()
-    for part in str(checks).split(","):
+    for part in checks.split(","):
         name = part.strip()
         away, name = name.startswith("-"), name.removeprefix("-")
         found = _members(name) if away else _expand(name)
