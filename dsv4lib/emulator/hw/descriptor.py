@@ -59,12 +59,14 @@ class SmemDescriptor:
         start: offset in the CTA's shared window.
         leading, stride: leading and stride dimension byte offset (operand.py says which is which).
         swizzle: applied to the absolute address.
+        further: offset at which rows go on behind the end of their 128-byte line, -1 = they do not.
     """
 
     start: int
     leading: int
     stride: int
     swizzle: Swizzle
+    further: int = -1
 
 
 def _bits(value: int, low: int, count: int) -> int:
@@ -82,8 +84,8 @@ def smem_descriptor(bits: int) -> SmemDescriptor:
     """Decode the 64-bit matrix descriptor of tcgen05.mma and tcgen05.cp.
 
     Raises:
-        DescriptorError: reserved bits, version, swizzle mode; base offset and absolute leading address, which no known
-            compiler emits for sm_100a.
+        DescriptorError: reserved bits, version, swizzle mode; a base offset, which no known compiler emits; an absolute
+            leading address (for rows of 48 bytes on sm_103a) without the 128B swizzle that it needs.
     """
     what = "SMEM descriptor"
     _zero(bits, 14, 2, what, "reserved")
@@ -91,12 +93,16 @@ def smem_descriptor(bits: int) -> SmemDescriptor:
     if _bits(bits, 46, 3) != 1:
         raise DescriptorError(f"{what} {bits:#x}: version (bits 46-48) is {_bits(bits, 46, 3)}, must be 1")
     _zero(bits, 49, 3, what, "base offset: matrices off their swizzle pattern are not supported; it")
-    _zero(bits, 52, 1, what, "leading dimension mode: absolute addresses are not supported; it")
     _zero(bits, 53, 8, what, "reserved")
     swizzle = _SWIZZLE_SM100.get(_bits(bits, 61, 3))
     if swizzle is None:
         raise DescriptorError(f"{what} {bits:#x}: swizzle mode (bits 61-63) is {_bits(bits, 61, 3)}, not 0, 1, 2, 4, 6")
-    return SmemDescriptor(_bits(bits, 0, 14) << 4, _bits(bits, 16, 14) << 4, _bits(bits, 32, 14) << 4, swizzle)
+    start, leading, stride = (_bits(bits, low, 14) << 4 for low in (0, 16, 32))
+    if not _bits(bits, 52, 1):
+        return SmemDescriptor(start, leading, stride, swizzle)
+    if swizzle is not SWIZZLE_128B:
+        raise DescriptorError(f"{what} {bits:#x}: an absolute leading address (bit 52) needs the 128B swizzle")
+    return SmemDescriptor(start, 0, stride, swizzle, leading)
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -134,6 +140,7 @@ _D_FORMATS = {
     "i8": {2: "s32"},
 }
 K_OF_KIND = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}
+K_OF_SM103 = 96  # of mxf4 and mxf4nvf4, with bit 31 of the descriptor
 ELEMENT_BITS = {"f16": 16, "tf32": 32, "f8f6f4": 8, "i8": 8, "mxf8f6f4": 8, "mxf4": 4, "mxf4nvf4": 4}
 BLOCK_SCALED = frozenset(("mxf8f6f4", "mxf4", "mxf4nvf4"))
 
@@ -251,10 +258,8 @@ def _block_scaled(kind: str, bits: int, n: int, common: tuple) -> InstrDescripto
     _zero(bits, 24, 3, what, "reserved")
     if kind == "mxf8f6f4":
         _zero(bits, 31, 1, what, "reserved")
-    else:
-        _zero(bits, 31, 1, what, "K dimension: K=96 is not supported; it")
-        if mn_a or mn_b:
-            raise DescriptorError(f"{what} {bits:#x}: kind::{kind} cannot transpose A or B (bits 15, 16)")
+    elif mn_a or mn_b:
+        raise DescriptorError(f"{what} {bits:#x}: kind::{kind} cannot transpose A or B (bits 15, 16)")
     scale = "ue8m0" if _bits(bits, 23, 1) else "ue4m3"
     if scale == "ue4m3" and kind != "mxf4nvf4":
         raise DescriptorError(f"{what} {bits:#x}: kind::{kind} takes ue8m0 scales (bit 23 must be 1)")
@@ -262,7 +267,7 @@ def _block_scaled(kind: str, bits: int, n: int, common: tuple) -> InstrDescripto
         kind=kind,
         m=_bits(bits, 27, 2) << 7,
         n=n,
-        k=K_OF_KIND[kind],
+        k=K_OF_SM103 if _bits(bits, 31, 1) else K_OF_KIND[kind],
         a=a,
         b=b,
         d="f32",

@@ -62,6 +62,15 @@ def mn_major_chunks(
     return _frozen(swizzle.apply(phase + offset) >> 4)
 
 
+@functools.lru_cache(maxsize=8192)
+def crossing_chunks(rows: int, nbytes: int, stride: int, swizzle: Swizzle, start: int, further: int) -> np.ndarray:
+    """Chunk numbers int64 (rows, nbytes / 16) of a K-major matrix whose rows go on at ``further`` behind 128 bytes."""
+    row, chunk = np.arange(rows)[:, None], np.arange(nbytes // 16)[None, :]
+    column = start % 128 + chunk * 16
+    line = np.where(column < 128, start - start % 128 + column, further + column - 128)
+    return _frozen(swizzle.apply(line + row % 8 * 128 + row // 8 * stride) >> 4)
+
+
 def _frozen(chunks: np.ndarray) -> np.ndarray:
     chunks = np.ascontiguousarray(chunks)
     chunks.setflags(write=False)
@@ -128,7 +137,8 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
     """A K-major operand of ``rows`` rows with ``nbytes`` bytes each (a multiple of 16).
 
     Raises:
-        DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have.
+        DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have; rows of 48 bytes that cross a line
+            of the swizzle without saying where they go on.
     """
     known = smem.operands.get((descriptor, rows, nbytes))
     if known is not None:
@@ -136,6 +146,13 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
     swizzle = descriptor.swizzle
     if swizzle is SWIZZLE_128B_ATOM_32B:
         raise DescriptorError("a K-major matrix cannot use the 128B swizzle with 32B atoms")
+    if descriptor.further >= 0:
+        base = min(descriptor.start, descriptor.further) // _PERIOD * _PERIOD
+        places = descriptor.start - base, descriptor.further - base
+        operand = Operand(smem, base >> 4, crossing_chunks(rows, nbytes, descriptor.stride, swizzle, *places), False)
+        return _keep(smem, (descriptor, rows, nbytes), operand)
+    if nbytes == 48 and descriptor.start % swizzle.width + nbytes > swizzle.width:
+        raise DescriptorError("rows of 48 bytes cross a line of the swizzle: an absolute leading address is needed")
     phase = descriptor.start % _PERIOD
     # Swizzled K-major layouts do not use the leading offset; leave it out of the cache key.
     leading = descriptor.leading if swizzle is NO_SWIZZLE else 0
@@ -154,6 +171,8 @@ def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: i
     if known is not None:
         return known
     swizzle = descriptor.swizzle
+    if descriptor.further >= 0:
+        raise DescriptorError("an MN-major matrix has no absolute leading address")
     if (element == 4) != (swizzle is SWIZZLE_128B_ATOM_32B):
         raise DescriptorError(f"an MN-major matrix of {8 * element}-bit elements cannot use swizzle {swizzle.name}")
     if mn * element % 16:

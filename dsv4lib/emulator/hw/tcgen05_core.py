@@ -19,7 +19,7 @@ import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, Place
 from dsv4lib.emulator.hw import shared
-from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, InstrDescriptor, SmemDescriptor
+from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, K_OF_SM103, InstrDescriptor, SmemDescriptor
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
 from dsv4lib.emulator.hw.operand import Operand, k_major, mn_major
 from dsv4lib.emulator.hw.tcgen05_layout import Region, by_row, columns_used, lanes_allowed, regions
@@ -85,6 +85,11 @@ class Mma:
                 )
         if isinstance(self.a, int) and allowed != (0,) and self.a >> 16 != self.d >> 16:
             raise EmulatorError("tcgen05.mma M=64: A and D must have the same lane alignment")
+        if isinstance(self.a, int) and s.k == K_OF_SM103:
+            raise EmulatorError("tcgen05.mma: A in tensor memory with K = 96 is not supported")
+        crossing = [x for x in (self.a, self.b) if isinstance(x, SmemDescriptor) and x.further >= 0]
+        if crossing and s.k != K_OF_SM103:
+            raise EmulatorError("tcgen05.mma: an absolute leading address is for K = 96 only")
         if isinstance(self.a, int) and s.mn_major_a:
             raise EmulatorError("tcgen05.mma: A in tensor memory cannot be transposed")
 
@@ -270,15 +275,19 @@ class Mma:
             raise EmulatorError(
                 f"tcgen05.mma: scale factors {what} at lane {lane} of tensor memory, must be 0", self.place
             )
-        count = -(-rows // QUARTER)
+        step, blocks = -(-rows // QUARTER), s.k // self.block
+        used = -(-(data_id + blocks) // 4)  # words of a row; more than one with K = 96
+        count = step * used
         if not self._columns(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
         if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.tensor(cta, lambda x: x[:, column : column + count], False)
-        words = by_row(tmem.data[:, column : column + count], rows)
-        codes = words.view(np.uint8).reshape(4, rows, 4)[:, :, data_id : data_id + s.k // self.block]
+        starts = range(column, column + count, step)
+        words = np.stack([by_row(tmem.data[:, c : c + step], rows) for c in starts], -1)
+        codes = words.view(np.uint8).reshape(4, rows, 4 * used)[:, :, data_id : data_id + blocks]
         init = tmem.init[:, column : column + count]
-        if not tmem.written((0, LANES, column, count), init) and not by_row(init, rows).all():
+        written = tmem.written((0, LANES, column, count), init)
+        if not written and not all(by_row(tmem.init[:, c : c + step], rows).all() for c in starts):
             self.report("uninitialised_tmem", f"reads uninitialised scale factors {what} (column {column})")
         elif (codes != codes[0]).any():
             self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")

@@ -75,6 +75,8 @@ def cp(warp: Warp, instr: Instr, form: Form) -> None:
     for lane in each_lane(warp):
         address = tmem_address(warp, target, lane)
         descriptor = smem_descriptor(lane_value(warp, source, np.uint64, lane))
+        if descriptor.further >= 0:
+            raise EmulatorError("tcgen05.cp: a descriptor with an absolute leading address")
         limit = QUARTER if form.get("shape") == "4x256b" else 1
         if address >> 16 >= limit:
             raise EmulatorError(f"tcgen05.cp.{form.get('shape')} to lane {address >> 16}, must be below {limit}")

@@ -1,9 +1,9 @@
 """tcgen05.mma and tcgen05.mma.ws: operands and their checks; the work is in tcgen05_core.py.
 
 Collector qualifiers only permit reuse of an operand that must not change meanwhile, so they have no effect here.
-Not implemented, hence refused: sparse A (``.sp``), ``.ashift``, K = 96.
+Not implemented, hence refused: sparse A (``.sp``), ``.ashift``.
 
-Source: PTX ISA, "tcgen05.mma" and "tcgen05.mma.ws".
+Source: PTX ISA, "tcgen05.mma" and "tcgen05.mma.ws"; K = 96 of sm_103a: CUTLASS, atoms and layouts of SM103.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.emulator.hw.descriptor import SmemDescriptor, instruction_descriptor, smem_descriptor, zero_column_mask
+from dsv4lib.emulator.hw.descriptor import (
+    K_OF_SM103,
+    SmemDescriptor,
+    instruction_descriptor,
+    smem_descriptor,
+    zero_column_mask,
+)
 from dsv4lib.emulator.hw.tcgen05_core import Mma
 from dsv4lib.emulator.hw.tcgen05_issue import (
     each_lane,
@@ -34,7 +40,9 @@ _GROUP = "<group:cta_group::1|cta_group::2>"
 # Scale factors per MMA by qualifier; block32 depends on the kind.
 _VECTOR = {"scale_vec::1X": 1, "scale_vec::2X": 2, "scale_vec::4X": 4, "block16": 4}
 _BLOCK32 = {"mxf8f6f4": 1, "mxf4": 2, "mxf4nvf4": 2}
-_DATA_IDS = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
+_DATA_IDS = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,), 3: (0, 1, 2, 3), 6: (0, 2)}
+# K = 96: their scale factors may go on in the next columns.
+_VECTOR_96 = {"block32": 3, "block16": 6}
 
 
 def _matrix(warp: Warp, operand: Operand, lane: int) -> SmemDescriptor | int:
@@ -101,21 +109,21 @@ def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
     f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4>.block_scale[.<vector:scale_vec::2X|block32>]{_COLLECT_A}",
     f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4nvf4>.block_scale"
     f".<vector:scale_vec::2X|scale_vec::4X|block16|block32>{_COLLECT_A}",
-    note="dense; K = 32 (mxf8f6f4) or 64; not K = 96; no kernel has confirmed: e2m3, e3m2, ue8m0 with block16, "
+    note="dense; K = 32 (mxf8f6f4) or 64, on sm_103a also 96; no kernel has confirmed: e2m3, e3m2, ue8m0 with block16, "
     "M = 128 of a CTA pair",
 )
 def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma...block_scale [d], a, b-desc, idesc, [scale-a], [scale-b], enable-input-d``."""
     d, a, b, idesc, sfa, sfb, enable = instr.operands
     group, kind = group_of(form), form.get("kind")
-    vectors = _vectors(kind, form.get("vector"))
     ctas = group_ctas(warp, group)
     for lane in each_lane(warp):
         shape = instruction_descriptor(kind, lane_value(warp, idesc, np.uint32, lane), group)
+        vectors = _vectors(warp, kind, form.get("vector"), shape.k)
         for name, data_id in (("A", shape.sfa_id), ("B", shape.sfb_id)):
             if data_id not in _DATA_IDS[vectors]:
                 raise EmulatorError(f"scale factor {name} data id {data_id} with {vectors} scale factors per row")
-        if shape.scale == "ue4m3" and vectors != 4:
+        if shape.scale == "ue4m3" and shape.k // vectors != 16:
             raise EmulatorError("ue4m3 scale factors need .block16 (.scale_vec::4X)")
         op = Mma(
             warp=warp,
@@ -133,8 +141,18 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
         _issue(warp, instr, form, op)
 
 
-def _vectors(kind: str, qualifier: str) -> int:
-    """Scale factors per row and MMA."""
+def _vectors(warp: Warp, kind: str, qualifier: str, k: int) -> int:
+    """Scale factors per row and MMA.
+
+    Raises:
+        EmulatorError: K = 96 on another target, or with a qualifier that it does not have.
+    """
+    if k == K_OF_SM103:
+        if not str(warp.cta.machine.arch).startswith("sm_103"):
+            raise EmulatorError(f"tcgen05.mma with K = 96 needs sm_103a, this is {warp.cta.machine.arch}")
+        if qualifier not in _VECTOR_96:
+            raise EmulatorError(f"tcgen05.mma with K = 96 needs .block16 or .block32, not {qualifier or 'none'}")
+        return _VECTOR_96[qualifier]
     return _BLOCK32[kind] if qualifier in ("", "block32") else _VECTOR[qualifier]
 
 

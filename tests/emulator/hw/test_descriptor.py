@@ -40,7 +40,7 @@ def test_smem_swizzle_sm90(code, name):
     ("bits", "field"),
     [(1 << b, "reserved") for b in (14, 15, 30, 31, *range(53, 61))]
     + [(1 << b, "base offset") for b in (49, 50, 51)]
-    + [(1 << 52, "leading dimension mode")]
+    + [(1 << 52, "an absolute leading address")]
     + [(c << 61, "swizzle mode") for c in (3, 5, 7)],
 )
 def test_smem_strict(bits, field):
@@ -150,9 +150,9 @@ def test_reserved_bits_of_mxf8f6f4(bit, field):
         instruction_descriptor("mxf8f6f4", scaled(extra=1 << bit))
 
 
-def test_k96_is_refused_by_name():
-    with pytest.raises(DescriptorError, match="K=96 is not supported"):
-        instruction_descriptor("mxf4nvf4", scaled(a=1, b=1, extra=1 << 31))
+def test_k96():
+    assert instruction_descriptor("mxf4nvf4", scaled(a=1, b=1, extra=1 << 31)).k == 96
+    assert instruction_descriptor("mxf4nvf4", scaled(a=1, b=1)).k == 64
 
 
 def test_flags():
