@@ -183,6 +183,17 @@ def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: i
     return _keep(smem, (descriptor, mn, k, element), operand)
 
 
+def part(whole: Operand, first: int, end: int) -> Operand:
+    """Chunk columns (MN-major) or rows (K-major) ``first`` to ``end`` of an operand, which stays as it is."""
+    key = (id(whole.chunks), whole.first, first, end)
+    known = whole.smem.operands.get(key)
+    # The chunks are told by identity: a part is a view of those it was made from.
+    if known is not None and known.chunks.base is whole.chunks:
+        return known
+    chunks = whole.chunks[:, first:end] if whole.mn_major else whole.chunks[first:end]
+    return _keep(whole.smem, key, Operand(whole.smem, whole.first, chunks, whole.mn_major))
+
+
 def _keep(smem: Smem, key: tuple[object, ...], operand: Operand) -> Operand:
     """Remember an operand of this memory: kernels use a few hundred again and again."""
     if len(smem.operands) >= _KEPT:

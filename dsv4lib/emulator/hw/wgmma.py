@@ -27,7 +27,7 @@ from dsv4lib.emulator.hw.fragments import accumulator, registers_of, rows_of_a, 
 from dsv4lib.emulator.hw.hopper_sums import fused_sum
 from dsv4lib.emulator.hw.numeric import accumulate_int32, decode
 from dsv4lib.emulator.hw.operand import Operand as Matrix
-from dsv4lib.emulator.hw.operand import k_major, mn_major
+from dsv4lib.emulator.hw.operand import k_major, mn_major, part
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
 from dsv4lib.emulator.hw.tcgen05_issue import issue
 from dsv4lib.emulator.hw.tcgen05_ldst import POISON
@@ -118,11 +118,9 @@ class Wgmma:
     def _a(self) -> np.ndarray:
         if not isinstance(self.a, SmemDescriptor):
             return self._decode(rows_of_a(read_rows(self.warp, self.instr, self.a)), self.a_format)
-        matrix, part = self._matrix(self.a, 64, self.transpose_a), self.warp.warp_id % 4
-        if self.transpose_a:  # 16 rows of 2-byte elements are two chunks
-            matrix.chunks = matrix.chunks[:, 2 * part : 2 * part + 2]
-        else:
-            matrix.chunks = matrix.chunks[ROWS * part : ROWS * (part + 1)]
+        matrix, quarter = self._matrix(self.a, 64, self.transpose_a), self.warp.warp_id % 4
+        size = 2 if self.transpose_a else ROWS  # 16 rows of 2-byte elements are two chunks
+        matrix = part(matrix, size * quarter, size * (quarter + 1))
         return self._values(matrix, self.a_format, "A")
 
     def _b(self) -> np.ndarray:
