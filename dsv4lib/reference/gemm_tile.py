@@ -1,4 +1,4 @@
-"""Oracle of the `gemm_tile` kernel: C = A @ B^T in fp64, where sums of fp16 or bf16 products have no visible error."""
+"""Oracle of the `gemm_tile` kernels: C = A @ B^T in fp64, where sums of narrow products show no error."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 SENTINEL = -777.0  # exact in fp16, bf16 and fp32
-_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
 
 
 def operands(
