@@ -40,8 +40,8 @@ def shared_addresses(warp: Warp, memory: Memory, form: Form) -> np.ndarray:
 def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
     """uint32[32] shared addresses of a memory operand.
 
-    ``space`` is that of the spelling; "" means a generic address, which must lie in the shared window. ``shared`` and
-    ``shared::cta`` must name the executing CTA's own memory.
+    ``space`` is that of the spelling; "" means a generic address, which must lie in the shared window. The others take
+    no generic address; ``shared`` and ``shared::cta`` must name the executing CTA's own memory.
 
     Raises:
         MemoryFault: the wrong space.
@@ -53,7 +53,11 @@ def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
         inside = addresses >> np.uint64(56) == np.uint64(SHARED_WINDOW >> 56)
         if not _all(inside, mask):
             raise MemoryFault("generic address outside the shared window", warp.place())
-    elif space != "shared::cluster":
+        return shared
+    if not _all(addresses == shared, mask):
+        bad = next(int(addresses[lane]) for lane in lane_list(mask) if addresses[lane] != shared[lane])
+        raise MemoryFault(f".{space} address {bad:#x} is not in shared memory: is it a generic one?", warp.place())
+    if space != "shared::cluster":
         own = shared >> np.uint32(RANK_SHIFT) == warp.cta.rank
         if not _all(own, mask):
             bad = next(int(shared[lane]) for lane in lane_list(mask) if not own[lane])
@@ -72,7 +76,8 @@ def agreed_address(warp: Warp, memory: Memory, form: Form) -> int | None:
         return None
     if not space:
         return address & LOW_32 if address >> 56 == SHARED_WINDOW >> 56 else None
-    address &= LOW_32
+    if address > LOW_32:
+        return None
     return address if space == "shared::cluster" or address >> RANK_SHIFT == warp.cta.rank else None
 
 

@@ -190,6 +190,18 @@ def test_generic_addresses():
         bench.run("mbarrier.arrive.b64", SINK, at(bench.register(BAR, np.uint64)), lanes=0)
 
 
+@pytest.mark.parametrize("space", ["shared", "shared::cta", "shared::cluster"])
+@pytest.mark.parametrize("lanes", [[3], range(32)])
+def test_a_generic_address_is_none_of_a_shared_space(space, lanes):
+    """As with ld.shared; a forgotten cvta.to.shared must not pass."""
+    bench = Bench()
+    bench.barrier(BAR, 64)
+    opcode = f"mbarrier.arrive.{space}.b64"
+    bench.run(opcode, SINK, at(bench.register(BAR, np.uint64)), lanes=lanes)
+    with pytest.raises(MemoryFault, match="is not in shared memory: is it a generic one"):
+        bench.run(opcode, SINK, at(bench.register(0x7E << 56 | BAR, np.uint64)), lanes=lanes)
+
+
 def _over_arrival(bench):
     bench.run("mbarrier.arrive.shared.b64", SINK, at(BAR), 3, lanes=0)
 
