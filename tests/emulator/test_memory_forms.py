@@ -45,6 +45,36 @@ def test_stores_with_cache_operators(store):
     moved(move_kernel("global", PLAIN).replace("st.global.", f"{store}."), 256)
 
 
+@pytest.mark.parametrize("space", ["local", "shared"])
+def test_volatile_accesses(space):
+    text = move_kernel(space, PLAIN).replace(f"ld.{space}.", f"ld.volatile.{space}.")
+    text = text.replace(f"st.{space}.", f"st.volatile.{space}.")
+    a, b = random_bytes(256), aligned(256, np.uint8)
+    launch(text, a, b)
+    swap = np.arange(32) ^ (space == "shared")  # each lane reads its neighbour's
+    np.testing.assert_array_equal(b.reshape(32, 8), a.reshape(32, 8)[swap])
+
+
+@pytest.mark.parametrize("opcode", ["ld", "st"])
+def test_generic_accesses_of_mixed_spaces(opcode):
+    """Lanes of one instruction in global, shared and local memory."""
+    body = f"""
+    ld.param.b64 %rd1, [a]; ld.param.b64 %rd2, [b]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd3, %r1, 8;
+    add.s64 %rd1, %rd1, %rd3; add.s64 %rd2, %rd2, %rd3; ld.global.b64 %rd9, [%rd1];
+    mov.b64 %rd4, s; cvta.shared.u64 %rd4, %rd4; add.s64 %rd4, %rd4, %rd3; mov.b64 %rd5, own; cvta.local.u64 %rd5, %rd5;
+    rem.u32 %r2, %r1, 3; setp.eq.u32 %p1, %r2, 1; setp.eq.u32 %p2, %r2, 2;
+    selp.b64 %rd6, %rd4, %rd2, %p1; selp.b64 %rd6, %rd5, %rd6, %p2;
+    {"st.b64 [%rd6], %rd9;" if opcode == "st" else "st.shared.b64 [s+0], 0; st.local.b64 [own], %rd9;"}
+    {"mul.wide.u32 %rd7, %r1, 8; cvt.u32.u64 %r4, %rd7; mov.u32 %r5, s; add.u32 %r4, %r4, %r5;"}
+    {"" if opcode == "st" else "st.shared.b64 [%r4], %rd9; st.global.b64 [%rd2], %rd9;"}
+    ld.b64 %rd8, [%rd6]; st.global.b64 [%rd2], %rd8;
+    """
+    a, b = random_bytes(256), aligned(256, np.uint8)
+    shared = ".shared .align 8 .b8 s[256]; .local .align 8 .b8 own[8];"
+    launch(entry("u64 a, u64 b", body, shared=shared), a, b)
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("form", [("", "b8", 8), ("", "f32", 32), ("", "s64", 64)], ids=lambda f: f[1])
 def test_memory_mapped_accesses(form):
     text = move_kernel("global", form).replace("ld.global.", "ld.mmio.relaxed.sys.global.")

@@ -513,12 +513,15 @@ class Checked:
 
 
 def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int, mask: Value) -> Checked | None:
-    """Check the addresses of the lanes in ``mask`` together; None for state spaces without such a check."""
-    if space not in ("global", "shared", "local"):
+    """Check the addresses of the lanes in ``mask`` together; None for state spaces without such a check.
+
+    Generic addresses pass if they are global: the windows of the other spaces lie outside of every allocation.
+    """
+    if space not in ("global", "generic", "shared", "local"):
         return None
     first = e.extract(lanes, e.intrinsic("llvm.cttz", mask, e.flag(True)))
     safe = e.select(e.lanes(mask), lanes, e.splat(first))
-    if space == "global":
+    if space in ("global", "generic"):
         table = e.context("alloc", "ptr")
         at = e.pointer(table, e.cast("zext", e.context("alloc_last"), "i64") << 4)
         start, stop = e.load_from(at, 0, "i64"), e.load_from(at, 8, "i64")

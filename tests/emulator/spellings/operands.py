@@ -387,6 +387,7 @@ _TABLE: list[tuple[str, Callable[[str, list[str]], list[str]]]] = [
     ("applypriority|discard", _fixed(f"{GLOBAL}, 128")),
     ("prefetch|prefetchu", lambda h, w: ["[argument]" if "param" in w else "[mem]" if "local" in w else GLOBAL]),
     ("bra", _fixed("$end")),
+    ("brx", _fixed("%r0, table")),
     (r"bar(rier)?\..*", _barrier),
     ("clusterlaunchcontrol.*", _clc),
     (r"cp(\.reduce)?\.async\.bulk(\.prefetch)?\.tensor", _tensor),

@@ -43,7 +43,7 @@ def module(lines: list[str], arch: str) -> str:
     registers = " ".join(f".reg .{kind} %{letter}<520>;" for letter, kind in _REGISTERS.items())
     head = f".version {VERSION}\n.target {arch}\n.address_size 64\n.visible .entry k(.param .b64 argument)\n"
     memory = ".shared .align 128 .b8 smem[1024]; .local .align 16 .b8 mem[64];"
-    return "\n".join([head + "{" + registers + memory, *lines, "}"])
+    return "\n".join([head + "{" + registers + memory, "table: .branchtargets $end;", *lines, "$end: ret;", "}"])
 
 
 def errors(ptxas: str, lines: list[str], arch: str) -> dict[int, str]:
@@ -64,7 +64,7 @@ def errors(ptxas: str, lines: list[str], arch: str) -> dict[int, str]:
 
 def _complaints(ptxas: str, lines: list[str], arch: str) -> tuple[dict[int, str], int | None]:
     """First complaint by line, and the line of a syntax error."""
-    text = module([*lines, "wrong;", "$end: ret;"], arch)
+    text = module([*lines, "wrong;"], arch)
     first = text.split("\n").index("wrong;") + 1 - len(lines)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "k.ptx"
