@@ -83,8 +83,10 @@ def _line(place: Any) -> str:
 
 
 def _where(python: str, line: int) -> str:
-    """``file:line`` without folders, and the PTX line."""
-    file = python.replace("\\", "/").rsplit("/", 1)[-1]
+    """``file:line`` without folders, and the PTX line; the files of a notebook's cells have numbers for names."""
+    folder, _, file = python.replace("\\", "/").rpartition("/")
+    if folder.rpartition("/")[2].startswith("ipykernel_"):
+        file = f"notebook cell, line {file.rpartition(':')[2]}"
     return f"{file}, PTX line {line}" if file else f"PTX line {line}"
 
 

@@ -12,6 +12,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.gemm_tile.broken import BROKEN
 from dsv4lib.kernels.gemm_tile.sm100 import GemmTile
 from dsv4lib.lab import emulator_views as views
+from dsv4lib.lab import trial
 from dsv4lib.lab.trial import gemm_trial
 from dsv4lib.viz.style import alt_text, to_png
 
@@ -189,3 +190,9 @@ def test_figures_of_the_notebook():
     for figure in figures:
         assert len(alt_text(figure)) > 60 and len(to_png(figure)) < 250_000
     assert "8 boxes loaded, 0 of them again; 0 of 8 boxes never loaded" in alt_text(figures[4])
+
+
+def test_lines_of_notebook_cells_are_told_by_their_number():
+    assert trial._where("/tmp/ipykernel_77/2998427574.py:7", 527) == "notebook cell, line 7, PTX line 527"
+    assert trial._where("/home/somebody/kernel.py:7", 527) == "kernel.py:7, PTX line 527"
+    assert trial._where("", 527) == "PTX line 527"
