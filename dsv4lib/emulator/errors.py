@@ -34,7 +34,9 @@ class Place:
 
     def __str__(self) -> str:
         who = "" if self.device is None else f" device {self.device}"
-        who += "" if self.cta is None else f" cta {self.cta} warp {self.warp} lanes {self.lanes:#010x}"
+        who += "" if self.cta is None else f" cta {self.cta}"
+        who += "" if self.warp is None else f" warp {self.warp}"
+        who += f" lanes {self.lanes:#010x}" if self.lanes else ""
         at = f" at {self.python}" if self.python else ""
         return f"{self.kernel}{who}{at}, PTX line {self.ptx_line}: {self.ptx}"
 

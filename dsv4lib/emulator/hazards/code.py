@@ -11,7 +11,6 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dsv4lib.emulator.hazards.kinds import LINT, severity
 from dsv4lib.emulator.ptx import pending, wgmma_registers
 from dsv4lib.emulator.ptx.definitions import undefined_uses
 from dsv4lib.emulator.ptx.ir import Memory, Reg
@@ -40,19 +39,20 @@ class CodeFindings:
     undefined: list[Finding] = field(default_factory=list)
 
 
-_known: dict[int, tuple[weakref.ref, CodeFindings]] = {}
+_known: dict[tuple[int, bool], tuple[weakref.ref, CodeFindings]] = {}
 
 
-def findings_of(program: Program) -> CodeFindings:
-    """The findings of a program, made once."""
-    known = _known.get(id(program))
+def findings_of(program: Program, letter: bool) -> CodeFindings:
+    """The findings of a program, made once; ``letter``: lints too."""
+    key = id(program), letter
+    known = _known.get(key)
     if known is None or known[0]() is not program:
-        forget = functools.partial(_known.pop, id(program), None)
-        known = _known[id(program)] = weakref.ref(program, lambda _: forget()), _analyse(program)
+        forget = functools.partial(_known.pop, key, None)
+        known = _known[key] = weakref.ref(program, lambda _: forget()), _analyse(program, letter)
     return known[1]
 
 
-def _analyse(program: Program) -> CodeFindings:
+def _analyse(program: Program, letter: bool) -> CodeFindings:
     out = CodeFindings()
     kernel = program.kernel
 
@@ -60,6 +60,8 @@ def _analyse(program: Program) -> CodeFindings:
         return program.register(register).name
 
     for found in wgmma_registers.findings(kernel):
+        if found.waited and not letter:
+            continue
         where = out.by_instruction.setdefault(found.mma, [])
         if not found.waited:
             text = f"{name(found.register)} is accessed while a wgmma.mma_async may still be using it"
@@ -69,6 +71,8 @@ def _analyse(program: Program) -> CodeFindings:
         else:
             text = f"{name(found.register)} was accessed since the last wgmma.fence"
             where.append(Finding("missing_wgmma_fence", text, found.mma, found.other))
+    if not letter:
+        return out
     first: dict[int, pending.EarlyUse] = {}
     for use in pending.early_uses(kernel):
         first.setdefault(use.load, use)
@@ -117,9 +121,9 @@ def program_leaves(instr: Instr) -> Any:
 class CodeChecks:
     """Reports of one launch."""
 
-    def __init__(self, machine: Any):
+    def __init__(self, machine: Any, letter: bool):
         self.machine = machine
-        self.found = findings_of(machine.program)
+        self.found = findings_of(machine.program, letter)
         self._said: set[int] = set()
 
     def begin(self) -> None:
@@ -127,15 +131,13 @@ class CodeChecks:
         for found in self.found.undefined:
             self.machine.report(found.kind, found.text, self.machine.program.place(found.at))
 
-    def executed(self, warp: Warp, instr: Instr, letter: bool) -> None:
-        """A warp executes an instruction that findings may hang on; ``letter``: tell lints too."""
+    def executed(self, warp: Warp, instr: Instr) -> None:
+        """A warp executes an instruction that findings may hang on."""
         if instr.index in self._said or instr.index not in self.found.by_instruction:
             return
         self._said.add(instr.index)
         program = self.machine.program
         for found in self.found.by_instruction[instr.index]:
-            if severity(found.kind) == LINT and not letter:
-                continue
             place = warp.place(program.instruction(found.at))
             owner = None if found.against < 0 else warp.place(program.instruction(found.against))
             self.machine.report(found.kind, found.text, place, owner=owner)

@@ -1,8 +1,8 @@
 """Races in global memory: between warps, between CTAs and clusters, and with copies of the asynchronous units.
 
 One shadow for the whole launch, allocation by allocation, made when the allocation is first touched: for every 4-byte
-word the last write, the value it left, and the first and the latest read since. Reads of the asynchronous units are
-kept as ranges until the allocation is written for the first time, which for inputs is never.
+word the last write, the value it left, and the first and the latest read since. Reads wait in lists until the
+allocation is written for the first time, which for inputs is never.
 
 Within a cluster the vector clocks of race.py decide. Clusters know of each other only through *words*: an access that
 is atomic, volatile, relaxed, acquire or release leaves the clock of its warp at the word, or takes over what was left.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SYNC = 16  # bit of `Accesses.mask` beside the four bytes: the access is atomic or strong, it races with no other such
 _ANY_WORD = -1  # stands for every word in a group of devices
-_FOLD = 2048  # ranges that are kept before they go into the shadow
+_FOLD, _RANGES = 1 << 21, 1 << 14  # words and ranges that wait for the first write; more go into the shadow
 
 
 class Region:
@@ -51,7 +51,9 @@ class Region:
         base: number of its first word (address / 4); words: how many; memory: the words themselves.
         writer, first, latest: numbers of accesses (0 = none): last write, first and latest read since.
         values: what the last write left.
-        written: has anything been written; ranges: reads not yet in the shadow (starts, bytes each, access).
+        written: has anything been written; read_from: has anything been read.
+        waiting: reads before the first write, not yet in the shadow (words, accesses); count: words in there.
+        ranges: the same of asynchronous units (starts, bytes each, access).
     """
 
     def __init__(self, allocation: Allocation):
@@ -59,17 +61,33 @@ class Region:
         self.words = (allocation.end + 3 >> 2) - self.base
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
         self.writer, self.first, self.latest, self.values = (np.zeros(self.words, np.uint32) for _ in range(4))
-        self.written = False
+        self.written = self.read_from = False
+        self.waiting: list[tuple[np.ndarray, Any]] = []
+        self.count = 0
         self.ranges: list[tuple[np.ndarray, int, int]] = []
 
     def fold(self) -> None:
-        """Enter the ranges that have been read."""
+        """Enter the reads that wait."""
+        waiting, self.waiting, self.count = self.waiting, [], 0
+        for words, ids in waiting:
+            self._enter(words, ids)
         for starts, nbytes, number in self.ranges:
-            self.read(words_of(starts, nbytes) - self.base, number)
+            self._enter(words_of(starts, nbytes) - self.base, number)
         self.ranges = []
 
     def read(self, words: np.ndarray, ids: Any) -> None:
-        """Note reads. Of those since the last write the first one stays."""
+        """Note reads."""
+        self.read_from = True
+        if self.written:
+            self._enter(words, ids)
+            return
+        self.waiting.append((words, ids))
+        self.count += len(words)
+        if self.count > _FOLD:
+            self.fold()
+
+    def _enter(self, words: np.ndarray, ids: Any) -> None:
+        """Of reads since the last write the first one stays."""
         first = self.first[words]
         fresh = first <= self.writer[words]
         if fresh.all():
@@ -225,6 +243,13 @@ class GlobalRaces:
             self._touch(region, warp, actor, words, pcs, lanes, ALL_BYTES, write, strong)
             return
         part = offsets & 3
+        many = 4 // nbytes
+        if len(words) % many == 0:  # neighbours that fill words together
+            rows = words.reshape(-1, many)
+            if (rows == rows[:, :1]).all() and (part.reshape(-1, many) == nbytes * np.arange(many)).all():
+                firsts = slice(None, None, many)
+                self._touch(region, warp, actor, rows[:, 0], pcs[firsts], lanes[firsts], ALL_BYTES, write, strong)
+                return
         for start in np.unique(part).tolist():
             chosen = part == start
             mask = ((1 << nbytes) - 1) << start
@@ -240,9 +265,10 @@ class GlobalRaces:
         if int(starts.max()) + nbytes > 4 * (region.base + region.words):
             return  # it leaves the allocation: for other checks
         if not write and not region.written:
-            number = self._number(op.warp, actor, op.instr.index, ALL_BYTES, strong)
+            number = self._number(op.warp, actor, op.instr.index, ALL_BYTES, strong, op.lanes)
+            region.read_from = True
             region.ranges.append((starts, nbytes, number))
-            if len(region.ranges) > _FOLD:
+            if len(region.ranges) > _RANGES:
                 region.fold()
             return
         words = words_of(starts, nbytes) - region.base
@@ -305,7 +331,7 @@ class GlobalRaces:
             return *late, "write after write" if write else "read after write"
         if not write:
             return None
-        for reads in (region.first, region.latest):
+        for reads in (region.first, region.latest) if region.read_from else ():
             ids = reads[words]
             late = self._late(warp, actor, np.where(ids > old, ids, 0), mask)
             if late is not None:

@@ -174,5 +174,8 @@ class Order:
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
         """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
 
+    def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
+        """Who wrote some words of shared memory last; None if unknown."""
+
     def drain(self, warp: Warp) -> None:
         """Read the access log."""

@@ -56,6 +56,7 @@ _KINDS = {
 }
 _PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
+_EVERY_LANE = np.tile(np.arange(abi.LANES), CAPACITY)
 
 
 class _State(OrderState):
@@ -85,7 +86,7 @@ class Detector(Order):
         self._phases = Phases(machine)
         self.far = GlobalRaces(machine)
         self.letter = bool(machine.settings.native_checks & abi.CHECK_LETTER)
-        self._code = CodeChecks(machine)
+        self._code = CodeChecks(machine, self.letter)
         self._fences = TensorFences(machine) if self.letter else None
         if self.letter:
             self._code.begin()
@@ -131,8 +132,7 @@ class Detector(Order):
 
     def executed(self, warp: Warp, instr: Any) -> None:
         """The warp executes a wgmma or a tcgen05.ld: report what the code shows about it."""
-        if self.letter or not instr.opcode.startswith("tcgen05"):
-            self._code.executed(warp, instr, self.letter)
+        self._code.executed(warp, instr)
 
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
         """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
@@ -365,8 +365,13 @@ class Detector(Order):
         groups = [first] if (codes == first).all() else sorted(np.unique(codes), key=lambda c: (c & WRITE, c))
         for code in groups:
             some = entries if len(groups) == 1 else entries[codes == code]
-            rows, lanes = (some["mask"][:, None] >> _LANES & 1).nonzero()
-            addresses, pcs, code = some["addresses"][rows, lanes], some["pc"][rows], int(code)
+            if (some["mask"] == abi.FULL_MASK).all():
+                addresses, pcs = some["addresses"].reshape(-1), np.repeat(some["pc"], abi.LANES)
+                lanes = _EVERY_LANE[: len(pcs)]
+            else:
+                rows, lanes = (some["mask"][:, None] >> _LANES & 1).nonzero()
+                addresses, pcs = some["addresses"][rows, lanes], some["pc"][rows]
+            code = int(code)
             if code & GENERIC:
                 window = addresses >> np.uint64(56)
                 far = window == 0
@@ -456,10 +461,14 @@ class Detector(Order):
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
         """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
-        state = cta.cluster.race
         flat = chunks.reshape(-1)
         chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
-        number = int(state.shared[cta.rank].writer[4 * chunk : 4 * chunk + 4].max())
+        return self.writer_at(cta, 4 * int(chunk), 4)
+
+    def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
+        """Who wrote some words of shared memory last; None if unknown."""
+        state = cta.cluster.race
+        number = int(state.shared[cta.rank].writer[word : word + count].max())
         table = state.accesses
         if not number:
             return None

@@ -17,6 +17,7 @@ import numpy as np
 from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT
 
 ALL_BYTES = 15
+_BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
 
@@ -46,7 +47,7 @@ class Accesses:
 
 def by_instruction(pcs: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The distinct instructions of some accesses, which one each access is of, and the lanes of each as masks."""
-    bits = np.uint32(1) << lanes.astype(np.uint32)
+    bits = _BITS[lanes]
     if pcs[0] == pcs[-1] and (pcs == pcs[0]).all():
         return pcs[:1], np.zeros(1, np.int64), np.bitwise_or.reduce(bits, keepdims=True)
     distinct, which = np.unique(pcs, return_inverse=True)

@@ -158,13 +158,17 @@ class MBarrier:
     def check_image(self, where: Where) -> None:
         """Report a store over the barrier since the last look."""
         if self._written[0]:
-            self.report("mbarrier_overwritten", "its memory was written by something that is no mbarrier", where)
+            race = self.cta.machine.race
+            owner = None if race is None else race.writer_at(self.cta, self.offset >> 2, 2)
+            text = "its memory was written by something that is no mbarrier"
+            self.report("mbarrier_overwritten", text, where, owner)
             self._written[0] = 0
             self.cta.smem.written.clear()
 
-    def report(self, kind: str, message: str, where: Where) -> None:
-        """Report a hazard of this barrier."""
-        self.cta.machine.report(kind, f"{message} ({self})", where(), barrier=self.offset, cta=self.cta.ctaid)
+    def report(self, kind: str, message: str, where: Where, owner: Place | None = None) -> None:
+        """Report a hazard of this barrier against ``owner``, by default its initialisation."""
+        facts = {"barrier": self.offset, "cta": self.cta.ctaid}
+        self.cta.machine.report(kind, f"{message} ({self})", where(), owner=owner or self.place, **facts)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ def dealloc(warp: Warp, instr: Instr, form: Form) -> None:
     check_columns(columns)
     group_ctas(warp, group_of(form))
     tmem_of(warp.cta).release(address, columns)
+    tmem_of(warp.cta).freed = warp.place(instr)
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.tensor_columns(warp.cta, address, columns)
     warp.cta.machine.changed()

@@ -40,6 +40,7 @@ class Tmem:
         allocations: columns by first column.
         relinquished: the CTA gave up the right to allocate.
         requests: pair allocations that wait for the peer.
+        freed: where columns were freed last.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Tmem:
         self.allocations: dict[int, int] = {}
         self.relinquished = False
         self.requests: list[PairRequest] = []
+        self.freed: Place | None = None
         self._count = 0
         self._usable: set[tuple[int, int]] = set()  # spans that `fault` has found allocated
         self._written: set[tuple[int, ...]] = set()  # blocks that are known to be written
@@ -157,5 +159,7 @@ def check_span(cta: Cta, column: int, columns: int, what: str, place: Place | No
     tmem = tmem_of(cta)
     found = tmem.fault(column, columns)
     if found is not None:
-        cta.machine.report(found[0], f"{what} uses tensor memory: {found[1]}", place, column=column, columns=columns)
+        owner = tmem.freed if found[0] == "tmem_after_free" else None
+        text = f"{what} uses tensor memory: {found[1]}"
+        cta.machine.report(found[0], text, place, owner=owner, column=column, columns=columns)
     return column + columns <= COLUMNS

@@ -95,6 +95,13 @@ TWINS = {
         "st.global|red.global",
         grid=2,
     ),
+    "a store and a sum": Twin(  # nobody synchronises by floating-point atomics, but they do not race with each other
+        "@%p1 st.global.f32 [%rd4], 0f3f800000; @!%p1 red.global.add.f32 [%rd4], 0f3f800000;",
+        "red.global.add.f32 [%rd4], 0f3f800000;",
+        "st.global|red.global",
+        "st.global|red.global",
+        grid=2,
+    ),
     "two writers": Twin(
         "@%p2 st.global.b32 [%rd4], %r40;",
         "@%p5 st.global.b32 [%rd2], %r40;",

@@ -187,6 +187,21 @@ def test_the_bug_is_reported(kind):
     assert found[0].fix and found[0].severity == KINDS[kind].severity
 
 
+@pytest.mark.parametrize(
+    ("kind", "owner"),
+    [
+        ("tmem_after_free", "tcgen05.dealloc"),
+        ("mbarrier_overwritten", "st.shared"),
+        ("mbarrier_over_arrival", "mbarrier.init"),
+        ("missing_proxy_fence", "st.shared"),
+        ("race_tensor", "tcgen05"),
+    ],
+)
+def test_reports_name_the_other_instruction(kind, owner):
+    found = next(h for h in run(PAIRS[kind].broken, PAIRS[kind]).hazards if h.kind == kind)
+    assert owner in found.owner.ptx and found.owner.cta == (0, 0, 0)
+
+
 @pytest.mark.parametrize("kind", PAIRS)
 def test_the_repaired_twin_is_silent(kind):
     pair = PAIRS[kind]

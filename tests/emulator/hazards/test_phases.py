@@ -123,7 +123,7 @@ def test_the_bug_is_reported_under_every_schedule(name):
         except Deadlock:  # a phase came and went before its waiters looked: what the check warns of
             assert twin.kind == "mbarrier_phase_unordered" and schedule != "round_robin"
             continue
-        found = [h for h in hazards if h.kind in twin.kind.split("|")]
+        found = [h for h in hazards if h.kind in twin.kind.split("|")[: 1 if schedule == "round_robin" else 2]]
         assert found, (schedule, hazards)
         assert twin.at in found[0].place.ptx and found[0].place.cta is not None and found[0].place.warp is not None
         assert (found[0].owner is not None) == twin.own
