@@ -23,6 +23,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 SYNC = 16  # bit of `Accesses.mask` beside the four bytes: the access is atomic or strong, it races with no other such
 _ANY_WORD = -1  # stands for every word in a group of devices
-_FOLD, _RANGES = 1 << 21, 1 << 14  # words and ranges that wait for the first write; more go into the shadow
+_FOLD, _RANGES = 1 << 21, 1 << 14  # addresses and ranges that wait for the first write; more go into the shadow
 
 
 class Region:
@@ -52,7 +53,8 @@ class Region:
         writer, first, latest: numbers of accesses (0 = none): last write, first and latest read since.
         values: what the last write left.
         written: has anything been written; read_from: has anything been read.
-        waiting: reads before the first write, not yet in the shadow (words, accesses); count: words in there.
+        waiting: reads of lanes before the first write, not yet in the shadow (addresses, instructions, lanes, bytes
+            each, agent, epoch); count: addresses in there.
         ranges: the same of asynchronous units (starts, bytes each, access).
     """
 
@@ -62,32 +64,38 @@ class Region:
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
         self.writer, self.first, self.latest, self.values = (np.zeros(self.words, np.uint32) for _ in range(4))
         self.written = self.read_from = False
-        self.waiting: list[tuple[np.ndarray, Any]] = []
+        self.waiting: list[tuple[Any, ...]] = []
         self.count = 0
         self.ranges: list[tuple[np.ndarray, int, int]] = []
 
-    def fold(self) -> None:
-        """Enter the reads that wait."""
-        waiting, self.waiting, self.count = self.waiting, [], 0
-        for words, ids in waiting:
-            self._enter(words, ids)
-        for starts, nbytes, number in self.ranges:
-            self._enter(words_of(starts, nbytes) - self.base, number)
-        self.ranges = []
+    def split(
+        self, addresses: np.ndarray, pcs: np.ndarray, lanes: np.ndarray, nbytes: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
+        """Accesses of lanes as words: (words, instructions, lanes, bytes of the word)."""
+        offsets = addresses.astype(np.int64)
+        words = (offsets >> 2) - self.base
+        if nbytes >= 4:
+            if nbytes > 4:
+                words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
+                pcs, lanes = np.repeat(pcs, nbytes // 4), np.repeat(lanes, nbytes // 4)
+                if not (known := words < self.words).all():  # a load past the end
+                    words, pcs, lanes = words[known], pcs[known], lanes[known]
+            yield words, pcs, lanes, ALL_BYTES
+            return
+        part = offsets & 3
+        many = 4 // nbytes
+        if len(words) % many == 0:  # neighbours that fill words together
+            rows = words.reshape(-1, many)
+            if (rows == rows[:, :1]).all() and (part.reshape(-1, many) == nbytes * np.arange(many)).all():
+                yield rows[:, 0], pcs[::many], lanes[::many], ALL_BYTES
+                return
+        for start in np.unique(part).tolist():
+            chosen = part == start
+            yield words[chosen], pcs[chosen], lanes[chosen], ((1 << nbytes) - 1) << start
 
     def read(self, words: np.ndarray, ids: Any) -> None:
-        """Note reads."""
+        """Note reads. Of those since the last write the first one stays."""
         self.read_from = True
-        if self.written:
-            self._enter(words, ids)
-            return
-        self.waiting.append((words, ids))
-        self.count += len(words)
-        if self.count > _FOLD:
-            self.fold()
-
-    def _enter(self, words: np.ndarray, ids: Any) -> None:
-        """Of reads since the last write the first one stays."""
         first = self.first[words]
         fresh = first <= self.writer[words]
         if fresh.all():
@@ -232,28 +240,26 @@ class GlobalRaces:
             for part in (inside, ~inside):
                 self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong)
             return
-        offsets = addresses.astype(np.int64)
-        words = (offsets >> 2) - region.base
-        if nbytes >= 4:
-            if nbytes > 4:
-                words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
-                pcs, lanes = np.repeat(pcs, nbytes // 4), np.repeat(lanes, nbytes // 4)
-                if not (known := words < region.words).all():  # a load past the end
-                    words, pcs, lanes = words[known], pcs[known], lanes[known]
-            self._touch(region, warp, actor, words, pcs, lanes, ALL_BYTES, write, strong)
+        if not (write or strong or region.written):
+            agent = self._members[warp.cta.cluster.race.member].base + actor.entry
+            region.waiting.append((addresses, pcs, lanes, nbytes, agent, actor.epoch))
+            region.read_from = True
+            region.count += len(addresses)
+            if region.count > _FOLD:
+                self._fold(region)
             return
-        part = offsets & 3
-        many = 4 // nbytes
-        if len(words) % many == 0:  # neighbours that fill words together
-            rows = words.reshape(-1, many)
-            if (rows == rows[:, :1]).all() and (part.reshape(-1, many) == nbytes * np.arange(many)).all():
-                firsts = slice(None, None, many)
-                self._touch(region, warp, actor, rows[:, 0], pcs[firsts], lanes[firsts], ALL_BYTES, write, strong)
-                return
-        for start in np.unique(part).tolist():
-            chosen = part == start
-            mask = ((1 << nbytes) - 1) << start
-            self._touch(region, warp, actor, words[chosen], pcs[chosen], lanes[chosen], mask, write, strong)
+        for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
+            self._touch(region, warp, actor, words, at, who, mask, write, strong)
+
+    def _fold(self, region: Region) -> None:
+        """Enter the reads that wait into the shadow."""
+        for addresses, pcs, lanes, nbytes, agent, epoch in region.waiting:
+            for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
+                distinct, which, active = by_instruction(at, who)
+                region.read(words, self.accesses.add(agent, epoch, distinct, mask, active) + which)
+        for starts, nbytes, number in region.ranges:
+            region.read(words_of(starts, nbytes) - region.base, number)
+        region.waiting, region.ranges, region.count = [], [], 0
 
     def ranges(self, op: AsyncOp, actor: Actor, starts: np.ndarray, nbytes: int, write: bool, strong: bool) -> None:
         """Accesses of an asynchronous operation: ``nbytes`` (a multiple of 4) at each of some addresses (int64)."""
@@ -269,7 +275,7 @@ class GlobalRaces:
             region.read_from = True
             region.ranges.append((starts, nbytes, number))
             if len(region.ranges) > _RANGES:
-                region.fold()
+                self._fold(region)
             return
         words = words_of(starts, nbytes) - region.base
         self._touch(region, op.warp, actor, words, None, None, ALL_BYTES, write, strong, op)
@@ -293,15 +299,15 @@ class GlobalRaces:
         op: AsyncOp | None = None,
     ) -> None:
         """Judge accesses to words of a region and note them."""
+        if write and not region.written:
+            self._fold(region)
+            region.written = True
         if pcs is None:
             ids: Any = self._number(warp, actor, op.instr.index, mask, strong, op.lanes)
         else:
             distinct, which, active = by_instruction(pcs, lanes)
             number = self._number(warp, actor, distinct, mask, strong, active)
             ids = number if len(distinct) == 1 else number + which
-        if write and not region.written:
-            region.written = True
-            region.fold()
         found = None
         if region.written:
             found = self._judge(region, warp, actor, words, mask | (SYNC if strong else 0), write)
