@@ -303,6 +303,7 @@ def _bindings() -> Iterator[tuple[Any, str, Any]]:
         "cuMemcpyHtoD": _copy,
         "cuMemcpyDtoH": _copy,
         "cuMemcpyDtoD": _copy,
+        **{f"cuMemcpy{way}Async": _copy for way in ("HtoD", "DtoH", "DtoD")},
         **_events("cuEvent", driver.CUevent),
     }
     runtime_table = {
@@ -381,6 +382,8 @@ def _free(address: Any, *_args: Any) -> tuple[()]:
 
 def _copy(target: Any, source: Any, nbytes: int, *_args: Any) -> tuple[()]:
     """Copy between host and device memory, which are both the host's."""
+    if RUNTIME.captured is not None:
+        raise LaunchError("a copy while a CUDA graph is captured: only kernel launches can be")
     RUNTIME.synchronize()
     ctypes.memmove(_address(target), _address(source), int(nbytes))
     return ()
