@@ -83,6 +83,7 @@ class Clocks:
         self.everyone = everyone
         self.owners: list[Any] = list(everyone)
         self._index: dict[Any, int] = {}
+        self._agents = np.zeros(0, np.int64)
 
     def of(self, warp: Any) -> np.ndarray:
         """A warp's clock, uint32[2, entries]."""
@@ -103,6 +104,12 @@ class Clocks:
                 self.owners.append(owner)
                 self.epoch[found] = 1
         return found
+
+    def agents(self) -> np.ndarray:
+        """int64[entries so far]: number of the warp that owns each entry, -1 where none does."""
+        if len(self._agents) != len(self.owners):
+            self._agents = np.array([-1 if owner is None else owner.agent for owner in self.owners])
+        return self._agents
 
     def waited_for(self, entry: int, epoch: int) -> bool:
         """Has the warp that the agent belongs to waited for this?"""

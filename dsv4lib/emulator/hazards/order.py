@@ -165,6 +165,9 @@ class Order:
     def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
         """Access to tensor memory."""
 
+    def tensor_block(self, cta: Cta, block: tuple[int, ...], write: bool) -> None:
+        """Access to tensor memory."""
+
     def tensor_cells(self, cta: Cta, index: np.ndarray, write: bool) -> None:
         """Access to tensor memory."""
 

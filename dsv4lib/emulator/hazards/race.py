@@ -30,6 +30,7 @@ from dsv4lib.emulator.hazards.shadow import (
     ALL_BYTES,
     Accesses,
     Actor,
+    Block,
     Cells,
     Chunks,
     Conflict,
@@ -285,6 +286,10 @@ class Detector(Order):
         """`tensor` of cells lane * 512 + column."""
         self._tensor(cta, Words(index), write)
 
+    def tensor_block(self, cta: Cta, block: tuple[int, ...], write: bool) -> None:
+        """`tensor` of (first lane, lanes, first column, columns)."""
+        self._tensor(cta, Block(*block), write)
+
     def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
         """Access to the part of tensor memory that ``view`` takes of a [128, 512] array."""
         self._tensor(cta, Cells(view), write, key)
@@ -449,12 +454,14 @@ class Detector(Order):
         A chunk carries the mark of one warp; its words by others are those warps' own affair.
         """
         dirty = cta.smem.dirty
-        chunks = np.nonzero(dirty)[0]
+        chunks = cta.smem.marked()
+        if not len(chunks):
+            return
         state = self._state(warp)
         writers = Chunks(chunks).get(state.shared[cta.rank].writer)
         table, clock = state.accesses, state.clocks.of(warp)[CARRIED]
         entries = table.entry[writers]
-        owners = np.array([-1 if w is None else w.agent for w in state.clocks.owners])[entries]
+        owners = state.clocks.agents()[entries]
         marked = (dirty[chunks] & MARK).astype(np.int64) - 1 + cta.warps[0].agent
         late = (table.epoch[writers] > clock[entries]) & (owners == np.repeat(marked, 4))
         dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0

@@ -18,6 +18,8 @@ from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT
 
 ALL_BYTES = 15
 _BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
+TENSOR_COLUMNS = 512
+_FIRST = np.zeros(1, np.int64)
 _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
 
@@ -34,12 +36,13 @@ class Accesses:
 
     def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES, lanes: Any = 0) -> int:
         """Number of the first of as many accesses as there are ``pcs``; ``lanes``: masks of theirs, 0 = unknown."""
-        first, self.count = self.count, self.count + np.size(pcs)
+        single = isinstance(pcs, int)
+        first, self.count = self.count, self.count + (1 if single else len(pcs))
         while self.count > len(self.entry):
             for name in ("entry", "epoch", "pc", "mask", "lanes"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        new = slice(first, self.count)
+        new = first if single else slice(first, self.count)
         self.entry[new], self.epoch[new], self.pc[new], self.mask[new] = entry, epoch, pcs, mask
         self.lanes[new] = lanes
         return first
@@ -73,6 +76,27 @@ class Cells:
     def first(self, position: int) -> str:
         """Where the cell at a flat position lies, for reports."""
         return ""
+
+
+class Block(Cells):
+    """Columns of some lanes of tensor memory, column by column."""
+
+    def __init__(self, lane: int, lanes: int, column: int, columns: int):
+        self.lane, self.lanes, self.column = lane, lanes, column
+        self.where = slice(lane, lane + lanes), slice(column, column + columns)
+
+    def get(self, array: np.ndarray) -> np.ndarray:
+        """uint32[columns, lanes]."""
+        return array[self.where].T
+
+    def put(self, array: np.ndarray, ids: Any) -> None:
+        """Set the cells to one number."""
+        array[self.where] = ids
+
+    def first(self, position: int) -> str:
+        """Byte address, were the lanes behind each other."""
+        lane, column = self.lane + position % self.lanes, self.column + position // self.lanes
+        return f"{4 * (lane * TENSOR_COLUMNS + column):#x}"
 
 
 class Words(Cells):
@@ -126,10 +150,18 @@ class Actor:
 
 @dataclass
 class _Readers:
-    """Reads by one agent: the last one of every cell, and the epoch of the latest of all."""
+    """Reads by one agent: the last one of every cell; the epoch of the latest of all, and the highest number."""
 
     cells: np.ndarray
     latest: int = 0
+    number: int = 0
+
+    def since(self, cells: Cells, low: int) -> np.ndarray | None:
+        """The reads of some cells; None if each is older than access ``low``."""
+        if self.number <= low:
+            return None
+        found = cells.get(self.cells)
+        return found if found.size and np.maximum.reduce(found, axis=None) > low else None
 
 
 @dataclass(frozen=True)
@@ -162,21 +194,25 @@ class Shadow:
         if readers is None:
             readers = self.readers[actor.entry] = _Readers(np.zeros(self.shape, np.uint32))
         cells.put(readers.cells, ids)
-        readers.latest = actor.epoch
+        readers.latest, readers.number = actor.epoch, self.accesses.count
         return conflict
 
     def write(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
         """Record a write; the first conflict with an earlier read or write."""
         old = np.array(cells.get(self.writer))
+        low = int(np.minimum.reduce(old, axis=None)) if old.size else 0
         conflict = None
         for entry, readers in self.readers.items():
             if _harmless(conflict) and readers.latest > actor.clock[STRICT, entry]:
-                since = cells.get(readers.cells)
-                found = self._first(np.where(since > old, since, 0), actor, mask, "write after read")
-                conflict = found or conflict
+                since = readers.since(cells, low)
+                if since is not None:
+                    found = self._first(np.where(since > old, since, 0), actor, mask, "write after read")
+                    conflict = found or conflict
         if _harmless(conflict) and self._first(old, actor, mask, ""):
             for readers in self.readers.values():
-                old[cells.get(readers.cells) > old] = 0
+                since = readers.since(cells, low)
+                if since is not None:
+                    old[since > old] = 0
             conflict = self._first(old, actor, mask, "write after write") or conflict
         cells.put(self.writer, ids)
         return conflict
@@ -195,13 +231,17 @@ class Shadow:
         table = self.accesses
         if not len(flat):
             return None
-        low, high = int(flat.min()), int(flat.max())
+        low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
         if low == high:
+            high = int(high)
             late = table.epoch[high] > clock[table.entry[high]] and table.mask[high] & mask
             return (high, 0) if late else None
-        bad = (table.epoch[flat] > clock[table.entry[flat]]) & (table.mask[flat] & mask != 0)
+        # Neighbours mostly have the same access: look at the first cell of each run.
+        starts = np.concatenate([_FIRST, np.flatnonzero(flat[1:] != flat[:-1]) + 1])
+        runs = flat[starts]
+        bad = (table.epoch[runs] > clock[table.entry[runs]]) & (table.mask[runs] & mask != 0)
         at = int(bad.argmax())
-        return (int(flat[at]), at) if bad[at] else None
+        return (int(runs[at]), int(starts[at])) if bad[at] else None
 
 
 def _harmless(conflict: Conflict | None) -> bool:

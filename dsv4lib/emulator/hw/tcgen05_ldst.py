@@ -195,7 +195,9 @@ class _Access:
     def trace(self, kind: str) -> None:
         """Count, and tell race detector and trace."""
         machine, plan = self.warp.cta.machine, self.plan
-        if machine.race is not None and machine.race.full:
+        if machine.race is not None and machine.race.full and self.block is not None:
+            machine.race.tensor_block(self.warp.cta, self.block, kind == "st")
+        elif machine.race is not None and machine.race.full:
             cells = (plan.cells + self.flat).reshape(-1)
             cells = np.concatenate([cells, cells + 1]) if plan.packed else cells
             machine.race.tensor_cells(self.warp.cta, cells, kind == "st")
