@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from dsv4lib import backends
+from dsv4lib.bench import examples
+from dsv4lib.bench.rows import Row
 from dsv4lib.emulator import program
 from dsv4lib.emulator.machine import GlobalMemory, Machine
 from dsv4lib.emulator.ptx import parse
@@ -45,25 +47,6 @@ ld.param.u64 %rd1, [out];
 st.global.u32 [%rd1], %r0;
 ret;
 }}"""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement: ``value`` in ``unit``; ``floor`` is what it must reach, None where nothing was promised."""
-
-    what: str
-    value: float
-    unit: str
-    floor: float | None = None
-    more_is_better: bool = False
-    detail: str = ""
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the floor is reached; None without one."""
-        if self.floor is None:
-            return None
-        return self.value >= self.floor if self.more_is_better else self.value <= self.floor
 
 
 def best(run: Callable[[], LaunchResult], repeats: int = 3) -> LaunchResult:
@@ -147,7 +130,7 @@ def gemm(k: int = 4096) -> tuple[list[Row], str]:
     return rows, done.ptx
 
 
-def run(folder: str) -> list[Row]:
-    """Every row; ``folder`` is scratch."""
+def run(folder: str, cutlass: Path | None = None) -> list[Row]:
+    """Every row; ``folder`` is scratch, ``cutlass`` a CUTLASS checkout for those that run NVIDIA's examples."""
     rows, ptx = gemm()
-    return [alu(), *preparation(ptx, folder), *rows]
+    return [alu(), *preparation(ptx, folder), *rows, *examples.measure(cutlass, folder)]

@@ -162,21 +162,32 @@ def emulate(
 
 
 @app.command()
-def bench(what: Annotated[str, typer.Argument(help="emulator")] = "emulator") -> None:
+def bench(
+    what: Annotated[str, typer.Argument(help="emulator")] = "emulator",
+    cutlass: Annotated[Path | None, typer.Option(help="a CUTLASS checkout: also run NVIDIA's examples")] = None,
+    record: Annotated[Path | None, typer.Option(help="write what was measured to this CSV file")] = None,
+) -> None:
     """Measure on this machine: how fast the emulator runs, against its floors (exit 1 if one is missed)."""
     if what != "emulator":
         raise ArgumentError("what", what, "emulator")
-    from dsv4lib.bench import emulator
+    if cutlass is not None and not (cutlass / "examples").is_dir():
+        raise ArgumentError("cutlass", str(cutlass), "the folder of a CUTLASS checkout")
+    if record is not None and not record.parent.is_dir():
+        raise ArgumentError("record", str(record), "a file in a folder that exists")
+    from dsv4lib.bench import emulator, rows
 
     with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
-        rows = emulator.run(folder)
+        found = emulator.run(folder, cutlass)
     table = Table("measured", "value", "floor", "", "detail")
-    for row in rows:
+    for row in found:
         floor = "" if row.floor is None else f"{'>=' if row.more_is_better else '<='} {row.floor:.3g}"
-        verdict = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}[row.reached]
-        table.add_row(row.what, f"{row.value:.3g} {row.unit}", floor, verdict, row.detail)
+        value = "" if row.value is None else f"{row.value:.3g} {row.unit}"
+        colour = {True: "green", False: "red", None: "dim"}[row.reached]
+        table.add_row(row.what, value, floor, f"[{colour}]{row.verdict}[/]", row.detail)
     Console().print(table)
-    raise typer.Exit(1 if any(row.reached is False for row in rows) else 0)
+    if record is not None:
+        rows.record(found, record)
+    raise typer.Exit(1 if any(row.reached is False for row in found) else 0)
 
 
 @app.command()
