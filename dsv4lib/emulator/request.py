@@ -33,7 +33,8 @@ class LaunchRequest:
         grid, block, cluster: dimensions, x first.
         dynamic_smem: bytes.
         params: the parameter block, at least as long as the kernel's parameters.
-        attributes: further launch attributes by name, such as ``cooperative``.
+        attributes: further launch attributes by name: ``cooperative``, ``programmatic``; ``cluster`` if the launch
+            names a cluster shape.
         ctas: run only clusters that hold one of these CTAs; None = all.
     """
 

@@ -328,6 +328,16 @@ def test_special_registers():
             assert out[cta, t].tolist() == want
 
 
+@pytest.mark.parametrize(
+    ("options", "explicit"),
+    [({}, 0), ({"cluster": (2, 1, 1)}, 1), ({"attributes": {"cluster": True}}, 1)],
+)
+def test_explicit_clusters(options, explicit):
+    """A launch may name clusters of one CTA."""
+    body = "mov.pred %p1, %is_explicit_cluster; selp.b32 %r9, 1, 0, %p1;"
+    assert (run(body, grid=2, **options) == explicit).all()
+
+
 def test_clock_advances():
     body = "mov.u32 %r2, %clock; mov.u32 %r3, 0; L: add.s32 %r3, %r3, 1; setp.lt.s32 %p1, %r3, 50; @%p1 bra L;"
     assert (run(body + "mov.u32 %r4, %clock; sub.s32 %r9, %r4, %r2;") >= 150).all()

@@ -92,7 +92,7 @@ def attributes_of(config: Config) -> tuple[Dim3, dict[str, Any]]:
         value = bytes(attribute.value)
         if attribute.id == CLUSTER_DIMENSION:
             x, y, z = struct.unpack_from("<3I", value)
-            cluster = (x, y, z)
+            cluster, named["cluster"] = (x, y, z), True  # explicit also if it is (1, 1, 1)
         elif attribute.id in (COOPERATIVE, PROGRAMMATIC_SERIALIZATION):
             name = "cooperative" if attribute.id == COOPERATIVE else "programmatic"
             named[name] = bool(struct.unpack_from("<i", value)[0])

@@ -105,7 +105,7 @@ def test_decode():
     settings = launch_config((4, struct.pack("<3I", 2, 3, 1)), (2, struct.pack("<i", 1)), (8, b"\1"))
     request = config.decode(settings, MODULE, "k", at, frozenset({(0, 0, 0)}))
     assert (request.grid, request.block, request.cluster) == ((8, 3, 2), (32, 2, 1), (2, 3, 1))
-    assert request.dynamic_smem == 1000 and request.attributes == {"cooperative": True}
+    assert request.dynamic_smem == 1000 and request.attributes == {"cooperative": True, "cluster": True}
     assert request.ctas == {(0, 0, 0)}
     assert struct.unpack_from("<I", request.params)[0] == 7
     assert request.params[64:192] == bytes(range(128)) and struct.unpack_from("<Q", request.params, 192)[0] == 2**40
