@@ -50,6 +50,27 @@ def to_half_pair(e: Emitter, form: Form) -> None:
     e.store(0, e.pack([b, a], "i32"))
 
 
+@isa.native(
+    f"cvt.rs{CLAMPS}.bf16x2.f32",
+    note="random bits 15..0 round the lower half, 31..16 the upper: as quack-kernels 0.6.5 says of a B200; other types "
+    "of cvt.rs are refused",
+)
+def to_random_pair(e: Emitter, form: Form) -> None:
+    """Two f32 to bf16x2, away from zero if 16 random bits and the 16 bits that are dropped carry."""
+    random = e.load(3, "i32")
+    halves = []
+    for i, bits in ((1, random >> 16), (2, random & 0xFFFF)):
+        x = fp.load(e, i, "f32")
+        x = fp.relu(e, x) if form.has("relu") else x
+        raw = e.bitcast(x, "i32")
+        finite = e.icmp("ult", raw & 0x7FFFFFFF, 0x7F800000)
+        code = e.select(finite, raw + bits, raw) >> 16
+        if form.has("satfinite"):
+            code = e.select(e.icmp("eq", code & 0x7FFF, 0x7F80), code - 1, code)
+        halves.append(e.select(fp.is_nan(e, x), code.like(0x7FFF), code))
+    e.store(0, (halves[0] << 16) | halves[1])
+
+
 def to_small(e: Emitter, form: Form, values: list[Value]) -> None:
     """Two f32 values to a pair of a small format."""
     dtype = form.get("dtype")

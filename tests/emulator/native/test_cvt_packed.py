@@ -52,6 +52,29 @@ def half_pairs() -> list[Case]:
     return out
 
 
+def random_pairs() -> list[Case]:
+    """Exactly: the magnitude in units of the dropped bits' top 16 plus the random number, cut."""
+    out = []
+    for tail, (relu, fin) in ORDERS.items():
+
+        def half(raw: int, random: int, relu: bool, fin: bool) -> int:
+            sign, magnitude = raw >> 31 << 15, raw & 0x7FFFFFFF
+            if magnitude > 0x7F800000:
+                return 0x7FFF
+            if relu and (sign or not magnitude):
+                return 0
+            if magnitude < 0x7F800000:
+                kept, dropped = divmod(magnitude, 1 << 16)
+                magnitude = (kept + (dropped + random >= 1 << 16)) << 16
+            return sign | (0x7F7F if fin and magnitude >= 0x7F800000 else magnitude >> 16)
+
+        def oracle(a: int, b: int, random: int, relu=relu, fin=fin) -> int:
+            return half(a, random >> 16, relu, fin) << 16 | half(b, random & 0xFFFF, relu, fin)
+
+        out.append(Case(f"cvt.rs{tail}.bf16x2.f32", ("f32", "f32", "b32"), oracle, rows=12))
+    return out
+
+
 def to_small() -> list[Case]:
     out = []
     for t in SMALL:
@@ -180,7 +203,7 @@ def scales() -> list[Case]:
     return out
 
 
-CASES = half_pairs() + to_small() + from_small() + to_s2f6() + scales()
+CASES = half_pairs() + random_pairs() + to_small() + from_small() + to_s2f6() + scales()
 
 
 @pytest.fixture(scope="module", autouse=True)
