@@ -107,8 +107,12 @@ CASES: dict[str, Callable[[str], Call]] = {
 }
 
 
+def compiled(call: Call) -> Any:
+    """The kernel of a call as ``cute.compile`` returns it."""
+    with tempfile.TemporaryDirectory(prefix="dsv4-compile-") as folder:
+        return cute.compile(call.kernel, *call.arguments, options=f"{OPTIONS} --dump-dir={folder}")
+
+
 def run(call: Call, backend: str) -> Any:
     """Compile and launch; returns what `backends.launch` returns."""
-    with tempfile.TemporaryDirectory(prefix="dsv4-compile-") as folder:
-        compiled = cute.compile(call.kernel, *call.arguments, options=f"{OPTIONS} --dump-dir={folder}")
-    return backends.launch(backend, compiled, *call.arguments)
+    return backends.launch(backend, compiled(call), *call.arguments)

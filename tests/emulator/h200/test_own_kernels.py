@@ -1,4 +1,4 @@
-"""The lab's SM90 kernels on a Hopper GPU of this machine, called as any CuTeDSL function, and in the emulator."""
+"""The lab's whole SM90 kernels: against exact arithmetic, under every schedule, and on a Hopper GPU of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 import record
 import torch
 
-from dsv4lib import backends
+from dsv4lib import backends, emulator
+from dsv4lib.emulator.driver import device
+from dsv4lib.emulator.policies import POLICIES
 
 NATIVE = backends.status("native", own_cases.ARCH)
 ELEMENTS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -38,6 +40,23 @@ def test_against_exact_arithmetic(name):
     for got, want in zip(call.results, call.want, strict=True):
         assert relative_error(got, want) <= ERRORS[name]
     assert not gpu.hazards
+
+
+@pytest.mark.parametrize("name", own_cases.CASES)
+def test_every_schedule_gives_the_same_bits(name):
+    call = own_cases.CASES[name]("cpu")
+    compiled = own_cases.compiled(call)
+    seen, hashes = set(), set()
+    for schedule in POLICIES:
+        for result in call.results:
+            result.view(torch.uint8).fill_(0)
+        gpu = device.make(own_cases.ARCH, schedule=schedule, checks="race")
+        emulator.launch(compiled, *call.arguments, gpu=gpu)
+        assert not gpu.hazards
+        seen.add(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in call.results))
+        hashes.add(gpu.launches[-1].result.schedule_hash)
+    assert len(seen) == 1
+    assert len(hashes) >= 4
 
 
 @pytest.mark.sm90
