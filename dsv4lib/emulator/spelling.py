@@ -22,7 +22,7 @@ _NAME = re.compile(
     r"|mbarrier\.(?:arrive|arrive_drop)\.expect_tx|mbarrier\.(?:test|try)_wait\.parity|fence\.proxy\.[\w:]+"
     r"|tcgen05\.(?:ld\.red|mma\.sp|mma\.ws\.sp|mma\.ws|[\w:]+)|clusterlaunchcontrol\.\w+(?:\.async)?"
     r"|(?:mad|madc|mad24|mul|mul24|dp2a)\.(?:lo|hi|wide)|shf\.[lr]|setmaxnreg\.(?:inc|dec)|div\.full|cvta\.to"
-    r"|(?:red|st)\.async|cvt\.pack|(?:createpolicy|griddepcontrol|mbarrier|tensormap|wgmma|membar|multimem|match)\.\w+"
+    r"|(?:red|st)\.async|st\.bulk|cvt\.pack|(?:createpolicy|griddepcontrol|mbarrier|tensormap|wgmma|membar|multimem|match)\.\w+"
     r"|\w+"
 )
 _TYPE = re.compile(r"(?:pred|[subf]\d+(?:x\d+)?|bf16(?:x2)?|tf32|u?e\dm\d(?:x\d)?|s2f6(?:x2)?|b\dx16\w*|b8x16)\Z")

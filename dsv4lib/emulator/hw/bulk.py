@@ -18,7 +18,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.async_units import AsyncOp
-from dsv4lib.emulator.errors import EmulatorError, HazardError
+from dsv4lib.emulator.errors import EmulatorError, HazardError, MemoryFault
 from dsv4lib.emulator.hw import groups, mbarrier, shared
 from dsv4lib.emulator.hw.reduction import reduce
 from dsv4lib.emulator.isa import Form
@@ -320,6 +320,33 @@ def prefetch(warp: Warp, instr: Instr, form: Form) -> None:
     start, sizes = warp.address(source), warp.read(amount, np.uint32)
     for lane in shared.lane_list(warp.mask()):
         _check(warp, int(sizes[lane]), int(start[lane]))
+
+
+# --- zeros ------------------------------------------------------------------------------------------------------------
+
+
+@isa.service("st.bulk[.<weak:weak>][.<space:shared::cta>]", note="no kernel has confirmed it")
+def clear(warp: Warp, instr: Instr, form: Form) -> None:
+    """``[a], size, 0``: write zeros to a range of this CTA's shared memory, as ordinary stores do.
+
+    Raises:
+        HazardError: another value than 0, or a size that is no multiple of 8. MemoryFault: outside of the CTA's memory.
+    """
+    memory, amount, value = instr.operands
+    to = shared.addresses_in(warp, memory, form.get("space"))
+    sizes, values = warp.read(amount, np.uint64), warp.read(value, np.uint64)
+    cta, smem = warp.cta, warp.cta.smem
+    for lane in shared.lane_list(warp.mask()):
+        size = int(sizes[lane])
+        if size % 8 or values[lane]:
+            raise HazardError(f"st.bulk of {size} bytes of value {values[lane]}: multiples of 8, of 0", warp.place())
+        owner, offset = shared.locate(cta.cluster, int(to[lane]), size, warp.place, align=8)
+        if owner is not cta:
+            raise MemoryFault(f"st.bulk to {owner}: only the own CTA's memory can be cleared", warp.place())
+        smem.data[offset : offset + size], smem.init[offset : offset + size] = 0, 1
+        smem.dirty[offset >> 4 : offset + size + 15 >> 4] = warp.warp_id + 1
+        if cta.machine.race is not None:
+            cta.machine.race.shared_bytes(cta, offset, size, True)
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

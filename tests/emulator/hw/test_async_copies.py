@@ -131,6 +131,25 @@ def test_copies_of_128_bit_words():
     assert (target == np.where(low, data, 0)).all()
 
 
+def test_bulk_zeros():
+    bench = Bench(ctas=2)
+    bench.write_smem(BUF, values(64))
+    size = bench.register(24, np.uint64)
+    bench.run("st.bulk.weak.shared::cta", at(BUF + 8), size, 0, lanes=0)
+    smem = bench.cta.smem
+    assert (smem.data[BUF : BUF + 64] == np.where(np.abs(np.arange(64) - 19.5) < 12, 0, values(64))).all()
+    assert smem.dirty[BUF >> 4] and smem.dirty[BUF + 16 >> 4] and not smem.dirty[BUF + 32 >> 4]  # not fenced
+    bench.run("st.bulk", at(bench.register((0x7E << 56) | 8192, np.uint64)), 16, 0, lanes=0)
+    assert smem.init[8192:8208].all() and not smem.init[8208]
+    for wrong, error in (((at(BUF), 12, 0), HazardError), ((at(BUF), 16, 1), HazardError)):
+        with pytest.raises(error, match="multiples of 8, of 0"):
+            bench.run("st.bulk.shared::cta", *wrong, lanes=0)
+    with pytest.raises(MemoryFault):
+        bench.run("st.bulk.shared::cta", at(1 << 24 | BUF), 16, 0, lanes=0)
+    with pytest.raises(MemoryFault):
+        bench.run("st.bulk.shared::cta", at(64 * 1024 - 8), 16, 0, lanes=0)
+
+
 def test_bulk_prefetch():
     """Nothing moves; sizes and addresses are checked."""
     bench = Bench()

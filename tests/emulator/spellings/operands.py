@@ -384,6 +384,7 @@ _TABLE: list[tuple[str, Callable[[str, list[str]], list[str]]]] = [
     (r"multimem\.ld_reduce", _load),
     (r"multimem\.(st|red)", _store),
     ("(st|red).async", _async),
+    (r"st\.bulk", lambda h, w: [f"{SHARED if 'shared::cta' in w else '[%d1]'}, %d2, 0"]),
     ("applypriority|discard", _fixed(f"{GLOBAL}, 128")),
     ("prefetch|prefetchu", lambda h, w: ["[argument]" if "param" in w else "[mem]" if "local" in w else GLOBAL]),
     ("bra", _fixed("$end")),
