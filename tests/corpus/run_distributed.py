@@ -5,7 +5,14 @@
 All ranks are threads of one process, of which one runs at a time: a rank gives way where it waits for the others, in a
 collective. What such scripts import is served here: torch.distributed (collectives over the tensors themselves),
 torch's symmetric memory, NVSHMEM's Python package, and the few calls of cuda.core around them. Kernels run together as
-soon as somebody looks at their results (emulator.devices). Exit code: 0, or 1 with the first traceback.
+soon as somebody looks at their results (emulator.devices). Exit code: 0, or 1 with the first traceback. The schedule is
+that of DSV4_SCHEDULE.
+
+Seen with CUTLASS 7107b05 (examples/python/CuTeDSL/cute/blackwell/kernel/distributed) on 2 devices: nine of the ten
+scripts pass unmodified; distributed_all_gather_gemm copies memory inside a CUDA graph, which is refused. Under the
+adversarial schedule distributed_gemm_all_reduce gives wrong sums, rightly: before it raises a tile's flag it waits for
+its TMA stores with cp.async.bulk.wait_group.read (PipelineTmaStore.producer_tail), which promises that shared memory
+has been read, not that the data has arrived. With wait_group in its place it passes.
 """
 
 from __future__ import annotations

@@ -216,3 +216,10 @@ def test_a_lock_that_changes_hands_is_no_deadlock():
     """
     with pytest.raises(LimitExceeded, match="instruction limit"):
         launch(entry("u64 lock", body), aligned(4, np.uint32), settings=Settings(instruction_limit=3_000_000))
+
+
+def test_a_service_reads_a_variable_with_its_offset():
+    LOG.clear()
+    body = "testissue.u32 s; testissue.u32 s+16; testwait.u32 2;"
+    launch(entry("u64 out", body, shared=".shared .align 16 .b8 s[32];"), aligned(1, np.uint32))
+    assert LOG[1] - LOG[0] == 16
