@@ -59,6 +59,7 @@ class Cta:
         warps: all warps, also those that have exited.
         mbarriers: by offset in this CTA's shared memory.
         barriers: named barriers by number, bar.warp.sync by (warp, member mask) (barriers.py).
+        clc_reads: by warp, where it took the CTA out of a failed cancel response; None once it asks if it failed.
         threads: of the CTA; storage: arrays that native code addresses.
     """
 
@@ -70,6 +71,7 @@ class Cta:
         self.warps: list[Warp] = []
         self.mbarriers: dict[int, Any] = {}
         self.barriers: dict[Any, Any] = {}
+        self.clc_reads: dict[int, Any] = {}
         self.threads = 0
         self.storage: tuple[Any, ...] = ()
 

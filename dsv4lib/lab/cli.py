@@ -120,11 +120,17 @@ def report(open_it: Annotated[bool, typer.Option("--open", help="show it in the 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def test(context: typer.Context) -> None:
-    """Run the tests on all cores; every argument goes to pytest (-n 0: in one process)."""
+    """Run the tests on all cores; every argument goes to pytest (-n 0: in one process).
+
+    --corpus: run other people's kernels, after installing their packages beside the lab on first use.
+    """
+    from dsv4lib.lab import corpus
+
     os.chdir(env.root())
-    own = any(argument.startswith(("-n", "--numprocesses", "--pdb", "--co")) for argument in context.args)
+    arguments = corpus.pytest_arguments(context.args)
+    own = any(a.startswith(("-n", "--numprocesses", "--pdb", "--co")) for a in arguments)
     spread = [] if own else ["-n", str(len(os.sched_getaffinity(0))), "--dist", "worksteal"]
-    os.execv(sys.executable, [sys.executable, "-m", "pytest", *spread, *context.args])  # signals reach pytest alone
+    os.execv(sys.executable, [sys.executable, "-m", "pytest", *spread, *arguments])  # signals reach pytest alone
 
 
 @app.command()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -77,9 +77,11 @@ class Case:
         run: called inside the device; returns the checks.
         arch: of the device; sm_count: its SMs (packages choose kernels and splits by it; few keep grids small).
         slow: takes more than 30 s.
-        schedule: of the emulator; another than round robin only for a kernel that is wrong under it, with the reason
-            where the case is made.
-        errors: kinds of hazard of severity error that the kernel is known to show, with why in the case's comment.
+        schedule: of the first run; another than round robin only for a kernel that is wrong under it.
+        lints: kinds of lint that the kernel shows under some schedule; errors: kinds of error. Exactly these: what they
+            come from is told in data/emulator/findings.md.
+        unstable: how results depend on the schedule: not at all (""), by the order of floating-point additions alone
+            ("bits"), or some schedules give wrong results ("wrong").
     """
 
     name: str
@@ -89,7 +91,9 @@ class Case:
     sm_count: int = 2
     slow: bool = False
     schedule: str = "round_robin"
-    errors: frozenset[str] = field(default_factory=frozenset)
+    lints: frozenset[str] = frozenset()
+    errors: frozenset[str] = frozenset()
+    unstable: str = ""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

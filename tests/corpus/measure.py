@@ -4,7 +4,8 @@
 `python tests/corpus/measure.py examples TABLE --checkout FOLDER [--names NAME...]` runs example scripts of a CUTLASS
 checkout that `examples.txt` lists, as they are: their own main and their own comparison decide.
 
-Each run is a process of its own. A table that exists is updated row by row, so a part can be measured anew.
+Each example is a process of its own; cases share one for each architecture. A table that exists is updated row by row,
+so a part can be measured anew.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import run_example
 
 HERE = Path(__file__).resolve().parent
 ARCHITECTURES = {"hopper": "sm_90a", "ampere": "sm_80", "sm103": "sm_103a"}  # by the beginning of a folder or file
-COLUMNS = (
+COMMON = (
     "configuration",
     "arch",
     "result",
@@ -34,24 +36,31 @@ COLUMNS = (
     "seconds",
     "launches",
     "hazards",
-    *run_example.MODES,
-    "note",
 )
+COLUMNS = {
+    "examples": (*COMMON, *run_example.MODES, "note"),
+    "corpus": (*COMMON, "lints", "race_hazards", "race_lints", "schedules", "note"),
+}
 
 
-def run_process(command: list[str], arch: str, limit: float) -> dict[str, Any]:
-    """The row that a process prints as its last line, or why there is none."""
+def environment(arch: str) -> dict[str, str]:
+    """Of a process that runs somebody's kernels."""
     paths = [str(HERE.parent.parent), *sys.path]
-    environment = {
+    return {
         **os.environ,
         **run_case.SWITCHES,
         "CUTE_DSL_ARCH": arch,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(p for p in paths if p),
     }
+
+
+def run_script(command: list[str], arch: str, limit: float) -> dict[str, Any]:
+    """The row that a process prints as its last line, or why there is none."""
+    command = [sys.executable, *command]
     try:
         done = subprocess.run(
-            [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=limit, check=False
+            command, env=environment(arch), capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
         return {"result": "timeout", "note": f"more than {limit:g} s"}
@@ -61,22 +70,45 @@ def run_process(command: list[str], arch: str, limit: float) -> dict[str, Any]:
     return {"result": "stopped", "note": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}
 
 
+def run_cases(arch: str, names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of the cases, which share a process until one of them ends it."""
+    left = list(names)
+    while left:
+        command = [sys.executable, str(HERE / "run_case.py"), "--all", *left]
+        with subprocess.Popen(command, env=environment(arch), stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout:
+                if line.startswith('{"name"'):
+                    row = json.loads(line)
+                    left.remove(row["name"])
+                    yield row["name"], row
+        if left and process.returncode:
+            yield left.pop(0), {"result": "stopped", "note": f"the process ended with code {process.returncode}"}
+
+
 def as_row(name: str, arch: str, seen: dict[str, Any]) -> dict[str, Any]:
     """A row of the table."""
     failures = seen.get("failures", [])
-    row = {key: seen.get(key, "") for key in COLUMNS}
+    row = {key: seen.get(key, "") for columns in COLUMNS.values() for key in columns}
     row["configuration"], row["arch"] = name, arch
     row["result"] = seen.get("result") or ("fail" if failures else "pass")
-    row["hazards"] = " ".join(f"{kind}:{count}" for kind, count in sorted(seen.get("hazards", {}).items()))
+    for key in ("hazards", "lints", "race_hazards", "race_lints"):
+        row[key] = " ".join(f"{kind}:{count}" for kind, count in sorted(seen.get(key, {}).items()))
+    if "unstable" in seen:
+        row["schedules"] = {"": "same bits", "bits": f"differ: {', '.join(seen['differ'])}"}.get(
+            seen["unstable"], f"wrong: {', '.join(seen['wrong'])}"
+        )
     row["note"] = seen.get("note") or " | ".join(failures)[:300]
     for key in ("max_err", "max_ref", "rel_l2"):
         row[key] = f"{row[key]:.4g}" if isinstance(row[key], float) else row[key]
     return row
 
 
-def corpus() -> dict[str, tuple[str, list[str]]]:
-    """Name -> architecture and command of every case."""
-    return {case.name: (case.arch, [str(HERE / "run_case.py"), case.name]) for case in run_case.all_cases()}
+def corpus(names: list[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, architecture and row of the cases, one process for each architecture."""
+    chosen = [case for case in run_case.all_cases() if not names or case.name in names]
+    for arch in dict.fromkeys(case.arch for case in chosen):
+        for name, row in run_cases(arch, [case.name for case in chosen if case.arch == arch]):
+            yield name, arch, row
 
 
 def examples(checkout: Path) -> dict[str, tuple[str, list[str]]]:
@@ -106,21 +138,27 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "examples" and options.checkout is None:
         parser.error("examples needs --checkout")
-    todo = corpus() if options.what == "corpus" else examples(options.checkout)
+    if options.what == "corpus":
+        order, seen = [case.name for case in run_case.all_cases()], corpus(options.names)
+    else:
+        scripts = examples(options.checkout)
+        order = list(scripts)
+        seen = (
+            (name, arch, run_script(command, arch, options.limit))
+            for name, (arch, command) in scripts.items()
+            if not options.names or name in options.names
+        )
     rows = {}
     if options.table.exists():
         with options.table.open(newline="") as file:
             rows = {row["configuration"]: row for row in csv.DictReader(file)}
-    for name, (arch, command) in todo.items():
-        if options.names and name not in options.names:
-            continue
-        rows[name] = as_row(name, arch, run_process(command, arch, options.limit))
+    for name, arch, found in seen:
+        rows[name] = as_row(name, arch, found)
         print({key: value for key, value in rows[name].items() if value != ""}, flush=True)
         with options.table.open("w", newline="") as file:
-            columns = [c for c in COLUMNS if options.what == "examples" or c not in run_example.MODES]
-            writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+            writer = csv.DictWriter(file, COLUMNS[options.what], extrasaction="ignore", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(rows[n] for n in todo if n in rows)
+            writer.writerows(rows[n] for n in order if n in rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""Run one case in this process and print what was seen as one line of JSON: `python run_case.py NAME`.
+"""Run cases in this process and print what was seen, a line of JSON for each: `python run_case.py NAME...`.
 
-Packages read the architecture when they are imported and keep compiled kernels by arguments alone, so a case for
-another architecture needs a process of its own.
+Packages read the architecture when they are imported and keep compiled kernels by arguments alone, so cases for
+different architectures need different processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 # Read by the packages at import: their caches of object files must not meet the emulator's.
@@ -23,15 +25,36 @@ SWITCHES = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "round_robin": {"schedule": "round_robin"},
+    "oldest_first": {"schedule": "oldest_first"},
+    "newest_first": {"schedule": "newest_first"},
+    "adversarial": {"schedule": "adversarial"},
+    **{f"random {seed}": {"schedule": "random", "seed": seed} for seed in range(3)},
+}
+
 
 def all_cases() -> list[Any]:
     """Every case of every package."""
     import cases_cudnn
+    import cases_cudnn_more
     import cases_flash_attn
+    import cases_flash_attn_more
     import cases_flashinfer
     import cases_quack
+    import cases_quack_more
+    import cases_triton
 
-    packages = (cases_quack, cases_flash_attn, cases_flashinfer, cases_cudnn)
+    packages = (
+        cases_quack,
+        cases_quack_more,
+        cases_flash_attn,
+        cases_flash_attn_more,
+        cases_flashinfer,
+        cases_cudnn,
+        cases_cudnn_more,
+        cases_triton,
+    )
     return [case for package in packages for case in package.CASES]
 
 
@@ -43,8 +66,9 @@ def run(case: Any, **device: Any) -> dict[str, Any]:
 
     Returns:
         a row: name, arch, failures (list of texts), max_err, max_ref and rel_l2 (largest over the case's checks),
-        instructions and seconds (sums over its launches), launches, hazards (count by kind), errors (texts of hazards
-        that the case does not name), total_seconds (with compiling).
+        bits (a hash of everything that was checked), instructions and seconds (sums over its launches), launches,
+        hazards and lints (count by kind), texts (of up to three hazards or lints of a kind), total_seconds (with
+        compiling).
     """
     import torch
 
@@ -57,39 +81,98 @@ def run(case: Any, **device: Any) -> dict[str, Any]:
         seen = [check.measure() for check in checks]
         failures = [text for check in checks if (text := check.failure())]
         results = [launch.result for launch in gpu.launches]
-        hazards: dict[str, int] = {}
-        for hazard in gpu.hazards:
-            hazards[hazard.kind] = hazards.get(hazard.kind, 0) + hazard.count
-        errors = [str(h) for h in gpu.hazards if h.severity == "error" and h.kind not in case.errors]
+        found = gpu.hazards
+    counts: dict[str, dict[str, int]] = {"error": {}, "lint": {}}
+    texts: dict[str, list[str]] = {}
+    for hazard in found:
+        kinds = counts[hazard.severity]
+        kinds[hazard.kind] = kinds.get(hazard.kind, 0) + hazard.count
+        texts.setdefault(hazard.kind, []).append(str(hazard))
     return {
         "name": case.name,
         "arch": case.arch,
         "failures": failures if results else [*failures, "the package launched nothing"],
         **{key: max(one[key] for one in seen) for key in ("max_err", "max_ref", "rel_l2")},
+        "bits": digest(checks),
         "instructions": sum(r.instructions for r in results),
         "seconds": round(sum(r.seconds for r in results), 3),
         "launches": len(results),
-        "hazards": hazards,
-        "errors": errors,
+        "hazards": counts["error"],
+        "lints": counts["lint"],
+        "texts": [text for kind in texts.values() for text in kind[:3]],
         "total_seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def digest(checks: list[Any]) -> str:
+    """A hash of the bits of every checked array."""
+    import torch
+
+    seen = hashlib.sha256()
+    for check in checks:
+        seen.update(check.got.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:16]
+
+
+def run_all(case: Any) -> dict[str, Any]:
+    """`run` with the default checks, then with the race detector under every schedule of `SCHEDULES`.
+
+    Returns:
+        the row of the first run, and: race_hazards and race_lints (largest count by kind over the schedules), differ
+        (schedules whose bits are others than the first run's), wrong (schedules under which a check fails or the launch
+        is stopped), unstable (as `Case.unstable`).
+    """
+    from dsv4lib.emulator.errors import EmulatorError
+
+    row = run(case)
+    row.update(race_hazards={}, race_lints={}, differ=[], wrong=[])
+    for name, settings in SCHEDULES.items():
+        try:
+            seen = run(case, checks="race", **settings)
+        except EmulatorError as error:
+            seen = {"bits": "", "failures": [str(error)], "hazards": {}, "lints": {}, "texts": [f"{name}: {error}"]}
+        for group in ("hazards", "lints"):
+            for kind, count in seen[group].items():
+                row[f"race_{group}"][kind] = max(count, row[f"race_{group}"].get(kind, 0))
+        if seen["bits"] != row["bits"]:
+            row["differ"].append(name)
+        if seen["failures"]:
+            row["wrong"].append(name)
+        row["texts"] += [text for text in seen["texts"] if text not in row["texts"]]
+    row["unstable"] = "wrong" if row["wrong"] else "bits" if row["differ"] else ""
+    return row
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name")
+    parser.add_argument("names", nargs="+", metavar="NAME")
     parser.add_argument("--schedule", help="in place of the case's own")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checks", default="default")
+    parser.add_argument("--all", action="store_true", help="with the race detector and under every schedule too")
     options = parser.parse_args()
-    case = next((c for c in all_cases() if c.name == options.name), None)
-    if case is None:
-        sys.exit(f"no case {options.name!r}; there are " + ", ".join(c.name for c in all_cases()))
-    os.environ.update(SWITCHES, CUTE_DSL_ARCH=case.arch)
+    known = {case.name: case for case in all_cases()}
+    if unknown := set(options.names) - set(known):
+        sys.exit(f"no case {', '.join(sorted(unknown))}; there are " + ", ".join(known))
+    cases = [known[name] for name in options.names]
+    if len({case.arch for case in cases}) > 1:
+        sys.exit("cases of one process must have one architecture")
+    os.environ.update(SWITCHES, CUTE_DSL_ARCH=cases[0].arch)
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps(run(case, schedule=options.schedule or case.schedule, seed=options.seed)))
+    for case in cases:
+        try:
+            if options.all:
+                row = run_all(case)
+            else:
+                settings = {"seed": options.seed, "checks": options.checks}
+                row = run(case, schedule=options.schedule or case.schedule, **settings)
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            row = {"name": case.name, "result": "stopped", "note": text[:400], "failures": [traceback.format_exc()]}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Other people's kernels as a regression test of the emulator; see `corpus` and the `cases_*` modules.
 
-The packages are not dependencies of the lab: a case is skipped when its package is missing. requirements-corpus.lock
-pins them and says how to install them beside the lab.
+Each case runs with the default checks, and with the race detector under every schedule: results must have the same
+bits, and what is reported must be exactly what the case says, so that a new false report fails. The packages are not
+dependencies of the lab: a case is skipped when its package is missing; `./dsv4 test --corpus` installs them beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def in_own_process(case: Case) -> dict:
     """The row of a case, run in a fresh interpreter."""
     paths = [str(HERE.parent.parent), *sys.path]
     done = subprocess.run(
-        [sys.executable, str(HERE / "run_case.py"), case.name],
+        [sys.executable, str(HERE / "run_case.py"), "--all", case.name],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
         capture_output=True,
         text=True,
@@ -55,15 +56,18 @@ def parameters() -> list:
 def test_kernel_of_a_stranger(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = missing(case)
     if absent:
-        pytest.skip(f"{absent} is not installed")
+        pytest.skip(f"{absent} is not installed: ./dsv4 test --corpus installs and runs this")
     if case.arch == SHARED_PROCESS:
         for name, value in run_case.SWITCHES.items():
             monkeypatch.setenv(name, value)
-        row = run_case.run(case)
+        row = run_case.run_all(case)
     else:
         row = in_own_process(case)
     assert not row["failures"], "\n".join(row["failures"])
-    assert not row["errors"], "\n".join(row["errors"])
+    texts = "\n".join(row["texts"])
+    assert {*row["hazards"], *row["race_hazards"]} == case.errors, texts
+    assert {*row["lints"], *row["race_lints"]} == case.lints, texts
+    assert row["unstable"] == case.unstable, (row["wrong"], row["differ"], texts)
 
 
 def test_the_checks_see_a_wrong_lane() -> None:

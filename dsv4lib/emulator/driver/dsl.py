@@ -10,13 +10,15 @@ in this file, in `host` and in `tvm_ffi`:
 * tensors that enter are registered as device memory, and DLPack capsules of torch CPU tensors say "CUDA", so that the
   DSL gives them the global address space as on a GPU;
 * questions about the hardware are answered from the device;
-* exporting is refused: an object file made here could end up in the cache of a GPU run.
+* exporting is refused, an object file made here could end up in the cache of a GPU run; and so is loading one, which
+  was made for a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -199,14 +201,29 @@ def _hardware(patch: Patches) -> None:
     patch.set(HardwareInfo, "get_device_multiprocessor_count", lambda info: RUNTIME.device().settings.sm_count)
 
 
+def refuse_export(original: Any, function: Any, *args: Any, **kwargs: Any) -> None:
+    """In place of what writes object files.
+
+    Raises:
+        LaunchError: always.
+    """
+    raise LaunchError(
+        "code compiled for the emulator must not be exported: it could reach a GPU run through a cache. "
+        "Turn off the cache of the package that exports it"
+    )
+
+
 def _exports(patch: Patches) -> None:
     from cutlass.base_dsl.jit_executor import JitCompiledFunction
+    from cutlass.cute import runtime
 
-    def refuse(original: Any, function: Any, *args: Any, **kwargs: Any) -> None:
-        raise LaunchError(
-            "code compiled for the emulator must not be exported: it could reach a GPU run through a cache. "
-            "Turn off the cache of the package that exports it"
-        )
+    def refuse_load(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        raise LaunchError(f"{path} was compiled for a GPU and cannot run here: compile inside of emulator.device()")
 
     for name in ("export_to_c", "dump_to_object"):
-        patch.around(JitCompiledFunction, name, refuse)
+        patch.around(JitCompiledFunction, name, refuse_export)
+    patch.around(runtime, "load_module", refuse_load)
+    # quack reads its switch once; and it deletes the files of its cache that it cannot load.
+    package = sys.modules.get("quack.cache")
+    if package is not None:
+        patch.set(package, "CACHE_ENABLED", False)

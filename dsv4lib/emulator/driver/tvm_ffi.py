@@ -25,6 +25,7 @@ _SAFE_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ct
 _LIBRARY_SYMBOLS = ("TVMFFIErrorSetRaisedFromCStr", "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvGetStream")
 _OBJECT_HEADER, _DEVICE_TYPE = 24, 8  # bytes: header of a tvm-ffi object; DLTensor.device behind the data pointer
 _CPU, _CUDA = 1, 2
+_OUTSIDE = "this function was compiled for the emulator: it runs inside of emulator.device() only"
 _KEPT: list[Any] = []  # callbacks that compiled functions hold
 
 
@@ -38,8 +39,11 @@ def apply(patch: Patches) -> None:
     from cutlass.cute.runtime import _Tensor
     from cutlass.cutlass_dsl import tvm_ffi_provider as provider
 
+    from dsv4lib.emulator.driver import dsl
+
     patch.around(Compiler, "jit", _register_library)
     patch.set(provider.TVMFFIJitCompiledFunctionBase, "_create_tvm_ffi_function", _create)
+    patch.around(provider.TVMFFIJitCompiledFunctionBase, "export_to_c", dsl.refuse_export)
     for kind in (provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs):
         patch.around(kind, "__call__", _call)
     patch.around(tvm_ffi_builder.TVMFFIFunctionBuilder, "decode_param_tensor", _decode)
@@ -47,12 +51,17 @@ def apply(patch: Patches) -> None:
     patch.around(_Tensor, "__init__", _claim_cuda)
 
 
-def _register_library(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give the engine the functions of libtvm_ffi that generated code calls."""
+def _library() -> ctypes.CDLL:
+    """libtvm_ffi itself."""
     import tvm_ffi
 
+    return ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), mode=ctypes.RTLD_GLOBAL)
+
+
+def _register_library(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give the engine the functions of libtvm_ffi that generated code calls."""
     engine = original(*args, **kwargs)
-    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), mode=ctypes.RTLD_GLOBAL)
+    library = _library()
     for name in _LIBRARY_SYMBOLS:
         engine.raw_register_runtime(name, ctypes.cast(getattr(library, name), ctypes.c_void_p))
     return engine
@@ -70,7 +79,12 @@ def _create(function: Any) -> Any:
         raise LaunchError(f"{function.function_name} has no tvm-ffi entry")
     packed = _PACKED(address)
 
+    library = _library()
+
     def safe_call(handle: int, args: int, count: int, result: int) -> int:
+        if not RUNTIME.devices:  # kept by its caller, or in the caller's cache, beyond the device
+            library.TVMFFIErrorSetRaisedFromCStr(b"RuntimeError", _OUTSIDE.encode())
+            return -1
         values = [ctypes.c_void_p(handle), ctypes.c_void_p(args), ctypes.c_int32(count), ctypes.c_void_p(result)]
         code = ctypes.c_int32(0)
         packed((ctypes.c_void_p * 5)(*map(ctypes.addressof, (*values, code))))

@@ -88,7 +88,10 @@ _TABLE = (
      "make expect_tx equal to the bytes of the copies of one phase"),
     # Nobody waits any more: harmless. FlashAttention 4 ends a pipeline by acquiring (and expecting) one more stage.
     ("mbarrier_tx_leftover", LINT, "barrier",
-     "a CTA exits while a barrier still expects bytes, or got bytes that nobody expected",
+     "a CTA exits while a barrier still expects bytes",
+     "make expect_tx equal to the bytes of the copies of one phase"),
+    ("mbarrier_tx_unexpected", ERROR, "barrier",
+     "a barrier has got bytes that nobody expected: a phase may complete before the data of its copies is there",
      "make expect_tx equal to the bytes of the copies of one phase"),
     ("mbarrier_overwritten", ERROR, "barrier",
      "an ordinary store hit a live mbarrier", "check the layout of shared memory"),
@@ -117,9 +120,9 @@ _TABLE = (
     ("diverged_sync", ERROR, "barrier",
      "a .sync instruction is executed without lanes that its member mask names, or an .aligned one without all lanes",
      "execute it where the whole warp is together, or name in the mask only the lanes that get there"),
-    # CuTeDSL takes the id out of every response and tests is_canceled afterwards: reading it is no error by itself.
-    ("clc_failed_response", LINT, "barrier",
-     "the CTA id is taken out of the response of a cancel request that failed", "test is_canceled first"),
+    ("clc_failed_response", ERROR, "barrier",
+     "a warp takes the CTA id out of the response of a cancel request that failed, and never asks whether it did",
+     "test is_canceled, and use the id only if it says so"),
     # --- proxies
     ("missing_proxy_fence", ERROR, "proxy",
      "TMA or a tensor core reads shared memory that was written through the generic proxy without fence.proxy.async",

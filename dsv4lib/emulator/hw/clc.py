@@ -1,22 +1,45 @@
 """clusterlaunchcontrol: a running cluster takes over the work of one that has not been launched.
 
 The 16-byte response is opaque; here it is x, y, z of the cancelled cluster's first CTA and a word that is 1 on success.
+
+The first CTA of a failed request is undefined. CuTeDSL's `clc_response` takes it out of every response, right after
+is_canceled, and leaves it unused: that is no error. It reads as `POISON` here, so that use shows, and a warp that reads
+it and never asks whether the request failed is reported.
+
 Source: PTX ISA, ``clusterlaunchcontrol.try_cancel`` and ``clusterlaunchcontrol.query_cancel``.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.async_units import AsyncOp
 from dsv4lib.emulator.hw import mbarrier, shared
+from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from dsv4lib.emulator.isa import Form
+from dsv4lib.emulator.machine import CTA_EXITED
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, shared_address
 from dsv4lib.emulator.ptx.ir import Instr, Vector
 from dsv4lib.emulator.warp import Warp
 
+if TYPE_CHECKING:
+    from dsv4lib.emulator.cta import Cta
+
 NBYTES = 16
+
+
+def check_exit(cta: Cta) -> None:
+    """Report warps that took the first CTA out of a failed response without ever asking whether it had failed."""
+    for number, place in cta.clc_reads.items():
+        if place is not None:
+            text = f"warp {number} of {cta} uses the first CTA of a request that failed"
+            cta.machine.report("clc_failed_response", text, place)
+
+
+CTA_EXITED.append(check_exit)
 
 
 @isa.service(
@@ -65,17 +88,22 @@ def _queue(warp: Warp, instr: Instr, cta: object, offset: int, bar: int, respons
     "clusterlaunchcontrol.query_cancel.<what:get_first_ctaid::x|get_first_ctaid::y|get_first_ctaid::z>.b32.b128",
 )
 def query_cancel(warp: Warp, instr: Instr, form: Form) -> None:
-    """Take a response apart; the first CTA of a failed request is reported and reads as 0."""
+    """Take a response apart."""
     target, handle = instr.operands
     low, high = warp.read(handle, np.uint64)
     words = [low & np.uint64(0xFFFFFFFF), low >> np.uint64(32), high & np.uint64(0xFFFFFFFF), high >> np.uint64(32)]
     x, y, z, succeeded = (w.astype(np.uint32) for w in words)
     what = form.get("what")
+    failed = succeeded != 1
+    some_failed = bool(failed[warp.lanes()].any())
     if what == "is_canceled":
-        warp.write(target, succeeded == 1)
+        if some_failed:
+            warp.cta.clc_reads[warp.warp_id] = None
+        warp.write(target, ~failed)
         return
-    if (succeeded[warp.lanes()] != 1).any():
-        warp.cta.machine.report("clc_failed_response", "get_first_ctaid of a request that failed", warp.place())
+    if some_failed:
+        warp.cta.clc_reads.setdefault(warp.warp_id, warp.place())
+        x, y, z = (np.where(failed, np.uint32(POISON), part) for part in (x, y, z))
     if isinstance(target, Vector):
         for register, value in zip(target.items, (x, y, z, succeeded), strict=True):
             warp.write(register, value)

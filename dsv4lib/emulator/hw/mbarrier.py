@@ -165,6 +165,13 @@ class MBarrier:
             self._written[0] = 0
             self.cta.smem.written.clear()
 
+    def same_init(self, warp: Warp, instr: Instr, count: int) -> bool:
+        """Is this what other lanes of the warp have just done, and has nobody used the barrier since?"""
+        place = self.place
+        same = place is not None and (place.ptx_line, place.warp) == (instr.line, warp.warp_id)
+        unused = self.phase == 0 and self.expected == self.pending == count and not self.tx and not self.waiters
+        return same and unused and self.cta is warp.cta
+
     def report(self, kind: str, message: str, where: Where, owner: Place | None = None) -> None:
         """Report a hazard of this barrier against ``owner``, by default its initialisation."""
         facts = {"barrier": self.offset, "cta": self.cta.ctaid}
@@ -231,7 +238,8 @@ def check_exit(cta: Cta) -> None:
     for barrier in cta.mbarriers.values():
         barrier.check_image(lambda: None)
         if barrier.tx:
-            cta.machine.report("mbarrier_tx_leftover", f"at exit of {cta}: {barrier}", barrier.place)
+            kind = "mbarrier_tx_leftover" if barrier.tx > 0 else "mbarrier_tx_unexpected"
+            cta.machine.report(kind, f"at exit of {cta}: {barrier}", barrier.place)
 
 
 CTA_EXITED.append(check_exit)
@@ -244,7 +252,10 @@ def _check_count(count: int, where: Where) -> None:
 
 @isa.service("mbarrier.init[.layout::v0][.<space:shared|shared::cta>].b64", note="layout v0 only")
 def init(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mbarrier.init [addr], count``; lanes that give one barrier the same count initialise it once."""
+    """``mbarrier.init [addr], count``; lanes that give one barrier the same count initialise it once.
+
+    That holds for the lanes of a warp that reach the instruction one group after the other, too.
+    """
     memory, count = instr.operands
     addresses, counts = shared_addresses(warp, memory, form), warp.read(count, np.uint32)
     where = warp.place
@@ -255,6 +266,8 @@ def init(warp: Warp, instr: Instr, form: Form) -> None:
             raise HazardError("mbarrier.init of a barrier in another CTA", where())
         _check_count(int(counts[lane]), where)
         old = cta.mbarriers.get(offset)
+        if old is not None and old.same_init(warp, instr, int(counts[lane])):
+            continue
         if old is not None:
             waited = ", which warps are waiting on," if old.waiters else ""
             kind = "mbarrier_reinit_waited" if old.waiters else "mbarrier_reinit"

@@ -72,3 +72,17 @@ def test_functions_from_outside_are_refused():
         pytest.skip("this machine's DSL built no engine for sm_100a")
     with emulator.device("sm_100a"), pytest.raises(LaunchError, match="compiled outside"):
         compiled(torch.zeros(64, device="cuda"), torch.zeros(64, device="cuda"))
+
+
+def test_what_was_compiled_here_stays_here(tmp_path):
+    """It is exported to no file, and refuses to run when the device is gone."""
+    with emulator.device("sm_100a"):
+        compiled = cute.compile(add, fake(), fake(), options="--enable-tvm-ffi")
+        x, y = torch.arange(64.0), torch.zeros(64)
+        with pytest.raises(LaunchError, match="must not be exported"):
+            compiled.export_to_c(object_file_path=str(tmp_path / "add.o"), function_name="add")
+        with pytest.raises(LaunchError, match="compiled for a GPU"):
+            cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="compiled for the emulator"):
+        compiled(x, y)

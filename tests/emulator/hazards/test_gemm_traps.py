@@ -51,7 +51,7 @@ REPORTED = {
     "no dealloc": (sub(r"tcgen05\.dealloc[^;]*;", ""), {"tmem_leak"}, "ret"),
     "too few bytes expected": (
         sub(EXPECT, r"shr.u32 %r257, %r257, 1; \1%r257;"),
-        {"race_shared", "mbarrier_tx_leftover"},
+        {"race_shared", "mbarrier_tx_unexpected"},
         "tcgen05.mma",
     ),
     "no wait waits": (every_wait, {"race_shared", "mbarrier_over_arrival", "tmem_after_free"}, "tcgen05.mma"),

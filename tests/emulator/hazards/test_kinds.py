@@ -34,6 +34,14 @@ USE = ST.format("") + WST + LD.format("") + WLD
 BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd1], 256, [%r8];"
 STORE = "cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r2], 256; cp.async.bulk.commit_group;"
 FENCE = "fence.proxy.async.shared::cta;"
+# A request when no cluster is left: it fails. {} asks whether it did.
+CANCEL = (
+    INIT.format(1, 1)
+    + "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 16; @%p2 clusterlaunchcontrol.try_cancel.async"
+    ".shared::cta.mbarrier::complete_tx::bytes.b128 [%r2], [%r8];" + wait("%r8", 0, "W") + "{{ .reg .b128 %h;"
+    "ld.shared.v2.b64 {{%rd4, %rd5}}, [%r2]; mov.b128 %h, {{%rd4, %rd5}}; {}"
+    "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r5, %h; }}"
+)
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,26 @@ PAIRS = {
         INIT.format(2, 1) + "@%p2 mbarrier.arrive.noComplete.shared.b64 %rd5, [%r8], 1;",
         "mbarrier.arrive",
     ),
+    "mbarrier_tx_unexpected": Pair(  # two copies, bytes of one: the phase completes when the first is there
+        INIT.format(1, 1)
+        + "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 256; @!%p2 bra END;"
+        + BULK
+        + BULK.replace("[%r2]", "[%r2+256]")
+        + "POLL: mbarrier.test_wait.parity.shared.b64 %p3, [%r8], 0; ld.volatile.shared.b32 %r5, [%r2+508];"
+        "setp.eq.u32 %p4, %r5, 0; @%p4 bra POLL; END:",
+        INIT.format(1, 1)
+        + "@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 512; @!%p2 bra END;"
+        + BULK
+        + BULK.replace("[%r2]", "[%r2+256]")
+        + wait("%r8", 0, "W")
+        + "END:",
+        "mbarrier.init",
+    ),
+    "clc_failed_response": Pair(
+        CANCEL.format(""),
+        CANCEL.format("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, %h;"),
+        "get_first_ctaid",
+    ),
     "cluster_double_arrive": Pair(
         "barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;"
         "barrier.cluster.wait.aligned; barrier.cluster.wait.aligned;",
@@ -261,6 +289,18 @@ def test_the_last_bytes_of_shared_memory(checks):
     assert launch(text, data, block=64, settings=settings).hazards == []
     found = launch(text.replace(FENCE, ""), data, block=64, settings=settings).hazards
     assert {h.kind for h in found} == {"missing_proxy_fence"}
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "newest_first", "adversarial"])
+def test_lanes_may_initialise_a_barrier_one_group_after_the_other(schedule):
+    """All lanes of a warp execute one mbarrier.init, half of them later; not after an arrival, not another count."""
+    half = "setp.gt.u32 %p4, %r0, 15; selp.u32 %r5, {}, 1, %p4; @%p4 bra ON; nanosleep.u32 20;"
+    body = half + "ON: mbarrier.init.shared.b64 [%r8], %r5; {} bar.sync 0;"
+    alone = Pair("", "", "", threads=32)
+    assert run(body.format(1, ""), alone, schedule=schedule).hazards == []
+    for count, more in ((2, ""), (1, "mbarrier.arrive.shared.b64 _, [%r8], 1;")):
+        found = run(body.format(count, more), alone, schedule=schedule).hazards
+        assert "mbarrier_reinit" in {h.kind for h in found}
 
 
 def test_off_reports_nothing():

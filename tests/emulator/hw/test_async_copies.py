@@ -7,6 +7,8 @@ import pytest
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError, HazardError, MemoryFault, UnsupportedInstruction
+from dsv4lib.emulator.hw import clc
+from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from tests.emulator.hw.async_bench import SINK, Bench, at, vector
 
 BAR, BUF = 1024, 4096
@@ -525,8 +527,20 @@ def test_cluster_launch_control(multicast):
             assert succeeded and barriers[0].tx == 0 and barriers[1].tx == (0 if multicast else 16)
             for barrier in barriers:
                 barrier.expect_tx(16, bench.warp.place)
-    assert not succeeded and not bench.machine.hazards
+    assert not succeeded
+    first = bench.register(0)
+    bench.run("clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128", first, handle)
+    assert (bench.warp.registers[first.index] == POISON).all()
+    clc.check_exit(bench.cta)
+    assert not bench.machine.hazards  # is_canceled has been asked
+
+
+def test_a_failed_response_that_is_never_tested_is_reported():
+    bench = Bench()
+    handle = bench.register(0)
+    bench.warp.registers[handle.index] = np.zeros((2, 32), np.uint64)
     bench.run("clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128", bench.register(0), handle)
+    clc.check_exit(bench.cta)
     assert bench.machine.hazards == ["clc_failed_response"]
 
 
