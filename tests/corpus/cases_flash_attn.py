@@ -18,6 +18,7 @@ MODULE = "flash_attn.cute"
 LEFTOVER = frozenset({"mbarrier_tx_leftover"})
 DOUBLE_ARRIVE = frozenset({"cluster_double_arrive"})
 UNFENCED = frozenset({"missing_proxy_fence_cp_async"})
+PHASES = frozenset({"barrier_phase_mixed"})  # open: the kernel's or the check's mistake
 
 
 def _log_sum_exp(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Check:
@@ -120,13 +121,19 @@ CASES = [
         unstable="wrong",
     ),
     Case("fa4_mla_gather", MODULE, lambda: mla(queries=2, keys=512, topk=256), lints=DOUBLE_ARRIVE | UNFENCED),
-    Case("fa4_mla_gather_64_heads", MODULE, lambda: mla(queries=2, keys=512, heads=64, topk=256), lints=UNFENCED),
+    Case(
+        "fa4_mla_gather_64_heads",
+        MODULE,
+        lambda: mla(queries=2, keys=512, heads=64, topk=256),
+        lints=UNFENCED,
+        errors=PHASES,
+    ),
     Case(
         "fa4_mla_gather_64_heads_rescaled",
         MODULE,
         lambda: mla(queries=2, keys=512, heads=64, topk=256, growing=True),
         lints=UNFENCED,
-        errors=frozenset({"missing_tcgen05_wait", "race_tensor"}),
+        errors=PHASES | {"missing_tcgen05_wait", "race_tensor"},
         unstable="wrong",
     ),
     Case("fa4_sm90", MODULE, forward, arch="sm_90a"),

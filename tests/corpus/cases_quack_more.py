@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from cases_quack import MODULE
-from corpus import BF16, U_BF16, Case, Check, exact, integers, normal, rounded
+from corpus import BF16, Case, Check, exact, integers, normal, rounded
 
 SUMS = "fp32 sums in another order, one rounding of the result"
 
@@ -215,5 +215,4 @@ CASES = [
     Case("quack_gemm_dgelu_sm90", MODULE, lambda: gemm_activation_backward("gelu_tanh_approx"), arch="sm_90a"),
     Case("quack_gemm_groups_sm90", MODULE, gemm_groups, arch="sm_90a"),
     Case("quack_gemm_rms_sm90", MODULE, gemm_rms, arch="sm_90a"),
-    Case("quack_gemm_sm80", MODULE, lambda: gemm_dtype(BF16, U_BF16), arch="sm_80"),
 ]
