@@ -28,6 +28,7 @@ MODULE = "flashinfer"
 
 # What these kernels are known to show; see data/emulator/findings.md.
 LANES = frozenset({"tmem_lane_quarter"})
+COMPLETION = frozenset({"race_through_completion"})
 SAME_VALUE = frozenset({"race_global_same_value"})
 ROW_MAXIMA = frozenset({"race_shared"})  # as NVIDIA's mla_decode examples, from which they derive
 CORRECTION = frozenset({"race_tensor"})
@@ -226,7 +227,7 @@ CASES = [
         errors=CORRECTION,
     ),
     Case("flashinfer_hca_64_heads", MODULE, lambda: hca(heads=64), lints=LANES | SAME_VALUE, errors=CORRECTION),
-    Case("flashinfer_v41", MODULE, v41_decode, lints=LANES),
-    Case("flashinfer_v41_512", MODULE, lambda: v41_decode(512), slow=True, lints=LANES),
+    Case("flashinfer_v41", MODULE, v41_decode, lints=LANES | COMPLETION),
+    Case("flashinfer_v41_512", MODULE, lambda: v41_decode(512), slow=True, lints=LANES | COMPLETION),
     Case("flashinfer_grouped_gemm", MODULE, grouped_gemm_nvfp4),
 ]
