@@ -67,9 +67,10 @@ def _host(a: cute.Tensor, value: cute.Float32, more: list[cute.Tensor]):
 
 
 @pytest.fixture(scope="module")
-def compiled():
+def compiled(tmp_path_factory):
     a = from_dlpack(torch.zeros(32))
-    return cute.compile(_host, a, 1.0, [a, a], options="--keep-ptx --keep-cubin --gpu-arch sm_100a")
+    options = f"--keep-ptx --keep-cubin --gpu-arch sm_100a --dump-dir={tmp_path_factory.mktemp('compiled')}"
+    return cute.compile(_host, a, 1.0, [a, a], options=options)
 
 
 def tensor():

@@ -165,10 +165,11 @@ def test_architectures(arch, requests):
         assert HardwareInfo().get_max_active_clusters(2) == 3 and gpu.attribute(16) == 7
 
 
-def test_tensors_inside_tuples_are_device_memory():
+def test_tensors_inside_tuples_are_device_memory(tmp_path):
     x = torch.arange(128, dtype=torch.float32)
     nested = (None, (from_dlpack(x), None))
-    compiled = cute.compile(scale_nested, nested, 2.0, options="--gpu-arch sm_100a --keep-ptx --keep-cubin")
+    options = f"--gpu-arch sm_100a --keep-ptx --keep-cubin --dump-dir={tmp_path}"
+    compiled = cute.compile(scale_nested, nested, 2.0, options=options)
     emulator.launch(compiled, nested, 2.0)
     assert torch.equal(x, 2 * torch.arange(128) + 1.0)
 
