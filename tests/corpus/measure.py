@@ -2,7 +2,9 @@
 
 `python tests/corpus/measure.py corpus TABLE [--names NAME...]` runs the cases of this folder.
 `python tests/corpus/measure.py examples TABLE --checkout FOLDER [--names NAME...]` runs example scripts of a CUTLASS
-checkout that `examples.txt` lists, as they are: their own main and their own comparison decide.
+checkout that `examples.txt` lists, as they are: their own main and their own comparison decide. With `--modes` every
+launch is repeated in these modes; without, the row keeps what they gave before. `commit` and `replay_commit` say which
+commit of this repository ran a row, and its other modes ("+": with changes).
 
 Each example is a process of its own; cases share one for each architecture. A table that exists is updated row by row,
 so a part can be measured anew.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import run_case
-import run_example
+from run_example import MODES
 
 HERE = Path(__file__).resolve().parent
 ARCHITECTURES = {"hopper": "sm_90a", "ampere": "sm_80", "sm103": "sm_103a"}  # by the beginning of a folder or file
@@ -38,7 +41,7 @@ COMMON = (
     "hazards",
 )
 COLUMNS = {
-    "examples": (*COMMON, *run_example.MODES, "note"),
+    "examples": (*COMMON, *MODES, "devices", "commit", "replay_commit", "note"),
     "corpus": (*COMMON, "lints", "race_hazards", "race_lints", "schedules", "note"),
 }
 
@@ -55,9 +58,42 @@ def environment(arch: str) -> dict[str, str]:
     }
 
 
+def commit() -> str:
+    """Of this repository, with "+" if tracked files have changed since."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=9"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout.strip()
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A line of `examples.txt`: a script below examples/python/CuTeDSL of a CUTLASS checkout, and how it is run."""
+
+    name: str
+    script: str
+    arguments: str
+    version: str = ""  # that torch claims
+    devices: str = "1"
+
+    @property
+    def arch(self) -> str:
+        """Follows from the folder or the name."""
+        return next((arch for part, arch in ARCHITECTURES.items() if f"/{part}" in self.script), "sm_100a")
+
+    def command(self, checkout: Path, modes: list[str]) -> list[str]:
+        """Of the process that runs it."""
+        how = [self.arch, self.version, self.devices, ",".join(modes)]
+        path = checkout / "examples" / "python" / "CuTeDSL" / self.script
+        return [sys.executable, str(HERE / "run_example.py"), *how, str(path), *self.arguments.split()]
+
+
 def run_script(command: list[str], arch: str, limit: float) -> dict[str, Any]:
     """The row that a process prints as its last line, or why there is none."""
-    command = [sys.executable, *command]
     try:
         done = subprocess.run(
             command, env=environment(arch), capture_output=True, text=True, timeout=limit, check=False
@@ -111,20 +147,24 @@ def corpus(names: list[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]
             yield name, arch, row
 
 
-def examples(checkout: Path) -> dict[str, tuple[str, list[str]]]:
-    """Name -> architecture and command of every listed example; the architecture follows from the folder or name."""
-    found = {}
-    for line in (HERE / "examples.txt").read_text().splitlines():
-        if not line or line.startswith("#"):
+def all_examples() -> list[Example]:
+    """Those of `examples.txt`."""
+    lines = (HERE / "examples.txt").read_text().splitlines()
+    return [Example(*line.split("|")) for line in lines if line and not line.startswith("#")]
+
+
+def examples(
+    checkout: Path, names: list[str] | None, modes: list[str], limit: float, before: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, architecture and row of the examples, one process for each; what was seen in other modes stays."""
+    now = commit()
+    for example in all_examples():
+        if names and example.name not in names:
             continue
-        name, script, arguments, *version = line.split("|")
-        arch = next((a for part, a in ARCHITECTURES.items() if f"/{part}" in script), "sm_100a")
-        path = checkout / "examples" / "python" / "CuTeDSL" / script
-        found[name] = (
-            arch,
-            [str(HERE / "run_example.py"), arch, version[0] if version else "", str(path), *arguments.split()],
-        )
-    return found
+        row = run_script(example.command(checkout, modes), example.arch, limit)
+        kept = {} if modes else {k: before.get(example.name, {}).get(k, "") for k in (*MODES, "replay_commit")}
+        mark = {"devices": example.devices, "commit": now, "replay_commit": now if modes else ""}
+        yield example.name, example.arch, {**mark, **kept, **row}
 
 
 def main() -> None:
@@ -135,23 +175,19 @@ def main() -> None:
     parser.add_argument("--checkout", type=Path, help="of CUTLASS")
     parser.add_argument("--names", nargs="*", help="only these")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of one run")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=[], help="in which examples run as well")
     options = parser.parse_args()
     if options.what == "examples" and options.checkout is None:
         parser.error("examples needs --checkout")
-    if options.what == "corpus":
-        order, seen = [case.name for case in run_case.all_cases()], corpus(options.names)
-    else:
-        scripts = examples(options.checkout)
-        order = list(scripts)
-        seen = (
-            (name, arch, run_script(command, arch, options.limit))
-            for name, (arch, command) in scripts.items()
-            if not options.names or name in options.names
-        )
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     if options.table.exists():
         with options.table.open(newline="") as file:
             rows = {row["configuration"]: row for row in csv.DictReader(file)}
+    if options.what == "corpus":
+        order, seen = [case.name for case in run_case.all_cases()], corpus(options.names)
+    else:
+        order = [example.name for example in all_examples()]
+        seen = examples(options.checkout, options.names, options.modes, options.limit, rows)
     for name, arch, found in seen:
         rows[name] = as_row(name, arch, found)
         print({key: value for key, value in rows[name].items() if value != ""}, flush=True)

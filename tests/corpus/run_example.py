@@ -1,12 +1,14 @@
 """Run one script of somebody else under a device, unmodified, and print what was seen as one line of JSON.
 
-`python run_example.py ARCH TORCH SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own: two scripts
-bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the CPU. The
+`python run_example.py ARCH TORCH DEVICES MODES SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own:
+two scripts bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the
+CPU. With more than one of DEVICES the script is one for torchrun (`run_distributed.py`), in the default mode. The
 script's own comparison decides; `torch.testing.assert_close` is only listened to, for the size of the error. A
 notebook runs as the sequence of its code cells.
 
-Every launch runs once in the default mode, and then again from the same memory in each of `MODES`: what these change
-in memory is compared byte for byte with what the first one left, and the script goes on with that.
+Every launch runs once in the default mode, and then again from the same memory in each of MODES ("race,random", ""
+for none): what these change in memory is compared byte for byte with what the first one left, and the script goes on
+with that.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import run_distributed
 import torch
 
 from dsv4lib import emulator
@@ -39,15 +42,16 @@ class Replay:
     """Repeats the launches of a device in other modes.
 
     Attributes:
+        modes: names of `MODES`.
         differing: by mode, bytes of all launches; stopped: by mode, the error that ended it, "" = none.
         kinds: by mode, the kinds of hazards seen.
     """
 
-    def __init__(self, gpu: emulator.Device):
-        self.gpu = gpu
-        self.differing = dict.fromkeys(MODES, 0)
-        self.stopped = dict.fromkeys(MODES, "")
-        self.kinds: dict[str, set[str]] = {mode: set() for mode in ("default", *MODES)}
+    def __init__(self, gpu: emulator.Device, modes: list[str]):
+        self.gpu, self.modes = gpu, modes
+        self.differing = dict.fromkeys(modes, 0)
+        self.stopped = dict.fromkeys(modes, "")
+        self.kinds: dict[str, set[str]] = {mode: set() for mode in ("default", *modes)}
         self._launch = gpu.launch
         gpu.launch = self.launch  # type: ignore[method-assign]
 
@@ -59,11 +63,11 @@ class Replay:
         self.kinds["default"] |= {h.kind for h in result.hazards}
         after = self._memory()
         settings = self.gpu.settings
-        for mode, changes in MODES.items():
+        for mode in self.modes:
             if self.stopped[mode]:
                 continue
             self._restore(before)
-            self.gpu.settings = dataclasses.replace(settings, **changes)
+            self.gpu.settings = dataclasses.replace(settings, **MODES[mode])
             try:
                 self.kinds[mode] |= {h.kind for h in machine.run(request, self.gpu).hazards}
                 now = self._memory()
@@ -77,7 +81,7 @@ class Replay:
     def row(self) -> dict[str, str]:
         """By mode: "same" or how many bytes came out differently, with the kinds of hazards of this mode alone."""
         out = {}
-        for mode in MODES:
+        for mode in self.modes:
             verdict = f"{self.differing[mode]} bytes differ" if self.differing[mode] else "same"
             extra = sorted(self.kinds[mode] - self.kinds["default"])
             out[mode] = " ".join([self.stopped[mode] or verdict, *extra])
@@ -123,9 +127,29 @@ def result(note: str, launches: int) -> str:
     return "pass" if launches else "nothing launched"
 
 
+def one_device(arch: str, modes: list[str], path: Path) -> tuple[str, list[emulator.Device], dict[str, str]]:
+    """Run a script on one device; what ended it ("" = nothing did), the device, and what the other modes gave."""
+    note = ""
+    with tempfile.TemporaryDirectory() as folder, emulator.device(arch, default_device="cpu") as gpu:
+        replay = Replay(gpu, modes)
+        try:
+            runpy.run_path(str(as_script(path, folder)), run_name="__main__")
+        except SystemExit as stop:
+            note = f"exit code {stop.code}" if stop.code else ""
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}"[:400]
+    return note, [gpu], replay.row()
+
+
+def several_devices(arch: str, count: int, path: Path) -> tuple[str, list[emulator.Device], dict[str, str]]:
+    """Run a script for torchrun, one rank a device; what ended it ("" = nothing did), and the devices."""
+    failed, gpus = run_distributed.run(count, path, sys.argv[1:], arch=arch)
+    return (failed[0].strip().splitlines()[-1][:400] if failed else ""), list(gpus), {}
+
+
 def main() -> None:
     """Command line."""
-    arch, version, script, *arguments = sys.argv[1:]
+    arch, version, devices, modes, script, *arguments = sys.argv[1:]
     if version:
         torch.__version__ = torch.torch_version.TorchVersion(version)
     torch.set_num_threads(1)
@@ -135,18 +159,13 @@ def main() -> None:
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.parent)
     sys.path += [str(folder) for folder in path.parents if (folder / "helpers").is_dir() or folder.name == "cute"]
-    note = ""
-    with tempfile.TemporaryDirectory() as folder, emulator.device(arch, default_device="cpu") as gpu:
-        replay = Replay(gpu)
-        try:
-            runpy.run_path(str(as_script(path, folder)), run_name="__main__")
-        except SystemExit as stop:
-            note = f"exit code {stop.code}" if stop.code else ""
-        except Exception as error:
-            note = f"{type(error).__name__}: {error}"[:400]
-    results = [launch.result for launch in gpu.launches]
+    if devices == "1":
+        note, gpus, replayed = one_device(arch, [mode for mode in MODES if mode in modes.split(",")], path)
+    else:
+        note, gpus, replayed = several_devices(arch, int(devices), path)
+    results = [launch.result for gpu in gpus for launch in gpu.launches]
     hazards: dict[str, int] = {}
-    for hazard in gpu.hazards:
+    for hazard in (hazard for gpu in gpus for hazard in gpu.hazards):
         hazards[hazard.kind] = hazards.get(hazard.kind, 0) + hazard.count
     errors, references = zip(*compared, strict=True) if compared else ((), ())
     row = {
@@ -158,7 +177,7 @@ def main() -> None:
         "launches": len(results),
         "hazards": hazards,
         "note": " ".join(note.split()),
-        **(replay.row() if results else {}),
+        **(replayed if results else {}),
     }
     print()
     print(json.dumps(row))
