@@ -51,14 +51,13 @@ def indexer() -> list[Check]:
 CASES = [
     Case("cudnn_sparse_attention", MODULE, sparse_attention, lints=LANES),
     Case("cudnn_sparse_attention_512", MODULE, lambda: sparse_attention(topk=512, queries=1, keys=1024), lints=LANES),
-    # The errors of these two are open: see data/emulator/findings.md.
-    Case(
+    Case(  # its error is real: see data/emulator/findings.md
         "cudnn_sparse_attention_128_heads",
         MODULE,
         lambda: sparse_attention(heads=128),
         errors=frozenset({"mbarrier_phase_unordered"}),
     ),
-    Case(
+    Case(  # its error is open: see data/emulator/findings.md
         "cudnn_indexer",
         MODULE,
         indexer,

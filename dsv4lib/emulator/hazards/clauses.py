@@ -175,9 +175,9 @@ CLAUSES = (
     ),
     Clause(
         "transaction bytes that do not match",
-        ("mbarrier_tx_overflow", "mbarrier_tx_leftover"),
+        ("mbarrier_tx_overflow", "mbarrier_tx_leftover", "mbarrier_tx_unexpected"),
         (
-            *_pairs("mbarrier_tx_overflow", "mbarrier_tx_leftover"),
+            *_pairs("mbarrier_tx_overflow", "mbarrier_tx_leftover", "mbarrier_tx_unexpected"),
             _TRAPS.format("too few bytes expected"),
             "hazards/test_phases.py::test_too_many_bytes_are_expected",
         ),

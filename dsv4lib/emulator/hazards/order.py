@@ -123,7 +123,7 @@ class Order:
     def committed(self, warp: Warp, kind: str) -> None:
         """A group of asynchronous operations is closed."""
 
-    def waited(self, warp: Warp, kind: str, pending: int = 0) -> None:
+    def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
         """Groups are complete."""
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:

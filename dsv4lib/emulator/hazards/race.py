@@ -182,14 +182,14 @@ class Detector(Order):
         if entry != UNKNOWN:
             clocks.epoch[entry] += 1
 
-    def waited(self, warp: Warp, kind: str, pending: int = 0) -> None:
-        """All but the last ``pending`` groups of the warp are complete."""
+    def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
+        """All but the last ``pending`` groups of the warp are complete; as many groups ``of`` another one."""
         clocks = self._state(warp).clocks
-        entry = self._agent(warp, kind)
+        entry, own = self._agent(of or warp, kind), self._agent(warp, kind)
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
             clocks.epoch[entry] = clocks.epoch[self._agent(warp, "bulk")]
-        if entry != UNKNOWN:
-            known = max(int(clocks.epoch[entry]) - 1 - pending, 0)
+        if UNKNOWN not in (entry, own):
+            known = max(int(clocks.epoch[own]) - 1 - pending, 0)
             clock = clocks.of(warp)
             clock[:, entry] = np.maximum(clock[:, entry], known)
 

@@ -5,6 +5,11 @@ registers hold POISON from issue until it completes, so that a read without ``wa
 complete in issue order and hand the accumulator on. A in registers and both matrices in shared memory are read at
 completion, which is when hardware may still read them.
 
+A wgmma-group is one of the warpgroup ("creates a new wgmma-group per warpgroup"), although each warp commits and waits
+for itself: a wait lasts until the parts of all four warps are complete. CUTLASS's mainloops depend on it: in a cluster
+one thread per warpgroup hands a stage of A and B back to the producer, after the wait of its own warp alone
+(include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``).
+
 Results are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py); the arithmetic is in hopper_sums.py.
 
 Source: PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions".
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,7 +40,7 @@ from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Vector
-from dsv4lib.emulator.warp import Warp
+from dsv4lib.emulator.warp import Block, Warp
 
 ROWS = 16  # of a warp
 _N = "|".join(str(n) for n in range(8, 257, 8))
@@ -52,11 +58,23 @@ class Accumulator:
 
 @dataclass
 class State:
-    """Pending operations of a warp, oldest first; those not committed yet; the committed groups."""
+    """Pending operations of a warp, oldest first; those not committed yet; committed groups that may be pending.
+
+    committed: groups so far.
+    """
 
     order: deque[AsyncOp] = field(default_factory=deque)
     open: list[AsyncOp] = field(default_factory=list)
     groups: deque[list[AsyncOp]] = field(default_factory=deque)
+    committed: int = 0
+
+    def first_groups(self, count: int) -> Iterator[AsyncOp]:
+        """Take the groups up to the ``count``-th ever committed off the list: their operations that are pending."""
+        while len(self.groups) > max(self.committed - count, 0):
+            for op in self.groups.popleft():
+                if op.pending:  # otherwise the scheduler has completed it already
+                    yield op
+
     accumulators: dict[tuple[int, int, int], Accumulator] = field(default_factory=dict)
 
 
@@ -270,20 +288,35 @@ def commit_group(warp: Warp, instr: Instr, form: Form) -> None:
     state = state_of(warp)
     state.groups.append(state.open)
     state.open = []
+    state.committed += 1
+    warp.cta.machine.changed()  # the rest of the warpgroup may be waiting for this
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.committed(warp, "wgmma")
 
 
 @isa.service("wgmma.wait_group.sync.aligned")
-def wait_group(warp: Warp, instr: Instr, form: Form) -> None:
-    """``wgmma.wait_group n``: complete all but the n most recent groups."""
+def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
+    """``wgmma.wait_group n``: complete all but the n most recent groups of the warpgroup."""
     (operand,) = instr.operands
     if not isinstance(operand, Imm):
         raise EmulatorError("wgmma.wait_group takes an immediate")
-    state, units = state_of(warp), warp.cta.machine.units
-    while len(state.groups) > operand.bits:
-        for op in state.groups.popleft():
-            if op in state.order:  # otherwise the scheduler has completed it already
-                units.complete(op)
-    if warp.cta.machine.race is not None:
-        warp.cta.machine.race.waited(warp, "wgmma", operand.bits)
+    count = state_of(warp).committed - operand.bits
+    first = warp.warp_id // 4 * 4
+    warpgroup = warp.cta.warps[first : first + 4]
+
+    def missing() -> list[Warp]:
+        return [other for other in warpgroup if not other.exited and state_of(other).committed < count]
+
+    if missing():
+        return Block("wgmma.wait_group", lambda: not missing(), lambda: _behind(missing(), count))
+    machine = warp.cta.machine
+    for other in warpgroup:
+        for op in state_of(other).first_groups(count):
+            machine.units.complete(op)
+        if machine.race is not None:
+            machine.race.waited(warp, "wgmma", operand.bits, of=other)
+    return None
+
+
+def _behind(warps: list[Warp], count: int) -> str:
+    return f"{', '.join(map(str, warps))} of its warpgroup committed fewer than {count} groups"

@@ -17,21 +17,10 @@ from dsv4lib.emulator.request import Settings
 from dsv4lib.errors import ArgumentError
 from tests.emulator.hazards.test_kinds import ALLOC, FENCE, FREE, LD, USE, WLD
 from tests.emulator.hazards.test_phases import HAND_OVER
-from tests.emulator.hazards.test_race import FILL, INIT, SMEM, START, wait
+from tests.emulator.hazards.test_race import FILL, INIT, SMEM, START, WAIT_GROUP, WGMMA, wait
 from tests.emulator.launching import HEADER, aligned, entry, launch
 
 AFTER = "tcgen05.fence::after_thread_sync;"
-WAIT_GROUP = "wgmma.wait_group.sync.aligned 0;"
-# 16 rows a warp of a 64 x 8 product of zeros; %rd1 describes both operands, 8 rows of 16 bytes at a time.
-WGMMA = """
-mov.u32 %r2, sm; shl.b32 %r1, %tid.x, 4; add.s32 %r1, %r1, %r2; mov.u32 %r9, 0; mov.b32 %f1, 0f00000000;
-mov.b32 %f2, %f1; mov.b32 %f3, %f1; mov.b32 %f4, %f1; st.shared.v4.b32 [%r1], {{%r9, %r9, %r9, %r9}};
-fence.proxy.async.shared::cta; bar.sync 0; shr.u32 %r3, %r2, 4; cvt.u64.u32 %rd1, %r3;
-or.b64 %rd1, %rd1, 0x0000001000080000;
-setp.eq.u32 %p1, %r9, %r9; {}
-wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f1, %f2, %f3, %f4}}, %rd1, %rd1, %p1, 1, 1, 0, 0;
-wgmma.commit_group.sync.aligned; {}
-"""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,19 @@ BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
 FILL = f"@%p2 mbarrier.arrive.expect_tx.shared.b64 _, [%r8], 256; @%p2 {BULK} [%r2], [%rd1], 256, [%r8];"
 
 
+WAIT_GROUP = "wgmma.wait_group.sync.aligned 0;"
+# 16 rows a warp of a 64 x 8 product of zeros; %rd1 describes both operands, 8 rows of 16 bytes at a time.
+WGMMA = """
+mov.u32 %r2, sm; shl.b32 %r1, %tid.x, 4; add.s32 %r1, %r1, %r2; mov.u32 %r9, 0; mov.b32 %f1, 0f00000000;
+mov.b32 %f2, %f1; mov.b32 %f3, %f1; mov.b32 %f4, %f1; st.shared.v4.b32 [%r1], {{%r9, %r9, %r9, %r9}};
+fence.proxy.async.shared::cta; bar.sync 0; shr.u32 %r3, %r2, 4; cvt.u64.u32 %rd1, %r3;
+or.b64 %rd1, %rd1, 0x0000001000080000;
+setp.eq.u32 %p1, %r9, %r9; {}
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{%f1, %f2, %f3, %f4}}, %rd1, %rd1, %p1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned; {}
+"""
+
+
 def wait(barrier: str, parity: int, label: str) -> str:
     return f"{label}: mbarrier.try_wait.parity.shared.b64 %p9, [{barrier}], {parity}; @!%p9 bra {label};"
 
@@ -251,3 +264,30 @@ def test_off_by_default():
     body = START + twin.body.replace("##", "")
     result = launch(entry("u64 data", body, shared=SMEM), aligned(4, np.uint32), block=64)
     assert "race_shared" not in {h.kind for h in result.hazards}
+
+
+def wgmma(tail: str, **settings):
+    """A product of ones on sm_90a; thread t leaves element (t / 4, 2 (t mod 4)) of a warp at data[t]."""
+    body = WGMMA.replace("mov.u32 %r9, 0;", "mov.u32 %r9, 0x3c003c00; mov.u32 %r10, 0;")
+    out = "ld.param.u64 %rd3, [data]; mov.u32 %r0, %tid.x; mul.wide.u32 %rd4, %r0, 4; add.s64 %rd3, %rd3, %rd4;"
+    text = body.format("wgmma.fence.sync.aligned;", tail + WAIT_GROUP + out + "st.global.f32 [%rd3], %f1;")
+    data = aligned(1024, np.uint32)
+    chosen = Settings(arch="sm_90a", native_checks=CHECKS["race"], instruction_limit=200_000, **settings)
+    text = entry("u64 data", text, shared=SMEM).replace("sm_100a", "sm_90a")
+    return launch(text, data, block=128, settings=chosen), data[:128].view(np.float32)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_a_wait_for_wgmma_covers_the_whole_warpgroup(schedule, seed):
+    """Warp 0 overwrites the rows of A that warp 3 multiplies, behind a wait of its own alone."""
+    overwrite = "setp.lt.u32 %p3, %tid.x, 32; @%p3 st.shared.v4.b32 [%r1+1536], {%r10, %r10, %r10, %r10};"
+    result, product = wgmma(WAIT_GROUP + overwrite, schedule=schedule, seed=seed)
+    assert result.hazards == [] and (product == 16).all()
+    result, _ = wgmma(WAIT_GROUP.replace("0", "1") + overwrite, schedule=schedule, seed=seed)
+    kinds = {h.kind for h in result.hazards}  # a product that comes later reads a store without a fence, too
+    assert "race_shared" in kinds and kinds <= {"race_shared", "missing_proxy_fence"}
+
+
+def test_a_warpgroup_that_does_not_commit_together():
+    with pytest.raises(Deadlock, match="warp 3 of CTA .* committed fewer than 2 groups"):
+        wgmma("setp.lt.u32 %p3, %tid.x, 96; @%p3 wgmma.commit_group.sync.aligned;" + WAIT_GROUP + "bar.sync 0;")
