@@ -157,7 +157,7 @@ class Mma:
         s, pair = self.shape, len(self.ctas)
         rows, groups = s.m // pair, len(self.regions) // pair
         scales_a = [self._scales(cta, self.sfa, rows, s.sfa_id, "A") for cta in self.ctas]
-        scales_b = [self._scales(cta, self.sfb, s.n, s.sfb_id, "B") for cta in self.ctas]
+        scales_b = [self._scales(cta, self.sfb, s.n, s.sfb_id, "B", groups) for cta in self.ctas]
         wide = any(self._wide(codes) for codes in scales_a + scales_b)
         dtype = np.float64 if wide else np.float32
         # The rows of A are there once per group of lanes if A is in tensor memory.
@@ -266,8 +266,12 @@ class Mma:
             owner = shared.writer_of(cta, operand.first + operand.chunks)
             self.report(kind, f"reads shared memory of {cta} for {what} that {how}", warps=writers, owner=owner)
 
-    def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str) -> np.ndarray:
-        """uint8 (rows, blocks) of scale factors in tensor memory."""
+    def _scales(self, cta: Cta, address: int, rows: int, data_id: int, what: str, groups: int = 1) -> np.ndarray:
+        """uint8 (rows, blocks) of scale factors in tensor memory.
+
+        ``groups``: of lanes that hold different rows. In layout B each half of the lanes multiplies its own half of N
+        and finds the factors of that half, and no others, in its two quarters.
+        """
         s, tmem = self.shape, tmem_of(cta)
         # Bits 30 and 31 carry the data id in kernels that take it from the address.
         lane, column = address >> 16 & 0x3FFF, address & 0xFFFF
@@ -275,7 +279,8 @@ class Mma:
             raise EmulatorError(
                 f"tcgen05.mma: scale factors {what} at lane {lane} of tensor memory, must be 0", self.place
             )
-        step, blocks = -(-rows // QUARTER), s.k // self.block
+        part = rows // groups
+        step, blocks = -(-part // QUARTER), s.k // self.block
         used = -(-(data_id + blocks) // 4)  # words of a row; more than one with K = 96
         count = step * used
         if not self._columns(cta, column, count, f"scale factors {what}"):
@@ -283,15 +288,16 @@ class Mma:
         if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.tensor(cta, lambda x: x[:, column : column + count], False)
         starts = range(column, column + count, step)
-        words = np.stack([by_row(tmem.data[:, c : c + step], rows) for c in starts], -1)
-        codes = words.view(np.uint8).reshape(4, rows, 4 * used)[:, :, data_id : data_id + blocks]
+        words = np.stack([by_row(tmem.data[:, c : c + step], part) for c in starts], -1)
+        codes = words.view(np.uint8).reshape(groups, -1, part, 4 * used)[..., data_id : data_id + blocks]
         init = tmem.init[:, column : column + count]
         written = tmem.written((0, LANES, column, count), init)
-        if not written and not all(by_row(tmem.init[:, c : c + step], rows).all() for c in starts):
+        if not written and not all(by_row(tmem.init[:, c : c + step], part).all() for c in starts):
             self.report("uninitialised_tmem", f"reads uninitialised scale factors {what} (column {column})")
-        elif (codes != codes[0]).any():
-            self.report("scale_factors_not_replicated", f"scale factors {what} differ between the four lane quarters")
-        return codes[0]
+        elif (codes != codes[:, :1]).any():
+            among = "the four lane quarters" if groups == 1 else "two lane quarters with the same columns of D"
+            self.report("scale_factors_not_replicated", f"scale factors {what} differ between {among}")
+        return codes[:, 0].reshape(rows, blocks)
 
     # --- accumulator ------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ SHIFT_COLUMNS = 8
     f"tcgen05.cp.{_GROUP}.<shape:128x256b|128x128b|4x256b>{_FORMAT}",
     f"tcgen05.cp.{_GROUP}.<shape:64x128b>.<multicast:warpx2::02_13|warpx2::01_23>{_FORMAT}",
     f"tcgen05.cp.{_GROUP}.<shape:32x128b>.<multicast:warpx4>{_FORMAT}",
-    note="no kernel has confirmed: 128x128b, 4x256b, warpx2::01_23, decompression",
+    note="cells as in the compiler's copy atoms (4x256b: CUTLASS C++); decompression by the PTX ISA alone",
 )
 def cp(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.cp [taddr], s-desc``."""

@@ -13,7 +13,9 @@ the CUTLASS MMA atoms.
 | F | 64 | cta_group::1 | row i in lane 32 (i / 16) + i % 16, plus 16 if the address says lane 16 |
 | G | 32 | .ws | four quarters of N in the four lane quarters |
 
-In B, E and G every group of lanes multiplies the A of its own lanes if A comes from tensor memory.
+In B, E and G every group of lanes multiplies the A of its own lanes if A comes from tensor memory. In B each half of
+the lanes also has the scale factors of its own half of N and no others, though the ISA says that all are in every
+quarter: compiler and CUTLASS (``ScaleFactorDuplicated2by2``) agree on it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _SHAPES = (
     "<shape:16x256b>.<num:x1|x2|x4|x8|x16|x32>",
 )
 _MAX_REGISTERS = 128
-_UNCONFIRMED = "no kernel has confirmed: 16x64b, 16x128b, packing"
+_SOURCE = "fragments and packing as in the compiler's copy atoms"
 _ENDS = ("bra", "brx", "exit", "ret", "call", "trap")  # the end of straight code
 
 
@@ -291,7 +291,7 @@ def _issue_load(access: _Access, complete: Callable[[], None]) -> None:
     issue(warp, plan.instr, warp_unit(warp), plan.label, complete)
 
 
-@isa.service(*(f"tcgen05.ld.sync.aligned.{shape}[.<pack:pack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
+@isa.service(*(f"tcgen05.ld.sync.aligned.{shape}[.<pack:pack::16b>].b32" for shape in _SHAPES), note=_SOURCE)
 def ld(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.ld r, [taddr]{, half-split}``."""
     target, address, *split = instr.operands
@@ -302,7 +302,7 @@ def ld(warp: Warp, instr: Instr, form: Form) -> None:
     _issue_load(access, access.fetch)
 
 
-@isa.service(*(f"tcgen05.st.sync.aligned.{shape}[.<pack:unpack::16b>].b32" for shape in _SHAPES), note=_UNCONFIRMED)
+@isa.service(*(f"tcgen05.st.sync.aligned.{shape}[.<pack:unpack::16b>].b32" for shape in _SHAPES), note=_SOURCE)
 def st(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.st [taddr]{, half-split}, r``."""
     address, *split, source = instr.operands

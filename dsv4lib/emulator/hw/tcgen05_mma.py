@@ -58,8 +58,8 @@ def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
 
 @isa.service(
     f"tcgen05.mma.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
-    note="dense; no .ashift; float32 sums in an order of our own; no kernel has confirmed: i8, e2m3, e3m2, negation, "
-    "saturation, scale-input-d, disabled lanes",
+    note="dense; no .ashift; float32 sums in an order of our own; D and A in tensor memory as in the compiler's "
+    "fragments; by the PTX ISA alone: negation, saturation, scale-input-d, disabled lanes",
 )
 def mma(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma [d], a, b-desc, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``."""
@@ -109,8 +109,8 @@ def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
     f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4>.block_scale[.<vector:scale_vec::2X|block32>]{_COLLECT_A}",
     f"tcgen05.mma.{_GROUP}.kind::<kind:mxf4nvf4>.block_scale"
     f".<vector:scale_vec::2X|scale_vec::4X|block16|block32>{_COLLECT_A}",
-    note="dense; K = 32 (mxf8f6f4) or 64, on sm_103a also 96; no kernel has confirmed: e2m3, e3m2, ue8m0 with block16, "
-    "M = 128 of a CTA pair",
+    note="dense; K = 32 (mxf8f6f4) or 64, on sm_103a also 96; scale factors as in the compiler's fragments (with "
+    "M = 128 of a CTA pair, B's are split between the halves of the lanes); by the PTX ISA alone: ue8m0 with block16",
 )
 def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma...block_scale [d], a, b-desc, idesc, [scale-a], [scale-b], enable-input-d``."""
@@ -158,7 +158,7 @@ def _vectors(warp: Warp, kind: str, qualifier: str, k: int) -> int:
 
 @isa.service(
     f"tcgen05.mma.ws.<group:cta_group::1>.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_B}",
-    note="dense; zero-column mask with shift; no kernel has confirmed: M = 32, the mask, tf32, i8",
+    note="dense; zero-column mask with shift; D as in CUTLASS C++; by the PTX ISA alone: the mask, A in tensor memory",
 )
 def mma_ws(warp: Warp, instr: Instr, form: Form) -> None:
     """``tcgen05.mma.ws [d], a, b-desc, idesc, enable-input-d{, zero-column-mask-desc}``."""

@@ -467,18 +467,22 @@ def scale_codes(rng, kind, shape):
     return rng.choice(np.array([0x30, 0x38, 0x3C, 0x40, 0x44], np.uint8), shape)  # 0.5 1 1.5 2 3
 
 
-def store_scales(bench, cta, column, codes, data_id) -> None:
-    """Row r: lane r % 32 of every quarter, column r / 32, bytes from the data id on; other bytes are junk."""
-    tmem = bench.ctas[cta].tmem
-    for r in range(codes.shape[0]):
+def store_scales(bench, cta, column, codes, data_id, groups=1) -> None:
+    """Row r: lane r % 32 of every quarter, column r / 32, bytes from the data id on; other bytes are junk.
+
+    ``groups`` = 2 (B of a CTA pair with M = 128): the first half of the rows in quarters 0 and 1, the rest in 2 and 3.
+    """
+    tmem, part = bench.ctas[cta].tmem, len(codes) // groups
+    for row, values in enumerate(codes):
         word = bytearray(b"\x81\x82\x83\x84")
-        word[data_id : data_id + codes.shape[1]] = bytes(codes[r].tolist())
-        for q in range(4):
+        word[data_id : data_id + codes.shape[1]] = bytes(values.tolist())
+        group, r = divmod(row, part)
+        for q in range(4 // groups * group, 4 // groups * (group + 1)):
             tmem.data[32 * q + r % 32, column + r // 32] = int.from_bytes(word, "little")
             tmem.init[32 * q + r % 32, column + r // 32] = True
 
 
-def run_scaled(rng, kind, a, b, vec, count, scale, m, n, group, ids=(0, 0), tmem_a=False, codes=None):
+def run_scaled(rng, kind, a, b, vec, count, scale, m, n, group, ids=(0, 0), tmem_a=False, codes=None, store=None):
     target = "[%r7]" if tmem_a else "%rd1"
     bench = Bench(
         f"tcgen05.mma.cta_group::{group}.kind::{kind}.block_scale{vec} [%r1], {target}, %rd2, %r2, [%r8], [%r9], %p1;",
@@ -496,8 +500,11 @@ def run_scaled(rng, kind, a, b, vec, count, scale, m, n, group, ids=(0, 0), tmem
         words = a_words(ca[mine], a, kind)
         tmem = bench.ctas[cta].tmem
         tmem.data[:, 300:308], tmem.init[:, 300:308] = np.tile(words, (128 // rows, 1)), True
+        if store is not None:
+            store(bench.ctas[cta].tmem, 400, sa[mine], 410, sb)
+            continue
         store_scales(bench, cta, 400, sa[mine], ids[0])
-        store_scales(bench, cta, 410, sb, ids[1])
+        store_scales(bench, cta, 410, sb, ids[1], 128 // rows)
     bench.set(r1=16, rd2=db, r2=idesc(kind, a, b, "f32", m, n, scale=scale, ids=ids), p1=False)
     bench.set(r8=400 | ids[0] << 30, r9=410 | ids[1] << 30, **({"r7": 300} if tmem_a else {"rd1": da}))
     bench.mask(1)
@@ -508,7 +515,7 @@ def run_scaled(rng, kind, a, b, vec, count, scale, m, n, group, ids=(0, 0), tmem
 
 
 @pytest.mark.parametrize(("kind", "a", "b", "vec", "count", "scale"), SCALED)
-@pytest.mark.parametrize("shape", [(128, 72, 1), (256, 160, 2), (128, 96, 2)])
+@pytest.mark.parametrize("shape", [(128, 72, 1), (256, 160, 2), (128, 96, 2), (128, 256, 2)])
 @pytest.mark.parametrize("tmem_a", [False, True])
 def test_block_scaled(kind, a, b, vec, count, scale, shape, tmem_a):
     m, n, group = shape
