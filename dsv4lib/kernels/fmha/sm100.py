@@ -1,16 +1,57 @@
-"""Attention of DeepSeek-V4 on SM100: all heads of a token against selected entries and window keys, one launch.
+"""Attention of DeepSeek-V4 on SM100: the heads of a token against selected entries and window keys, in one launch.
 
-    s_j = scale * (q . kv_j)                          j over {selected compressed entries} u {window keys}
-    o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})        K and V are the same vectors of 512
-    lse = ln sum_j e^{s_j}                            without the sink
+    s_j = scale * (q . kv_j)                       j over {selected compressed entries} u {window keys}
+    o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})          K and V are the same vectors of 512
+    lse = ln sum_j e^{s_j}                         without the sink; -inf and o = 0 where a token has no keys
 
-Source: DSV4 paper eq. 27 (sink in the denominator); `dsv4lib.reference.fmha`.
+Source: DSV4 paper eq. 27 (sink in the denominator); the oracle is `dsv4lib.reference.fmha`. One kernel serves the three
+kinds of layers: CSA (entries by index list), HCA (entries by index list or as a range of rows) and SWA (window only).
+
+Tile picture. A CTA owns 64 heads of one token (M 64) and walks over its keys in tiles of 64: first the entries, then
+the window. A tile is fetched once, row by row (TMA gather4), and serves both products: read with the keys as N it is K,
+read with the head dimensions as N it is V.
+
+    SMEM                            byte         TMEM: 128 lanes x 512 columns
+  +------------------------------+ 0                 0             256        384     448     511
+  | KV ring  3 stages x 65,536 B |                 0 +--------------+----------+-------+-------+
+  |  a stage: 8 chunks of 64 dims|              |    | O 0-127 | O  | Q even   | S 0   | S 1   |  lane = head
+  |  chunk: 64 keys x 128 B      |             63    | 256-383 |    | chunks   | even  | even  |
+  +------------------------------+ 196,608    64 +--------------+----------+-------+-------+
+  | P  2 stages x 64 x 128 B     |              |    | O 128-255 |  | Q odd    | S 0   | S 1   |  lane = 64 + head
+  +------------------------------+ 212,992   127    | 384-511 |    | chunks   | odd   | odd   |
+  | score exchange 128 x 128 B   |                   +--------------+----------+-------+-------+
+  +------------------------------+ 229,376
+  | row exchange 2 x 512 B, mbarriers, TMEM address
+  +------------------------------+ 230,528
+
+Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
+none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
+columns and all lanes work. Q is the A operand in TMEM: each half of the lanes multiplies its own A, so Q is stored once,
+64 rows x 512 dims in 128 columns, and a S tile is computed as two sums over half the dimensions (chunks 0, 2, 4, 6 in
+the upper lanes, 1, 3, 5, 7 in the lower) which the softmax warps add. Q leaves no trace in SMEM, which buys the third
+KV stage.
+
+Roles (6 warps, 192 threads)
+
+    warps 0-3   softmax   allocate TMEM, stage Q; a tile: S -> registers, P -> SMEM, rescale O if needed; store O, LSE
+    warp  4     mma       a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16 (O); S of tile j + 1 before P V of j
+    warp  5     load      a tile: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3
+
+Pipelines
+
+    kv   TMA -> UMMA       3 stages   full: 65,536 bytes have landed       empty: commit after P V
+    s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
+    p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
+
+Online softmax. Exponents are relative to a reference that follows the row maximum only when that grew by more than
+2^8: the weights stay below 2^8, their sum in fp32, and O is rescaled in TMEM rarely. The result is the exact formula.
+
+What limits it. A tile costs 64 KiB of L2 reads and 2 x 64 x 64 x 512 multiply-adds; see `bench` for the model.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -24,85 +65,124 @@ from dsv4lib.kernels.common import gather, umma
 HEAD_DIM = 512
 TILE_M = 64  # heads of one token: rows of the MMA
 TILE_N = 64  # keys of one KV tile
+HALF_N = TILE_N // 2  # keys a softmax thread weighs
 CHUNK = 64  # head dimensions in one 128-byte swizzle row
 CHUNKS = HEAD_DIM // CHUNK
 CHUNK_BYTES = TILE_N * CHUNK * 2
 STAGE_BYTES = CHUNKS * CHUNK_BYTES
+P_BYTES = TILE_M * TILE_N * 2
 KV_STAGES, S_STAGES, P_STAGES = 3, 2, 2
-SMEM_LIMIT = 232_448
+ROPE_BLOCK = (HEAD_DIM - 64) // 32  # first of the two 32-wide blocks of O that carry RoPE
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 THREADS = SOFTMAX_THREADS + 64
-TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4  # named barriers; PAIR, PAIR + 1: the two warps of 32 heads
-# Columns of tensor memory
-O_COLUMN, Q_COLUMN, S_COLUMN = 0, 256, 384
+# Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
+TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4
+O_COLUMN, Q_COLUMN, S_COLUMN, TMEM_COLUMNS = 0, 256, 384, 512
 LOG2_E = math.log2(math.e)
-RESCALE_LOG2 = 8.0  # O is rescaled only when the row maximum grew by more than 2^8: exact, and rare
-
-
-@dataclass(frozen=True)
-class Keys:
-    """Where the keys of a token are. Tensors on the device, in kernel order.
-
-    rows [R, 512]; index [T, K] or None; start [T], length [T].
-    """
-
-    rows: Any
-    index: Any
-    start: Any
-    length: Any
+RESCALE_LOG2 = 8.0  # O is rescaled only when a row maximum grew by more than 2^8
+ENTRIES = ("none", "index", "range")
 
 
 class Fmha:
-    """One CTA: up to 64 heads of one token."""
+    """Attention with 64 heads of a token a CTA; see the module docstring for the picture.
 
-    def __init__(self, dtype: str = "bf16", indexed: bool = True, window: bool = True, sink: bool = True):
+    Args:
+        dtype: "bf16" or "fp16", the type of Q, the keys and (normalised) O.
+        entries: where compressed entries come from: "index" (a list of pool rows a token, -1 skipped), "range"
+            (consecutive pool rows, first row and count a token) or "none".
+        window: there are window keys.
+        sink: there is a sink logit a head.
+        inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
+        partial: split the keys over the grid's third axis and write fp32 O and LSE of each part (`combine` joins them;
+            sink and rotation belong to the union, so they are not allowed here).
+
+    Raises:
+        ConfigError: a value that is not one of these, or keys of no kind.
+    """
+
+    def __init__(
+        self,
+        dtype: str = "bf16",
+        entries: str = "index",
+        window: bool = True,
+        sink: bool = True,
+        inverse_rope: bool = False,
+        partial: bool = False,
+    ):
         if dtype not in ("bf16", "fp16"):
             raise ConfigError("dtype", dtype, "bf16 or fp16")
+        if entries not in ENTRIES:
+            raise ConfigError("entries", entries, "one of " + ", ".join(ENTRIES))
+        if entries == "none" and not window:
+            raise ConfigError("window", window, "True where entries are none: a kernel needs keys")
+        if partial and (sink or inverse_rope):
+            raise ConfigError("partial", partial, "False with sink or inverse_rope: they belong to the union of parts")
         self.dtype, self.element = dtype, cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
-        self.indexed, self.window, self.sink = indexed, window, sink
+        self.entries, self.window, self.sink = entries, window, sink
+        self.inverse_rope, self.partial = inverse_rope, partial
+        # ---- instructions ----
         self.qk_instruction = umma.instruction_descriptor(TILE_M, 2 * TILE_N, dtype)
-        self.pv_instruction = umma.instruction_descriptor(TILE_M, 256, dtype, b_mn_major=True)
-        self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)
-        self.p_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)
-        self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)
+        self.pv_instruction = umma.instruction_descriptor(TILE_M, HEAD_DIM // 2, dtype, b_mn_major=True)
+        self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 keys to the next 8
+        self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        parts = [self.dtype, self.entries, *(n for n in ("window", "sink", "inverse_rope", "partial") if vars(self)[n])]
+        return f"Fmha({', '.join(parts)})"
 
     # ------------------------------------------------------------------ host
 
     @cute.jit
     def __call__(
         self,
-        mQ: cute.Tensor,  # [T, H, 512]
-        mC: cute.Tensor,  # [R, 512] compressed entries
-        mI: cute.Tensor,  # [T, K]
-        mCLen: cute.Tensor,  # [T]
-        mW: cute.Tensor,  # [R2, 512]
-        mWStart: cute.Tensor,  # [T]
-        mWLen: cute.Tensor,  # [T]
-        mSink: cute.Tensor,  # [H]
-        mO: cute.Tensor,  # [T, H, 512]
-        mLse: cute.Tensor,  # [T, H]
+        mQ: cute.Tensor,
+        entries: tuple,
+        window: tuple,
+        mSink: Any,
+        rope: Any,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
         scale: Float32,
+        splits: Int32,
     ):
-        """Host side: TMA descriptors of both pools and the launch."""
-        atom_c, atom_w = gather.row_atom(mC), gather.row_atom(mW)
+        """Host side: TMA descriptors of both pools and the launch.
+
+        Args:
+            mQ: [T, H, 512].
+            entries: (rows [R, 512], index [T, K] int32 or None, first [T] int32 or None, count [T] int32), or None.
+            window: (rows [R, 512], first [T] int32, count [T] int32), or None.
+            mSink: [H] fp32 or None.
+            rope: (cos [T, 32], sin [T, 32]) fp32 or None.
+            mO: [T, H, 512] in ``dtype``; partial: [splits, T, H, 512] fp32.
+            mLse: [T, H] fp32; partial: [splits, T, H].
+            scale: of the dot products.
+            splits: parts the keys are split into; 1 unless partial.
+        """
+        atoms = (None, None)
+        if cutlass.const_expr(self.entries != "none"):
+            atoms = (gather.row_atom(entries[0]), None)
+        if cutlass.const_expr(self.window):
+            atoms = (atoms[0], gather.row_atom(window[0]))
 
         @cute.struct
         class Storage:
             sKV: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, KV_STAGES * STAGE_BYTES], umma.SWIZZLE_ATOM]
-            sP: cute.struct.Align[
-                cute.struct.MemRange[self.element, P_STAGES * TILE_M * TILE_N], umma.SWIZZLE_ATOM
-            ]
-            sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * TILE_N // 2], 16]
-            sRow: cute.struct.MemRange[Float32, SOFTMAX_THREADS]
+            sP: cute.struct.Align[cute.struct.MemRange[self.element, P_STAGES * TILE_M * TILE_N], umma.SWIZZLE_ATOM]
+            sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
+            sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
             tmem_address: cutlass.Int32
 
         self.storage = Storage
-        grid = (mQ.shape[0], cute.ceil_div(mQ.shape[1], TILE_M), 1)
-        self.kernel(mQ, atom_c, mI, mCLen, atom_w, mWStart, mWLen, mSink, mO, mLse, scale * LOG2_E).launch(
+        grid = (mQ.shape[0], cute.ceil_div(mQ.shape[1], TILE_M), splits)
+        lists = (
+            None if cutlass.const_expr(self.entries == "none") else entries[1:],
+            None if cutlass.const_expr(not self.window) else window[1:],
+        )
+        self.kernel(mQ, atoms, lists, mSink, rope, mO, mLse, scale * LOG2_E, splits).launch(
             grid=grid, block=(THREADS, 1, 1)
         )
 
@@ -112,20 +192,17 @@ class Fmha:
     def kernel(
         self,
         mQ: cute.Tensor,
-        atom_c: cute.CopyAtom,
-        mI: cute.Tensor,
-        mCLen: cute.Tensor,
-        atom_w: cute.CopyAtom,
-        mWStart: cute.Tensor,
-        mWLen: cute.Tensor,
-        mSink: cute.Tensor,
+        atoms: tuple,
+        lists: tuple,
+        mSink: Any,
+        rope: Any,
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale_log2: Float32,
+        splits: Int32,
     ):
         """Set-up shared by all warps, then one role each."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        token, head_block, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
         warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, len(SOFTMAX_WARPS))
@@ -159,70 +236,73 @@ class Fmha:
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
-        keys = (mCLen[token], mWLen[token])
-        tiles = (cute.ceil_div(keys[0], TILE_N), cute.ceil_div(keys[1], TILE_N))
+        work = self.work(lists, splits)
         sKV = storage.sKV.data_ptr().toint()
         if warp == LOAD_WARP:
-            self.load(atom_c, mI, atom_w, mWStart, token, keys, tiles, sKV, kv)
+            self.load(atoms, lists, work, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(sKV, storage.sP.data_ptr().toint(), tmem, kv, s, p, tiles[0] + tiles[1])
+            self.mma(sKV, storage.sP.data_ptr().toint(), tmem, kv, s, p, work[3] - work[2])
         else:
             sP = storage.sP.get_tensor(
                 cute.make_layout((TILE_M, TILE_N, P_STAGES), stride=(TILE_N, 1, TILE_M * TILE_N)),
                 swizzle=cute.make_swizzle(3, 4, 3),
             )
-            sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, TILE_N // 8), stride=(1, 4, 512)))
-            sRow = storage.sRow.get_tensor(cute.make_layout(SOFTMAX_THREADS))
-            tile = (token, head_block)
-            self.softmax(mQ, mI, mSink, mO, mLse, tile, keys, tiles, (sP, sX, sRow), tmem, s, p, scale_log2)
+            sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
+            sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
+            self.softmax(mQ, lists, mSink, rope, mO, mLse, work, (sP, sX, sRow), tmem, s, p, scale_log2)
 
     @cute.jit
-    def load(
-        self,
-        atom_c: cute.CopyAtom,
-        mI: cute.Tensor,
-        atom_w: cute.CopyAtom,
-        mWStart: cute.Tensor,
-        token: Int32,
-        keys: tuple,
-        tiles: tuple,
-        sKV: Int32,
-        kv: pipeline.PipelineTmaUmma,
-    ):
+    def work(self, lists: tuple, splits: Int32):
+        """(entries, window keys, first tile, end tile, tiles of entries) of this CTA."""
+        token, _, split = cute.arch.block_idx()
+        entries, window = Int32(0), Int32(0)
+        if cutlass.const_expr(self.entries != "none"):
+            entries = lists[0][2][token]
+        if cutlass.const_expr(self.window):
+            window = lists[1][1][token]
+        entry_tiles = cute.ceil_div(entries, TILE_N)
+        tiles = entry_tiles + cute.ceil_div(window, TILE_N)
+        first, end = Int32(0), tiles
+        if cutlass.const_expr(self.partial):
+            share = cute.ceil_div(tiles, splits)
+            first = cutlass.min(split * share, tiles)
+            end = cutlass.min(first + share, tiles)
+        return entries, window, first, end, entry_tiles
+
+    @cute.jit
+    def load(self, atoms: tuple, lists: tuple, work: tuple, sKV: Int32, kv: pipeline.PipelineTmaUmma):
         """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every KV tile, one 128-byte column chunk at a time."""
+        token, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
+        entries, window, first, end, entry_tiles = work
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
-        window_start = mWStart[token]
-        for tile in cutlass.range(tiles[0] + tiles[1], unroll=1):
+        for tile in cutlass.range(first, end, unroll=1):
             kv.producer_acquire(state)
-            if tile < tiles[0]:
-                rows = self.entry_rows(mI, token, tile * TILE_N + 4 * lane, keys[0])
-                self.gather_tile(atom_c, rows, lane, sKV + state.index * STAGE_BYTES, kv.producer_get_barrier(state))
-            else:
-                rows = self.window_rows(window_start, (tile - tiles[0]) * TILE_N + 4 * lane, keys[1])
-                self.gather_tile(atom_w, rows, lane, sKV + state.index * STAGE_BYTES, kv.producer_get_barrier(state))
+            barrier = kv.producer_get_barrier(state)
+            stage = sKV + state.index * STAGE_BYTES
+            if cutlass.const_expr(self.entries != "none"):
+                if tile < entry_tiles:
+                    rows = self.rows(lists[0][0], lists[0][1], token, tile * TILE_N + 4 * lane, entries)
+                    self.gather_tile(atoms[0], rows, lane, stage, barrier)
+            if cutlass.const_expr(self.window):
+                if tile >= entry_tiles:
+                    position = (tile - entry_tiles) * TILE_N + 4 * lane
+                    rows = self.rows(None, lists[1][0], token, position, window)
+                    self.gather_tile(atoms[1], rows, lane, stage, barrier)
             state.advance()
         kv.producer_tail(state)
 
     @cute.jit
-    def entry_rows(self, mI: cute.Tensor, token: Int32, first: Int32, length: Int32):
-        """Pool rows of four selected entries; -1 behind the end of the list."""
+    def rows(self, mIndex: Any, mFirst: Any, token: Int32, position: Int32, count: Int32):
+        """Pool rows of four keys of a list; -1, which TMA fills with zeros, behind its end."""
         rows = []
         for i in cutlass.range_constexpr(4):
             row = Int32(-1)
-            if first + i < length:
-                row = mI[token, first + i]
-            rows.append(row)
-        return tuple(rows)
-
-    @cute.jit
-    def window_rows(self, start: Int32, first: Int32, length: Int32):
-        """Rows of four window keys; -1 behind the end of the window."""
-        rows = []
-        for i in cutlass.range_constexpr(4):
-            row = Int32(-1)
-            if first + i < length:
-                row = start + first + i
+            if position + i < count:
+                if cutlass.const_expr(mIndex is not None):
+                    row = mIndex[token, position + i]
+                else:
+                    row = mFirst[token] + position + i
             rows.append(row)
         return tuple(rows)
 
@@ -266,8 +346,7 @@ class Fmha:
             if tile > 0:
                 p.consumer_wait(weights)
                 umma.fence_after_thread_sync()
-                stage = sKV + used.index * STAGE_BYTES
-                self.mma_pv(base, sP + weights.index * (TILE_M * TILE_N * 2), stage, tile > 1)
+                self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * STAGE_BYTES, tile > 1)
                 kv.consumer_release(used)
                 p.consumer_release(weights)
                 used.advance()
@@ -275,7 +354,10 @@ class Fmha:
 
     @cute.jit
     def mma_qk(self, base: Int32, slot: Int32, stage: Int32):
-        """S = Q K^T as two sums over half the head dimensions: even chunks in lanes 0-63, odd chunks in 64-127."""
+        """S = Q K^T as two sums over half the head dimensions: even chunks in lanes 0-63, odd chunks in 64-127.
+
+        N is 128: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one.
+        """
         with cute.arch.elect_one():
             d = base + S_COLUMN + slot * TILE_N
             for pair in cutlass.range_constexpr(CHUNKS // 2):
@@ -290,7 +372,7 @@ class Fmha:
         with cute.arch.elect_one():
             for half in cutlass.range_constexpr(2):
                 for k in cutlass.range_constexpr(TILE_N // 16):
-                    a = umma.at(self.p_descriptor, weights + k * 32)
+                    a = umma.at(self.k_descriptor, weights + k * 32)
                     b = umma.at(self.v_descriptor, stage + half * (4 * CHUNK_BYTES) + k * (16 * 128))
                     add = accumulate if k == 0 else cutlass.Boolean(True)
                     umma.mma_ws_ss(base + O_COLUMN + half * 128, a, b, self.pv_instruction, add)
@@ -299,13 +381,12 @@ class Fmha:
     def softmax(
         self,
         mQ: cute.Tensor,
-        mI: cute.Tensor,
-        mSink: cute.Tensor,
+        lists: tuple,
+        mSink: Any,
+        rope: Any,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        tile: tuple,
-        keys: tuple,
-        tiles: tuple,
+        work: tuple,
         shared: tuple,
         tmem: memory.TmemAllocator,
         s: pipeline.PipelineUmmaAsync,
@@ -313,129 +394,102 @@ class Fmha:
         scale_log2: Float32,
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
-        tmem.allocate(512)
+        tmem.allocate(TMEM_COLUMNS)
         tmem.relinquish_alloc_permit()
         tmem.wait_for_alloc()
-        pointer = tmem.retrieve_ptr(Float32)
+        address = tmem.retrieve_ptr(Float32)
         tidx, _, _ = cute.arch.thread_idx()
+        _, head_block, _ = cute.arch.block_idx()
         row, half = tidx % TILE_M, tidx // TILE_M
-        head = tile[1] * TILE_M + row
-        self.stage_q(mQ, pointer, tile[0], head, half, tidx)
+        head = head_block * TILE_M + row
+        self.stage_q(mQ, address, head, half, tidx)
 
         sP, sX, sRow = shared
         pair = pipeline.NamedBarrier(PAIR + (tidx // 32) % 2, 64)
-        lane = cute.arch.lane_idx()
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         reference, total = -Float32.inf, Float32(0.0)  # what exponents are relative to (log2), and this half's sum
-        for i in cutlass.range(tiles[0] + tiles[1], unroll=1):
-            valid = self.valid_keys(mI, tile[0], i, lane, half, keys, tiles)
+        for tile in cutlass.range(work[2], work[3], unroll=1):
+            valid = self.valid_keys(lists, work, tile, half)
             s.consumer_wait(scores)
-            umma.fence_after_thread_sync()
-            rS = self.row_scores(pointer, scores.index, tidx, half, sX, pair)
-            umma.fence_before_thread_sync()
-            cute.arch.sync_warp()
+            rS = self.row_scores(address, scores.index, tidx, half, sX, pair)
             with cute.arch.elect_one():
                 s.consumer_release(scores)
             scores.advance()
-            if valid != Int32(-1):
-                for j in cutlass.range_constexpr(TILE_N // 2):
-                    if (valid >> j) & 1 == 0:
-                        rS[j] = -Float32.inf
-            largest = rS[0]
-            for j in cutlass.range_constexpr(1, TILE_N // 2):
-                largest = cute.arch.fmax(largest, rS[j])
-            sRow[tidx] = largest
-            pair.arrive_and_wait()
-            largest = cute.arch.fmax(largest, sRow[tidx ^ TILE_M]) * scale_log2
+            largest = self.row_maximum(rS, valid, sRow, tidx, pair) * scale_log2
 
             p.producer_acquire(weights)
-            new = reference
+            target = reference
             if largest > reference + RESCALE_LOG2:
-                new = largest
-            if cute.arch.vote_any_sync(new != reference):
-                factor = cute.arch.exp2(reference - new) if new != reference else Float32(1.0)
+                target = largest
+            if cute.arch.vote_any_sync(target != reference):
+                factor = Float32(1.0)
+                if target != reference:
+                    factor = cute.arch.exp2(reference - target)
                 total *= factor
-                if i > 0:
-                    following = weights.clone()
-                    following.advance()
-                    p.producer_acquire(following)  # P V of the tile before is done
-                    umma.fence_after_thread_sync()
-                    self.rescale(pointer, tidx, factor)
-                reference = new
-            safe = reference if reference > -Float32.inf else Float32(0.0)
-            rP = cute.make_rmem_tensor((8, TILE_N // 16), self.element)
-            for j in cutlass.range_constexpr(TILE_N // 2):
-                weight = cute.arch.exp2(rS[j] * scale_log2 - safe)
-                total += weight
-                rP[j] = weight.to(self.element)
-            sP_row = cute.local_tile(sP[row, None, weights.index], (TILE_N // 2,), (half,))
-            sP_row = cute.logical_divide(sP_row, (8,))
-            cute.autovec_copy(rP, sP_row)
-            cute.arch.fence_view_async_shared()
-            umma.fence_before_thread_sync()
-            cute.arch.sync_warp()
+                if tile > work[2]:
+                    self.wait_for_o(p, weights)
+                    self.rescale(address, tidx, factor)
+                reference = target
+            total += self.store_weights(rS, scale_log2, reference, sP, row, half, weights.index)
             with cute.arch.elect_one():
                 p.producer_commit(weights)
             weights.advance()
 
-        sRow[tidx] = total
+        sRow[tidx, 1] = total  # not in the slot of the maxima, which the partner may still read
         pair.arrive_and_wait()
-        total += sRow[tidx ^ TILE_M]
-        if tiles[0] + tiles[1] > 0:
-            last = weights.clone()
-            last.advance()
-            p.producer_acquire(last)
-            umma.fence_after_thread_sync()
-        self.epilogue(mSink, mO, mLse, pointer, tile[0], head, half, tidx, reference, total, tiles[0] + tiles[1])
+        total += sRow[tidx ^ TILE_M, 1]
+        if work[3] > work[2]:
+            self.wait_for_o(p, weights)
+        self.epilogue(mSink, rope, mO, mLse, address, head, half, tidx, reference, total, work[3] > work[2])
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
-        tmem.free(pointer)
+        tmem.free(address)
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, tmem: cute.Pointer, token: Int32, head: Int32, half: Int32, tidx: Int32):
-        """Q from global memory to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd."""
-        store = self.tmem_copy(tcgen05.St32x32bOp, tmem, Q_COLUMN, tidx)
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
+        """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd."""
+        token, _, _ = cute.arch.block_idx()
         for pair in cutlass.range_constexpr(CHUNKS // 2):
             rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
             rQ.fill(0.0)
             if head < mQ.shape[1]:
                 gQ = cute.local_tile(mQ[token, head, None], (CHUNK,), (2 * pair + half,))
                 cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
-            store(pair * (CHUNK // 2), cute.recast_tensor(rQ, Float32))
+            column = Q_COLUMN + pair * (CHUNK // 2)
+            tmem_store(address, column, tidx, cute.recast_tensor(rQ, Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
         pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
 
-    def tmem_copy(self, operation: type, tmem: cute.Pointer, column: Int32, tidx: Int32):
-        """A function (offset, registers) that copies 32 columns of this thread's lane from or to tensor memory."""
-        atom = cute.make_copy_atom(operation(tcgen05.Repetition(32)), Float32)
-        layout = cute.make_layout((128, 32), stride=(1 << 16, 1))
-
-        def copy(offset: Int32, registers: cute.Tensor) -> None:
-            tensor = cute.make_tensor(tmem + (column + offset), layout)
-            tiled = tcgen05.make_tmem_copy(atom, tensor)
-            thread = tiled.get_slice(tidx)
-            whole = cute.make_identity_tensor(layout.shape)
-            if issubclass(operation, tcgen05.St32x32bOp):
-                own = cute.make_tensor(registers.iterator, thread.partition_S(whole).shape)
-                cute.copy(tiled, own, thread.partition_D(tensor))
-            else:
-                own = cute.make_tensor(registers.iterator, thread.partition_D(whole).shape)
-                cute.copy(tiled, thread.partition_S(tensor), own)
-
-        return copy
+    @cute.jit
+    def valid_keys(self, lists: tuple, work: tuple, tile: Int32, half: Int32):
+        """One bit for each of this thread's 32 keys of a tile: 1 where there is a key."""
+        token, _, _ = cute.arch.block_idx()
+        entries, window, _, _, entry_tiles = work
+        position = tile * TILE_N + half * HALF_N + cute.arch.lane_idx()
+        there = cutlass.Boolean(False)
+        if tile < entry_tiles:
+            there = position < entries
+            if cutlass.const_expr(self.entries == "index"):
+                if there:
+                    there = lists[0][0][token, position] >= 0
+        else:
+            there = position - entry_tiles * TILE_N < window
+        return cute.arch.vote_ballot_sync(there)
 
     @cute.jit
     def row_scores(
-        self, tmem: cute.Pointer, slot: Int32, tidx: Int32, half: Int32, sX: cute.Tensor, pair: pipeline.NamedBarrier
+        self, address: cute.Pointer, slot: Int32, tidx: Int32, half: Int32, sX: cute.Tensor, pair: pipeline.NamedBarrier
     ):
         """This thread's 32 scores: its own sum over half the dimensions plus that of the thread 64 lanes away."""
-        load = self.tmem_copy(tcgen05.Ld32x32bOp, tmem, S_COLUMN, tidx)
-        rOther = cute.make_rmem_tensor((4, TILE_N // 8), Float32)
-        rS = cute.make_rmem_tensor((4, TILE_N // 8), Float32)
-        load(slot * TILE_N + (1 - half) * (TILE_N // 2), rOther)
-        load(slot * TILE_N + half * (TILE_N // 2), rS)
+        umma.fence_after_thread_sync()
+        rOther = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
+        rS = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
+        column = S_COLUMN + slot * TILE_N
+        tmem_load(address, column + (1 - half) * HALF_N, tidx, rOther)
+        tmem_load(address, column + half * HALF_N, tidx, rS)
         cute.arch.fence_view_async_tmem_load()
+        umma.fence_before_thread_sync()
         cute.autovec_copy(rOther, sX[None, tidx, None])
         pair.arrive_and_wait()
         cute.autovec_copy(sX[None, tidx ^ TILE_M, None], rOther)
@@ -443,70 +497,144 @@ class Fmha:
         return rS
 
     @cute.jit
-    def valid_keys(
-        self, mI: cute.Tensor, token: Int32, tile: Int32, lane: Int32, half: Int32, keys: tuple, tiles: tuple
-    ):
-        """One bit for each of this thread's 32 keys of a tile: 1 where there is a key."""
-        position = tile * TILE_N + half * (TILE_N // 2) + lane
-        there = position - tiles[0] * TILE_N < keys[1]
-        if tile < tiles[0]:
-            there = position < keys[0]
-            if there:
-                there = mI[token, position] >= 0
-        return cute.arch.vote_ballot_sync(there)
+    def row_maximum(self, rS: cute.Tensor, valid: Int32, sRow: cute.Tensor, tidx: Int32, pair: pipeline.NamedBarrier):
+        """The largest score of a row over both halves of the tile; keys that are not there become -inf."""
+        if valid != -1:
+            for j in cutlass.range_constexpr(HALF_N):
+                if (valid >> j) & 1 == 0:
+                    rS[j] = -Float32.inf
+        largest = rS[0]
+        for j in cutlass.range_constexpr(1, HALF_N):
+            largest = cute.arch.fmax(largest, rS[j])
+        sRow[tidx, 0] = largest
+        pair.arrive_and_wait()
+        return cute.arch.fmax(largest, sRow[tidx ^ TILE_M, 0])
 
     @cute.jit
-    def rescale(self, tmem: cute.Pointer, tidx: Int32, factor: Float32):
-        """O *= factor, a row of 256 columns a thread."""
-        load = self.tmem_copy(tcgen05.Ld32x32bOp, tmem, O_COLUMN, tidx)
-        store = self.tmem_copy(tcgen05.St32x32bOp, tmem, O_COLUMN, tidx)
+    def store_weights(
+        self,
+        rS: cute.Tensor,
+        scale_log2: Float32,
+        reference: Float32,
+        sP: cute.Tensor,
+        row: Int32,
+        half: Int32,
+        slot: Int32,
+    ):
+        """P = 2^(scaled score - reference) to SMEM as the A operand of P V; returns the sum of this thread's weights."""
+        shift = Float32(0.0)  # a row that has seen no key yet: every score is -inf, every weight 0
+        if reference > -Float32.inf:
+            shift = reference
+        rP = cute.make_rmem_tensor((8, HALF_N // 8), self.element)
+        total = Float32(0.0)
+        for j in cutlass.range_constexpr(HALF_N):
+            weight = cute.arch.exp2(rS[j] * scale_log2 - shift)
+            total += weight
+            rP[j] = weight.to(self.element)
+        sP_row = cute.local_tile(sP[row, None, slot], (HALF_N,), (half,))
+        cute.autovec_copy(rP, cute.logical_divide(sP_row, (8,)))
+        cute.arch.fence_view_async_shared()
+        umma.fence_before_thread_sync()
+        cute.arch.sync_warp()
+        return total
+
+    @cute.jit
+    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
+        """Wait until P V of the tile before ``weights`` is done: its slot of P is free again."""
+        before = weights.clone()
+        before.advance()
+        p.producer_acquire(before)
+        umma.fence_after_thread_sync()
+
+    @cute.jit
+    def rescale(self, address: cute.Pointer, tidx: Int32, factor: Float32):
+        """O *= factor, 256 columns of a lane a thread."""
         rO = cute.make_rmem_tensor(32, Float32)
-        for column in cutlass.range(0, 256, 32, unroll=1):
-            load(column, rO)
+        for column in cutlass.range(O_COLUMN, O_COLUMN + HEAD_DIM // 2, 32, unroll=1):
+            tmem_load(address, column, tidx, rO)
             cute.arch.fence_view_async_tmem_load()
             rO.store(rO.load() * factor)
-            store(column, rO)
+            tmem_store(address, column, tidx, rO)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def epilogue(
         self,
-        mSink: cute.Tensor,
+        mSink: Any,
+        rope: Any,
         mO: cute.Tensor,
         mLse: cute.Tensor,
-        tmem: cute.Pointer,
-        token: Int32,
+        address: cute.Pointer,
         head: Int32,
         half: Int32,
         tidx: Int32,
         reference: Float32,
         total: Float32,
-        tiles: Int32,
+        any_tile: cutlass.Boolean,
     ):
-        """Normalise O by the sum and the sink, convert and store; the first half's thread also writes the LSE."""
-        load = self.tmem_copy(tcgen05.Ld32x32bOp, tmem, O_COLUMN, tidx)
+        """Normalise O by the sum and the sink, rotate, convert and store; the first half's thread writes the LSE."""
+        token, _, split = cute.arch.block_idx()
+        if cutlass.const_expr(self.partial):
+            mO, mLse = mO[split, None, None, None], mLse[split, None, None]
         inside = head < mO.shape[1]
         denominator = total
-        if inside:
-            denominator = total + cute.arch.exp2(mSink[head] * LOG2_E - reference)
+        if cutlass.const_expr(self.sink):
+            if inside:
+                denominator = total + cute.arch.exp2(mSink[head] * LOG2_E - reference)
         inverse = Float32(0.0)
         if total > 0.0:
             inverse = 1.0 / denominator
         rO = cute.make_rmem_tensor(32, Float32)
-        rOut = cute.make_rmem_tensor((8, 4), self.element)
         for i in cutlass.range(8, unroll=1):
             rO.fill(0.0)
-            if tiles > 0:
-                load(32 * i, rO)
+            if any_tile:
+                tmem_load(address, O_COLUMN + 32 * i, tidx, rO)
                 cute.arch.fence_view_async_tmem_load()
-            for j in cutlass.range_constexpr(32):
-                rOut[j] = (rO[j] * inverse).to(self.element)
+            rO.store(rO.load() * inverse)
+            block = 8 * (i // 4) + 4 * half + i % 4  # of 32 dimensions
+            if cutlass.const_expr(self.inverse_rope):
+                if block >= ROPE_BLOCK:
+                    self.rotate_back(rO, rope, token, (block - ROPE_BLOCK) * 16)
             if inside:
-                gO = cute.local_tile(mO[token, head, None], (32,), (8 * (i // 4) + 4 * half + i % 4,))
-                cute.autovec_copy(rOut, cute.logical_divide(gO, (8,)))
+                gO = cute.logical_divide(cute.local_tile(mO[token, head, None], (32,), (block,)), (8,))
+                rOut = cute.make_rmem_tensor((8, 4), mO.element_type)
+                rOut.store(rO.load().reshape((8, 4)).to(mO.element_type))
+                cute.autovec_copy(rOut, gO)
             cute.arch.sync_warp()
         if inside and half == 0:
             lse = -Float32.inf
             if total > 0.0:
                 lse = (reference + cute.math.log2(total)) * math.log(2.0)
             mLse[token, head] = lse
+
+    @cute.jit
+    def rotate_back(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
+        """Inverse RoPE of 16 interleaved pairs: (a, b) -> (a cos + b sin, b cos - a sin)."""
+        mCos, mSin = rope
+        for j in cutlass.range_constexpr(16):
+            a, b = rO[2 * j], rO[2 * j + 1]
+            cos, sin = mCos[token, first + j], mSin[token, first + j]
+            rO[2 * j] = a * cos + b * sin
+            rO[2 * j + 1] = b * cos - a * sin
+
+
+def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int32) -> tuple:
+    """A copy of 32 columns of a thread's lane: (tiled copy, tensor, thread slice, coordinates)."""
+    layout = cute.make_layout((128, 32), stride=(1 << 16, 1))  # lane << 16 | column
+    tensor = cute.make_tensor(address + column, layout)
+    tiled = tcgen05.make_tmem_copy(cute.make_copy_atom(operation(tcgen05.Repetition(32)), Float32), tensor)
+    return tiled, tensor, tiled.get_slice(tidx), cute.make_identity_tensor(layout.shape)
+
+
+def tmem_load(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
+    """32 columns of this thread's lane to registers; valid after `cute.arch.fence_view_async_tmem_load`."""
+    tiled, tensor, thread, coordinates = _thread_copy(tcgen05.Ld32x32bOp, address, column, tidx)
+    own = cute.make_tensor(registers.iterator, thread.partition_D(coordinates).shape)
+    cute.copy(tiled, thread.partition_S(tensor), own)
+
+
+def tmem_store(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
+    """Registers to 32 columns of this thread's lane; there after `cute.arch.fence_view_async_tmem_store`."""
+    tiled, tensor, thread, coordinates = _thread_copy(tcgen05.St32x32bOp, address, column, tidx)
+    own = cute.make_tensor(registers.iterator, thread.partition_S(coordinates).shape)
+    cute.copy(tiled, own, thread.partition_D(tensor))
