@@ -1,7 +1,8 @@
-"""tcgen05 instructions the DSL has no operation for, and the descriptors they take.
+"""tcgen05.mma and its descriptors as the attention kernels use them: spelled out, as inline PTX.
 
-The DSL builds `tcgen05.mma`; weight-stationary MMAs (`.ws`, the form in which 64 rows use all 128 lanes of tensor
-memory) and the thread-sync fences are written here as inline PTX.
+The DSL has no operation for the weight-stationary form (`.ws`, in which 64 rows use all 128 lanes of tensor memory) nor
+for the thread-sync fences; and an attention kernel reads one tile of SMEM in two ways (K and V), which descriptors say
+more plainly than two layouts.
 
 Source: PTX ISA, "tcgen05.mma.ws", "Instruction descriptor", "Matrix descriptor", "tcgen05.fence".
 """
@@ -46,11 +47,43 @@ def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
     return cutlass.Int64(field) | cutlass.Int64(descriptor)
 
 
-def _mma_ws(a_operand: str) -> str:
+def _mma(form: str, a_operand: str) -> str:
     return (
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
-        f"tcgen05.mma.ws.cta_group::1.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, accumulate; }}"
+        f"tcgen05.{form}.cta_group::1.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, accumulate; }}"
     )
+
+
+@dsl_user_op
+def mma_ss(
+    d: cutlass.Int32,
+    a: cutlass.Int64,
+    b: cutlass.Int64,
+    instruction: int,
+    accumulate: Any,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """D[TMEM] (+)= A[SMEM] @ B[SMEM], row i of an M of 128 in lane i; one thread issues it. See `mma_ws_ss`."""
+    args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
+    cute.arch.inline_ptx(_mma("mma", "{$r1}"), read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def mma_ts(
+    d: cutlass.Int32,
+    a: cutlass.Int32,
+    b: cutlass.Int64,
+    instruction: int,
+    accumulate: Any,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """D[TMEM] (+)= A[TMEM] @ B[SMEM], row i of A in lane i, two elements a column. Arguments as `mma_ws_ts`."""
+    args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
+    cute.arch.inline_ptx(_mma("mma", "[{$r1}]"), read_only_args=args, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -73,7 +106,7 @@ def mma_ws_ss(
         accumulate: 0 overwrites D.
     """
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma_ws("{$r1}"), read_only_args=args, loc=loc, ip=ip)
+    cute.arch.inline_ptx(_mma("mma.ws", "{$r1}"), read_only_args=args, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -93,7 +126,7 @@ def mma_ws_ts(
     lanes 64-127 theirs with the right half (accumulator layout E). Arguments as `mma_ws_ss`, ``a`` a TMEM address.
     """
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma_ws("[{$r1}]"), read_only_args=args, loc=loc, ip=ip)
+    cute.arch.inline_ptx(_mma("mma.ws", "[{$r1}]"), read_only_args=args, loc=loc, ip=ip)
 
 
 @dsl_user_op

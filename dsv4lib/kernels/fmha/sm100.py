@@ -26,8 +26,8 @@ read with the head dimensions as N it is V.
 
 Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
 none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
-columns and all lanes work. Q is the A operand in TMEM: each half of the lanes multiplies its own A, so Q is stored once,
-64 rows x 512 dims in 128 columns, and a S tile is computed as two sums over half the dimensions (chunks 0, 2, 4, 6 in
+columns and all lanes work. Q is the A operand in TMEM: each half of the lanes multiplies its own A, so Q takes only 128
+columns for 64 rows x 512 dims, and a S tile is computed as two sums over half the dimensions (chunks 0, 2, 4, 6 in
 the upper lanes, 1, 3, 5, 7 in the lower) which the softmax warps add. Q leaves no trace in SMEM, which buys the third
 KV stage.
 
@@ -57,10 +57,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, memory, pipeline
-from cutlass.cute.nvgpu import tcgen05
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.common import gather, umma
+from dsv4lib.kernels.common import gather, tmem, umma
 
 HEAD_DIM = 512
 TILE_M = 64  # heads of one token: rows of the MMA
@@ -228,7 +227,7 @@ class Fmha:
             barrier_storage=storage.p_barriers.data_ptr(),
             defer_sync=True,
         )
-        tmem = memory.TmemAllocator(
+        allocator = memory.TmemAllocator(
             storage.tmem_address.ptr,
             barrier_for_retrieve=pipeline.NamedBarrier(TMEM_READY, SOFTMAX_THREADS + 32),
             allocator_warp_id=SOFTMAX_WARPS[0],
@@ -241,7 +240,7 @@ class Fmha:
         if warp == LOAD_WARP:
             self.load(atoms, lists, work, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(sKV, storage.sP.data_ptr().toint(), tmem, kv, s, p, work[3] - work[2])
+            self.mma(sKV, storage.sP.data_ptr().toint(), allocator, kv, s, p, work[3] - work[2])
         else:
             sP = storage.sP.get_tensor(
                 cute.make_layout((TILE_M, TILE_N, P_STAGES), stride=(TILE_N, 1, TILE_M * TILE_N)),
@@ -249,7 +248,7 @@ class Fmha:
             )
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
             sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
-            self.softmax(mQ, lists, mSink, rope, mO, mLse, work, (sP, sX, sRow), tmem, s, p, scale_log2)
+            self.softmax(mQ, lists, mSink, rope, mO, mLse, work, (sP, sX, sRow), allocator, s, p, scale_log2)
 
     @cute.jit
     def work(self, lists: tuple, splits: Int32):
@@ -319,15 +318,15 @@ class Fmha:
         self,
         sKV: Int32,
         sP: Int32,
-        tmem: memory.TmemAllocator,
+        allocator: memory.TmemAllocator,
         kv: pipeline.PipelineTmaUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
         tiles: Int32,
     ):
         """MMA warp: S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs."""
-        tmem.wait_for_alloc()
-        base = tmem.retrieve_ptr(Float32).toint()
+        allocator.wait_for_alloc()
+        base = allocator.retrieve_ptr(Float32).toint()
         pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive_and_wait()
         umma.fence_after_thread_sync()
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
@@ -388,16 +387,16 @@ class Fmha:
         mLse: cute.Tensor,
         work: tuple,
         shared: tuple,
-        tmem: memory.TmemAllocator,
+        allocator: memory.TmemAllocator,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
         scale_log2: Float32,
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
-        tmem.allocate(TMEM_COLUMNS)
-        tmem.relinquish_alloc_permit()
-        tmem.wait_for_alloc()
-        address = tmem.retrieve_ptr(Float32)
+        allocator.allocate(TMEM_COLUMNS)
+        allocator.relinquish_alloc_permit()
+        allocator.wait_for_alloc()
+        address = allocator.retrieve_ptr(Float32)
         tidx, _, _ = cute.arch.thread_idx()
         _, head_block, _ = cute.arch.block_idx()
         row, half = tidx % TILE_M, tidx // TILE_M
@@ -443,7 +442,7 @@ class Fmha:
             self.wait_for_o(p, weights)
         self.epilogue(mSink, rope, mO, mLse, address, head, half, tidx, reference, total, work[3] > work[2])
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
-        tmem.free(address)
+        allocator.free(address)
 
     @cute.jit
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
@@ -456,7 +455,7 @@ class Fmha:
                 gQ = cute.local_tile(mQ[token, head, None], (CHUNK,), (2 * pair + half,))
                 cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
             column = Q_COLUMN + pair * (CHUNK // 2)
-            tmem_store(address, column, tidx, cute.recast_tensor(rQ, Float32))
+            tmem.store(address, column, tidx, cute.recast_tensor(rQ, Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
         pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
@@ -486,8 +485,8 @@ class Fmha:
         rOther = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
         rS = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
         column = S_COLUMN + slot * TILE_N
-        tmem_load(address, column + (1 - half) * HALF_N, tidx, rOther)
-        tmem_load(address, column + half * HALF_N, tidx, rS)
+        tmem.load(address, column + (1 - half) * HALF_N, tidx, rOther)
+        tmem.load(address, column + half * HALF_N, tidx, rS)
         cute.arch.fence_view_async_tmem_load()
         umma.fence_before_thread_sync()
         cute.autovec_copy(rOther, sX[None, tidx, None])
@@ -521,7 +520,7 @@ class Fmha:
         half: Int32,
         slot: Int32,
     ):
-        """P = 2^(scaled score - reference) to SMEM as the A operand of P V; returns the sum of this thread's weights."""
+        """P = 2^(scaled score - reference) to SMEM, the A operand of P V; returns the sum of this thread's weights."""
         shift = Float32(0.0)  # a row that has seen no key yet: every score is -inf, every weight 0
         if reference > -Float32.inf:
             shift = reference
@@ -551,10 +550,10 @@ class Fmha:
         """O *= factor, 256 columns of a lane a thread."""
         rO = cute.make_rmem_tensor(32, Float32)
         for column in cutlass.range(O_COLUMN, O_COLUMN + HEAD_DIM // 2, 32, unroll=1):
-            tmem_load(address, column, tidx, rO)
+            tmem.load(address, column, tidx, rO)
             cute.arch.fence_view_async_tmem_load()
             rO.store(rO.load() * factor)
-            tmem_store(address, column, tidx, rO)
+            tmem.store(address, column, tidx, rO)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
@@ -588,7 +587,7 @@ class Fmha:
         for i in cutlass.range(8, unroll=1):
             rO.fill(0.0)
             if any_tile:
-                tmem_load(address, O_COLUMN + 32 * i, tidx, rO)
+                tmem.load(address, O_COLUMN + 32 * i, tidx, rO)
                 cute.arch.fence_view_async_tmem_load()
             rO.store(rO.load() * inverse)
             block = 8 * (i // 4) + 4 * half + i % 4  # of 32 dimensions
@@ -616,25 +615,3 @@ class Fmha:
             cos, sin = mCos[token, first + j], mSin[token, first + j]
             rO[2 * j] = a * cos + b * sin
             rO[2 * j + 1] = b * cos - a * sin
-
-
-def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int32) -> tuple:
-    """A copy of 32 columns of a thread's lane: (tiled copy, tensor, thread slice, coordinates)."""
-    layout = cute.make_layout((128, 32), stride=(1 << 16, 1))  # lane << 16 | column
-    tensor = cute.make_tensor(address + column, layout)
-    tiled = tcgen05.make_tmem_copy(cute.make_copy_atom(operation(tcgen05.Repetition(32)), Float32), tensor)
-    return tiled, tensor, tiled.get_slice(tidx), cute.make_identity_tensor(layout.shape)
-
-
-def tmem_load(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """32 columns of this thread's lane to registers; valid after `cute.arch.fence_view_async_tmem_load`."""
-    tiled, tensor, thread, coordinates = _thread_copy(tcgen05.Ld32x32bOp, address, column, tidx)
-    own = cute.make_tensor(registers.iterator, thread.partition_D(coordinates).shape)
-    cute.copy(tiled, thread.partition_S(tensor), own)
-
-
-def tmem_store(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """Registers to 32 columns of this thread's lane; there after `cute.arch.fence_view_async_tmem_store`."""
-    tiled, tensor, thread, coordinates = _thread_copy(tcgen05.St32x32bOp, address, column, tidx)
-    own = cute.make_tensor(registers.iterator, thread.partition_S(coordinates).shape)
-    cute.copy(tiled, own, thread.partition_D(tensor))
