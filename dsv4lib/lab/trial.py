@@ -58,9 +58,9 @@ class Trial:
 
     def findings(self) -> list[tuple[str, str, str]]:
         """(kind, Python line or "", what) of everything that was found, the most specific first."""
-        out = [(h.kind, _line(h.place), h.message) for h in self.hazards]
+        out = [(h.kind, where(h.place), h.message) for h in self.hazards]
         if self.error is not None:
-            out.append((type(self.error).__name__, _line(self.error.place), str(self.error).splitlines()[0]))
+            out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
         out += [
             ("boxes never loaded", self._loads(name), f"{n} boxes of {name}") for name, n in self.never.items() if n
         ]
@@ -78,7 +78,8 @@ class Trial:
         return "; ".join(_where(self.trace.source(line), line) for line in lines.tolist())
 
 
-def _line(place: Any) -> str:
+def where(place: Any) -> str:
+    """Python file, line and PTX line of a place, without folders."""
     return "" if place is None else _where(place.python, place.ptx_line)
 
 

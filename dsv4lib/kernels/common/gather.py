@@ -61,3 +61,30 @@ def gather4(
     descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
     args = [smem, descriptor.toint(loc=loc, ip=ip), column, *rows, barrier.toint(loc=loc, ip=ip)]
     cute.arch.inline_ptx(_GATHER4, read_only_args=args, loc=loc, ip=ip)
+
+
+@cute.jit
+def gather_tile(
+    atom: cute.CopyAtom,
+    rows: tuple,
+    tile_rows: cutlass.Constexpr,
+    chunks: cutlass.Constexpr,
+    smem: cutlass.Int32,
+    barrier: cute.Pointer,
+):
+    """A warp gathers a tile in the 128-byte swizzle: chunk after chunk, ``tile_rows`` x 128 bytes each.
+
+    Args:
+        atom: from `row_atom`.
+        rows: the four rows of this lane: lane l has rows 4 l .. 4 l + 3 of the tile.
+        tile_rows: at most 128; lanes from ``tile_rows / 4`` on have nothing to do.
+        chunks: columns of 128 bytes.
+        smem: where the tile starts, a multiple of 1024.
+        barrier: counts ``chunks * tile_rows * 128`` bytes.
+    """
+    lane = cute.arch.lane_idx()
+    width = ROW_BYTES * 8 // atom.value_type.width
+    if lane < tile_rows // 4:
+        for chunk in cutlass.range_constexpr(chunks):
+            target = smem + chunk * (tile_rows * ROW_BYTES) + lane * (4 * ROW_BYTES)
+            gather4(atom, target, barrier, cutlass.Int32(chunk * width), rows)

@@ -16,8 +16,8 @@ Tile picture (D 128). A CTA owns 128 rows of Q and walks over kv in tiles of 128
   +--------------------------------+ 98,304         |  P: columns 0-63 of its S |              |      |
   | mbarriers, TMEM address        |            127 +-------------+-------------+--------------+------+
 
-A chunk is 64 dimensions = one 128-byte row of the swizzle. Read K-major (rows of kv are N) it is the B operand of Q K^T;
-read MN-major (dimensions are N, rows of kv are K) the same bytes are the B operand of P V.
+A chunk is 64 dimensions = one 128-byte row of the swizzle. Read K-major (rows of kv are N) it is the B operand of
+Q K^T; read MN-major (dimensions are N, rows of kv are K) the same bytes are the B operand of P V.
 
 P takes the place of S. A softmax thread owns a lane: it holds its whole row of S in registers before it writes the row
 of P, half as wide, over it. P is the A operand of the second MMA straight from tensor memory.
@@ -25,7 +25,7 @@ of P, half as wide, over it. P is the A operand of the second MMA straight from 
 Roles (6 warps, 192 threads)
 
     warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> TMEM; store S (A) or O (B, C)
-    warp  4     mma       a tile: D / 16 MMAs 128 x 128 x 16 (S), 8 MMAs 128 x D x 16 (O); S of tile j + 1 before P V of j
+    warp  4     mma       a tile: D / 16 MMAs 128 x 128 x 16 (S), 8 MMAs 128 x D x 16 (O)
     warp  5     load      Q once; a tile: D / 64 boxes of 64 x 128
 
 Pipelines
@@ -316,15 +316,16 @@ class Ladder:
             s.consumer_wait(scores)
             umma.fence_after_thread_sync()
             column = scores.index * TILE_N
-            rS = self.row_of_s(address, column, lane)
             if cutlass.const_expr(self.stage == "a"):
-                self.store_scores(rS, mOut, tile, lane, scale)
+                self.store_scores(address, column, mOut, tile, lane, scale)
             elif cutlass.const_expr(self.stage == "b"):
+                rS = self.row_of_s(address, column, lane)
                 self.store_weights(rS, address, column, lane, scale, Float32(0.0))
             else:
+                rS = self.row_of_s(address, column, lane)
                 largest = self.row_maximum(rS, rows - tile * TILE_N, scale)
                 grown = cute.arch.fmax(maximum, largest)
-                factor = cute.arch.exp2(maximum - grown)
+                factor = cute.math.exp2(maximum - grown, fastmath=True)
                 if tile > 0:
                     self.wait_for_o(p, weights)
                     self.rescale(address, lane, factor)
@@ -353,24 +354,29 @@ class Ladder:
         return rS
 
     @cute.jit
-    def store_scores(self, rS: cute.Tensor, mOut: cute.Tensor, tile: Int32, lane: Int32, scale: Float32):
-        """Stage A: the row of S to global memory, as far as there is one."""
+    def store_scores(
+        self, address: cute.Pointer, column: Int32, mOut: cute.Tensor, tile: Int32, lane: Int32, scale: Float32
+    ):
+        """Stage A: the row of S to global memory, 32 columns at a time, as far as there is one."""
         block, _, _ = cute.arch.block_idx()
         row = block * TILE_M + lane
-        for j in cutlass.range_constexpr(TILE_N):
-            if row < mOut.shape[0] and tile * TILE_N + j < mOut.shape[1]:
-                mOut[row, tile * TILE_N + j] = rS[j] * scale
+        rS = cute.make_rmem_tensor(tmem.COLUMNS, Float32)
+        for part in cutlass.range(TILE_N // tmem.COLUMNS, unroll=1):
+            tmem.load(address, column + tmem.COLUMNS * part, lane, rS)
+            cute.arch.fence_view_async_tmem_load()
+            first = tile * TILE_N + tmem.COLUMNS * part
+            for j in cutlass.range_constexpr(tmem.COLUMNS):
+                if row < mOut.shape[0] and first + j < mOut.shape[1]:
+                    mOut[row, first + j] = rS[j] * scale
+            cute.arch.sync_warp()  # the next tcgen05.ld needs all 32 threads of the warp together again
 
     @cute.jit
     def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
         """The largest score of the row, in log2; rows of kv behind the end become -inf."""
         if left < TILE_N:
             for j in cutlass.range_constexpr(TILE_N):
-                if j >= left:
-                    rS[j] = -Float32.inf
-        largest = rS[0]
-        for j in cutlass.range_constexpr(1, TILE_N):
-            largest = cute.arch.fmax(largest, rS[j])
+                rS[j] = cutlass.select_(j < left, rS[j], -Float32.inf)
+        largest = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         return largest * (scale * LOG2_E)
 
     @cute.jit
@@ -378,14 +384,13 @@ class Ladder:
         self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
     ):
         """P over the first 64 columns of S, two to a column; returns the sum of the row's weights."""
-        total = Float32(0.0)
         rP = cute.make_rmem_tensor((TILE_N // 2, 2), self.element)
-        for j in cutlass.range_constexpr(TILE_N):
-            weight = rS[j] * scale
-            if cutlass.const_expr(self.stage == "c"):
-                weight = cute.arch.exp2(weight - maximum)
-                total += weight
-            rP[j] = weight.to(self.element)
+        weights = rS.load() * scale
+        total = Float32(0.0)
+        if cutlass.const_expr(self.stage == "c"):
+            weights = cute.math.exp2(weights - maximum, fastmath=True)
+            total = weights.reduce(cute.ReductionOp.ADD, total, 0)
+        rP.store(weights.reshape((TILE_N // 2, 2)).to(self.element))
         for part in cutlass.range_constexpr(2):
             tmem.store(address, column + 32 * part, lane, cute.recast_tensor(rP[None, part], Float32))
         cute.arch.fence_view_async_tmem_store()
@@ -419,7 +424,7 @@ class Ladder:
         row = block * TILE_M + lane
         inverse = Float32(1.0)
         if cutlass.const_expr(self.stage == "c"):
-            inverse = 1.0 / total
+            inverse = cute.arch.rcp_approx(total)
         rO = cute.make_rmem_tensor(32, Float32)
         rOut = cute.make_rmem_tensor((8, 4), self.element)
         for i in cutlass.range(self.head_dim // 32, unroll=1):

@@ -7,7 +7,7 @@
 Source: DSV4 paper eq. 27 (sink in the denominator); the oracle is `dsv4lib.reference.fmha`. One kernel serves the three
 kinds of layers: CSA (entries by index list), HCA (entries by index list or as a range of rows) and SWA (window only).
 
-Tile picture. A CTA owns 64 heads of one token (M 64) and walks over its keys in tiles of 64: first the entries, then
+Tile picture (D 512). A CTA owns 64 heads of one token (M 64) and walks over its keys in tiles of 64: the entries, then
 the window. A tile is fetched once, row by row (TMA gather4), and serves both products: read with the keys as N it is K,
 read with the head dimensions as N it is V.
 
@@ -60,24 +60,23 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.common import gather, tmem, umma
+from dsv4lib.kernels.common.rope import rotate_back
+from dsv4lib.kernels.fmha import softmax
+from dsv4lib.kernels.fmha.softmax import HALF_N, TILE_M, TILE_N
 
-HEAD_DIM = 512
-TILE_M = 64  # heads of one token: rows of the MMA
-TILE_N = 64  # keys of one KV tile
-HALF_N = TILE_N // 2  # keys a softmax thread weighs
+HEAD_DIMS = (64, 128, 256, 512)
 CHUNK = 64  # head dimensions in one 128-byte swizzle row
-CHUNKS = HEAD_DIM // CHUNK
 CHUNK_BYTES = TILE_N * CHUNK * 2
-STAGE_BYTES = CHUNKS * CHUNK_BYTES
 P_BYTES = TILE_M * TILE_N * 2
-KV_STAGES, S_STAGES, P_STAGES = 3, 2, 2
-ROPE_BLOCK = (HEAD_DIM - 64) // 32  # first of the two 32-wide blocks of O that carry RoPE
+X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
+S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
+SMEM_LIMIT = 232_448  # bytes one CTA may use on SM100
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 THREADS = SOFTMAX_THREADS + 64
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
 TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4
-O_COLUMN, Q_COLUMN, S_COLUMN, TMEM_COLUMNS = 0, 256, 384, 512
+TMEM_LIMIT = 512  # columns
 LOG2_E = math.log2(math.e)
 RESCALE_LOG2 = 8.0  # O is rescaled only when a row maximum grew by more than 2^8
 ENTRIES = ("none", "index", "range")
@@ -87,6 +86,7 @@ class Fmha:
     """Attention with 64 heads of a token a CTA; see the module docstring for the picture.
 
     Args:
+        head_dim: D, one of `HEAD_DIMS`; the model's is 512.
         dtype: "bf16" or "fp16", the type of Q, the keys and (normalised) O.
         entries: where compressed entries come from: "index" (a list of pool rows a token, -1 skipped), "range"
             (consecutive pool rows, first row and count a token) or "none".
@@ -102,6 +102,7 @@ class Fmha:
 
     def __init__(
         self,
+        head_dim: int = 512,
         dtype: str = "bf16",
         entries: str = "index",
         window: bool = True,
@@ -109,6 +110,8 @@ class Fmha:
         inverse_rope: bool = False,
         partial: bool = False,
     ):
+        if head_dim not in HEAD_DIMS:
+            raise ConfigError("head_dim", head_dim, "one of " + ", ".join(map(str, HEAD_DIMS)))
         if dtype not in ("bf16", "fp16"):
             raise ConfigError("dtype", dtype, "bf16 or fp16")
         if entries not in ENTRIES:
@@ -120,14 +123,30 @@ class Fmha:
         self.dtype, self.element = dtype, cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
         self.entries, self.window, self.sink = entries, window, sink
         self.inverse_rope, self.partial = inverse_rope, partial
+        self.head_dim = head_dim
         # ---- instructions ----
+        self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes
         self.qk_instruction = umma.instruction_descriptor(TILE_M, 2 * TILE_N, dtype)
-        self.pv_instruction = umma.instruction_descriptor(TILE_M, HEAD_DIM // 2, dtype, b_mn_major=True)
+        self.pv_instruction = umma.instruction_descriptor(TILE_M, self.pv_n, dtype, b_mn_major=True)
         self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 keys to the next 8
         self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
+        # ---- shared memory ----
+        self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
+        self.stage_bytes = self.chunks * CHUNK_BYTES
+        fixed = P_STAGES * P_BYTES + X_BYTES + umma.SWIZZLE_ATOM + 256  # row exchange; barriers and TMEM address
+        self.kv_stages = min(MAX_KV_STAGES, (SMEM_LIMIT - fixed) // self.stage_bytes)
+        # ---- tensor memory ----
+        self.q_column = head_dim // 2  # O is at column 0
+        self.s_column = self.q_column + self.chunks * CHUNK // 4
+        self.tmem_columns = 1 << (self.s_column + S_STAGES * TILE_N - 1).bit_length()
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        parts = [self.dtype, self.entries, *(n for n in ("window", "sink", "inverse_rope", "partial") if vars(self)[n])]
+        parts = [
+            str(self.head_dim),
+            self.dtype,
+            self.entries,
+            *(n for n in ("window", "sink", "inverse_rope", "partial") if vars(self)[n]),
+        ]
         return f"Fmha({', '.join(parts)})"
 
     # ------------------------------------------------------------------ host
@@ -148,12 +167,12 @@ class Fmha:
         """Host side: TMA descriptors of both pools and the launch.
 
         Args:
-            mQ: [T, H, 512].
-            entries: (rows [R, 512], index [T, K] int32 or None, first [T] int32 or None, count [T] int32), or None.
-            window: (rows [R, 512], first [T] int32, count [T] int32), or None.
+            mQ: [T, H, D].
+            entries: (rows [R, D], index [T, K] int32 or None, first [T] int32 or None, count [T] int32), or None.
+            window: (rows [R, D], first [T] int32, count [T] int32), or None.
             mSink: [H] fp32 or None.
             rope: (cos [T, 32], sin [T, 32]) fp32 or None.
-            mO: [T, H, 512] in ``dtype``; partial: [splits, T, H, 512] fp32.
+            mO: [T, H, D] in ``dtype``; partial: [splits, T, H, D] fp32.
             mLse: [T, H] fp32; partial: [splits, T, H].
             scale: of the dot products.
             splits: parts the keys are split into; 1 unless partial.
@@ -166,11 +185,13 @@ class Fmha:
 
         @cute.struct
         class Storage:
-            sKV: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, KV_STAGES * STAGE_BYTES], umma.SWIZZLE_ATOM]
+            sKV: cute.struct.Align[
+                cute.struct.MemRange[cutlass.Uint8, self.kv_stages * self.stage_bytes], umma.SWIZZLE_ATOM
+            ]
             sP: cute.struct.Align[cute.struct.MemRange[self.element, P_STAGES * TILE_M * TILE_N], umma.SWIZZLE_ATOM]
             sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
             sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
-            kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * KV_STAGES]
+            kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
             tmem_address: cutlass.Int32
@@ -206,10 +227,10 @@ class Fmha:
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
         warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, len(SOFTMAX_WARPS))
         kv = pipeline.PipelineTmaUmma.create(
-            num_stages=KV_STAGES,
+            num_stages=self.kv_stages,
             producer_group=one,
             consumer_group=one,
-            tx_count=STAGE_BYTES,
+            tx_count=self.stage_bytes,
             barrier_storage=storage.kv_barriers.data_ptr(),
             defer_sync=True,
         )
@@ -274,20 +295,20 @@ class Fmha:
         token, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         entries, window, first, end, entry_tiles = work
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, KV_STAGES)
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
         for tile in cutlass.range(first, end, unroll=1):
             kv.producer_acquire(state)
             barrier = kv.producer_get_barrier(state)
-            stage = sKV + state.index * STAGE_BYTES
+            stage = sKV + state.index * self.stage_bytes
             if cutlass.const_expr(self.entries != "none"):
                 if tile < entry_tiles:
                     rows = self.rows(lists[0][0], lists[0][1], token, tile * TILE_N + 4 * lane, entries)
-                    self.gather_tile(atoms[0], rows, lane, stage, barrier)
+                    gather.gather_tile(atoms[0], rows, TILE_N, self.chunks, stage, barrier)
             if cutlass.const_expr(self.window):
                 if tile >= entry_tiles:
                     position = (tile - entry_tiles) * TILE_N + 4 * lane
                     rows = self.rows(None, lists[1][0], token, position, window)
-                    self.gather_tile(atoms[1], rows, lane, stage, barrier)
+                    gather.gather_tile(atoms[1], rows, TILE_N, self.chunks, stage, barrier)
             state.advance()
         kv.producer_tail(state)
 
@@ -306,14 +327,6 @@ class Fmha:
         return tuple(rows)
 
     @cute.jit
-    def gather_tile(self, atom: cute.CopyAtom, rows: tuple, lane: Int32, stage: Int32, barrier: cute.Pointer):
-        """Issue this lane's part of a KV tile: four rows, all column chunks."""
-        if lane < TILE_N // 4:
-            for chunk in cutlass.range_constexpr(CHUNKS):
-                smem = stage + chunk * CHUNK_BYTES + lane * (4 * gather.ROW_BYTES)
-                gather.gather4(atom, smem, barrier, Int32(chunk * CHUNK), rows)
-
-    @cute.jit
     def mma(
         self,
         sKV: Int32,
@@ -329,8 +342,8 @@ class Fmha:
         base = allocator.retrieve_ptr(Float32).toint()
         pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive_and_wait()
         umma.fence_after_thread_sync()
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-        used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         for tile in cutlass.range(tiles + 1, unroll=1):
@@ -338,14 +351,14 @@ class Fmha:
                 kv.consumer_wait(full)
                 s.producer_acquire(scores)
                 umma.fence_after_thread_sync()
-                self.mma_qk(base, scores.index, sKV + full.index * STAGE_BYTES)
+                self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes)
                 s.producer_commit(scores)
                 full.advance()
                 scores.advance()
             if tile > 0:
                 p.consumer_wait(weights)
                 umma.fence_after_thread_sync()
-                self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * STAGE_BYTES, tile > 1)
+                self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * self.stage_bytes, tile > 1)
                 kv.consumer_release(used)
                 p.consumer_release(weights)
                 used.advance()
@@ -358,10 +371,10 @@ class Fmha:
         N is 128: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one.
         """
         with cute.arch.elect_one():
-            d = base + S_COLUMN + slot * TILE_N
-            for pair in cutlass.range_constexpr(CHUNKS // 2):
+            d = base + self.s_column + slot * TILE_N
+            for pair in cutlass.range_constexpr(self.chunks // 2):
                 for k in cutlass.range_constexpr(CHUNK // 16):
-                    a = base + Q_COLUMN + pair * (CHUNK // 2) + k * 8
+                    a = base + self.q_column + pair * (CHUNK // 2) + k * 8
                     b = umma.at(self.k_descriptor, stage + pair * (2 * CHUNK_BYTES) + k * 32)
                     umma.mma_ws_ts(d, a, b, self.qk_instruction, pair + k > 0)
 
@@ -369,12 +382,12 @@ class Fmha:
     def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean):
         """O += P V: the KV tile again, read with the head dimension as N."""
         with cute.arch.elect_one():
-            for half in cutlass.range_constexpr(2):
+            for part in cutlass.range_constexpr(self.head_dim // self.pv_n):
                 for k in cutlass.range_constexpr(TILE_N // 16):
                     a = umma.at(self.k_descriptor, weights + k * 32)
-                    b = umma.at(self.v_descriptor, stage + half * (4 * CHUNK_BYTES) + k * (16 * 128))
+                    b = umma.at(self.v_descriptor, stage + part * (self.pv_n // CHUNK * CHUNK_BYTES) + k * (16 * 128))
                     add = accumulate if k == 0 else cutlass.Boolean(True)
-                    umma.mma_ws_ss(base + O_COLUMN + half * 128, a, b, self.pv_instruction, add)
+                    umma.mma_ws_ss(base + part * (self.pv_n // 2), a, b, self.pv_instruction, add)
 
     @cute.jit
     def softmax(
@@ -393,7 +406,7 @@ class Fmha:
         scale_log2: Float32,
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
-        allocator.allocate(TMEM_COLUMNS)
+        allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
@@ -411,11 +424,11 @@ class Fmha:
         for tile in cutlass.range(work[2], work[3], unroll=1):
             valid = self.valid_keys(lists, work, tile, half)
             s.consumer_wait(scores)
-            rS = self.row_scores(address, scores.index, tidx, half, sX, pair)
+            rS = softmax.row_scores(address, self.s_column + scores.index * TILE_N, tidx, half, sX, pair)
             with cute.arch.elect_one():
                 s.consumer_release(scores)
             scores.advance()
-            largest = self.row_maximum(rS, valid, sRow, tidx, pair) * scale_log2
+            largest = softmax.row_maximum(rS, valid, sRow, tidx, pair) * scale_log2
 
             p.producer_acquire(weights)
             target = reference
@@ -424,13 +437,13 @@ class Fmha:
             if cute.arch.vote_any_sync(target != reference):
                 factor = Float32(1.0)
                 if target != reference:
-                    factor = cute.arch.exp2(reference - target)
+                    factor = cute.math.exp2(reference - target, fastmath=True)
                 total *= factor
                 if tile > work[2]:
                     self.wait_for_o(p, weights)
-                    self.rescale(address, tidx, factor)
+                    softmax.rescale(address, self.head_dim // 2, tidx, factor)
                 reference = target
-            total += self.store_weights(rS, scale_log2, reference, sP, row, half, weights.index)
+            total += softmax.store_weights(rS, scale_log2, reference, sP, row, half, weights.index)
             with cute.arch.elect_one():
                 p.producer_commit(weights)
             weights.advance()
@@ -448,13 +461,13 @@ class Fmha:
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
         """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd."""
         token, _, _ = cute.arch.block_idx()
-        for pair in cutlass.range_constexpr(CHUNKS // 2):
+        for pair in cutlass.range_constexpr(self.chunks // 2):
             rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
             rQ.fill(0.0)
-            if head < mQ.shape[1]:
+            if head < mQ.shape[1] and 2 * pair + half < self.head_dim // CHUNK:
                 gQ = cute.local_tile(mQ[token, head, None], (CHUNK,), (2 * pair + half,))
                 cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
-            column = Q_COLUMN + pair * (CHUNK // 2)
+            column = self.q_column + pair * (CHUNK // 2)
             tmem.store(address, column, tidx, cute.recast_tensor(rQ, Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
@@ -477,84 +490,12 @@ class Fmha:
         return cute.arch.vote_ballot_sync(there)
 
     @cute.jit
-    def row_scores(
-        self, address: cute.Pointer, slot: Int32, tidx: Int32, half: Int32, sX: cute.Tensor, pair: pipeline.NamedBarrier
-    ):
-        """This thread's 32 scores: its own sum over half the dimensions plus that of the thread 64 lanes away."""
-        umma.fence_after_thread_sync()
-        rOther = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
-        rS = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
-        column = S_COLUMN + slot * TILE_N
-        tmem.load(address, column + (1 - half) * HALF_N, tidx, rOther)
-        tmem.load(address, column + half * HALF_N, tidx, rS)
-        cute.arch.fence_view_async_tmem_load()
-        umma.fence_before_thread_sync()
-        cute.autovec_copy(rOther, sX[None, tidx, None])
-        pair.arrive_and_wait()
-        cute.autovec_copy(sX[None, tidx ^ TILE_M, None], rOther)
-        rS.store(rS.load() + rOther.load())
-        return rS
-
-    @cute.jit
-    def row_maximum(self, rS: cute.Tensor, valid: Int32, sRow: cute.Tensor, tidx: Int32, pair: pipeline.NamedBarrier):
-        """The largest score of a row over both halves of the tile; keys that are not there become -inf."""
-        if valid != -1:
-            for j in cutlass.range_constexpr(HALF_N):
-                if (valid >> j) & 1 == 0:
-                    rS[j] = -Float32.inf
-        largest = rS[0]
-        for j in cutlass.range_constexpr(1, HALF_N):
-            largest = cute.arch.fmax(largest, rS[j])
-        sRow[tidx, 0] = largest
-        pair.arrive_and_wait()
-        return cute.arch.fmax(largest, sRow[tidx ^ TILE_M, 0])
-
-    @cute.jit
-    def store_weights(
-        self,
-        rS: cute.Tensor,
-        scale_log2: Float32,
-        reference: Float32,
-        sP: cute.Tensor,
-        row: Int32,
-        half: Int32,
-        slot: Int32,
-    ):
-        """P = 2^(scaled score - reference) to SMEM, the A operand of P V; returns the sum of this thread's weights."""
-        shift = Float32(0.0)  # a row that has seen no key yet: every score is -inf, every weight 0
-        if reference > -Float32.inf:
-            shift = reference
-        rP = cute.make_rmem_tensor((8, HALF_N // 8), self.element)
-        total = Float32(0.0)
-        for j in cutlass.range_constexpr(HALF_N):
-            weight = cute.arch.exp2(rS[j] * scale_log2 - shift)
-            total += weight
-            rP[j] = weight.to(self.element)
-        sP_row = cute.local_tile(sP[row, None, slot], (HALF_N,), (half,))
-        cute.autovec_copy(rP, cute.logical_divide(sP_row, (8,)))
-        cute.arch.fence_view_async_shared()
-        umma.fence_before_thread_sync()
-        cute.arch.sync_warp()
-        return total
-
-    @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
         """Wait until P V of the tile before ``weights`` is done: its slot of P is free again."""
         before = weights.clone()
         before.advance()
         p.producer_acquire(before)
         umma.fence_after_thread_sync()
-
-    @cute.jit
-    def rescale(self, address: cute.Pointer, tidx: Int32, factor: Float32):
-        """O *= factor, 256 columns of a lane a thread."""
-        rO = cute.make_rmem_tensor(32, Float32)
-        for column in cutlass.range(O_COLUMN, O_COLUMN + HEAD_DIM // 2, 32, unroll=1):
-            tmem.load(address, column, tidx, rO)
-            cute.arch.fence_view_async_tmem_load()
-            rO.store(rO.load() * factor)
-            tmem.store(address, column, tidx, rO)
-        cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def epilogue(
@@ -579,21 +520,20 @@ class Fmha:
         denominator = total
         if cutlass.const_expr(self.sink):
             if inside:
-                denominator = total + cute.arch.exp2(mSink[head] * LOG2_E - reference)
-        inverse = Float32(0.0)
-        if total > 0.0:
-            inverse = 1.0 / denominator
+                denominator = total + cute.math.exp2(mSink[head] * LOG2_E - reference, fastmath=True)
+        inverse = cutlass.select_(total > 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
         rO = cute.make_rmem_tensor(32, Float32)
-        for i in cutlass.range(8, unroll=1):
+        lines = self.pv_n // 64  # 32-column lines of a lane a P V instruction writes
+        for i in cutlass.range(self.head_dim // 64, unroll=1):
             rO.fill(0.0)
             if any_tile:
-                tmem.load(address, O_COLUMN + 32 * i, tidx, rO)
+                tmem.load(address, 32 * i, tidx, rO)
                 cute.arch.fence_view_async_tmem_load()
             rO.store(rO.load() * inverse)
-            block = 8 * (i // 4) + 4 * half + i % 4  # of 32 dimensions
+            block = (2 * (i // lines) + half) * lines + i % lines  # of 32 dimensions
             if cutlass.const_expr(self.inverse_rope):
-                if block >= ROPE_BLOCK:
-                    self.rotate_back(rO, rope, token, (block - ROPE_BLOCK) * 16)
+                if block >= self.head_dim // 32 - 2:
+                    rotate_back(rO, rope, token, (block + 2 - self.head_dim // 32) * 16)
             if inside:
                 gO = cute.logical_divide(cute.local_tile(mO[token, head, None], (32,), (block,)), (8,))
                 rOut = cute.make_rmem_tensor((8, 4), mO.element_type)
@@ -605,13 +545,3 @@ class Fmha:
             if total > 0.0:
                 lse = (reference + cute.math.log2(total)) * math.log(2.0)
             mLse[token, head] = lse
-
-    @cute.jit
-    def rotate_back(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
-        """Inverse RoPE of 16 interleaved pairs: (a, b) -> (a cos + b sin, b cos - a sin)."""
-        mCos, mSin = rope
-        for j in cutlass.range_constexpr(16):
-            a, b = rO[2 * j], rO[2 * j + 1]
-            cos, sin = mCos[token, first + j], mSin[token, first + j]
-            rO[2 * j] = a * cos + b * sin
-            rO[2 * j + 1] = b * cos - a * sin

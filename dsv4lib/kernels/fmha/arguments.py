@@ -1,0 +1,201 @@
+"""Arguments of the attention kernels: fake tensors to compile with, torch tensors checked and wrapped to launch with.
+
+The kernels trust what they are given; everything that can be wrong with a tensor is caught here, by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.ladder import Ladder
+from dsv4lib.kernels.fmha.sm100 import Fmha
+
+_TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float16: torch.float16, cutlass.Float32: torch.float32}
+_TORCH[cutlass.Int32] = torch.int32
+ROPE_PAIRS = 32
+
+
+class _Fake:
+    """Fake tensors whose extents are symbols: equal names are equal extents."""
+
+    def __init__(self) -> None:
+        self.symbols: dict[str, Any] = {}
+
+    def __call__(self, dtype: Any, extents: str) -> Any:
+        """A row-major tensor; ``extents`` one letter a mode; rows of 16-bit and fp32 matrices start on 16 bytes."""
+        shape = tuple(self.symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
+        wide = len(extents) > 1 and extents[-1] == "D"
+        units = 128 // dtype.width if wide else 1
+        stride = (*(cute.sym_int64(divisibility=units) for _ in extents[1:]), 1)
+        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16 if wide else dtype.width // 8)
+
+
+def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    fake, fp32, i32 = _Fake(), cutlass.Float32, cutlass.Int32
+    if isinstance(kernel, Ladder):
+        out = fake(fp32, "MN") if kernel.stage == "a" else fake(kernel.element, "MD")
+        lse = fake(fp32, "M") if kernel.stage == "c" else None
+        return fake(kernel.element, "MD"), fake(kernel.element, "ND"), out, lse, fp32(1.0)
+    rope = (fake(fp32, "TP"), fake(fp32, "TP")) if kernel.inverse_rope else None
+    sink = fake(fp32, "H") if kernel.sink else None
+    if isinstance(kernel, Combine):
+        return fake(fp32, "STHD"), fake(fp32, "STH"), sink, rope, fake(kernel.element, "THD"), fake(fp32, "TH")
+    entries = window = None
+    if kernel.entries != "none":
+        index = fake(i32, "TK") if kernel.entries == "index" else None
+        first = fake(i32, "T") if kernel.entries == "range" else None
+        entries = fake(kernel.element, "RD"), index, first, fake(i32, "T")
+    if kernel.window:
+        window = fake(kernel.element, "WD"), fake(i32, "T"), fake(i32, "T")
+    o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
+    lse = fake(fp32, "STH") if kernel.partial else fake(fp32, "TH")
+    return fake(kernel.element, "THD"), entries, window, sink, rope, o, lse, fp32(1.0), i32(1)
+
+
+def _wrap(name: str, x: torch.Tensor, dtype: Any, shape: tuple, rows_of_16: bool = False) -> Any:
+    """A CuTe tensor over ``x``, which must have this type, shape (None: any extent) and, if asked, 16-byte rows."""
+    if not isinstance(x, torch.Tensor) or x.dtype != _TORCH[dtype]:
+        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), f"a tensor of {_TORCH[dtype]}")
+    if x.dim() != len(shape) or any(want not in (None, have) for have, want in zip(x.shape, shape, strict=True)):
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
+    if 0 in x.shape:
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+    size = x.element_size()
+    align = 16 if rows_of_16 else size
+    if x.data_ptr() % align or any(stride * size % align for stride in x.stride()[:-1]):
+        raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
+    wrapped = cute.runtime.from_dlpack(x, assumed_align=align)
+    return wrapped.mark_layout_dynamic(leading_dim=x.dim() - 1)
+
+
+def launch_args(
+    kernel: Fmha,
+    q: torch.Tensor,
+    entries: tuple | None,
+    window: tuple | None,
+    sink: torch.Tensor | None,
+    rope: tuple | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    splits: int = 1,
+) -> tuple:
+    """Arguments of `Fmha` from torch tensors.
+
+    Args:
+        kernel: which says what is needed.
+        q: [T, H, D].
+        entries: (rows [R, D], index int32 [T, K] | None, first int32 [T] | None, count int32 [T]) or None. Indices
+            are -1 or rows of the pool.
+        window: (rows [W, D], first int32 [T], count int32 [T]) or None.
+        sink: fp32 [H] or None.
+        rope: (cos, sin) fp32 [T, 32] or None.
+        o, lse: outputs as in `Fmha.__call__`.
+        scale: of the dot products.
+        splits: parts of the keys; only a partial kernel takes more than 1.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    if not isinstance(q, torch.Tensor) or q.dim() != 3 or q.shape[2] != kernel.head_dim:
+        raise ArgumentError("q", getattr(q, "shape", type(q).__name__), f"[T, H, {kernel.head_dim}]")
+    if splits < 1 or (splits > 1 and not kernel.partial):
+        raise ArgumentError("splits", splits, "1, or more for a partial kernel")
+    wanted = {
+        "entries": (entries, kernel.entries != "none"),
+        "window": (window, kernel.window),
+        "sink": (sink, kernel.sink),
+        "rope": (rope, kernel.inverse_rope),
+    }
+    for name, (value, needed) in wanted.items():
+        if (value is not None) != needed:
+            raise ArgumentError(name, "given" if value is not None else None, "needed" if needed else "None")
+    (t, h, d), e, fp32, i32 = q.shape, kernel.element, cutlass.Float32, cutlass.Int32
+    if entries is not None:
+        rows, index, first, count = entries
+        entries = (
+            _wrap("entries.rows", rows, e, (None, d), True),
+            _wrap("entries.index", index, i32, (t, None)) if kernel.entries == "index" else None,
+            _wrap("entries.first", first, i32, (t,)) if kernel.entries == "range" else None,
+            _wrap("entries.count", count, i32, (t,)),
+        )
+    if window is not None:
+        rows, first, count = window
+        window = (
+            _wrap("window.rows", rows, e, (None, d), True),
+            _wrap("window.first", first, i32, (t,)),
+            _wrap("window.count", count, i32, (t,)),
+        )
+    lead = (splits,) if kernel.partial else ()
+    return (
+        _wrap("q", q, e, (t, h, d), True),
+        entries,
+        window,
+        None if sink is None else _wrap("sink", sink, fp32, (h,)),
+        None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
+        _wrap("o", o, fp32 if kernel.partial else e, (*lead, t, h, d), True),
+        _wrap("lse", lse, fp32, (*lead, t, h)),
+        fp32(scale),
+        i32(splits),
+    )
+
+
+def combine_args(
+    kernel: Combine,
+    parts: torch.Tensor,
+    lses: torch.Tensor,
+    sink: torch.Tensor | None,
+    rope: tuple | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+) -> tuple:
+    """Arguments of `Combine` from torch tensors: shapes as in `Combine.__call__`.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    for name, value, needed in (("sink", sink, kernel.sink), ("rope", rope, kernel.inverse_rope)):
+        if (value is not None) != needed:
+            raise ArgumentError(name, "given" if value is not None else None, "needed" if needed else "None")
+    fp32 = cutlass.Float32
+    wrapped = _wrap("parts", parts, fp32, (None, None, None, kernel.head_dim), True)
+    s, t, h, d = parts.shape
+    return (
+        wrapped,
+        _wrap("lses", lses, fp32, (s, t, h)),
+        None if sink is None else _wrap("sink", sink, fp32, (h,)),
+        None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
+        _wrap("o", o, kernel.element, (t, h, d), True),
+        _wrap("lse", lse, fp32, (t, h)),
+    )
+
+
+def ladder_args(
+    kernel: Ladder, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+) -> tuple:
+    """Arguments of `Ladder` from torch tensors: shapes as in `Ladder.__call__`.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    if (lse is not None) != (kernel.stage == "c"):
+        raise ArgumentError("lse", None if lse is None else "given", "needed in stage c, None before")
+    d, fp32 = kernel.head_dim, cutlass.Float32
+    wrapped = _wrap("q", q, kernel.element, (None, d), True), _wrap("kv", kv, kernel.element, (None, d), True)
+    m, n = q.shape[0], kv.shape[0]
+    target = (fp32, (m, n)) if kernel.stage == "a" else (kernel.element, (m, d))
+    return (
+        *wrapped,
+        _wrap("out", out, *target, kernel.stage != "a"),
+        None if lse is None else _wrap("lse", lse, fp32, (m,)),
+        fp32(scale),
+    )

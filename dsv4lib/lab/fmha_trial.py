@@ -1,0 +1,219 @@
+"""Try an attention kernel: compile, run in the emulator, compare with fp64, collect all that speaks for or against it.
+
+For notebooks, exercises and tests. A kernel that stops with an error is a result, not an exception: the error is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from dsv4lib import check
+from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.driver.host import launch
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.kernels.compile import Compiled, compile_for
+from dsv4lib.kernels.fmha import arguments
+from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.inputs import TYPES, Case
+from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.lab.trial import where
+from dsv4lib.reference import fmha as reference
+from dsv4lib.reference import rope
+
+LSE_TOLERANCE = 2e-5  # absolute; scores of tens in fp32, exponents and logarithms of the GPU's approximations
+
+
+@dataclass
+class Trial:
+    """What one run says.
+
+    Attributes:
+        kernel: the kernel object; compiled: what the compiler said about it.
+        factor: O (stage A: S) against fp64, beside PyTorch in the same type; None if the kernel stopped.
+        lse_error: largest absolute error of the log-sum-exp, inf where an infinity is in the wrong place; None without.
+        hazards: what the checks reported; error: what stopped it.
+        trace, result: of the last launch.
+        output, lse: what the kernel wrote; truth: O in fp64.
+        inputs: (q, keys, ...), the tensors it read.
+    """
+
+    kernel: Any
+    compiled: Compiled
+    factor: check.FactorResult | None
+    lse_error: float | None
+    hazards: list[Any]
+    error: EmulatorError | None
+    trace: Any
+    result: Any
+    output: torch.Tensor
+    lse: torch.Tensor | None
+    truth: torch.Tensor
+    inputs: tuple
+
+    @property
+    def right(self) -> bool:
+        """Numbers as they should be, whatever the checks say."""
+        return self.error is None and self.factor.passed and (self.lse_error is None or self.lse_error <= LSE_TOLERANCE)
+
+    @property
+    def clean(self) -> bool:
+        """Right, and no hazard."""
+        return self.right and not self.hazards
+
+    @property
+    def rel_l2(self) -> float:
+        """Relative L2 error of the output against fp64; inf if the kernel stopped or wrote NaN."""
+        if self.error is not None:
+            return float("inf")
+        error = float((self.output.double() - self.truth).norm() / self.truth.norm())
+        return error if error == error else float("inf")
+
+    def findings(self) -> list[tuple[str, str, str]]:
+        """(kind, Python line or "", what) of everything that was found, the most specific first."""
+        out = [(h.kind, where(h.place), h.message) for h in self.hazards]
+        if self.error is not None:
+            out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
+        elif not self.factor.passed:
+            out.append(("wrong numbers", "", f"rel L2 {self.rel_l2:.2g}; {self.factor}"))
+        if self.lse_error is not None and self.lse_error > LSE_TOLERANCE:
+            out.append(("wrong numbers", "", f"log-sum-exp is off by {self.lse_error:.2g}"))
+        return out
+
+
+def bits(x: torch.Tensor) -> bytes:
+    """The bits of a tensor, to compare runs."""
+    return x.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@lru_cache(maxsize=32)
+def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
+    """A kernel object and its code for sm_100a, once per configuration."""
+    kernel = kernel_type(*settings)
+    return kernel, compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
+
+
+def _run(code: Compiled, args: tuple, **device: Any) -> tuple[Any, EmulatorError | None]:
+    gpu = make("sm_100a", **{"checks": "race", **device})
+    try:
+        launch(code, *args, gpu=gpu)
+    except EmulatorError as caught:
+        return gpu, caught
+    return gpu, None
+
+
+def _judge(made: tuple, gpu: Any, error: Any, output: tuple, peer: torch.Tensor, truth: tuple, inputs: tuple) -> Trial:
+    (kernel, code), (out, lse) = made, output
+    factor = lse_error = None
+    if error is None:
+        factor = check.within_factor(out, peer.to(out.dtype), truth[0])
+        lse_error = None if lse is None else _lse_error(lse, truth[1])
+    result = gpu.launches[-1].result if gpu.launches else None
+    return Trial(kernel, code, factor, lse_error, gpu.hazards, error, gpu.trace, result, out, lse, truth[0], inputs)
+
+
+def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> float:
+    finite = truth.isfinite()
+    if not torch.equal(lse[~finite].double(), truth[~finite]) or not bool(lse[finite].isfinite().all()):
+        return float("inf")
+    return float((lse.double() - truth)[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def ladder_trial(kernel_type: type, settings: tuple, rows: int, keys: int, seed: int = 0, **device: Any) -> Trial:
+    """Run a `Ladder` (or a variant) on random q [rows, D] and kv [keys, D].
+
+    Args:
+        kernel_type: the class; settings: its arguments (stage, head_dim, dtype).
+        rows, keys: M and N.
+        seed: of the operands; ``device``: options of `emulator.device` (schedule, checks, trace, ...).
+    """
+    made = kernel, code = compiled(kernel_type, settings)
+    generator = torch.Generator().manual_seed(seed)
+    dtype, depth = TYPES[kernel.dtype], kernel.head_dim
+    scales = torch.logspace(-2, 2, rows, base=2.0)[:, None]
+    q = (torch.randn(rows, depth, generator=generator) * scales).to(dtype)
+    kv = torch.randn(keys, depth, generator=generator).to(dtype)
+    scale = depth**-0.5
+    out = torch.full((rows, keys), float("nan"))
+    lse = torch.full((rows,), float("nan")) if kernel.stage == "c" else None
+    if kernel.stage != "a":
+        out = torch.full((rows, depth), float("nan"), dtype=dtype)
+    gpu, error = _run(code, arguments.ladder_args(kernel, q, kv, out, lse, scale), **device)
+
+    def torch_says(as_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        a, b = q.to(as_type), kv.to(as_type)
+        s = scale * (a @ b.T)
+        if kernel.stage == "a":
+            return s, None
+        weights = s if kernel.stage == "b" else s.softmax(-1)
+        return weights @ b, s.logsumexp(-1) if kernel.stage == "c" else None
+
+    # Scores stay in fp32, so their peer is fp32 too.
+    peer = torch_says(torch.float32 if kernel.stage == "a" else dtype)[0]
+    return _judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
+
+
+def oracle(
+    case: Case, entries: str, window: bool, sink: bool, inverse_rope: bool = False, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o [T, H, D], lse [T, H]) of a case in ``dtype``: fp64 is the truth, the case's own what PyTorch makes of it."""
+    rows, index = case.keys(entries, window)
+    sinks = case.sink.to(dtype) if sink else None
+    rows = torch.nan_to_num(rows.to(dtype))[None]
+    o, lse = (x[0] for x in reference.sparse(case.q.to(dtype)[None], rows, index[None], sinks, case.scale))
+    if inverse_rope:
+        cos, sin = case.cos.to(dtype)[:, None], case.sin.to(dtype)[:, None]
+        o = torch.cat((o[..., :-64], rope.rotate(o[..., -64:], cos, -sin)), -1)
+    return o, lse
+
+
+def fmha_trial(kernel_type: type, settings: tuple, case: Case, **device: Any) -> Trial:
+    """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
+
+    Args:
+        kernel_type: the class; settings: its arguments in order.
+        case: from `kernels.fmha.inputs.case`.
+        device: options of `emulator.device`.
+    """
+    made = kernel, code = compiled(kernel_type, settings)
+    o, lse = case.outputs()
+    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale)
+    gpu, error = _run(code, args, **device)
+    options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
+    peer, _ = oracle(case, *options, dtype=case.q.dtype)
+    return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,))
+
+
+def split_trial(case: Case, entries: str, window: bool, splits: int, **device: Any) -> Trial:
+    """Run the parts of an attention and join them, with sink and inverse RoPE."""
+    dtype = {v: k for k, v in TYPES.items()}[case.q.dtype]
+    depth = case.q.shape[2]
+    made = kernel, code = compiled(Fmha, (depth, dtype, entries, window, False, False, True))
+    parts, lses = case.outputs(splits)
+    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), parts, lses, case.scale, splits)
+    gpu, error = _run(code, args, **device)
+    o, lse = case.outputs()
+    if error is None:
+        hazards = gpu.hazards
+        join, join_code = compiled(Combine, (depth, dtype, True, True))
+        joined = arguments.combine_args(join, parts, lses, case.sink, (case.cos, case.sin), o, lse)
+        gpu, error = _run(join_code, joined, **device)
+        gpu.launches[0].result.hazards[:0] = hazards
+    peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
+    return _judge(made, gpu, error, (o, lse), peer, oracle(case, entries, window, True, True), (case,))
+
+
+def _parts(kernel: Any, case: Case) -> tuple:
+    """(entries, window, sink, rope) that a kernel with these options takes."""
+    entries = window = None
+    if kernel.entries != "none":
+        index = case.index if kernel.entries == "index" else None
+        first = case.first if kernel.entries == "range" else None
+        entries = case.pool, index, first, case.count
+    if kernel.window:
+        window = case.span, case.window_first, case.window_count
+    sink = case.sink if kernel.sink else None
+    return entries, window, sink, (case.cos, case.sin) if kernel.inverse_rope else None
