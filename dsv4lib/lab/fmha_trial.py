@@ -5,7 +5,7 @@ For notebooks, exercises and tests. A kernel that stops with an error is a resul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +20,7 @@ from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.inputs import TYPES, Case
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.lab.trial import where
+from dsv4lib.lab.trial import never_loaded, where
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
@@ -39,6 +39,7 @@ class Trial:
         trace, result: of the last launch.
         output, lse: what the kernel wrote; truth: O in fp64.
         inputs: (q, keys, ...), the tensors it read.
+        never: boxes of each operand that no CTA loaded; only with a trace.
     """
 
     kernel: Any
@@ -53,6 +54,7 @@ class Trial:
     lse: torch.Tensor | None
     truth: torch.Tensor
     inputs: tuple
+    never: dict[str, int] = field(default_factory=dict)
 
     @property
     def right(self) -> bool:
@@ -61,8 +63,8 @@ class Trial:
 
     @property
     def clean(self) -> bool:
-        """Right, and no hazard."""
-        return self.right and not self.hazards
+        """Right, no hazard, and every box of the operands loaded."""
+        return self.right and not self.hazards and not any(self.never.values())
 
     @property
     def rel_l2(self) -> float:
@@ -77,7 +79,8 @@ class Trial:
         out = [(h.kind, where(h.place), h.message) for h in self.hazards]
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
-        elif not self.factor.passed:
+        out += [("boxes never loaded", "", f"{n} boxes of {name}") for name, n in self.never.items() if n]
+        if self.error is None and not self.factor.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.rel_l2:.2g}; {self.factor}"))
         if self.lse_error is not None and self.lse_error > LSE_TOLERANCE:
             out.append(("wrong numbers", "", f"log-sum-exp is off by {self.lse_error:.2g}"))
@@ -122,18 +125,22 @@ def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> float:
     return float((lse.double() - truth)[finite].abs().max()) if bool(finite.any()) else 0.0
 
 
-def ladder_trial(kernel_type: type, settings: tuple, rows: int, keys: int, seed: int = 0, **device: Any) -> Trial:
+def ladder_trial(
+    kernel_type: type, settings: tuple, rows: int, keys: int, seed: int = 0, spread: float = 5.0, **device: Any
+) -> Trial:
     """Run a `Ladder` (or a variant) on random q [rows, D] and kv [keys, D].
 
     Args:
         kernel_type: the class; settings: its arguments (stage, head_dim, dtype).
         rows, keys: M and N.
-        seed: of the operands; ``device``: options of `emulator.device` (schedule, checks, trace, ...).
+        seed: of the operands.
+        spread: row i of q is scaled by 2^-spread .. 2^spread, growing with i: rows cannot stand in for each other.
+        device: options of `emulator.device` (schedule, checks, trace, ...).
     """
     made = kernel, code = compiled(kernel_type, settings)
     generator = torch.Generator().manual_seed(seed)
     dtype, depth = TYPES[kernel.dtype], kernel.head_dim
-    scales = torch.logspace(-2, 2, rows, base=2.0)[:, None]
+    scales = torch.logspace(-spread, spread, rows, base=2.0)[:, None]
     q = (torch.randn(rows, depth, generator=generator) * scales).to(dtype)
     kv = torch.randn(keys, depth, generator=generator).to(dtype)
     scale = depth**-0.5
@@ -153,7 +160,10 @@ def ladder_trial(kernel_type: type, settings: tuple, rows: int, keys: int, seed:
 
     # Scores stay in fp32, so their peer is fp32 too.
     peer = torch_says(torch.float32 if kernel.stage == "a" else dtype)[0]
-    return _judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
+    trial = _judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
+    if gpu.trace is not None and error is None:
+        trial.never = never_loaded(gpu.trace, {"q": q, "kv": kv})
+    return trial
 
 
 def oracle(

@@ -229,11 +229,14 @@ class Ladder:
         for tile in cutlass.range(cute.size(gKV, mode=[2]), unroll=1):
             kv.producer_acquire(state)
             for chunk in cutlass.range_constexpr(self.chunks):
-                # tile is the mode that local_tile left free: pinned to 0 here, every tile would be the first
-                source, target = tKgK[None, tile, chunk], tKsK[None, chunk, state.index]
+                source, target = self.kv_box(tKgK, tile, chunk), tKsK[None, chunk, state.index]
                 cute.copy(tma_kv, source, target, tma_bar_ptr=kv.producer_get_barrier(state))
             state.advance()
         kv.producer_tail(state)
+
+    def kv_box(self, tKgK: cute.Tensor, tile: Int32, chunk: int) -> cute.Tensor:
+        """The box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
+        return tKgK[None, tile, chunk]
 
     @cute.jit
     def mma(

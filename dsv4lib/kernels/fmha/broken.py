@@ -1,0 +1,162 @@
+"""The mistakes that cost days on real attention kernels, planted one at a time; each is marked ``WRONG``.
+
+Every class is the `Ladder` kernel with one method replaced. They compile without a word. What finds each is in
+`CAUGHT_BY`: the kind of the emulator's report, "boxes never loaded" (a trace) or "wrong numbers" (the comparison).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, pipeline
+
+from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.fmha.ladder import CHUNK, CHUNK_BYTES, LOG2_E, O_COLUMN, TILE_N, Ladder
+
+
+class PinnedTile(Ladder):
+    """Every KV tile is tile 0: right with one tile, plausible with more."""
+
+    def kv_box(self, tKgK: cute.Tensor, tile: Int32, chunk: int) -> cute.Tensor:
+        """See `Ladder.kv_box`."""
+        return tKgK[None, 0, chunk]  # WRONG: the mode of the tiles is pinned
+
+
+class HalfProduct(Ladder):
+    """The product stops after the first 64 dimensions: right at head dimension 64."""
+
+    @cute.jit
+    def mma_qk(self, d: Int32, sQ: Int32, stage: Int32):
+        """See `Ladder.mma_qk`."""
+        with cute.arch.elect_one():
+            for chunk in cutlass.range_constexpr(1):  # WRONG: one chunk instead of all of head_dim
+                for k in cutlass.range_constexpr(CHUNK // 16):
+                    offset = chunk * CHUNK_BYTES + k * 32
+                    a, b = umma.at(self.k_descriptor, sQ + offset), umma.at(self.k_descriptor, stage + offset)
+                    umma.mma_ss(d, a, b, self.qk_instruction, chunk + k > 0)
+
+
+class ShiftedWeights(Ladder):
+    """The second MMA looks for P where the softmax warps did not put it."""
+
+    @cute.jit
+    def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """See `Ladder.mma_pv`."""
+        with cute.arch.elect_one():
+            for k in cutlass.range_constexpr(TILE_N // 16):
+                b = umma.at(self.v_descriptor, stage + k * (16 * 128))
+                add = accumulate if k == 0 else cutlass.Boolean(True)
+                a = base + 448 + k * 8  # WRONG: P is in the columns of S
+                umma.mma_ts(base + O_COLUMN, a, b, self.pv_instruction, add)
+
+
+class FirstAccumulates(Ladder):
+    """The first P V adds to what tensor memory held."""
+
+    @cute.jit
+    def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """See `Ladder.mma_pv`."""
+        with cute.arch.elect_one():
+            for k in cutlass.range_constexpr(TILE_N // 16):
+                b = umma.at(self.v_descriptor, stage + k * (16 * 128))
+                umma.mma_ts(base + O_COLUMN, base + slot + k * 8, b, self.pv_instruction, True)  # WRONG: on tile 0
+
+
+class TransposedV(Ladder):
+    """V is read with the rows of kv as N: a square tile hides it, nothing faults."""
+
+    @cute.jit
+    def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """See `Ladder.mma_pv`."""
+        instruction = umma.instruction_descriptor(128, self.head_dim, self.dtype)  # WRONG: B is MN-major
+        with cute.arch.elect_one():
+            for k in cutlass.range_constexpr(TILE_N // 16):
+                b = umma.at(self.k_descriptor, stage + (k % 4) * 32 + (k // 4 % self.chunks) * CHUNK_BYTES)
+                add = accumulate if k == 0 else cutlass.Boolean(True)
+                umma.mma_ts(base + O_COLUMN, base + slot + k * 8, b, instruction, add)
+
+
+class NoStoreWait(Ladder):
+    """P is handed over before it has arrived in tensor memory."""
+
+    @cute.jit
+    def store_weights(
+        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
+    ):
+        """See `Ladder.store_weights`."""
+        rP = cute.make_rmem_tensor((TILE_N // 2, 2), self.element)
+        weights = rS.load() * scale
+        total = Float32(0.0)
+        if cutlass.const_expr(self.stage == "c"):
+            weights = cute.math.exp2(weights - maximum, fastmath=True)
+            total = weights.reduce(cute.ReductionOp.ADD, total, 0)
+        rP.store(weights.reshape((TILE_N // 2, 2)).to(self.element))
+        for part in cutlass.range_constexpr(2):
+            tmem.store(address, column + 32 * part, lane, cute.recast_tensor(rP[None, part], Float32))
+        return total  # WRONG: no wait for the asynchronous stores
+
+
+class OneMaximum(Ladder):
+    """One maximum for all rows of a warp: right while rows are of one scale, else small rows vanish."""
+
+    @cute.jit
+    def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
+        """See `Ladder.row_maximum`."""
+        if left < TILE_N:
+            for j in cutlass.range_constexpr(TILE_N):
+                rS[j] = cutlass.select_(j < left, rS[j], -Float32.inf)
+        largest = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        largest = cute.arch.warp_reduction(largest, cute.arch.fmax)  # WRONG: over the rows of 32 threads
+        return largest * (scale * LOG2_E)
+
+
+class NoRescale(Ladder):
+    """O keeps the scale of the first tile: right while the maximum does not move."""
+
+    @cute.jit
+    def rescale(self, address: cute.Pointer, lane: Int32, factor: Float32):
+        """See `Ladder.rescale`."""
+        # WRONG: nothing
+
+
+class EarlyRescale(Ladder):
+    """O is rescaled while the tensor core may still add the tile before to it."""
+
+    @cute.jit
+    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
+        """See `Ladder.wait_for_o`."""
+        p.producer_acquire(weights)  # WRONG: the slot of this tile, free one tile earlier
+        umma.fence_after_thread_sync()
+
+
+class BaseTwoLse(Ladder):
+    """The log-sum-exp mixes logarithms: the maximum is in log2, the sum is taken in ln."""
+
+    @cute.jit
+    def epilogue(
+        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, maximum: Float32, total: Float32
+    ):
+        """See `Ladder.epilogue`."""
+        # WRONG: (maximum + log2 total) ln 2 becomes maximum + ln total
+        Ladder.epilogue(self, mOut, mLse, address, lane, maximum, total)
+        block, _, _ = cute.arch.block_idx()
+        if block * 128 + lane < mOut.shape[0]:
+            mLse[block * 128 + lane] = maximum + cute.math.log2(total) * math.log(2.0)
+
+
+CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
+    "PinnedTile": ("a", "boxes never loaded"),
+    "HalfProduct": ("a", "wrong numbers"),
+    "ShiftedWeights": ("b", "uninitialised_tmem"),
+    "FirstAccumulates": ("b", "uninitialised_tmem"),
+    "TransposedV": ("b", "wrong numbers"),
+    "NoStoreWait": ("b", "missing_tcgen05_wait"),
+    "OneMaximum": ("c", "wrong numbers"),
+    "NoRescale": ("c", "wrong numbers"),
+    "EarlyRescale": ("c", "race_tensor"),
+    "BaseTwoLse": ("c", "wrong numbers"),
+}
+BROKEN = {name: globals()[name] for name in CAUGHT_BY}
