@@ -50,12 +50,12 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.common.budget import SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
 
 TILE_M, TILE_N = 128, 128
 CHUNK = 64  # dimensions in one 128-byte swizzle row
 CHUNK_BYTES = 128 * CHUNK * 2  # 128 rows of Q or kv
 KV_STAGES, S_STAGES = 2, 2
-SMEM_LIMIT = 232_448
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 THREADS = SOFTMAX_THREADS + 64
@@ -97,6 +97,30 @@ class Ladder:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"Ladder({self.stage}, {self.head_dim}, {self.dtype})"
+
+    def buffers(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        return [("Q", self.tile_bytes), *((f"kv {i}", self.tile_bytes) for i in range(KV_STAGES))]
+
+    def barriers(self) -> list[str]:
+        """Names of the mbarriers (8 bytes each), in order."""
+        pipelines = (("Q", 1), ("kv", KV_STAGES), ("S", S_STAGES), ("P", S_STAGES))
+        return [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
+
+    def budget(self) -> list[BudgetRow]:
+        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        data, control = sum(size for _, size in self.buffers()), 8 * len(self.barriers()) + 4
+        rows = f"128 rows x {self.head_dim} x 2 B"
+        columns = O_COLUMN + (0 if self.stage == "a" else self.head_dim)
+        return [
+            BudgetRow("SMEM: Q", self.tile_bytes, SMEM_LIMIT, "B", rows),
+            BudgetRow("SMEM: kv ring", KV_STAGES * self.tile_bytes, SMEM_LIMIT, "B", f"{KV_STAGES} stages x {rows}"),
+            BudgetRow("SMEM: control", control, SMEM_LIMIT, "B", f"{len(self.barriers())} mbarriers + TMEM address"),
+            BudgetRow("SMEM: total", whole_atoms(data + control), SMEM_LIMIT, "B", "sum, up to a multiple of 1024 B"),
+            BudgetRow("TMEM: S and P", O_COLUMN, TMEM_COLUMNS, "columns", f"{S_STAGES} tiles x {TILE_N}; P over S"),
+            BudgetRow("TMEM: used", columns, TMEM_COLUMNS, "columns", "S" if self.stage == "a" else "S + O, fp32"),
+            BudgetRow("threads", THREADS, 1024, "threads", "4 softmax + 1 MMA + 1 load warp"),
+        ]
 
     # ------------------------------------------------------------------ host
 
@@ -307,7 +331,7 @@ class Ladder:
         rows: Int32,
     ):
         """Softmax warps: thread t owns row t of the tile, all its scores and its row of O."""
-        allocator.allocate(512)
+        allocator.allocate(TMEM_COLUMNS)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)

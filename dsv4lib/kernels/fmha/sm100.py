@@ -60,6 +60,7 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.common import gather, tmem, umma
+from dsv4lib.kernels.common.budget import SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
 from dsv4lib.kernels.common.rope import rotate_back
 from dsv4lib.kernels.fmha import softmax
 from dsv4lib.kernels.fmha.softmax import HALF_N, TILE_M, TILE_N
@@ -69,14 +70,13 @@ CHUNK = 64  # head dimensions in one 128-byte swizzle row
 CHUNK_BYTES = TILE_N * CHUNK * 2
 P_BYTES = TILE_M * TILE_N * 2
 X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
+ROW_BYTES = 2 * 128 * 4  # exchange of maxima and sums
 S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
-SMEM_LIMIT = 232_448  # bytes one CTA may use on SM100
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 THREADS = SOFTMAX_THREADS + 64
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
 TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4
-TMEM_LIMIT = 512  # columns
 LOG2_E = math.log2(math.e)
 RESCALE_LOG2 = 8.0  # O is rescaled only when a row maximum grew by more than 2^8
 ENTRIES = ("none", "index", "range")
@@ -133,8 +133,7 @@ class Fmha:
         # ---- shared memory ----
         self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
         self.stage_bytes = self.chunks * CHUNK_BYTES
-        fixed = P_STAGES * P_BYTES + X_BYTES + umma.SWIZZLE_ATOM + 256  # row exchange; barriers and TMEM address
-        self.kv_stages = min(MAX_KV_STAGES, (SMEM_LIMIT - fixed) // self.stage_bytes)
+        self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
@@ -148,6 +147,51 @@ class Fmha:
             *(n for n in ("window", "sink", "inverse_rope", "partial") if vars(self)[n]),
         ]
         return f"Fmha({', '.join(parts)})"
+
+    def buffers(self, kv_stages: int | None = None) -> list[tuple[str, int]]:
+        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        stages = self.kv_stages if kv_stages is None else kv_stages
+        return [
+            *((f"kv {i}", self.stage_bytes) for i in range(stages)),
+            *((f"P {i}", P_BYTES) for i in range(P_STAGES)),
+            ("score exchange", X_BYTES),
+            ("row exchange", ROW_BYTES),
+        ]
+
+    def barriers(self, kv_stages: int | None = None) -> list[str]:
+        """Names of the mbarriers (8 bytes each), in order."""
+        stages = self.kv_stages if kv_stages is None else kv_stages
+        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES))
+        return [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
+
+    def _smem_bytes(self, kv_stages: int) -> int:
+        control = 8 * len(self.barriers(kv_stages)) + 4  # and the TMEM address
+        return whole_atoms(sum(size for _, size in self.buffers(kv_stages)) + control)
+
+    def budget(self) -> list[BudgetRow]:
+        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        d, n, control = self.head_dim, self.kv_stages, 8 * len(self.barriers()) + 4
+        sizes = {
+            "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.chunks * CHUNK} x 2 B"),
+            "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
+            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum and a sum of 128 threads, fp32"),
+            "control": (control, f"{len(self.barriers())} mbarriers + TMEM address"),
+            "total": (self._smem_bytes(n), "sum, up to a multiple of 1024 B"),
+        }
+        columns = {
+            "O": (d // 2, f"{TILE_M} heads x {d}, fp32, two half rows to a column"),
+            "Q": (self.s_column - self.q_column, f"{TILE_M} heads x {self.chunks * CHUNK}, 16 bit, two half rows"),
+            "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
+            "total": (self.tmem_columns, "sum, up to a power of two"),
+        }
+        return [
+            *(BudgetRow(f"SMEM: {name}", *(used, SMEM_LIMIT, "B", why)) for name, (used, why) in sizes.items()),
+            *(
+                BudgetRow(f"TMEM: {name}", *(used, TMEM_COLUMNS, "columns", why))
+                for name, (used, why) in columns.items()
+            ),
+            BudgetRow("threads", THREADS, 1024, "threads", "4 softmax + 1 MMA + 1 load warp"),
+        ]
 
     # ------------------------------------------------------------------ host
 

@@ -42,7 +42,6 @@ many the tensor core does, fed at (128 + tile_n) x 128 bytes a step: tile_n 256 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -52,28 +51,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as sm100_utils
 
 from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.common.budget import SMEM_ALIGN, SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
 
 TILE_M = 128  # rows of one 1-CTA UMMA: one per TMEM lane
 TILE_K_BYTES = 128  # one row of the 128-byte swizzle atom
-SMEM_LIMIT = 232_448  # bytes one CTA may use on SM100 (228 KiB less 1 KiB kept by the system)
 GRID_Y = 65_535  # blocks along the second axis of a grid
-SMEM_ALIGN = 1024  # bytes: one 128-byte swizzle atom is 8 rows of 128 B
-TMEM_COLUMNS = 512
 EPILOGUE_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 THREADS = 32 * (len(EPILOGUE_WARPS) + 2)
 TMEM_READY, TMEM_DONE = 1, 2  # named barriers: TMEM is allocated; all epilogue warps have read it (0 is __syncthreads)
 DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
-
-
-@dataclass(frozen=True)
-class BudgetRow:
-    """One line of a kernel's budget: what, how much, of how much, and why that number."""
-
-    resource: str
-    used: int
-    limit: int
-    unit: str
-    derivation: str
 
 
 class GemmTile:
@@ -129,7 +115,7 @@ class GemmTile:
     def _smem_bytes(self, stages: int) -> int:
         """Bytes of the whole SMEM block, in whole units of its alignment."""
         used = stages * (self.a_stage_bytes + self.b_stage_bytes) + self._control_bytes(stages)
-        return -(-used // SMEM_ALIGN) * SMEM_ALIGN
+        return whole_atoms(used)
 
     def budget(self) -> list[BudgetRow]:
         """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""

@@ -6,7 +6,7 @@ import torch
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import MAX_SECONDS
 from dsv4lib.kernels.fmha.arguments import ladder_args
-from dsv4lib.kernels.fmha.ladder import SMEM_LIMIT, Ladder
+from dsv4lib.kernels.fmha.ladder import Ladder
 from dsv4lib.lab.fmha_trial import bits, compiled, ladder_trial
 from dsv4lib.viz import ptx
 
@@ -50,7 +50,10 @@ def test_every_schedule_gives_the_same_bits(stage):
 def test_what_the_compiler_says(stage, head_dim):
     kernel, code = compiled(Ladder, (stage, head_dim, "bf16"))
     assert (code.local_bytes, code.spills) == (0, 0)
-    assert code.registers * code.threads <= 65_536 and code.smem_bytes <= SMEM_LIMIT
+    assert code.registers * code.threads <= 65_536
+    budget = {row.resource: row for row in kernel.budget()}
+    assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
+    assert all(0 < row.used <= row.limit and row.derivation for row in budget.values())
     assert code.seconds <= MAX_SECONDS
     counts = {
         "tcgen05.mma.cta_group::1.kind::f16": head_dim // 16 + (0 if stage == "a" else 8),

@@ -5,7 +5,6 @@ import torch
 
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import MAX_SECONDS
-from dsv4lib.kernels.fmha import sm100
 from dsv4lib.kernels.fmha.arguments import launch_args
 from dsv4lib.kernels.fmha.inputs import case
 from dsv4lib.kernels.fmha.sm100 import Fmha
@@ -111,9 +110,11 @@ def test_parts_join_to_the_whole(entries, splits):
 def test_what_the_compiler_says(head_dim):
     kernel, code = compiled(Fmha, (head_dim, *FULL[1:]))
     assert (code.local_bytes, code.spills) == (0, 0)
-    assert code.registers * code.threads <= 65_536 and code.smem_bytes <= sm100.SMEM_LIMIT
+    assert code.registers * code.threads <= 65_536
+    budget = {row.resource: row for row in kernel.budget()}
+    assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
+    assert all(0 < row.used <= row.limit and row.derivation for row in budget.values())
     assert code.seconds <= MAX_SECONDS
-    assert kernel.s_column + 128 <= kernel.tmem_columns <= sm100.TMEM_LIMIT
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
         "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2 * kernel.chunks,

@@ -1,0 +1,25 @@
+"""A kernel's budget: what it uses of each resource of an SM, computed from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMEM_LIMIT = 232_448  # bytes one CTA may use on SM90 and SM100 (228 KiB less 1 KiB kept by the system)
+TMEM_COLUMNS = 512
+SMEM_ALIGN = 1024  # bytes: one 128-byte swizzle atom is 8 rows of 128 B
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """One line of a kernel's budget: what, how much, of how much, and why that number."""
+
+    resource: str
+    used: int
+    limit: int
+    unit: str
+    derivation: str
+
+
+def whole_atoms(used: int) -> int:
+    """``used`` bytes of SMEM in whole units of its alignment, as the launch asks for them."""
+    return -(-used // SMEM_ALIGN) * SMEM_ALIGN
