@@ -1,4 +1,4 @@
-"""From a trace of `GemmTile` to the figures of the emulator's notebook: names for barriers, roles for warps."""
+"""From a trace of one of our kernels to the figures of a notebook: names for barriers, roles for warps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from dsv4lib.viz.history import Barrier
 from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.timeline import Phases, Track
 
-ROLES = {0: "epilogue", 1: "epilogue", 2: "epilogue", 3: "epilogue", 4: "mma", 5: "load"}
+_LAST = {4: "mma", 5: "load"}  # warps 0-3 read the accumulator
+ROLES = {**dict.fromkeys(range(4), "epilogue"), **_LAST}
+SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST}
 COLOURS = {
     "runs": PALETTE[0],
     "waits: mbarrier": PALETTE[1],
@@ -26,28 +28,26 @@ COLOURS = {
     "commit": PALETTE[5],
 }
 _UNITS = {"tma": "copy in flight", "tensor": "MMA"}
-CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by the epilogue"}
+CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by threads"}
 BYTES = {"tma": "written by TMA", "threads": "written by threads", "mma A": "read as A", "mma B": "read as B"}
 
 
 def barrier_names(kernel: Any) -> dict[int, str]:
-    """Offset in shared memory -> name of each mbarrier of a `GemmTile`."""
-    first = SMEM_RESERVED + kernel.stages * (kernel.a_stage_bytes + kernel.b_stage_bytes)
-    names = [f"{what} {i}" for what in ("full", "empty") for i in range(kernel.stages)]
-    return {first + 8 * i: name for i, name in enumerate([*names, "acc full", "acc empty"])}
+    """Offset in shared memory -> name of each mbarrier of a kernel."""
+    first = SMEM_RESERVED + sum(size for _, size in kernel.buffers())
+    return {first + 8 * i: name for i, name in enumerate(kernel.barriers())}
 
 
 def regions(kernel: Any) -> list[tuple[str, int, int]]:
     """(name, first byte, end) of the buffers in shared memory."""
     out, at = [], SMEM_RESERVED
-    for name, size in (("A", kernel.a_stage_bytes), ("B", kernel.b_stage_bytes)):
-        for stage in range(kernel.stages):
-            out.append((f"{name} {stage}", at, at + size))
-            at += size
+    for name, size in kernel.buffers():
+        out.append((name, at, at + size))
+        at += size
     return out
 
 
-def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None) -> Figure:
+def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: dict[int, str] = ROLES) -> Figure:
     """Roles and asynchronous units of one CTA on one clock."""
     tracks = []
     states = trace.states[trace.states["cta"] == cta]
@@ -55,7 +55,7 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None) -> Figur
         mine = states[states["warp"] == warp]
         waits = ["waits: mbarrier" if r == "mbarrier" else "waits: barrier" for r in mine["reason"]]
         kinds = ["runs" if s == "run" else w for s, w in zip(mine["state"], waits, strict=True)]
-        tracks.append(Track(f"warp {warp} {ROLES.get(warp, '')}", mine["time"], mine["end"], kinds))
+        tracks.append(Track(f"warp {warp} {roles.get(warp, '')}", mine["time"], mine["end"], kinds))
     ends = np.where(trace.ops["done_time"] < 0, trace.time, trace.ops["done_time"])
     for unit, name in (("tma", "TMA"), ("tensor", "tensor core")):
         rows = np.nonzero((trace.ops["cta"] == cta) & (trace.ops["unit"] == unit))[0]
@@ -113,8 +113,8 @@ def box_iterations(trace: Trace, operand: Any, name: str, cta: int = 0) -> Figur
     number = next(i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr())
     tensor = trace.tensors[number]
     coords = trace.loads(number, cta)[:, ::-1]
-    rows = min(operand.shape[0], tensor.box[1])
-    row0 = coords[:, :1].min()
+    row0, last = int(coords[:, 0].min()), int(coords[:, 0].max())
+    rows = min(operand.shape[0], last + tensor.box[1]) - row0
     return viz.tma.iterations(
         (rows, operand.shape[1]), (tensor.box[1], tensor.box[0]), coords - [[row0, 0]], f"{name}: loads of CTA {cta}"
     )
@@ -131,7 +131,9 @@ def swizzle(trace: Trace) -> Figure:
     return viz.smem.swizzle_map(offsets, 2, "as TMA wrote the box", plain, "row after row")
 
 
-def moment(trace: Trace, names: dict[int, str], event: int, cta: int = 0) -> tuple[Figure, str]:
+def moment(
+    trace: Trace, names: dict[int, str], event: int, cta: int = 0, roles: dict[int, str] = ROLES
+) -> tuple[Figure, str]:
     """Tensor memory, shared memory and barriers at one event, and one line on who waits."""
     time = trace.time_of(event)
     cells, _ = trace.tmem_state(event, cta)
@@ -149,7 +151,7 @@ def moment(trace: Trace, names: dict[int, str], event: int, cta: int = 0) -> tup
         if o in names
     ]
     live = trace.states[(trace.states["cta"] == cta) & (trace.states["time"] <= time) & (trace.states["end"] > time)]
-    waiting = [f"{int(r['warp'])} {ROLES.get(int(r['warp']), '')}" for r in live if r["state"] == "wait"]
+    waiting = [f"{int(r['warp'])} {roles.get(int(r['warp']), '')}" for r in live if r["state"] == "wait"]
     figure = viz.history.moment(
         (cells, [CELLS[kind] for kind in TMEM_KINDS]),
         (chunks[:, 0], [BYTES.get(kind, kind) for kind in kinds]),

@@ -117,6 +117,15 @@ class GemmTile:
         used = stages * (self.a_stage_bytes + self.b_stage_bytes) + self._control_bytes(stages)
         return whole_atoms(used)
 
+    def buffers(self) -> list[tuple[str, int]]:
+        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        sizes = (("A", self.a_stage_bytes), ("B", self.b_stage_bytes))
+        return [(f"{name} {stage}", size) for name, size in sizes for stage in range(self.stages)]
+
+    def barriers(self) -> list[str]:
+        """Names of the mbarriers (8 bytes each), in order."""
+        return [*(f"{what} {i}" for what in ("full", "empty") for i in range(self.stages)), "acc full", "acc empty"]
+
     def budget(self) -> list[BudgetRow]:
         """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
         s, n = self.stages, self.tile_n
