@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsv4lib import check
+from dsv4lib import backends, check
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
@@ -24,7 +24,7 @@ from dsv4lib.lab.trial import never_loaded, where
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
-LSE_TOLERANCE = 2e-5  # absolute; scores of tens in fp32, exponents and logarithms of the GPU's approximations
+LSE_TOLERANCE = 2e-6  # of max(1, |lse|): fp32 sums of products, exponents and logarithms of the GPU's approximations
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Trial:
     Attributes:
         kernel: the kernel object; compiled: what the compiler said about it.
         factor: O (stage A: S) against fp64, beside PyTorch in the same type; None if the kernel stopped.
-        lse_error: largest absolute error of the log-sum-exp, inf where an infinity is in the wrong place; None without.
+        lse_error: largest error of the log-sum-exp in units of max(1, |lse|), inf where an infinity is in the wrong
+            place; None without.
         hazards: what the checks reported; error: what stopped it.
         trace, result: of the last launch.
         output, lse: what the kernel wrote; truth: O in fp64.
@@ -99,7 +100,19 @@ def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
     return kernel, compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
 
 
-def _run(code: Compiled, args: tuple, **device: Any) -> tuple[Any, EmulatorError | None]:
+@dataclass
+class _Native:
+    """What a run on a GPU tells beside its numbers: nothing."""
+
+    hazards: tuple = ()
+    launches: tuple = ()
+    trace: None = None
+
+
+def _run(code: Compiled, args: tuple, backend: str, **device: Any) -> tuple[Any, EmulatorError | None]:
+    if backend == "native":
+        backends.launch("native", code.function, *args)
+        return _Native(), None
     gpu = make("sm_100a", **{"checks": "race", **device})
     try:
         launch(code, *args, gpu=gpu)
@@ -109,7 +122,7 @@ def _run(code: Compiled, args: tuple, **device: Any) -> tuple[Any, EmulatorError
 
 
 def _judge(made: tuple, gpu: Any, error: Any, output: tuple, peer: torch.Tensor, truth: tuple, inputs: tuple) -> Trial:
-    (kernel, code), (out, lse) = made, output
+    (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
     if error is None:
         factor = check.within_factor(out, peer.to(out.dtype), truth[0])
@@ -122,11 +135,19 @@ def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> float:
     finite = truth.isfinite()
     if not torch.equal(lse[~finite].double(), truth[~finite]) or not bool(lse[finite].isfinite().all()):
         return float("inf")
-    return float((lse.double() - truth)[finite].abs().max()) if bool(finite.any()) else 0.0
+    errors = (lse.double() - truth).abs() / truth.abs().clamp_min(1)
+    return float(errors[finite].max()) if bool(finite.any()) else 0.0
 
 
 def ladder_trial(
-    kernel_type: type, settings: tuple, rows: int, keys: int, seed: int = 0, spread: float = 5.0, **device: Any
+    kernel_type: type,
+    settings: tuple,
+    rows: int,
+    keys: int,
+    seed: int = 0,
+    spread: float = 5.0,
+    backend: str = "emulator",
+    **device: Any,
 ) -> Trial:
     """Run a `Ladder` (or a variant) on random q [rows, D] and kv [keys, D].
 
@@ -134,13 +155,13 @@ def ladder_trial(
         kernel_type: the class; settings: its arguments (stage, head_dim, dtype).
         rows, keys: M and N.
         seed: of the operands.
-        spread: row i of q is scaled by 2^-spread .. 2^spread, growing with i: rows cannot stand in for each other.
-        device: options of `emulator.device` (schedule, checks, trace, ...).
+        spread: rows of q are scaled by 2^-spread .. 2^spread, small beside large: none can stand in for another.
+        backend: "emulator" or "native"; device: options of `emulator.device` (schedule, checks, trace, ...).
     """
     made = kernel, code = compiled(kernel_type, settings)
     generator = torch.Generator().manual_seed(seed)
     dtype, depth = TYPES[kernel.dtype], kernel.head_dim
-    scales = torch.logspace(-spread, spread, rows, base=2.0)[:, None]
+    scales = torch.logspace(-spread, spread, rows, base=2.0)[torch.arange(rows) * 37 % rows, None]
     q = (torch.randn(rows, depth, generator=generator) * scales).to(dtype)
     kv = torch.randn(keys, depth, generator=generator).to(dtype)
     scale = depth**-0.5
@@ -148,7 +169,10 @@ def ladder_trial(
     lse = torch.full((rows,), float("nan")) if kernel.stage == "c" else None
     if kernel.stage != "a":
         out = torch.full((rows, depth), float("nan"), dtype=dtype)
-    gpu, error = _run(code, arguments.ladder_args(kernel, q, kv, out, lse, scale), **device)
+    place = backends.device(backend)
+    there = [None if x is None else x.to(place) for x in (q, kv, out, lse)]
+    gpu, error = _run(code, arguments.ladder_args(kernel, *there, scale), backend, **device)
+    out, lse = there[2:]
 
     def torch_says(as_type: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         a, b = q.to(as_type), kv.to(as_type)
@@ -180,18 +204,19 @@ def oracle(
     return o, lse
 
 
-def fmha_trial(kernel_type: type, settings: tuple, case: Case, **device: Any) -> Trial:
+def fmha_trial(kernel_type: type, settings: tuple, case: Case, backend: str = "emulator", **device: Any) -> Trial:
     """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
 
     Args:
         kernel_type: the class; settings: its arguments in order.
         case: from `kernels.fmha.inputs.case`.
-        device: options of `emulator.device`.
+        backend: "emulator" or "native"; device: options of `emulator.device`.
     """
     made = kernel, code = compiled(kernel_type, settings)
-    o, lse = case.outputs()
-    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale)
-    gpu, error = _run(code, args, **device)
+    there = case.to(backends.device(backend))
+    o, lse = there.outputs()
+    args = arguments.launch_args(kernel, there.q, *_parts(kernel, there), o, lse, case.scale)
+    gpu, error = _run(code, args, backend, **device)
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
     return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,))
@@ -204,13 +229,13 @@ def split_trial(case: Case, entries: str, window: bool, splits: int, **device: A
     made = kernel, code = compiled(Fmha, (depth, dtype, entries, window, False, False, True))
     parts, lses = case.outputs(splits)
     args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), parts, lses, case.scale, splits)
-    gpu, error = _run(code, args, **device)
+    gpu, error = _run(code, args, "emulator", **device)
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards
         join, join_code = compiled(Combine, (depth, dtype, True, True))
         joined = arguments.combine_args(join, parts, lses, case.sink, (case.cos, case.sin), o, lse)
-        gpu, error = _run(join_code, joined, **device)
+        gpu, error = _run(join_code, joined, "emulator", **device)
         gpu.launches[0].result.hazards[:0] = hazards
     peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
     return _judge(made, gpu, error, (o, lse), peer, oracle(case, entries, window, True, True), (case,))

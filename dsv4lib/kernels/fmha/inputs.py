@@ -6,7 +6,7 @@ may read are NaN; outputs start as NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -37,12 +37,18 @@ class Case:
     sin: torch.Tensor
     scale: float
 
+    def to(self, device: str) -> Case:
+        """The same case with its tensors on ``device``."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Case(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in moved.items()})
+
     def outputs(self, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel."""
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
-        return torch.full((*lead, *self.q.shape), nan, dtype=dtype), torch.full((*lead, *self.q.shape[:2]), nan)
+        o = self.q.new_full((*lead, *self.q.shape), nan, dtype=dtype)
+        return o, self.q.new_full((*lead, *self.q.shape[:2]), nan, dtype=torch.float32)
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
