@@ -1,7 +1,7 @@
 """The mistakes that cost days on real attention kernels, planted one at a time; each is marked ``WRONG``.
 
-Every class is the `Ladder` kernel with one method replaced. They compile without a word. What finds each is in
-`CAUGHT_BY`: the kind of the emulator's report, "boxes never loaded" (a trace) or "wrong numbers" (the comparison).
+Every class is the `Ladder` or the `Fmha` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says
+what finds each: a kind of the emulator's reports, "boxes never loaded" (a trace) or "wrong numbers" (the comparison).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, pipeline
 
 from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.fmha.ladder import CHUNK, CHUNK_BYTES, LOG2_E, O_COLUMN, TILE_N, Ladder
+from dsv4lib.kernels.fmha.sm100 import Fmha
 
 
 class PinnedTile(Ladder):
@@ -147,6 +148,25 @@ class BaseTwoLse(Ladder):
             mLse[block * 128 + lane] = maximum + cute.math.log2(total) * math.log(2.0)
 
 
+class SumOverMaximum(Fmha):
+    """The sums of a row go where its maxima were, while the partner may still be reading the last one.
+
+    The same race was found in a published decode kernel: a slot for an exchange between warps is written again with no
+    barrier after the read. It shows only under an unlucky order.
+    """
+
+    sum_slot = 0  # WRONG: 1
+
+
+class SwappedHalves(Fmha):
+    """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
+
+    @cute.jit
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
+        """See `Fmha.stage_q`."""
+        Fmha.stage_q(self, mQ, address, head, 1 - half, tidx)  # WRONG: half
+
+
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
     "HalfProduct": ("a", "wrong numbers"),
@@ -158,5 +178,7 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "NoRescale": ("c", "wrong numbers"),
     "EarlyRescale": ("c", "race_tensor"),
     "BaseTwoLse": ("c", "wrong numbers"),
+    "SumOverMaximum": ("d1", "race_shared"),
+    "SwappedHalves": ("d1", "wrong numbers"),
 }
 BROKEN = {name: globals()[name] for name in CAUGHT_BY}

@@ -100,6 +100,8 @@ class Fmha:
         ConfigError: a value that is not one of these, or keys of no kind.
     """
 
+    sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
+
     def __init__(
         self,
         head_dim: int = 512,
@@ -492,9 +494,9 @@ class Fmha:
                 p.producer_commit(weights)
             weights.advance()
 
-        sRow[tidx, 1] = total  # not in the slot of the maxima, which the partner may still read
+        sRow[tidx, self.sum_slot] = total
         pair.arrive_and_wait()
-        total += sRow[tidx ^ TILE_M, 1]
+        total += sRow[tidx ^ TILE_M, self.sum_slot]
         if work[3] > work[2]:
             self.wait_for_o(p, weights)
         self.epilogue(mSink, rope, mO, mLse, address, head, half, tidx, reference, total, work[3] > work[2])
