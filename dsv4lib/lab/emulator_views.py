@@ -27,6 +27,7 @@ COLOURS = {
     "MMA": PALETTE[3],
     "commit": PALETTE[5],
 }
+MAX_LANES = 8  # copies in flight that are drawn one by one
 _UNITS = {"tma": "copy in flight", "tensor": "MMA"}
 CELLS = {"mma": "written by an MMA", "st": "stored", "cp": "copied", "A": "read as A", "ld": "loaded by threads"}
 BYTES = {"tma": "written by TMA", "threads": "written by threads", "mma A": "read as A", "mma B": "read as B"}
@@ -63,6 +64,11 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
         if unit == "tensor":  # a queue: an operation's turn comes when the one before it is done
             starts = np.maximum(starts, np.append(0, ends[rows][:-1]))
         lanes = lanes_of(starts, ends[rows])
+        if lanes.max(initial=-1) >= MAX_LANES:
+            first, last = _union(starts, ends[rows])
+            label = f"{name}, up to {int(lanes.max()) + 1} at once"
+            tracks.append(Track(label, first, last, [_UNITS[unit]] * len(first)))
+            continue
         for lane in range(int(lanes.max(initial=-1)) + 1):
             mine = lanes == lane
             commits = [trace.labels[i].startswith("commit") for i in rows[mine]]
@@ -70,6 +76,14 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
             label = f"{name} {lane}" if lanes.any() else name
             tracks.append(Track(label, starts[mine], ends[rows[mine]], kinds))
     return viz.timeline.timeline(tracks, f"CTA {cta}: who runs, who waits", COLOURS, now)
+
+
+def _union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The spans in which at least one of the intervals runs."""
+    order = np.argsort(starts)
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    new = np.append(True, starts[1:] > ends[:-1])
+    return starts[new], ends[np.append(np.nonzero(new)[0][1:] - 1, len(ends) - 1)]
 
 
 def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float | None = None) -> Figure:

@@ -196,3 +196,10 @@ def test_lines_of_notebook_cells_are_told_by_their_number():
     assert trial._where("/tmp/ipykernel_77/2998427574.py:7", 527) == "notebook cell, line 7, PTX line 527"
     assert trial._where("/home/somebody/kernel.py:7", 527) == "kernel.py:7, PTX line 527"
     assert trial._where("", 527) == "PTX line 527"
+
+
+def test_many_copies_at_once_are_one_track():
+    """The spans in which at least one copy is in flight; intervals in any order, nested, touching and apart."""
+    starts, ends = np.array([5, 0, 1, 20, 8]), np.array([8, 3, 2, 21, 9])
+    first, last = views._union(starts, ends)
+    assert first.tolist() == [0, 5, 20] and last.tolist() == [3, 9, 21]
