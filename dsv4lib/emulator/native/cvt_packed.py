@@ -51,24 +51,19 @@ def to_half_pair(e: Emitter, form: Form) -> None:
 
 
 @isa.native(
-    f"cvt.rs{CLAMPS}.bf16x2.f32",
-    note="random bits 15..0 round the lower half, 31..16 the upper: as quack-kernels 0.6.5 says of a B200; other types "
-    "of cvt.rs are refused",
+    f"cvt.rs{CLAMPS}.<dtype:f16x2|bf16x2>.f32",
+    note="subnormal results add the random bits to the highest that are dropped (the ISA does not say); to four small "
+    "values: refused, the ISA shows which random bits each takes in a figure alone",
 )
 def to_random_pair(e: Emitter, form: Form) -> None:
-    """Two f32 to bf16x2, away from zero if 16 random bits and the 16 bits that are dropped carry."""
-    random = e.load(3, "i32")
-    halves = []
-    for i, bits in ((1, random >> 16), (2, random & 0xFFFF)):
-        x = fp.load(e, i, "f32")
-        x = fp.relu(e, x) if form.has("relu") else x
-        raw = e.bitcast(x, "i32")
-        finite = e.icmp("ult", raw & 0x7FFFFFFF, 0x7F800000)
-        code = e.select(finite, raw + bits, raw) >> 16
-        if form.has("satfinite"):
-            code = e.select(e.icmp("eq", code & 0x7FFF, 0x7F80), code - 1, code)
-        halves.append(e.select(fp.is_nan(e, x), code.like(0x7FFF), code))
-    e.store(0, (halves[0] << 16) | halves[1])
+    """Two f32 to f16x2 or bf16x2, away from zero if the random bits and the bits that are dropped carry.
+
+    The upper half of the random number rounds the upper value; of each half f16 takes the low 13 bits, bf16 all.
+    """
+    name, random = fp.element(form.get("dtype")), e.load(3, "i32")
+    flags = name, "rs", form.has("satfinite"), form.has("relu")
+    high, low = (narrow.encode(e, fp.load(e, i, "f32"), *flags, bits) for i, bits in ((1, random >> 16), (2, random)))
+    e.store(0, (high << 16) | low)
 
 
 def to_small(e: Emitter, form: Form, values: list[Value]) -> None:

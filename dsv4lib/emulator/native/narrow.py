@@ -61,8 +61,28 @@ def round_up(e: Emitter, mode: str, quotient: Value, rest: Value, half: Value, n
     return e.const(0, "i1", rest.n)  # rz
 
 
-def encode(e: Emitter, x: Value, name: str, mode: str = "rn", satfinite: bool = False, relu: bool = False) -> Value:
-    """f32 lanes to codes of format ``name`` in i32 lanes."""
+# Random bits that each value of cvt.rs takes; they are added to as many of the bits that are dropped, the highest.
+RANDOM_BITS = {"f16": 13, "bf16": 16}
+
+
+def carries(e: Emitter, significand: Value, shift: Value, name: str, random: Value) -> Value:
+    """Whether ``random`` and the bits that a right shift drops carry: i1 lanes. Bits lower still have no say."""
+    count = RANDOM_BITS[name]
+    low = e.intrinsic("llvm.umin", shift - count, shift.like(31))
+    dropped = (significand >> low) & ((1 << count) - 1)
+    return e.icmp("uge", dropped + (random & ((1 << count) - 1)), 1 << count)
+
+
+def encode(
+    e: Emitter,
+    x: Value,
+    name: str,
+    mode: str = "rn",
+    satfinite: bool = False,
+    relu: bool = False,
+    random: Value | None = None,
+) -> Value:
+    """f32 lanes to codes of format ``name`` in i32 lanes; mode "rs" rounds by the ``random`` bits in i32 lanes."""
     form = FORMATS[name]
     bits = e.bitcast(x, "i32")
     size = bits & 0x7FFFFFFF
@@ -72,11 +92,15 @@ def encode(e: Emitter, x: Value, name: str, mode: str = "rn", satfinite: bool = 
     significand = (size & 0x7FFFFF) | e.select(normal, size.like(0x800000), 0)
     # Exponents below the smallest normal number shift further; 25 bits leave nothing but a sticky rest.
     missing = e.intrinsic("llvm.smax", (form.lowest + 127) - biased, biased.like(0))
-    shift = e.intrinsic("llvm.umin", missing + (23 - form.fraction), missing.like(25))
+    dropped = missing + (23 - form.fraction)
+    shift = e.intrinsic("llvm.umin", dropped, missing.like(25))
     quotient = significand >> shift
     rest = significand - (quotient << shift)
     half = rest.like(1) << (shift - 1)
-    up = round_up(e, mode, quotient, rest, half, negative)
+    if random is None:
+        up = round_up(e, mode, quotient, rest, half, negative)
+    else:
+        up = carries(e, significand, dropped, name, random)
     quotient = quotient + e.cast("zext", up, "i32")
     binade = e.intrinsic("llvm.smax", biased - (form.lowest + 127), biased.like(0))
     code = quotient + (binade << form.fraction)

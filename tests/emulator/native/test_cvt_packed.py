@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from math import floor
 
 import ml_dtypes
 import numpy as np
@@ -52,26 +53,40 @@ def half_pairs() -> list[Case]:
     return out
 
 
+RANDOM = {"f16": (113, 10, 13), "bf16": (1, 7, 16)}  # biased f32 exponent of the smallest normal, fraction, random bits
+
+
+def random_half(raw: int, random: int, t: str, relu: bool, fin: bool) -> int:
+    """Exactly: the magnitude in units of the last place, to as many further bits as are random, plus those, cut."""
+    lowest, fraction, count = RANDOM[t]
+    infinity = 0x7C00 if t == "f16" else 0x7F80
+    sign, magnitude = raw >> 31 << 15, raw & 0x7FFFFFFF
+    if magnitude > 0x7F800000:
+        return 0x7FFF
+    if relu and (sign or not magnitude):
+        return 0
+    if magnitude < 0x7F800000:
+        field = magnitude >> 23
+        exponent, significand = max(field, 1), magnitude & 0x7FFFFF | bool(field) << 23
+        binade = max(exponent, lowest)
+        scaled = Fraction(significand) * Fraction(2) ** (exponent - 23 - binade + fraction + count)
+        units = floor(scaled) + random % (1 << count) >> count
+        size = min(units + (binade - lowest << fraction), infinity)
+    else:
+        size = infinity
+    return sign | (infinity - 1 if fin and size == infinity else size)
+
+
 def random_pairs() -> list[Case]:
-    """Exactly: the magnitude in units of the dropped bits' top 16 plus the random number, cut."""
     out = []
-    for tail, (relu, fin) in ORDERS.items():
+    for t in RANDOM:
+        for tail, (relu, fin) in ORDERS.items():
 
-        def half(raw: int, random: int, relu: bool, fin: bool) -> int:
-            sign, magnitude = raw >> 31 << 15, raw & 0x7FFFFFFF
-            if magnitude > 0x7F800000:
-                return 0x7FFF
-            if relu and (sign or not magnitude):
-                return 0
-            if magnitude < 0x7F800000:
-                kept, dropped = divmod(magnitude, 1 << 16)
-                magnitude = (kept + (dropped + random >= 1 << 16)) << 16
-            return sign | (0x7F7F if fin and magnitude >= 0x7F800000 else magnitude >> 16)
+            def oracle(a: int, b: int, random: int, t=t, relu=relu, fin=fin) -> int:
+                high = random_half(a, random >> 16, t, relu, fin)
+                return high << 16 | random_half(b, random & 0xFFFF, t, relu, fin)
 
-        def oracle(a: int, b: int, random: int, relu=relu, fin=fin) -> int:
-            return half(a, random >> 16, relu, fin) << 16 | half(b, random & 0xFFFF, relu, fin)
-
-        out.append(Case(f"cvt.rs{tail}.bf16x2.f32", ("f32", "f32", "b32"), oracle, rows=12))
+            out.append(Case(f"cvt.rs{tail}.{t}x2.f32", ("f32", "f32", "b32"), oracle, rows=12))
     return out
 
 
