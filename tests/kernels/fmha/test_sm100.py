@@ -82,6 +82,18 @@ def test_a_rising_maximum_rescales():
     assert trial.clean, trial.findings()
 
 
+def test_pro_decode():
+    """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window."""
+    trial = fmha_trial(Fmha, FULL, case(128, [1024] * 4, [128] * 4))
+    assert trial.clean, trial.findings()
+
+
+def test_flash_prefill():
+    """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up from the first token on."""
+    trial = fmha_trial(Fmha, FULL, case(64, [512] * 64, [min(t + 100, 128) for t in range(64)]), checks="default")
+    assert trial.clean, trial.findings()
+
+
 def test_every_schedule_gives_the_same_bits():
     trials = [fmha_trial(Fmha, FULL, case(64, [150, 70], [128, 33]), schedule=s) for s in SCHEDULES]
     assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
