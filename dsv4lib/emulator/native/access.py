@@ -17,6 +17,35 @@ from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value, context_off
 
 _SHARED_TOP, _LOCAL_TOP = abi.SHARED_WINDOW >> 56, abi.LOCAL_WINDOW >> 56
 
+# What several helpers share, put in place of its name by `_ready`.
+# <aligned ...>: the address, or the offset in a CTA, is a multiple of the size; null after a fault. Ends in %aligned.
+# <init by size>: %q points at the marks of the shared bytes; goes on at %b1, %b2, %b4 or %wide.
+_ALIGNED = """\
+  %low = sub i64 %bytes, 1
+  %mis = and i64 %WHAT, %low
+  %skew = icmp ne i64 %mis, 0
+  br i1 %skew, label %misaligned, label %aligned
+misaligned:
+  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
+  ret ptr null
+aligned:
+"""
+_PARTS = {
+    "<aligned address>\n": _ALIGNED.replace("WHAT", "address"),
+    "<aligned offset>\n": _ALIGNED.replace("WHAT", "offset"),
+    "<init by size>\n": """\
+  %rank = lshr i64 %address, 24
+  %offset = and i64 %address, 16777215
+  %pt = getelementptr i8, ptr %ctx, i64 $C_smem_init
+  %pb = getelementptr ptr, ptr %pt, i64 %rank
+  %init = load ptr, ptr %pb, align 8
+  %q = getelementptr i8, ptr %init, i64 %offset
+  switch i64 %bytes, label %wide [ i64 1, label %b1
+                                   i64 2, label %b2
+                                   i64 4, label %b4 ]
+""",
+}
+
 _FAULT = """
 define internal ptr @mem_fault(ptr %ctx, i32 %code, i64 %address, i64 %bytes, i32 %lane) nounwind cold noinline {
   %pf = getelementptr i8, ptr %ctx, i64 $C_fault
@@ -108,14 +137,7 @@ full:
 _GLOBAL = """
 define internal ptr @mem_global(ptr %ctx, i64 %address, i64 %bytes, i32 %lane, i32 %store) nounwind {
 entry:
-  %low = sub i64 %bytes, 1
-  %mis = and i64 %address, %low
-  %skew = icmp ne i64 %mis, 0
-  br i1 %skew, label %misaligned, label %aligned
-misaligned:
-  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
-  ret ptr null
-aligned:
+<aligned address>
   %pt = getelementptr i8, ptr %ctx, i64 $C_alloc
   %table = load ptr, ptr %pt, align 8
   %plast = getelementptr i8, ptr %ctx, i64 $C_alloc_last
@@ -207,14 +229,7 @@ define internal ptr @mem_shared(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) n
 entry:
   %rank = lshr i64 %address, 24
   %offset = and i64 %address, 16777215
-  %low = sub i64 %bytes, 1
-  %mis = and i64 %offset, %low
-  %skew = icmp ne i64 %mis, 0
-  br i1 %skew, label %misaligned, label %aligned
-misaligned:
-  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
-  ret ptr null
-aligned:
+<aligned offset>
   %pn = getelementptr i8, ptr %ctx, i64 $C_smem_bytes
   %n = load i32, ptr %pn, align 4
   %size = zext i32 %n to i64
@@ -248,15 +263,7 @@ good:
   %off = icmp eq i32 %bit, 0
   br i1 %off, label %done, label %check
 check:
-  %rank = lshr i64 %address, 24
-  %offset = and i64 %address, 16777215
-  %pt = getelementptr i8, ptr %ctx, i64 $C_smem_init
-  %pb = getelementptr ptr, ptr %pt, i64 %rank
-  %init = load ptr, ptr %pb, align 8
-  %q = getelementptr i8, ptr %init, i64 %offset
-  switch i64 %bytes, label %wide [ i64 1, label %b1
-                                   i64 2, label %b2
-                                   i64 4, label %b4 ]
+<init by size>
 b1:
   %v1 = load i8, ptr %q, align 1
   %o1 = icmp eq i8 %v1, 1
@@ -296,15 +303,7 @@ entry:
   %bad = icmp eq ptr %p, null
   br i1 %bad, label %done, label %mark
 mark:
-  %rank = lshr i64 %address, 24
-  %offset = and i64 %address, 16777215
-  %pt = getelementptr i8, ptr %ctx, i64 $C_smem_init
-  %pb = getelementptr ptr, ptr %pt, i64 %rank
-  %init = load ptr, ptr %pb, align 8
-  %q = getelementptr i8, ptr %init, i64 %offset
-  switch i64 %bytes, label %wide [ i64 1, label %b1
-                                   i64 2, label %b2
-                                   i64 4, label %b4 ]
+<init by size>
 b1:
   store i8 1, ptr %q, align 1
   br label %proxy
@@ -354,14 +353,7 @@ done:
 _LOCAL = """
 define internal ptr @mem_local(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
 entry:
-  %low = sub i64 %bytes, 1
-  %mis = and i64 %address, %low
-  %skew = icmp ne i64 %mis, 0
-  br i1 %skew, label %misaligned, label %aligned
-misaligned:
-  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
-  ret ptr null
-aligned:
+<aligned address>
   %pn = getelementptr i8, ptr %ctx, i64 $C_local_bytes
   %n = load i32, ptr %pn, align 4
   %size = zext i32 %n to i64
@@ -386,14 +378,7 @@ outside:
 
 _PARAM = """
 define internal ptr @mem_param(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind {
-  %low = sub i64 %bytes, 1
-  %mis = and i64 %address, %low
-  %skew = icmp ne i64 %mis, 0
-  br i1 %skew, label %misaligned, label %aligned
-misaligned:
-  %f1 = call ptr @mem_fault(ptr %ctx, i32 $ALIGN, i64 %address, i64 %bytes, i32 %lane)
-  ret ptr null
-aligned:
+<aligned address>
   %ps = getelementptr i8, ptr %ctx, i64 $C_param
   %start = load i64, ptr %ps, align 8
   %pn = getelementptr i8, ptr %ctx, i64 $C_param_bytes
@@ -442,6 +427,8 @@ _CODES |= {"SHARED_TOP": str(_SHARED_TOP), "LOCAL_TOP": str(_LOCAL_TOP)}
 
 
 def _ready(text: str) -> str:
+    for name, part in _PARTS.items():
+        text = text.replace(name, part)
     text = fill(text)
     for name, value in sorted(_CODES.items(), key=lambda item: -len(item[0])):
         text = text.replace(f"${name}", value)
