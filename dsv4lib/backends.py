@@ -126,7 +126,7 @@ def launch(name: str, compiled: Any, *args: Any) -> Any:
 
     Args:
         name: `native` or `emulator`, as `resolve` returned it.
-        compiled: what ``cute.compile`` returned, with its PTX kept (``compile_for`` does).
+        compiled: what ``compile_for`` returned, or ``cute.compile`` with its PTX kept.
         args: CuTe tensors over memory of `device(name)`, numbers.
 
     Returns:
@@ -139,7 +139,7 @@ def launch(name: str, compiled: Any, *args: Any) -> Any:
     if name == "native":
         import torch
 
-        compiled(*args)
+        getattr(compiled, "function", compiled)(*args)
         return torch.cuda.synchronize()
     if name == "emulator":
         return importlib.import_module(EMULATOR_MODULE).launch(compiled, *args)

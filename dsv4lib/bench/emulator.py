@@ -124,9 +124,9 @@ def gemm(k: int = 4096) -> tuple[list[Row], str]:
     a, b, c = inputs.operands(128, 128, k, "bf16", "fp32")
     arguments = kernel.launch_args(a, b, c)
     began = time.perf_counter()
-    backends.launch("emulator", done.function, *arguments)
+    backends.launch("emulator", done, *arguments)
     first = time.perf_counter() - began
-    seconds, result = best(lambda: backends.launch("emulator", done.function, *arguments).launches[-1].result)
+    seconds, result = best(lambda: backends.launch("emulator", done, *arguments).launches[-1].result)
     counts = ", ".join(f"{name} {result.stats[name]}" for name in ("mma", "tma_loads") if result.stats[name])
     detail = f"{result.instructions} warp-instructions, {counts}; {_HOW}"
     rows = [

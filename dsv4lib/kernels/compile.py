@@ -46,6 +46,7 @@ class Compiled:
         local_bytes: local memory a thread; 0 proves that nothing was spilled.
         threads: threads a CTA.
         smem_bytes: dynamic shared memory the launch asks for; None if the host code could not be read.
+        arguments: what it was compiled with, fake tensors among them.
         function: the DSL's own executable, called with CuTe tensors (or DLPack tensors turned into them).
     """
 
@@ -58,6 +59,7 @@ class Compiled:
     local_bytes: int
     threads: int
     smem_bytes: int | None
+    arguments: tuple[Any, ...] = field(repr=False, compare=False)
     function: Any = field(repr=False, compare=False)
 
     @property
@@ -104,6 +106,7 @@ def compile_for(kernel: Any, args: tuple, arch: str = "sm_100a") -> Compiled:
         local_bytes=info.local_bytes,
         threads=info.threads,
         smem_bytes=_launch_smem(str(function.ir_module)),
+        arguments=args,
         function=function,
     )
 

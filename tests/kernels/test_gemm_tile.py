@@ -195,7 +195,7 @@ def test_numbers(built, shape):
     kernel, done = built
     where = backends.resolve("auto", "sm_100a")
     a, b, c = operands(*shape, kernel.in_dtype, kernel.out_dtype, seed=sum(shape), device=backends.device(where))
-    backends.launch(where, done.function, *kernel.launch_args(a, b, c))
+    backends.launch(where, done, *kernel.launch_args(a, b, c))
     result = check.compare(c.cpu(), gemm_tile(a, b).cpu())
     assert result.passed, str(result)
     assert padding_untouched(c)

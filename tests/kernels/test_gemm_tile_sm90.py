@@ -123,7 +123,7 @@ def test_numbers(built, shape):
     kernel, done = built
     where = backends.resolve("auto", "sm_90a")
     a, b, c = operands(*shape, kernel.in_dtype, kernel.out_dtype, seed=sum(shape), device=backends.device(where))
-    backends.launch(where, done.function, *kernel.launch_args(a, b, c))
+    backends.launch(where, done, *kernel.launch_args(a, b, c))
     lossy = kernel.in_dtype == "e4m3" and kernel.out_dtype != "bf16"
     result = check.compare(c.cpu(), gemm_tile(a, b).cpu(), tol=FP8_SUMS if lossy else None)
     assert result.passed, str(result)

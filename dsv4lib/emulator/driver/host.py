@@ -15,6 +15,7 @@ from typing import Any
 from dsv4lib.emulator.driver import binary
 from dsv4lib.emulator.driver.device import Device, active, engines, make
 from dsv4lib.emulator.driver.memory import extent
+from dsv4lib.emulator.driver.signature import check_layout, check_types
 from dsv4lib.emulator.driver.symbols import RUNTIME, register
 from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.errors import ArgumentError
@@ -122,7 +123,8 @@ def launch(compiled: Any, *args: Any, gpu: Device | None = None, **kwargs: Any) 
     """Call a compiled function in the emulator; needs no context and patches nothing.
 
     Args:
-        compiled: result of ``cute.compile(..., options="--keep-ptx --keep-cubin")``.
+        compiled: result of ``cute.compile(..., options="--keep-ptx --keep-cubin")``, or a dsv4lib ``Compiled``: only
+            that keeps what it was compiled with, so that element types and static extents can be checked.
         args: what it takes: CuTe tensors over CPU memory, numbers.
         gpu: where to run; default the active device, else a new one of the function's architecture.
 
@@ -145,14 +147,18 @@ def launch(compiled: Any, *args: Any, gpu: Device | None = None, **kwargs: Any) 
     with active(gpu):
         for tensor in _tensors((args, kwargs)):
             register_argument(gpu, tensor)
-        pointers, keep = _packed(function, host, args, kwargs)
+        pointers, keep = _packed(function, host, args, kwargs, getattr(compiled, "arguments", ()))
         host.run(pointers)
         del keep
     return gpu
 
 
-def _packed(function: Any, host: HostFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+def _packed(
+    function: Any, host: HostFunction, args: tuple[Any, ...], kwargs: dict[str, Any], examples: tuple[Any, ...]
+) -> tuple[list[Any], Any]:
     """Pointers to the arguments, and what keeps them alive. Generated code trusts them blindly: they are checked here.
+
+    ``examples``: the arguments at compile time, empty if they are not known.
 
     Raises:
         ArgumentError: the arguments do not fit the function.
@@ -167,13 +173,15 @@ def _packed(function: Any, host: HostFunction, args: tuple[Any, ...], kwargs: di
         pointers, keep = function.execution_args.generate_execution_args(args, kwargs)
     except Exception as error:
         raise ArgumentError("args", (*args, *kwargs), allowed) from error
-    leaves = list(_leaves(tuple(bound.arguments.values())))
+    leaves = [(name, leaf) for name, argument in bound.arguments.items() for leaf in _leaves(argument)]
     if len(pointers) != len(host.parameters):
         raise ArgumentError("args", (*args, *kwargs), f"{allowed}; it was compiled for {len(host.parameters)} values")
     if len(leaves) == len(pointers):
-        for value, kind in zip(leaves, host.parameters, strict=True):
+        for (name, value), kind in zip(leaves, host.parameters, strict=True):
             if isinstance(value, bool | int | float) != (kind[0] in "if" and kind[1:].isdigit()):
                 raise ArgumentError("args", value, f"{allowed}; this one is of type {kind}")
+            check_layout(name, value, kind)
+    check_types(list(bound.arguments), tuple(bound.arguments.values()), examples)
     return pointers, keep
 
 

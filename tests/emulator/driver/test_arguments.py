@@ -12,6 +12,7 @@ from typer.testing import CliRunner  # noqa: E402
 from dsv4lib import emulator  # noqa: E402
 from dsv4lib.emulator.driver.symbols import RUNTIME  # noqa: E402
 from dsv4lib.errors import ArgumentError  # noqa: E402
+from dsv4lib.kernels.compile import compile_for  # noqa: E402
 from dsv4lib.lab import cli  # noqa: E402
 
 BAD_SETTINGS = {
@@ -113,6 +114,65 @@ def test_launch_arguments(compiled, args, kwargs):
     with pytest.raises(ArgumentError, match="takes") as error:
         emulator.launch(compiled, *real(args), **kwargs)
     refused(error, "args")
+
+
+LAYOUTS = {
+    "static": lambda t: t,
+    "dynamic": lambda t: t.mark_layout_dynamic(),
+    "rows": lambda t: t.mark_compact_shape_dynamic(0),
+    "columns": lambda t: t.mark_compact_shape_dynamic(1),
+}
+
+
+@cute.kernel
+def _describe(a: cute.Tensor, out: cute.Tensor):
+    if cute.arch.thread_idx()[0] == 0:
+        out[0], out[1], out[2] = a.shape[0], a.shape[1], cute.Int32(a.stride[0])
+
+
+@cute.jit
+def _described(a: cute.Tensor, out: cute.Tensor):
+    _describe(a, out).launch(grid=[1, 1, 1], block=[32, 1, 1])
+
+
+def marked(layout, rows=8, columns=16, dtype=torch.float32):
+    return LAYOUTS[layout](from_dlpack(torch.zeros(rows, columns, dtype=dtype)))
+
+
+def integers():
+    data = torch.zeros(3, dtype=torch.int32)
+    return data, from_dlpack(data)
+
+
+@pytest.mark.parametrize("then", LAYOUTS)
+def test_dynamic_extents_are_those_of_the_compiled_function(then, tmp_path):
+    """What the kernel is told is right, or the launch is refused; static where dynamic is read would be garbage."""
+    options = f"--keep-ptx --keep-cubin --gpu-arch sm_100a --dump-dir={tmp_path}"
+    function = cute.compile(_described, marked(then), integers()[1], options=options)
+    for now in LAYOUTS:
+        data, out = integers()
+        if now == then or then == "static":
+            emulator.launch(function, marked(now), out)
+            assert data.tolist() == [8, 16, 16]
+            continue
+        with pytest.raises(ArgumentError, match="dynamic extents and . dynamic strides, as it was compiled") as error:
+            emulator.launch(function, marked(now), out)
+        refused(error, "a")
+
+
+def test_element_types_and_static_extents_are_those_of_the_compiled_function():
+    done = compile_for(_described, (marked("columns"), integers()[1]), "sm_100a")
+    data, out = integers()
+    emulator.launch(done, marked("columns", columns=24), out)
+    assert data.tolist() == [8, 24, 24]
+    for wrong in (marked("columns", rows=4), marked("columns", dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match=r"Float32 \(8, \?\):\(\?, 1\), as it was compiled") as error:
+            emulator.launch(done, wrong, out)
+        refused(error, "a")
+    for wrong in (torch.zeros(4, dtype=torch.int32), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match=r"Int32 \(3\):\(1\), as it was compiled") as error:
+            emulator.launch(done, marked("columns"), out=from_dlpack(wrong))
+        refused(error, "out")
 
 
 @pytest.mark.parametrize("value", [None, 3, "kernel", _host, lambda: None])
