@@ -3,7 +3,8 @@
 `recording()` listens to the emulated device. Of every launch it keeps the cubin that the PTX was assembled to, the
 shape, the parameter block and the memory that the block points to, as it was before and after. Pointers in the block,
 those in tensor maps included, are found by value: an aligned 64-bit word that lies in registered memory. Pointers
-that lie in memory themselves (grouped GEMM) are not followed: such a launch is refused by `save`.
+that lie in memory themselves (grouped GEMM, tensor maps that a kernel writes) are not followed: `save` refuses a launch
+whose memory holds any. Devices in a group run together, not launch by launch: recording them is refused.
 
 A file is one launch (numpy's npz): `on_gpu.py` runs it on a Hopper GPU with nothing but the driver.
 """
@@ -23,6 +24,7 @@ import numpy as np
 
 from dsv4lib.emulator.driver import binary
 from dsv4lib.emulator.driver.device import Device
+from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.emulator.request import LaunchRequest
 
 WORD = 8
@@ -68,6 +70,7 @@ class Recorded:
         params: the block, pointers zeroed; parts: (offset, bytes) of each parameter.
         pointers: (offset in params, number of the region, offset in the region).
         regions: the memory; instructions: warp-instructions that the emulator executed.
+        indirect: the memory itself holds pointers.
     """
 
     kernel: str
@@ -83,6 +86,7 @@ class Recorded:
     pointers: tuple[tuple[int, int, int], ...]
     regions: tuple[Region, ...]
     instructions: int = field(compare=False)
+    indirect: bool = field(default=False, compare=False)
 
     @property
     def inputs(self) -> str:
@@ -144,9 +148,20 @@ def located(gpu: Device, params: bytes) -> tuple[list[tuple[int, int, int]], lis
     return pointers, allocations
 
 
+def holds_pointers(gpu: Device, start: int, data: np.ndarray) -> bool:
+    """Does an aligned 64-bit word of memory from address ``start`` on, uint8[n], lie in registered memory?"""
+    data = data[-start % WORD :]
+    words = data[: len(data) // WORD * WORD].copy().view(np.uint64)
+    return any(bool(((words >= a.start) & (words < a.start + a.nbytes)).any()) for a in gpu.gmem)
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list[Recorded]]:
-    """Record every launch on an emulated device inside the block, in order; devices in a group are not followed."""
+    """Record every launch on an emulated device inside the block, in order.
+
+    Raises:
+        LaunchError: of a launch on one of several devices.
+    """
     records: list[Recorded] = []
     cubins: dict[int, bytes] = {}  # by id of the parsed module
     launch, module_at = Device.launch, binary.module_at
@@ -157,6 +172,8 @@ def recording() -> Iterator[list[Recorded]]:
         return module
 
     def recorded(gpu: Device, request: LaunchRequest, stream: int = 0) -> Any:
+        if gpu.group is not None:
+            raise LaunchError("a launch on one of several devices cannot be recorded")
         gpu.memory.sweep()
         pointers, allocations = located(gpu, request.params)
         before = [gpu.gmem.view(a.start, a.nbytes).copy() for a in allocations]
@@ -167,7 +184,12 @@ def recording() -> Iterator[list[Recorded]]:
         regions = [
             Region(a.start % 256, element_of(a.label), b, c) for a, b, c in zip(allocations, before, after, strict=True)
         ]
-        records.append(_record(request, ptx, cubin, pointers, regions, result.instructions))
+        indirect = any(
+            holds_pointers(gpu, a.start, data)
+            for memory in (before, after)
+            for a, data in zip(allocations, memory, strict=True)
+        )
+        records.append(_record(request, ptx, cubin, pointers, regions, result.instructions, indirect))
         return result
 
     Device.launch, binary.module_at = recorded, remembering
@@ -184,6 +206,7 @@ def _record(
     pointers: list[tuple[int, int, int]],
     regions: list[Region],
     instructions: int,
+    indirect: bool,
 ) -> Recorded:
     params = bytearray(request.params)
     for at, _, _ in pointers:
@@ -203,11 +226,18 @@ def _record(
         pointers=tuple(pointers),
         regions=tuple(regions),
         instructions=instructions,
+        indirect=indirect,
     )
 
 
 def save(record: Recorded, path: Path) -> None:
-    """Write the file that `on_gpu.py` reads, and `record.py`."""
+    """Write the file that `on_gpu.py` reads, and `record.py`.
+
+    Raises:
+        LaunchError: memory of the launch holds pointers, which would mean nothing on a GPU.
+    """
+    if record.indirect:
+        raise LaunchError(f"{record.kernel} reaches memory through pointers in memory: the launch cannot be a file")
     shape = {
         "kernel": record.kernel,
         "grid": record.grid,
