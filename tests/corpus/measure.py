@@ -79,6 +79,7 @@ class Example:
     arguments: str
     version: str = ""  # that torch claims
     devices: str = "1"
+    defect: str = ""  # why it does not pass, where that is known
 
     @property
     def arch(self) -> str:
@@ -163,6 +164,8 @@ def examples(
             continue
         row = run_script(example.command(checkout, modes), example.arch, limit)
         kept = {} if modes else {k: before.get(example.name, {}).get(k, "") for k in (*MODES, "replay_commit")}
+        if row["result"] != "pass" and example.defect:
+            row["note"] = f"{example.defect} [{row['note']}]"
         mark = {"devices": example.devices, "commit": now, "replay_commit": now if modes else ""}
         yield example.name, example.arch, {**mark, **kept, **row}
 

@@ -144,7 +144,9 @@ def one_device(arch: str, modes: list[str], path: Path) -> tuple[str, list[emula
 def several_devices(arch: str, count: int, path: Path) -> tuple[str, list[emulator.Device], dict[str, str]]:
     """Run a script for torchrun, one rank a device; what ended it ("" = nothing did), and the devices."""
     failed, gpus = run_distributed.run(count, path, sys.argv[1:], arch=arch)
-    return (failed[0].strip().splitlines()[-1][:400] if failed else ""), list(gpus), {}
+    frames, _, last = (failed[0] if failed else "").rpartition('\n  File "')  # of a traceback
+    error = [line for line in last.splitlines()[1:] if not line.startswith("    ")] if frames else [last]
+    return "\n".join(error)[:400], list(gpus), {}
 
 
 def main() -> None:
