@@ -1,8 +1,8 @@
 """Races in global memory: between warps, between CTAs and clusters, and with copies of the asynchronous units.
 
 One shadow for the whole launch, allocation by allocation, made when the allocation is first touched: for every 4-byte
-word the last write, the value it left, and the first and the latest read since. Reads wait in lists until the
-allocation is written for the first time, which for inputs is never.
+word the last write, the value it left, and the first and the latest read since. Reads of asynchronous units wait in
+lists until the allocation is written for the first time, which for inputs is never.
 
 Within a cluster the vector clocks of race.py decide. Clusters know of each other only through *words*: an access that
 is atomic, volatile, relaxed, acquire or release leaves the clock of its warp at the word, or takes over what was left.
@@ -31,7 +31,8 @@ import numpy as np
 
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import CARRIED, Clocks
-from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, by_instruction
+from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Fields, by_instruction
+from dsv4lib.emulator.native.race_log import SYNC, Area
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.async_units import AsyncOp
@@ -40,9 +41,8 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.ptx.ir import Instr
     from dsv4lib.emulator.warp import Warp
 
-SYNC = 16  # bit of `Accesses.mask` beside the four bytes: the access is atomic or strong, it races with no other such
 _ANY_WORD = -1  # stands for every word in a group of devices
-_FOLD, _RANGES = 1 << 21, 1 << 14  # addresses and ranges that wait for the first write; more go into the shadow
+_RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
 
 
 class Region:
@@ -53,9 +53,8 @@ class Region:
         writer, first, latest: numbers of accesses (0 = none): last write, first and latest read since.
         values: what the last write left.
         written: has anything been written; read_from: has anything been read.
-        waiting: reads of lanes before the first write, not yet in the shadow (addresses, instructions, lanes, bytes
-            each, agent, epoch); count: addresses in there.
-        ranges: the same of asynchronous units (starts, bytes each, access).
+        ranges: reads of asynchronous units before the first write, not yet in the shadow (starts, bytes each, access).
+        block: the shadow for native code (`race_log.Area`).
     """
 
     def __init__(self, allocation: Allocation):
@@ -63,10 +62,20 @@ class Region:
         self.words = (allocation.end + 3 >> 2) - self.base
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
         self.writer, self.first, self.latest, self.values = (np.zeros(self.words, np.uint32) for _ in range(4))
-        self.written = self.read_from = False
-        self.waiting: list[tuple[Any, ...]] = []
-        self.count = 0
         self.ranges: list[tuple[np.ndarray, int, int]] = []
+        self.block = Fields(Area)
+        arrays = (self.writer, self.first, self.latest, self.values)
+        self.block.set(allocation.start, allocation.end, self.base, *(array.ctypes.data for array in arrays))
+
+    @property
+    def written(self) -> bool:
+        """Has anything been written?"""
+        return self.block.values[Area.WRITTEN] != 0
+
+    @property
+    def read_from(self) -> bool:
+        """Has anything been read?"""
+        return self.block.values[Area.READ_FROM] != 0
 
     def split(
         self, addresses: np.ndarray, pcs: np.ndarray, lanes: np.ndarray, nbytes: int
@@ -95,7 +104,7 @@ class Region:
 
     def read(self, words: np.ndarray, ids: Any) -> None:
         """Note reads. Of those since the last write the first one stays."""
-        self.read_from = True
+        self.block.values[Area.READ_FROM] = 1
         first = self.first[words]
         fresh = first <= self.writer[words]
         if fresh.all():
@@ -138,6 +147,9 @@ class GlobalRaces:
         self.machine = machine
         self.accesses = Accesses()
         self.regions: dict[int, Region] = {}
+        self.known: list[Region] = []  # of live allocations
+        self.listed = np.zeros(0, np.int64)  # their blocks, for native code
+        self._version = -1
         self.words: dict[int, _Word] = {}
         self.fenced: dict[int, np.ndarray] = {}  # by cluster: generic writes that some proxy fence has covered
         self._members: list[_Member] = []
@@ -154,7 +166,7 @@ class GlobalRaces:
         """A cluster begins."""
         member = _Member(self._count, clocks)
         self._count += clocks.size
-        cluster.race.member = len(self._members)
+        cluster.race.member, cluster.race.base = len(self._members), member.base
         self._bases.append(member.base)
         self._members.append(member)
 
@@ -217,7 +229,18 @@ class GlobalRaces:
         region = self.regions.get(allocation.start)
         if region is None or region.words != (allocation.end + 3 >> 2) - region.base:
             region = self.regions[allocation.start] = Region(allocation)
+        if region not in self.known:
+            self.known.append(region)
+            self.listed = np.array([r.block.address for r in self.known], np.int64)
         return region
+
+    def current(self) -> bool:
+        """Is `listed` what it was? Allocations that have come or gone since empty it."""
+        if self._version == self.gmem.version:
+            return True
+        self._version = self.gmem.version
+        self.known, self.listed = [], np.zeros(0, np.int64)
+        return False
 
     def lanes(
         self,
@@ -240,26 +263,14 @@ class GlobalRaces:
             for part in (inside, ~inside):
                 self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong)
             return
-        if not (write or strong or region.written):
-            agent = self._members[warp.cta.cluster.race.member].base + actor.entry
-            region.waiting.append((addresses, pcs, lanes, nbytes, agent, actor.epoch))
-            region.read_from = True
-            region.count += len(addresses)
-            if region.count > _FOLD:
-                self._fold(region)
-            return
         for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
             self._touch(region, warp, actor, words, at, who, mask, write, strong)
 
     def _fold(self, region: Region) -> None:
         """Enter the reads that wait into the shadow."""
-        for addresses, pcs, lanes, nbytes, agent, epoch in region.waiting:
-            for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
-                distinct, which, active = by_instruction(at, who)
-                region.read(words, self.accesses.add(agent, epoch, distinct, mask, active) + which)
         for starts, nbytes, number in region.ranges:
             region.read(words_of(starts, nbytes) - region.base, number)
-        region.waiting, region.ranges, region.count = [], [], 0
+        region.ranges = []
 
     def ranges(self, op: AsyncOp, actor: Actor, starts: np.ndarray, nbytes: int, write: bool, strong: bool) -> None:
         """Accesses of an asynchronous operation: ``nbytes`` (a multiple of 4) at each of some addresses (int64)."""
@@ -272,7 +283,6 @@ class GlobalRaces:
             return  # it leaves the allocation: for other checks
         if not write and not region.written:
             number = self._number(op.warp, actor, op.instr.index, ALL_BYTES, strong, op.lanes)
-            region.read_from = True
             region.ranges.append((starts, nbytes, number))
             if len(region.ranges) > _RANGES:
                 self._fold(region)
@@ -301,7 +311,7 @@ class GlobalRaces:
         """Judge accesses to words of a region and note them."""
         if write and not region.written:
             self._fold(region)
-            region.written = True
+            region.block.values[Area.WRITTEN] = 1
         if pcs is None:
             ids: Any = self._number(warp, actor, op.instr.index, mask, strong, op.lanes)
         else:

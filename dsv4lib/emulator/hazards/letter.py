@@ -74,4 +74,4 @@ class TensorFences:
 
     @staticmethod
     def _reads(shadow: Shadow) -> list[np.ndarray]:
-        return [readers.cells for readers in shadow.readers.values()]
+        return list(shadow.readers.values())

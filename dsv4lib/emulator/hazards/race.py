@@ -34,6 +34,7 @@ from dsv4lib.emulator.hazards.shadow import (
     Cells,
     Chunks,
     Conflict,
+    Fields,
     Shadow,
     Words,
     by_instruction,
@@ -41,6 +42,7 @@ from dsv4lib.emulator.hazards.shadow import (
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, STRONG, WRITE
+from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Group, Launch, Table, judge
 from dsv4lib.emulator.warp import PC
 
 if TYPE_CHECKING:
@@ -66,9 +68,25 @@ class _State(OrderState):
     def __init__(self, cluster: Cluster):
         super().__init__(cluster, warps_only=False)
         self.accesses = Accesses()
-        self.shared = [Shadow((4 * len(cta.smem.dirty),), self.accesses) for cta in cluster.ctas]
+        size = self.clocks.size
+        self.shared = [Shadow((4 * len(cta.smem.dirty),), self.accesses, size) for cta in cluster.ctas]
         self.tensor: dict[int, Shadow] = {}
         self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
+        self._blocks = np.array([shadow.block.address for shadow in self.shared], np.int64)
+        self.block = Fields(Group)
+        clocks, accesses, blocks = self.clocks, self.accesses.block.address, self._blocks
+        self.block.set(
+            clocks.warps.ctypes.data, clocks.epoch.ctypes.data, size, accesses, blocks.ctypes.data, len(blocks)
+        )
+
+    @property
+    def base(self) -> int:
+        """Number of its first agent in global memory."""
+        return self.block.values[Group.BASE]
+
+    @base.setter
+    def base(self, base: int) -> None:
+        self.block.values[Group.BASE] = base
 
 
 class Detector(Order):
@@ -86,6 +104,10 @@ class Detector(Order):
         self._found: dict[tuple[str, int, int], Any] = {}
         self._phases = Phases(machine)
         self.far = GlobalRaces(machine)
+        self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
+        self._block = Fields(Launch)
+        self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
+        self._judge = judge()
         self.letter = bool(machine.settings.native_checks & abi.CHECK_LETTER)
         self._code = CodeChecks(machine, self.letter)
         self._fences = TensorFences(machine) if self.letter else None
@@ -303,7 +325,7 @@ class Detector(Order):
         state = cta.cluster.race
         shadow = state.tensor.get(cta.rank)
         if shadow is None:
-            shadow = state.tensor[cta.rank] = Shadow((128, 512), state.accesses)
+            shadow = state.tensor[cta.rank] = Shadow((128, 512), state.accesses, state.clocks.size)
         if self.op is not None:
             key = None if key is None else (key, write, self.op.entry, self.op.epoch)
             if key is not None and shadow.last == key:
@@ -350,16 +372,36 @@ class Detector(Order):
         """Judge what the warp's native code has logged since the last call."""
         n = self.pending[0]
         self.pending[0] = 0
+        state = self._state(warp)
+        known = self._known(state, warp, n, False)
+        if known == DONE:
+            return
         entries = self._log[:n]
         code = entries["code"]
         strong = code & (STRONG | COUNTS) == STRONG
-        state = self._state(warp)
         ordering = strong.any()
         if ordering:
             self._strong(state, warp, entries[strong & (code & READ != 0)], acquire=True)
-        self._plain(state, warp, entries)
+        if known == LEFT or self._known(state, warp, n, True) == LEFT:
+            self._plain(state, warp, entries)
         if ordering:
             self._strong(state, warp, entries[strong & (code & WRITE != 0)], acquire=False)
+
+    def _known(self, state: _State, warp: Warp, n: int, ordered: bool) -> int:
+        """Let native code note ``n`` accesses in the log if nothing speaks against any of them (race_log.py)."""
+        far, near = self.far, state.accesses
+        tables = near, far.accesses
+        for table in tables:
+            table.reserve(16 * n)
+            table.block.values[Table.COUNT] = table.count
+        fields = self._block.values
+        if not far.current() or fields[Launch.COUNT] != len(far.known):
+            fields[Launch.REGIONS], fields[Launch.COUNT] = far.listed.ctypes.data, len(far.known)
+        me = warp.agent - state.clocks.first_agent
+        result = self._judge(self._block.address, state.block.address, me, n, ordered)
+        for table in tables:
+            table.count = table.block.values[Table.COUNT]
+        return result
 
     def _plain(self, state: _State, warp: Warp, entries: np.ndarray) -> None:
         clocks = state.clocks

@@ -124,11 +124,14 @@ def unit_name(text: str, helpers: Iterable[str] = ()) -> str:
     return "dsv4_" + digest.hexdigest()[:32]
 
 
-def compile_object(text: str) -> bytes:
-    """Machine code of a module of IR."""
+def compile_object(text: str, optimised: bool = False) -> bytes:
+    """Machine code of a module of IR; ``optimised``: LLVM's passes go over it first."""
     machine = compiler()
     module = llvm.parse_assembly(text)
     module.triple = llvm.get_default_triple()
+    if optimised:
+        passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=OPT_LEVEL))
+        passes.getModulePassManager().run(module, passes)
     return machine.emit_object(module)
 
 
@@ -157,14 +160,19 @@ class Library:
         self._provide({name: (h.text.replace("@NAME", f"@{name}"), h) for name, h in missing.items()})
         return {k: Compiled(self._address[names[k]], h.widths, h.stores) for k, h in emitted.items()}
 
-    def function(self, text: str, helpers: Sequence[str] = (), declarations: Iterable[str] = ()) -> int:
-        """Address of one function given as IR text that calls itself ``@NAME`` (the driver loop and the like)."""
-        name = unit_name(text, helpers)
+    def function(
+        self, text: str, helpers: Sequence[str] = (), declarations: Iterable[str] = (), optimised: bool = False
+    ) -> int:
+        """Address of one function given as IR text that calls itself ``@NAME`` (the driver loop and the like).
+
+        ``optimised``: LLVM's passes go over it, for text that was not written with care.
+        """
+        name = unit_name(text + "; optimised" * optimised, helpers)
         unit = irtools.Handler(text, (), frozenset(), frozenset(declarations), frozenset(helpers))
-        self._provide({name: (text.replace("@NAME", f"@{name}"), unit)})
+        self._provide({name: (text.replace("@NAME", f"@{name}"), unit)}, optimised)
         return self._address[name]
 
-    def _provide(self, units: dict[str, tuple[str, irtools.Handler]]) -> None:
+    def _provide(self, units: dict[str, tuple[str, irtools.Handler]], optimised: bool = False) -> None:
         """Make every symbol of ``units`` callable."""
         missing = [name for name in units if name not in self._address]
         if missing:
@@ -173,7 +181,7 @@ class Library:
                 self._load(path)
         missing = [name for name in missing if name not in self._address]
         if missing:
-            self._load(self._compile({name: units[name] for name in missing}))
+            self._load(self._compile({name: units[name] for name in missing}, optimised))
 
     def _scan(self) -> None:
         """Read the symbol lists of cache files not seen before."""
@@ -183,12 +191,12 @@ class Library:
                 header, _ = read_file(path, use=False)
                 self._on_disk.update(dict.fromkeys(header["names"], path))
 
-    def _compile(self, units: dict[str, tuple[str, irtools.Handler]]) -> Path:
+    def _compile(self, units: dict[str, tuple[str, irtools.Handler]], optimised: bool) -> Path:
         """Compile a batch and write it to the cache."""
         helpers = sorted({h for _, unit in units.values() for h in unit.helpers})
         declared = {d for _, unit in units.values() for d in unit.declarations}
         bodies = [irtools.HELPERS[h] for h in helpers] + [body for body, _ in units.values()]
-        code = compile_object("\n".join([*sorted(declared), *bodies]))
+        code = compile_object("\n".join([*sorted(declared), *bodies]), optimised)
         self.compiled += len(units)
         header = json.dumps({"sha256": hashlib.sha256(code).hexdigest(), "names": list(units)}).encode() + b"\n"
         path = self.folder / (hashlib.sha256("".join(sorted(units)).encode()).hexdigest()[:32] + ".code")

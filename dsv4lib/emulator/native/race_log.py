@@ -1,0 +1,461 @@
+"""Judges the access log (access_log.py) in native code: the race detector's way through what is in order.
+
+Almost every access is ordered after everything that touched its words before. `judge` looks at a whole log first and
+changes nothing; only if every access is covered does it note them in the shadows (hazards/shadow.py and
+hazards/global_memory.py, whose arrays it works on). In any doubt it leaves the log to the Python code, which knows how
+to tell of conflicts. `sweep` does the same for one access to many cells; `late` is the question alone.
+
+All are written with llvmlite.ir. Times are logical: an access is an agent's epoch, as there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
+
+from llvmlite import ir
+
+from dsv4lib.emulator.native import abi, library
+from dsv4lib.emulator.native.access_log import BYTES, COUNTS, GENERIC, GLOBAL, LOG, STRONG, WRITE
+
+DONE, LEFT, ORDERING = 0, 1, 2  # what `judge` returns: noted; for Python; a strong access first, nothing done
+KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
+SYNC = 16  # bit beside the four bytes of a word, as in hazards/global_memory.py
+
+_I8, _I32, _I64, _PTR = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.PointerType()
+
+
+class Launch(IntEnum):
+    """int64 fields about a launch. STAMPS: (pass << 32 | access) by instruction * KEYS + key; REGIONS: their blocks."""
+
+    LOG, STAMPS, PASS, TABLE, REGIONS, COUNT = range(6)
+
+
+class Group(IntEnum):
+    """int64 fields about a cluster. WARPS: uint32[warps, 2, SIZE] clocks; SHADOWS: a `Memory` block for each CTA."""
+
+    WARPS, EPOCHS, SIZE, TABLE, SHADOWS, CTAS, BASE = range(7)
+
+
+class Table(IntEnum):
+    """int64 fields of a table of accesses: its columns and how many there are."""
+
+    ENTRY, EPOCH, PC, MASK, LANES, COUNT = range(6)
+
+
+class Memory(IntEnum):
+    """int64 fields about a shared memory. CELLS, LATEST, NUMBER: by agent; ENTRIES: agents that have read."""
+
+    WRITER, WORDS, CELLS, LATEST, NUMBER, ENTRIES, READERS = range(7)
+
+
+class Area(IntEnum):
+    """int64 fields about an allocation of global memory; START, END: its bytes; BASE: its first word / 4."""
+
+    START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
+
+
+class _Code:
+    """Shorthand over an IRBuilder."""
+
+    def __init__(self, name: str, types: list[ir.Type]):
+        module = ir.Module()
+        self.function = ir.Function(module, ir.FunctionType(_I64, types), "NAME")
+        self.args = self.function.args
+        self.b = ir.IRBuilder(self.function.append_basic_block(name))
+
+    @staticmethod
+    def number(value: Any) -> Any:
+        """An i64."""
+        return _I64(value) if isinstance(value, int) else value
+
+    def load(self, base: Any, index: Any, kind: ir.Type = _I64) -> Any:
+        """Element of an array, widened to i64; a base is an i64 too."""
+        value = self.b.load(self.at(base, index, kind), typ=kind)
+        return value if kind is _I64 else self.b.zext(value, _I64)
+
+    def store(self, value: Any, base: Any, index: Any, kind: ir.Type = _I64) -> None:
+        """Set an element of an array."""
+        value = self.number(value)
+        self.b.store(value if kind is _I64 else self.b.trunc(value, kind), self.at(base, index, kind))
+
+    def at(self, base: Any, index: Any, kind: ir.Type) -> Any:
+        """Pointer to an element."""
+        return self.b.gep(self.b.inttoptr(base, _PTR), [self.number(index)], source_etype=kind)
+
+    def test(self, how: str, one: Any, other: Any) -> Any:
+        """Unsigned comparison."""
+        return self.b.icmp_unsigned(how, one, self.number(other))
+
+    def bit(self, value: Any, bits: int) -> Any:
+        """Is any of these bits set?"""
+        return self.test("!=", self.b.and_(value, self.number(bits)), 0)
+
+    def variable(self, value: Any = 0) -> Any:
+        """An i64 that changes."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(_I64)
+        self.b.store(self.number(value), place)
+        return place
+
+    def get(self, variable: Any) -> Any:
+        """Its value."""
+        return self.b.load(variable, typ=_I64)
+
+    def add(self, variable: Any, value: Any = 1) -> None:
+        """Increase a variable."""
+        self.b.store(self.b.add(self.get(variable), self.number(value)), variable)
+
+    @contextmanager
+    def when(self, condition: Any) -> Iterator[None]:
+        """if."""
+        with self.b.if_then(condition):
+            yield
+
+    def give_up(self, condition: Any, value: int = LEFT) -> None:
+        """Return if."""
+        with self.when(condition):
+            self.b.ret(_I64(value))
+
+    @contextmanager
+    def loop(self, condition: Callable[[], Any]) -> Iterator[None]:
+        """while."""
+        head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        self.b.cbranch(condition(), body, end)
+        self.b.position_at_end(body)
+        yield
+        self.b.branch(head)
+        self.b.position_at_end(end)
+
+    @contextmanager
+    def each(self, count: Any) -> Iterator[Any]:
+        """for i in range(count)."""
+        i = self.variable()
+        with self.loop(lambda: self.test("<", self.get(i), count)):
+            yield self.get(i)
+            self.add(i)
+
+    def compile(self) -> int:
+        """Address of the function."""
+        return library.default().function(str(self.function).replace('@"NAME"', "@NAME"), optimised=True)
+
+
+class _Judge(_Code):
+    """Builds `judge`. Phase 0 looks, 1 notes what reads, 2 notes what writes."""
+
+    def __init__(self) -> None:
+        super().__init__("judge", [_I64] * 5)
+        self.launch, self.group, self.me, self.n, ordered = self.args
+        self.near, self.far = self.load(self.group, Group.TABLE), self.load(self.launch, Launch.TABLE)
+        self.size = self.load(self.group, Group.SIZE)
+        row = self.b.mul(self.b.mul(self.me, self.size), _I64(8))
+        self.strict = self.b.add(self.load(self.group, Group.WARPS), row)
+        self.carried = self.b.add(self.strict, self.b.mul(self.size, _I64(4)))
+        self.epoch = self.load(self.load(self.group, Group.EPOCHS), self.me, _I32)
+        self.base = self.load(self.group, Group.BASE)
+        self.region = self.variable()  # of the latest global access
+        self.first_word, self.bits, self.lanes = self.variable(), self.variable(), self.variable()
+        self.phase = self.variable()
+        with self.loop(lambda: self.test("<", self.get(self.phase), 3)):
+            self.store(self.b.add(self.load(self.launch, Launch.PASS), _I64(1)), self.launch, Launch.PASS)
+            with self.each(self.n) as i:
+                self._entry(i, ordered)
+            self.add(self.phase)
+        self.b.ret(_I64(DONE))
+
+    def looking(self) -> Any:
+        """Is this phase 0?"""
+        return self.test("==", self.get(self.phase), 0)
+
+    def _entry(self, i: Any, ordered: Any) -> None:
+        """One entry of the log."""
+        self.entry = self.b.add(self.load(self.launch, Launch.LOG), self.b.mul(i, _I64(LOG.itemsize)))
+        self.pc, self.mask = self.load(self.entry, 0, _I32), self.load(self.entry, 1, _I32)
+        self.code = self.load(self.entry, 1)
+        orders = self.test("==", self.b.and_(self.code, _I64(STRONG | COUNTS)), STRONG)
+        self.give_up(self.b.and_(orders, self.test("==", ordered, 0)), ORDERING)
+        self.writes, self.strong = self.bit(self.code, WRITE), self.bit(self.code, STRONG)
+        now = self.b.select(self.writes, _I64(2), _I64(1))
+        self.nbytes = self.b.and_(self.code, _I64(BYTES))
+        with self.when(self.b.or_(self.looking(), self.test("==", now, self.get(self.phase)))):
+            lane = self.variable()
+            with self.loop(lambda: self.test("<", self.get(lane), abi.LANES)):
+                with self.when(self._active(self.get(lane))):
+                    self._lane(lane)
+                self.add(lane)
+
+    def _active(self, lane: Any) -> Any:
+        return self.b.trunc(self.b.lshr(self.mask, lane), ir.IntType(1))
+
+    def _address(self, lane: Any) -> Any:
+        return self.load(self.entry, self.b.add(lane, _I64(2)))
+
+    def _part(self, address: Any) -> Any:
+        """Bytes of a word that an access of less than a word takes."""
+        ones = self.b.sub(self.b.shl(_I64(1), self.nbytes), _I64(1))
+        return self.b.shl(ones, self.b.and_(address, _I64(3)))
+
+    def _lane(self, lane: Any) -> None:
+        """The access of one lane, and of those behind it that take other bytes of the same word."""
+        address = self._address(self.get(lane))
+        self.b.store(self.b.shl(_I64(1), self.get(lane)), self.lanes)
+        self.b.store(_I64(15), self.bits)
+        with self.when(self.test("<", self.nbytes, 4)):
+            self.b.store(self._part(address), self.bits)
+            more = self.variable(1)
+            with self.loop(lambda: self.test("!=", self.get(more), 0)):
+                self.b.store(_I64(0), more)
+                following = self.b.add(self.get(lane), _I64(1))
+                with self.when(self.b.and_(self.test("<", following, abi.LANES), self._active(following))):
+                    behind = self._address(following)
+                    same = self.test("<", self.b.xor(address, behind), 4)
+                    with self.when(same):
+                        self.b.store(self.b.or_(self.get(self.bits), self._part(behind)), self.bits)
+                        self.b.store(self.b.or_(self.get(self.lanes), self.b.shl(_I64(1), following)), self.lanes)
+                        self.b.store(following, lane)
+                        self.b.store(_I64(1), more)
+        many = self.b.lshr(self.b.add(self.nbytes, _I64(3)), _I64(2))
+        generic, window = self.bit(self.code, GENERIC), self.b.lshr(address, _I64(56))
+        far = self.b.or_(self.bit(self.code, GLOBAL), self.b.and_(generic, self.test("==", window, 0)))
+        with self.when(far):
+            self._global(address, many)
+        inside = self.b.or_(self.b.not_(generic), self.test("==", window, abi.SHARED_WINDOW >> 56))
+        with self.when(self.b.and_(self.b.and_(self.b.not_(far), inside), self.b.not_(self.strong))):
+            self._shared(self.b.and_(address, _I64(0xFFFFFFFF)), many)
+
+    # --- shared memory ----------------------------------------------------------------------------------------------
+
+    def _shared(self, address: Any, many: Any) -> None:
+        rank, offset = self.b.lshr(address, _I64(24)), self.b.and_(address, _I64(0xFFFFFF))
+        self.give_up(self.test(">=", rank, self.load(self.group, Group.CTAS)))
+        block = self.load(self.load(self.group, Group.SHADOWS), rank)
+        word, writer = self.b.lshr(offset, _I64(2)), self.load(block, Memory.WRITER)
+        self.give_up(self.test(">", self.b.add(word, many), self.load(block, Memory.WORDS)))
+        cells = self.load(self.load(block, Memory.CELLS), self.me)
+        with self.b.if_else(self.looking()) as (look, note):
+            with look:
+                # A warp's first read of a memory makes its cells.
+                self.give_up(self.b.and_(self.b.not_(self.writes), self.test("==", cells, 0)))
+                with self.each(many) as i:
+                    self._look_shared(block, self.load(writer, self.b.add(word, i), _I32), self.b.add(word, i))
+            with note:
+                number = self._number(self.near, self.me, 0)
+                into = self.b.select(self.writes, writer, cells)
+                with self.each(many) as i:
+                    self.store(number, into, self.b.add(word, i), _I32)
+                with self.when(self.b.not_(self.writes)):
+                    self.store(self.epoch, self.load(block, Memory.LATEST), self.me, _I32)
+                    count = self.load(self.near, Table.COUNT)
+                    self.store(count, self.load(block, Memory.NUMBER), self.me)
+
+    def _look_shared(self, block: Any, old: Any, word: Any) -> None:
+        """Leave the log to Python unless the word's last write, and for a write its reads since, are covered."""
+        with self.when(self.test("!=", old, 0)):
+            self.give_up(self._late_shared(old))
+        with self.when(self.writes), self.each(self.load(block, Memory.READERS)) as i:
+            agent = self.load(self.load(block, Memory.ENTRIES), i)
+            latest = self.load(self.load(block, Memory.LATEST), agent, _I32)
+            with self.when(self.test(">", latest, self.load(self.strict, agent, _I32))):
+                since = self.load(self.load(self.load(block, Memory.CELLS), agent), word, _I32)
+                with self.when(self.test(">", since, old)):
+                    self.give_up(self._late_shared(since))
+
+    def _late_shared(self, number: Any) -> Any:
+        return uncovered(self, self.near, number, self.strict, self.get(self.bits))
+
+    # --- global memory ----------------------------------------------------------------------------------------------
+
+    def _global(self, address: Any, many: Any) -> None:
+        end = self.b.add(address, self.nbytes)
+        self._find(address, end)
+        area = self.get(self.region)
+        self.give_up(self.test("==", area, 0))
+        written = self.test("!=", self.load(area, Area.WRITTEN), 0)
+        self.give_up(self.b.and_(self.writes, self.b.not_(written)))  # reads that wait come before the first write
+        word = self.b.sub(self.b.lshr(address, _I64(2)), self.load(area, Area.BASE))
+        writer, first, latest = (self.load(area, name) for name in (Area.WRITER, Area.FIRST, Area.LATEST))
+        with self.when(self.b.and_(self.looking(), written)), self.each(many) as i:
+            at = self.b.add(word, i)
+            old = self.load(writer, at, _I32)
+            self._look_global(old)
+            with self.when(self.writes):
+                for reads in (first, latest):
+                    since = self.load(reads, at, _I32)
+                    with self.when(self.test(">", since, old)):
+                        self._look_global(since)
+        with self.when(self.b.not_(self.looking())):
+            sync = self.b.select(self.strong, _I64(SYNC), _I64(0))
+            number = self._number(self.far, self.b.add(self.base, self.me), 32, sync)
+            with self.each(many) as i:
+                at = self.b.add(word, i)
+                with self.b.if_else(self.writes) as (write, read):
+                    with write:
+                        self.store(number, writer, at, _I32)
+                        value = self.load(_I64(0), self.b.add(self.load(area, Area.BASE), at), _I32)
+                        self.store(value, self.load(area, Area.VALUES), at, _I32)
+                    with read:
+                        with self.when(self.test("<=", self.load(first, at, _I32), self.load(writer, at, _I32))):
+                            self.store(number, first, at, _I32)
+                        self.store(number, latest, at, _I32)
+                        self.store(1, area, Area.READ_FROM)
+
+    def _find(self, address: Any, end: Any) -> None:
+        """Set ``region`` to the block of the allocation that holds [address, end), 0 = unknown."""
+
+        def holds(block: Any) -> Any:
+            after = self.test(">=", address, self.load(block, Area.START))
+            return self.b.and_(after, self.test("<=", end, self.load(block, Area.END)))
+
+        missed = self.variable(1)
+        known = self.get(self.region)
+        with self.when(self.test("!=", known, 0)), self.when(holds(known)):
+            self.b.store(_I64(0), missed)
+        with self.when(self.test("!=", self.get(missed), 0)):
+            self.b.store(_I64(0), self.region)
+            with self.each(self.load(self.launch, Launch.COUNT)) as i:
+                block = self.load(self.load(self.launch, Launch.REGIONS), i)
+                with self.when(holds(block)):
+                    self.b.store(block, self.region)
+
+    def _look_global(self, number: Any) -> None:
+        """Leave the log to Python unless an access (0 = none) is of this cluster and covered, or no conflict."""
+        with self.when(self.test("!=", number, 0)):
+            theirs, bits = self.load(self.load(self.far, Table.MASK), number, _I8), self.get(self.bits)
+            common = self.test("!=", self.b.and_(theirs, bits), 0)
+            apart = self.b.not_(self.b.and_(self.bit(theirs, SYNC), self.strong))
+            with self.when(self.b.and_(common, apart)):
+                agent = self.b.sub(self.load(self.load(self.far, Table.ENTRY), number, _I32), self.base)
+                self.give_up(self.test(">=", agent, self.size))
+                epoch = self.load(self.load(self.far, Table.EPOCH), number, _I32)
+                self.give_up(self.test(">", epoch, self.load(self.carried, agent, _I32)))
+
+    # --- tables -----------------------------------------------------------------------------------------------------
+
+    def _number(self, table: Any, agent: Any, memory: int, sync: Any = None) -> Any:
+        """Number of the access: one for all of an instruction in this phase that take the same bytes of a word."""
+        bits = self.get(self.bits) if sync is None else self.b.or_(self.get(self.bits), sync)
+        key = self.b.add(self.b.mul(self.pc, _I64(KEYS)), self.b.or_(bits, _I64(memory)))
+        stamps, now = self.load(self.launch, Launch.STAMPS), self.load(self.launch, Launch.PASS)
+        number = self.variable(self.load(stamps, key))
+        with self.when(self.test("!=", self.b.lshr(self.get(number), _I64(32)), now)):
+            count = self.load(table, Table.COUNT)
+            for field, value, kind in (
+                (Table.ENTRY, agent, _I32),
+                (Table.EPOCH, self.epoch, _I32),
+                (Table.PC, self.pc, _I32),
+                (Table.MASK, bits, _I8),
+                (Table.LANES, 0, _I32),
+            ):
+                self.store(value, self.load(table, field), count, kind)
+            self.store(self.b.add(count, _I64(1)), table, Table.COUNT)
+            self.b.store(self.b.or_(self.b.shl(now, _I64(32)), count), number)
+            self.store(self.get(number), stamps, key)
+        found = self.b.and_(self.get(number), _I64(0xFFFFFFFF))
+        column = self.load(table, Table.LANES)
+        self.store(self.b.or_(self.load(column, found, _I32), self.get(self.lanes)), column, found, _I32)
+        return found
+
+
+def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
+    """i1: does a row of a clock not cover an access that has some of these bytes?"""
+    agent = code.load(code.load(table, Table.ENTRY), number, _I32)
+    epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
+    common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I8), bits)
+    return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), code.test("!=", common, 0))
+
+
+@functools.cache
+def judge() -> Callable[[int, int, int, int, int], int]:
+    """``judge(Launch block, Group block, warp of the cluster, entries, ordered) -> DONE, LEFT or ORDERING``.
+
+    ``ordered``: the strong accesses have been seen to. The tables must have room for 16 accesses an entry.
+    """
+    address = _Judge().compile()
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(address)
+
+
+@functools.cache
+def late() -> Callable[[int, int, int, int, int], int]:
+    """``late(uint32[n] accesses, n, row of a clock, Table block, bytes) -> position``, -1 if the row covers all."""
+    code = _Code("late", [_I64] * 5)
+    ids, n, clock, table, bits = code.args
+    before = code.variable()
+    with code.each(n) as i:
+        number = code.load(ids, i, _I32)
+        with code.when(code.test("!=", number, code.get(before))):  # neighbours mostly have the same access
+            code.b.store(number, before)
+            with code.when(uncovered(code, table, number, clock, bits)):
+                code.b.ret(i)
+    code.b.ret(_I64(-1))
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(code.compile())
+
+
+class _Sweep(_Code):
+    """Builds `sweep`."""
+
+    def __init__(self) -> None:
+        super().__init__("sweep", [_I64] * 14)
+        self.memory, self.table, self.clock, me, epoch, count, number, self.bits, writes, *box = self.args
+        self.index, self.rows, self.start, self.pitch, self.width = box
+        writer, cells = self.load(self.memory, Memory.WRITER), self.load(self.memory, Memory.CELLS)
+        writes = self.test("!=", writes, 0)
+        self._look(writer, None)
+        with self.when(writes), self.each(self.load(self.memory, Memory.READERS)) as i:
+            agent = self.load(self.load(self.memory, Memory.ENTRIES), i)
+            latest = self.load(self.load(self.memory, Memory.LATEST), agent, _I32)
+            with self.when(self.test(">", latest, self.load(self.clock, agent, _I32))):
+                self._look(self.load(cells, agent), writer)
+        with self.b.if_else(writes) as (write, read):
+            with write:
+                self._put(writer, number)
+            with read:
+                self._put(self.load(cells, me), number)
+                self.store(epoch, self.load(self.memory, Memory.LATEST), me, _I32)
+                self.store(count, self.load(self.memory, Memory.NUMBER), me)
+        self.b.ret(_I64(DONE))
+
+    @contextmanager
+    def _each_row(self) -> Iterator[Any]:
+        """Number of the first cell of each row."""
+        with self.each(self.rows) as i:
+            place = self.variable(i)
+            with self.when(self.test("!=", self.index, 0)):
+                self.b.store(self.load(self.index, i), place)
+            yield self.b.add(self.start, self.b.mul(self.get(place), self.pitch))
+
+    def _look(self, accesses: Any, writer: Any) -> None:
+        """Leave it to Python unless all ``accesses`` (with ``writer``: those since the last write) are covered."""
+        before = self.variable()
+        with self._each_row() as first:
+            size = self.load(self.memory, Memory.WORDS)
+            self.give_up(self.b.or_(self.test(">=", first, size), self.test(">", self.b.add(first, self.width), size)))
+            with self.each(self.width) as j:
+                cell = self.b.add(first, j)
+                number = self.load(accesses, cell, _I32)
+                other = self.test("!=", number, self.get(before))
+                if writer is not None:
+                    other = self.b.and_(other, self.test(">", number, self.load(writer, cell, _I32)))
+                with self.when(other):  # neighbours mostly have the same access
+                    self.b.store(number, before)
+                    self.give_up(uncovered(self, self.table, number, self.clock, self.bits))
+
+    def _put(self, into: Any, number: Any) -> None:
+        with self._each_row() as first, self.each(self.width) as j:
+            self.store(number, into, self.b.add(first, j), _I32)
+
+
+@functools.cache
+def sweep() -> Callable[..., int]:
+    """``sweep(Memory block, Table block, row of the clock, agent, epoch, count, access, bytes, write, *box) -> DONE``.
+
+    LEFT if the access is not covered: then nothing has changed. ``count``: accesses in the table; box: address of
+    int64[rows] or 0, rows, start, pitch, width: the cells from start + pitch * (row, or what is there) on, ``width`` of
+    them for each row.
+    """
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 14)(_Sweep().compile())
