@@ -24,6 +24,7 @@ from dsv4lib.emulator.native.access_log import BYTES, COUNTS, GENERIC, GLOBAL, L
 
 DONE, LEFT, ORDERING = 0, 1, 2  # what `judge` returns: noted; for Python; a strong access first, nothing done
 KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
+_MANY = 8  # cells that `sweep` looks at together
 SYNC = 16  # bit beside the four bytes of a word, as in hazards/global_memory.py
 
 _I8, _I32, _I64, _PTR = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.PointerType()
@@ -435,15 +436,38 @@ class _Sweep(_Code):
         with self._each_row() as first:
             size = self.load(self.memory, Memory.WORDS)
             self.give_up(self.b.or_(self.test(">=", first, size), self.test(">", self.b.add(first, self.width), size)))
-            with self.each(self.width) as j:
-                cell = self.b.add(first, j)
-                number = self.load(accesses, cell, _I32)
-                other = self.test("!=", number, self.get(before))
-                if writer is not None:
-                    other = self.b.and_(other, self.test(">", number, self.load(writer, cell, _I32)))
-                with self.when(other):  # neighbours mostly have the same access
-                    self.b.store(number, before)
-                    self.give_up(uncovered(self, self.table, number, self.clock, self.bits))
+            done = self.variable()
+            with self.loop(lambda: self.test("<=", self.b.add(self.get(done), _I64(_MANY)), self.width)):
+                cell = self.b.add(first, self.get(done))
+                with self.when(self._news(accesses, writer, cell, self.get(before))), self.each(_I64(_MANY)) as j:
+                    self._look_at(accesses, writer, self.b.add(cell, j), before)
+                self.add(done, _MANY)
+            with self.loop(lambda: self.test("<", self.get(done), self.width)):
+                self._look_at(accesses, writer, self.b.add(first, self.get(done)), before)
+                self.add(done)
+
+    def _news(self, accesses: Any, writer: Any, cell: Any, before: Any) -> Any:
+        """i1: is there anything to look at in `_MANY` cells? Neighbours mostly have the same access."""
+        kind = ir.VectorType(_I32, _MANY)
+        numbers = self.b.load(self.at(accesses, cell, _I32), align=4, typ=kind)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), self.b.trunc(before, _I32), _I32(0))
+        zeros = ir.Constant(kind, None)
+        other = self.b.icmp_unsigned("!=", numbers, self.b.shuffle_vector(one, one, zeros))
+        if writer is not None:
+            written = self.b.load(self.at(writer, cell, _I32), align=4, typ=kind)
+            other = self.b.and_(other, self.b.icmp_unsigned(">", numbers, written))
+        bits = ir.IntType(_MANY)
+        return self.b.icmp_unsigned("!=", self.b.bitcast(other, bits), bits(0))
+
+    def _look_at(self, accesses: Any, writer: Any, cell: Any, before: Any) -> None:
+        """`_look` at one cell."""
+        number = self.load(accesses, cell, _I32)
+        other = self.test("!=", number, self.get(before))
+        if writer is not None:
+            other = self.b.and_(other, self.test(">", number, self.load(writer, cell, _I32)))
+        with self.when(other):
+            self.b.store(number, before)
+            self.give_up(uncovered(self, self.table, number, self.clock, self.bits))
 
     def _put(self, into: Any, number: Any) -> None:
         with self._each_row() as first, self.each(self.width) as j:
