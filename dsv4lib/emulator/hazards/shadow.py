@@ -235,10 +235,10 @@ class Shadow:
         self.writer = np.zeros(shape, np.uint32)
         self.readers: dict[int, np.ndarray] = {}
         self.latest = np.zeros(agents, np.uint32)
-        self.number, self._cells, self._entries = np.zeros((3, agents), np.int64)
+        self.number, self._cells, self._low, self._high, self._entries = np.zeros((5, agents), np.int64)
         self._native, self._sweep = race_log.late(), race_log.sweep()
         self.block = Fields(race_log.Memory)
-        arrays = self._cells, self.latest, self.number, self._entries
+        arrays = self._cells, self.latest, self.number, self._low, self._high, self._entries
         self.block.set(self.writer.ctypes.data, self.writer.size, *(array.ctypes.data for array in arrays))
         self.last: Any = None  # key of the latest access: its repetition changes nothing
 
@@ -249,6 +249,7 @@ class Shadow:
         if reads is None:
             reads = np.zeros(self.shape, np.uint32)
             self._cells[entry], self._entries[len(self.readers)] = reads.ctypes.data, entry
+            self._low[entry] = self.writer.size
             self.readers[entry] = reads
             self.block.values[race_log.Memory.READERS] = len(self.readers)
         if self._swept(cells, actor, ids, mask, False):
@@ -256,6 +257,7 @@ class Shadow:
         conflict = self._first(cells.get(self.writer), actor, mask, "read after write")
         cells.put(reads, ids)
         self.latest[entry], self.number[entry] = actor.epoch, self.accesses.count
+        self._low[entry], self._high[entry] = 0, self.writer.size
         return conflict
 
     def write(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
@@ -288,7 +290,7 @@ class Shadow:
         if box is None:
             return False
         index, *rest = box
-        table, clock = self.accesses, np.ascontiguousarray(actor.clock)
+        table, clock = self.accesses, actor.clock
         who = actor.entry, actor.epoch, table.count, ids, mask, write
         at = 0 if index is None else address_of(index)
         done = self._sweep(self.block.address, table.block.address, address_of(clock), *who, at, *rest)

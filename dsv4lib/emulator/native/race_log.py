@@ -49,9 +49,12 @@ class Table(IntEnum):
 
 
 class Memory(IntEnum):
-    """int64 fields about a shared memory. CELLS, LATEST, NUMBER: by agent; ENTRIES: agents that have read."""
+    """int64 fields about a shared or tensor memory. CELLS to HIGH: by agent; ENTRIES: agents that have read.
 
-    WRITER, WORDS, CELLS, LATEST, NUMBER, ENTRIES, READERS = range(7)
+    An agent's reads are all in [LOW, HIGH).
+    """
+
+    WRITER, WORDS, CELLS, LATEST, NUMBER, LOW, HIGH, ENTRIES, READERS = range(9)
 
 
 class Area(IntEnum):
@@ -254,6 +257,8 @@ class _Judge(_Code):
                     self.store(self.epoch, self.load(block, Memory.LATEST), self.me, _I32)
                     count = self.load(self.near, Table.COUNT)
                     self.store(count, self.load(block, Memory.NUMBER), self.me)
+                    self.store(0, self.load(block, Memory.LOW), self.me)
+                    self.store(self.load(block, Memory.WORDS), self.load(block, Memory.HIGH), self.me)
 
     def _look_shared(self, block: Any, old: Any, word: Any) -> None:
         """Leave the log to Python unless the word's last write, and for a write its reads since, are covered."""
@@ -411,12 +416,14 @@ class _Sweep(_Code):
             agent = self.load(self.load(self.memory, Memory.ENTRIES), i)
             latest = self.load(self.load(self.memory, Memory.LATEST), agent, _I32)
             with self.when(self.test(">", latest, self.load(self.clock, agent, _I32))):
-                self._look(self.load(cells, agent), writer)
+                low, high = (self.load(self.load(self.memory, name), agent) for name in (Memory.LOW, Memory.HIGH))
+                self._look(self.load(cells, agent), writer, low, high)
         with self.b.if_else(writes) as (write, read):
             with write:
                 self._put(writer, number)
             with read:
                 self._put(self.load(cells, me), number)
+                self._extend(me)
                 self.store(epoch, self.load(self.memory, Memory.LATEST), me, _I32)
                 self.store(count, self.load(self.memory, Memory.NUMBER), me)
         self.b.ret(_I64(DONE))
@@ -430,21 +437,38 @@ class _Sweep(_Code):
                 self.b.store(self.load(self.index, i), place)
             yield self.b.add(self.start, self.b.mul(self.get(place), self.pitch))
 
-    def _look(self, accesses: Any, writer: Any) -> None:
-        """Leave it to Python unless all ``accesses`` (with ``writer``: those since the last write) are covered."""
-        before = self.variable()
+    def _extend(self, agent: Any) -> None:
+        """Note where the agent has read."""
+        lows, highs = (self.load(self.memory, name) for name in (Memory.LOW, Memory.HIGH))
         with self._each_row() as first:
-            size = self.load(self.memory, Memory.WORDS)
-            self.give_up(self.b.or_(self.test(">=", first, size), self.test(">", self.b.add(first, self.width), size)))
-            done = self.variable()
-            with self.loop(lambda: self.test("<=", self.b.add(self.get(done), _I64(_MANY)), self.width)):
-                cell = self.b.add(first, self.get(done))
-                with self.when(self._news(accesses, writer, cell, self.get(before))), self.each(_I64(_MANY)) as j:
-                    self._look_at(accesses, writer, self.b.add(cell, j), before)
-                self.add(done, _MANY)
-            with self.loop(lambda: self.test("<", self.get(done), self.width)):
-                self._look_at(accesses, writer, self.b.add(first, self.get(done)), before)
-                self.add(done)
+            end = self.b.add(first, self.width)
+            with self.when(self.test("<", first, self.load(lows, agent))):
+                self.store(first, lows, agent)
+            with self.when(self.test(">", end, self.load(highs, agent))):
+                self.store(end, highs, agent)
+
+    def _look(self, accesses: Any, writer: Any, low: Any = 0, high: Any = None) -> None:
+        """Leave it to Python unless all ``accesses`` in [low, high) (with ``writer``: since it) are covered."""
+        before = self.variable()
+        size = self.load(self.memory, Memory.WORDS)
+        with self._each_row() as first:
+            end = self.b.add(first, self.width)
+            self.give_up(self.b.or_(self.test(">=", first, size), self.test(">", end, size)))
+            touched = self.b.and_(self.test("<", first, size if high is None else high), self.test(">", end, low))
+            with self.when(touched):
+                self._look_along(accesses, writer, first, before)
+
+    def _look_along(self, accesses: Any, writer: Any, first: Any, before: Any) -> None:
+        """`_look` at a row."""
+        done = self.variable()
+        with self.loop(lambda: self.test("<=", self.b.add(self.get(done), _I64(_MANY)), self.width)):
+            cell = self.b.add(first, self.get(done))
+            with self.when(self._news(accesses, writer, cell, self.get(before))), self.each(_I64(_MANY)) as j:
+                self._look_at(accesses, writer, self.b.add(cell, j), before)
+            self.add(done, _MANY)
+        with self.loop(lambda: self.test("<", self.get(done), self.width)):
+            self._look_at(accesses, writer, self.b.add(first, self.get(done)), before)
+            self.add(done)
 
     def _news(self, accesses: Any, writer: Any, cell: Any, before: Any) -> Any:
         """i1: is there anything to look at in `_MANY` cells? Neighbours mostly have the same access."""
