@@ -57,11 +57,11 @@ CASES = [
         lambda: sparse_attention(heads=128),
         errors=frozenset({"mbarrier_phase_unordered"}),
     ),
-    Case(  # its error is open: see data/emulator/findings.md
+    Case(  # its error is real: see data/emulator/findings.md
         "cudnn_indexer",
         MODULE,
         indexer,
         lints=frozenset({"race_through_completion"}),
-        errors=frozenset({"race_tensor"}),
+        errors=frozenset({"race_tensor", "tmem_after_free"}),
     ),
 ]

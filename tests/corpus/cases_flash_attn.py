@@ -18,7 +18,7 @@ MODULE = "flash_attn.cute"
 LEFTOVER = frozenset({"mbarrier_tx_leftover"})
 DOUBLE_ARRIVE = frozenset({"cluster_double_arrive"})
 UNFENCED = frozenset({"missing_proxy_fence_cp_async"})
-PHASES = frozenset({"barrier_phase_mixed"})  # open: the kernel's or the check's mistake
+PHASES = frozenset({"barrier_phase_mixed"})  # real: see data/emulator/findings.md
 
 
 def _log_sum_exp(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> Check:

@@ -212,7 +212,13 @@ CASES = [
     Case("quack_gemm_f16", MODULE, lambda: gemm_dtype(torch.float16, 2.0**-11)),
     Case("quack_gemm_add_sm90", MODULE, lambda: gemm_add(200, 136, 72), arch="sm_90a"),
     Case("quack_gemm_swiglu_sm90", MODULE, gemm_gated, arch="sm_90a"),
-    Case("quack_gemm_dgelu_sm90", MODULE, lambda: gemm_activation_backward("gelu_tanh_approx"), arch="sm_90a"),
+    Case(  # see data/emulator/findings.md
+        "quack_gemm_dgelu_sm90",
+        MODULE,
+        lambda: gemm_activation_backward("gelu_tanh_approx"),
+        arch="sm_90a",
+        stops="phase parity 3 must be 0 or 1",
+    ),
     Case("quack_gemm_groups_sm90", MODULE, gemm_groups, arch="sm_90a"),
     Case("quack_gemm_rms_sm90", MODULE, gemm_rms, arch="sm_90a"),
 ]

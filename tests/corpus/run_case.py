@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -170,7 +171,7 @@ def main() -> None:
                 settings = {"seed": options.seed, "checks": options.checks}
                 row = run(case, schedule=options.schedule or case.schedule, **settings)
         except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())
+            text = re.sub(r"\S+/(?=[^/\s]+\.py:)", "", " ".join(f"{type(error).__name__}: {error}".split()))
             row = {"name": case.name, "result": "stopped", "note": text[:400], "failures": [traceback.format_exc()]}
         print(json.dumps(row), flush=True)
 
