@@ -24,7 +24,9 @@ from dsv4lib.lab.trial import never_loaded, where
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
-LSE_TOLERANCE = 5e-7  # of max(1, |lse|): fp32 sums of products, exponents and logarithms of the GPU's approximations
+# Of max(1, |lse|, size of a row's scores): fp32 sums of products, exponents and logarithms of the GPU's
+# approximations
+LSE_TOLERANCE = 5e-7
 
 
 @dataclass
@@ -34,8 +36,9 @@ class Trial:
     Attributes:
         kernel: the kernel object; compiled: what the compiler said about it.
         factor: O (stage A: S) against fp64, beside PyTorch in the same type; None if the kernel stopped.
-        lse_error: largest error of the log-sum-exp in units of max(1, |lse|), inf where an infinity is in the wrong
-            place; None without.
+        lse_error: largest error of the log-sum-exp in units of max(1, |lse|, scale |q|), inf where an infinity is in
+            the wrong place; None without. scale |q| is the size of a row's scores (`Ladder`: not counted): with one
+            or two keys the LSE may be near 0 by cancellation, the rounding errors of its terms are not.
         hazards: what the checks reported; error: what stopped it.
         trace, result: of the last launch.
         output, lse: what the kernel wrote; truth: O in fp64.
@@ -121,21 +124,35 @@ def _run(code: Compiled, args: tuple, backend: str, **device: Any) -> tuple[Any,
     return gpu, None
 
 
-def _judge(made: tuple, gpu: Any, error: Any, output: tuple, peer: torch.Tensor, truth: tuple, inputs: tuple) -> Trial:
+def _judge(
+    made: tuple,
+    gpu: Any,
+    error: Any,
+    output: tuple,
+    peer: torch.Tensor,
+    truth: tuple,
+    inputs: tuple,
+    unit: torch.Tensor | float = 1.0,
+) -> Trial:
     (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
     if error is None:
         factor = check.within_factor(out, peer.to(out.dtype), truth[0])
-        lse_error = None if lse is None else _lse_error(lse, truth[1])
+        lse_error = None if lse is None else _lse_error(lse, truth[1], unit)
     result = gpu.launches[-1].result if gpu.launches else None
     return Trial(kernel, code, factor, lse_error, gpu.hazards, error, gpu.trace, result, out, lse, truth[0], inputs)
 
 
-def _lse_error(lse: torch.Tensor, truth: torch.Tensor) -> float:
+def _score_size(case: Case) -> torch.Tensor:
+    """scale |q| [T, H]: the standard deviation of a row's scores over keys of unit variance."""
+    return case.scale * case.q.double().norm(dim=-1)
+
+
+def _lse_error(lse: torch.Tensor, truth: torch.Tensor, unit: torch.Tensor | float) -> float:
     finite = truth.isfinite()
     if not torch.equal(lse[~finite].double(), truth[~finite]) or not bool(lse[finite].isfinite().all()):
         return float("inf")
-    errors = (lse.double() - truth).abs() / truth.abs().clamp_min(1)
+    errors = (lse.double() - truth).abs() / torch.maximum(truth.abs(), torch.as_tensor(unit)).clamp_min(1)
     return float(errors[finite].max()) if bool(finite.any()) else 0.0
 
 
@@ -219,26 +236,46 @@ def fmha_trial(kernel_type: type, settings: tuple, case: Case, backend: str = "e
     gpu, error = _run(code, args, backend, **device)
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
-    return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,))
+    return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), _score_size(case))
 
 
-def split_trial(case: Case, entries: str, window: bool, splits: int, **device: Any) -> Trial:
-    """Run the parts of an attention and join them, with sink and inverse RoPE."""
+def parts(
+    case: Case, entries: str, window: bool, splits: int = 1, **device: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
+    """(o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
+
+    Raises:
+        EmulatorError: what stopped the kernel.
+    """
+    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, **device)
+    if error is not None:
+        raise error
+    return o, lse, gpu.hazards
+
+
+def _run_parts(case: Case, entries: str, window: bool, splits: int, **device: Any) -> tuple:
     dtype = {v: k for k, v in TYPES.items()}[case.q.dtype]
-    depth = case.q.shape[2]
-    made = kernel, code = compiled(Fmha, (depth, dtype, entries, window, False, False, True))
-    parts, lses = case.outputs(splits)
-    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), parts, lses, case.scale, splits)
-    gpu, error = _run(code, args, "emulator", **device)
+    made = kernel, code = compiled(Fmha, (case.q.shape[2], dtype, entries, window, False, False, True))
+    o, lse = case.outputs(splits)
+    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale, splits)
+    return made, *_run(code, args, "emulator", **device), o, lse
+
+
+def split_trial(
+    case: Case, entries: str, window: bool, splits: int, combine_type: type = Combine, **device: Any
+) -> Trial:
+    """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE."""
+    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, **device)
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards
-        join, join_code = compiled(Combine, (depth, dtype, True, True))
+        join, join_code = compiled(combine_type, (case.q.shape[2], made[0].dtype, True, True))
         joined = arguments.combine_args(join, parts, lses, case.sink, (case.cos, case.sin), o, lse)
         gpu, error = _run(join_code, joined, "emulator", **device)
         gpu.launches[0].result.hazards[:0] = hazards
     peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
-    return _judge(made, gpu, error, (o, lse), peer, oracle(case, entries, window, True, True), (case,))
+    truth = oracle(case, entries, window, True, True)
+    return _judge(made, gpu, error, (o, lse), peer, truth, (case,), _score_size(case))
 
 
 def _parts(kernel: Any, case: Case) -> tuple:

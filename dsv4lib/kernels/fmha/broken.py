@@ -1,7 +1,8 @@
 """The mistakes that cost days on real attention kernels, planted one at a time; each is marked ``WRONG``.
 
-Every class is the `Ladder` or the `Fmha` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says
-what finds each: a kind of the emulator's reports, "boxes never loaded" (a trace) or "wrong numbers" (the comparison).
+Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
+`CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes never
+loaded" (a trace) or "wrong numbers" (the comparison).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 
 from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.ladder import CHUNK, CHUNK_BYTES, LOG2_E, O_COLUMN, TILE_N, Ladder
-from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.kernels.fmha.sm100 import Q_READY, SOFTMAX_THREADS, Fmha
+from dsv4lib.kernels.fmha.softmax import TILE_N as FMHA_TILE_N
 
 
 class PinnedTile(Ladder):
@@ -167,6 +170,117 @@ class SwappedHalves(Fmha):
         Fmha.stage_q(self, mQ, address, head, 1 - half, tidx)  # WRONG: half
 
 
+class NoHeadGuard(Fmha):
+    """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
+
+    @cute.jit
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
+        """See `Fmha.stage_q`."""
+        token, _, _ = cute.arch.block_idx()
+        for pair in cutlass.range_constexpr(self.chunks // 2):
+            rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
+            gQ = cute.local_tile(mQ[token, head, None], (CHUNK,), (2 * pair + half,))
+            cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)  # WRONG: no `if head < mQ.shape[1]`
+            column = self.q_column + pair * (CHUNK // 2)
+            tmem.store(address, column, tidx, cute.recast_tensor(rQ, Float32))
+        cute.arch.fence_view_async_tmem_store()
+        umma.fence_before_thread_sync()
+        pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
+
+
+class SharedSelection(Fmha):
+    """Two tokens go by the list of the first: right where neighbours select the same entries."""
+
+    @cute.jit
+    def rows(self, mIndex: Any, mFirst: Any, token: Int32, position: Int32, count: Int32):
+        """See `Fmha.rows`."""
+        return Fmha.rows(self, mIndex, mFirst, token // 2 * 2, position, count)  # WRONG: token
+
+
+class EveryKeyCounts(Fmha):
+    """Places of a tile behind the last key are not masked: TMA fills them with zeros, and a zero key has weight e^0."""
+
+    @cute.jit
+    def valid_keys(self, lists: tuple, work: tuple, tile: Int32, half: Int32):
+        """See `Fmha.valid_keys`."""
+        return Int32(-1)  # WRONG: a bit only where there is a key
+
+
+class OneLimit(Fmha):
+    """Every query of the chunk has the limit of the last one: it sees entries of its own future."""
+
+    @cute.jit
+    def work(self, lists: tuple, splits: Int32):
+        """See `Fmha.work`."""
+        token, _, _ = cute.arch.block_idx()
+        last = lists[0][2].shape[0] - 1
+        entries, window = lists[0][2][last], lists[1][1][token]  # WRONG: lists[0][2][token]
+        entry_tiles = cute.ceil_div(entries, FMHA_TILE_N)
+        return entries, window, Int32(0), entry_tiles + cute.ceil_div(window, FMHA_TILE_N), entry_tiles
+
+
+class SinkInLse(Fmha):
+    """The log-sum-exp contains the sink: O is right, and whoever merges this part counts the sink twice."""
+
+    @cute.jit
+    def epilogue(
+        self,
+        mSink: Any,
+        rope: Any,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        address: cute.Pointer,
+        head: Int32,
+        half: Int32,
+        tidx: Int32,
+        reference: Float32,
+        total: Float32,
+        any_tile: cutlass.Boolean,
+    ):
+        """See `Fmha.epilogue`."""
+        Fmha.epilogue(self, mSink, rope, mO, mLse, address, head, half, tidx, reference, total, any_tile)
+        token, _, _ = cute.arch.block_idx()
+        if head < mO.shape[1] and half == 0 and total > 0.0:
+            sum_with_sink = total + cute.math.exp2(mSink[head] * LOG2_E - reference, fastmath=True)  # WRONG: total
+            mLse[token, head] = (reference + cute.math.log2(sum_with_sink)) * math.log(2.0)
+
+
+class SwappedTables(Fmha):
+    """cos and sin of the inverse rotation are taken for each other: 448 of 512 dimensions stay right."""
+
+    @cute.jit
+    def epilogue(
+        self,
+        mSink: Any,
+        rope: Any,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        address: cute.Pointer,
+        head: Int32,
+        half: Int32,
+        tidx: Int32,
+        reference: Float32,
+        total: Float32,
+        any_tile: cutlass.Boolean,
+    ):
+        """See `Fmha.epilogue`."""
+        tables = rope[1], rope[0]  # WRONG: cos, sin
+        Fmha.epilogue(self, mSink, tables, mO, mLse, address, head, half, tidx, reference, total, any_tile)
+
+
+class FirstPartLeads(Combine):
+    """Weights are relative to the first part, not to the largest: right until that part is empty or far below."""
+
+    @cute.jit
+    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32):
+        """See `Combine.weights`."""
+        first = mLses[0, token, head]
+        total = Float32(0.0)
+        for i in cutlass.range(mLses.shape[0], unroll=1):
+            total += cute.math.exp2((mLses[i, token, head] - first) * LOG2_E, fastmath=True)
+        return first, total  # WRONG: the largest
+
+
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
     "HalfProduct": ("a", "wrong numbers"),
@@ -180,5 +294,12 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "BaseTwoLse": ("c", "wrong numbers"),
     "SumOverMaximum": ("d1", "race_shared"),
     "SwappedHalves": ("d1", "wrong numbers"),
+    "NoHeadGuard": ("d2", "MemoryFault"),
+    "SharedSelection": ("d2", "wrong numbers"),
+    "EveryKeyCounts": ("d3", "wrong numbers"),
+    "OneLimit": ("d4", "wrong numbers"),
+    "SinkInLse": ("d5", "wrong numbers"),
+    "SwappedTables": ("d5", "wrong numbers"),
+    "FirstPartLeads": ("d5", "wrong numbers"),
 }
 BROKEN = {name: globals()[name] for name in CAUGHT_BY}

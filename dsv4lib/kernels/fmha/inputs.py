@@ -6,9 +6,11 @@ may read are NaN; outputs start as NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
+
+from dsv4lib.kernels.fmha import window
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,6 +69,61 @@ class Case:
 def _range(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     place = torch.arange(max(int(count.max()), 1))
     return torch.where(place < count[:, None], first[:, None] + place, -1)
+
+
+def decode_case(heads: int, positions: list[int], seed: int = 0) -> Case:
+    """One token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
+
+    Args:
+        heads: H. positions: of the newest token of each request; -1: a request without keys.
+        seed: of the random numbers.
+    """
+    one = case(heads, [0] * len(positions), [0] * len(positions), seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    rings = torch.full((len(positions), window.WINDOW, 512), float("nan"), dtype=one.q.dtype)
+    for ring, position in zip(rings, positions, strict=True):
+        first = max(0, position - window.WINDOW + 1)
+        keys = torch.randn(position + 1 - first, 512, generator=generator).to(one.q.dtype)
+        window.append(ring, keys, first)
+    first, count = window.ring_rows(torch.tensor(positions).clamp_min(0))
+    count[torch.tensor(positions) < 0] = 0
+    return replace(one, span=rings.flatten(0, 1), window_first=first, window_count=count)
+
+
+def prefill_case(heads: int, starts: list[int], tokens: int, seed: int = 0) -> Case:
+    """Chunks of ``tokens`` tokens of several requests in one call, as an HCA layer sees them.
+
+    Keys before a chunk come out of its request's ring. Entries are ranges of the pool, complete at the end of the
+    chunk: early queries must not read the last of them. A NaN row ends each request's entries.
+
+    Args:
+        heads: H. starts: position of the first token of each chunk. tokens: T of each. seed: of the random numbers.
+    """
+    one = case(heads, [0] * (tokens * len(starts)), [0] * (tokens * len(starts)), seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    nan_row = torch.full((1, 512), float("nan"), dtype=one.q.dtype)
+    pool, spans, firsts, counts = [], [], [], []
+    window_rows = []
+    for start in starts:
+        complete = (start + tokens) // window.HCA_RATE
+        firsts.append(torch.full((tokens,), sum(map(len, pool)), dtype=torch.int32))
+        counts.append(window.entry_limit(start + torch.arange(tokens)))
+        pool += [torch.randn(complete, 512, generator=generator).to(one.q.dtype), nan_row]
+        ring = nan_row.repeat(window.WINDOW, 1)
+        known = torch.randn(min(start, window.WINDOW), 512, generator=generator).to(one.q.dtype)
+        window.append(ring, known, start - len(known))
+        first, count = window.span_rows(start, tokens)
+        window_rows.append((first + sum(map(len, spans)), count))
+        spans.append(window.span(ring, torch.randn(tokens, 512, generator=generator).to(one.q.dtype), start))
+    return replace(
+        one,
+        pool=torch.cat(pool),
+        span=torch.cat(spans),
+        first=torch.cat(firsts),
+        count=torch.cat(counts),
+        window_first=torch.cat([first for first, _ in window_rows]).int(),
+        window_count=torch.cat([count for _, count in window_rows]),
+    )
 
 
 def case(
