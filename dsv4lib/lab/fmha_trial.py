@@ -221,13 +221,21 @@ def oracle(
     return o, lse
 
 
-def fmha_trial(kernel_type: type, settings: tuple, case: Case, backend: str = "emulator", **device: Any) -> Trial:
+def fmha_trial(
+    kernel_type: type,
+    settings: tuple,
+    case: Case,
+    backend: str = "emulator",
+    judge_by: Case | None = None,
+    **device: Any,
+) -> Trial:
     """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
 
     Args:
         kernel_type: the class; settings: its arguments in order.
         case: from `kernels.fmha.inputs.case`.
         backend: "emulator" or "native"; device: options of `emulator.device`.
+        judge_by: the case whose oracle is the truth, where ``case`` carries a mistake of the caller's.
     """
     made = kernel, code = compiled(kernel_type, settings)
     there = case.to(backends.device(backend))
@@ -235,6 +243,7 @@ def fmha_trial(kernel_type: type, settings: tuple, case: Case, backend: str = "e
     args = arguments.launch_args(kernel, there.q, *_parts(kernel, there), o, lse, case.scale)
     gpu, error = _run(code, args, backend, **device)
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
+    case = judge_by or case
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
     return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), _score_size(case))
 

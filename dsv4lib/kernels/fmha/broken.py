@@ -1,8 +1,8 @@
 """The mistakes that cost days on real attention kernels, planted one at a time; each is marked ``WRONG``.
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
-`CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes never
-loaded" (a trace) or "wrong numbers" (the comparison).
+`CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
+never loaded" (a trace) or "wrong numbers" (the comparison).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Float32, Int32, pipeline
 
 from dsv4lib.kernels.common import tmem, umma
@@ -279,6 +280,17 @@ class FirstPartLeads(Combine):
         for i in cutlass.range(mLses.shape[0], unroll=1):
             total += cute.math.exp2((mLses[i, token, head] - first) * LOG2_E, fastmath=True)
         return first, total  # WRONG: the largest
+
+
+def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of windows [R T] as a mask over only the last 128 rows of each chunk of ``tokens`` queries leaves them.
+
+    Right for one token; the earlier a query of a longer chunk, the more of its old keys are silently gone.
+    """
+    end = first + count
+    oldest = end.view(-1, tokens)[:, -1:] - 128  # WRONG: each query has its own end
+    kept = torch.maximum(first.view(-1, tokens), oldest).flatten()
+    return torch.minimum(kept, end).int(), (end - kept).clamp_min(0).int()
 
 
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)

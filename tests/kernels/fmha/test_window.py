@@ -1,9 +1,12 @@
 """Rows of rings and spans against the reference's masks, at chunk starts around the window's edge."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.broken import last_keys_only
 from dsv4lib.kernels.fmha.inputs import decode_case, prefill_case
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import append, entry_limit, ring_rows, span, span_rows
@@ -67,3 +70,22 @@ def test_prefill_and_decode_in_the_kernel():
     assert trial.clean, trial.findings()
     trial = fmha_trial(Fmha, (512, "bf16", "none"), decode_case(64, [-1, 0, 49, 126, 127, 5000]))
     assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize(("tokens", "right"), [(1, True), (2, False), (200, False)])
+def test_a_mask_over_the_last_keys_is_right_for_one_token_only(tokens, right):
+    first, count = span_rows(5000, tokens)
+    kept_first, kept = last_keys_only(first, count, tokens)
+    assert (torch.equal(kept_first, first) and torch.equal(kept, count)) == right
+    assert int(kept[-1]) == 128 and int(kept[0]) == max(0, 128 - (tokens - 1))
+    assert torch.equal((kept_first + kept)[kept > 0], (first + count)[kept > 0])
+
+
+def test_dropped_keys_are_found():
+    """The kernel runs what it is given; the oracle of the right rows disagrees."""
+    one = prefill_case(64, [300], 3)
+    first, count = last_keys_only(one.window_first, one.window_count, 3)
+    cut = replace(one, window_first=first, window_count=count)
+    settings = (512, "bf16", "range")
+    assert fmha_trial(Fmha, settings, cut).clean
+    assert not fmha_trial(Fmha, settings, cut, judge_by=one).right
