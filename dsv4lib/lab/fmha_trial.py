@@ -18,7 +18,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.kernels.compile import Compiled, compile_for
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
-from dsv4lib.kernels.fmha.inputs import TYPES, Case
+from dsv4lib.kernels.fmha.inputs import TYPES, Case, guards_written
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.lab.trial import never_loaded, where
 from dsv4lib.reference import fmha as reference
@@ -44,6 +44,7 @@ class Trial:
         output, lse: what the kernel wrote; truth: O in fp64.
         inputs: (q, keys, ...), the tensors it read.
         never: boxes of each operand that no CTA loaded; only with a trace.
+        guards_written: values written behind the last head of a token.
     """
 
     kernel: Any
@@ -59,6 +60,7 @@ class Trial:
     truth: torch.Tensor
     inputs: tuple
     never: dict[str, int] = field(default_factory=dict)
+    guards_written: int = 0
 
     @property
     def right(self) -> bool:
@@ -67,8 +69,8 @@ class Trial:
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, and every box of the operands loaded."""
-        return self.right and not self.hazards and not any(self.never.values())
+        """Right, no hazard, every box of the operands loaded, nothing written behind the last head."""
+        return self.right and not self.hazards and not any(self.never.values()) and not self.guards_written
 
     @property
     def rel_l2(self) -> float:
@@ -84,6 +86,8 @@ class Trial:
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
         out += [("boxes never loaded", "", f"{n} boxes of {name}") for name, n in self.never.items() if n]
+        if self.guards_written:
+            out.append(("pad rows leaked", "", f"{self.guards_written} values behind the last head"))
         if self.error is None and not self.factor.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.rel_l2:.2g}; {self.factor}"))
         if self.lse_error is not None and self.lse_error > LSE_TOLERANCE:
@@ -245,7 +249,9 @@ def fmha_trial(
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     case = judge_by or case
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
-    return _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), _score_size(case))
+    trial = _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), _score_size(case))
+    trial.guards_written = guards_written(o, lse)
+    return trial
 
 
 def parts(

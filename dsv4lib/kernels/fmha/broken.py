@@ -2,7 +2,7 @@
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
-never loaded" (a trace) or "wrong numbers" (the comparison).
+never loaded" (a trace), "pad rows leaked" (guard rows) or "wrong numbers" (the comparison).
 """
 
 from __future__ import annotations
@@ -189,6 +189,31 @@ class NoHeadGuard(Fmha):
         pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
 
 
+class PadLse(Fmha):
+    """The log-sum-exp is stored for one row too many: behind the last head of every token."""
+
+    @cute.jit
+    def epilogue(
+        self,
+        mSink: Any,
+        rope: Any,
+        mO: cute.Tensor,
+        mLse: cute.Tensor,
+        address: cute.Pointer,
+        head: Int32,
+        half: Int32,
+        tidx: Int32,
+        reference: Float32,
+        total: Float32,
+        any_tile: cutlass.Boolean,
+    ):
+        """See `Fmha.epilogue`."""
+        Fmha.epilogue(self, mSink, rope, mO, mLse, address, head, half, tidx, reference, total, any_tile)
+        token, _, _ = cute.arch.block_idx()
+        if half == 0 and total > 0.0 and head <= mO.shape[1]:  # WRONG: <, by one row
+            mLse[token, head] = (reference + cute.math.log2(total)) * math.log(2.0)
+
+
 class SharedSelection(Fmha):
     """Two tokens go by the list of the first: right where neighbours select the same entries."""
 
@@ -307,6 +332,7 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "SumOverMaximum": ("d1", "race_shared"),
     "SwappedHalves": ("d1", "wrong numbers"),
     "NoHeadGuard": ("d2", "MemoryFault"),
+    "PadLse": ("d2", "pad rows leaked"),
     "SharedSelection": ("d2", "wrong numbers"),
     "EveryKeyCounts": ("d3", "wrong numbers"),
     "OneLimit": ("d4", "wrong numbers"),

@@ -45,12 +45,15 @@ class Case:
         return Case(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in moved.items()})
 
     def outputs(self, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel."""
+        """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel. Each token has a guard row behind its
+        last head, see `guards_written`."""
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
-        o = self.q.new_full((*lead, *self.q.shape), nan, dtype=dtype)
-        return o, self.q.new_full((*lead, *self.q.shape[:2]), nan, dtype=torch.float32)
+        tokens, heads, depth = self.q.shape
+        o = self.q.new_full((*lead, tokens, heads + 1, depth), nan, dtype=dtype)
+        lse = self.q.new_full((*lead, tokens, heads + 1), nan, dtype=torch.float32)
+        return o[..., :heads, :], lse[..., :heads]
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
@@ -64,6 +67,13 @@ class Case:
             own = _range(self.window_first, self.window_count)
             lists.append(torch.where(own >= 0, own + self.pool.shape[0], -1))
         return torch.cat((self.pool, self.span)), torch.cat(lists, 1).long()
+
+
+def guards_written(o: torch.Tensor, lse: torch.Tensor) -> int:
+    """How many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
+    heads = o.shape[-2]
+    guards = o._base[..., heads:, :], lse._base[..., heads:]
+    return sum(int((~guard.isnan()).sum()) for guard in guards)
 
 
 def _range(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
