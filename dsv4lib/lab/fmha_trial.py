@@ -80,6 +80,13 @@ class Trial:
         error = float((self.output.double() - self.truth).norm() / self.truth.norm())
         return error if error == error else float("inf")
 
+    @property
+    def error_over_torch(self) -> float:
+        """RMS error over that of PyTorch in the same type; inf if the kernel stopped or NaN/Inf are out of place."""
+        if self.error is not None or self.factor.nonfinite_mismatches:
+            return float("inf")
+        return self.factor.rms_error / self.factor.peer_rms_error
+
     def findings(self) -> list[tuple[str, str, str]]:
         """(kind, Python line or "", what) of everything that was found, the most specific first."""
         out = [(h.kind, where(h.place), h.message) for h in self.hazards]
