@@ -217,7 +217,7 @@ CASES = [
         MODULE,
         lambda: gemm_activation_backward("gelu_tanh_approx"),
         arch="sm_90a",
-        stops="phase parity 3 must be 0 or 1",
+        lints=frozenset({"mbarrier_parity_range"}),
     ),
     Case("quack_gemm_groups_sm90", MODULE, gemm_groups, arch="sm_90a"),
     Case("quack_gemm_rms_sm90", MODULE, gemm_rms, arch="sm_90a"),

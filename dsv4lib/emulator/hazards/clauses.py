@@ -185,8 +185,9 @@ CLAUSES = (
     ),
     Clause(
         "phase reuse",
-        ("mbarrier_phase_unordered", "mbarrier_phase_lapped"),
+        ("mbarrier_phase_unordered", "mbarrier_phase_lapped", "mbarrier_parity_range"),
         (
+            *_pairs("mbarrier_parity_range"),
             _PHASES.format("the next phase does not wait for those who wait"),
             _TRAPS.format("wrong phase of the accumulator"),
         ),

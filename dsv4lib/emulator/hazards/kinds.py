@@ -106,6 +106,8 @@ _TABLE = (
     ("mbarrier_phase_lapped", ERROR, "barrier",
      "a barrier completed the next phase too while a warp still waited for the one before: its parity is ambiguous",
      "let the waiters arrive before the phase after theirs can complete; check the arrival count and the parity"),
+    ("mbarrier_parity_range", LINT, "barrier",
+     "a wait asks for a phase parity that is neither 0 nor 1: its lowest bit counts", "wait for the phase number & 1"),
     ("mbarrier_phase_unordered", ERROR, "race",
      "a phase of an mbarrier can complete before a warp that waits for the one before has looked: parities repeat",
      "let the phase depend on everybody who waits for the one before: an arrival of theirs on the way to it"),

@@ -156,6 +156,11 @@ PAIRS = {
         INIT.format(64, 1) + "@%p2 mbarrier.inval.shared.b64 [%r8]; @%p2 mbarrier.init.shared.b64 [%r8], 32;",
         "mbarrier.init",
     ),
+    "mbarrier_parity_range": Pair(  # a number of phases where its lowest bit is wanted
+        INIT.format(64, 1) + "mbarrier.test_wait.parity.shared.b64 %p3, [%r8], 3;",
+        INIT.format(64, 1) + "mbarrier.test_wait.parity.shared.b64 %p3, [%r8], 1;",
+        "mbarrier.test_wait",
+    ),
     "mbarrier_inval_in_use": Pair(
         INIT.format(1, 1) + "@%p2 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r8], 16;"
         "@%p2 mbarrier.inval.shared.b64 [%r8];",
