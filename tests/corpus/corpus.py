@@ -82,8 +82,6 @@ class Case:
             come from is told in data/emulator/findings.md.
         unstable: how results depend on the schedule: not at all (""), by the order of floating-point additions alone
             ("bits"), or some schedules give wrong results ("wrong").
-        stops: text of the error that ends the launch, for a kernel that the emulator rightly stops; "" = it runs. Such
-            a case runs in a process of its own, and its other expectations are void.
     """
 
     name: str
@@ -96,7 +94,6 @@ class Case:
     lints: frozenset[str] = frozenset()
     errors: frozenset[str] = frozenset()
     unstable: str = ""
-    stops: str = ""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
