@@ -19,18 +19,18 @@ LANES = np.arange(32)
 PROBE: list[Callable[[Warp, Instr], Any]] = []
 
 
-@isa.service("testprobe", note="an instruction of the tests")
+@isa.service("testprobe.f32", note="an instruction of the tests")
 def _probe(warp, instr, form):
     PROBE[0](warp, instr)
 
 
 def probe(function: Callable[[Warp, Instr], Any], body: str, operands: str, *args: Any, **options: Any) -> Any:
-    """Call ``function`` when a kernel reaches `testprobe operands`."""
+    """Call ``function`` when a kernel reaches `testprobe.f32 operands`."""
     PROBE[:] = [function]
     declared = ", ".join(f"u64 {name}" for name in "abcdef"[: len(args)])
     shared = ".shared .align 16 .b8 first[64]; .shared .align 16 .b8 second[64]; .local .align 8 .b8 priv[16];"
     text = entry(
-        declared, f"mov.u32 %r1, %laneid; {body} {options.pop('guard', '')} testprobe {operands};", shared=shared
+        declared, f"mov.u32 %r1, %laneid; {body} {options.pop('guard', '')} testprobe.f32 {operands};", shared=shared
     )
     return launch(text, *args, **options)
 
@@ -70,7 +70,7 @@ def test_write_respects_the_mask():
     """
     PROBE[:] = [write]
     store = "selp.u32 %r3, 1, 0, %p2; st.global.v2.b32 [%rd5], {%r2, %r3}; st.global.b64 [%rd5+8], %rd1;"
-    launch(entry("u64 a", f"mov.u32 %r1, %laneid; {body} @%p1 testprobe %r2, %rd1, %p2, _; {store}"), out)
+    launch(entry("u64 a", f"mov.u32 %r1, %laneid; {body} @%p1 testprobe.f32 %r2, %rd1, %p2, _; {store}"), out)
     active = LANES < 8
     np.testing.assert_array_equal(out[:, 0], np.where(active, LANES * 3, 99))
     np.testing.assert_array_equal(out[:, 1], active & (LANES % 2 == 0))
@@ -98,7 +98,7 @@ def test_uniform_values():
         assert warp.uniform(imm, np.uint32) == 12 and warp.uniform(imm, np.uint8) == 12
         with pytest.raises(EmulatorError, match="must be the same in all active lanes") as error:
             warp.uniform(lanes, np.uint32)
-        assert error.value.place.ptx.startswith("testprobe")
+        assert error.value.place.ptx.startswith("testprobe.f32")
 
     probe(check, "mov.u32 %r2, -4;", "%r2, %r1, 12")
     # Lanes that do not take part may differ.
@@ -132,7 +132,7 @@ def test_place_of_the_current_instruction():
         place = warp.place()
         assert place == warp.place(instr)
         assert (place.kernel, place.cta, place.warp, place.lanes) == ("k", (1, 0, 0), 1, 0xFFFFFFFF)
-        assert place.ptx == "@%p1 testprobe %r1" and place.ptx_line > 5
+        assert place.ptx == "@%p1 testprobe.f32 %r1" and place.ptx_line > 5
         with pytest.raises(EmulatorError, match="has no value"):
             warp.read(Sink(), np.uint32)
         with pytest.raises(EmulatorError, match="not a destination"):
@@ -148,7 +148,7 @@ def test_errors_of_services_get_their_place():
 
     with pytest.raises(MemoryFault, match="no such byte") as error:
         probe(fail, "", "%r1")
-    assert error.value.place.ptx == "testprobe %r1"
+    assert error.value.place.ptx == "testprobe.f32 %r1"
 
 
 def test_masks_and_pairs():
