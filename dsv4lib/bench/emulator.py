@@ -84,12 +84,12 @@ import sys, time
 text = open(sys.argv[1]).read()
 from dsv4lib.emulator import implementations, program
 from dsv4lib.emulator.ptx import parse
-began = time.perf_counter()
+began = time.process_time()
 implementations.load()
 module = parse.parse(text)
 kernel = next(iter(module.kernels.values()))
 program.lower(kernel, module)
-print(time.perf_counter() - began, len(kernel.instructions))
+print(time.process_time() - began, len(kernel.instructions))
 """
 
 
@@ -110,7 +110,8 @@ def preparation(ptx: str, folder: str) -> list[Row]:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=300)
         seconds, count = float(done.stdout.split()[0]), int(done.stdout.split()[1])
         floor = PREPARATION_FLOOR * 4200 if state == "cached code" else None
-        rows.append(Row(f"preparation, {state}", seconds, "s", floor, detail=f"gemm_tile, {count} PTX instructions"))
+        detail = f"gemm_tile, {count} PTX instructions; CPU time"
+        rows.append(Row(f"preparation, {state}", seconds, "s", floor, detail=detail))
     return rows
 
 

@@ -1,8 +1,9 @@
 """Run one example script under an emulated device and measure its main kernel: `python -m dsv4lib.bench.example_run`.
 
 Arguments: the script and its own. The launch with tensor-core work is repeated on the same memory before the script
-goes on to compare its results, with the default checks and with the race detector. The last line of output is JSON:
-``default`` and ``race`` (seconds of CPU time, best run), ``instructions``, ``mma``, ``hazards``.
+goes on to compare its results, with the default checks and with the race detector in turns. The last line of output is
+JSON: ``default`` and ``race`` (seconds of CPU time, best run), ``default_calls`` and ``race_calls`` (calls of Python
+and built-in functions in a run), ``instructions``, ``mma``, ``hazards``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import runpy
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,45 @@ from dsv4lib.emulator import machine
 from dsv4lib.emulator.driver.device import CHECKS, Device
 from dsv4lib.emulator.request import LaunchRequest, LaunchResult
 
-REPEATS = {"default": 5, "race": 3}
+REPEATS = 5
+MODES = ("default", "race")
 
 
-def cpu_seconds(request: LaunchRequest, device: Device, checks: str) -> float:
-    """CPU time of a launch, best of several."""
-    settings, best = device.settings, float("inf")
-    device.settings = dataclasses.replace(settings, native_checks=CHECKS[checks])
+def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
+    """Seconds and calls of a launch, with the default checks and with the race detector."""
+    settings = device.settings
+    seconds = dict.fromkeys(MODES, float("inf"))
     try:
-        for _ in range(REPEATS[checks]):
-            began = time.process_time()
-            machine.run(request, device)
-            best = min(best, time.process_time() - began)
+        for _ in range(REPEATS):
+            for mode in MODES:  # in turns: other processes disturb both alike
+                device.settings = dataclasses.replace(settings, native_checks=CHECKS[mode])
+                began = time.process_time()
+                machine.run(request, device)
+                seconds[mode] = min(seconds[mode], time.process_time() - began)
+        counts = {}
+        for mode in MODES:
+            device.settings = dataclasses.replace(settings, native_checks=CHECKS[mode])
+            counts[f"{mode}_calls"] = count_calls(lambda: machine.run(request, device))
     finally:
         device.settings = settings
-    return best
+    return {**seconds, **counts}
+
+
+def count_calls(run: Callable[[], Any]) -> int:
+    """Calls of Python and built-in functions in ``run()``: the same on every machine, however busy."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 def watch(device: Device, seen: list[dict[str, Any]]) -> None:
@@ -46,7 +72,7 @@ def watch(device: Device, seen: list[dict[str, Any]]) -> None:
     def launch(request: LaunchRequest, stream: int = 0) -> LaunchResult | None:
         result = original(request, stream)
         if result is not None and result.stats["mma"]:
-            row: dict[str, Any] = {checks: cpu_seconds(request, device, checks) for checks in REPEATS}
+            row: dict[str, Any] = measure(request, device)
             row |= {"instructions": result.instructions, "mma": result.stats["mma"]}
             seen.append(row | {"hazards": sorted({hazard.kind for hazard in result.hazards})})
         return result

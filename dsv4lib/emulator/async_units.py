@@ -50,7 +50,7 @@ class AsyncOp:
         reads, writes: the CTA whose shared memory is read or written; checked when that CTA exits.
         lanes: mask of the issuing lanes, set at issue; pending: issued and not complete.
         signals: the mbarrier that counts its bytes.
-        clock, entry, epoch: of the race detector.
+        clock, entry, epoch: of the race detector; clock_address: of ``clock``, 0 = nobody has asked.
     """
 
     unit: str
@@ -67,6 +67,7 @@ class AsyncOp:
     pending: bool = False
     signals: Any = None
     clock: Any = None
+    clock_address: int = 0
     entry: int = -1
     epoch: int = 0
 

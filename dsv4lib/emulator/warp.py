@@ -85,6 +85,11 @@ class Parked:
     pending: Any
 
 
+def name_of_warp(warp_id: int, ctaid: tuple[int, int, int]) -> str:
+    """Of a warp, for messages."""
+    return f"warp {warp_id} of CTA {ctaid}"
+
+
 class Warp:
     """One warp of 32 lanes.
 
@@ -123,7 +128,7 @@ class Warp:
         self._views: dict[tuple[int, str], np.ndarray] = {}
 
     def __repr__(self) -> str:
-        return f"warp {self.warp_id} of CTA {self.cta.ctaid}"
+        return name_of_warp(self.warp_id, self.cta.ctaid)
 
     def mask(self) -> int:
         """Lanes that execute the current instruction."""

@@ -52,6 +52,12 @@ def install() -> Path:
     return folder
 
 
+def packages() -> Path:
+    """The folder that `VARIABLE` names, else that of `install`."""
+    named = os.environ.get(VARIABLE)
+    return Path(named) if named else install()
+
+
 def pip_command(folder: Path) -> list[str]:
     """What installs the packages; DSV4_PIP_ARGS goes to pip as in the front door."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from dsv4lib import viz
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK
 from dsv4lib.emulator.perfetto import lanes_of
 from dsv4lib.emulator.request import SMEM_RESERVED
-from dsv4lib.emulator.trace import TMEM_KINDS, Trace
+from dsv4lib.emulator.trace import TMEM_KINDS, Trace, unpack_lanes
 from dsv4lib.viz.history import Barrier
 from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.timeline import Phases, Track
@@ -50,22 +51,23 @@ def regions(kernel: Any) -> list[tuple[str, int, int]]:
 
 def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: dict[int, str] = ROLES) -> Figure:
     """Roles and asynchronous units of one CTA on one clock."""
-    tracks = []
+    tracks, born = [], trace.life(cta)[0]
     states = trace.states[trace.states["cta"] == cta]
     for warp in sorted(set(states["warp"].tolist()), reverse=True):
         mine = states[states["warp"] == warp]
         waits = ["waits: mbarrier" if r == "mbarrier" else "waits: barrier" for r in mine["reason"]]
         kinds = ["runs" if s == "run" else w for s, w in zip(mine["state"], waits, strict=True)]
-        tracks.append(Track(f"warp {warp} {roles.get(warp, '')}", mine["time"], mine["end"], kinds))
+        tracks.append(Track(f"warp {warp} {roles.get(warp, '')}", mine["time"] - born, mine["end"] - born, kinds))
     ends = np.where(trace.ops["done_time"] < 0, trace.time, trace.ops["done_time"])
     for unit, name in (("tma", "TMA"), ("tensor", "tensor core")):
         rows = np.nonzero((trace.ops["cta"] == cta) & (trace.ops["unit"] == unit))[0]
         starts = trace.ops["time"][rows]
         if unit == "tensor":  # a queue: an operation's turn comes when the one before it is done
             starts = np.maximum(starts, np.append(0, ends[rows][:-1]))
-        lanes = lanes_of(starts, ends[rows])
+        starts, stops = starts - born, ends[rows] - born
+        lanes = lanes_of(starts, stops)
         if lanes.max(initial=-1) >= MAX_LANES:
-            first, last = _union(starts, ends[rows])
+            first, last = _union(starts, stops)
             label = f"{name}, up to {int(lanes.max()) + 1} at once"
             tracks.append(Track(label, first, last, [_UNITS[unit]] * len(first)))
             continue
@@ -74,7 +76,7 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
             commits = [trace.labels[i].startswith("commit") for i in rows[mine]]
             kinds = ["commit" if c else _UNITS[unit] for c in commits]
             label = f"{name} {lane}" if lanes.any() else name
-            tracks.append(Track(label, starts[mine], ends[rows[mine]], kinds))
+            tracks.append(Track(label, starts[mine], stops[mine], kinds))
     return viz.timeline.timeline(tracks, f"CTA {cta}: who runs, who waits", COLOURS, now)
 
 
@@ -88,27 +90,53 @@ def _union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float | None = None) -> Figure:
     """Phases of every mbarrier of one CTA, and who waits."""
+    born, end = trace.life(cta)
     rows = trace.mbarriers[trace.mbarriers["cta"] == cta]
     waits = trace.states[(trace.states["cta"] == cta) & (trace.states["state"] == "wait")]
     out = []
     for offset, name in names.items():
         mine = rows[(rows["offset"] == offset) & rows["done"]]
         on = waits[(waits["barrier"] >= 0) & (waits["barrier"] & OFFSET_MASK == offset)]
-        out.append(Phases(name, mine["time"], np.stack([on["time"], on["end"]], 1)))
-    return viz.timeline.barrier_phases(out, trace.life(cta)[1], f"CTA {cta}: mbarriers", now)
+        out.append(Phases(name, mine["time"] - born, np.stack([on["time"], on["end"]], 1) - born))
+    return viz.timeline.barrier_phases(out, end - born, f"CTA {cta}: mbarriers", now)
 
 
-def tmem_panels(trace: Trace, events: list[int] | None = None, cta: int = 0) -> Figure:
-    """Tensor memory at six moments (or at ``events``): last access, paler the older it is."""
+def tmem_panels(
+    trace: Trace, events: list[int] | None = None, cta: int = 0, plan: Sequence[tuple[str, int, int]] = ()
+) -> Figure:
+    """Tensor memory at six moments (or at ``events``): last access, paler the older it is.
+
+    ``plan`` names columns: (name, first, end).
+    """
     if events is None:
         mine = trace.tmem["event"][trace.tmem["cta"] == cta]
         events = mine[np.linspace(0, len(mine) - 1, 6).astype(int)].tolist()
     states = [trace.tmem_state(event, cta) for event in events]
     now = [trace.time_of(event) for event in events]
-    fresh = [1 - (t - s[1]) / max(trace.time, 1) for s, t in zip(states, now, strict=True)]
-    moments = [f"event {event}, after {t} instructions" for event, t in zip(events, now, strict=True)]
+    born, end = trace.life(cta)
+    fresh = [1 - (t - s[1]) / max(end - born, 1) for s, t in zip(states, now, strict=True)]
+    moments = [f"after {t - born:,} instructions" for t in now]
     names = [CELLS[kind] for kind in TMEM_KINDS]
-    return viz.history.tmem_over_time([s[0] for s in states], names, moments, f"CTA {cta}: tensor memory", fresh)
+    title = f"CTA {cta}: tensor memory, by last access"
+    return viz.history.tmem_over_time([s[0] for s in states], names, moments, title, fresh, regions=plan)
+
+
+def tmem_columns(
+    trace: Trace, plan: Sequence[tuple[str, int, int]] = (), cta: int = 0, lane: int = 0, points: int = 500
+) -> Figure:
+    """The columns of one lane of tensor memory from the first event of a CTA to the last; ``plan`` names them."""
+    rows = trace.tmem[(trace.tmem["cta"] == cta) & unpack_lanes(trace.tmem["lanes"])[:, lane]]
+    born, end = trace.life(cta)
+    clock = np.linspace(born, end, points)
+    codes, state, done = np.empty((viz.tmem.COLUMNS, points), np.int64), np.full(viz.tmem.COLUMNS, -1), 0
+    for i, time in enumerate(clock):
+        while done < len(rows) and rows["time"][done] <= time:
+            state[rows["column"][done] : rows["end"][done]] = TMEM_KINDS.index(rows["what"][done])
+            done += 1
+        codes[:, i] = state
+    names = [CELLS[kind] for kind in TMEM_KINDS]
+    title = f"CTA {cta}: columns of tensor memory, lane {lane}"
+    return viz.history.tmem_against_time(codes, clock - born, names, title, plan)
 
 
 def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figure:
@@ -116,33 +144,57 @@ def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figu
     events = np.unique(trace.events_of(cta))
     codes, names = trace.smem_history(events, cta)
     times = np.maximum.accumulate([trace.time_of(int(e)) for e in events])
-    grid = np.linspace(0, trace.life(cta)[1], points)
+    born, end = trace.life(cta)
+    grid = np.linspace(born, end, points)
     codes = codes[:, np.maximum(np.searchsorted(times, grid, side="right") - 1, 0)]
     labels = [BYTES.get(name, name) for name in names]
-    return viz.history.smem_over_time(codes, grid, labels, f"CTA {cta}: shared memory", regions(kernel))
+    return viz.history.smem_over_time(codes, grid - born, labels, f"CTA {cta}: shared memory", regions(kernel))
 
 
-def box_iterations(trace: Trace, operand: Any, name: str, cta: int = 0) -> Figure:
-    """Which box of an operand each iteration of one CTA's loop loads."""
+def box_iterations(
+    trace: Trace, operand: Any, name: str, cta: int = 0, whole: bool = False, axes: tuple[str, str] = ("row", "k")
+) -> Figure:
+    """Which box of an operand each iteration of one CTA's loop loads.
+
+    ``whole``: the loop has to cover all rows, not only those between the first and the last it loads.
+    """
     number = next(i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr())
     tensor = trace.tensors[number]
     coords = trace.loads(number, cta)[:, ::-1]
-    row0, last = int(coords[:, 0].min()), int(coords[:, 0].max())
+    row0, last = (0, operand.shape[0]) if whole else (int(coords[:, 0].min()), int(coords[:, 0].max()))
     rows = min(operand.shape[0], last + tensor.box[1]) - row0
-    return viz.tma.iterations(
-        (rows, operand.shape[1]), (tensor.box[1], tensor.box[0]), coords - [[row0, 0]], f"{name}: loads of CTA {cta}"
-    )
+    box, title = (tensor.box[1], tensor.box[0]), f"{name}: loads of CTA {cta}"
+    return viz.tma.iterations((rows, operand.shape[1]), box, coords - [[row0, 0]], title, axes)
 
 
-def swizzle(trace: Trace) -> Figure:
-    """Where TMA put the chunks of the first box: bank groups as written, and as they would be without the swizzle."""
-    box = trace.boxes[0]
-    row = int(np.nonzero((trace.smem["op"] == box["op"]) & trace.smem["write"])[0][0])
-    chunks = trace.chunks[row] - (int(box["first"]) >> 4)
-    across = trace.tensors[box["tensor"]].box[0] * 2 // 16
-    offsets = (chunks.reshape(-1, across)[:, :, None] * 8 + np.arange(8)).reshape(len(chunks) // across, -1)
+def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
+    """Rows of an operand that one CTA gathers (TMA gather4), in the order of the loop; -1 where there is no key."""
+    numbers = [i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr()]
+    if not numbers:
+        return np.empty(0, np.int64)
+    boxes = trace.boxes[(trace.boxes["tensor"] == numbers[0]) & (trace.boxes["cta"] == cta)]
+    boxes = boxes[boxes["coords"][:, 0] == 0]  # the first chunk of each row stands for all of it
+    rows = boxes["coords"][np.argsort(trace.ops["event"][boxes["op"]], kind="stable"), 1:5].reshape(-1)
+    return np.where(rows < 0, -1, rows)
+
+
+def swizzle(trace: Trace, rows: int = 128) -> Figure:
+    """Where TMA put the chunks of the first ``rows`` rows: bank groups as written, and as without the swizzle."""
+    first = trace.boxes[0]
+    boxes = trace.boxes[(trace.boxes["cta"] == first["cta"]) & (trace.boxes["tensor"] == first["tensor"])]
+    boxes = boxes[(boxes["kind"] == "load") & (boxes["coords"][:, 0] == first["coords"][0])]
+    boxes = boxes[np.argsort(trace.ops["event"][boxes["op"]], kind="stable")]
+    across = trace.tensors[first["tensor"]].box[0] * 2 // 16
+    base, parts = int(boxes["first"][0]) >> 4, []
+    for box in boxes:
+        row = int(np.nonzero((trace.smem["op"] == box["op"]) & trace.smem["write"])[0][0])
+        parts.append((trace.chunks[row] - base).reshape(-1, across))
+        if sum(map(len, parts)) >= rows:
+            break
+    chunks = np.concatenate(parts)[:rows]
+    offsets = (chunks[:, :, None] * 8 + np.arange(8)).reshape(len(chunks), -1)
     plain = np.arange(offsets.size).reshape(offsets.shape)
-    return viz.smem.swizzle_map(offsets, 2, "as TMA wrote the box", plain, "row after row")
+    return viz.smem.swizzle_map(offsets, 2, "as TMA wrote it", plain, "row after row")
 
 
 def moment(

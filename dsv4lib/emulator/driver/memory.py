@@ -59,8 +59,12 @@ class Tracker:
         self._add(low, owned, label or f"array {array.shape} {array.dtype}")
 
     def span(self, start: int, nbytes: int, owner: Any, label: str) -> None:
-        """Register a range that lives as long as ``owner``, unless an allocation holds it already."""
-        if nbytes == 0 or self.gmem.find(start, nbytes) is not None:
+        """Register a range that lives as long as ``owner``, unless an allocation holds it already.
+
+        An allocation whose owner is gone holds nothing: its memory may have been given out again.
+        """
+        known = self.gmem.find(start, nbytes)
+        if nbytes == 0 or (known is not None and not self._gone(known.start)):
             return
         reference = weakref.ref(owner)
         self._add(start, _Owned(nbytes, lambda: reference() is None, reference), label)
@@ -79,6 +83,9 @@ class Tracker:
         """Drop everything."""
         for start in list(self._owned):
             self._remove(start)
+
+    def _gone(self, start: int) -> bool:
+        return start in self._owned and self._owned[start].gone()
 
     def _remove(self, start: int) -> None:
         del self._owned[start]

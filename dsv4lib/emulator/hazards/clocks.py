@@ -32,7 +32,7 @@ class SyncPoint:
     Attributes:
         gathering: of the current phase and all before; done: of all completed phases.
         arrivals: epoch of each entry that has arrived at the current phase; before: those of the phase before, as
-            arrays of entries and epochs.
+            (entry, epoch).
         looked: epoch and instruction of the warps that have seen the phase before complete.
         blind: somebody arrived whose clock nobody keeps.
         completing: called when a phase is over; None = nobody asks.
@@ -44,7 +44,7 @@ class SyncPoint:
         self.gathering = np.zeros((2, size), np.uint32)
         self.done = np.zeros((2, size), np.uint32)
         self.arrivals: dict[int, int] = {}
-        self.before: tuple[np.ndarray, np.ndarray] | None = None
+        self.before: list[tuple[int, int]] = []
         self.looked: dict[int, tuple[int, int]] = {}
         self.blind = False
         self.completing: Callable[[], None] | None = None
@@ -61,9 +61,10 @@ class Clocks:
 
     Attributes:
         warps: uint32[warps, 2, entries]; epoch: uint32[entries], the current epoch of each agent.
+        address: of `warps`; row: bytes of one warp's clock; epochs: `epoch`, quicker for single values.
         kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
-        names: of the entries, for reports; owners: the warps themselves, or those that wait
-            for the agent; None where anyone may.
+        index: entries of the asynchronous agents by key (`entry`); agent_names: theirs, in order.
+        owners: of the entries: the warps themselves, or those that wait for the agent; None where anyone may.
     """
 
     OUTSIDE = -1  # the last entry: how much of other clusters is known (global_memory.py)
@@ -74,32 +75,40 @@ class Clocks:
         agents = 0 if warps_only else len(everyone) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
         self.size = len(everyone) + agents + 1
         self.warps = np.zeros((len(everyone), 2, self.size), np.uint32)
+        self.address, self.row = address_of(self.warps), 8 * self.size
         self.epoch = np.zeros(self.size, np.uint32)
         self.epoch[: len(everyone)] = 1
-        for me in range(len(everyone)):
-            self.warps[me, :, me] = 1
+        self.epochs = memoryview(self.epoch)
+        self._flat = memoryview(self.warps.reshape(-1))
+        for place in range(0, len(self._flat), 2 * self.size + 1):  # the warps' own entries
+            self._flat[place] = self._flat[place + self.size] = 1
         self.kinds = ["warp"] * len(everyone)
-        self.names = [str(warp) for warp in everyone]
+        self.agent_names: list[str] = []
         self.everyone = everyone
         self.owners: list[Any] = list(everyone)
-        self._index: dict[Any, int] = {}
+        self.index: dict[Any, int] = {}
         self._agents = np.zeros(0, np.int64)
 
     def of(self, warp: Any) -> np.ndarray:
         """A warp's clock, uint32[2, entries]."""
         return self.warps[warp.agent - self.first_agent]
 
+    def name(self, entry: int) -> str:
+        """Of an entry, for reports."""
+        first = len(self.everyone)
+        return str(self.everyone[entry]) if entry < first else self.agent_names[entry - first]
+
     def entry(self, key: Any, kind: str, name: str, owner: Any = None) -> int:
         """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many.
 
         ``owner``: the warp that waits for it.
         """
-        found = self._index.get(key)
+        found = self.index.get(key)
         if found is None:
-            found = len(self.names) if len(self.names) < self.size - 1 else UNKNOWN
-            self._index[key] = found
+            found = len(self.kinds) if len(self.kinds) < self.size - 1 else UNKNOWN
+            self.index[key] = found
             if found != UNKNOWN:
-                self.names.append(name)
+                self.agent_names.append(name)
                 self.kinds.append(kind)
                 self.owners.append(owner)
                 self.epoch[found] = 1
@@ -119,5 +128,18 @@ class Clocks:
     def tick(self, warp: Any) -> None:
         """The warp has left its clock somewhere: what it does from now on is later."""
         me = warp.agent - self.first_agent
-        self.epoch[me] += 1
-        self.warps[me, :, me] = self.epoch[me]
+        place = (2 * self.size + 1) * me
+        self.epochs[me] = now = self.epochs[me] + 1
+        self._flat[place] = self._flat[place + self.size] = now
+
+    def learn(self, warp: Any, entry: int, epoch: int) -> None:
+        """The warp knows that an agent has finished an epoch."""
+        place = 2 * self.size * (warp.agent - self.first_agent) + entry
+        for row in (place, place + self.size):
+            if self._flat[row] < epoch:
+                self._flat[row] = epoch
+
+
+def address_of(array: np.ndarray) -> int:
+    """Of its first element."""
+    return array.__array_interface__["data"][0]

@@ -33,12 +33,14 @@ from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import CARRIED, Clocks
 from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Fields, by_instruction
 from dsv4lib.emulator.native.race_log import SYNC, Area
+from dsv4lib.emulator.warp import name_of_warp
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.async_units import AsyncOp
     from dsv4lib.emulator.cta import Cluster
     from dsv4lib.emulator.memory.gmem import Allocation, GlobalMemory
     from dsv4lib.emulator.ptx.ir import Instr
+    from dsv4lib.emulator.request import Dim3
     from dsv4lib.emulator.warp import Warp
 
 _ANY_WORD = -1  # stands for every word in a group of devices
@@ -126,18 +128,33 @@ class _Member:
     """What is known about one cluster.
 
     Attributes:
-        base: its entries have the agent numbers from here on; clocks: None once it has exited.
+        base: its entries have the agent numbers from here on.
         learned: clocks of other clusters, by cluster, for every number of `Clocks.OUTSIDE`.
         seen: version of each word at its last acquisition by a warp.
-        names, kinds, ctas: of the entries, for reports.
+        kinds, agent_names: as those of `Clocks`, which lives as long as its cluster; ctas: ctaid of each.
     """
 
-    def __init__(self, base: int, clocks: Clocks):
-        self.base, self.size, self.clocks = base, clocks.size, clocks
-        self.names, self.kinds = clocks.names, clocks.kinds
-        self.warps = [(w.cta.ctaid, w.warp_id) for w in clocks.everyone]
+    def __init__(self, base: int, cluster: Cluster, clocks: Clocks):
+        self.base = base
+        self.kinds, self.agent_names = clocks.kinds, clocks.agent_names
+        self.ctas = [cta.ctaid for cta in cluster.ctas]
+        self._warps = len(clocks.everyone)  # of all CTAs
         self.learned: list[dict[int, np.ndarray]] = [{}]
         self.seen: dict[tuple[int, int], int] = {}
+
+    def warp(self, entry: int) -> tuple[Dim3, int | None]:
+        """CTA and number of the warp of an entry; of another agent's, the first CTA."""
+        if entry >= self._warps:
+            return self.ctas[0], None
+        rank, warp = divmod(entry, self._warps // len(self.ctas))
+        return self.ctas[rank], warp
+
+    def name(self, entry: int) -> str:
+        """Of an entry."""
+        if entry >= self._warps:
+            return self.agent_names[entry - self._warps]
+        ctaid, warp = self.warp(entry)
+        return name_of_warp(warp, ctaid)
 
 
 class GlobalRaces:
@@ -164,7 +181,7 @@ class GlobalRaces:
 
     def started(self, cluster: Cluster, clocks: Clocks) -> None:
         """A cluster begins."""
-        member = _Member(self._count, clocks)
+        member = _Member(self._count, cluster, clocks)
         self._count += clocks.size
         cluster.race.member, cluster.race.base = len(self._members), member.base
         self._bases.append(member.base)
@@ -184,7 +201,7 @@ class GlobalRaces:
         if member.seen.get(key) == left.version:
             return
         member.seen[key] = left.version
-        clock = member.clocks.of(warp)
+        clock = cluster.race.clocks.of(warp)
         latest = member.learned[-1]
         new = dict(latest)
         for other, row in left.rows.items():
@@ -204,7 +221,7 @@ class GlobalRaces:
         number = cluster.race.member
         member = self._members[number]
         left = self.words.setdefault(self._key(word), _Word())
-        row = member.clocks.of(warp)[CARRIED]
+        row = cluster.race.clocks.of(warp)[CARRIED]
         _merge(left.rows, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():
             _merge(left.rows, other, known)
@@ -214,7 +231,7 @@ class GlobalRaces:
         """A proxy fence: generic writes of everyone it is ordered after are there for the asynchronous proxy."""
         number = cluster.race.member
         member = self._members[number]
-        row = member.clocks.of(warp)[CARRIED]
+        row = cluster.race.clocks.of(warp)[CARRIED]
         _merge(self.fenced, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():
             _merge(self.fenced, other, known)
@@ -403,7 +420,7 @@ class GlobalRaces:
             if self._members[owner].kinds[entry] != "warp":
                 continue
             if known is None or known[entry] < table.epoch[number]:
-                text = f"{op.label} reads global memory that {self._members[owner].names[entry]} wrote in this launch"
+                text = f"{op.label} reads global memory that {self._members[owner].name(entry)} wrote in this launch"
                 place, by = op.where(), self._place_of(number)
                 self.machine.report("missing_proxy_fence_global", text, place, owner=by)
 
@@ -429,10 +446,10 @@ class GlobalRaces:
         place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
         if lane is not None:
             place = dataclasses.replace(place, lanes=1 << lane)
-        mine = self._members[warp.cta.cluster.race.member].names[actor.entry]
+        mine = self._members[warp.cta.cluster.race.member].name(actor.entry)
         agent = int(self.accesses.entry[earlier])
         owner = bisect.bisect_right(self._bases, agent) - 1
-        theirs = self._members[owner].names[agent - self._bases[owner]]
+        theirs = self._members[owner].name(agent - self._bases[owner])
         allocation = self.gmem.find(address)
         where = f"{address - allocation.start:#x} of {allocation.label}" if allocation else f"{address:#x}"
         text = f"{what} in global memory at {where}: {mine} is not ordered after {theirs}"
@@ -448,8 +465,7 @@ class GlobalRaces:
         instr: Instr = program.instruction(int(table.pc[number]))
         agent = int(table.entry[number])
         owner = bisect.bisect_right(self._bases, agent) - 1
-        member, entry = self._members[owner], agent - self._bases[owner]
-        ctaid, warp = member.warps[entry] if entry < len(member.warps) else (member.warps[0][0], None)
+        ctaid, warp = self._members[owner].warp(agent - self._bases[owner])
         return Place(
             kernel=program.kernel.name,
             ptx_line=instr.line,

@@ -162,13 +162,7 @@ class Order:
     def shared_words(self, cta: Cta, offsets: np.ndarray, nbytes: int, write: bool) -> None:
         """Access to shared memory."""
 
-    def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
-        """Access to tensor memory."""
-
-    def tensor_block(self, cta: Cta, block: tuple[int, ...], write: bool) -> None:
-        """Access to tensor memory."""
-
-    def tensor_cells(self, cta: Cta, index: np.ndarray, write: bool) -> None:
+    def tensor(self, cta: Cta, cells: Any, write: bool, repeats: bool = False) -> None:
         """Access to tensor memory."""
 
     def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:

@@ -46,17 +46,17 @@ class Phases:
     ) -> None:
         """Somebody arrives, acting under ``clock`` (uint32[2, entries])."""
         point = self.point(barrier, clocks)
-        point.arrivals[entry] = max(epoch, point.arrivals.get(entry, 0))
-        if point.before is None:
+        if point.arrivals.get(entry, 0) < epoch:
+            point.arrivals[entry] = epoch
+        if not point.before:
             return
-        entries, epochs = point.before
-        late = epochs > clock[CARRIED, entries]
-        if not late.any():
+        known = memoryview(clock[CARRIED])
+        other = next((agent for agent, since in point.before if since > known[agent]), None)
+        if other is None:
             return
-        other = clocks.names[entries[int(late.argmax())]]
         text = (
-            f"{clocks.names[entry]} arrives at {_name(barrier)}, and nothing orders that after the arrival of {other} "
-            "at the phase before: it could have been counted there"
+            f"{clocks.name(entry)} arrives at {_name(barrier)}, and nothing orders that after the arrival of "
+            f"{clocks.name(other)} at the phase before: it could have been counted there"
         )
         self._report("barrier_phase_mixed", text, where(), getattr(barrier, "place", None))
 
@@ -69,7 +69,7 @@ class Phases:
     def _complete(self, barrier: Any, clocks: Clocks) -> None:
         """The phase is over: are all who have looked at the one before accounted for?"""
         point = barrier.sync
-        gathered = point.gathering[CARRIED]
+        gathered = memoryview(point.gathering[CARRIED])
         for entry, (epoch, pc) in point.looked.items():
             if gathered[entry] >= epoch or point.blind:
                 continue
@@ -81,10 +81,7 @@ class Phases:
             place = warp.place(warp.program.instruction(pc))
             self._report("mbarrier_phase_unordered", text, place, getattr(barrier, "place", None))
         point.looked.clear()
-        if point.blind:
-            point.before = None
-        else:
-            point.before = np.array(list(point.arrivals), np.int64), np.array(list(point.arrivals.values()), np.uint32)
+        point.before = [] if point.blind else list(point.arrivals.items())
         point.arrivals = {}
         point.blind = False
 

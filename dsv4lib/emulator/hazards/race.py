@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks
+from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.hazards.code import CodeChecks
 from dsv4lib.emulator.hazards.global_memory import GlobalRaces
 from dsv4lib.emulator.hazards.letter import TensorFences
@@ -30,7 +30,6 @@ from dsv4lib.emulator.hazards.shadow import (
     ALL_BYTES,
     Accesses,
     Actor,
-    Block,
     Cells,
     Chunks,
     Conflict,
@@ -38,11 +37,12 @@ from dsv4lib.emulator.hazards.shadow import (
     Shadow,
     Words,
     by_instruction,
+    columns_of,
 )
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
 from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, STRONG, WRITE
-from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Group, Launch, Table, judge
+from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Box, Group, Launch, judge, sweep
 from dsv4lib.emulator.warp import PC
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ _KINDS = {
     "bulk": "missing_bulk_wait",
     "cp.async": "missing_cp_async_wait",
 }
+_NAMES = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store", "bulk write": "a bulk store"}
 _PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
 _EVERY_LANE = np.tile(np.arange(abi.LANES), CAPACITY)
@@ -74,10 +75,9 @@ class _State(OrderState):
         self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
         self._blocks = np.array([shadow.block.address for shadow in self.shared], np.int64)
         self.block = Fields(Group)
-        clocks, accesses, blocks = self.clocks, self.accesses.block.address, self._blocks
-        self.block.set(
-            clocks.warps.ctypes.data, clocks.epoch.ctypes.data, size, accesses, blocks.ctypes.data, len(blocks)
-        )
+        clocks, blocks = self.clocks, address_of(self._blocks)
+        accesses, epochs = self.accesses.block.address, address_of(clocks.epoch)
+        self.block.set(clocks.address, epochs, size, accesses, blocks, len(self._blocks))
 
     @property
     def base(self) -> int:
@@ -107,7 +107,7 @@ class Detector(Order):
         self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
         self._block = Fields(Launch)
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
-        self._judge = judge()
+        self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
         self.letter = bool(machine.settings.native_checks & abi.CHECK_LETTER)
         self._code = CodeChecks(machine, self.letter)
         self._fences = TensorFences(machine) if self.letter else None
@@ -126,8 +126,7 @@ class Detector(Order):
         op, clocks = self.op, self._state(self.warp if self.op is None else self.op.warp).clocks
         if op is None:
             me = self.warp.agent - clocks.first_agent
-            clock = clocks.of(self.warp)
-            self._phases.arrives(point, clocks, me, int(clocks.epoch[me]), clock, self.warp.place)
+            self._phases.arrives(point, clocks, me, clocks.epochs[me], clocks.of(self.warp), self.warp.place)
         elif op.entry != UNKNOWN:
             self._phases.arrives(point, clocks, op.entry, op.epoch, op.clock, op.where)
         super().arrived(point)
@@ -185,7 +184,7 @@ class Detector(Order):
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
         """The running warp uses an mbarrier."""
-        if self.op is not None or self.warp is None or barrier.origin is None:
+        if barrier.origin is None or self.op is not None or self.warp is None:
             return
         entry, epoch, warp, known = barrier.origin
         clocks = self._state(self.warp).clocks
@@ -199,65 +198,78 @@ class Detector(Order):
 
     def committed(self, warp: Warp, kind: str) -> None:
         """The warp's operations of this kind since the last commit are a group."""
-        clocks = self._state(warp).clocks
         entry = self._agent(warp, kind)
         if entry != UNKNOWN:
-            clocks.epoch[entry] += 1
+            self._state(warp).clocks.epochs[entry] += 1
 
     def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
         """All but the last ``pending`` groups of the warp are complete; as many groups ``of`` another one."""
         clocks = self._state(warp).clocks
         entry, own = self._agent(of or warp, kind), self._agent(warp, kind)
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
-            clocks.epoch[entry] = clocks.epoch[self._agent(warp, "bulk")]
+            clocks.epochs[entry] = clocks.epochs[self._agent(warp, "bulk")]
         if UNKNOWN not in (entry, own):
-            known = max(int(clocks.epoch[own]) - 1 - pending, 0)
-            clock = clocks.of(warp)
-            clock[:, entry] = np.maximum(clock[:, entry], known)
+            clocks.learn(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
         """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
-        self.committed(warp, kind)
-        self.waited(warp, kind)
+        clocks, entry = self._state(warp).clocks, self._agent(warp, kind)
+        if entry != UNKNOWN:
+            done = clocks.epochs[entry]
+            clocks.epochs[entry] = done + 1
+            clocks.learn(warp, entry, done)
 
     def _agent(self, warp: Warp, kind: str) -> int:
-        name = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store", "bulk write": "a bulk store"}.get(
-            kind, kind
-        )
-        return self._state(warp).clocks.entry((kind, warp.agent), kind, f"{name} of {warp}", warp)
+        """The entry of a warp's operations of one kind."""
+        clocks = self._state(warp).clocks
+        found = clocks.index.get((kind, warp.agent))
+        if found is None:
+            found = clocks.entry((kind, warp.agent), kind, f"{_NAMES.get(kind, kind)} of {warp}", warp)
+        return found
 
     # --- asynchronous operations ------------------------------------------------------------------------------------
 
     def issued(self, op: AsyncOp) -> None:
         """An operation begins: it knows what its issuer knows, or what the operation that it continues knew."""
         if self.op is not None:
-            op.clock, op.entry, op.epoch = self.op.clock, self.op.entry, self.op.epoch
+            op.clock, op.clock_address = self.op.clock, self.op.clock_address
+            op.entry, op.epoch = self.op.entry, self.op.epoch
             return
-        if op.warp is None:
+        warp = op.warp
+        if warp is None:
             return
-        clocks = self._state(op.warp).clocks
-        unit = op.unit.partition(":")[0]
-        if op.signals is not None:
-            barrier = op.signals
-            op.entry = clocks.entry(("tma", barrier), "tma", f"a copy that signals {barrier.name}")
-            op.epoch = barrier.phase + 1
-        elif unit == "tensor":
-            op.entry = clocks.entry(op.unit, "tensor", f"the tensor pipe of CTA {op.warp.cta.ctaid}")
-        elif unit == "ldst":
-            op.entry = self._agent(op.warp, op.instr.opcode.split(".")[1])
-        elif unit in ("bulk", "cp.async", "wgmma"):
-            op.entry = self._agent(op.warp, unit)
-        if op.entry == UNKNOWN:
+        clocks = self._state(warp).clocks
+        op.entry = entry = self._entry(op, clocks)
+        if entry == UNKNOWN:
             return
         if self._fences is not None:
             self._fences.issued(op)
-        op.clock = clocks.of(op.warp).copy()
-        clocks.tick(op.warp)  # what the issuer does next is not before the operation
-        op.clock[:, op.entry] = ALWAYS
-        if op.signals is None:
-            op.epoch = int(clocks.epoch[op.entry])
-            if op.instr.opcode.startswith(_PUBLISHING):
-                clocks.epoch[op.entry] += 1
+        op.clock = clock = clocks.of(warp).copy()
+        clocks.tick(warp)  # what the issuer does next is not before the operation
+        clock[STRICT, entry] = clock[CARRIED, entry] = ALWAYS
+        if op.signals is not None:
+            op.epoch = op.signals.phase + 1
+            return
+        op.epoch = clocks.epochs[entry]
+        if op.instr.opcode.startswith(_PUBLISHING):
+            clocks.epochs[entry] += 1
+
+    def _entry(self, op: AsyncOp, clocks: Clocks) -> int:
+        """The entry of the agent that an operation is one of."""
+        barrier, (unit, _, _) = op.signals, op.unit.partition(":")
+        if barrier is not None:
+            found = clocks.index.get(("tma", barrier))
+            if found is None:
+                found = clocks.entry(("tma", barrier), "tma", f"a copy that signals {barrier.name}")
+            return found
+        if unit == "tensor":
+            found = clocks.index.get(op.unit)
+            if found is None:
+                found = clocks.entry(op.unit, "tensor", f"the tensor pipe of CTA {op.warp.cta.ctaid}")
+            return found
+        if unit == "ldst":
+            return self._agent(op.warp, op.instr.opcode.split(".", 2)[1])
+        return self._agent(op.warp, unit) if unit in ("bulk", "cp.async", "wgmma") else UNKNOWN
 
     def delivered(self, barrier: Any) -> None:
         """Bytes that an operation brought have been counted on the barrier."""
@@ -304,56 +316,61 @@ class Detector(Order):
         words = (offsets[:, None] + np.arange(0, max(nbytes, 4), 4) >> 2).reshape(-1)
         self.shared(cta, Words(words), write)
 
-    def tensor_cells(self, cta: Cta, index: np.ndarray, write: bool) -> None:
-        """`tensor` of cells lane * 512 + column."""
-        self._tensor(cta, Words(index), write)
-
-    def tensor_block(self, cta: Cta, block: tuple[int, ...], write: bool) -> None:
-        """`tensor` of (first lane, lanes, first column, columns)."""
-        self._tensor(cta, Block(*block), write)
-
-    def tensor(self, cta: Cta, view: Callable[[np.ndarray], np.ndarray], write: bool, key: Any = None) -> None:
-        """Access to the part of tensor memory that ``view`` takes of a [128, 512] array."""
-        self._tensor(cta, Cells(view), write, key)
-
     def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:
         """Columns are allocated or freed: as if written, every other use must be ordered."""
-        self._tensor(cta, Cells(lambda x: x[:, column : column + columns]), True)
+        self.tensor(cta, columns_of(column, columns), True)
 
-    def _tensor(self, cta: Cta, cells: Cells, write: bool, key: Any = None) -> None:
-        """Access to tensor memory. The same access again (``key``) without another in between changes nothing."""
+    def tensor(self, cta: Cta, cells: Cells, write: bool, repeats: bool = False) -> None:
+        """The completing operation, or the running warp, accesses tensor memory.
+
+        ``repeats``: the operation makes the same access many times; again, without another in between, it changes
+        nothing.
+        """
         state = cta.cluster.race
         shadow = state.tensor.get(cta.rank)
         if shadow is None:
             shadow = state.tensor[cta.rank] = Shadow((128, 512), state.accesses, state.clocks.size)
-        if self.op is not None:
-            key = None if key is None else (key, write, self.op.entry, self.op.epoch)
-            if key is not None and shadow.last == key:
+        if repeats and self.op is not None:
+            access = cells, write, self.op.entry, self.op.epoch
+            if shadow.last == access:
                 return
-            shadow.last = key
+            shadow.last = access
         else:
             shadow.last = None
         self._access(cta, shadow, cells, write, "tensor memory")
 
     def _access(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, memory: str) -> None:
-        op = self.op
+        op, warp = self.op, self.warp
         if op is not None:
-            if op.entry == UNKNOWN:
+            entry, epoch, pc, lanes = op.entry, op.epoch, op.instr.index, op.lanes
+            if entry == UNKNOWN:
                 return
-            actor, pc = Actor(op.entry, op.epoch, op.clock), op.instr.index
-        elif self.warp is not None:
-            clocks = self._state(self.warp).clocks
-            me = self.warp.agent - clocks.first_agent
-            actor, pc = Actor(me, int(clocks.epoch[me]), clocks.of(self.warp)), self.warp.words[PC]
+            clock = op.clock_address
+            if not clock:
+                clock = op.clock_address = address_of(op.clock)
+        elif warp is not None:
+            clocks = warp.cta.cluster.race.clocks
+            entry = warp.agent - clocks.first_agent
+            epoch, pc, lanes = clocks.epochs[entry], warp.words[PC], warp.mask()
+            clock = clocks.address + clocks.row * entry
         else:
             return
         if self._fences is not None and memory.startswith("tensor"):
+            actor = self._actor(entry, epoch)
             self._look_for_fence(cta, shadow, cells, write, actor, pc)
-        number = shadow.accesses.add(actor.entry, actor.epoch, pc, lanes=op.lanes if op else self.warp.mask())
+        access = shadow.address, clock, entry | epoch << 32, pc | lanes << 32, write, cells.box(self._box)
+        if self._sweep(*access) == DONE or shadow.prepare(entry, write) and self._sweep(*access) == DONE:
+            return
+        actor = self._actor(entry, epoch)
+        number = shadow.accesses.add(entry, epoch, pc, lanes=lanes)
         conflict = (shadow.write if write else shadow.read)(cells, actor, number)
         if conflict is not None:
-            warp = op.warp if op is not None else self.warp
-            self._report(cta, actor, pc, warp, conflict, memory, cells, op)
+            self._report(cta, actor, pc, op.warp if op is not None else warp, conflict, memory, cells, op)
+
+    def _actor(self, entry: int, epoch: int) -> Actor:
+        """The completing operation, or else the running warp."""
+        clock = self.op.clock if self.op is not None else self._state(self.warp).clocks.of(self.warp)
+        return Actor(entry, epoch, clock)
 
     def _look_for_fence(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, actor: Actor, pc: int) -> None:
         """Report tensor memory that is used behind a barrier without tcgen05.fence."""
@@ -365,7 +382,7 @@ class Detector(Order):
         entry = int(table.entry[number])
         owner = self._owner(cta, clocks, entry, int(table.pc[number]), int(table.lanes[number]))
         place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
-        text = f"{warp} uses tensor memory that {clocks.names[entry]} used, behind a barrier without tcgen05.fence"
+        text = f"{warp} uses tensor memory that {clocks.name(entry)} used, behind a barrier without tcgen05.fence"
         self.machine.report("missing_tcgen05_fence", text, place, owner=owner)
 
     def drain(self, warp: Warp) -> None:
@@ -390,17 +407,16 @@ class Detector(Order):
     def _known(self, state: _State, warp: Warp, n: int, ordered: bool) -> int:
         """Let native code note ``n`` accesses in the log if nothing speaks against any of them (race_log.py)."""
         far, near = self.far, state.accesses
-        tables = near, far.accesses
-        for table in tables:
+        for table in (near, far.accesses):
             table.reserve(16 * n)
-            table.block.values[Table.COUNT] = table.count
         fields = self._block.values
         if not far.current() or fields[Launch.COUNT] != len(far.known):
             fields[Launch.REGIONS], fields[Launch.COUNT] = far.listed.ctypes.data, len(far.known)
         me = warp.agent - state.clocks.first_agent
-        result = self._judge(self._block.address, state.block.address, me, n, ordered)
-        for table in tables:
-            table.count = table.block.values[Table.COUNT]
+        access = self._block.address, state.block.address, me, n, ordered
+        result = self._judge(*access)
+        if result == LEFT and state.shared[warp.cta.rank].prepare(me, write=False):
+            result = self._judge(*access)
         return result
 
     def _plain(self, state: _State, warp: Warp, entries: np.ndarray) -> None:
@@ -558,8 +574,8 @@ class Detector(Order):
         owner = self._owner(cta, clocks, other, key[2], int(table.lanes[conflict.earlier]))
         at = cells.first(conflict.position)
         message = (
-            f"{conflict.what} in {memory} of {cta}{f' at {at}' if at else ''}: {clocks.names[actor.entry]} is not "
-            f"ordered after {clocks.names[other]}"
+            f"{conflict.what} in {memory} of {cta}{f' at {at}' if at else ''}: {clocks.name(actor.entry)} is not "
+            f"ordered after {clocks.name(other)}"
         )
         found = self.machine.report(kind, message, place, owner=owner, cta=cta.ctaid, order=conflict.what)
         if found is not None:

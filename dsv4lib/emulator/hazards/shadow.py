@@ -8,6 +8,7 @@ that is ordered after all reads since the last write is ordered after that write
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT
+from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT, address_of
 from dsv4lib.emulator.native import race_log
+from dsv4lib.emulator.native.race_log import ALL_BYTES
 
-ALL_BYTES = 15
 _BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
-TENSOR_COLUMNS = 512
+TENSOR_LANES, TENSOR_COLUMNS = 128, 512
+_TENSOR_CELLS = np.arange(TENSOR_LANES * TENSOR_COLUMNS).reshape(TENSOR_LANES, TENSOR_COLUMNS)
 _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
 
@@ -28,14 +30,18 @@ class Fields:
     """A block of int64 fields that native code reads, named by an IntEnum; ``values``: to read and change them here."""
 
     def __init__(self, names: type[IntEnum]):
-        array = np.zeros(len(names), np.int64)
-        self.address = array.ctypes.data
+        array = np.zeros(_length(names), np.int64)
+        self.address = address_of(array)
         self.values = memoryview(array)
 
-    def set(self, *values: int) -> None:
-        """Set the first fields."""
+    def set(self, *values: int) -> Fields:
+        """Set the first fields; returns itself."""
         for i, value in enumerate(values):
             self.values[i] = value
+        return self
+
+
+_length = functools.cache(len)  # an enumeration counts its members anew each time
 
 
 class Accesses:
@@ -45,36 +51,37 @@ class Accesses:
     """
 
     def __init__(self) -> None:
-        self.count = 1
         self.block = Fields(race_log.Table)
-        self.entry = np.zeros(1024, np.int32)
-        self.epoch = np.zeros(1024, np.uint32)
-        self.pc = np.zeros(1024, np.int32)
-        self.mask = np.zeros(1024, np.uint8)
-        self.lanes = np.zeros(1024, np.uint32)
-        self._moved()
+        self._use(np.zeros((5, 1024), np.uint32))
+        self.block.values[race_log.Table.COUNT] = 1
 
-    def _moved(self) -> None:
-        columns = self.entry, self.epoch, self.pc, self.mask, self.lanes
-        self.block.set(*(column.ctypes.data for column in columns), self.count)
+    @property
+    def count(self) -> int:
+        """Number of the next access."""
+        return self.block.values[race_log.Table.COUNT]
+
+    def _use(self, columns: np.ndarray) -> None:
+        self._columns, room = columns, columns.shape[1]
+        self.entry, self.epoch, self.pc, self.mask, self.lanes = columns
+        first = address_of(columns)
+        self.block.set(*range(first, first + 20 * room, 4 * room))
+        self.block.values[race_log.Table.ROOM] = room
 
     def reserve(self, count: int) -> None:
         """Make room for so many accesses more."""
-        if self.count + count <= len(self.entry):
-            return
-        while self.count + count > len(self.entry):
-            for name in ("entry", "epoch", "pc", "mask", "lanes"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        self._moved()
+        room = self._columns.shape[1]
+        if self.count + count > room:
+            more = np.zeros((5, max(room, self.count + count - room)), np.uint32)
+            self._use(np.concatenate([self._columns, more], 1))
 
     def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES, lanes: Any = 0) -> int:
         """Number of the first of as many accesses as there are ``pcs``; ``lanes``: masks of theirs, 0 = unknown."""
         single = isinstance(pcs, int)
         new = 1 if single else len(pcs)
         self.reserve(new)
-        first, self.count = self.count, self.count + new
-        new = first if single else slice(first, self.count)
+        first = self.count
+        self.block.values[race_log.Table.COUNT] = end = first + new
+        new = first if single else slice(first, end)
         self.entry[new], self.epoch[new], self.pc[new], self.mask[new] = entry, epoch, pcs, mask
         self.lanes[new] = lanes
         return first
@@ -91,14 +98,14 @@ def by_instruction(pcs: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.n
     return distinct, which, masks
 
 
-Box = tuple[np.ndarray | None, int, int, int, int]  # indices, rows, start, pitch, width (see race_log.sweep)
-
-
 class Cells:
-    """Cells of a memory, as a view of an array of its shape."""
+    """Cells of tensor memory, as a view of an array of its shape that takes whole runs of columns."""
 
     def __init__(self, view: Callable[[np.ndarray], np.ndarray]):
         self.view = view
+        cells = view(_TENSOR_CELLS)
+        self._rows = np.ascontiguousarray(cells[..., 0]).reshape(-1)
+        self._box = Fields(race_log.Box).set(address_of(self._rows), len(self._rows), 0, 1, cells.shape[-1])
 
     def get(self, array: np.ndarray) -> np.ndarray:
         """uint32, any shape."""
@@ -108,13 +115,9 @@ class Cells:
         """Set the cells to one number, or to one each."""
         self.view(array)[...] = ids
 
-    def box(self, shadow: np.ndarray) -> Box | None:
-        """The cells for `race_log.sweep`; None if they are no such thing."""
-        cells = self.view(shadow)
-        if cells.ndim != 2 or cells.strides[1] != 4 or cells.strides[0] % 4:
-            return None
-        start = address_of(cells) - address_of(shadow) >> 2
-        return None, cells.shape[0], start, cells.strides[0] >> 2, cells.shape[1]
+    def box(self, scratch: Fields) -> int:
+        """Address of a `race_log.Box` of the cells, perhaps in ``scratch``."""
+        return self._box.address
 
     def first(self, position: int) -> str:
         """Where the cell at a flat position lies, for reports."""
@@ -127,6 +130,8 @@ class Block(Cells):
     def __init__(self, lane: int, lanes: int, column: int, columns: int):
         self.lane, self.lanes, self.column = lane, lanes, column
         self.where = slice(lane, lane + lanes), slice(column, column + columns)
+        start = lane * TENSOR_COLUMNS + column
+        self._box = Fields(race_log.Box).set(0, lanes, start, TENSOR_COLUMNS, columns)
 
     def get(self, array: np.ndarray) -> np.ndarray:
         """uint32[columns, lanes]."""
@@ -135,12 +140,6 @@ class Block(Cells):
     def put(self, array: np.ndarray, ids: Any) -> None:
         """Set the cells to one number."""
         array[self.where] = ids
-
-    def box(self, shadow: np.ndarray) -> Box | None:
-        """The cells for `race_log.sweep`."""
-        lanes, columns = self.where
-        start = self.lane * TENSOR_COLUMNS + columns.start
-        return None, self.lanes, start, TENSOR_COLUMNS, columns.stop - columns.start
 
     def first(self, position: int) -> str:
         """Byte address, were the lanes behind each other."""
@@ -162,11 +161,13 @@ class Words(Cells):
         """Set the cells to one number, or to one each."""
         array.reshape(-1)[self.index] = ids
 
-    def box(self, shadow: np.ndarray) -> Box | None:
-        """The cells for `race_log.sweep`."""
-        if isinstance(self.index, slice):
-            return None, 1, self.index.start, 0, self.index.stop - self.index.start
-        return np.ascontiguousarray(self.index, np.int64), self.index.size, 0, 1, 1
+    def box(self, scratch: Fields) -> int:
+        """Address of a `race_log.Box` of the cells: ``scratch``."""
+        index = self.index
+        if isinstance(index, slice):
+            return scratch.set(0, 1, index.start, 0, index.stop - index.start).address
+        self.index = index = np.ascontiguousarray(index, np.int64)
+        return scratch.set(address_of(index), index.size, 0, 1, 1).address
 
     def first(self, position: int) -> str:
         """Byte address."""
@@ -189,13 +190,26 @@ class Chunks(Cells):
         """Set the cells to one number."""
         array[: len(array) & ~3].view(_CHUNK)[self.index] = np.full(4, ids, np.uint32).view(_CHUNK)[0]
 
-    def box(self, shadow: np.ndarray) -> Box | None:
-        """The cells for `race_log.sweep`."""
-        return np.ascontiguousarray(self.index, np.int64), self.index.size, 0, 4, 4
+    def box(self, scratch: Fields) -> int:
+        """Address of a `race_log.Box` of the cells: ``scratch``."""
+        self.index = index = np.ascontiguousarray(self.index, np.int64)
+        return scratch.set(address_of(index), index.size, 0, 4, 4).address
 
     def first(self, position: int) -> str:
         """Byte address."""
         return f"{16 * int(self.index.reshape(-1)[position // 4]):#x}"
+
+
+@functools.lru_cache(1 << 12)
+def block_of(lane: int, lanes: int, column: int, columns: int) -> Block:
+    """A `Block`, made once."""
+    return Block(lane, lanes, column, columns)
+
+
+@functools.lru_cache(1 << 12)
+def columns_of(column: int, columns: int, first: int = 0, end: int = TENSOR_LANES) -> Cells:
+    """Columns of tensor memory in the lanes from ``first`` to ``end``, made once."""
+    return Cells(lambda x: x[first:end, column : column + columns])
 
 
 @dataclass
@@ -226,7 +240,7 @@ class Shadow:
     Attributes:
         writer: last write of every cell; readers: by agent, its last read of every cell.
         latest: by agent, the epoch of its latest read; number: by agent, no number of a read of its is above.
-        block: the same for native code (`race_log.Memory`).
+        block: the same for native code (`race_log.Memory`); address: of that.
     """
 
     def __init__(self, shape: tuple[int, ...], accesses: Accesses, agents: int):
@@ -235,35 +249,44 @@ class Shadow:
         self.writer = np.zeros(shape, np.uint32)
         self.readers: dict[int, np.ndarray] = {}
         self.latest = np.zeros(agents, np.uint32)
-        self.number, self._cells, self._low, self._high, self._entries = np.zeros((5, agents), np.int64)
-        self._native, self._sweep = race_log.late(), race_log.sweep()
+        columns = np.zeros((7, agents), np.int64)
+        self._cells, self.number, self._low, self._high, self._from, self._to, self._entries = columns
+        first = address_of(columns)
+        cells, *others = range(first, first + 56 * agents, 8 * agents)
+        mask = -1 if len(shape) == 1 else shape[1] - 1  # of a cell's column
         self.block = Fields(race_log.Memory)
-        arrays = self._cells, self.latest, self.number, self._low, self._high, self._entries
-        self.block.set(self.writer.ctypes.data, self.writer.size, *(array.ctypes.data for array in arrays))
-        self.last: Any = None  # key of the latest access: its repetition changes nothing
+        table, writer, latest = accesses.block.address, address_of(self.writer), address_of(self.latest)
+        self.block.set(table, writer, self.writer.size, mask, cells, latest, *others)
+        self.address = self.block.address
+        self._late_in = race_log.late()
+        self.last: Any = None  # the latest access, if its repetition changes nothing
+
+    def prepare(self, entry: int, write: bool) -> bool:
+        """Make what native code needs to note an access of an agent; False if it was there."""
+        table, known = self.accesses, write or entry in self.readers
+        if known and table.count < len(table.entry):
+            return False
+        table.reserve(1)
+        if not known:
+            reads = self.readers[entry] = np.zeros(self.shape, np.uint32)
+            self._cells[entry], self._entries[len(self.readers) - 1] = address_of(reads), entry
+            self._low[entry] = self._from[entry] = self.writer.size
+            self.block.values[race_log.Memory.READERS] = len(self.readers)
+        return True
 
     def read(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
         """Record a read; the first conflict with an earlier write."""
         entry = actor.entry
-        reads = self.readers.get(entry)
-        if reads is None:
-            reads = np.zeros(self.shape, np.uint32)
-            self._cells[entry], self._entries[len(self.readers)] = reads.ctypes.data, entry
-            self._low[entry] = self.writer.size
-            self.readers[entry] = reads
-            self.block.values[race_log.Memory.READERS] = len(self.readers)
-        if self._swept(cells, actor, ids, mask, False):
-            return None
+        self.prepare(entry, False)
         conflict = self._first(cells.get(self.writer), actor, mask, "read after write")
-        cells.put(reads, ids)
+        cells.put(self.readers[entry], ids)
         self.latest[entry], self.number[entry] = actor.epoch, self.accesses.count
-        self._low[entry], self._high[entry] = 0, self.writer.size
+        self._low[entry] = self._from[entry] = 0
+        self._high[entry] = self._to[entry] = self.writer.size
         return conflict
 
     def write(self, cells: Cells, actor: Actor, ids: Any, mask: int = ALL_BYTES) -> Conflict | None:
         """Record a write; the first conflict with an earlier read or write."""
-        if self._swept(cells, actor, ids, mask, True):
-            return None
         old = np.array(cells.get(self.writer))
         low = int(np.minimum.reduce(old, axis=None)) if old.size else 0
         conflict = None
@@ -283,18 +306,6 @@ class Shadow:
             conflict = self._first(old, actor, mask, "write after write") or conflict
         cells.put(self.writer, ids)
         return conflict
-
-    def _swept(self, cells: Cells, actor: Actor, ids: Any, mask: int, write: bool) -> bool:
-        """Has native code recorded the access? Not if it may be a conflict."""
-        box = cells.box(self.writer) if isinstance(ids, int) else None
-        if box is None:
-            return False
-        index, *rest = box
-        table, clock = self.accesses, actor.clock
-        who = actor.entry, actor.epoch, table.count, ids, mask, write
-        at = 0 if index is None else address_of(index)
-        done = self._sweep(self.block.address, table.block.address, address_of(clock), *who, at, *rest)
-        return done == race_log.DONE
 
     def _since(self, entry: int, cells: Cells, low: int) -> np.ndarray | None:
         """An agent's reads of some cells; None if each is older than access ``low``."""
@@ -318,13 +329,8 @@ class Shadow:
             return None
         flat = np.ascontiguousarray(flat)
         clock = np.ascontiguousarray(clock)
-        at = self._native(address_of(flat), len(flat), address_of(clock), self.accesses.block.address, mask)
+        at = self._late_in(address_of(flat), len(flat), address_of(clock), self.accesses.block.address, mask)
         return (int(flat[at]), at) if at >= 0 else None
-
-
-def address_of(array: np.ndarray) -> int:
-    """Of its first element."""
-    return array.__array_interface__["data"][0]
 
 
 def _harmless(conflict: Conflict | None) -> bool:

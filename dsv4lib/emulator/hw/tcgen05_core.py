@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.hazards.shadow import columns_of
 from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, K_OF_SM103, InstrDescriptor, SmemDescriptor
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
@@ -210,12 +211,9 @@ class Mma:
         if not tmem.written(key, init):
             self.report("uninitialised_tmem", f"reads uninitialised tensor memory for A (column {column})")
         if cta.machine.race is not None and cta.machine.race.full:
-            whole = not self.regions[0].split
-            cta.machine.race.tensor(
-                cta,
-                lambda x: x[:, column : column + A_WORDS] if whole else region.view(x, lane, column, A_WORDS),
-                False,
-            )
+            split = self.regions[0].split
+            cells = region.cells(lane, column, A_WORDS) if split else columns_of(column, A_WORDS)
+            cta.machine.race.tensor(cta, cells, False)
         if cta.machine.trace is not None:
             lanes = np.unique(self.regions[0].view(_LANE_NUMBERS, self.a >> 16, column, 1))
             lanes = lanes if self.regions[0].split else np.arange(LANES)
@@ -286,7 +284,7 @@ class Mma:
         if not self._columns(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
         if cta.machine.race is not None and cta.machine.race.full:
-            cta.machine.race.tensor(cta, lambda x: x[:, column : column + count], False)
+            cta.machine.race.tensor(cta, columns_of(column, count), False)
         starts = range(column, column + count, step)
         words = np.stack([by_row(tmem.data[:, c : c + step], part) for c in starts], -1)
         codes = words.view(np.uint8).reshape(groups, -1, part, 4 * used)[..., data_id : data_id + blocks]
@@ -315,8 +313,7 @@ class Mma:
         live = self._live(region, lane)
         race = self.warp.cta.machine.race
         if race is not None and race.full and live is None:
-            cta = self.ctas[region.cta]
-            race.tensor(cta, lambda x: region.view(x, lane, column, width), True, (region, lane, column, width))
+            race.tensor(self.ctas[region.cta], region.cells(lane, column, width), True, repeats=True)
         if self.accumulate and not (tmem.written(key, init) if live is None else init[live].all()):
             self.report("uninitialised_tmem", f"accumulates onto uninitialised tensor memory (column {column})")
         cells = region.view(tmem.floats if s.d == "f32" else tmem.data, lane, column, width)

@@ -23,6 +23,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hazards.shadow import Words, columns_of
 from dsv4lib.emulator.hw import shared
 from dsv4lib.emulator.hw.descriptor import SmemDescriptor, smem_descriptor
 from dsv4lib.emulator.hw.numeric import unpack_4bit, unpack_6bit
@@ -120,8 +121,8 @@ def copy(cta: Cta, address: int, descriptor: SmemDescriptor, form: Form, op: Asy
     tmem.data[lane + lanes, column : column + count] = np.ascontiguousarray(raw).view(np.uint32)[rows]
     tmem.init[lane + lanes, column : column + count] = True
     if machine.race is not None:
-        cells = ((lane + lanes)[:, None] * COLUMNS + column + np.arange(count)).reshape(-1)
-        machine.race.tensor_cells(cta, cells, True)
+        cells = Words(((lane + lanes)[:, None] * COLUMNS + column + np.arange(count)).reshape(-1))
+        machine.race.tensor(cta, cells, True)
     machine.stats["tcgen05_cp_bytes"] += raw.size
     if machine.trace is not None:
         machine.trace.tmem_access("cp", cta, op.warp, op.instr, lane + lanes, (column, column + count))
@@ -149,8 +150,8 @@ def shift(warp: Warp, instr: Instr, form: Form) -> None:
                     if not check_span(cta, column, SHIFT_COLUMNS, "tcgen05.shift", place):
                         return
                 if cta.machine.race is not None:
-                    rows, end = slice(first, first + QUARTER), column + SHIFT_COLUMNS
-                    cta.machine.race.tensor(cta, lambda x, r=rows, e=end: x[r, column:e], True)
+                    cells = columns_of(column, SHIFT_COLUMNS, first, first + QUARTER)
+                    cta.machine.race.tensor(cta, cells, True)
                 for array in (tmem.data, tmem.init):
                     block = array[first : first + QUARTER, column : column + SHIFT_COLUMNS]
                     block[:-1] = block[1:].copy()

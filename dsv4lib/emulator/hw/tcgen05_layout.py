@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsv4lib.emulator.hazards.shadow import Cells, columns_of
 from dsv4lib.emulator.hw.tmem import COLUMNS, LANES, QUARTER
 
 
@@ -49,17 +50,33 @@ class Region:
     def view(self, array: np.ndarray, base_lane: int, column: int, count: int) -> np.ndarray:
         """The part of a [128, 512] array: (lanes, count), or (4, 16, count) for layout F."""
         if self.split:
-            return array.reshape(4, QUARTER, COLUMNS)[:, base_lane : base_lane + 16, column : column + count]
+            return _split_view(array, base_lane, column, count)
         return array[self.lane : self.lane + self.lanes, column : column + count]
 
     def key(self, base_lane: int, column: int, count: int) -> tuple[int, ...]:
         """What names the cells of ``view`` (`Tmem.written`): (first lane, lanes, column, columns)."""
         return (base_lane, -16, column, count) if self.split else (self.lane, self.lanes, column, count)
 
+    def cells(self, base_lane: int, column: int, count: int) -> Cells:
+        """The cells of ``view``, for the race detector; always the same object for the same cells."""
+        if self.split:
+            return _split_cells(base_lane, column, count)
+        return columns_of(column, count, self.lane, self.lane + self.lanes)
+
     def part(self, product: np.ndarray) -> np.ndarray:
         """The matching part of the M x N product, in the shape of ``view``."""
         block = product[self.rows, self.columns]
         return block.reshape(4, 16, -1) if self.split else block
+
+
+def _split_view(array: np.ndarray, base_lane: int, column: int, count: int) -> np.ndarray:
+    """(4, 16, count) of layout F."""
+    return array.reshape(4, QUARTER, COLUMNS)[:, base_lane : base_lane + 16, column : column + count]
+
+
+@functools.lru_cache(1 << 10)
+def _split_cells(base_lane: int, column: int, count: int) -> Cells:
+    return Cells(lambda x: _split_view(x, base_lane, column, count))
 
 
 @functools.cache

@@ -30,6 +30,7 @@ import numpy as np
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.hazards.shadow import Cells, Words, block_of
 from dsv4lib.emulator.hw.registers import Rows
 from dsv4lib.emulator.hw.tcgen05_issue import issue, uniform_tmem_address, warp_unit
 from dsv4lib.emulator.hw.tmem import COLUMNS, QUARTER, check_span, tmem_of
@@ -153,11 +154,12 @@ class _Access:
     Attributes:
         tmem: tensor memory; block: (lane, lanes, column, columns) of a plain 32x32b fragment, else None.
         data, init: its cells, register-major as the fragment; None without ``block``.
+        cells: the same for the race detector, None without one.
         rows: its registers.
         raw: the 32 addresses it was made for, as bytes; b"" if it must be made anew each time.
     """
 
-    __slots__ = ("block", "column", "data", "flat", "init", "lane", "plan", "raw", "rows", "tmem", "warp")
+    __slots__ = ("block", "cells", "column", "data", "flat", "init", "lane", "plan", "raw", "rows", "tmem", "warp")
 
     def __init__(self, warp: Warp, plan: _Plan, address: Memory, raw: bytes = b""):
         if warp.mask() != FULL_MASK:
@@ -184,6 +186,14 @@ class _Access:
             where = slice(self.lane, self.lane + QUARTER), slice(self.column, self.column + plan.columns)
             self.data, self.init = self.tmem.data[where].T, self.tmem.init[where].T
         self.rows = Rows(warp, plan.instr, plan.items)
+        race = warp.cta.machine.race
+        self.cells = self._cells() if race is not None and race.full else None
+
+    def _cells(self) -> Cells:
+        if self.block is not None:
+            return block_of(*self.block)
+        index = (self.plan.cells + self.flat).reshape(-1)
+        return Words(np.concatenate([index, index + 1]) if self.plan.packed else index)
 
     def check(self) -> bool:
         """Report columns that are not allocated; False if they do not exist."""
@@ -195,12 +205,8 @@ class _Access:
     def trace(self, kind: str) -> None:
         """Count, and tell race detector and trace."""
         machine, plan = self.warp.cta.machine, self.plan
-        if machine.race is not None and machine.race.full and self.block is not None:
-            machine.race.tensor_block(self.warp.cta, self.block, kind == "st")
-        elif machine.race is not None and machine.race.full:
-            cells = (plan.cells + self.flat).reshape(-1)
-            cells = np.concatenate([cells, cells + 1]) if plan.packed else cells
-            machine.race.tensor_cells(self.warp.cta, cells, kind == "st")
+        if self.cells is not None:
+            machine.race.tensor(self.warp.cta, self.cells, kind == "st")
         machine.stats["tcgen05_ld_bytes" if kind == "ld" else "tcgen05_st_bytes"] += 4 * plan.registers * LANES
         if machine.trace is not None:
             lanes = self.lane + np.unique(plan.cells // COLUMNS)

@@ -172,6 +172,7 @@ def load(warp: Warp, instr: Instr, form: Form) -> None:
         targets = _targets(warp, int(to[lane]), int(signal[lane]), None if mask is None else int(mask[lane]), pair)
         stats = warp.cta.machine.stats
         stats["tma_loads"] += 1
+        stats["tma_read_bytes"] += box.tx_bytes  # once, however many CTAs a multicast goes to
         stats["tma_load_bytes"] += box.tx_bytes * len(targets)
         for target, bar in targets:
             request.issue(target, bar)

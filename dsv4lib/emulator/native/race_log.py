@@ -25,9 +25,10 @@ from dsv4lib.emulator.native.access_log import BYTES, COUNTS, GENERIC, GLOBAL, L
 DONE, LEFT, ORDERING = 0, 1, 2  # what `judge` returns: noted; for Python; a strong access first, nothing done
 KEYS = 64  # entries of Launch.STAMPS an instruction: by memory and bytes
 _MANY = 8  # cells that `sweep` looks at together
-SYNC = 16  # bit beside the four bytes of a word, as in hazards/global_memory.py
+ALL_BYTES = 15  # of a word
+SYNC = 16  # bit beside them, as in hazards/global_memory.py
 
-_I8, _I32, _I64, _PTR = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.PointerType()
+_I32, _I64, _PTR = ir.IntType(32), ir.IntType(64), ir.PointerType()
 
 
 class Launch(IntEnum):
@@ -43,18 +44,27 @@ class Group(IntEnum):
 
 
 class Table(IntEnum):
-    """int64 fields of a table of accesses: its columns and how many there are."""
+    """int64 fields of a table of accesses: its columns (of 32 bits), how many there are, for how many there is room."""
 
-    ENTRY, EPOCH, PC, MASK, LANES, COUNT = range(6)
+    ENTRY, EPOCH, PC, MASK, LANES, COUNT, ROOM = range(7)
 
 
 class Memory(IntEnum):
-    """int64 fields about a shared or tensor memory. CELLS to HIGH: by agent; ENTRIES: agents that have read.
+    """int64 fields about a shared or tensor memory. CELLS to TO: by agent; ENTRIES: agents that have read.
 
-    An agent's reads are all in [LOW, HIGH).
+    An agent's reads are all in [LOW, HIGH), and cell & COLUMNS of them in [FROM, TO).
     """
 
-    WRITER, WORDS, CELLS, LATEST, NUMBER, LOW, HIGH, ENTRIES, READERS = range(9)
+    TABLE, WRITER, WORDS, COLUMNS, CELLS, LATEST, NUMBER, LOW, HIGH, FROM, TO, ENTRIES, READERS = range(13)
+
+
+class Box(IntEnum):
+    """int64 fields about cells of a memory: WIDTH of them from START + PITCH * i on, for every i below ROWS.
+
+    With INDEX, the address of int64[ROWS], what is there at i takes the place of i.
+    """
+
+    INDEX, ROWS, START, PITCH, WIDTH = range(5)
 
 
 class Area(IntEnum):
@@ -257,13 +267,14 @@ class _Judge(_Code):
                     self.store(self.epoch, self.load(block, Memory.LATEST), self.me, _I32)
                     count = self.load(self.near, Table.COUNT)
                     self.store(count, self.load(block, Memory.NUMBER), self.me)
-                    self.store(0, self.load(block, Memory.LOW), self.me)
-                    self.store(self.load(block, Memory.WORDS), self.load(block, Memory.HIGH), self.me)
+                    for low, high in ((Memory.LOW, Memory.HIGH), (Memory.FROM, Memory.TO)):
+                        self.store(0, self.load(block, low), self.me)
+                        self.store(self.load(block, Memory.WORDS), self.load(block, high), self.me)
 
     def _look_shared(self, block: Any, old: Any, word: Any) -> None:
         """Leave the log to Python unless the word's last write, and for a write its reads since, are covered."""
-        with self.when(self.test("!=", old, 0)):
-            self.give_up(self._late_shared(old))
+        with self.when(self.test("!=", old, 0)), self.when(self._late_shared(old)):
+            self.give_up(self.b.or_(self.b.not_(self.writes), unread(self, block, word, old)))
         with self.when(self.writes), self.each(self.load(block, Memory.READERS)) as i:
             agent = self.load(self.load(block, Memory.ENTRIES), i)
             latest = self.load(self.load(block, Memory.LATEST), agent, _I32)
@@ -332,7 +343,7 @@ class _Judge(_Code):
     def _look_global(self, number: Any) -> None:
         """Leave the log to Python unless an access (0 = none) is of this cluster and covered, or no conflict."""
         with self.when(self.test("!=", number, 0)):
-            theirs, bits = self.load(self.load(self.far, Table.MASK), number, _I8), self.get(self.bits)
+            theirs, bits = self.load(self.load(self.far, Table.MASK), number, _I32), self.get(self.bits)
             common = self.test("!=", self.b.and_(theirs, bits), 0)
             apart = self.b.not_(self.b.and_(self.bit(theirs, SYNC), self.strong))
             with self.when(self.b.and_(common, apart)):
@@ -351,15 +362,7 @@ class _Judge(_Code):
         number = self.variable(self.load(stamps, key))
         with self.when(self.test("!=", self.b.lshr(self.get(number), _I64(32)), now)):
             count = self.load(table, Table.COUNT)
-            for field, value, kind in (
-                (Table.ENTRY, agent, _I32),
-                (Table.EPOCH, self.epoch, _I32),
-                (Table.PC, self.pc, _I32),
-                (Table.MASK, bits, _I8),
-                (Table.LANES, 0, _I32),
-            ):
-                self.store(value, self.load(table, field), count, kind)
-            self.store(self.b.add(count, _I64(1)), table, Table.COUNT)
+            enter(self, table, count, agent, self.epoch, self.pc, bits, 0)
             self.b.store(self.b.or_(self.b.shl(now, _I64(32)), count), number)
             self.store(self.get(number), stamps, key)
         found = self.b.and_(self.get(number), _I64(0xFFFFFFFF))
@@ -368,11 +371,32 @@ class _Judge(_Code):
         return found
 
 
+def enter(code: _Code, table: Any, number: Any, *columns: Any) -> None:
+    """Append an access to a table: agent, epoch, instruction, bytes, lanes; ``number`` is its count so far."""
+    for name, value in zip((Table.ENTRY, Table.EPOCH, Table.PC, Table.MASK, Table.LANES), columns, strict=True):
+        code.store(value, code.load(table, name), number, _I32)
+    code.store(code.b.add(number, _I64(1)), table, Table.COUNT)
+
+
+def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
+    """i1: has nobody read a cell since access ``number``?
+
+    A write that comes after all reads since the one before comes after that one too, though its clock may not say so.
+    """
+    found = code.variable(1)
+    with code.each(code.load(memory, Memory.READERS)) as i:
+        agent = code.load(code.load(memory, Memory.ENTRIES), i)
+        since = code.load(code.load(code.load(memory, Memory.CELLS), agent), cell, _I32)
+        with code.when(code.test(">", since, number)):
+            code.b.store(_I64(0), found)
+    return code.test("!=", code.get(found), 0)
+
+
 def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
     """i1: does a row of a clock not cover an access that has some of these bytes?"""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
-    common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I8), bits)
+    common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I32), bits)
     return code.b.and_(code.test(">", epoch, code.load(clock, agent, _I32)), code.test("!=", common, 0))
 
 
@@ -406,18 +430,24 @@ class _Sweep(_Code):
     """Builds `sweep`."""
 
     def __init__(self) -> None:
-        super().__init__("sweep", [_I64] * 14)
-        self.memory, self.table, self.clock, me, epoch, count, number, self.bits, writes, *box = self.args
-        self.index, self.rows, self.start, self.pitch, self.width = box
+        super().__init__("sweep", [_I64] * 6)
+        self.memory, self.clock, who, at, writes, box = self.args
+        me, epoch, pc, lanes = (half for both in (who, at) for half in self._halves(both))
+        self.index, self.rows, self.start, self.pitch, self.width = (self.load(box, name) for name in Box)
+        self.table, self.bits = self.load(self.memory, Memory.TABLE), _I64(ALL_BYTES)
+        number = self.load(self.table, Table.COUNT)
+        self.give_up(self.test(">=", number, self.load(self.table, Table.ROOM)))
         writer, cells = self.load(self.memory, Memory.WRITER), self.load(self.memory, Memory.CELLS)
-        writes = self.test("!=", writes, 0)
+        self.writes = writes = self.test("!=", writes, 0)
+        # An agent's first read of a memory makes its cells.
+        self.give_up(self.b.and_(self.b.not_(writes), self.test("==", self.load(cells, me), 0)))
         self._look(writer, None)
         with self.when(writes), self.each(self.load(self.memory, Memory.READERS)) as i:
             agent = self.load(self.load(self.memory, Memory.ENTRIES), i)
             latest = self.load(self.load(self.memory, Memory.LATEST), agent, _I32)
             with self.when(self.test(">", latest, self.load(self.clock, agent, _I32))):
-                low, high = (self.load(self.load(self.memory, name), agent) for name in (Memory.LOW, Memory.HIGH))
-                self._look(self.load(cells, agent), writer, low, high)
+                self._look(self.load(cells, agent), writer, agent)
+        enter(self, self.table, number, me, epoch, pc, self.bits, lanes)
         with self.b.if_else(writes) as (write, read):
             with write:
                 self._put(writer, number)
@@ -425,8 +455,12 @@ class _Sweep(_Code):
                 self._put(self.load(cells, me), number)
                 self._extend(me)
                 self.store(epoch, self.load(self.memory, Memory.LATEST), me, _I32)
-                self.store(count, self.load(self.memory, Memory.NUMBER), me)
+                self.store(self.b.add(number, _I64(1)), self.load(self.memory, Memory.NUMBER), me)
         self.b.ret(_I64(DONE))
+
+    def _halves(self, both: Any) -> tuple[Any, Any]:
+        """The lower and the upper 32 bits."""
+        return self.b.and_(both, _I64(0xFFFFFFFF)), self.b.lshr(both, _I64(32))
 
     @contextmanager
     def _each_row(self) -> Iterator[Any]:
@@ -437,24 +471,35 @@ class _Sweep(_Code):
                 self.b.store(self.load(self.index, i), place)
             yield self.b.add(self.start, self.b.mul(self.get(place), self.pitch))
 
+    def _bounds(self, agent: Any, first: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """For a row and for its columns: first cell, end, where the agent's bounds are."""
+        for start, *names in (
+            (first, Memory.LOW, Memory.HIGH),
+            (self.b.and_(first, self.load(self.memory, Memory.COLUMNS)), Memory.FROM, Memory.TO),
+        ):
+            low, high = (self.b.add(self.load(self.memory, name), self.b.mul(agent, _I64(8))) for name in names)
+            yield start, self.b.add(start, self.width), low, high
+
     def _extend(self, agent: Any) -> None:
         """Note where the agent has read."""
-        lows, highs = (self.load(self.memory, name) for name in (Memory.LOW, Memory.HIGH))
         with self._each_row() as first:
-            end = self.b.add(first, self.width)
-            with self.when(self.test("<", first, self.load(lows, agent))):
-                self.store(first, lows, agent)
-            with self.when(self.test(">", end, self.load(highs, agent))):
-                self.store(end, highs, agent)
+            for start, end, low, high in self._bounds(agent, first):
+                with self.when(self.test("<", start, self.load(low, 0))):
+                    self.store(start, low, 0)
+                with self.when(self.test(">", end, self.load(high, 0))):
+                    self.store(end, high, 0)
 
-    def _look(self, accesses: Any, writer: Any, low: Any = 0, high: Any = None) -> None:
-        """Leave it to Python unless all ``accesses`` in [low, high) (with ``writer``: since it) are covered."""
+    def _look(self, accesses: Any, writer: Any, reader: Any = None) -> None:
+        """Leave it to Python unless all ``accesses`` (of a ``reader``: since those of the ``writer``) are covered."""
         before = self.variable()
         size = self.load(self.memory, Memory.WORDS)
         with self._each_row() as first:
             end = self.b.add(first, self.width)
             self.give_up(self.b.or_(self.test(">=", first, size), self.test(">", end, size)))
-            touched = self.b.and_(self.test("<", first, size if high is None else high), self.test(">", end, low))
+            touched = ir.IntType(1)(1)
+            for start, stop, low, high in [] if reader is None else self._bounds(reader, first):
+                within = self.b.and_(self.test("<", start, self.load(high, 0)), self.test(">", stop, self.load(low, 0)))
+                touched = self.b.and_(touched, within)
             with self.when(touched):
                 self._look_along(accesses, writer, first, before)
 
@@ -490,8 +535,13 @@ class _Sweep(_Code):
         if writer is not None:
             other = self.b.and_(other, self.test(">", number, self.load(writer, cell, _I32)))
         with self.when(other):
-            self.b.store(number, before)
-            self.give_up(uncovered(self, self.table, number, self.clock, self.bits))
+            behind = uncovered(self, self.table, number, self.clock, self.bits)
+            with self.b.if_else(behind) as (late, fine):
+                with late:
+                    read = self.b.not_(unread(self, self.memory, cell, number)) if writer is None else ir.IntType(1)(0)
+                    self.give_up(self.b.not_(self.b.and_(self.writes, read)))
+                with fine:
+                    self.b.store(number, before)
 
     def _put(self, into: Any, number: Any) -> None:
         with self._each_row() as first, self.each(self.width) as j:
@@ -500,10 +550,9 @@ class _Sweep(_Code):
 
 @functools.cache
 def sweep() -> Callable[..., int]:
-    """``sweep(Memory block, Table block, row of the clock, agent, epoch, count, access, bytes, write, *box) -> DONE``.
+    """``sweep(Memory block, row of the clock, who, at, write, Box block) -> DONE``: an access to whole cells.
 
-    LEFT if the access is not covered: then nothing has changed. ``count``: accesses in the table; box: address of
-    int64[rows] or 0, rows, start, pitch, width: the cells from start + pitch * (row, or what is there) on, ``width`` of
-    them for each row.
+    ``who``: agent | epoch << 32; ``at``: instruction | lanes << 32. LEFT if the access is not covered, the table is
+    full or the agent has not read this memory before: then nothing has changed.
     """
-    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 14)(_Sweep().compile())
+    return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(_Sweep().compile())

@@ -191,6 +191,22 @@ def test_a_span_gives_way_to_the_whole_buffer():
     assert len(gmem) == 1
 
 
+def test_a_span_in_memory_that_was_freed_is_registered_anew():
+    """What launches keep: a tensor whose owner is gone must not stand in for one that got its memory."""
+    gmem = GlobalMemory()
+    tracker = Tracker(gmem)
+    x = torch.zeros(100)
+    first, second = ({1}, {2})  # owners; sets take weak references
+    tracker.span(x.data_ptr(), 400, first, "the first")
+    tracker.span(x.data_ptr() + 80, 40, second, "inside of it")
+    assert len(gmem) == 1
+    del first
+    gc.collect()
+    tracker.span(x.data_ptr() + 80, 40, second, "in its place")
+    tracker.sweep()
+    assert len(gmem) == 1 and gmem.find(x.data_ptr() + 80, 40) and not gmem.find(x.data_ptr(), 4)
+
+
 def test_arrays_register_what_they_are_a_view_of():
     gmem = GlobalMemory()
     tracker = Tracker(gmem)
