@@ -14,16 +14,20 @@ from __future__ import annotations
 import re
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.kernels.cubin import read_cubin
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_100f", "sm_103a")
+OPTIONS = "--keep-ptx --keep-cubin --generate-line-info"
 MAX_SECONDS = 5.0  # a kernel of ours whose cold compile takes longer has unrolled something it should not
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_PLACE = re.compile(r'(?:--> |")([^"\s]+\.py)"?:(\d+)')  # a Python line in the DSL's messages
 # cudaLaunchConfig_t in the host IR; field 2 is dynamicSmemBytes.
 _CONFIG = r"\(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 
@@ -41,7 +45,7 @@ class Compiled:
         arch: the target, for example ``sm_100a``.
         ptx: PTX text with line info.
         cubin: the ELF file that a driver would load.
-        seconds: wall time of tracing and compiling.
+        seconds: CPU time of tracing and compiling; what else the machine does is no fault of the kernel.
         registers: registers a thread.
         local_bytes: local memory a thread; 0 proves that nothing was spilled.
         threads: threads a CTA.
@@ -87,13 +91,13 @@ def compile_for(kernel: Any, args: tuple, arch: str = "sm_100a") -> Compiled:
         raise ArgumentError("arch", arch, "one of " + ", ".join(ARCHS))
     cute = _dsl()
     with tempfile.TemporaryDirectory(prefix="dsv4-compile-") as folder:  # created with mode 0700
-        options = f"--gpu-arch {arch} --keep-ptx --keep-cubin --generate-line-info --dump-dir={folder}"
-        start = time.perf_counter()
+        options = f"--gpu-arch {arch} {OPTIONS} --dump-dir={folder}"
+        start = time.process_time()
         try:
             function = cute.compile(kernel, *args, options=options)
         except Exception as error:
-            raise CompileError(f"{kernel!r} does not compile for {arch}: {_first_line(error)}") from error
-        seconds = time.perf_counter() - start
+            raise CompileError(f"{kernel!r} does not compile for {arch}: {_reason(error)}") from error
+        seconds = time.process_time() - start
     ptx, cubin = function.__ptx__.rstrip("\0"), function.__cubin__
     info = read_cubin(cubin)
     return Compiled(
@@ -120,10 +124,21 @@ def _dsl() -> Any:
     return cute
 
 
-def _first_line(error: Exception) -> str:
-    """The DSL's message without colours, source excerpt or paths."""
-    lines = (_ANSI.sub("", line).strip() for line in str(error).splitlines())
-    return next((line.removeprefix("error:").strip() for line in lines if line), type(error).__name__)
+def _reason(error: Exception) -> str:
+    """The DSL's message without colours, source excerpt or folders, and the Python line that it names."""
+    text = _ANSI.sub("", str(error))
+    if error.__cause__ is not None and not _PLACE.search(text):
+        text += "\n" + _ANSI.sub("", str(error.__cause__))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    if first.endswith(":") and len(lines) > 1:  # a heading; the next line says what it is
+        first = lines[1]
+    reason = re.sub(r'^(error(\[\w+\])?: *)?("[^"]*"\("[^"]*":\d+:\d+\): *)?', "", first)
+    place = _PLACE.search(text)
+    own = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    if place is None and own[1:]:  # the first is the call of the compiler
+        return f"{reason} ({Path(own[-1].filename).name}:{own[-1].lineno})"
+    return f"{reason} ({Path(place[1]).name}:{place[2]})" if place else reason
 
 
 def _launch_smem(host_ir: str) -> int | None:

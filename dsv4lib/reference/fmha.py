@@ -116,6 +116,22 @@ def sparse(
     return torch.einsum("bthk,btkd->bthd", sink_softmax(s, sink), keys), torch.logsumexp(s, dim=-1)
 
 
+def merge_raw(
+    o: torch.Tensor, reference: torch.Tensor, total: torch.Tensor, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join parts that are not normalised: part i has ``o_i = sum_j e^{s_j - m_i} kv_j``, ``l_i = sum_j e^{s_j - m_i}``.
+
+    o ``[S, ..., H, D]``, reference m and total l ``[S, ..., H]`` (m is -inf where a part has no keys), sink ``[H]`` ->
+    (o ``[..., H, D]``, lse ``[..., H]`` without the sink, -inf and zeros where no part has a key).
+    """
+    largest = reference.amax(0)
+    weights = (reference - largest.masked_fill(largest.isinf(), 0.0)).exp()
+    sums = (weights * total).sum(0)
+    below = sums if sink is None else sums + (sink - largest).exp()
+    joined = (weights[..., None] * o).sum(0) / below[..., None]
+    return joined.masked_fill((sums == 0)[..., None], 0.0), largest + sums.log()
+
+
 def merge(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor, sink: torch.Tensor | None = None
 ) -> torch.Tensor:

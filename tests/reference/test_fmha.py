@@ -86,6 +86,18 @@ def test_merge_equals_the_union(case):
     assert (fmha.merge(*wrong, *two) - whole)[1, 2].abs().max() > 1e-2
 
 
+def test_slices_of_the_head_dimension_do_not_merge(case):
+    """Halves of a dot product have softmaxes of their own, which no log-sum-exp joins to that of the whole."""
+    q, window_kv, window, *_ = case
+    whole, lse = fmha.attend(q, window_kv, window, None, 0.7)
+    half = q.shape[-1] // 2
+    slices = slice(None, half), slice(half, None)
+    parts = [fmha.attend(q[..., s], window_kv[..., s], window, None, 0.7) for s in slices]
+    joined = torch.cat([o for o, _ in parts], -1)
+    assert (joined - whole).norm() / whole.norm() > 0.05
+    assert (torch.logaddexp(parts[0][1], parts[1][1]) - lse)[0, 0].abs().min() > 0.05
+
+
 def test_index_lists_equal_masks(case, randn):
     q, kv, *_ = case
     indices = torch.tensor([[5, -1, 0], [-1, -1, -1], [2, 1, 3]]).expand(B, T, 3)

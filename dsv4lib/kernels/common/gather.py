@@ -20,10 +20,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 ROW_BYTES = 128  # of one row of a box: one row of the 128-byte swizzle
 _DESCRIPTOR = "!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>"
-_GATHER4 = (
-    "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes "
-    "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}];"
-)
+_OPERANDS = "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}]"
+_TX = "global.tile::gather4.mbarrier::complete_tx::bytes"
+_GATHER4 = f"cp.async.bulk.tensor.2d.shared::cta.{_TX} {_OPERANDS};"
+_OF_PAIR = f"cp.async.bulk.tensor.2d.shared::cluster.{_TX}.cta_group::2 {_OPERANDS};"
 
 
 def row_atom(rows: cute.Tensor) -> cute.CopyAtom:
@@ -44,6 +44,7 @@ def gather4(
     barrier: cute.Pointer,
     column: cutlass.Int32,
     rows: tuple,
+    pair: bool = False,
     *,
     loc: Any = None,
     ip: Any = None,
@@ -56,11 +57,13 @@ def gather4(
         barrier: mbarrier that counts the 512 bytes.
         column: first element of each row.
         rows: four row numbers; one outside the matrix (-1) is filled with zeros, its bytes still count.
+        pair: the bytes are counted at the same barrier of the first CTA of the pair.
     """
     executable = atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip)
     descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
-    args = [smem, descriptor.toint(loc=loc, ip=ip), column, *rows, barrier.toint(loc=loc, ip=ip)]
-    cute.arch.inline_ptx(_GATHER4, read_only_args=args, loc=loc, ip=ip)
+    signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
+    args = [smem, descriptor.toint(loc=loc, ip=ip), column, *rows, signal.toint(loc=loc, ip=ip)]
+    cute.arch.inline_ptx(_OF_PAIR if pair else _GATHER4, read_only_args=args, loc=loc, ip=ip)
 
 
 @cute.jit
@@ -71,20 +74,23 @@ def gather_tile(
     chunks: cutlass.Constexpr,
     smem: cutlass.Int32,
     barrier: cute.Pointer,
+    column: Any = 0,
+    pair: cutlass.Constexpr = False,
 ):
     """A warp gathers a tile in the 128-byte swizzle: chunk after chunk, ``tile_rows`` x 128 bytes each.
 
     Args:
         atom: from `row_atom`.
-        rows: the four rows of this lane: lane l has rows 4 l .. 4 l + 3 of the tile.
-        tile_rows: at most 128; lanes from ``tile_rows / 4`` on have nothing to do.
+        rows: the four rows of this lane.
+        tile_rows: at most 128: lanes from ``tile_rows / 4`` on have nothing to do.
         chunks: columns of 128 bytes.
-        smem: where the tile starts, a multiple of 1024.
+        smem: where the first of this lane's rows goes, a multiple of 512 in a tile that starts at one of 1024.
         barrier: counts ``chunks * tile_rows * 128`` bytes.
+        column: first element of the first chunk.
+        pair: see `gather4`.
     """
-    lane = cute.arch.lane_idx()
     width = ROW_BYTES * 8 // atom.value_type.width
-    if lane < tile_rows // 4:
+    if cute.arch.lane_idx() < tile_rows // 4:
         for chunk in cutlass.range_constexpr(chunks):
-            target = smem + chunk * (tile_rows * ROW_BYTES) + lane * (4 * ROW_BYTES)
-            gather4(atom, target, barrier, cutlass.Int32(chunk * width), rows)
+            target = smem + chunk * (tile_rows * ROW_BYTES)
+            gather4(atom, target, barrier, cutlass.Int32(column + chunk * width), rows, pair)

@@ -8,10 +8,30 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, memory, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 COLUMNS = 32  # of one access
+
+
+def allocator(
+    address: cute.Pointer, barrier: int, threads: int, warp: int, pair: cute.Pointer | None = None
+) -> memory.TmemAllocator:
+    """Allocation of tensor memory by one warp.
+
+    Args:
+        address: where in SMEM the address of the columns goes.
+        barrier, threads: named barrier of all who ask for that address, and how many threads they are.
+        warp: who allocates and frees.
+        pair: an mbarrier where the CTAs of a pair allocate together: each frees when the other is ready to.
+    """
+    return memory.TmemAllocator(
+        address,
+        barrier_for_retrieve=pipeline.NamedBarrier(barrier, threads),
+        allocator_warp_id=warp,
+        is_two_cta=pair is not None,
+        two_cta_tmem_dealloc_mbar_ptr=pair,
+    )
 
 
 def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int32) -> tuple:

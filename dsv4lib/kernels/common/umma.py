@@ -47,86 +47,46 @@ def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
     return cutlass.Int64(field) | cutlass.Int64(descriptor)
 
 
-def _mma(form: str, a_operand: str) -> str:
-    return (
-        "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
-        f"tcgen05.{form}.cta_group::1.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, accumulate; }}"
-    )
+def behind(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
+    """``descriptor`` with a start address ``offset`` bytes (a multiple of 16) further on, which stays below 256 KiB."""
+    return descriptor + (offset >> 4)
 
 
 @dsl_user_op
-def mma_ss(
+def mma(
     d: cutlass.Int32,
-    a: cutlass.Int64,
+    a: Any,
     b: cutlass.Int64,
     instruction: int,
     accumulate: Any,
     *,
+    ws: bool = False,
+    ctas: int = 1,
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """D[TMEM] (+)= A[SMEM] @ B[SMEM], row i of an M of 128 in lane i; one thread issues it. See `mma_ws_ss`."""
-    args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma("mma", "{$r1}"), read_only_args=args, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def mma_ts(
-    d: cutlass.Int32,
-    a: cutlass.Int32,
-    b: cutlass.Int64,
-    instruction: int,
-    accumulate: Any,
-    *,
-    loc: Any = None,
-    ip: Any = None,
-) -> None:
-    """D[TMEM] (+)= A[TMEM] @ B[SMEM], row i of A in lane i, two elements a column. Arguments as `mma_ws_ts`."""
-    args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma("mma", "[{$r1}]"), read_only_args=args, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def mma_ws_ss(
-    d: cutlass.Int32,
-    a: cutlass.Int64,
-    b: cutlass.Int64,
-    instruction: int,
-    accumulate: Any,
-    *,
-    loc: Any = None,
-    ip: Any = None,
-) -> None:
-    """D[TMEM] (+)= A[SMEM] @ B[SMEM], weight-stationary; one thread issues it.
+    """D[TMEM] (+)= A @ B[SMEM]; one thread issues it.
 
     Args:
         d: TMEM address of the accumulator.
-        a, b: matrix descriptors.
+        a: Int64: matrix descriptor; Int32: TMEM address, row i in lane i, two elements a column.
+        b: matrix descriptor.
         instruction: instruction descriptor, a constant.
         accumulate: 0 overwrites D.
+        ws: weight-stationary. With M 64 and A in TMEM the two halves of the lanes work alone: lanes 0-63 multiply the A
+            that they hold with the left half of N, lanes 64-127 theirs with the right half (accumulator layout E).
+        ctas: 2: a pair multiplies together. Each CTA has half of the rows of A and of D and brings half of the N rows
+            of B, from the same place in its SMEM. With M 128 the lanes are as with ``ws`` and M 64 (layout B), A in
+            TMEM too.
     """
+    form = "mma.ws" if ws else "mma"
+    operand = "{$r1}" if isinstance(a, cutlass.Int64) else "[{$r1}]"
+    text = (
+        "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
+        f"tcgen05.{form}.cta_group::{ctas}.kind::f16 [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
+    )
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma("mma.ws", "{$r1}"), read_only_args=args, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def mma_ws_ts(
-    d: cutlass.Int32,
-    a: cutlass.Int32,
-    b: cutlass.Int64,
-    instruction: int,
-    accumulate: Any,
-    *,
-    loc: Any = None,
-    ip: Any = None,
-) -> None:
-    """D[TMEM] (+)= A[TMEM] @ B[SMEM], weight-stationary; one thread issues it.
-
-    With M 64 the two halves of the lanes work alone: lanes 0-63 multiply the A that they hold with the left half of N,
-    lanes 64-127 theirs with the right half (accumulator layout E). Arguments as `mma_ws_ss`, ``a`` a TMEM address.
-    """
-    args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
-    cute.arch.inline_ptx(_mma("mma.ws", "[{$r1}]"), read_only_args=args, loc=loc, ip=ip)
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import torch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats.kv_entry import LAYOUT
+from dsv4lib.kernels.common import kv_entry
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.ladder import Ladder
 from dsv4lib.kernels.fmha.sm100 import Fmha
 
 _TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float16: torch.float16, cutlass.Float32: torch.float32}
-_TORCH[cutlass.Int32] = torch.int32
+_TORCH |= {cutlass.Int32: torch.int32, cutlass.Uint8: torch.uint8}
 ROPE_PAIRS = 32
 
 
@@ -28,9 +31,9 @@ class _Fake:
         self.symbols: dict[str, Any] = {}
 
     def __call__(self, dtype: Any, extents: str) -> Any:
-        """A row-major tensor; ``extents`` one letter a mode; rows of 16-bit and fp32 matrices start on 16 bytes."""
+        """A row-major tensor; ``extents`` one letter a mode; rows of D elements, pages of B or Y bytes start on 16."""
         shape = tuple(self.symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
-        wide = len(extents) > 1 and extents[-1] == "D"
+        wide = len(extents) > 1 and extents[-1] in "DBY"
         units = 128 // dtype.width if wide else 1
         stride = (*(cute.sym_int64(divisibility=units) for _ in extents[1:]), 1)
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16 if wide else dtype.width // 8)
@@ -46,17 +49,41 @@ def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
     rope = (fake(fp32, "TP"), fake(fp32, "TP")) if kernel.inverse_rope else None
     sink = fake(fp32, "H") if kernel.sink else None
     if isinstance(kernel, Combine):
-        return fake(fp32, "STHD"), fake(fp32, "STH"), sink, rope, fake(kernel.element, "THD"), fake(fp32, "TH")
+        parts = fake(fp32, "STHD"), fake(fp32, "STH")
+        return *parts, sink, rope, fake(kernel.element, "THD"), fake(fp32, "TH"), cuda.CUstream(0)
     entries = window = None
     if kernel.entries != "none":
         index = fake(i32, "TK") if kernel.entries == "index" else None
         first = fake(i32, "T") if kernel.entries == "range" else None
-        entries = fake(kernel.element, "RD"), index, first, fake(i32, "T")
+        rows = _fake_pool(fake(cutlass.Uint8, "EB")) if kernel.fp8_entries else fake(kernel.element, "RD")
+        entries = rows, index, first, fake(i32, "T")
     if kernel.window:
-        window = fake(kernel.element, "WD"), fake(i32, "T"), fake(i32, "T")
+        rows = _fake_pool(fake(cutlass.Uint8, "VY")) if kernel.fp8_window else fake(kernel.element, "WD")
+        window = rows, fake(i32, "T"), fake(i32, "T")
     o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
-    lse = fake(fp32, "STH") if kernel.partial else fake(fp32, "TH")
-    return fake(kernel.element, "THD"), entries, window, sink, rope, o, lse, fp32(1.0), i32(1)
+    lse = fake(fp32, ("STH" if kernel.partial else "TH") + ("Z" if kernel.raw else ""))
+    groups = fake(i32, "GZ") if kernel.groups else None
+    return fake(kernel.element, "THD"), entries, window, groups, sink, rope, o, lse, fp32(1.0), i32(1), cuda.CUstream(0)
+
+
+def _fake_pool(pages: Any) -> tuple:
+    return pages, cutlass.Int32(1), cutlass.Uint32(1), cutlass.Int32(1)
+
+
+def _wrap_pool(name: str, pool: tuple) -> tuple:
+    """(pages, page size, multiplier, shift) over (pages uint8 [P, S], page size)."""
+    if not isinstance(pool, tuple) or len(pool) != 2:
+        raise ArgumentError(name, type(pool).__name__, "(pages, page size)")
+    pages, page_size = pool
+    multiplier, shift = kv_entry.page_divisor(page_size)
+    wrapped = _wrap(f"{name}.pages", pages, cutlass.Uint8, (None, None), True)
+    needed = page_size * LAYOUT.entry_bytes
+    if pages.shape[1] < needed:
+        raise ArgumentError(f"{name}.pages.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")
+    if pages.shape[0] * page_size >= 1 << 31 or not 0 <= pages.stride(0) < 1 << 32:
+        allowed = "fewer than 2^31 entries, pages less than 2^32 bytes apart"
+        raise ArgumentError(f"{name}.pages", (tuple(pages.shape), pages.stride()), allowed)
+    return wrapped, cutlass.Int32(page_size), cutlass.Uint32(multiplier), cutlass.Int32(shift)
 
 
 def _wrap(name: str, x: torch.Tensor, dtype: Any, shape: tuple, rows_of_16: bool = False) -> Any:
@@ -88,6 +115,8 @@ def launch_args(
     lse: torch.Tensor,
     scale: float,
     splits: int = 1,
+    stream: int = 0,
+    groups: torch.Tensor | None = None,
 ) -> tuple:
     """Arguments of `Fmha` from torch tensors.
 
@@ -95,13 +124,17 @@ def launch_args(
         kernel: which says what is needed.
         q: [T, H, D].
         entries: (rows [R, D], index int32 [T, K] | None, first int32 [T] | None, count int32 [T]) or None. Indices
-            are -1 or rows of the pool.
+            are -1 or rows of the pool. Dense: (rows [T, K, D], None, None, count), each token with its own rows.
         window: (rows [W, D], first int32 [T], count int32 [T]) or None.
+            Where the kernel has ``fp8_entries`` or ``fp8_window``, rows are a pool of `formats.kv_entry`: (pages uint8
+            [P, S], page size), S and the stride at least the page's bytes, pages on 16 bytes; row = page * size + slot.
         sink: fp32 [H] or None.
         rope: (cos, sin) fp32 [T, 32] or None.
         o, lse: outputs as in `Fmha.__call__`.
         scale: of the dot products.
         splits: parts of the keys; only a partial kernel takes more than 1.
+        stream: handle of a CUDA stream; 0: the default one.
+        groups: int32 [G, 2] or None, see `window.token_groups`.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -113,6 +146,7 @@ def launch_args(
     wanted = {
         "entries": (entries, kernel.entries != "none"),
         "window": (window, kernel.window),
+        "groups": (groups, kernel.groups),
         "sink": (sink, kernel.sink),
         "rope": (rope, kernel.inverse_rope),
     }
@@ -122,8 +156,10 @@ def launch_args(
     (t, h, d), e, fp32, i32 = q.shape, kernel.element, cutlass.Float32, cutlass.Int32
     if entries is not None:
         rows, index, first, count = entries
+        if kernel.entries == "range" and not kernel.fp8_entries and first is None:
+            rows, first = _dense(rows, t)
         entries = (
-            _wrap("entries.rows", rows, e, (None, d), True),
+            _wrap_pool("entries.rows", rows) if kernel.fp8_entries else _wrap("entries.rows", rows, e, (None, d), True),
             _wrap("entries.index", index, i32, (t, None)) if kernel.entries == "index" else None,
             _wrap("entries.first", first, i32, (t,)) if kernel.entries == "range" else None,
             _wrap("entries.count", count, i32, (t,)),
@@ -131,7 +167,7 @@ def launch_args(
     if window is not None:
         rows, first, count = window
         window = (
-            _wrap("window.rows", rows, e, (None, d), True),
+            _wrap_pool("window.rows", rows) if kernel.fp8_window else _wrap("window.rows", rows, e, (None, d), True),
             _wrap("window.first", first, i32, (t,)),
             _wrap("window.count", count, i32, (t,)),
         )
@@ -140,13 +176,26 @@ def launch_args(
         _wrap("q", q, e, (t, h, d), True),
         entries,
         window,
+        None if groups is None else _wrap("groups", groups, i32, (None, 2)),
         None if sink is None else _wrap("sink", sink, fp32, (h,)),
         None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
         _wrap("o", o, fp32 if kernel.partial else e, (*lead, t, h, d), True),
-        _wrap("lse", lse, fp32, (*lead, t, h)),
+        _wrap("lse", lse, fp32, (*lead, t, h, *((2,) if kernel.raw else ()))),
         fp32(scale),
         i32(splits),
+        cuda.CUstream(stream),
     )
+
+
+def _dense(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, K, D] of each token's own as (one matrix, first row of each token)."""
+    if not isinstance(rows, torch.Tensor) or rows.dim() != 3 or rows.shape[0] != tokens:
+        raise ArgumentError("entries.rows", tuple(getattr(rows, "shape", ())), f"[{tokens}, K, D] where first is None")
+    width = rows.shape[1]
+    if rows.stride(0) != width * rows.stride(1):
+        raise ArgumentError("entries.rows.stride()", rows.stride(), "each token's rows behind those of the last")
+    first = torch.arange(0, tokens * width, width, dtype=torch.int32, device=rows.device)
+    return rows.flatten(0, 1), first
 
 
 def combine_args(
@@ -157,8 +206,9 @@ def combine_args(
     rope: tuple | None,
     o: torch.Tensor,
     lse: torch.Tensor,
+    stream: int = 0,
 ) -> tuple:
-    """Arguments of `Combine` from torch tensors: shapes as in `Combine.__call__`.
+    """Arguments of `Combine` from torch tensors: shapes as in `Combine.__call__`, ``stream`` a handle.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -176,6 +226,7 @@ def combine_args(
         None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
         _wrap("o", o, kernel.element, (t, h, d), True),
         _wrap("lse", lse, fp32, (t, h)),
+        cuda.CUstream(stream),
     )
 
 

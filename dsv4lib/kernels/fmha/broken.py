@@ -2,24 +2,37 @@
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
-never loaded" (a trace), "pad rows leaked" (guard rows) or "wrong numbers" (the comparison).
+never loaded", "bytes never read" and "element moved" (a trace), "pad rows leaked" (guard rows) or "wrong numbers" (the
+comparison). Those of `REFUSED` do not compile; it says in which words.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, Uint32, memory, pipeline
+from cutlass.cute.nvgpu import tcgen05
 
 from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.common.kv_entry import SCALE_BASE
 from dsv4lib.kernels.fmha.combine import Combine
-from dsv4lib.kernels.fmha.ladder import CHUNK, CHUNK_BYTES, LOG2_E, O_COLUMN, TILE_N, Ladder
-from dsv4lib.kernels.fmha.sm100 import Q_READY, SOFTMAX_THREADS, Fmha
-from dsv4lib.kernels.fmha.softmax import TILE_N as FMHA_TILE_N
+from dsv4lib.kernels.fmha.ladder import (
+    CHUNK,
+    CHUNK_BYTES,
+    KV_STAGES,
+    LOG2_E,
+    O_COLUMN,
+    S_STAGES,
+    TILE_N,
+    Ladder,
+)
+from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.kernels.fmha.work import Row, Work
 
 
 class PinnedTile(Ladder):
@@ -41,7 +54,7 @@ class HalfProduct(Ladder):
                 for k in cutlass.range_constexpr(CHUNK // 16):
                     offset = chunk * CHUNK_BYTES + k * 32
                     a, b = umma.at(self.k_descriptor, sQ + offset), umma.at(self.k_descriptor, stage + offset)
-                    umma.mma_ss(d, a, b, self.qk_instruction, chunk + k > 0)
+                    umma.mma(d, a, b, self.qk_instruction, chunk + k > 0)
 
 
 class ShiftedWeights(Ladder):
@@ -55,7 +68,7 @@ class ShiftedWeights(Ladder):
                 b = umma.at(self.v_descriptor, stage + k * (16 * 128))
                 add = accumulate if k == 0 else cutlass.Boolean(True)
                 a = base + 448 + k * 8  # WRONG: P is in the columns of S
-                umma.mma_ts(base + O_COLUMN, a, b, self.pv_instruction, add)
+                umma.mma(base + O_COLUMN, a, b, self.pv_instruction, add)
 
 
 class FirstAccumulates(Ladder):
@@ -67,7 +80,7 @@ class FirstAccumulates(Ladder):
         with cute.arch.elect_one():
             for k in cutlass.range_constexpr(TILE_N // 16):
                 b = umma.at(self.v_descriptor, stage + k * (16 * 128))
-                umma.mma_ts(base + O_COLUMN, base + slot + k * 8, b, self.pv_instruction, True)  # WRONG: on tile 0
+                umma.mma(base + O_COLUMN, base + slot + k * 8, b, self.pv_instruction, True)  # WRONG: on tile 0
 
 
 class TransposedV(Ladder):
@@ -81,7 +94,7 @@ class TransposedV(Ladder):
             for k in cutlass.range_constexpr(TILE_N // 16):
                 b = umma.at(self.k_descriptor, stage + (k % 4) * 32 + (k // 4 % self.chunks) * CHUNK_BYTES)
                 add = accumulate if k == 0 else cutlass.Boolean(True)
-                umma.mma_ts(base + O_COLUMN, base + slot + k * 8, b, instruction, add)
+                umma.mma(base + O_COLUMN, base + slot + k * 8, b, instruction, add)
 
 
 class NoStoreWait(Ladder):
@@ -102,6 +115,44 @@ class NoStoreWait(Ladder):
         for part in cutlass.range_constexpr(2):
             tmem.store(address, column + 32 * part, lane, cute.recast_tensor(rP[None, part], Float32))
         return total  # WRONG: no wait for the asynchronous stores
+
+
+class OverlappingO(Ladder):
+    """O begins where the footprint of S and P ends, 192 columns, and not where S of odd tiles ends."""
+
+    @cute.jit
+    def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """See `Ladder.mma_pv`."""
+        Ladder.mma_pv(self, base - 64, slot + 64, stage, accumulate)  # WRONG: O at 192, over S of odd tiles
+
+    @cute.jit
+    def epilogue(
+        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, maximum: Float32, total: Float32
+    ):
+        """See `Ladder.epilogue`."""
+        Ladder.epilogue(self, mOut, mLse, address + (-64), lane, maximum, total)  # reads O where it is
+
+
+class CrossedAtoms(Ladder):
+    """O comes back by another map than it went: the threads and columns of a load and a store that do not match."""
+
+    @cute.jit
+    def rescale(self, address: cute.Pointer, lane: Int32, factor: Float32):
+        """See `Ladder.rescale`."""
+        rO = cute.make_rmem_tensor(32, Float32)
+        layout = cute.make_layout((128, 32), stride=(1 << 16, 1))
+        for part in cutlass.range_constexpr(self.head_dim // 32):
+            column = O_COLUMN + 32 * part
+            tmem.load(address, column, lane, rO)
+            cute.arch.fence_view_async_tmem_load()
+            rO.store(rO.load() * factor)
+            cells = cute.make_tensor(address + column, layout)
+            atom = cute.make_copy_atom(tcgen05.St16x64bOp(tcgen05.Repetition(16)), Float32)  # WRONG: St32x32bOp
+            tiled = tcgen05.make_tmem_copy(atom, cells)
+            thread = tiled.get_slice(lane)
+            own = cute.make_tensor(rO.iterator, thread.partition_S(cute.make_identity_tensor(layout.shape)).shape)
+            cute.copy(tiled, own, thread.partition_D(cells))
+        cute.arch.fence_view_async_tmem_store()
 
 
 class OneMaximum(Ladder):
@@ -166,27 +217,18 @@ class SwappedHalves(Fmha):
     """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
         """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, head, 1 - half, tidx)  # WRONG: half
+        Fmha.stage_q(self, mQ, address, row._replace(half=1 - row.half))  # WRONG: row
 
 
 class NoHeadGuard(Fmha):
     """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, head: Int32, half: Int32, tidx: Int32):
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
         """See `Fmha.stage_q`."""
-        token, _, _ = cute.arch.block_idx()
-        for pair in cutlass.range_constexpr(self.chunks // 2):
-            rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
-            gQ = cute.local_tile(mQ[token, head, None], (CHUNK,), (2 * pair + half,))
-            cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)  # WRONG: no `if head < mQ.shape[1]`
-            column = self.q_column + pair * (CHUNK // 2)
-            tmem.store(address, column, tidx, cute.recast_tensor(rQ, Float32))
-        cute.arch.fence_view_async_tmem_store()
-        umma.fence_before_thread_sync()
-        pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
+        Fmha.stage_q(self, mQ, address, row._replace(inside=cutlass.Boolean(True)))  # WRONG: row
 
 
 class PadLse(Fmha):
@@ -195,39 +237,34 @@ class PadLse(Fmha):
     @cute.jit
     def epilogue(
         self,
-        mSink: Any,
-        rope: Any,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
+        outputs: tuple,
         address: cute.Pointer,
-        head: Int32,
-        half: Int32,
-        tidx: Int32,
+        row: Row,
         reference: Float32,
         total: Float32,
         any_tile: cutlass.Boolean,
     ):
         """See `Fmha.epilogue`."""
-        Fmha.epilogue(self, mSink, rope, mO, mLse, address, head, half, tidx, reference, total, any_tile)
-        token, _, _ = cute.arch.block_idx()
-        if half == 0 and total > 0.0 and head <= mO.shape[1]:  # WRONG: <, by one row
-            mLse[token, head] = (reference + cute.math.log2(total)) * math.log(2.0)
+        Fmha.epilogue(self, outputs, address, row, reference, total, any_tile)
+        if row.half == 0:
+            there = row.head <= outputs[2].shape[1]  # WRONG: <, by one row
+            self.store_lse(outputs[3], row._replace(inside=there), reference, total, total)
 
 
 class SharedSelection(Fmha):
     """Two tokens go by the list of the first: right where neighbours select the same entries."""
 
     @cute.jit
-    def rows(self, mIndex: Any, mFirst: Any, token: Int32, position: Int32, count: Int32):
+    def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
         """See `Fmha.rows`."""
-        return Fmha.rows(self, mIndex, mFirst, token // 2 * 2, position, count)  # WRONG: token
+        return Fmha.rows(self, mIndex, first, token // 2 * 2, position, count)  # WRONG: token
 
 
 class EveryKeyCounts(Fmha):
     """Places of a tile behind the last key are not masked: TMA fills them with zeros, and a zero key has weight e^0."""
 
     @cute.jit
-    def valid_keys(self, lists: tuple, work: tuple, tile: Int32, half: Int32):
+    def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
         """See `Fmha.valid_keys`."""
         return Int32(-1)  # WRONG: a bit only where there is a key
 
@@ -236,62 +273,130 @@ class OneLimit(Fmha):
     """Every query of the chunk has the limit of the last one: it sees entries of its own future."""
 
     @cute.jit
-    def work(self, lists: tuple, splits: Int32):
-        """See `Fmha.work`."""
-        token, _, _ = cute.arch.block_idx()
-        last = lists[0][2].shape[0] - 1
-        entries, window = lists[0][2][last], lists[1][1][token]  # WRONG: lists[0][2][token]
-        entry_tiles = cute.ceil_div(entries, FMHA_TILE_N)
-        return entries, window, Int32(0), entry_tiles + cute.ceil_div(window, FMHA_TILE_N), entry_tiles
+    def ranges(self, lists: tuple, token: Int32, tokens: Int32):
+        """See `Fmha.ranges`."""
+        (first, _), window = Fmha.ranges(self, lists, token, tokens)
+        return (first, lists[0][2][lists[0][2].shape[0] - 1]), window  # WRONG: lists[0][2][token]
 
 
 class SinkInLse(Fmha):
     """The log-sum-exp contains the sink: O is right, and whoever merges this part counts the sink twice."""
 
     @cute.jit
-    def epilogue(
-        self,
-        mSink: Any,
-        rope: Any,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        address: cute.Pointer,
-        head: Int32,
-        half: Int32,
-        tidx: Int32,
-        reference: Float32,
-        total: Float32,
-        any_tile: cutlass.Boolean,
-    ):
-        """See `Fmha.epilogue`."""
-        Fmha.epilogue(self, mSink, rope, mO, mLse, address, head, half, tidx, reference, total, any_tile)
-        token, _, _ = cute.arch.block_idx()
-        if head < mO.shape[1] and half == 0 and total > 0.0:
-            sum_with_sink = total + cute.math.exp2(mSink[head] * LOG2_E - reference, fastmath=True)  # WRONG: total
-            mLse[token, head] = (reference + cute.math.log2(sum_with_sink)) * math.log(2.0)
+    def store_lse(self, mLse: cute.Tensor, row: Row, reference: Float32, total: Float32, with_sink: Float32):
+        """See `Fmha.store_lse`."""
+        Fmha.store_lse(self, mLse, row, reference, with_sink, with_sink)  # WRONG: total
 
 
 class SwappedTables(Fmha):
     """cos and sin of the inverse rotation are taken for each other: 448 of 512 dimensions stay right."""
 
     @cute.jit
-    def epilogue(
+    def rotate(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
+        """See `Fmha.rotate`."""
+        Fmha.rotate(self, rO, (rope[1], rope[0]), token, first)  # WRONG: cos, sin
+
+
+class NoProxyFence(Fmha):
+    """Dequantised keys are handed over without the fence between a thread's stores and the tensor core's reads."""
+
+    @cute.jit
+    def hand_over(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
+        """See `Dequant.hand_over`."""
+        cute.arch.sync_warp()  # WRONG: no cute.arch.fence_view_async_shared() before
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(kv.producer_get_barrier(state))
+
+
+class NextScale(Fmha):
+    """Every group of 64 dims is multiplied by the scale of the next: right where neighbours have one scale."""
+
+    @cute.jit
+    def fetch(
         self,
-        mSink: Any,
-        rope: Any,
-        mO: cute.Tensor,
-        mLse: cute.Tensor,
-        address: cute.Pointer,
-        head: Int32,
-        half: Int32,
-        tidx: Int32,
-        reference: Float32,
-        total: Float32,
-        any_tile: cutlass.Boolean,
+        pools: tuple,
+        work: Work,
+        tile: Int32,
+        index: Int32,
+        part: cutlass.Constexpr,
+        held: cute.Tensor,
+        raw: cute.Tensor,
+        scales: cute.Tensor,
     ):
-        """See `Fmha.epilogue`."""
-        tables = rope[1], rope[0]  # WRONG: cos, sin
-        Fmha.epilogue(self, mSink, tables, mO, mLse, address, head, half, tidx, reference, total, any_tile)
+        """See `Dequant.fetch`."""
+        Fmha.fetch(self, pools, work, tile, index, part, held, raw, scales)
+        low, high = Uint32(scales[0, part]), Uint32(scales[1, part])
+        scales[0, part] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
+        scales[1, part] = Int32(high >> 8)
+
+
+class ScalesBehindEntry(Fmha):
+    """Scales are looked for behind the page's first entry, not behind its last: right with one entry a page."""
+
+    @cute.jit
+    def own_parts(self, sources: tuple):
+        """See `Dequant.own_parts`."""
+        first_only = [None if s is None else (s[0], Int32(1), *s[2:]) for s in sources]  # WRONG: the page size, s[1]
+        right, wrong = Fmha.own_parts(self, sources), Fmha.own_parts(self, first_only)
+        return tuple(
+            None if r is None else (*r[:SCALE_BASE], w[SCALE_BASE], *r[SCALE_BASE + 1 :])
+            for r, w in zip(right, wrong, strict=True)
+        )
+
+
+class HalfOfTheBytes(Fmha):
+    """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be on their way."""
+
+    @cute.jit
+    def expected_bytes(self, of_entries: cutlass.Boolean):
+        """See `Fmha.expected_bytes`."""
+        return Int32(self.stage_bytes)  # WRONG: * self.cluster
+
+
+class OwnStageOnly(Fmha):
+    """The MMA warp of a pair tells only its own CTA that a stage is empty: the other waits for ever."""
+
+    def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
+        """See `Fmha.kv_pipeline`."""
+        return replace(Fmha.kv_pipeline(self, barriers), consumer_mask=Int32(1))  # WRONG: both
+
+
+class EvenAndOdd(Fmha):
+    """A pair's Q in even and odd chunks of 64 dimensions, as alone: the keys lie there in two halves of 256."""
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.q_chunks = 2, 1  # WRONG: 1, self.chunks // 2
+
+
+class HalfOfTheWarps(Fmha):
+    """A pair's stage of FP8 keys counts as full when as many warps have arrived as one CTA has."""
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.producers -= len(self.dequant_warps)  # WRONG: those of both CTAs arrive
+
+
+class UnannouncedQ(Fmha):
+    """A pair's S is empty from the start, so nobody waits until Q is in place in both CTAs."""
+
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.s_at_first = pipeline.PipelineUserType.Producer
+
+    @cute.jit
+    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
+        """See `Fmha.hand_over_q`."""
+        # WRONG: nothing
+
+
+class GroupSeesAll(Fmha):
+    """Tokens of a group see the union of their keys: the first sees the future, the last more than its window."""
+
+    @cute.jit
+    def own(self, mFirst: cute.Tensor, mCount: cute.Tensor, token: Int32, inside: cutlass.Boolean, start: Int32):
+        """See `Fmha.own`."""
+        return Int32(0), Int32(1 << 30)  # WRONG: each token its own
 
 
 class FirstPartLeads(Combine):
@@ -307,6 +412,92 @@ class FirstPartLeads(Combine):
         return first, total  # WRONG: the largest
 
 
+class UnrolledTiles(Ladder):
+    """The MMA warp's loop over KV tiles runs in Python: right for exactly ``tiles`` tiles, the code grows with them."""
+
+    tiles = 3
+
+    @cute.jit
+    def mma(
+        self,
+        addresses: tuple,
+        allocator: memory.TmemAllocator,
+        q: pipeline.PipelineTmaUmma,
+        kv: pipeline.PipelineTmaUmma,
+        s: pipeline.PipelineUmmaAsync,
+        p: pipeline.PipelineAsyncUmma,
+        tiles: Int32,
+    ):
+        """See `Ladder.mma`."""
+        sQ, sKV = addresses
+        allocator.wait_for_alloc()
+        base = allocator.retrieve_ptr(Float32).toint()
+        q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
+        full, used = (pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES) for _ in range(2))
+        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        for tile in cutlass.range_constexpr(self.tiles + 1):  # WRONG: cutlass.range, over the tiles there are
+            if cutlass.const_expr(tile < self.tiles):
+                kv.consumer_wait(full)
+                umma.fence_after_thread_sync()
+                self.mma_qk(base + scores.index * TILE_N, sQ, sKV + full.index * self.tile_bytes)
+                s.producer_commit(scores)
+                full.advance()
+                scores.advance()
+            if cutlass.const_expr(tile > 0):
+                p.consumer_wait(weights)
+                umma.fence_after_thread_sync()
+                stage = sKV + used.index * self.tile_bytes
+                self.mma_pv(base, weights.index * TILE_N, stage, cutlass.Boolean(tile > 1))
+                kv.consumer_release(used)
+                p.consumer_release(weights)
+                used.advance()
+                weights.advance()
+
+
+class UnrolledTwice(UnrolledTiles):
+    """The same with twice the tiles, to see what grows."""
+
+    tiles = 6
+
+
+class OddAllocation(Ladder):
+    """Tensor memory as it adds up, 384 columns: an allocation is a power of two."""
+
+    def softmax(self, mOut: Any, mLse: Any, allocator: Any, s: Any, p: Any, scale: Any, rows: Any) -> None:
+        """See `Ladder.softmax`."""
+        allocate = allocator.allocate
+        allocator.allocate = lambda columns: allocate(O_COLUMN + self.head_dim)  # WRONG: up to a power of two
+        Ladder.softmax(self, mOut, mLse, allocator, s, p, scale, rows)
+
+
+class NarrowStore(Ladder):
+    """P is stored as 16-bit elements through an atom for 32-bit cells."""
+
+    @cute.jit
+    def store_weights(
+        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
+    ):
+        """See `Ladder.store_weights`."""
+        cells = cute.make_tensor(address + column, cute.make_layout((128, 32), stride=(1 << 16, 1)))
+        atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(32)), self.element)  # WRONG: Float32
+        tcgen05.make_tmem_copy(atom, cells)
+        return Float32(0.0)
+
+
+class LateVariable(Ladder):
+    """A value is first set inside one dynamic `if` and read in another: where the first is false it has none."""
+
+    @cute.jit
+    def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
+        """See `Ladder.row_maximum`."""
+        if left < TILE_N:
+            last = left - 1  # WRONG: set before the `if`
+        if left > 1:
+            rS[0] = rS[0] * (last - last + 1)
+        return Ladder.row_maximum(self, rS, left, scale)
+
+
 def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of windows [R T] as a mask over only the last 128 rows of each chunk of ``tokens`` queries leaves them.
 
@@ -320,11 +511,13 @@ def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tup
 
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
-    "HalfProduct": ("a", "wrong numbers"),
+    "HalfProduct": ("a", "bytes never read"),
     "ShiftedWeights": ("b", "uninitialised_tmem"),
     "FirstAccumulates": ("b", "uninitialised_tmem"),
     "TransposedV": ("b", "wrong numbers"),
+    "OverlappingO": ("b", "race_tensor"),
     "NoStoreWait": ("b", "missing_tcgen05_wait"),
+    "CrossedAtoms": ("c", "element moved"),
     "OneMaximum": ("c", "wrong numbers"),
     "NoRescale": ("c", "wrong numbers"),
     "EarlyRescale": ("c", "race_tensor"),
@@ -339,5 +532,19 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "SinkInLse": ("d5", "wrong numbers"),
     "SwappedTables": ("d5", "wrong numbers"),
     "FirstPartLeads": ("d5", "wrong numbers"),
+    "NoProxyFence": ("fp8", "missing_proxy_fence"),
+    "NextScale": ("fp8", "wrong numbers"),
+    "ScalesBehindEntry": ("fp8", "wrong numbers"),
+    "HalfOfTheWarps": ("fp8", "Deadlock"),
+    "HalfOfTheBytes": ("e", "uninitialised_smem"),
+    "OwnStageOnly": ("e", "Deadlock"),
+    "EvenAndOdd": ("e", "wrong numbers"),
+    "UnannouncedQ": ("e", "race_tensor"),
+    "GroupSeesAll": ("e", "wrong numbers"),
 }
-BROKEN = {name: globals()[name] for name in CAUGHT_BY}
+REFUSED = {  # break -> (stage, words of the compiler)
+    "OddAllocation": ("b", "power of two"),
+    "NarrowStore": ("b", "same element size"),
+    "LateVariable": ("c", "last"),
+}
+BROKEN = {name: globals()[name] for name in (*CAUGHT_BY, *REFUSED)}

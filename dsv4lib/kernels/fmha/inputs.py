@@ -7,9 +7,11 @@ may read are NaN; outputs start as NaN.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
+from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.fmha import window
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -24,6 +26,8 @@ class Case:
         index: int32 [T, K], -1 skipped; first, count: int32 [T], the entries as a range, or how many of ``index``.
         window_first, window_count: int32 [T], rows of ``span``.
         sink: fp32 [H]; cos, sin: fp32 [T, 32]; scale: of the dot products.
+        pool_pages, span_pages: (pages, page size) of 584-byte entries that hold ``pool`` and ``span``; see `paged`.
+        chunks: lengths of the chunks that the tokens are, of which some may share tiles; empty: none may.
     """
 
     q: torch.Tensor
@@ -38,22 +42,34 @@ class Case:
     cos: torch.Tensor
     sin: torch.Tensor
     scale: float
+    pool_pages: tuple[torch.Tensor, int] | None = None
+    span_pages: tuple[torch.Tensor, int] | None = None
+    chunks: tuple[int, ...] = ()
 
     def to(self, device: str) -> Case:
         """The same case with its tensors on ``device``."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Case(**{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in moved.items()})
 
-    def outputs(self, splits: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel. Each token has a guard row behind its
-        last head, see `guards_written`."""
+        def moved(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(moved, x))
+            return x.to(device) if isinstance(x, torch.Tensor) else x
+
+        return Case(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
+
+    def outputs(self, splits: int | None = None, raw: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel, and pairs instead of LSEs for a raw
+        one. Each token has a guard row behind its last head, see `guards_written`."""
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
         tokens, heads, depth = self.q.shape
         o = self.q.new_full((*lead, tokens, heads + 1, depth), nan, dtype=dtype)
-        lse = self.q.new_full((*lead, tokens, heads + 1), nan, dtype=torch.float32)
-        return o[..., :heads, :], lse[..., :heads]
+        lse = self.q.new_full((*lead, tokens, heads + 1, 2 if raw else 1), nan, dtype=torch.float32)
+        return o[..., :heads, :], lse[..., :heads, :] if raw else lse[..., :heads, 0]
+
+    def groups(self, cluster: int) -> torch.Tensor:
+        """Groups of tokens for a kernel that lets them share tiles, as many as fit, never over the end of a chunk."""
+        return window.token_groups(self.chunks or (1,) * len(self.q), self.q.shape[1], cluster).to(self.q.device)
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """(all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
@@ -69,10 +85,45 @@ class Case:
         return torch.cat((self.pool, self.span)), torch.cat(lists, 1).long()
 
 
+def paged(
+    one: Case, page_size: int, window_page_size: int | None = None, padding: int = 0, seed: int | None = None
+) -> Case:
+    """The same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
+
+    Rows that are NaN (nobody may read them), the ends of last pages, two further pages and the padding are 0xFF: NaN.
+
+    Args:
+        one: a bf16 case with D 512.
+        page_size: entries a page of the pool. window_page_size: of the window; None: the same.
+        padding: bytes between two pages.
+        seed: the pool's pages lie in a random order (the entries must be read by index); None: in order.
+    """
+    pool_pages, pool, place = _pages(one.pool, page_size, padding, seed)
+    span_pages, span, _ = _pages(one.span, window_page_size or page_size, padding, None)
+    index = torch.where(one.index >= 0, place[one.index.clamp_min(0).long()], -1).int()
+    return replace(one, pool=pool, span=span, index=index, pool_pages=pool_pages, span_pages=span_pages)
+
+
+def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -> tuple:
+    """((pages, page size), what all their slots hold, slot of each row)."""
+    count = -(-len(rows) // page_size) + 2
+    order = torch.arange(count)
+    if seed is not None:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    row = torch.arange(len(rows))
+    place = order[row // page_size] * page_size + row % page_size
+    wide = torch.full((count, kv_entry.LAYOUT.page_bytes(page_size) + padding), 0xFF, dtype=torch.uint8)
+    pages = wide[:, : wide.shape[1] - padding]
+    there = ~rows.isnan().any(-1)
+    kv_entry.append(pages, page_size, torch.where(there, place, -1), rows.nan_to_num())
+    held, _ = kv_entry.gather(pages, page_size, torch.arange(count * page_size))
+    return (pages, page_size), held, place
+
+
 def guards_written(o: torch.Tensor, lse: torch.Tensor) -> int:
     """How many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
     heads = o.shape[-2]
-    guards = o._base[..., heads:, :], lse._base[..., heads:]
+    guards = o._base[..., heads:, :], lse._base[..., heads:, :]
     return sum(int((~guard.isnan()).sum()) for guard in guards)
 
 
@@ -133,6 +184,7 @@ def prefill_case(heads: int, starts: list[int], tokens: int, seed: int = 0) -> C
         count=torch.cat(counts),
         window_first=torch.cat([first for first, _ in window_rows]).int(),
         window_count=torch.cat([count for _, count in window_rows]),
+        chunks=(tokens,) * len(starts),
     )
 
 

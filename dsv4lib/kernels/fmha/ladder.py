@@ -49,7 +49,7 @@ from cutlass import Float32, Int32, memory, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.common import pipelines, tmem, umma
 from dsv4lib.kernels.common.budget import SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
 
 TILE_M, TILE_N = 128, 128
@@ -174,40 +174,11 @@ class Ladder:
         """Set-up shared by all warps, then one role each."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
-        one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        warps = pipeline.CooperativeGroup(pipeline.Agent.Thread, len(SOFTMAX_WARPS))
-
-        def tma_pipeline(stages: int, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
-            return pipeline.PipelineTmaUmma.create(
-                num_stages=stages,
-                producer_group=one,
-                consumer_group=one,
-                tx_count=self.tile_bytes,
-                barrier_storage=barriers,
-                defer_sync=True,
-            )
-
-        q = tma_pipeline(1, storage.q_barriers.data_ptr())
-        kv = tma_pipeline(KV_STAGES, storage.kv_barriers.data_ptr())
-        s = pipeline.PipelineUmmaAsync.create(
-            num_stages=S_STAGES,
-            producer_group=one,
-            consumer_group=warps,
-            barrier_storage=storage.s_barriers.data_ptr(),
-            defer_sync=True,
-        )
-        p = pipeline.PipelineAsyncUmma.create(
-            num_stages=S_STAGES,
-            producer_group=warps,
-            consumer_group=one,
-            barrier_storage=storage.p_barriers.data_ptr(),
-            defer_sync=True,
-        )
-        allocator = memory.TmemAllocator(
-            storage.tmem_address.ptr,
-            barrier_for_retrieve=pipeline.NamedBarrier(TMEM_READY, SOFTMAX_THREADS + 32),
-            allocator_warp_id=SOFTMAX_WARPS[0],
-        )
+        q = pipelines.tma_to_umma(1, self.tile_bytes, storage.q_barriers.data_ptr())
+        kv = pipelines.tma_to_umma(KV_STAGES, self.tile_bytes, storage.kv_barriers.data_ptr())
+        s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr())
+        p = pipelines.warps_to_umma(S_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr())
+        allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, SOFTMAX_THREADS + 32, SOFTMAX_WARPS[0])
         pipeline.pipeline_init_arrive()
         pipeline.pipeline_init_wait()
 
@@ -308,7 +279,7 @@ class Ladder:
                 for k in cutlass.range_constexpr(CHUNK // 16):
                     offset = chunk * CHUNK_BYTES + k * 32
                     a, b = umma.at(self.k_descriptor, sQ + offset), umma.at(self.k_descriptor, stage + offset)
-                    umma.mma_ss(d, a, b, self.qk_instruction, chunk + k > 0)
+                    umma.mma(d, a, b, self.qk_instruction, chunk + k > 0)
 
     @cute.jit
     def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
@@ -317,7 +288,7 @@ class Ladder:
             for k in cutlass.range_constexpr(TILE_N // 16):
                 b = umma.at(self.v_descriptor, stage + k * (16 * 128))
                 add = accumulate if k == 0 else cutlass.Boolean(True)
-                umma.mma_ts(base + O_COLUMN, base + slot + k * 8, b, self.pv_instruction, add)
+                umma.mma(base + O_COLUMN, base + slot + k * 8, b, self.pv_instruction, add)
 
     @cute.jit
     def softmax(

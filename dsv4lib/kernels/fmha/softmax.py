@@ -1,4 +1,4 @@
-"""What a softmax thread of the attention kernel does with its row: scores, maximum, weights, rescaling.
+"""The softmax warps: from scores in tensor memory to weights in shared memory, with O kept on the same reference.
 
 Thread t of 128 owns lane t of tensor memory: head t % 64, and half t / 64 of the 64 keys of a tile.
 """
@@ -7,12 +7,134 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.kernels.common import tmem, umma
+from dsv4lib.kernels.fmha.config import (
+    CHUNK,
+    HALF_N,
+    P_BYTES,
+    P_STAGES,
+    PAIR,
+    Q_READY,
+    RESCALE_LOG2,
+    S_STAGES,
+    SOFTMAX_THREADS,
+    TILE_M,
+    TILE_N,
+    TMEM_DONE,
+)
+from dsv4lib.kernels.fmha.epilogue import Epilogue
+from dsv4lib.kernels.fmha.work import Plan, Row, Work
 
-TILE_M, TILE_N = 64, 64  # heads and keys of a tile
-HALF_N = TILE_N // 2  # keys a thread weighs
+
+class Softmax(Plan, Epilogue):
+    """The softmax warps; they stage Q before and store O and the log-sum-exp behind the tiles."""
+
+    sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
+
+    @cute.jit
+    def softmax(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        outputs: tuple,
+        work: Work,
+        shared: tuple,
+        allocator: memory.TmemAllocator,
+        s: pipeline.PipelineUmmaAsync,
+        p: pipeline.PipelineAsyncUmma,
+        scale_log2: Float32,
+    ):
+        """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
+        allocator.allocate(self.tmem_columns)
+        allocator.relinquish_alloc_permit()
+        allocator.wait_for_alloc()
+        address = allocator.retrieve_ptr(Float32)
+        row = self.tile_row(mQ, lists, work)
+        tidx = row.tidx
+        self.stage_q(mQ, address, row)
+        self.hand_over_q(s)
+
+        sP, sX, sRow = shared
+        pieces = weight_pieces(sP, tidx % TILE_M, row.half)
+        pair = pipeline.NamedBarrier(PAIR + (tidx // 32) % 2, 64)
+        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
+        reference, total = -Float32.inf, Float32(0.0)  # what exponents are relative to (log2), and this half's sum
+        for tile in cutlass.range(work.first, work.end, unroll=1):
+            valid = self.valid_keys(lists, work, row, tile)
+            s.consumer_wait(scores)
+            rS = row_scores(address, self.s_column + scores.index * TILE_N, tidx, row.half, sX, pair)
+            with cute.arch.elect_one():
+                s.consumer_release(scores)
+            scores.advance()
+            largest = row_maximum(rS, valid, sRow, tidx, pair) * scale_log2
+
+            p.producer_acquire(weights)
+            target = reference
+            if largest > reference + RESCALE_LOG2:
+                target = largest
+            if cute.arch.vote_any_sync(target != reference):
+                factor = Float32(1.0)
+                if target != reference:
+                    factor = cute.math.exp2(reference - target, fastmath=True)
+                total *= factor
+                if tile > work.first:
+                    self.wait_for_o(p, weights)
+                    rescale(address, self.head_dim // 2, tidx, factor)
+                reference = target
+            total += store_weights(rS, scale_log2, reference, pieces, self.element, weights.index)
+            with cute.arch.elect_one():
+                p.producer_commit(weights)
+            weights.advance()
+
+        sRow[tidx, self.sum_slot] = total
+        pair.arrive_and_wait()
+        total += sRow[tidx ^ TILE_M, self.sum_slot]
+        if work.end > work.first:
+            self.wait_for_o(p, weights)
+        self.epilogue(outputs, address, row, reference, total, work.end > work.first)
+        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
+        allocator.free(address)
+
+    @cute.jit
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
+        """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd; in a pair
+        the first and the second half of them."""
+        step, other = self.q_chunks
+        for pair in cutlass.range_constexpr(self.chunks // 2):
+            rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
+            rQ.fill(0.0)
+            chunk = step * pair + other * row.half
+            if row.inside and chunk < self.head_dim // CHUNK:
+                gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
+                cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
+            column = self.q_column + pair * (CHUNK // 2)
+            tmem.store(address, column, row.tidx, cute.recast_tensor(rQ, Float32))
+        cute.arch.fence_view_async_tmem_store()
+        umma.fence_before_thread_sync()
+
+    @cute.jit
+    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
+        """Tell the MMA warp that Q is there; of a pair, whose MMA warp may be in the other CTA: S is empty only now."""
+        if cutlass.const_expr(self.cluster == 1):
+            pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
+        else:
+            cute.arch.sync_warp()
+            scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+            for _ in cutlass.range_constexpr(S_STAGES):
+                with cute.arch.elect_one():
+                    s.consumer_release(scores)
+                scores.advance()
+
+    @cute.jit
+    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
+        """Wait until P V of the tile before ``weights`` is done: its slot of P is free again."""
+        before = weights.clone()
+        before.advance()
+        p.producer_acquire(before)
+        umma.fence_after_thread_sync()
 
 
 @cute.jit
@@ -46,29 +168,41 @@ def row_maximum(rS: cute.Tensor, valid: Int32, sRow: cute.Tensor, tidx: Int32, p
     return cute.arch.fmax(largest, sRow[tidx ^ TILE_M, 0])
 
 
+def weight_pieces(sP: Int32, row: Int32, half: Int32) -> tuple:
+    """Addresses of the four 16-byte pieces of a thread's weights in slot 0 of P: swizzled once, not in every tile."""
+    start = sP + row * (TILE_N * 2)
+    pieces = HALF_N // 8
+    return tuple(start + ((half * pieces + i) ^ (row % 8)) * 16 for i in range(pieces))
+
+
 @cute.jit
 def store_weights(
     rS: cute.Tensor,
     scale_log2: Float32,
     reference: Float32,
-    sP: cute.Tensor,
-    row: Int32,
-    half: Int32,
+    pieces: tuple,
+    element: cutlass.Constexpr,
     slot: Int32,
 ):
     """P = 2^(scaled score - reference) to SMEM, the A operand of P V; returns the sum of this thread's weights."""
     shift = Float32(0.0)  # a row that has seen no key yet: every score is -inf, every weight 0
     if reference > -Float32.inf:
         shift = reference
-    rP = cute.make_rmem_tensor((8, HALF_N // 8), sP.element_type)
-    weights = cute.math.exp2(rS.load() * scale_log2 - shift, fastmath=True)
-    rP.store(weights.reshape((8, HALF_N // 8)).to(sP.element_type))
-    sP_row = cute.local_tile(sP[row, None, slot], (HALF_N,), (half,))
-    cute.autovec_copy(rP, cute.logical_divide(sP_row, (8,)))
+    rW = cute.make_rmem_tensor((8, HALF_N // 8), Float32)
+    total = Float32(0.0), Float32(0.0)
+    for j in cutlass.range_constexpr(0, HALF_N, 2):
+        exponents = cute.arch.fma_packed_f32x2((rS[j], rS[j + 1]), (scale_log2, scale_log2), (-shift, -shift))
+        rW[j], rW[j + 1] = (cute.math.exp2(x, fastmath=True) for x in exponents)
+        total = cute.arch.add_packed_f32x2(total, (rW[j], rW[j + 1]))
+    rP = cute.make_rmem_tensor((8, HALF_N // 8), element)
+    rP.store(rW.load().to(element))
+    for i in cutlass.range_constexpr(HALF_N // 8):
+        place = cute.make_ptr(element, pieces[i] + slot * P_BYTES, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(rP[None, i], cute.make_tensor(place, 8))
     cute.arch.fence_view_async_shared()
     umma.fence_before_thread_sync()
     cute.arch.sync_warp()
-    return weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+    return total[0] + total[1]
 
 
 @cute.jit

@@ -12,6 +12,9 @@ Source: DSV4 paper (sliding window, HCA); `dsv4lib.reference.fmha.window_visible
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 
 from dsv4lib.errors import ArgumentError
@@ -64,6 +67,29 @@ def span_rows(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     positions = start + torch.arange(tokens)
     oldest = (positions - WINDOW + 1).clamp_min(0)
     return (oldest - start + WINDOW - 1).int(), (positions - oldest + 1).int()
+
+
+def token_groups(lengths: Sequence[int], heads: int, cluster: int = 1) -> torch.Tensor:
+    """int32 [G, 2], (first token, tokens): chunks of ``lengths`` tokens in groups that fit into 64 rows a CTA.
+
+    No group reaches over the end of a chunk: its tokens see windows of one span and a growing range of entries.
+
+    Raises:
+        ArgumentError: a length below 1, or more heads than rows.
+    """
+    room = 64 * cluster // heads if heads > 0 else 0
+    if room < 1:
+        raise ArgumentError("heads", heads, f"1 to {64 * cluster}")
+    if not lengths or min(lengths) < 1:
+        raise ArgumentError("lengths", lengths, "at least 1 each")
+    ends = itertools.accumulate(lengths)
+    return torch.tensor(
+        [
+            (first, min(room, end - first))
+            for end, length in zip(ends, lengths, strict=True)
+            for first in range(end - length, end, room)
+        ]
+    ).int()
 
 
 def entry_limit(positions: torch.Tensor, rate: int = HCA_RATE) -> torch.Tensor:

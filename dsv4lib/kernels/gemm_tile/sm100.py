@@ -42,27 +42,21 @@ many the tensor core does, fed at (128 + tile_n) x 128 bytes a step: tile_n 256 
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import memory, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.utils import blackwell_helpers as sm100_utils
 
-from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.common.budget import SMEM_ALIGN, SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
+from dsv4lib.kernels.common.budget import SMEM_ALIGN, SMEM_LIMIT, TMEM_COLUMNS, BudgetRow
+from dsv4lib.kernels.gemm_tile.tile import TILE_M, TileGemm
 
-TILE_M = 128  # rows of one 1-CTA UMMA: one per TMEM lane
-TILE_K_BYTES = 128  # one row of the 128-byte swizzle atom
-GRID_Y = 65_535  # blocks along the second axis of a grid
 EPILOGUE_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
 THREADS = 32 * (len(EPILOGUE_WARPS) + 2)
 TMEM_READY, TMEM_DONE = 1, 2  # named barriers: TMEM is allocated; all epilogue warps have read it (0 is __syncthreads)
-DTYPES = {"fp16": cutlass.Float16, "bf16": cutlass.BFloat16, "fp32": cutlass.Float32}
 
 
-class GemmTile:
+class GemmTile(TileGemm):
     """C = A @ B^T with one 128 x tile_n tile a CTA; see the module docstring for the picture.
 
     Args:
@@ -75,47 +69,18 @@ class GemmTile:
         ConfigError: a size the hardware does not have, or a ring that does not fit SMEM.
     """
 
-    def __init__(self, in_dtype: str = "bf16", out_dtype: str = "fp32", tile_n: int = 128, stages: int = 4):
-        # ---- types ----
-        if in_dtype not in ("fp16", "bf16"):
-            raise ConfigError("in_dtype", in_dtype, "fp16 or bf16")
-        if out_dtype not in ("fp32", in_dtype):
-            raise ConfigError("out_dtype", out_dtype, f"fp32 or the input type {in_dtype}")
-        self.in_dtype, self.out_dtype = in_dtype, out_dtype
-        self.ab_type, self.c_type, self.acc_type = DTYPES[in_dtype], DTYPES[out_dtype], cutlass.Float32
+    outputs = {"fp16": ("fp32", "fp16"), "bf16": ("fp32", "bf16")}
+    columns, columns_why = (16, 256), "N of a 1-CTA tcgen05.mma with M 128"
 
-        # ---- tile ----
-        if type(tile_n) is not int or not 16 <= tile_n <= 256 or tile_n % 16:
-            raise ConfigError("tile_n", tile_n, "a multiple of 16 in 16..256 (N of a 1-CTA tcgen05.mma with M 128)")
-        self.tile_n, self.tile_k = tile_n, TILE_K_BYTES * 8 // self.ab_type.width
-        self.tile_mnk = (TILE_M, tile_n, self.tile_k)
+    def __init__(self, in_dtype: str = "bf16", out_dtype: str = "fp32", tile_n: int = 128, stages: int = 4):
+        super().__init__(in_dtype, out_dtype, tile_n, stages)
         self.mma_k = 256 // self.ab_type.width  # every tcgen05.mma eats 32 bytes of K
         self.epilogue_n = 32 if tile_n % 32 == 0 else 16  # columns a thread holds in registers at once
-
-        # ---- shared memory ----
-        self.a_stage_bytes = TILE_M * TILE_K_BYTES
-        self.b_stage_bytes = tile_n * TILE_K_BYTES
-        fit = max(s for s in range(1, 16) if self._smem_bytes(s) <= SMEM_LIMIT)
-        if type(stages) is not int or not 1 <= stages <= fit:
-            raise ConfigError("stages", stages, f"1..{fit} (what fits {SMEM_LIMIT} B of SMEM at tile_n {tile_n})")
-        self.stages = stages
-        self.smem_bytes = self._smem_bytes(stages)
-
-        # ---- tensor memory ----
         self.tmem_columns = max(32, 1 << (tile_n - 1).bit_length())  # allocation: a power of two of at least 32
 
-    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"GemmTile({self.in_dtype}, {self.out_dtype}, {self.tile_n}, {self.stages})"
-
-    @staticmethod
-    def _control_bytes(stages: int) -> int:
-        """Bytes after the operand ring: full and empty mbarriers (8 B each) of both pipelines, and the TMEM address."""
+    def _extra_bytes(self, stages: int) -> int:
+        """Full and empty mbarriers (8 B each) of both pipelines, and the TMEM address."""
         return 16 * stages + 16 + 4
-
-    def _smem_bytes(self, stages: int) -> int:
-        """Bytes of the whole SMEM block, in whole units of its alignment."""
-        used = stages * (self.a_stage_bytes + self.b_stage_bytes) + self._control_bytes(stages)
-        return whole_atoms(used)
 
     def buffers(self) -> list[tuple[str, int]]:
         """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
@@ -128,53 +93,15 @@ class GemmTile:
 
     def budget(self) -> list[BudgetRow]:
         """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
-        s, n = self.stages, self.tile_n
-        a, b, control = s * self.a_stage_bytes, s * self.b_stage_bytes, self._control_bytes(s)
-        return [
-            BudgetRow("SMEM: A ring", a, SMEM_LIMIT, "B", f"{s} stages x {TILE_M} rows x {TILE_K_BYTES} B"),
-            BudgetRow("SMEM: B ring", b, SMEM_LIMIT, "B", f"{s} stages x {n} rows x {TILE_K_BYTES} B"),
-            BudgetRow("SMEM: control", control, SMEM_LIMIT, "B", f"2 x ({s} + 1) mbarriers x 8 B + TMEM address 4 B"),
-            BudgetRow("SMEM: total", self.smem_bytes, SMEM_LIMIT, "B", f"sum, up to a multiple of {SMEM_ALIGN} B"),
-            BudgetRow("TMEM: C tile", self.tmem_columns, TMEM_COLUMNS, "columns", f"{n} fp32, up to a power of two"),
-            BudgetRow("threads", THREADS, 1024, "threads", "4 epilogue + 1 MMA + 1 load warp"),
-        ]
-
-    def fake_args(self) -> tuple:
-        """Arguments for `compile_for`: A, B, C with free M, N, K and row strides of whole 16-byte units; no memory."""
-        m, n, k = (cute.sym_int32(symbol=name) for name in "MNK")
-
-        def matrix(rows: Any, cols: Any, dtype: Any, name: str) -> Any:
-            stride = cute.sym_int64(divisibility=128 // dtype.width, symbol=f"ld{name}")
-            return cute.runtime.make_fake_tensor(dtype, (rows, cols), (stride, 1), assumed_align=16)
-
-        return matrix(m, k, self.ab_type, "a"), matrix(n, k, self.ab_type, "b"), matrix(m, n, self.c_type, "c")
-
-    def launch_args(self, a: Any, b: Any, c: Any) -> tuple:
-        """Check torch tensors and wrap them for a call of the compiled kernel.
-
-        Args:
-            a: [M, K], ``in_dtype``.
-            b: [N, K], ``in_dtype``.
-            c: [M, N], ``out_dtype``, written.
-
-        Raises:
-            ArgumentError: wrong type, rank or extent, an empty dimension, or rows that do not start on 16 bytes.
-        """
-        import torch
-
-        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-        for name, x, dtype in (("a", a, self.in_dtype), ("b", b, self.in_dtype), ("c", c, self.out_dtype)):
-            if x.dtype != types[dtype] or x.dim() != 2 or 0 in x.shape:
-                raise ArgumentError(name, (x.dtype, tuple(x.shape)), f"a matrix of {dtype}, no extent 0")
-            if x.stride(1) != 1 and x.shape[1] > 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-                raise ArgumentError(name, x.stride(), "stride (whole 16-byte units, 1) and a 16-byte aligned start")
-        if a.shape[1] != b.shape[1] or tuple(c.shape) != (a.shape[0], b.shape[0]):
-            shapes = tuple(a.shape), tuple(b.shape), tuple(c.shape)
-            raise ArgumentError("a, b, c", shapes, "[M, K], [N, K], [M, N]")
-        if b.shape[0] > GRID_Y * self.tile_n:
-            raise ArgumentError("b", tuple(b.shape), f"at most {GRID_Y} column tiles of {self.tile_n} (grid limit)")
-        wrap = cute.runtime.from_dlpack
-        return tuple(wrap(x, assumed_align=16).mark_layout_dynamic(leading_dim=1) for x in (a, b, c))
+        s, n, control = self.stages, self.tile_n, self._extra_bytes(self.stages)
+        why, columns = f"2 x ({s} + 1) mbarriers x 8 B + TMEM address 4 B", f"{n} fp32, up to a power of two"
+        return self._budget(
+            [BudgetRow("SMEM: control", control, SMEM_LIMIT, "B", why)],
+            [
+                BudgetRow("TMEM: C tile", self.tmem_columns, TMEM_COLUMNS, "columns", columns),
+                BudgetRow("threads", THREADS, 1024, "threads", "4 epilogue + 1 MMA + 1 load warp"),
+            ],
+        )
 
     # ------------------------------------------------------------------ host
 

@@ -47,24 +47,18 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as sm90_utils
 
-from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.gemm_tile.sm100 import GRID_Y, SMEM_ALIGN, SMEM_LIMIT, TILE_K_BYTES, TILE_M, BudgetRow
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow
+from dsv4lib.kernels.gemm_tile.tile import TILE_M, TileGemm
 
 WARPGROUPS = 2  # each owns 64 rows of the tile: M of a wgmma
 CONSUMER_WARPS, LOAD_WARP = 4 * WARPGROUPS, 4 * WARPGROUPS
 THREADS = 32 * (CONSUMER_WARPS + 1)
 STORE_READY = 1  # named barrier: all of C's tile is in SMEM (0 is __syncthreads)
 STORE_BYTES = 128  # columns of C in one TMA box, in bytes: one row of the swizzle
-DTYPES = {
-    "fp16": cutlass.Float16,
-    "bf16": cutlass.BFloat16,
-    "fp32": cutlass.Float32,
-    "e4m3": cutlass.Float8E4M3FN,
-}
-OUTPUTS = {"fp16": ("fp32", "fp16"), "bf16": ("fp32", "bf16"), "e4m3": ("fp32", "bf16", "fp16")}
 
 
-class GemmTile:
+class GemmTile(TileGemm):
     """C = A @ B^T with one 128 x tile_n tile a CTA; see the module docstring for the picture.
 
     Args:
@@ -77,100 +71,42 @@ class GemmTile:
         ConfigError: a size the hardware does not have, or buffers that do not fit SMEM.
     """
 
-    def __init__(self, in_dtype: str = "bf16", out_dtype: str = "fp32", tile_n: int = 128, stages: int = 4):
-        # ---- types ----
-        if in_dtype not in OUTPUTS:
-            raise ConfigError("in_dtype", in_dtype, "fp16, bf16 or e4m3")
-        if out_dtype not in OUTPUTS[in_dtype]:
-            raise ConfigError("out_dtype", out_dtype, f"{' or '.join(OUTPUTS[in_dtype])} for {in_dtype} inputs")
-        self.in_dtype, self.out_dtype = in_dtype, out_dtype
-        self.ab_type, self.c_type, self.acc_type = DTYPES[in_dtype], DTYPES[out_dtype], cutlass.Float32
+    outputs = {"fp16": ("fp32", "fp16"), "bf16": ("fp32", "bf16"), "e4m3": ("fp32", "bf16", "fp16")}
+    columns, columns_why = (64, 256), "N of a wgmma, whole 128-byte parts of C"
 
-        # ---- tile ----
-        if type(tile_n) is not int or not 64 <= tile_n <= 256 or tile_n % 64:
-            raise ConfigError("tile_n", tile_n, "a multiple of 64 in 64..256 (N of a wgmma, whole 128-byte parts of C)")
-        self.tile_n, self.tile_k = tile_n, TILE_K_BYTES * 8 // self.ab_type.width
-        self.tile_mnk = (TILE_M, tile_n, self.tile_k)
+    def __init__(self, in_dtype: str = "bf16", out_dtype: str = "fp32", tile_n: int = 128, stages: int = 4):
+        super().__init__(in_dtype, out_dtype, tile_n, stages)
         self.store_n = STORE_BYTES * 8 // self.c_type.width  # columns of C in one TMA box
 
-        # ---- shared memory ----
-        self.a_stage_bytes = TILE_M * TILE_K_BYTES
-        self.b_stage_bytes = tile_n * TILE_K_BYTES
-        self.c_bytes = TILE_M * tile_n * self.c_type.width // 8
-        fit = max((s for s in range(1, 16) if self._smem_bytes(s) <= SMEM_LIMIT), default=0)
-        if type(stages) is not int or not 1 <= stages <= fit:
-            allowed = f"1..{fit} (what fits {SMEM_LIMIT} B of SMEM at tile_n {tile_n} beside C as {out_dtype})"
-            raise ConfigError("stages", stages, allowed)
-        self.stages = stages
-        self.smem_bytes = self._smem_bytes(stages)
+    def _c_bytes(self) -> int:
+        return TILE_M * self.tile_n * self.c_type.width // 8
 
-    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"GemmTile({self.in_dtype}, {self.out_dtype}, {self.tile_n}, {self.stages})"
-
-    def _smem_bytes(self, stages: int) -> int:
-        """Bytes of the whole SMEM block (rings, C, full and empty mbarriers), in whole units of its alignment."""
-        used = stages * (self.a_stage_bytes + self.b_stage_bytes) + self.c_bytes + 16 * stages
-        return -(-used // SMEM_ALIGN) * SMEM_ALIGN
+    def _extra_bytes(self, stages: int) -> int:
+        """C's tile, full and empty mbarriers (8 B each)."""
+        return self._c_bytes() + 16 * stages
 
     def budget(self) -> list[BudgetRow]:
         """Shared memory and threads of one CTA, computed from the configuration."""
-        s, n = self.stages, self.tile_n
-        a, b, width = s * self.a_stage_bytes, s * self.b_stage_bytes, self.c_type.width // 8
-        return [
-            BudgetRow("SMEM: A ring", a, SMEM_LIMIT, "B", f"{s} stages x {TILE_M} rows x {TILE_K_BYTES} B"),
-            BudgetRow("SMEM: B ring", b, SMEM_LIMIT, "B", f"{s} stages x {n} rows x {TILE_K_BYTES} B"),
-            BudgetRow("SMEM: C tile", self.c_bytes, SMEM_LIMIT, "B", f"{TILE_M} x {n} x {width} B"),
-            BudgetRow("SMEM: control", 16 * s, SMEM_LIMIT, "B", f"2 x {s} mbarriers x 8 B"),
-            BudgetRow("SMEM: total", self.smem_bytes, SMEM_LIMIT, "B", f"sum, up to a multiple of {SMEM_ALIGN} B"),
-            BudgetRow("threads", THREADS, 1024, "threads", f"{CONSUMER_WARPS} MMA + 1 load warp"),
-        ]
-
-    def fake_args(self) -> tuple:
-        """Arguments for `compile_for`: A, B, C with free M, N, K and row strides of whole 16-byte units; no memory."""
-        m, n, k = (cute.sym_int32(symbol=name) for name in "MNK")
-
-        def matrix(rows: Any, cols: Any, dtype: Any, name: str) -> Any:
-            stride = cute.sym_int64(divisibility=128 // dtype.width, symbol=f"ld{name}")
-            return cute.runtime.make_fake_tensor(dtype, (rows, cols), (stride, 1), assumed_align=16)
-
-        return matrix(m, k, self.ab_type, "a"), matrix(n, k, self.ab_type, "b"), matrix(m, n, self.c_type, "c")
+        s, why = self.stages, f"{TILE_M} x {self.tile_n} x {self.c_type.width // 8} B"
+        return self._budget(
+            [
+                BudgetRow("SMEM: C tile", self._c_bytes(), SMEM_LIMIT, "B", why),
+                BudgetRow("SMEM: control", 16 * s, SMEM_LIMIT, "B", f"2 x {s} mbarriers x 8 B"),
+            ],
+            [BudgetRow("threads", THREADS, 1024, "threads", f"{CONSUMER_WARPS} MMA + 1 load warp")],
+        )
 
     def launch_args(self, a: Any, b: Any, c: Any) -> tuple:
-        """Check torch tensors and wrap them for a call of the compiled kernel.
-
-        Args:
-            a: [M, K], ``in_dtype``.
-            b: [N, K], ``in_dtype``.
-            c: [M, N], ``out_dtype``, written.
+        """See `TileGemm.launch_args`.
 
         Raises:
-            ArgumentError: wrong type, rank or extent, an empty dimension, rows that do not start on 16 bytes, or rows
-                of ``c`` that do not end on 16 bytes.
+            ArgumentError: as there, and rows of ``c`` that do not end on 16 bytes.
         """
-        import torch
-
-        types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "e4m3": torch.float8_e4m3fn}
-        for name, x, dtype in (("a", a, self.in_dtype), ("b", b, self.in_dtype), ("c", c, self.out_dtype)):
-            if x.dtype != types[dtype] or x.dim() != 2 or 0 in x.shape:
-                raise ArgumentError(name, (x.dtype, tuple(x.shape)), f"a matrix of {dtype}, no extent 0")
-            if x.stride(1) != 1 and x.shape[1] > 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
-                raise ArgumentError(name, x.stride(), "stride (whole 16-byte units, 1) and a 16-byte aligned start")
-        if a.shape[1] != b.shape[1] or tuple(c.shape) != (a.shape[0], b.shape[0]):
-            shapes = tuple(a.shape), tuple(b.shape), tuple(c.shape)
-            raise ArgumentError("a, b, c", shapes, "[M, K], [N, K], [M, N]")
+        args = super().launch_args(a, b, c)
         if c.shape[1] * c.element_size() % 16:
             allowed = f"a multiple of {16 // c.element_size()} columns: TMA stores whole 16-byte units"
             raise ArgumentError("c", tuple(c.shape), allowed)
-        if b.shape[0] > GRID_Y * self.tile_n:
-            raise ArgumentError("b", tuple(b.shape), f"at most {GRID_Y} column tiles of {self.tile_n} (grid limit)")
-
-        def wrap(x: Any, dtype: Any) -> Any:
-            bytewise = x.view(torch.uint8) if dtype.width == 8 else x  # fp8 has no DLPack code
-            tensor = cute.runtime.from_dlpack(bytewise, assumed_align=16).mark_layout_dynamic(leading_dim=1)
-            tensor.element_type = dtype
-            return tensor
-
-        return wrap(a, self.ab_type), wrap(b, self.ab_type), wrap(c, self.c_type)
+        return args
 
     # ------------------------------------------------------------------ host
 

@@ -2,15 +2,19 @@
 
 import pytest
 
-from dsv4lib.kernels.fmha.broken import BROKEN, CAUGHT_BY
+from dsv4lib.kernels.compile import CompileError
+from dsv4lib.kernels.fmha.broken import BROKEN, CAUGHT_BY, REFUSED, UnrolledTiles, UnrolledTwice
 from dsv4lib.kernels.fmha.combine import Combine
-from dsv4lib.kernels.fmha.inputs import case, prefill_case
+from dsv4lib.kernels.fmha.inputs import case, paged, prefill_case
 from dsv4lib.kernels.fmha.ladder import STAGES, Ladder
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.lab.fmha_trial import fmha_trial, ladder_trial, split_trial
+from dsv4lib.lab.fmha_trial import compiled, fmha_trial, ladder_trial, split_trial
 
+FP8_PAIR = (512, "bf16", "index", False, False, False, False, True, False, 2)
+FP8 = (512, "bf16", "index", True, False, False, False, True, True)
 SHAPE = (130, 333)  # more than two KV tiles, ragged on both sides
-
+PAIR = (512, "bf16", "index", True, True, False, False, False, False, 2)  # cluster
+SHARED = (512, "bf16", "range", True, True, False, False, False, False, 1, True)  # groups
 
 FMHA_RUNS = {  # settings, case
     "SumOverMaximum": ((512, "bf16", "index"), case(64, [150], [33])),
@@ -21,7 +25,12 @@ FMHA_RUNS = {  # settings, case
     "EveryKeyCounts": ((512, "bf16", "none"), case(64, [0], [50])),
     "OneLimit": ((512, "bf16", "range"), prefill_case(64, [254], 2)),
     "SinkInLse": ((512, "bf16", "index", True, True, True), case(64, [70], [33])),
+    "HalfOfTheWarps": (FP8_PAIR, paged(case(100, [300], [0]), 48)),
+    **{name: (FP8, paged(case(64, [150], [33]), 48)) for name in ("NoProxyFence", "NextScale", "ScalesBehindEntry")},
     "SwappedTables": ((512, "bf16", "index", True, True, True), case(64, [70], [33])),
+    "OwnStageOnly": (PAIR, case(128, [500], [70])),  # more tiles than stages
+    **{name: (PAIR, case(128, [70], [33])) for name in ("HalfOfTheBytes", "EvenAndOdd", "UnannouncedQ")},
+    "GroupSeesAll": (SHARED, prefill_case(20, [127], 5)),
 }
 
 
@@ -42,8 +51,25 @@ def test_found(name):
     else:
         found = fmha_trial(BROKEN[name], *FMHA_RUNS[name]).findings()
     assert kind in {f[0] for f in found}
-    if kind not in ("wrong numbers", "boxes never loaded", "pad rows leaked"):
+    if kind not in ("wrong numbers", "pad rows leaked", "Deadlock"):  # the last is in many places
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    """The compiler says what is wrong and names the line; the kernel without the mistake compiles (`test_found`)."""
+    stage, words = REFUSED[name]
+    with pytest.raises(CompileError, match=rf"{words}.*\(broken\.py:\d+\)"):
+        compiled(BROKEN[name], (stage, 128, "bf16"))
+
+
+def test_unrolled_code_grows_with_the_tiles():
+    """A loop of the device is as long for any number of tiles; one of Python adds its body for each."""
+    looped, three, six = (
+        len(compiled(kind, ("b", 128, "bf16"))[1].ptx.splitlines()) for kind in (Ladder, UnrolledTiles, UnrolledTwice)
+    )
+    assert ladder_trial(UnrolledTiles, ("b", 128, "bf16"), *SHAPE, trace=True).clean, "right for its three tiles"
+    assert looped < three and six - three > 3 * 150
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])

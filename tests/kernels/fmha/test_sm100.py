@@ -178,3 +178,19 @@ def test_bad_arguments_are_named():
                 launch_args(kernel, **{**good, name: value}, scale=1.0)
     with pytest.raises(ArgumentError, match="splits"):
         launch_args(kernel, **good, scale=1.0, splits=2)
+
+
+def test_nan_stays_where_it_belongs():
+    """A NaN in Q reaches its head, a NaN in a key every head of the tokens that read it; LSE says so as well."""
+    one = case(64, [70, 66], [40, 128], seed=5)
+    alone = fmha_trial(Fmha, FULL, one)
+    bad = one.to("cpu")
+    bad.q[0, 3, 100] = float("nan")
+    bad.span[int(bad.window_first[1]) + int(bad.window_count[1]) - 1, 7] = float("nan")
+    trial = fmha_trial(Fmha, FULL, bad)
+    assert trial.error is None and not trial.hazards
+    assert bool(trial.output[0, 3].isnan().all()) and bool(trial.lse[0, 3].isnan())
+    assert bool(trial.output[1].isnan().any(-1).all()) and bool(trial.lse[1].isnan().all())
+    others = [head for head in range(64) if head != 3]
+    assert torch.equal(trial.output[0, others], alone.output[0, others])
+    assert torch.equal(trial.lse[0, others], alone.lse[0, others])

@@ -1,0 +1,189 @@
+"""What the attention kernel is made of: its sizes, options, buffers and budgets; the picture is in `fmha.sm100`."""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+from cutlass import pipeline
+
+from dsv4lib.errors import ConfigError
+from dsv4lib.formats import kv_entry
+from dsv4lib.kernels.common import umma
+from dsv4lib.kernels.common.budget import SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, whole_atoms
+
+HEAD_DIMS = (64, 128, 256, 512)
+TILE_M, TILE_N = 64, 64  # heads and keys of a tile
+HALF_N = TILE_N // 2  # keys a softmax thread weighs
+CHUNK = 64  # head dimensions in one 128-byte swizzle row
+CHUNK_BYTES = TILE_N * CHUNK * 2
+P_BYTES = TILE_M * TILE_N * 2
+X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
+ROW_BYTES = 2 * 128 * 4  # exchange of maxima and sums
+S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
+SOFTMAX_WARPS, MMA_WARP, LOAD_WARP, DEQUANT_WARPS = (0, 1, 2, 3), 4, 5, (6, 7, 8, 9)
+SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
+# Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
+TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4
+LOG2_E = math.log2(math.e)
+RESCALE_LOG2 = 4.0  # O is rescaled only when a row maximum grew by more than 2^4; module docstring of `sm100`
+ENTRIES = ("none", "index", "range")
+OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_window", "groups", "raw")
+
+
+class Config:
+    """Options of the kernel and what follows from them.
+
+    Args:
+        head_dim: D, one of `HEAD_DIMS`; the model's is 512.
+        dtype: "bf16" or "fp16", the type of Q, the keys and (normalised) O.
+        entries: where compressed entries come from: "index" (a list of pool rows a token, -1 skipped), "range"
+            (consecutive pool rows, first row and count a token) or "none".
+        window: there are window keys.
+        sink: there is a sink logit a head.
+        inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
+        partial: split the keys over the grid's third axis and write fp32 O and LSE of each part (`combine` joins them;
+            sink and rotation belong to the union, so they are not allowed here).
+        fp8_entries, fp8_window: these keys are 584-byte entries in pages (`formats.kv_entry`) and not rows of
+            ``dtype``; bf16 and D 512 only.
+        cluster: CTAs that share the tiles of a token or group, 64 rows each: 1, or 2, a pair (from D 128 on).
+        groups: adjacent tokens share tiles, as many as fit into 64 rows a CTA; the call brings the groups (see
+            `window.token_groups`). Not with entries by index: there neighbours select different entries.
+        raw: of ``partial``: O is not normalised, and instead of the LSE come the reference of its exponents and the
+            sum of its weights.
+
+    Raises:
+        ConfigError: a value that is not one of these, or keys of no kind.
+    """
+
+    sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
+
+    def __init__(
+        self,
+        head_dim: int = 512,
+        dtype: str = "bf16",
+        entries: str = "index",
+        window: bool = True,
+        sink: bool = True,
+        inverse_rope: bool = False,
+        partial: bool = False,
+        fp8_entries: bool = False,
+        fp8_window: bool = False,
+        cluster: int = 1,
+        groups: bool = False,
+        raw: bool = False,
+    ):
+        if head_dim not in HEAD_DIMS:
+            raise ConfigError("head_dim", head_dim, "one of " + ", ".join(map(str, HEAD_DIMS)))
+        if dtype not in ("bf16", "fp16"):
+            raise ConfigError("dtype", dtype, "bf16 or fp16")
+        if entries not in ENTRIES:
+            raise ConfigError("entries", entries, "one of " + ", ".join(ENTRIES))
+        if entries == "none" and not window:
+            raise ConfigError("window", window, "True where entries are none: a kernel needs keys")
+        if partial and (sink or inverse_rope):
+            raise ConfigError("partial", partial, "False with sink or inverse_rope: they belong to the union of parts")
+        if (fp8_entries or fp8_window) and (head_dim, dtype) != (kv_entry.HEAD_DIM, "bf16"):
+            raise ConfigError("fp8_entries, fp8_window", (head_dim, dtype), "D 512 in bf16: an entry is 512 dims")
+        for name, fp8, keys in (("fp8_entries", fp8_entries, entries != "none"), ("fp8_window", fp8_window, window)):
+            if fp8 and not keys:
+                raise ConfigError(name, fp8, "False where there are no such keys")
+        if cluster not in (1, 2):
+            raise ConfigError("cluster", cluster, "1 or 2")
+        if cluster > 1 and head_dim < 2 * CHUNK:
+            raise ConfigError("cluster", cluster, f"1 with head_dim {head_dim}: a CTA of a pair takes whole 64s of it")
+        if groups and entries == "index":
+            raise ConfigError("groups", groups, "False with entries by index: tokens of a group read the same keys")
+        if raw and not partial:
+            raise ConfigError("raw", raw, "False unless partial")
+        self.dtype, self.element = dtype, cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
+        self.entries, self.window, self.sink = entries, window, sink
+        self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
+        self.cluster, self.groups = cluster, groups
+        self.fp8_entries, self.fp8_window = fp8_entries, fp8_window
+        self.head_dim = head_dim
+        # ---- instructions ----
+        self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes
+        self.qk_instruction = umma.instruction_descriptor(TILE_M * cluster, 2 * TILE_N, dtype)
+        self.pv_instruction = umma.instruction_descriptor(TILE_M * cluster, self.pv_n, dtype, b_mn_major=True)
+        self.form = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
+        self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 keys to the next 8
+        self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
+        # A ring starts empty for its producer; a pair's S is empty when the softmax warps say so, with Q in place.
+        self.s_at_first = pipeline.PipelineUserType.Producer if cluster == 1 else pipeline.PipelineUserType.Consumer
+        # ---- shared memory ----
+        self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
+        self.stage_chunks = self.chunks // cluster  # that a CTA keeps
+        self.q_chunks = (
+            (2, 1) if cluster == 1 else (1, self.chunks // 2)
+        )  # in a lane of Q: step, and lanes 64 on: first
+        self.stage_bytes = self.stage_chunks * CHUNK_BYTES
+        self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
+        # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
+        self.tma = entries != "none" and not fp8_entries or window and not fp8_window
+        self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
+        # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
+        self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
+        self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
+        self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
+        # ---- tensor memory ----
+        self.q_column = head_dim // 2  # O is at column 0
+        self.s_column = self.q_column + self.chunks * CHUNK // 4
+        self.tmem_columns = 1 << (self.s_column + S_STAGES * TILE_N - 1).bit_length()
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        parts = [
+            str(self.head_dim),
+            self.dtype,
+            self.entries,
+            *(n for n in OPTIONS if vars(self)[n]),
+            *(["cluster"] if self.cluster > 1 else []),
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    def buffers(self, kv_stages: int | None = None) -> list[tuple[str, int]]:
+        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        stages = self.kv_stages if kv_stages is None else kv_stages
+        return [
+            *((f"kv {i}", self.stage_bytes) for i in range(stages)),
+            *((f"P {i}", P_BYTES) for i in range(P_STAGES)),
+            ("score exchange", X_BYTES),
+            ("row exchange", ROW_BYTES),
+        ]
+
+    def barriers(self, kv_stages: int | None = None) -> list[str]:
+        """Names of the mbarriers (8 bytes each), in order."""
+        stages = self.kv_stages if kv_stages is None else kv_stages
+        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES))
+        rings = [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
+        return rings + ["TMEM free"] * (self.cluster - 1)
+
+    def _smem_bytes(self, kv_stages: int) -> int:
+        control = 8 * len(self.barriers(kv_stages)) + 4  # and the TMEM address
+        return whole_atoms(sum(size for _, size in self.buffers(kv_stages)) + control)
+
+    def budget(self) -> list[BudgetRow]:
+        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        d, n, control = self.head_dim, self.kv_stages, 8 * len(self.barriers()) + 4
+        sizes = {
+            "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_chunks * CHUNK} x 2 B"),
+            "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
+            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum and a sum of 128 threads, fp32"),
+            "control": (control, f"{len(self.barriers())} mbarriers + TMEM address"),
+            "total": (self._smem_bytes(n), "sum, up to a multiple of 1024 B"),
+        }
+        columns = {
+            "O": (d // 2, f"{TILE_M} heads x {d}, fp32, two half rows to a column"),
+            "Q": (self.s_column - self.q_column, f"{TILE_M} heads x {self.chunks * CHUNK}, 16 bit, two half rows"),
+            "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
+            "total": (self.tmem_columns, "sum, up to a power of two"),
+        }
+        warps = "4 softmax + 1 MMA + 1 load" + (f" + {len(self.dequant_warps)} dequantising" * bool(self.dequant_warps))
+        return [
+            *(BudgetRow(f"SMEM: {name}", *(used, SMEM_LIMIT, "B", why)) for name, (used, why) in sizes.items()),
+            *(
+                BudgetRow(f"TMEM: {name}", *(used, TMEM_COLUMNS, "columns", why))
+                for name, (used, why) in columns.items()
+            ),
+            BudgetRow("threads", self.threads, 1024, "threads", warps + " warp"),
+        ]

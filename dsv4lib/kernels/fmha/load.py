@@ -1,0 +1,101 @@
+"""How keys reach shared memory: the rows of a tile and the warp that gathers them.
+
+Another source of keys (another format of rows, more load warps) overrides these methods; the other roles see only full
+and empty stages of ``kv`` and the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, pipeline
+
+from dsv4lib.kernels.common import gather, pipelines
+from dsv4lib.kernels.fmha.config import TILE_N
+from dsv4lib.kernels.fmha.work import Plan, Work
+
+
+class Load(Plan):
+    """The load warp: K and V are the same tile."""
+
+    def key_sources(self, entries: tuple, window: tuple) -> tuple:
+        """Host side: for each kind of keys a TMA descriptor, of FP8 entries where their pages are, or None."""
+        sources = []
+        kinds = (self.entries != "none", self.fp8_entries, entries), (self.window, self.fp8_window, window)
+        for there, fp8, keys in kinds:
+            if not there:
+                sources.append(None)
+            elif fp8:
+                pages, *paging = keys[0]
+                sources.append((pages.iterator.toint(), *paging, Uint32(pages.stride[0])))
+            else:
+                sources.append(gather.row_atom(keys[0]))
+        return tuple(sources)
+
+    def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
+        """Stages of keys: full when their bytes have landed, in both CTAs of a pair; empty when P V has read them."""
+        return pipelines.tma_to_umma(self.kv_stages, self.stage_bytes, barriers, self.producers, self.cluster)
+
+    @cute.jit
+    def load(self, sources: tuple, lists: tuple, work: Work, sKV: Int32, kv: pipeline.PipelineTmaUmma):
+        """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every KV tile, one 128-byte column chunk at a time.
+
+        Each CTA of a pair gathers its half of the dimensions.
+        """
+        column = 0 if self.cluster == 1 else cute.arch.block_idx_in_cluster() * (self.head_dim // 2)
+        own = 4 * cute.arch.lane_idx()
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
+        for tile in cutlass.range(work.first, work.end, unroll=1):
+            kv.producer_acquire(state, expected_tx=self.expected_bytes(tile < work.entry_tiles))
+            barrier = kv.producer_get_barrier(state)
+            if cutlass.const_expr(self.follows):
+                if column > 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(barrier, 0)
+            stage = sKV + state.index * self.stage_bytes
+            target = stage + own * gather.ROW_BYTES
+            if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
+                if tile < work.entry_tiles:
+                    index = lists[0][0]
+                    rows = self.rows(index, work.entry_row, work.token, tile * TILE_N + own, work.entries)
+                    self.gather(sources[0], rows, target, barrier, column)
+            if cutlass.const_expr(self.window and not self.fp8_window):
+                if tile >= work.entry_tiles:
+                    position = (tile - work.entry_tiles) * TILE_N + own
+                    rows = self.rows(None, work.window_row, work.token, position, work.window)
+                    self.gather(sources[1], rows, target, barrier, column)
+            state.advance()
+        kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+
+    @cute.jit
+    def gather(self, atom: cute.CopyAtom, rows: tuple, target: Int32, barrier: cute.Pointer, column: Any):
+        """This CTA's dimensions, from ``column`` on, of four rows a lane."""
+        gather.gather_tile(atom, rows, TILE_N, self.stage_chunks, target, barrier, column, self.cluster > 1)
+
+    @cute.jit
+    def expected_bytes(self, of_entries: cutlass.Boolean):
+        """Bytes that TMA brings for a tile, to both CTAs of a pair: none where other warps dequantise it."""
+        size = Int32(self.stage_bytes * self.cluster)
+        if cutlass.const_expr(self.fp8_entries):
+            size = cutlass.select_(of_entries, Int32(0), size)
+        if cutlass.const_expr(self.fp8_window):
+            size = cutlass.select_(of_entries, size, Int32(0))
+        return size
+
+    @cute.jit
+    def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
+        """Pool rows of four keys; -1, which TMA fills with zeros, where there is none."""
+        return tuple(self.row(mIndex, first, token, position + i, count) for i in range(4))
+
+    @cute.jit
+    def row(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
+        """Pool row of a key of a list, or of a range that starts at ``first``; -1 behind its end."""
+        row = Int32(-1)
+        if position < count:
+            if cutlass.const_expr(mIndex is not None):
+                row = mIndex[token, position]
+            else:
+                row = first + position
+        return row

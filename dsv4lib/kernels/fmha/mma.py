@@ -1,0 +1,107 @@
+"""The warp that issues both products of a tile; of a pair only the one in the first CTA, for both."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, memory, pipeline
+
+from dsv4lib.kernels.common import umma
+from dsv4lib.kernels.fmha.config import (
+    CHUNK,
+    CHUNK_BYTES,
+    P_BYTES,
+    P_STAGES,
+    Q_READY,
+    S_STAGES,
+    SOFTMAX_THREADS,
+    TILE_N,
+    Config,
+)
+
+
+class Mma(Config):
+    """The MMA warp: S = Q K^T and O += P V, both weight-stationary, or of a pair of CTAs."""
+
+    @cute.jit
+    def mma(
+        self,
+        sKV: Int32,
+        sP: Int32,
+        allocator: memory.TmemAllocator,
+        kv: pipeline.PipelineTmaUmma,
+        s: pipeline.PipelineUmmaAsync,
+        p: pipeline.PipelineAsyncUmma,
+        tiles: Int32,
+    ):
+        """MMA warp: once Q is in place (of a pair: once S is first empty), one tile after the other."""
+        allocator.wait_for_alloc()
+        base = allocator.retrieve_ptr(Float32).toint()
+        if cutlass.const_expr(self.cluster == 1):
+            pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive_and_wait()
+            umma.fence_after_thread_sync()
+            self.mma_tiles(sKV, sP, base, kv, s, p, tiles)
+        elif cute.arch.block_idx_in_cluster() == 0:
+            self.mma_tiles(sKV, sP, base, kv, s, p, tiles)
+
+    @cute.jit
+    def mma_tiles(
+        self,
+        sKV: Int32,
+        sP: Int32,
+        base: Int32,
+        kv: pipeline.PipelineTmaUmma,
+        s: pipeline.PipelineUmmaAsync,
+        p: pipeline.PipelineAsyncUmma,
+        tiles: Int32,
+    ):
+        """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs."""
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        scores = pipeline.make_pipeline_state(self.s_at_first, S_STAGES)
+        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        for tile in cutlass.range(tiles + 1, unroll=1):
+            if tile < tiles:
+                kv.consumer_wait(full)
+                s.producer_acquire(scores)
+                umma.fence_after_thread_sync()
+                self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes)
+                s.producer_commit(scores)
+                full.advance()
+                scores.advance()
+            if tile > 0:
+                p.consumer_wait(weights)
+                umma.fence_after_thread_sync()
+                self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * self.stage_bytes, tile > 1)
+                kv.consumer_release(used)
+                p.consumer_release(weights)
+                used.advance()
+                weights.advance()
+
+    @cute.jit
+    def mma_qk(self, base: Int32, slot: Int32, stage: Int32):
+        """S = Q K^T as two sums over half the head dimensions, one in lanes 0-63, one in 64-127.
+
+        N is 128. Alone: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one. A
+        pair: the 64 keys of a chunk of each CTA, the first CTA's and the second CTA's half of the dimensions.
+        """
+        with cute.arch.elect_one():
+            d = base + self.s_column + slot * TILE_N
+            keys = umma.at(self.k_descriptor, stage)
+            for pair in cutlass.range_constexpr(self.chunks // 2):
+                for k in cutlass.range_constexpr(CHUNK // 16):
+                    a = base + self.q_column + pair * (CHUNK // 2) + k * 8
+                    b = umma.behind(keys, pair * (2 // self.cluster * CHUNK_BYTES) + k * 32)
+                    umma.mma(d, a, b, self.qk_instruction, pair + k > 0, **self.form)
+
+    @cute.jit
+    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean):
+        """O += P V: the KV tile again, read with the head dimension as N; a pair: half of N from each CTA."""
+        with cute.arch.elect_one():
+            p, values = umma.at(self.k_descriptor, weights), umma.at(self.v_descriptor, stage)
+            for part in cutlass.range_constexpr(self.head_dim // self.pv_n):
+                for k in cutlass.range_constexpr(TILE_N // 16):
+                    a = umma.behind(p, k * 32)
+                    b = umma.behind(values, part * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
+                    add = accumulate if k == 0 else cutlass.Boolean(True)
+                    umma.mma(base + part * (self.pv_n // 2), a, b, self.pv_instruction, add, **self.form)

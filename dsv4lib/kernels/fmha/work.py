@@ -1,0 +1,141 @@
+"""Which keys a CTA walks over, in which tiles, and which token and head a row of its tiles is.
+
+Without groups a tile's rows are heads of one token. With groups they are the heads of several adjacent tokens, which
+see nearly the same keys (SWA inside a chunk, HCA under the limit per query): the CTA walks over the union of their
+ranges and each row masks what its own token does not see.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from dsv4lib.kernels.fmha.config import HALF_N, TILE_M, TILE_N, Config
+
+NO_ROW = 0x3FFFFFFF  # behind every row of a pool
+
+
+class Work(NamedTuple):
+    """What a CTA does; the same in both CTAs of a cluster."""
+
+    token: Int32  # the first, or the only one
+    tokens: Int32
+    entries: Int32  # keys: of the index list, or of the union of the ranges
+    window: Int32
+    entry_row: Int32  # where the union of the ranges starts
+    window_row: Int32
+    entry_tiles: Int32  # tiles of entries come first, then those of the window
+    first: Int32  # tiles of this part of the keys: first .. end - 1
+    end: Int32
+
+
+class Row(NamedTuple):
+    """What a softmax thread is: a row of the tile and half of its keys or dimensions."""
+
+    tidx: Int32  # its lane of tensor memory
+    half: Int32
+    token: Int32
+    head: Int32
+    inside: Boolean  # there is such a token and head
+    entries: tuple  # first and end of the keys of its token in the union
+    window: tuple
+
+
+class Plan(Config):
+    """How the grid maps to tokens, heads, keys."""
+
+    @cute.jit
+    def work(self, lists: tuple, mGroups: Any, splits: Int32):
+        """The `Work` of this CTA."""
+        block, _, split = cute.arch.block_idx()
+        token, tokens = block, Int32(1)
+        if cutlass.const_expr(self.groups):
+            token, tokens = mGroups[block, 0], mGroups[block, 1]
+        (entry_row, entries), (window_row, window) = self.ranges(lists, token, tokens)
+        entry_tiles = cute.ceil_div(entries, TILE_N)
+        tiles = entry_tiles + cute.ceil_div(window, TILE_N)
+        first, end = Int32(0), tiles
+        if cutlass.const_expr(self.partial):
+            share = cute.ceil_div(tiles, splits)
+            first = cutlass.min(split * share, tiles)
+            end = cutlass.min(first + share, tiles)
+        return Work(token, tokens, entries, window, entry_row, window_row, entry_tiles, first, end)
+
+    @cute.jit
+    def ranges(self, lists: tuple, token: Int32, tokens: Int32):
+        """(first row, rows) of entries and of window keys; of an index list only the second counts."""
+        entries, window = (Int32(0), Int32(0)), (Int32(0), Int32(0))
+        if cutlass.const_expr(self.entries == "index"):
+            entries = Int32(0), lists[0][2][token]
+        if cutlass.const_expr(self.entries == "range"):
+            entries = self.union(lists[0][1], lists[0][2], token, tokens)
+        if cutlass.const_expr(self.window):
+            window = self.union(lists[1][0], lists[1][1], token, tokens)
+        return entries, window
+
+    @cute.jit
+    def union(self, mFirst: cute.Tensor, mCount: cute.Tensor, token: Int32, tokens: Int32):
+        """(first row, rows) of the interval that holds the ranges of all tokens of a group; a whole warp calls it."""
+        if cutlass.const_expr(not self.groups):
+            return mFirst[token], mCount[token]
+        first, end = Int32(NO_ROW), Int32(0)
+        for i in cutlass.range(cute.arch.lane_idx(), tokens, 32, unroll=1):
+            count = mCount[token + i]
+            if count > 0:
+                first = cutlass.min(first, mFirst[token + i])
+                end = cutlass.max(end, mFirst[token + i] + count)
+        first = cute.arch.warp_redux_sync(first, "min")
+        end = cute.arch.warp_redux_sync(end, "max")
+        return first, cutlass.max(end - first, 0)
+
+    @cute.jit
+    def tile_row(self, mQ: cute.Tensor, lists: tuple, work: Work):
+        """The `Row` of this thread: rows of the tiles of all CTAs of a token (or group) are counted through."""
+        tidx, _, _ = cute.arch.thread_idx()
+        _, block, _ = cute.arch.block_idx()
+        place = block * TILE_M + tidx % TILE_M
+        token, head, inside = work.token, place, place < mQ.shape[1]
+        entries, window = (Int32(0), work.entries), (Int32(0), work.window)
+        if cutlass.const_expr(self.groups):
+            member, head = place // mQ.shape[1], place % mQ.shape[1]
+            token, inside = work.token + member, member < work.tokens
+            if cutlass.const_expr(self.entries == "range"):
+                entries = self.own(lists[0][1], lists[0][2], token, inside, work.entry_row)
+            if cutlass.const_expr(self.window):
+                window = self.own(lists[1][0], lists[1][1], token, inside, work.window_row)
+        return Row(tidx, tidx // TILE_M, token, head, inside, entries, window)
+
+    @cute.jit
+    def own(self, mFirst: cute.Tensor, mCount: cute.Tensor, token: Int32, inside: Boolean, start: Int32):
+        """(first, end) of a token's keys in a union that starts at row ``start``; none for a row that is no token's."""
+        first, count = Int32(0), Int32(0)
+        if inside:
+            first, count = mFirst[token] - start, mCount[token]
+        return first, first + count
+
+    @cute.jit
+    def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
+        """One bit for each of a thread's 32 keys of a tile: 1 where its token has that key."""
+        position = tile * TILE_N + row.half * HALF_N
+        valid = Int32(0)
+        if tile < work.entry_tiles:
+            if cutlass.const_expr(self.entries == "index"):
+                there = cutlass.Boolean(False)
+                if position + cute.arch.lane_idx() < work.entries:
+                    there = lists[0][0][work.token, position + cute.arch.lane_idx()] >= 0
+                valid = cute.arch.vote_ballot_sync(there)
+            else:
+                valid = bits_of(row.entries, position)
+        else:
+            valid = bits_of(row.window, position - work.entry_tiles * TILE_N)
+        return valid
+
+
+@cute.jit
+def bits_of(span: tuple, position: Int32):
+    """Bit i is 1 where ``position + i`` is in ``span`` (first, end)."""
+    first, end = (cutlass.min(cutlass.max(x - position, 0), HALF_N) for x in span)
+    return ((Int64(1) << Int64(end)) - (Int64(1) << Int64(first))).to(Int32)
