@@ -136,11 +136,24 @@ def launch(name: str, compiled: Any, *args: Any) -> Any:
         ArgumentError: ``name`` runs no kernels.
         EmulatorError: the emulator stopped the kernel.
     """
+    done = enqueue(name, compiled, *args)
     if name == "native":
         import torch
 
+        torch.cuda.synchronize()
+    return done
+
+
+def enqueue(name: str, compiled: Any, *args: Any) -> Any:
+    """`launch` without waiting: on a GPU the work is queued on the stream among ``args``, and may be captured."""
+    if name == "native":
         getattr(compiled, "function", compiled)(*args)
-        return torch.cuda.synchronize()
+        return None
     if name == "emulator":
         return importlib.import_module(EMULATOR_MODULE).launch(compiled, *args)
     raise ArgumentError("backend", name, "native or emulator: only these run kernels")
+
+
+def oracle(op: str) -> Any:
+    """The module of `dsv4lib.reference` that says what op ``op`` computes; what back end `reference` runs."""
+    return importlib.import_module(f"dsv4lib.reference.{op}")

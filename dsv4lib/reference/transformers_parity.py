@@ -129,13 +129,19 @@ def build_peer(variant: str = "tiny", seed: int = 0, batch: int = 2) -> Peer:
     Raises:
         ArgumentError: unknown variant.
     """
+    v = _variant(variant)
+    rng = torch.Generator().manual_seed(seed)
+    model = build_model(v.config, rng)
+    return Peer(variant, seed, v.config, model, torch.randint(v.config.vocab, (batch, v.tokens), generator=rng))
+
+
+def build_model(config: ModelConfig, rng: torch.Generator) -> Any:
+    """transformers' model of these dimensions, fp32, every parameter and buffer drawn from ``rng``."""
     from transformers import DeepseekV4ForCausalLM  # seconds of import time, paid only when used
 
-    v = _variant(variant)
-    model = DeepseekV4ForCausalLM(peer_config(v.config)).to(torch.float32).eval()
-    rng = torch.Generator().manual_seed(seed)
+    model = DeepseekV4ForCausalLM(peer_config(config)).to(torch.float32).eval()
     _redraw(model, rng)
-    return Peer(variant, seed, v.config, model, torch.randint(v.config.vocab, (batch, v.tokens), generator=rng))
+    return model
 
 
 _PEER_KINDS = {

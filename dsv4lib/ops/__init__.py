@@ -1,0 +1,1 @@
+"""Torch-facing functions: they check their arguments, choose a back end, compile once and launch."""

@@ -1,0 +1,570 @@
+"""Attention of DeepSeek-V4 as a torch op: heads of a token against selected entries, window keys and a sink.
+
+    s_j = scale * (q . kv_j)                       j over {entries} u {window}
+    o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})
+    lse = ln sum_j e^{s_j}                         without the sink; -inf, and o = 0, where a token has no keys
+
+`fmha` takes the arguments in the model's terms and calls `torch.ops.dsv4.fmha`, which writes o and lse in place. The op
+reads no value of a tensor on the GPU, waits for nothing, launches on torch's current stream, and allocates by shapes
+alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has compiled and loaded its kernels. It has a
+fake implementation, so `torch.compile` passes it whole.
+
+One kernel launch, `Fmha`; where few tokens leave SMs idle, the keys are split into parts that `Combine` joins, in a
+fixed order (`ops.splits`). Above 64 heads two CTAs share the tiles of a token. A token's bits depend on its own keys
+and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by default
+its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile borders.
+
+Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import kv_entry
+from dsv4lib.kernels.fmha import arguments
+from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, TILE_N
+from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.kernels.fmha.window import WINDOW
+from dsv4lib.ops import compile_cache
+from dsv4lib.ops import splits as split_choice
+
+ARCHS = ("sm_100a", "sm_103a")
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ROPE_PAIRS = arguments.ROPE_PAIRS
+
+
+class Fp8Pages(NamedTuple):
+    """A pool of 584-byte entries (448 FP8 values, 64 bf16 values, 8 scales; `formats.kv_entry`).
+
+    Attributes:
+        pages: uint8 [P, S], a page in S bytes or fewer, pages on 16 bytes, anywhere apart.
+        page: entries of a page, any number.
+    """
+
+    pages: Tensor
+    page: int
+
+
+class Selected(NamedTuple):
+    """Entries by index (CSA): token t sees rows ``index[t]`` of a pool.
+
+    Attributes:
+        pool: [R, D], or pages [P, page, D] of any size, or `Fp8Pages`; a row's number counts through the pages.
+        index: int32 [T, K]; -1 names no row and may stand anywhere; a row named twice counts twice.
+        count: int32 [T]: only the first ``count[t]`` are looked at; None: all K.
+    """
+
+    pool: Tensor | Fp8Pages
+    index: Tensor
+    count: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """Consecutive rows (HCA entries, the window of a prefill): token t sees ``first[t] .. first[t] + count[t] - 1``.
+
+    Attributes:
+        pool: as in `Selected`.
+        first, count: int32 [T].
+        most: no count is larger; a number of the host, because nothing is read from the GPU. None: all rows.
+    """
+
+    pool: Tensor | Fp8Pages
+    first: Tensor
+    count: Tensor
+    most: int | None = None
+
+
+class Gathered(NamedTuple):
+    """Entries that were gathered before: token t sees the first ``count[t]`` rows of ``kv[t]``; None: all K.
+
+    Attributes:
+        kv: [T, K, D]. count: int32 [T] or None.
+    """
+
+    kv: Tensor
+    count: Tensor | None = None
+
+
+class Ring(NamedTuple):
+    """The window of a decode step: slot = position mod S. Two small kernels turn it into `Rows`; `rows` does it once
+    for all layers of a step.
+
+    Attributes:
+        rings: [B, S, D], or `Fp8Pages` of S entries, a page a request; S <= 128.
+        request_ids: int32 [T], whose ring token t reads.
+        swa_lens: int32 [B], keys in each ring: min(position + 1, S).
+    """
+
+    rings: Tensor | Fp8Pages
+    request_ids: Tensor
+    swa_lens: Tensor
+
+    def rows(self) -> Rows:
+        """The same window as rows of the stacked rings."""
+        slots = self.rings.page if isinstance(self.rings, Fp8Pages) else self.rings.shape[1]
+        return Rows(self.rings, self.request_ids * slots, self.swa_lens[self.request_ids], slots)
+
+
+def fmha(
+    q: Tensor,
+    entries: Selected | Rows | Gathered | None = None,
+    window: Ring | Rows | None = None,
+    *,
+    sink: Tensor | None = None,
+    scale: float | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    groups: Tensor | None = None,
+    normalise: bool = True,
+    o: Tensor | None = None,
+    lse: Tensor | None = None,
+    splits: int | None = None,
+    workspace: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention over {entries} u {window} with the sink in the denominator.
+
+    Args:
+        q: [T, H, D] bf16 or fp16, H any number, D one of `HEAD_DIMS`.
+        entries: compressed entries, or None (a SWA layer).
+        window: window keys, or None.
+        sink: fp32 [H], a logit a head that is not scaled; None is -inf.
+        scale: of the dot products; default D^-0.5.
+        rope: (cos, sin) fp32 [T, 32]: the last 64 dimensions of o are rotated back by them. None: not rotated.
+        groups: int32 [G, 2] from `kernels.fmha.window.token_groups`: adjacent tokens that read nearly the same keys
+            share tiles (prefill; not with `Selected`). None: a token is on its own.
+        normalise: False: a part of something larger, without sink and rotation: o is fp32 sum_j e^{s_j - m} kv_j, and
+            lse is fp32 [T, H, 2], m and sum_j e^{s_j - m}; m is -inf where a token has no keys.
+        o: [T, H, D] of q's type, written in place; None: a new one.
+        lse: fp32 [T, H], written in place; None: a new one.
+        splits: parts of the keys; None: `choose_splits`.
+        workspace: fp32, at least `workspace_size` elements, for parts; None: from torch's allocator.
+        backend: "native", "emulator", "reference", or "auto": native, else emulator.
+
+    Returns:
+        (o, lse).
+
+    Raises:
+        ArgumentError: an argument that is missing or of the wrong type, shape, stride, device or (on the CPU) value.
+        BackendUnavailable: the back end cannot run here.
+        EmulatorError: the emulator stopped the kernel.
+    """
+    if not isinstance(q, Tensor) or q.dim() != 3:
+        raise ArgumentError("q", getattr(q, "shape", type(q).__name__), "a tensor [T, H, D]")
+    if splits is not None and splits < 1:
+        raise ArgumentError("splits", splits, "at least 1, or None")
+    pool, page, index, first, count, most = _entries(entries, q)
+    rows, window_page, window_first, window_count, window_most = _window(window)
+    cos, sin = (None, None) if rope is None else rope
+    if o is None:
+        o = torch.empty(q.shape, dtype=q.dtype if normalise else torch.float32, device=q.device)
+    if lse is None:
+        lse = torch.empty((*q.shape[:2], *(() if normalise else (2,))), dtype=torch.float32, device=q.device)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    given = pool, index, first, count, rows, window_first, window_count, groups, sink, cos, sin
+    numbers = scale, page, window_page, most, window_most, normalise, 0 if splits is None else splits, backend
+    torch.ops.dsv4.fmha(q, *given, o, lse, workspace, *numbers)
+    return o, lse
+
+
+def choose_splits(
+    tokens: int,
+    heads: int,
+    most: int,
+    window_most: int,
+    sm_count: int = split_choice.SM_COUNT,
+    groups: int | None = None,
+) -> int:
+    """Parts of the keys for a call of this shape: `ops.splits` with this kernel's tiles and clusters.
+
+    Args:
+        tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
+        groups: of tokens that share tiles; None: a token is on its own.
+    """
+    ctas = cluster_of(heads)
+    units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
+    tiles = -(-most // TILE_N) + -(-window_most // TILE_N)
+    return split_choice.choose(units, tiles, sm_count // ctas, ctas)
+
+
+def cluster_of(heads: int, head_dim: int = 512) -> int:
+    """CTAs that share the tiles of a token: 2 above 64 heads, where the kernel can."""
+    return 2 if heads > TILE_M and head_dim > 64 else 1
+
+
+def workspace_size(tokens: int, heads: int, head_dim: int, splits: int) -> int:
+    """Elements of fp32 that a call with this many parts needs; 0 for one part."""
+    return splits * tokens * heads * (head_dim + 1) if splits > 1 else 0
+
+
+def warm_up(
+    wanted: Iterable[dict[str, Any]], heads: int = 64, head_dim: int = 512, dtype: str = "bf16"
+) -> dict[str, float]:
+    """Compile (or read from disk) and load what calls will need, with and without parts.
+
+    Args:
+        wanted: options of each kind of layer: entries "none", "index" or "range"; window, sink, inverse_rope,
+            fp8_entries, fp8_window, groups: bool.
+        heads: H.
+
+    Returns:
+        seconds by kernel.
+    """
+    needed = []
+    for options in wanted:
+        settings = {"head_dim": head_dim, "dtype": dtype, "sink": True, "inverse_rope": False, **options}
+        settings["cluster"] = cluster_of(heads, settings["head_dim"])
+        ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
+        parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
+        needed += [(Fmha, settings), (Fmha, parts), (Combine, ends)]
+    return compile_cache.default().warm_up([(*pair, arguments.fake_args) for pair in needed], _arch("auto"))
+
+
+# ------------------------------------------------------------------ arguments
+
+
+def _shape(x: Any) -> Any:
+    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _flat(name: str, pool: Any) -> tuple[Tensor, int]:
+    """(pool as the op takes it, entries of a page): rows [R, D] and 0, or bytes of pages; a view, never a copy."""
+    if isinstance(pool, Fp8Pages):
+        if not isinstance(pool.pages, Tensor) or pool.pages.dtype != torch.uint8 or pool.pages.dim() != 2:
+            raise ArgumentError(f"{name}.pages", _shape(pool.pages), "a uint8 tensor [P, S]")
+        if not isinstance(pool.page, int) or pool.page < 1:
+            raise ArgumentError(f"{name}.page", pool.page, "at least 1")
+        return pool.pages, pool.page
+    if not isinstance(pool, Tensor) or pool.dim() < 2:
+        raise ArgumentError(name, _shape(pool), "a tensor [R, D] or [P, page, D], or Fp8Pages")
+    while pool.dim() > 2:
+        if pool.stride(-3) != pool.shape[-2] * pool.stride(-2):
+            raise ArgumentError(f"{name}.stride()", pool.stride(), "pages that follow each other without a gap")
+        pool = pool.flatten(-3, -2)
+    return pool, 0
+
+
+def _entries(entries: Any, q: Tensor) -> tuple:
+    """(pool, page, index, first, count, most) as the op takes them."""
+    if entries is None:
+        return None, 0, None, None, None, 0
+    if isinstance(entries, Gathered):
+        if not isinstance(entries.kv, Tensor) or entries.kv.dim() != 3 or entries.kv.shape[0] != q.shape[0]:
+            raise ArgumentError("entries.kv", _shape(entries.kv), "[T, K, D]")
+        tokens, width, _ = entries.kv.shape
+        first = width * torch.arange(tokens, device=q.device, dtype=torch.int32)
+        count = torch.full_like(first, width) if entries.count is None else entries.count
+        entries = Rows(entries.kv, first, count, width)
+    if isinstance(entries, Rows):
+        pool, page = _flat("entries.pool", entries.pool)
+        most = pool.shape[0] * max(page, 1) if entries.most is None else entries.most
+        return pool, page, None, entries.first, entries.count, most
+    if not isinstance(entries, Selected):
+        raise ArgumentError("entries", type(entries).__name__, "Selected, Rows, Gathered or None")
+    if not isinstance(entries.index, Tensor) or entries.index.dim() != 2:
+        raise ArgumentError("entries.index", _shape(entries.index), "[T, K]")
+    width, count = entries.index.shape[1], entries.count
+    if count is None:
+        count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
+    return *_flat("entries.pool", entries.pool), entries.index, None, count, width
+
+
+def _window(window: Any) -> tuple:
+    """(rows, page, first, count, most) as the op takes them."""
+    if window is None:
+        return None, 0, None, None, 0
+    if isinstance(window, Ring):
+        rings = window.rings
+        whole = isinstance(rings, Fp8Pages) or (isinstance(rings, Tensor) and rings.dim() == 3)
+        if not whole or (rings.page if isinstance(rings, Fp8Pages) else rings.shape[1]) > WINDOW:
+            raise ArgumentError("window.rings", _shape(rings), f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
+        window = window.rows()
+    if not isinstance(window, Rows):
+        raise ArgumentError("window", type(window).__name__, "Ring, Rows or None")
+    most = WINDOW if window.most is None else window.most
+    return *_flat("window.pool", window.pool), window.first, window.count, most
+
+
+class Call(NamedTuple):
+    """The op's arguments, in the order of its schema."""
+
+    q: Tensor
+    pool: Tensor | None
+    index: Tensor | None
+    first: Tensor | None
+    count: Tensor | None
+    rows: Tensor | None
+    window_first: Tensor | None
+    window_count: Tensor | None
+    groups: Tensor | None
+    sink: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    o: Tensor
+    lse: Tensor
+    workspace: Tensor | None
+    scale: float
+    page: int
+    window_page: int
+    most: int
+    window_most: int
+    normalise: bool
+    splits: int
+    backend: str
+
+    @property
+    def rope(self) -> tuple[Tensor, Tensor] | None:
+        """(cos, sin) or None."""
+        return None if self.cos is None else (self.cos, self.sin)
+
+    @property
+    def pool_rows(self) -> tuple[int, int]:
+        """Rows of both pools, through all pages."""
+        return tuple(0 if x is None else len(x) * max(n, 1) for x, n in self.pools)
+
+    @property
+    def pools(self) -> tuple[tuple[Tensor | None, int], ...]:
+        """(pool or None, entries of its FP8 pages or 0) of entries and window."""
+        return (self.pool, self.page), (self.rows, self.window_page)
+
+    def check(self) -> None:
+        """Types, shapes and devices; they are known of fake tensors too.
+
+        Raises:
+            ArgumentError: see `fmha`.
+        """
+        q, i32, fp32 = self.q, torch.int32, torch.float32
+        if q.dim() != 3 or q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
+            dims = ", ".join(map(str, HEAD_DIMS))
+            raise ArgumentError("q", f"{q.dtype}{list(q.shape)}", f"[T, H, D] bf16 or fp16 with D one of {dims}")
+        (t, h, d), out = q.shape, (q.dtype, ()) if self.normalise else (fp32, (2,))
+        pools = [((None, d), q.dtype) if page == 0 else ((None, None), torch.uint8) for _, page in self.pools]
+        wanted = {
+            "entries.pool": (self.pool, *pools[0][::-1]),
+            "entries.index": (self.index, i32, (t, None)),
+            "entries.first": (self.first, i32, (t,)),
+            "entries.count": (self.count, i32, (t,)),
+            "window.pool": (self.rows, *pools[1][::-1]),
+            "window.first": (self.window_first, i32, (t,)),
+            "window.count": (self.window_count, i32, (t,)),
+            "groups": (self.groups, i32, (None, 2)),
+            "sink": (self.sink, fp32, (h,)),
+            "rope": (self.cos, fp32, (t, ROPE_PAIRS)),
+            "rope[1]": (self.sin, fp32, (t, ROPE_PAIRS)),
+            "o": (self.o, out[0], (t, h, d)),
+            "lse": (self.lse, fp32, (t, h, *out[1])),
+            "workspace": (self.workspace, fp32, (None,)),
+        }
+        for name, (x, dtype, shape) in wanted.items():
+            if x is None:
+                continue
+            if x.dtype != dtype or x.dim() != len(shape):
+                raise ArgumentError(name, f"{x.dtype}{list(x.shape)}", f"{dtype}{list(shape)}".replace("None", "any"))
+            if any(want is not None and have != want for have, want in zip(x.shape, shape, strict=True)):
+                raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
+            if x.device != q.device:
+                raise ArgumentError(f"{name}.device", str(x.device), f"that of q, {q.device}")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        t, h, d = self.q.shape
+        if self.splits < 0:
+            raise ArgumentError("splits", self.splits, "at least 1, or 0: the op chooses")
+        if not self.normalise:
+            for name, value in (("sink", self.sink), ("rope", self.cos)):
+                if value is not None:
+                    raise ArgumentError(name, "given", "None unless normalised: it belongs to the union of parts")
+            if self.splits > 1:
+                raise ArgumentError("splits", self.splits, "1 unless normalised: the parts would have to be joined")
+        if self.groups is not None and self.index is not None:
+            raise ArgumentError("groups", "given", "None with Selected: tokens of a group read the same keys")
+        if self.workspace is not None and self.workspace.numel() < workspace_size(t, h, d, self.splits):
+            needed = workspace_size(t, h, d, self.splits)
+            allowed = f"at least [{needed}] for {self.splits} parts"
+            raise ArgumentError("workspace.shape", tuple(self.workspace.shape), allowed)
+
+    def check_values(self) -> None:
+        """Row numbers and counts, where looking at them costs no wait.
+
+        Raises:
+            ArgumentError: a row outside its pool, or a count out of bounds.
+        """
+        entries = "entries", self.pool_rows[0], self.first, self.count, self.most
+        window = "window", self.pool_rows[1], self.window_first, self.window_count, self.window_most
+        for kind, size, start, length, limit in (entries, window):
+            if length is None:
+                continue
+            if bool(((length < 0) | (length > limit)).any()):
+                raise ArgumentError(f"{kind}.count", length.tolist(), f"0 to {limit}")
+            if start is not None and bool(((start < 0) | (start + length > size))[length > 0].any()):
+                raise ArgumentError(f"{kind}.first", start.tolist(), f"rows that are among the pool's {size}")
+        if self.index is not None:
+            seen = self.index[torch.arange(self.index.shape[1]) < self.count[:, None]]
+            if bool(((seen < -1) | (seen >= self.pool_rows[0])).any()):
+                allowed = f"-1 or a row of the pool, below {self.pool_rows[0]}"
+                raise ArgumentError("entries.index", seen.unique().tolist(), allowed)
+        if self.groups is not None:
+            first, tokens = self.groups.long().unbind(1)
+            room = TILE_M * self.cluster // self.q.shape[1]
+            whole = torch.equal(first, tokens.cumsum(0) - tokens) and int(tokens.sum()) == len(self.q)
+            if not whole or bool(((tokens < 1) | (tokens > room)).any()):
+                allowed = f"all {len(self.q)} tokens in order, 1 to {room} a group"
+                raise ArgumentError("groups", self.groups.tolist(), allowed)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share tiles."""
+        return cluster_of(self.q.shape[1], self.q.shape[2])
+
+
+# ------------------------------------------------------------------- the op
+
+SCHEMA = (
+    "(Tensor q, Tensor? pool, Tensor? index, Tensor? first, Tensor? count, Tensor? rows, Tensor? window_first, "
+    "Tensor? window_count, Tensor? groups, Tensor? sink, Tensor? cos, Tensor? sin, Tensor(a!) o, Tensor(b!) lse, "
+    "Tensor(c!)? workspace, float scale, int page, int window_page, int most, int window_most, bool normalise, "
+    "int splits, str backend) -> ()"
+)
+
+
+def _run(*given: Any) -> None:
+    """What `torch.ops.dsv4.fmha` does: check, choose the back end, launch."""
+    call = Call(*given)
+    call.check()
+    name = backends.resolve(call.backend, _arch(call.backend))
+    if name != "reference" and call.q.device.type != backends.device(name):
+        raise ArgumentError("q.device", str(call.q.device), f"{backends.device(name)} on back end {name}")
+    if call.q.device.type == "cpu":
+        call.check_values()
+    if call.q.shape[0] == 0:
+        return
+    if call.most == 0:
+        call = call._replace(pool=None, index=None, first=None, count=None)
+    if call.window_most == 0:
+        call = call._replace(rows=None, window_first=None, window_count=None)
+    if call.pool is None and call.rows is None:
+        call.o.zero_()
+        call.lse.fill_(-float("inf"))
+        if not call.normalise:
+            call.lse[..., 1].zero_()
+    elif name == "reference":
+        _reference(call)
+    else:
+        _launch(name, call)
+
+
+def _fake(*given: Any) -> None:
+    Call(*given).check()
+
+
+_fmha = torch.library.custom_op("dsv4::fmha", _run, mutates_args=("o", "lse", "workspace"), schema=SCHEMA)
+_fmha.register_fake(_fake)
+
+
+def _launch(name: str, call: Call) -> None:
+    """One launch, or the parts and their join."""
+    q, o, lse, splits = call.q, call.o, call.lse, call.splits
+    stream = torch.cuda.current_stream(q.device).cuda_stream if name == "native" else 0
+    kind = "none" if call.pool is None else "range" if call.index is None else "index"
+    ends = {"head_dim": q.shape[2], "dtype": DTYPES[q.dtype], "sink": call.sink is not None}
+    ends["inverse_rope"] = call.cos is not None
+    keys = {
+        "entries": kind,
+        "window": call.rows is not None,
+        "fp8_entries": call.pool is not None and call.page > 0,
+        "fp8_window": call.rows is not None and call.window_page > 0,
+        "cluster": call.cluster,
+        "groups": call.groups is not None,
+    }
+    pool, rows = ((x, page) if page else x for x, page in call.pools)
+    entries = None if call.pool is None else (pool, call.index, call.first, call.count)
+    window = None if call.rows is None else (rows, call.window_first, call.window_count)
+    if splits == 0:
+        sms = _sm_count(q.device) if name == "native" else split_choice.SM_COUNT
+        groups = None if call.groups is None else call.groups.shape[0]
+        splits = choose_splits(*q.shape[:2], call.most, call.window_most, sms, groups) if call.normalise else 1
+
+    def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
+        kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
+        given = q, entries, window, sink, rope, o, lse, call.scale, splits
+        _enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups))
+
+    if not call.normalise:
+        return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])
+    if splits == 1:
+        return attend({}, call.sink, call.rope, o, lse)
+    parts, lses = _parts(call, splits)
+    attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, parts, lses)
+    kernel, code = _code(name, Combine, ends)
+    _enqueue(name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream))
+    return None
+
+
+def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
+    """(o [splits, T, H, D], lse [splits, T, H]) in the workspace."""
+    (tokens, heads, depth), room = call.q.shape, splits * call.q.numel()
+    needed, space = workspace_size(tokens, heads, depth, splits), call.workspace
+    if space is None:
+        space = torch.empty(needed, dtype=torch.float32, device=call.q.device)
+    if space.numel() < needed:
+        raise ArgumentError("workspace.shape", tuple(space.shape), f"at least [{needed}] for {splits} parts")
+    return space[:room].view(splits, tokens, heads, depth), space[room:needed].view(splits, tokens, heads)
+
+
+def _enqueue(name: str, code: Any, args: tuple) -> None:
+    gpu = backends.enqueue(name, code, *args)
+    found = [] if gpu is None else gpu.launches[-1].result.hazards
+    if found:
+        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+
+
+def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Any]:
+    return compile_cache.default().get(kernel_type, settings, arguments.fake_args, _arch(name))
+
+
+@functools.cache
+def _arch(backend: str) -> str:
+    """The architecture to compile for: the one a GPU here runs, else the first."""
+    if backend in ("auto", "native"):
+        return next((arch for arch in ARCHS if backends.status("native", arch).available), ARCHS[0])
+    return ARCHS[0]
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _reference(call: Call) -> None:
+    """The oracle in fp64, over lists of rows of both pools behind each other."""
+    pools, lists, behind = [], [], 0
+    sources = (*call.pools[0], call.index, call.first, call.count), (*call.pools[1], None, *call[6:8])
+    for table, page, index, first, count in sources:
+        if table is None:
+            continue
+        if page:
+            table, _ = kv_entry.gather(table, page, torch.arange(len(table) * page, device=table.device))
+        place = torch.arange(int(count.max()) if index is None else index.shape[1], device=table.device)
+        numbers = first[:, None] + place if index is None else index
+        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + behind, -1))
+        # A row that nobody names may hold anything, NaN too; it must not reach a product, where 0 x NaN is NaN.
+        pools.append(torch.nan_to_num(table.double()))
+        behind += len(table)
+    rows, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
+    sink = None if call.sink is None else call.sink.double()
+    (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], rows, index, sink, call.scale)
+    if call.rope is not None:
+        cos, sin = (x.double()[:, None] for x in call.rope)
+        tail = 2 * ROPE_PAIRS
+        o = torch.cat((o[..., :-tail], backends.oracle("rope").rotate(o[..., -tail:], cos, -sin)), -1)
+    call.o.copy_(o)
+    call.lse.copy_(lse if call.normalise else torch.stack((lse, lse.isfinite()), -1))  # m = lse: the sum is 1

@@ -1,0 +1,291 @@
+"""The attention op through the emulator: every form of keys against fp64, and what must not change a token's bits."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.inputs import case, decode_case, paged, prefill_case
+from dsv4lib.kernels.fmha.window import token_groups
+from dsv4lib.lab.fmha_op_trial import op_arguments, op_trial
+from dsv4lib.lab.fmha_trial import bits
+from dsv4lib.ops import fmha as op
+from dsv4lib.reference import fmha as reference
+
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+
+
+def run(one, **changed):
+    """(o, lse) of the op in the emulator, with entries by index, window, sink and rotation."""
+    return op.fmha(**{**op_arguments(one, "index", True, rope=True), **changed}, backend="emulator")
+
+
+def rows_of(one, tokens):
+    """The case of some of its tokens."""
+    per_token = ("q", "index", "first", "count", "window_first", "window_count", "cos", "sin")
+    return dataclasses.replace(one, **{name: getattr(one, name)[tokens] for name in per_token})
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("entries", ["index", "range", "none"])
+def test_kinds_of_keys(entries, splits):
+    """Lists of different length, an empty one among them; windows of no tile, one and two."""
+    trial = op_trial(case(64, [200, 0, 77], [128, 0, 50]), entries, True, rope=True, splits=splits)
+    assert trial.clean, trial.findings()
+    assert not trial.output[1].any() and bool((trial.lse[1] == -float("inf")).all())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_without_window_sink_and_rotation(dtype):
+    trial = op_trial(case(64, [100, 20], [0, 0], dtype=dtype), "index", False, sink=False)
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 5), (5, 2), (37, 1), (100, 1), (128, 3)])
+def test_heads_and_tokens(heads, tokens):
+    trial = op_trial(case(heads, [70 - 3 * t for t in range(tokens)], [3] * tokens, seed=heads), "index", True)
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513, 2048])
+def test_any_number_of_entries(top_k):
+    trial = op_trial(case(64, [top_k], [5], seed=top_k), "index", True)
+    assert trial.clean, trial.findings()
+
+
+def test_pro_decode():
+    """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window, split as the op chooses."""
+    assert op.choose_splits(4, 128, 1024, 128) > 1
+    trial = op_trial(case(128, [1024] * 4, [128] * 4), "index", True, rope=True)
+    assert trial.clean, trial.findings()
+
+
+def test_flash_prefill():
+    """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up."""
+    one = case(64, [512] * 64, [min(t + 100, 128) for t in range(64)])
+    trial = op_trial(one, "index", True, rope=True, device={"checks": "default"})
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rings_of_requests_in_any_order(splits):
+    """A ring a request, tokens in another order than the rings; fills of 1, 128 and a wrapped one."""
+    one = decode_case(64, [0, 127, 300, 49])
+    order = torch.tensor([2, 0, 3, 1])
+    ring = op.Ring(one.span.view(4, 128, 512), order.int(), one.window_count)
+    moved = dataclasses.replace(one, window_first=one.window_first[order], window_count=one.window_count[order])
+    trial = op_trial(moved, "none", True, window=ring, splits=splits)
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize("starts", [[0, 127], [1, 128, 5000]])
+def test_chunks_of_a_prefill(starts):
+    trial = op_trial(prefill_case(64, starts, 3), "range", True)
+    assert trial.clean, trial.findings()
+
+
+def test_gathered_entries_are_the_same_bits_as_a_list():
+    one = case(64, [150, 33], [20, 100])
+    index = torch.where(one.index < 0, 3, one.index)
+    counted = torch.where(torch.arange(index.shape[1]) < one.count[:, None], index, 0)
+    listed = run(one, entries=op.Selected(one.pool, index, one.count))
+    kv = one.pool[counted.long()]
+    assert [bits(x) for x in run(one, entries=op.Gathered(kv, one.count))] == [bits(x) for x in listed]
+    full = kv[:, :33].contiguous()
+    short = run(one, entries=op.Selected(one.pool, index[:, :33].contiguous()))
+    assert [bits(x) for x in run(one, entries=op.Gathered(full))] == [bits(x) for x in short]
+
+
+@pytest.mark.parametrize("page", [1, 7, 64])
+def test_pages_may_lie_anywhere(page):
+    """Entries on pages of any size, pages in any order: the same bits."""
+    one = case(64, [150, 33], [20, 100])
+    pages = -(-len(one.pool) // page)
+    pool = torch.full((pages, page, 512), float("nan"), dtype=one.pool.dtype)
+    pool.flatten(0, 1)[: len(one.pool)] = one.pool
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(pages)
+    index = torch.where(one.index < 0, -1, place[one.index // page] * page + one.index % page).int()
+    flat = run(one)
+    assert [bits(x) for x in run(one, entries=op.Selected(pool, one.index, one.count))] == [bits(x) for x in flat]
+    moved = run(one, entries=op.Selected(pool[order].contiguous(), index, one.count))
+    assert [bits(x) for x in moved] == [bits(x) for x in flat]
+
+
+def test_the_order_of_keys_does_not_matter():
+    """Sums in another order round otherwise, no more."""
+    one = case(64, [150, 33], [20, 100])
+    mixed = one.index.clone()
+    for row, count in zip(mixed, one.count, strict=True):
+        row[:count] = row[:count][torch.randperm(int(count), generator=torch.Generator().manual_seed(2))]
+    other = dataclasses.replace(one, index=mixed)
+    trials = [op_trial(x, "index", True, rope=True) for x in (one, other)]
+    assert all(trial.clean for trial in trials)
+    assert trials[0].rel_l2 < 2.7e-3
+    assert (trials[0].output.double() - trials[1].output.double()).norm() <= 2.7e-3 * trials[0].truth.norm()
+    assert bits(trials[0].output) != bits(trials[1].output)  # the test sees that something changed
+
+
+def test_the_number_of_parts_does_not_matter():
+    one = case(64, [300, 0, 20], [128, 90, 0])
+    trials = {n: op_trial(one, "index", True, rope=True, splits=n) for n in (1, 2, 4, 7, 16, None)}
+    for n, trial in trials.items():
+        assert trial.clean, (n, trial.findings())
+        assert trial.rel_l2 < 2.7e-3
+    assert len({bits(trial.output) for trial in trials.values()}) > 1
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_token_does_not_depend_on_its_batch(splits):
+    """Alone, first, last, beside other tokens: the same bits."""
+    one = case(64, [150, 70, 33, 9], [128, 33, 1, 0])
+    o, lse = run(one, splits=splits)
+    for tokens in ([2], [3, 2], [2, 0, 1]):
+        part_o, part_lse = run(rows_of(one, tokens), splits=splits)
+        where = tokens.index(2)
+        assert bits(part_o[where]) == bits(o[2]) and bits(part_lse[where]) == bits(lse[2])
+
+
+def test_what_other_tokens_hold_never_matters():
+    """With the op's own choice of parts, too: it follows from shapes."""
+    one = case(64, [150, 70], [128, 33])
+    other = rows_of(one, [0, 1])
+    other.q[1], other.count[1], other.index[1] = 3.0, 2, 5
+    assert bits(run(one)[0][0]) == bits(run(other)[0][0])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("sink", [float("-inf"), 80.0, 1e4, float("inf")])
+def test_sinks_at_the_ends(sink, splits):
+    one = case(64, [70, 0], [30, 0])
+    one.sink[::2] = sink
+    trial = op_trial(one, "index", True, splits=splits)
+    assert trial.clean, trial.findings()
+
+
+def test_neighbours_with_disjoint_selections():
+    one = case(64, [64, 64], [0, 0])
+    rows = torch.arange(len(one.pool) - 8)
+    one.index[0], one.index[1] = rows[:32].repeat(2), rows[-32:].repeat(2)
+    trial = op_trial(one, "index", False)
+    assert trial.clean, trial.findings()
+    alone = [op_trial(rows_of(one, [t]), "index", False) for t in (0, 1)]
+    assert [bits(x.output[0]) for x in alone] == [bits(x) for x in trial.output]
+    assert bits(trial.output[0]) != bits(trial.output[1])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_every_schedule_gives_the_same_bits(splits):
+    one = case(64, [150, 70], [128, 33])
+    trials = [op_trial(one, "index", True, rope=True, splits=splits, device={"schedule": s}) for s in SCHEDULES]
+    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
+    assert len({bits(trial.output) for trial in trials}) == 1
+    assert len({trial.result.schedule_hash for trial in trials}) >= 4 - 2 * (splits > 1)
+
+
+def test_nothing_to_attend_to():
+    """No tokens, no kinds of keys, lists of width 0: no launch, zeros and -inf."""
+    one = case(5, [9, 3], [3, 0])
+    o, lse = run(rows_of(one, []))
+    assert o.shape == (0, 5, 512) and lse.shape == (0, 5)
+    empty = op.Selected(one.pool, one.index[:, :0])
+    for entries in (None, empty):
+        o, lse = run(one, entries=entries, window=None)
+        assert not o.any() and bool((lse == -float("inf")).all())
+    o, lse = run(one, entries=empty)
+    assert bits(o) == bits(run(one, entries=None)[0]) and not o[1].any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["index", "range"])
+def test_entries_of_584_bytes(kind, splits):
+    """Pages of an odd size, out of order where entries are read by index, gaps between them, window pages too."""
+    one = paged(case(64, [150, 33], [20, 100]), 7, 5, padding=48, seed=3 if kind == "index" else None)
+    trial = op_trial(one, kind, True, rope=True, splits=splits)
+    assert trial.clean, trial.findings()
+    o, _ = op.fmha(**op_arguments(one, kind, True, rope=True), backend="reference")
+    assert (o.double() - trial.truth).norm() <= 2e-3 * trial.truth.norm()
+
+
+def test_entries_of_584_bytes_for_128_heads():
+    """Two CTAs, each of which brings half of a tile's keys, in parts."""
+    one = paged(case(128, [150], [20]), 64, 64, seed=1)
+    trial = op_trial(one, "index", True, rope=True, splits=2)
+    assert trial.clean, trial.findings()
+
+
+def test_rings_of_584_bytes():
+    """A page a request."""
+    one = paged(decode_case(64, [0, 127, 300]), 1, 128)
+    ring = op.Ring(op.Fp8Pages(*one.span_pages), torch.arange(3).int(), one.window_count)
+    trial = op_trial(one, "none", True, window=ring)
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_two_ctas_give_the_bits_of_one(splits):
+    """128 heads, whose CTAs share tiles, against two calls of 64."""
+    one = case(128, [150, 33], [20, 100])
+    trial = op_trial(one, "index", True, rope=True, splits=splits)
+    assert trial.clean, trial.findings()
+    for half in (slice(0, 64), slice(64, 128)):
+        o, lse = run(dataclasses.replace(one, q=one.q[:, half], sink=one.sink[half]), splits=splits)
+        assert bits(o) == bits(trial.output[:, half]) and bits(lse) == bits(trial.lse[:, half])
+
+
+@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (16, 2), (5, 1), (50, 1)])
+def test_tokens_that_share_tiles(heads, splits):
+    """Chunks of a prefill; no group reaches over the end of a chunk. Fewer CTAs than tokens."""
+    one = prefill_case(heads, [0, 300], 7)
+    groups = token_groups([7, 7], heads, 1)
+    assert (len(groups) < 14) == (heads <= 32)
+    for kind in ("range", "none"):
+        trial = op_trial(one, kind, True, rope=True, splits=splits, groups=groups)
+        assert trial.clean, trial.findings()
+
+
+def test_parts_that_are_not_normalised():
+    """Entries here, window there, joined in fp64 with the sink: what the op gives for both at once."""
+    one = case(64, [100, 0, 20], [30, 0, 0])
+    given = {"q": one.q, "scale": one.scale, "normalise": False, "backend": "emulator"}
+    parts = [
+        op.fmha(entries=op.Selected(one.pool, one.index, one.count), **given),
+        op.fmha(window=op.Rows(one.span, one.window_first, one.window_count), **given),
+    ]
+    o, stats = (torch.stack(x).double() for x in zip(*parts, strict=True))
+    joined, lse = reference.merge_raw(o, stats[..., 0], stats[..., 1], one.sink.double())
+    trial = op_trial(one, "index", True)
+    assert trial.clean and (joined - trial.truth).norm() < 1.5e-3 * trial.truth.norm()
+    torch.testing.assert_close(lse.float(), trial.lse, atol=3e-6, rtol=1e-6)
+    assert not joined[1].any() and bool((lse[1] == -float("inf")).all())
+    empty = op.fmha(one.q, normalise=False, backend="emulator")
+    assert not empty[0].any() and bool((empty[1][..., 0] == -float("inf")).all()) and not empty[1][..., 1].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("groups", {"groups": torch.tensor([[0, 1]], dtype=torch.int32)}),
+        ("groups", {"groups": torch.tensor([[1, 1], [0, 1]], dtype=torch.int32)}),
+        ("groups", {"groups": torch.tensor([[0, 2]], dtype=torch.int32), "q": torch.zeros(2, 40, 512).bfloat16()}),
+        ("groups", {"groups": torch.tensor([0, 2], dtype=torch.int32)}),
+        ("sink", {"normalise": False, "sink": torch.zeros(5)}),
+        ("rope", {"normalise": False, "rope": (torch.zeros(2, 32), torch.zeros(2, 32))}),
+        ("splits", {"normalise": False, "splits": 2}),
+        ("o", {"normalise": False, "o": torch.zeros(2, 5, 512).bfloat16()}),
+        (r"window\.pool\.pages", {"window": op.Rows(op.Fp8Pages(torch.zeros(3, 584), 1), *[torch.ones(2).int()] * 2)}),
+        (
+            r"window\.pool\.page=",
+            {"window": op.Rows(op.Fp8Pages(torch.zeros(3, 584).byte(), 0), *[torch.ones(2).int()] * 2)},
+        ),
+    ],
+)
+def test_bad_options_are_named(name, bad):
+    one = case(5, [9, 3], [3, 1])
+    given = {"q": one.q, "window": op.Rows(one.span, one.window_first, one.window_count)}
+    with pytest.raises(ArgumentError, match=rf"^{name}"):
+        op.fmha(**{**given, **bad}, backend="emulator")
+    with pytest.raises(ArgumentError, match="groups"):
+        op.fmha(**op_arguments(one, "index", True), groups=token_groups([1, 1], 5), backend="emulator")

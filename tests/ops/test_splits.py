@@ -1,0 +1,67 @@
+"""The choice of parts: a function of shapes with the properties that its module promises."""
+
+import itertools
+
+import pytest
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops import splits
+from dsv4lib.ops.fmha import choose_splits, workspace_size
+
+TOKENS = [*range(1, 40), 64, 74, 75, 148, 149, 512, 4096]
+TILES = [0, 1, 2, 3, 10, 18, 34, 130]
+CASES = [(u, t, s) for u, t, s in itertools.product(TOKENS, TILES, (1, 74, 132, 148))]
+
+
+@pytest.mark.parametrize(("units", "tiles", "slots"), CASES[:: max(1, len(CASES) // 400)])
+def test_bounds(units, tiles, slots):
+    chosen = splits.choose(units, tiles, slots)
+    assert 1 <= chosen <= max(tiles, 1)
+    assert chosen == 1 or chosen * units <= slots  # all parts run at once
+    if chosen > 1:
+        share = -(-tiles // chosen)
+        assert (chosen - 1) * share < tiles  # no part of the longest list is empty
+        assert splits.cost(chosen, units, tiles) < splits.cost(1, units, tiles)
+
+
+@pytest.mark.parametrize("slots", [74, 148])
+@pytest.mark.parametrize("tiles", TILES)
+def test_more_tokens_never_mean_more_parts(tiles, slots):
+    chosen = [splits.choose(units, tiles, slots) for units in TOKENS]
+    assert chosen == sorted(chosen, reverse=True)
+    assert all(n == 1 for n, units in zip(chosen, TOKENS, strict=True) if 2 * units > slots)
+
+
+@pytest.mark.parametrize("units", [1, 2, 4, 9, 30])
+def test_longer_lists_never_get_longer_to_wait_for(units):
+    """Parts are not monotone in the tiles (10 tiles: 5 parts of 2; 11: 4 of 3); the time is."""
+    times = [splits.cost(splits.choose(units, tiles, 148), units, tiles) for tiles in range(200)]
+    assert times == sorted(times)
+
+
+def test_it_is_the_best_of_all():
+    for units, tiles, slots in CASES:
+        chosen = splits.choose(units, tiles, slots)
+        most = max(1, min(tiles, slots // units))
+        costs = [splits.cost(s, units, tiles) for s in range(1, most + 1)]
+        assert splits.cost(chosen, units, tiles) == min(costs)
+
+
+def test_the_models_shapes():
+    """One token is split, a batch that fills the GPU is not, the window alone never is."""
+    assert choose_splits(1, 128, 1024, 128) > choose_splits(8, 128, 1024, 128) > 1
+    assert choose_splits(1, 128, 8192, 128) > choose_splits(1, 128, 1024, 128)
+    assert [choose_splits(t, 128, 1024, 128) for t in (128, 4096)] == [1, 1]
+    assert choose_splits(1, 64, 0, 128) == 1
+    assert choose_splits(8, 64, 512, 128, sm_count=8) == 1
+
+
+def test_workspace_holds_the_parts():
+    assert workspace_size(4, 128, 512, 1) == 0
+    assert workspace_size(4, 128, 512, 9) == 9 * 4 * 128 * 513
+
+
+@pytest.mark.parametrize("bad", [{"units": 0}, {"tiles": -1}, {"slots": 0}, {"blocks": 0}])
+def test_bad_numbers_are_named(bad):
+    with pytest.raises(ArgumentError, match=next(iter(bad))):
+        splits.choose(**{"units": 1, "tiles": 1, "slots": 1, **bad})
