@@ -1,0 +1,405 @@
+"""`dsv4 bench fmha`: how fast the attention kernel would be on a B200, shape by shape, beside the physical floor.
+
+What the kernel does is counted, every time, on its compiled code in the emulator (`counted`); how long that takes is
+modelled (static_model.py) with the rates of data/bench/rates.csv. Floors: FLOPs over 2.25 PFLOP/s or bytes over 8 TB/s,
+with 584 bytes a key in decode and the traffic of Q and O in prefill. Every prediction carries the range of the model's
+error on Hopper launches of its regime (calibration.py).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dsv4lib.bench import calibration, static_model
+from dsv4lib.bench.rates import TABLE, Gpu, gpu
+from dsv4lib.bench.static_model import Kernel, Time
+from dsv4lib.bench.work import Work, count
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.fmha import choose_splits, cluster_of
+
+RESULTS = TABLE.with_name("fmha.csv")
+PEAK, BANDWIDTH = 2.25e15, 8e12  # of the floors
+DIM, WINDOW, CSA_RATE, HCA_RATE = 512, 128, 4, 128
+TILE = 64  # keys of a KV tile
+KEY_BYTES, ENTRY_BYTES = 2 * DIM, 584  # of a key in the bf16 pool, and in the model's own format
+MODELS = {"Flash": (64, 512), "Pro": (128, 1024)}  # heads, selected entries
+KINDS = ("CSA", "HCA", "SWA")
+CONTEXTS, BATCHES, PROMPTS = (4096, 32768, 131072, 1048576), (1, 8, 32, 128), (4096, 8192, 32768)
+SAMPLES = 64  # token positions that stand for a prompt
+BUILT, ASKED = "as built", "what if: persistent"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A call: ``batch`` requests with ``context`` tokens each (decode), or one prompt of ``context`` tokens (prefill).
+
+    Raises:
+        ArgumentError: an unknown model, kind or phase.
+    """
+
+    model: str
+    kind: str
+    phase: str
+    batch: int
+    context: int
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ArgumentError("model", self.model, ", ".join(MODELS))
+        if self.kind not in KINDS:
+            raise ArgumentError("kind", self.kind, ", ".join(KINDS))
+        if self.phase not in ("decode", "prefill"):
+            raise ArgumentError("phase", self.phase, "decode or prefill")
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return MODELS[self.model][0]
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return self.batch * (self.context if self.phase == "prefill" else 1)
+
+    def keys(self, seen: int) -> tuple[int, int]:
+        """(entries, window keys) of a token that sees ``seen`` tokens, itself included."""
+        entries = {"CSA": min(MODELS[self.model][1], seen // CSA_RATE), "HCA": seen // HCA_RATE, "SWA": 0}[self.kind]
+        return entries, min(WINDOW, seen)
+
+    def positions(self) -> list[int]:
+        """Tokens seen, of the queries: one number that stands for all in decode, a sample of a prompt's."""
+        if self.phase == "decode":
+            return [self.context]
+        return [(2 * i + 1) * self.context // (2 * SAMPLES) for i in range(SAMPLES)]
+
+    @property
+    def flops(self) -> float:
+        """Of both products, over all heads and keys."""
+        per_token = [sum(self.keys(seen)) for seen in self.positions()]
+        return 4.0 * DIM * self.heads * self.tokens * sum(per_token) / len(per_token)
+
+    @property
+    def nbytes(self) -> float:
+        """That must cross HBM: Q and O, and in decode every request's keys in the model's own format."""
+        nbytes = self.tokens * self.heads * 2 * KEY_BYTES
+        if self.phase == "decode":
+            nbytes += self.batch * sum(self.keys(self.context)) * ENTRY_BYTES
+        return nbytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.nbytes
+
+    @property
+    def floor_us(self) -> float:
+        """The physical floor (performance.md section 2)."""
+        return 1e6 * max(self.flops / PEAK, self.nbytes / BANDWIDTH)
+
+    @property
+    def target_us(self) -> tuple[float, str]:
+        """(largest modelled time that meets the target, the target in words)."""
+        if self.phase == "prefill":
+            return self.floor_us / 0.7, ">= 70 % of the floor"
+        if self.batch == 128 or (self.kind == "HCA" and self.context == 1048576):
+            return self.floor_us / 0.6, ">= 60 % of the floor"
+        return 1.5 * (self.floor_us + 3), "<= 1.5 x (floor + 3 us)"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a configuration of the kernel does.
+
+    Attributes:
+        tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
+            keys, where TMA does not; stages: KV tiles in shared memory; rows: heads of a CTA; cluster: CTAs of a
+            cluster; key_bytes: of a key in the pool.
+    """
+
+    tile: Work
+    once: Work
+    qk: Work
+    pv: Work
+    stages: int
+    bring: Work = Work()
+    rows: int = 64
+    cluster: int = 1
+    key_bytes: int = KEY_BYTES
+
+
+def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
+    """Count a configuration of `kernels.fmha.sm100.Fmha` in the emulator.
+
+    Args:
+        short, long: keys of the two launches that are subtracted, whole tiles; options: of the kernel.
+    """
+    from dsv4lib.kernels.compile import compile_for
+    from dsv4lib.kernels.fmha import arguments
+    from dsv4lib.kernels.fmha.sm100 import Fmha
+
+    kernel = Fmha(**{"entries": "index", "window": False, "sink": True, "inverse_rope": True, **options})
+    code = compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
+    works, roles = [], []
+    for keys in (short, long):
+        trace = _traced(kernel, code, keys, long)
+        works.append(count(trace))
+        scores = trace.mmas["column"] >= kernel.q_column  # O lies in the columns below
+        roles.append([count(trace, scores), count(trace, ~scores)])
+    tiles = (long - short) / TILE
+    tile = (works[1] - works[0]) * (1 / tiles)
+    qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
+    cluster = getattr(kernel, "cluster", 1)
+    return Counted(tile, works[0] - tile * (short / TILE), qk, pv, kernel.kv_stages, cluster=cluster)
+
+
+def fp8(c: Counted, **options: Any) -> Counted:
+    """The same kernel on 584-byte entries, counted; what it does more than ``c`` is the dequantising warps' work."""
+    quantised = counted(**{**options, "fp8_entries": True})
+    return replace(quantised, bring=quantised.tile - c.tile, key_bytes=ENTRY_BYTES)
+
+
+def _traced(kernel: Any, code: Any, keys: int, of: int) -> Any:
+    """The trace of one token's attention over the first ``keys`` of ``of`` entries, all of them there.
+
+    First ones of the same list: how often O is rescaled depends on the numbers, which must not differ.
+    """
+    from dsv4lib.emulator.driver.device import make
+    from dsv4lib.emulator.driver.host import launch
+    from dsv4lib.kernels.fmha import arguments, inputs
+
+    case = inputs.case(64 * getattr(kernel, "cluster", 1), [of], [1])
+    case.count.fill_(keys)
+    o, lse = case.outputs(1 if kernel.partial else None)
+    if kernel.fp8_entries:
+        case = inputs.paged(case, 64)
+    pool = case.pool_pages if kernel.fp8_entries else case.pool
+    entries = pool, case.index.clamp_min(0), None, case.count
+    rope = (case.cos, case.sin) if kernel.inverse_rope else None
+    sink = case.sink if kernel.sink else None
+    device = make("sm_100a", checks="off", trace=True)
+    launch(code, *arguments.launch_args(kernel, case.q, entries, None, sink, rope, o, lse, case.scale), gpu=device)
+    return device.trace
+
+
+def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
+    """The kernel for the static model when ``active`` SMs work."""
+    roles = c.tile, c.once, c.qk, c.pv
+    return static_model.attention("fmha", *roles, c.stages, card, cluster=c.cluster, active=active, bring=c.bring)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a shape, its modelled time, and what stands beside it."""
+
+    model: str
+    kind: str
+    phase: str
+    batch: int
+    context: int
+    pool: str
+    keys: int
+    form: str
+    splits: int
+    ctas: int
+    modelled_us: float
+    error_low: float
+    error_high: float
+    bound: str
+    resource: str
+    floor_us: float
+    fraction: float
+    target: str
+    met: str
+    tflops: float
+    best_splits: int
+    best_us: float
+    published: str
+
+
+# Published numbers of SM100 kernels (performance.md section 1 a): their authors', for the shapes they state.
+_FLASHMLA_PREFILL, _FLASHMLA_DECODE = 1450e12, 350e12
+_CAKE = {"SWA": 6.9, "CSA": 12.4, "HCA": 13.6}  # us, FlashInfer PR 4573, 64 heads, 5 queries, bf16; batch not stated
+
+
+def published(shape: Shape) -> str:
+    """What others have published next to a shape, "" where nothing is near."""
+    if shape.phase == "prefill" and shape.model == "Pro" and shape.kind == "CSA":
+        return f"{1e6 * shape.flops / _FLASHMLA_PREFILL:.0f} us at FlashMLA's 1450 TFLOP/s (576/512, top-k 2048)"
+    if shape.phase == "decode" and shape.batch == 128 and shape.kind == "CSA":
+        return f"{1e6 * shape.flops / _FLASHMLA_DECODE:.0f} us at FlashMLA's 350 TFLOP/s (fp8 entries)"
+    if shape.phase == "decode" and shape.model == "Flash" and shape.batch == 8:
+        return f"FlashInfer {_CAKE[shape.kind]} us (5 queries, batch not stated)"
+    return ""
+
+
+def predict(
+    shape: Shape,
+    single: Counted,
+    parts: Counted,
+    card: Gpu,
+    errors: dict[str, tuple[float, float]],
+    form: str = BUILT,
+    persistent: bool = False,
+) -> Row:
+    """The line of a shape: in as many parts as the op chooses, or in the best number where it is a question asked.
+
+    Args:
+        single, parts: the kernel that normalises, and the one that writes parts for `combine`.
+        card, errors: the GPU; (smallest, largest) error of the calibration, by regime.
+        form: name of the configuration; persistent: CTAs stay for the next token.
+    """
+    groups = shape.tokens * -(-shape.heads // (single.rows * single.cluster)) * single.cluster
+    most = max(_tiles(*shape.keys(seen)) for seen in shape.positions())
+    choices = _split_choices(most, groups, int(card["sms"])) if shape.phase == "decode" else (1,)
+    times = {splits: timed(shape, single, parts, card, groups, splits, persistent) for splits in choices}
+    best = min(times, key=lambda splits: times[splits].us)
+    chosen = best
+    if form == BUILT:
+        chosen = choose_splits(shape.tokens, shape.heads, *shape.keys(max(shape.positions())), int(card["sms"]))
+        times[chosen] = timed(shape, single, parts, card, groups, chosen, persistent)
+    pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
+    return _row(shape, pool, form, chosen, times[chosen], groups, errors, (best, times[best].us))
+
+
+def timed(
+    shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int, persistent: bool = False
+) -> Time:
+    """The time of a shape in so many parts; ``groups``: CTAs of one part."""
+    c = single if splits == 1 else parts
+    lengths = [-(-_tiles(*shape.keys(seen)) // splits) for seen in shape.positions()]
+    hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
+    model = model_of(c, card, min(groups * splits, int(card["sms"])))
+    join = 0.0
+    if splits > 1:
+        join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
+    tiles = lengths[0] if len(lengths) == 1 else lengths
+    return static_model.modelled(model, card, groups * splits, tiles, hbm, join, persistent)
+
+
+def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
+    """(loads one behind the other, bytes) of `kernels.fmha.combine`: the LSEs twice, then four parts at a time."""
+    return 2 + -(-splits // 4), tokens * heads * DIM * (4 * splits + 2)
+
+
+def _row(
+    shape: Shape,
+    pool: str,
+    form: str,
+    splits: int,
+    time: Time,
+    groups: int,
+    errors: dict[str, tuple[float, float]],
+    best: tuple[int, float],
+) -> Row:
+    regime = "memory" if time.bound == "HBM" else "attention" if time.tiles > time.exposed else "short attention"
+    limit, words = shape.target_us
+    return Row(
+        **asdict(shape),
+        pool=pool,
+        keys=sum(shape.keys(shape.context)),
+        form=form,
+        splits=splits,
+        ctas=groups * splits,
+        modelled_us=time.us,
+        error_low=errors[regime][0],
+        error_high=errors[regime][1],
+        bound=time.bound,
+        resource=time.resource,
+        floor_us=shape.floor_us,
+        fraction=shape.floor_us / time.us,
+        target=words,
+        met="yes" if time.us <= limit else "no",
+        tflops=shape.flops / time.us / 1e6,
+        best_splits=best[0],
+        best_us=best[1],
+        published=published(shape),
+    )
+
+
+def _tiles(entries: int, window: int) -> int:
+    return -(-entries // TILE) + -(-window // TILE)
+
+
+def _pool_bytes(shape: Shape, key_bytes: int) -> float:
+    """Bytes of keys that cross HBM once: every request's own in decode, the prompt's entries and span in prefill."""
+    entries, window = shape.keys(shape.context)
+    if shape.phase == "decode":
+        return shape.batch * (entries + window) * key_bytes
+    rate = {"CSA": CSA_RATE, "HCA": HCA_RATE, "SWA": 0}[shape.kind]
+    return shape.batch * (shape.context // rate if rate else 0) * key_bytes + shape.tokens * key_bytes
+
+
+def _split_choices(tiles: int, groups: int, sms: int) -> Iterable[int]:
+    """Numbers of parts worth trying: every one that shortens the longest part, up to about one wave."""
+    shares = {-(-tiles // s): s for s in range(min(tiles, max(1, 2 * sms // groups)), 0, -1)}
+    return sorted(shares.values())
+
+
+def shapes() -> list[Shape]:
+    """Every line of the table."""
+    out = []
+    for model in MODELS:
+        for kind in KINDS:
+            for context in CONTEXTS if kind != "SWA" else CONTEXTS[:1]:
+                out += [Shape(model, kind, "decode", batch, context) for batch in BATCHES]
+            out += [Shape(model, kind, "prefill", 1, prompt) for prompt in PROMPTS]
+    return out
+
+
+def run(card: Gpu | None = None) -> list[Row]:
+    """Count the kernel and predict every shape."""
+    card = card or gpu("B200")
+    checked = calibration.check()
+    errors = {regime: calibration.error(regime, checked) for regime in calibration.REGIMES}
+    ends = {"sink": False, "inverse_rope": False, "partial": True}
+    bf16 = {n: (counted(cluster=n), counted(cluster=n, **ends)) for n in {cluster_of(h) for h, _ in MODELS.values()}}
+    pages = {n: (fp8(one, cluster=n), fp8(parts, cluster=n, **ends)) for n, (one, parts) in bf16.items()}
+    built = {model: bf16[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
+    quantised = {model: pages[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
+    rows = [predict(shape, *built[shape.model], card, errors) for shape in shapes()]
+    rows += [predict(s, *quantised[s.model], card, errors) for s in shapes() if s.phase == "decode" and s.kind != "SWA"]
+    for shape in shapes():
+        if shape.phase == "prefill" or shape.batch == 128:
+            rows.append(predict(shape, *built[shape.model], card, errors, ASKED, True))
+    return rows
+
+
+def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
+    """Model -> series -> (FLOP a byte of HBM by the floor's count, modelled TFLOP/s, label), for a roofline.
+
+    Series: decode by batch, prefill, and both with all that is asked as "what if". Labels only where they stay apart.
+    """
+    out: dict[str, dict[str, list[tuple[float, float, str]]]] = {model: {} for model in MODELS}
+    for row in rows:
+        shape = Shape(row.model, row.kind, row.phase, row.batch, row.context)
+        if row.pool != "bf16":
+            continue
+        name = f"decode B{row.batch}" if row.phase == "decode" else "prefill"
+        long = f" {row.context >> 10}K" if row.kind == "HCA" or row.phase == "prefill" else ""
+        apart = row.form == BUILT and row.context in (4096, 1048576)
+        apart = apart and (row.kind == "CSA" if row.phase == "prefill" else row.batch == 128)
+        series = out[row.model].setdefault(name if row.form == BUILT else row.form, [])
+        point = (shape.intensity, row.tflops, f"{row.kind}{long}" if apart else "")
+        if point not in series:
+            series.append(point)
+    return out
+
+
+def record(rows: list[Row], path: Path = RESULTS) -> None:
+    """Write the table."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([f.name for f in fields(Row)])
+        for row in rows:
+            writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()])
+
+
+def recorded(path: Path = RESULTS) -> list[Row]:
+    """The table as it was written."""
+    read = {"str": str, "int": int, "float": float}
+    with path.open(newline="") as file:
+        return [Row(**{f.name: read[f.type](line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)]

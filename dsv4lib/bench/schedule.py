@@ -1,0 +1,70 @@
+"""A tile schedule: tasks on units, each unit one task at a time and in order, run for a number of tiles.
+
+    load j ----> qk j ----> softmax j ----> pv j          units: TMA, tensor core, softmax warps
+                 qk j + 1 goes out before pv j            leads: how many tiles ahead a task is issued
+
+This is where what is exposed comes from: the first load and product, the last softmax and product, and gaps in the
+middle when fewer stages are in flight than cover a latency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4lib.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of every tile.
+
+    Attributes:
+        name, unit: what and where.
+        clocks: how long its unit is busy; latency: from then until others see the result.
+        after: (task, lag): instance j waits for instance j - lag of that task; none where j < lag.
+        lead: tiles that it is issued ahead of tasks with lead 0.
+    """
+
+    name: str
+    unit: str
+    clocks: float
+    latency: float = 0
+    after: tuple[tuple[str, int], ...] = ()
+    lead: int = 0
+
+
+def run(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) of every instance of every task, latency not counted.
+
+    Args:
+        tasks: in the order in which a unit issues its own within a step; tiles: how many.
+        ready: clock at which a unit can begin, 0 where it is not named.
+
+    Raises:
+        ArgumentError: a task waits for one that is issued later: the order deadlocks.
+    """
+    done: dict[str, list[tuple[float, float]]] = {task.name: [] for task in tasks}
+    latency = {task.name: task.latency for task in tasks}
+    free = dict(ready or {})
+    for step in range(-max(task.lead for task in tasks), tiles):
+        for task in tasks:
+            tile = step + task.lead
+            if not 0 <= tile < tiles:
+                continue
+            start = free.get(task.unit, 0.0)
+            for other, lag in task.after:
+                if tile < lag:
+                    continue
+                if len(done[other]) <= tile - lag:
+                    raise ArgumentError(f"order of {task.name}", task.after, f"{other} {tile - lag} issued before it")
+                start = max(start, done[other][tile - lag][1] + latency[other])
+            done[task.name].append((start, start + task.clocks))
+            free[task.unit] = start + task.clocks
+    return done
+
+
+def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) -> float:
+    """Clock at which the last result is there; the largest ``ready`` without tiles."""
+    done = run(tasks, tiles, ready)
+    ends = [instances[-1][1] + task.latency for task in tasks if (instances := done[task.name])]
+    return max([*ends, *(ready or {}).values(), 0.0])

@@ -1,0 +1,279 @@
+"""How long a kernel would take on a GPU, from what it does and what the GPU can do; no run on that GPU is needed.
+
+    modelled time = launch + waves x (set-up + tile schedule + what a CTA does once) [+ combine], at least HBM's time
+
+The tile schedule (schedule.py) runs the tasks of a tile on their units; a task takes the longest of its resources. A
+resource that several units share (shared memory, issue slots) bounds the whole: no less than tiles x its clocks.
+
+What it leaves out: bank conflicts, power limits (the clock is a rate of the table), contention beyond the rates, the
+difference between PTX and SASS. What that is worth is not argued but measured: calibration.py runs the same model on
+Hopper kernels with known times, and its error stands beside every prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dsv4lib.bench import schedule
+from dsv4lib.bench.rates import Gpu
+from dsv4lib.bench.schedule import Task
+from dsv4lib.bench.work import WARP, Form, Work
+from dsv4lib.errors import ArgumentError
+
+QUARTERS = 4  # of an SM, each with its own warps
+FP8_KINDS = ("f8f6f4", "mxf8f6f4")
+
+
+def mma_clocks(form: Form, gpu: Gpu) -> float:
+    """Clocks of one instruction in the tensor core of one SM, operands apart.
+
+    Raises:
+        ArgumentError: the GPU has no such instruction.
+    """
+    names = {"wgmma": "wgmma_flops"}
+    name = names.get(form.kind, "mma_flops")
+    if form.kind != "wgmma" and form.m // form.group == 64 and form.group == 1:
+        name = "mma_m64_ws_flops" if form.ws else "mma_m64_flops"
+    if name not in gpu.rates:
+        raise ArgumentError("form", str(form), f"an instruction of {gpu.name}")
+    return form.flops / gpu[name] / (2 if form.kind in FP8_KINDS else 1)
+
+
+def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[str, float]:
+    """Clocks that each resource of an SM needs for some work, if it did nothing else.
+
+    Args:
+        l2_bytes_clk: B a clock that this SM gets from L2; its share when all SMs read, if not given.
+    """
+    l2 = gpu["l2_bytes_sm"] if l2_bytes_clk is None else l2_bytes_clk
+    found = {
+        "tensor core": sum(mma_clocks(form, gpu) * n for form, n in work.mma.items()),
+        "SMEM": (work.smem_mma_bytes + work.smem_thread_bytes) / gpu["smem_bytes"],
+        "TMA in": work.load_bytes / gpu["tma_in_bytes"],
+        "L2": (work.l2_bytes + work.plain_load_bytes + work.store_bytes + work.tma_store_bytes) / l2,
+        "exp": work.exp * WARP / gpu["exp"],
+        "convert": work.convert * WARP / gpu["convert"],
+        "half-rate ALU": work.half_rate * WARP / gpu["half_rate"],
+        "full-rate ALU": work.full_rate * WARP / gpu["full_rate"],
+        "issue": work.instructions / gpu["issue"],
+    }
+    if "tmem_load_bytes" in gpu.rates:
+        found["TMEM"] = work.tmem_load_bytes / gpu["tmem_load_bytes"] + work.tmem_store_bytes / gpu["tmem_store_bytes"]
+    return found
+
+
+def longest(clocks: dict[str, float]) -> tuple[str, float]:
+    """The resource that takes longest, and its clocks."""
+    return max(clocks.items(), key=lambda item: item[1])
+
+
+def chain(work: Work, gpu: Gpu, warps: int) -> float:
+    """Clocks of one tile's softmax in its warps: pipes, or what one warp issues alone, and its waits on top.
+
+    Args:
+        work: what these warps do in a tile; warps: how many, a multiple of the quarters.
+    """
+    alu = Work(
+        exp=work.exp,
+        convert=work.convert,
+        half_rate=work.half_rate,
+        full_rate=work.full_rate,
+        instructions=work.instructions,
+    )
+    alone = work.instructions / warps / gpu["warp_ipc"]
+    return max(alone, longest(resources(alu, gpu))[1]) + work.syncs / warps * gpu["sync_clk"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, ready to be timed.
+
+    Attributes:
+        name: of it; tile, once: work of a CTA per tile, and besides.
+        tasks: of the schedule; first: unit that the set-up delays further (a staged operand), and by how much.
+        cluster: CTAs that belong together; shared: neighbours read the same lines of L2 at nearly the same time.
+    """
+
+    name: str
+    tile: Work
+    once: Work
+    tasks: tuple[Task, ...]
+    first: tuple[str, float] = ("", 0.0)
+    cluster: int = 1
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Time:
+    """A modelled time and what it is made of.
+
+    Attributes:
+        clocks: of the whole launch, without ``launch_us``; us: of all.
+        tiles: clocks of the tile schedule in the steady state; exposed: of set-up, fill, drain and epilogue;
+            combine_us: of the kernel that joins parts; hbm: clocks that HBM needs.
+        bound: what the largest part of the time is; resource: the longest resource of a tile.
+        waves: how often every SM gets a CTA.
+    """
+
+    clocks: float
+    us: float
+    tiles: float
+    exposed: float
+    combine_us: float
+    hbm: float
+    bound: str
+    resource: str
+    waves: int
+
+
+def l2_share(gpu: Gpu, active: int, shared: bool = False) -> float:
+    """B a clock that each of ``active`` SMs reads from L2: its share, or what one SM can take."""
+    all_sms = gpu["l2_shared_bytes_sm" if shared else "l2_bytes_sm"] * gpu["sms"]
+    return min(gpu["tma_in_bytes"], all_sms / max(active, 1))
+
+
+def cta_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, persistent: bool = False) -> tuple[float, float]:
+    """(clocks of a CTA from its first load on, of these in the steady state of its tiles); ``persistent``: no fill."""
+    steady = max(longest(resources(kernel.tile, gpu, l2))[1], slope(kernel))
+    once = longest(resources(kernel.once, gpu, l2))[1]
+    if persistent:
+        return tiles * steady + once, tiles * steady
+    makespan = schedule.end(list(kernel.tasks), tiles, _ready(kernel))
+    return max(makespan, fill(kernel) + max(0, tiles - 1) * steady) + once, tiles * steady
+
+
+def fill(kernel: Kernel) -> float:
+    """Clocks of the first tile alone, from its load to its last result."""
+    return schedule.end(list(kernel.tasks), 1, _ready(kernel))
+
+
+def _ready(kernel: Kernel) -> dict[str, float]:
+    return {kernel.first[0]: kernel.first[1]} if kernel.first[0] else {}
+
+
+def slope(kernel: Kernel, tiles: int = 24) -> float:
+    """Clocks a tile of a long schedule."""
+    tasks = list(kernel.tasks)
+    return (schedule.end(tasks, 2 * tiles) - schedule.end(tasks, tiles)) / tiles
+
+
+def modelled(
+    kernel: Kernel,
+    gpu: Gpu,
+    ctas: int,
+    tiles: Iterable[int] | int,
+    hbm_bytes: float = 0,
+    combine_us: float = 0,
+    persistent: bool = False,
+    per_sm: int = 1,
+) -> Time:
+    """The time of a launch.
+
+    Args:
+        ctas: of the grid; tiles: of each CTA, or of CTAs of different length in equal numbers.
+        hbm_bytes: that must cross HBM once; combine_us: of a second kernel that joins the parts.
+        persistent: CTAs stay: the next row's first loads run under this row's end.
+        per_sm: CTAs that share an SM, alternating on its units.
+    """
+    lengths = [tiles] if isinstance(tiles, int) else list(tiles)
+    sms = int(gpu["sms"]) // kernel.cluster * kernel.cluster
+    waves = -(-ctas // (sms * per_sm))
+    active = min(sms, ctas)
+    l2 = l2_share(gpu, active, kernel.shared)
+    each = [cta_clocks(kernel, n, gpu, l2, persistent) for n in lengths]
+    mean, steady = sum(total for total, _ in each) / len(each), sum(s for _, s in each) / len(each)
+    # CTAs of different length fill SMs one after the other: the sum over an SM, and no less than the longest.
+    rounds = ctas / sms if len(lengths) > 1 else waves * per_sm
+    body = max(rounds * mean, max(total for total, _ in each))
+    if persistent:
+        body += fill(kernel)
+    switches = 0 if persistent else max(0, waves - 1) * gpu["switch_clk"]
+    setup = gpu["first_byte_clk"]
+    hbm = hbm_bytes / gpu.hbm_clk_bytes
+    clocks = setup + max(switches + body, hbm)
+    tile_clocks = steady * max(rounds, 1)
+    us = gpu.microseconds(clocks) + gpu["launch_us"] + combine_us
+    resource = longest({**resources(kernel.tile, gpu, l2), "latency of the tile's chain": slope(kernel)})[0]
+    parts = {
+        resource: gpu.microseconds(tile_clocks),
+        "set-up, fill and drain": gpu.microseconds(max(0.0, clocks - tile_clocks)) + gpu["launch_us"],
+        "combine": combine_us,
+    }
+    bound = "HBM" if hbm > switches + body else longest(parts)[0]
+    return Time(clocks, us, tile_clocks, clocks - tile_clocks, combine_us, hbm, bound, resource, waves)
+
+
+def gemm(name: str, tile: Work, once: Work, stages: int, gpu: Gpu) -> Kernel:
+    """A GEMM whose tile is a K step: loads run ``stages`` ahead of the MMAs."""
+    step = resources(tile, gpu, l2_share(gpu, int(gpu["sms"]), shared=True))
+    tasks = (
+        Task("mma", "tensor core", max(step["tensor core"], step["SMEM"]), 0, (("load", 0),)),
+        Task("load", "TMA", max(step["TMA in"], step["L2"]), gpu["load_latency_clk"], (("mma", stages),), stages),
+    )
+    return Kernel(name, tile, once, tasks, shared=True)
+
+
+def attention(
+    name: str,
+    tile: Work,
+    once: Work,
+    qk: Work,
+    pv: Work,
+    stages: int,
+    gpu: Gpu,
+    warps: int = 4,
+    scores: int = 2,
+    cluster: int = 1,
+    groups: int = 1,
+    separate: bool = False,
+    ahead: bool = True,
+    active: int | None = None,
+    shared: bool = False,
+    bring: Work | None = None,
+) -> Kernel:
+    """An attention kernel: loads, Q K^T, softmax, P V.
+
+    Args:
+        tile: work of a CTA a KV tile; qk, pv: the MMAs of it by role.
+        stages: KV tiles in shared memory; scores: tiles of scores in flight.
+        warps: of one group of softmax warps; groups: groups that take turns with their own rows (FA3's ping-pong).
+        separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
+            before; active: SMs that load at the same time, all if not
+            given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys.
+    """
+    bring = bring or Work()
+    alu = replace(tile, mma=Work().mma) - bring
+    l2 = l2_share(gpu, int(gpu["sms"]) if active is None else active, shared)
+    load = max(tile.load_bytes / gpu["tma_in_bytes"], (tile.l2_bytes + tile.plain_load_bytes) / l2)
+    load = max(load, chain(bring, gpu, warps))
+    latency = gpu["load_latency_clk"]
+    tasks = []
+    for g in range(groups):
+        part = resources(qk * (1 / groups), gpu)
+        score = max(part["tensor core"], part["SMEM"])
+        after = (("load k", 0), (f"softmax {g}", scores), *(() if ahead else ((f"pv {g}", 1),)))
+        tasks.append(Task(f"qk {g}", "tensor core", score, gpu["mma_latency_clk"], after, int(ahead)))
+    for g in range(groups):
+        clocks = chain(alu * (1 / groups), gpu, warps)
+        tasks.append(Task(f"softmax {g}", f"warps {g}", clocks, 0, ((f"qk {g}", 0), (f"pv {g}", 2)), int(ahead)))
+    for g in range(groups):
+        part = resources(pv * (1 / groups), gpu)
+        weigh = max(part["tensor core"], part["SMEM"])
+        tasks.append(
+            Task(f"pv {g}", "tensor core", weigh, gpu["mma_latency_clk"], (("load v", 0), (f"softmax {g}", 0)))
+        )
+    used = f"{'qk' if separate else 'pv'} {groups - 1}"
+    tasks.append(Task("load k", "TMA", load / (1 + separate), latency, ((used, stages),), stages))
+    tasks.append(Task("load v", "TMA", load / 2 if separate else 0, latency, ((f"pv {groups - 1}", stages),), stages))
+    return Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared)
+
+
+def combine_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
+    """Clocks of a kernel that joins parts: a dependent launch, loads that wait for each other, and the bytes it moves.
+
+    Args:
+        waits: loads one behind the other; nbytes: read and written, from L2 if they fit.
+    """
+    rate = gpu.l2_clk_bytes if nbytes <= gpu["l2_size"] else gpu.hbm_clk_bytes
+    return gpu["combine_setup_clk"] + waits * gpu["combine_wait_clk"] + nbytes / rate

@@ -1,0 +1,75 @@
+"""What `dsv4 bench` prints: measurements of the emulator here, and the static model's table of the attention kernel."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def emulator(cutlass: Path | None, record: Path | None) -> bool:
+    """Measure the emulator; True if every floor was reached."""
+    from dsv4lib.bench import emulator, rows
+
+    with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
+        found = emulator.run(folder, cutlass)
+    table = Table("measured", "value", "floor", "", "detail")
+    for row in found:
+        floor = "" if row.floor is None else f"{'>=' if row.more_is_better else '<='} {row.floor:.3g}"
+        value = "" if row.value is None else f"{row.value:.3g} {row.unit}"
+        colour = {True: "green", False: "red", None: "dim"}[row.reached]
+        table.add_row(row.what, value, floor, f"[{colour}]{row.verdict}[/]", row.detail)
+    Console().print(table)
+    if record is not None:
+        rows.record(found, record)
+    return not any(row.reached is False for row in found)
+
+
+def fmha(record: Path | None, figure: Path | None) -> None:
+    """Check the static model on Hopper, then predict the attention kernel on a B200.
+
+    Args:
+        record: write the predictions to this CSV file; figure: draw them as a roofline into this PNG file.
+    """
+    from dsv4lib import viz
+    from dsv4lib.bench import calibration, fmha
+    from dsv4lib.viz.style import to_png
+
+    console = Console(width=190)
+    checked = Table("Hopper launch", "regime", "modelled clk", "measured clk", "error", title="Calibration, H200")
+    for done in calibration.check():
+        fitted = " (fitted)" if done.case.case in calibration.FITTED else ""
+        numbers = f"{done.clocks:,.0f}", f"{done.case.clocks:,.0f}", f"{done.error:+.1%}{fitted}"
+        checked.add_row(done.case.case, done.case.regime, *numbers)
+    console.print(checked)
+    modelled, published = calibration.flashmla()
+    console.print(f"B200, FlashMLA sparse prefill: modelled {modelled:.0f} TFLOP/s, published {published:.0f}")
+    rows = fmha.run()
+    columns = (
+        "shape",
+        "keys",
+        "form",
+        "parts",
+        "modelled us",
+        "model's error",
+        "bound",
+        "floor us",
+        "fraction",
+        "target",
+    )
+    table = Table(*columns, "met", "published", title="Attention on a B200: modelled, not measured")
+    for row in rows:
+        shape = f"{row.model} {row.kind} {row.phase} B{row.batch} {row.context >> 10}K"
+        error = f"{row.error_low:+.0%} .. {row.error_high:+.0%}"
+        numbers = f"{row.modelled_us:.1f}", error, f"{row.bound}", f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
+        met = f"[{'green' if row.met == 'yes' else 'red'}]{row.met}[/]"
+        table.add_row(
+            shape, row.pool, str(row.keys), row.form, str(row.splits), *numbers, row.target, met, row.published
+        )
+    console.print(table)
+    if record is not None:
+        fmha.record(rows, record)
+    if figure is not None:
+        figure.write_bytes(to_png(viz.roofline.roofline(fmha.points(rows), fmha.PEAK / 1e12, {"HBM 8 TB/s": 8.0})))

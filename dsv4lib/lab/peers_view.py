@@ -1,0 +1,166 @@
+"""Our attention beside other people's, as a table and a figure: from the committed measurements, without the packages.
+
+`python -m dsv4lib.lab.peers_view` rewrites the table in data/bench/fmha_peers.md and data/figures/fmha_peers.png.
+`./dsv4 bench peers` measures anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from dsv4lib import env
+from dsv4lib.bench import peers
+from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.viz import style
+from dsv4lib.viz.bars import Panel, side_by_side
+
+BEGIN, END = "<!-- peers: written by python -m dsv4lib.lab.peers_view -->", "<!-- /peers -->"
+NOTES = peers.TABLE.with_suffix(".md")
+FIGURE = env.root() / "data" / "figures" / "fmha_peers.png"
+# Classes of instructions, joined for the eye.
+GROUPS = {
+    "exp2, max, convert": ("exp2", "maximum", "convert"),
+    "float arithmetic": ("float",),
+    "TMEM, MMA issue": ("tmem", "mma"),
+    "shared memory": ("shared",),
+    "global, copies": ("copy",),
+    "barriers": ("barrier",),
+    "integer, select, branch": ("integer", "select", "branch"),
+    "moves (mostly free)": ("move",),
+}
+HEADER = (
+    "kernel",
+    "instructions",
+    "without moves",
+    "MMAs",
+    "K/V KiB",
+    "operand KiB",
+    "error",
+    "registers",
+    "SMEM KiB",
+    "compile s",
+)
+
+
+def source(rows: list[dict[str, Any]]) -> str:
+    """One sentence: where the numbers are from, with versions."""
+    versions = sorted({f"{row['package']} {row['version']}" for row in rows if row["package"]})
+    ours = next(row["commit"] for row in rows if not row["package"])
+    return (
+        f"Measured in the emulator ({', '.join(versions)}, CuTeDSL {rows[0]['dsl']}; ours at {ours}) and read from "
+        f"data/bench/{peers.TABLE.name}: the packages need not be installed. ./dsv4 bench peers measures anew."
+    )
+
+
+def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What the table shows of each row, see `HEADER`; counts are of a 128-key tile."""
+    return [
+        (
+            row["kernel"],
+            round(row["wi"]),
+            round(row["wi"] - row["wi_move"]),
+            round(row["mma"]),
+            round(peers.loaded(row)),
+            round(row["smem_operands"] / 1024),
+            f"{row['rel_l2']:.2e}",
+            round(row["registers"]),
+            round(row["smem_bytes"] / 1024),
+            f"{row['compile_s']:.0f}",
+        )
+        for row in rows
+    ]
+
+
+def markdown(rows: list[dict[str, Any]] | None = None) -> str:
+    """The committed table (or ``rows``) for a README or a notebook, with its source below."""
+    rows = peers.load() if rows is None else rows
+    lines = [f"| {' | '.join(HEADER)} |", "| --- |" + " ---: |" * (len(HEADER) - 1)]
+    for row in cells(rows):
+        shown = [f"{value:,}" if isinstance(value, int) else value for value in row]
+        if row[0].startswith("ours"):
+            shown = [f"**{value}**" for value in shown]
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join([*lines, "", source(rows)])
+
+
+def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
+    """The committed table (or ``rows``) as bars, one panel a quantity; ours in bold, its bounds as ticks."""
+    rows = peers.load() if rows is None else rows
+    names = [row["kernel"] for row in rows]
+    ours = [not row["package"] for row in rows]
+    bounds = [peers.BOUNDS[int(row["heads"])] if row["kernel"] in peers.OURS.values() else None for row in rows]
+    groups = {name: [sum(row[f"wi_{kind}"] for kind in kinds) for row in rows] for name, kinds in GROUPS.items()}
+    loaded, operands = [peers.loaded(row) for row in rows], [row["smem_operands"] / 1024 for row in rows]
+    tensor = [(row["tmem_ld"] + row["tmem_st"]) / 1024 for row in rows]
+    most_wi, most_kib = ([bound and bound[i] for bound in bounds] for i in (0, 1))
+    panels = [
+        Panel("PTX warp-instructions", [row["wi"] for row in rows], parts=groups, bounds=most_wi),
+        Panel("K and V loaded, KiB", loaded, bounds=most_kib),
+        Panel("Operands that the tensor cores read there, KiB", operands),
+        Panel("Tensor memory, loads and stores of threads, KiB", tensor),
+        Panel("Error against fp64, relative L2 x 1000", [1e3 * row["rel_l2"] for row in rows], "{:.2f}"),
+        Panel("Registers a thread", [row["registers"] for row in rows]),
+    ]
+    return side_by_side(names, panels, ours, "One 128-key tile in the steady state, 64 or 128 heads of 512")
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows."""
+    table = Table(*HEADER)
+    for row in cells(rows):
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in row))
+    console.print(table)
+
+
+def command(record: Path | None, only: list[str]) -> int:
+    """`dsv4 bench peers`: measure, print, perhaps record; the exit code (1: a bound of ours is not kept).
+
+    Args:
+        record: the table to update. only: names of kernels, empty: all.
+
+    Raises:
+        ArgumentError: a name that is no kernel's. DSV4Error: a kernel stopped.
+    """
+    from dsv4lib.bench import peer_calls
+    from dsv4lib.lab import corpus
+
+    names = [kernel.name for kernel in peer_calls.KERNELS]
+    for name in only:
+        if name not in names:
+            raise ArgumentError("only", name, "one of " + "; ".join(names))
+    console, rows = Console(), []
+    packages = None
+    for kernel in peer_calls.KERNELS:
+        if only and kernel.name not in only:
+            continue
+        if kernel.package and packages is None:
+            packages = corpus.packages()
+        with console.status(kernel.name):
+            rows.append(peers.measure(kernel.name, packages if kernel.package else None))
+        if record is not None:
+            peers.record(rows[-1:], record, names)
+    show(rows, console)
+    if len(rows) < len(names):
+        return 0
+    for text in (broken := peers.missed(rows)):
+        console.print(f"[red]{text}[/]")
+    return 1 if broken else 0
+
+
+def main() -> None:
+    """Rewrite the table in the notes, and the figure."""
+    text = NOTES.read_text()
+    if BEGIN not in text or END not in text:
+        raise DSV4Error(f"{NOTES} needs the lines {BEGIN} and {END}")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    NOTES.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{after}")
+    FIGURE.write_bytes(style.to_png(figure()))
+
+
+if __name__ == "__main__":
+    main()

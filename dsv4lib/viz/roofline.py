@@ -1,0 +1,68 @@
+"""A roofline: work per byte against rate, under the roofs of bandwidth and arithmetic, with points for what is reached.
+
+A point's distance to the roof above it is what is lost; points of one shape on a vertical line differ only in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.viz.panels import styled
+from dsv4lib.viz.style import INK, MUTED, PALETTE, new_figure, set_alt
+
+_MARKERS = "osD^vP*X"
+
+
+@styled
+def roofline(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, str]]]],
+    peak: float,
+    bandwidths: Mapping[str, float],
+    title: str = "",
+) -> Figure:
+    """Roofs and points, one panel beside the other with the same axes.
+
+    Args:
+        panels: title of a panel -> series -> points (FLOP a byte, TFLOP/s, label or "").
+        peak: TFLOP/s of the arithmetic; bandwidths: name -> TB/s of the memory that the bytes are counted at.
+        title: of the figure.
+
+    Raises:
+        ArgumentError: no point, or a coordinate that is not positive.
+    """
+    points = [point for series in panels.values() for some in series.values() for point in some]
+    if not points or min(min(x, y) for x, y, _ in points) <= 0:
+        raise ArgumentError("panels", len(points), "at least one point, all coordinates positive")
+    lowest, highest = min(x for x, _, _ in points) / 2, max(x for x, _, _ in points) * 2.5
+    names = list(dict.fromkeys(name for series in panels.values() for name in series))
+    fig = new_figure(height=4.4)
+    axes = np.atleast_1d(fig.subplots(1, len(panels), sharex=True, sharey=True))
+    x = np.geomspace(lowest, highest, 200)
+    for axis, (name, series) in zip(axes, panels.items(), strict=True):
+        for i, (roof, rate) in enumerate(bandwidths.items()):
+            axis.plot(x, np.minimum(rate * x, peak), color=INK, lw=1.4, ls=("-", "--", ":")[i % 3])
+            axis.annotate(roof, (lowest, rate * lowest), color=MUTED, fontsize=7, ha="left", va="bottom", rotation=25)
+        axis.annotate(f"{peak:g} TFLOP/s", (highest, peak), color=MUTED, fontsize=7, ha="right", va="bottom")
+        for line, some in series.items():
+            i = names.index(line)
+            style = {"color": PALETTE[i % len(PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
+            axis.plot([p[0] for p in some], [p[1] for p in some], ls="", ms=5, label=line, **style)
+            for px, py, label in some:
+                axis.annotate(label, (px, py), xytext=(4, -2), textcoords="offset points", fontsize=6, color=MUTED)
+        axis.set(xscale="log", yscale="log", title=name, xlabel="FLOP a byte of HBM")
+        axis.grid(True, which="major", alpha=0.4)
+    axes[0].set_ylabel("TFLOP/s")
+    handles = {h.get_label(): h for axis in axes for h in axis.get_legend_handles_labels()[0]}
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncol=4, fontsize=8)
+    if title:
+        fig.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    best = max(points, key=lambda point: point[1])
+    return set_alt(
+        fig,
+        f"Roofline with {len(points)} points under {peak:g} TFLOP/s; the highest reaches {best[1]:.0f} TFLOP/s at "
+        f"{best[0]:.0f} FLOP a byte.",
+    )

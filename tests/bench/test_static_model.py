@@ -1,0 +1,347 @@
+"""The static model on cases computed by hand: schedule, resources, whole launches, floors, and its error on Hopper."""
+
+import csv
+import dataclasses
+from collections import Counter
+
+import pytest
+
+from dsv4lib.bench import calibration, fmha, rates, schedule, static_model
+from dsv4lib.bench.rates import Gpu, Rate
+from dsv4lib.bench.schedule import Task
+from dsv4lib.bench.static_model import Kernel
+from dsv4lib.bench.work import Form, Work
+from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.ops.fmha import choose_splits
+
+QK = Form("f16", 64, 128, 16, ws=True, a="tmem")
+PV = Form("f16", 64, 256, 16, ws=True)
+
+
+def toy(**changes):
+    """A GPU of round numbers: 2 SMs at 1 GHz."""
+    values = {name: 1.0 for name in rates.gpu("B200").rates} | {"sms": 2, "tma_in_bytes": 8, "l2_bytes_sm": 4}
+    values |= {"first_byte_clk": 100, "switch_clk": 10, "hbm_bytes_s": 1e9, "load_latency_clk": 5} | changes
+    return Gpu("toy", {name: Rate("toy", name, value, "", "assumed", "-", "-") for name, value in values.items()})
+
+
+# --- rates
+
+
+def test_every_rate_has_a_source_and_every_assumption_a_consequence():
+    for rate in rates.table():
+        assert rate.source and rate.unit, rate
+        assert rate.status != "assumed" or rate.note or rate.source.startswith(("as H200", "B200's")), rate
+    shared = {r.name for r in rates.table() if r.gpu == "H200"} & {r.name for r in rates.table() if r.gpu == "B200"}
+    assert {"sms", "clock", "smem_bytes", "exp", "convert", "issue", "launch_us", "hbm_bytes_s"} <= shared
+
+
+def test_the_peak_of_each_gpu_is_the_floors():
+    for name, flops, peak in (("B200", "mma_flops", 2.25e15), ("H200", "wgmma_flops", 0.989e15)):
+        card = rates.gpu(name)
+        assert card["sms"] * card[flops] * card["clock"] * 1e9 == pytest.approx(peak, rel=2e-3)
+
+
+def test_bad_tables_and_names_are_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="warp_drive"):
+        rates.gpu("B200")["warp_drive"]
+    with pytest.raises(ArgumentError, match="A100"):
+        rates.gpu("A100")
+    lines = rates.TABLE.read_text().splitlines()
+    for broken in (
+        lines[1],
+        "B200,x,-1,B,measured,somewhere,",
+        "B200,x,1,B,guessed,somewhere,",
+        "B200,x,1,B,measured,,",
+    ):
+        path = tmp_path / "rates.csv"
+        path.write_text("\n".join([*lines, broken]))
+        with pytest.raises(ConfigError):
+            rates.table(path)
+
+
+# --- forms
+
+
+@pytest.mark.parametrize(
+    ("form", "operand", "clocks"),
+    [  # bytes of shared memory; clocks measured in SemiAnalysisAI/microbench-blackwell, umma_throughput (none for .ws)
+        (Form("f16", 128, 128, 16), 8192, 64.6),
+        (Form("f16", 128, 256, 16), 12288, 128.6),
+        (Form("f16", 64, 256, 16), 10240, 128.6),
+        (Form("f16", 128, 64, 16, a="tmem"), 2048, 32.5),
+        (Form("f16", 128, 128, 16, 2), 4096, 32.7),
+        (Form("f16", 128, 256, 16, 2, a="tmem"), 4096, 64.6),
+        (Form("f16", 256, 64, 16, 2, a="tmem"), 1024, 32.6),
+    ],
+)
+def test_clocks_of_an_mma_are_those_measured_on_a_b200(form, operand, clocks):
+    card = rates.gpu("B200")
+    assert form.operand_bytes() == operand
+    # A is 2 bytes an element and row, B is shared by a pair: whichever takes longer, tensor core or operands
+    modelled = max(static_model.mma_clocks(form, card), operand / card["smem_bytes"])
+    assert modelled == pytest.approx(clocks, rel=0.03)
+
+
+def test_operands_are_the_limit_where_they_were_measured_to_be():
+    card = rates.gpu("B200")
+    for form, clocks in ((Form("f16", 128, 64, 16), 48.6), (Form("f16", 128, 64, 16, 2), 25.7)):
+        assert static_model.mma_clocks(form, card) < form.operand_bytes() / card["smem_bytes"]
+        assert form.operand_bytes() / card["smem_bytes"] == pytest.approx(clocks, rel=0.07)
+
+
+def test_forms_of_another_gpu_are_refused():
+    with pytest.raises(ArgumentError, match="H200"):
+        static_model.mma_clocks(QK, rates.gpu("H200"))
+
+
+# --- work and resources
+
+
+def test_work_adds_and_scales():
+    a = Work(Counter({QK: 3}), exp=2, load_bytes=10)
+    both = a + Work(Counter({QK: 1, PV: 2}), exp=5)
+    assert both.mma == {QK: 4, PV: 2} and both.exp == 7 and both.load_bytes == 10
+    assert (both - a) * 2 == Work(Counter({QK: 2, PV: 4}), exp=10)
+    assert (both - both).mma == {}
+    assert a.flops == 3 * 2 * 64 * 128 * 16
+
+
+def test_resources_by_hand():
+    card = rates.gpu("B200")
+    work = Work(
+        Counter({QK: 16, PV: 8}), load_bytes=61000, l2_bytes=48000, smem_mma_bytes=12800, exp=10, instructions=8
+    )
+    found = static_model.resources(work, card)
+    assert found["tensor core"] == 16 * 32 + 8 * 64
+    assert found["SMEM"] == 100 and found["TMA in"] == 500 and found["L2"] == 1000
+    assert found["exp"] == 20 and found["issue"] == 2
+    assert static_model.resources(work, card, 480)["L2"] == 100
+    assert static_model.longest(found) == ("tensor core", 1024)
+    plain = Work(Counter({Form("f16", 64, 256, 16): 8}))
+    assert static_model.resources(plain, card)["tensor core"] == 8 * 128  # half of the lanes idle
+
+
+def test_softmax_chain_is_one_warps_issue_and_its_waits():
+    card = rates.gpu("B200").changed(warp_ipc=0.5, sync_clk=40)
+    work = Work(instructions=400, syncs=8)
+    assert static_model.chain(work, card, 4) == 400 / 4 / 0.5 + 8 / 4 * 40
+    assert static_model.chain(Work(instructions=400, exp=1000), card, 4) == 2000  # the pipe is longer
+
+
+# --- schedule
+
+LOAD = Task("load", "TMA", 10, 5, (("mma", 2),), 2)
+MMA = Task("mma", "core", 4, 1, (("load", 0),))
+
+
+def test_a_schedule_by_hand():
+    done = schedule.run([MMA, LOAD], 4)
+    # two stages: loads 0 and 1 back to back, load 2 when mma 0 has freed its stage (19 + 1) and the unit is free (20)
+    assert done["load"] == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert done["mma"] == [(15, 19), (25, 29), (35, 39), (45, 49)]
+    assert schedule.end([MMA, LOAD], 4) == 50
+    # a core that is ready at 100 frees the first stage at 105: load 2 there, load 3 behind it, used at 130
+    assert schedule.end([MMA, LOAD], 4, {"core": 100}) == 105 + 10 + 10 + 5 + 4 + 1
+    assert schedule.end([MMA, LOAD], 0) == 0
+
+
+def test_one_stage_exposes_the_latency():
+    one = Task("load", "TMA", 10, 5, (("mma", 1),), 1)
+    done = schedule.run([MMA, one], 3)
+    assert done["mma"] == [(15, 19), (35, 39), (55, 59)]  # 10 + 5 to load, 4 + 1 to use
+
+
+def test_an_order_that_waits_for_what_comes_later_is_refused():
+    with pytest.raises(ArgumentError, match="order of mma"):
+        schedule.run([MMA, Task("load", "TMA", 10)], 2)
+
+
+# --- launches
+
+
+def test_a_launch_by_hand():
+    card = toy()
+    kernel = Kernel("k", Work(load_bytes=80), Work(instructions=7), (MMA, LOAD))
+    # a CTA: 4 tiles end at 50 (above), then 7 clocks once; 3 CTAs on 2 SMs: 2 waves and a switch
+    time = static_model.modelled(kernel, card, 3, 4)
+    assert time.waves == 2 and time.clocks == 100 + 10 + 2 * (50 + 7)
+    assert time.us == pytest.approx(time.clocks / 1e3 + 1)
+    assert time.exposed == time.clocks - 2 * 4 * 10  # the steady state is one load a tile
+    one = static_model.modelled(kernel, card, 1, 4)
+    assert one.clocks == 157 and one.bound == "set-up, fill and drain"
+    assert static_model.modelled(kernel, card, 1, 4, hbm_bytes=1000).clocks == 100 + 1000
+    assert static_model.modelled(kernel, card, 1, 4, hbm_bytes=1000).bound == "HBM"
+    stays = static_model.modelled(kernel, card, 3, 4, persistent=True)
+    assert stays.clocks == 100 + 2 * (4 * 10 + 7) + 20  # filled once: load, latency, mma
+
+
+def test_a_shared_resource_bounds_the_tiles():
+    kernel = Kernel("k", Work(smem_thread_bytes=30), Work(), (MMA, LOAD))
+    time = static_model.modelled(kernel, toy(), 1, 4)
+    assert time.resource == "SMEM" and time.clocks == 100 + 20 + 3 * 30
+
+
+def test_fewer_ctas_get_more_of_l2():
+    assert static_model.l2_share(toy(), 2) == 4 and static_model.l2_share(toy(), 1) == 8
+    assert static_model.l2_share(toy(tma_in_bytes=6), 1) == 6
+
+
+def test_combine_waits_for_its_loads_and_its_bytes():
+    card = toy(combine_setup_clk=20, combine_wait_clk=3, l2_size=1000)
+    assert static_model.combine_clocks(card, 10, 80) == 20 + 30 + 10  # 8 B a clock from L2
+    assert static_model.combine_clocks(card, 10, 2000) == 20 + 30 + 2000  # 1 B a clock from HBM
+    assert fmha.combine_work(1, 3, 2) == (3, 3 * 2 * 512 * 6) and fmha.combine_work(9, 1, 1)[0] == 5
+
+
+# --- calibration
+
+
+def test_the_model_is_within_its_stated_error_on_every_hopper_launch():
+    checked = calibration.check()
+    assert len(checked) >= 20 and {c.case.regime for c in checked} == set(calibration.REGIMES)
+    for done in checked:
+        assert abs(done.error) < (0.2 if done.case.regime == "combine" else 0.15), (done.case.case, done.error)
+    assert set(calibration.FITTED) <= {c.case.case for c in checked}
+
+
+def test_an_error_is_that_of_launches_nothing_was_fitted_to():
+    checked = calibration.check()
+    fitted = dataclasses.replace(
+        checked[0], clocks=9 * checked[0].case.clocks, case=next(c.case for c in checked if c.case.case == "fa4 512")
+    )
+    checked = [*checked, fitted]  # whatever a fitted launch says does not count
+    low, high = calibration.error("attention", checked)
+    kept = [c.error for c in checked if c.case.case in ("fa4 8k", "fa4 4k", "fa4 1k", "fmha 1k")]
+    assert (low, high) == (min(kept), max(kept)) and low < high < 0  # the model is too fast here
+    with pytest.raises(ArgumentError, match="weather"):
+        calibration.error("weather")
+
+
+def test_a_wrong_rate_is_seen_by_the_calibration():
+    slow = rates.gpu("H200").changed(wgmma_flops=2048)
+    assert max(c.error for c in calibration.check(slow) if c.case.regime == "gemm") > 0.5
+
+
+def test_the_published_b200_kernel_is_met_within_a_fifth():
+    modelled, published = calibration.flashmla()
+    assert published / 1.2 < modelled < published * 1.2
+
+
+# --- attention
+
+
+@pytest.mark.parametrize(
+    ("shape", "floor"),
+    [  # performance.md section 2, B200
+        (("Flash", "CSA", "decode", 8, 4096), 0.50),
+        (("Flash", "CSA", "decode", 128, 32768), 8.08),
+        (("Flash", "HCA", "decode", 32, 131072), 3.22),
+        (("Flash", "HCA", "decode", 128, 1048576), 79.8),
+        (("Pro", "CSA", "decode", 1, 4096), 0.13),
+        (("Pro", "CSA", "decode", 128, 4096), 17.2),
+        (("Pro", "HCA", "decode", 8, 1048576), 7.75),
+        (("Flash", "CSA", "prefill", 1, 4096), 122),
+        (("Flash", "CSA", "prefill", 1, 32768), 1191),
+        (("Flash", "HCA", "prefill", 1, 4096), 67),  # traffic of Q and O, above 34 of compute
+        (("Pro", "CSA", "prefill", 1, 4096), 304),
+        (("Pro", "CSA", "prefill", 1, 32768), 4153),
+        (("Pro", "HCA", "prefill", 1, 32768), 1076),
+    ],
+)
+def test_floors_are_those_of_the_facts(shape, floor):
+    assert fmha.Shape(*shape).floor_us == pytest.approx(floor, rel=0.012, abs=0.006)
+
+
+def test_targets_are_those_of_the_contract():
+    assert fmha.Shape("Pro", "CSA", "prefill", 1, 4096).target_us[0] == pytest.approx(304.5 / 0.7, rel=1e-3)
+    assert fmha.Shape("Pro", "CSA", "decode", 128, 4096).target_us[0] == pytest.approx(17.18 / 0.6, rel=1e-3)
+    assert fmha.Shape("Flash", "HCA", "decode", 1, 1048576).target_us[1] == ">= 60 % of the floor"
+    assert fmha.Shape("Flash", "SWA", "decode", 8, 4096).target_us[0] == pytest.approx(1.5 * (0.2055 + 3), rel=1e-3)
+    with pytest.raises(ArgumentError, match="kind"):
+        fmha.Shape("Pro", "MLA", "decode", 1, 4096)
+
+
+def mmas(forms):
+    return Work(Counter(forms), smem_mma_bytes=sum(form.operand_bytes() * n for form, n in forms.items()))
+
+
+def made(load=65536.0):
+    """A configuration by hand: the MMAs of 64 keys and 512 dims, no softmax to speak of."""
+    qk, pv = mmas({QK: 16}), mmas({PV: 8})
+    tile = qk + pv + Work(load_bytes=load, l2_bytes=load, instructions=400)
+    return fmha.Counted(tile, Work(), qk, pv, 3)
+
+
+def test_a_prediction_adds_up():
+    card, c = rates.gpu("B200"), made()
+    errors = {regime: (-0.1, 0.1) for regime in calibration.REGIMES}
+    shape = fmha.Shape("Flash", "CSA", "decode", 1, 4096)
+    one = fmha.timed(shape, c, c, card, 1, 1)
+    model = fmha.model_of(c, card, 1)
+    clocks = card["first_byte_clk"] + static_model.cta_clocks(model, 8 + 2, card, card["tma_in_bytes"])[0]
+    assert one.us == pytest.approx(card.microseconds(clocks) + card["launch_us"])
+    # five parts: two tiles a CTA, 122 B a clock still for each of the five, and the combine
+    five = fmha.timed(shape, c, c, card, 1, 5)
+    clocks += static_model.cta_clocks(model, 2, card, card["tma_in_bytes"])[0]
+    clocks -= static_model.cta_clocks(model, 10, card, card["tma_in_bytes"])[0]
+    clocks += card["combine_setup_clk"] + 4 * card["combine_wait_clk"] + 64 * 512 * 22 / card.l2_clk_bytes
+    assert five.us == pytest.approx(card.microseconds(clocks) + card["launch_us"])
+    row = fmha.predict(shape, c, c, card, errors, "what if")
+    assert row.keys == 640 and row.met == "no" and row.modelled_us == row.best_us < five.us < one.us
+    assert row.fraction == pytest.approx(shape.floor_us / row.modelled_us)
+
+
+def test_what_is_built_runs_in_the_parts_that_the_op_chooses():
+    card, c = rates.gpu("B200"), made()
+    errors = {regime: (-0.1, 0.1) for regime in calibration.REGIMES}
+    for shape in (fmha.Shape("Flash", "HCA", "decode", 1, 1048576), fmha.Shape("Pro", "CSA", "decode", 8, 4096)):
+        row = fmha.predict(shape, c, c, card, errors)
+        assert row.splits == choose_splits(shape.tokens, shape.heads, *shape.keys(shape.context)) > 1
+        assert row.ctas == row.splits * shape.tokens * shape.heads // 64 and row.best_us <= row.modelled_us
+        # a part more or less than the best is no better
+        alone = fmha.timed(shape, c, c, card, shape.tokens * shape.heads // 64, 1)
+        assert row.best_us <= alone.us
+
+
+def test_warps_that_bring_keys_take_their_time():
+    card, one = rates.gpu("B200"), made()
+    bring = Work(instructions=4000, plain_load_bytes=37376)
+    two = dataclasses.replace(one, tile=one.tile + bring - Work(load_bytes=65536, l2_bytes=65536), bring=bring)
+    tasks = {task.name: task.clocks for task in fmha.model_of(two, card, 148).tasks}
+    assert tasks["load k"] == 4000 / 4 / card["warp_ipc"]  # longer than 37,376 B at 48 B a clock
+    assert tasks["softmax 0"] == fmha.model_of(one, card, 148).tasks[1].clocks  # softmax does not do it
+
+
+def test_the_count_of_the_compiled_kernel_is_what_its_docstring_says():
+    c = fmha.counted(128, 256)
+    assert c.tile.mma == c.qk.mma + c.pv.mma == {QK: 16, PV: 8}
+    assert c.tile.load_bytes == c.tile.l2_bytes == 64 * 1024
+    assert c.tile.smem_mma_bytes == 16 * 4096 + 8 * (2048 + 8192)
+    # 64 x 64 scores and the corrections of heads with large scores; two 32-column loads of a half tile by four warps
+    assert 128 <= c.tile.exp <= 160 and c.tile.tmem_load_bytes >= 2 * 128 * 32 * 4
+    assert c.once.mma == {} and c.once.plain_load_bytes >= 64 * 1024 and c.once.store_bytes >= 64 * 1024
+
+
+def test_a_pair_brings_each_key_once():
+    c = fmha.counted(128, 256, cluster=2)
+    qk, pv = Form("f16", 128, 128, 16, 2, a="tmem"), Form("f16", 128, 256, 16, 2)
+    assert c.cluster == 2 and c.stages == 6 and c.tile.mma == {qk: 16, pv: 8}  # of both CTAs, for all 128 heads
+    assert c.tile.load_bytes == c.tile.l2_bytes == 32 * 1024
+
+
+def test_the_recorded_table_has_a_line_for_every_shape():
+    with fmha.RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    built = [r for r in rows if r["form"] == fmha.BUILT and r["pool"] == "bf16"]
+    keys = {(r["model"], r["kind"], r["phase"], int(r["batch"]), int(r["context"])) for r in built}
+    assert keys == {(s.model, s.kind, s.phase, s.batch, s.context) for s in fmha.shapes()} and len(keys) == len(built)
+    for row in rows:
+        assert float(row["fraction"]) == pytest.approx(float(row["floor_us"]) / float(row["modelled_us"]), rel=2e-3)
+        assert 0 < float(row["fraction"]) < 1 and row["bound"] and row["target"]
+
+
+def test_what_was_recorded_is_read_back(tmp_path):
+    rows = fmha.recorded()
+    fmha.record(rows, tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == fmha.RESULTS.read_text()
