@@ -10,13 +10,11 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from dsv4lib import env
@@ -72,7 +70,7 @@ def run(
 def stages(
     as_json: Annotated[bool, typer.Option("--json", help="contracts and last verdicts as JSON")] = False,
 ) -> None:
-    """List the stages: a table on a terminal, else one name per line."""
+    """The ladder: each stage and the number it reached, a table on a terminal, else one name per line."""
     from dsv4lib.lab import records
     from dsv4lib.lab.stage import discover
 
@@ -85,19 +83,9 @@ def stages(
     if as_json:
         print(json.dumps([_described(spec, last.get(spec.name)) for spec in found], indent=1))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("stage", "what", "last verdict", "time"):
-        table.add_column(heading, no_wrap=heading != "what")
-    for spec in found:
-        record = last.get(spec.name)
-        if record is None:
-            table.add_row(spec.name, Text(spec.summary), Text("not run yet", style="dim"), "")
-        else:
-            look = LOOKS[record.verdict]
-            table.add_row(
-                spec.name, Text(spec.summary), Text(look.label, style=look.terminal), f"{record.seconds:.1f} s"
-            )
-    console.print(table)
+    from dsv4lib.lab.command import ladder
+
+    console.print(ladder(sorted(found, key=lambda spec: spec.notebook), last))
 
 
 def _described(spec: Any, record: Any) -> dict[str, Any]:
@@ -169,31 +157,32 @@ def emulate(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="emulator")] = "emulator",
+    what: Annotated[str, typer.Argument(help="emulator, fmha or peers")] = "emulator",
     cutlass: Annotated[Path | None, typer.Option(help="a CUTLASS checkout: also run NVIDIA's examples")] = None,
-    record: Annotated[Path | None, typer.Option(help="write what was measured to this CSV file")] = None,
+    record: Annotated[Path | None, typer.Option(help="write the table to this CSV file")] = None,
+    figure: Annotated[Path | None, typer.Option(help="fmha: draw the roofline into this PNG file")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="peers: only this kernel (repeatable)")] = None,
 ) -> None:
-    """Measure on this machine: how fast the emulator runs, against its floors (exit 1 if one is missed)."""
-    if what != "emulator":
-        raise ArgumentError("what", what, "emulator")
+    """emulator: measure its speed here (exit 1 if a floor is missed). fmha: model the attention kernel on a B200.
+
+    peers: what it and other people's kernels execute and load a tile of keys (exit 1 if a bound is missed); installs
+    their packages beside the lab on first use.
+    """
+    if what not in ("emulator", "fmha", "peers"):
+        raise ArgumentError("what", what, "emulator, fmha or peers")
     if cutlass is not None and not (cutlass / "examples").is_dir():
         raise ArgumentError("cutlass", str(cutlass), "the folder of a CUTLASS checkout")
-    if record is not None and not record.parent.is_dir():
-        raise ArgumentError("record", str(record), "a file in a folder that exists")
-    from dsv4lib.bench import emulator, rows
+    for name, path in (("record", record), ("figure", figure)):
+        if path is not None and not path.parent.is_dir():
+            raise ArgumentError(name, str(path), "a file in a folder that exists")
+    from dsv4lib.lab import benches, peers_view
 
-    with tempfile.TemporaryDirectory(prefix="dsv4-bench-") as folder:
-        found = emulator.run(folder, cutlass)
-    table = Table("measured", "value", "floor", "", "detail")
-    for row in found:
-        floor = "" if row.floor is None else f"{'>=' if row.more_is_better else '<='} {row.floor:.3g}"
-        value = "" if row.value is None else f"{row.value:.3g} {row.unit}"
-        colour = {True: "green", False: "red", None: "dim"}[row.reached]
-        table.add_row(row.what, value, floor, f"[{colour}]{row.verdict}[/]", row.detail)
-    Console().print(table)
-    if record is not None:
-        rows.record(found, record)
-    raise typer.Exit(1 if any(row.reached is False for row in found) else 0)
+    if what == "peers":
+        raise typer.Exit(peers_view.command(record, only or []))
+    if what == "fmha":
+        benches.fmha(record, figure)
+    else:
+        raise typer.Exit(0 if benches.emulator(cutlass, record) else 1)
 
 
 @app.command()

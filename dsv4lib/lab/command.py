@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import manifest, plan, runner
 from dsv4lib.lab.progress import ConsoleProgress
 from dsv4lib.lab.records import Record
-from dsv4lib.lab.stage import SETS, discover, load, workspace
+from dsv4lib.lab.stage import SETS, Stage, discover, load, workspace
 from dsv4lib.lab.verdicts import LOOKS, Verdict, exit_code
 
 
@@ -118,6 +118,24 @@ def table(records: Sequence[Record]) -> Table:
             f"{record.seconds:.1f} s",
             Text(key_metric(record)),
         )
+    return out
+
+
+def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
+    """The stages in reading order, with the number each reached: in its last run here, else as its contract has it."""
+    out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("stage", "what it shows", "number reached", "last run here"):
+        out.add_column(heading, no_wrap=heading in ("stage", "last run here"), overflow="fold")
+    for stage in stages:
+        gate, record = stage.gates[0], last.get(stage.name)
+        value = next((g.value for g in record.gates if g.metric == gate.metric), None) if record else None
+        number = f"{gate.last_seen if value is None else value:.3g}"
+        reached = Text(f"{gate.metric} {number} ({gate.op} {gate.bound:g})", style="dim" if value is None else "")
+        look = LOOKS[record.verdict] if record else None
+        verdict = Text(f"{look.label}, {record.seconds:.0f} s", style=look.terminal) if look else Text("-", style="dim")
+        out.add_row(stage.name, Text(stage.summary), reached, verdict)
+    out.caption_justify = "left"
+    out.caption = "a dim number was not measured here: it is the one committed with the stage"
     return out
 
 

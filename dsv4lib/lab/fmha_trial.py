@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dsv4lib import backends, check
+from dsv4lib.emulator import round_trips
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
@@ -20,7 +21,7 @@ from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.inputs import TYPES, Case, guards_written
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.lab.trial import never_loaded, where
+from dsv4lib.lab.trial import loads_of, never_loaded, reported, where, where_of
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
@@ -43,7 +44,8 @@ class Trial:
         trace, result: of the last launch.
         output, lse: what the kernel wrote; truth: O in fp64.
         inputs: (q, keys, ...), the tensors it read.
-        never: boxes of each operand that no CTA loaded; only with a trace.
+        never: boxes of each operand that no CTA loaded; unread: bytes that TMA loaded and no product read; only with a
+            trace.
         guards_written: values written behind the last head of a token.
     """
 
@@ -60,6 +62,7 @@ class Trial:
     truth: torch.Tensor
     inputs: tuple
     never: dict[str, int] = field(default_factory=dict)
+    unread: int = 0
     guards_written: int = 0
 
     @property
@@ -69,8 +72,9 @@ class Trial:
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, every box of the operands loaded, nothing written behind the last head."""
-        return self.right and not self.hazards and not any(self.never.values()) and not self.guards_written
+        """Right, no hazard, every box of the operands loaded and read, nothing written behind the last head."""
+        found = self.hazards or any(self.never.values()) or self.unread or self.guards_written
+        return self.right and not found
 
     @property
     def rel_l2(self) -> float:
@@ -89,10 +93,21 @@ class Trial:
 
     def findings(self) -> list[tuple[str, str, str]]:
         """(kind, Python line or "", what) of everything that was found, the most specific first."""
-        out = [(h.kind, where(h.place), h.message) for h in self.hazards]
+        out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
-        out += [("boxes never loaded", "", f"{n} boxes of {name}") for name, n in self.never.items() if n]
+        if self.trace is not None:
+            for move in round_trips.moved(self.trace):
+                places = (where_of(self.trace, line) for line in (move.store_line, move.load_line))
+                out.append(("element moved", " against ".join(places), str(move)))
+        for number, (name, boxes) in enumerate(self.never.items()):
+            if boxes:
+                out.append(
+                    ("boxes never loaded", loads_of(self.trace, self.inputs[number]), f"{boxes} boxes of {name}")
+                )
+        if self.unread:
+            places = "; ".join(loads_of(self.trace, operand) for operand in self.inputs[:2])
+            out.append(("bytes never read", places, f"{self.unread:,} bytes were loaded and no product read them"))
         if self.guards_written:
             out.append(("pad rows leaked", "", f"{self.guards_written} values behind the last head"))
         if self.error is None and not self.factor.passed:
@@ -115,7 +130,7 @@ def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
 
 
 @dataclass
-class _Native:
+class Native:
     """What a run on a GPU tells beside its numbers: nothing."""
 
     hazards: tuple = ()
@@ -126,7 +141,7 @@ class _Native:
 def _run(code: Compiled, args: tuple, backend: str, **device: Any) -> tuple[Any, EmulatorError | None]:
     if backend == "native":
         backends.launch("native", code.function, *args)
-        return _Native(), None
+        return Native(), None
     gpu = make("sm_100a", **{"checks": "race", **device})
     try:
         launch(code, *args, gpu=gpu)
@@ -135,7 +150,7 @@ def _run(code: Compiled, args: tuple, backend: str, **device: Any) -> tuple[Any,
     return gpu, None
 
 
-def _judge(
+def judge(
     made: tuple,
     gpu: Any,
     error: Any,
@@ -145,6 +160,7 @@ def _judge(
     inputs: tuple,
     unit: torch.Tensor | float = 1.0,
 ) -> Trial:
+    """A run's verdict: ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
     (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
     if error is None:
@@ -154,7 +170,7 @@ def _judge(
     return Trial(kernel, code, factor, lse_error, gpu.hazards, error, gpu.trace, result, out, lse, truth[0], inputs)
 
 
-def _score_size(case: Case) -> torch.Tensor:
+def score_size(case: Case) -> torch.Tensor:
     """scale |q| [T, H]: the standard deviation of a row's scores over keys of unit variance."""
     return case.scale * case.q.double().norm(dim=-1)
 
@@ -212,9 +228,11 @@ def ladder_trial(
 
     # Scores stay in fp32, so their peer is fp32 too.
     peer = torch_says(torch.float32 if kernel.stage == "a" else dtype)[0]
-    trial = _judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
+    trial = judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
     if gpu.trace is not None and error is None:
-        trial.never = never_loaded(gpu.trace, {"q": q, "kv": kv})
+        never = never_loaded(gpu.trace, {"q": q, "kv": kv})
+        trial.never = {name: never.get(name, 0) for name in ("q", "kv")}
+        trial.unread = gpu.trace.unread_bytes()
     return trial
 
 
@@ -251,43 +269,57 @@ def fmha_trial(
     made = kernel, code = compiled(kernel_type, settings)
     there = case.to(backends.device(backend))
     o, lse = there.outputs()
-    args = arguments.launch_args(kernel, there.q, *_parts(kernel, there), o, lse, case.scale)
+    groups = there.groups(kernel.cluster) if kernel.groups else None
+    args = arguments.launch_args(kernel, there.q, *_parts(kernel, there), o, lse, case.scale, groups=groups)
     gpu, error = _run(code, args, backend, **device)
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     case = judge_by or case
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
-    trial = _judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), _score_size(case))
+    trial = judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), score_size(case))
     trial.guards_written = guards_written(o, lse)
     return trial
 
 
 def parts(
-    case: Case, entries: str, window: bool, splits: int = 1, **device: Any
+    case: Case, entries: str, window: bool, splits: int = 1, sharing: tuple = (), **device: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
     """(o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
+
+    ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2].
 
     Raises:
         EmulatorError: what stopped the kernel.
     """
-    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, **device)
+    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, sharing, **device)
     if error is not None:
         raise error
     return o, lse, gpu.hazards
 
 
-def _run_parts(case: Case, entries: str, window: bool, splits: int, **device: Any) -> tuple:
+def _run_parts(case: Case, entries: str, window: bool, splits: int, sharing: tuple = (), **device: Any) -> tuple:
     dtype = {v: k for k, v in TYPES.items()}[case.q.dtype]
-    made = kernel, code = compiled(Fmha, (case.q.shape[2], dtype, entries, window, False, False, True))
-    o, lse = case.outputs(splits)
-    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale, splits)
+    fp8 = case.pool_pages is not None and entries != "none", case.span_pages is not None and window
+    made = kernel, code = compiled(Fmha, (case.q.shape[2], dtype, entries, window, False, False, True, *fp8, *sharing))
+    o, lse = case.outputs(splits, kernel.raw)
+    groups = case.groups(kernel.cluster) if kernel.groups else None
+    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale, splits, groups=groups)
     return made, *_run(code, args, "emulator", **device), o, lse
 
 
 def split_trial(
-    case: Case, entries: str, window: bool, splits: int, combine_type: type = Combine, **device: Any
+    case: Case,
+    entries: str,
+    window: bool,
+    splits: int,
+    combine_type: type = Combine,
+    sharing: tuple = (),
+    **device: Any,
 ) -> Trial:
-    """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE."""
-    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, **device)
+    """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE.
+
+    A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups).
+    """
+    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, sharing, **device)
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards
@@ -297,7 +329,7 @@ def split_trial(
         gpu.launches[0].result.hazards[:0] = hazards
     peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
     truth = oracle(case, entries, window, True, True)
-    return _judge(made, gpu, error, (o, lse), peer, truth, (case,), _score_size(case))
+    return judge(made, gpu, error, (o, lse), peer, truth, (case,), score_size(case))
 
 
 def _parts(kernel: Any, case: Case) -> tuple:
@@ -306,8 +338,8 @@ def _parts(kernel: Any, case: Case) -> tuple:
     if kernel.entries != "none":
         index = case.index if kernel.entries == "index" else None
         first = case.first if kernel.entries == "range" else None
-        entries = case.pool, index, first, case.count
+        entries = case.pool_pages if kernel.fp8_entries else case.pool, index, first, case.count
     if kernel.window:
-        window = case.span, case.window_first, case.window_count
+        window = case.span_pages if kernel.fp8_window else case.span, case.window_first, case.window_count
     sink = case.sink if kernel.sink else None
     return entries, window, sink, (case.cos, case.sin) if kernel.inverse_rope else None

@@ -58,11 +58,13 @@ class Trial:
 
     def findings(self) -> list[tuple[str, str, str]]:
         """(kind, Python line or "", what) of everything that was found, the most specific first."""
-        out = [(h.kind, where(h.place), h.message) for h in self.hazards]
+        out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
         out += [
-            ("boxes never loaded", self._loads(name), f"{n} boxes of {name}") for name, n in self.never.items() if n
+            ("boxes never loaded", loads_of(self.trace, self.operands["AB".index(name)]), f"{n} boxes of {name}")
+            for name, n in self.never.items()
+            if n
         ]
         if self.error is None and not self.record.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.record.rel_l2:.2g}"))
@@ -70,12 +72,24 @@ class Trial:
             out.append(("wrong numbers", "", "padding behind the rows of C was written"))
         return out
 
-    def _loads(self, name: str) -> str:
-        """Where the loads of an operand are."""
-        address = self.operands["AB".index(name)].data_ptr()
-        tensors = [i for i, tensor in enumerate(self.trace.tensors) if tensor.address == address]
-        lines = np.unique(self.trace.ops["line"][self.trace.boxes["op"][np.isin(self.trace.boxes["tensor"], tensors)]])
-        return "; ".join(_where(self.trace.source(line), line) for line in lines.tolist())
+
+def reported(hazards: list[Any]) -> list[tuple[str, str, str]]:
+    """(kind, Python line, what) of hazards; after "against" the instruction that a hazard conflicts with."""
+    out = []
+    for hazard in hazards:
+        place, owner = where(hazard.place), where(hazard.owner)
+        out.append((hazard.kind, f"{place} against {owner}" if owner else place, hazard.message))
+    return out
+
+
+def loads_of(trace: Any, operand: torch.Tensor) -> str:
+    """The Python lines that load an operand by TMA."""
+    tensors = [i for i, tensor in enumerate(trace.tensors) if tensor.address == operand.data_ptr()]
+    lines = np.unique(trace.ops["line"][trace.boxes["op"][np.isin(trace.boxes["tensor"], tensors)]])
+    places: dict[str, list[int]] = {}
+    for line in lines.tolist():
+        places.setdefault(trace.source(line), []).append(line)
+    return "; ".join(_where(python, *found) for python, found in places.items())
 
 
 def where(place: Any) -> str:
@@ -83,12 +97,18 @@ def where(place: Any) -> str:
     return "" if place is None else _where(place.python, place.ptx_line)
 
 
-def _where(python: str, line: int) -> str:
-    """``file:line`` without folders, and the PTX line; the files of a notebook's cells have numbers for names."""
+def where_of(trace: Any, line: int) -> str:
+    """Python file, line and PTX line of a PTX line of a trace."""
+    return _where(trace.source(line), line)
+
+
+def _where(python: str, *lines: int) -> str:
+    """``file:line`` without folders, and PTX lines; the files of a notebook's cells have numbers for names."""
     folder, _, file = python.replace("\\", "/").rpartition("/")
     if folder.rpartition("/")[2].startswith("ipykernel_"):
         file = f"notebook cell, line {file.rpartition(':')[2]}"
-    return f"{file}, PTX line {line}" if file else f"PTX line {line}"
+    ptx = f"PTX line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}"
+    return f"{file}, {ptx}" if file else ptx
 
 
 @lru_cache(maxsize=16)

@@ -54,7 +54,13 @@ def colour_codes(
 
 @styled
 def tmem_over_time(
-    codes: Any, names: Sequence[str], moments: Sequence[str], title: str, fresh: Any = None, columns: int = 3
+    codes: Any,
+    names: Sequence[str],
+    moments: Sequence[str],
+    title: str,
+    fresh: Any = None,
+    columns: int = 3,
+    regions: Sequence[tuple[str, int, int]] = (),
 ) -> Figure:
     """Tensor memory at several moments: 128 lanes x 512 columns each, coloured by who touched a cell last.
 
@@ -65,6 +71,7 @@ def tmem_over_time(
         title: of which launch and CTA.
         fresh: [moments, 128, 512] from 0 (oldest, pale) to 1 (just touched); None = no fading.
         columns: panels side by side.
+        regions: (name, first column, end) of what the columns are for, written into every panel.
 
     Raises:
         ArgumentError: shapes that do not fit, a code without a name.
@@ -86,6 +93,7 @@ def tmem_over_time(
         for quarter in range(1, 4):
             ax.axhline(QUARTER * quarter - 0.5, color=MUTED, linewidth=0.6, linestyle=(0, (4, 3)))
         frame(ax)
+        _name_columns(ax, regions)
         ax.set_title(moments[i], fontsize=8.5, fontweight="normal")
         ax.set_yticks(range(0, LANES, QUARTER))
         ax.set_xticks(range(0, COLUMNS, 128))
@@ -93,16 +101,26 @@ def tmem_over_time(
         ax.set_ylabel("lane")
     for ax in axes[-1]:
         ax.set_xlabel("column")
-    _legend(fig, names, values)
+    _legend(fig, names, values, last="untouched" if shades is None else "untouched (paler: touched longer ago)")
     fig.suptitle(title, fontsize=10, fontweight="bold", color=INK, x=0.01, ha="left")
     used = "; ".join(f"{moment}: {_amounts(values[i], names)}" for i, moment in enumerate(moments))
     return set_alt(fig, f"Tensor memory over time, {title}. Cells by last owner: {used}.")
 
 
-def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray, first: int = 0) -> None:
+def _name_columns(ax: Axes, regions: Sequence[tuple[str, int, int]]) -> None:
+    """Names of column ranges along the lower edge, with lines between them."""
+    for name, first, end in regions:
+        if first:
+            ax.axvline(first - 0.5, color=PAPER, linewidth=0.9)
+        box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85}
+        place = {"ha": "center", "va": "bottom", "fontsize": 7, "color": INK}
+        ax.text((first + end - 1) / 2, LANES - 5, name, bbox=box, **place).set_in_layout(False)
+
+
+def _legend(fig: Figure, names: Sequence[str], codes: np.ndarray, first: int = 0, last: str = "untouched") -> None:
     shown = [i for i in range(len(names)) if (codes == i).any()]
     handles = [Patch(facecolor=_colour(i, first), label=names[i]) for i in shown]
-    handles.append(Patch(facecolor=_EMPTY, label="untouched"))
+    handles.append(Patch(facecolor=_EMPTY, label=last))
     fig.legend(handles=handles, loc="outside lower center", ncols=min(6, len(handles)), fontsize=8)
 
 
@@ -211,29 +229,72 @@ def smem_over_time(
         raise ArgumentError(
             "codes", f"{values.dtype}{list(values.shape)}", "integers [chunks, times], two times or more"
         )
-    fig = new_figure(height=4.2)
-    ax = fig.subplots()
     total = len(values) * chunk_bytes
-    ax.imshow(
-        colour_codes(values, names, first=_SMEM),
-        aspect="auto",
-        origin="lower",
-        extent=(clock[0], clock[-1], 0, total / 1024),
-        interpolation="nearest",
-    )
-    frame(ax)
-    for name, first, end in regions:
-        ax.axhline(first / 1024, color=PAPER, linewidth=0.9)
-        middle = (first + end) / 2048
-        if end - first > 0.025 * total:
-            ax.text(1.006, middle, name, va="center", fontsize=8, color=MUTED, transform=ax.get_yaxis_transform())
-    if now is not None:
-        ax.axvline(now, color=INK, linewidth=1.0)
-    ax.set_ylabel("shared memory, KiB")
-    ax.set_xlabel(CLOCK)
-    ax.set_title(title)
-    _legend(fig, names, values, _SMEM)
+    places = [(name, first / 1024, end / 1024) for name, first, end in regions]
+    fig = _against_time(values, clock, names, title, total / 1024, places, _SMEM, now)
+    fig.axes[0].set_ylabel("shared memory, KiB")
     last = _amounts(values[:, -1], names)
     return set_alt(
         fig, f"Shared memory over time, {title}: {total} bytes; 16-byte chunks by last access at the end: {last}."
     )
+
+
+def _against_time(
+    values: np.ndarray,
+    clock: np.ndarray,
+    names: Sequence[str],
+    title: str,
+    top: float,
+    regions: Sequence[tuple[str, float, float]],
+    first_colour: int,
+    now: float | None = None,
+) -> Figure:
+    """A memory (upwards, 0 to ``top``) against time; regions in the unit of ``top``."""
+    fig = new_figure(height=4.2)
+    ax = fig.subplots()
+    ax.imshow(
+        colour_codes(values, names, first=first_colour),
+        aspect="auto",
+        origin="lower",
+        extent=(clock[0], clock[-1], 0, top),
+        interpolation="nearest",
+    )
+    frame(ax)
+    for name, first, end in regions:
+        ax.axhline(first, color=PAPER, linewidth=0.9)
+        if end - first > 0.025 * top:
+            place = ax.get_yaxis_transform()
+            ax.text(1.006, (first + end) / 2, name, va="center", fontsize=8, color=MUTED, transform=place)
+    if now is not None:
+        ax.axvline(now, color=INK, linewidth=1.0)
+    ax.set_xlabel(CLOCK)
+    ax.set_title(title)
+    _legend(fig, names, values, first_colour)
+    return fig
+
+
+@styled
+def tmem_against_time(
+    codes: Any, times: Any, names: Sequence[str], title: str, regions: Sequence[tuple[str, int, int]] = ()
+) -> Figure:
+    """The columns of tensor memory (upwards) against time: who touched a lane's cell of each column last.
+
+    Args:
+        codes: integer [512, times], index into ``names``, -1 = untouched.
+        times: [times], ascending.
+        names: of the accesses.
+        title: of which launch, CTA and lane.
+        regions: (name, first column, end), named at the right and separated by lines.
+
+    Raises:
+        ArgumentError: shapes that do not fit, a code without a name.
+    """
+    values, clock = np.asarray(codes), np.asarray(times, float)
+    if values.shape != (COLUMNS, len(clock)) or values.dtype.kind not in "iu" or len(clock) < 2:
+        wanted = f"integers [{COLUMNS}, times], two times or more"
+        raise ArgumentError("codes", f"{values.dtype}{list(values.shape)}", wanted)
+    fig = _against_time(values, clock, names, title, COLUMNS, regions, 0)
+    fig.axes[0].set_ylabel("column of tensor memory")
+    fig.axes[0].set_yticks(range(0, COLUMNS + 1, 64))
+    last = _amounts(values[:, -1], names)
+    return set_alt(fig, f"Columns of tensor memory over time, {title}: by last access at the end: {last}.")

@@ -176,6 +176,38 @@ def visibility(maps: Mapping[str, Any], tokens: int) -> Figure:
 
 
 @styled
+def ring(held: Any, title: str = "") -> Figure:
+    """What the slots of a ring hold while a request grows.
+
+    Args:
+        held: integer [steps, slots], the position whose key is in a slot after each step; -1: nothing.
+        title: first line of the figure.
+    """
+    values = as_array("held", held, np.int64)
+    if values.ndim != 2 or values.size == 0 or values.max() < 0:
+        raise ArgumentError("held", values.shape, "a table [steps, slots] with a key in it")
+    fig = style.new_figure(height=3.6)
+    ax = fig.subplots()
+    cmap = matplotlib.colormaps[style.SEQUENTIAL].with_extremes(bad=EMPTY)
+    image = ax.imshow(np.ma.masked_less(values, 0), cmap=cmap, aspect="auto", interpolation="nearest")
+    newest = values.argmax(axis=1)
+    there = values.max(axis=1) >= 0
+    steps = np.arange(len(values))
+    ax.scatter(newest[there], steps[there], s=2.5, color=style.PALETTE[5], linewidths=0, label="newest key")
+    frame(ax)
+    ax.set(xlabel="slot of the ring", ylabel="position of the newest token", title=title)
+    fig.colorbar(image, ax=ax, label="position held by the slot", pad=0.01)
+    fig.legend(
+        handles=[Patch(color=style.PALETTE[5], label="newest key"), Patch(color=EMPTY, label="never written")],
+        loc="outside lower center",
+        ncols=2,
+    )
+    full = int((values >= 0).all(axis=1).argmax()) if (values >= 0).all(axis=1).any() else len(values)
+    facts = f"{values.shape[1]} slots over {len(values)} steps; all are written from step {full} on"
+    return style.set_alt(fig, f"Ring of keys{', ' + title if title else ''}: {facts}.")
+
+
+@styled
 def curves(
     x: Any,
     panels: Mapping[str, Mapping[str, Any]],

@@ -109,6 +109,8 @@ def swizzle_map(offsets: Any, element_bytes: float, title: str, before: Any = No
         detail.set_title(label.replace(":", "\n: ", 1) if long else label, fontsize=8.5)
         if not fits:
             _overview(axes[each * i + 1], groups, shape)
+    meaning = "number and colour: bank group of a chunk, one of eight that shared memory serves side by side"
+    fig.supxlabel(meaning, fontsize=8, color=MUTED)
     ways = [_column_ways(groups) for _, groups, _ in panels]
     cost = " and ".join(f"{w}-way" for w in ways)
     alt = f"Bank group of every 16-byte chunk of {' and of '.join(p[0] for p in panels)}. "

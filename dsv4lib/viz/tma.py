@@ -6,6 +6,7 @@ barrier still counts the full box's bytes (PTX ISA, "cp.async.bulk.tensor").
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MultipleLocator
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.panels import cell_lines, frame, styled, ticks
-from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, new_figure, set_alt
+from dsv4lib.viz.style import GRID, INK, MUTED, PALETTE, PAPER, new_figure, set_alt
 
 _NEVER, _FILL, _AGAIN = "#eef1f4", "#c9ced4", "#b00020"
 _LIGHT = ("#8fc1e3", "#f5cf85", "#8ed3bd", "#e8bdd4", "#bfe1f6", "#eeb089", "#f7ef9f")  # the palette, tinted
@@ -175,9 +177,51 @@ def iterations(
     ax.set_xlabel("iteration")
     again, never = int((loaded - 1).clip(0).sum()), int((loaded == 0).sum())
     ax.set_title(title)
-    handles = [
-        Patch(facecolor=c, label=n) for c, n in zip(colours[1:], ("loaded", "loaded again", "never"), strict=True)
-    ]
+    kinds = zip(colours[1:], ("loaded", "loaded again", "never"), (1, 2, 3), strict=True)
+    handles = [Patch(facecolor=c, label=n) for c, n, code in kinds if (picture == code).any()]
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     facts = f"{len(starts)} boxes loaded, {again} of them again; {never} of {len(loaded)} boxes never loaded"
     return set_alt(fig, f"TMA boxes by iteration, {title}: {facts}.")
+
+
+@styled
+def gathers(rows: Any, groups: Sequence[tuple[str, int]], tile: int, title: str) -> Figure:
+    """Which row of memory becomes which key of a loop that gathers its tiles row by row.
+
+    Args:
+        rows: integer [keys], row of each key in loading order, -1 = none (TMA fills it with zeros).
+        groups: (name, number of keys) of what is loaded, in order; each has rows of a tensor of its own.
+        tile: keys of a tile.
+        title: whose loop.
+
+    Raises:
+        ArgumentError: groups that do not add up to the keys.
+    """
+    values = np.asarray(rows)
+    if values.ndim != 1 or values.dtype.kind not in "iu" or sum(n for _, n in groups) != len(values) or not len(values):
+        raise ArgumentError("rows", f"{values.dtype}{list(values.shape)}", f"integers, one for each key of {groups}")
+    fig = new_figure(height=3.0)
+    ax = fig.subplots()
+    keys, at, facts = np.arange(len(values)), 0, []
+    for number, (name, count) in enumerate(groups):
+        mine = (keys >= at) & (keys < at + count) & (values >= 0)
+        colour = PALETTE[(0, 2, 3)[number % 3]]
+        ax.scatter(keys[mine], values[mine], s=9, color=colour, label=f"{name}: row of its tensor", linewidths=0)
+        facts.append(f"{int(mine.sum())} rows of {name}")
+        at += count
+    absent = keys[values < 0]
+    if len(absent):
+        low = -0.07 * max(int(values.max()), 1)
+        style = {"s": 14, "marker": "|", "color": _AGAIN}
+        ax.scatter(absent, np.full(len(absent), low), label="no key: filled with zeros, masked", **style)
+    for edge in range(0, len(values) + 1, tile):
+        ax.axvline(edge - 0.5, color=GRID, linewidth=1.0, zorder=0)
+    frame(ax)
+    ax.set(xlim=(-1, len(values)), xlabel=f"place of the key in the loop (lines: tiles of {tile})", ylabel="row")
+    ax.xaxis.set_major_locator(MultipleLocator(tile))
+    ax.set_title(title)
+    fig.legend(loc="outside lower center", ncols=3, fontsize=8)
+    tiles = -(-len(values) // tile)
+    return set_alt(
+        fig, f"Gathered rows, {title}: {tiles} tiles of {tile}; {', '.join(facts)}; {len(absent)} places empty."
+    )

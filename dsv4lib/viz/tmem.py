@@ -14,10 +14,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz.panels import categories, frame, ink_on, matrix, styled, ticks
-from dsv4lib.viz.style import INK, MUTED, PALETTE, SEQUENTIAL, new_figure, set_alt
+from dsv4lib.viz.style import INK, MUTED, PALETTE, PAPER, SEQUENTIAL, new_figure, set_alt
 
 LANES, COLUMNS, QUARTER = 128, 512, 32
 _CLASH = "#b00020"
@@ -59,13 +60,14 @@ def _quarters(ax: Axes, columns: int) -> None:
     ax.set_xlabel("column")
 
 
-@styled
-def tmem_map(regions: Sequence[Region], title: str) -> Figure:
-    """Who owns which part of tensor memory; cells claimed twice are marked.
+def draw_map(ax: Axes, regions: Sequence[Region]) -> tuple[int, int]:
+    """Draw who owns which part of tensor memory; cells claimed twice are marked.
 
-    Args:
-        regions: named rectangles.
-        title: what the plan belongs to.
+    Returns:
+        (columns used, cells claimed twice).
+
+    Raises:
+        ArgumentError: a region that is not inside.
     """
     owner = np.full((LANES, COLUMNS), -1, dtype=np.int64)
     claims = np.zeros((LANES, COLUMNS), dtype=np.int64)
@@ -74,13 +76,13 @@ def tmem_map(regions: Sequence[Region], title: str) -> Figure:
         _check(region)
         block = np.s_[region.lane0 : region.lane0 + region.lanes, region.col0 : region.col0 + region.cols]
         owner[block], claims[block] = i, claims[block] + 1
-    fig = new_figure(height=3.4)
-    ax = fig.subplots()
     categories(ax, owner, colours or PALETTE)
     twice = claims > 1
     if twice.any():
         ax.imshow(np.where(twice, 1.0, np.nan), cmap=ListedColormap([_CLASH]), aspect="auto", alpha=0.85)
     for region, colour in zip(regions, colours, strict=True):
+        corner = (region.col0 - 0.5, region.lane0 - 0.5)
+        ax.add_patch(Rectangle(corner, region.cols, region.lanes, facecolor="none", edgecolor=PAPER, linewidth=1.2))
         narrow = region.cols < 40
         ax.text(
             region.col0 + region.cols / 2 - 0.5,
@@ -95,15 +97,30 @@ def tmem_map(regions: Sequence[Region], title: str) -> Figure:
         )
     _quarters(ax, COLUMNS)
     ax.set_xticks([*range(0, COLUMNS, 64), COLUMNS - 1])
-    used = int((claims > 0).any(axis=0).sum())
-    clash = int(twice.sum())
+    return int((claims > 0).any(axis=0).sum()), int(twice.sum())
+
+
+@styled
+def tmem_map(regions: Sequence[Region], title: str) -> Figure:
+    """Who owns which part of tensor memory; cells claimed twice are marked.
+
+    Args:
+        regions: named rectangles.
+        title: what the plan belongs to.
+    """
+    fig = new_figure(height=3.4)
+    ax = fig.subplots()
+    used, clash = draw_map(ax, regions)
     ax.set_title(f"{title}: {used} of {COLUMNS} columns used" + (f", {clash} cells claimed twice" if clash else ""))
-    listed = ", ".join(
-        f"{r.name} lanes {r.lane0}-{r.lane0 + r.lanes - 1} columns {r.col0}-{r.col0 + r.cols - 1}" for r in regions
-    )
-    return set_alt(
-        fig, f"Tensor memory map, {title}. {listed or 'Nothing is allocated'}. {clash} cells are claimed twice."
-    )
+    listed = listing(regions) or "Nothing is allocated"
+    return set_alt(fig, f"Tensor memory map, {title}. {listed}. {clash} cells are claimed twice.")
+
+
+def listing(regions: Sequence[Region]) -> str:
+    """The regions in words, for alt texts."""
+    names = [" ".join(r.name.split()) for r in regions]
+    places = [f"lanes {r.lane0}-{r.lane0 + r.lanes - 1} columns {r.col0}-{r.col0 + r.cols - 1}" for r in regions]
+    return ", ".join(f"{name} {place}" for name, place in zip(names, places, strict=True))
 
 
 def cells(addresses: Any) -> tuple[np.ndarray, np.ndarray]:

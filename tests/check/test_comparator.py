@@ -79,6 +79,19 @@ class TestCriteria:
     def test_cosine_alone(self):
         assert only(check.compare(self.x * 1.01, self.x, tol=with_bounds(cosine=1e-5))) == "cosine"
 
+    def test_a_fine_cosine_is_not_a_pass(self):
+        """Rows of small scale taken from elsewhere, one element of noise, one NaN: the cosine says all is well."""
+        x = rows_of_different_scale((512, 64), 0)
+        order = x.norm(dim=1).argsort()
+        stale, spot, missing = x.clone(), x.clone(), x.clone()
+        stale[order[:64]] = x[order[64:128]]
+        spot[3, 5] += 0.1 * x[3].abs().max()
+        missing[0, 0] = float("nan")
+        for wrong in (stale, spot, missing):
+            there = wrong.isfinite()
+            assert torch.nn.functional.cosine_similarity(wrong[there], x[there], dim=0) > 0.97
+            assert not check.compare(wrong, x).passed
+
     def test_cosine_is_the_symmetric_formula(self):
         y = self.x + 0.1 * rows_of_different_scale((130, 70), 1)
         dot, xx, yy = (float((p * q).sum()) for p, q in ((self.x, y), (self.x, self.x), (y, y)))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from dsv4lib import env
 from dsv4lib.lab import cli, command
-from dsv4lib.lab.stage import Stage
-from dsv4lib.lab.verdicts import exit_code_table
+from dsv4lib.lab.stage import Stage, discover
+from dsv4lib.lab.verdicts import Verdict, exit_code_table
 
 
 def dsv4(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -115,3 +118,18 @@ def test_the_help_lists_every_exit_code() -> None:
 
 def test_assignments() -> None:
     assert command.assignments(["a=1", "b=x=y", "c="]) == {"a": "1", "b": "x=y", "c": ""}
+
+
+def test_the_ladder_has_the_number_of_the_last_run_else_the_committed_one():
+    stages = {stage.name: stage for stage in discover(env.root())}
+    chosen = [stages["fmha_a"], stages["fmha_c"]]
+    gate = chosen[1].gates[0]
+    ran = SimpleNamespace(
+        gates=[SimpleNamespace(metric=gate.metric, value=0.1234)], verdict=Verdict.PASSED, seconds=41.2
+    )
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(command.ladder(chosen, {"fmha_c": ran}))
+    first, second = (line for line in console.export_text().splitlines() if "error_over_torch" in line)
+    committed = chosen[0].gates[0].last_seen
+    assert f"error_over_torch {committed:.3g} (<= 2)" in first and first.rstrip().endswith("-")
+    assert f"error_over_torch 0.123 (<= {gate.bound:g})" in second and "passed, 41 s" in second

@@ -4,14 +4,26 @@ import numpy as np
 import pytest
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.viz import history, style, timeline, tma
+from dsv4lib.viz import history, model, style, tile, timeline, tma
+from dsv4lib.viz.tile import Part
 from dsv4lib.viz.timeline import Phases, Track
+from dsv4lib.viz.tmem import Region
 
 CELLS = np.full((2, 128, 512), -1)
 CELLS[1, 32:64, :128] = 1
 CHUNKS = np.full((256, 5), -1)
 CHUNKS[64:128, 2:] = 0
+COLUMNS = np.full((512, 5), -1)
+COLUMNS[256:384, 1:] = 1
+PRODUCT = Part("Q", 64, 512, "TMEM"), Part("K^T", 512, 32, "SMEM"), Part("S", 64, 32, "TMEM")
+RING = np.array([[0, -1, -1], [0, 1, -1], [0, 1, 2], [3, 1, 2]])
 FIGURES = {
+    "tmem columns": lambda: history.tmem_against_time(COLUMNS, np.arange(5), ["a", "b"], "lane 0", [("O", 256, 384)]),
+    "gathers": lambda: tma.gathers(np.array([7, -1, 3, 0, 1, 2]), [("pool", 4), ("window", 2)], 4, "CTA 0"),
+    "tile": lambda: tile.tile_picture(
+        [PRODUCT], [("kv 0", 65536), ("P", 8192)], 232448, [Region("S", 0, 128, 0, 64)], "K"
+    ),
+    "ring": lambda: model.ring(RING, "three slots"),
     "timeline": lambda: timeline.timeline(
         [Track("warp 0", [0, 5], [5, 9], ["run", "wait"]), Track("TMA", [2], [4], ["copy"])], "two actors", now=3
     ),
@@ -87,3 +99,41 @@ def test_iterations_count_what_is_loaded_again_and_never():
     assert picture.tolist() == [[1, 0, 0], [0, 1, 2], [3, 3, 3], [3, 3, 3]]
     with pytest.raises(ArgumentError, match="multiples of"):
         tma.iterations((128, 256), (128, 64), np.array([[0, 32]]), "t")
+
+
+def test_columns_of_tensor_memory_against_time():
+    figure = FIGURES["tmem columns"]()
+    assert "at the end: b 128." in style.alt_text(figure)
+    pixels = np.asarray(figure.axes[0].images[0].get_array())
+    assert pixels.shape[:2] == (512, 5) and len(np.unique(pixels.reshape(-1, 3), axis=0)) == 2
+    assert (pixels[300, 0] == pixels[0, 0]).all() and (pixels[300, 1] != pixels[0, 1]).any()
+    with pytest.raises(ArgumentError, match="integers \\[512, times\\]"):
+        history.tmem_against_time(COLUMNS[:100], np.arange(5), ["a", "b"], "t")
+
+
+def test_gathered_rows_by_place():
+    figure = FIGURES["gathers"]()
+    assert "2 tiles of 4; 3 rows of pool, 2 rows of window; 1 places empty" in style.alt_text(figure)
+    pool, window, absent = (np.asarray(c.get_offsets()).tolist() for c in figure.axes[0].collections)
+    assert (pool, window) == ([[0, 7], [2, 3], [3, 0]], [[4, 1], [5, 2]]) and [x for x, _ in absent] == [1]
+    with pytest.raises(ArgumentError, match="one for each key"):
+        tma.gathers(np.array([1, 2]), [("pool", 3)], 4, "t")
+
+
+def test_tile_pictures_refuse_what_does_not_multiply():
+    assert "Q [64, 512] x K^T = S" in style.alt_text(FIGURES["tile"]())
+    a, b, d = PRODUCT
+    for wrong in ((a, a, d), (a, b, a), (a, b, Part("S", 64, 32, "disk"))):
+        with pytest.raises(ArgumentError, match="products"):
+            tile.tile_picture([wrong], [], 1, [], "t")
+    with pytest.raises(ArgumentError, match="one or more"):
+        tile.tile_picture([], [], 1, [], "t")
+
+
+def test_a_ring_names_its_newest_keys():
+    figure = FIGURES["ring"]()
+    assert "3 slots over 4 steps; all are written from step 2 on" in style.alt_text(figure)
+    (newest,) = figure.axes[0].collections
+    assert np.asarray(newest.get_offsets()).tolist() == [[0, 0], [1, 1], [2, 2], [0, 3]]
+    with pytest.raises(ArgumentError, match="held"):
+        model.ring(np.full((2, 2), -1))
