@@ -146,6 +146,7 @@ class Fmha(Dequant, Mma, Softmax):
         mLse: cute.Tensor,
         scale: Float32,
         splits: Int32,
+        sms: Int32,
         stream: cuda.CUstream,
     ):
         """Host side: TMA descriptors of both pools and the launch.
@@ -163,6 +164,7 @@ class Fmha(Dequant, Mma, Softmax):
             mLse: [T, H] fp32; partial: [splits, T, H]; raw: [splits, T, H, 2], reference and sum.
             scale: of the dot products.
             splits: parts the keys are split into; 1 unless partial.
+            sms: CTAs that the GPU runs at once; each takes as many tokens or groups as it must.
             stream: where the launch is queued.
         """
         sources = self.key_sources(entries, window)
@@ -176,6 +178,7 @@ class Fmha(Dequant, Mma, Softmax):
             sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
             sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
             free_barrier: cute.struct.MemRange[cutlass.Int64, self.cluster - 1]
@@ -183,7 +186,9 @@ class Fmha(Dequant, Mma, Softmax):
 
         self.storage = Storage
         blocks = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
-        grid = (blocks, cute.ceil_div(mQ.shape[1], TILE_M * self.cluster) * self.cluster, splits)
+        head_blocks = cute.ceil_div(mQ.shape[1], TILE_M * self.cluster)
+        at_once = cutlass.max(sms // (self.cluster * head_blocks * splits), 1)
+        grid = (cutlass.min(blocks, at_once), head_blocks * self.cluster, splits)
         lists = (
             None if cutlass.const_expr(self.entries == "none") else entries[1:],
             None if cutlass.const_expr(not self.window) else window[1:],
@@ -213,6 +218,7 @@ class Fmha(Dequant, Mma, Softmax):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
+        q = pipelines.warps_to_umma(1, len(SOFTMAX_WARPS), storage.q_barriers.data_ptr(), self.cluster)
         s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr(), self.cluster)
         p = pipelines.warps_to_umma(P_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr(), self.cluster)
         free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
@@ -221,19 +227,18 @@ class Fmha(Dequant, Mma, Softmax):
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
 
-        work = self.work(lists, mGroups, splits)
+        items = self.items(mQ, mGroups, splits)
         sKV = storage.sKV.data_ptr().toint()
         if warp == LOAD_WARP:
             if cutlass.const_expr(self.tma):
-                self.load(sources, lists, work, sKV, kv)
+                self.load(sources, lists, items, sKV, kv)
         elif warp > LOAD_WARP:
             if cutlass.const_expr(self.dequant_warps):
-                self.dequantise(sources, lists, work, sKV, kv)
+                self.dequantise(sources, lists, items, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(sKV, storage.sP.data_ptr().toint(), allocator, kv, s, p, work.end - work.first)
+            self.mma(lists, items, sKV, storage.sP.data_ptr().toint(), allocator, kv, q, s, p)
         else:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
             sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
-            self.softmax(
-                mQ, lists, outputs, work, (storage.sP.data_ptr().toint(), sX, sRow), allocator, s, p, scale_log2
-            )
+            shared = storage.sP.data_ptr().toint(), sX, sRow
+            self.softmax(mQ, lists, items, outputs, shared, allocator, q, s, p, scale_log2)

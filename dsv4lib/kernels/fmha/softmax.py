@@ -16,7 +16,6 @@ from dsv4lib.kernels.fmha.config import (
     P_BYTES,
     P_STAGES,
     PAIR,
-    Q_READY,
     RESCALE_LOG2,
     S_STAGES,
     SOFTMAX_THREADS,
@@ -25,11 +24,11 @@ from dsv4lib.kernels.fmha.config import (
     TMEM_DONE,
 )
 from dsv4lib.kernels.fmha.epilogue import Epilogue
-from dsv4lib.kernels.fmha.work import Plan, Row, Work
+from dsv4lib.kernels.fmha.work import Items, Plan, Row, Work
 
 
 class Softmax(Plan, Epilogue):
-    """The softmax warps; they stage Q before and store O and the log-sum-exp behind the tiles."""
+    """The softmax warps; they also stage Q before the tiles of an item and store O and the log-sum-exp behind them."""
 
     sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
 
@@ -38,29 +37,66 @@ class Softmax(Plan, Epilogue):
         self,
         mQ: cute.Tensor,
         lists: tuple,
+        items: Items,
         outputs: tuple,
-        work: Work,
         shared: tuple,
         allocator: memory.TmemAllocator,
+        q: pipeline.PipelineAsyncUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
         scale_log2: Float32,
     ):
-        """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
+        """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
+
+        The next item's Q goes in as soon as this one's last P is out: P V of the last tile hides the loads of Q, and
+        the first Q K^T of the next item the epilogue of this one.
+        """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
-        row = self.tile_row(mQ, lists, work)
-        tidx = row.tidx
-        self.stage_q(mQ, address, row)
-        self.hand_over_q(s)
-
-        sP, sX, sRow = shared
-        pieces = weight_pieces(sP, tidx % TILE_M, row.half)
-        pair = pipeline.NamedBarrier(PAIR + (tidx // 32) % 2, 64)
+        staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
+        work = self.work(lists, items, items.first)
+        row = self.tile_row(mQ, lists, work)
+        pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
+        self.stage_q(mQ, address, row)
+        self.hand_over_q(q, staged)
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
+            row_after = self.tile_row(mQ, lists, work_after)
+            reference, total, scores, weights = self.weigh_tiles(
+                lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
+            )
+            staged.advance()
+            q.producer_acquire(staged)
+            if item + items.step < items.end:
+                umma.fence_after_thread_sync()
+                self.stage_q(mQ, address, row_after)
+                self.hand_over_q(q, staged)
+            self.finish(outputs, address, work, row, reference, total, shared[2], pair, p, weights)
+            work, row = work_after, row_after
+        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
+        allocator.free(address)
+
+    @cute.jit
+    def weigh_tiles(
+        self,
+        lists: tuple,
+        work: Work,
+        row: Row,
+        address: cute.Pointer,
+        shared: tuple,
+        pair: pipeline.NamedBarrier,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """All tiles of an item; returns the reference of the exponents, this half's sum, and the pipelines' states."""
+        (sP, sX, sRow), (s, p), tidx = shared, rings, row.tidx
+        scores, weights = (state.clone() for state in states)  # the caller's own are no variables of this loop
+        pieces = weight_pieces(sP, tidx % TILE_M, row.half)
         reference, total = -Float32.inf, Float32(0.0)  # what exponents are relative to (log2), and this half's sum
         for tile in cutlass.range(work.first, work.end, unroll=1):
             valid = self.valid_keys(lists, work, row, tile)
@@ -88,15 +124,30 @@ class Softmax(Plan, Epilogue):
             with cute.arch.elect_one():
                 p.producer_commit(weights)
             weights.advance()
+        return reference, total, scores, weights
 
-        sRow[tidx, self.sum_slot] = total
-        pair.arrive_and_wait()
-        total += sRow[tidx ^ TILE_M, self.sum_slot]
-        if work.end > work.first:
+    @cute.jit
+    def finish(
+        self,
+        outputs: tuple,
+        address: cute.Pointer,
+        work: Work,
+        row: Row,
+        reference: Float32,
+        total: Float32,
+        sRow: cute.Tensor,
+        pair: pipeline.NamedBarrier,
+        p: pipeline.PipelineAsyncUmma,
+        weights: pipeline.PipelineState,
+    ):
+        """The end of an item: both halves' sums become one, and O, when the last P V is done, goes to memory."""
+        any_tile = work.end > work.first
+        if any_tile:
+            sRow[row.tidx, self.sum_slot] = total
+            pair.arrive_and_wait()
+            total += sRow[row.tidx ^ TILE_M, self.sum_slot]
             self.wait_for_o(p, weights)
-        self.epilogue(outputs, address, row, reference, total, work.end > work.first)
-        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
-        allocator.free(address)
+        self.epilogue(outputs, address, row, reference, total, any_tile)
 
     @cute.jit
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
@@ -116,17 +167,11 @@ class Softmax(Plan, Epilogue):
         umma.fence_before_thread_sync()
 
     @cute.jit
-    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
-        """Tell the MMA warp that Q is there; of a pair, whose MMA warp may be in the other CTA: S is empty only now."""
-        if cutlass.const_expr(self.cluster == 1):
-            pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
-        else:
-            cute.arch.sync_warp()
-            scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
-            for _ in cutlass.range_constexpr(S_STAGES):
-                with cute.arch.elect_one():
-                    s.consumer_release(scores)
-                scores.advance()
+    def hand_over_q(self, q: pipeline.PipelineAsyncUmma, staged: pipeline.PipelineState):
+        """Tell the MMA warp that this warp's rows of Q are there."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            q.producer_commit(staged)
 
     @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
