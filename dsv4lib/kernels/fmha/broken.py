@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import tcgen05
 from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.common.kv_entry import SCALE_BASE
 from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.config import SOFTMAX_WARPS
 from dsv4lib.kernels.fmha.ladder import (
     CHUNK,
     CHUNK_BYTES,
@@ -319,12 +320,12 @@ class NextScale(Fmha):
         tile: Int32,
         index: Int32,
         part: cutlass.Constexpr,
-        held: cute.Tensor,
-        raw: cute.Tensor,
-        scales: cute.Tensor,
+        registers: tuple,
+        chunks: cutlass.Constexpr,
     ):
         """See `Dequant.fetch`."""
-        Fmha.fetch(self, pools, work, tile, index, part, held, raw, scales)
+        Fmha.fetch(self, pools, work, tile, index, part, registers, chunks)
+        scales = registers[2]
         low, high = Uint32(scales[0, part]), Uint32(scales[1, part])
         scales[0, part] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
         scales[1, part] = Int32(high >> 8)
@@ -377,17 +378,58 @@ class HalfOfTheWarps(Fmha):
         self.producers -= len(self.dequant_warps)  # WRONG: those of both CTAs arrive
 
 
-class UnannouncedQ(Fmha):
-    """A pair's S is empty from the start, so nobody waits until Q is in place in both CTAs."""
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.s_at_first = pipeline.PipelineUserType.Producer
+class HastyQ(Fmha):
+    """Q is announced before it is in place: the tensor core may multiply what lay there before."""
 
     @cute.jit
-    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
-        """See `Fmha.hand_over_q`."""
-        # WRONG: nothing
+    def bring_q(
+        self,
+        mQ: cute.Tensor,
+        address: cute.Pointer,
+        row: Row,
+        q: pipeline.PipelineAsyncUmma,
+        staged: pipeline.PipelineState,
+    ):
+        """See `Fmha.bring_q`."""
+        self.announce(q, staged)  # WRONG: behind stage_q
+        self.stage_q(mQ, address, row)
+
+
+class NextQ(Fmha):
+    """A CTA that stays brings the next token's Q while products with this one's are still to come."""
+
+    @cute.jit
+    def take_item(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        outputs: tuple,
+        now: tuple,
+        after: tuple,
+        address: cute.Pointer,
+        shared: tuple,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """See `Fmha.take_item`."""
+        if after[0]:
+            self.stage_q(mQ, address, after[1])  # WRONG: nobody waited until Q is free
+        return Fmha.take_item(self, mQ, lists, outputs, now, after, address, shared, rings, states, scale_log2)
+
+
+class OneSpeaksForAll(Fmha):
+    """One softmax warp announces P for all four: the others may still be reading the O of the token before."""
+
+    @cute.jit
+    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """See `Fmha.announce`."""
+        if cutlass.const_expr(ring.num_stages == 1):  # of Q
+            Fmha.announce(self, ring, state)
+        elif cute.arch.warp_idx() == 0:  # WRONG: each warp for itself
+            for _ in cutlass.range_constexpr(len(SOFTMAX_WARPS)):
+                with cute.arch.elect_one():
+                    ring.producer_commit(state)
 
 
 class GroupSeesAll(Fmha):
@@ -539,7 +581,9 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "HalfOfTheBytes": ("e", "uninitialised_smem"),
     "OwnStageOnly": ("e", "Deadlock"),
     "EvenAndOdd": ("e", "wrong numbers"),
-    "UnannouncedQ": ("e", "race_tensor"),
+    "HastyQ": ("e", "race_tensor"),
+    "NextQ": ("e", "race_tensor"),
+    "OneSpeaksForAll": ("e", "race_tensor"),
     "GroupSeesAll": ("e", "wrong numbers"),
 }
 REFUSED = {  # break -> (stage, words of the compiler)

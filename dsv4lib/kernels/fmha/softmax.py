@@ -60,25 +60,59 @@ class Softmax(Plan, Epilogue):
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         work = self.work(lists, items, items.first)
         row = self.tile_row(mQ, lists, work)
-        pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
-        self.stage_q(mQ, address, row)
-        self.hand_over_q(q, staged)
+        self.bring_q(mQ, address, row, q, staged)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
             row_after = self.tile_row(mQ, lists, work_after)
-            reference, total, scores, weights = self.weigh_tiles(
-                lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
+            now, after = (work, row), (item + items.step < items.end, row_after)
+            states = staged, scores, weights
+            staged, scores, weights = self.take_item(
+                mQ, lists, outputs, now, after, address, shared, (q, s, p), states, scale_log2
             )
-            staged.advance()
-            q.producer_acquire(staged)
-            if item + items.step < items.end:
-                umma.fence_after_thread_sync()
-                self.stage_q(mQ, address, row_after)
-                self.hand_over_q(q, staged)
-            self.finish(outputs, address, work, row, reference, total, shared[2], pair, p, weights)
             work, row = work_after, row_after
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
         allocator.free(address)
+
+    @cute.jit
+    def take_item(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        outputs: tuple,
+        now: tuple,
+        after: tuple,
+        address: cute.Pointer,
+        shared: tuple,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """One item; returns the states of the pipelines.
+
+        Args:
+            now: its `Work` and `Row`; after: whether there is a next one, and its `Row`.
+            rings, states: (q, s, p) and where they are.
+        """
+        (work, row), (more, row_after), (q, s, p) = now, after, rings
+        staged, scores, weights = (state.clone() for state in states)  # the caller's are no variables of a loop here
+        pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
+        reference, total, scores, weights = self.weigh_tiles(
+            lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
+        )
+        staged.advance()
+        q.producer_acquire(staged)
+        if more:
+            umma.fence_after_thread_sync()
+            self.bring_q(mQ, address, row_after, q, staged)
+        any_tile = work.end > work.first
+        if any_tile:
+            sRow = shared[2]
+            sRow[row.tidx, self.sum_slot] = total
+            pair.arrive_and_wait()
+            total += sRow[row.tidx ^ TILE_M, self.sum_slot]
+            self.wait_for_o(p, weights)
+        self.epilogue(outputs, address, row, reference, total, any_tile)
+        return staged, scores, weights
 
     @cute.jit
     def weigh_tiles(
@@ -95,7 +129,7 @@ class Softmax(Plan, Epilogue):
     ):
         """All tiles of an item; returns the reference of the exponents, this half's sum, and the pipelines' states."""
         (sP, sX, sRow), (s, p), tidx = shared, rings, row.tidx
-        scores, weights = (state.clone() for state in states)  # the caller's own are no variables of this loop
+        scores, weights = (state.clone() for state in states)
         pieces = weight_pieces(sP, tidx % TILE_M, row.half)
         reference, total = -Float32.inf, Float32(0.0)  # what exponents are relative to (log2), and this half's sum
         for tile in cutlass.range(work.first, work.end, unroll=1):
@@ -121,57 +155,54 @@ class Softmax(Plan, Epilogue):
                     rescale(address, self.head_dim // 2, tidx, factor)
                 reference = target
             total += store_weights(rS, scale_log2, reference, pieces, self.element, weights.index)
-            with cute.arch.elect_one():
-                p.producer_commit(weights)
+            self.announce(p, weights)
             weights.advance()
         return reference, total, scores, weights
 
     @cute.jit
-    def finish(
+    def bring_q(
         self,
-        outputs: tuple,
+        mQ: cute.Tensor,
         address: cute.Pointer,
-        work: Work,
         row: Row,
-        reference: Float32,
-        total: Float32,
-        sRow: cute.Tensor,
-        pair: pipeline.NamedBarrier,
-        p: pipeline.PipelineAsyncUmma,
-        weights: pipeline.PipelineState,
+        q: pipeline.PipelineAsyncUmma,
+        staged: pipeline.PipelineState,
     ):
-        """The end of an item: both halves' sums become one, and O, when the last P V is done, goes to memory."""
-        any_tile = work.end > work.first
-        if any_tile:
-            sRow[row.tidx, self.sum_slot] = total
-            pair.arrive_and_wait()
-            total += sRow[row.tidx ^ TILE_M, self.sum_slot]
-            self.wait_for_o(p, weights)
-        self.epilogue(outputs, address, row, reference, total, any_tile)
+        """Put this warp's rows of Q in place, then tell the MMA warp."""
+        self.stage_q(mQ, address, row)
+        self.announce(q, staged)
 
     @cute.jit
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
         """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd; in a pair
         the first and the second half of them."""
-        step, other = self.q_chunks
-        for pair in cutlass.range_constexpr(self.chunks // 2):
-            rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
-            rQ.fill(0.0)
-            chunk = step * pair + other * row.half
-            if row.inside and chunk < self.head_dim // CHUNK:
-                gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
-                cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
-            column = self.q_column + pair * (CHUNK // 2)
-            tmem.store(address, column, row.tidx, cute.recast_tensor(rQ, Float32))
+        for first in cutlass.range_constexpr(0, self.chunks // 2, self.q_at_once):
+            pairs = range(first, min(first + self.q_at_once, self.chunks // 2))
+            pieces = [self.q_piece(mQ, row, pair) for pair in pairs]  # all loads, then all stores: one latency
+            for pair, piece in zip(pairs, pieces, strict=True):
+                column = self.q_column + pair * (CHUNK // 2)
+                tmem.store(address, column, row.tidx, cute.recast_tensor(piece, Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
 
     @cute.jit
-    def hand_over_q(self, q: pipeline.PipelineAsyncUmma, staged: pipeline.PipelineState):
-        """Tell the MMA warp that this warp's rows of Q are there."""
+    def q_piece(self, mQ: cute.Tensor, row: Row, pair: cutlass.Constexpr):
+        """A thread's 64 dimensions of the ``pair``-th two chunks of Q; zeros where there are none."""
+        step, other = self.q_chunks
+        piece = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
+        piece.fill(0.0)
+        chunk = step * pair + other * row.half
+        if row.inside and chunk < self.head_dim // CHUNK:
+            gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
+            cute.autovec_copy(cute.logical_divide(gQ, (8,)), piece)
+        return piece
+
+    @cute.jit
+    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """This warp's part of Q, or of P, is there: one arrival."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            q.producer_commit(staged)
+            ring.producer_commit(state)
 
     @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
@@ -246,7 +277,6 @@ def store_weights(
         cute.autovec_copy(rP[None, i], cute.make_tensor(place, 8))
     cute.arch.fence_view_async_shared()
     umma.fence_before_thread_sync()
-    cute.arch.sync_warp()
     return total[0] + total[1]
 
 
