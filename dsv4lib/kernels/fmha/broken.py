@@ -218,38 +218,28 @@ class SwappedHalves(Fmha):
     """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, row._replace(half=1 - row.half))  # WRONG: row
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """See `Fmha.q_pieces`."""
+        return Fmha.q_pieces(self, mQ, row._replace(half=1 - row.half), part)  # WRONG: row
 
 
 class NoHeadGuard(Fmha):
     """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, row._replace(inside=cutlass.Boolean(True)))  # WRONG: row
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """See `Fmha.q_pieces`."""
+        return Fmha.q_pieces(self, mQ, row._replace(inside=cutlass.Boolean(True)), part)  # WRONG: row
 
 
 class PadLse(Fmha):
     """The log-sum-exp is stored for one row too many: behind the last head of every token."""
 
     @cute.jit
-    def epilogue(
-        self,
-        outputs: tuple,
-        address: cute.Pointer,
-        row: Row,
-        reference: Float32,
-        total: Float32,
-        any_tile: cutlass.Boolean,
-    ):
-        """See `Fmha.epilogue`."""
-        Fmha.epilogue(self, outputs, address, row, reference, total, any_tile)
-        if row.half == 0:
-            there = row.head <= outputs[2].shape[1]  # WRONG: <, by one row
-            self.store_lse(outputs[3], row._replace(inside=there), reference, total, total)
+    def store_lse(self, mLse: cute.Tensor, row: Row, reference: Float32, total: Float32, with_sink: Float32):
+        """See `Fmha.store_lse`."""
+        there = row.head <= mLse.shape[1]  # WRONG: <, by one row
+        Fmha.store_lse(self, mLse, row._replace(inside=there), reference, total, with_sink)
 
 
 class SharedSelection(Fmha):

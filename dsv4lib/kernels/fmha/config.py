@@ -123,7 +123,8 @@ class Config:
         self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
         self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
-        self.q_at_once = 2 if self.dequant_warps else 4  # chunks that a thread loads; 10 warps have 168 registers each
+        # Pairs of chunks of Q that a thread loads at once: each takes 32 registers, and 10 warps have 168 a thread.
+        self.q_at_once = min(self.chunks // 2, 2 if self.dequant_warps else 4)
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4

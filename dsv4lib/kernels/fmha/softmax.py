@@ -48,8 +48,8 @@ class Softmax(Plan, Epilogue):
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
 
-        The next item's Q goes in as soon as this one's last P is out: P V of the last tile hides the loads of Q, and
-        the first Q K^T of the next item the epilogue of this one.
+        The next item's Q is loaded when this one's last P is out, beside the last P V and the first lines of O on
+        their way to memory; while the others follow, the tensor core begins with the next item.
         """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
@@ -100,18 +100,26 @@ class Softmax(Plan, Epilogue):
             lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
         )
         staged.advance()
-        q.producer_acquire(staged)
-        if more:
-            umma.fence_after_thread_sync()
-            self.bring_q(mQ, address, row_after, q, staged)
         any_tile = work.end > work.first
-        if any_tile:
-            sRow = shared[2]
-            sRow[row.tidx, self.sum_slot] = total
-            pair.arrive_and_wait()
-            total += sRow[row.tidx ^ TILE_M, self.sum_slot]
-            self.wait_for_o(p, weights)
-        self.epilogue(outputs, address, row, reference, total, any_tile)
+        inverse, denominator = Float32(0.0), total
+        batches = self.chunks // 2 // self.q_at_once
+        for part in cutlass.range(batches + 1, unroll=1):
+            bring = more and part < batches
+            pieces = self.q_pieces(mQ, row_after._replace(inside=row_after.inside and bring), part)
+            if part == 0:
+                if any_tile:
+                    total = self.whole_sum(total, row, shared[2], pair)
+                    self.wait_for_o(p, weights)
+                inverse, denominator = self.normaliser(outputs, row, reference, total)
+                q.producer_acquire(staged)
+                umma.fence_after_thread_sync()
+            self.store_lines(outputs, address, row, inverse, any_tile, part, batches + 1)
+            if bring:
+                self.put_q(address, row, part, pieces)
+                if part == batches - 1:
+                    self.announce(q, staged)
+        if row.half == 0:
+            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
         return staged, scores, weights
 
     @cute.jit
@@ -176,26 +184,37 @@ class Softmax(Plan, Epilogue):
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
         """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd; in a pair
         the first and the second half of them."""
-        for first in cutlass.range_constexpr(0, self.chunks // 2, self.q_at_once):
-            pairs = range(first, min(first + self.q_at_once, self.chunks // 2))
-            pieces = [self.q_piece(mQ, row, pair) for pair in pairs]  # all loads, then all stores: one latency
-            for pair, piece in zip(pairs, pieces, strict=True):
-                column = self.q_column + pair * (CHUNK // 2)
-                tmem.store(address, column, row.tidx, cute.recast_tensor(piece, Float32))
+        for part in cutlass.range(self.chunks // 2 // self.q_at_once, unroll=1):
+            self.put_q(address, row, part, self.q_pieces(mQ, row, part))
+
+    @cute.jit
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """The ``part``-th few chunks of Q, 64 of a thread's dimensions each; zeros where there are none."""
+        step, other = self.q_chunks
+        pieces = cute.make_rmem_tensor((CHUNK, self.q_at_once), self.element)
+        pieces.fill(0.0)
+        for i in cutlass.range_constexpr(self.q_at_once):
+            chunk = step * (part * self.q_at_once + i) + other * row.half
+            if row.inside and chunk < self.head_dim // CHUNK:
+                gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
+                cute.autovec_copy(cute.logical_divide(gQ, (8,)), cute.logical_divide(pieces[None, i], (8,)))
+        return pieces
+
+    @cute.jit
+    def put_q(self, address: cute.Pointer, row: Row, part: Int32, pieces: cute.Tensor):
+        """Pieces of Q to tensor memory, ready to be announced."""
+        for i in cutlass.range_constexpr(self.q_at_once):
+            column = self.q_column + (part * self.q_at_once + i) * (CHUNK // 2)
+            tmem.store(address, column, row.tidx, cute.recast_tensor(pieces[None, i], Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
 
     @cute.jit
-    def q_piece(self, mQ: cute.Tensor, row: Row, pair: cutlass.Constexpr):
-        """A thread's 64 dimensions of the ``pair``-th two chunks of Q; zeros where there are none."""
-        step, other = self.q_chunks
-        piece = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
-        piece.fill(0.0)
-        chunk = step * pair + other * row.half
-        if row.inside and chunk < self.head_dim // CHUNK:
-            gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
-            cute.autovec_copy(cute.logical_divide(gQ, (8,)), piece)
-        return piece
+    def whole_sum(self, total: Float32, row: Row, sRow: cute.Tensor, pair: pipeline.NamedBarrier):
+        """The sum of a row's weights over both halves of its keys."""
+        sRow[row.tidx, self.sum_slot] = total
+        pair.arrive_and_wait()
+        return total + sRow[row.tidx ^ TILE_M, self.sum_slot]
 
     @cute.jit
     def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
