@@ -160,7 +160,7 @@ def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, m
     work = kernel.tile * tiles + kernel.turn
     needed = longest(resources(work, gpu, l2))[1]
     if tiles == 0:
-        return max(needed, sum(task.clocks for task in kernel.turns))
+        return max(needed, sum(task.clocks + task.latency for task in kernel.turns))
     lists = list(kernel.tasks), list(kernel.turns), dict(kernel.gates), tiles
     return max(needed, (schedule.stay(*lists, many) - schedule.stay(*lists, few)) / (many - few))
 
@@ -268,8 +268,8 @@ def attention(
         separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
-            turn: what CTAs that stay do between two items, in the warps of the softmax: the next Q is loaded when the
-            last softmax is done, O leaves when the last P V is done, then the next softmax.
+            turn: what CTAs that stay do between two items, in the warps of the softmax: behind the last softmax they
+            ask for the next Q, behind the last P V they store the first half of O, then Q, then the other half.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring
@@ -298,12 +298,16 @@ def attention(
     kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
     if turn is None:
         return kernel
-    leave = max(turn.store_bytes / l2, chain(turn, gpu, warps))
+    leave = max(turn.store_bytes / l2, chain(turn, gpu, warps)) / 2
+    asked = ("last softmax", 0)
     turns = (
-        Task("next q", "warps 0", latency + turn.plain_load_bytes / l2, 0, (("qk 0", 0),)),
-        Task("epilogue", "warps 0", leave, 0, (("pv 0", 0),)),
+        Task("last softmax", "warps 0", 0, 0, (("softmax 0", 0),)),
+        Task("next q", "loads of threads", turn.plain_load_bytes / l2, latency, (asked,)),
+        Task("half of o", "warps 0", leave, 0, (("pv 0", 0),)),
+        Task("q in place", "warps 0", 0, 0, (("next q", 0), ("qk 0", 0))),
+        Task("rest of o", "warps 0", leave, 0),
     )
-    return replace(kernel, turns=turns, gates=(("qk 0", "next q"),))
+    return replace(kernel, turns=turns, gates=(("qk 0", "q in place"),))
 
 
 def combine_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
