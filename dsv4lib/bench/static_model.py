@@ -203,14 +203,16 @@ def modelled(
     waves = -(-ctas // (sms * per_sm))
     active = min(sms, ctas)
     l2 = l2_share(gpu, active, kernel.shared)
-    each = [cta_clocks(kernel, n, gpu, l2, persistent) for n in lengths]
+    by_length = {n: cta_clocks(kernel, n, gpu, l2, persistent) for n in set(lengths)}
+    each = [by_length[n] for n in lengths]
     mean, steady = sum(total for total, _ in each) / len(each), sum(s for _, s in each) / len(each)
     # CTAs of different length fill SMs one after the other: the sum over an SM, and no less than the longest.
     rounds = ctas / sms if len(lengths) > 1 else waves * per_sm
     body = max(rounds * mean, max(total for total, _ in each))
     stays = kernel.turn is not None
     if stays:
-        more = sum(item_clocks(kernel, n, gpu, l2) for n in lengths) / len(lengths) if rounds > 1 else 0.0
+        further = {n: item_clocks(kernel, n, gpu, l2) if rounds > 1 else 0.0 for n in by_length}
+        more = sum(further[n] for n in lengths) / len(lengths)
         body = max(mean + max(0, rounds - 1) * more, max(total for total, _ in each))
     elif persistent:
         body += fill(kernel)
