@@ -30,7 +30,7 @@ MODELS = {"Flash": (64, 512), "Pro": (128, 1024)}  # heads, selected entries
 KINDS = ("CSA", "HCA", "SWA")
 CONTEXTS, BATCHES, PROMPTS = (4096, 32768, 131072, 1048576), (1, 8, 32, 128), (4096, 8192, 32768)
 SAMPLES = 64  # token positions that stand for a prompt
-BUILT, ASKED = "as built", "what if: persistent"
+BUILT = "as built"
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Counted:
 
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
-            keys, where TMA does not; stages: KV tiles in shared memory; rows: heads of a CTA; cluster: CTAs of a
-            cluster; key_bytes: of a key in the pool.
+            keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
+            memory; rows: heads of a CTA; cluster: CTAs of a cluster; key_bytes: of a key in the pool.
     """
 
     tile: Work
@@ -126,6 +126,7 @@ class Counted:
     pv: Work
     stages: int
     bring: Work = Work()
+    turn: Work | None = None
     rows: int = 64
     cluster: int = 1
     key_bytes: int = KEY_BYTES
@@ -152,8 +153,9 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     tiles = (long - short) / TILE
     tile = (works[1] - works[0]) * (1 / tiles)
     qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
-    cluster = getattr(kernel, "cluster", 1)
-    return Counted(tile, works[0] - tile * (short / TILE), qk, pv, kernel.kv_stages, cluster=cluster)
+    turn = count(_traced(kernel, code, short, long, 2)) - works[0] - tile * (short / TILE)
+    once = works[0] - tile * (short / TILE)
+    return Counted(tile, once, qk, pv, kernel.kv_stages, turn=turn, cluster=kernel.cluster)
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
@@ -162,8 +164,8 @@ def fp8(c: Counted, **options: Any) -> Counted:
     return replace(quantised, bring=quantised.tile - c.tile, key_bytes=ENTRY_BYTES)
 
 
-def _traced(kernel: Any, code: Any, keys: int, of: int) -> Any:
-    """The trace of one token's attention over the first ``keys`` of ``of`` entries, all of them there.
+def _traced(kernel: Any, code: Any, keys: int, of: int, tokens: int = 1) -> Any:
+    """The trace of one CTA (or pair): ``tokens``, each over the first ``keys`` of ``of`` entries, all of them there.
 
     First ones of the same list: how often O is rescaled depends on the numbers, which must not differ.
     """
@@ -171,7 +173,9 @@ def _traced(kernel: Any, code: Any, keys: int, of: int) -> Any:
     from dsv4lib.emulator.driver.host import launch
     from dsv4lib.kernels.fmha import arguments, inputs
 
-    case = inputs.case(64 * getattr(kernel, "cluster", 1), [of], [1])
+    case = inputs.case(64 * kernel.cluster, [of], [1])
+    by_token = "q", "index", "first", "count", "window_first", "window_count", "cos", "sin"
+    case = replace(case, **{name: getattr(case, name).repeat_interleave(tokens, 0) for name in by_token})
     case.count.fill_(keys)
     o, lse = case.outputs(1 if kernel.partial else None)
     if kernel.fp8_entries:
@@ -181,14 +185,16 @@ def _traced(kernel: Any, code: Any, keys: int, of: int) -> Any:
     rope = (case.cos, case.sin) if kernel.inverse_rope else None
     sink = case.sink if kernel.sink else None
     device = make("sm_100a", checks="off", trace=True)
-    launch(code, *arguments.launch_args(kernel, case.q, entries, None, sink, rope, o, lse, case.scale), gpu=device)
+    given = case.q, entries, None, sink, rope, o, lse, case.scale
+    launch(code, *arguments.launch_args(kernel, *given, sms=kernel.cluster), gpu=device)
     return device.trace
 
 
 def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
-    return static_model.attention("fmha", *roles, c.stages, card, cluster=c.cluster, active=active, bring=c.bring)
+    options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn}
+    return static_model.attention("fmha", *roles, c.stages, card, **options)
 
 
 @dataclass(frozen=True)
@@ -243,32 +249,29 @@ def predict(
     card: Gpu,
     errors: dict[str, tuple[float, float]],
     form: str = BUILT,
-    persistent: bool = False,
 ) -> Row:
     """The line of a shape: in as many parts as the op chooses, or in the best number where it is a question asked.
 
     Args:
         single, parts: the kernel that normalises, and the one that writes parts for `combine`.
         card, errors: the GPU; (smallest, largest) error of the calibration, by regime.
-        form: name of the configuration; persistent: CTAs stay for the next token.
+        form: name of the configuration.
     """
     groups = shape.tokens * -(-shape.heads // (single.rows * single.cluster)) * single.cluster
     most = max(_tiles(*shape.keys(seen)) for seen in shape.positions())
     choices = _split_choices(most, groups, int(card["sms"])) if shape.phase == "decode" else (1,)
-    times = {splits: timed(shape, single, parts, card, groups, splits, persistent) for splits in choices}
+    times = {splits: timed(shape, single, parts, card, groups, splits) for splits in choices}
     best = min(times, key=lambda splits: times[splits].us)
     chosen = best
     if form == BUILT:
         chosen = choose_splits(shape.tokens, shape.heads, *shape.keys(max(shape.positions())), int(card["sms"]))
-        times[chosen] = timed(shape, single, parts, card, groups, chosen, persistent)
+        times[chosen] = timed(shape, single, parts, card, groups, chosen)
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
     return _row(shape, pool, form, chosen, times[chosen], groups, errors, (best, times[best].us))
 
 
-def timed(
-    shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int, persistent: bool = False
-) -> Time:
-    """The time of a shape in so many parts; ``groups``: CTAs of one part."""
+def timed(shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int) -> Time:
+    """The time of a shape in so many parts; ``groups``: tokens x CTAs of a token, of one part."""
     c = single if splits == 1 else parts
     lengths = [-(-_tiles(*shape.keys(seen)) // splits) for seen in shape.positions()]
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
@@ -277,7 +280,7 @@ def timed(
     if splits > 1:
         join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
-    return static_model.modelled(model, card, groups * splits, tiles, hbm, join, persistent)
+    return static_model.modelled(model, card, groups * splits, tiles, hbm, join)
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
@@ -362,16 +365,13 @@ def run(card: Gpu | None = None) -> list[Row]:
     quantised = {model: pages[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
     rows = [predict(shape, *built[shape.model], card, errors) for shape in shapes()]
     rows += [predict(s, *quantised[s.model], card, errors) for s in shapes() if s.phase == "decode" and s.kind != "SWA"]
-    for shape in shapes():
-        if shape.phase == "prefill" or shape.batch == 128:
-            rows.append(predict(shape, *built[shape.model], card, errors, ASKED, True))
     return rows
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
     """Model -> series -> (FLOP a byte of HBM by the floor's count, modelled TFLOP/s, label), for a roofline.
 
-    Series: decode by batch, prefill, and both with all that is asked as "what if". Labels only where they stay apart.
+    Series: decode by batch, prefill; other forms by their name. Labels only where they stay apart.
     """
     out: dict[str, dict[str, list[tuple[float, float, str]]]] = {model: {} for model in MODELS}
     for row in rows:

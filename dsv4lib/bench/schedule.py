@@ -9,6 +9,8 @@ middle when fewer stages are in flight than cover a latency.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dsv4lib.errors import ArgumentError
@@ -46,20 +48,16 @@ def run(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
     done: dict[str, list[tuple[float, float]]] = {task.name: [] for task in tasks}
     latency = {task.name: task.latency for task in tasks}
     free = dict(ready or {})
-    for step in range(-max(task.lead for task in tasks), tiles):
-        for task in tasks:
-            tile = step + task.lead
-            if not 0 <= tile < tiles:
+    for task, tile in _in_order(tasks, tiles):
+        start = free.get(task.unit, 0.0)
+        for other, lag in task.after:
+            if tile < lag:
                 continue
-            start = free.get(task.unit, 0.0)
-            for other, lag in task.after:
-                if tile < lag:
-                    continue
-                if len(done[other]) <= tile - lag:
-                    raise ArgumentError(f"order of {task.name}", task.after, f"{other} {tile - lag} issued before it")
-                start = max(start, done[other][tile - lag][1] + latency[other])
-            done[task.name].append((start, start + task.clocks))
-            free[task.unit] = start + task.clocks
+            if len(done[other]) <= tile - lag:
+                raise ArgumentError(f"order of {task.name}", task.after, f"{other} {tile - lag} issued before it")
+            start = max(start, done[other][tile - lag][1] + latency[other])
+        done[task.name].append((start, start + task.clocks))
+        free[task.unit] = start + task.clocks
     return done
 
 
@@ -68,3 +66,54 @@ def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
     done = run(tasks, tiles, ready)
     ends = [instances[-1][1] + task.latency for task in tasks if (instances := done[task.name])]
     return max([*ends, *(ready or {}).values(), 0.0])
+
+
+def stay(tasks: list[Task], turn: list[Task], gates: dict[str, str], tiles: int, items: int) -> float:
+    """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one behind the other on the same units.
+
+    A unit goes through its tasks in the order of `run`, item after item, without waiting for other units to get there:
+    loads of the next item run ahead as far as stages are free.
+
+    Args:
+        tasks: of every tile, counted through over all items.
+        turn: of every item, behind its tiles; their ``after`` names tasks of its last tile.
+        gates: task -> task of ``turn``: the first tile of an item waits for that task of the item before.
+
+    Raises:
+        ArgumentError: a task waits for one that its unit would do later.
+    """
+    latency = {task.name: task.latency for task in (*tasks, *turn)}
+    queues: dict[str, deque[tuple[Task, int]]] = {task.unit: deque() for task in (*tasks, *turn)}
+    for item in range(items):
+        for task, tile in _in_order(tasks, tiles):
+            queues[task.unit].append((task, item * tiles + tile))
+        for task in turn:
+            queues[task.unit].append((task, (item + 1) * tiles - 1))
+    done: dict[tuple[str, int], float] = {}
+    free = dict.fromkeys(queues, 0.0)
+    while any(queues.values()):
+        moved = False
+        for unit, queue in queues.items():
+            while queue:
+                task, tile = queue[0]
+                needs = [(other, tile - lag) for other, lag in task.after if tile >= lag]
+                if task.name in gates and tile % tiles == 0 and tile > 0:
+                    needs.append((gates[task.name], tile - 1))
+                if any(need not in done for need in needs):
+                    break
+                start = max([free[unit], *(done[need] + latency[need[0]] for need in needs)])
+                free[unit] = done[task.name, tile] = start + task.clocks
+                queue.popleft()
+                moved = True
+        if not moved:
+            stuck = [queue[0][0].name for queue in queues.values() if queue]
+            raise ArgumentError("order of tasks", stuck, "tasks that do not wait for each other")
+    return max((end + latency[name] for (name, _), end in done.items()), default=0.0)
+
+
+def _in_order(tasks: list[Task], tiles: int) -> Iterator[tuple[Task, int]]:
+    """(task, tile) in the order in which units issue them."""
+    for step in range(-max(task.lead for task in tasks), tiles):
+        for task in tasks:
+            if 0 <= step + task.lead < tiles:
+                yield task, step + task.lead

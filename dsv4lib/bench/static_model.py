@@ -1,6 +1,10 @@
 """How long a kernel would take on a GPU, from what it does and what the GPU can do; no run on that GPU is needed.
 
     modelled time = launch + waves x (set-up + tile schedule + what a CTA does once) [+ combine], at least HBM's time
+                    launch + set-up + tile schedule + what a CTA does once + further items x (tiles + turn)
+
+The second form is of CTAs that stay: a turn is what its warps do between the tiles of two items, and what of it hides
+behind tiles comes out of the schedule.
 
 The tile schedule (schedule.py) runs the tasks of a tile on their units; a task takes the longest of its resources. A
 resource that several units share (shared memory, issue slots) bounds the whole: no less than tiles x its clocks.
@@ -93,6 +97,8 @@ class Kernel:
         name: of it; tile, once: work of a CTA per tile, and besides.
         tasks: of the schedule; first: unit that the set-up delays further (a staged operand), and by how much.
         cluster: CTAs that belong together; shared: neighbours read the same lines of L2 at nearly the same time.
+        turn: of a CTA that stays, its work between two items; turns: the same as tasks of the schedule; gates: see
+            `schedule.stay`.
     """
 
     name: str
@@ -102,6 +108,9 @@ class Kernel:
     first: tuple[str, float] = ("", 0.0)
     cluster: int = 1
     shared: bool = False
+    turn: Work | None = None
+    turns: tuple[Task, ...] = ()
+    gates: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,19 @@ def cta_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, persistent: bool
     return max(makespan, fill(kernel) + max(0, tiles - 1) * steady) + once, tiles * steady
 
 
+def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, many: int = 5) -> float:
+    """Clocks that one more item of ``tiles`` tiles costs a CTA that stays.
+
+    No less than each resource needs for the tiles and the turn together; without tiles only the turn.
+    """
+    work = kernel.tile * tiles + kernel.turn
+    needed = longest(resources(work, gpu, l2))[1]
+    if tiles == 0:
+        return max(needed, sum(task.clocks + task.latency for task in kernel.turns))
+    lists = list(kernel.tasks), list(kernel.turns), dict(kernel.gates), tiles
+    return max(needed, (schedule.stay(*lists, many) - schedule.stay(*lists, few)) / (many - few))
+
+
 def fill(kernel: Kernel) -> float:
     """Clocks of the first tile alone, from its load to its last result."""
     return schedule.end(list(kernel.tasks), 1, _ready(kernel))
@@ -173,7 +195,7 @@ def modelled(
     Args:
         ctas: of the grid; tiles: of each CTA, or of CTAs of different length in equal numbers.
         hbm_bytes: that must cross HBM once; combine_us: of a second kernel that joins the parts.
-        persistent: CTAs stay: the next row's first loads run under this row's end.
+        persistent: CTAs stay: the next row's first loads run under this row's end. A kernel with ``turns`` is one.
         per_sm: CTAs that share an SM, alternating on its units.
     """
     lengths = [tiles] if isinstance(tiles, int) else list(tiles)
@@ -181,14 +203,20 @@ def modelled(
     waves = -(-ctas // (sms * per_sm))
     active = min(sms, ctas)
     l2 = l2_share(gpu, active, kernel.shared)
-    each = [cta_clocks(kernel, n, gpu, l2, persistent) for n in lengths]
+    by_length = {n: cta_clocks(kernel, n, gpu, l2, persistent) for n in set(lengths)}
+    each = [by_length[n] for n in lengths]
     mean, steady = sum(total for total, _ in each) / len(each), sum(s for _, s in each) / len(each)
     # CTAs of different length fill SMs one after the other: the sum over an SM, and no less than the longest.
     rounds = ctas / sms if len(lengths) > 1 else waves * per_sm
     body = max(rounds * mean, max(total for total, _ in each))
-    if persistent:
+    stays = kernel.turn is not None
+    if stays:
+        further = {n: item_clocks(kernel, n, gpu, l2) if rounds > 1 else 0.0 for n in by_length}
+        more = sum(further[n] for n in lengths) / len(lengths)
+        body = max(mean + max(0, rounds - 1) * more, max(total for total, _ in each))
+    elif persistent:
         body += fill(kernel)
-    switches = 0 if persistent else max(0, waves - 1) * gpu["switch_clk"]
+    switches = 0 if persistent or stays else max(0, waves - 1) * gpu["switch_clk"]
     setup = gpu["first_byte_clk"]
     hbm = hbm_bytes / gpu.hbm_clk_bytes
     clocks = setup + max(switches + body, hbm)
@@ -231,6 +259,7 @@ def attention(
     active: int | None = None,
     shared: bool = False,
     bring: Work | None = None,
+    turn: Work | None = None,
 ) -> Kernel:
     """An attention kernel: loads, Q K^T, softmax, P V.
 
@@ -240,7 +269,9 @@ def attention(
         warps: of one group of softmax warps; groups: groups that take turns with their own rows (FA3's ping-pong).
         separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
             before; active: SMs that load at the same time, all if not
-            given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys.
+            given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
+            turn: what CTAs that stay do between two items, in the warps of the softmax: behind the last softmax they
+            ask for the next Q, behind the last P V they store the first half of O, then Q, then the other half.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring
@@ -266,7 +297,19 @@ def attention(
     used = f"{'qk' if separate else 'pv'} {groups - 1}"
     tasks.append(Task("load k", "TMA", load / (1 + separate), latency, ((used, stages),), stages))
     tasks.append(Task("load v", "TMA", load / 2 if separate else 0, latency, ((f"pv {groups - 1}", stages),), stages))
-    return Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared)
+    kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
+    if turn is None:
+        return kernel
+    leave = max(turn.store_bytes / l2, chain(turn, gpu, warps)) / 2
+    asked = ("last softmax", 0)
+    turns = (
+        Task("last softmax", "warps 0", 0, 0, (("softmax 0", 0),)),
+        Task("next q", "loads of threads", turn.plain_load_bytes / l2, latency, (asked,)),
+        Task("half of o", "warps 0", leave, 0, (("pv 0", 0),)),
+        Task("q in place", "warps 0", 0, 0, (("next q", 0), ("qk 0", 0))),
+        Task("rest of o", "warps 0", leave, 0),
+    )
+    return replace(kernel, turns=turns, gates=(("qk 0", "q in place"),))
 
 
 def combine_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:

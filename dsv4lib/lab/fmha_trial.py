@@ -256,6 +256,7 @@ def fmha_trial(
     case: Case,
     backend: str = "emulator",
     judge_by: Case | None = None,
+    sms: int | None = None,
     **device: Any,
 ) -> Trial:
     """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
@@ -265,12 +266,14 @@ def fmha_trial(
         case: from `kernels.fmha.inputs.case`.
         backend: "emulator" or "native"; device: options of `emulator.device`.
         judge_by: the case whose oracle is the truth, where ``case`` carries a mistake of the caller's.
+        sms: CTAs at once, as `arguments.launch_args` takes it: fewer than tokens, and a CTA takes several.
     """
     made = kernel, code = compiled(kernel_type, settings)
     there = case.to(backends.device(backend))
     o, lse = there.outputs()
     groups = there.groups(kernel.cluster) if kernel.groups else None
-    args = arguments.launch_args(kernel, there.q, *_parts(kernel, there), o, lse, case.scale, groups=groups)
+    given = there.q, *_parts(kernel, there), o, lse, case.scale
+    args = arguments.launch_args(kernel, *given, groups=groups, sms=sms)
     gpu, error = _run(code, args, backend, **device)
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     case = judge_by or case
@@ -281,28 +284,38 @@ def fmha_trial(
 
 
 def parts(
-    case: Case, entries: str, window: bool, splits: int = 1, sharing: tuple = (), **device: Any
+    case: Case,
+    entries: str,
+    window: bool,
+    splits: int = 1,
+    sharing: tuple = (),
+    sms: int | None = None,
+    **device: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
     """(o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
 
-    ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2].
+    ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2]. ``sms``: see
+    `fmha_trial`.
 
     Raises:
         EmulatorError: what stopped the kernel.
     """
-    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, sharing, **device)
+    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, sharing, sms, **device)
     if error is not None:
         raise error
     return o, lse, gpu.hazards
 
 
-def _run_parts(case: Case, entries: str, window: bool, splits: int, sharing: tuple = (), **device: Any) -> tuple:
+def _run_parts(
+    case: Case, entries: str, window: bool, splits: int, sharing: tuple, sms: int | None, **device: Any
+) -> tuple:
     dtype = {v: k for k, v in TYPES.items()}[case.q.dtype]
     fp8 = case.pool_pages is not None and entries != "none", case.span_pages is not None and window
     made = kernel, code = compiled(Fmha, (case.q.shape[2], dtype, entries, window, False, False, True, *fp8, *sharing))
     o, lse = case.outputs(splits, kernel.raw)
     groups = case.groups(kernel.cluster) if kernel.groups else None
-    args = arguments.launch_args(kernel, case.q, *_parts(kernel, case), o, lse, case.scale, splits, groups=groups)
+    given = case.q, *_parts(kernel, case), o, lse, case.scale, splits
+    args = arguments.launch_args(kernel, *given, groups=groups, sms=sms)
     return made, *_run(code, args, "emulator", **device), o, lse
 
 
@@ -313,13 +326,15 @@ def split_trial(
     splits: int,
     combine_type: type = Combine,
     sharing: tuple = (),
+    sms: int | None = None,
     **device: Any,
 ) -> Trial:
     """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE.
 
-    A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups).
+    A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``: see
+    `fmha_trial`.
     """
-    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, sharing, **device)
+    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, sharing, sms, **device)
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards

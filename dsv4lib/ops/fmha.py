@@ -488,15 +488,15 @@ def _launch(name: str, call: Call) -> None:
     pool, rows = ((x, page) if page else x for x, page in call.pools)
     entries = None if call.pool is None else (pool, call.index, call.first, call.count)
     window = None if call.rows is None else (rows, call.window_first, call.window_count)
+    sms = _sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if splits == 0:
-        sms = _sm_count(q.device) if name == "native" else split_choice.SM_COUNT
         groups = None if call.groups is None else call.groups.shape[0]
         splits = choose_splits(*q.shape[:2], call.most, call.window_most, sms, groups) if call.normalise else 1
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
         given = q, entries, window, sink, rope, o, lse, call.scale, splits
-        _enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups))
+        _enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, sms=sms))
 
     if not call.normalise:
         return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])

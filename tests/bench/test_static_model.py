@@ -157,6 +157,20 @@ def test_an_order_that_waits_for_what_comes_later_is_refused():
         schedule.run([MMA, Task("load", "TMA", 10)], 2)
 
 
+def test_items_follow_each_other():
+    """Two of two tiles: loads run on as in one of four; behind each a turn, on the core or beside it."""
+    tasks = [MMA, LOAD]
+    assert schedule.stay(tasks, [], {}, 2, 2) == schedule.end(tasks, 4) == 50
+    # products 0, 1 end at 29 and are seen at 30; 3 clocks on the core delay nobody, 10 delay product 2 from 35 to 40
+    assert schedule.stay(tasks, [Task("store", "core", 3, 0, (("mma", 0),))], {}, 2, 2) == 50 + 3
+    assert schedule.stay(tasks, [Task("store", "core", 12, 0, (("mma", 0),))], {}, 2, 2) == 51 + 12
+    beside = [Task("store", "out", 20, 0, (("mma", 0),))]
+    assert schedule.stay(tasks, beside, {}, 2, 2) == 30 + 20 + 20
+    assert schedule.stay(tasks, beside, {"mma": "store"}, 2, 2) == 30 + 20 + 2 * 4 + 1 + 20
+    with pytest.raises(ArgumentError, match="order of tasks"):
+        schedule.stay(tasks, [Task("store", "out", 1, 0, (("nobody", 0),))], {"mma": "store"}, 2, 2)
+
+
 # --- launches
 
 
@@ -174,6 +188,18 @@ def test_a_launch_by_hand():
     assert static_model.modelled(kernel, card, 1, 4, hbm_bytes=1000).bound == "HBM"
     stays = static_model.modelled(kernel, card, 3, 4, persistent=True)
     assert stays.clocks == 100 + 2 * (4 * 10 + 7) + 20  # filled once: load, latency, mma
+
+
+def test_ctas_that_stay_take_a_turn():
+    turns = (Task("store", "core", 3, 0, (("mma", 0),)),)
+    kernel = Kernel("k", Work(load_bytes=80), Work(instructions=7), (MMA, LOAD), turn=Work(), turns=turns)
+    # the first of three items alone: tiles end at 30, 7 clocks once; each further one costs its two loads
+    time = static_model.modelled(kernel, toy(), 6, 2)
+    assert time.waves == 3 and time.clocks == 100 + (30 + 7) + 2 * 20
+    slow = dataclasses.replace(kernel, turn=Work(store_bytes=200))  # 50 clocks of L2
+    assert static_model.modelled(slow, toy(), 6, 2).clocks == 100 + (30 + 7) + 2 * 50
+    assert static_model.modelled(kernel, toy(), 2, 2).clocks == 100 + (30 + 7)
+    assert static_model.item_clocks(kernel, 0, toy(), 4) == 3
 
 
 def test_a_shared_resource_bounds_the_tiles():
@@ -321,6 +347,8 @@ def test_the_count_of_the_compiled_kernel_is_what_its_docstring_says():
     # 64 x 64 scores and the corrections of heads with large scores; two 32-column loads of a half tile by four warps
     assert 128 <= c.tile.exp <= 160 and c.tile.tmem_load_bytes >= 2 * 128 * 32 * 4
     assert c.once.mma == {} and c.once.plain_load_bytes >= 64 * 1024 and c.once.store_bytes >= 64 * 1024
+    assert c.turn.mma == {} and c.turn.plain_load_bytes >= 64 * 1024 and c.turn.store_bytes >= 64 * 1024
+    assert c.turn.load_bytes == 0 and c.turn.instructions < c.once.instructions  # no set-up
 
 
 def test_a_pair_brings_each_key_once():

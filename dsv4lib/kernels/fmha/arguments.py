@@ -22,6 +22,7 @@ from dsv4lib.kernels.fmha.sm100 import Fmha
 _TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float16: torch.float16, cutlass.Float32: torch.float32}
 _TORCH |= {cutlass.Int32: torch.int32, cutlass.Uint8: torch.uint8}
 ROPE_PAIRS = 32
+ANY_NUMBER = (1 << 31) - 1  # of SMs
 
 
 class _Fake:
@@ -63,7 +64,8 @@ def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
     o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
     lse = fake(fp32, ("STH" if kernel.partial else "TH") + ("Z" if kernel.raw else ""))
     groups = fake(i32, "GZ") if kernel.groups else None
-    return fake(kernel.element, "THD"), entries, window, groups, sink, rope, o, lse, fp32(1.0), i32(1), cuda.CUstream(0)
+    numbers = fp32(1.0), i32(1), i32(1), cuda.CUstream(0)
+    return fake(kernel.element, "THD"), entries, window, groups, sink, rope, o, lse, *numbers
 
 
 def _fake_pool(pages: Any) -> tuple:
@@ -117,6 +119,7 @@ def launch_args(
     splits: int = 1,
     stream: int = 0,
     groups: torch.Tensor | None = None,
+    sms: int | None = None,
 ) -> tuple:
     """Arguments of `Fmha` from torch tensors.
 
@@ -135,6 +138,7 @@ def launch_args(
         splits: parts of the keys; only a partial kernel takes more than 1.
         stream: handle of a CUDA stream; 0: the default one.
         groups: int32 [G, 2] or None, see `window.token_groups`.
+        sms: of the GPU; None: a CTA for every item.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -143,6 +147,8 @@ def launch_args(
         raise ArgumentError("q", getattr(q, "shape", type(q).__name__), f"[T, H, {kernel.head_dim}]")
     if splits < 1 or (splits > 1 and not kernel.partial):
         raise ArgumentError("splits", splits, "1, or more for a partial kernel")
+    if sms is not None and sms < 1:
+        raise ArgumentError("sms", sms, "at least 1, or None")
     wanted = {
         "entries": (entries, kernel.entries != "none"),
         "window": (window, kernel.window),
@@ -183,6 +189,7 @@ def launch_args(
         _wrap("lse", lse, fp32, (*lead, t, h, *((2,) if kernel.raw else ()))),
         fp32(scale),
         i32(splits),
+        i32(ANY_NUMBER if sms is None else sms),
         cuda.CUstream(stream),
     )
 

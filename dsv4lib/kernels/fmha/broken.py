@@ -21,6 +21,7 @@ from cutlass.cute.nvgpu import tcgen05
 from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.common.kv_entry import SCALE_BASE
 from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.config import SOFTMAX_WARPS
 from dsv4lib.kernels.fmha.ladder import (
     CHUNK,
     CHUNK_BYTES,
@@ -217,38 +218,28 @@ class SwappedHalves(Fmha):
     """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, row._replace(half=1 - row.half))  # WRONG: row
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """See `Fmha.q_pieces`."""
+        return Fmha.q_pieces(self, mQ, row._replace(half=1 - row.half), part)  # WRONG: row
 
 
 class NoHeadGuard(Fmha):
     """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, row._replace(inside=cutlass.Boolean(True)))  # WRONG: row
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """See `Fmha.q_pieces`."""
+        return Fmha.q_pieces(self, mQ, row._replace(inside=cutlass.Boolean(True)), part)  # WRONG: row
 
 
 class PadLse(Fmha):
     """The log-sum-exp is stored for one row too many: behind the last head of every token."""
 
     @cute.jit
-    def epilogue(
-        self,
-        outputs: tuple,
-        address: cute.Pointer,
-        row: Row,
-        reference: Float32,
-        total: Float32,
-        any_tile: cutlass.Boolean,
-    ):
-        """See `Fmha.epilogue`."""
-        Fmha.epilogue(self, outputs, address, row, reference, total, any_tile)
-        if row.half == 0:
-            there = row.head <= outputs[2].shape[1]  # WRONG: <, by one row
-            self.store_lse(outputs[3], row._replace(inside=there), reference, total, total)
+    def store_lse(self, mLse: cute.Tensor, row: Row, reference: Float32, total: Float32, with_sink: Float32):
+        """See `Fmha.store_lse`."""
+        there = row.head <= mLse.shape[1]  # WRONG: <, by one row
+        Fmha.store_lse(self, mLse, row._replace(inside=there), reference, total, with_sink)
 
 
 class SharedSelection(Fmha):
@@ -319,12 +310,12 @@ class NextScale(Fmha):
         tile: Int32,
         index: Int32,
         part: cutlass.Constexpr,
-        held: cute.Tensor,
-        raw: cute.Tensor,
-        scales: cute.Tensor,
+        registers: tuple,
+        chunks: cutlass.Constexpr,
     ):
         """See `Dequant.fetch`."""
-        Fmha.fetch(self, pools, work, tile, index, part, held, raw, scales)
+        Fmha.fetch(self, pools, work, tile, index, part, registers, chunks)
+        scales = registers[2]
         low, high = Uint32(scales[0, part]), Uint32(scales[1, part])
         scales[0, part] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
         scales[1, part] = Int32(high >> 8)
@@ -377,17 +368,58 @@ class HalfOfTheWarps(Fmha):
         self.producers -= len(self.dequant_warps)  # WRONG: those of both CTAs arrive
 
 
-class UnannouncedQ(Fmha):
-    """A pair's S is empty from the start, so nobody waits until Q is in place in both CTAs."""
-
-    def __init__(self, *settings: Any):
-        super().__init__(*settings)
-        self.s_at_first = pipeline.PipelineUserType.Producer
+class HastyQ(Fmha):
+    """Q is announced before it is in place: the tensor core may multiply what lay there before."""
 
     @cute.jit
-    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
-        """See `Fmha.hand_over_q`."""
-        # WRONG: nothing
+    def bring_q(
+        self,
+        mQ: cute.Tensor,
+        address: cute.Pointer,
+        row: Row,
+        q: pipeline.PipelineAsyncUmma,
+        staged: pipeline.PipelineState,
+    ):
+        """See `Fmha.bring_q`."""
+        self.announce(q, staged)  # WRONG: behind stage_q
+        self.stage_q(mQ, address, row)
+
+
+class NextQ(Fmha):
+    """A CTA that stays brings the next token's Q while products with this one's are still to come."""
+
+    @cute.jit
+    def take_item(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        outputs: tuple,
+        now: tuple,
+        after: tuple,
+        address: cute.Pointer,
+        shared: tuple,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """See `Fmha.take_item`."""
+        if after[0]:
+            self.stage_q(mQ, address, after[1])  # WRONG: nobody waited until Q is free
+        return Fmha.take_item(self, mQ, lists, outputs, now, after, address, shared, rings, states, scale_log2)
+
+
+class OneSpeaksForAll(Fmha):
+    """One softmax warp announces P for all four: the others may still be reading the O of the token before."""
+
+    @cute.jit
+    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """See `Fmha.announce`."""
+        if cutlass.const_expr(ring.num_stages == 1):  # of Q
+            Fmha.announce(self, ring, state)
+        elif cute.arch.warp_idx() == 0:  # WRONG: each warp for itself
+            for _ in cutlass.range_constexpr(len(SOFTMAX_WARPS)):
+                with cute.arch.elect_one():
+                    ring.producer_commit(state)
 
 
 class GroupSeesAll(Fmha):
@@ -539,7 +571,9 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "HalfOfTheBytes": ("e", "uninitialised_smem"),
     "OwnStageOnly": ("e", "Deadlock"),
     "EvenAndOdd": ("e", "wrong numbers"),
-    "UnannouncedQ": ("e", "race_tensor"),
+    "HastyQ": ("e", "race_tensor"),
+    "NextQ": ("e", "race_tensor"),
+    "OneSpeaksForAll": ("e", "race_tensor"),
     "GroupSeesAll": ("e", "wrong numbers"),
 }
 REFUSED = {  # break -> (stage, words of the compiler)

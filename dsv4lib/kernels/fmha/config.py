@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import cutlass
-from cutlass import pipeline
 
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats import kv_entry
@@ -24,7 +23,7 @@ S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP, DEQUANT_WARPS = (0, 1, 2, 3), 4, 5, (6, 7, 8, 9)
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
-TMEM_READY, Q_READY, TMEM_DONE, PAIR = 1, 2, 3, 4
+TMEM_READY, TMEM_DONE, PAIR = 1, 2, 3
 LOG2_E = math.log2(math.e)
 RESCALE_LOG2 = 4.0  # O is rescaled only when a row maximum grew by more than 2^4; module docstring of `sm100`
 ENTRIES = ("none", "index", "range")
@@ -109,8 +108,6 @@ class Config:
         self.form = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
         self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 keys to the next 8
         self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
-        # A ring starts empty for its producer; a pair's S is empty when the softmax warps say so, with Q in place.
-        self.s_at_first = pipeline.PipelineUserType.Producer if cluster == 1 else pipeline.PipelineUserType.Consumer
         # ---- shared memory ----
         self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
         self.stage_chunks = self.chunks // cluster  # that a CTA keeps
@@ -126,6 +123,8 @@ class Config:
         self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
         self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
+        # Pairs of chunks of Q that a thread loads at once: each takes 32 registers, and 10 warps have 168 a thread.
+        self.q_at_once = min(self.chunks // 2, 2 if self.dequant_warps else 4)
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
@@ -154,7 +153,7 @@ class Config:
     def barriers(self, kv_stages: int | None = None) -> list[str]:
         """Names of the mbarriers (8 bytes each), in order."""
         stages = self.kv_stages if kv_stages is None else kv_stages
-        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES))
+        pipelines = (("kv", stages), ("Q", 1), ("S", S_STAGES), ("P", P_STAGES))
         rings = [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
         return rings + ["TMEM free"] * (self.cluster - 1)
 

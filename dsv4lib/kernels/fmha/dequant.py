@@ -22,7 +22,7 @@ from cutlass import Int32, Int64, pipeline
 from dsv4lib.kernels.common import kv_entry, pipelines
 from dsv4lib.kernels.fmha.config import CHUNK_BYTES, DEQUANT_WARPS, TILE_N
 from dsv4lib.kernels.fmha.load import Load
-from dsv4lib.kernels.fmha.work import Work
+from dsv4lib.kernels.fmha.work import Items, Work
 
 KEYS = TILE_N // len(DEQUANT_WARPS)  # of a warp
 PARTS = KEYS // kv_entry.ENTRIES_AT_ONCE
@@ -32,26 +32,30 @@ class Dequant(Load):
     """The dequantising warps, beside the load warp or instead of it."""
 
     @cute.jit
-    def dequantise(self, sources: tuple, lists: tuple, work: Work, sKV: Int32, kv: pipeline.PipelineTmaUmma):
+    def dequantise(self, sources: tuple, lists: tuple, items: Items, sKV: Int32, kv: pipeline.PipelineTmaUmma):
         """Dequantising warps: warp w has keys 16 w .. 16 w + 15 of every tile, 4 lanes a key."""
         if cutlass.const_expr(self.cluster == 1):
-            self.dequantise_chunks(sources, lists, work, sKV, kv, (0, kv_entry.CHUNKS))
+            self.dequantise_chunks(sources, lists, items, sKV, kv, (0, kv_entry.CHUNKS))
         elif cute.arch.block_idx_in_cluster() == 0:
-            self.dequantise_chunks(sources, lists, work, sKV, kv, (0, self.stage_chunks))
+            self.dequantise_chunks(sources, lists, items, sKV, kv, (0, self.stage_chunks))
         else:
-            self.dequantise_chunks(sources, lists, work, sKV, kv, (self.stage_chunks, kv_entry.CHUNKS))
+            self.dequantise_chunks(sources, lists, items, sKV, kv, (self.stage_chunks, kv_entry.CHUNKS))
 
     @cute.jit
     def dequantise_chunks(
         self,
         sources: tuple,
         lists: tuple,
-        work: Work,
+        items: Items,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
         chunks: cutlass.Constexpr,
     ):
-        """``chunks`` (first, end) of 64 dims of every key."""
+        """``chunks`` (first, end) of 64 dims of every key.
+
+        The first loads of an item go out when the last tile of the one before is handed over: as many tiles ahead of
+        the MMAs as the ring is deep.
+        """
         lane = cute.arch.lane_idx()
         first_key = (cute.arch.warp_idx() - DEQUANT_WARPS[0]) * KEYS
         own = first_key + lane % KEYS  # the key whose index this lane reads
@@ -63,23 +67,25 @@ class Dequant(Load):
         for i in cutlass.range_constexpr(2 * PARTS):  # one by one: a vector of two would become one 64-bit register
             scales[i] = Int32(0)
         pools = self.own_parts(sources)
-        index = self.entry(lists, work, work.first, own)
-        for part in cutlass.range_constexpr(PARTS):
-            self.fetch(pools, work, work.first, index, part, (held, raw, scales), chunks)
-        index = self.entry(lists, work, work.first + 1, own)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
-        for tile in cutlass.range(work.first, work.end, unroll=1):
-            ahead = self.entry(lists, work, tile + 2, own)
-            pipelines.wait_empty(kv, state)
-            stage = offset + state.index * self.stage_bytes
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work = self.work(lists, items, item)
+            index = self.entry(lists, work, work.first, own)
             for part in cutlass.range_constexpr(PARTS):
-                if self.quantised(work, tile):
-                    rows = stage + part * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
-                    kv_entry.convert(held[part], raw[None, part], scales[None, part], rows, CHUNK_BYTES, chunks)
-                self.fetch(pools, work, tile + 1, index, part, (held, raw, scales), chunks)
-            self.hand_over(kv, state)
-            index = ahead
-            state.advance()
+                self.fetch(pools, work, work.first, index, part, (held, raw, scales), chunks)
+            index = self.entry(lists, work, work.first + 1, own)
+            for tile in cutlass.range(work.first, work.end, unroll=1):
+                ahead = self.entry(lists, work, tile + 2, own)
+                pipelines.wait_empty(kv, state)
+                stage = offset + state.index * self.stage_bytes
+                for part in cutlass.range_constexpr(PARTS):
+                    if self.quantised(work, tile):
+                        rows = stage + part * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
+                        kv_entry.convert(held[part], raw[None, part], scales[None, part], rows, CHUNK_BYTES, chunks)
+                    self.fetch(pools, work, tile + 1, index, part, (held, raw, scales), chunks)
+                self.hand_over(kv, state)
+                index = ahead
+                state.advance()
         if cutlass.const_expr(
             self.cluster > 1
         ):  # stay while the MMA warp, which may be the other CTA's, signals in here

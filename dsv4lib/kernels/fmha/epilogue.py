@@ -18,38 +18,53 @@ class Epilogue(Config):
     """The last part of the softmax warps' work."""
 
     @cute.jit
-    def epilogue(
-        self,
-        outputs: tuple,
-        address: cute.Pointer,
-        row: Row,
-        reference: Float32,
-        total: Float32,
-        any_tile: cutlass.Boolean,
-    ):
-        """Store this thread's half of O and, by the first half's thread, the log-sum-exp.
-
-        Args:
-            outputs: (mSink, rope, mO, mLse) of the host call.
-            address: of tensor memory.
-            row: of this thread, which holds half of each 128 or 256 dimensions.
-            reference, total: exponents are relative to ``reference`` (log2), their sum is ``total``.
-            any_tile: there was a key; else O was never written.
-        """
-        mSink, rope, mO, mLse = outputs
+    def of_part(self, outputs: tuple):
+        """(mO, mLse) of this CTA's part of the keys."""
+        _, _, mO, mLse = outputs
         if cutlass.const_expr(self.partial):
             _, _, split = cute.arch.block_idx()
             mO, mLse = mO[split, None, None, None], cute.slice_(mLse, (split, *(None,) * (cute.rank(mLse) - 1)))
+        return mO, mLse
+
+    @cute.jit
+    def normaliser(self, outputs: tuple, row: Row, reference: Float32, total: Float32):
+        """(what O is multiplied by, the sum of the weights with the sink); ``reference``: of the exponents, log2."""
+        mSink = outputs[0]
         denominator, inverse = total, Float32(1.0)
         if cutlass.const_expr(self.sink):
             if row.inside:
                 denominator = total + cute.math.exp2(mSink[row.head] * LOG2_E - reference, fastmath=True)
         if cutlass.const_expr(not self.raw):
             inverse = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
+        return inverse, denominator
+
+    @cute.jit
+    def store_lines(
+        self,
+        outputs: tuple,
+        address: cute.Pointer,
+        row: Row,
+        inverse: Float32,
+        any_tile: cutlass.Boolean,
+        part: Int32,
+        parts: cutlass.Constexpr,
+    ):
+        """Store a part of this thread's half of O: lines, 32 columns of a lane, which are consecutive dimensions.
+
+        Args:
+            outputs: (mSink, rope, mO, mLse) of the host call.
+            address: of tensor memory.
+            row: of this thread, which holds half of each 128 or 256 dimensions.
+            inverse: O is multiplied by it.
+            any_tile: there was a key; else O was never written.
+            part: of ``parts`` of the lines.
+        """
+        mO, _ = self.of_part(outputs)
         rO = cute.make_rmem_tensor(32, Float32)
-        # 32-column lines of a lane with consecutive dimensions: of one P V instruction; in a pair all
+        end = (part + 1) * (self.head_dim // 64) // parts
+        # lines of one P V instruction; in a pair all
         lines = (self.pv_n if self.cluster == 1 else self.head_dim) // 64
-        for i in cutlass.range(self.head_dim // 64, unroll=1):
+        for i in cutlass.range(part * (self.head_dim // 64) // parts, end, unroll=1):
             rO.fill(0.0)
             if any_tile:
                 tmem.load(address, 32 * i, row.tidx, rO)
@@ -58,15 +73,13 @@ class Epilogue(Config):
             block = (2 * (i // lines) + row.half) * lines + i % lines  # of 32 dimensions
             if cutlass.const_expr(self.inverse_rope):
                 if row.inside and block >= self.head_dim // 32 - 2:
-                    self.rotate(rO, rope, row.token, (block + 2 - self.head_dim // 32) * 16)
+                    self.rotate(rO, outputs[1], row.token, (block + 2 - self.head_dim // 32) * 16)
             if row.inside:
                 gO = cute.logical_divide(cute.local_tile(mO[row.token, row.head, None], (32,), (block,)), (8,))
                 rOut = cute.make_rmem_tensor((8, 4), mO.element_type)
                 rOut.store(rO.load().reshape((8, 4)).to(mO.element_type))
                 cute.autovec_copy(rOut, gO)
             cute.arch.sync_warp()
-        if row.half == 0:
-            self.store_lse(mLse, row, reference, total, denominator)
 
     @cute.jit
     def rotate(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):

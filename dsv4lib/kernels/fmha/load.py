@@ -14,7 +14,7 @@ from cutlass import Int32, Uint32, pipeline
 
 from dsv4lib.kernels.common import gather, pipelines
 from dsv4lib.kernels.fmha.config import TILE_N
-from dsv4lib.kernels.fmha.work import Plan, Work
+from dsv4lib.kernels.fmha.work import Items, Plan
 
 
 class Load(Plan):
@@ -39,34 +39,36 @@ class Load(Plan):
         return pipelines.tma_to_umma(self.kv_stages, self.stage_bytes, barriers, self.producers, self.cluster)
 
     @cute.jit
-    def load(self, sources: tuple, lists: tuple, work: Work, sKV: Int32, kv: pipeline.PipelineTmaUmma):
+    def load(self, sources: tuple, lists: tuple, items: Items, sKV: Int32, kv: pipeline.PipelineTmaUmma):
         """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every KV tile, one 128-byte column chunk at a time.
 
-        Each CTA of a pair gathers its half of the dimensions.
+        Each CTA of a pair gathers its half of the dimensions. Tiles of the next item follow without a gap.
         """
         column = 0 if self.cluster == 1 else cute.arch.block_idx_in_cluster() * (self.head_dim // 2)
         own = 4 * cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
-        for tile in cutlass.range(work.first, work.end, unroll=1):
-            kv.producer_acquire(state, expected_tx=self.expected_bytes(tile < work.entry_tiles))
-            barrier = kv.producer_get_barrier(state)
-            if cutlass.const_expr(self.follows):
-                if column > 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(barrier, 0)
-            stage = sKV + state.index * self.stage_bytes
-            target = stage + own * gather.ROW_BYTES
-            if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                if tile < work.entry_tiles:
-                    index = lists[0][0]
-                    rows = self.rows(index, work.entry_row, work.token, tile * TILE_N + own, work.entries)
-                    self.gather(sources[0], rows, target, barrier, column)
-            if cutlass.const_expr(self.window and not self.fp8_window):
-                if tile >= work.entry_tiles:
-                    position = (tile - work.entry_tiles) * TILE_N + own
-                    rows = self.rows(None, work.window_row, work.token, position, work.window)
-                    self.gather(sources[1], rows, target, barrier, column)
-            state.advance()
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work = self.work(lists, items, item)
+            for tile in cutlass.range(work.first, work.end, unroll=1):
+                kv.producer_acquire(state, expected_tx=self.expected_bytes(tile < work.entry_tiles))
+                barrier = kv.producer_get_barrier(state)
+                if cutlass.const_expr(self.follows):
+                    if column > 0:
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive(barrier, 0)
+                stage = sKV + state.index * self.stage_bytes
+                target = stage + own * gather.ROW_BYTES
+                if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
+                    if tile < work.entry_tiles:
+                        index = lists[0][0]
+                        rows = self.rows(index, work.entry_row, work.token, tile * TILE_N + own, work.entries)
+                        self.gather(sources[0], rows, target, barrier, column)
+                if cutlass.const_expr(self.window and not self.fp8_window):
+                    if tile >= work.entry_tiles:
+                        position = (tile - work.entry_tiles) * TILE_N + own
+                        rows = self.rows(None, work.window_row, work.token, position, work.window)
+                        self.gather(sources[1], rows, target, barrier, column)
+                state.advance()
         kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
 
     @cute.jit

@@ -12,71 +12,81 @@ from dsv4lib.kernels.fmha.config import (
     CHUNK_BYTES,
     P_BYTES,
     P_STAGES,
-    Q_READY,
     S_STAGES,
-    SOFTMAX_THREADS,
     TILE_N,
-    Config,
 )
+from dsv4lib.kernels.fmha.work import Items, Plan
 
 
-class Mma(Config):
+class Mma(Plan):
     """The MMA warp: S = Q K^T and O += P V, both weight-stationary, or of a pair of CTAs."""
 
     @cute.jit
     def mma(
         self,
+        lists: tuple,
+        items: Items,
         sKV: Int32,
         sP: Int32,
         allocator: memory.TmemAllocator,
         kv: pipeline.PipelineTmaUmma,
+        q: pipeline.PipelineAsyncUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
-        tiles: Int32,
     ):
-        """MMA warp: once Q is in place (of a pair: once S is first empty), one tile after the other."""
+        """MMA warp: one item after the other; of a pair only the first CTA's."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.cluster == 1):
-            pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive_and_wait()
-            umma.fence_after_thread_sync()
-            self.mma_tiles(sKV, sP, base, kv, s, p, tiles)
+            self.mma_items(lists, items, sKV, sP, base, (kv, q, s, p))
         elif cute.arch.block_idx_in_cluster() == 0:
-            self.mma_tiles(sKV, sP, base, kv, s, p, tiles)
+            self.mma_items(lists, items, sKV, sP, base, (kv, q, s, p))
 
     @cute.jit
-    def mma_tiles(
-        self,
-        sKV: Int32,
-        sP: Int32,
-        base: Int32,
-        kv: pipeline.PipelineTmaUmma,
-        s: pipeline.PipelineUmmaAsync,
-        p: pipeline.PipelineAsyncUmma,
-        tiles: Int32,
-    ):
-        """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs."""
+    def mma_items(self, lists: tuple, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: tuple):
+        """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs.
+
+        Q is free for the next item when the last Q K^T of this one is done, P V of its last tile still to come. O needs
+        no such sign: the softmax warps hand over the first P of an item when they have read the O of the one before.
+        """
+        kv, q, s, p = rings
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
         used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
-        scores = pipeline.make_pipeline_state(self.s_at_first, S_STAGES)
+        staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        for tile in cutlass.range(tiles + 1, unroll=1):
-            if tile < tiles:
-                kv.consumer_wait(full)
-                s.producer_acquire(scores)
-                umma.fence_after_thread_sync()
-                self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes)
-                s.producer_commit(scores)
-                full.advance()
-                scores.advance()
-            if tile > 0:
-                p.consumer_wait(weights)
-                umma.fence_after_thread_sync()
-                self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * self.stage_bytes, tile > 1)
-                kv.consumer_release(used)
-                p.consumer_release(weights)
-                used.advance()
-                weights.advance()
+        tiles = self.tiles_of(lists, items, items.first)
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            tiles_after = self.tiles_of(lists, items, item + items.step)  # asked for a whole item ahead
+            q.consumer_wait(staged)
+            umma.fence_after_thread_sync()
+            for tile in cutlass.range(tiles + 1, unroll=1):
+                if tile < tiles:
+                    kv.consumer_wait(full)
+                    s.producer_acquire(scores)
+                    umma.fence_after_thread_sync()
+                    self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes)
+                    s.producer_commit(scores)
+                    full.advance()
+                    scores.advance()
+                else:
+                    q.consumer_release(staged)
+                if tile > 0:
+                    p.consumer_wait(weights)
+                    umma.fence_after_thread_sync()
+                    self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * self.stage_bytes, tile > 1)
+                    kv.consumer_release(used)
+                    p.consumer_release(weights)
+                    used.advance()
+                    weights.advance()
+            staged.advance()
+            tiles = tiles_after
+
+    @cute.jit
+    def tiles_of(self, lists: tuple, items: Items, item: Int32):
+        """How many tiles an item has."""
+        work = self.work(lists, items, item)
+        return work.end - work.first
 
     @cute.jit
     def mma_qk(self, base: Int32, slot: Int32, stage: Int32):

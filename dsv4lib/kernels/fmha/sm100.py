@@ -7,7 +7,7 @@
 Source: DSV4 paper eq. 27 (sink in the denominator); the oracle is `dsv4lib.reference.fmha`. One kernel serves the three
 kinds of layers: CSA (entries by index list), HCA (entries by index list or as a range of rows) and SWA (window only).
 
-Tile picture (D 512). A CTA owns 64 heads of one token (M 64) and walks over its keys in tiles of 64: the entries, then
+Tile picture (D 512). A CTA has 64 heads of a token (M 64) and walks over its keys in tiles of 64: the entries, then
 the window. A tile is fetched once, row by row (TMA gather4), and serves both products: read with the keys as N it is K,
 read with the head dimensions as N it is V.
 
@@ -22,7 +22,7 @@ read with the head dimensions as N it is V.
   | score exchange 128 x 128 B   |                   +--------------+----------+-------+-------+
   +------------------------------+ 229,376
   | row exchange 2 x 512 B, mbarriers, TMEM address
-  +------------------------------+ 230,528
+  +------------------------------+ 230,532
 
 Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
 none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
@@ -59,9 +59,21 @@ Several tokens in a tile: `groups`. Rows are heads of adjacent tokens that read 
 chunk, HCA under the limit per query), 64 // H of them, or 128 // H over a cluster. A CTA walks over the union of their
 ranges; a row masks what its own token does not see. Never for index lists: in CSA each token selects its own entries.
 
+CTAs stay. The grid has as many CTAs as run at once; each keeps its heads and its part of the keys and takes every n-th
+token (or group), one behind the other, without a pause in its pipelines: tiles of the next token are loaded while this
+one's are multiplied, and the turn from token to token runs under both:
+
+    tensor core   .. S n-1 | P V n-2 |     P V n-1      |                    | S 0' | S 1' |          | P V 0' ..
+    softmax       .. n-2 ..  | .. n-1 ..| ask for Q' .. | O, half | Q' -> TMEM | O, half | .. 0' ..| .. 1' ..
+    loads         .. 1' ..   2' ..  (as far ahead as there are stages)
+
+Q' may go to TMEM when Q K^T of tile n - 1 is done; P V of 0' may overwrite O when all softmax warps have read it, which
+their arrival with P of 0' says. Every role finds the next token by itself: no warp deals them out.
+
 Roles (6 warps, 192 threads; 10 warps, 320 threads with FP8 keys)
 
-    warps 0-3   softmax   allocate TMEM, stage Q; a tile: S -> registers, P -> SMEM, rescale O if needed; store O, LSE
+    warps 0-3   softmax   allocate TMEM, stage Q; a tile: S -> registers, P -> SMEM, rescale O if needed; store O, LSE,
+                          and between its lines the next Q
     warp  4     mma       a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16 (O); S of tile j + 1 before P V of j
     warp  5     load      a tile of 16-bit rows: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3;
                           a pair: 4, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
@@ -81,11 +93,12 @@ Pipelines
 
     kv   TMA -> UMMA       3 stages   full: 65,536 bytes have landed       empty: commit after P V
          dequant -> UMMA              full: one arrival a dequant warp, behind a proxy fence
+    q    softmax -> UMMA   1 stage    full: one arrival a softmax warp     empty: commit after a token's last Q K^T
     s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
     p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
 
 Of a pair, what the MMA warp waits for is counted in CTA 0: the bytes of both (`.cta_group::2` of TMA), the arrivals of
-the softmax warps of both; its commits go to both (multicast). S is first empty when Q is in place, in both CTAs.
+the softmax warps of both; its commits go to both (multicast).
 
 Online softmax. Exponents are relative to a reference that follows the row maximum only when that grew by more than
 2^4: the weights stay below 2^4, their sum in fp32, and O is rescaled in TMEM rarely. The result is the exact formula.
@@ -129,7 +142,7 @@ from dsv4lib.kernels.fmha.softmax import Softmax
 
 
 class Fmha(Dequant, Mma, Softmax):
-    """Attention with 64 heads of a token a CTA: options as `Config`, a role of the module docstring a base class."""
+    """Attention with 64 heads of a token at a time a CTA: options as `Config`, a role of the docstring a base class."""
 
     # ------------------------------------------------------------------ host
 
@@ -146,6 +159,7 @@ class Fmha(Dequant, Mma, Softmax):
         mLse: cute.Tensor,
         scale: Float32,
         splits: Int32,
+        sms: Int32,
         stream: cuda.CUstream,
     ):
         """Host side: TMA descriptors of both pools and the launch.
@@ -163,6 +177,7 @@ class Fmha(Dequant, Mma, Softmax):
             mLse: [T, H] fp32; partial: [splits, T, H]; raw: [splits, T, H, 2], reference and sum.
             scale: of the dot products.
             splits: parts the keys are split into; 1 unless partial.
+            sms: CTAs that the GPU runs at once; each takes as many tokens or groups as it must.
             stream: where the launch is queued.
         """
         sources = self.key_sources(entries, window)
@@ -176,6 +191,7 @@ class Fmha(Dequant, Mma, Softmax):
             sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
             sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
+            q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
             free_barrier: cute.struct.MemRange[cutlass.Int64, self.cluster - 1]
@@ -183,7 +199,9 @@ class Fmha(Dequant, Mma, Softmax):
 
         self.storage = Storage
         blocks = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
-        grid = (blocks, cute.ceil_div(mQ.shape[1], TILE_M * self.cluster) * self.cluster, splits)
+        head_blocks = cute.ceil_div(mQ.shape[1], TILE_M * self.cluster)
+        at_once = cutlass.max(sms // (self.cluster * head_blocks * splits), 1)
+        grid = (cutlass.min(blocks, at_once), head_blocks * self.cluster, splits)
         lists = (
             None if cutlass.const_expr(self.entries == "none") else entries[1:],
             None if cutlass.const_expr(not self.window) else window[1:],
@@ -213,6 +231,7 @@ class Fmha(Dequant, Mma, Softmax):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
+        q = pipelines.warps_to_umma(1, len(SOFTMAX_WARPS), storage.q_barriers.data_ptr(), self.cluster)
         s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr(), self.cluster)
         p = pipelines.warps_to_umma(P_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr(), self.cluster)
         free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
@@ -221,19 +240,20 @@ class Fmha(Dequant, Mma, Softmax):
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
 
-        work = self.work(lists, mGroups, splits)
+        if cutlass.const_expr(self.partial):
+            cute.arch.griddepcontrol_launch_dependents()  # `Combine` may come, where there is room, and waits itself
+        items = self.items(mQ, mGroups, splits)
         sKV = storage.sKV.data_ptr().toint()
         if warp == LOAD_WARP:
             if cutlass.const_expr(self.tma):
-                self.load(sources, lists, work, sKV, kv)
+                self.load(sources, lists, items, sKV, kv)
         elif warp > LOAD_WARP:
             if cutlass.const_expr(self.dequant_warps):
-                self.dequantise(sources, lists, work, sKV, kv)
+                self.dequantise(sources, lists, items, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(sKV, storage.sP.data_ptr().toint(), allocator, kv, s, p, work.end - work.first)
+            self.mma(lists, items, sKV, storage.sP.data_ptr().toint(), allocator, kv, q, s, p)
         else:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
             sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
-            self.softmax(
-                mQ, lists, outputs, work, (storage.sP.data_ptr().toint(), sX, sRow), allocator, s, p, scale_log2
-            )
+            shared = storage.sP.data_ptr().toint(), sX, sRow
+            self.softmax(mQ, lists, items, outputs, shared, allocator, q, s, p, scale_log2)

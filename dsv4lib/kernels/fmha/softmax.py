@@ -16,7 +16,6 @@ from dsv4lib.kernels.fmha.config import (
     P_BYTES,
     P_STAGES,
     PAIR,
-    Q_READY,
     RESCALE_LOG2,
     S_STAGES,
     SOFTMAX_THREADS,
@@ -25,11 +24,11 @@ from dsv4lib.kernels.fmha.config import (
     TMEM_DONE,
 )
 from dsv4lib.kernels.fmha.epilogue import Epilogue
-from dsv4lib.kernels.fmha.work import Plan, Row, Work
+from dsv4lib.kernels.fmha.work import Items, Plan, Row, Work
 
 
 class Softmax(Plan, Epilogue):
-    """The softmax warps; they stage Q before and store O and the log-sum-exp behind the tiles."""
+    """The softmax warps; they also stage Q before the tiles of an item and store O and the log-sum-exp behind them."""
 
     sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
 
@@ -38,29 +37,108 @@ class Softmax(Plan, Epilogue):
         self,
         mQ: cute.Tensor,
         lists: tuple,
+        items: Items,
         outputs: tuple,
-        work: Work,
         shared: tuple,
         allocator: memory.TmemAllocator,
+        q: pipeline.PipelineAsyncUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
         scale_log2: Float32,
     ):
-        """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile."""
+        """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
+
+        The next item's Q is loaded when this one's last P is out, beside the last P V and the first lines of O on
+        their way to memory; while the others follow, the tensor core begins with the next item.
+        """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
-        row = self.tile_row(mQ, lists, work)
-        tidx = row.tidx
-        self.stage_q(mQ, address, row)
-        self.hand_over_q(s)
-
-        sP, sX, sRow = shared
-        pieces = weight_pieces(sP, tidx % TILE_M, row.half)
-        pair = pipeline.NamedBarrier(PAIR + (tidx // 32) % 2, 64)
+        staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
+        work = self.work(lists, items, items.first)
+        row = self.tile_row(mQ, lists, work)
+        self.bring_q(mQ, address, row, q, staged)
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
+            row_after = self.tile_row(mQ, lists, work_after)
+            now, after = (work, row), (item + items.step < items.end, row_after)
+            states = staged, scores, weights
+            staged, scores, weights = self.take_item(
+                mQ, lists, outputs, now, after, address, shared, (q, s, p), states, scale_log2
+            )
+            work, row = work_after, row_after
+        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
+        allocator.free(address)
+
+    @cute.jit
+    def take_item(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        outputs: tuple,
+        now: tuple,
+        after: tuple,
+        address: cute.Pointer,
+        shared: tuple,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """One item; returns the states of the pipelines.
+
+        Args:
+            now: its `Work` and `Row`; after: whether there is a next one, and its `Row`.
+            rings, states: (q, s, p) and where they are.
+        """
+        (work, row), (more, row_after), (q, s, p) = now, after, rings
+        staged, scores, weights = (state.clone() for state in states)  # the caller's are no variables of a loop here
+        pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
+        reference, total, scores, weights = self.weigh_tiles(
+            lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
+        )
+        staged.advance()
+        any_tile = work.end > work.first
+        inverse, denominator = Float32(0.0), total
+        batches = self.chunks // 2 // self.q_at_once
+        for part in cutlass.range(batches + 1, unroll=1):
+            bring = more and part < batches
+            pieces = self.q_pieces(mQ, row_after._replace(inside=row_after.inside and bring), part)
+            if part == 0:
+                if any_tile:
+                    total = self.whole_sum(total, row, shared[2], pair)
+                    self.wait_for_o(p, weights)
+                inverse, denominator = self.normaliser(outputs, row, reference, total)
+                q.producer_acquire(staged)
+                umma.fence_after_thread_sync()
+            self.store_lines(outputs, address, row, inverse, any_tile, part, batches + 1)
+            if bring:
+                self.put_q(address, row, part, pieces)
+                if part == batches - 1:
+                    self.announce(q, staged)
+        if row.half == 0:
+            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
+        return staged, scores, weights
+
+    @cute.jit
+    def weigh_tiles(
+        self,
+        lists: tuple,
+        work: Work,
+        row: Row,
+        address: cute.Pointer,
+        shared: tuple,
+        pair: pipeline.NamedBarrier,
+        rings: tuple,
+        states: tuple,
+        scale_log2: Float32,
+    ):
+        """All tiles of an item; returns the reference of the exponents, this half's sum, and the pipelines' states."""
+        (sP, sX, sRow), (s, p), tidx = shared, rings, row.tidx
+        scores, weights = (state.clone() for state in states)
+        pieces = weight_pieces(sP, tidx % TILE_M, row.half)
         reference, total = -Float32.inf, Float32(0.0)  # what exponents are relative to (log2), and this half's sum
         for tile in cutlass.range(work.first, work.end, unroll=1):
             valid = self.valid_keys(lists, work, row, tile)
@@ -85,48 +163,65 @@ class Softmax(Plan, Epilogue):
                     rescale(address, self.head_dim // 2, tidx, factor)
                 reference = target
             total += store_weights(rS, scale_log2, reference, pieces, self.element, weights.index)
-            with cute.arch.elect_one():
-                p.producer_commit(weights)
+            self.announce(p, weights)
             weights.advance()
+        return reference, total, scores, weights
 
-        sRow[tidx, self.sum_slot] = total
-        pair.arrive_and_wait()
-        total += sRow[tidx ^ TILE_M, self.sum_slot]
-        if work.end > work.first:
-            self.wait_for_o(p, weights)
-        self.epilogue(outputs, address, row, reference, total, work.end > work.first)
-        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
-        allocator.free(address)
+    @cute.jit
+    def bring_q(
+        self,
+        mQ: cute.Tensor,
+        address: cute.Pointer,
+        row: Row,
+        q: pipeline.PipelineAsyncUmma,
+        staged: pipeline.PipelineState,
+    ):
+        """Put this warp's rows of Q in place, then tell the MMA warp."""
+        self.stage_q(mQ, address, row)
+        self.announce(q, staged)
 
     @cute.jit
     def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
         """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd; in a pair
         the first and the second half of them."""
+        for part in cutlass.range(self.chunks // 2 // self.q_at_once, unroll=1):
+            self.put_q(address, row, part, self.q_pieces(mQ, row, part))
+
+    @cute.jit
+    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
+        """The ``part``-th few chunks of Q, 64 of a thread's dimensions each; zeros where there are none."""
         step, other = self.q_chunks
-        for pair in cutlass.range_constexpr(self.chunks // 2):
-            rQ = cute.make_rmem_tensor((8, CHUNK // 8), self.element)
-            rQ.fill(0.0)
-            chunk = step * pair + other * row.half
+        pieces = cute.make_rmem_tensor((CHUNK, self.q_at_once), self.element)
+        pieces.fill(0.0)
+        for i in cutlass.range_constexpr(self.q_at_once):
+            chunk = step * (part * self.q_at_once + i) + other * row.half
             if row.inside and chunk < self.head_dim // CHUNK:
                 gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
-                cute.autovec_copy(cute.logical_divide(gQ, (8,)), rQ)
-            column = self.q_column + pair * (CHUNK // 2)
-            tmem.store(address, column, row.tidx, cute.recast_tensor(rQ, Float32))
+                cute.autovec_copy(cute.logical_divide(gQ, (8,)), cute.logical_divide(pieces[None, i], (8,)))
+        return pieces
+
+    @cute.jit
+    def put_q(self, address: cute.Pointer, row: Row, part: Int32, pieces: cute.Tensor):
+        """Pieces of Q to tensor memory, ready to be announced."""
+        for i in cutlass.range_constexpr(self.q_at_once):
+            column = self.q_column + (part * self.q_at_once + i) * (CHUNK // 2)
+            tmem.store(address, column, row.tidx, cute.recast_tensor(pieces[None, i], Float32))
         cute.arch.fence_view_async_tmem_store()
         umma.fence_before_thread_sync()
 
     @cute.jit
-    def hand_over_q(self, s: pipeline.PipelineUmmaAsync):
-        """Tell the MMA warp that Q is there; of a pair, whose MMA warp may be in the other CTA: S is empty only now."""
-        if cutlass.const_expr(self.cluster == 1):
-            pipeline.NamedBarrier(Q_READY, SOFTMAX_THREADS + 32).arrive()
-        else:
-            cute.arch.sync_warp()
-            scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
-            for _ in cutlass.range_constexpr(S_STAGES):
-                with cute.arch.elect_one():
-                    s.consumer_release(scores)
-                scores.advance()
+    def whole_sum(self, total: Float32, row: Row, sRow: cute.Tensor, pair: pipeline.NamedBarrier):
+        """The sum of a row's weights over both halves of its keys."""
+        sRow[row.tidx, self.sum_slot] = total
+        pair.arrive_and_wait()
+        return total + sRow[row.tidx ^ TILE_M, self.sum_slot]
+
+    @cute.jit
+    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
+        """This warp's part of Q, or of P, is there: one arrival."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            ring.producer_commit(state)
 
     @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
@@ -201,7 +296,6 @@ def store_weights(
         cute.autovec_copy(rP[None, i], cute.make_tensor(place, 8))
     cute.arch.fence_view_async_shared()
     umma.fence_before_thread_sync()
-    cute.arch.sync_warp()
     return total[0] + total[1]
 
 

@@ -1,4 +1,7 @@
-"""Which keys a CTA walks over, in which tiles, and which token and head a row of its tiles is.
+"""Which tokens a CTA takes, which keys it walks over, in which tiles, and which token and head a row of its tiles is.
+
+A CTA keeps its block of heads and its part of the keys and takes every ``step``-th token (or group): all roles go
+through the same `Items` by themselves, each as far ahead as its pipelines let it.
 
 Without groups a tile's rows are heads of one token. With groups they are the heads of several adjacent tokens, which
 see nearly the same keys (SWA inside a chunk, HCA under the limit per query): the CTA walks over the union of their
@@ -18,8 +21,18 @@ from dsv4lib.kernels.fmha.config import HALF_N, TILE_M, TILE_N, Config
 NO_ROW = 0x3FFFFFFF  # behind every row of a pool
 
 
+class Items(NamedTuple):
+    """What a CTA takes: tokens, or groups of them, ``first``, ``first + step``, .. below ``end``."""
+
+    groups: Any  # tensor [G, 2], or None
+    splits: Int32
+    first: Int32
+    end: Int32
+    step: Int32
+
+
 class Work(NamedTuple):
-    """What a CTA does; the same in both CTAs of a cluster."""
+    """What a CTA does for one item; the same in both CTAs of a cluster."""
 
     token: Int32  # the first, or the only one
     tokens: Int32
@@ -45,21 +58,30 @@ class Row(NamedTuple):
 
 
 class Plan(Config):
-    """How the grid maps to tokens, heads, keys."""
+    """How CTAs map to tokens, heads, keys."""
 
     @cute.jit
-    def work(self, lists: tuple, mGroups: Any, splits: Int32):
-        """The `Work` of this CTA."""
-        block, _, split = cute.arch.block_idx()
-        token, tokens = block, Int32(1)
+    def items(self, mQ: cute.Tensor, mGroups: Any, splits: Int32):
+        """The `Items` of this CTA: round robin, so that short and long lists of neighbours are spread."""
+        first, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        end = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
+        return Items(mGroups, splits, first, end, step)
+
+    @cute.jit
+    def work(self, lists: tuple, items: Items, item: Int32):
+        """The `Work` of an item; behind the last one that of the last one."""
+        item = cutlass.min(item, items.end - 1)
+        token, tokens = item, Int32(1)
         if cutlass.const_expr(self.groups):
-            token, tokens = mGroups[block, 0], mGroups[block, 1]
+            token, tokens = items.groups[item, 0], items.groups[item, 1]
         (entry_row, entries), (window_row, window) = self.ranges(lists, token, tokens)
         entry_tiles = cute.ceil_div(entries, TILE_N)
         tiles = entry_tiles + cute.ceil_div(window, TILE_N)
         first, end = Int32(0), tiles
         if cutlass.const_expr(self.partial):
-            share = cute.ceil_div(tiles, splits)
+            _, _, split = cute.arch.block_idx()
+            share = cute.ceil_div(tiles, items.splits)
             first = cutlass.min(split * share, tiles)
             end = cutlass.min(first + share, tiles)
         return Work(token, tokens, entries, window, entry_row, window_row, entry_tiles, first, end)

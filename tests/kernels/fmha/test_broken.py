@@ -16,6 +16,7 @@ SHAPE = (130, 333)  # more than two KV tiles, ragged on both sides
 PAIR = (512, "bf16", "index", True, True, False, False, False, False, 2)  # cluster
 SHARED = (512, "bf16", "range", True, True, False, False, False, False, 1, True)  # groups
 
+STAYING = ("NextQ", "OneSpeaksForAll")  # found where a CTA takes a second token
 FMHA_RUNS = {  # settings, case
     "SumOverMaximum": ((512, "bf16", "index"), case(64, [150], [33])),
     "SwappedHalves": ((512, "bf16", "index"), case(64, [150], [33])),
@@ -29,9 +30,14 @@ FMHA_RUNS = {  # settings, case
     **{name: (FP8, paged(case(64, [150], [33]), 48)) for name in ("NoProxyFence", "NextScale", "ScalesBehindEntry")},
     "SwappedTables": ((512, "bf16", "index", True, True, True), case(64, [70], [33])),
     "OwnStageOnly": (PAIR, case(128, [500], [70])),  # more tiles than stages
-    **{name: (PAIR, case(128, [70], [33])) for name in ("HalfOfTheBytes", "EvenAndOdd", "UnannouncedQ")},
+    **{name: (PAIR, case(128, [70], [33])) for name in ("HalfOfTheBytes", "EvenAndOdd", "HastyQ")},
+    **{name: ((512, "bf16", "index"), case(64, [70, 9], [33, 0])) for name in STAYING},
     "GroupSeesAll": (SHARED, prefill_case(20, [127], 5)),
 }
+
+
+def sms(name):
+    return 1 if name in STAYING else None
 
 
 def late_start():
@@ -49,7 +55,7 @@ def test_found(name):
     elif issubclass(BROKEN[name], Combine):
         found = split_trial(late_start(), "index", True, 5, BROKEN[name]).findings()
     else:
-        found = fmha_trial(BROKEN[name], *FMHA_RUNS[name]).findings()
+        found = fmha_trial(BROKEN[name], *FMHA_RUNS[name], sms=sms(name)).findings()
     assert kind in {f[0] for f in found}
     if kind not in ("wrong numbers", "pad rows leaked", "Deadlock"):  # the last is in many places
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
@@ -80,7 +86,7 @@ def test_nothing_is_found_in_the_right_kernel(stage):
 
 @pytest.mark.parametrize("name", FMHA_RUNS)
 def test_nothing_is_found_without_the_mistake(name):
-    trial = fmha_trial(Fmha, *FMHA_RUNS[name])
+    trial = fmha_trial(Fmha, *FMHA_RUNS[name], sms=sms(name))
     assert trial.clean and not trial.findings()
 
 
