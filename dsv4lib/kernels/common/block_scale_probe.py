@@ -64,7 +64,7 @@ def refusal(kind: str, block: str, arch: str, ctas: int = 1) -> str | None:
         _, found, said = str(error).partition("PTX assembly failed: ")
         if not found:
             raise
-        return said
+        return said.rpartition(" (")[0] or said  # without the Python line, which is that of the probe
     if probe.opcode not in compiled.ptx or f".target {arch}" not in compiled.ptx:
         raise CompileError(f"{probe!r} is not in what was compiled for {arch}")
     return None
