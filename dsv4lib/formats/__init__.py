@@ -15,6 +15,7 @@
 | `paged`         | page layout: all data, then all scales             |             |                                |
 | `scale_swizzle` | 128x4 scale-factor layout of block-scaled MMAs     |             |                                |
 | `hadamard`      | orthonormal 128-point rotation before indexer FP4  |             |                                |
+| `weight_modes`  | what expert weights become before a GEMM           | any of them |                                |
 
 Common rules. Codes and scale bytes are uint8 tensors (torch's float8 and float4 dtypes are accepted where they mean
 the same bits). Rounding is to nearest, ties to even; too large a value saturates. Element formats keep NaN where they
@@ -36,6 +37,7 @@ from dsv4lib.formats import (
     paged,
     scale_swizzle,
     ue8m0,
+    weight_modes,
 )
 
 __all__ = [
@@ -52,4 +54,5 @@ __all__ = [
     "paged",
     "scale_swizzle",
     "ue8m0",
+    "weight_modes",
 ]

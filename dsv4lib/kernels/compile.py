@@ -28,6 +28,7 @@ MAX_SECONDS = 5.0  # a kernel of ours whose cold compile takes longer has unroll
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PLACE = re.compile(r'(?:--> |")([^"\s]+\.py)"?:(\d+)')  # a Python line in the DSL's messages
+_ASSEMBLER = re.compile(r"ptxas [^\n]*; (?:error|fatal) *: ([^\n]+)")  # in the message of the DSL's cause
 # cudaLaunchConfig_t in the host IR; field 2 is dynamicSmemBytes.
 _CONFIG = r"\(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 
@@ -134,6 +135,9 @@ def _reason(error: Exception) -> str:
     if first.endswith(":") and len(lines) > 1:  # a heading; the next line says what it is
         first = lines[1]
     reason = re.sub(r'^(error(\[\w+\])?: *)?("[^"]*"\("[^"]*":\d+:\d+\): *)?', "", first)
+    said = _ASSEMBLER.search(str(error.__cause__))
+    if said:
+        reason += f": {said[1].strip()}"
     place = _PLACE.search(text)
     own = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     if place is None and own[1:]:  # the first is the call of the compiler

@@ -3,6 +3,7 @@
 from dsv4lib.viz import (  # noqa: F401
     bars,
     errors,
+    grids,
     history,
     layout,
     model,

@@ -1,0 +1,154 @@
+"""Routed experts as operands of the grouped GEMM, in any precision mode, and back.
+
+    codes    [E, N, K/2] uint8 (two E2M1, low nibble = even k), [E, N, K] E4M3, or [E, N, K] bf16
+    scales   [E, bytes] uint8: one 128x4 swizzled image an expert (`formats.scale_swizzle`); none for bf16
+    alphas   [E, outputs] float32: factors of the epilogue, gate and up separately
+
+The first GEMM's rows are interleaved by 8: gate rows 0-7, up rows 0-7, gate rows 8-15, ... so that the two halves of
+one SwiGLU element are 8 columns apart in the accumulator. Scales follow their rows; the swizzle comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle, weight_modes
+from dsv4lib.formats.fp8_block import FP8Tensor
+from dsv4lib.formats.mxfp4 import MXFP4Tensor
+from dsv4lib.formats.nvfp4 import NVFP4Tensor
+from dsv4lib.formats.weight_modes import ModeWeight
+from dsv4lib.loader.experts import Experts
+
+INTERLEAVE = 8
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One plane of a weight as the GEMM reads it.
+
+    Attributes:
+        codes: [E, N, K/2] uint8, [E, N, K] float8_e4m3fn or bf16.
+        scales: uint8 [E, scale_swizzle.swizzled_bytes(N, K / group)]; None for bf16.
+        group: elements of a row that share a scale, 16 or 32; 0 for bf16.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    group: int
+
+
+@dataclass(frozen=True)
+class GemmWeights:
+    """The weights of one grouped GEMM.
+
+    Attributes:
+        mode: key of `weight_modes.MODES`.
+        planes: operands to multiply one after the other into the same accumulator.
+        alphas: float32 [E, 2] (gate, up) or [E, 1] (down): the weight's global scale, times the calibrated
+            ``input_scale`` if the mode multiplies NVFP4 activations.
+        interleaved: rows per run of gate and up; 0 if the rows are in the checkpoint's order.
+    """
+
+    mode: str
+    planes: tuple[Operand, ...]
+    alphas: torch.Tensor
+    interleaved: int
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor, run: int = INTERLEAVE) -> torch.Tensor:
+    """[..., I, X] twice -> [..., 2I, X]: ``run`` rows of gate, ``run`` of up, and so on. I a multiple of ``run``."""
+    if gate.dim() < 2 or gate.shape != up.shape or gate.dtype != up.dtype:
+        found = (gate.dtype, tuple(gate.shape), up.dtype, tuple(up.shape))
+        raise ArgumentError("gate, up", found, "two tensors of one dtype and shape [..., I, X]")
+    if run <= 0 or gate.shape[-2] % run:
+        raise ArgumentError("gate.shape", tuple(gate.shape), f"rows a multiple of run={run}")
+    runs = (t.unflatten(-2, (-1, run)) for t in (gate, up))
+    return torch.stack(list(runs), dim=-3).flatten(-4, -2)
+
+
+def deinterleave(joined: torch.Tensor, run: int = INTERLEAVE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact inverse of `interleave`: [..., 2I, X] -> gate and up [..., I, X]."""
+    if joined.dim() < 2 or run <= 0 or joined.shape[-2] % (2 * run):
+        raise ArgumentError("joined.shape", tuple(joined.shape), f"[..., 2I, X], rows a multiple of {2 * run}")
+    runs = joined.unflatten(-2, (-1, 2, run))
+    return runs[..., 0, :, :].flatten(-3, -2), runs[..., 1, :, :].flatten(-3, -2)
+
+
+def gemm_weights(experts: Experts, mode: str) -> tuple[GemmWeights, GemmWeights]:
+    """(gate and up, down) of all experts in ``mode``.
+
+    Raises:
+        ArgumentError: a mode that this format does not convert to, an I that is no multiple of 8.
+    """
+    gate, up, down = (
+        [weight_modes.convert(q, mode) for q in part] for part in (experts.gate, experts.up, experts.down)
+    )
+    calibrated = weight_modes.MODES[mode].activations == "nvfp4"
+    inputs = experts.input_scales if calibrated and experts.input_scales is not None else torch.ones(len(gate), 2)
+    first = torch.stack([torch.stack([g.alpha, u.alpha]) for g, u in zip(gate, up, strict=True)]) * inputs[:, :1]
+    second = torch.stack([d.alpha for d in down])[:, None] * inputs[:, 1:]
+    return (
+        GemmWeights(mode, _planes(gate, up), first, INTERLEAVE),
+        GemmWeights(mode, _planes(down), second, 0),
+    )
+
+
+def mode_weights(weights: GemmWeights, plane_cols: int) -> list[list[ModeWeight]]:
+    """Back from operands: per expert [gate, up] or [down] in its mode, ``alpha`` as in the operand.
+
+    Args:
+        weights: from `gemm_weights`.
+        plane_cols: K.
+    """
+    out: list[list[ModeWeight]] = []
+    for expert in range(weights.alphas.shape[0]):
+        parts = [_split(plane, expert, plane_cols, weights.interleaved) for plane in weights.planes]
+        alphas = weights.alphas[expert]
+        out.append([ModeWeight(weights.mode, tuple(p[i] for p in parts), alphas[i]) for i in range(len(alphas))])
+    return out
+
+
+def _planes(*parts: Sequence[ModeWeight]) -> tuple[Operand, ...]:
+    """Operands of all experts, plane by plane; two parts are interleaved."""
+    planes = []
+    for number in range(len(parts[0][0].planes)):
+        raw = [[plane_bytes(weight.planes[number]) for weight in part] for part in parts]
+        codes = [torch.stack([codes for codes, _, _ in part]) for part in raw]
+        joined = interleave(*codes) if len(codes) == 2 else codes[0]
+        group = raw[0][0][2]
+        image = None
+        if group:
+            scales = [torch.stack([scales for _, scales, _ in part]) for part in raw]
+            image = scale_swizzle.swizzle(interleave(*scales) if len(scales) == 2 else scales[0])
+        planes.append(Operand(joined, image, group))
+    return tuple(planes)
+
+
+def plane_bytes(plane: weight_modes.Plane) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(codes, row-major scale bytes, elements per scale) of one plane; bf16 has no scales, and 0 elements share one."""
+    if isinstance(plane, NVFP4Tensor):
+        return plane.packed.view(torch.uint8), plane.scales.view(torch.uint8), 16
+    if isinstance(plane, MXFP4Tensor):
+        return plane.packed.view(torch.uint8), plane.scales.view(torch.uint8), 32
+    if isinstance(plane, FP8Tensor):
+        return plane.codes.view(torch.float8_e4m3fn), plane.scales.view(torch.uint8), plane.tile[1]
+    return plane, None, 0
+
+
+def _split(operand: Operand, expert: int, cols: int, run: int) -> list[weight_modes.Plane]:
+    codes = operand.codes[expert]
+    halves = deinterleave(codes, run) if run else (codes,)
+    if operand.scales is None:
+        return list(halves)
+    scales = scale_swizzle.unswizzle(operand.scales[expert], codes.shape[0], cols // operand.group)
+    scale_halves = deinterleave(scales, run) if run else (scales,)
+    pairs = zip(halves, scale_halves, strict=True)
+    if codes.dtype == torch.float8_e4m3fn:
+        return [FP8Tensor(c, s, (1, operand.group)) for c, s in pairs]
+    if operand.group == 32:
+        return [MXFP4Tensor(c, s) for c, s in pairs]
+    return [NVFP4Tensor(c, s, torch.ones(())) for c, s in pairs]
