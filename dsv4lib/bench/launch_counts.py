@@ -73,9 +73,10 @@ def count(trace: Any) -> Counter[str]:
 
     Names: ``instructions``; ``class NAME`` (`CLASSES`); ``mma`` and ``mma SHAPE``; ``tma loads`` (one a lane: SASS
     issues them one after the other, however many lanes a PTX instruction has); bytes: ``tma``, ``cp.async`` and
-    ``bulk`` (arrived in shared memory), ``plain`` (32-byte sectors of global memory that threads touched; 0 unless the
-    device has ``checks="counters"``), ``smem copies in``, ``smem operands`` (read by the tensor cores: A and B of every
-    MMA), ``smem threads`` (loads and stores of threads as if all lanes took part), ``tmem ld``, ``tmem st``; ``flops``.
+    ``bulk`` (arrived in shared memory), ``stored`` (by TMA and bulk stores), ``smem to tmem`` (tcgen05.cp), ``plain``
+    (32-byte sectors of global memory that threads touched; 0 unless the device has ``checks="counters"``), ``smem
+    copies in``, ``smem operands`` (read by the tensor cores: A and B of every MMA), ``smem threads`` (loads and stores
+    of threads as if all lanes took part), ``tmem ld``, ``tmem st``; ``flops``.
     """
     stats, out = trace.stats, Counter()
     opcodes, executed = trace.opcodes, trace.executed
@@ -94,6 +95,8 @@ def count(trace: Any) -> Counter[str]:
         stats[name] for name in ("tma_read_bytes", "cp_async_bytes", "bulk_load_bytes")
     )
     out["tma loads"] = stats["tma_loads"]
+    out["stored"] = stats["tma_store_bytes"] + stats["bulk_store_bytes"]
+    out["smem to tmem"] = stats["tcgen05_cp_bytes"]
     out["plain"] = SECTOR * stats["global_sectors"]
     sizes = 16 * np.array([len(chunks) for chunks in trace.chunks], np.int64)
     kinds = trace.smem["what"]

@@ -1,4 +1,4 @@
-"""Run one kernel of `peer_calls` in the emulator: `python -m dsv4lib.bench.peer_run NAME`; the last line is JSON.
+"""Run kernels of `peer_calls` in the emulator: `python -m dsv4lib.bench.peer_run NAME...`; a line of JSON for each.
 
 A process of its own: packages read variables when they are imported, and compile seconds need a fresh compiler.
 """
@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -122,19 +122,21 @@ def run(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Command line."""
-    from dsv4lib.bench.peer_calls import BY_NAME
-
-    (name,) = sys.argv[1:]
-    os.environ.update(SWITCHES, **BY_NAME[name].environment)
+def main(names: list[str], kernels: dict[str, Any], run: Callable[[str], dict[str, Any]]) -> None:
+    """Run the named kernels, one after the other, and print a line of JSON for each."""
+    os.environ.update(SWITCHES)
+    for name in names:
+        os.environ.update(getattr(kernels[name], "environment", {}))
     if packages := os.environ.get("DSV4_CORPUS_SITE"):
         sys.path.append(packages)  # last: the lab's own pins win
     import torch
 
     torch.set_num_threads(1)
-    print(json.dumps(run(name)))
+    for name in names:
+        print(json.dumps(run(name)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    from dsv4lib.bench import peer_calls
+
+    main(sys.argv[1:], peer_calls.BY_NAME, run)

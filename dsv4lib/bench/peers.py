@@ -8,21 +8,13 @@ without the packages.
 
 from __future__ import annotations
 
-import csv
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dsv4lib.bench.launch_counts import CLASSES
-from dsv4lib.errors import DSV4Error
+from dsv4lib.bench.peer_table import DATA, PeerTable, commit, run_alone
 
-_ROOT = Path(__file__).resolve().parents[2]
-TABLE = _ROOT / "data" / "bench" / "fmha_peers.csv"
-_LIMIT = 900  # seconds of one kernel, all runs
+TABLE = DATA / "fmha_peers.csv"
 
 _TEXT = ("kernel", "package", "version", "keys", "gather", "mma_shapes", "dsl", "commit")
 _SHAPE = ("heads", "dims", "ctas", "cluster", "threads", "registers", "local_bytes", "smem_bytes")
@@ -64,28 +56,8 @@ OURS = {64: "ours, 64 heads", 128: "ours, 128 heads"}
 
 
 def measure(name: str, packages: Path | None = None) -> dict[str, Any]:
-    """The row of one kernel of `peer_calls.KERNELS`, run in a process of its own.
-
-    Args:
-        packages: folder of other people's packages (`lab.corpus`); None for ours.
-
-    Raises:
-        DSV4Error: it stopped; the message ends with the last line it printed.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]).strip(":"),
-        **({} if packages is None else {"DSV4_CORPUS_SITE": str(packages)}),
-    }
-    command = [sys.executable, "-m", "dsv4lib.bench.peer_run", name]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        raise DSV4Error(f"{name}: more than {_LIMIT} s") from None
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines or not lines[-1].startswith("{"):
-        raise DSV4Error(f"{name}: {(done.stderr.strip().splitlines() or ['no output'])[-1][:300]}")
-    return as_row(json.loads(lines[-1]))
+    """The row of one kernel of `peer_calls.KERNELS`, run in a process of its own; see `peer_table.run_alone`."""
+    return as_row(run_alone("dsv4lib.bench.peer_run", [name], packages)[0])
 
 
 def as_row(seen: dict[str, Any]) -> dict[str, Any]:
@@ -103,45 +75,8 @@ def as_row(seen: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def commit() -> str:
-    """The last one of this repository that changed a kernel, with "+" if they have changed since."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments, "--", "dsv4lib/kernels"]
-        return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    return git("log", "-1", "--format=%h", "--abbrev=9") + ("+" if changed else "")
-
-
-def load(path: Path = TABLE) -> list[dict[str, Any]]:
-    """The rows of the committed table, numbers as numbers; needs none of the packages.
-
-    Raises:
-        DSV4Error: the file is missing or has other columns.
-    """
-    if not path.is_file():
-        raise DSV4Error(f"{path} is missing: ./dsv4 bench peers --record {path} writes it")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            raise DSV4Error(f"{path} has other columns than this version writes: record it anew")
-        return [{key: value if key in _TEXT else float(value) for key, value in row.items()} for row in reader]
-
-
-def record(rows: Iterable[dict[str, Any]], path: Path, order: Iterable[str]) -> None:
-    """Write rows into a table; rows of other kernels that it has stay. ``order``: names of the kernels."""
-    known = {row["kernel"]: row for row in load(path)} if path.is_file() else {}
-    known |= {row["kernel"]: row for row in rows}
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(_shown(known[name]) for name in order if name in known)
-
-
-def _shown(row: dict[str, Any]) -> dict[str, str]:
-    digits = {**dict.fromkeys(_ERRORS, ".4g"), "compile_s": ".3g"}
-    return {key: value if key in _TEXT else f"{value:{digits.get(key, '.12g')}}" for key, value in row.items()}
+_FILE = PeerTable(TABLE, COLUMNS, _TEXT, {**dict.fromkeys(_ERRORS, ".4g"), "compile_s": ".3g"}, "fmha")
+load, record = _FILE.load, _FILE.record
 
 
 def loaded(row: dict[str, Any]) -> float:

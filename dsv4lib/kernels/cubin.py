@@ -8,6 +8,7 @@ register count and 0x11 frame size, both (symbol index, value), and 0x10 the req
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ _SYMTAB = 2
 
 @dataclass(frozen=True)
 class CubinInfo:
-    """Resources of one kernel: symbol name, registers a thread, local bytes a thread, threads a CTA."""
+    """Resources of one kernel: symbol name, registers a thread, local bytes a thread, threads a CTA (0: any number)."""
 
     name: str
     registers: int
@@ -33,7 +34,7 @@ def read_cubin(cubin: bytes) -> CubinInfo:
     """Resources of the only kernel in ``cubin``.
 
     Raises:
-        ArgumentError: not a 64-bit ELF file, cut short, or not exactly one kernel with a fixed CTA shape.
+        ArgumentError: not a 64-bit ELF file, cut short, or not exactly one kernel.
     """
     try:
         return _read(cubin)
@@ -57,9 +58,9 @@ def _read(cubin: bytes) -> CubinInfo:
         if attribute in (_FRAME_SIZE, _REGISTERS)
         for index, value in [struct.unpack("<II", data)]
     }
-    shape = dict(_attributes(cubin, *sections[f".nv.info.{name}"][:2]))[_REQUIRED_CTA]
-    x, y, z = struct.unpack("<III", shape)
-    return CubinInfo(name, per_symbol[_REGISTERS, name], per_symbol[_FRAME_SIZE, name], x * y * z)
+    shape = dict(_attributes(cubin, *sections[f".nv.info.{name}"][:2])).get(_REQUIRED_CTA)
+    threads = math.prod(struct.unpack("<III", shape)) if shape else 0
+    return CubinInfo(name, per_symbol[_REGISTERS, name], per_symbol[_FRAME_SIZE, name], threads)
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, tuple[int, int, int]]]:

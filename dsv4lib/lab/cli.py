@@ -158,6 +158,7 @@ def emulate(
 @app.command()
 def bench(
     what: Annotated[str, typer.Argument(help="emulator, fmha or peers")] = "emulator",
+    op: Annotated[str, typer.Argument(help="peers: of fmha or moe")] = "fmha",
     cutlass: Annotated[Path | None, typer.Option(help="a CUTLASS checkout: also run NVIDIA's examples")] = None,
     record: Annotated[Path | None, typer.Option(help="write the table to this CSV file")] = None,
     figure: Annotated[Path | None, typer.Option(help="fmha: draw the roofline into this PNG file")] = None,
@@ -165,20 +166,23 @@ def bench(
 ) -> None:
     """emulator: measure its speed here (exit 1 if a floor is missed). fmha: model the attention kernel on a B200.
 
-    peers: what it and other people's kernels execute and load a tile of keys (exit 1 if a bound is missed); installs
-    their packages beside the lab on first use.
+    peers: what it and other people's kernels execute and load a tile of keys, peers moe: the same of block-scaled GEMMs
+    (exit 1 if a bound is missed); installs their packages beside the lab on first use.
     """
     if what not in ("emulator", "fmha", "peers"):
         raise ArgumentError("what", what, "emulator, fmha or peers")
+    if op not in ("fmha", "moe"):
+        raise ArgumentError("op", op, "fmha or moe")
     if cutlass is not None and not (cutlass / "examples").is_dir():
         raise ArgumentError("cutlass", str(cutlass), "the folder of a CUTLASS checkout")
     for name, path in (("record", record), ("figure", figure)):
         if path is not None and not path.parent.is_dir():
             raise ArgumentError(name, str(path), "a file in a folder that exists")
-    from dsv4lib.lab import benches, peers_view
+    from dsv4lib.lab import benches, moe_peers_view, peers_view
 
     if what == "peers":
-        raise typer.Exit(peers_view.command(record, only or []))
+        view = {"fmha": peers_view, "moe": moe_peers_view}[op]
+        raise typer.Exit(view.command(record, only or []))
     if what == "fmha":
         benches.fmha(record, figure)
     else:

@@ -11,28 +11,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from dsv4lib import env
 from dsv4lib.bench import peers
-from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.viz import style
+from dsv4lib.lab import peers_page
+from dsv4lib.lab.peers_page import GROUPS
 from dsv4lib.viz.bars import Panel, side_by_side
 
-BEGIN, END = "<!-- peers: written by python -m dsv4lib.lab.peers_view -->", "<!-- /peers -->"
+BEGIN, END = peers_page.marks("peers_view")
 NOTES = peers.TABLE.with_suffix(".md")
 FIGURE = env.root() / "data" / "figures" / "fmha_peers.png"
-# Classes of instructions, joined for the eye.
-GROUPS = {
-    "exp2, max, convert": ("exp2", "maximum", "convert"),
-    "float arithmetic": ("float",),
-    "TMEM, MMA issue": ("tmem", "mma"),
-    "shared memory": ("shared",),
-    "global, copies": ("copy",),
-    "barriers": ("barrier",),
-    "integer, select, branch": ("integer", "select", "branch"),
-    "moves (mostly free)": ("move",),
-}
 HEADER = (
     "kernel",
     "instructions",
@@ -79,13 +67,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
     """The committed table (or ``rows``) for a README or a notebook, with its source below."""
     rows = peers.load() if rows is None else rows
-    lines = [f"| {' | '.join(HEADER)} |", "| --- |" + " ---: |" * (len(HEADER) - 1)]
-    for row in cells(rows):
-        shown = [f"{value:,}" if isinstance(value, int) else value for value in row]
-        if row[0].startswith("ours"):
-            shown = [f"**{value}**" for value in shown]
-        lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join([*lines, "", source(rows)])
+    return peers_page.markdown(HEADER, cells(rows), source(rows))
 
 
 def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
@@ -109,14 +91,6 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
     return side_by_side(names, panels, ours, "One 128-key tile in the steady state, 64 or 128 heads of 512")
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the rows."""
-    table = Table(*HEADER)
-    for row in cells(rows):
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else value for value in row))
-    console.print(table)
-
-
 def command(record: Path | None, only: list[str]) -> int:
     """`dsv4 bench peers`: measure, print, perhaps record; the exit code (1: a bound of ours is not kept).
 
@@ -127,39 +101,17 @@ def command(record: Path | None, only: list[str]) -> int:
         ArgumentError: a name that is no kernel's. DSV4Error: a kernel stopped.
     """
     from dsv4lib.bench import peer_calls
-    from dsv4lib.lab import corpus
 
     names = [kernel.name for kernel in peer_calls.KERNELS]
-    for name in only:
-        if name not in names:
-            raise ArgumentError("only", name, "one of " + "; ".join(names))
-    console, rows = Console(), []
-    packages = None
-    for kernel in peer_calls.KERNELS:
-        if only and kernel.name not in only:
-            continue
-        if kernel.package and packages is None:
-            packages = corpus.packages()
-        with console.status(kernel.name):
-            rows.append(peers.measure(kernel.name, packages if kernel.package else None))
-        if record is not None:
-            peers.record(rows[-1:], record, names)
-    show(rows, console)
-    if len(rows) < len(names):
-        return 0
-    for text in (broken := peers.missed(rows)):
-        console.print(f"[red]{text}[/]")
-    return 1 if broken else 0
+    rows = peers_page.measure_all(peer_calls.KERNELS, peers.measure, peers.record, record, only)
+    console = Console()
+    peers_page.show(HEADER, cells(rows), console)
+    return 0 if len(rows) < len(names) else peers_page.verdict(peers.missed(rows), console)
 
 
 def main() -> None:
     """Rewrite the table in the notes, and the figure."""
-    text = NOTES.read_text()
-    if BEGIN not in text or END not in text:
-        raise DSV4Error(f"{NOTES} needs the lines {BEGIN} and {END}")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    NOTES.write_text(f"{before}{BEGIN}\n{markdown()}\n{END}{after}")
-    FIGURE.write_bytes(style.to_png(figure()))
+    peers_page.rewrite(NOTES, "peers_view", markdown(), FIGURE, figure())
 
 
 if __name__ == "__main__":
