@@ -1,7 +1,7 @@
 """Groups of tokens and experts that make a wrong grouped GEMM visible.
 
 Rows of tokens and features of weights differ in scale, so none stands in for another; every expert has factors of its
-own. Rows behind a group's last token hold large values, and the output holds `SENTINEL` wherever nothing is written.
+own. Rows behind a group's last token hold values, and the output holds `SENTINEL` wherever nothing is written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dsv4lib.kernels.moe_gemm.config import Config
 
 SENTINEL = 119  # of every byte of an output
 LIMIT = 7.0
+BEHIND = 20.0  # rows behind a group's last token: larger than most, yet they do not take all of the range
 SPREAD = 3.0  # of the sums, times alpha: some reach the clamp
 
 
@@ -76,17 +77,18 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     w = torch.randn(experts, features, k, generator=generator)
     w = w * torch.logspace(-1, 1, features, base=2.0)[torch.randperm(features, generator=generator), None]
     for o, n, space in zip(offsets.tolist(), counts, room, strict=False):
-        x[o + n : o + space] = 1e3  # behind the last token
+        x[o + n : o + space] = BEHIND
     x_codes, x_scales, x_numbers = _quantised(x, m.x_bits, m.block)
     w_codes, w_scales, w_numbers = _quantised(w, m.w_bits, m.block)
     call = Call(x_codes, w_codes, offsets[:-1].to(torch.int32), torch.tensor(counts, dtype=torch.int32), torch.empty(0))
     call.limit = LIMIT
     if m.block:
         call.x_scales, call.w_scales = scale_swizzle.swizzle(x_scales), scale_swizzle.swizzle(w_scales)
-    typical = float((x_numbers.square().mean().sqrt() * w_numbers.square().mean().sqrt()) * k**0.5)
+    made = Case(call, x_numbers, w_numbers, m.k)
+    size = x_numbers[made.rows()].square().mean().sqrt() * w_numbers.square().mean().sqrt() * k**0.5  # of a sum
     own = torch.logspace(0, 1, experts + 1, base=2.0)[:-1]
     if kernel.alpha:
-        call.alpha = SPREAD / typical * own
+        call.alpha = SPREAD / float(size) * own
         if kernel.swiglu:
             call.alpha_up = 2 * call.alpha.flip(0)
     if kernel.routed:
@@ -94,7 +96,7 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     outputs(kernel, call, rows, features)
     if kernel.out == "nvfp4":
         call.out_global = LIMIT * LIMIT / nvfp4.RANGE * (0.2 + 0.2 * own)  # some blocks of the first saturate
-    return Case(call, x_numbers, w_numbers, m.k)
+    return made
 
 
 def outputs(kernel: Config, call: Call, rows: int, features: int) -> None:

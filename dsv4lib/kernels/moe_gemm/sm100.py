@@ -52,8 +52,8 @@ warp's 16 features; a thread has 16 outputs), without the SwiGLU, which all shar
                  bank conflicts; any block size, any output type
     unswapped    no exchange at all, but 128 rows a tile
 
-So: the exchange. Measured (emulator, PTX): a warp's chunk of 512 outputs takes 260 instructions to bf16, 384 to NVFP4,
-386 to MXFP8; 86 without SwiGLU. `tcgen05.ld.16x256b` puts rows r and r + 8, gate and up of a feature, in one thread.
+So: the exchange. Measured (emulator, PTX): a warp's chunk of 512 outputs takes 266 instructions to bf16, 390 to NVFP4,
+392 to MXFP8; 92 without SwiGLU. `tcgen05.ld.16x256b` puts rows r and r + 8, gate and up of a feature, in one thread.
 
 A pair (`ctas` 2, `cta_group::2`) takes 256 features x tile_n tokens: each CTA loads its 128 features, half of the
 tokens and all of the tokens' scales. X comes from L2 once for 256 features: for groups of 256 tokens and more, where
