@@ -23,7 +23,6 @@ def test_found(name):
     assert CAUGHT_BY[name] in {found[0] for found in run(BROKEN[name], RUNS[name]).findings()}
 
 
-@pytest.mark.parametrize("options", [L1, W4A8], ids=str)
-def test_nothing_is_found_without_a_mistake(options):
-    trial = run(MoeGemm, options)
+def test_nothing_is_found_without_a_mistake():
+    trial = run(MoeGemm, L1)
     assert trial.clean and not trial.findings()
