@@ -44,7 +44,7 @@ Why swapped. An MMA with block scales has M 128. With tokens as M an expert with
 as many bytes as of W, and of 128 epilogue threads one would work through 64 features. Swapped, N follows the count:
 16 rows of X a K step (2 KiB beside 16 KiB of weights), and every thread has 8 sums. The price is that blocks of the
 next GEMM's K run along lanes. Three ways to turn them, in warp instructions for 512 outputs of L1 (32 tokens of one
-warp's 16 features; a thread has 16 outputs), without the SwiGLU, which all share:
+warp's 16 features; a thread has 16 outputs), counted by hand, without the SwiGLU, which all share:
 
     in lanes     amax of 16 lanes by 3 shuffles for each of 8 tokens a thread: 24 + 24 max, 8 scales (each in 8 lanes),
                  8 shuffles and 16 selects to pair nibbles, 8 conversions, 8 byte stores to SMEM and back: 140 and more
