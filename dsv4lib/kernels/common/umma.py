@@ -18,6 +18,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 SWIZZLE_128B = 2  # layout type of a matrix descriptor
 SWIZZLE_ATOM = 1024  # bytes: 8 rows of 128 B, the period of the 128-byte swizzle
 _FORMAT = {"fp16": 0, "bf16": 1}
+SCALE_BLOCK = 512  # bytes of the scales of 128 rows and 4 blocks, as `formats.scale_swizzle` and tcgen05.cp have them
+SCALE_COLUMNS = 4  # of tensor memory that such a block takes
 
 
 def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False) -> int:
@@ -39,6 +41,28 @@ def matrix_descriptor(leading_bytes: int, stride_bytes: int) -> int:
     MN-major: runs of 128 B along MN; ``leading_bytes`` from run to run, ``stride_bytes`` from 8 K rows to the next 8.
     """
     return (leading_bytes >> 4) << 16 | (stride_bytes >> 4) << 32 | 1 << 46 | SWIZZLE_128B << 61
+
+
+def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id: int = 0) -> int:
+    """The descriptor of a block-scaled MMA with fp32 accumulator and K-major operands, without N (`of_n` adds it).
+
+    Args:
+        m: rows of the instruction, 128 or 256.
+        a, b: codes of the element types: of kind::mxf8f6f4 0 E4M3, 5 E2M1; of kind::mxf4nvf4 1 E2M1.
+        ue8m0: type of the scales; else UE4M3.
+        scale_id: which of the 4 scales in a word of tensor memory, where an MMA takes one.
+    """
+    return scale_id << 4 | a << 7 | b << 10 | int(ue8m0) << 23 | (m // 128) << 27 | scale_id << 29
+
+
+def of_n(descriptor: int, n: cutlass.Int32) -> cutlass.Int32:
+    """An instruction descriptor that has no N yet, for ``n``, a multiple of 8."""
+    return cutlass.Int32(descriptor) | (n >> 3) << 17
+
+
+def scales_descriptor() -> int:
+    """The matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
+    return (128 >> 4) << 32 | 1 << 46
 
 
 def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
@@ -87,6 +111,56 @@ def mma(
     )
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def scaled_mma(
+    d: cutlass.Int32,
+    operands: tuple,
+    instruction: Any,
+    scales: tuple,
+    accumulate: Any,
+    kind: str,
+    ctas: int = 1,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """D[TMEM] (+)= (A * its scales) @ (B * its scales); one thread issues it.
+
+    Args:
+        d: TMEM address of the accumulator.
+        operands: matrix descriptors of A and B.
+        instruction: instruction descriptor.
+        scales: TMEM addresses of the scales of A and B, 4 columns per 128 rows.
+        accumulate: 0 overwrites D.
+        kind: "mxf4nvf4.block_scale.block16" or "mxf8f6f4.block_scale.block32": the spelling that `a` and `f` targets
+            take, while ``.scale_vec::NX`` is refused on some.
+        ctas: 2: a pair multiplies together. Each CTA has half of the rows of A with their scales, half of the rows of B
+            and the scales of all rows of B.
+    """
+    text = (
+        "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r6}, 0; "
+        f"tcgen05.mma.cta_group::{ctas}.kind::{kind} "
+        "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], accumulate; }"
+    )
+    args = [d, *operands, cutlass.Int32(instruction), *scales, cutlass.Int32(accumulate)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def copy_scales(
+    column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None
+) -> None:
+    """A block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
+
+    Args:
+        column: TMEM address.
+        source: matrix descriptor (`scales_descriptor`).
+        ctas: 2: each CTA of a pair from and to its own, at the same places.
+    """
+    text = f"tcgen05.cp.cta_group::{ctas}.32x128b.warpx4 [{{$r0}}], {{$r1}};"
+    cute.arch.inline_ptx(text, read_only_args=[column, source], loc=loc, ip=ip)
 
 
 @dsl_user_op

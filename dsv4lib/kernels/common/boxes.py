@@ -1,0 +1,75 @@
+"""TMA boxes of a tensor in the form the tensor core reads, issued by any thread: coordinates and address in registers.
+
+The tensor map comes from the DSL's tiled TMA atom; the copy itself is spelled out, so that lanes of a warp can issue
+boxes of their own and how many there are may depend on the data.
+
+Source: PTX ISA, "cp.async.bulk.tensor"; CUTLASS for the padded form of 4-bit values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass._mlir.dialects.cute_nvgpu as cute_nvgpu_ir
+import cutlass.cute as cute
+from cutlass._mlir import ir
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
+
+_DESCRIPTOR = "!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>"
+
+
+def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, padded: bool = False) -> cute.CopyAtom:
+    """A TMA atom for boxes of ``tensor``; what lies outside of it arrives as zeros.
+
+    Args:
+        tensor: modes from the contiguous one outwards, 2 or 3 of them.
+        box: extents in the same order.
+        swizzle: the 128-byte swizzle, where a row of the box is 128 bytes in SMEM; else row after row.
+        padded: 4-bit values arrive as 16 values in the first 8 of every 16 bytes (the form of kind::mxf8f6f4).
+    """
+    strides, size = [], 1
+    for extent in box:
+        strides.append(size)
+        size *= extent
+    layout = cute.make_layout(box, stride=tuple(strides))
+    if swizzle:
+        layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+    operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    kind = cutlass.Uint8 if padded else None
+    return cpasync.make_tiled_tma_atom(operation, tensor, layout, box, internal_type=kind)[0]
+
+
+@dsl_user_op
+def load_box(
+    atom: cute.CopyAtom,
+    smem: cutlass.Int32,
+    barrier: cute.Pointer,
+    coordinates: tuple,
+    pair: bool = False,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Copy one box to SMEM; every active thread issues one.
+
+    Args:
+        atom: from `box_atom`.
+        smem: address, where a swizzled box starts a row of 8 x 128 bytes.
+        barrier: mbarrier that counts the bytes.
+        coordinates: first element of the box in every mode of the tensor.
+        pair: the bytes are counted at the same barrier of the first CTA of the pair.
+    """
+    executable = atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip)
+    descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
+    signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
+    rank = len(coordinates)
+    places = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
+    target, group = ("cluster", ".cta_group::2") if pair else ("cta", "")
+    text = (
+        f"cp.async.bulk.tensor.{rank}d.shared::{target}.global.tile.mbarrier::complete_tx::bytes{group} "
+        f"[{{$r0}}], [{{$r1}}, {{{places}}}], [{{$r2}}];"
+    )
+    args = [smem, descriptor.toint(loc=loc, ip=ip), signal.toint(loc=loc, ip=ip), *map(cutlass.Int32, coordinates)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

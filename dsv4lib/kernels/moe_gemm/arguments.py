@@ -1,0 +1,183 @@
+"""Arguments of the expert GEMM: fake tensors to compile with, torch tensors checked and wrapped to launch with.
+
+The kernel trusts what it is given; everything that can be wrong with a tensor is caught here, by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common import umma
+from dsv4lib.kernels.moe_gemm.config import TILE_M
+from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+
+_OUT = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32, "nvfp4": cutlass.Uint8, "mxfp8": cutlass.Uint8}
+BLOCK_ROWS = 128  # a group starts at a multiple: the scales of its rows do too
+_TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float32: torch.float32, cutlass.Int32: torch.int32}
+_TORCH |= {cutlass.Uint8: torch.uint8}
+
+
+def fake_args(kernel: MoeGemm) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    symbols: dict[str, Any] = {}
+
+    def fake(dtype: Any, *extents: str) -> Any:
+        shape = tuple(symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
+        wide = len(extents) > 1
+        stride: list[Any] = [cute.sym_int64(divisibility=128 // dtype.width) for _ in extents[1:]] + [1]
+        return cute.runtime.make_fake_tensor(dtype, shape, tuple(stride), assumed_align=16 if wide else 4)
+
+    u8, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
+    scaled, quantised = bool(kernel.mode.block), kernel.quantised
+    return (
+        (fake(u8, "R", "K"), fake(u8, "A", "S") if scaled else None),
+        (fake(u8, "E", "N", "L"), fake(u8, "E", "B", "S") if scaled else None),
+        (fake(i32, "E"), fake(i32, "E")),
+        fake(fp32, "E") if kernel.alpha else None,
+        fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
+        fake(fp32, "R") if kernel.routed else None,
+        (
+            fake(_OUT[kernel.out], "R", "F"),
+            fake(u8, "C", "S") if quantised else None,
+            fake(fp32, "E") if kernel.out == "nvfp4" else None,
+        ),
+        fp32(1.0),
+        i32(1),
+        cuda.CUstream(0),
+    )
+
+
+@dataclass
+class Call:
+    """Tensors of a call.
+
+    Attributes:
+        x: codes [R, bytes of K] uint8 (bf16 mode: bf16 [R, K]); x_scales: their swizzled scales, uint8 bytes.
+        w: codes [E, N, bytes of K] uint8 (bf16 mode: bf16 [E, N, K]); w_scales: [E, bytes].
+        offsets, counts: int32 [E].
+        out: [R, F] bf16 or fp32, or codes uint8.
+        alpha, alpha_up: fp32 [E]. routing: fp32 [R].
+        out_scales: uint8 bytes, swizzled. out_global: fp32 [E].
+        limit: of the SwiGLU clamp.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    out: torch.Tensor
+    x_scales: torch.Tensor | None = None
+    w_scales: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
+    alpha_up: torch.Tensor | None = None
+    routing: torch.Tensor | None = None
+    out_scales: torch.Tensor | None = None
+    out_global: torch.Tensor | None = None
+    limit: float = 10.0
+
+
+def _wrap(name: str, x: torch.Tensor | None, dtype: Any, shape: tuple, rows_of_16: bool = False) -> Any:
+    """A CuTe tensor over ``x``, which must have this type, shape (None: any extent) and, if asked, 16-byte rows."""
+    if not isinstance(x, torch.Tensor) or x.dtype != _TORCH[dtype]:
+        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), f"a tensor of {_TORCH[dtype]}")
+    if x.dim() != len(shape) or any(want not in (None, have) for have, want in zip(x.shape, shape, strict=True)):
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
+    if 0 in x.shape:
+        raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
+    size = x.element_size()
+    align = 16 if rows_of_16 else size
+    if x.stride(-1) != 1 or x.data_ptr() % align or any(stride * size % align for stride in x.stride()[:-1]):
+        raise ArgumentError(f"{name}.stride()", x.stride(), f"stride 1 in the last dimension, rows on {align} bytes")
+    return cute.runtime.from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=x.dim() - 1)
+
+
+def _blocks(name: str, x: torch.Tensor | None, lead: tuple, blocks: int) -> Any:
+    """Swizzled scales as [.., blocks, 512]."""
+    if not isinstance(x, torch.Tensor) or x.dtype != torch.uint8:
+        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), "a tensor of torch.uint8")
+    wanted = (*lead, blocks * umma.SCALE_BLOCK)
+    if tuple(x.shape) != wanted or not x.is_contiguous() or x.data_ptr() % 16:
+        raise ArgumentError(name, (tuple(x.shape), x.stride()), f"contiguous {wanted} on 16 bytes")
+    return cute.runtime.from_dlpack(x.view(*lead, blocks, umma.SCALE_BLOCK), assumed_align=16).mark_layout_dynamic(
+        leading_dim=len(lead) + 1
+    )
+
+
+def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors; those that its options do not use must be None.
+        grid: clusters to launch, at least 1. stream: CUDA stream.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or alignment.
+    """
+    m, u8, fp32 = kernel.mode, cutlass.Uint8, cutlass.Float32
+    if grid < 1:
+        raise ArgumentError("grid", grid, "at least 1")
+    x, w = call.x, call.w
+    if m.x_bits == 16:
+        for name, t in (("x", x), ("w", w)):
+            if t.dtype != torch.bfloat16:
+                raise ArgumentError(name, t.dtype, "torch.bfloat16")
+        x, w = x.view(torch.uint8), w.view(torch.uint8)
+    if x.dim() != 2 or w.dim() != 3:
+        raise ArgumentError("x, w", (tuple(x.shape), tuple(w.shape)), "[R, K], [E, N, K]")
+    rows, (experts, features, _) = x.shape[0], w.shape
+    k = x.shape[1] * 8 // m.x_bits
+    if k % kernel.k_multiple or w.shape[2] * 8 // m.w_bits != k:
+        allowed = f"the same K, a multiple of {kernel.k_multiple}"
+        raise ArgumentError("x, w", (tuple(call.x.shape), tuple(call.w.shape)), allowed)
+    step = 32 if kernel.swiglu else 16
+    if kernel.quantised:
+        step = 64  # rows of codes that start on 16 bytes, and whole blocks of 32
+    if features % step:
+        raise ArgumentError("w.shape", tuple(call.w.shape), f"N a multiple of {step}")
+    width = features // 2 if kernel.swiglu else features
+    row_blocks, scaled, quantised = -(-rows // BLOCK_ROWS), bool(m.block), kernel.quantised
+    blocks = -(-k // (4 * m.block)) if scaled else 0
+    out_blocks = -(-width // (4 * (16 if kernel.out == "nvfp4" else 32)))
+
+    def optional(name: str, wanted: bool, wrapped: Any) -> Any:
+        value = getattr(call, name)
+        if not wanted and value is not None:
+            raise ArgumentError(name, "given", f"None for {kernel!r}")
+        return wrapped(name, value) if wanted else None
+
+    def vector(extent: int) -> Any:
+        return lambda name, value: _wrap(name, value, fp32, (extent,))
+
+    out_width = width // 2 if kernel.out == "nvfp4" else width
+    return (
+        (
+            _wrap("x", x, u8, (None, None), True),
+            optional("x_scales", scaled, lambda n, v: _blocks(n, v, (), row_blocks * blocks)),
+        ),
+        (
+            _wrap("w", w, u8, (None, None, None), True),
+            optional("w_scales", scaled, lambda n, v: _blocks(n, v, (experts,), -(-features // TILE_M) * blocks)),
+        ),
+        (
+            _wrap("offsets", call.offsets, cutlass.Int32, (experts,)),
+            _wrap("counts", call.counts, cutlass.Int32, (experts,)),
+        ),
+        optional("alpha", kernel.alpha, vector(experts)),
+        optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
+        optional("routing", kernel.routed, vector(rows)),
+        (
+            _wrap("out", call.out, _OUT[kernel.out], (rows, out_width), True),
+            optional("out_scales", quantised, lambda n, v: _blocks(n, v, (), row_blocks * out_blocks)),
+            optional("out_global", kernel.out == "nvfp4", vector(experts)),
+        ),
+        cutlass.Float32(call.limit),
+        cutlass.Int32(grid),
+        cuda.CUstream(stream),
+    )

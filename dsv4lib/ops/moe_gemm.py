@@ -1,0 +1,292 @@
+"""The experts' GEMMs as a torch op: ragged groups of tokens times quantised weights, with SwiGLU and requantisation.
+
+    y[r] = alpha_e * (x[r] @ W_e^T)                                   rows r of group e
+    h[r] = silu(min(g, limit)) * clip(u, -limit, limit) * routing_r   swiglu: g, u = alpha_e, alpha_up_e * gate, up sums
+
+`moe_gemm` makes outputs and calls `torch.ops.dsv4.moe_gemm`, which writes them in place. On a GPU the op reads no value
+of a tensor and waits for nothing: it can be captured in a CUDA graph after a first call has compiled its kernel, and
+sizes of groups may change between replays. `linear` is the call for one group.
+
+Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernel `dsv4lib.kernels.moe_gemm.sm100`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0
+from dsv4lib.kernels.moe_gemm import arguments
+from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, TILE_M
+from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+from dsv4lib.ops import compile_cache
+from dsv4lib.ops.splits import SM_COUNT
+
+ARCHS = ("sm_100a", "sm_103a")
+TILES = (32, 64, 128, 192)  # those with two accumulators: a tile's epilogue hides behind the next one's MMAs
+PAIR_TOKENS = 256  # a group of which a pair of CTAs takes
+
+
+class Operand(NamedTuple):
+    """Numbers in a small format.
+
+    Attributes:
+        codes: uint8, E2M1 packed by two (low nibble first) or E4M3; bf16 in mode "bf16".
+        scales: their scales, swizzled (`formats.scale_swizzle`), uint8; None for bf16.
+    """
+
+    codes: Tensor
+    scales: Tensor | None = None
+
+
+def moe_gemm(
+    x: Operand,
+    w: Operand,
+    offsets: Tensor,
+    counts: Tensor,
+    *,
+    mode: str = "nvfp4",
+    alpha: Tensor | None = None,
+    alpha_up: Tensor | None = None,
+    routing: Tensor | None = None,
+    swiglu: bool = False,
+    out_format: str = "bf16",
+    out_global: Tensor | None = None,
+    limit: float = 10.0,
+    expected: int | None = None,
+    out: Operand | None = None,
+    backend: str = "auto",
+) -> Operand:
+    """Grouped GEMM.
+
+    Args:
+        x: [R, K], rows sorted by group.
+        w: [E, N, K]; with ``swiglu`` rows of gate and up by turns of 8. Scales [E, bytes].
+        offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16".
+        alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
+        routing: fp32 [R], with ``swiglu``: weight of each row.
+        out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".
+        out_global: fp32 [E], of an NVFP4 output.
+        limit: of the SwiGLU clamp.
+        expected: tokens of a group, a number of the host that chooses the tile; None: R / E.
+        out: written; None: new, rows without a token are not initialised.
+        backend: "auto", "native", "emulator" or "reference".
+
+    Returns:
+        [R, N], or [R, N / 2] with ``swiglu``, in ``out_format``.
+
+    Raises:
+        ArgumentError: an argument that is missing, not wanted, or of a wrong type, shape or value.
+        BackendUnavailable: see `backends.resolve`.
+    """
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
+    if out_format not in OUTPUTS:
+        raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
+    if x.codes.dim() != 2 or w.codes.dim() != 3:
+        raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
+    if out is None:
+        out = _new(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
+    if expected is None:
+        expected = -(-x.codes.shape[0] // w.codes.shape[0])
+    given = *x, *w, offsets, counts, alpha, alpha_up, routing, *out, out_global
+    torch.ops.dsv4.moe_gemm(*given, mode, out_format, swiglu, limit, expected, backend)
+    return out
+
+
+def linear(x: Operand, w: Operand, *, alpha: Tensor | None = None, mode: str = "nvfp4", **options: Any) -> Operand:
+    """x [R, K] times one w [N, K]: `moe_gemm` with a single group of all rows; ``options`` as there."""
+    rows = torch.full((1,), x.codes.shape[0], dtype=torch.int32, device=x.codes.device)
+    weights = Operand(w.codes[None], None if w.scales is None else w.scales[None])
+    return moe_gemm(x, weights, torch.zeros_like(rows), rows, alpha=alpha, mode=mode, **options)
+
+
+def tile_of(expected: int, features: int) -> tuple[int, int]:
+    """(tokens of a tile, CTAs that share it) for groups of about ``expected`` tokens."""
+    tile = next((n for n in TILES if n >= expected), TILES[-1])
+    return tile, 2 if expected >= PAIR_TOKENS and features >= 2 * TILE_M else 1
+
+
+def _new(x: Tensor, width: int, out_format: str) -> Operand:
+    rows, u8 = x.shape[0], torch.uint8
+    if out_format in ("bf16", "fp32"):
+        dtype = torch.bfloat16 if out_format == "bf16" else torch.float32
+        return Operand(torch.empty(rows, width, dtype=dtype, device=x.device))
+    per_byte, block = (2, nvfp4.BLOCK) if out_format == "nvfp4" else (1, 32)
+    size = scale_swizzle.swizzled_bytes(rows, -(-width // block))
+    codes = torch.empty(rows, width // per_byte, dtype=u8, device=x.device)
+    return Operand(codes, torch.zeros(size, dtype=u8, device=x.device))
+
+
+# ------------------------------------------------------------------- the op
+
+SCHEMA = (
+    "(Tensor x, Tensor? x_scales, Tensor w, Tensor? w_scales, Tensor offsets, Tensor counts, Tensor? alpha, "
+    "Tensor? alpha_up, Tensor? routing, Tensor(a!) out, Tensor(b!)? out_scales, Tensor? out_global, str mode, "
+    "str out_format, bool swiglu, float limit, int expected, str backend) -> ()"
+)
+
+
+class Call(NamedTuple):
+    """The op's arguments, in the order of its schema."""
+
+    x: Tensor
+    x_scales: Tensor | None
+    w: Tensor
+    w_scales: Tensor | None
+    offsets: Tensor
+    counts: Tensor
+    alpha: Tensor | None
+    alpha_up: Tensor | None
+    routing: Tensor | None
+    out: Tensor
+    out_scales: Tensor | None
+    out_global: Tensor | None
+    mode: str
+    out_format: str
+    swiglu: bool
+    limit: float
+    expected: int
+    backend: str
+
+    def settings(self) -> dict[str, Any]:
+        """Options of the kernel."""
+        tile_n, ctas = tile_of(self.expected, self.w.shape[1])
+        flags = {
+            "swiglu": self.swiglu,
+            "routed": self.swiglu and self.routing is not None,
+            "alpha": self.alpha is not None,
+        }
+        return {"mode": self.mode, "tile_n": tile_n, "ctas": ctas, "out": self.out_format, **flags}
+
+    def tensors(self) -> arguments.Call:
+        """What `arguments.launch_args` takes."""
+        return arguments.Call(**dict(zip(self._fields[:12], self[:12], strict=True)), limit=self.limit)
+
+    def check_devices(self) -> None:
+        """All tensors where x is.
+
+        Raises:
+            ArgumentError: one is elsewhere.
+        """
+        for name, tensor in zip(self._fields[:12], self[:12], strict=True):
+            if tensor is not None and tensor.device != self.x.device:
+                raise ArgumentError(f"{name}.device", str(tensor.device), f"that of x, {self.x.device}")
+
+    def check_values(self) -> None:
+        """Groups, where looking at them costs no wait.
+
+        Raises:
+            ArgumentError: a group that starts inside a block of scales or ends outside of x.
+        """
+        offsets, counts = self.offsets.long(), self.counts.long()
+        block = arguments.BLOCK_ROWS
+        if bool((counts < 0).any()):
+            raise ArgumentError("counts", counts.tolist(), "0 or more")
+        if bool(((offsets < 0) | (offsets % block != 0) | (offsets + counts > len(self.x)))[counts > 0].any()):
+            raise ArgumentError("offsets", offsets.tolist(), f"multiples of {block}, groups among {len(self.x)} rows")
+
+
+def _run(*given: Any) -> None:
+    """What `torch.ops.dsv4.moe_gemm` does: check, choose the back end, launch."""
+    call = Call(*given)
+    name = backends.resolve(call.backend, _arch(call.backend))
+    if name != "reference" and call.x.device.type != backends.device(name):
+        raise ArgumentError("x.device", str(call.x.device), f"{backends.device(name)} on back end {name}")
+    call.check_devices()
+    settings = call.settings()
+    plan = MoeGemm(**settings)
+    if call.x.device.type == "cpu":
+        call.check_values()
+    if name == "reference":
+        arguments.launch_args(plan, call.tensors(), 1)  # checks: what one back end takes all take
+        _reference(call)
+        return
+    features = -(-call.w.shape[1] // plan.pair_m)
+    if name == "native":
+        stream = torch.cuda.current_stream(call.x.device).cuda_stream
+        grid = max(1, _sm_count(call.x.device) // plan.ctas)
+    else:
+        stream = 0
+        tiles = features * int((-(-call.counts // plan.tile_n)).sum())
+        grid = max(1, min(tiles, SM_COUNT // plan.ctas))
+    kernel, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, _arch(name))
+    gpu = backends.enqueue(name, code, *arguments.launch_args(kernel, call.tensors(), grid, stream))
+    found = [] if gpu is None else gpu.launches[-1].result.hazards
+    if found:
+        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+
+
+def _fake(*given: Any) -> None:
+    Call(*given).check_devices()
+
+
+_moe_gemm = torch.library.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
+_moe_gemm.register_fake(_fake)
+
+
+@functools.cache
+def _arch(backend: str) -> str:
+    """The architecture to compile for: the one a GPU here runs, else the first."""
+    if backend in ("auto", "native"):
+        return next((arch for arch in ARCHS if backends.status("native", arch).available), ARCHS[0])
+    return ARCHS[0]
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---------------------------------------------------------------- reference
+
+
+def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> Tensor:
+    """What codes [.., rows, K] and their swizzled scales stand for, fp64, without a global scale."""
+    m = MODES[mode]
+    if not m.block:
+        return codes.double()
+    packed = (m.w_bits if weights else m.x_bits) == 4
+    values = e2m1.decode(e2m1.unpack(codes), torch.float64) if packed else e4m3.decode(codes, torch.float64)
+    factors = scale_swizzle.unswizzle(scales, values.shape[-2], -(-values.shape[-1] // m.block))
+    decode = e4m3.decode if m.block == nvfp4.BLOCK else ue8m0.decode
+    return values * decode(factors, torch.float64).repeat_interleave(m.block, -1)[..., : values.shape[-1]]
+
+
+def _reference(call: Call) -> None:
+    """The oracle in fp64, group by group."""
+    x, w = numbers(call.x, call.x_scales, call.mode, False), numbers(call.w, call.w_scales, call.mode, True)
+    scales = None
+    if call.out_scales is not None:
+        block = nvfp4.BLOCK if call.out_format == "nvfp4" else 32
+        columns = w.shape[1] // 2 // block
+        scales = scale_swizzle.unswizzle(call.out_scales, len(x), columns)
+    for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
+        own = slice(first, first + count)
+        y = x[own] @ w[e].T
+        if call.swiglu:
+            gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+            if call.alpha is not None:
+                gate, up = gate * call.alpha[e].double(), up * call.alpha_up[e].double()
+            y = backends.oracle("moe_gemm").swiglu(gate, up, call.limit).flatten(1)
+        elif call.alpha is not None:
+            y = y * call.alpha[e].double()
+        if call.routing is not None:
+            y = y * call.routing[own, None].double()
+        if call.out_format == "nvfp4":
+            q = nvfp4.quantize(y, call.out_global[e])
+            call.out[own], scales[own] = q.packed, q.scales
+        elif call.out_format == "mxfp8":
+            q = fp8_block.quantize_activation(y, 32)
+            call.out[own], scales[own] = q.codes, q.scales
+        else:
+            call.out[own] = y.to(call.out.dtype)
+    if scales is not None:
+        call.out_scales.copy_(scale_swizzle.swizzle(scales))

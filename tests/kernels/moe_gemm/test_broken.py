@@ -1,0 +1,28 @@
+"""Every planted mistake is found by the means that it names, and the kernel without it by none."""
+
+import pytest
+
+from dsv4lib.kernels.moe_gemm.broken import BROKEN, CAUGHT_BY
+from dsv4lib.kernels.moe_gemm.inputs import case
+from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+from dsv4lib.lab.moe_gemm_trial import moe_gemm_trial
+
+L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
+W4A8 = {"mode": "w4a8", "out": "fp32"}
+COUNTS = [33, 0, 1, 2]  # a second tile, an empty group, one token
+RUNS = dict.fromkeys(BROKEN, L1) | {"OneScaleId": W4A8, "FirstScales": W4A8, "NoTailMask": W4A8, "FirstRows": W4A8}
+
+
+def run(kind, options):
+    made = case(MoeGemm(**options), COUNTS, 128, 384)
+    return moe_gemm_trial(kind, options, made, grid=2, schedule="adversarial")
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY)
+def test_found(name):
+    assert CAUGHT_BY[name] in {found[0] for found in run(BROKEN[name], RUNS[name]).findings()}
+
+
+def test_nothing_is_found_without_a_mistake():
+    trial = run(MoeGemm, L1)
+    assert trial.clean and not trial.findings()

@@ -1,0 +1,141 @@
+"""The experts' GEMM: formats, ragged groups, epilogues, pairs, schedules, budgets, bad arguments."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.moe_gemm.arguments import fake_args, launch_args
+from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, TILES_N
+from dsv4lib.kernels.moe_gemm.inputs import case
+from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+from dsv4lib.lab.moe_gemm_trial import moe_gemm_trial
+
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+L1 = {"swiglu": True, "routed": True}
+RUNS = {  # options, counts, N, K
+    "dense": ({"out": "fp32", "tile_n": 128, "alpha": False}, [100], 144, 320),
+    "ragged": ({"tile_n": 64}, [5, 0, 70, 1], 208, 576),
+    "w4a8": ({"mode": "w4a8", "out": "fp32"}, [0, 33, 1], 144, 384),
+    "mxfp8": ({"mode": "mxfp8", "out": "fp32"}, [9, 40], 80, 352),
+    "bf16": ({"mode": "bf16", "out": "fp32"}, [9, 40], 80, 200),
+    "two row blocks": ({"tile_n": 192, "out": "fp32"}, [200, 1], 80, 320),
+    "nvfp4 to nvfp4": ({**L1, "out": "nvfp4"}, [50, 0, 3], 192, 320),
+    "w4a8 to mxfp8": ({**L1, "out": "mxfp8", "mode": "w4a8"}, [50, 0, 3], 192, 256),
+    "pair": ({**L1, "out": "nvfp4", "ctas": 2, "tile_n": 64}, [70, 0, 3], 320, 320),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_numbers(name):
+    """Against fp64: errors beside an fp32 product in the same order, or codes; no report, nothing else written."""
+    options, *sizes = RUNS[name]
+    kernel = MoeGemm(**options)
+    made = case(kernel, *sizes)
+    trial = moe_gemm_trial(MoeGemm, options, made)
+    assert trial.clean, trial.findings()
+    if kernel.quantised:
+        assert len(made.call.out[made.rows()].unique()) > 100  # not all zero, not all saturated
+    done = trial.compiled
+    assert (done.local_bytes, done.spills) == (0, 0)
+    assert done.seconds <= MAX_SECONDS
+    assert set(re.findall(r"tcgen05\.mma\.cta_group::\d\.kind::([\w.:]+) ", done.ptx)) == {kernel.mode.kind}
+    rows = {row.resource: row for row in kernel.budget()}
+    assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
+    assert done.smem_bytes == rows["SMEM: total"].used
+    assert done.threads == rows["threads"].used
+
+
+def test_every_schedule_gives_the_same_bits():
+    options = {**L1, "out": "nvfp4"}
+    made = case(MoeGemm(**options), [33, 0, 1], 128, 320)
+    outputs, hashes = set(), set()
+    for schedule in SCHEDULES:
+        trial = moe_gemm_trial(MoeGemm, options, made, schedule=schedule)
+        assert trial.clean, trial.findings()
+        outputs.add(made.call.out.numpy().tobytes() + made.call.out_scales.numpy().tobytes())
+        hashes.add(trial.result.schedule_hash)
+    assert len(outputs) == 1 and len(hashes) >= 4
+
+
+def test_masked_layout_and_no_tokens():
+    """Groups at multiples of max_m, most rows empty; and a call whose groups are all empty writes nothing."""
+    for counts in ([3, 0, 130], [0, 0]):
+        trial = moe_gemm_trial(MoeGemm, {}, made := case(MoeGemm(), counts, 48, 64, max_rows=256))
+        assert made.call.offsets.tolist() == [256 * i for i in range(len(counts))]
+        assert not trial.hazards and not trial.stray and trial.error is None
+        assert trial.right or not sum(counts)
+
+
+def test_more_experts_than_a_window():
+    """The walk over the experts goes by windows of 32."""
+    counts = [0] * 30 + [1, 2, 0, 0, 3] + [0] * 35 + [4]
+    trial = moe_gemm_trial(MoeGemm, {}, case(MoeGemm(), counts, 16, 64), grid=3)
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mode", {"mode": "fp4"}),
+        ("tile_n", {"tile_n": 96}),
+        ("out", {"out": "fp16"}),
+        ("swiglu", {"out": "nvfp4"}),
+        ("swiglu", {"routed": True}),
+        ("ctas", {"ctas": 3}),
+    ],
+)
+def test_configurations_that_do_not_exist(name, options):
+    with pytest.raises(ConfigError) as caught:
+        MoeGemm(**options)
+    assert caught.value.name == name
+
+
+def test_every_configuration_fits():
+    for mode in MODES:
+        for tile_n in TILES_N:
+            for ctas in (1, 2):
+                for out in OUTPUTS:
+                    kernel = MoeGemm(mode=mode, tile_n=tile_n, ctas=ctas, out=out, swiglu=True)
+                    assert kernel.stages >= 3 and kernel.tmem_columns <= 512
+
+
+def wrong_calls():
+    good = case(MoeGemm(**L1, out="nvfp4"), [5, 3], 64, 128).call
+    yield "x, w", {"x": good.x[:, :32]}
+    yield "x, w", {"x": good.x[:, :56].contiguous(), "w": good.w[..., :56].contiguous()}  # K 112
+    yield "w.shape", {"w": good.w[:, :48].contiguous()}
+    yield "x", {"x": good.x.float()}
+    yield "x_scales", {"x_scales": None}
+    yield "w_scales", {"w_scales": good.w_scales[:, :512]}
+    yield "counts", {"counts": good.counts.long()}
+    yield "offsets.shape", {"offsets": good.offsets[:1]}
+    yield "alpha_up", {"alpha_up": None}
+    yield "routing.shape", {"routing": good.routing[:5]}
+    yield "out.shape", {"out": good.out[:, :8]}
+    yield "out_global", {"out_global": None}
+
+
+@pytest.mark.parametrize(("name", "change"), list(wrong_calls()), ids=lambda v: v if isinstance(v, str) else "")
+def test_calls_that_are_refused(name, change):
+    kernel = MoeGemm(**L1, out="nvfp4")
+    good = case(kernel, [5, 3], 64, 128).call
+    with pytest.raises(ArgumentError) as caught:
+        launch_args(kernel, dataclasses.replace(good, **change), 1)
+    assert caught.value.name == name
+
+
+def test_what_an_option_does_not_use_is_refused():
+    call = dataclasses.replace(case(MoeGemm(), [5], 16, 64).call, routing=torch.ones(128))
+    with pytest.raises(ArgumentError) as caught:
+        launch_args(MoeGemm(), call, 1)
+    assert caught.value.name == "routing"
+
+
+def test_targets_of_the_family():
+    """The block sizes are spelled so that they take them; `.scale_vec` they refuse."""
+    done = compile_for(MoeGemm(), fake_args(MoeGemm()), "sm_100f")
+    assert ".block16 " in done.ptx and "scale_vec" not in done.ptx and done.spills == 0
