@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import fp8_block, hadamard, indexer_key, kv_entry, mxfp4, nvfp4, scale_swizzle
+from dsv4lib.formats import e4m3, fp8_block, hadamard, indexer_key, kv_entry, mxfp4, nvfp4, scale_swizzle
 
 RECIPES = ("nvfp4", "mxfp4", "mxfp8", "fp8")
 INTERLEAVE = 8  # columns of gate, then as many of up
@@ -33,7 +33,7 @@ def quantize(
     Args:
         x: [T, K], or with ``deinterleave`` [T, 2 I].
         recipe: one of `RECIPES`.
-        global_scale: of nvfp4; None derives it from all of ``x``.
+        global_scale: of nvfp4; None derives it from all of ``x``: a NaN or Inf anywhere makes every block NaN.
         rows: int [R]: row r of the result is row ``rows[r]`` of x, zero codes and zero scales where that is negative.
         deinterleave: gate and up apart.
         swizzled: scales as the image of `formats.scale_swizzle`.
@@ -51,7 +51,10 @@ def quantize(
     if rows is not None:
         pad = rows < 0
         parts = parts[:, rows.clamp(min=0).long()] if len(x) else parts.new_zeros(len(parts), len(rows), parts.shape[2])
-    if recipe == "nvfp4":
+    if recipe == "nvfp4" and global_scale.isnan():  # derived from an x that holds a NaN or Inf
+        codes = torch.zeros(*parts.shape[:2], parts.shape[2] // 2, dtype=torch.uint8, device=x.device)
+        scales = torch.full_like(codes[..., : parts.shape[2] // nvfp4.BLOCK], e4m3.NAN)
+    elif recipe == "nvfp4":
         q = nvfp4.quantize(parts, global_scale)
         codes, scales = q.packed, q.scales
     elif recipe == "mxfp4":

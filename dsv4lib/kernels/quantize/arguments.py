@@ -16,7 +16,7 @@ from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.quantize.amax import Amax
 from dsv4lib.kernels.quantize.codes import PIECE
 from dsv4lib.kernels.quantize.entries import Entries
-from dsv4lib.kernels.quantize.simt import CTA_PIECES, Quantize
+from dsv4lib.kernels.quantize.simt import MOST_CTA_PIECES, Quantize
 
 _DIVISOR = (1, 1, 1)
 
@@ -71,7 +71,7 @@ def launch_args(
     """
     columns = x.shape[1] // kernel.halves
     rows_padded, pieces = kernel.padded(codes.shape[1], columns)
-    if rows_padded * pieces + CTA_PIECES >= 1 << 31:
+    if rows_padded * pieces + MOST_CTA_PIECES >= 1 << 31:
         raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements, gathered and padded")
     lead = (kernel.halves, None) if kernel.swizzled else (kernel.halves, None, None)
     return (
@@ -89,7 +89,7 @@ def launch_args(
 def amax_args(kernel: Amax, x: torch.Tensor, partials: torch.Tensor, stream: int = 0) -> tuple:
     """Arguments of `Amax` from x [T, K] and int32 partials [`Amax.ctas`]; errors as in `launch_args`."""
     pieces = x.shape[1] // PIECE
-    if len(x) * pieces + CTA_PIECES * 1024 >= 1 << 31:
+    if len(x) * pieces + (1 << 20) >= 1 << 31:
         raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements")
     numbers = _numbers(pieces, *page_divisor(pieces))
     given = wrap("x", x, kernel.element, (None, None), 16), wrap("partials", partials, Int32, (None,))

@@ -17,7 +17,7 @@ padding included (zero bytes), so that a block-scaled MMA can read it at once.
 
 **Threads.** A piece is 8 elements of a row: one load of 16 bytes (two of fp32), one store of 4 or 8. Pieces are counted
 through the rows (those of the padding, too), lane after lane, so a block of 16 to 128 elements is 2 to 16 neighbouring
-lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes 4 pieces, a CTA of 128 threads 4096 elements;
+lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes 64 bytes of x, a CTA of 128 threads 8 KiB;
 all its loads are under way before the first is looked at. With ``deinterleave`` a lane takes a piece of gate and the
 piece of up behind it, 32 bytes together. No shared memory, no barrier.
 
@@ -52,8 +52,8 @@ from dsv4lib.kernels.quantize.codes import PIECE
 from dsv4lib.kernels.quantize.config import DTYPES, RECIPES, ROW_RECIPES
 
 THREADS = 128
-AT_ONCE = 4  # pieces of a thread
-CTA_PIECES = THREADS * AT_ONCE
+BYTES_AT_ONCE = 64  # that a thread loads before it looks at any
+MOST_CTA_PIECES = THREADS * BYTES_AT_ONCE // (2 * PIECE)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp32": Float32}
 
 
@@ -136,7 +136,8 @@ class Quantize:
         self.halves = 2 if deinterleave else 1
         self.lanes = self.format.block // PIECE  # that share a block
         self.words = PIECE * self.format.bits // 32  # of codes, of a piece
-        self.cta_pieces = CTA_PIECES // self.halves  # of one half
+        self.at_once = BYTES_AT_ONCE * 8 // (PIECE * self.element.width)  # pieces of a thread
+        self.cta_pieces = THREADS * self.at_once // self.halves  # of one half
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("gather", "deinterleave", "swizzled", "fp4_conversion") if vars(self)[name]]
@@ -163,7 +164,7 @@ class Quantize:
         counts: tuple,
         stream: cuda.CUstream,
     ):
-        """Launch one CTA for each 4096 elements.
+        """Launch one CTA for each 8 KiB of x.
 
         Args:
             mX: [T, columns of all halves].
@@ -197,27 +198,30 @@ class Quantize:
         thread, _, _ = cute.arch.thread_idx()
         first = cta * self.cta_pieces + thread
         cute.arch.griddepcontrol_wait()
-        rIn = cute.make_rmem_tensor((PIECE, AT_ONCE), self.element)
+        rIn = cute.make_rmem_tensor((PIECE, self.at_once), self.element)
         rIn.fill(0.0)
-        places = [self.place(mX, mRows, mCodes, first, i, counts) for i in range(AT_ONCE)]
-        for i in cutlass.range_constexpr(AT_ONCE):
-            self.fetch(mX, places[i], i, rIn[None, i])
+        numbers = [first + i // self.halves * THREADS for i in range(self.at_once)]
+        sources = [self.fetch(mX, mRows, mCodes, numbers[i], i, counts, rIn[None, i]) for i in range(self.at_once)]
         g, factors = self.tensor_scale(mPartials, mGlobal)
-        for i in cutlass.range_constexpr(AT_ONCE):
-            self.convert(mCodes, mScales, places[i], i, rIn[None, i], g, factors, counts)
+        for i in cutlass.range_constexpr(self.at_once):
+            self.convert(mCodes, mScales, numbers[i], sources[i], i, rIn[None, i], g, factors, counts)
 
     @cute.jit
-    def place(
+    def fetch(
         self,
         mX: cute.Tensor,
         mRows: Any,
         mCodes: cute.Tensor,
-        first: Int32,
+        number: Int32,
         i: cutlass.Constexpr,
         counts: tuple,
+        rPiece: cute.Tensor,
     ):
-        """(number of this thread's ``i``-th piece, row, piece of the row, source row or -1)."""
-        number = first + i // self.halves * THREADS
+        """Start the load of this thread's ``i``-th piece, which stays zero where there is none.
+
+        Returns:
+            the source row, or -1. Row and piece are divided out again later: that is cheaper than to keep them.
+        """
         row, piece = divide(number, counts[2:])
         source = Int32(-1)
         if row < mCodes.shape[1] and piece < counts[1]:
@@ -226,15 +230,10 @@ class Quantize:
                 source = mRows[row]
                 if Uint32(source) >= Uint32(mX.shape[0]):  # -1, and what is no row at all
                     source = Int32(-1)
-        return number, row, piece, source
-
-    @cute.jit
-    def fetch(self, mX: cute.Tensor, place: tuple, i: cutlass.Constexpr, rPiece: cute.Tensor):
-        """Start the load of a piece; it stays zero where there is none."""
-        _, _, piece, source = place
         if source >= 0:
             column = piece * self.halves + i % self.halves
             cute.autovec_copy(cute.local_tile(mX[source, None], (PIECE,), (column,)), rPiece)
+        return source
 
     @cute.jit
     def tensor_scale(self, mPartials: Any, mGlobal: Any):
@@ -260,7 +259,8 @@ class Quantize:
         self,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
-        place: tuple,
+        number: Int32,
+        source: Int32,
         i: cutlass.Constexpr,
         rPiece: cute.Tensor,
         g: Any,
@@ -268,7 +268,7 @@ class Quantize:
         counts: tuple,
     ):
         """Scale and codes of a piece, stored; all lanes of a warp come here."""
-        number, row, piece, source = place
+        row, piece = divide(number, counts[2:])
         amax = codes.largest(words_of(rPiece), self.dtype == "bf16")
         amax = codes.over_lanes(amax, self.lanes)
         x = values_of(rPiece)
