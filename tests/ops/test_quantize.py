@@ -14,7 +14,9 @@ ROWS = torch.tensor([4, -1, 0, 20, 4], dtype=torch.int32)
 
 
 def same(a, b):
-    return all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+    """Equal bit for bit; any NaN equals any NaN."""
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None or y is not None]
+    return all(torch.equal(x.isnan(), y.isnan()) and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
 
 
 def both(x, recipe, **options):
