@@ -21,12 +21,14 @@ lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes 64 b
 all its loads are under way before the first is looked at. With ``deinterleave`` a lane takes a piece of gate and the
 piece of up behind it, 32 bytes together. No shared memory, no barrier.
 
-**Bytes.** 2 read and 0.56 (nvfp4), 0.53, 1.03 or 1.01 written per bf16 element; what limits it is memory. Budget
-on a B200 (8 TB/s over 148 SMs at 1.9 GHz): 11 elements a clock and SM for nvfp4, that is 11 lane instructions an
-element; 2 codes cost one conversion and 2 products, doubled to be exact, and an amax of 1 an element. On an H200 (16
-lane instructions an element) FP4 codes by comparisons cost about 14.
+**Bytes.** 2 read and 0.56 (nvfp4), 0.53, 1.03 or 1.01 written per bf16 element. Machine instructions an element, as
+counted in compiled code: 12.8 mxfp8 and 13.3 fp8 (sm_90a), 13.6 mxfp4 (sm_100a), 29 nvfp4 on sm_90a, 19 on sm_100a
+besides the path that ties take. What memory leaves time for: on an H200 (4.8 TB/s, 132 SMs, 1.75 GHz, 128 lanes) 18 at
+3 bytes an element and 16 at 2.56; on a B200 (8 TB/s, 148 SMs, 1.9 GHz) 13 and 11.5. So FP8 is limited by memory, mxfp4
+by memory and issue alike, and nvfp4 by issue, at 0.6 of a B200's memory rate by this count. Its block scale, 30
+instructions, is found by both lanes of a block: a lane with 16 elements would find it once.
 
-**Global scale of nvfp4**, three ways: "given" (fp32 on the device, calibrated); "derived" from x: `Amax` leaves one
+**Global scale of nvfp4**, two ways: "given" (fp32 on the device, calibrated); "derived" from x: `Amax` leaves one
 maximum a CTA, and every warp here reduces those few (1 KiB at most, from L2), so nothing has to be zeroed before, there
 is no atomic, and the host never waits. Both kernels are launched early and wait themselves (programmatic dependent
 launch).
