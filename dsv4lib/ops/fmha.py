@@ -20,7 +20,6 @@ Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, TILE_N
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import WINDOW
-from dsv4lib.ops import compile_cache
+from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops import splits as split_choice
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -496,7 +495,7 @@ def _launch(name: str, call: Call) -> None:
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
         given = q, entries, window, sink, rope, o, lse, call.scale, splits
-        _enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, sms=sms))
+        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, sms=sms))
 
     if not call.normalise:
         return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])
@@ -505,7 +504,9 @@ def _launch(name: str, call: Call) -> None:
     parts, lses = _parts(call, splits)
     attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, parts, lses)
     kernel, code = _code(name, Combine, ends)
-    _enqueue(name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream))
+    launching.enqueue(
+        name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream)
+    )
     return None
 
 
@@ -520,23 +521,12 @@ def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
     return space[:room].view(splits, tokens, heads, depth), space[room:needed].view(splits, tokens, heads)
 
 
-def _enqueue(name: str, code: Any, args: tuple) -> None:
-    gpu = backends.enqueue(name, code, *args)
-    found = [] if gpu is None else gpu.launches[-1].result.hazards
-    if found:
-        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
-
-
 def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Any]:
     return compile_cache.default().get(kernel_type, settings, arguments.fake_args, _arch(name))
 
 
-@functools.cache
 def _arch(backend: str) -> str:
-    """The architecture to compile for: the one a GPU here runs, else the first."""
-    if backend in ("auto", "native"):
-        return next((arch for arch in ARCHS if backends.status("native", arch).available), ARCHS[0])
-    return ARCHS[0]
+    return launching.arch_for(backend, ARCHS)
 
 
 @functools.cache
