@@ -16,7 +16,7 @@ FP32, I32, WIDE = cutlass.Float32, cutlass.Int32, 16
 def max_rows(tokens: int, k: int, experts: int, align: int = 128) -> int:
     """Rows that ``tokens`` k routes can need at most, whatever experts they go to: what the host can know.
 
-    Of n = min(E, T k) experts each needs a block of ``align`` rows, and every ``align`` further routes can open another.
+    Of n = min(E, T k) experts each needs a block of ``align`` rows; every ``align`` further routes can open another.
     """
     routes = tokens * k
     active = min(experts, routes)

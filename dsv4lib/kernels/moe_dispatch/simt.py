@@ -1,16 +1,16 @@
-"""Sort the (token, slot) routes by expert, each expert's rows from a multiple of 128 on, without the host knowing a count.
+"""Sort the (token, slot) routes by expert, rows of an expert from a multiple of 128 on; the host knows no count.
 
-    counts[e]  = routes to e                 offsets[e + 1] = offsets[e] + counts[e] rounded up to 128       (contiguous)
-                                             offsets[e]     = e max_m                                        (masked)
+    counts[e]  = routes to e                 offsets[e + 1] = offsets[e] + counts[e] rounded up to 128      (contiguous)
+                                             offsets[e]     = e max_m                                       (masked)
     row_of[t, s] = offsets[e] + number of routes (t', s') < (t, s) to e          e = experts[t, s]; -1 if that is -1
     rows[row_of[t, s]] = t, row_weight[row_of[t, s]] = weights[t, s]             -1 and 0 in all other rows
 
-A stable counting sort in one launch, whose result is defined: no atomic's order is in it, no CTA waits for another.
-A CTA owns 256 routes, one a thread, but reads all of them: it needs the totals (for the offsets) and what precedes its
+A stable counting sort in one launch, whose result is defined: no atomic's order is in it, no CTA waits for another. A
+CTA owns 256 routes, one a thread, but reads all of them: it needs the totals (for the offsets) and what precedes its
 own (for the ranks). That costs T k 4 bytes from L2 a CTA, 3 KiB at 128 tokens, 96 KiB at 4,096, and saves the second
-launch, or the wait, that a scan over CTAs needs. Within a warp a route's rank comes from `match.any`; the warps' counts
-meet in shared memory. Rows of padding are shared out over all CTAs, so a decode step launches more CTAs than it has routes
-for: up to 128 rows an active expert are to be filled with -1.
+launch, or the wait, that a scan over CTAs needs. Within a warp a route's rank comes from `match.any`; the warps'
+counts meet in shared memory. Rows of padding are shared out over all CTAs, so a decode step launches more CTAs than
+it has routes for: up to 128 rows an active expert are to be filled with -1.
 
     SMEM    counts before this CTA's routes and from there on, of the 8 warps, offsets: 11 E + 9 words (22 KiB at E 512)
     bytes   T k 8 in, T k 4 + R 8 + E 8 out
@@ -25,7 +25,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Uint32, memory
 
 from dsv4lib.errors import ConfigError
 
@@ -50,9 +50,7 @@ class MoeDispatch:
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(
-        self, experts: int = 256, k: int = 6, align: int = 128, masked: bool = False, weighted: bool = True
-    ):
+    def __init__(self, experts: int = 256, k: int = 6, align: int = 128, masked: bool = False, weighted: bool = True):
         if not 1 <= experts <= MAX_EXPERTS:
             raise ConfigError("experts", experts, f"1 to {MAX_EXPERTS}")
         if not 1 <= k <= MAX_K:
@@ -120,7 +118,7 @@ class MoeDispatch:
         """Count all routes, find the offsets, place this CTA's own routes and its share of the padding."""
         block, _, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = memory.SmemAllocator().allocate(self.storage)
         # [before this CTA's routes, from there on, warp 0, .., warp 7][E]
         sCounts = storage.counts.get_tensor(cute.make_layout((2 + WARPS, self.experts), stride=(self.experts, 1)))
         sOffsets = storage.offsets.get_tensor(cute.make_layout(self.experts + 1))

@@ -2,24 +2,25 @@
 
     logits = x W^T (fp32 sums), then all of `router.simt`
 
-What there is to move: W, 2 MiB (Flash: 256 x 4096) or 5.3 MiB (Pro: 384 x 7168); 0.44 and 1.15 us of an H200's memory, so
-latencies decide and every SM has to fetch. A CTA owns 8 N experts, 16 M tokens and a quarter of d, its 8 warps an eighth
-of that each; 16 tokens and N = M = 1 make 128 CTAs of Flash, 192 of Pro, in one wave. Operands go from global memory to
-registers in 16-byte loads and from there into `mma.m16n8k16` (tokens are its M, experts its N), without shared memory:
-a sum does not care which k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for
-both operands. The 8 warps' sums meet in shared memory, the quarters in a workspace in global memory:
+What there is to move: W, 2 MiB (Flash: 256 x 4096) or 5.3 MiB (Pro: 384 x 7168); 0.44 and 1.15 us of an H200's
+memory, so latencies decide and every SM has to fetch. A CTA owns 8 N experts, 16 M tokens and a quarter of d, its 8
+warps an eighth of that each; 16 tokens and N = M = 1 make 128 CTAs of Flash, 192 of Pro, in one wave. Operands go
+from global memory to registers in 16-byte loads and from there into `mma.m16n8k16` (tokens are its M, experts its N),
+without shared memory: a sum does not care which k is called first, so a lane's 8 consecutive values serve as the
+pairs of two MMAs, the same for both operands. The 8 warps' sums meet in shared memory, the quarters in a workspace in
+global memory:
 
     gate   every CTA writes its part and counts itself in (`atom.inc`, which wraps to 0 by itself: no reset, no memset)
     route  the CTA that counts itself in last among those of its tokens adds the quarters and selects, a warp a token
 
 One launch instead of two, and nobody waits for anybody. The alternative, clusters that share a quarter's sums through
-distributed shared memory, saves 3/4 of the 4 T E 4 bytes of parts (16 KiB a token, from L2) and costs a cluster barrier;
-it would still need the counter, because 8 CTAs (a portable cluster) cannot fetch W fast enough.
+distributed shared memory, saves 3/4 of the 4 T E 4 bytes of parts (16 KiB a token, from L2) and costs a cluster
+barrier; it would still need the counter, because 8 CTAs (a portable cluster) cannot fetch W fast enough.
 
 W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`.
 
-The order of every sum is fixed: k within a warp, warps 0 .. 7, quarters 0 .. 3. Neither T, nor a token's place, nor M and
-N change it, so a token's bits do not depend on its batch.
+The order of every sum is fixed: k within a warp, warps 0 .. 7, quarters 0 .. 3. Neither T, nor a token's place, nor M
+and N change it, so a token's bits do not depend on its batch.
 
     SMEM    sums [8 warps][16 M][8 N (+ 8)] fp32: 4 KiB (M = N = 1) to 40 KiB (M = 2, N = 4); the flag of the last CTA
     launch  (E / 8 N, 4, T / 16 M) CTAs of 256 threads
@@ -34,10 +35,10 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, memory
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.router.simt import LANES, WARPS, Router
+from dsv4lib.kernels.router.simt import WARPS, Router
 
 QUARTERS = 4  # parts of d that CTAs share; with the warps, 32 parts
 UNIT = 64  # of d: what a warp fetches at once, a line of 128 bytes a row
@@ -72,6 +73,11 @@ class FusedRouter(Router):
         self.pitch = self.columns + (8 if n > 1 else 0)  # of a row of sums: 8 rows begin in different banks
         # Units whose loads are in flight together: as many as fit into 96 registers.
         self.ahead = max(1, 96 // (4 * (2 * m + n) * (UNIT // STEP)))
+
+    @property
+    def arrivals(self) -> int:
+        """CTAs that share a tile of tokens."""
+        return QUARTERS * -(-self.experts // self.columns)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.m}x{self.n})"
@@ -133,7 +139,7 @@ class FusedRouter(Router):
         """Gate by all CTAs, selection by the last of each tile of tokens."""
         column, quarter, tile = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        storage = memory.SmemAllocator().allocate(self.storage)
         shape = (WARPS, self.tokens, self.columns)
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(self.tokens * self.pitch, self.pitch, 1)))
         sLast = storage.last.get_tensor(cute.make_layout(1))
@@ -239,10 +245,10 @@ class FusedRouter(Router):
 
     @cute.jit
     def count_in(self, mCounters: cute.Tensor, tile: Int32, sLast: cute.Tensor):
-        """One thread: ``sLast`` becomes 1 in the CTA that comes last, whose reads then see what all the others wrote."""
+        """``sLast`` becomes 1 in the CTA that comes last, whose reads then see what all the others wrote."""
         tidx, _, _ = cute.arch.thread_idx()
         if tidx == 0:
-            last = QUARTERS * (-(-self.experts // self.columns)) - 1
+            last = self.arrivals - 1
             counter = cute.domain_offset((tile,), mCounters).iterator
             before = cute.arch.inline_ptx(
                 "atom.acq_rel.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};",

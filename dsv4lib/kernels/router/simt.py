@@ -12,11 +12,12 @@ the experts that have it, and the winner's key set to 0. k rounds, whatever k: t
 
     softplus(x) = max(x, 0) + log1p(e^-|x|)
 
-With h = e^(-|x| / 2) and r = log1p(h^2) / h^2, which lies in (0.69, 1] and is a short series in (h^2 / (2 + h^2))^2, a is
-h sqrt(r) below 0 and sqrt(x + h^2 r) above: relative errors of a few 2^-24 everywhere, also where e^x underflows.
+With h = e^(-|x| / 2) and r = log1p(h^2) / h^2, which lies in (0.69, 1] and is a short series in (h^2 / (2 + h^2))^2,
+a is h sqrt(r) below 0 and sqrt(x + h^2 r) above: relative errors of a few 2^-24 everywhere, also where e^x
+underflows.
 
-A NaN score ranks behind every number; a NaN anywhere in a row of a score layer makes all weights of that row NaN, so that
-it is seen behind the experts too. Experts stay valid and distinct.
+A NaN score ranks behind every number; a NaN anywhere in a row of a score layer makes all weights of that row NaN, so
+that it is seen behind the experts too. Experts stay valid and distinct.
 
 Bytes: T E 4 in, T k 8 out, one launch: latency is what it costs.
 Source: DSV4 paper, MoE section; `dsv4lib.reference.router`.
@@ -70,7 +71,7 @@ def sort_key(score: Float32) -> Uint32:
     """An integer that orders as the number does, -0 as 0; of NaN 1, below every number's; never 0."""
     bits = (score + 0.0).bitcast(Int32)
     key = (bits ^ ((bits >> 31) | Int32(-(1 << 31)))).bitcast(Uint32)
-    return cutlass.select_(score == score, key, Uint32(1))  # noqa: PLR0124
+    return cutlass.select_(score == score, key, Uint32(1))
 
 
 class Router:
@@ -128,9 +129,7 @@ class Router:
         )
 
     @cute.kernel
-    def kernel(
-        self, mLogits: cute.Tensor, chosen: Any, mExperts: cute.Tensor, mWeights: cute.Tensor, factor: Float32
-    ):
+    def kernel(self, mLogits: cute.Tensor, chosen: Any, mExperts: cute.Tensor, mWeights: cute.Tensor, factor: Float32):
         """A token a warp."""
         block, _, _ = cute.arch.block_idx()
         token = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -226,7 +225,7 @@ class Router:
             rA[j] = affinity(logit)
             score = rA[j] + rBias[i, v]
             there = self.number(lane, j) < self.experts
-            poison = cutlass.select_(score == score, poison, score)  # noqa: PLR0124
+            poison = cutlass.select_(score == score, poison, score)
             rKey[j] = cutlass.select_(there, sort_key(score), Uint32(0))
-        bad = cute.arch.vote_any_sync(poison != poison)  # noqa: PLR0124
+        bad = cute.arch.vote_any_sync(poison != poison)
         return cutlass.select_(bad, Float32.nan, Float32(0.0))
