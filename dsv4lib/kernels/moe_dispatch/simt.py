@@ -222,10 +222,11 @@ class MoeDispatch:
         max_m: Int32,
     ):
         """This thread's route into its row."""
+        warp = cute.arch.warp_idx()
         if route < mRowOf.shape[0]:
             row = Int32(-1)
             if expert >= 0:
-                warp, number = cute.arch.warp_idx(), sCounts[0, expert] + rank
+                number = sCounts[0, expert] + rank
                 for w in cutlass.range_constexpr(WARPS - 1):
                     number += cutlass.select_(warp > w, sCounts[2 + w, expert], Int32(0))
                 row = sOffsets[expert] + number
