@@ -19,7 +19,6 @@ Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -225,7 +224,9 @@ def warm_up(
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
         parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
         needed += [(Fmha, settings), (Fmha, parts), (Combine, ends)]
-    return compile_cache.default().warm_up([(*pair, arguments.fake_args) for pair in needed], _arch("auto"))
+    return compile_cache.default().warm_up(
+        [(*pair, arguments.fake_args) for pair in needed], launching.arch("auto", ARCHS)
+    )
 
 
 # ------------------------------------------------------------------ arguments
@@ -439,9 +440,7 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.fmha` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
-    name = backends.resolve(call.backend, _arch(call.backend))
-    if name != "reference" and call.q.device.type != backends.device(name):
-        raise ArgumentError("q.device", str(call.q.device), f"{backends.device(name)} on back end {name}")
+    name = launching.resolve(call.backend, "q", call.q, ARCHS)
     if call.q.device.type == "cpu":
         call.check_values()
     if call.q.shape[0] == 0:
@@ -472,7 +471,7 @@ _fmha.register_fake(_fake)
 def _launch(name: str, call: Call) -> None:
     """One launch, or the parts and their join."""
     q, o, lse, splits = call.q, call.o, call.lse, call.splits
-    stream = torch.cuda.current_stream(q.device).cuda_stream if name == "native" else 0
+    stream = launching.stream(name, q)
     kind = "none" if call.pool is None else "range" if call.index is None else "index"
     ends = {"head_dim": q.shape[2], "dtype": DTYPES[q.dtype], "sink": call.sink is not None}
     ends["inverse_rope"] = call.cos is not None
@@ -487,7 +486,7 @@ def _launch(name: str, call: Call) -> None:
     pool, rows = ((x, page) if page else x for x, page in call.pools)
     entries = None if call.pool is None else (pool, call.index, call.first, call.count)
     window = None if call.rows is None else (rows, call.window_first, call.window_count)
-    sms = _sm_count(q.device) if name == "native" else split_choice.SM_COUNT
+    sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if splits == 0:
         groups = None if call.groups is None else call.groups.shape[0]
         splits = choose_splits(*q.shape[:2], call.most, call.window_most, sms, groups) if call.normalise else 1
@@ -522,16 +521,7 @@ def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
 
 
 def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Any]:
-    return compile_cache.default().get(kernel_type, settings, arguments.fake_args, _arch(name))
-
-
-def _arch(backend: str) -> str:
-    return launching.arch_for(backend, ARCHS)
-
-
-@functools.cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return compile_cache.default().get(kernel_type, settings, arguments.fake_args, launching.arch(name, ARCHS))
 
 
 def _reference(call: Call) -> None:

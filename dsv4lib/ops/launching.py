@@ -1,20 +1,73 @@
-"""What every op does at its end: choose the architecture to compile for, put a kernel on its back end."""
+"""What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue."""
 
 from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops import compile_cache
+
+ARCHS = ("sm_100a", "sm_103a", "sm_90a")
+
+
+def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
+    """Types, shapes and devices; they are known of fake tensors too.
+
+    Args:
+        wanted: by name, (tensor or None, type, shape with None for any extent).
+
+    Raises:
+        ArgumentError: one is not as wanted, or not on the device of the first.
+    """
+    device = next(x.device for x, _, _ in wanted.values() if x is not None)
+    for name, (x, dtype, shape) in wanted.items():
+        if x is None:
+            continue
+        if x.dtype != dtype or x.dim() != len(shape):
+            raise ArgumentError(name, f"{x.dtype}{list(x.shape)}", f"{dtype}{list(shape)}".replace("None", "any"))
+        if any(want is not None and have != want for have, want in zip(x.shape, shape, strict=True)):
+            raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
+        if x.device != device:
+            raise ArgumentError(f"{name}.device", str(x.device), f"that of {next(iter(wanted))}, {device}")
+
+
+def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) -> str:
+    """The back end, on whose device ``x`` must be.
+
+    Raises:
+        ArgumentError: it is not, or there is no such back end.
+        BackendUnavailable: it cannot run here.
+    """
+    found = backends.resolve(backend, arch(backend, archs))
+    if found != "reference" and x.device.type != backends.device(found):
+        raise ArgumentError(f"{name}.device", str(x.device), f"{backends.device(found)} on back end {found}")
+    return found
 
 
 @functools.cache
-def arch_for(backend: str, archs: tuple[str, ...]) -> str:
+def arch(backend: str, archs: tuple[str, ...] = ARCHS) -> str:
     """The architecture to compile for: the first of ``archs`` that a GPU here runs, else the first."""
     if backend in ("auto", "native"):
-        return next((arch for arch in archs if backends.status("native", arch).available), archs[0])
+        return next((one for one in archs if backends.status("native", one).available), archs[0])
     return archs[0]
+
+
+def stream(name: str, x: Tensor) -> int:
+    """Handle of torch's current stream on the device of ``x``; 0 in the emulator."""
+    return torch.cuda.current_stream(x.device).cuda_stream if name == "native" else 0
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def enqueue(name: str, code: Any, args: tuple) -> None:
@@ -23,3 +76,22 @@ def enqueue(name: str, code: Any, args: tuple) -> None:
     found = [] if gpu is None else gpu.launches[-1].result.hazards
     if found:
         warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+
+
+def launch(
+    name: str,
+    kernel_type: type,
+    settings: dict[str, Any],
+    fake_args: Callable[[Any], tuple],
+    args: Callable[..., tuple],
+    *given: Any,
+) -> None:
+    """Queue a kernel for any architecture on torch's current stream.
+
+    Args:
+        name: `native` or `emulator`. kernel_type, settings, fake_args: as for `CompileCache.get`.
+        args: makes the launch's arguments of (kernel, *given, stream=handle).
+    """
+    kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, arch(name))
+    where = next(x for x in given if isinstance(x, Tensor))
+    enqueue(name, code, args(kernel, *given, stream=stream(name, where)))

@@ -12,8 +12,6 @@ Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the ke
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,7 @@ from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0
 from dsv4lib.kernels.moe_gemm import arguments
 from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, TILE_M
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
-from dsv4lib.ops import compile_cache
+from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops.splits import SM_COUNT
 
 ARCHS = ("sm_100a", "sm_103a")
@@ -197,9 +195,7 @@ class Call(NamedTuple):
 def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.moe_gemm` does: check, choose the back end, launch."""
     call = Call(*given)
-    name = backends.resolve(call.backend, _arch(call.backend))
-    if name != "reference" and call.x.device.type != backends.device(name):
-        raise ArgumentError("x.device", str(call.x.device), f"{backends.device(name)} on back end {name}")
+    name = launching.resolve(call.backend, "x", call.x, ARCHS)
     call.check_devices()
     settings = call.settings()
     plan = MoeGemm(**settings)
@@ -211,17 +207,12 @@ def _run(*given: Any) -> None:
         return
     features = -(-call.w.shape[1] // plan.pair_m)
     if name == "native":
-        stream = torch.cuda.current_stream(call.x.device).cuda_stream
-        grid = max(1, _sm_count(call.x.device) // plan.ctas)
+        grid = max(1, launching.sm_count(call.x.device) // plan.ctas)
     else:
-        stream = 0
         tiles = features * int((-(-call.counts // plan.tile_n)).sum())
         grid = max(1, min(tiles, SM_COUNT // plan.ctas))
-    kernel, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, _arch(name))
-    gpu = backends.enqueue(name, code, *arguments.launch_args(kernel, call.tensors(), grid, stream))
-    found = [] if gpu is None else gpu.launches[-1].result.hazards
-    if found:
-        warnings.warn(f"the emulator reports {len(found)} hazards, first: {found[0].message}", stacklevel=2)
+    kernel, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, launching.arch(name, ARCHS))
+    launching.enqueue(name, code, arguments.launch_args(kernel, call.tensors(), grid, launching.stream(name, call.x)))
 
 
 def _fake(*given: Any) -> None:
@@ -230,19 +221,6 @@ def _fake(*given: Any) -> None:
 
 _moe_gemm = torch.library.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
 _moe_gemm.register_fake(_fake)
-
-
-@functools.cache
-def _arch(backend: str) -> str:
-    """The architecture to compile for: the one a GPU here runs, else the first."""
-    if backend in ("auto", "native"):
-        return next((arch for arch in ARCHS if backends.status("native", arch).available), ARCHS[0])
-    return ARCHS[0]
-
-
-@functools.cache
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # ---------------------------------------------------------------- reference

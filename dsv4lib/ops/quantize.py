@@ -35,7 +35,6 @@ from dsv4lib.kernels.quantize.entries import IndexerKeys, KvEntries
 from dsv4lib.kernels.quantize.simt import Quantize
 from dsv4lib.ops import compile_cache, launching
 
-ARCHS = ("sm_100a", "sm_103a", "sm_90a")
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -197,20 +196,8 @@ def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: 
         raise ArgumentError(f"{name}.device", str(x.device), f"that of the input, {like.device}")
 
 
-def _backend(call: Any, x: Tensor) -> str:
-    """The back end of a call, and whether its tensors are where it needs them."""
-    name = backends.resolve(call.backend, launching.arch_for(call.backend, ARCHS))
-    if name != "reference" and x.device.type != backends.device(name):
-        raise ArgumentError("x.device", str(x.device), f"{backends.device(name)} on back end {name}")
-    return name
-
-
-def _stream(name: str, x: Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream if name == "native" else 0
-
-
 def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Any]:
-    arch = launching.arch_for(name, ARCHS)
+    arch = launching.arch(name)
     if kernel_type in (Quantize, IndexerKeys):
         settings = {**settings, "fp4_conversion": has_fp4_conversion(arch)}
     return compile_cache.default().get(kernel_type, settings, arguments.fake_args, arch)
@@ -228,7 +215,7 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.quantize` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
-    name = _backend(call, call.x)
+    name = launching.resolve(call.backend, "x", call.x)
     if call.x.device.type == "cpu":
         call.check_values()
     if name == "reference":
@@ -249,7 +236,7 @@ _op.register_fake(_fake)
 
 def _launch(name: str, call: Call) -> None:
     """One launch, or two where the global scale is derived."""
-    x, partials, stream = call.x, None, _stream(name, call.x)
+    x, partials, stream = call.x, None, launching.stream(name, call.x)
     if x.numel() == 0:  # nothing to look at: the oracle's answer for no numbers
         call.codes.zero_()
         call.scales.zero_()
@@ -363,7 +350,7 @@ def quantize_indexer_keys(
 
 def _append(call: EntryCall, kernel_type: type, settings: dict[str, Any], oracle: str, options: tuple) -> None:
     call.check(kernel_type.dim, kernel_type.layout)
-    name = _backend(call, call.x)
+    name = launching.resolve(call.backend, "x", call.x)
     if call.x.device.type == "cpu":
         call.check_values()
     if len(call.x) == 0 or len(call.pages) == 0:
@@ -372,7 +359,7 @@ def _append(call: EntryCall, kernel_type: type, settings: dict[str, Any], oracle
         getattr(backends.oracle("quantize"), oracle)(call.pages, call.page_size, call.indices, call.x, *options)
         return
     kernel, code = _code(name, kernel_type, {"dtype": DTYPES[call.x.dtype], **settings})
-    given = call.x, call.indices, call.pages, call.page_size, _stream(name, call.x)
+    given = call.x, call.indices, call.pages, call.page_size, launching.stream(name, call.x)
     launching.enqueue(name, code, arguments.entry_args(kernel, *given))
 
 

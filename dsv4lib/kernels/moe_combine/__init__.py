@@ -1,0 +1,1 @@
+"""The experts' rows summed up for each token."""

@@ -1,0 +1,1 @@
+"""RMSNorm of rows, alone or behind the addition to the residual stream."""
