@@ -5,6 +5,7 @@ For notebooks and exercises. A kernel that stops with an error is a result, not 
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,6 +19,7 @@ from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.kernels.compile import Compiled, compile_for
 from dsv4lib.kernels.gemm_tile import inputs
+from dsv4lib.ops import compile_cache
 from dsv4lib.reference.gemm_tile import gemm_tile
 from dsv4lib.viz import tma
 
@@ -111,11 +113,18 @@ def _where(python: str, *lines: int) -> str:
     return f"{file}, {ptx}" if file else ptx
 
 
+def _compiled(kernel_type: type, settings: tuple, change: Any) -> tuple[Any, Compiled]:
+    if change is not None:
+        return _changed(kernel_type, settings, change)
+    named = dict(zip(inspect.signature(kernel_type).parameters, settings, strict=False))
+    return compile_cache.default().get(kernel_type, named, kernel_type.fake_args)
+
+
 @lru_cache(maxsize=16)
-def _compiled(kernel_type: type, settings: tuple, source: Any) -> tuple[Any, Compiled]:
+def _changed(kernel_type: type, settings: tuple, change: Any) -> tuple[Any, Compiled]:
+    """What no cache on disk may keep: its key knows nothing of ``change``."""
     kernel = kernel_type(*settings)
-    if source is not None:
-        source(kernel)
+    change(kernel)
     return kernel, compile_for(kernel, kernel.fake_args(), "sm_100a")
 
 
