@@ -5,7 +5,6 @@ For notebooks, exercises and tests. A kernel that stops with an error is a resul
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +20,7 @@ from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.inputs import TYPES, Case, guards_written
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.lab.trial import loads_of, never_loaded, reported, where, where_of
-from dsv4lib.ops import compile_cache
+from dsv4lib.lab.trial import cached, loads_of, never_loaded, reported, where, where_of
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
@@ -125,8 +123,7 @@ def bits(x: torch.Tensor) -> bytes:
 
 def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
     """A kernel object and its code for sm_100a from the compile cache; its ``seconds`` are those of the compilation."""
-    named = dict(zip(inspect.signature(kernel_type).parameters, settings, strict=False))
-    return compile_cache.default().get(kernel_type, named, arguments.fake_args)
+    return cached(kernel_type, settings, arguments.fake_args)
 
 
 @dataclass
