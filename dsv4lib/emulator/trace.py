@@ -154,15 +154,15 @@ class Trace:
         """
         names = sorted(set(self.smem["what"].tolist()))
         state = np.full(-(-self.smem_bytes // 16), -1, np.int64)
-        out = np.empty((len(state), len(points)), np.int64)
+        out = np.empty((len(points), len(state)), np.int64)
         rows = np.nonzero(self.smem["cta"] == cta)[0]
         done = 0
         for i, point in enumerate(points):
             while done < len(rows) and self.smem["event"][rows[done]] <= point:
                 state[self.chunks[rows[done]]] = names.index(self.smem["what"][rows[done]])
                 done += 1
-            out[:, i] = state
-        return out, names
+            out[i] = state
+        return out.T, names
 
     def source(self, line: int) -> str:
         """Python line (``file:line``) of a PTX line, "" if there is none."""
@@ -181,8 +181,16 @@ class Trace:
 
     def time_of(self, event: int) -> int:
         """Logical time of the last record up to ``event``."""
-        whens = [table[["event", "time"]] for table in (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers)]
-        return max((int(w["time"][w["event"] <= event].max(initial=0)) for w in whens), default=0)
+        return int(self.times_of(np.array([event]))[0])
+
+    def times_of(self, events: np.ndarray) -> np.ndarray:
+        """int64: for each of ``events`` the logical time of the last record up to it."""
+        out = np.zeros(len(events), np.int64)
+        for table in (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers):
+            order = np.argsort(table["event"], kind="stable")
+            latest = np.maximum.accumulate(np.append(0, table["time"][order].astype(np.int64)))
+            out = np.maximum(out, latest[np.searchsorted(table["event"][order], events, side="right")])
+        return out
 
     def mbarriers_at(self, event: int, cta: int = 0) -> dict[int, np.void]:
         """Last known state of each mbarrier by offset, up to and including ``event``."""

@@ -141,12 +141,14 @@ def tmem_columns(
 
 def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figure:
     """Shared memory of one CTA from the first event to the last."""
-    events = np.unique(trace.events_of(cta))
-    codes, names = trace.smem_history(events, cta)
-    times = np.maximum.accumulate([trace.time_of(int(e)) for e in events])
+    events = trace.events_of(cta)
+    times = np.maximum.accumulate(trace.times_of(events))
     born, end = trace.life(cta)
     grid = np.linspace(born, end, points)
-    codes = codes[:, np.maximum(np.searchsorted(times, grid, side="right") - 1, 0)]
+    shown = events[np.maximum(np.searchsorted(times, grid, side="right") - 1, 0)]
+    different, place = np.unique(shown, return_inverse=True)
+    codes, names = trace.smem_history(different, cta)
+    codes = codes[:, place]
     labels = [BYTES.get(name, name) for name in names]
     return viz.history.smem_over_time(codes, grid - born, labels, f"CTA {cta}: shared memory", regions(kernel))
 

@@ -6,7 +6,6 @@ For notebooks, exercises and tests. A kernel that stops with an error is a resul
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from dsv4lib.emulator import round_trips
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.kernels.compile import Compiled, compile_for
+from dsv4lib.kernels.compile import Compiled
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.inputs import TYPES, Case, guards_written
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.lab.trial import loads_of, never_loaded, reported, where, where_of
+from dsv4lib.lab.trial import cached, loads_of, never_loaded, reported, where, where_of
 from dsv4lib.reference import fmha as reference
 from dsv4lib.reference import rope
 
@@ -122,11 +121,9 @@ def bits(x: torch.Tensor) -> bytes:
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@lru_cache(maxsize=32)
 def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
-    """A kernel object and its code for sm_100a, once per configuration."""
-    kernel = kernel_type(*settings)
-    return kernel, compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
+    """A kernel object and its code for sm_100a from the compile cache; its ``seconds`` are those of the compilation."""
+    return cached(kernel_type, settings, arguments.fake_args)
 
 
 @dataclass

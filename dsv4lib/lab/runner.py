@@ -48,11 +48,13 @@ class Options:
         out: folder of the runs; default data/runs of the workspace.
         workers: notebooks at the same time; default the number of usable cores.
         memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
+        figures: draw them; without, a page shows their alt texts.
     """
 
     out: Path | None = None
     workers: int | None = None
     memory_mb: float | None = None
+    figures: bool = True
 
 
 @dataclass
@@ -151,6 +153,7 @@ class Supervisor:
         self.workers = options.workers or self.cores
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6
         self.memory_mb = options.memory_mb or 0.9 * total
+        self.figures = options.figures
         self.gpus = devices.gpus()
         self.versions, self.machine = env.versions(), env.machine()
         self.stopped: int | None = None
@@ -277,6 +280,7 @@ class Supervisor:
             "JUPYTER_PLATFORM_DIRS": "1",
             "IPYTHONDIR": str(private / "ipython"),
             "MPLBACKEND": "agg",
+            "DSV4_FIGURES": "" if self.figures else "off",
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONUNBUFFERED": "1",
         }

@@ -5,6 +5,8 @@ For notebooks and exercises. A kernel that stops with an error is a result, not 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,6 +20,7 @@ from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.kernels.compile import Compiled, compile_for
 from dsv4lib.kernels.gemm_tile import inputs
+from dsv4lib.ops import compile_cache
 from dsv4lib.reference.gemm_tile import gemm_tile
 from dsv4lib.viz import tma
 
@@ -111,12 +114,24 @@ def _where(python: str, *lines: int) -> str:
     return f"{file}, {ptx}" if file else ptx
 
 
+def cached(kernel_type: type, settings: tuple, fake_args: Callable[[Any], tuple]) -> tuple[Any, Compiled]:
+    """A kernel object and its code for sm_100a, from the compile cache.
+
+    A class whose arguments have no names (``*settings``) has no place there: it is compiled once in a process.
+    """
+    bound = inspect.signature(kernel_type).bind(*settings)
+    if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
+        return _here(kernel_type, settings, fake_args, None)
+    return compile_cache.default().get(kernel_type, bound.arguments, fake_args)
+
+
 @lru_cache(maxsize=16)
-def _compiled(kernel_type: type, settings: tuple, source: Any) -> tuple[Any, Compiled]:
+def _here(kernel_type: type, settings: tuple, fake_args: Any, change: Any) -> tuple[Any, Compiled]:
+    """What no cache on disk may keep, because its key would not know all."""
     kernel = kernel_type(*settings)
-    if source is not None:
-        source(kernel)
-    return kernel, compile_for(kernel, kernel.fake_args(), "sm_100a")
+    if change is not None:
+        change(kernel)
+    return kernel, compile_for(kernel, fake_args(kernel), "sm_100a")
 
 
 def gemm_trial(
@@ -138,7 +153,10 @@ def gemm_trial(
         seed: of operands and schedule; schedule, checks, trace: of the device.
         change: called with the kernel object before it is compiled.
     """
-    kernel, compiled = _compiled(kernel_type, settings, change)
+    fake_args = kernel_type.fake_args
+    kernel, compiled = (
+        cached(kernel_type, settings, fake_args) if change is None else _here(kernel_type, settings, fake_args, change)
+    )
     a, b, c = inputs.operands(*shape, kernel.in_dtype, kernel.out_dtype, seed)
     gpu = make("sm_100a", seed=seed, schedule=schedule, checks=checks, trace=trace)
     error = None

@@ -92,14 +92,17 @@ class CompileCache:
             CacheError: the folder may not be used.
             CompileError: the DSL refuses the kernel.
         """
-        place = kernel_type, tuple(sorted((name, repr(value)) for name, value in settings.items())), arch
+        place = _place(kernel_type, settings, arch)
         found = self._memory.get(place)
         if found is None:
+            whole = _place(kernel_type, _bound(kernel_type, settings), arch)  # defaults written out or not: one kernel
             with self._lock:  # the DSL's compiler holds global state: one thread at a time
-                found = self._memory.get(place)
+                found = self._memory.get(whole)
                 if found is None:
-                    self._memory[place] = found = self._outside(kernel_type, settings, fake_args, arch)
+                    found = self._outside(kernel_type, settings, fake_args, arch)
+                    self._memory[place] = self._memory[whole] = found
                     return found
+                self._memory[place] = found
         self.counts.from_memory += 1
         return found
 
@@ -169,20 +172,13 @@ def key(kernel_type: type, settings: Mapping[str, Any], arch: str) -> str | None
     """
     if arch not in ARCHS:
         raise ArgumentError("arch", arch, "one of " + ", ".join(ARCHS))
-    try:
-        bound = inspect.signature(kernel_type).bind(**settings)
-    except TypeError as error:
-        raise ArgumentError("settings", dict(settings), f"arguments of {kernel_type.__name__}: {error}") from None
-    bound.apply_defaults()
-    for name, value in bound.arguments.items():
-        if not isinstance(value, _STATIC):
-            raise ArgumentError(f"settings[{name!r}]", value, "None, bool, int, float or str")
+    bound = _bound(kernel_type, settings)
     own = _own_sources(kernel_type)
     if own is None:
         return None
     facts = {
         "kernel": f"{kernel_type.__module__}.{kernel_type.__qualname__}",
-        "settings": bound.arguments,
+        "settings": bound,
         "arch": arch,
         "options": OPTIONS,
         "sources": [env.source_fingerprint(KERNELS), *own],
@@ -194,6 +190,24 @@ def key(kernel_type: type, settings: Mapping[str, Any], arch: str) -> str | None
         "workspace": str(env.root()),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _place(kernel_type: type, settings: Mapping[str, Any], arch: str) -> tuple:
+    """Where a kernel is in memory."""
+    return kernel_type, tuple(sorted((name, repr(value)) for name, value in settings.items())), arch
+
+
+def _bound(kernel_type: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a kernel by name, its defaults among them; they must be static."""
+    try:
+        bound = inspect.signature(kernel_type).bind(**settings)
+    except TypeError as error:
+        raise ArgumentError("settings", dict(settings), f"arguments of {kernel_type.__name__}: {error}") from None
+    bound.apply_defaults()
+    for name, value in bound.arguments.items():
+        if not isinstance(value, _STATIC):
+            raise ArgumentError(f"settings[{name!r}]", value, "None, bool, int, float or str")
+    return dict(bound.arguments)
 
 
 def _own_sources(kernel_type: type) -> list[str] | None:

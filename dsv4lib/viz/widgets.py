@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.viz.panels import styled
-from dsv4lib.viz.style import INK, WIDTH, alt_text, headless, new_figure, set_alt, show, to_png
+from dsv4lib.viz.style import INK, WIDTH, alt_text, drawn, headless, new_figure, set_alt, show, to_png
 
 Draw = Callable[..., tuple[Figure, str]]
 
@@ -73,7 +73,7 @@ def _twin(draw: Draw, start: dict[str, Any], states: list[dict[str, Any]]) -> No
     print(f"{_describe(start)}: {line}")
     if figure is not None:
         show(figure)
-    if states:
+    if states and drawn():
         show(small_multiples([(_describe(s), *_call(draw, s)) for s in states]))
 
 

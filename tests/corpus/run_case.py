@@ -1,5 +1,7 @@
 """Run cases in this process and print what was seen, a line of JSON for each: `python run_case.py NAME...`.
 
+The name "-" stands for those that standard input gives, a line each; they need `--arch`.
+
 Packages read the architecture when they are imported and keep compiled kernels by arguments alone, so cases for
 different architectures need different processes.
 """
@@ -151,19 +153,22 @@ def main() -> None:
     parser.add_argument("--schedule", help="in place of the case's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checks", default="default")
+    parser.add_argument("--arch", help="of the cases; default: that of the first name")
     parser.add_argument("--all", action="store_true", help="with the race detector and under every schedule too")
     options = parser.parse_args()
     known = {case.name: case for case in all_cases()}
-    if unknown := set(options.names) - set(known):
+    if unknown := set(options.names) - {*known, "-"}:
         sys.exit(f"no case {', '.join(sorted(unknown))}; there are " + ", ".join(known))
-    cases = [known[name] for name in options.names]
-    if len({case.arch for case in cases}) > 1:
+    arch = options.arch or known[options.names[0]].arch
+    if any(known[name].arch != arch for name in options.names if name != "-"):
         sys.exit("cases of one process must have one architecture")
-    os.environ.update(SWITCHES, CUTE_DSL_ARCH=cases[0].arch)
+    os.environ.update(SWITCHES, CUTE_DSL_ARCH=arch)
     import torch
 
     torch.set_num_threads(1)
-    for case in cases:
+    asked = (line.strip() for line in sys.stdin)
+    for name in asked if options.names == ["-"] else options.names:
+        case = known[name]
         try:
             if options.all:
                 row = run_all(case)

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,18 +33,54 @@ def missing(case: Case) -> str | None:
     return None
 
 
-def in_own_process(case: Case) -> dict:
-    """The row of a case, run in a fresh interpreter."""
-    paths = [str(HERE.parent.parent), *sys.path]
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run_case.py"), "--all", case.name],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+class Elsewhere:
+    """A process for the cases of another architecture; it imports the packages once."""
+
+    def __init__(self, arch: str, log: Path):
+        paths = [str(HERE.parent.parent), *sys.path]
+        self.log = log.open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "run_case.py"), "--all", "--arch", arch, "-"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+
+    def row(self, case: Case) -> dict:
+        """Of a case."""
+        print(case.name, file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                row = json.loads(line)
+                assert row["name"] == case.name
+                return row
+        self.log.seek(0)
+        raise AssertionError(f"the process of {case.arch} ended: {self.log.read()[-4000:]}")
+
+    def close(self) -> None:
+        """End it."""
+        self.process.stdin.close()
+        self.process.wait()
+        self.log.close()
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], dict]]:
+    """From a case to its row, run in the process of its architecture."""
+    made: dict[str, Elsewhere] = {}
+    folder = tmp_path_factory.mktemp("elsewhere")
+
+    def run(case: Case) -> dict:
+        there = made.get(case.arch)
+        if there is None or there.process.poll() is not None:  # a case that took it down is not the next one's fault
+            made[case.arch] = there = Elsewhere(case.arch, folder / f"{case.name}.log")
+        return there.row(case)
+
+    yield run
+    for there in made.values():
+        there.close()
 
 
 def parameters() -> list:
@@ -53,7 +90,7 @@ def parameters() -> list:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_kernel_of_a_stranger(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_of_a_stranger(case: Case, elsewhere: Callable[[Case], dict], monkeypatch: pytest.MonkeyPatch) -> None:
     absent = missing(case)
     if absent:
         pytest.skip(f"{absent} is not installed: ./dsv4 test --corpus installs and runs this")
@@ -62,7 +99,7 @@ def test_kernel_of_a_stranger(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setenv(name, value)
         row = run_case.run_all(case)
     else:
-        row = in_own_process(case)
+        row = elsewhere(case)
     assert not row["failures"], "\n".join(row["failures"])
     texts = "\n".join(row["texts"])
     assert {*row["hazards"], *row["race_hazards"]} == case.errors, texts

@@ -97,6 +97,15 @@ def test_shared_memory_and_barriers():
     assert np.array_equal(codes[:, -1] >= 0, trace.smem_at(trace.events - 1) >= 0)
 
 
+def test_the_time_of_an_event_is_that_of_the_last_record_before_it():
+    trace = clean().trace
+    tables = (trace.ops, trace.boxes, trace.tmem, trace.smem, trace.mbarriers)
+    events = trace.events_of(1)[::13]
+    wanted = [max(int(t["time"][t["event"] <= event].max(initial=0)) for t in tables) for event in events]
+    assert trace.times_of(events).tolist() == wanted and trace.time_of(int(events[3])) == wanted[3]
+    assert len(set(wanted)) > 3
+
+
 def test_the_life_of_a_warp_has_no_gaps():
     trace = clean().trace
     for cta in range(CTAS):

@@ -63,8 +63,10 @@ def test_a_second_call_compiles_nothing(tmp_path, compiles):
 
 def test_defaults_written_out_are_the_same_kernel(tmp_path, compiles):
     want(CompileCache(tmp_path))
-    want(CompileCache(tmp_path), dtype="bf16", inverse_rope=False)
-    assert len(compiles) == 1
+    cache = CompileCache(tmp_path)
+    found = [want(cache, dtype="bf16", inverse_rope=False), want(cache), want(cache)]
+    assert len(compiles) == 1 and found[0] is found[1] is found[2]
+    assert cache.counts == Counts(from_disk=1, from_memory=2), "the same in memory too"
 
 
 def test_what_comes_back_is_what_was_compiled(code):

@@ -33,6 +33,15 @@ def test_headless_shows_figures_and_no_widget(monkeypatch, outputs, capsys):
     assert "m 128, name b: 128 of b" in alt and "m 64, name c: name='c' is not allowed" in alt
 
 
+def test_where_only_the_verdict_counts_a_figure_is_its_text(monkeypatch, outputs, capsys):
+    monkeypatch.setenv("DSV4_HEADLESS", "1")
+    monkeypatch.setenv("DSV4_FIGURES", "off")
+    widgets.explore(draw, CONTROLS, states=[{"m": 128}], name="b")
+    assert capsys.readouterr().out == "m 64, name b: 64 of b\n[figure: <b>64</b> & b]\n" and outputs == []
+    with pytest.raises(ValueError, match="alt text"):
+        style.show(style.new_figure(1.0))
+
+
 def test_live_controls_call_the_function(monkeypatch, outputs):
     monkeypatch.delenv("DSV4_HEADLESS", raising=False)
     InteractiveShell.instance()
