@@ -123,8 +123,11 @@ class Config:
         self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
         self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
-        # Pairs of chunks of Q that a thread loads at once: each takes 32 registers, and 10 warps have 168 a thread.
-        self.q_at_once = min(self.chunks // 2, 2 if self.dequant_warps else 4)
+        # Pairs of chunks of Q that a thread loads at once, 32 registers each: the largest numbers without local memory.
+        # 10 warps have 168 registers a thread, and ptxas keeps itself to as many for a small D.
+        self.q_at_once = 4 if head_dim == 512 else 1
+        if self.dequant_warps:
+            self.q_at_once = cluster
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
