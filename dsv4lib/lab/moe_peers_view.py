@@ -98,7 +98,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
         Panel("PTX warp-instructions a step", [row["wi"] for row in rows], parts=groups),
         Panel("PTX warp-instructions a tile, besides", [row["tile_wi"] for row in rows]),
         Panel("Operands and scales loaded a step, KiB", [moe_peers.loaded(row) for row in rows], "{:.1f}"),
-        Panel("Operands that the tensor cores read a step, KiB", operands, "{:.1f}"),
+        Panel("Operands that tensor cores read, KiB", operands, "{:.1f}"),
         Panel("Multiplied, of what was asked for", [row["waste"] for row in rows], "{:.2f}"),
         Panel("Error against fp64, relative L2 x 1000", [1e3 * row["rel_l2"] for row in rows], "{:.2f}"),
     ]

@@ -88,7 +88,7 @@ def test_the_committed_table_has_every_kernel(rows):
             assert row["wi"] is None and bool(row["said"]) == (kernel.call is not None)
             continue
         classes = sum(row[f"wi_{name}"] for name in launch_counts.CLASSES)
-        assert 0.97 * row["wi"] - 1 <= classes <= row["wi"] + 1
+        assert 0.96 * row["wi"] <= classes <= row["wi"], row["kernel"]  # but those that no lane takes part in
 
 
 def test_no_kernel_is_less_exact_than_its_output_format(rows):
