@@ -117,7 +117,7 @@ def test_every_element_under_a_scale(recipe, arch):
         check(anchored(value.expand(len(fill)), fill, block), recipe, arch)
 
 
-@pytest.mark.parametrize("exponent", [-149, -126, -60, 0, 60, 127])
+@pytest.mark.parametrize("exponent", [-149, -126, 0, 127])
 def test_nvfp4_every_number_as_the_largest_of_its_block(exponent, arch):
     """All 2^15 magnitudes under global scales at both ends of fp32; ties at a power of two, none at 1.37 times it."""
     values = torch.arange(1 << 15).to(torch.int16).view(torch.bfloat16)
