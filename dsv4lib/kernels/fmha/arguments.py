@@ -9,35 +9,25 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import cutlass.cute as cute
 import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats.kv_entry import LAYOUT
 from dsv4lib.kernels.common import kv_entry
+from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.fmha.combine import Combine
 from dsv4lib.kernels.fmha.ladder import Ladder
 from dsv4lib.kernels.fmha.sm100 import Fmha
 
-_TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float16: torch.float16, cutlass.Float32: torch.float32}
-_TORCH |= {cutlass.Int32: torch.int32, cutlass.Uint8: torch.uint8}
 ROPE_PAIRS = 32
 ANY_NUMBER = (1 << 31) - 1  # of SMs
 
 
-class _Fake:
-    """Fake tensors whose extents are symbols: equal names are equal extents."""
-
-    def __init__(self) -> None:
-        self.symbols: dict[str, Any] = {}
+class _Fake(Fakes):
+    """Rows of D elements and pages of B or Y bytes start on 16 bytes."""
 
     def __call__(self, dtype: Any, extents: str) -> Any:
-        """A row-major tensor; ``extents`` one letter a mode; rows of D elements, pages of B or Y bytes start on 16."""
-        shape = tuple(self.symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
-        wide = len(extents) > 1 and extents[-1] in "DBY"
-        units = 128 // dtype.width if wide else 1
-        stride = (*(cute.sym_int64(divisibility=units) for _ in extents[1:]), 1)
-        return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16 if wide else dtype.width // 8)
+        return super().__call__(dtype, extents, 16 if len(extents) > 1 and extents[-1] in "DBY" else 0)
 
 
 def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
@@ -78,7 +68,7 @@ def _wrap_pool(name: str, pool: tuple) -> tuple:
         raise ArgumentError(name, type(pool).__name__, "(pages, page size)")
     pages, page_size = pool
     multiplier, shift = kv_entry.page_divisor(page_size)
-    wrapped = _wrap(f"{name}.pages", pages, cutlass.Uint8, (None, None), True)
+    wrapped = wrap(f"{name}.pages", pages, cutlass.Uint8, (None, None), 16)
     needed = page_size * LAYOUT.entry_bytes
     if pages.shape[1] < needed:
         raise ArgumentError(f"{name}.pages.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")
@@ -86,24 +76,6 @@ def _wrap_pool(name: str, pool: tuple) -> tuple:
         allowed = "fewer than 2^31 entries, pages less than 2^32 bytes apart"
         raise ArgumentError(f"{name}.pages", (tuple(pages.shape), pages.stride()), allowed)
     return wrapped, cutlass.Int32(page_size), cutlass.Uint32(multiplier), cutlass.Int32(shift)
-
-
-def _wrap(name: str, x: torch.Tensor, dtype: Any, shape: tuple, rows_of_16: bool = False) -> Any:
-    """A CuTe tensor over ``x``, which must have this type, shape (None: any extent) and, if asked, 16-byte rows."""
-    if not isinstance(x, torch.Tensor) or x.dtype != _TORCH[dtype]:
-        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), f"a tensor of {_TORCH[dtype]}")
-    if x.dim() != len(shape) or any(want not in (None, have) for have, want in zip(x.shape, shape, strict=True)):
-        raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
-    if 0 in x.shape:
-        raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
-    size = x.element_size()
-    align = 16 if rows_of_16 else size
-    if x.data_ptr() % align or any(stride * size % align for stride in x.stride()[:-1]):
-        raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
-    wrapped = cute.runtime.from_dlpack(x, assumed_align=align)
-    return wrapped.mark_layout_dynamic(leading_dim=x.dim() - 1)
 
 
 def launch_args(
@@ -165,28 +137,28 @@ def launch_args(
         if kernel.entries == "range" and not kernel.fp8_entries and first is None:
             rows, first = _dense(rows, t)
         entries = (
-            _wrap_pool("entries.rows", rows) if kernel.fp8_entries else _wrap("entries.rows", rows, e, (None, d), True),
-            _wrap("entries.index", index, i32, (t, None)) if kernel.entries == "index" else None,
-            _wrap("entries.first", first, i32, (t,)) if kernel.entries == "range" else None,
-            _wrap("entries.count", count, i32, (t,)),
+            _wrap_pool("entries.rows", rows) if kernel.fp8_entries else wrap("entries.rows", rows, e, (None, d), 16),
+            wrap("entries.index", index, i32, (t, None)) if kernel.entries == "index" else None,
+            wrap("entries.first", first, i32, (t,)) if kernel.entries == "range" else None,
+            wrap("entries.count", count, i32, (t,)),
         )
     if window is not None:
         rows, first, count = window
         window = (
-            _wrap_pool("window.rows", rows) if kernel.fp8_window else _wrap("window.rows", rows, e, (None, d), True),
-            _wrap("window.first", first, i32, (t,)),
-            _wrap("window.count", count, i32, (t,)),
+            _wrap_pool("window.rows", rows) if kernel.fp8_window else wrap("window.rows", rows, e, (None, d), 16),
+            wrap("window.first", first, i32, (t,)),
+            wrap("window.count", count, i32, (t,)),
         )
     lead = (splits,) if kernel.partial else ()
     return (
-        _wrap("q", q, e, (t, h, d), True),
+        wrap("q", q, e, (t, h, d), 16),
         entries,
         window,
-        None if groups is None else _wrap("groups", groups, i32, (None, 2)),
-        None if sink is None else _wrap("sink", sink, fp32, (h,)),
-        None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
-        _wrap("o", o, fp32 if kernel.partial else e, (*lead, t, h, d), True),
-        _wrap("lse", lse, fp32, (*lead, t, h, *((2,) if kernel.raw else ()))),
+        None if groups is None else wrap("groups", groups, i32, (None, 2)),
+        None if sink is None else wrap("sink", sink, fp32, (h,)),
+        None if rope is None else tuple(wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
+        wrap("o", o, fp32 if kernel.partial else e, (*lead, t, h, d), 16),
+        wrap("lse", lse, fp32, (*lead, t, h, *((2,) if kernel.raw else ()))),
         fp32(scale),
         i32(splits),
         i32(ANY_NUMBER if sms is None else sms),
@@ -224,15 +196,15 @@ def combine_args(
         if (value is not None) != needed:
             raise ArgumentError(name, "given" if value is not None else None, "needed" if needed else "None")
     fp32 = cutlass.Float32
-    wrapped = _wrap("parts", parts, fp32, (None, None, None, kernel.head_dim), True)
+    wrapped = wrap("parts", parts, fp32, (None, None, None, kernel.head_dim), 16)
     s, t, h, d = parts.shape
     return (
         wrapped,
-        _wrap("lses", lses, fp32, (s, t, h)),
-        None if sink is None else _wrap("sink", sink, fp32, (h,)),
-        None if rope is None else tuple(_wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
-        _wrap("o", o, kernel.element, (t, h, d), True),
-        _wrap("lse", lse, fp32, (t, h)),
+        wrap("lses", lses, fp32, (s, t, h)),
+        None if sink is None else wrap("sink", sink, fp32, (h,)),
+        None if rope is None else tuple(wrap("rope", x, fp32, (t, ROPE_PAIRS)) for x in rope),
+        wrap("o", o, kernel.element, (t, h, d), 16),
+        wrap("lse", lse, fp32, (t, h)),
         cuda.CUstream(stream),
     )
 
@@ -248,12 +220,12 @@ def ladder_args(
     if (lse is not None) != (kernel.stage == "c"):
         raise ArgumentError("lse", None if lse is None else "given", "needed in stage c, None before")
     d, fp32 = kernel.head_dim, cutlass.Float32
-    wrapped = _wrap("q", q, kernel.element, (None, d), True), _wrap("kv", kv, kernel.element, (None, d), True)
+    wrapped = wrap("q", q, kernel.element, (None, d), 16), wrap("kv", kv, kernel.element, (None, d), 16)
     m, n = q.shape[0], kv.shape[0]
     target = (fp32, (m, n)) if kernel.stage == "a" else (kernel.element, (m, d))
     return (
         *wrapped,
-        _wrap("out", out, *target, kernel.stage != "a"),
-        None if lse is None else _wrap("lse", lse, fp32, (m,)),
+        wrap("out", out, *target, 16 if kernel.stage != "a" else 0),
+        None if lse is None else wrap("lse", lse, fp32, (m,)),
         fp32(scale),
     )

@@ -15,13 +15,12 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common import umma
+from dsv4lib.kernels.common.tensors import wrap
 from dsv4lib.kernels.moe_gemm.config import TILE_M
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
 
 _OUT = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32, "nvfp4": cutlass.Uint8, "mxfp8": cutlass.Uint8}
 BLOCK_ROWS = 128  # a group starts at a multiple: the scales of its rows do too
-_TORCH = {cutlass.BFloat16: torch.bfloat16, cutlass.Float32: torch.float32, cutlass.Int32: torch.int32}
-_TORCH |= {cutlass.Uint8: torch.uint8}
 
 
 def fake_args(kernel: MoeGemm) -> tuple:
@@ -83,21 +82,6 @@ class Call:
     limit: float = 10.0
 
 
-def _wrap(name: str, x: torch.Tensor | None, dtype: Any, shape: tuple, rows_of_16: bool = False) -> Any:
-    """A CuTe tensor over ``x``, which must have this type, shape (None: any extent) and, if asked, 16-byte rows."""
-    if not isinstance(x, torch.Tensor) or x.dtype != _TORCH[dtype]:
-        raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), f"a tensor of {_TORCH[dtype]}")
-    if x.dim() != len(shape) or any(want not in (None, have) for have, want in zip(x.shape, shape, strict=True)):
-        raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
-    if 0 in x.shape:
-        raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
-    size = x.element_size()
-    align = 16 if rows_of_16 else size
-    if x.stride(-1) != 1 or x.data_ptr() % align or any(stride * size % align for stride in x.stride()[:-1]):
-        raise ArgumentError(f"{name}.stride()", x.stride(), f"stride 1 in the last dimension, rows on {align} bytes")
-    return cute.runtime.from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=x.dim() - 1)
-
-
 def _blocks(name: str, x: torch.Tensor | None, lead: tuple, blocks: int) -> Any:
     """Swizzled scales as [.., blocks, 512]."""
     if not isinstance(x, torch.Tensor) or x.dtype != torch.uint8:
@@ -153,27 +137,27 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
         return wrapped(name, value) if wanted else None
 
     def vector(extent: int) -> Any:
-        return lambda name, value: _wrap(name, value, fp32, (extent,))
+        return lambda name, value: wrap(name, value, fp32, (extent,))
 
     out_width = width // 2 if kernel.out == "nvfp4" else width
     return (
         (
-            _wrap("x", x, u8, (None, None), True),
+            wrap("x", x, u8, (None, None), 16),
             optional("x_scales", scaled, lambda n, v: _blocks(n, v, (), row_blocks * blocks)),
         ),
         (
-            _wrap("w", w, u8, (None, None, None), True),
+            wrap("w", w, u8, (None, None, None), 16),
             optional("w_scales", scaled, lambda n, v: _blocks(n, v, (experts,), -(-features // TILE_M) * blocks)),
         ),
         (
-            _wrap("offsets", call.offsets, cutlass.Int32, (experts,)),
-            _wrap("counts", call.counts, cutlass.Int32, (experts,)),
+            wrap("offsets", call.offsets, cutlass.Int32, (experts,)),
+            wrap("counts", call.counts, cutlass.Int32, (experts,)),
         ),
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
         optional("routing", kernel.routed, vector(rows)),
         (
-            _wrap("out", call.out, _OUT[kernel.out], (rows, out_width), True),
+            wrap("out", call.out, _OUT[kernel.out], (rows, out_width), 16),
             optional("out_scales", quantised, lambda n, v: _blocks(n, v, (), row_blocks * out_blocks)),
             optional("out_global", kernel.out == "nvfp4", vector(experts)),
         ),
