@@ -50,8 +50,10 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:
         raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
     if 0 in x.shape:
         raise ArgumentError(f"{name}.shape", tuple(x.shape), "no extent 0")
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+    if x.stride(-1) != 1:
+        if x.shape[-1] > 1:
+            raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+        x = x.as_strided(x.shape, (*x.stride()[:-1], 1))  # of one element any stride says the same
     size = x.element_size()
     align = align or size
     if x.data_ptr() % align or any(
