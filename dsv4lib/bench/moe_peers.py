@@ -63,7 +63,7 @@ def measure(names: list[str], packages: Path | None = None, short: bool = False)
     """The rows of kernels of `moe_calls.KERNELS`, run in one process (see `peer_table.run_alone`).
 
     Args:
-        short: with small K: the same counts, but errors of other products.
+        short: with small K: the same counts, but of kernels that choose by K, and errors of other products.
     """
     seen = run_alone("dsv4lib.bench.moe_run", [*(["--short"] if short else []), *names], packages)
     return [as_row(one) for one in seen]

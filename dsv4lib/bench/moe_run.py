@@ -14,7 +14,7 @@ from typing import Any
 from dsv4lib.bench import peer_run
 from dsv4lib.bench.moe_calls import BY_NAME, LENGTHS, SHAPES, problem
 
-# K of a check of the table: steps and tiles cost the same, in a quarter of the time.
+# K of a check of the table: steps and tiles of most kernels cost the same, in a quarter of the time.
 SHORT = 512, 1024
 TILE, STEP = 128, 256  # rows and columns of a tile of the table, K of a step
 

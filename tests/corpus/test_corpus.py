@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from corpus import Case, Check, attention, attention_check, exact, rounded
 
 HERE = Path(__file__).resolve().parent
 NEEDED_BY_ALL = ("cutlass", "tvm_ffi", "triton")
-SHARED_PROCESS = "sm_100a"  # architecture of the cases that run in the process of the tests
+LIMIT = 270  # seconds of a case, the import of its package too; less than those of a test
 
 
 def missing(case: Case) -> str | None:
@@ -33,14 +35,25 @@ def missing(case: Case) -> str | None:
     return None
 
 
-class Elsewhere:
-    """A process for the cases of another architecture; it imports the packages once."""
+def run_cases(arch: str) -> list[str]:
+    """The command that runs cases of an architecture by name."""
+    return [sys.executable, "-X", "faulthandler", str(HERE / "run_case.py"), "--all", "--arch", arch, "-"]
 
-    def __init__(self, arch: str, log: Path):
+
+class Elsewhere:
+    """A process for the cases of one architecture; it imports the packages once.
+
+    Args:
+        command: what answers each line of its standard input, a name, with a line of JSON.
+        log: file of its standard error.
+        limit: seconds of a case.
+    """
+
+    def __init__(self, command: list[str], log: Path, limit: float = LIMIT):
         paths = [str(HERE.parent.parent), *sys.path]
-        self.log = log.open("w+")
+        self.limit, self.log = limit, log.open("w+")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "run_case.py"), "--all", "--arch", arch, "-"],
+            command,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if p)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -48,39 +61,62 @@ class Elsewhere:
             text=True,
         )
 
-    def row(self, case: Case) -> dict:
-        """Of a case."""
-        print(case.name, file=self.process.stdin, flush=True)
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                row = json.loads(line)
-                assert row["name"] == case.name
-                return row
-        self.log.seek(0)
-        raise AssertionError(f"the process of {case.arch} ended: {self.log.read()[-4000:]}")
+    def row(self, name: str) -> dict:
+        """Of a case; one that ends the process or takes longer than the limit fails, and the process is gone."""
+        began = time.monotonic()
+        timer = threading.Timer(self.limit, self.process.kill)
+        timer.start()
+        try:
+            print(name, file=self.process.stdin, flush=True)
+            for line in self.process.stdout:
+                if line.startswith("{"):
+                    row = json.loads(line)
+                    assert row["name"] == name
+                    return row
+            self.process.wait()
+            self.log.seek(0)
+            seconds = f"{time.monotonic() - began:.0f} of {self.limit:g} s"
+            raise AssertionError(f"exit code {self.process.returncode} after {seconds}: {self.log.read()[-4000:]}")
+        except BaseException:  # its next answer could be to this name
+            self.process.kill()
+            self.process.wait()
+            raise
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """End it."""
-        self.process.stdin.close()
-        self.process.wait()
+        self.process.communicate()  # no more names
         self.log.close()
 
 
+class Processes:
+    """From a case to its row, run in the process of its architecture; after one that took it down, in a new one."""
+
+    def __init__(self, folder: Path, command: Callable[[str], list[str]] = run_cases, limit: float = LIMIT):
+        self.folder, self.command, self.limit = folder, command, limit
+        self.made: dict[str, Elsewhere] = {}
+
+    def row(self, name: str, arch: str) -> dict:
+        """Of a case."""
+        there = self.made.get(arch)
+        if there is None or there.process.poll() is not None:
+            if there is not None:
+                there.close()
+            there = self.made[arch] = Elsewhere(self.command(arch), self.folder / f"{name}.log", self.limit)
+        return there.row(name)
+
+    def close(self) -> None:
+        """End all."""
+        for there in self.made.values():
+            there.close()
+
+
 @pytest.fixture(scope="session")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case], dict]]:
-    """From a case to its row, run in the process of its architecture."""
-    made: dict[str, Elsewhere] = {}
-    folder = tmp_path_factory.mktemp("elsewhere")
-
-    def run(case: Case) -> dict:
-        there = made.get(case.arch)
-        if there is None or there.process.poll() is not None:  # a case that took it down is not the next one's fault
-            made[case.arch] = there = Elsewhere(case.arch, folder / f"{case.name}.log")
-        return there.row(case)
-
-    yield run
-    for there in made.values():
-        there.close()
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    made = Processes(tmp_path_factory.mktemp("elsewhere"))
+    yield made
+    made.close()
 
 
 def parameters() -> list:
@@ -90,21 +126,45 @@ def parameters() -> list:
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_kernel_of_a_stranger(case: Case, elsewhere: Callable[[Case], dict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_of_a_stranger(case: Case, processes: Processes) -> None:
     absent = missing(case)
     if absent:
         pytest.skip(f"{absent} is not installed: ./dsv4 test --corpus installs and runs this")
-    if case.arch == SHARED_PROCESS:
-        for name, value in run_case.SWITCHES.items():
-            monkeypatch.setenv(name, value)
-        row = run_case.run_all(case)
-    else:
-        row = elsewhere(case)
+    row = processes.row(case.name, case.arch)
     assert not row["failures"], "\n".join(row["failures"])
     texts = "\n".join(row["texts"])
     assert {*row["hazards"], *row["race_hazards"]} == case.errors, texts
     assert {*row["lints"], *row["race_lints"]} == case.lints, texts
     assert row["unstable"] == case.unstable, (row["wrong"], row["differ"], texts)
+
+
+PLANTED = """
+import json, os, sys, time
+
+for line in sys.stdin:
+    name = line.strip()
+    if name == "crash":
+        print("last words", file=sys.stderr, flush=True)
+        os.abort()
+    if name == "hang":
+        time.sleep(600)
+    print(json.dumps({"name": name, "process": os.getpid()}), flush=True)
+"""
+
+
+def test_a_case_that_takes_its_process_down_fails_alone(tmp_path: Path) -> None:
+    made = Processes(tmp_path, lambda arch: [sys.executable, "-c", PLANTED], limit=4)
+    try:
+        first, other = made.row("a", "x")["process"], made.row("b", "y")["process"]
+        assert made.row("c", "x")["process"] == first
+        with pytest.raises(AssertionError, match=r"exit code -6 after .* s: last words"):
+            made.row("crash", "x")
+        second = made.row("d", "x")["process"]
+        with pytest.raises(AssertionError, match=r"exit code -9 after \d+ of 4 s"):
+            made.row("hang", "x")
+        assert made.row("e", "y")["process"] == other and len({first, second, made.row("f", "x")["process"]}) == 3
+    finally:
+        made.close()
 
 
 def test_the_checks_see_a_wrong_lane() -> None:
