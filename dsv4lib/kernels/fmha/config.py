@@ -123,11 +123,10 @@ class Config:
         self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
         self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
-        # Pairs of chunks of Q that a thread loads at once, 32 registers each: the largest numbers without local memory.
-        # 10 warps have 168 registers a thread, and ptxas keeps itself to as many for a small D.
-        self.q_at_once = 4 if head_dim == 512 else 1
-        if self.dequant_warps:
-            self.q_at_once = cluster
+        # Pairs of chunks of Q that a thread loads at once, 32 registers each: as many as cost the tiles nothing. With
+        # 10 warps (168 registers a thread) and two pairs the compiler works out addresses anew in every tile (603 of
+        # 9,564 warp-instructions per 128 keys of 128 heads); for a small D four would need local memory.
+        self.q_at_once = 4 if head_dim == 512 and not self.dequant_warps else 1
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
