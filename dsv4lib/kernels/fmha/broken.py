@@ -227,9 +227,9 @@ class NoHeadGuard(Fmha):
     """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
 
     @cute.jit
-    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
-        """See `Fmha.q_pieces`."""
-        return Fmha.q_pieces(self, mQ, row._replace(inside=cutlass.Boolean(True)), part)  # WRONG: row
+    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
+        """See `Fmha.stage_q`."""
+        Fmha.stage_q(self, mQ, address, row._replace(inside=cutlass.Boolean(True)))  # WRONG: row
 
 
 class PadLse(Fmha):
