@@ -82,9 +82,3 @@ def make(tmp_path: Path) -> Callable[..., Stage]:
         return write_stage(tmp_path, name, body, **changes)
 
     return factory
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The comparison with stages/ needs every stage's item before it."""
-    items.sort(key=lambda item: item.name == "test_every_stage_was_executed")
