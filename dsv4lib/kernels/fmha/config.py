@@ -110,15 +110,18 @@ class Config:
         self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
         # ---- shared memory ----
         self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
-        self.stage_chunks = self.chunks // cluster  # that a CTA keeps
         self.q_chunks = (
             (2, 1) if cluster == 1 else (1, self.chunks // 2)
         )  # in a lane of Q: step, and lanes 64 on: first
+        self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
+        # Stages of a tile: one for each block of O, which P V of that block frees while the next is multiplied: half a
+        # tile more is under way. In a pair stages are small already; dequantising warps bring all of a key.
+        self.tile_stages = head_dim // self.pv_n if cluster == 1 and not self.dequant_warps else 1
+        self.stage_chunks = self.chunks // (cluster * self.tile_stages)  # that a CTA keeps
         self.stage_bytes = self.stage_chunks * CHUNK_BYTES
         self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
         self.tma = entries != "none" and not fp8_entries or window and not fp8_window
-        self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
         # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
         self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
         self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)

@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, pipeline
 
 from dsv4lib.kernels.common import gather, pipelines
-from dsv4lib.kernels.fmha.config import TILE_N
-from dsv4lib.kernels.fmha.work import Items, Plan
+from dsv4lib.kernels.fmha.config import CHUNK, TILE_N
+from dsv4lib.kernels.fmha.work import Items, Plan, Work
 
 
 class Load(Plan):
@@ -50,30 +50,28 @@ class Load(Plan):
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(lists, items, item)
             for tile in cutlass.range(work.first, work.end, unroll=1):
-                kv.producer_acquire(state, expected_tx=self.expected_bytes(tile < work.entry_tiles))
-                barrier = kv.producer_get_barrier(state)
-                if cutlass.const_expr(self.follows):
-                    if column > 0:
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive(barrier, 0)
-                stage = sKV + state.index * self.stage_bytes
-                target = stage + own * gather.ROW_BYTES
-                if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                    if tile < work.entry_tiles:
-                        index = lists[0][0]
-                        rows = self.rows(index, work.entry_row, work.token, tile * TILE_N + own, work.entries)
-                        self.gather(sources[0], rows, target, barrier, column)
-                if cutlass.const_expr(self.window and not self.fp8_window):
-                    if tile >= work.entry_tiles:
-                        position = (tile - work.entry_tiles) * TILE_N + own
-                        rows = self.rows(None, work.window_row, work.token, position, work.window)
-                        self.gather(sources[1], rows, target, barrier, column)
-                state.advance()
+                rows = self.tile_rows(lists, work, tile, own)
+                for part in cutlass.range_constexpr(self.tile_stages):
+                    kv.producer_acquire(state, expected_tx=self.expected_bytes(tile < work.entry_tiles))
+                    barrier = kv.producer_get_barrier(state)
+                    if cutlass.const_expr(self.follows):
+                        if column > 0:
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive(barrier, 0)
+                    target = sKV + state.index * self.stage_bytes + own * gather.ROW_BYTES
+                    dims = column + part * (self.stage_chunks * CHUNK)
+                    if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
+                        if tile < work.entry_tiles:
+                            self.gather(sources[0], rows, target, barrier, dims)
+                    if cutlass.const_expr(self.window and not self.fp8_window):
+                        if tile >= work.entry_tiles:
+                            self.gather(sources[1], rows, target, barrier, dims)
+                    state.advance()
         kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
 
     @cute.jit
     def gather(self, atom: cute.CopyAtom, rows: tuple, target: Int32, barrier: cute.Pointer, column: Any):
-        """This CTA's dimensions, from ``column`` on, of four rows a lane."""
+        """A stage's dimensions, from ``column`` on, of four rows a lane."""
         gather.gather_tile(atom, rows, TILE_N, self.stage_chunks, target, barrier, column, self.cluster > 1)
 
     @cute.jit
@@ -85,6 +83,19 @@ class Load(Plan):
         if cutlass.const_expr(self.fp8_window):
             size = cutlass.select_(of_entries, size, Int32(0))
         return size
+
+    @cute.jit
+    def tile_rows(self, lists: tuple, work: Work, tile: Int32, own: Int32):
+        """Pool rows of the four keys from ``own`` on of a tile of entries or of the window."""
+        rows = tuple(Int32(-1) for _ in range(4))
+        if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
+            if tile < work.entry_tiles:
+                rows = self.rows(lists[0][0], work.entry_row, work.token, tile * TILE_N + own, work.entries)
+        if cutlass.const_expr(self.window and not self.fp8_window):
+            if tile >= work.entry_tiles:
+                position = (tile - work.entry_tiles) * TILE_N + own
+                rows = self.rows(None, work.window_row, work.token, position, work.window)
+        return rows
 
     @cute.jit
     def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):

@@ -62,22 +62,25 @@ class Mma(Plan):
             umma.fence_after_thread_sync()
             for tile in cutlass.range(tiles + 1, unroll=1):
                 if tile < tiles:
-                    kv.consumer_wait(full)
                     s.producer_acquire(scores)
-                    umma.fence_after_thread_sync()
-                    self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes)
+                    for part in cutlass.range_constexpr(self.tile_stages):
+                        kv.consumer_wait(full)
+                        umma.fence_after_thread_sync()
+                        self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes, part)
+                        full.advance()
                     s.producer_commit(scores)
-                    full.advance()
                     scores.advance()
                 else:
                     q.consumer_release(staged)
                 if tile > 0:
                     p.consumer_wait(weights)
                     umma.fence_after_thread_sync()
-                    self.mma_pv(base, sP + weights.index * P_BYTES, sKV + used.index * self.stage_bytes, tile > 1)
-                    kv.consumer_release(used)
+                    for part in cutlass.range_constexpr(self.tile_stages):
+                        stage = sKV + used.index * self.stage_bytes
+                        self.mma_pv(base, sP + weights.index * P_BYTES, stage, tile > 1, part)
+                        kv.consumer_release(used)
+                        used.advance()
                     p.consumer_release(weights)
-                    used.advance()
                     weights.advance()
             staged.advance()
             tiles = tiles_after
@@ -89,8 +92,8 @@ class Mma(Plan):
         return work.end - work.first
 
     @cute.jit
-    def mma_qk(self, base: Int32, slot: Int32, stage: Int32):
-        """S = Q K^T as two sums over half the head dimensions, one in lanes 0-63, one in 64-127.
+    def mma_qk(self, base: Int32, slot: Int32, stage: Int32, part: cutlass.Constexpr):
+        """S = Q K^T as two sums over half the head dimensions, in lanes 0-63 and in 64-127: what a stage has of it.
 
         N is 128. Alone: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one. A
         pair: the 64 keys of a chunk of each CTA, the first CTA's and the second CTA's half of the dimensions.
@@ -98,20 +101,26 @@ class Mma(Plan):
         with cute.arch.elect_one():
             d = base + self.s_column + slot * TILE_N
             keys = umma.at(self.k_descriptor, stage)
-            for pair in cutlass.range_constexpr(self.chunks // 2):
+            pairs = self.chunks // 2 // self.tile_stages
+            for pair in cutlass.range_constexpr(pairs):
                 for k in cutlass.range_constexpr(CHUNK // 16):
-                    a = base + self.q_column + pair * (CHUNK // 2) + k * 8
+                    a = base + self.q_column + (part * pairs + pair) * (CHUNK // 2) + k * 8
                     b = umma.behind(keys, pair * (2 // self.cluster * CHUNK_BYTES) + k * 32)
-                    umma.mma(d, a, b, self.qk_instruction, pair + k > 0, **self.form)
+                    umma.mma(d, a, b, self.qk_instruction, part + pair + k > 0, **self.form)
 
     @cute.jit
-    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean):
-        """O += P V: the KV tile again, read with the head dimension as N; a pair: half of N from each CTA."""
+    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean, part: cutlass.Constexpr):
+        """O += P V, the blocks whose dimensions the stage of ``part`` holds: read with the head dimension as N.
+
+        A pair: half of N from each CTA.
+        """
+        blocks = self.head_dim // self.pv_n // self.tile_stages
         with cute.arch.elect_one():
             p, values = umma.at(self.k_descriptor, weights), umma.at(self.v_descriptor, stage)
-            for part in cutlass.range_constexpr(self.head_dim // self.pv_n):
+            for block in cutlass.range_constexpr(blocks):
+                o = base + (part * blocks + block) * (self.pv_n // 2)
                 for k in cutlass.range_constexpr(TILE_N // 16):
                     a = umma.behind(p, k * 32)
-                    b = umma.behind(values, part * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
+                    b = umma.behind(values, block * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
                     add = accumulate if k == 0 else cutlass.Boolean(True)
-                    umma.mma(base + part * (self.pv_n // 2), a, b, self.pv_instruction, add, **self.form)
+                    umma.mma(o, a, b, self.pv_instruction, add, **self.form)

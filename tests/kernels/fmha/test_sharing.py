@@ -100,7 +100,7 @@ def test_a_pair_reads_each_key_once():
     instructions, *rest = cost(128, 2)
     assert instructions <= 8000 and rest == [128 << 10, 128 << 10, 48]
     instructions, *rest = cost(64, 1)
-    assert instructions <= 4000 and rest == [128 << 10, 128 << 10, 48]
+    assert instructions <= 4100 and rest == [128 << 10, 128 << 10, 48]  # 6,000 asked for
 
 
 @pytest.mark.parametrize(("heads", "cluster"), [(1, 1), (3, 2), (20, 1), (20, 2), (33, 2), (64, 2), (100, 2)])
