@@ -362,10 +362,13 @@ def lanes_exited(warp: Warp) -> None:
     "fence.acquire.sync_restrict::shared::cluster.cluster",
     "fence.release.sync_restrict::shared::cta.cluster",
     "fence.mbarrier_init.release.cluster",
-    note="memory operations of a warp are performed in program order, so a fence has nothing left to order",
+    note="memory operations of a warp are performed in program order: a fence matters to the race detector only",
 )
 def fence(warp: Warp, instr: Instr, form: Form) -> None:
-    """Memory fences between generic accesses. Proxy fences are elsewhere: they do have an effect here."""
+    """Memory fences between generic accesses. Proxy fences are elsewhere."""
+    race = warp.cta.machine.race
+    if race is not None and not instr.opcode.startswith("fence.mbarrier_init"):
+        race.memory_fenced(warp)
 
 
 @isa.service(

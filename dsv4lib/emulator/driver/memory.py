@@ -92,7 +92,10 @@ class Tracker:
         self.gmem.unregister(start)
 
     def _add(self, start: int, new: _Owned, label: str, padded: bool = False) -> None:
-        """Register, replacing what overlaps: stale entries, and spans known before their whole buffer was."""
+        """Register, replacing what overlaps: stale entries, and spans known before their whole buffer was.
+
+        Two live spans that share a part only (views of one buffer, each by itself) become one.
+        """
         end = start + new.nbytes
         known = self.gmem.find(start, new.nbytes)
         if self.gmem.multicast(start) or (known is not None and known.start not in self._owned):
@@ -102,9 +105,17 @@ class Tracker:
             old = self._owned[other]
             if other <= start and end <= other + old.nbytes and not old.gone():
                 return  # already inside a live one
+            if not old.gone():
+                start, end = min(start, other), max(end, other + old.nbytes)
+                new = _united(end - start, new, old)
             self._remove(other)
         self.gmem.register(start, new.nbytes, label, padded=padded)
         self._owned[start] = new
+
+
+def _united(nbytes: int, *parts: _Owned) -> _Owned:
+    """Memory that lives as long as one of its parts' owners."""
+    return _Owned(nbytes, lambda: all(p.gone() for p in parts), lambda: [p.hold() for p in parts])
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...], bits: int) -> tuple[int, int]:

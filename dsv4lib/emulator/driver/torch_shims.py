@@ -35,9 +35,9 @@ HOST = -1  # the side of host memory; other sides are device numbers
 _FAKE_CUDA = "emulated_cuda"  # attribute of fake tensors, which have no storage to keep books on
 # What a graph may contain: asking about tensors, viewing and allocating them. Anything else is work to be replayed.
 _CAPTURABLE = frozenset(
-    "__get__ __dlpack__ __dlpack_device__ data_ptr stride size dim numel element_size storage_offset is_contiguous "
-    "untyped_storage view reshape permute transpose unsqueeze squeeze detach __getitem__ empty empty_like "
-    "empty_strided get_device record_stream".split()
+    "__get__ __dlpack__ __dlpack_device__ __len__ data_ptr stride size dim numel element_size storage_offset "
+    "is_contiguous untyped_storage view view_as as_strided reshape flatten expand permute transpose unsqueeze squeeze "
+    "select narrow unbind detach __getitem__ empty empty_like empty_strided get_device record_stream".split()
 )
 _DEVICE, _IS_CUDA, _IS_CPU = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
 
@@ -100,6 +100,7 @@ class CudaMode(TorchFunctionMode):
         super().__init__()
         self.sides = Sides()
         self.default = default
+        self.bodies: set[str] = set()  # custom ops whose bodies run under the mode: what they call is seen
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run ``func`` on the CPU and keep the books."""
@@ -110,7 +111,7 @@ class CudaMode(TorchFunctionMode):
         if property_of in (_DEVICE, _IS_CUDA, _IS_CPU):
             device = self._device(args[0])
             return device if property_of is _DEVICE else device.type == ("cuda" if property_of is _IS_CUDA else "cpu")
-        if RUNTIME.captured is not None and func.__name__ not in _CAPTURABLE:
+        if RUNTIME.captured is not None and func.__name__ not in _CAPTURABLE and not self._seen_inside(func):
             raise LaunchError(f"torch.{func.__name__} while a CUDA graph is captured: only kernel launches can be")
         if RUNTIME.devices and RUNTIME.device().group is not None and func.__name__ not in _CAPTURABLE:
             self._settle((args, kwargs))
@@ -121,6 +122,10 @@ class CudaMode(TorchFunctionMode):
         wanted = self._take_device(kwargs)
         kwargs.pop("pin_memory", None)
         return self._place(func(*args, **kwargs), inputs, wanted)
+
+    def _seen_inside(self, func: Any) -> bool:
+        """Whether ``func`` is a custom op of which every call of torch is seen here anyway."""
+        return getattr(func, "_qualified_op_name", None) in self.bodies
 
     def _settle(self, arguments: Any) -> None:
         """Let launches run that are queued on the devices of the tensors among ``arguments``."""
@@ -277,11 +282,18 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
 
 
 class Generator(torch.Generator):
-    """A random generator; those of CUDA devices are CPU generators."""
+    """A random generator; those of CUDA devices are CPU generators that say otherwise."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
-        """Ignore a CUDA device."""
-        return super().__new__(cls, "cpu" if is_cuda(device) else device)
+        """On the CPU, whatever device is asked for."""
+        made = super().__new__(cls, "cpu" if is_cuda(device) else device)
+        made.asked = torch.device("cuda", side_of(device)) if is_cuda(device) else None
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        """The device it was made for."""
+        return super().device if self.asked is None else self.asked
 
 
 @contextmanager
@@ -331,6 +343,7 @@ def _custom_op(original: Callable[..., Any], mode: CudaMode) -> Callable[..., An
             with mode:
                 return fn(*args, **body_kwargs)
 
+        mode.bodies.add(name)
         return original(name, body, **kwargs)  # device_types="cuda" would hide the op from CPU tensors
 
     return custom_op

@@ -5,7 +5,7 @@ word the last write, the value it left, and the first and the latest read since.
 lists until the allocation is written for the first time, which for inputs is never.
 
 Within a cluster the vector clocks of race.py decide. Clusters know of each other only through *words*: an access that
-is atomic, volatile, relaxed, acquire or release leaves the clock of its warp at the word, or takes over what was left.
+releases leaves the clock of its warp at the word, one that acquires takes over what was left (flags.py).
 What a warp learns of other clusters is numbered, and the number travels in its clock (`Clocks.OUTSIDE`), so barriers
 hand it on like everything else.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dsv4lib.emulator.errors import Place
-from dsv4lib.emulator.hazards.clocks import CARRIED, Clocks
+from dsv4lib.emulator.hazards.clocks import CARRIED, Clocks, address_of
 from dsv4lib.emulator.hazards.shadow import ALL_BYTES, Accesses, Actor, Fields, by_instruction
 from dsv4lib.emulator.native.race_log import SYNC, Area
 from dsv4lib.emulator.warp import name_of_warp
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.warp import Warp
 
 _ANY_WORD = -1  # stands for every word in a group of devices
+_LARGE = 1 << 28  # words of an allocation whose shadow might be refused, although little of it will be touched
+_NORESERVE = 0x4000  # MAP_NORESERVE of Linux
 _RANGES = 1 << 14  # ranges that wait for the first write; more go into the shadow
 
 
@@ -63,7 +66,7 @@ class Region:
         self.base = allocation.start >> 2
         self.words = (allocation.end + 3 >> 2) - self.base
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
-        self.writer, self.first, self.latest, self.values = (np.zeros(self.words, np.uint32) for _ in range(4))
+        self.writer, self.first, self.latest, self.values = (_zeros(self.words) for _ in range(4))
         self.ranges: list[tuple[np.ndarray, int, int]] = []
         self.block = Fields(Area)
         arrays = (self.writer, self.first, self.latest, self.values)
@@ -130,7 +133,7 @@ class _Member:
     Attributes:
         base: its entries have the agent numbers from here on.
         learned: clocks of other clusters, by cluster, for every number of `Clocks.OUTSIDE`.
-        seen: version of each word at its last acquisition by a warp.
+        seen: version of each word at its last acquisition by a clock (its address).
         kinds, agent_names: as those of `Clocks`, which lives as long as its cluster; ctas: ctaid of each.
     """
 
@@ -189,19 +192,22 @@ class GlobalRaces:
 
     # --- order ------------------------------------------------------------------------------------------------------
 
-    def acquire(self, cluster: Cluster, warp: Warp, word: int) -> None:
-        """The warp reads a word that others may have left their clocks at."""
+    def acquire(self, cluster: Cluster, word: int, clock: np.ndarray) -> None:
+        """A warp reads a word that others may have left their clocks at.
+
+        Args:
+            clock: takes over what they left, the warp's own or what waits for a fence of it.
+        """
         word = self._key(word)
         left = self.words.get(word)
         if left is None:
             return
         number = cluster.race.member
         member = self._members[number]
-        key = warp.agent, word
+        key = address_of(clock), word
         if member.seen.get(key) == left.version:
             return
         member.seen[key] = left.version
-        clock = cluster.race.clocks.of(warp)
         latest = member.learned[-1]
         new = dict(latest)
         for other, row in left.rows.items():
@@ -216,12 +222,11 @@ class GlobalRaces:
     def _key(self, word: int) -> int:
         return word if self.machine.device is None else _ANY_WORD
 
-    def release(self, cluster: Cluster, warp: Warp, word: int) -> None:
-        """The warp leaves its clock at a word; the caller advances the clock."""
+    def release(self, cluster: Cluster, word: int, row: np.ndarray) -> None:
+        """A warp leaves what it knows, a row of a clock, at a word; the caller advances its clock."""
         number = cluster.race.member
         member = self._members[number]
         left = self.words.setdefault(self._key(word), _Word())
-        row = cluster.race.clocks.of(warp)[CARRIED]
         _merge(left.rows, number, row.copy())
         for other, known in member.learned[row[Clocks.OUTSIDE]].items():
             _merge(left.rows, other, known)
@@ -475,6 +480,14 @@ class GlobalRaces:
             warp=warp,
             lanes=int(table.lanes[number]),
         )
+
+
+def _zeros(words: int) -> np.ndarray:
+    """uint32[words]."""
+    if words < _LARGE:
+        return np.zeros(words, np.uint32)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    return np.frombuffer(mmap.mmap(-1, 4 * words, flags=flags), np.uint32)
 
 
 def words_of(starts: np.ndarray, nbytes: int) -> np.ndarray:

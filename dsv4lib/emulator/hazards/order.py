@@ -147,6 +147,9 @@ class Order:
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """Release of words of global memory."""
 
+    def memory_fenced(self, warp: Warp) -> None:
+        """A fence of the warp between generic accesses."""
+
     def fenced_global(self, warp: Warp) -> None:
         """A proxy fence of global memory."""
 

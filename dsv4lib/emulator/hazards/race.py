@@ -5,8 +5,8 @@ asynchronous operations call the methods here. Everything is judged by happens-b
 schedule happened to perform it, so a race is found although the numbers came out right.
 
 What orders: named barriers, cluster barriers, mbarriers (arrivals, completed bytes, commits), group waits,
-tcgen05.wait, and accesses that are atomic, volatile, acquire or release, to the same word. What is not seen: races
-within one warp, races in global memory, and synchronisation through flags in global memory.
+tcgen05.wait, and accesses to the same word that release and acquire (flags.py). What is not seen: races within one
+warp.
 
 Source: PTX ISA, "Memory Consistency Model"; C. Flanagan, S. Freund, "FastTrack", PLDI 2009, for the shadow.
 """
@@ -22,6 +22,7 @@ import numpy as np
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.hazards.code import CodeChecks
+from dsv4lib.emulator.hazards.flags import Flags
 from dsv4lib.emulator.hazards.global_memory import GlobalRaces
 from dsv4lib.emulator.hazards.letter import TensorFences
 from dsv4lib.emulator.hazards.order import MARK, Order, OrderState
@@ -72,7 +73,7 @@ class _State(OrderState):
         size = self.clocks.size
         self.shared = [Shadow((4 * len(cta.smem.dirty),), self.accesses, size) for cta in cluster.ctas]
         self.tensor: dict[int, Shadow] = {}
-        self.words: dict[int, np.ndarray] = {}  # clocks left at words by strong accesses
+        self.flags = Flags(self.clocks)
         self._blocks = np.array([shadow.block.address for shadow in self.shared], np.int64)
         self.block = Fields(Group)
         clocks, blocks = self.clocks, address_of(self._blocks)
@@ -291,9 +292,14 @@ class Detector(Order):
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """A release store or reduction is issued (st.async, red.async on global memory)."""
+        clocks = self._state(warp).clocks
         for word in {int(a) >> 2 for a in addresses}:
-            self.far.release(warp.cta.cluster, warp, word)
-        self._state(warp).clocks.tick(warp)
+            self.far.release(warp.cta.cluster, word, clocks.of(warp)[CARRIED])
+        clocks.tick(warp)
+
+    def memory_fenced(self, warp: Warp) -> None:
+        """A fence of the warp between generic accesses."""
+        self._state(warp).flags.fenced(warp)
 
     def fenced_global(self, warp: Warp) -> None:
         """A proxy fence of the warp covers global memory."""
@@ -397,12 +403,13 @@ class Detector(Order):
         code = entries["code"]
         strong = code & (STRONG | COUNTS) == STRONG
         ordering = strong.any()
+        order = warp.cta.cluster, warp
         if ordering:
-            self._strong(state, warp, entries[strong & (code & READ != 0)], acquire=True)
+            state.flags.access(*order, entries[strong & (code & READ != 0)], self.far, acquire=True)
         if known == LEFT or self._known(state, warp, n, True) == LEFT:
             self._plain(state, warp, entries)
         if ordering:
-            self._strong(state, warp, entries[strong & (code & WRITE != 0)], acquire=False)
+            state.flags.access(*order, entries[strong & (code & WRITE != 0)], self.far, acquire=False)
 
     def _known(self, state: _State, warp: Warp, n: int, ordered: bool) -> int:
         """Let native code note ``n`` accesses in the log if nothing speaks against any of them (race_log.py)."""
@@ -485,24 +492,6 @@ class Detector(Order):
                 if conflict is not None:
                     pc, lane = int(at[conflict.position]), int(who[conflict.position])
                     self._report(cluster.ctas[rank], actor, pc, warp, conflict, "shared memory", cells, None, lane)
-
-    def _strong(self, state: _State, warp: Warp, entries: np.ndarray, acquire: bool) -> None:
-        """Accesses that synchronise by the word they hit."""
-        clock, cluster = state.clocks.of(warp), warp.cta.cluster
-        for entry in entries:
-            lanes = entry["mask"] >> _LANES & 1 != 0
-            for address in np.unique(entry["addresses"][lanes]).tolist():
-                if entry["code"] & GLOBAL or entry["code"] & GENERIC and address >> 56 == 0:
-                    (self.far.acquire if acquire else self.far.release)(cluster, warp, address >> 2)
-                    continue
-                word = (address & 0xFFFFFFFF) >> 2
-                if entry["code"] & GENERIC and address >> 56 != abi.SHARED_WINDOW >> 56:
-                    continue
-                left = state.words.setdefault(word, np.zeros((2, state.clocks.size), np.uint32))
-                into, source = (clock, left) if acquire else (left, clock)
-                np.maximum(into, source, out=into)
-        if not acquire and len(entries):
-            state.clocks.tick(warp)
 
     # --- proxies ----------------------------------------------------------------------------------------------------
 

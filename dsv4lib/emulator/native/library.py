@@ -99,13 +99,21 @@ def host_key() -> str:
     return repr((*parts, llvm.get_host_cpu_features().flatten(), OPT_LEVEL))
 
 
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="dsv4-native-")
+
+
 def cache_folder() -> Path:
-    """The private folder of compiled code; created if missing.
+    """The private folder of compiled code; created if missing. DSV4_CACHE=off: one of this process, gone with it.
 
     Raises:
         BackendUnavailable: it belongs to someone else or others may write to it.
     """
-    root = Path(os.environ.get("DSV4_CACHE") or Path.home() / ".cache" / "dsv4")
+    given = os.environ.get("DSV4_CACHE")
+    if given == "off":
+        return Path(_own_folder().name)
+    root = Path(given or Path.home() / ".cache" / "dsv4")
     folder = root / "native"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()

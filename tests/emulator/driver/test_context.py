@@ -183,6 +183,8 @@ def test_generators_and_defaults(gpu):
     a = torch.randn(4, generator=torch.Generator(device="cuda").manual_seed(5), device="cuda")
     b = torch.randn(4, generator=torch.Generator().manual_seed(5))
     assert a.is_cuda and torch.equal(a.cpu(), b)
+    assert torch.Generator("cuda").manual_seed(5).device == torch.device("cuda", 0)
+    assert torch.Generator().device == torch.device("cpu")
     torch.set_default_device("cuda")
     assert torch.zeros(2).is_cuda
     torch.set_default_device("cpu")
@@ -196,6 +198,23 @@ def test_custom_ops_made_inside(gpu):
 
     out = twice(torch.ones(3, device="cuda"))
     assert out.is_cuda and out.tolist() == [2, 2, 2]
+
+
+def test_a_capture_looks_into_custom_ops_made_inside(gpu):
+    @torch.library.custom_op("dsv4test::quiet", mutates_args=("x",))
+    def quiet(x: torch.Tensor) -> None:
+        assert len(torch.empty_like(x).view(-1)) == 3
+
+    @torch.library.custom_op("dsv4test::loud", mutates_args=("x",))
+    def loud(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    x = torch.ones(3, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.ops.dsv4test.quiet(x)
+        with pytest.raises(LaunchError, match=r"torch.add_ .*captured"):
+            torch.ops.dsv4test.loud(x)
+    assert (x == 1).all()
 
 
 def test_torch_cuda_and_bindings(gpu):

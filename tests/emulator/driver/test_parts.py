@@ -191,6 +191,25 @@ def test_a_span_gives_way_to_the_whole_buffer():
     assert len(gmem) == 1
 
 
+def test_two_views_of_one_buffer_that_share_a_part_are_both_there():
+    """Columns of a matrix, each handed over by itself: the second must not put the first out."""
+    gmem = GlobalMemory()
+    tracker = Tracker(gmem)
+    x = torch.zeros(100)
+    left, right = ({1}, {2})
+    tracker.span(x.data_ptr(), 320, left, "columns on the left")
+    tracker.span(x.data_ptr() + 80, 320, right, "columns on the right")
+    assert len(gmem) == 1 and gmem.find(x.data_ptr(), 400)
+    del right
+    gc.collect()
+    tracker.sweep()
+    assert gmem.find(x.data_ptr(), 320)
+    del left
+    gc.collect()
+    tracker.sweep()
+    assert len(gmem) == 0
+
+
 def test_a_span_in_memory_that_was_freed_is_registered_anew():
     """What launches keep: a tensor whose owner is gone must not stand in for one that got its memory."""
     gmem = GlobalMemory()

@@ -88,6 +88,37 @@ TWINS = {
         "ld.global|st.global",
         grid=2,
     ),
+    "a relaxed flag": Twin(
+        PRODUCE.format("bar.sync 0;" + RAISE.replace("release", "relaxed"), LOWERED),
+        PRODUCE.format("bar.sync 0; fence.acq_rel.gpu;" + RAISE.replace("release", "relaxed"), LOWERED),
+        "ld.global|st.global",
+        "ld.global|st.global",
+        grid=2,
+    ),
+    "a flag behind a fence that is too early": Twin(
+        PRODUCE.format("bar.sync 0;" + RAISE.replace("release", "relaxed"), LOWERED).replace(
+            "st.global.b32 [%rd2]", "fence.acq_rel.gpu; st.global.b32 [%rd2]"
+        ),
+        # All fence, all meet, one raises the flag.
+        PRODUCE.format("membar.gl; bar.sync 0;" + RAISE.replace("release", "relaxed"), LOWERED),
+        "ld.global|st.global",
+        "ld.global|st.global",
+        grid=2,
+    ),
+    "a flag that is looked at without acquiring": Twin(
+        PRODUCE.format("bar.sync 0;" + RAISE, LOWERED.replace("acquire", "relaxed")),
+        PRODUCE.format("bar.sync 0;" + RAISE, LOWERED.replace("acquire", "relaxed") + "fence.acq_rel.gpu;"),
+        "ld.global|st.global",
+        "ld.global|st.global",
+        grid=2,
+    ),
+    "a counter": Twin(
+        PRODUCE.format("bar.sync 0; @%p2 red.global.add.u32 [%rd4], 1;", LOWERED),
+        PRODUCE.format("bar.sync 0; @%p2 red.release.gpu.global.add.u32 [%rd4], 1;", LOWERED),
+        "ld.global|st.global",
+        "ld.global|st.global",
+        grid=2,
+    ),
     "a store and an atomic": Twin(
         "@%p1 st.global.b32 [%rd4], 5; @!%p1 red.global.add.u32 [%rd4], 1;",
         "red.global.add.u32 [%rd4], 1;",

@@ -110,6 +110,14 @@ def test_folder_must_be_private(tmp_path, monkeypatch):
         library.cache_folder()
 
 
+def test_without_a_cache_nothing_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSV4_CACHE", "off")
+    folder = library.cache_folder()
+    assert folder == library.cache_folder() and folder.stat().st_mode & 0o777 == 0o700
+    assert not any(tmp_path.iterdir())
+
+
 def test_symbols_depend_on_code_and_host(monkeypatch):
     name = library.unit_name("text")
     assert name != library.unit_name("other")
