@@ -189,6 +189,49 @@ class Kernel:
     refused: str = ""
 
 
+def _ours(given: Problem, tile_n: int, ctas: int = 1, out_form: str = "") -> torch.Tensor:
+    """Ours, as `dsv4lib.ops.moe_gemm` and, of a single expert, `.linear` launch it, with tiles of so many rows.
+
+    Args:
+        ctas: that share a tile. out_form: of the result, "" for bf16.
+    """
+    from dsv4lib import backends
+    from dsv4lib.kernels.compile import compile_for
+    from dsv4lib.kernels.linear.sm100 import Linear
+    from dsv4lib.kernels.moe_gemm import arguments
+    from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+    from dsv4lib.ops.moe_gemm import new_output
+
+    a, single, swiglu = given.rows, len(given.counts) == 1, given.case == "swiglu"
+    b = given.alternating(8, "gate") if swiglu else given.weights
+    place = given.place(1 if single else 128)
+    a = a.rows(place)
+    codes, images = (a.codes[None], b.codes) if single else (a.codes, b.codes), (a.image, b.image)
+    images = [image.view(torch.uint8).reshape(*(len(b.codes),) * (i or single), -1) for i, image in enumerate(images)]
+    out = new_output(codes[0], b.codes.shape[-2] // (2 if swiglu else 1), out_form or "bf16")
+    alpha = given.alpha if a.form == "nvfp4" else None
+    call = arguments.Call(*codes, out.codes, x_scales=images[0], w_scales=images[1], alpha=alpha, limit=SWIGLU_LIMIT)
+    call.alpha_up, call.out_scales = alpha if swiglu else None, out.scales
+    if not single:
+        ends = (given.offsets.diff() + 127).div(128, rounding_mode="floor").cumsum(0) * 128
+        call.offsets = torch.cat([torch.zeros(1), ends[:-1]]).int()
+        call.counts = given.offsets.diff().int()
+    if out_form == "nvfp4":
+        scale = nvfp4.shared_global_scale(given.truth()).float()
+        call.out_global = scale.expand(len(b.codes)).contiguous()
+    mode = {"nvfp4": "nvfp4", "mxfp4": "w4a8", "mxfp8": "mxfp8"}[b.form]
+    kind = Linear if single else MoeGemm
+    kernel = kind(mode=mode, tile_n=tile_n, ctas=ctas, swiglu=swiglu, out=out_form or "bf16", alpha=alpha is not None)
+    tiles = sum(-(-n // tile_n) for n in given.counts) * (b.codes.shape[-2] // kernel.pair_m)
+    code = compile_for(kernel, arguments.fake_args(kernel))
+    backends.enqueue("emulator", code, *arguments.launch_args(kernel, call, tiles))
+    y = out.codes[0] if single else out.codes
+    if out_form:
+        found = scale_swizzle.unswizzle(out.scales, len(place), b.codes.shape[-2] // 2 // FORMS[out_form])
+        y = Matrix(out_form, y, found, float(call.out_global[0]) if out_form == "nvfp4" else 1.0).values()
+    return y[place >= 0]
+
+
 def _quack_operand(matrix: Matrix, image: torch.Tensor) -> Any:
     from quack.blockscaled.operand import BlockScaledOperand
 
@@ -404,8 +447,22 @@ _QUACK, _FI, _CUDNN = (
     ("flashinfer-python", "flashinfer.cute_dsl"),
     ("nvidia-cudnn-frontend", "cudnn"),
 )
-# Of each of ours a line: Kernel("ours, dense", "", "dsv4lib.kernels.moe_gemm", "dense", _NV, "bf16", _ours).
-OURS: tuple[Kernel, ...] = ()
+_LINEAR, _MOE = ("", "dsv4lib.kernels.linear"), ("", "dsv4lib.kernels.moe_gemm")
+# Tiles as `ops.moe_gemm.tile_of` chooses them, but for `dense`: of its 256 rows a whole tile, which a pair shares.
+OURS = (
+    Kernel("ours", *_LINEAR, "dense", _NV, "bf16", lambda given: _ours(given, 256, 2)),
+    Kernel("ours, mxfp8 x mxfp4", *_LINEAR, "dense", _MIXED, "bf16", lambda given: _ours(given, 256, 2)),
+    Kernel("ours, mxfp8", *_LINEAR, "dense", _MX8, "bf16", lambda given: _ours(given, 256, 2)),
+    Kernel("ours, 8 rows", *_LINEAR, "few", _NV, "bf16", lambda given: _ours(given, 32)),
+    Kernel("ours, groups", *_MOE, "grouped", _NV, "bf16", lambda given: _ours(given, 128)),
+    Kernel("ours, groups, mxfp8 x mxfp4", *_MOE, "grouped", _MIXED, "bf16", lambda given: _ours(given, 128)),
+    Kernel("ours, GEMM 1", *_MOE, "swiglu", _NV, "bf16", lambda given: _ours(given, 128)),
+    Kernel("ours, GEMM 1, to nvfp4", *_MOE, "swiglu", _NV, "nvfp4", lambda given: _ours(given, 128, 1, "nvfp4")),
+    Kernel(
+        "ours, GEMM 1, mxfp8 x mxfp4", *_MOE, "swiglu", _MIXED, "mxfp8", lambda given: _ours(given, 128, 1, "mxfp8")
+    ),
+    Kernel("ours, GEMM 1, mxfp8", *_MOE, "swiglu", _MX8, "mxfp8", lambda given: _ours(given, 128, 1, "mxfp8")),
+)
 OTHERS = (
     Kernel("quack", *_QUACK, "dense", _NV, "bf16", _quack),
     Kernel("FlashInfer mm_fp4", *_FI, "dense", _NV, "bf16", _flashinfer),

@@ -5,21 +5,27 @@ For notebooks, exercises and tests. A kernel that stops with an error is a resul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from dsv4lib import backends
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
-from dsv4lib.formats import fp8_block, nvfp4, scale_swizzle
+from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0, weight_modes
 from dsv4lib.kernels.compile import Compiled, compile_for
-from dsv4lib.kernels.moe_gemm.arguments import fake_args, launch_args
+from dsv4lib.kernels.moe_gemm.arguments import BLOCK_ROWS, Call, fake_args, launch_args
 from dsv4lib.kernels.moe_gemm.inputs import SENTINEL, Case, outputs
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+from dsv4lib.lab.fmha_trial import Native
 from dsv4lib.lab.trial import reported, where
+from dsv4lib.layers.moe import FORMS, Weights
+from dsv4lib.loader.operands import plane_bytes
+from dsv4lib.ops import compile_cache
 from dsv4lib.reference.moe_gemm import swiglu
 
 FACTOR = 2.0  # error of the kernel beside that of an fp32 product in the same K order
@@ -67,7 +73,9 @@ class Trial:
         if self.stray:
             out.append(("stray bytes", "", f"{self.stray} bytes written where no token is"))
         if self.error is None and not self.right:
-            text = f"error {self.error_over_fp32:.3g} x fp32's, {self.wrong_codes:.2%} of the codes wrong"
+            text = f"error {self.error_over_fp32:.3g} x fp32's"
+            if self.kernel.quantised:
+                text = f"{self.wrong_codes:.2%} of codes and scales wrong"
             out.append(("wrong numbers", "", text))
         return out
 
@@ -97,31 +105,112 @@ def in_steps(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, step: int) ->
     return out
 
 
-@lru_cache(maxsize=32)
-def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
-    """A kernel object and its code for sm_100a, once per configuration (name and value of each setting)."""
+def compiled(kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Compiled]:
+    """A kernel object and its code for sm_100a from the compile cache.
+
+    A class whose arguments have no names (``**settings``) has no place there: it is compiled once in a process.
+    """
+    parameters = inspect.signature(kernel_type).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return _here(kernel_type, tuple(sorted(settings.items())))
+    return compile_cache.default().get(kernel_type, settings, fake_args)
+
+
+@lru_cache(maxsize=8)
+def _here(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
     kernel = kernel_type(**dict(settings))
     return kernel, compile_for(kernel, fake_args(kernel), "sm_100a")
 
 
-def moe_gemm_trial(kernel_type: type, settings: dict[str, Any], made: Case, grid: int = 2, **device: Any) -> Trial:
+def moe_gemm_trial(
+    kernel_type: type, settings: dict[str, Any], made: Case, grid: int = 2, backend: str = "emulator", **device: Any
+) -> Trial:
     """Run a `MoeGemm` (or a variant) on a case.
 
     Args:
         kernel_type: the class; settings: its arguments by name.
-        made: from `kernels.moe_gemm.inputs.case`; its outputs are written anew.
-        grid: clusters of the launch. device: options of `emulator.device` (schedule, checks, trace, ...).
+        made: from `kernels.moe_gemm.inputs.case` or `mode_case`; its outputs are written anew.
+        grid: clusters of the launch. backend: "emulator" or "native".
+        device: options of `emulator.device` (schedule, checks, trace, ...).
     """
-    kernel, code = compiled(kernel_type, tuple(sorted(settings.items())))
+    kernel, code = compiled(kernel_type, settings)
     outputs(kernel, made.call, len(made.x), made.w.shape[1])
-    gpu, error = make("sm_100a", **{"checks": "race", **device}), None
-    try:
-        launch(code, *launch_args(kernel, made.call, grid), gpu=gpu)
-    except EmulatorError as caught:
-        error = caught
+    if backend == "native":
+        gpu, error = _native(kernel, code, made, grid), None
+    else:
+        gpu, error = make("sm_100a", **{"checks": "race", **device}), None
+        try:
+            launch(code, *launch_args(kernel, made.call, grid), gpu=gpu)
+        except EmulatorError as caught:
+            error = caught
     over, wrong = judge(kernel, made) if error is None else (float("inf"), 1.0)
     result = gpu.launches[-1].result if gpu.launches else None
     return Trial(kernel, code, over, wrong, stray_bytes(made), gpu.hazards, error, gpu.trace, result)
+
+
+def _native(kernel: MoeGemm, code: Compiled, made: Case, grid: int) -> Native:
+    """Launch on a GPU; the outputs come back into the case."""
+    place = backends.device("native")
+    tensors = {name: x.to(place) for name, x in vars(made.call).items() if isinstance(x, torch.Tensor)}
+    there = replace(made.call, **tensors)
+    backends.launch("native", code.function, *launch_args(kernel, there, grid))
+    made.call.out = there.out.cpu()
+    made.call.out_scales = None if there.out_scales is None else there.out_scales.cpu()
+    return Native()
+
+
+def mode_case(mode: str, counts: list[int], features: int, k: int, seed: int = 0) -> tuple[dict, Case, torch.Tensor]:
+    """Groups of tokens times NVFP4 weights that a precision mode has converted; x and weights are the same in each.
+
+    Args:
+        mode: key of `layers.moe.FORMS`. counts: tokens of each expert. features, k: N and K, a multiple of 128.
+
+    Returns:
+        (settings of the kernel, with fp32 output; the case; fp64 [R, N] of bf16 activations and the NVFP4 weights).
+    """
+    product, recipe = FORMS[mode]
+    settings = {"mode": product, "out": "fp32"}
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *(-(-n // BLOCK_ROWS) * BLOCK_ROWS for n in counts)]).cumsum(0)
+    rows = int(offsets[-1])
+    x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.rand(rows, 1, generator=generator) * 4 - 2)
+    w = torch.randn(len(counts), features, k, generator=generator)
+    w = w * torch.exp2(torch.rand(features, 1, generator=generator) * 4 - 2)
+    stored = [nvfp4.quantize(one) for one in w]
+    converted = [weight_modes.convert(one, mode) for one in stored]
+    planes = []
+    for number in range(len(converted[0].planes)):
+        codes, scales, _ = zip(*(plane_bytes(one.planes[number]) for one in converted), strict=True)
+        image = None if scales[0] is None else scale_swizzle.swizzle(torch.stack(scales))
+        planes.append((torch.stack(codes), image))
+    operand = Weights(tuple(planes), torch.stack([one.alpha for one in converted])).operand()
+    x_codes, x_scales, numbers, factor = _activations(x, recipe)
+    copies = len(planes)
+    call = Call(x_codes.repeat(1, copies), operand.codes, x, offsets[:-1].int(), torch.tensor(counts).int())
+    call.alpha = torch.stack([one.alpha for one in converted]) * factor
+    if x_scales is not None:
+        call.x_scales, call.w_scales = scale_swizzle.swizzle(x_scales.repeat(1, copies)), operand.scales
+    values = [torch.cat([weight_modes.plane_values(p).double() for p in one.planes], -1) for one in converted]
+    kernel = MoeGemm(**settings)
+    made = Case(call, numbers.repeat(1, copies), torch.stack(values), kernel.mode.k)
+    exact = torch.zeros(rows, features, dtype=torch.float64)
+    for e, (first, count) in enumerate(zip(offsets.tolist(), counts, strict=False)):
+        own = slice(first, first + count)
+        exact[own] = x[own].bfloat16().double() @ nvfp4.dequantize(stored[e], torch.float64).T
+    return settings, made, exact
+
+
+def _activations(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, Any, torch.Tensor, float]:
+    """(codes, scales or None, the numbers they stand for in fp64, a factor that these do not contain)."""
+    if recipe == "bf16":
+        return x.bfloat16(), None, x.bfloat16().double(), 1.0
+    if recipe == "mxfp8":
+        q = fp8_block.quantize_activation(x, weight_modes.MX_GROUP)
+        scales = ue8m0.decode(q.scales, torch.float64).repeat_interleave(weight_modes.MX_GROUP, -1)
+        return q.codes.view(torch.uint8), q.scales, e4m3.decode(q.codes, torch.float64) * scales, 1.0
+    q = nvfp4.quantize(x)
+    scales = e4m3.decode(q.scales, torch.float64).repeat_interleave(nvfp4.BLOCK, -1)
+    return q.packed, q.scales, e2m1.decode(e2m1.unpack(q.packed), torch.float64) * scales, float(q.global_scale)
 
 
 def judge(kernel: MoeGemm, made: Case) -> tuple[float, float]:

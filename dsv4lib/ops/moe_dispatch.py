@@ -15,8 +15,8 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.moe_dispatch import arguments
-from dsv4lib.kernels.moe_dispatch.arguments import max_rows
 from dsv4lib.kernels.moe_dispatch.simt import MAX_EXPERTS, MAX_K, QUAD, MoeDispatch
+from dsv4lib.kernels.moe_dispatch.size import max_rows
 from dsv4lib.ops import launching
 
 

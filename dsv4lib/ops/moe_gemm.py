@@ -5,13 +5,14 @@
 
 `moe_gemm` makes outputs and calls `torch.ops.dsv4.moe_gemm`, which writes them in place. On a GPU the op reads no value
 of a tensor and waits for nothing: it can be captured in a CUDA graph after a first call has compiled its kernel, and
-sizes of groups may change between replays. `linear` is the call for one group.
+sizes of groups may change between replays. A single group of all rows is `dsv4lib.ops.linear`.
 
 Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernel `dsv4lib.kernels.moe_gemm.sm100`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0
 from dsv4lib.kernels.moe_gemm import arguments
-from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, TILE_M
+from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, PLAIN, TILE_M
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
 from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops.splits import SM_COUNT
@@ -84,26 +85,16 @@ def moe_gemm(
         ArgumentError: an argument that is missing, not wanted, or of a wrong type, shape or value.
         BackendUnavailable: see `backends.resolve`.
     """
-    if mode not in MODES:
-        raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
-    if out_format not in OUTPUTS:
-        raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
+    check_formats(mode, out_format)
     if x.codes.dim() != 2 or w.codes.dim() != 3:
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
     if out is None:
-        out = _new(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
+        out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     if expected is None:
         expected = -(-x.codes.shape[0] // w.codes.shape[0])
     given = *x, *w, offsets, counts, alpha, alpha_up, routing, *out, out_global
     torch.ops.dsv4.moe_gemm(*given, mode, out_format, swiglu, limit, expected, backend)
     return out
-
-
-def linear(x: Operand, w: Operand, *, alpha: Tensor | None = None, mode: str = "nvfp4", **options: Any) -> Operand:
-    """x [R, K] times one w [N, K]: `moe_gemm` with a single group of all rows; ``options`` as there."""
-    rows = torch.full((1,), x.codes.shape[0], dtype=torch.int32, device=x.codes.device)
-    weights = Operand(w.codes[None], None if w.scales is None else w.scales[None])
-    return moe_gemm(x, weights, torch.zeros_like(rows), rows, alpha=alpha, mode=mode, **options)
 
 
 def tile_of(expected: int, features: int) -> tuple[int, int]:
@@ -112,22 +103,71 @@ def tile_of(expected: int, features: int) -> tuple[int, int]:
     return tile, 2 if expected >= PAIR_TOKENS and features >= 2 * TILE_M else 1
 
 
-def _new(x: Tensor, width: int, out_format: str) -> Operand:
-    rows, u8 = x.shape[0], torch.uint8
-    if out_format in ("bf16", "fp32"):
+def warm_up(
+    wanted: Iterable[dict[str, Any]], expected: Iterable[int] = TILES, kernel_type: type = MoeGemm
+) -> dict[str, float]:
+    """Compile (or read from disk) and load what calls will need.
+
+    Args:
+        wanted: of each kind of call mode, out_format, and what it has of swiglu, routed, alpha: bool, and N (features
+            of the weights), as far as they are not "nvfp4", "bf16", False, False, True and many.
+        expected: tokens of a group; each chooses a tile.
+        kernel_type: `MoeGemm`, or `Linear` for the op of that name.
+
+    Returns:
+        seconds by kernel.
+    """
+    base = {"mode": "nvfp4", "swiglu": False, "alpha": True}
+    needed = []
+    for options in wanted:
+        given = {**base, **options}
+        out, features = given.pop("out_format", "bf16"), given.pop("features", 2 * TILE_M)
+        for tile_n, ctas in sorted({tile_of(n, features) for n in expected}):
+            needed.append((kernel_type, {**given, "out": out, "tile_n": tile_n, "ctas": ctas}, arguments.fake_args))
+    return compile_cache.default().warm_up(needed, launching.arch("auto", ARCHS))
+
+
+def check_formats(mode: str, out_format: str) -> None:
+    """There are such formats.
+
+    Raises:
+        ArgumentError: there are not.
+    """
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
+    if out_format not in OUTPUTS:
+        raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
+
+
+def check_devices(tensors: dict[str, Tensor | None]) -> None:
+    """All tensors where the first is.
+
+    Raises:
+        ArgumentError: one is elsewhere.
+    """
+    first, x = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ArgumentError(f"{name}.device", str(tensor.device), f"that of {first}, {x.device}")
+
+
+def new_output(x: Tensor, width: int, out_format: str) -> Operand:
+    """Memory for ``width`` features of every row of x [.., R, K]; scales are zeros."""
+    *lead, rows, _ = x.shape
+    if out_format in PLAIN:
         dtype = torch.bfloat16 if out_format == "bf16" else torch.float32
-        return Operand(torch.empty(rows, width, dtype=dtype, device=x.device))
+        return Operand(torch.empty(*lead, rows, width, dtype=dtype, device=x.device))
     per_byte, block = (2, nvfp4.BLOCK) if out_format == "nvfp4" else (1, 32)
     size = scale_swizzle.swizzled_bytes(rows, -(-width // block))
-    codes = torch.empty(rows, width // per_byte, dtype=u8, device=x.device)
-    return Operand(codes, torch.zeros(size, dtype=u8, device=x.device))
+    codes = torch.empty(*lead, rows, width // per_byte, dtype=torch.uint8, device=x.device)
+    return Operand(codes, torch.zeros(*lead, size, dtype=torch.uint8, device=x.device))
 
 
 # ------------------------------------------------------------------- the op
 
 SCHEMA = (
     "(Tensor x, Tensor? x_scales, Tensor w, Tensor? w_scales, Tensor offsets, Tensor counts, Tensor? alpha, "
-    "Tensor? alpha_up, Tensor? routing, Tensor(a!) out, Tensor(b!)? out_scales, Tensor? out_global, str mode, "
+    "Tensor? alpha_up, Tensor? routing, Tensor(a!) out, Tensor(b!)? out_scales, Tensor? out_global, str formats, "
     "str out_format, bool swiglu, float limit, int expected, str backend) -> ()"
 )
 
@@ -147,7 +187,7 @@ class Call(NamedTuple):
     out: Tensor
     out_scales: Tensor | None
     out_global: Tensor | None
-    mode: str
+    formats: str  # `mode`: torch.compile has an argument of that name
     out_format: str
     swiglu: bool
     limit: float
@@ -162,21 +202,15 @@ class Call(NamedTuple):
             "routed": self.swiglu and self.routing is not None,
             "alpha": self.alpha is not None,
         }
-        return {"mode": self.mode, "tile_n": tile_n, "ctas": ctas, "out": self.out_format, **flags}
+        return {"mode": self.formats, "tile_n": tile_n, "ctas": ctas, "out": self.out_format, **flags}
 
     def tensors(self) -> arguments.Call:
         """What `arguments.launch_args` takes."""
-        return arguments.Call(**dict(zip(self._fields[:12], self[:12], strict=True)), limit=self.limit)
+        return arguments.Call(**self.named(), limit=self.limit)
 
-    def check_devices(self) -> None:
-        """All tensors where x is.
-
-        Raises:
-            ArgumentError: one is elsewhere.
-        """
-        for name, tensor in zip(self._fields[:12], self[:12], strict=True):
-            if tensor is not None and tensor.device != self.x.device:
-                raise ArgumentError(f"{name}.device", str(tensor.device), f"that of x, {self.x.device}")
+    def named(self) -> dict[str, Tensor | None]:
+        """The tensors."""
+        return dict(zip(self._fields[:12], self[:12], strict=True))
 
     def check_values(self) -> None:
         """Groups, where looking at them costs no wait.
@@ -196,12 +230,12 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.moe_gemm` does: check, choose the back end, launch."""
     call = Call(*given)
     name = launching.resolve(call.backend, "x", call.x, ARCHS)
-    call.check_devices()
+    check_devices(call.named())
     settings = call.settings()
     plan = MoeGemm(**settings)
     if call.x.device.type == "cpu":
         call.check_values()
-    if not len(call.x):
+    if not call.x.shape[0]:
         return
     if name == "reference":
         arguments.launch_args(plan, call.tensors(), 1)  # checks: what one back end takes all take
@@ -218,7 +252,7 @@ def _run(*given: Any) -> None:
 
 
 def _fake(*given: Any) -> None:
-    Call(*given).check_devices()
+    check_devices(Call(*given).named())
 
 
 _moe_gemm = torch.library.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
@@ -240,33 +274,43 @@ def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> T
     return values * decode(factors, torch.float64).repeat_interleave(m.block, -1)[..., : values.shape[-1]]
 
 
+def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """What becomes of the sums y of group e, fp64: codes, and the scales of rows where the output has any.
+
+    Args:
+        call: of `moe_gemm` or of `dsv4lib.ops.linear`: its factors and its output's format.
+        routing: weights of the rows.
+    """
+    if call.swiglu:
+        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+        if call.alpha is not None:
+            gate, up = gate * call.alpha[e].double(), up * call.alpha_up[e].double()
+        y = backends.oracle("moe_gemm").swiglu(gate, up, call.limit).flatten(1)
+    elif call.alpha is not None:
+        y = y * call.alpha[e].double()
+    if routing is not None:
+        y = y * routing[:, None].double()
+    if call.out_format == "nvfp4":
+        q = nvfp4.quantize(y, call.out_global[e])
+        return q.packed, q.scales
+    if call.out_format == "mxfp8":
+        q = fp8_block.quantize_activation(y, 32)
+        return q.codes, q.scales
+    return y.to(call.out.dtype), None
+
+
 def _reference(call: Call) -> None:
     """The oracle in fp64, group by group."""
-    x, w = numbers(call.x, call.x_scales, call.mode, False), numbers(call.w, call.w_scales, call.mode, True)
+    x, w = numbers(call.x, call.x_scales, call.formats, False), numbers(call.w, call.w_scales, call.formats, True)
     scales = None
     if call.out_scales is not None:
         block = nvfp4.BLOCK if call.out_format == "nvfp4" else 32
-        columns = w.shape[1] // 2 // block
-        scales = scale_swizzle.unswizzle(call.out_scales, len(x), columns)
+        scales = scale_swizzle.unswizzle(call.out_scales, len(x), w.shape[1] // 2 // block)
     for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
         own = slice(first, first + count)
-        y = x[own] @ w[e].T
-        if call.swiglu:
-            gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
-            if call.alpha is not None:
-                gate, up = gate * call.alpha[e].double(), up * call.alpha_up[e].double()
-            y = backends.oracle("moe_gemm").swiglu(gate, up, call.limit).flatten(1)
-        elif call.alpha is not None:
-            y = y * call.alpha[e].double()
-        if call.routing is not None:
-            y = y * call.routing[own, None].double()
-        if call.out_format == "nvfp4":
-            q = nvfp4.quantize(y, call.out_global[e])
-            call.out[own], scales[own] = q.packed, q.scales
-        elif call.out_format == "mxfp8":
-            q = fp8_block.quantize_activation(y, 32)
-            call.out[own], scales[own] = q.codes, q.scales
-        else:
-            call.out[own] = y.to(call.out.dtype)
+        routing = None if call.routing is None else call.routing[own]
+        call.out[own], found = finished(x[own] @ w[e].T, call, e, routing)
+        if scales is not None:
+            scales[own] = found
     if scales is not None:
         call.out_scales.copy_(scale_swizzle.swizzle(scales))

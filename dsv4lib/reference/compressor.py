@@ -17,6 +17,7 @@ Source: DSV4 paper, CSA and HCA equations; released inference code for halves, b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -123,11 +124,12 @@ def finish(
 def history(state: State, start: int, rate: int, overlap: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows before position ``start`` that the next entries need, oldest first.
 
-    Those of the open window, and with overlap the window before it (slots never written if there is none).
+    Those of the open window, and with overlap the window before it (gate -inf and value 0 if there is none).
     """
     first = start - start % rate - (rate if overlap else 0)
-    slots = torch.arange(first, start, device=state.k.device) % state.k.shape[1]
-    return state.k[:, slots], state.z[:, slots]
+    positions = torch.arange(first, start, device=state.k.device)
+    slots, missing = positions % state.k.shape[1], (positions < 0)[:, None]
+    return state.k[:, slots].masked_fill(missing, 0.0), state.z[:, slots].masked_fill(missing, float("-inf"))
 
 
 def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
@@ -139,6 +141,30 @@ def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
         state.k.index_copy(1, slots, k[:, k.shape[1] - keep :]),
         state.z.index_copy(1, slots, z[:, z.shape[1] - keep :]),
     )
+
+
+def advance(
+    k: torch.Tensor, z: torch.Tensor, state: State, start: int, rate: int, overlap: bool
+) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """Pool the windows that the rows of positions ``start ..`` complete.
+
+    Args:
+        k, z: ``[B, T, width]``, z with its bias.
+        state, start, rate, overlap: as in :func:`compress`.
+
+    Returns:
+        pooled ``[B, n, D]`` (n may be 0), entry numbers ``[n]``, the new state.
+    """
+    length = k.shape[1]
+    old_k, old_z = history(state, start, rate, overlap)
+    first, after = start // rate, (start + length) // rate
+    rows = (after - first + (1 if overlap else 0)) * rate
+    rows_k, rows_z = torch.cat((old_k, k), dim=1)[:, :rows], torch.cat((old_z, z), dim=1)[:, :rows]
+    if after > first:
+        pooled = pool_windows(rows_k, rows_z, rate, overlap)
+    else:
+        pooled = k.new_zeros(k.shape[0], 0, k.shape[2] // (2 if overlap else 1))
+    return pooled, torch.arange(first, after, device=k.device), update(state, k, z, start)
 
 
 def compress(
@@ -168,16 +194,117 @@ def compress(
         The entries whose windows these tokens complete, numbers ``start // rate .. (start + T) // rate - 1``, as
         ``[B, n, D]`` (n may be 0), and the new state.
     """
-    rate, length = weights.ape.shape[0], x.shape[1]
-    positions = torch.arange(start, start + length, device=x.device)
-    k, z = project(x, positions, weights)
-    old_k, old_z = history(state, start, rate, overlap)
-    first, after = start // rate, (start + length) // rate
-    rows = (after - first + (1 if overlap else 0)) * rate
-    rows_k, rows_z = torch.cat((old_k, k), dim=1)[:, :rows], torch.cat((old_z, z), dim=1)[:, :rows]
-    if after > first:
-        pooled = pool_windows(rows_k, rows_z, rate, overlap)
-    else:
-        pooled = x.new_zeros(x.shape[0], 0, weights.norm.shape[0])
-    index = torch.arange(first, after, device=x.device)
-    return finish(pooled, index, weights.norm, rate, freqs, eps, codec), update(state, k, z, start)
+    rate = weights.ape.shape[0]
+    k, z = project(x, torch.arange(start, start + x.shape[1], device=x.device), weights)
+    pooled, index, state = advance(k, z, state, start, rate, overlap)
+    return finish(pooled, index, weights.norm, rate, freqs, eps, codec), state
+
+
+class Packed(NamedTuple):
+    """Projected rows of a batch of requests, side by side.
+
+    kv, gate ``[T, width]`` (the gate without bias), ape ``[rate, width]``, norm ``[D]``, cos, sin ``[P, n_freqs]`` by
+    position; requests int32 ``[B, 4]``: first row, rows, position of the first row (negative: no request), row of the
+    state; slots ``[T]``: where the entry goes that a token closes, -1: nowhere.
+    """
+
+    kv: torch.Tensor
+    gate: torch.Tensor
+    ape: torch.Tensor
+    norm: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    requests: torch.Tensor
+    slots: torch.Tensor
+
+    def requests_of(self) -> Iterator[tuple[int, int, int, int]]:
+        """Those that have rows."""
+        return ((row, count, start, s) for row, count, start, s in self.requests.tolist() if count > 0 and start >= 0)
+
+    def rows_of(self, row: int, count: int, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and z of a request, ``[count, width]`` each."""
+        places = torch.arange(start, start + count, device=self.gate.device) % self.ape.shape[0]
+        return self.kv[row : row + count], self.gate[row : row + count] + self.ape[places]
+
+    def ended(
+        self, pooled: torch.Tensor, index: torch.Tensor, row: int, start: int, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norm and rotation of a request's pooled entries, those that are stored, with their slots."""
+        rate = self.ape.shape[0]
+        positions = entry_positions(index, rate)
+        normed = rmsnorm.rmsnorm(pooled, self.norm, eps)
+        target = self.slots[row + positions + rate - 1 - start]
+        turned = rope.apply_tables(normed, self.cos[positions], self.sin[positions])
+        return turned[target >= 0], target[target >= 0]
+
+
+def compress_packed(batch: Packed, state: State, eps: float) -> tuple[torch.Tensor, torch.Tensor, State]:
+    """Compress all requests of a batch, each from its own position.
+
+    Args:
+        batch: see :class:`Packed`; overlap where width is 2 D.
+        state: rows of all requests, ``[S, rows, width]``.
+        eps: of the RMSNorm.
+
+    Returns:
+        The entries that are stored ``[n, D]``, their slots ``[n]``, the new state.
+    """
+    rate, dim = batch.ape.shape[0], batch.norm.shape[0]
+    overlap, after = batch.kv.shape[1] == 2 * dim, State(state.k.clone(), state.z.clone())
+    found = [(batch.kv.new_zeros(0, dim), batch.slots[:0])]
+    for row, count, start, place in batch.requests_of():
+        k, z = batch.rows_of(row, count, start)
+        own = State(*(x[place : place + 1] for x in state))
+        pooled, index, own = advance(k[None], z[None], own, start, rate, overlap)
+        found.append(batch.ended(pooled[0], index, row, start, eps))
+        for old, new in zip(after, own, strict=True):
+            old[place] = new[0]
+    entries, slots = zip(*found, strict=True)
+    return torch.cat(entries), torch.cat(slots), after
+
+
+def running_part(k: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """What a running softmax keeps of rows: k, z ``[n, D]``, n >= 1 -> ``[3, D]``.
+
+    Maximum m of the gates, sum of exp(z - m), sum of exp(z - m) k; the quotient of the sums is what the rows pool to.
+    """
+    top = z.amax(0)
+    weights = torch.exp(z - _subtracted(top))
+    return torch.stack((top, weights.sum(0), (weights * k).sum(0)))
+
+
+def _subtracted(top: torch.Tensor) -> torch.Tensor:
+    """What gates of this maximum are reduced by: rows that all have -inf weigh nothing, they are not NaN."""
+    return top.masked_fill(top == float("-inf"), 0.0)
+
+
+def merge_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What :func:`running_part` gives of the rows of both: ``[..., 3, D]`` each."""
+    top = torch.maximum(a[..., 0, :], b[..., 0, :])
+    base = _subtracted(top)[..., None, :]
+    scaled = [part[..., 1:, :] * torch.exp(part[..., :1, :] - base) for part in (a, b)]
+    return torch.cat((top[..., None, :], scaled[0] + scaled[1]), dim=-2)
+
+
+def compress_running(batch: Packed, parts: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`compress_packed` without overlap, with a running state ``[S, 3, D]`` (:func:`running_part`).
+
+    The part of a request counts where its position is inside a window, and is written where its end is.
+    """
+    rate, after = batch.ape.shape[0], parts.clone()
+    found = [(batch.kv.new_zeros(0, parts.shape[2]), batch.slots[:0])]
+    for row, count, start, place in batch.requests_of():
+        k, z = batch.rows_of(row, count, start)
+        first, end = start // rate, start + count
+        for window in range(first, (end - 1) // rate + 1):
+            rows = slice(max(window * rate - start, 0), (window + 1) * rate - start)
+            part = running_part(k[rows], z[rows])
+            if window * rate < start:
+                part = merge_parts(parts[place], part)
+            if (window + 1) * rate <= end:
+                pooled, index = (part[2] / part[1])[None], torch.tensor([window], device=k.device)
+                found.append(batch.ended(pooled, index, row, start, eps))
+            else:
+                after[place] = part
+    entries, slots = zip(*found, strict=True)
+    return torch.cat(entries), torch.cat(slots), after

@@ -23,6 +23,11 @@ def group_heads(o: torch.Tensor, groups: int) -> torch.Tensor:
     return o.flatten(-2).unflatten(-1, (groups, -1))
 
 
+def grouped(o: torch.Tensor, wo_a: torch.Tensor) -> torch.Tensor:
+    """The groups' projections: o ``[..., G, I]``, wo_a ``[G, R, I]`` -> ``[..., G * R]``."""
+    return torch.einsum("...gi,gri->...gr", o, wo_a).flatten(-2)
+
+
 def output_proj(
     o: torch.Tensor,
     positions: torch.Tensor,
@@ -36,6 +41,5 @@ def output_proj(
     o ``[B, T, H, D]``, positions ``[T]``, wo_a ``[groups * R, H * D / groups]``, wo_b ``[d, groups * R]`` ->
     ``[B, T, d]``.
     """
-    grouped = group_heads(rope.apply_inverse(o, positions[:, None], freqs), groups)
-    u = torch.einsum("btgi,gri->btgr", grouped, wo_a.unflatten(0, (groups, -1)))
-    return linear(u.flatten(-2), wo_b)
+    by_group = group_heads(rope.apply_inverse(o, positions[:, None], freqs), groups)
+    return linear(grouped(by_group, wo_a.unflatten(0, (groups, -1))), wo_b)

@@ -105,6 +105,11 @@ def apply_inverse(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor)
     return _on_last_dims(x, cos, -sin)
 
 
+def apply_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As :func:`apply`, with cosine and sine given: ``[..., n_freqs]``, broadcast against ``x``'s leading dims."""
+    return _on_last_dims(x, cos, sin)
+
+
 def _on_last_dims(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     width = 2 * cos.shape[-1]
     if width > x.shape[-1]:

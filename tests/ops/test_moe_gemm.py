@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.moe_gemm.inputs import LIMIT, case
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
-from dsv4lib.ops.moe_gemm import Operand, linear, moe_gemm, tile_of
+from dsv4lib.ops.moe_gemm import Operand, moe_gemm, tile_of
 
 
 def call_of(options, counts, features, k):
@@ -24,12 +25,33 @@ def test_emulator_and_reference_agree():
     assert (ours != truth).double().mean() <= 1e-3
 
 
-def test_linear_is_one_group():
-    given, keys = call_of({"out": "fp32"}, [40], 144, 256)
-    x, w = Operand(given[0].codes[:40].contiguous(), given[0].scales), Operand(given[1].codes[0], given[1].scales[0])
-    y = linear(x, w, alpha=keys["alpha"], out_format="fp32", backend="emulator").codes
-    truth = moe_gemm(*given, **keys, backend="reference").codes[:40]
-    torch.testing.assert_close(y, truth, rtol=2e-6, atol=2e-6)
+NAN_SCALES = {"nvfp4": 0x7F, "mxfp8": 255}
+
+
+@pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(out, bad):
+    """NaN in gate, in up and in a routing weight, Inf in a weight: what shares a scale with it is NaN, as in `formats`.
+
+    An Inf of gate is clamped like every number; one that comes after the clamp is not.
+    """
+    given, keys = call_of({"mode": "bf16", "swiglu": True, "routed": True, "out": out}, [40], 128, 128)
+    x, w = (torch.nan_to_num(one.codes) for one in given[:2])
+    x[3, 5] = bad  # a row whose sums are all NaN, or all +-Inf
+    w[0, 40, 7] = bad  # up of feature 16
+    w[0, 19, 9] = bad  # gate of feature 11
+    keys["routing"][21] = bad
+    given = Operand(x), Operand(w), *given[2:]
+    found, want = (moe_gemm(*given, **keys, backend=name) for name in ("emulator", "reference"))
+    rows = torch.arange(40)
+    if out == "bf16":
+        a, b = found.codes[rows], want.codes[rows]
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.isinf(), b.isinf()) and b.isnan().any()
+        return
+    assert (found.codes[rows] != want.codes[rows]).double().mean() <= 1e-3
+    columns = 64 // (16 if out == "nvfp4" else 32)
+    a, b = (scale_swizzle.unswizzle(one.scales, 128, columns)[rows] == NAN_SCALES[out] for one in (found, want))
+    assert torch.equal(a, b) and 10 <= b.sum() and not b.all()
 
 
 def test_tiles_follow_the_expected_tokens():

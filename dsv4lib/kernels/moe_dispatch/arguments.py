@@ -9,18 +9,9 @@ import torch
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.moe_dispatch.simt import QUAD, MoeDispatch
+from dsv4lib.kernels.moe_dispatch.size import max_rows
 
 FP32, I32, WIDE = cutlass.Float32, cutlass.Int32, 16
-
-
-def max_rows(tokens: int, k: int, experts: int, align: int = 128) -> int:
-    """Rows that ``tokens`` k routes can need at most, whatever experts they go to: what the host can know.
-
-    Of n = min(E, T k) experts each needs a block of ``align`` rows; every ``align`` further routes can open another.
-    """
-    routes = tokens * k
-    active = min(experts, routes)
-    return align * (active + (routes - active) // align)
 
 
 def fake_args(kernel: MoeDispatch) -> tuple:

@@ -15,7 +15,7 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common import umma
-from dsv4lib.kernels.common.tensors import wrap
+from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.moe_gemm.config import TILE_M
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
 
@@ -25,26 +25,19 @@ BLOCK_ROWS = 128  # a group starts at a multiple: the scales of its rows do too
 
 def fake_args(kernel: MoeGemm) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
-    symbols: dict[str, Any] = {}
-
-    def fake(dtype: Any, *extents: str) -> Any:
-        shape = tuple(symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
-        wide = len(extents) > 1
-        stride: list[Any] = [cute.sym_int64(divisibility=128 // dtype.width) for _ in extents[1:]] + [1]
-        return cute.runtime.make_fake_tensor(dtype, shape, tuple(stride), assumed_align=16 if wide else 4)
-
+    fake, group = Fakes(), "E" * kernel.batched
     u8, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
     scaled, quantised = bool(kernel.mode.block), kernel.quantised
     return (
-        (fake(u8, "R", "K"), fake(u8, "A", "S") if scaled else None),
-        (fake(u8, "E", "N", "L"), fake(u8, "E", "B", "S") if scaled else None),
-        (fake(i32, "E"), fake(i32, "E")),
+        (fake(u8, group + "RK", 16), fake(u8, group + "AS", 16) if scaled else None),
+        (fake(u8, "ENL", 16), fake(u8, "EBS", 16) if scaled else None),
+        None if kernel.batched else (fake(i32, "E"), fake(i32, "E")),
         fake(fp32, "E") if kernel.alpha else None,
         fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
         fake(fp32, "R") if kernel.routed else None,
         (
-            fake(_OUT[kernel.out], "R", "F"),
-            fake(u8, "C", "S") if quantised else None,
+            fake(_OUT[kernel.out], group + "RF", 16),
+            fake(u8, group + "CS", 16) if quantised else None,
             fake(fp32, "E") if kernel.out == "nvfp4" else None,
         ),
         fp32(1.0),
@@ -55,13 +48,14 @@ def fake_args(kernel: MoeGemm) -> tuple:
 
 @dataclass
 class Call:
-    """Tensors of a call.
+    """Tensors of a call; for `Linear` x, x_scales, out and out_scales begin with a dimension [E], and offsets and
+    counts are None.
 
     Attributes:
         x: codes [R, bytes of K] uint8 (bf16 mode: bf16 [R, K]); x_scales: their swizzled scales, uint8 bytes.
         w: codes [E, N, bytes of K] uint8 (bf16 mode: bf16 [E, N, K]); w_scales: [E, bytes].
-        offsets, counts: int32 [E].
         out: [R, F] bf16 or fp32, or codes uint8.
+        offsets, counts: int32 [E].
         alpha, alpha_up: fp32 [E]. routing: fp32 [R].
         out_scales: uint8 bytes, swizzled. out_global: fp32 [E].
         limit: of the SwiGLU clamp.
@@ -69,9 +63,9 @@ class Call:
 
     x: torch.Tensor
     w: torch.Tensor
-    offsets: torch.Tensor
-    counts: torch.Tensor
     out: torch.Tensor
+    offsets: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
     x_scales: torch.Tensor | None = None
     w_scales: torch.Tensor | None = None
     alpha: torch.Tensor | None = None
@@ -113,10 +107,13 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
             if t.dtype != torch.bfloat16:
                 raise ArgumentError(name, t.dtype, "torch.bfloat16")
         x, w = x.view(torch.uint8), w.view(torch.uint8)
-    if x.dim() != 2 or w.dim() != 3:
-        raise ArgumentError("x, w", (tuple(x.shape), tuple(w.shape)), "[R, K], [E, N, K]")
-    rows, (experts, features, _) = x.shape[0], w.shape
-    k = x.shape[1] * 8 // m.x_bits
+    dims = 2 + kernel.batched
+    if x.dim() != dims or w.dim() != 3:
+        allowed = "[E, R, K], [E, N, K]" if kernel.batched else "[R, K], [E, N, K]"
+        raise ArgumentError("x, w", (tuple(x.shape), tuple(w.shape)), allowed)
+    rows, (experts, features, _) = x.shape[-2], w.shape
+    lead = (experts,) * kernel.batched
+    k = x.shape[-1] * 8 // m.x_bits
     if k % kernel.k_multiple or w.shape[2] * 8 // m.w_bits != k:
         allowed = f"the same K, a multiple of {kernel.k_multiple}"
         raise ArgumentError("x, w", (tuple(call.x.shape), tuple(call.w.shape)), allowed)
@@ -139,26 +136,27 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
     def vector(extent: int) -> Any:
         return lambda name, value: wrap(name, value, fp32, (extent,))
 
+    def index(name: str, value: Any) -> Any:
+        return wrap(name, value, cutlass.Int32, (experts,))
+
+    groups = tuple(optional(name, not kernel.batched, index) for name in ("offsets", "counts"))
     out_width = width // 2 if kernel.out == "nvfp4" else width
     return (
         (
-            wrap("x", x, u8, (None, None), 16),
-            optional("x_scales", scaled, lambda n, v: _blocks(n, v, (), row_blocks * blocks)),
+            wrap("x", x, u8, (*lead, None, None), 16),
+            optional("x_scales", scaled, lambda n, v: _blocks(n, v, lead, row_blocks * blocks)),
         ),
         (
             wrap("w", w, u8, (None, None, None), 16),
             optional("w_scales", scaled, lambda n, v: _blocks(n, v, (experts,), -(-features // TILE_M) * blocks)),
         ),
-        (
-            wrap("offsets", call.offsets, cutlass.Int32, (experts,)),
-            wrap("counts", call.counts, cutlass.Int32, (experts,)),
-        ),
+        None if kernel.batched else groups,
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
         optional("routing", kernel.routed, vector(rows)),
         (
-            wrap("out", call.out, _OUT[kernel.out], (rows, out_width), 16),
-            optional("out_scales", quantised, lambda n, v: _blocks(n, v, (), row_blocks * out_blocks)),
+            wrap("out", call.out, _OUT[kernel.out], (*lead, rows, out_width), 16),
+            optional("out_scales", quantised, lambda n, v: _blocks(n, v, lead, row_blocks * out_blocks)),
             optional("out_global", kernel.out == "nvfp4", vector(experts)),
         ),
         cutlass.Float32(call.limit),

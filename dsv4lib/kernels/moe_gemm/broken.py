@@ -98,7 +98,7 @@ class ScaleOfWholeRow(MoeGemm):
     """Scales go where an unswizzled matrix has them: right in the first block's first row."""
 
     @cute.jit
-    def store_scale(self, ends: Ends, row: Int32, column: Int32, code: Int32):
+    def store_scale(self, ends: Ends, tile: Tile, row: Int32, column: Int32, code: Int32):
         """See `Epilogue.store_scale`."""
         blocks = ends.scales.shape[0] // cute.ceil_div(ends.out.shape[0], 128)
         at = row * (4 * blocks) + column  # WRONG: row by row

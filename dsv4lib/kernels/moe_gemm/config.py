@@ -71,6 +71,8 @@ class Config:
         ConfigError: a value that is not one of these, or that does not go with the others.
     """
 
+    batched = False  # whether tokens and outputs have a dimension of groups, [E, R, ..], instead of sorted rows [R, ..]
+
     def __init__(
         self,
         mode: str = "nvfp4",

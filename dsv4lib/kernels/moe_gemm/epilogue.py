@@ -76,6 +76,7 @@ class Epilogue(Schedule):
         """Epilogue warps: tile after tile; warp w reads lanes 32 w .. 32 w + 31."""
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
+        cute.arch.griddepcontrol_wait()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
         tidx, _, _ = cute.arch.thread_idx()
@@ -83,7 +84,7 @@ class Epilogue(Schedule):
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.acc_stages)
         buffer = Int32(0)
         place = self.first_place(groups)
-        while place.expert < groups.counts.shape[0]:
+        while place.expert < groups.experts:
             tile = self.tile(groups, place)
             factors = self.factors(ends, tile)
             acc.consumer_wait(state)
@@ -172,12 +173,12 @@ class Epilogue(Schedule):
             if inside:
                 rOut = cute.make_rmem_tensor(OUT_VALUES, ends.out.element_type)
                 rOut.store(rH.load().to(ends.out.element_type))
-                cute.autovec_copy(rOut, cute.local_tile(ends.out[row, None], (OUT_VALUES,), (unit,)))
+                cute.autovec_copy(rOut, cute.local_tile(ends.out[self.at(tile, row)], (OUT_VALUES,), (unit,)))
         elif cutlass.const_expr(self.out == "nvfp4"):
             if inside:
                 self.store_nvfp4(rH, ends, tile, row, unit)
         else:
-            self.store_mxfp8(rH, ends, row, unit, inside)
+            self.store_mxfp8(rH, ends, tile, row, unit, inside)
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):
@@ -186,12 +187,17 @@ class Epilogue(Schedule):
 
     def features_of(self, ends: Ends) -> Int32:
         """Features of a row of the output."""
-        return ends.out.shape[1] * (2 if self.out == "nvfp4" else 1)
+        return ends.out.shape[-1] * (2 if self.out == "nvfp4" else 1)
+
+    def at(self, tile: Tile, row: Int32) -> tuple:
+        """Index of a row of the output."""
+        return *self.lead(tile), row, None
 
     @cute.jit
     def store_nvfp4(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32):
         """A block: its scale, E4M3 of amax / (6 global), and codes relative to what that scale says."""
         amax = amax_of(rH)
+        amax = amax + 0.0 * amax  # Inf, too, makes the scale NaN, as the format has it
         scale_of_all = ends.out_global[tile.expert]
         code = convert.to_e4m3(amax * cute.arch.rcp_approx(6.0 * scale_of_all))
         step = convert.from_e4m3(code) * scale_of_all
@@ -199,54 +205,56 @@ class Epilogue(Schedule):
         rH.store(rH.load() * inverse)
         words = cute.make_rmem_tensor(2, Int32)
         for i in cutlass.range_constexpr(2):
-            words[i] = convert.to_e2m1x8([rH[8 * i + j] for j in range(8)])
-        store_words(ends.out, row, unit * (OUT_VALUES // 2), words)
-        self.store_scale(ends, row, unit, code)
+            codes = convert.to_e2m1x8([rH[8 * i + j] for j in range(8)])
+            words[i] = cutlass.select_(code == convert.E4M3_NAN, Int32(0), codes)  # E2M1 has no NaN; the cast makes 6
+        store_words(ends.out[self.at(tile, row)], unit * (OUT_VALUES // 2), words)
+        self.store_scale(ends, tile, row, unit, code)
 
     @cute.jit
-    def store_mxfp8(self, rH: cute.Tensor, ends: Ends, row: Int32, unit: Int32, inside: cutlass.Boolean):
+    def store_mxfp8(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32, inside: cutlass.Boolean):
         """Half a block of 32; its neighbour has the other half."""
         amax = amax_of(rH)
-        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1))
+        amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1), nan=True)
         code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
         if inside:
             rH.store(rH.load() * inverse)
             words = cute.make_rmem_tensor(4, Int32)
             for i in cutlass.range_constexpr(4):
                 words[i] = convert.to_e4m3x4([rH[4 * i + j] for j in range(4)])
-            store_words(ends.out, row, unit * OUT_VALUES, words)
+            store_words(ends.out[self.at(tile, row)], unit * OUT_VALUES, words)
             if unit % 2 == 0:
-                self.store_scale(ends, row, unit // 2, code)
+                self.store_scale(ends, tile, row, unit // 2, code)
 
     @cute.jit
-    def store_scale(self, ends: Ends, row: Int32, column: Int32, code: Int32):
+    def store_scale(self, ends: Ends, tile: Tile, row: Int32, column: Int32, code: Int32):
         """One scale to where the next GEMM reads it: `formats.scale_swizzle`, blocks of 128 rows x 4 scales."""
         per_scale = OUT_VALUES if self.out == "nvfp4" else 2 * OUT_VALUES
         blocks = cute.ceil_div(self.features_of(ends), 4 * per_scale)
         block = row // 128 * blocks + column // 4
-        ends.scales[block, row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = cutlass.Uint8(code)
+        at = *self.lead(tile), block, row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+        ends.scales[at] = cutlass.Uint8(code)
 
 
 @cute.jit
 def swiglu(gate: Float32, up: Float32, limit: Float32):
-    """silu(min(gate, limit)) * clip(up, -limit, limit)."""
-    gate = cute.arch.fmin(gate, limit)
-    up = cute.arch.fmax(cute.arch.fmin(up, limit), -limit)
+    """silu(min(gate, limit)) * clip(up, -limit, limit); a NaN stays one, where min and max would take the limit."""
+    gate = cute.arch.fmin(gate, limit, nan=True)
+    up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
     return gate * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True)) * up
 
 
 @cute.jit
 def amax_of(values: cute.Tensor):
-    """Largest magnitude."""
+    """Largest magnitude; NaN if one is."""
     amax = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
-        amax = cute.arch.fmax(amax, convert.magnitude(values[i]))
+        amax = cute.arch.fmax(amax, convert.magnitude(values[i]), nan=True)
     return amax
 
 
 @cute.jit
-def store_words(out: cute.Tensor, row: Int32, column: Int32, words: cute.Tensor):
+def store_words(row: cute.Tensor, column: Int32, words: cute.Tensor):
     """Registers to bytes of a row, in one store."""
     size = 4 * cute.size(words)
-    target = cute.local_tile(out[row, None], (size,), (column // size,))
+    target = cute.local_tile(row, (size,), (column // size,))
     cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), target)

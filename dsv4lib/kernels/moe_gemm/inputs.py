@@ -80,7 +80,8 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
         x[o + n : o + space] = BEHIND
     x_codes, x_scales, x_numbers = _quantised(x, m.x_bits, m.block)
     w_codes, w_scales, w_numbers = _quantised(w, m.w_bits, m.block)
-    call = Call(x_codes, w_codes, offsets[:-1].to(torch.int32), torch.tensor(counts, dtype=torch.int32), torch.empty(0))
+    call = Call(x_codes, w_codes, torch.empty(0))
+    call.offsets, call.counts = offsets[:-1].to(torch.int32), torch.tensor(counts, dtype=torch.int32)
     call.limit = LIMIT
     if m.block:
         call.x_scales, call.w_scales = scale_swizzle.swizzle(x_scales), scale_swizzle.swizzle(w_scales)

@@ -29,23 +29,19 @@ class Load(Schedule):
 
     def sources(self, mW: cute.Tensor, mWs: Any, mX: cute.Tensor, mXs: Any) -> tuple:
         """Host side: TMA atoms of weights, tokens and their scales."""
-        features, experts = mW.shape[1], mW.shape[0]
-        w = cute.make_tensor(
-            mW.iterator,
-            cute.make_layout((mW.shape[2], features, experts), stride=(1, mW.stride[1], mW.stride[0])),
-        )
+        w, x = (cute.make_tensor(t.iterator, self.outwards(t)) for t in (mW, mX))
         padded = self.mode.w_bits != self.mode.x_bits
         if padded:
             w = self.nibbles(w)
-        x = cute.make_tensor(mX.iterator, cute.make_layout((mX.shape[1], mX.shape[0]), stride=(1, mX.stride[0])))
+        lead = (1,) * self.batched
         atoms = [
             boxes.box_atom(w, (ROW_BYTES, TILE_M, 1), padded=padded),
-            boxes.box_atom(x, (ROW_BYTES, self.box_rows)),
+            boxes.box_atom(x, (ROW_BYTES, self.box_rows, *lead)),
         ]
         if not self.mode.block:
             return (*atoms, None, None)
         box = SCALE_WORDS, self.scale_blocks
-        for scales, lead in ((mWs, (1,)), (mXs, ())):
+        for scales, before in ((mWs, (1,)), (mXs, lead)):
             words = cute.make_tensor(
                 cute.recast_ptr(scales.iterator, dtype=Int32),
                 cute.make_layout(
@@ -53,8 +49,12 @@ class Load(Schedule):
                     stride=(1, SCALE_WORDS, *(stride // 4 for stride in scales.stride[:-2])),
                 ),
             )
-            atoms.append(boxes.box_atom(words, (*box, *lead), swizzle=False))
+            atoms.append(boxes.box_atom(words, (*box, *before), swizzle=False))
         return tuple(atoms)
+
+    def outwards(self, t: cute.Tensor) -> cute.Layout:
+        """The layout of a row-major tensor, its contiguous mode first."""
+        return cute.make_layout(tuple(reversed(t.shape)), stride=(1, *reversed(t.stride[:-1])))
 
     def nibbles(self, packed: cute.Tensor) -> cute.Tensor:
         """A view of bytes as E2M1 elements, two a byte."""
@@ -72,8 +72,10 @@ class Load(Schedule):
         """
         steps, blocks = depth
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        self.ahead(sources, groups, steps, ab.producer_get_barrier(state))
+        cute.arch.griddepcontrol_wait()
         place = self.first_place(groups)
-        while place.expert < groups.counts.shape[0]:
+        while place.expert < groups.experts:
             tile = self.tile(groups, place)
             token_boxes = cute.ceil_div(tile.n // self.ctas, self.box_rows)
             fixed = W_BYTES * self.mode.w_bits // self.mode.x_bits + self.sfw_bytes + self.sfx_bytes
@@ -86,7 +88,11 @@ class Load(Schedule):
                     self.load_scales(sources, tile, step, blocks, rings, state.index, barrier)
                 state.advance()
             place = self.next_place(groups, place)
+        cute.arch.griddepcontrol_launch_dependents()  # a kernel behind this one may come, where there is room
         ab.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+
+    def ahead(self, sources: tuple, groups: Groups, steps: Int32, barrier: cute.Pointer):
+        """What can be fetched while the kernel before still runs: without the groups' counts, nothing is known."""
 
     @cute.jit
     def load_operands(
@@ -108,7 +114,7 @@ class Load(Schedule):
             if cutlass.const_expr(pair):
                 row = row + cute.arch.block_idx_in_cluster() * (tile.n // self.ctas)
             target = rings.x + stage * self.x_bytes + lane * (self.box_rows * ROW_BYTES)
-            boxes.load_box(sources[1], target, barrier, (k, row), pair)
+            boxes.load_box(sources[1], target, barrier, (k, row, *self.lead(tile)), pair)
         with cute.arch.elect_one():
             boxes.load_box(sources[0], rings.w + stage * W_BYTES, barrier, (k, tile.feature, tile.expert), pair)
 
@@ -132,4 +138,4 @@ class Load(Schedule):
             for i in cutlass.range_constexpr(self.token_blocks):
                 block = (tile.row // 128 + i) * blocks + first
                 target = rings.sfx + stage * self.sfx_bytes + i * self.sfw_bytes
-                boxes.load_box(sources[3], target, barrier, (0, block), pair)
+                boxes.load_box(sources[3], target, barrier, (0, block, *self.lead(tile)), pair)

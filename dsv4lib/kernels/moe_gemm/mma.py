@@ -26,6 +26,7 @@ class Mma(Schedule):
         acc: pipeline.PipelineUmmaAsync,
     ):
         """MMA warp: tile after tile into alternating accumulators."""
+        cute.arch.griddepcontrol_wait()
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.ctas == 1):
@@ -48,7 +49,7 @@ class Mma(Schedule):
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         sums = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
         place = self.first_place(groups)
-        while place.expert < groups.counts.shape[0]:
+        while place.expert < groups.experts:
             tile = self.tile(groups, place)
             acc.producer_acquire(sums)
             umma.fence_after_thread_sync()

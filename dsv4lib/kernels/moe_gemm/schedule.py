@@ -8,7 +8,7 @@ back. Empty experts have no tiles and cost nothing but their lane.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,9 +22,10 @@ WINDOW = 32
 class Groups(NamedTuple):
     """The groups of tokens, and how the features of each are split."""
 
-    offsets: cute.Tensor  # [E] int32: first row
-    counts: cute.Tensor  # [E] int32: rows
+    experts: Int32
     feature_tiles: Int32
+    offsets: Any  # [E] int32: first row; of `Linear` None
+    counts: Any  # [E] int32: rows; of `Linear` Int32: of each
 
 
 class Tile(NamedTuple):
@@ -50,6 +51,10 @@ class Place(NamedTuple):
 class Schedule(Config):
     """The walk of a role."""
 
+    def groups(self, given: Any, mX: cute.Tensor, mW: cute.Tensor):
+        """Host side: the groups of a call."""
+        return Groups(mW.shape[0], cute.ceil_div(mW.shape[1], self.pair_m), *given)
+
     @cute.jit
     def first_place(self, groups: Groups):
         """Where a role starts."""
@@ -65,7 +70,7 @@ class Schedule(Config):
     @cute.jit
     def find(self, groups: Groups, index: Int32, window: Int32, before: Int32):
         """The place of tile ``index``, which is not before ``window``; all lanes of a warp together."""
-        experts = groups.counts.shape[0]
+        experts = groups.experts
         tiles, upto = self.tiles_of(groups, window)
         total = cute.arch.shuffle_sync(upto, WINDOW - 1)
         while window < experts and before + total <= index:
@@ -85,7 +90,7 @@ class Schedule(Config):
         """Tiles of this lane's expert, and of all experts of the window up to and with it."""
         lane = cute.arch.lane_idx()
         tiles = Int32(0)
-        if window + lane < groups.counts.shape[0]:
+        if window + lane < groups.experts:
             tiles = cute.ceil_div(groups.counts[window + lane], self.tile_n) * groups.feature_tiles
         upto = tiles
         for i in range(5):  # five steps of a prefix sum over 32 lanes
@@ -97,7 +102,7 @@ class Schedule(Config):
     @cute.jit
     def tile(self, groups: Groups, place: Place):
         """The tile at a place that has one."""
-        count = groups.counts[place.expert]
+        start, count = self.rows_of(groups, place.expert)
         across = cute.ceil_div(count, self.tile_n)
         first = place.inside % across * self.tile_n
         rows = count - first
@@ -107,4 +112,12 @@ class Schedule(Config):
         if cutlass.const_expr(self.ctas > 1):
             feature = feature + cute.arch.block_idx_in_cluster() * (self.pair_m // self.ctas)
         n = cute.ceil_div(rows, N_STEP) * N_STEP
-        return Tile(place.expert, feature, groups.offsets[place.expert] + first, rows, n)
+        return Tile(place.expert, feature, start + first, rows, n)
+
+    def rows_of(self, groups: Groups, expert: Int32):
+        """First row of an expert's tokens, and how many there are."""
+        return groups.offsets[expert], groups.counts[expert]
+
+    def lead(self, tile: Tile) -> tuple:
+        """What comes before the row in an index of tokens or outputs."""
+        return (tile.expert,) if self.batched else ()

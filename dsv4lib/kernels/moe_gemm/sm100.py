@@ -59,6 +59,9 @@ A pair (`ctas` 2, `cta_group::2`) takes 256 features x tile_n tokens: each CTA l
 tokens and all of the tokens' scales. X comes from L2 once for 256 features: for groups of 256 tokens and more, where
 the tensor core and not the weights is the limit.
 
+Launches overlap (`griddepcontrol`): barriers and TMEM are made while the kernel before ends, and each role waits for it
+before it reads the counts. `Linear` knows its first tile without them and brings the tile's weights to L2 meanwhile.
+
 Ragged edges. TMA fills with zeros what is outside; scales behind the last feature are zero bytes. An MMA multiplies
 rows behind the group's last one, up to 16s, whatever is there: a column of its own, never stored.
 
@@ -102,7 +105,7 @@ class MoeGemm(Load, Mma, Epilogue):
         self,
         tokens: tuple,
         weights: tuple,
-        groups: tuple,
+        groups: Any,
         alpha: Any,
         alpha_up: Any,
         routing: Any,
@@ -116,7 +119,7 @@ class MoeGemm(Load, Mma, Epilogue):
         Args:
             tokens: (codes [R, bytes of K] uint8, scales [blocks, 512] uint8 or None), rows sorted by expert.
             weights: (codes [E, N, bytes of K] uint8, scales [E, blocks, 512] uint8 or None).
-            groups: (offsets [E] int32, multiples of 128, counts [E] int32).
+            groups: (offsets [E] int32, multiples of 128, counts [E] int32); for `Linear` None.
             alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
             routing: [R] fp32 or None.
             outputs: (rows [R, F] bf16, or bytes of codes uint8; scales [blocks, 512] uint8 or None; global scale [E]
@@ -128,11 +131,10 @@ class MoeGemm(Load, Mma, Epilogue):
         (mX, mXs), (mW, mWs) = tokens, weights
         sources = self.sources(mW, mWs, mX, mXs)
         # 16-bit elements come as bytes too: K is what a row of the activations has of it.
-        steps = cute.ceil_div(mX.shape[1], ROW_BYTES)
+        steps = cute.ceil_div(mX.shape[-1], ROW_BYTES)
         blocks = Int32(0)
         if cutlass.const_expr(self.mode.block):
-            blocks = cute.ceil_div(mX.shape[1] * 8 // self.mode.x_bits, 4 * self.mode.block)
-        features = cute.ceil_div(mW.shape[1], self.pair_m)
+            blocks = cute.ceil_div(mX.shape[-1] * 8 // self.mode.x_bits, 4 * self.mode.block)
 
         @cute.struct
         class Storage:
@@ -149,11 +151,12 @@ class MoeGemm(Load, Mma, Epilogue):
         self.storage = Storage
         out, scales, out_global = outputs
         ends = Ends(alpha, alpha_up, routing, out, scales, out_global, limit)
-        self.kernel(sources, Groups(*groups, features), (steps, blocks), ends).launch(
+        self.kernel(sources, self.groups(groups, mX, mW), (steps, blocks), ends).launch(
             grid=(grid * self.ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.ctas, 1, 1) if self.ctas > 1 else None,
             stream=stream,
+            use_pdl=True,
         )
 
     # ---------------------------------------------------------------- device

@@ -1,0 +1,1 @@
+"""Linear layers in every precision mode, alone or in groups that see all tokens."""
