@@ -122,6 +122,10 @@ class CompileCache:
             seconds[repr(kernel)] = time.perf_counter() - start
         return seconds
 
+    def kernels(self) -> list[Compiled]:
+        """All that is in memory."""
+        return [code for _, code in self._memory.values()]
+
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
         with self._lock:

@@ -35,6 +35,7 @@ from dsv4lib.kernels.quantize.entries import IndexerKeys, KvEntries
 from dsv4lib.kernels.quantize.simt import Quantize
 from dsv4lib.ops import compile_cache, launching
 
+FULL = 4 * 132 * 8192  # bytes of x from which on few bytes a thread are no longer the best
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -114,6 +115,16 @@ def output_shapes(
 def workspace_size(tokens: int, columns: int) -> int:
     """Elements of int32 that deriving the global scale of [tokens, columns] needs."""
     return Amax.ctas(tokens * columns // PIECE)
+
+
+def bytes_at_once(elements: int, element_size: int, deinterleave: bool = False) -> int:
+    """What a thread of `Quantize` takes.
+
+    Measured on an H200, cold: 8 rows of 4096 take 1.6 us at 16 bytes and 2.0 to 2.9 at 64; 4096 rows take 15.5 us at 32
+    in FP8 (15.9 at 16, 16.7 at 64), and within 1 % of the best in FP4.
+    """
+    least = PIECE * element_size * (1 + deinterleave)
+    return least if elements * element_size < FULL else max(32, least)
 
 
 class Call(NamedTuple):
@@ -257,6 +268,7 @@ def _launch(name: str, call: Call) -> None:
         call = call._replace(rows=rows, codes=codes, scales=scales)
     settings = {"recipe": call.recipe, "dtype": DTYPES[x.dtype], "gather": call.rows is not None}
     settings |= {"deinterleave": call.deinterleave, "swizzled": call.swizzled}
+    settings["bytes_at_once"] = bytes_at_once(call.count * x.shape[1], x.element_size(), call.deinterleave)
     scale = call.given if partials is None else call.derived
     settings["scale"] = None if scale is None else "given" if partials is None else "derived"
     kernel, code = _code(name, Quantize, settings)

@@ -24,12 +24,12 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.router import arguments
-from dsv4lib.kernels.router.fused import QUARTERS, ROWS_M, ROWS_N, UNIT, FusedRouter
+from dsv4lib.kernels.router.fused import QUARTERS, ROWS_M, UNIT, FusedRouter
 from dsv4lib.kernels.router.simt import MAX_EXPERTS, MAX_K, Router
 from dsv4lib.ops import launching
 
-SM_COUNT = 132  # of an H200; a B200 has 148
 KEPT = 4096  # counters that are kept for a stream
+TOGETHER = 8  # tokens up to which the gate's last CTA selects, too
 
 
 class Hashed(NamedTuple):
@@ -107,18 +107,11 @@ def router(
     return out
 
 
-def tile_of(tokens: int, experts: int, sm_count: int = SM_COUNT) -> tuple[int, int]:
-    """(m, n) of `FusedRouter` for a call of this size: the least traffic that still gives most SMs a CTA."""
-
-    def ctas(m: int, n: int) -> int:
-        return QUARTERS * -(-experts // (ROWS_N * n)) * -(-tokens // (ROWS_M * m))
-
-    def traffic(m: int, n: int) -> int:
-        return tokens * -(-experts // (ROWS_N * n)) + experts * -(-tokens // (ROWS_M * m))
-
-    tiles = [(m, n) for m in (1, 2, 4) for n in (1, 2, 4) if m * n <= 8]
-    enough = [tile for tile in tiles if ctas(*tile) >= 0.9 * sm_count]
-    return min(enough, key=lambda tile: traffic(*tile)) if enough else (1, 1)
+def tile_of(tokens: int, experts: int) -> tuple[int, int]:
+    """(m, n) of `FusedRouter` for a call of this size: the best of a sweep on an H200, 256 and 384 experts."""
+    if tokens <= 16 or (tokens <= 32 and experts <= 256):
+        return 1, 2
+    return (2, 2) if tokens <= 32 else (2, 4)
 
 
 class Call(NamedTuple):
@@ -220,9 +213,15 @@ def _run(*given: Any) -> None:
     if call.weight is None:
         given = call.x[None], chosen, *ends
         return launching.launch(name, Router, settings, arguments.fake_args, arguments.launch_args, *given)
-    settings["m"], settings["n"] = tile_of(call.x.shape[0], call.size)
-    given = call.x, call.weight, chosen, *_space(call), *ends
-    return launching.launch(name, FusedRouter, settings, arguments.fake_args, arguments.fused_args, *given)
+    (m, n), apart = tile_of(call.x.shape[0], call.size), call.x.shape[0] > TOGETHER
+    parts, counters = _space(call)
+    gate = {**settings, "m": m, "n": n, "apart": apart}
+    given = call.x, call.weight, chosen, parts, counters, *ends
+    launching.launch(name, FusedRouter, gate, arguments.fake_args, arguments.fused_args, *given)
+    if apart:
+        settings["parts"] = QUARTERS
+        launching.launch(name, Router, settings, arguments.fake_args, arguments.launch_args, parts, chosen, *ends)
+    return None
 
 
 def _fake(*given: Any) -> None:

@@ -272,6 +272,9 @@ def test_instructions_follow_from_the_recipe(recipe, arch):
         ("dtype", {"recipe": "fp8", "dtype": "fp16"}),
         ("scale", {"recipe": "nvfp4"}),
         ("scale", {"recipe": "mxfp4", "scale": "given"}),
+        ("bytes_at_once", {"recipe": "fp8", "bytes_at_once": 48}),
+        ("bytes_at_once", {"recipe": "fp8", "dtype": "fp32", "bytes_at_once": 16}),
+        ("bytes_at_once", {"recipe": "fp8", "deinterleave": True, "bytes_at_once": 16}),
     ],
 )
 def test_settings_that_are_none(name, settings):

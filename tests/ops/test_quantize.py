@@ -37,6 +37,14 @@ def test_dynamic_and_calibrated():
     assert float((values - X.float()).abs().max()) <= float(X.float().abs().max()) / 6
 
 
+def test_few_bytes_a_thread_where_there_are_few():
+    """The least is a piece of 8 elements of each half."""
+    assert [op.bytes_at_once(8 * 4096, size) for size in (2, 4)] == [16, 32]
+    assert [op.bytes_at_once(8 * 4096, size, True) for size in (2, 4)] == [32, 64]
+    sizes = [op.bytes_at_once(4096 * 4096, size, two) for size in (2, 4) for two in (False, True)]
+    assert sizes == [32, 32, 32, 64]
+
+
 def test_rows_and_swizzle():
     found = both(X, "nvfp4", rows=ROWS, swizzled=True)
     assert found.codes.shape == (5, 96) and found.scales.shape == (scale_swizzle.swizzled_bytes(5, 12),)

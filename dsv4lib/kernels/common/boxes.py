@@ -42,6 +42,24 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
 
 
 @dsl_user_op
+def prefetch_box(
+    atom: cute.CopyAtom, barrier: cute.Pointer, coordinates: tuple, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Bring one box to L2, see `load_box`; nobody is told when it is there (the atom wants some mbarrier)."""
+    rank = len(coordinates)
+    places = ", ".join(f"{{$r{1 + i}}}" for i in range(rank))
+    text = f"cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [{{$r0}}, {{{places}}}];"
+    args = [_descriptor(atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip), loc, ip), *map(cutlass.Int32, coordinates)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
+
+
+def _descriptor(executable: Any, loc: Any, ip: Any) -> Any:
+    """Address of an atom's tensor map."""
+    descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
+    return descriptor.toint(loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load_box(
     atom: cute.CopyAtom,
     smem: cutlass.Int32,
@@ -61,8 +79,7 @@ def load_box(
         coordinates: first element of the box in every mode of the tensor.
         pair: the bytes are counted at the same barrier of the first CTA of the pair.
     """
-    executable = atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip)
-    descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
+    descriptor = _descriptor(atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip), loc, ip)
     signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
     rank = len(coordinates)
     places = ", ".join(f"{{$r{3 + i}}}" for i in range(rank))
@@ -71,5 +88,5 @@ def load_box(
         f"cp.async.bulk.tensor.{rank}d.shared::{target}.global.tile.mbarrier::complete_tx::bytes{group} "
         f"[{{$r0}}], [{{$r1}}, {{{places}}}], [{{$r2}}];"
     )
-    args = [smem, descriptor.toint(loc=loc, ip=ip), signal.toint(loc=loc, ip=ip), *map(cutlass.Int32, coordinates)]
+    args = [smem, descriptor, signal.toint(loc=loc, ip=ip), *map(cutlass.Int32, coordinates)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

@@ -14,7 +14,9 @@ from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
 E4M3_MAX = 448.0
+E4M3_NAN = 0x7F
 _MANTISSA = (1 << 23) - 1
+_INF, _NAN = 0x7F800000, 0x7FC00000
 
 
 @dsl_user_op
@@ -78,9 +80,12 @@ def to_ue8m0(amax: Float32, largest: cutlass.Constexpr, floor: cutlass.Constexpr
     """(byte of the smallest power of two that is not below max(amax, floor) / largest, its inverse); exact.
 
     ``largest``: of the element format. The quotient is never formed: an exponent is the difference of two, and one
-    more where the mantissa of amax is above that of ``largest``.
+    more where the mantissa of amax is above that of ``largest``. Inf and NaN give 255, NaN, and NaN.
     """
     (top,) = struct.unpack("<i", struct.pack("<f", largest))
     carry = _MANTISSA - (top & _MANTISSA)
-    code = (bits(cute.arch.fmax(amax, Float32(floor))) + carry >> 23) - (top >> 23) + 127
-    return code, from_bits(254 - code << 23)
+    amax = bits(cute.arch.fmax(amax, Float32(floor), nan=True))
+    code = (amax + carry >> 23) - (top >> 23) + 127
+    code = cutlass.select_(amax >= _INF, Int32(255), code)
+    inverse = cutlass.select_(code == 255, Int32(_NAN), 254 - code << 23)
+    return code, from_bits(inverse)

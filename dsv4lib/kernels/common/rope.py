@@ -1,4 +1,4 @@
-"""Inverse rotary embedding in registers, as the epilogue of attention.
+"""Rotary embedding in registers, forward and inverse, for kernels that have a head's last 64 dims in fp32.
 
 Interleaved pairs (2 i, 2 i + 1) of the last 64 dimensions of a head, 32 frequencies, no amplitude factor. The caller
 brings cos and sin of the query's position, computed in fp32. Source: DSV4 inference code; `dsv4lib.reference.rope`.
@@ -6,9 +6,16 @@ brings cos and sin of the query's position, computed in fp32. Source: DSV4 infer
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, Int64, Uint64
+from cutlass.cutlass_dsl import dsl_user_op
+
+ROPE = 64  # dims that turn
+QUAD = 4  # pairs of a piece of 8 dims
+PIECES = ROPE // (2 * QUAD)
 
 
 @cute.jit
@@ -27,3 +34,44 @@ def rotate_back(rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
         cos, sin = mCos[token, first + j], mSin[token, first + j]
         rO[2 * j] = a * cos + b * sin
         rO[2 * j + 1] = b * cos - a * sin
+
+
+@dsl_user_op
+def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
+    """Pairs (x[2 i], x[2 i + 1]) turned by their angles, or turned back; bits of `dsv4lib.reference.rope` in fp32.
+
+    Each product and each sum is rounded by itself: no compiler may contract them, and the emulator agrees with a GPU.
+    """
+    n, lines = len(cos), [".reg .f32 s, t;"]
+    for i in range(n):
+        a, b, c, s = f"{{$r{2 * i}}}", f"{{$r{2 * i + 1}}}", f"{{$r{2 * n + i}}}", f"{{$r{3 * n + i}}}"
+        first, second = ("add", "sub") if back else ("sub", "add")
+        lines += [f"mul.rn.f32 s, {a}, {c};", f"mul.rn.f32 t, {b}, {s};", f"{first}.rn.f32 {{$w{2 * i}}}, s, t;"]
+        lines += [f"mul.rn.f32 s, {b}, {c};", f"mul.rn.f32 t, {a}, {s};"]
+        lines += [f"{second}.rn.f32 {{$w{2 * i + 1}}}, s, t;"]
+    text = "\n".join(["{", *lines, "}"])
+    given = [*x, *cos, *sin]
+    return list(cute.arch.inline_ptx(text, read_only_args=given, write_only_types=[Float32] * 2 * n, loc=loc, ip=ip))
+
+
+@cute.jit
+def angles(mTable: cute.Tensor, mPositions: Any, token: Int32, piece: Int32, wanted: Any):
+    """Cosines and sines of a lane's 4 pairs: (list, list); NaN where the position is not in the table.
+
+    Args:
+        mTable: fp32 [P, 64], 32 cosines and 32 sines a position.
+        mPositions: int64 [T], rows of the table; None: row ``token``.
+        token: whose angles.
+        piece: 0 .. 7, of 8 dims among the 64. wanted: whether this lane needs them; else nothing is loaded.
+    """
+    rAngles = cute.make_rmem_tensor((QUAD, 2), Float32)
+    rAngles.fill(float("nan"))
+    if wanted:
+        row = Int64(token)
+        if cutlass.const_expr(mPositions is not None):
+            row = mPositions[token]
+        if Uint64(row) < Uint64(mTable.shape[0]):
+            line = mTable[row, None]
+            cute.autovec_copy(cute.local_tile(line, (QUAD,), (piece,)), rAngles[None, 0])
+            cute.autovec_copy(cute.local_tile(line, (QUAD,), (piece + PIECES,)), rAngles[None, 1])
+    return [rAngles[i, 0] for i in range(QUAD)], [rAngles[i, 1] for i in range(QUAD)]

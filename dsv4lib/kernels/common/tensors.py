@@ -12,6 +12,7 @@ import cutlass.cute as cute
 import torch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common.kv_entry import page_divisor
 
 TORCH = {
     cutlass.BFloat16: torch.bfloat16,
@@ -36,6 +37,12 @@ class Fakes:
         units = 8 * align // dtype.width
         stride = (*(cute.sym_int64(divisibility=units) for _ in extents[1:]), 1)
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
+
+
+def divisor(number: int) -> tuple:
+    """What a kernel needs to divide a 31-bit count by ``number`` (1 to 2^24): (number, multiplier, shift)."""
+    multiplier, shift = page_divisor(number)
+    return cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift)
 
 
 def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:

@@ -26,6 +26,10 @@ ends of fp32 by the same power of two.
 is as much too large. Encoding never decreases, so equal codes are the code of the quotient. Where they differ (at a
 tie, for example), the thresholds decide. Without that instruction (SM90) they always do.
 
+**E2M1 of a power of two on SM90**: y = |x| / scale is exact and at most 6. The codes are evenly spaced, by 2^(k - 1),
+where 2^k is the power of two in y, at least 1. So y + 1.5 x 2^(22 + k), rounded to nearest even, leaves y over that
+step in its lowest bits, and the code is that number and 2 k.
+
 Source: OCP Microscaling Formats 1.0; PTX ISA, "cvt", "mul" (``.rz``, ``.rp``); `formats.ue8m0`, `.nvfp4`, `.mxfp4`.
 """
 
@@ -251,6 +255,37 @@ def e2m1_convert(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -
 
 
 @dsl_user_op
+def e2m1_round(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Codes of 8 values times ``factor`` (a power of two), 4 bits each, where no product lies above 6.
+
+    See "E2M1 of a power of two" in the module docstring.
+    """
+    lines = [".reg .f32 y, f;", ".reg .b32 word, m, c, s;", "mov.b32 word, 0;"]
+    for i in range(PIECE):
+        lines += [
+            f"mul.rn.f32 y, {{$r{i}}}, {{$r{PIECE}}};",
+            "abs.f32 y, y;",
+            "mov.b32 m, y;",
+            "and.b32 m, m, 0x7f800000;",
+            "max.u32 m, m, 0x3f800000;",
+            "add.u32 c, m, 0x0b400000;",
+            "mov.b32 f, c;",
+            "add.rn.f32 f, y, f;",
+            "mov.b32 c, f;",
+            "sub.u32 c, c, m;",
+            "shr.u32 m, m, 22;",
+            "add.u32 c, c, m;",
+            f"sub.u32 c, c, {0x0B400000 + 254};",
+            f"mad.lo.u32 word, c, {1 << 4 * i}, word;",
+            f"mov.b32 s, {{$r{i}}};",
+            f"shr.u32 s, s, {28 - 4 * i};",
+            f"and.b32 s, s, 0x{8 << 4 * i:x};",
+            "or.b32 word, word, s;",
+        ]
+    return _ptx([*lines, "mov.b32 {$w0}, word;"], [*x, factor], [Int32], loc, ip)
+
+
+@dsl_user_op
 def _reciprocals(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
     """1 / (scale g), 2^-20 too small and too large; 0, 0 where scale is 0 or NaN."""
     lines = [
@@ -276,7 +311,7 @@ def e2m1_of_power(x: list, byte: Int32, convert: cutlass.Constexpr):
     if cutlass.const_expr(convert):
         word = e2m1_convert(x, inverse_power(byte))
     else:
-        word = e2m1_decide(x, e2m1_thresholds(Float32(1.0), power(byte)))
+        word = e2m1_round(x, inverse_power(byte))
     return cutlass.select_(byte == 255, Int32(0), word)
 
 

@@ -17,9 +17,9 @@ padding included (zero bytes), so that a block-scaled MMA can read it at once.
 
 **Threads.** A piece is 8 elements of a row: one load of 16 bytes (two of fp32), one store of 4 or 8. Pieces are counted
 through the rows (those of the padding, too), lane after lane, so a block of 16 to 128 elements is 2 to 16 neighbouring
-lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes 64 bytes of x, a CTA of 128 threads 8 KiB;
-all its loads are under way before the first is looked at. With ``deinterleave`` a lane takes a piece of gate and the
-piece of up behind it, 32 bytes together. No shared memory, no barrier.
+lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes ``bytes_at_once`` of x, a CTA of 128 threads
+8 KiB where that is 64; all its loads are under way before the first is looked at. With ``deinterleave`` a lane takes a
+piece of gate and the piece of up behind it, 32 bytes together. No shared memory, no barrier.
 
 **Bytes.** 2 read and 0.56 (nvfp4), 0.53, 1.03 or 1.01 written per bf16 element. Machine instructions an element, as
 counted in compiled code: 12.8 mxfp8 and 13.3 fp8 (sm_90a), 13.6 mxfp4 (sm_100a), 29 nvfp4 on sm_90a, 19 on sm_100a
@@ -54,8 +54,8 @@ from dsv4lib.kernels.quantize.codes import PIECE
 from dsv4lib.kernels.quantize.config import DTYPES, RECIPES, ROW_RECIPES
 
 THREADS = 128
-BYTES_AT_ONCE = 64  # that a thread loads before it looks at any
-MOST_CTA_PIECES = THREADS * BYTES_AT_ONCE // (2 * PIECE)
+BYTES_AT_ONCE = (16, 32, 64)  # that a thread may load before it looks at any
+MOST_CTA_PIECES = THREADS * max(BYTES_AT_ONCE) // (2 * PIECE)
 ELEMENTS = {"bf16": cutlass.BFloat16, "fp32": Float32}
 
 
@@ -79,9 +79,23 @@ def words_of(rIn: cute.Tensor):
 @cute.jit
 def values_of(rIn: cute.Tensor):
     """A piece in registers as 8 Float32; exact."""
+    if cutlass.const_expr(rIn.element_type is cutlass.BFloat16):  # the upper half of a word is a Float32 but for a mask
+        words = words_of(rIn)
+        halves = [(word << 16, word & Int32(-65536)) for word in words]
+        return [half.bitcast(Float32) for pair in halves for half in pair]
     rX = cute.make_rmem_tensor(PIECE, Float32)
     rX.store(rIn.load().to(Float32))
     return [rX[i] for i in range(PIECE)]
+
+
+@cute.jit
+def in_fp32(rIn: cute.Tensor) -> cute.Tensor:
+    """A piece as registers of Float32."""
+    values = values_of(rIn)
+    rX = cute.make_rmem_tensor(PIECE, Float32)
+    for i in cutlass.range_constexpr(PIECE):
+        rX[i] = values[i]
+    return rX
 
 
 @cute.jit
@@ -104,6 +118,8 @@ class Quantize:
         deinterleave: columns alternate, 8 of gate and 8 of up.
         swizzled: scales in 128x4 blocks; else row-major.
         fp4_conversion: cvt to e2m1x2 is there (`config.has_fp4_conversion`).
+        bytes_at_once: of x that a thread takes, one of `BYTES_AT_ONCE`: few bytes make a short chain of instructions on
+            many SMs, many keep more loads under way; at least a piece of each half.
 
     Raises:
         ConfigError: a value that is not one of these.
@@ -118,6 +134,7 @@ class Quantize:
         deinterleave: bool = False,
         swizzled: bool = False,
         fp4_conversion: bool = True,
+        bytes_at_once: int = 64,
     ):
         if recipe not in ROW_RECIPES:
             raise ConfigError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
@@ -138,11 +155,14 @@ class Quantize:
         self.halves = 2 if deinterleave else 1
         self.lanes = self.format.block // PIECE  # that share a block
         self.words = PIECE * self.format.bits // 32  # of codes, of a piece
-        self.at_once = BYTES_AT_ONCE * 8 // (PIECE * self.element.width)  # pieces of a thread
+        self.at_once = bytes_at_once * 8 // (PIECE * self.element.width)  # pieces of a thread
+        if bytes_at_once not in BYTES_AT_ONCE or self.at_once < self.halves:
+            raise ConfigError("bytes_at_once", bytes_at_once, f"one of {BYTES_AT_ONCE}, at least a piece of each half")
         self.cta_pieces = THREADS * self.at_once // self.halves  # of one half
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("gather", "deinterleave", "swizzled", "fp4_conversion") if vars(self)[name]]
+        flags += [str(self.at_once)]
         scale = [self.scale] if self.scale else []
         return f"Quantize({', '.join([self.recipe, self.dtype, *scale, *flags])})"
 
@@ -166,7 +186,7 @@ class Quantize:
         counts: tuple,
         stream: cuda.CUstream,
     ):
-        """Launch one CTA for each 8 KiB of x.
+        """Launch one CTA for each 128 times ``bytes_at_once`` of x.
 
         Args:
             mX: [T, columns of all halves].

@@ -39,21 +39,25 @@ class RmsNorm:
         d: columns, a multiple of 8 up to 8192.
         add: add a residual first.
         weighted: multiply by a weight a column.
+        most_threads: of a CTA, 256, 512 or 1024. It decides how a row is summed up, and with it the last bits.
 
     Raises:
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(self, d: int = 4096, add: bool = False, weighted: bool = True):
+    def __init__(self, d: int = 4096, add: bool = False, weighted: bool = True, most_threads: int = MAX_THREADS):
         if not 0 < d <= MAX_D or d % COLUMNS:
             raise ConfigError("d", d, f"a multiple of {COLUMNS}, at most {MAX_D}")
+        if most_threads not in (MAX_THREADS, 2 * MAX_THREADS, 4 * MAX_THREADS):
+            raise ConfigError("most_threads", most_threads, "256, 512 or 1024")
         self.d, self.add, self.weighted = d, add, weighted
-        self.threads = min(MAX_THREADS, LANES * -(-d // (COLUMNS * LANES)))
+        self.threads = min(most_threads, LANES * -(-d // (COLUMNS * LANES)))
         self.pieces = -(-d // (COLUMNS * self.threads))
         self.warps = self.threads // LANES
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        return f"RmsNorm({', '.join([str(self.d), *(name for name in ('add', 'weighted') if vars(self)[name])])})"
+        flags = [name for name in ("add", "weighted") if vars(self)[name]]
+        return f"RmsNorm({', '.join([str(self.d), str(self.threads), *flags])})"
 
     @cute.jit
     def __call__(

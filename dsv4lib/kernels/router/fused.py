@@ -17,6 +17,9 @@ One launch instead of two, and nobody waits for anybody. The alternative, cluste
 distributed shared memory, saves 3/4 of the 4 T E 4 bytes of parts (16 KiB a token, from L2) and costs a cluster
 barrier; it would still need the counter, because 8 CTAs (a portable cluster) cannot fetch W fast enough.
 
+With many tokens the last CTA of a tile would select for 16 m of them while all others idle. Then (`apart`) nobody
+counts, and a launch of `Router` adds the quarters and selects, a warp a token all over the GPU.
+
 W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`.
 
 The order of every sum is fixed: k within a warp, warps 0 .. 7, quarters 0 .. 3. Neither T, nor a token's place, nor M
@@ -56,19 +59,22 @@ class FusedRouter(Router):
     Args:
         experts, k, hashed: as in `Router`.
         m, n: MMAs a warp has side by side: 16 m tokens, 8 n experts a CTA; 1, 2 or 4 each, m n at most 8.
+        apart: leave the selection to a launch of `Router` with 4 parts.
 
     Raises:
         ConfigError: a value that is not allowed.
     """
 
-    def __init__(self, experts: int = 256, k: int = 6, hashed: bool = False, m: int = 1, n: int = 1):
+    def __init__(
+        self, experts: int = 256, k: int = 6, hashed: bool = False, m: int = 1, n: int = 1, apart: bool = False
+    ):
         super().__init__(experts, k, hashed, QUARTERS)
         for name, value in (("m", m), ("n", n)):
             if value not in (1, 2, 4):
                 raise ConfigError(name, value, "1, 2 or 4")
         if m * n > 8:
             raise ConfigError("m", m, f"at most {8 // n} with n={n}")
-        self.m, self.n = m, n
+        self.m, self.n, self.apart = m, n, apart
         self.tokens, self.columns = ROWS_M * m, ROWS_N * n  # of a CTA
         self.pitch = self.columns + (8 if n > 1 else 0)  # of a row of sums: 8 rows begin in different banks
         # Units whose loads are in flight together: as many as fit into 96 registers.
@@ -80,7 +86,7 @@ class FusedRouter(Router):
         return QUARTERS * -(-self.experts // self.columns)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self.m}x{self.n})"
+        return f"{super().__repr__()[:-1]}, {self.m}x{self.n}{', apart' * self.apart})"
 
     @cute.jit
     def __call__(
@@ -144,6 +150,8 @@ class FusedRouter(Router):
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(self.tokens * self.pitch, self.pitch, 1)))
         sLast = storage.last.get_tensor(cute.make_layout(1))
 
+        if cutlass.const_expr(self.apart):
+            cute.arch.griddepcontrol_launch_dependents()  # `Router` may come, where there is room, and waits itself
         share, units = quarter * WARPS + warp, mX.shape[1] // UNIT
         first, end = share * units // (QUARTERS * WARPS), (share + 1) * units // (QUARTERS * WARPS)
         self.request(mW, column, first, end)
@@ -151,13 +159,14 @@ class FusedRouter(Router):
         self.gate(mX, mW, column, tile, first, end, sSums[warp, None, None])
         cute.arch.barrier()
         self.add_warps(sSums, mParts[quarter, None, None], column, tile)
-        cute.arch.barrier()
-        self.count_in(mCounters, tile, sLast)
-        cute.arch.barrier()
-        if sLast[0] != 0:
-            end = cutlass.min((tile + 1) * self.tokens, mX.shape[0])
-            for token in cutlass.range(tile * self.tokens + warp, end, WARPS, unroll=1):
-                self.route(mParts, chosen, mExperts, mWeights, factor, token)
+        if cutlass.const_expr(not self.apart):
+            cute.arch.barrier()
+            self.count_in(mCounters, tile, sLast)
+            cute.arch.barrier()
+            if sLast[0] != 0:
+                end = cutlass.min((tile + 1) * self.tokens, mX.shape[0])
+                for token in cutlass.range(tile * self.tokens + warp, end, WARPS, unroll=1):
+                    self.route(mParts, chosen, mExperts, mWeights, factor, token)
 
     @cute.jit
     def request(self, mW: cute.Tensor, column: Int32, first: Int32, end: Int32):

@@ -1,0 +1,79 @@
+"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.add_rmsnorm_quant.simt import AddRmsnormQuant
+from dsv4lib.kernels.common.tensors import Fakes, wrap
+
+BF16, FP32, WIDE = cutlass.BFloat16, cutlass.Float32, 16
+
+
+def fake_args(kernel: AddRmsnormQuant) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    fake = Fakes()
+    return (
+        fake(BF16, "TD", WIDE),
+        fake(BF16, "TD", WIDE),
+        fake(FP32, "D", WIDE) if kernel.weighted else None,
+        fake(FP32, "O") if kernel.recipe == "nvfp4" else None,
+        fake(BF16, "TD", WIDE),
+        fake(BF16, "TD", WIDE) if kernel.keep else None,
+        fake(cutlass.Int32, "TW", 4 * kernel.words),
+        fake(cutlass.Uint8, "TB"),
+        FP32(1.0),
+        cuda.CUstream(0),
+    )
+
+
+def launch_args(
+    kernel: AddRmsnormQuant,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    total: torch.Tensor,
+    y: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    eps: float,
+    stream: int = 0,
+) -> tuple:
+    """Arguments of `AddRmsnormQuant` from torch tensors.
+
+    Args:
+        kernel: which says what is needed.
+        x, residual, total, y: bf16 [T, d], rows on 16 bytes; y None unless kept. weight: fp32 [d] or None.
+        global_scale: fp32 [1] of nvfp4, else None.
+        codes: uint8 [T, bytes of a row]. scales: uint8 [T, blocks]. eps: added to the mean.
+        stream: handle of a CUDA stream; 0: the default one.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    wanted = (
+        ("weight", weight, kernel.weighted),
+        ("global_scale", global_scale, kernel.recipe == "nvfp4"),
+        ("y", y, kernel.keep),
+    )
+    for name, value, needed in wanted:
+        if (value is not None) != needed:
+            raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
+    wrapped, shape = wrap("x", x, BF16, (None, kernel.d), WIDE), tuple(x.shape)
+    words = codes.view(torch.int32)
+    return (
+        wrapped,
+        wrap("residual", residual, BF16, shape, WIDE),
+        None if weight is None else wrap("weight", weight, FP32, (kernel.d,), WIDE),
+        None if global_scale is None else wrap("global_scale", global_scale, FP32, (1,)),
+        wrap("total", total, BF16, shape, WIDE),
+        None if y is None else wrap("y", y, BF16, shape, WIDE),
+        wrap("codes", words, cutlass.Int32, (shape[0], kernel.d * kernel.format.bits // 32), 4 * kernel.words),
+        wrap("scales", scales, cutlass.Uint8, (shape[0], kernel.d // kernel.format.block)),
+        FP32(eps),
+        cuda.CUstream(stream),
+    )

@@ -1,0 +1,177 @@
+"""Residual addition, RMSNorm and quantisation of the normed row: what a quantised linear reads, in one pass.
+
+    h = bf16(x + residual)                          written
+    y = bf16(weight * h / sqrt(mean(h^2) + eps))    written with ``keep`` only
+    codes, scales = recipe(y)                       blocks of 16, 32 or 128 columns, as in `kernels.quantize`
+
+The bits are those of `kernels.rmsnorm` followed by `kernels.quantize`: the same sums in the same order, and y is
+rounded to bf16 before it is quantised.
+
+**Threads** as in `kernels.rmsnorm`: a CTA owns a row, which stays in registers. A thread has whole pieces of 8 columns,
+so a block is 2, 4 or 16 neighbouring lanes of one piece, and its amax 1, 2 or 4 shuffles.
+
+**Bytes** of an element: 4 in, 2 (h) and 1.01 (fp8), 1.03 (mxfp8), 0.56 (nvfp4) out, `keep` 2 more; two launches would
+read and write y besides. Limited by memory, nvfp4 without the conversion of sm_100 by issue.
+
+Source: DSV4 released inference code; the oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint8, memory
+
+from dsv4lib.errors import ConfigError
+from dsv4lib.kernels.quantize import codes
+from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES
+from dsv4lib.kernels.quantize.simt import store_words, values_of, words_of
+from dsv4lib.kernels.rmsnorm.simt import COLUMNS, MAX_THREADS, RmsNorm
+
+
+class AddRmsnormQuant(RmsNorm):
+    """Add, norm, quantise; see the module docstring.
+
+    Args:
+        recipe: one of `ROW_RECIPES`; nvfp4 with a given global scale.
+        d: columns, a multiple of the recipe's block up to 8192.
+        weighted, most_threads: as in `RmsNorm`.
+        keep: write y, too.
+        fp4_conversion: cvt to e2m1x2 is there (`quantize.config.has_fp4_conversion`).
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        recipe: str = "fp8",
+        d: int = 4096,
+        weighted: bool = True,
+        keep: bool = False,
+        most_threads: int = MAX_THREADS,
+        fp4_conversion: bool = True,
+    ):
+        if recipe not in ROW_RECIPES:
+            raise ConfigError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
+        super().__init__(d, True, weighted, most_threads)
+        self.recipe, self.keep, self.fp4_conversion, self.format = recipe, keep, fp4_conversion, RECIPES[recipe]
+        if d % self.format.block:
+            raise ConfigError("d", d, f"a multiple of {self.format.block} for {recipe}")
+        self.lanes = self.format.block // COLUMNS  # that share a scale
+        self.words = COLUMNS * self.format.bits // 32  # of codes, of a piece
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        flags = [name for name in ("weighted", "keep", "fp4_conversion") if vars(self)[name]]
+        return f"AddRmsnormQuant({', '.join([self.recipe, str(self.d), str(self.threads), *flags])})"
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mResidual: cute.Tensor,
+        mWeight: Any,
+        mGlobal: Any,
+        mSum: cute.Tensor,
+        mY: Any,
+        mCodes: cute.Tensor,
+        mScales: cute.Tensor,
+        eps: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launch a CTA a row.
+
+        Args:
+            mX, mResidual: [T, d] bf16.
+            mWeight: [d] fp32 or None.
+            mGlobal: [1] fp32 of nvfp4, else None.
+            mSum: [T, d] bf16; may be ``mResidual`` or ``mX`` itself.
+            mY: [T, d] bf16, or None unless ``keep``.
+            mCodes: [T, words] int32. mScales: [T, blocks] uint8.
+            eps: added to the mean.
+            stream: where the launch is queued.
+        """
+
+        @cute.struct
+        class Storage:
+            sums: cute.struct.MemRange[Float32, self.warps]
+
+        self.storage = Storage
+        self.kernel(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales, eps).launch(
+            grid=(mX.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        mResidual: cute.Tensor,
+        mWeight: Any,
+        mGlobal: Any,
+        mSum: cute.Tensor,
+        mY: Any,
+        mCodes: cute.Tensor,
+        mScales: cute.Tensor,
+        eps: Float32,
+    ):
+        """Fetch, add, sum up, scale, then one piece after the other to its codes."""
+        row, _, _ = cute.arch.block_idx()
+        storage = memory.SmemAllocator().allocate(self.storage)
+        sSums = storage.sums.get_tensor(cute.make_layout(self.warps))
+        rWeight = cute.make_rmem_tensor((COLUMNS, self.pieces), Float32)
+        rX = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
+        rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
+        rX.fill(0.0)
+        rResidual.fill(0.0)
+        g = factors = None
+        if cutlass.const_expr(self.weighted):
+            self.fetch(mWeight, rWeight)
+        if cutlass.const_expr(self.recipe == "nvfp4"):
+            g = mGlobal[0]
+            factors = codes.scale_factors(g)
+        cute.arch.griddepcontrol_wait()
+        self.fetch(mX[row, None], rX)
+        self.fetch(mResidual[row, None], rResidual)
+        rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
+        self.put(rX, mSum[row, None])
+        scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
+        y = rX.load().to(Float32) * scale
+        if cutlass.const_expr(self.weighted):
+            y = y * rWeight.load()
+        rX.store(y.to(BFloat16))
+        if cutlass.const_expr(self.keep):
+            self.put(rX, mY[row, None])
+        for i in cutlass.range_constexpr(self.pieces):
+            self.convert(rX[None, i], i, mCodes[row, None], mScales[row, None], g, factors)
+
+    @cute.jit
+    def convert(
+        self,
+        rPiece: cute.Tensor,
+        i: cutlass.Constexpr,
+        codes_line: cute.Tensor,
+        scales_line: cute.Tensor,
+        g: Any,
+        factors: Any,
+    ):
+        """Scale and codes of this thread's ``i``-th piece, stored; all lanes of a warp come here."""
+        tidx, _, _ = cute.arch.thread_idx()
+        place = tidx + self.threads * i
+        amax = codes.over_lanes(codes.largest(words_of(rPiece), True), self.lanes)
+        x = values_of(rPiece)
+        if cutlass.const_expr(self.recipe == "nvfp4"):
+            byte, scale = codes.e4m3_scale(amax, factors)
+            words = [codes.e2m1_of_quotient(x, byte, scale, g, self.fp4_conversion)]
+        else:
+            byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
+            if cutlass.const_expr(self.format.bits == 8):
+                words = list(codes.e4m3(x, codes.inverse_power(byte)))
+            else:
+                words = [codes.e2m1_of_power(x, byte, self.fp4_conversion)]
+        if place * COLUMNS < self.d:
+            store_words(codes_line, place, words)
+            if place % self.lanes == 0:
+                scales_line[place // self.lanes] = Uint8(Int32(byte))

@@ -1,0 +1,30 @@
+"""Vectors of 4 fp32 between global memory and registers, under a predicate and in program order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
+
+MINUS_INF, ZERO = "0fFF800000", "0f00000000"
+
+
+@dsl_user_op
+def load4(address: Int64, wanted: Boolean, default: str, *, loc: Any = None, ip: Any = None) -> tuple:
+    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``."""
+    moves = " ".join(f"mov.f32 t{i}, {default};" for i in range(4))
+    text = f"""{{ .reg .pred p; .reg .f32 t<4>; setp.ne.s32 p, {{$r1}}, 0; {moves}
+        @p ld.global.v4.f32 {{t0, t1, t2, t3}}, [{{$r0}}];
+        mov.f32 {{$w0}}, t0; mov.f32 {{$w1}}, t1; mov.f32 {{$w2}}, t2; mov.f32 {{$w3}}, t3; }}"""
+    args = [address, Int32(wanted)]
+    return cute.arch.inline_ptx(text, read_only_args=args, write_only_types=[Float32] * 4, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store4(address: Int64, wanted: Boolean, values: list, *, loc: Any = None, ip: Any = None) -> None:
+    """4 fp32 to ``address`` where ``wanted``."""
+    text = """{ .reg .pred p; setp.ne.s32 p, {$r1}, 0;
+        @p st.global.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }"""
+    cute.arch.inline_ptx(text, read_only_args=[address, Int32(wanted), *values], loc=loc, ip=ip)

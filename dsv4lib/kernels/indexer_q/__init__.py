@@ -1,0 +1,1 @@
+"""The lightning indexer's queries: rotated twice (RoPE, Hadamard) and quantised, with their head weights."""

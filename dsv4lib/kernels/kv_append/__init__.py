@@ -1,0 +1,1 @@
+"""KV rows of new tokens into the rings of their requests."""

@@ -1,0 +1,1 @@
+"""Entries of a paged pool to dense rows."""

@@ -1,0 +1,115 @@
+"""Arguments of the mHC kernels: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common.tensors import Fakes, wrap
+from dsv4lib.kernels.mhc.config import TILE, N
+from dsv4lib.kernels.mhc.simt import Mhc
+
+BF16, FP32, I32, WIDE = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, 16
+
+
+def fake_args(kernel: Mhc) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    fake = Fakes()
+    before = (fake(BF16, "TD", WIDE), fake(FP32, "TN", WIDE), fake(FP32, "TC", WIDE)) if kernel.post else (None,) * 3
+    ends = (None, None) if kernel.head else (fake(FP32, "TN"), fake(FP32, "TC", WIDE))
+    return (
+        fake(BF16, "TZ", WIDE),
+        *before,
+        fake(FP32, "VZ", WIDE),
+        fake(FP32, "S"),
+        fake(FP32, "V"),
+        fake(FP32, "D", WIDE),
+        fake(BF16, "TZ", WIDE) if kernel.keep else None,
+        fake(BF16, "TD", WIDE),
+        *ends,
+        I32(1),
+        I32(1),
+        FP32(1.0),
+        FP32(1.0),
+        cuda.CUstream(0),
+    )
+
+
+def launch_args(
+    kernel: Mhc,
+    streams: torch.Tensor,
+    before: tuple,
+    parameters: tuple,
+    after: tuple,
+    rows: int,
+    clusters: int,
+    hc_eps: float,
+    rms_eps: float,
+    stream: int = 0,
+) -> tuple:
+    """Arguments of `Mhc` from torch tensors.
+
+    Args:
+        streams: bf16 [T, 4, d], a token's streams side by side.
+        before: (f [T, d] bf16, post [T, 4] fp32, comb [T, 4, 4] fp32), or (None, None, None) without ``kernel.post``.
+        parameters: (fn [24, 4 d], scale [3], base [24], weight [d]) fp32; with ``kernel.head`` fn [4, 4 d], scale [1],
+            base [4].
+        after: (streams or None, y [T, d] bf16, post, comb, or None with ``kernel.head``).
+        rows, clusters, hc_eps, rms_eps: as in `Mhc.__call__`.
+        stream: a handle.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    (f, post, comb), (fn, scale, base, weight), (new, y, post_new, comb_new) = before, parameters, after
+    named = {"f": f, "post": post, "comb": comb, "out[0]": new, "out[2]": post_new, "out[3]": comb_new}
+    wanted = dict.fromkeys(("f", "post", "comb"), kernel.post) | {"out[0]": kernel.keep}
+    for name, needed in (wanted | dict.fromkeys(("out[2]", "out[3]"), not kernel.head)).items():
+        if (named[name] is not None) != needed:
+            raise ArgumentError(name, None if named[name] is None else "given", "a tensor" if needed else "None")
+    if not 1 <= rows <= TILE:
+        raise ArgumentError("rows", rows, f"1 to {TILE}")
+    tokens = streams.shape[0]
+    if not 1 <= clusters <= -(-tokens // rows):
+        raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")
+    values, wide = kernel.values, N * kernel.d
+
+    def optional(name: str, dtype: Any, shape: tuple, align: int) -> Any:
+        return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
+
+    return (
+        wrap("streams", flat("streams", streams), BF16, (None, wide), WIDE),
+        optional("f", BF16, (tokens, kernel.d), WIDE),
+        optional("post", FP32, (tokens, N), WIDE),
+        optional("comb", FP32, (tokens, N * N), WIDE),
+        wrap("fn", fn, FP32, (values, wide), WIDE),
+        wrap("scale", scale, FP32, (1 if kernel.head else 3,)),
+        wrap("base", base, FP32, (values,)),
+        wrap("weight", weight, FP32, (kernel.d,), WIDE),
+        optional("out[0]", BF16, (tokens, wide), WIDE),
+        wrap("out[1]", y, BF16, (tokens, kernel.d), WIDE),
+        optional("out[2]", FP32, (tokens, N), 0),
+        optional("out[3]", FP32, (tokens, N * N), WIDE),
+        I32(rows),
+        I32(clusters),
+        FP32(hc_eps),
+        FP32(rms_eps),
+        cuda.CUstream(stream),
+    )
+
+
+def flat(name: str, x: torch.Tensor) -> torch.Tensor:
+    """[T, a, b] as [T, a b]; what has other extents is left to `wrap`.
+
+    Raises:
+        ArgumentError: the last two dimensions are not one piece of memory.
+    """
+    if x.dim() != 3:
+        return x
+    if x.stride()[1:] != (x.shape[2], 1):
+        raise ArgumentError(f"{name}.stride()", x.stride(), f"(any, {x.shape[2]}, 1)")
+    return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))

@@ -1,0 +1,217 @@
+"""The warp of a CTA that fetches parameters and computes post and comb of the tokens that the CTA owns.
+
+Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
+chain of 2 iters - 1 steps of about 60 cycles in one lane a token, which the other warps fill with the mixture, the
+norm and the next tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, TILE, Config, N
+from dsv4lib.kernels.mhc.words import load_bulk
+
+LOG2_E = 1.4426950408889634
+FOURS = TILE * COEFFICIENTS // 4  # 16-byte pieces of a tile's coefficients
+AT_ONCE = -(-FOURS // LANES)
+
+
+def sigmoid(x: Float32) -> Float32:
+    """1 / (1 + exp(-x))."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+class Coefficients(Config):
+    """Role of the last warp; see the module docstring."""
+
+    @cute.jit
+    def fetch_fn(self, mFn: cute.Tensor, rank: Int32, sFn: cute.Tensor, barrier: cute.Pointer):
+        """This CTA's columns of fn: a bulk copy for every row and stream."""
+        lane, size = cute.arch.lane_idx(), 4 * self.columns
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.values * N * size)
+        cute.arch.sync_warp()
+        for item in cutlass.range(lane, self.values * N, LANES, unroll=1):
+            row, stream = item // N, item % N
+            source = cute.domain_offset((stream * self.d + rank * self.columns,), mFn[row, None]).iterator
+            load_bulk(sFn.iterator + (row * self.fn_pitch + stream * self.columns), source, Int32(size), barrier)
+
+    @cute.jit
+    def own(
+        self,
+        mPost: Any,
+        mComb: Any,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mPostNew: Any,
+        mCombNew: Any,
+        sSmall: tuple,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Tile after tile: post and comb of the site before into shared memory, those of the next to global memory.
+
+        Args:
+            sSmall: (squares [2, token, CTA], owned sums [2, slot, CTA, value], coefficients [2, token, 20]).
+            barriers: of the sums that arrive, and of what this warp has done.
+            place: (rank, first token, tokens between tiles, tokens a tile, tokens).
+            eps: (hc_eps, rms_eps).
+        """
+        rank, first, step, rows, tokens = place
+        sSquares, sOwned, sCoefficients = sSmall
+        sums, ready = barriers
+        rFour = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+        rFour.fill(0.0)
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        rC = cute.make_rmem_tensor((N, N), Float32)
+        if cutlass.const_expr(self.post):
+            self.load_coefficients(mPost, mComb, first, rows, tokens, rFour)
+            self.keep_coefficients(rFour, sCoefficients[0, None, None])
+        self.arrive(ready)
+        buffer = Int32(0)
+        for begin in cutlass.range(first, tokens, step, unroll=1):
+            if cutlass.const_expr(self.post):
+                self.load_coefficients(mPost, mComb, begin + step, rows, tokens, rFour)
+            cute.arch.mbarrier_wait(sums, buffer)
+            if cutlass.const_expr(not self.head):
+                small = sSquares[buffer, None, None], sOwned[buffer, None, None, None]
+                self.logits(mScale, mBase, *small, rank, rows, eps[1], rLogit)
+            buffer = 1 - buffer
+            if cutlass.const_expr(self.post):
+                self.keep_coefficients(rFour, sCoefficients[buffer, None, None])
+            self.arrive(ready)
+            if cutlass.const_expr(not self.head):
+                self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+                self.sinkhorn(rLogit, rC, eps[0])
+                self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """This warp is done with the sums of a tile, and the next one's coefficients are there."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def load_coefficients(
+        self, mPost: cute.Tensor, mComb: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, rFour: cute.Tensor
+    ):
+        """This lane's pieces of a tile's post (piece 0 of a token) and comb (pieces 1 to 4)."""
+        for k in cutlass.range_constexpr(AT_ONCE):
+            item = cute.arch.lane_idx() + LANES * k
+            t, piece = item // (N + 1), item % (N + 1)
+            token = begin + t
+            if t < rows and token < tokens:
+                if piece == 0:
+                    cute.autovec_copy(cute.local_tile(mPost[token, None], (4,), (0,)), rFour[None, k])
+                else:
+                    cute.autovec_copy(cute.local_tile(mComb[token, None], (4,), (piece - 1,)), rFour[None, k])
+
+    @cute.jit
+    def keep_coefficients(self, rFour: cute.Tensor, sOne: cute.Tensor):
+        """Into shared memory, [token][post, comb]."""
+        for k in cutlass.range_constexpr(AT_ONCE):
+            item = cute.arch.lane_idx() + LANES * k
+            if item < FOURS:
+                line = sOne[item // (N + 1), None]
+                cute.autovec_copy(rFour[None, k], cute.local_tile(line, (4,), (item % (N + 1),)))
+
+    @cute.jit
+    def logits(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        sSquares: cute.Tensor,
+        sOwned: cute.Tensor,
+        rank: Int32,
+        rows: Int32,
+        eps: Float32,
+        rLogit: cute.Tensor,
+    ):
+        """Lane v gets logit v of post and comb, of every token that this CTA owns."""
+        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+        scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        rSums = cute.make_rmem_tensor(2, Float32)
+        for s in cutlass.range_constexpr(self.slots):
+            t = s * self.cluster + rank
+            rSums.fill(0.0)
+            if t < rows:  # nobody sends the others
+                self.over_sources((sOwned[s, None, value], sSquares[t, None]), rSums)
+            norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
+            rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
+
+    @cute.jit
+    def over_sources(self, lines: tuple, rSums: cute.Tensor):
+        """Sums of what the CTAs of the cluster sent: four side by side, then in pairs.
+
+        A loop, or the values wait in registers that the next tile needs.
+        """
+        rParts = cute.make_rmem_tensor((4, len(lines)), Float32)
+        rParts.fill(0.0)
+        for first in cutlass.range(0, self.cluster, 4, unroll=1):
+            for k in cutlass.range_constexpr(4):
+                for n in cutlass.range_constexpr(len(lines)):
+                    rParts[k, n] = rParts[k, n] + lines[n][first + k]
+        for n in cutlass.range_constexpr(len(lines)):
+            rSums[n] = (rParts[0, n] + rParts[1, n]) + (rParts[2, n] + rParts[3, n])
+
+    @cute.jit
+    def store_post(
+        self, mPostNew: cute.Tensor, rLogit: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32
+    ):
+        """Lanes 0 to 3: 2 sigmoid(logit)."""
+        lane = cute.arch.lane_idx()
+        for s in cutlass.range_constexpr(self.slots):
+            t = s * self.cluster + rank
+            if lane < N and t < rows and begin + t < tokens:
+                mPostNew[begin + t, lane] = 2.0 * sigmoid(rLogit[s])
+
+    @cute.jit
+    def sinkhorn(self, rLogit: cute.Tensor, rC: cute.Tensor, eps: Float32):
+        """Lane s: the matrix of this CTA's token s (lanes behind the last: of the last)."""
+        lane = cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(N):
+            for j in cutlass.range_constexpr(N):
+                found = cute.arch.shuffle_sync(rLogit[0], N + N * i + j)
+                for s in cutlass.range_constexpr(1, self.slots):
+                    other = cute.arch.shuffle_sync(rLogit[s], N + N * i + j)
+                    found = cutlass.select_(lane >= s, other, found)
+                rC[i, j] = found
+        for i in cutlass.range_constexpr(N):
+            top = cute.arch.fmax(cute.arch.fmax(rC[i, 0], rC[i, 1]), cute.arch.fmax(rC[i, 2], rC[i, 3]))
+            for j in cutlass.range_constexpr(N):
+                rC[i, j] = cute.math.exp2((rC[i, j] - top) * LOG2_E, fastmath=True)
+            inverse = cute.arch.rcp_approx((rC[i, 0] + rC[i, 1]) + (rC[i, 2] + rC[i, 3]))
+            for j in cutlass.range_constexpr(N):
+                rC[i, j] = cute.math.fma(rC[i, j], inverse, eps)
+        self.normalise(rC, eps, rows=False)
+        for _ in cutlass.range(self.iters - 1, unroll=1):
+            self.normalise(rC, eps, rows=True)
+            self.normalise(rC, eps, rows=False)
+
+    @cute.jit
+    def normalise(self, rC: cute.Tensor, eps: Float32, rows: cutlass.Constexpr):
+        """Divide rows or columns by their sums + eps."""
+        for a in cutlass.range_constexpr(N):
+            line = rC[a, None] if rows else rC[None, a]
+            inverse = cute.arch.rcp_approx(((line[0] + line[1]) + (line[2] + line[3])) + eps)
+            for b in cutlass.range_constexpr(N):
+                line[b] = line[b] * inverse
+
+    @cute.jit
+    def store_comb(self, mCombNew: cute.Tensor, rC: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
+        """Lane s: its matrix."""
+        t = cute.arch.lane_idx() * self.cluster + rank
+        if t < rows and begin + t < tokens:
+            line = mCombNew[begin + t, None]
+            for i in cutlass.range_constexpr(N):
+                rRow = cute.make_rmem_tensor(N, Float32)
+                for j in cutlass.range_constexpr(N):
+                    rRow[j] = rC[i, j]
+                cute.autovec_copy(rRow, cute.local_tile(line, (N,), (i,)))

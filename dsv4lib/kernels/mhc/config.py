@@ -1,0 +1,111 @@
+"""Sizes of the mHC kernel, derived from its settings and checked."""
+
+from __future__ import annotations
+
+from dsv4lib.errors import ConfigError
+from dsv4lib.kernels.common.budget import SMEM_LIMIT, BudgetRow, whole_atoms
+
+N = 4  # streams
+TILE = 16  # tokens of an MMA
+LANES = 32
+COLUMNS = 8  # of a lane: 16 bytes of a row
+UNIT = 32  # columns of a warp: 4 lanes side by side
+ROWS_N = 8  # outputs of an MMA
+OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
+COEFFICIENTS = N + N * N  # of the site before, a token
+MAX_WARPS = 15  # that stream; with one more, 512 threads of at most 128 registers
+PARTS = 4  # threads that send to all CTAs
+
+
+class Config:
+    """Settings of `Mhc`, and what follows from them.
+
+    Args:
+        d: columns of a stream, a multiple of 32 ``cluster``.
+        cluster: CTAs that share a token: 4, 8 or 16.
+        post: write the sublayer's output back first; else the streams are taken as they are.
+        head: collapse before the head: 4 coefficients, no post, no comb.
+        keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
+        iters: Sinkhorn row/column pairs.
+
+    Raises:
+        ConfigError: a value that is not allowed, or too much shared memory.
+    """
+
+    def __init__(
+        self,
+        d: int = 4096,
+        cluster: int = 16,
+        post: bool = True,
+        head: bool = False,
+        keep: bool = True,
+        iters: int = 20,
+    ):
+        if cluster not in (4, 8, 16):
+            raise ConfigError("cluster", cluster, "4, 8 or 16")
+        if d <= 0 or d % (UNIT * cluster) or d > UNIT * cluster * MAX_WARPS:
+            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {UNIT * cluster * MAX_WARPS}")
+        if iters < 1:
+            raise ConfigError("iters", iters, "at least 1")
+        if not (keep or head):
+            raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
+        self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
+        self.keep = keep and post
+
+        # Work of a CTA: a slice of the columns, a warp 32 of them
+        self.columns = d // cluster
+        self.warps = self.columns // UNIT
+        self.workers = LANES * self.warps
+        self.threads = self.workers + LANES
+        self.values = N if head else N + OWNED
+        self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
+        self.slots = TILE // cluster  # tokens of a tile that a CTA owns
+
+        # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
+        self.fn_pitch = N * self.columns + 4
+        self.sum_pitch = ROWS_N * self.tiles + 4  # the squares behind the products
+        self.pre_pitch = N * cluster + 4
+        self.square_pitch = cluster + 4
+
+        # Shared memory in floats
+        self.fn_floats = self.values * self.fn_pitch
+        self.sum_floats = self.warps * TILE * self.sum_pitch
+        self.pre_floats = 2 * TILE * self.pre_pitch  # two tiles each
+        self.square_floats = 2 * TILE * self.square_pitch
+        self.owned_floats = 2 * self.slots * cluster * OWNED
+        self.mixed_floats = 2 * cluster * TILE
+        self.coefficient_floats = 2 * TILE * COEFFICIENTS
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ConfigError(
+                "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
+            )
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory that the launch asks for."""
+        return whole_atoms(sum(row.used for row in self.budget()))
+
+    def budget(self) -> list[BudgetRow]:
+        """What lies in shared memory."""
+        rows = (
+            ("fn", self.fn_floats, f"{self.values} rows of {self.fn_pitch}"),
+            ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
+            ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
+            ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
+            (
+                "sums of owned tokens",
+                self.owned_floats,
+                f"2 tiles of {self.slots} tokens, {OWNED} sums of {self.cluster} CTAs",
+            ),
+            (
+                "squares of x",
+                self.mixed_floats + self.warps * TILE,
+                f"2 tiles of {TILE} tokens of {self.cluster} CTAs, {self.warps} warps",
+            ),
+            ("coefficients", self.coefficient_floats, f"2 tiles of {TILE} tokens, {COEFFICIENTS}"),
+        )
+        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, floats, why in rows]
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        options = [name for name in ("post", "head", "keep") if vars(self)[name]]
+        return f"Mhc({', '.join([str(self.d), f'{self.cluster}x', *options])})"

@@ -1,0 +1,477 @@
+"""One site boundary of mHC in one launch: write back, coefficients of the next site, mixture, RMSNorm.
+
+    X'_j = bf16(post_j f + sum_i C[i, j] X_i)               `post`; else X' = X
+    m    = (fn z) / sqrt(mean(z^2) + eps),  z = flatten(X')  4 pre, 4 post, 16 comb (`head`: 4 pre)
+    x    = bf16(sum_i pre_i X'_i),  pre = sigmoid(s_pre m + b) + hc_eps
+    y    = bf16(weight x / sqrt(mean(x^2) + eps))
+    post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back behind the sublayer
+
+The streams are read once and written once. A cluster of CTAs owns a tile of up to 16 tokens, a CTA a slice of the
+columns of all four streams, a warp 32 of them, a lane 8 of two tokens: what a lane loads, 16 bytes a stream, is what
+it writes back, what the MMAs read as A (tokens are M; a sum does not care which k comes first, so 8 consecutive
+columns serve as the k of four MMAs), and what it mixes. X' never leaves its registers.
+
+The slice of fn (24 rows) stays in shared memory for all tiles of a CTA: clusters are persistent, and fn is read from
+L2 once a cluster. X' is exact in TF32, fn = hi + lo is exact to 2^-22 (hi: its first 11 bits, which is what an MMA
+reads of it; lo: the next 11): two MMAs give the products of fp32.
+
+    worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
+                   on their way since project
+    last warp      fn by bulk copies ahead of griddepcontrol.wait; coefficients of the site before; post and comb
+                   of the tokens that this CTA owns (`coefficients`)
+
+    exchange 1     sums of a CTA's warps go to where they are needed: 4 pre and the squares to every CTA of the
+                   cluster, 20 others to the CTA that owns the token (t mod cluster); `st.async`, whose bytes an
+                   mbarrier of the receiver counts
+    exchange 2     squares of x, to every CTA
+
+    barriers       fn (its bytes); sums, squares (bytes of the exchanges); ready: the last warp has read the sums of
+                   a tile and left the next one's coefficients; free: a CTA's buffers, two tiles deep, have been read
+
+    SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
+    launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
+
+Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
+
+Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
+
+from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, OWNED, PARTS, ROWS_N, TILE, UNIT, N
+from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
+
+WORDS = COLUMNS // 2
+
+
+class Mhc(Coefficients):
+    """A site boundary; see the module docstring. Settings: `config.Config`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mF: Any,
+        mPost: Any,
+        mComb: Any,
+        mFn: cute.Tensor,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mWeight: cute.Tensor,
+        mNew: Any,
+        mY: cute.Tensor,
+        mPostNew: Any,
+        mCombNew: Any,
+        rows: Int32,
+        clusters: Int32,
+        hc_eps: Float32,
+        rms_eps: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launch ``clusters`` clusters.
+
+        Args:
+            mX: [T, 4 d] bf16, a token's streams side by side.
+            mF: [T, d] bf16, or None without `post`, as mPost [T, 4] and mComb [T, 16] fp32.
+            mFn: [24, 4 d] fp32 (`head`: [4, 4 d]).
+            mScale: [3] fp32 (`head`: [1]).
+            mBase: [24] fp32 (`head`: [4]).
+            mWeight: [d] fp32.
+            mNew: [T, 4 d] bf16, X'; may be ``mX`` itself; None: not written (always without `post`).
+            mY: [T, d] bf16; may be ``mF`` itself.
+            mPostNew: [T, 4] fp32, mCombNew: [T, 16] fp32, or None with `head`; may not be ``mPost``, ``mComb``.
+            rows: tokens a tile, 1 to 16.
+            clusters: at most the number of tiles.
+            hc_eps, rms_eps: eps of pre and Sinkhorn; of both norms.
+            stream: where the launch is queued.
+        """
+
+        @cute.struct
+        class Storage:
+            fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
+            pre: cute.struct.Align[cute.struct.MemRange[Float32, self.pre_floats], 16]
+            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.square_floats], 16]
+            owned: cute.struct.Align[cute.struct.MemRange[Float32, self.owned_floats], 16]
+            mixed: cute.struct.Align[cute.struct.MemRange[Float32, self.mixed_floats], 16]
+            mine: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * TILE], 16]
+            coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
+            barriers: cute.struct.MemRange[Int64, 5]
+
+        self.storage = Storage
+        before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
+        self.kernel(mX, before, mFn, mScale, mBase, mWeight, after, rows, hc_eps, rms_eps).launch(
+            grid=(self.cluster, clusters, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        before: tuple,
+        mFn: cute.Tensor,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mWeight: cute.Tensor,
+        after: tuple,
+        rows: Int32,
+        hc_eps: Float32,
+        rms_eps: Float32,
+    ):
+        """Set-up and roles."""
+        rank, first, _ = cute.arch.block_idx()
+        _, step, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = memory.SmemAllocator().allocate(self.storage)
+        sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
+        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
+        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
+        shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
+        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
+        shape, pitch = (2, TILE, self.cluster), self.square_pitch
+        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
+        shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
+        sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
+        shape = (2, self.cluster, TILE)
+        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * TILE, TILE, 1)))
+        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, TILE), stride=(TILE, 1)))
+        shape = (2, TILE, COEFFICIENTS)
+        sCoefficients = storage.coefficients.get_tensor(
+            cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
+        )
+        barriers = tuple(storage.barriers.data_ptr() + k for k in range(5))
+        if tidx == 0:
+            for k in cutlass.range_constexpr(4):
+                cute.arch.mbarrier_init(barriers[k], 1)
+            cute.arch.mbarrier_init(barriers[4], self.cluster)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
+        mF, mPost, mComb = before
+        mNew, mY, mPostNew, mCombNew = after
+        place = rank, first * rows, step * rows, rows, mX.shape[0]
+        eps = hc_eps, rms_eps
+        fn, sums, squares, ready, free = barriers
+        if warp == self.warps:
+            self.fetch_fn(mFn, rank, sFn, fn)
+            cute.arch.griddepcontrol_wait()
+            cute.arch.cluster_wait()
+            small = sSquares, sOwned, sCoefficients
+            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready), place, eps)
+        else:
+            small = sFn, sSums, (sPre, sSquares, sOwned), sMixed, sMine, sCoefficients
+            self.work((mX, mF), (mScale, mBase, mWeight), (mNew, mY), small, barriers, place, eps)
+
+    @cute.jit
+    def work(
+        self, given: tuple, parameters: tuple, out: tuple, small: tuple, barriers: tuple, place: tuple, eps: tuple
+    ):
+        """Role of the other warps: tile after tile, all but post and comb."""
+        (mX, mF), (mScale, mBase, mWeight), (mNew, mY) = given, parameters, out
+        sFn, sSums, sArriving, sMixed, sMine, sCoefficients = small
+        fn, sums, squares, ready, free = barriers
+        rank, first, step, rows, tokens = place
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
+        column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
+        rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
+        rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
+        rZ = cute.make_rmem_tensor((WORDS, N, 2), Uint32)
+        rMix = cute.make_rmem_tensor((WORDS, 2), Uint32)
+        rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
+        weights = cute.domain_offset((column * COLUMNS,), mWeight).iterator
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights])
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[mScale.iterator])
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[mBase.iterator])
+        cute.arch.griddepcontrol_wait()
+        self.fetch(mX, mF, first, rows, tokens, column, rX, rF)
+        cute.arch.cluster_wait()
+        buffer = Int32(0)
+        for begin in cutlass.range(first, tokens, step, unroll=1):
+            cute.arch.mbarrier_wait(ready, buffer)
+            self.write_back(rX, rF, sCoefficients[buffer, None, None], rows, rZ)
+            if cutlass.const_expr(self.keep):
+                self.store_streams(mNew, rZ, begin, rows, tokens, column)
+            cute.arch.mbarrier_wait(fn, 0)
+            self.project(rZ, sFn, sSums[warp, None, None])
+            if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
+                cute.arch.mbarrier_wait(free, 1 - buffer)
+            self.meet()
+            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
+            # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
+            if begin + step < tokens and tidx < self.cluster:
+                cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
+            sPre, sSquares = sArriving[0][buffer, None, None, None], sArriving[1][buffer, None, None]
+            self.exchange_sums(sSums, sPre, sSquares, sArriving[2][buffer, None, None, None], sums, rank, rows)
+            scale, base = mScale[0], mBase[four]
+            cute.arch.mbarrier_wait(sums, buffer)
+            self.mix(rZ, sPre, sSquares, scale, base, eps, rows, rMix, sMine[warp, None])
+            cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
+            self.meet()
+            self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
+            cute.arch.mbarrier_wait(squares, buffer)
+            self.store_scaled(mY, rMix, rWeight, sMixed[buffer, None, None], begin, rows, tokens, column, eps[1])
+            buffer = 1 - buffer
+
+    @cute.jit
+    def meet(self):
+        """All workers of the CTA."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
+
+    @cute.jit
+    def fetch(
+        self,
+        mX: cute.Tensor,
+        mF: Any,
+        begin: Int32,
+        rows: Int32,
+        tokens: Int32,
+        column: Int32,
+        rX: cute.Tensor,
+        rF: cute.Tensor,
+    ):
+        """This lane's columns of its two tokens, zeros where there is none (and nothing to keep until then)."""
+        group = cute.arch.lane_idx() // 4
+        rX.fill(0.0)
+        rF.fill(0.0)
+        for h in cutlass.range_constexpr(2):
+            t = group + 8 * h
+            token = begin + t
+            if t < rows and token < tokens:
+                for i in cutlass.range_constexpr(N):
+                    place = column + i * (self.d // COLUMNS)
+                    cute.autovec_copy(cute.local_tile(mX[token, None], (COLUMNS,), (place,)), rX[None, i, h])
+                if cutlass.const_expr(self.post):
+                    cute.autovec_copy(cute.local_tile(mF[token, None], (COLUMNS,), (column,)), rF[None, h])
+
+    @cute.jit
+    def write_back(self, rX: cute.Tensor, rF: cute.Tensor, sCoefficients: cute.Tensor, rows: Int32, rZ: cute.Tensor):
+        """X' in words of two columns; the second token only where a tile has it."""
+        rOld, rNew, group = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rF, Uint32), cute.arch.lane_idx() // 4
+        if cutlass.const_expr(not self.post):
+            rZ.store(rOld.load())
+        else:
+            self.write_token(rOld[None, None, 0], rNew[None, 0], sCoefficients[group, None], rZ[None, None, 0])
+            rZ[None, None, 1].fill(0)
+            if rows > TILE // 2:
+                self.write_token(rOld[None, None, 1], rNew[None, 1], sCoefficients[group + 8, None], rZ[None, None, 1])
+
+    @cute.jit
+    def write_token(self, rOld: cute.Tensor, rNew: cute.Tensor, sLine: cute.Tensor, rZ: cute.Tensor):
+        """X' of one token."""
+        rC = cute.make_rmem_tensor((N, N + 1), Float32)
+        for i in cutlass.range_constexpr(N + 1):
+            cute.autovec_copy(cute.local_tile(sLine, (N,), (i,)), rC[None, i])
+        for w in cutlass.range(WORDS, unroll_full=True):
+            f = floats(rNew[w])
+            x = [floats(rOld[w, i]) for i in range(N)]
+            for j in cutlass.range_constexpr(N):
+                z = [f[k] * rC[j, 0] for k in range(2)]
+                for i in cutlass.range_constexpr(N):
+                    z = [cute.math.fma(x[i][k], rC[j, 1 + i], z[k]) for k in range(2)]
+                rZ[w, j] = pair(*z)
+
+    @cute.jit
+    def store_streams(
+        self, mNew: cute.Tensor, rZ: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, column: Int32
+    ):
+        """X' to global memory."""
+        rOut = cute.recast_tensor(rZ, BFloat16)
+        for h in cutlass.range_constexpr(2):
+            t = cute.arch.lane_idx() // 4 + 8 * h
+            token = begin + t
+            if t < rows and token < tokens:
+                for i in cutlass.range_constexpr(N):
+                    place = column + i * (self.d // COLUMNS)
+                    cute.autovec_copy(rOut[None, i, h], cute.local_tile(mNew[token, None], (COLUMNS,), (place,)))
+
+    @cute.jit
+    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor):
+        """This warp's part of fn z and of the squares, for all 16 tokens.
+
+        A: row lane / 4 (+ 8), k lane mod 4 (+ 4); B: the same k, column lane / 4; sums: columns 2 (lane mod 4) and
+        the next. k and k + 4 of MMA w are columns 2 w and 2 w + 1 of this lane's eight.
+        """
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
+        rC = cute.make_rmem_tensor((4, self.tiles), Float32)
+        rSquares = cute.make_rmem_tensor((2, 2), Float32)
+        rC.fill(0.0)
+        rSquares.fill(0.0)
+        rB = cute.make_rmem_tensor((4, self.tiles), Float32)
+        for i in cutlass.range(N, unroll_full=True):
+            cute.arch.sync_warp()  # or all of fn comes at once, and registers spill
+            for half in cutlass.range(2, unroll_full=True):
+                place = i * (self.columns // 4) + warp * (UNIT // 4) + 2 * four + half
+                for n in cutlass.range_constexpr(self.tiles):
+                    line = sFn[ROWS_N * n + row, None]
+                    cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rB[None, n])
+                for w in cutlass.range_constexpr(2):
+                    word = 2 * half + w
+                    z = [halves(rZ[word, i, h]) for h in range(2)]
+                    for h in cutlass.range_constexpr(2):
+                        for k in cutlass.range_constexpr(2):
+                            value = z[h][k].bitcast(Float32)
+                            rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
+                    a = [z[0][0], z[1][0], z[0][1], z[1][1]]
+                    for n in cutlass.range_constexpr(self.tiles):
+                        b = [rB[2 * w + k, n] for k in range(2)]
+                        high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
+                        multiply(a, high, rC[None, n])
+                        low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
+                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n])
+        for h in cutlass.range_constexpr(2):
+            total = rSquares[0, h] + rSquares[1, h]
+            for lanes in (1, 2):
+                total = total + cute.arch.shuffle_sync_bfly(total, lanes)
+            line = sSum[group + 8 * h, None]
+            for n in cutlass.range_constexpr(self.tiles):
+                rPair = cute.make_rmem_tensor(2, Float32)
+                for k in cutlass.range_constexpr(2):
+                    rPair[k] = rC[2 * h + k, n]
+                cute.autovec_copy(rPair, cute.local_tile(line, (2,), (4 * n + four,)))
+            line[ROWS_N * self.tiles + four] = total  # four times, as sums are read by fours
+
+    @cute.jit
+    def exchange_sums(
+        self,
+        sSums: cute.Tensor,
+        sPre: cute.Tensor,
+        sSquares: cute.Tensor,
+        sOwned: cute.Tensor,
+        barrier: cute.Pointer,
+        rank: Int32,
+        rows: Int32,
+    ):
+        """The sums of this CTA's warps, in order, to the CTAs that need them: four of a token a thread."""
+        tidx, _, _ = cute.arch.thread_idx()
+        owned = 0 if self.head else OWNED // N
+        if tidx == 0:
+            mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
+            size = 4 * self.cluster * ((N + 1) * rows + N * owned * mine)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        rSum = cute.make_rmem_tensor(N, Float32)
+        for item in cutlass.range(tidx, (2 * PARTS + owned) * TILE, self.workers, unroll=1):
+            t, piece = item % TILE, item // TILE
+            if t < rows:
+                if piece < 2 * PARTS:
+                    self.over_warps(
+                        sSums[None, t, None], cutlass.select_(piece < PARTS, Int32(0), Int32(self.tiles * 2)), rSum
+                    )
+                    for k in cutlass.range_constexpr(self.cluster // PARTS):
+                        peer = piece % PARTS * (self.cluster // PARTS) + k
+                        if piece < PARTS:
+                            place = cute.domain_offset((t, rank, 0), sPre).iterator
+                            send(place, peer, [rSum[v] for v in range(N)], barrier)
+                        else:
+                            send(cute.domain_offset((t, rank), sSquares).iterator, peer, [rSum[0]], barrier)
+                else:
+                    fours = piece - 2 * PARTS
+                    self.over_warps(sSums[None, t, None], 1 + fours, rSum)
+                    place = cute.domain_offset((t // self.cluster, rank, N * fours), sOwned).iterator
+                    send(place, t % self.cluster, [rSum[v] for v in range(N)], barrier)
+
+    @cute.jit
+    def over_warps(self, sLines: cute.Tensor, fours: Int32, rSum: cute.Tensor):
+        """Four values of each warp, added in order."""
+        cute.autovec_copy(cute.local_tile(sLines[0, None], (N,), (fours,)), rSum)
+        for w in cutlass.range_constexpr(1, self.warps):
+            rOne = cute.make_rmem_tensor(N, Float32)
+            cute.autovec_copy(cute.local_tile(sLines[w, None], (N,), (fours,)), rOne)
+            rSum.store(rSum.load() + rOne.load())
+
+    @cute.jit
+    def mix(
+        self,
+        rZ: cute.Tensor,
+        sPre: cute.Tensor,
+        sSquares: cute.Tensor,
+        scale: Float32,
+        base: Float32,
+        eps: tuple,
+        rows: Int32,
+        rMix: cute.Tensor,
+        sMine: cute.Tensor,
+    ):
+        """x of this lane's columns, and the sum of its squares over the warp's columns."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        for h in cutlass.range_constexpr(2):
+            if rows > TILE // 2 * h:
+                rSums = cute.make_rmem_tensor(2, Float32)
+                rSums.fill(0.0)
+                if group + 8 * h < rows:  # nobody sends the others
+                    self.over_sources((sPre[group + 8 * h, None, four], sSquares[group + 8 * h, None]), rSums)
+                norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps[1], fastmath=True)
+                mine = sigmoid(cute.math.fma(scale, rSums[0] * norm, base)) + eps[0]
+                pre = [cute.arch.shuffle_sync(mine, 4 * group + i) for i in range(N)]
+                squares = Float32(0.0)
+                for w in cutlass.range_constexpr(WORDS):
+                    x = [pre[0] * z for z in floats(rZ[w, 0, h])]
+                    for i in cutlass.range_constexpr(1, N):
+                        z = floats(rZ[w, i, h])
+                        x = [cute.math.fma(pre[i], z[k], x[k]) for k in range(2)]
+                    rMix[w, h] = pair(*x)
+                    for value in floats(rMix[w, h]):
+                        squares = cute.math.fma(value, value, squares)
+                for lanes in (1, 2):
+                    squares = squares + cute.arch.shuffle_sync_bfly(squares, lanes)
+                if four == 0:
+                    sMine[group + 8 * h] = squares
+
+    @cute.jit
+    def exchange_squares(
+        self, sMine: cute.Tensor, sMixed: cute.Tensor, barrier: cute.Pointer, rank: Int32, rows: Int32
+    ):
+        """The squares of this CTA's columns to every CTA, four tokens a thread."""
+        tidx, _, _ = cute.arch.thread_idx()
+        if tidx == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 16 * self.cluster * cute.ceil_div(rows, 4))
+        rSum = cute.make_rmem_tensor(4, Float32)
+        for item in cutlass.range(tidx, self.cluster * (TILE // 4), self.workers, unroll=1):
+            fours, peer = item % (TILE // 4), item // (TILE // 4)
+            if 4 * fours < rows:
+                self.over_warps(sMine, fours, rSum)
+                place = cute.domain_offset((rank, 4 * fours), sMixed).iterator
+                send(place, peer, [rSum[v] for v in range(4)], barrier)
+
+    @cute.jit
+    def store_scaled(
+        self,
+        mY: cute.Tensor,
+        rMix: cute.Tensor,
+        rWeight: cute.Tensor,
+        sMixed: cute.Tensor,
+        begin: Int32,
+        rows: Int32,
+        tokens: Int32,
+        column: Int32,
+        eps: Float32,
+    ):
+        """y of this lane's columns."""
+        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        rSum = cute.make_rmem_tensor(1, Float32)
+        for h in cutlass.range_constexpr(2):
+            t = cute.arch.lane_idx() // 4 + 8 * h
+            token = begin + t
+            if t < rows and token < tokens:
+                self.over_sources((sMixed[None, t],), rSum)
+                norm = cute.math.rsqrt(rSum[0] * (1.0 / self.d) + eps, fastmath=True)
+                for w in cutlass.range_constexpr(WORDS):
+                    x = floats(rMix[w, h])
+                    rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
+                line = cute.local_tile(mY[token, None], (COLUMNS,), (column,))
+                cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)

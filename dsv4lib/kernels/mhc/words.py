@@ -1,0 +1,79 @@
+"""Pairs of bf16 in a register, the sums that MMAs make of them, and stores into the shared memory of other CTAs.
+
+Source: PTX ISA, "cvt", "mma.m16n8k8" (TF32 fragments; the low 13 bits of an operand are ignored), "st.async".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+TF32 = 0xFFFFE000  # the bits that an MMA reads
+_MMA = (
+    "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+    "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+)
+
+
+@dsl_user_op
+def halves(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple:
+    """Both values of a pair as bits of fp32; opaque to the compiler, which would keep them instead of the pair."""
+    text = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word], loc=loc, ip=ip)
+
+
+def floats(word: Uint32) -> list:
+    """Both values of a pair."""
+    return [bits.bitcast(Float32) for bits in halves(word)]
+
+
+@dsl_user_op
+def pair(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Two values rounded to bf16."""
+    text = "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[low, high], loc=loc, ip=ip)
+
+
+def multiply(a: list, b: list, rC: cute.Tensor) -> None:
+    """rC += A B of one m16n8k8: 4 words of A, 2 of B, 4 sums."""
+    given = [*a, *b, *(rC[r] for r in range(4))]
+    sums = cute.arch.inline_ptx(_MMA, write_only_types=[Float32] * 4, read_only_args=given)
+    for r in range(4):
+        rC[r] = sums[r]
+
+
+@dsl_user_op
+def send(
+    place: cute.Pointer, rank: Int32, values: list, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store 1 or 4 floats into the shared memory of CTA ``rank`` of the cluster, where this CTA has ``place``.
+
+    The bytes are counted at that CTA's ``barrier``: a barrier of the whole cluster would wait for loads and stores of
+    global memory too, which are on their way all the time.
+    """
+    there = [
+        cute.arch.inline_ptx(
+            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
+            write_only_types=[Int32],
+            read_only_args=[pointer.toint(loc=loc, ip=ip), rank],
+            loc=loc,
+            ip=ip,
+        )
+        for pointer in (place, barrier)
+    ]
+    vector, words = (".v4", "{{$r2}, {$r3}, {$r4}, {$r5}}") if len(values) == 4 else ("", "{$r2}")
+    text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [{{$r0}}], {words}, [{{$r1}}];"
+    cute.arch.inline_ptx(text, read_only_args=[*there, *(value.bitcast(Uint32) for value in values)], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_bulk(
+    smem: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+    args = [smem.toint(loc=loc, ip=ip), source, size, barrier.toint(loc=loc, ip=ip)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

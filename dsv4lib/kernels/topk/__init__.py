@@ -1,0 +1,1 @@
+"""The k best scores of a row: exact, with a defined order."""

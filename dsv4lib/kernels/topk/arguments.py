@@ -1,0 +1,46 @@
+"""Arguments of the top-k kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+
+from __future__ import annotations
+
+import cuda.bindings.driver as cuda
+import cutlass
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.common.tensors import Fakes, wrap
+from dsv4lib.kernels.topk.simt import MAX_K, TopK
+
+FP32, I32, WIDE = cutlass.Float32, cutlass.Int32, 16
+
+
+def fake_args(kernel: TopK) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    fake = Fakes()
+    scores, lengths = fake(FP32, "BL", WIDE if kernel.wide else 0), fake(I32, "B") if kernel.ragged else None
+    return scores, lengths, fake(I32, "BK"), cuda.CUstream(0)
+
+
+def launch_args(
+    kernel: TopK, scores: torch.Tensor, lengths: torch.Tensor | None, picks: torch.Tensor, stream: int = 0
+) -> tuple:
+    """Arguments of `TopK` from torch tensors: shapes as in `TopK.__call__`, ``stream`` a handle.
+
+    Raises:
+        ArgumentError: a tensor of the wrong type, shape or stride, or rows that the kernel was not made for.
+    """
+    wrapped = wrap("scores", scores, FP32, (None, None), WIDE if kernel.wide else 0)
+    rows, size = scores.shape
+    if size > kernel.ctas * kernel.capacity or (kernel.wide and size % 4):
+        allowed = f"[B, L] with L at most {kernel.ctas * kernel.capacity}"
+        raise ArgumentError("scores.shape", tuple(scores.shape), allowed + (", a multiple of 4" if kernel.wide else ""))
+    if (lengths is not None) != kernel.ragged:
+        raise ArgumentError("lengths", lengths, "a tensor" if kernel.ragged else "None")
+    wrapped_picks = wrap("picks", picks, I32, (rows, None))
+    if picks.shape[1] > MAX_K:
+        raise ArgumentError("picks.shape", tuple(picks.shape), f"[B, k] with k at most {MAX_K}")
+    return (
+        wrapped,
+        None if lengths is None else wrap("lengths", lengths, I32, (rows,)),
+        wrapped_picks,
+        cuda.CUstream(stream),
+    )

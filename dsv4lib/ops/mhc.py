@@ -1,0 +1,310 @@
+"""The boundary between two sublayers as torch ops: what one leaves in the residual streams, what the next reads.
+
+    mhc_pre       streams -> y, post, comb                               before the first sublayer
+    mhc_post_pre  streams, its output f, post, comb -> the same, and streams     between two sublayers
+    mhc_head      streams (and f, post, comb) -> y                       before the output head, or a draft block's
+
+y is normalised: what the sublayer (or the head) multiplies with. Everything is one launch of `torch.ops.dsv4.mhc_site`,
+which writes into outputs in place, reads nothing on the host and can be captured in a CUDA graph after one call has
+compiled its kernel. The oracle is `dsv4lib.reference.mhc`.
+
+Source: DSV4 paper, mHC section.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.mhc import arguments
+from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
+from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.ops import launching
+
+SM_COUNT = 132  # of an H200; a B200 has 148
+GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
+FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
+ITERS = 20
+
+
+class Site(NamedTuple):
+    """Parameters of a site.
+
+    Attributes:
+        fn: fp32 [24, 4 d], rows of pre, post, comb (head: [4, 4 d]). scale: fp32 [3] (head: [1]).
+        base: fp32 [24] (head: [4]). weight: fp32 [d], of the norm.
+    """
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    weight: Tensor
+
+
+class Eps(NamedTuple):
+    """hc: of pre and Sinkhorn. rms: of both norms."""
+
+    hc: float = 1e-6
+    rms: float = 1e-6
+
+
+NORMAL = Eps()
+
+
+def mhc_pre(
+    streams: Tensor,
+    site: Site,
+    *,
+    iters: int = ITERS,
+    eps: Eps = NORMAL,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input of a sublayer, and the coefficients of the write-back behind it.
+
+    Args:
+        streams: bf16 [T, 4, d], a token's streams side by side, d a multiple of 128.
+        site: parameters.
+        iters: Sinkhorn row/column pairs.
+        eps: see `Eps`.
+        out: (y, post, comb) to write into; None: new tensors.
+        backend: "native", "emulator", "reference", or "auto": native, else emulator.
+
+    Returns:
+        (y bf16 [T, d], post fp32 [T, 4], comb fp32 [T, 4, 4]).
+
+    Raises:
+        ArgumentError: an argument of the wrong type, shape, stride or device.
+        BackendUnavailable: the back end cannot run here.
+    """
+    out = _empty(streams)[1:] if out is None else out
+    torch.ops.dsv4.mhc_site(streams, None, None, None, *site, None, *out, iters, *eps, backend)
+    return out
+
+
+def mhc_post_pre(
+    streams: Tensor,
+    f: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    site: Site,
+    *,
+    iters: int = ITERS,
+    eps: Eps = NORMAL,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Write a sublayer's output back, then `mhc_pre` of the next site.
+
+    Args:
+        f: bf16 [T, d], the sublayer's output.
+        post: fp32 [T, 4], of the site before the sublayer. comb: fp32 [T, 4, 4], of the same.
+        out: (streams, y, post, comb), other memory than the inputs; None: new tensors.
+        streams, site, iters, eps, backend: as in `mhc_pre`, which also says what is raised.
+
+    Returns:
+        (streams bf16 [T, 4, d], y, post, comb).
+    """
+    out = _empty(streams) if out is None else out
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, iters, *eps, backend)
+    return out
+
+
+def mhc_head(
+    streams: Tensor,
+    site: Site,
+    *,
+    f: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    eps: Eps = NORMAL,
+    out: tuple[Tensor | None, Tensor] | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Collapse the streams and normalise, behind the write-back of the last sublayer where f is given.
+
+    Args:
+        site: fn [4, 4 d], scale [1], base [4], weight [d].
+        f, post, comb: as in `mhc_post_pre`, all or none.
+        out: (streams or None, y): streams behind the write-back are stored only where there is memory for them (a
+            draft block needs them); None: only y, a new tensor.
+        streams, eps, backend: as in `mhc_pre`, which also says what is raised.
+
+    Returns:
+        y bf16 [T, d].
+    """
+    out = (None, _empty(streams)[1]) if out is None else out
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, None, None, ITERS, *eps, backend)
+    return out[1]
+
+
+class Plan(NamedTuple):
+    """How a call is shared out.
+
+    Attributes:
+        cluster: CTAs that share a token. rows: tokens that a cluster takes at once. clusters: of the launch.
+    """
+
+    cluster: int
+    rows: int
+    clusters: int
+
+
+def plan(tokens: int, d: int, sm_count: int = SM_COUNT) -> Plan:
+    """Largest clusters (a CTA then fetches and keeps least of fn), as few tokens at once as fill the GPU."""
+    cluster = next(size for size in (16, 8, 4) if d % (UNIT * size) == 0)
+    most = max(1, sm_count // GPC * (GPC // cluster))
+    few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
+    rows = min(TILE, -(-tokens // few))
+    return Plan(cluster, rows, min(most, -(-tokens // rows)))
+
+
+def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs (streams, y, post, comb)."""
+    if not isinstance(streams, Tensor) or streams.dim() != 3:
+        raise ArgumentError("streams.shape", tuple(getattr(streams, "shape", ())), f"[T, {N}, d]")
+    t, _, d = streams.shape
+    fp32 = {"dtype": torch.float32, "device": streams.device}
+    y, post, comb = streams.new_empty(t, d), torch.empty(t, N, **fp32), torch.empty(t, N, N, **fp32)
+    return torch.empty_like(streams), y, post, comb
+
+
+class Call(NamedTuple):
+    """The op's arguments, in the order of its schema."""
+
+    streams: Tensor
+    f: Tensor | None
+    post: Tensor | None
+    comb: Tensor | None
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    weight: Tensor
+    new: Tensor | None
+    y: Tensor
+    post_new: Tensor | None
+    comb_new: Tensor | None
+    iters: int
+    hc_eps: float
+    rms_eps: float
+    backend: str
+
+    @property
+    def head(self) -> bool:
+        """Whether there are no coefficients of a next write-back."""
+        return self.post_new is None and self.comb_new is None
+
+    def check(self) -> None:
+        """Types, shapes and devices.
+
+        Raises:
+            ArgumentError: see `mhc_pre`.
+        """
+        shape, least = tuple(self.streams.shape), UNIT * 4
+        if self.streams.dim() != 3 or shape[1] != N or shape[2] == 0 or shape[2] % least:
+            raise ArgumentError("streams.shape", shape, f"[T, {N}, d] with d a multiple of {least}")
+        t, _, d = shape
+        cluster = plan(1, d).cluster
+        if d > UNIT * cluster * MAX_WARPS:
+            raise ArgumentError(
+                "streams.shape", shape, f"d at most {UNIT * cluster * MAX_WARPS}, {cluster} CTAs a token"
+            )
+        given = [x is not None for x in (self.f, self.post, self.comb)]
+        if any(given) != all(given):
+            raise ArgumentError("f, post, comb", given, "all three or none")
+        if self.new is None and given[0] and not self.head:
+            raise ArgumentError("out[0]", None, "a tensor: the next site needs the streams")
+        if self.new is not None and not given[0]:
+            raise ArgumentError("out[0]", "given", "None without f: the streams do not change")
+        if (self.post_new is None) != (self.comb_new is None):
+            raise ArgumentError("out", "one of post and comb", "both or none")
+        if self.iters < 1:
+            raise ArgumentError("iters", self.iters, "at least 1")
+        fp32, bf16, values = torch.float32, torch.bfloat16, N if self.head else N * (2 + N)
+        launching.check(
+            {
+                "streams": (self.streams, bf16, shape),
+                "f": (self.f, bf16, (t, d)),
+                "post": (self.post, fp32, (t, N)),
+                "comb": (self.comb, fp32, (t, N, N)),
+                "site.fn": (self.fn, fp32, (values, N * d)),
+                "site.scale": (self.scale, fp32, (1 if self.head else 3,)),
+                "site.base": (self.base, fp32, (values,)),
+                "site.weight": (self.weight, fp32, (d,)),
+                "out: streams": (self.new, bf16, shape),
+                "out: y": (self.y, bf16, (t, d)),
+                "out: post": (self.post_new, fp32, (t, N)),
+                "out: comb": (self.comb_new, fp32, (t, N, N)),
+            }
+        )
+
+
+SCHEMA = (
+    "(Tensor streams, Tensor? f, Tensor? post, Tensor? comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, "
+    "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, int iters, float hc_eps, "
+    "float rms_eps, str backend) -> ()"
+)
+
+
+def _run(*given: Any) -> None:
+    """What `torch.ops.dsv4.mhc_site` does: check, choose the back end, launch."""
+    call = Call(*given)
+    call.check()
+    name = launching.resolve(call.backend, "streams", call.streams)
+    if call.streams.shape[0] == 0:
+        return
+    if name == "reference":
+        return _reference(call)
+    sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
+    chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count)
+    launch(call, name, chosen)
+
+
+def launch(call: Call, name: str, chosen: Plan) -> None:
+    """Queue a call, shared out as ``chosen`` says."""
+    settings = {
+        "d": call.streams.shape[2],
+        "cluster": chosen.cluster,
+        "post": call.f is not None,
+        "head": call.head,
+        "keep": not call.head or call.new is not None,
+        "iters": call.iters,
+    }
+    before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
+    after = call.new, call.y, call.post_new, call.comb_new
+    given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
+    launching.launch(name, Mhc, settings, arguments.fake_args, arguments.launch_args, *given)
+
+
+def _fake(*given: Any) -> None:
+    Call(*given).check()
+
+
+_site = torch.library.custom_op(
+    "dsv4::mhc_site", _run, mutates_args=("new", "y", "post_new", "comb_new"), schema=SCHEMA
+)
+_site.register_fake(_fake)
+
+
+def _reference(call: Call) -> None:
+    """The oracle in fp64, with the model's roundings to bf16 of streams and x."""
+    oracle, norm = backends.oracle("mhc"), backends.oracle("rmsnorm")
+    z = call.streams.double()
+    fn, scale, base, weight = (x.double() for x in (call.fn, call.scale, call.base, call.weight))
+    if call.f is not None:
+        z = oracle.post(call.f.double(), z, call.post.double(), call.comb.double()).bfloat16().double()
+        if call.new is not None:
+            call.new.copy_(z)
+    eps = {"hc_eps": call.hc_eps, "rms_eps": call.rms_eps}
+    if call.head:
+        x = oracle.head_collapse(z, fn, scale, base, **eps)
+    else:
+        pre, post, comb = oracle.coefficients(z, fn, scale, base, iters=call.iters, **eps)
+        call.post_new.copy_(post)
+        call.comb_new.copy_(comb)
+        x = oracle.pre(z, pre)
+    call.y.copy_(norm.rmsnorm(x.bfloat16().double(), weight, call.rms_eps))

@@ -1,0 +1,40 @@
+"""The table of angles that the ops with a rotary embedding take, checked.
+
+``cos_sin`` is fp32 [P, 64]: 32 cosines, then 32 sines, of position x freq_i (fp32 products). With ``positions`` int64
+[T] token t has row ``positions[t]``; without, row t: a step gathers its rows once and gives them to every layer, whose
+kernels then need not wait for a position before they can ask for its row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4lib.errors import ArgumentError
+
+WIDTH = 64  # of a row: the dims that turn
+
+
+def wanted(tokens: int, positions: Tensor | None, cos_sin: Tensor) -> dict[str, tuple]:
+    """What `launching.check` is to find of the table, for so many tokens."""
+    rows = tokens if positions is None else None
+    return {
+        "positions": (positions, torch.int64, (tokens,)),
+        "cos_sin": (cos_sin, torch.float32, (rows, WIDTH)),
+    }
+
+
+def check_values(positions: Tensor | None, cos_sin: Tensor) -> None:
+    """Positions, where looking at them costs no wait.
+
+    Raises:
+        ArgumentError: one that the table does not have.
+    """
+    if positions is not None and bool(((positions < 0) | (positions >= len(cos_sin))).any()):
+        raise ArgumentError("positions", positions.tolist()[:8], f"0 to {len(cos_sin) - 1}, rows of cos_sin")
+
+
+def cosines_sines(positions: Tensor | None, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [T, 1, 32] of the tokens, for the oracle on heads."""
+    rows = cos_sin if positions is None else cos_sin[positions]
+    return rows[:, None, : WIDTH // 2], rows[:, None, WIDTH // 2 :]

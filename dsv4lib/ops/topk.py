@@ -1,0 +1,140 @@
+"""Exact top-k of fp32 scores as a torch op: `topk` calls `torch.ops.dsv4.topk`, which writes int32 indices in place.
+
+    picks[b] = indices of the k best of scores[b, :lengths[b]], ascending or the best first, then -1
+
+Higher scores first, of equal ones the lower index: what is picked is defined to the last tie, so prefill and decode
+agree. NaN ranks behind -inf; the reference back end refuses it. One launch, no workspace, nothing read by the host.
+
+Source: DSV4 paper, lightning indexer; the oracle is `dsv4lib.reference.topk`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.topk import arguments
+from dsv4lib.kernels.topk.simt import MAX_K, TopK
+from dsv4lib.ops import launching
+
+MAX_LENGTH = 1 << 20
+
+
+def topk(
+    scores: Tensor,
+    k: int,
+    lengths: Tensor | None = None,
+    *,
+    by_score: bool = False,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Indices of the best scores of each row.
+
+    Args:
+        scores: fp32 [B, L], L up to 1,048,576; rows may lie apart.
+        k: picks a row, 1 to 2048; may exceed L.
+        lengths: int32 [B], how many scores of a row count, from its first; more than L means L, less than 0 none.
+            None: all L.
+        by_score: picks in the order of their scores, the best first, instead of that of their indices.
+        out: int32 [B, k] to write into; None: a new tensor.
+        backend: "native", "emulator", "reference", or "auto": native, else emulator.
+
+    Returns:
+        out.
+
+    Raises:
+        ArgumentError: an argument of the wrong type, shape, stride, device or size.
+        BackendUnavailable: the back end cannot run here.
+    """
+    if not isinstance(scores, Tensor) or scores.dim() != 2:
+        raise ArgumentError("scores", getattr(scores, "shape", type(scores).__name__), "a tensor [B, L]")
+    if not 1 <= k <= MAX_K:
+        raise ArgumentError("k", k, f"1 to {MAX_K}")
+    if out is None:
+        out = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
+    if tuple(out.shape) != (scores.shape[0], k):
+        raise ArgumentError("out.shape", tuple(out.shape), f"[{scores.shape[0]}, {k}]")
+    torch.ops.dsv4.topk(scores, lengths, out, by_score, backend)
+    return out
+
+
+def plan(rows: int, size: int, k: int) -> dict[str, Any]:
+    """Settings of `TopK` for ``k`` of ``rows`` rows of ``size`` scores: the fastest of a sweep on an H200.
+
+    Few rows are shared by clusters; maxima are worth counting from 8192 scores a CTA on.
+    """
+    if size <= 2048:
+        return {"threads": 256, "vectors": 1 if size <= 1024 else 2, "bins": 1024}
+    if size <= 8192:
+        return {"threads": 256, "vectors": 1, "ctas": 8} if rows <= 16 else {"threads": 1024, "vectors": 2}
+    if size <= 32768:
+        if rows <= 16:
+            return {"threads": 256, "vectors": 4, "ctas": 8}
+        if rows <= 33:
+            tight = {"threads": 1024, "vectors": 4, "ctas": 2, "maxima": 1}
+            return tight if k <= 512 else {"threads": 512, "vectors": 4, "ctas": 4, "maxima": 4}
+        return {"threads": 1024, "vectors": 8, "maxima": 2}
+    if size <= 262144 and rows <= 4:
+        return {"threads": 512, "vectors": 8, "ctas": 16, "maxima": 4}
+    ctas = 8 if rows <= 16 else 4 if size > 262144 else 2 if rows <= 66 else 1
+    keep = 1 << (13 if k <= 512 else 14)
+    return {"threads": 1024, "vectors": 4, "ctas": ctas, "maxima": 4, "stream": True, "keep": keep}
+
+
+def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
+    if scores.dim() != 2 or not 1 <= scores.shape[1] <= MAX_LENGTH:
+        raise ArgumentError("scores.shape", tuple(scores.shape), f"[B, L] with L from 1 to {MAX_LENGTH}")
+    rows = scores.shape[0]
+    launching.check(
+        {
+            "scores": (scores, torch.float32, (rows, None)),
+            "lengths": (lengths, torch.int32, (rows,)),
+            "out": (picks, torch.int32, (rows, None)),
+        }
+    )
+    if not 1 <= picks.shape[1] <= MAX_K:
+        raise ArgumentError("out.shape", tuple(picks.shape), f"[B, k] with k from 1 to {MAX_K}")
+
+
+def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, backend: str) -> None:
+    """What `torch.ops.dsv4.topk` does: check, choose the back end, launch."""
+    _check(scores, lengths, picks)
+    name = launching.resolve(backend, "scores", scores)
+    rows, size = scores.shape
+    if rows == 0:
+        return
+    if name == "reference":
+        return _reference(scores, lengths, picks, by_score)
+    aligned = size % 4 == 0 and scores.data_ptr() % 16 == 0 and (rows == 1 or scores.stride(0) % 4 == 0)
+    settings = {
+        **plan(rows, size, picks.shape[1]),
+        "wide": aligned,
+        "by_score": by_score,
+        "ragged": lengths is not None,
+    }
+    return launching.launch(name, TopK, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
+
+
+def _reference(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool) -> None:
+    """The oracle's picks, in the order that is wanted."""
+    size = scores.shape[1]
+    limit = None if lengths is None else lengths.long().clamp(0, size)
+    best = backends.oracle("topk").topk(scores, picks.shape[1], limit)
+    if not by_score:
+        ranked = torch.where(best < 0, size, best).sort(-1).values
+        best = torch.where(ranked == size, -1, ranked)
+    picks.copy_(best)
+
+
+_topk = torch.library.custom_op(
+    "dsv4::topk",
+    _run,
+    mutates_args=("picks",),
+    schema="(Tensor scores, Tensor? lengths, Tensor(a!) picks, bool by_score, str backend) -> ()",
+)
+_topk.register_fake(lambda scores, lengths, picks, by_score, backend: _check(scores, lengths, picks))

@@ -1,0 +1,162 @@
+"""The compressor in the emulator on both architectures: any chunks and positions, formats, schedules, mistakes."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from dsv4lib.emulator import launch
+from dsv4lib.emulator.driver.device import make as device
+from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compressor import broken, simt
+from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
+from dsv4lib.kernels.quantize.config import has_fp4_conversion
+from dsv4lib.ops import compile_cache
+from dsv4lib.ops.compressor import Running, cut
+from tests.ops import compressor_cases as cases
+
+ARCHS = ("sm_100a", "sm_90a")
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+RAGGED = [1, 0, 6, 9, 2], [3, 7, 0, 6, 5]  # rows and positions: chunk boundaries anywhere in a window
+BATCHES = {
+    "csa": (4, *RAGGED, {}),
+    "csa decode": (4, [1] * 5, [0, 3, 4, 1_048_571, -1], {"single": True}),
+    "hca ring": (128, [30, 1], [100, 4], {}),
+    "hca ring decode": (128, [1, 1], [255, 9], {"single": True}),
+    "hca running": (32, [40, 1, 3], [28, 127, 64], {"running": True}),
+    "hca running decode": (128, [1] * 5, [0, 127, 1_048_575, 131, -1], {"running": True, "single": True}),
+    "indexer": (4, *RAGGED, {"dim": 128}),
+    "indexer decode": (4, [1] * 5, [0, 3, 7, 1_048_575, -1], {"dim": 128, "single": True}),
+}
+MISTAKES = [kernel for kernel in broken.WINDOWS if kernel is not broken.ScalesFourApart]  # fp32 rows have none
+FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
+
+
+@cache
+def compiled(kernel_type, settings, arch):
+    settings = dict(settings) | {"fp4_conversion": has_fp4_conversion(arch)}
+    if kernel_type is simt.Compressor:
+        kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, arch)
+    else:
+        kernel = kernel_type(**settings)
+        code = compile_for(kernel, fake_args(kernel), arch)
+    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    return kernel, code
+
+
+def run(case, form, arch, kernel_type=simt.Compressor, **options):
+    """(pages, state) after a launch without hazards."""
+    rate, dim, running = len(case.weights.ape), case.dim, isinstance(case.state, Running)
+    overlap, single = case.kv.shape[1] == 2 * dim, case.batch.single
+    settings = {"rate": rate, "overlap": overlap, "dim": dim, "form": form, "rotate": dim == 128}
+    settings |= {"single": single, "running": running} | cut(rate, overlap, running, single)
+    kernel, code = compiled(kernel_type, tuple(settings.items()), arch)
+    pages = cases.blank(form, int(case.batch.slots.max()) + 1, dim)
+    state = type(case.state)(*(x.clone() for x in case.state))
+    k, z = (state.parts, None) if running else state
+    given = *case[:2], *case.weights, *case.batch[:2], k, z, pages, cases.PAGE, cases.EPS
+    gpu = device(arch, **{"checks": "race", **options})
+    launch(code, *launch_args(kernel, *given), gpu=gpu)
+    assert not gpu.hazards, gpu.hazards[0].message
+    return pages, state
+
+
+def case_of(name, **more):
+    rate, counts, starts, options = BATCHES[name]
+    return cases.make(rate, counts, starts, **options, **more)
+
+
+@pytest.mark.parametrize(("name", "arch"), [(n, ARCHS[i % 2]) for i, n in enumerate(BATCHES)])
+def test_batches(name, arch):
+    """fp32 entries and the state against the oracle; every format is the encoding of those entries, bit by bit."""
+    case = case_of(name, drop=(1,) if name == "csa" else ())
+    found, slots = cases.verify(case, lambda form: run(case, form, arch))
+    for form in FORMS[case.dim]:
+        pages, _ = run(case, form, arch)
+        assert torch.equal(pages, cases.encoded(form, len(found), slots, found[slots.long()], case.dim)), form
+
+
+@pytest.mark.parametrize("name", ["csa", "hca running"])
+def test_the_other_architecture(name):
+    case = case_of(name, seed=1)
+    arch = ARCHS[1 - list(BATCHES).index(name) % 2]
+    cases.verify(case, lambda form: run(case, form, arch))
+
+
+@pytest.mark.parametrize("name", ["csa", "hca running"])
+def test_all_schedules_give_the_same_bits(name):
+    case = case_of(name, seed=2)
+    results = [run(case, "kv", "sm_90a", schedule=s, seed=3) for s in SCHEDULES]
+    for pages, state in results[1:]:
+        assert torch.equal(pages, results[0][0])
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, results[0][1], strict=True))
+
+
+def test_decode_continues_a_prefill():
+    """Ten tokens at once, or 3, 1, 1 and 5 of them: the entries have the same bits, the ring the same rows."""
+    whole = cases.make(4, [10], [6])
+    pages, state = run(whole, "fp32", "sm_90a")
+    now, first, parts = whole.state, 0, cases.blank("fp32", len(pages), 512)
+    for count in (3, 1, 1, 5):
+        rows = slice(first, first + count)
+        plan = whole.batch.requests.clone()
+        plan[0, 1], plan[0, 2] = count, 6 + first
+        batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[rows], single=count == 1)
+        step = whole._replace(kv=whole.kv[rows], gate=whole.gate[rows], batch=batch, state=now)
+        found, now = run(step, "fp32", "sm_90a") if int(batch.slots.max()) >= 0 else (None, run_states(step))
+        for slot in batch.slots[batch.slots >= 0].tolist():
+            parts[slot] = found[slot]
+        first += count
+    assert torch.equal(parts, pages)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(now, state, strict=True))
+
+
+def run_states(case):
+    """The state alone, where no window closes; the pool has a row nobody writes."""
+    slots = case.batch.slots.clone()
+    wide = case._replace(batch=case.batch._replace(slots=slots.clamp_min(0)))
+    pages, state = run(wide, "fp32", "sm_90a")
+    assert bool((pages == 7.0).all())
+    return state
+
+
+@pytest.mark.parametrize("mistake", [simt.Compressor, *MISTAKES])
+def test_planted_mistakes_are_found(mistake):
+    case = cases.make(4, [4, 3], [0, 6], seed=5)
+    found = run(case, "fp32", "sm_90a", mistake)
+    if mistake is simt.Compressor:
+        cases.verify(case, lambda _: found)
+        return
+    with pytest.raises(AssertionError):
+        cases.verify(case, lambda _: found)
+
+
+def test_gates_of_minus_infinity_count_for_nothing():
+    case = case_of("hca running", seed=4)
+    case.gate[:30] = float("-inf")
+    cases.verify(case, lambda form: run(case, form, "sm_90a"))
+
+
+def test_bad_arguments_are_named():
+    for settings, name in (
+        ({"rate": 3}, "rate"),
+        ({"dim": 256}, "dim"),
+        ({"form": "fp4"}, "form"),
+        ({"rotate": True}, "rotate"),
+        ({"running": True}, "running"),
+        ({"slices": 3}, "slices"),
+        ({"split": 2}, "split"),
+        ({"rate": 128, "overlap": False, "split": 1}, "split"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            simt.Compressor(**settings)
+    case = case_of("csa")
+    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, cases.blank("kv", 9, 512), cases.PAGE, cases.EPS)
+    for i, name in enumerate(
+        ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots", "state_k", "state_z", "pages")
+    ):
+        bad = [*good]
+        bad[i] = bad[i].half() if bad[i].is_floating_point() else bad[i].long()
+        with pytest.raises(ArgumentError, match=name):
+            launch_args(simt.Compressor(), *bad)

@@ -1,0 +1,227 @@
+"""The top-k kernel on both architectures: the oracle's picks to the last tie, in every form, under every schedule."""
+
+from functools import cache
+
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Float32, Int32
+
+from dsv4lib.emulator import launch
+from dsv4lib.emulator.driver.device import make
+from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.topk.arguments import fake_args, launch_args
+from dsv4lib.kernels.topk.keys import Bins
+from dsv4lib.kernels.topk.simt import TopK
+from dsv4lib.reference.topk import topk as reference
+
+ARCHS = ("sm_100a", "sm_90a")
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+CHIP = {"threads": 128, "vectors": 4, "bins": 1024}
+MAXIMA = {"threads": 128, "vectors": 4, "bins": 1024, "maxima": 2}
+CLUSTER = {"threads": 64, "vectors": 2, "ctas": 4}
+STREAM = {"threads": 64, "vectors": 2, "bins": 1024, "maxima": 1, "stream": True, "capacity": 2048, "keep": 512}
+BOTH = {
+    "threads": 64,
+    "vectors": 1,
+    "ctas": 2,
+    "bins": 4096,
+    "maxima": 1,
+    "stream": True,
+    "capacity": 2048,
+    "keep": 256,
+}
+FORMS = (("sm_100a", CHIP), ("sm_90a", MAXIMA), ("sm_90a", CLUSTER), ("sm_100a", STREAM), ("sm_90a", BOTH))
+NAMES = ("chip", "maxima", "cluster", "stream", "both")
+SIZE = 2000  # the most that each form takes is 2,048 or 4,096
+
+
+@cache
+def compiled(arch, settings):
+    kernel = TopK(**dict(settings))
+    code = compile_for(kernel, fake_args(kernel), arch)
+    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    return kernel, code
+
+
+def run(arch, settings, scores, lengths, k, **device):
+    """Picks of a launch without hazards."""
+    kernel, code = compiled(arch, tuple(settings.items()))
+    gpu = make(arch, **{"checks": "race", **device})
+    picks = torch.full((len(scores), k), -7, dtype=torch.int32)
+    launch(code, *launch_args(kernel, scores, lengths, picks), gpu=gpu)
+    assert not gpu.hazards, gpu.hazards[0].message
+    return picks
+
+
+def expected(scores, lengths, k):
+    """The oracle's picks in the order of their indices."""
+    best = reference(scores, k, lengths.long())
+    ranked = torch.where(best < 0, SIZE * 9, best).sort(-1).values
+    return torch.where(ranked == SIZE * 9, -1, ranked).int()
+
+
+def full(scores):
+    return torch.full((len(scores),), scores.shape[1], dtype=torch.int32)
+
+
+def kinds(size=SIZE, seed=0):
+    """Rows that are hard in different ways, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    x, rising = torch.randn(size, generator=generator), torch.arange(size).float()
+    return {
+        "normal": x,
+        "equal": torch.full((size,), 0.5),
+        "zeros of either sign": torch.where(x > 0, 0.0, -0.0),
+        "three values": x.sign() * (x.abs() > 0.5),
+        "rising": rising,  # every list overflows
+        "falling": -rising,
+        "one octave": 10 + 1e-3 * x,
+        "denormal": x * 1e-40,
+        "huge": x * 1e30,
+        "infinite": torch.where(x > 1, torch.inf, torch.where(x < 0, -torch.inf, x)),
+        "negative": -x.abs(),
+        "mostly zero": x.clamp_min(1.5) - 1.5,
+    }
+
+
+@pytest.mark.parametrize(("arch", "settings"), FORMS, ids=NAMES)
+def test_rows_of_every_kind(arch, settings):
+    rows = kinds()
+    scores = torch.stack(list(rows.values()))
+    lengths = full(scores)
+    lengths[0] = SIZE - 1
+    for k in (1, 300):
+        want, found = expected(scores, lengths, k), run(arch, settings, scores, lengths, k)
+        wrong = [name for name, a, b in zip(rows, found, want, strict=True) if not torch.equal(a, b)]
+        assert not wrong, (k, wrong)
+
+
+@pytest.mark.parametrize(("arch", "settings"), FORMS, ids=NAMES)
+@pytest.mark.parametrize("k", [192, 512, 1024, 1152, 2048])
+def test_lengths_around_k(arch, settings, k):
+    """Rows of all lengths from none to all, of scores of which many are equal; more than L means L."""
+    generator = torch.Generator().manual_seed(k)
+    scores = (torch.randn(7, SIZE, generator=generator) * 20).round()
+    lengths = torch.tensor([0, 1, k - 1, k, k + 1, SIZE - 3, SIZE + 5]).int()
+    assert torch.equal(run(arch, settings, scores, lengths, k), expected(scores, lengths.clamp_max(SIZE), k))
+
+
+@pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3]], ids=["cluster", "stream"])
+def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
+    """L no multiple of 4, rows on 4 bytes, NaN around them; rows without lengths."""
+    storage = torch.full((3, 1300), torch.nan)
+    scores = storage[:, 1:1224]
+    scores.copy_(torch.stack([x[:1223] for x in list(kinds().values())[:3]]))
+    found = run(arch, {**settings, "wide": False, "ragged": False}, scores, None, 100)
+    assert torch.equal(found, expected(scores, full(scores), 100))
+
+
+@pytest.mark.parametrize(("arch", "settings"), FORMS, ids=NAMES)
+def test_nan_ranks_behind_everything(arch, settings):
+    scores = torch.stack([kinds()["normal"]] * 3)
+    scores[0, ::3], scores[1], scores[2, 700:] = torch.nan, torch.nan, -torch.nan
+    scores[2, 5:690] = -torch.inf
+    found = run(arch, settings, scores, full(scores), 800)
+    behind = torch.where(scores.isnan(), -torch.inf, scores)  # nothing else is -inf in rows 0 and 1
+    assert torch.equal(found[:2], expected(behind, full(scores), 800)[:2])
+    assert torch.equal(found[2], torch.arange(800).int())
+
+
+@pytest.mark.parametrize("settings", [CHIP, BOTH], ids=["chip", "both"])
+def test_in_the_order_of_scores(settings):
+    """As the oracle has them, also where a row is shorter than k."""
+    scores = torch.stack([x for name, x in kinds().items() if name in ("normal", "equal", "three values", "rising")])
+    lengths = torch.tensor([SIZE, SIZE, 777, 50]).int()
+    found = run("sm_90a", {**settings, "by_score": True}, scores, lengths, 100)
+    assert torch.equal(found, reference(scores, 100, lengths.long()).int())
+
+
+@pytest.mark.parametrize(("arch", "settings"), FORMS, ids=NAMES)
+def test_all_schedules_give_the_same_bits(arch, settings):
+    rows = kinds()
+    scores = torch.stack([rows[name] for name in ("normal", "three values", "rising")])
+    want = expected(scores, full(scores), 150)
+    for schedule in SCHEDULES:
+        assert torch.equal(run(arch, settings, scores, full(scores), 150, schedule=schedule, seed=3), want), schedule
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+class NoMeeting(TopK):
+    """CTAs of a row do not wait for each other."""
+
+    def meet(self):
+        cute.arch.barrier()
+
+
+class TiesAnyhow(TopK):
+    """Of equal candidates the later one wins."""
+
+    @cute.jit
+    def better(self, other, key, at, index):
+        return other > key or (other == key and at > index)
+
+
+class HighEdge(Bins):
+    """A streamed row drops the bin of its bound."""
+
+    @cute.jit
+    def edge(self, place):
+        _, high = self.keys(place)
+        return Int32(high + 1).bitcast(Float32)
+
+
+class Drops(TopK):
+    """Streams with the wrong edge."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.bins = HighEdge(self.bins.size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name"),
+    [(NoMeeting, CLUSTER, "normal"), (TiesAnyhow, CHIP, "three values"), (Drops, STREAM, "one octave")],
+)
+def test_mistakes_are_found(kind, settings, name):
+    kernel = kind(**settings)
+    code = compile_for(kernel, fake_args(kernel), "sm_90a")
+    # 50 scores of each value, so that ties are candidates.
+    scores = (torch.arange(SIZE) % 40).float()[None] if kind is TiesAnyhow else kinds()[name][None]
+    gpu = make("sm_90a", checks="race", schedule="adversarial")
+    picks = torch.full((1, 75), -7, dtype=torch.int32)
+    launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
+    wrong = not torch.equal(picks, expected(scores, full(scores), 75))
+    assert gpu.hazards if kind is NoMeeting else wrong
+
+
+def test_bad_arguments_are_named():
+    for settings, name in (
+        ({"threads": 96}, "threads"),
+        ({"vectors": 3}, "vectors"),
+        ({"ctas": 32}, "ctas"),
+        ({"bins": 512}, "bins"),
+        ({"stream": True, "maxima": 0}, "maxima"),
+        ({"vectors": 4, "maxima": 3}, "maxima"),
+        ({"stream": True, "maxima": 1, "capacity": 1000}, "capacity"),
+        ({"stream": True, "maxima": 1, "keep": 0}, "keep"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            TopK(**settings)
+    kernel, scores = TopK(**CHIP), torch.randn(3, 1000)
+    good = {"scores": scores, "lengths": full(scores), "picks": torch.empty(3, 64).int()}
+    for bad, name in (
+        ({"scores": scores.double()}, "scores"),
+        ({"scores": scores[:, 1:]}, "scores.stride"),
+        ({"scores": torch.randn(3, 4096)}, "scores.shape"),
+        ({"scores": torch.randn(3, 1004)[:, :1001]}, "scores.shape"),
+        ({"lengths": None}, "lengths"),
+        ({"lengths": full(scores).long()}, "lengths"),
+        ({"picks": torch.empty(2, 64).int()}, "picks"),
+        ({"picks": torch.empty(3, 2049).int()}, "picks.shape"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            launch_args(kernel, **{**good, **bad})

@@ -1,0 +1,88 @@
+"""The compressor op: back ends, state and pages in place, schema, fakes, bad arguments."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.compressor import Batch, Pages, Ring, Running, Weights, compressor
+from dsv4lib.ops.requests import plan as plan_of
+from tests.ops import compressor_cases as cases
+
+CSA = cases.make(4, [1, 6], [3, 5])
+
+
+@pytest.mark.parametrize(
+    "case", [CSA, cases.make(128, [1, 1], [127, 64], running=True, single=True)], ids=["csa", "hca running"]
+)
+def test_back_ends_agree(case):
+    for backend in ("emulator", "reference"):
+        cases.verify(case, lambda form, backend=backend: cases.run(case, form, backend))
+
+
+def test_rotation_is_for_128_dims_unless_said():
+    case = cases.make(4, [4], [4], dim=128)
+    turned, plain = (cases.run(case, "fp32", "reference", rotate=r)[0] for r in (None, False))
+    slot = int(case.batch.slots.max())
+    torch.testing.assert_close(turned[slot].norm(), plain[slot].norm())
+    assert not torch.allclose(turned[slot], plain[slot], atol=1e-2)
+
+
+def test_nothing_to_do():
+    empty = CSA._replace(kv=CSA.kv[:0], gate=CSA.gate[:0], batch=Batch(CSA.batch.requests[:0], CSA.batch.slots[:0]))
+    _, state = cases.run(empty, "kv", "emulator")
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, CSA.state, strict=True))
+
+
+def test_plan():
+    plan = plan_of(torch.tensor([0, 2, 2, 5]), torch.tensor([7, -1, 0]), torch.tensor([2, 0, 1]))
+    assert plan.dtype == torch.int32 and plan.tolist() == [[0, 2, 7, 2], [2, 0, -1, 0], [2, 3, 0, 1]]
+
+
+def test_schema_and_fake():
+    given = (CSA.kv, CSA.gate, *CSA.weights, *CSA.batch[:2], *(x.nan_to_num() for x in CSA.state))
+    pages = cases.blank("kv", 8, 512)
+    flags = cases.PAGE, "kv", cases.EPS, False, False, "reference"
+    result = torch.library.opcheck(torch.ops.dsv4.compressor.default, (*given, pages, *flags))
+    assert set(result.values()) == {"SUCCESS"}, result
+    with FakeTensorMode():
+        kv = torch.empty(4096, 512)
+        weights = Weights(*(torch.empty(s) for s in ((128, 512), (512,), (1 << 20, 32), (1 << 20, 32))))
+        batch = Batch(torch.empty(3, 4, dtype=torch.int32), torch.empty(4096, dtype=torch.int32))
+        pages = Pages(torch.empty(99, 1728, dtype=torch.uint8), 2)
+        compressor(kv, kv, weights, batch, Running(torch.empty(3, 3, 512)), pages)
+        with pytest.raises(ArgumentError, match=r"state\.parts"):
+            compressor(kv, kv, weights, batch, Running(torch.empty(3, 2, 512)), pages)
+
+
+def _with(values, place, value):
+    changed = values.clone()
+    changed[place] = value
+    return changed
+
+
+def test_bad_arguments_are_named():
+    plan, slots, pages = CSA.batch.requests, CSA.batch.slots, Pages(cases.blank("kv", 8, 512), cases.PAGE)
+    for change, name in (
+        ({"kv": CSA.kv.half()}, "kv"),
+        ({"gate": CSA.gate[1:]}, "gate"),
+        ({"weights": CSA.weights._replace(ape=CSA.weights.ape[:3])}, "ape"),
+        ({"weights": CSA.weights._replace(norm=torch.ones(96))}, "norm"),
+        ({"weights": CSA.weights._replace(cos=CSA.weights.cos[:5], sin=CSA.weights.sin[:5])}, "requests.*positions"),
+        ({"state": Ring(CSA.state.k[:, :4], CSA.state.z[:, :4])}, r"state\.k"),
+        ({"state": Running(torch.zeros(4, 3, 512))}, "kv.shape"),
+        ({"state": (1, 2)}, "state"),
+        ({"out": pages._replace(form="nvfp4")}, "out.form"),
+        ({"out": pages._replace(page_size=4)}, "out.data"),
+        ({"batch": Batch(plan.long(), slots)}, "requests"),
+        ({"batch": Batch(_with(plan, (1, 0), 0), slots)}, "requests.*apart"),
+        ({"batch": Batch(_with(plan, (1, 3), 99), slots)}, "requests"),
+        ({"batch": Batch(_with(plan, (1, 3), int(plan[0, 3])), slots)}, "requests.*once"),
+        ({"batch": Batch(plan, _with(slots, 0, 10**6))}, "slots"),
+        ({"batch": Batch(plan, slots, single=True)}, "requests"),
+        ({"rotate": True}, "rotate"),
+    ):
+        given = {"kv": CSA.kv, "gate": CSA.gate, "weights": CSA.weights, "batch": CSA.batch, "state": CSA.state}
+        given |= {"out": pages, "backend": "emulator"}
+        with pytest.raises(ArgumentError, match=name):
+            compressor(**{**given, **change})

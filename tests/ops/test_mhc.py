@@ -1,0 +1,77 @@
+"""The mHC ops: back ends, schemas, fakes, bad arguments."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsv4lib.bench.ops import mhc as bench
+from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, mhc_pre, plan
+
+GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
+SITE = Site(*(GIVEN[name] for name in ("fn", "scale", "base", "weight")))
+HEAD = Site(SITE.fn[:4], SITE.scale[:1], SITE.base[:4], SITE.weight)
+BEFORE = {name: GIVEN[name] for name in ("f", "post", "comb")}
+STREAMS = GIVEN["streams"]
+
+
+def same(found, want):
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2.0**-6 if a.dtype == torch.bfloat16 else 2e-6, atol=2e-6)
+
+
+def test_back_ends_agree():
+    calls = (
+        lambda b: mhc_post_pre(STREAMS, **BEFORE, site=SITE, backend=b),
+        lambda b: mhc_pre(STREAMS, SITE, backend=b),
+        lambda b: (mhc_head(STREAMS, HEAD, backend=b), mhc_head(STREAMS, HEAD, **BEFORE, backend=b)),
+    )
+    for call in calls:
+        same(call("emulator"), call("reference"))
+    names = "streams", "y", "post", "comb"
+    bench.check(GIVEN, dict(zip(names, calls[0]("emulator"), strict=True)))
+
+
+def test_outputs_of_the_caller_and_no_tokens():
+    out = torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16()
+    y = mhc_head(STREAMS, HEAD, **BEFORE, out=out, backend="reference")
+    assert y is out[1] and bool(out[0].any())
+    none = mhc_post_pre(STREAMS[:0], **{name: x[:0] for name, x in BEFORE.items()}, site=SITE, backend="emulator")
+    assert none[0].shape == (0, 4, 128) and none[3].shape == (0, 4, 4)
+
+
+def test_plans_share_a_call_out():
+    for tokens in (1, 3, 8, 129, 4096):
+        for d in (4096, 7168, 128):
+            cluster, rows, clusters = plan(tokens, d)
+            assert d % cluster == 0 and 1 <= rows <= 16 and 1 <= clusters <= -(-tokens // rows)
+
+
+def test_schemas_and_fakes():
+    out = [torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16(), torch.zeros(5, 4), torch.zeros(5, 4, 4)]
+    with torch.no_grad():
+        for before, new in ((tuple(BEFORE.values()), out[0]), ((None,) * 3, None)):
+            given = STREAMS, *before, *SITE, new, *out[1:], 20, 1e-6, 1e-6, "reference"
+            result = torch.library.opcheck(torch.ops.dsv4.mhc_site.default, given)
+            assert set(result.values()) == {"SUCCESS"}, result
+    with FakeTensorMode():
+        streams = torch.empty(1 << 20, 4, 7168, dtype=torch.bfloat16)
+        site = Site(torch.empty(24, 28672), torch.empty(3), torch.empty(24), torch.empty(7168))
+        y, post, comb = mhc_pre(streams, site)
+        assert y.shape == (1 << 20, 7168) and post.dtype == torch.float32 and comb.shape[1:] == (4, 4)
+
+
+def test_bad_arguments_are_named():
+    for call, name in (
+        (lambda: mhc_pre(STREAMS[:, :3], SITE), "streams.shape"),
+        (lambda: mhc_pre(STREAMS[..., :96], SITE), "streams.shape"),
+        (lambda: mhc_pre(STREAMS.float(), SITE), "streams"),
+        (lambda: mhc_pre(STREAMS, HEAD), "site.fn"),
+        (lambda: mhc_pre(STREAMS, SITE._replace(weight=SITE.weight.bfloat16())), "site.weight"),
+        (lambda: mhc_pre(STREAMS, SITE, iters=0), "iters"),
+        (lambda: mhc_head(STREAMS, HEAD, f=BEFORE["f"]), "f, post, comb"),
+        (lambda: mhc_head(STREAMS, HEAD, out=(STREAMS.clone(), BEFORE["f"].clone())), r"out\[0\]"),
+        (lambda: mhc_post_pre(STREAMS, **{**BEFORE, "post": BEFORE["post"][1:]}, site=SITE), "post"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            call()

@@ -1,0 +1,57 @@
+"""mHC on a Hopper: against the oracle, the same bits again and at any place of a batch, CUDA graphs."""
+
+import pytest
+import torch
+
+from dsv4lib import backends
+from dsv4lib.bench.ops import mhc as bench
+from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre
+
+NATIVE = backends.status("native", "sm_90a")
+pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
+NAMES = "streams", "y", "post", "comb"
+
+
+def case(tokens, d, seed=0):
+    given = bench.make(tokens, d, torch.Generator("cuda").manual_seed(seed))
+    return given, Site(*(given[name] for name in ("fn", "scale", "base", "weight")))
+
+
+def call(given, site, part=slice(None)):
+    before = [given[name][part] for name in ("streams", "f", "post", "comb")]
+    return mhc_post_pre(*before, site, backend="native")
+
+
+@pytest.mark.parametrize("d", [4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 3, 33, 129, 1000])
+def test_boundary(tokens, d):
+    given, site = case(tokens, d)
+    found = call(given, site)
+    bench.check(given, dict(zip(NAMES, found, strict=True)))
+    assert all(torch.equal(a, b) for a, b in zip(found, call(given, site), strict=True))
+    part = slice(tokens // 2, tokens)
+    assert all(torch.equal(a[part], b) for a, b in zip(found, call(given, site, part), strict=True))
+
+
+def test_head():
+    given, site = case(37, 4096)
+    head = Site(site.fn[:4].contiguous(), site.scale[:1], site.base[:4], site.weight)
+    before = {name: given[name] for name in ("f", "post", "comb")}
+    found = mhc_head(given["streams"], head, **before, backend="native")
+    want = mhc_head(given["streams"], head, **before, backend="reference")
+    torch.testing.assert_close(found, want, rtol=2.0**-6, atol=1e-2)
+
+
+def test_in_a_cuda_graph():
+    given, site = case(16, 4096)
+    call(given, site)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(given, site)
+    for seed in (1, 2):
+        fresh, _ = case(16, 4096, seed)
+        for name in ("streams", "f", "post", "comb"):
+            given[name].copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        bench.check(given, dict(zip(NAMES, found, strict=True)))

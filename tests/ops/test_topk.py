@@ -1,0 +1,78 @@
+"""`topk` as PyTorch sees it: back ends, schema, fake, torch.compile, bad arguments, settings for every size."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.topk.simt import TopK
+from dsv4lib.ops import compile_cache
+from dsv4lib.ops.topk import MAX_K, MAX_LENGTH, plan, topk
+
+GENERATOR = torch.Generator().manual_seed(0)
+SCORES = (torch.randn(3, 700, generator=GENERATOR) * 30).round()  # ties
+LENGTHS = torch.tensor([700, 300, 41], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("by_score", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_both_back_ends(by_score, ragged):
+    given = SCORES, 50, LENGTHS if ragged else None
+    found = topk(*given, by_score=by_score, backend="emulator")
+    assert torch.equal(found, topk(*given, by_score=by_score, backend="reference")) and found.dtype == torch.int32
+
+
+def test_rows_of_a_larger_tensor_into_the_callers_memory():
+    """Rows on 4 bytes; lengths beyond either end mean all and none."""
+    lengths, out = torch.tensor([705, -1, 699], dtype=torch.int32), torch.zeros(3, 192, dtype=torch.int32)
+    rows = SCORES[:, 1:]
+    assert topk(rows, 192, lengths, out=out, backend="emulator") is out
+    assert torch.equal(out, topk(rows, 192, lengths, backend="reference")) and bool((out[1] == -1).all())
+    assert topk(SCORES[:0], 5, backend="emulator").shape == (0, 5)
+
+
+def test_schema_and_fake():
+    picks = torch.empty(3, 50, dtype=torch.int32)
+    result = torch.library.opcheck(torch.ops.dsv4.topk.default, (SCORES, LENGTHS, picks, False, "reference"))
+    assert set(result.values()) == {"SUCCESS"}, result
+    before = compile_cache.default().counts.compiled
+    with FakeTensorMode():
+        assert topk(torch.empty(128, 262144), 2048, torch.empty(128, dtype=torch.int32)).shape == (128, 2048)
+    assert compile_cache.default().counts.compiled == before
+
+
+def test_torch_compile_takes_it_whole():
+    def layer(x, lengths):
+        return topk(x * 0.5, 50, lengths, backend="emulator") + 1
+
+    torch._dynamo.reset()
+    fast = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(fast(SCORES, LENGTHS), layer(SCORES, LENGTHS))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 32, 128, 4096])
+def test_settings_take_every_size(rows):
+    for size in (1, 1024, 1025, 2048, 4096, 8192, 8193, 32768, 32769, 262144, 262145, MAX_LENGTH):
+        for k in (1, 512, 1024, MAX_K):
+            kernel = TopK(**plan(rows, size, k))
+            assert size <= kernel.ctas * kernel.capacity
+            assert 4 * sum(kernel.parts.values()) <= 227 << 10
+
+
+def test_bad_arguments_are_named():
+    for given, changed, name in (
+        ((SCORES[0], 5), {}, "scores"),
+        ((SCORES.double(), 5), {}, "scores"),
+        ((torch.empty(1, MAX_LENGTH + 1), 5), {}, "scores.shape"),
+        ((SCORES, 0), {}, "k"),
+        ((SCORES, MAX_K + 1), {}, "k"),
+        ((SCORES, 5, LENGTHS.long()), {}, "lengths"),
+        ((SCORES, 5, LENGTHS[1:]), {}, "lengths"),
+        ((SCORES, 5), {"out": torch.empty(3, 6).int()}, "out.shape"),
+        ((SCORES, 5), {"out": torch.empty(3, 5)}, "out"),
+        ((SCORES.T.contiguous().T, 5), {}, "scores.stride"),
+        ((SCORES * torch.nan, 5), {"backend": "reference"}, "scores"),
+        ((SCORES, 5), {"backend": "magic"}, "backend"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            topk(*given, **{"backend": "emulator", **changed})
