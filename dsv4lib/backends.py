@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,26 @@ def status(name: str, arch: str = "sm_100a") -> Status:
     raise ArgumentError("backend", name, "one of " + ", ".join(NAMES[1:]))
 
 
+_recorded: str | None = None  # architecture of `recorded`
+
+
+@contextmanager
+def recorded(arch: str) -> Iterator[None]:
+    """Inside, native is an emulated device of ``arch`` on which somebody records what ops launch.
+
+    Ops keep what they have once found out about the machine: record in a process of its own.
+    """
+    global _recorded
+    before, _recorded = _recorded, arch
+    try:
+        yield
+    finally:
+        _recorded = before
+
+
 def _native(arch: str) -> Status:
+    if _recorded is not None:
+        return Status("native", arch == _recorded, f"launches for {_recorded} are recorded", "record for this one")
     if env.driver_cuda() is None:
         return Status("native", False, "no NVIDIA driver", "a machine with a GPU (see ./dsv4 doctor)")
     import torch

@@ -8,13 +8,12 @@ error on Hopper launches of its regime (calibration.py).
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4lib.bench import calibration, static_model
+from dsv4lib.bench import calibration, static_model, table
 from dsv4lib.bench.rates import TABLE, Gpu, gpu
 from dsv4lib.bench.static_model import Kernel, Time
 from dsv4lib.bench.work import Work, count
@@ -117,7 +116,8 @@ class Counted:
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
             keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
-            memory; rows: heads of a CTA; cluster: CTAs of a cluster; key_bytes: of a key in the pool.
+            memory; parts: that a tile is loaded and freed in; rows: heads of a CTA; cluster: CTAs of a cluster;
+            key_bytes: of a key in the pool.
     """
 
     tile: Work
@@ -127,6 +127,7 @@ class Counted:
     stages: int
     bring: Work = Work()
     turn: Work | None = None
+    parts: int = 1
     rows: int = 64
     cluster: int = 1
     key_bytes: int = KEY_BYTES
@@ -155,7 +156,8 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
     turn = count(_traced(kernel, code, short, long, 2)) - works[0] - tile * (short / TILE)
     once = works[0] - tile * (short / TILE)
-    return Counted(tile, once, qk, pv, kernel.kv_stages, turn=turn, cluster=kernel.cluster)
+    stages = kernel.kv_stages // kernel.tile_stages
+    return Counted(tile, once, qk, pv, stages, turn=turn, parts=kernel.tile_stages, cluster=kernel.cluster)
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
@@ -193,7 +195,7 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, tokens: int = 1) -> Any:
 def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
-    options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn}
+    options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn, "parts": c.parts}
     return static_model.attention("fmha", *roles, c.stages, card, **options)
 
 
@@ -391,15 +393,9 @@ def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]
 
 def record(rows: list[Row], path: Path = RESULTS) -> None:
     """Write the table."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([f.name for f in fields(Row)])
-        for row in rows:
-            writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in asdict(row).values()])
+    table.record(rows, path)
 
 
 def recorded(path: Path = RESULTS) -> list[Row]:
     """The table as it was written."""
-    read = {"str": str, "int": int, "float": float}
-    with path.open(newline="") as file:
-        return [Row(**{f.name: read[f.type](line[f.name]) for f in fields(Row)}) for line in csv.DictReader(file)]
+    return table.recorded(Row, path)

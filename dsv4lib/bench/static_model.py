@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 
 from dsv4lib.bench import schedule
 from dsv4lib.bench.rates import Gpu
@@ -26,7 +27,7 @@ from dsv4lib.bench.work import WARP, Form, Work
 from dsv4lib.errors import ArgumentError
 
 QUARTERS = 4  # of an SM, each with its own warps
-FP8_KINDS = ("f8f6f4", "mxf8f6f4")
+FASTER = {"f8f6f4": 2, "mxf8f6f4": 2, "mxf4": 4, "mxf4nvf4": 4}  # kinds of MMA, beside bf16
 
 
 def mma_clocks(form: Form, gpu: Gpu) -> float:
@@ -41,7 +42,7 @@ def mma_clocks(form: Form, gpu: Gpu) -> float:
         name = "mma_m64_ws_flops" if form.ws else "mma_m64_flops"
     if name not in gpu.rates:
         raise ArgumentError("form", str(form), f"an instruction of {gpu.name}")
-    return form.flops / gpu[name] / (2 if form.kind in FP8_KINDS else 1)
+    return form.flops / gpu[name] / FASTER.get(form.kind, 1)
 
 
 def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[str, float]:
@@ -260,6 +261,7 @@ def attention(
     shared: bool = False,
     bring: Work | None = None,
     turn: Work | None = None,
+    parts: int = 1,
 ) -> Kernel:
     """An attention kernel: loads, Q K^T, softmax, P V.
 
@@ -271,7 +273,8 @@ def attention(
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
             turn: what CTAs that stay do between two items, in the warps of the softmax: behind the last softmax they
-            ask for the next Q, behind the last P V they store the first half of O, then Q, then the other half.
+            ask for the next Q, behind the last P V they store the first half of O, then Q, then the other half;
+            parts: that a tile is loaded in and freed in, each of as many dimensions of all keys; `groups` is 1 then.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring
@@ -279,24 +282,28 @@ def attention(
     load = max(tile.load_bytes / gpu["tma_in_bytes"], (tile.l2_bytes + tile.plain_load_bytes) / l2)
     load = max(load, chain(bring, gpu, warps))
     latency = gpu["load_latency_clk"]
+    used = f"{'qk' if separate else 'pv'} {groups - 1}"
     tasks = []
-    for g in range(groups):
-        part = resources(qk * (1 / groups), gpu)
+    for g, i in product(range(groups), range(parts)):
+        part = resources(qk * (1 / (groups * parts)), gpu)
         score = max(part["tensor core"], part["SMEM"])
-        after = (("load k", 0), (f"softmax {g}", scores), *(() if ahead else ((f"pv {g}", 1),)))
-        tasks.append(Task(f"qk {g}", "tensor core", score, gpu["mma_latency_clk"], after, int(ahead)))
+        after = ((f"load k{_of(i)}", 0), (f"softmax {g}", scores), *(() if ahead else ((f"pv {g}", 1),)))
+        tasks.append(Task(f"qk {g}{_of(i)}", "tensor core", score, gpu["mma_latency_clk"], after, int(ahead)))
+    last = _of(parts - 1)
     for g in range(groups):
         clocks = chain(alu * (1 / groups), gpu, warps)
-        tasks.append(Task(f"softmax {g}", f"warps {g}", clocks, 0, ((f"qk {g}", 0), (f"pv {g}", 2)), int(ahead)))
-    for g in range(groups):
-        part = resources(pv * (1 / groups), gpu)
+        after = ((f"qk {g}{last}", 0), (f"pv {g}{last}", 2))
+        tasks.append(Task(f"softmax {g}", f"warps {g}", clocks, 0, after, int(ahead)))
+    for g, i in product(range(groups), range(parts)):
+        part = resources(pv * (1 / (groups * parts)), gpu)
         weigh = max(part["tensor core"], part["SMEM"])
-        tasks.append(
-            Task(f"pv {g}", "tensor core", weigh, gpu["mma_latency_clk"], (("load v", 0), (f"softmax {g}", 0)))
-        )
-    used = f"{'qk' if separate else 'pv'} {groups - 1}"
-    tasks.append(Task("load k", "TMA", load / (1 + separate), latency, ((used, stages),), stages))
-    tasks.append(Task("load v", "TMA", load / 2 if separate else 0, latency, ((f"pv {groups - 1}", stages),), stages))
+        after = ((f"load v{_of(i)}", 0), (f"softmax {g}", 0))
+        tasks.append(Task(f"pv {g}{_of(i)}", "tensor core", weigh, gpu["mma_latency_clk"], after))
+    for i in range(parts):
+        share, after = load / parts, ((used + _of(i), stages),)
+        tasks.append(Task(f"load k{_of(i)}", "TMA", share / (1 + separate), latency, after, stages))
+        after = ((f"pv {groups - 1}{_of(i)}", stages),)
+        tasks.append(Task(f"load v{_of(i)}", "TMA", share / 2 if separate else 0, latency, after, stages))
     kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
     if turn is None:
         return kernel
@@ -305,11 +312,16 @@ def attention(
     turns = (
         Task("last softmax", "warps 0", 0, 0, (("softmax 0", 0),)),
         Task("next q", "loads of threads", turn.plain_load_bytes / l2, latency, (asked,)),
-        Task("half of o", "warps 0", leave, 0, (("pv 0", 0),)),
-        Task("q in place", "warps 0", 0, 0, (("next q", 0), ("qk 0", 0))),
+        Task("half of o", "warps 0", leave, 0, ((f"pv 0{last}", 0),)),
+        Task("q in place", "warps 0", 0, 0, (("next q", 0), (f"qk 0{last}", 0))),
         Task("rest of o", "warps 0", leave, 0),
     )
     return replace(kernel, turns=turns, gates=(("qk 0", "q in place"),))
+
+
+def _of(part: int) -> str:
+    """What the name of a task says of the part of a tile it works on; nothing of the first."""
+    return f" part {part}" if part else ""
 
 
 def combine_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 WARP = 32
+ROW_BYTES = 32  # K of an MMA
 WGMMA_WARPS = 4  # a wgmma is traced as the 16 rows of each of its warps
 
 _WIDTH = re.compile(r"(?:\.v(\d))?\.[busf](\d+)$")
@@ -54,13 +55,14 @@ class Form:
         """Of one CTA's part."""
         return 2 * self.m * self.n * self.k // self.group
 
-    def operand_bytes(self, element: float = 2) -> float:
+    def operand_bytes(self) -> float:
         """Shared memory that one CTA reads for one instruction: its own rows of A, and its part of B.
 
+        K of an instruction is 32 bytes of a row, whatever its elements (of E2M1 under E4M3, a byte each).
         Source: rates of SemiAnalysisAI/microbench-blackwell: the slow shapes take exactly this over 128 B a clock.
         """
-        a = self.m // self.group * self.k if self.a == "smem" else 0
-        return (a + self.n // self.group * self.k) * element
+        a = self.m // self.group if self.a == "smem" else 0
+        return (a + self.n // self.group) * ROW_BYTES
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Work:
         load_bytes: global -> shared memory by TMA or cp.async, as it arrives; l2_bytes: as it is read: a multicast is
             read once; plain_load_bytes, store_bytes: global memory touched by
             loads and stores of threads, as if all lanes took part; tma_store_bytes.
-        smem_mma_bytes: shared memory read by the tensor core; smem_thread_bytes: by loads and stores of threads.
+        smem_mma_bytes: shared memory read by the tensor core, scales included; smem_thread_bytes: by loads and stores
+            of threads.
         tmem_load_bytes, tmem_store_bytes: between tensor memory and registers.
         instructions: PTX warp-instructions without moves, which ptxas removes; exp, convert, half_rate, full_rate:
             those of the pipe with this name; syncs: waits that a warp cannot fill (barriers, mbarriers, TMEM loads).
@@ -155,6 +158,7 @@ def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
     for opcode, n in trace.counts().items():
         _tally(numbers, opcode, n / ctas)
     stats = trace.stats
+    numbers["smem_mma_bytes"] += stats["tcgen05_cp_bytes"] / ctas
     numbers["load_bytes"] = (stats["tma_load_bytes"] + stats["cp_async_bytes"] + stats["bulk_load_bytes"]) / ctas
     again = stats["tma_load_bytes"] - stats["tma_read_bytes"]  # of a multicast: what arrived and was not read again
     numbers["l2_bytes"] = numbers["load_bytes"] - again / ctas

@@ -1,7 +1,9 @@
-"""What `dsv4 bench` prints: measurements of the emulator here, and the static model's table of the attention kernel."""
+"""What `dsv4 bench` prints: the emulator's speed, static models of attention and the MoE, times of ops on a GPU."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -73,3 +75,50 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         fmha.record(rows, record)
     if figure is not None:
         figure.write_bytes(to_png(viz.roofline.roofline(fmha.points(rows), fmha.PEAK / 1e12, {"HBM 8 TB/s": 8.0})))
+
+
+def moe(record: Path | None, figure: Path | None) -> None:
+    """Predict the MoE layer on a B200.
+
+    Args:
+        record: write the predictions to this CSV file; figure: draw them as a roofline into this PNG file.
+    """
+    from dsv4lib.bench import moe
+    from dsv4lib.lab import moe_gemm_views
+    from dsv4lib.viz.style import to_png
+
+    rows, console = moe.run(), Console(width=190)
+    table = Table(*moe_gemm_views.PREDICTED[:-1], title="The MoE layer on a B200: modelled, not measured")
+    for line in moe_gemm_views.predicted(rows):
+        table.add_row(*map(str, line[:-1]))
+    console.print(table)
+    for row in rows:
+        if row.published:
+            console.print(f"{row.model} {row.mode}, T {row.tokens}: {row.modelled_us:.0f} us; {row.published}")
+    if record is not None:
+        moe.record(rows, record)
+    if figure is not None:
+        figure.write_bytes(to_png(moe_gemm_views.rooflines(rows)))
+
+
+def ops(only: list[str], shape: str, ways: str, ahead: int, seconds: float | None, record: Path | None) -> int:
+    """Time ops on this machine's GPU; the exit code of `bench.ops.harness.main`, whose options these are."""
+    from dsv4lib.bench.ops import harness
+
+    options = {
+        "only": ",".join(only),
+        "shape": shape,
+        "ways": ways,
+        "ahead": ahead,
+        "seconds": seconds,
+        "record": record,
+    }
+    return harness.main([f"--{name}={value}" for name, value in options.items() if value])
+
+
+def export_ops(path: Path, arch: str, only: list[str], shape: str) -> int:
+    """Pack ops for a GPU machine without the DSL; the exit code of `bench.ops.export`, in the process that it needs."""
+    options = [f"--arch={arch}", f"--only={','.join(only)}", f"--shape={shape}"]
+    return subprocess.run(
+        [sys.executable, "-m", "dsv4lib.bench.ops.export", str(path), *options], check=False
+    ).returncode

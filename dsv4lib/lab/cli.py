@@ -157,25 +157,35 @@ def emulate(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="emulator, fmha or peers")] = "emulator",
+    what: Annotated[str, typer.Argument(help="emulator, fmha, moe, peers or ops")] = "emulator",
     op: Annotated[str, typer.Argument(help="peers: of fmha or moe")] = "fmha",
     cutlass: Annotated[Path | None, typer.Option(help="a CUTLASS checkout: also run NVIDIA's examples")] = None,
-    record: Annotated[Path | None, typer.Option(help="write the table to this CSV file")] = None,
-    figure: Annotated[Path | None, typer.Option(help="fmha: draw the roofline into this PNG file")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="peers: only this kernel (repeatable)")] = None,
+    record: Annotated[Path | None, typer.Option(help="write the table to this CSV file; ops: into this folder")] = None,
+    figure: Annotated[Path | None, typer.Option(help="fmha, moe: draw the roofline into this PNG file")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="peers: this kernel, ops: this op (repeatable)")] = None,
+    shape: Annotated[str, typer.Option(help="ops: rows whose shape contains this")] = "",
+    ways: Annotated[str, typer.Option(help="ops: peers whose name contains one of these, with commas")] = "",
+    ahead: Annotated[int, typer.Option(min=0, help="ops: compile first, in so many processes")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=1, help="ops: no row starts later")] = None,
+    export: Annotated[Path | None, typer.Option(help="ops: pack our kernels into this zip file, time nothing")] = None,
+    arch: Annotated[str, typer.Option(help="ops --export: sm_90a, sm_100a or sm_103a")] = "sm_90a",
 ) -> None:
-    """emulator: measure its speed here (exit 1 if a floor is missed). fmha: model the attention kernel on a B200.
+    """emulator: measure its speed here (exit 1 if a floor is missed). fmha, moe: model attention or the MoE on a B200.
 
     peers: what it and other people's kernels execute and load a tile of keys, peers moe: the same of block-scaled GEMMs
     (exit 1 if a bound is missed); installs their packages beside the lab on first use.
+
+    ops: times of the memory-bound ops on this machine's GPU beside other people's kernels (exit 1 if one of ours is
+    wrong, 20 without a GPU: rows are listed, nothing is timed). With --export: compile and pack our kernels here, for
+    a machine that has a GPU and torch, but not the CuTe DSL (there: unzip it, run what it prints).
     """
-    if what not in ("emulator", "fmha", "peers"):
-        raise ArgumentError("what", what, "emulator, fmha or peers")
+    if what not in ("emulator", "fmha", "moe", "peers", "ops"):
+        raise ArgumentError("what", what, "emulator, fmha, moe, peers or ops")
     if op not in ("fmha", "moe"):
         raise ArgumentError("op", op, "fmha or moe")
     if cutlass is not None and not (cutlass / "examples").is_dir():
         raise ArgumentError("cutlass", str(cutlass), "the folder of a CUTLASS checkout")
-    for name, path in (("record", record), ("figure", figure)):
+    for name, path in (("record", record), ("figure", figure), ("export", export)):
         if path is not None and not path.parent.is_dir():
             raise ArgumentError(name, str(path), "a file in a folder that exists")
     from dsv4lib.lab import benches, moe_peers_view, peers_view
@@ -183,8 +193,12 @@ def bench(
     if what == "peers":
         view = {"fmha": peers_view, "moe": moe_peers_view}[op]
         raise typer.Exit(view.command(record, only or []))
-    if what == "fmha":
-        benches.fmha(record, figure)
+    if what == "ops" and export is not None:
+        raise typer.Exit(benches.export_ops(export, arch, only or [], shape))
+    if what == "ops":
+        raise typer.Exit(benches.ops(only or [], shape, ways, ahead, seconds, record))
+    if what in ("fmha", "moe"):
+        getattr(benches, what)(record, figure)
     else:
         raise typer.Exit(0 if benches.emulator(cutlass, record) else 1)
 

@@ -87,15 +87,15 @@ def replaced(kernel_type: type) -> Iterator[None]:
 
 
 @contextmanager
-def native_path(**device: Any) -> Iterator[Any]:
-    """The op as it runs on a GPU, on an emulated one: torch believes in CUDA, its streams and its graphs.
+def native_path(custom: Any = op._fmha, **device: Any) -> Iterator[Any]:
+    """A custom op as it runs on a GPU, on an emulated one: torch believes in CUDA, its streams and its graphs.
 
     The op is called without torch's dispatcher, so that a graph that is being captured sees every torch call inside it
     and refuses those that it would not repeat. Kernels must be warm, as on a GPU.
     """
     with (
         patch.object(backends, "resolve", lambda *others: "native"),
-        patch.object(torch.ops.dsv4, "fmha", op._fmha._init_fn),
+        patch.object(torch.ops.dsv4, custom._name, custom._init_fn),
         emulator.device("sm_100a", **{"checks": "race", **device}) as gpu,
     ):
         yield gpu

@@ -40,17 +40,6 @@ HEADER = (
 )
 
 
-def source(rows: list[dict[str, Any]]) -> str:
-    """One sentence: where the numbers are from, with versions."""
-    versions = sorted({f"{row['package']} {row['version']}" for row in rows if row["package"]})
-    commits = sorted({row["commit"] for row in rows if not row["package"]})
-    ours = f"ours at {', '.join(commits)}" if commits else "none of ours yet"
-    return (
-        f"Measured in the emulator ({', '.join(versions)}, CuTeDSL {rows[0]['dsl']}; {ours}) and read from "
-        f"data/bench/{moe_peers.TABLE.name}: the packages need not be installed. ./dsv4 bench peers moe measures anew."
-    )
-
-
 def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What the table shows of each row that ran, see `HEADER`."""
     return [
@@ -84,18 +73,16 @@ def markdown(rows: list[dict[str, Any]] | None = None) -> str:
     for row in refused:
         said = f" (`{row['said']}`)" if row["said"] else ""
         lines.append(f"* {row['kernel']}, {row['operands']}: {row['reason']}{said}.")
-    return peers_page.markdown(HEADER, cells(rows), "\n".join([*lines, "", source(rows)]))
+    source = peers_page.source(rows, moe_peers.TABLE, "./dsv4 bench peers moe")
+    return peers_page.markdown(HEADER, cells(rows), "\n".join([*lines, "", source]))
 
 
 def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
     """The committed table (or ``rows``) as bars, one panel a quantity; ours in bold."""
     rows = moe_peers.ran(moe_peers.load() if rows is None else rows)
     operands = [row["smem_operands"] / 1024 for row in rows]
-    groups = {
-        name: [sum(row[f"wi_{kind}"] for kind in kinds) for row in rows] for name, kinds in peers_page.GROUPS.items()
-    }
     panels = [
-        Panel("PTX warp-instructions a step", [row["wi"] for row in rows], parts=groups),
+        Panel("PTX warp-instructions a step", [row["wi"] for row in rows], parts=peers_page.grouped(rows)),
         Panel("PTX warp-instructions a tile, besides", [row["tile_wi"] for row in rows]),
         Panel("Operands and scales loaded a step, KiB", [moe_peers.loaded(row) for row in rows], "{:.1f}"),
         Panel("Operands that tensor cores read, KiB", operands, "{:.1f}"),
@@ -108,7 +95,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
 
 
 def command(record: Path | None, only: list[str]) -> int:
-    """`dsv4 bench peers moe`: measure, print, perhaps record; the exit code (1: ours is missing, or behind).
+    """`dsv4 bench peers moe`: measure, print, perhaps record; the exit code (1: ours is missing, or behind unknown).
 
     Args:
         record: the table to update. only: names of kernels, empty: all.
@@ -127,6 +114,9 @@ def command(record: Path | None, only: list[str]) -> int:
     for row in rows:
         if row["reason"]:
             console.print(f"{row['kernel']}: {row['reason']}. {row['said']}", markup=False)
+    for key, text in moe_peers.behind(rows).items():
+        if key in moe_peers.BEHIND:
+            console.print(f"known: {text}: {moe_peers.BEHIND[key]}", markup=False)
     return 0 if only else peers_page.verdict(moe_peers.missed(rows), console)
 
 

@@ -27,6 +27,22 @@ GROUPS = {
 }
 
 
+def grouped(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Warp-instructions of every row by `GROUPS`."""
+    return {name: [sum(row[f"wi_{kind}"] for kind in kinds) for row in rows] for name, kinds in GROUPS.items()}
+
+
+def source(rows: list[dict[str, Any]], table: Path, command: str) -> str:
+    """One sentence: where the numbers of a table are from, with versions; ``command`` measures anew."""
+    versions = sorted({f"{row['package']} {row['version']}" for row in rows if row["package"]})
+    commits = sorted({row["commit"] for row in rows if not row["package"]})
+    ours = f"ours at {', '.join(commits)}" if commits else "none of ours yet"
+    return (
+        f"Measured in the emulator ({', '.join(versions)}, CuTeDSL {rows[0]['dsl']}; {ours}) and read from "
+        f"data/bench/{table.name}: the packages need not be installed. {command} measures anew."
+    )
+
+
 def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else value
 
@@ -109,10 +125,15 @@ def written(notes: Path, module: str) -> str:
     return text.partition(begin)[2].partition(end)[0].strip()
 
 
-def rewrite(notes: Path, module: str, table: str, picture: Path, figure: Figure) -> None:
-    """Write the table into the notes, and the figure."""
+def replace(notes: Path, module: str, table: str) -> None:
+    """Write the table into the notes."""
     written(notes, module)  # the marks are there
     text, (begin, end) = notes.read_text(), marks(module)
-    before, after = text.partition(begin)[0], text.partition(end)[2]
+    before, after = text.partition(begin)[0], text.partition(begin)[2].partition(end)[2]
     notes.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+
+
+def rewrite(notes: Path, module: str, table: str, picture: Path, figure: Figure) -> None:
+    """Write the table into the notes, and the figure."""
+    replace(notes, module, table)
     picture.write_bytes(style.to_png(figure))

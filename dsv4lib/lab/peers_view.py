@@ -15,10 +15,9 @@ from rich.console import Console
 from dsv4lib import env
 from dsv4lib.bench import peers
 from dsv4lib.lab import peers_page
-from dsv4lib.lab.peers_page import GROUPS
 from dsv4lib.viz.bars import Panel, side_by_side
 
-BEGIN, END = peers_page.marks("peers_view")
+MODULE = "peers_view"
 NOTES = peers.TABLE.with_suffix(".md")
 FIGURE = env.root() / "data" / "figures" / "fmha_peers.png"
 HEADER = (
@@ -33,16 +32,6 @@ HEADER = (
     "SMEM KiB",
     "compile s",
 )
-
-
-def source(rows: list[dict[str, Any]]) -> str:
-    """One sentence: where the numbers are from, with versions."""
-    versions = sorted({f"{row['package']} {row['version']}" for row in rows if row["package"]})
-    ours = next(row["commit"] for row in rows if not row["package"])
-    return (
-        f"Measured in the emulator ({', '.join(versions)}, CuTeDSL {rows[0]['dsl']}; ours at {ours}) and read from "
-        f"data/bench/{peers.TABLE.name}: the packages need not be installed. ./dsv4 bench peers measures anew."
-    )
 
 
 def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -67,7 +56,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
     """The committed table (or ``rows``) for a README or a notebook, with its source below."""
     rows = peers.load() if rows is None else rows
-    return peers_page.markdown(HEADER, cells(rows), source(rows))
+    return peers_page.markdown(HEADER, cells(rows), peers_page.source(rows, peers.TABLE, "./dsv4 bench peers"))
 
 
 def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
@@ -76,12 +65,11 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
     names = [row["kernel"] for row in rows]
     ours = [not row["package"] for row in rows]
     bounds = [peers.BOUNDS[int(row["heads"])] if row["kernel"] in peers.OURS.values() else None for row in rows]
-    groups = {name: [sum(row[f"wi_{kind}"] for kind in kinds) for row in rows] for name, kinds in GROUPS.items()}
     loaded, operands = [peers.loaded(row) for row in rows], [row["smem_operands"] / 1024 for row in rows]
     tensor = [(row["tmem_ld"] + row["tmem_st"]) / 1024 for row in rows]
     most_wi, most_kib = ([bound and bound[i] for bound in bounds] for i in (0, 1))
     panels = [
-        Panel("PTX warp-instructions", [row["wi"] for row in rows], parts=groups, bounds=most_wi),
+        Panel("PTX warp-instructions", [row["wi"] for row in rows], parts=peers_page.grouped(rows), bounds=most_wi),
         Panel("K and V loaded, KiB", loaded, bounds=most_kib),
         Panel("Operands that the tensor cores read there, KiB", operands),
         Panel("Tensor memory, loads and stores of threads, KiB", tensor),
@@ -111,7 +99,7 @@ def command(record: Path | None, only: list[str]) -> int:
 
 def main() -> None:
     """Rewrite the table in the notes, and the figure."""
-    peers_page.rewrite(NOTES, "peers_view", markdown(), FIGURE, figure())
+    peers_page.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
 
 
 if __name__ == "__main__":

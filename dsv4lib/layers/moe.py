@@ -14,12 +14,13 @@ Source: DSV4's released code; the modes are those of `dsv4lib.formats.weight_mod
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.linear import linear
 from dsv4lib.ops.moe_combine import moe_combine
 from dsv4lib.ops.moe_dispatch import moe_dispatch
 from dsv4lib.ops.moe_gemm import Operand, moe_gemm
@@ -117,37 +118,48 @@ class Moe(torch.nn.Module):
         routed = moe_dispatch(experts, weights, count=len(self.gate), backend=self.backend)
         late = weights if self.recipe == "nvfp4" else None
         early = routed.row_weight if late is None else None
-        y = self.run(self.experts, x, routed.rows, routed.offsets[:-1], routed.counts, early)
-        common = None
-        if self.shared is not None:
-            counts = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            common = self.run(self.shared, x, None, torch.zeros_like(counts), counts, None)
+        y = self.run(self.experts, x, routed.rows, (routed.offsets[:-1], routed.counts), early)
+        common = None if self.shared is None else self.run(self.shared, x)
         return moe_combine(y, routed.row_of, late, common, backend=self.backend)
 
     def run(
-        self, experts: Experts, x: Tensor, rows: Tensor | None, offsets: Tensor, counts: Tensor, routing: Tensor | None
+        self,
+        experts: Experts,
+        x: Tensor,
+        rows: Tensor | None = None,
+        groups: tuple[Tensor, Tensor] | None = None,
+        routing: Tensor | None = None,
     ) -> Tensor:
-        """Both GEMMs over rows sorted by expert: bf16 [R, d]."""
+        """Both GEMMs: bf16 [R, d].
+
+        Args:
+            rows: tokens sorted by expert. groups: offsets and counts of them; None: one expert has all.
+            routing: weights of the rows.
+        """
+
+        def product(x: Operand, w: Weights, **options: Any) -> Operand:
+            codes, scales = w.planes[0]
+            common = {"mode": self.product, "backend": self.backend, **options}
+            if groups is None:
+                return linear(x, Operand(codes[0], None if scales is None else scales[0]), **common)
+            return moe_gemm(x, Operand(codes, scales), *groups, **common)
+
         scales = (None, None) if self.recipe != "nvfp4" else experts.input_scales
-        common = {"mode": self.product, "backend": self.backend}
         first, second = (w.alphas if s is None else w.alphas * s for w, s in zip(experts[:2], scales, strict=True))
         calibrated = None if scales[1] is None else scales[1].expand(len(first)).contiguous()
-        h = moe_gemm(
+        weighted = {} if groups is None else {"routing": routing}
+        h = product(
             self.activations(x, rows, scales[0]),
-            Operand(*experts.first.planes[0]),
-            offsets,
-            counts,
+            experts.first,
             alpha=first[:, 0].contiguous(),
             alpha_up=first[:, 1].contiguous(),
-            routing=routing,
             swiglu=True,
             out_format=self.recipe,
             out_global=calibrated,
             limit=self.limit,
-            **common,
+            **weighted,
         )
-        w2 = Operand(*experts.second.planes[0])
-        return moe_gemm(self.repeated(h), w2, offsets, counts, alpha=second[:, 0].contiguous(), **common).codes
+        return product(self.repeated(h), experts.second, alpha=second[:, 0].contiguous()).codes
 
     def activations(self, x: Tensor, rows: Tensor | None, scale: Tensor | None) -> Operand:
         """Tokens in the order of ``rows``, in the format of the mode."""

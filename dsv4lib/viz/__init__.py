@@ -2,6 +2,7 @@
 
 from dsv4lib.viz import (  # noqa: F401
     bars,
+    dumbbells,
     errors,
     grids,
     history,
@@ -12,6 +13,7 @@ from dsv4lib.viz import (  # noqa: F401
     smem,
     tile,
     timeline,
+    times,
     tma,
     tmem,
     tv,

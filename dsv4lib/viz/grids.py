@@ -9,11 +9,12 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
 from dsv4lib.viz.arrays import as_array, cell_texts
-from dsv4lib.viz.panels import MAX_NUMBERED, frame, styled
+from dsv4lib.viz.panels import MAX_NUMBERED, categories, cell_lines, frame, styled
 
 NOTHING = "#eef1f4"  # no error at all
 
@@ -160,3 +161,33 @@ def histograms(
     axes[0].set_ylabel("percent")
     fig.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     return style.set_alt(fig, f"{title}. " + "; ".join(facts) + ".")
+
+
+@styled
+def byte_map(codes: Any, names: Sequence[str], title: str, per_row: int = 64) -> Figure:
+    """Bytes of a buffer, coloured by what they hold, ``per_row`` in a line.
+
+    Args:
+        codes: integer [bytes], index into ``names``; -1: nothing.
+        names: of what a byte may hold. title: of the figure. per_row: bytes of a line.
+
+    Raises:
+        ArgumentError: no bytes, or a code without a name.
+    """
+    flat = as_array("codes", codes, np.int64)
+    if flat.ndim != 1 or not flat.size or flat.max() >= len(names):
+        raise ArgumentError("codes", flat.shape, f"[bytes] of -1..{len(names) - 1}")
+    lines = -(-flat.size // per_row)
+    raster = np.full(lines * per_row, -1)
+    raster[: flat.size] = flat
+    fig = style.new_figure(height=1.0 + 0.12 * lines)
+    ax = fig.subplots()
+    categories(ax, raster.reshape(lines, per_row))
+    cell_lines(ax, lines, per_row, width=0.4)
+    step = max(1, lines // 9)
+    ax.set_yticks(range(0, lines, step), [str(i * per_row) for i in range(0, lines, step)])
+    ax.set(xlabel=f"byte in a line of {per_row}", ylabel="first byte of the line", title=title)
+    handles = [Patch(color=style.PALETTE[i % len(style.PALETTE)], label=name) for i, name in enumerate(names)]
+    fig.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8)
+    counts = ", ".join(f"{int((flat == i).sum())} {name}" for i, name in enumerate(names))
+    return style.set_alt(fig, f"{title}. {flat.size} bytes: {counts}, {int((flat < 0).sum())} nothing.")

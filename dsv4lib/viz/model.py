@@ -30,6 +30,7 @@ VISIBILITY = {
     VISIBLE: ("entry complete, not selected", style.PALETTE[6]),
     SELECTED: ("entry attended", style.PALETTE[0]),
 }
+LINED = 128  # tokens of a window map that get lines between them
 PREVIOUS, OWN = 1, 2  # codes of a window map: which window of an entry a token belongs to
 POOLING = {PREVIOUS: ("previous window, Ca half", style.PALETTE[1]), OWN: ("own window", style.PALETTE[0])}
 
@@ -130,7 +131,9 @@ def compressor_windows(maps: Mapping[str, Any]) -> Figure:
     panels = fig.subplots(len(arrays), 1, squeeze=False, height_ratios=heights)[:, 0]
     for ax, (label, values) in zip(panels, arrays.items(), strict=True):
         _coded(ax, values, [colour for _, colour in POOLING.values()])
-        cell_lines(ax, *values.shape, width=0.6)
+        if values.shape[1] <= LINED:
+            cell_lines(ax, *values.shape, width=0.6)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.set(title=label, ylabel="entry")
         ax.set_yticks(range(values.shape[0]))
     panels[-1].set_xlabel("token")
@@ -195,6 +198,7 @@ def ring(held: Any, title: str = "") -> Figure:
     steps = np.arange(len(values))
     ax.scatter(newest[there], steps[there], s=2.5, color=style.PALETTE[5], linewidths=0, label="newest key")
     frame(ax)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(xlabel="slot of the ring", ylabel="position of the newest token", title=title)
     fig.colorbar(image, ax=ax, label="position held by the slot", pad=0.01)
     fig.legend(

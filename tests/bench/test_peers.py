@@ -9,7 +9,7 @@ import torch
 from dsv4lib.bench import launch_counts, peer_calls, peers
 from dsv4lib.emulator.driver.device import active, make
 from dsv4lib.errors import ArgumentError, DSV4Error
-from dsv4lib.lab import peers_view
+from dsv4lib.lab import peers_page, peers_view
 from dsv4lib.viz import bars, style
 
 
@@ -143,13 +143,12 @@ def test_recording_keeps_the_other_rows(rows, tmp_path):
 
 
 def test_the_table_and_the_figure_are_those_of_the_committed_numbers(rows):
-    text = peers_view.NOTES.read_text()
-    written = text.partition(peers_view.BEGIN)[2].partition(peers_view.END)[0].strip()
+    written = peers_page.written(peers_view.NOTES, peers_view.MODULE)
     assert written == peers_view.markdown(rows), "python -m dsv4lib.lab.peers_view writes it"
     assert "need not be installed" in written
     figure = peers_view.figure(rows)
     assert len(figure.axes) == 6 and all(row["kernel"] in style.alt_text(figure) for row in rows)
-    assert sum(len(kinds) for kinds in peers_view.GROUPS.values()) == len(launch_counts.CLASSES)
+    assert sum(len(kinds) for kinds in peers_page.GROUPS.values()) == len(launch_counts.CLASSES)
 
 
 def test_bars_need_a_value_for_every_name():

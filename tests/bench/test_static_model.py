@@ -339,6 +339,17 @@ def test_warps_that_bring_keys_take_their_time():
     assert tasks["softmax 0"] == fmha.model_of(one, card, 148).tasks[1].clocks  # softmax does not do it
 
 
+def test_a_tile_in_two_parts_is_loaded_further_ahead():
+    card, whole = rates.gpu("B200"), made()
+    models = [fmha.model_of(dataclasses.replace(whole, parts=n), card, 148) for n in (1, 2)]
+    busy = [
+        {unit: sum(task.clocks for task in m.tasks if task.unit == unit) for unit in ("TMA", "tensor core", "warps 0")}
+        for m in models
+    ]
+    assert busy[0] == pytest.approx(busy[1])  # as much work
+    assert max(busy[1].values()) <= static_model.slope(models[1]) < static_model.slope(models[0]) - 100
+
+
 def test_the_count_of_the_compiled_kernel_is_what_its_docstring_says():
     c = fmha.counted(128, 256)
     assert c.tile.mma == c.qk.mma + c.pv.mma == {QK: 16, PV: 8}

@@ -38,4 +38,4 @@ def test_the_stored_figures_are_what_a_run_gives(module: str) -> None:
         for keys in (("version", "reason", "said"), moe_peers.EXACT):
             assert {key: row[key] for key in keys} == {key: stored[key] for key in keys}, advice
         if not row["reason"]:
-            assert row["rel_l2"] <= 1.001 * row["rounding"], row["kernel"]
+            assert row["rel_l2"] <= moe_peers.error_bound(row), row["kernel"]

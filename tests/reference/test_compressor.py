@@ -166,3 +166,27 @@ def test_refusals(randn):
         compressor.pool_windows(randn(B, 7, D), randn(B, 7, D), 4, False)
     with pytest.raises(ArgumentError, match="rows_k.shape"):
         compressor.pool_windows(randn(B, 8, D), randn(B, 4, D), 4, False)
+
+
+@pytest.mark.parametrize("cuts", [(200,), (3, 1, 60, 136), (128, 72)])
+def test_a_running_state_pools_what_the_rows_pool(cuts):
+    """Requests of 200 rows in chunks: entries of the rows' state, and the parts of the rows that stay open."""
+    generator = torch.Generator().manual_seed(0)
+    rate, dim, total = 32, 64, sum(cuts)
+    k, gate, ape = (torch.randn(n, dim, generator=generator).double() for n in (total, total, rate))
+    cos, sin = (torch.randn(total, 8, generator=generator).double() for _ in range(2))
+    state = compressor.new_state(1, rate, dim, False, torch.float64, torch.device("cpu"))
+    parts, found, first = torch.full((1, 3, dim), float("nan"), dtype=torch.float64), [[], []], 0
+    for count in cuts:
+        plan, rows = torch.tensor([[0, count, first, 0]]), slice(first, first + count)
+        weights = ape, torch.ones(dim).double(), cos, sin
+        batch = compressor.Packed(k[rows], gate[rows], *weights, plan, torch.arange(count))
+        entries, _, state = compressor.compress_packed(batch, state, EPS)
+        others, _, parts = compressor.compress_running(batch, parts, EPS)
+        found = [[*found[0], entries], [*found[1], others]]
+        first += count
+    entries, others = (torch.cat(one) for one in found)
+    assert len(entries) == total // rate
+    torch.testing.assert_close(others, entries, rtol=1e-12, atol=1e-12)
+    tail = total % rate
+    torch.testing.assert_close(parts[0], compressor.running_part(state.k[0, :tail], state.z[0, :tail]))

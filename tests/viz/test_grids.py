@@ -56,3 +56,12 @@ def test_histograms_share_one_axis():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
+
+
+def test_byte_map_counts_what_it_draws():
+    fig = grids.byte_map([0] * 5 + [1, 1, -1], ["a", "b"], "page", per_row=4)
+    image = np.asarray(fig.axes[0].images[0].get_array())
+    assert image.tolist() == [[1, 1, 1, 1], [1, 2, 2, 0]]
+    assert "8 bytes: 5 a, 2 b, 1 nothing" in alt_text(fig) and to_png(fig)
+    with pytest.raises(ArgumentError, match="codes"):
+        grids.byte_map([2], ["a", "b"], "page")

@@ -1,0 +1,384 @@
+"""Times the rows of this folder's modules on a GPU, a table as it goes.
+
+    python -m dsv4lib.bench.ops.harness [--only rmsnorm,router] [--shape "T 4096"] [--ways ours,Triton] [--seconds 60]
+
+For every row: inputs from a seed; every way is bound, run once and compared with the reference by the row's check;
+only what is right is timed, all ways in turns in this process (`timing`). A way that cannot run is listed with the
+reason, a wrong one with what differs. It needs torch, numpy and the DSL, nothing else of the lab.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib
+import pkgutil
+import shlex
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from dsv4lib import env
+from dsv4lib.bench import ops, rates
+from dsv4lib.bench.ops import replay, standins, timing
+from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way, tensors
+from dsv4lib.bench.ops.results import (
+    ABSENT,
+    COPY,
+    FAILED,
+    HEAD,
+    OURS,
+    TIMED,
+    WRONG,
+    Found,
+    Result,
+    lines,
+    record,
+)
+from dsv4lib.errors import ArgumentError, DSV4Error
+
+NOTHING_TIMED = 20  # the exit code of a stage that was skipped
+PACKAGES = ("triton", "nvidia-cutlass-dsl", "vllm", "tilelang", "tile-kernels", "quack-kernels")
+
+
+class Clock(Protocol):
+    """What times calls; `timing.GpuClock`, or a test's own."""
+
+    def cold(self, calls: Sequence[Call]) -> list[timing.Cold]:
+        """Times of each call with a cold L2, in turns."""
+
+    def warm(self, calls: Sequence[Call]) -> list[float | str]:
+        """us of each call in a graph, or why it cannot be captured."""
+
+
+def modules(only: Sequence[str] = ()) -> tuple[dict[str, Callable[[], list[Row]]], dict[str, str]]:
+    """The functions `rows` of this folder's modules by op, and why a module cannot be imported, by its name.
+
+    Raises:
+        ArgumentError: ``only`` names a module that is not here or has no rows.
+    """
+    standins.install()
+    names = {info.name for info in pkgutil.iter_modules(ops.__path__) if not info.ispkg} - {"harness", "export"}
+    found, broken = {}, {}
+    for name in sorted(names & set(only) if only else names):
+        try:
+            module = importlib.import_module(f"{ops.__name__}.{name}")
+        except Exception as error:  # one op's trouble is not the others'
+            broken[name] = timing.first_line(error)
+            continue
+        if hasattr(module, "rows"):
+            found[name] = module.rows
+    unknown = set(only) - set(found) - set(broken)
+    if unknown:
+        known = ", ".join(sorted(modules()[0]))
+        raise ArgumentError("only", ", ".join(sorted(unknown)), f"ops with rows: {known}")
+    return found, broken
+
+
+def measure(
+    row: Row, clock: Clock, device: str = "cuda", ways: Sequence[str] = (), rate: float | None = None
+) -> Result:
+    """Make the inputs of a row, check its ways, time what is right.
+
+    Args:
+        ways: parts of the names of the peers to take; ours always. rate: bytes/s of the GPU's memory.
+    """
+    given, taken = inputs(row, device), _taken(row, ways)
+    found: dict[str, Found] = {}
+    bound: dict[str, tuple[Call, Mapping[str, torch.Tensor]]] = {}
+    for way in taken:  # all before the first runs: nobody gets memory that holds another's results
+        try:
+            bound[way.name] = way.bind(given)
+        except Absent as reason:
+            found[way.name] = Found(way.name, ABSENT, detail=str(reason))
+        except Exception as error:  # a peer's own, of any kind
+            found[way.name] = Found(way.name, FAILED, detail=timing.first_line(error))
+    for name, (call, outputs) in bound.items():
+        found[name] = _tried(name, call, outputs, row, given, device)
+    calls = {name: call for name, (call, _) in bound.items() if found[name].state == TIMED}
+    if calls and row.copy_goal is not None:
+        calls[COPY] = _copy(row.bytes, device)
+    for name, one in _times(calls, clock).items():
+        found[name] = one
+    ours = found.get(OURS)
+    if ours and ours.state == TIMED:  # right too after many launches in a row, with nobody waiting in between
+        again = _compared(OURS, bound[OURS][1], row, given)
+        found[OURS] = ours if again is None else Found(OURS, WRONG, detail=f"after many launches: {again.detail}")
+    order = [way.name for way in taken] + [COPY] * (COPY in found)
+    return _result(row, [found[name] for name in order], rate)
+
+
+def inputs(row: Row, device: str, seed: int = 0) -> Given:
+    """The inputs, for a seed the same ones in every run."""
+    return row.given(torch.Generator(device).manual_seed(zlib.crc32(f"{row.op} {row.shape}".encode()) + seed))
+
+
+def _taken(row: Row, ways: Sequence[str]) -> list[Way]:
+    names = [way.name for way in row.ways]
+    if len(set(names)) < len(names):
+        raise ArgumentError("ways", names, "names that differ")
+    return [way for way in row.ways if way.name == OURS or not ways or any(part in way.name for part in ways)]
+
+
+def _result(row: Row, found: Sequence[Found], rate: float | None) -> Result:
+    floor = None if rate is None else row.bytes / rate * 1e6
+    return Result(row.op, row.shape, row.bytes, row.flops, row.goal, row.copy_goal, floor, tuple(found))
+
+
+def _tried(name: str, call: Call, outputs: Mapping[str, torch.Tensor], row: Row, given: Given, device: str) -> Found:
+    """A first call of a way, and whether it is right and left its inputs alone."""
+    before = {key: x.clone() for key, x in tensors(given).items()}
+    try:
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except Absent as reason:
+        return Found(name, ABSENT, detail=str(reason))
+    except Exception as error:  # a peer's own, of any kind
+        return Found(name, FAILED, detail=timing.first_line(error))
+    changed = [key for key, x in tensors(given).items() if not torch.equal(_bytes(x), _bytes(before[key]))]
+    for key in changed:
+        tensors(given)[key].copy_(before[key])
+    if changed:
+        return Found(name, WRONG, detail=f"it changed its input {', '.join(changed)}")
+    return _compared(name, outputs, row, given) or Found(name, TIMED)
+
+
+def _compared(name: str, outputs: Mapping[str, torch.Tensor], row: Row, given: Given) -> Found | None:
+    """None if the row's check finds nothing."""
+    try:
+        row.check(given, outputs)
+    except AssertionError as wrong:
+        return Found(name, WRONG, detail=timing.first_line(wrong).removeprefix("AssertionError: "))
+    except Exception as error:  # outputs of another shape or name than the check reads
+        return Found(name, WRONG, detail=f"the check stops: {timing.first_line(error)}")
+    return None
+
+
+def _times(calls: Mapping[str, Call], clock: Clock) -> dict[str, Found]:
+    """Times of all calls in turns; if they cannot be timed together, of each alone, so that the culprit shows."""
+    names = list(calls)
+    try:
+        cold = clock.cold(list(calls.values())) if calls else []
+        warm = clock.warm(list(calls.values())) if calls else []
+    except Exception as error:  # a way that breaks only when called often
+        if len(names) == 1:
+            return {names[0]: Found(names[0], FAILED, detail=timing.first_line(error))}
+        return {name: one for name in names for one in _times({name: calls[name]}, clock).values()}
+    found = {}
+    for name, one, graph in zip(names, cold, warm, strict=True):
+        times = {"us": one.median, "low_us": min(one.us), "high_us": max(one.us), "calls": len(one.us)}
+        warm_us, detail = (None, f"no graph: {graph}") if isinstance(graph, str) else (graph, "")
+        found[name] = Found(name, TIMED, **times, kernels=one.kernels, warm_us=warm_us, detail=detail)
+    return found
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """All of it as bytes: NaN equals NaN."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copy(size: int, device: str) -> Call:
+    """Reads half of ``size`` bytes and writes as many."""
+    source = torch.randn(-(-size // 8), device=device)
+    target = torch.empty_like(source)
+
+    def call() -> None:
+        target.copy_(source)
+
+    return call
+
+
+def peak(name: str) -> float | None:
+    """Bytes/s of a GPU's memory by its data sheet; None where the table does not have it."""
+    known = {rate.gpu: rate.value for rate in rates.table() if rate.name == "hbm_sheet_bytes_s"}
+    return next((value for gpu, value in known.items() if gpu in name.split()), None)
+
+
+def run(
+    rows: Iterable[Row], clock: Clock, device: str = "cuda", ways: Sequence[str] = (), seconds: float = 1e9
+) -> list:
+    """Measure rows and print each when it is done; those that find no time are named.
+
+    Args:
+        seconds: no row starts later than this. Others: see `measure`.
+
+    Returns:
+        the results.
+    """
+    start, results, late = time.perf_counter(), [], []
+    rate = peak(torch.cuda.get_device_name()) if device == "cuda" else None
+    print(HEAD, flush=True)
+    for row in rows:
+        if time.perf_counter() - start > seconds:
+            late.append(f"{row.op} {row.shape}")
+            continue
+        try:
+            results.append(measure(row, clock, device, ways, rate))
+        except Exception as error:  # of the row itself: its inputs, or the GPU's memory
+            results.append(_result(row, [Found(OURS, FAILED, detail=timing.first_line(error))], rate))
+        print("\n".join(lines(results[-1])), flush=True)
+        gc.collect()  # the row's memory, before the next one's
+        if device == "cuda" and not _alive():
+            print("the GPU's context is lost: no further row can run in this process")
+            break
+    if late:
+        print(f"not run, no time left: {'; '.join(late)}")
+    print(f"{len(results)} rows in {time.perf_counter() - start:.0f} s")
+    return results
+
+
+def _alive() -> bool:
+    """False after an illegal access: CUDA refuses every further call of the process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def first_calls(rows: Iterable[Row], ways: Sequence[str] = (), device: str = "cuda") -> None:
+    """Call every way once, so that what it compiles is on disk; what fails says so when it is measured."""
+    for row in rows:
+        given = inputs(row, device)
+        for way in _taken(row, ways):
+            with suppress(Exception):
+                way.bind(given)[0]()
+
+
+def ahead(processes: int, arguments: Sequence[str]) -> None:
+    """`first_calls` of the rows that ``arguments`` choose, in so many processes at once."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "dsv4lib.bench.ops.harness", *arguments]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    running = [subprocess.Popen([*command, "--part", f"{i}/{processes}"], **quiet) for i in range(processes)]
+    for process in running:
+        process.wait()
+    print(f"first calls in {processes} processes: {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def chosen(only: Sequence[str], shape: str) -> tuple[list[Row], dict[str, str]]:
+    """Rows of these ops (all if none is named) whose shape contains ``shape``, and modules that cannot be imported."""
+    found, broken = modules(only)
+    rows = []
+    for name, make in found.items():
+        try:
+            rows += [row for row in make() if shape in row.shape]
+        except Absent as reason:  # it needs its op to count bytes
+            broken[name] = str(reason)
+    if not rows and not broken:
+        raise ArgumentError("shape", shape, "a part of a row's shape")
+    return rows, broken
+
+
+def packed(rows: Iterable[Row], folder: Path) -> list[Row]:
+    """The rows with our way from a pack.
+
+    Raises:
+        ReplayError: it is no pack.
+    """
+    pack, driver = replay.Pack(folder), replay.Driver()
+    print(f"our kernels: {len(pack.index['rows'])} rows compiled for {pack.index['arch']}, {pack.index['kernels']}")
+    return [dataclasses.replace(row, ways=(pack.way(row, driver), *row.ways[1:])) for row in rows]
+
+
+def listed(rows: Iterable[Row]) -> list[str]:
+    """Rows without times: what a machine without a GPU can say of them."""
+    return [
+        f"{row.op} {row.shape}: {row.bytes / 1e6:.3g} MB, {', '.join(way.name for way in row.ways)}" for row in rows
+    ]
+
+
+def facts(arguments: Sequence[str]) -> dict[str, str]:
+    """What times of this machine depend on: a line of `runs.csv`."""
+    now, name = datetime.now(UTC), torch.cuda.get_device_name()
+    query = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
+        smi = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
+    except (OSError, subprocess.SubprocessError):
+        smi = []
+    driver, sm, memory, power = smi if len(smi) == 4 else [""] * 4
+    versions = {}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "run": f"{now:%Y-%m-%d %H:%M} {name}",
+        "gpu": name,
+        "driver": driver,
+        "max_clocks": f"SM {sm}, memory {memory}",
+        "power_limit": power,
+        "cuda": torch.version.cuda or "",
+        "torch": torch.__version__,
+        "packages": ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "kernels": env.source_fingerprint("dsv4lib/kernels"),
+        "command": " ".join(["python -m dsv4lib.bench.ops.harness", *map(shlex.quote, arguments)]),
+        "method": timing.METHOD,
+    }
+
+
+def parts(text: str) -> list[str]:
+    """Text between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line.
+
+    Returns:
+        the exit code: 0; 1 where a module cannot be imported or a way of ours is not timed; 2 for bad arguments;
+        `NOTHING_TIMED` without a GPU.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.harness", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="ops, with commas between them")
+    parser.add_argument("--shape", default="", help="rows whose shape contains this")
+    parser.add_argument("--ways", default="", help="peers whose name contains one of these, with commas between them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="no row starts later")
+    parser.add_argument("--ahead", type=int, default=0, help="first make all first calls, in so many processes at once")
+    parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of `ahead`: which rows
+    parser.add_argument("--pack", type=Path, help="our kernels come from this folder (see export), not from the DSL")
+    parser.add_argument("--record", type=Path, help="write rows.csv and runs.csv into this folder")
+    given = parser.parse_args(arguments)
+    try:
+        rows, broken = chosen(parts(given.only), given.shape)
+    except DSV4Error as error:
+        print(error)
+        return 2
+    for name, reason in broken.items():
+        print(f"{name}: cannot be imported: {reason}")
+    if not torch.cuda.is_available():
+        print("\n".join(listed(rows)))
+        print("no GPU: nothing timed, rows listed")
+        return NOTHING_TIMED
+    try:
+        rows = rows if given.pack is None else packed(rows, given.pack)
+    except DSV4Error as error:
+        print(error)
+        return 2
+    if given.part:
+        one, count = map(int, given.part.split("/"))
+        first_calls(rows[one::count], parts(given.ways))
+        return 0
+    if given.ahead:
+        ahead(min(given.ahead, len(rows)), arguments)
+    results = run(rows, timing.GpuClock(), ways=parts(given.ways), seconds=given.seconds)
+    if given.record is not None:
+        record(results, facts(arguments), given.record)
+    ours = [result.named(OURS) for result in results]
+    return 1 if broken or any(one is None or one.state != TIMED for one in ours) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

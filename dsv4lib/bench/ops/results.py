@@ -1,0 +1,234 @@
+"""What was found of a row: times of its ways, ratios, verdict; as lines of text, and in the committed tables.
+
+Two files in a folder: `rows.csv`, a line for each way of each row, and `runs.csv`, a line for each run that rows are
+from: the machine, versions, the command. Reading them needs neither torch nor a GPU.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from dsv4lib.errors import DSV4Error
+
+OURS = "ours"
+COPY = "copy of the same bytes"
+TIMED, ABSENT, WRONG, FAILED = "timed", "absent", "wrong", "failed"
+FOLDER = Path(__file__).resolve().parents[3] / "data" / "bench" / "ops"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of one way of a row.
+
+    Attributes:
+        way: its name. state: "timed", "absent", "wrong" or "failed".
+        us: median with a cold L2 of ``calls`` calls, None where not timed; low_us, high_us: least and largest.
+        kernels: that a call launches, copies and memsets among them.
+        warm_us: as a node of a graph, None where not timed.
+        detail: why it was not timed, or what is missing of its times.
+    """
+
+    way: str
+    state: str
+    us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    calls: int = 0
+    kernels: int = 0
+    warm_us: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row with its times; what the attributes mean says `case.Row`.
+
+    Attributes:
+        floor_us: the bytes at the data sheet's bandwidth; None where that is not known.
+        found: its ways, ours first. run: which one it is from, a key of `runs.csv`.
+    """
+
+    op: str
+    shape: str
+    bytes: int
+    flops: int
+    goal: float | None
+    copy_goal: float | None
+    floor_us: float | None
+    found: tuple[Found, ...]
+    run: str = ""
+
+    def named(self, way: str) -> Found | None:
+        """The way of this name."""
+        return next((one for one in self.found if one.way == way), None)
+
+    @property
+    def ours_us(self) -> float | None:
+        """Our time with a cold L2."""
+        ours = self.named(OURS)
+        return None if ours is None else ours.us
+
+    @property
+    def peer(self) -> Found | None:
+        """The fastest of the others, with a cold L2; further ways of ours ("ours, ...") are no others."""
+        others = [one for one in self.found if one.us is not None and not one.way.startswith((OURS, COPY))]
+        return min(others, key=lambda one: one.us, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Our time / the best peer's."""
+        return self.ours_us / self.peer.us if self.ours_us and self.peer else None
+
+    @property
+    def copy_ratio(self) -> float | None:
+        """Time of a copy of the same bytes / our time."""
+        copied = self.named(COPY)
+        return copied.us / self.ours_us if self.ours_us and copied and copied.us else None
+
+    @property
+    def verdict(self) -> str:
+        """In a word.
+
+        "reached"; "missed", which a way of ours that is wrong has too; "not judged": a time is missing; "" where
+        nothing was promised.
+        """
+        if self.goal is None and self.copy_goal is None:
+            return ""
+        ours, judged = self.named(OURS), []
+        if ours is None or ours.state in (WRONG, FAILED):
+            return "missed"
+        if self.goal is not None:
+            judged.append(None if self.ratio is None else self.ratio <= self.goal)
+        if self.copy_goal is not None:
+            judged.append(None if self.copy_ratio is None else self.copy_ratio >= self.copy_goal)
+        return "missed" if False in judged else "not judged" if None in judged else "reached"
+
+    @property
+    def promise(self) -> str:
+        """What was promised, in words."""
+        parts = [] if self.goal is None else [f"<= {self.goal:g}x"]
+        return ", ".join(parts + ([] if self.copy_goal is None else [f">= {self.copy_goal:g} of a copy"]))
+
+    @property
+    def summary(self) -> str:
+        """Ratios and verdict in a line."""
+        parts = [] if self.ratio is None else [f"{self.ratio:.2f}x of {self.peer.way}"]
+        if self.copy_ratio is not None:
+            parts.append(f"{self.copy_ratio:.2f} of a copy")
+        said = f"{self.verdict} (goal {self.promise})" if self.promise else ""
+        return ", ".join(parts + [said] * bool(said)) or "no peer"
+
+
+HEAD = f"  {'way':<32}{'cold us':>9}{'warm us':>9}{'GB/s':>7}{'TFLOPS':>8}{'x floor':>9}  kernels"
+
+
+def lines(result: Result) -> list[str]:
+    """A row as text: its title, a line a way, and what became of its goals."""
+    floor = result.floor_us
+    shown = "" if floor is None else f", floor {floor:.2f} us"
+    out = [f"{result.op} {result.shape}: {result.bytes / 1e6:.3g} MB{shown}"]
+    for one in result.found:
+        if one.us is None:
+            out.append(f"  {one.way:<32}  {one.state}: {one.detail}")
+            continue
+        warm = "-" if one.warm_us is None else f"{one.warm_us:.2f}"
+        tera = f"{result.flops / one.us / 1e6:.1f}" if result.flops else ""
+        ratio = "" if floor is None else f"{one.us / floor:.2f}"
+        speed = f"{result.bytes / one.us / 1e3:.0f}"
+        times = f"{one.us:>9.2f}{warm:>9}{speed:>7}{tera:>8}{ratio:>9}"
+        out.append(f"  {one.way:<32}{times}  {one.kernels} {one.detail}".rstrip())
+    return [*out, f"  => {result.summary}"]
+
+
+# ------------------------------------------------------------------- files
+
+_OF_ROW = tuple(field.name for field in fields(Result) if field.name not in ("found", "run"))
+_OF_WAY = tuple(field.name for field in fields(Found))
+COLUMNS = (*_OF_ROW, *_OF_WAY, "run")
+_COUNTS = ("bytes", "flops", "calls", "kernels")
+_NUMBERS = ("goal", "copy_goal", "floor_us", "us", "low_us", "high_us", "warm_us")
+
+
+def load(folder: Path = FOLDER) -> list[Result]:
+    """The rows of a folder.
+
+    Raises:
+        DSV4Error: the file is missing or has other columns.
+    """
+    path, results = folder / "rows.csv", {}
+    for line in _read(path, COLUMNS):
+        values = {key: _value(key, text) for key, text in line.items()}
+        one = Found(**{key: values[key] for key in _OF_WAY})
+        key = values["op"], values["shape"]
+        if key not in results:
+            results[key] = Result(**{name: values[name] for name in (*_OF_ROW, "run")}, found=(one,))
+        else:
+            results[key] = dataclasses.replace(results[key], found=(*results[key].found, one))
+    return list(results.values())
+
+
+def runs(folder: Path = FOLDER) -> dict[str, dict[str, str]]:
+    """Facts of the runs by key, as `harness.facts` names them.
+
+    Raises:
+        DSV4Error: the file is missing.
+    """
+    return {line["run"]: line for line in _read(folder / "runs.csv")}
+
+
+def record(results: Iterable[Result], facts: dict[str, str], folder: Path) -> None:
+    """Write rows of one run into a folder; other rows that it has stay, and so do the runs that these are from.
+
+    Args:
+        facts: of the run; its key is "run".
+    """
+    folder.mkdir(exist_ok=True)
+    there = (folder / "rows.csv").is_file()
+    known = {(one.op, one.shape): one for one in (load(folder) if there else [])}
+    past = runs(folder) if there else {}
+    for one in results:
+        known[one.op, one.shape] = dataclasses.replace(one, run=facts["run"])
+    kept = sorted(known.values(), key=lambda one: one.op)  # rows of an op in the order in which they came
+    table = []
+    for one in kept:
+        base = {name: getattr(one, name) for name in (*_OF_ROW, "run")}
+        table += [{name: _text(name, ({**base, **vars(way)})[name]) for name in COLUMNS} for way in one.found]
+    _write(folder / "rows.csv", COLUMNS, table)
+    past[facts["run"]] = facts
+    used = {one.run for one in kept}
+    _write(folder / "runs.csv", tuple(facts), [past[key] for key in sorted(past) if key in used])
+
+
+def _read(path: Path, columns: tuple[str, ...] = ()) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise DSV4Error(
+            f"{path} is missing: ./dsv4 bench ops --record {path.parent} writes it, on a machine with a GPU"
+        )
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if columns and tuple(reader.fieldnames or ()) != columns:
+            raise DSV4Error(f"{path} has other columns than this version writes: record it anew")
+        return list(reader)
+
+
+def _write(path: Path, columns: tuple[str, ...], table: list[dict[str, str]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(table)
+
+
+def _value(key: str, text: str) -> object:
+    if key in _COUNTS:
+        return int(text)
+    return (float(text) if text else None) if key in _NUMBERS else text
+
+
+def _text(key: str, value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.5g}" if key in _NUMBERS else str(value)

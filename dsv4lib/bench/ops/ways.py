@@ -1,0 +1,45 @@
+"""Ways that several ops have: our op with its outputs allocated, and what torch.compile makes of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch._dynamo
+
+from dsv4lib.bench.ops.case import Call, Given, Way
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Given, Outputs], None]) -> Way:
+    """A way that writes into outputs that are allocated once."""
+
+    def bind(given: Given) -> tuple[Call, Outputs]:
+        out = outputs(given)
+        return lambda: write(given, out), out
+
+    return Way(name, bind)
+
+
+def functional(name: str, compute: Callable[[Given], Outputs]) -> Way:
+    """A way whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
+
+    def bind(given: Given) -> tuple[Call, Outputs]:
+        out: dict[str, torch.Tensor] = {}
+        return lambda: out.update(compute(given)), out
+
+    return Way(name, bind)
+
+
+def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.compile") -> Way:
+    """What torch.compile makes of ``compute(*(given[n] for n in names))``, for the shapes of the row alone."""
+
+    def bind(given: Given) -> tuple[Call, Outputs]:
+        # A code object gets 8 shapes by default, then silently runs uncompiled: refuse that.
+        torch._dynamo.config.recompile_limit = 64
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        fast, out = torch.compile(compute, dynamic=False, fullgraph=True), {}
+        return lambda: out.update(fast(*(given[n] for n in names))), out
+
+    return Way(name, bind)

@@ -1,0 +1,162 @@
+"""The bench of ops as a table and a figure, from the committed measurements: no GPU is needed.
+
+`python -m dsv4lib.lab.ops_view` rewrites the table in data/bench/ops.md, its extract in README.md, and
+data/figures/ops.png. `./dsv4 bench ops --record data/bench/ops` measures anew. What limits a row that misses its goal,
+and what was tried, is written by hand into data/bench/ops_notes.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from dsv4lib import env
+from dsv4lib.bench.ops import results
+from dsv4lib.bench.ops.results import ABSENT, OURS, Result
+from dsv4lib.errors import DSV4Error
+from dsv4lib.lab import peers_page
+from dsv4lib.viz.dumbbells import Case, dumbbells
+
+MODULE = "ops_view"
+NOTES = results.FOLDER.with_suffix(".md")
+LIMITS = results.FOLDER.with_name("ops_notes.csv")
+FIGURE = env.root() / "data" / "figures" / "ops.png"
+README = env.root() / "README.md"
+# What README shows of it, by op and shape.
+EXTRACT = (
+    ("rmsnorm", "Pro T 4096"),
+    ("add_rmsnorm_quant", "Pro fp8 T 4096"),
+    ("inv_rope_quant", "Pro T 4096"),
+    ("qnorm_rope_kv", "Pro T 4096"),
+    ("indexer_q", "fp8 T 4096"),
+    ("compressor", "Flash and Pro, CSA prefill T 4096"),
+    ("compressor", "Flash and Pro, HCA prefill T 4096"),
+    ("topk", "Flash k 512 L 32768 T 32"),
+    ("topk", "Pro k 1024 L 262144 T 128"),
+    ("router", "Flash T 32"),
+    ("mhc", "Flash T 1"),
+    ("mhc", "Flash T 4096"),
+)
+HEADER = (
+    "op",
+    "shape",
+    "ours us",
+    "best peer",
+    "its us",
+    "ratio",
+    "goal",
+    "verdict",
+    "floor us",
+    "x floor",
+    "warm us",
+    "what limits it",
+)
+
+
+def limits(path: Path = LIMITS) -> dict[tuple[str, str], str]:
+    """What limits a row, by op and shape.
+
+    Raises:
+        DSV4Error: the file is missing or has other columns.
+    """
+    if not path.is_file():
+        raise DSV4Error(f"{path} is missing: it has the columns op, shape, limit")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != ["op", "shape", "limit"]:
+            raise DSV4Error(f"{path} has other columns than op, shape, limit")
+        return {(line["op"], line["shape"]): line["limit"] for line in reader}
+
+
+def cells(rows: list[Result], notes: dict[tuple[str, str], str]) -> list[tuple[Any, ...]]:
+    """What the table shows of each row, see `HEADER`."""
+    return [_cells(row, notes.get((row.op, row.shape), "")) for row in rows]
+
+
+def _cells(row: Result, note: str) -> tuple[str, ...]:
+    ours, peer = row.named(OURS), row.peer
+    times = _us(row.ours_us) if ours is None or ours.us else f"{ours.state}: {ours.detail}"
+    absent = [one.way for one in row.found if one.state == ABSENT]
+    name = peer.way if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent)
+    ratios = [] if row.ratio is None else [f"{row.ratio:.2f}"]
+    if row.copy_ratio is not None:
+        ratios.append(f"copy {row.copy_ratio:.2f}")
+    over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
+    verdict = f"**{row.verdict}**" if row.verdict == "missed" else row.verdict
+    limit = (note or "not looked into yet") if row.verdict == "missed" else ""
+    warm = _us(ours.warm_us if ours else None)
+    ends = _us(row.floor_us), over, warm, limit
+    return (
+        row.op,
+        row.shape,
+        times,
+        name,
+        _us(peer.us if peer else None),
+        ", ".join(ratios),
+        row.promise,
+        verdict,
+        *ends,
+    )
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
+    """Where the numbers are from: a line a run."""
+    used = {row.run for row in rows}
+    lines = [
+        f"* {key}: driver {one['driver']}, torch {one['torch']} (CUDA {one['cuda']}), {one['packages']}; "
+        f"kernels {one['kernels']}. {one['method']}. `{one['command']}`"
+        for key, one in runs.items()
+        if key in used
+    ]
+    return "\n".join(["Measured on:", "", *lines, "", "Every way and its spread: `ops/rows.csv`."])
+
+
+def markdown(folder: Path = results.FOLDER, notes: Path = LIMITS) -> str:
+    """The table of a folder of recorded rows, with its source below."""
+    rows = results.load(folder)
+    return peers_page.markdown(HEADER, cells(rows, limits(notes)), source(rows, results.runs(folder)))
+
+
+def extract(folder: Path = results.FOLDER) -> str:
+    """The rows of `EXTRACT`, and how many of all that promised something reached it."""
+    rows = {(row.op, row.shape): row for row in results.load(folder)}
+    lines = [
+        "| op | shape | ours us | best other | its us | ratio | goal |",
+        "| --- | --- | ---: | --- | ---: | ---: | --- |",
+    ]
+    for key in EXTRACT:
+        row = rows[key]
+        other = (row.peer.way, _us(row.peer.us), f"{row.ratio:.2f}") if row.peer else ("none", "", "")
+        lines.append(f"| {' | '.join((*key, _us(row.ours_us), *other, f'{row.promise}: {row.verdict}'))} |")
+    judged = [row.verdict for row in rows.values() if row.verdict in ("reached", "missed")]
+    reached = judged.count("reached")
+    return "\n".join([*lines, "", f"{reached} of {len(judged)} goals are reached, of {len(rows)} rows in all."])
+
+
+def figure(folder: Path = results.FOLDER) -> Figure:
+    """Floor, ours and the best peer of every recorded row, a panel an op."""
+    panels = {op: [_case(row) for row in rows] for op, rows in groupby(results.load(folder), key=lambda row: row.op)}
+    return dumbbells(panels, "Cold L2, one GPU, one process")
+
+
+def _case(row: Result) -> Case:
+    peer, good = row.peer, {"reached": True, "missed": False}.get(row.verdict)
+    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.way if peer else "", good)
+
+
+def main() -> None:
+    """Rewrite the table in the notes, its extract, and the figure."""
+    peers_page.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
+    peers_page.replace(README, MODULE, extract())
+
+
+if __name__ == "__main__":
+    main()

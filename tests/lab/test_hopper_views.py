@@ -1,0 +1,40 @@
+"""The page on what an H200 measured: its checks hold for what was recorded, and each notices its mistake."""
+
+import pytest
+
+from dsv4lib.lab import hopper_views as views
+from dsv4lib.viz.style import alt_text, to_png
+
+ROWS = views.recorded()
+
+
+def test_what_was_recorded_holds():
+    assert len(ROWS) >= 200 and not views.impossible(ROWS) and not views.wrong(ROWS) and not views.unexplained(ROWS)
+    count = views.judged(ROWS)
+    assert sum(count.values()) == len(ROWS) and count["reached"] > count["missed"] > 0
+
+
+def test_each_mistake_is_noticed_by_its_check_alone():
+    doubled, hidden = views.recorded("bytes_doubled"), views.recorded("wrong_hidden")
+    assert views.impossible(doubled) and not views.wrong(doubled) and not views.unexplained(doubled)
+    assert views.wrong(hidden) == [(ROWS[0].op, ROWS[0].shape)] and not views.impossible(hidden)
+    assert len(views.unexplained(ROWS, "silent")) == views.judged(ROWS)["missed"]
+
+
+@pytest.mark.parametrize(("fault", "right"), [("none", True), ("forward", False)])
+def test_one_source_gives_the_same_bits_and_the_oracles(fault, right):
+    between, oracle, hazards = views.one_source(2, 3, 0, fault)
+    assert (between, hazards) == (0, 0) and (oracle == 0) == right
+
+
+def test_figures_show_what_was_measured(capsys):
+    whole, some = views.times(ROWS), views.panels(ROWS, ("topk", "mhc"), "Flash")
+    assert f"{len(ROWS)} of ours" in alt_text(whole)
+    assert len(some.axes) == 2 and "Pro" not in alt_text(some)
+    assert all(to_png(fig).startswith(b"\x89PNG") for fig in (whole, some))
+    views.verdicts(ROWS)
+    views.missed(ROWS)
+    assert "mhc" in capsys.readouterr().out
+    if views.backends.status("native", "sm_90a").available:
+        pytest.skip("a GPU is here: live() would time")
+    assert "nothing timed here" in views.live()
