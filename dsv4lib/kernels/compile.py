@@ -46,7 +46,7 @@ class Compiled:
         arch: the target, for example ``sm_100a``.
         ptx: PTX text with line info.
         cubin: the ELF file that a driver would load.
-        seconds: CPU time of tracing and compiling; what else the machine does is no fault of the kernel.
+        seconds: CPU time of this thread, tracing and compiling; what else the machine does is no fault of the kernel.
         registers: registers a thread.
         local_bytes: local memory a thread; 0 proves that nothing was spilled.
         threads: threads a CTA.
@@ -93,12 +93,12 @@ def compile_for(kernel: Any, args: tuple, arch: str = "sm_100a") -> Compiled:
     cute = _dsl()
     with tempfile.TemporaryDirectory(prefix="dsv4-compile-") as folder:  # created with mode 0700
         options = f"--gpu-arch {arch} {OPTIONS} --dump-dir={folder}"
-        start = time.process_time()
+        start = time.thread_time()
         try:
             function = cute.compile(kernel, *args, options=options)
         except Exception as error:
             raise CompileError(f"{kernel!r} does not compile for {arch}: {_reason(error)}") from error
-        seconds = time.process_time() - start
+        seconds = time.thread_time() - start
     ptx, cubin = function.__ptx__.rstrip("\0"), function.__cubin__
     info = read_cubin(cubin)
     return Compiled(

@@ -10,11 +10,12 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.add_rmsnorm_quant.arguments import fake_args, launch_args
 from dsv4lib.kernels.add_rmsnorm_quant.simt import AddRmsnormQuant
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.kernels.rmsnorm import arguments as norm_arguments
 from dsv4lib.kernels.rmsnorm.simt import RmsNorm
 from dsv4lib.reference.quantize import quantize
+from tests.kernels.budget import quick
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 EPS = 1e-6
@@ -24,7 +25,7 @@ EPS = 1e-6
 def compiled(settings, arch):
     kernel = AddRmsnormQuant(*settings, fp4_conversion=has_fp4_conversion(arch))
     code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

@@ -8,12 +8,13 @@ import torch
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make as device
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.compressor import broken, simt
 from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import compile_cache
 from dsv4lib.ops.compressor import Running, cut
+from tests.kernels.budget import quick
 from tests.ops import compressor_cases as cases
 
 ARCHS = ("sm_100a", "sm_90a")
@@ -41,7 +42,7 @@ def compiled(kernel_type, settings, arch):
     else:
         kernel = kernel_type(**settings)
         code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

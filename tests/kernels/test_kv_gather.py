@@ -11,10 +11,11 @@ from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make as device
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import kv_entry
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.kv_gather.arguments import fake_args, launch_args
 from dsv4lib.kernels.kv_gather.simt import KvGather
 from dsv4lib.ops.kv_gather import kv_gather
+from tests.kernels.budget import quick
 
 NATIVE = backends.status("native", "sm_90a")
 
@@ -23,7 +24,7 @@ NATIVE = backends.status("native", "sm_90a")
 def compiled(arch):
     kernel = KvGather()
     code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

@@ -8,7 +8,7 @@ import torch
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.moe_combine import arguments as combine_arguments
 from dsv4lib.kernels.moe_combine.simt import MoeCombine
 from dsv4lib.kernels.moe_dispatch import arguments
@@ -16,6 +16,7 @@ from dsv4lib.kernels.moe_dispatch.arguments import max_rows
 from dsv4lib.kernels.moe_dispatch.simt import MoeDispatch
 from dsv4lib.reference import moe_combine as sums
 from dsv4lib.reference import moe_dispatch as reference
+from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -26,7 +27,7 @@ UNTOUCHED = -77
 def compiled(kind, settings, arch):
     kernel = kind(*settings)
     code = compile_for(kernel, (arguments if kind is MoeDispatch else combine_arguments).fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

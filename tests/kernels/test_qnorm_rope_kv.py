@@ -10,13 +10,14 @@ from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.qnorm_rope_kv.arguments import fake_args, launch_args
 from dsv4lib.kernels.qnorm_rope_kv.simt import QnormRopeKv
 from dsv4lib.kernels.rmsnorm import arguments as norm_arguments
 from dsv4lib.kernels.rmsnorm.simt import RmsNorm
 from dsv4lib.reference import rope
 from dsv4lib.reference.rmsnorm import rmsnorm
+from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -29,7 +30,7 @@ EPS = 1e-6
 def compiled(settings, arch):
     kernel = QnormRopeKv(*settings)
     code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

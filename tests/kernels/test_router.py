@@ -10,11 +10,12 @@ from torch.nn.functional import softplus
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.router.arguments import fake_args, fused_args, launch_args
 from dsv4lib.kernels.router.fused import FusedRouter
 from dsv4lib.kernels.router.simt import Router
 from dsv4lib.reference import router as reference
+from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -26,7 +27,7 @@ ULPS = 8 * 2.0**-24  # of a weight: exp2, series, square root and reciprocal are
 def compiled(kind, settings, arch):
     kernel = kind(*settings)
     code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

@@ -10,11 +10,12 @@ from cutlass import Float32, Int32
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS, compile_for
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.topk.arguments import fake_args, launch_args
 from dsv4lib.kernels.topk.keys import Bins
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.reference.topk import topk as reference
+from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -41,7 +42,7 @@ SIZE = 2000  # the most that each form takes is 2,048 or 4,096
 def compiled(arch, settings):
     kernel = TopK(**dict(settings))
     code = compile_for(kernel, fake_args(kernel), arch)
-    assert code.local_bytes == 0 and code.seconds < MAX_SECONDS, (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from dsv4lib import backends
-from dsv4lib.kernels.compile import MAX_SECONDS
 from dsv4lib.kernels.fmha.arguments import combine_args
 from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine
 from dsv4lib.kernels.fmha.inputs import TYPES
 from dsv4lib.lab.fmha_trial import compiled
 from dsv4lib.reference import fmha as reference
+from tests.kernels.budget import quick
 
 TOKENS, HEADS = 3, 5
 # One part, part of a batch of loads, a batch and more, more than the lanes of a warp.
@@ -39,7 +39,7 @@ def test_numbers(case):
     kernel, code, parts, lses, o, lse = case
     gpu = run(*case)
     assert not gpu.launches[-1].result.hazards
-    assert (code.local_bytes, code.threads) == (0, kernel.threads) and code.seconds < MAX_SECONDS
+    assert (code.local_bytes, code.threads) == (0, kernel.threads) and quick(kernel, code)
     weights = reference.sink_softmax(lses.double().movedim(0, -1), None).movedim(-1, 0)
     want = (weights[..., None] * parts.double()).sum(0)
     unit = torch.finfo(o.dtype).eps

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS
 from dsv4lib.kernels.fmha.arguments import launch_args
 from dsv4lib.kernels.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.lab.fmha_trial import bits, compiled, fmha_trial, split_trial
 from dsv4lib.viz import ptx
+from tests.kernels.budget import quick
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 ALL = (512, "bf16", "index", True, True, True, False)  # before the two switches
@@ -129,7 +129,7 @@ def test_what_the_compiler_says(switches):
     assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
     alone = Fmha(*ALL)
     assert kernel.kv_stages * kernel.stage_bytes == alone.kv_stages * alone.stage_bytes  # raw bytes take no SMEM
-    assert code.seconds <= MAX_SECONDS
+    assert quick(kernel, code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
         "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (2 - sum(switches)),

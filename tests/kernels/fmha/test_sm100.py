@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.kernels.compile import MAX_SECONDS
 from dsv4lib.kernels.fmha.arguments import launch_args
 from dsv4lib.kernels.fmha.inputs import case
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.lab.fmha_trial import bits, compiled, fmha_trial, split_trial
 from dsv4lib.viz import ptx
+from tests.kernels.budget import quick
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 FULL = (512, "bf16", "index", True, True, True)  # all that a CSA layer needs
@@ -126,7 +126,7 @@ def test_what_the_compiler_says(head_dim):
     budget = {row.resource: row for row in kernel.budget()}
     assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
     assert all(0 < row.used <= row.limit and row.derivation for row in budget.values())
-    assert code.seconds <= MAX_SECONDS
+    assert quick(kernel, code)
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
         "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2 * kernel.chunks,
