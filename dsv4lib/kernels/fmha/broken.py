@@ -494,12 +494,12 @@ class UnrolledTwice(UnrolledTiles):
 
 
 class OddAllocation(Ladder):
-    """Tensor memory as it adds up, 384 columns: an allocation is a power of two."""
+    """Tensor memory without the 32 columns that S of odd tiles ends with: an allocation is a power of two."""
 
     def softmax(self, mOut: Any, mLse: Any, allocator: Any, s: Any, p: Any, scale: Any, rows: Any) -> None:
         """See `Ladder.softmax`."""
         allocate = allocator.allocate
-        allocator.allocate = lambda columns: allocate(O_COLUMN + self.head_dim)  # WRONG: up to a power of two
+        allocator.allocate = lambda columns: allocate(O_COLUMN - 32 + self.head_dim)  # WRONG: up to a power of two
         Ladder.softmax(self, mOut, mLse, allocator, s, p, scale, rows)
 
 

@@ -16,9 +16,9 @@ from dsv4lib.kernels.moe_gemm.arguments import BLOCK_ROWS, Call
 from dsv4lib.kernels.moe_gemm.config import Config
 
 SENTINEL = 119  # of every byte of an output
-LIMIT = 7.0
+LIMIT = 10.0  # DSV4's swiglu_limit
 BEHIND = 20.0  # rows behind a group's last token: larger than most, yet they do not take all of the range
-SPREAD = 3.0  # of the sums, times alpha: some reach the clamp
+SPREAD = 4.3  # of the sums, times alpha: some reach the clamp
 
 
 @dataclass

@@ -61,12 +61,13 @@ def test_found(name):
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_refused(name, head_dim):
     """The compiler says what is wrong and names the line; the kernel without the mistake compiles (`test_found`)."""
     stage, words = REFUSED[name]
     with pytest.raises(CompileError, match=rf"{words}.*\(broken\.py:\d+\)"):
-        compiled(BROKEN[name], (stage, 128, "bf16"))
+        compiled(BROKEN[name], (stage, head_dim, "bf16"))
 
 
 def test_unrolled_code_grows_with_the_tiles():
