@@ -30,6 +30,7 @@ MADE = moe.Counted(
     chunk=16,
     ctas=1,
     stages=8,
+    accumulators=2,
 )
 
 
@@ -56,6 +57,11 @@ def test_tiles_by_hand():
         (2, 0, 0, 1),
         (2, 1, 0, 1),
     ]
+    # evenly, in steps of 32 (of 64 where 128 divides the tile, so that no tile crosses a block of 128 rows)
+    rows = {n: [tile[2:] for tile in moe.tiles([240], 128, n, 128)] for n in (128, 192, 256)}
+    assert rows == {128: [(0, 128), (128, 112)], 192: [(0, 128), (128, 112)], 256: [(0, 240)]}
+    assert [tile[2:] for tile in moe.tiles([300], 128, 192, 128)] == [(0, 160), (160, 140)]
+    assert [tile.rows for tile in moe.tiles([130], 128, 128, 128)] == [128, 2]
 
 
 # --- floors
@@ -131,6 +137,9 @@ def test_a_long_epilogue_is_not_hidden():
     slow = replace(MADE, turn=(Work(instructions=40000),) * 2)
     clocks, epilogue, what = moe.tile_clocks(slow, 16, 2, card, 48)
     assert clocks == epilogue == 40000 / 4 / 0.5 and what == "epilogue"
+    single, *_ = moe.tile_clocks(replace(slow, accumulators=1), 16, 2, card, 48)
+    steps, *_ = moe.tile_clocks(replace(MADE, turn=(Work(),) * 2), 16, 2, card, 48)
+    assert single == pytest.approx(epilogue + steps)  # with one accumulator nothing of it is hidden
 
 
 def test_a_planted_error_is_seen(monkeypatch):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from dsv4lib.bench.moe import tiles
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.moe_gemm.arguments import fake_args, launch_args
@@ -23,7 +24,7 @@ RUNS = {  # options, counts, N, K
     "w4a8": ({"mode": "w4a8", "out": "fp32"}, [0, 33, 1], 144, 384),
     "mxfp8": ({"mode": "mxfp8", "out": "fp32"}, [9, 40], 80, 352),
     "bf16": ({"mode": "bf16", "out": "fp32"}, [9, 40], 80, 200),
-    "two row blocks": ({"tile_n": 192, "out": "fp32"}, [200, 1], 80, 320),
+    "two row blocks": ({"tile_n": 192, "out": "fp32"}, [300, 1], 80, 320),
     "nvfp4 to nvfp4": ({**L1, "out": "nvfp4"}, [50, 0, 3], 192, 320),
     "w4a8 to mxfp8": ({**L1, "out": "mxfp8", "mode": "w4a8"}, [50, 0, 3], 192, 256),
     "pair": ({**L1, "out": "nvfp4", "ctas": 2, "tile_n": 64}, [70, 0, 3], 320, 320),
@@ -102,6 +103,18 @@ def test_every_configuration_fits():
                 for out in OUTPUTS:
                     kernel = MoeGemm(mode=mode, tile_n=tile_n, ctas=ctas, out=out, swiglu=True)
                     assert kernel.stages >= 3 and kernel.tmem_columns <= 512
+
+
+def test_tiles_cover_a_group_and_stay_within_their_blocks_of_scales():
+    """No rows twice or never, none empty, as few tiles as hold them, blocks of 128 rows as many as are loaded."""
+    for tile_n in TILES_N:
+        blocks = MoeGemm(tile_n=tile_n).token_blocks
+        for count in range(1, 2000):
+            found = [tile[2:] for tile in tiles([count], 128, tile_n, 128)]
+            assert len(found) == -(-count // tile_n) and min(rows for _, rows in found) > 0
+            assert [row for first, rows in found for row in (first, first + rows)][1:-1:2] == [f for f, _ in found[1:]]
+            assert sum(found[-1]) == count and max(rows for _, rows in found) <= tile_n
+            assert all(first % 32 == 0 and first % 128 + rows <= 128 * blocks for first, rows in found)
 
 
 def wrong_calls():
