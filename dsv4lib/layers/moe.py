@@ -80,7 +80,7 @@ class Moe(torch.nn.Module):
     Args:
         gate: bf16 [E, d]. bias: fp32 [E], for the selection; None in a layer whose ``table`` selects.
         experts: of the router. shared: a single one, or None.
-        mode: key of `FORMS`.
+        precision: key of `FORMS`.
         table: int64 [V, k], experts of each token id (the first layers); their weights still come from the gate.
         k, factor, limit: experts a token, the sum of their weights, the clamp of the SwiGLU.
         backend: of every op.
@@ -94,7 +94,7 @@ class Moe(torch.nn.Module):
         gate: Tensor,
         bias: Tensor | None,
         experts: Experts,
-        mode: str,
+        precision: str,
         *,
         shared: Experts | None = None,
         table: Tensor | None = None,
@@ -104,11 +104,11 @@ class Moe(torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if mode not in FORMS:
-            raise ArgumentError("mode", mode, "one of " + ", ".join(FORMS))
+        if precision not in FORMS:
+            raise ArgumentError("precision", precision, "one of " + ", ".join(FORMS))
         if (bias is None) == (table is None):
             raise ArgumentError("bias", None if bias is None else "given", "either a bias or a table")
-        self.mode, (self.product, self.recipe) = mode, FORMS[mode]
+        self.precision, (self.product, self.recipe) = precision, FORMS[precision]
         for name, one in (("experts", experts), ("shared", shared)):
             if one is not None and self.recipe == "nvfp4" and one.input_scales is None:
                 raise ArgumentError(f"{name}.input_scales", None, "fp32 [2] in mode nvfp4")

@@ -136,7 +136,7 @@ def test_experts_by_a_table():
 
 def test_what_is_refused():
     given = layer("bf16", "reference")
-    with pytest.raises(ArgumentError, match="mode"):
+    with pytest.raises(ArgumentError, match="precision"):
         Moe(given.gate, given.bias, given.experts, "int8")
     with pytest.raises(ArgumentError, match="input_scales"):
         Moe(given.gate, given.bias, given.experts._replace(input_scales=None), "nvfp4")
