@@ -51,9 +51,11 @@ def test_numbers(name):
     assert done.threads == rows["threads"].used
 
 
-def test_every_schedule_gives_the_same_bits():
-    options = {**L1, "out": "nvfp4"}
-    made = case(MoeGemm(**options), [33, 0, 1], 128, 320)
+@pytest.mark.parametrize(("ctas", "tile_n", "counts"), [(1, 32, [33, 0, 1]), (2, 192, [200, 0, 1])])
+def test_every_schedule_gives_the_same_bits(ctas, tile_n, counts):
+    """Alone and as a pair, with two tiles of tokens."""
+    options = {**L1, "out": "nvfp4", "ctas": ctas, "tile_n": tile_n}
+    made = case(MoeGemm(**options), counts, 128 * ctas, 320)
     outputs, hashes = set(), set()
     for schedule in SCHEDULES:
         trial = moe_gemm_trial(MoeGemm, options, made, schedule=schedule)
@@ -149,7 +151,10 @@ def test_what_an_option_does_not_use_is_refused():
     assert caught.value.name == "routing"
 
 
-def test_targets_of_the_family():
-    """The block sizes are spelled so that they take them; `.scale_vec` they refuse."""
-    done = compile_for(MoeGemm(), fake_args(MoeGemm()), "sm_100f")
-    assert ".block16 " in done.ptx and "scale_vec" not in done.ptx and done.spills == 0
+@pytest.mark.parametrize("arch", ["sm_100f", "sm_103a"])
+@pytest.mark.parametrize(("mode", "ctas"), [("nvfp4", 1), ("w4a8", 2)])
+def test_other_targets(arch, mode, ctas):
+    """The block sizes are spelled so that the family target takes them, too; `.scale_vec` it refuses."""
+    kernel = MoeGemm(mode=mode, ctas=ctas)
+    done = compile_for(kernel, fake_args(kernel), arch)
+    assert f"::{kernel.mode.kind} " in done.ptx and "scale_vec" not in done.ptx and done.spills == 0
