@@ -204,11 +204,17 @@ def _check_input(name: str, x: Tensor, dims: int, columns: int | None = None) ->
     if x.dim() != dims or x.dtype not in DTYPES or (columns is not None and x.shape[-1] != columns):
         wanted = "bf16 or fp32, " + ("[T, K]" if columns is None else f"[T, {columns}]")
         raise ArgumentError(name, f"{x.dtype}{list(x.shape)}", wanted)
-    if x.numel():
-        if x.shape[1] > 1 and x.stride(1) != 1:
-            raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
-        if (x.storage_offset() | x.stride(0) * (len(x) > 1)) * x.element_size() % 16:
-            raise ArgumentError(f"{name}.stride()", x.stride(), "rows that start on 16 bytes")
+    _check_rows(name, x, 16)
+
+
+def _check_rows(name: str, x: Tensor, align: int) -> None:
+    """What vectors need, of a matrix that has elements: known of fake tensors, and so of every back end, too."""
+    if not x.numel():
+        return
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+    if (x.storage_offset() | x.stride(0) * (len(x) > 1)) * x.element_size() % align:
+        raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
 
 
 def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
@@ -328,6 +334,7 @@ class EntryCall(NamedTuple):
         if self.pages.shape[1] != needed:
             allowed = f"[P, {needed}] for page_size={self.page_size}"
             raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
+        _check_rows("pages", self.pages, arguments.page_align(layout))
 
     def check_values(self) -> None:
         """Indices, where looking at them costs no wait.
