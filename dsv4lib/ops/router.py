@@ -103,8 +103,6 @@ def router(
     if tuple(out[0].shape) != (x.shape[0], k):
         raise ArgumentError("out[0].shape", tuple(out[0].shape), f"[{x.shape[0]}, {k}]")
     launching.need({"weight": weight, "bias": bias}, optional=True)
-    if not math.isfinite(factor):
-        raise ArgumentError("factor", factor, "a finite number")
     table, tokens = (None, None) if hashed is None else hashed
     parts, counters = (None, None) if space is None else space
     torch.ops.dsv4.router(x, weight, bias, table, tokens, *out, parts, counters, factor, backend)
@@ -206,6 +204,8 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.router` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
+    if not math.isfinite(call.factor):
+        raise ArgumentError("factor", call.factor, "a finite number")
     name = launching.resolve(call.backend, "x", call.x)
     if call.x.device.type == "cpu":
         call.check_values()

@@ -134,6 +134,15 @@ def test_experts_by_a_table():
     assert difference(found, exact(x, "bf16", (table.roll(1, 0), ids))) > 0.1
 
 
+def test_torch_compile_takes_any_number_of_tokens():
+    """One graph for all of them: no shape is asked on the way."""
+    one = layer("nvfp4", "reference", shared=False)
+    torch._dynamo.reset()
+    fast = torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (4, 9):
+        assert torch.equal(fast(tokens(count)), one(tokens(count)))
+
+
 def test_what_is_refused():
     given = layer("bf16", "reference")
     with pytest.raises(ArgumentError, match="precision"):
