@@ -112,9 +112,10 @@ def largest(expected: int) -> int:
 def tile_of(tokens: int, features: int) -> tuple[int, int]:
     """(tokens of a tile, CTAs that share it) for groups of up to ``tokens`` tokens.
 
-    The model of `bench.moe_tiles` argues for it: a tile that is too small brings weights from L2 once more (up to twice
-    the time), one that is larger than the group costs nothing, but 192 brings more scales. A pair brings tokens once
-    for 256 features: up to a third less time with tiles of 128 and 192; below, at most 3 %.
+    The model of `bench.moe_tiles` argues for it: a tile that is too small brings weights from L2 once more (up to 1.7
+    times the time), one that is larger than the group costs nothing, but 192 brings more scales. A pair brings tokens
+    once for 256 features: up to a third less time with tiles of 128 and 192; below, at most 3 %. For 192 to 240 tokens
+    a group a tile of 256 would take up to a fifth less; for all others its single accumulator costs more.
     """
     tile = next((n for n in TILES if n >= tokens), TILES[-1])
     return tile, 2 if tile >= PAIR_TOKENS and features >= 2 * TILE_M else 1
