@@ -32,10 +32,9 @@ from dsv4lib.bench.schedule import Task
 from dsv4lib.bench.static_model import Kernel, chain, l2_share, longest, resources, slope
 from dsv4lib.bench.work import Work, count
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.moe_dispatch.arguments import max_rows
-from dsv4lib.kernels.moe_gemm.config import EPILOGUE_WARPS, N_STEP
+from dsv4lib.kernels.moe_gemm.config import EPILOGUE_WARPS, N_STEP, ROW_STEP
 from dsv4lib.kernels.moe_gemm.schedule import WINDOW
-from dsv4lib.ops.moe_gemm import tile_of
+from dsv4lib.ops.moe_gemm import largest, tile_of
 
 RESULTS = TABLE.with_name("moe.csv")
 BANDWIDTH = 8e12  # of the floors
@@ -147,12 +146,15 @@ class Tile(NamedTuple):
 
 def tiles(counts: Sequence[int], features: int, tile_n: int, tile_m: int) -> list[Tile]:
     """Every tile in the order of its number: CTA (or pair) c of g takes c, c + g, .. (`kernels.moe_gemm.schedule`)."""
-    return [
-        Tile(expert, feature, row, min(tile_n, rows - row))
-        for expert, rows in enumerate(counts)
-        for feature in range(-(-features // tile_m))
-        for row in range(0, rows, tile_n)
-    ]
+    out, step = [], ROW_STEP * (1 + (tile_n % 128 == 0))
+    for expert, rows in enumerate(counts):
+        if rows:
+            even = -(-rows // -(-rows // tile_n))
+            share = -(-even // step) * step
+            starts = range(0, rows, share)
+            pairs = ((feature, row) for feature in range(-(-features // tile_m)) for row in starts)
+            out += [Tile(expert, feature, row, min(share, rows - row)) for feature, row in pairs]
+    return out
 
 
 # ------------------------------------------------------------- what it does
@@ -166,7 +168,7 @@ class Counted:
         step: work of a CTA a K step, with 16 rows and with a full tile; turn: the same a tile, besides its steps.
         once: besides, of a launch.
         tile_n, tile_m, step_k: of a tile (of a pair), of a step; chunk: rows that the epilogue takes at once.
-        ctas, stages: of the configuration.
+        ctas, stages, accumulators: of the configuration.
     """
 
     step: tuple[Work, Work]
@@ -178,6 +180,7 @@ class Counted:
     chunk: int
     ctas: int
     stages: int
+    accumulators: int
 
     def step_of(self, rows: int) -> Work:
         """Of a tile of so many rows: everything grows with N, which is a multiple of 16."""
@@ -222,20 +225,17 @@ def counted(**options: Any) -> Counted:
         steps.append((work(rows, 1, long) - one) * (1 / (long - short)))
         turns.append(work(rows, 2, short) - one - steps[-1] * short)
     once = one - steps[1] * short - turns[1]
-    sizes = kernel.tile_n, kernel.pair_m, kernel.step_k, kernel.chunk, kernel.ctas, kernel.stages
+    sizes = kernel.tile_n, kernel.pair_m, kernel.step_k, kernel.chunk, kernel.ctas, kernel.stages, kernel.acc_stages
     return Counted(tuple(steps), tuple(turns), once, *sizes)
 
 
 def configurations(shape: Shape, shared: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of both GEMMs as `layers.moe` and `ops.moe_gemm` choose them."""
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
-    if shared:
-        expected = shape.tokens
-    else:
-        expected = -(-max_rows(shape.tokens, TOP, model.experts) // model.experts)
+    most = shape.tokens if shared else largest(-(-shape.tokens * TOP // model.experts))
     out = []
     for number, (features, _) in enumerate(shape.gemms()):
-        tile_n, ctas = tile_of(expected, features)
+        tile_n, ctas = tile_of(most, features)
         options: dict[str, Any] = {"mode": recipe.product, "tile_n": tile_n, "ctas": ctas}
         if number == 0:  # the routing weight is in h where it does not take range from a calibrated scale
             options |= {"swiglu": True, "out": recipe.h, "routed": shape.mode != "nvfp4" and not shared}
@@ -277,6 +277,8 @@ def tile_clocks(c: Counted, rows: int, steps: int, card: Gpu, l2: float) -> tupl
     if loop <= longest(needs)[1] * 1.001:
         del both["latency of loads"]
     what, clocks = longest(both)
+    if c.accumulators == 1:  # the next tile's MMAs wait until the epilogue has read the sums
+        clocks = max(clocks, max(loop, longest(needs)[1]) * steps + epilogue)
     return clocks, epilogue, what
 
 

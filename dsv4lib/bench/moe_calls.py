@@ -292,10 +292,6 @@ def _flashinfer(given: Problem, backend: str = "cute-dsl") -> torch.Tensor:
     )
 
 
-def _low_latency(given: Problem) -> torch.Tensor:
-    return _flashinfer(given, "cutedsl_low_latency")
-
-
 def _masked(given: Problem) -> torch.Tensor:
     """Each expert's rows in a buffer of its own, as long as the largest, in tiles of 128."""
     from flashinfer.gemm import grouped_gemm_nt_masked
@@ -448,133 +444,75 @@ _QUACK, _FI, _CUDNN = (
     ("nvidia-cudnn-frontend", "cudnn"),
 )
 _LINEAR, _MOE = ("", "dsv4lib.kernels.linear"), ("", "dsv4lib.kernels.moe_gemm")
-# Tiles as `ops.moe_gemm.tile_of` chooses them, but for `dense`: of its 256 rows a whole tile, which a pair shares.
+
+
+def _row(
+    name: str,
+    package: tuple[str, str],
+    case: str,
+    forms: tuple[str, str],
+    call: Callable[..., torch.Tensor] | None,
+    *given: Any,
+    out: str = "bf16",
+    refused: str = "",
+) -> Kernel:
+    """A row of the table; ``given``: what ``call`` gets behind the problem."""
+    return Kernel(name, *package, case, forms, out, call and (lambda problem: call(problem, *given)), refused)
+
+
+# A tile holds an expert's rows, in one CTA; the 256 of `dense` a pair shares.
 OURS = (
-    Kernel("ours", *_LINEAR, "dense", _NV, "bf16", lambda given: _ours(given, 256, 2)),
-    Kernel("ours, mxfp8 x mxfp4", *_LINEAR, "dense", _MIXED, "bf16", lambda given: _ours(given, 256, 2)),
-    Kernel("ours, mxfp8", *_LINEAR, "dense", _MX8, "bf16", lambda given: _ours(given, 256, 2)),
-    Kernel("ours, 8 rows", *_LINEAR, "few", _NV, "bf16", lambda given: _ours(given, 32)),
-    Kernel("ours, groups", *_MOE, "grouped", _NV, "bf16", lambda given: _ours(given, 128)),
-    Kernel("ours, groups, mxfp8 x mxfp4", *_MOE, "grouped", _MIXED, "bf16", lambda given: _ours(given, 128)),
-    Kernel("ours, GEMM 1", *_MOE, "swiglu", _NV, "bf16", lambda given: _ours(given, 128)),
-    Kernel("ours, GEMM 1, to nvfp4", *_MOE, "swiglu", _NV, "nvfp4", lambda given: _ours(given, 128, 1, "nvfp4")),
-    Kernel(
-        "ours, GEMM 1, mxfp8 x mxfp4", *_MOE, "swiglu", _MIXED, "mxfp8", lambda given: _ours(given, 128, 1, "mxfp8")
-    ),
-    Kernel("ours, GEMM 1, mxfp8", *_MOE, "swiglu", _MX8, "mxfp8", lambda given: _ours(given, 128, 1, "mxfp8")),
+    _row("ours", _LINEAR, "dense", _NV, _ours, 256, 2),
+    _row("ours, mxfp8 x mxfp4", _LINEAR, "dense", _MIXED, _ours, 256, 2),
+    _row("ours, mxfp8", _LINEAR, "dense", _MX8, _ours, 256, 2),
+    _row("ours, 8 rows", _LINEAR, "few", _NV, _ours, 32),
+    _row("ours, groups", _MOE, "grouped", _NV, _ours, 128),
+    _row("ours, groups, mxfp8 x mxfp4", _MOE, "grouped", _MIXED, _ours, 128),
+    _row("ours, GEMM 1", _MOE, "swiglu", _NV, _ours, 128),
+    _row("ours, GEMM 1, to nvfp4", _MOE, "swiglu", _NV, _ours, 128, 1, "nvfp4", out="nvfp4"),
+    _row("ours, GEMM 1, mxfp8 x mxfp4", _MOE, "swiglu", _MIXED, _ours, 128, 1, "mxfp8", out="mxfp8"),
+    _row("ours, GEMM 1, mxfp8", _MOE, "swiglu", _MX8, _ours, 128, 1, "mxfp8", out="mxfp8"),
 )
+_FREED = "stopped by the emulator: all four epilogue warps free the CTA's tensor memory, three of them after it is gone"
+_ONE_TYPE = "refused by its check: both operands must have one type"
+_NO_GROUPS = "refused by its check: no groups with block-scaled operands and an activation"
+_NVCC = "CUDA C++, built by nvcc on first use"
+_CUTLASS = f"{_NVCC}: the emulator takes the PTX of CuTeDSL"
+_CLOSED = "a closed library (libcudnn) with SASS only"
+_CUBINS = "cubins that are downloaded on first use: SASS only"
+_OTHER_GPU = "CUDA C++ for compute capability 12.x only"
+_MEGA = "not tried: one kernel for both GEMMs and the exchange between GPUs, to be compared with mega_moe"
 OTHERS = (
-    Kernel("quack", *_QUACK, "dense", _NV, "bf16", _quack),
-    Kernel("FlashInfer mm_fp4", *_FI, "dense", _NV, "bf16", _flashinfer),
-    Kernel("cuDNN grouped", *_CUDNN, "dense", _NV, "bf16", _cudnn_grouped),
-    Kernel("quack, mxfp4", *_QUACK, "dense", _MX4, "bf16", _quack),
-    Kernel("quack, mxfp8 x mxfp4", *_QUACK, "dense", _MIXED, "bf16", _quack),
-    Kernel("quack, mxfp8", *_QUACK, "dense", _MX8, "bf16", _quack),
-    Kernel("FlashInfer mm_mxfp8", *_FI, "dense", _MX8, "bf16", _flashinfer),
-    Kernel("quack, 8 rows", *_QUACK, "few", _NV, "bf16", _quack),
-    Kernel("FlashInfer mm_fp4, 8 rows", *_FI, "few", _NV, "bf16", _flashinfer),
-    Kernel(
-        "FlashInfer low latency, 8 rows",
-        *_FI,
-        "few",
-        _NV,
-        "bf16",
-        lambda given: _flashinfer(given, "cutedsl_low_latency"),
-    ),
-    Kernel("quack, groups", *_QUACK, "grouped", _NV, "bf16", _quack),
-    Kernel("FlashInfer masked", *_FI, "grouped", _NV, "bf16", _masked),
-    Kernel("FlashInfer GEMM 2", *_FI, "grouped", _NV, "bf16", _finalizing),
-    Kernel("cuDNN groups", *_CUDNN, "grouped", _NV, "bf16", _cudnn_grouped),
-    Kernel("quack, groups, mxfp8 x mxfp4", *_QUACK, "grouped", _MIXED, "bf16", _quack),
-    Kernel("FlashInfer GEMM 2, mxfp8 x mxfp4", *_FI, "grouped", _MIXED, "bf16", _finalizing),
-    Kernel("FlashInfer GEMM 1", *_FI, "swiglu", _NV, "bf16", _gathering),
-    Kernel("FlashInfer GEMM 1, to nvfp4", *_FI, "swiglu", _NV, "nvfp4", lambda given: _gathering(given, "nvfp4")),
-    Kernel("cuDNN SwiGLU", *_CUDNN, "swiglu", _NV, "bf16", _cudnn_grouped),
-    Kernel(
-        "FlashInfer GEMM 1, mxfp8 x mxfp4", *_FI, "swiglu", _MIXED, "mxfp8", lambda given: _gathering(given, "mxfp8")
-    ),
-    Kernel("cuDNN SwiGLU, mxfp8", *_CUDNN, "swiglu", _MX8, "mxfp8", _cudnn_grouped),
-    Kernel(
-        "cuDNN GEMM + amax",
-        *_CUDNN,
-        "dense",
-        _NV,
-        "fp32",
-        _cudnn_dense,
-        "stopped by the emulator: all four epilogue warps free the CTA's tensor memory, three of them after it is gone",
-    ),
-    Kernel(
-        "cuDNN groups, mxfp8 x mxfp4",
-        *_CUDNN,
-        "grouped",
-        _MIXED,
-        "bf16",
-        _cudnn_grouped,
-        "refused by its check: both operands must have one type",
-    ),
-    Kernel(
-        "quack, SwiGLU",
-        *_QUACK,
-        "swiglu",
-        _NV,
-        "bf16",
-        _quack,
-        "refused by its check: no groups with block-scaled operands and an activation",
-    ),
-    Kernel(
-        "FlashInfer mm_fp4, CUTLASS",
-        *_FI,
-        "dense",
-        _NV,
-        "bf16",
-        None,
-        "CUDA C++, built by nvcc on first use: the emulator takes the PTX of CuTeDSL",
-    ),
-    Kernel(
-        "FlashInfer mm_fp4, cuDNN",
-        *_FI,
-        "dense",
-        _NV,
-        "bf16",
-        None,
-        "a closed library (libcudnn) with SASS only",
-    ),
-    Kernel(
-        "FlashInfer mm_fp4 and MoE, TensorRT-LLM",
-        *_FI,
-        "swiglu",
-        _NV,
-        "bf16",
-        None,
-        "cubins that are downloaded on first use: SASS only",
-    ),
-    Kernel(
-        "FlashInfer group_gemm_nvfp4",
-        *_FI,
-        "grouped",
-        _NV,
-        "bf16",
-        None,
-        "CUDA C++ for compute capability 12.x only",
-    ),
-    Kernel(
-        "FlashInfer group_gemm_mxfp8_mxfp4",
-        *_FI,
-        "grouped",
-        _MIXED,
-        "bf16",
-        None,
-        "CUDA C++, built by nvcc on first use",
-    ),
-    Kernel(
-        "FlashInfer mega MoE",
-        *_FI,
-        "swiglu",
-        _NV,
-        "bf16",
-        None,
-        "not tried: one kernel for both GEMMs and the exchange between GPUs, to be compared with mega_moe",
-    ),
+    _row("quack", _QUACK, "dense", _NV, _quack),
+    _row("FlashInfer mm_fp4", _FI, "dense", _NV, _flashinfer),
+    _row("cuDNN grouped", _CUDNN, "dense", _NV, _cudnn_grouped),
+    _row("quack, mxfp4", _QUACK, "dense", _MX4, _quack),
+    _row("quack, mxfp8 x mxfp4", _QUACK, "dense", _MIXED, _quack),
+    _row("quack, mxfp8", _QUACK, "dense", _MX8, _quack),
+    _row("FlashInfer mm_mxfp8", _FI, "dense", _MX8, _flashinfer),
+    _row("quack, 8 rows", _QUACK, "few", _NV, _quack),
+    _row("FlashInfer mm_fp4, 8 rows", _FI, "few", _NV, _flashinfer),
+    _row("FlashInfer low latency, 8 rows", _FI, "few", _NV, _flashinfer, "cutedsl_low_latency"),
+    _row("quack, groups", _QUACK, "grouped", _NV, _quack),
+    _row("FlashInfer masked", _FI, "grouped", _NV, _masked),
+    _row("FlashInfer GEMM 2", _FI, "grouped", _NV, _finalizing),
+    _row("cuDNN groups", _CUDNN, "grouped", _NV, _cudnn_grouped),
+    _row("quack, groups, mxfp8 x mxfp4", _QUACK, "grouped", _MIXED, _quack),
+    _row("FlashInfer GEMM 2, mxfp8 x mxfp4", _FI, "grouped", _MIXED, _finalizing),
+    _row("FlashInfer GEMM 1", _FI, "swiglu", _NV, _gathering),
+    _row("FlashInfer GEMM 1, to nvfp4", _FI, "swiglu", _NV, _gathering, "nvfp4", out="nvfp4"),
+    _row("cuDNN SwiGLU", _CUDNN, "swiglu", _NV, _cudnn_grouped),
+    _row("FlashInfer GEMM 1, mxfp8 x mxfp4", _FI, "swiglu", _MIXED, _gathering, "mxfp8", out="mxfp8"),
+    _row("cuDNN SwiGLU, mxfp8", _CUDNN, "swiglu", _MX8, _cudnn_grouped, out="mxfp8"),
+    _row("cuDNN GEMM + amax", _CUDNN, "dense", _NV, _cudnn_dense, out="fp32", refused=_FREED),
+    _row("cuDNN groups, mxfp8 x mxfp4", _CUDNN, "grouped", _MIXED, _cudnn_grouped, refused=_ONE_TYPE),
+    _row("quack, SwiGLU", _QUACK, "swiglu", _NV, _quack, refused=_NO_GROUPS),
+    _row("FlashInfer mm_fp4, CUTLASS", _FI, "dense", _NV, None, refused=_CUTLASS),
+    _row("FlashInfer mm_fp4, cuDNN", _FI, "dense", _NV, None, refused=_CLOSED),
+    _row("FlashInfer mm_fp4 and MoE, TensorRT-LLM", _FI, "swiglu", _NV, None, refused=_CUBINS),
+    _row("FlashInfer group_gemm_nvfp4", _FI, "grouped", _NV, None, refused=_OTHER_GPU),
+    _row("FlashInfer group_gemm_mxfp8_mxfp4", _FI, "grouped", _MIXED, None, refused=_NVCC),
+    _row("FlashInfer mega MoE", _FI, "swiglu", _NV, None, refused=_MEGA),
 )
 KERNELS = (*OURS, *OTHERS)
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}

@@ -95,46 +95,46 @@ class ModeWeight:
 def mode_named(name: str) -> Mode:
     """The mode ``name``; ArgumentError for any other word."""
     if name not in MODES:
-        raise ArgumentError("mode", name, "one of " + ", ".join(MODES))
+        raise ArgumentError("precision", name, "one of " + ", ".join(MODES))
     return MODES[name]
 
 
-def convert(q: NVFP4Tensor | MXFP4Tensor, mode: str) -> ModeWeight:
-    """A checkpoint's weight in ``mode``.
+def convert(q: NVFP4Tensor | MXFP4Tensor, precision: str) -> ModeWeight:
+    """A checkpoint's weight in mode ``precision``.
 
     Args:
         q: [..., N, K]. NVFP4 converts to every mode (K a multiple of 32 unless the mode is ``nvfp4``); MXFP4 to
             ``mxfp4`` (as it is) and ``bf16``.
-        mode: key of `MODES`.
+        precision: key of `MODES`.
 
     Raises:
         ArgumentError: unknown mode, a conversion that does not exist, a shape that does not fit.
     """
-    mode_named(mode)
+    mode_named(precision)
     if isinstance(q, MXFP4Tensor):
         one = torch.ones((), dtype=torch.float32, device=q.packed.device)
-        if mode == "mxfp4":
-            return ModeWeight(mode, (q,), one)
-        if mode == "bf16":
-            return ModeWeight(mode, (mxfp4.dequantize(q, torch.bfloat16),), one)
-        raise ArgumentError("mode", mode, "mxfp4 or bf16 for an MXFP4 weight")
+        if precision == "mxfp4":
+            return ModeWeight(precision, (q,), one)
+        if precision == "bf16":
+            return ModeWeight(precision, (mxfp4.dequantize(q, torch.bfloat16),), one)
+        raise ArgumentError("precision", precision, "mxfp4 or bf16 for an MXFP4 weight")
     if not isinstance(q, NVFP4Tensor):
         raise ArgumentError("q", type(q).__name__, "an NVFP4Tensor or an MXFP4Tensor")
     alpha = q.global_scale.reshape(())
-    if mode == "ue8m0_naive":
-        return ModeWeight(mode, (naive_ue8m0(q),), torch.ones_like(alpha))
-    if mode == "nvfp4":
-        return ModeWeight(mode, (NVFP4Tensor(q.packed, q.scales, torch.ones_like(alpha)),), alpha)
+    if precision == "ue8m0_naive":
+        return ModeWeight(precision, (naive_ue8m0(q),), torch.ones_like(alpha))
+    if precision == "nvfp4":
+        return ModeWeight(precision, (NVFP4Tensor(q.packed, q.scales, torch.ones_like(alpha)),), alpha)
     product = scaled_codes(q)
-    if mode == "bf16":
-        return ModeWeight(mode, (product.to(torch.bfloat16),), alpha)
-    if mode == "mxfp4":
-        return ModeWeight(mode, (requantize_mxfp4(product),), alpha)
+    if precision == "bf16":
+        return ModeWeight(precision, (product.to(torch.bfloat16),), alpha)
+    if precision == "mxfp4":
+        return ModeWeight(precision, (requantize_mxfp4(product),), alpha)
     hi = fp8_block.quantize(product, _MX_TILE)
-    if mode == "e4m3_expand":
-        return ModeWeight(mode, (hi,), alpha)
+    if precision == "e4m3_expand":
+        return ModeWeight(precision, (hi,), alpha)
     rest = product - fp8_block.dequantize(hi)
-    return ModeWeight(mode, (hi, fp8_block.quantize(rest, _MX_TILE)), alpha)
+    return ModeWeight(precision, (hi, fp8_block.quantize(rest, _MX_TILE)), alpha)
 
 
 def dequantize(w: ModeWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The MoE layer: router, dispatch, experts in one of the precision modes, combine.
 
-    experts, weights = router(x)                    top-k of sqrt(softplus(gate x)) + bias
+    experts, weights = router(x)                    top-k of sqrt(softplus(gate x)) + bias, or by a table of tokens
     rows             = tokens by expert, each expert's rows from a multiple of 128
     h                = silu(min(g, limit)) * clip(u, -limit, limit) [* weight]      first GEMM, quantised as it leaves
     y                = sum over a token's experts of [weight *] W2 h  + shared expert
@@ -25,7 +25,7 @@ from dsv4lib.ops.moe_combine import moe_combine
 from dsv4lib.ops.moe_dispatch import moe_dispatch
 from dsv4lib.ops.moe_gemm import Operand, moe_gemm
 from dsv4lib.ops.quantize import quantize
-from dsv4lib.ops.router import router
+from dsv4lib.ops.router import Hashed, router
 
 # mode -> (mode of the GEMM, format of its activations)
 FORMS = {
@@ -78,43 +78,52 @@ class Moe(torch.nn.Module):
     """Routed and shared experts.
 
     Args:
-        gate: bf16 [E, d]. bias: fp32 [E], for the selection.
+        gate: bf16 [E, d]. bias: fp32 [E], for the selection; None in a layer whose ``table`` selects.
         experts: of the router. shared: a single one, or None.
-        mode: key of `FORMS`.
+        precision: key of `FORMS`.
+        table: int64 [V, k], experts of each token id (the first layers); their weights still come from the gate.
         k, factor, limit: experts a token, the sum of their weights, the clamp of the SwiGLU.
         backend: of every op.
 
     Raises:
-        ArgumentError: an unknown mode, input scales missing for it, planes that do not join.
+        ArgumentError: an unknown mode, input scales missing for it, planes that do not join; not one of bias and table.
     """
 
     def __init__(
         self,
         gate: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         experts: Experts,
-        mode: str,
+        precision: str,
         *,
         shared: Experts | None = None,
+        table: Tensor | None = None,
         k: int = 6,
         factor: float = 1.0,
         limit: float = 10.0,
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if mode not in FORMS:
-            raise ArgumentError("mode", mode, "one of " + ", ".join(FORMS))
-        self.mode, (self.product, self.recipe) = mode, FORMS[mode]
+        if precision not in FORMS:
+            raise ArgumentError("precision", precision, "one of " + ", ".join(FORMS))
+        if (bias is None) == (table is None):
+            raise ArgumentError("bias", None if bias is None else "given", "either a bias or a table")
+        self.precision, (self.product, self.recipe) = precision, FORMS[precision]
         for name, one in (("experts", experts), ("shared", shared)):
             if one is not None and self.recipe == "nvfp4" and one.input_scales is None:
                 raise ArgumentError(f"{name}.input_scales", None, "fp32 [2] in mode nvfp4")
+        self.table = table
         self.gate, self.bias, self.k, self.factor, self.limit, self.backend = gate, bias, k, factor, limit, backend
         self.copies = len(experts.first.planes)
         self.experts, self.shared = _prepare(experts), None if shared is None else _prepare(shared)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x bf16 [T, d] -> bf16 [T, d]."""
-        experts, weights = router(x, self.gate, k=self.k, factor=self.factor, bias=self.bias, backend=self.backend)
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """x bf16 [T, d] -> bf16 [T, d]; ``tokens``: their ids, int64 [T], where a table selects."""
+        if (tokens is None) != (self.table is None):
+            raise ArgumentError("tokens", None if tokens is None else "given", "given where a table selects")
+        hashed = None if tokens is None else Hashed(self.table, tokens)
+        settings = {"k": self.k, "factor": self.factor, "bias": self.bias, "hashed": hashed, "backend": self.backend}
+        experts, weights = router(x, self.gate, **settings)
         routed = moe_dispatch(experts, weights, count=len(self.gate), backend=self.backend)
         late = weights if self.recipe == "nvfp4" else None
         early = routed.row_weight if late is None else None
@@ -142,8 +151,9 @@ class Moe(torch.nn.Module):
             common = {"mode": self.product, "backend": self.backend, **options}
             if groups is None:
                 return linear(x, Operand(codes[0], None if scales is None else scales[0]), **common)
-            return moe_gemm(x, Operand(codes, scales), *groups, **common)
+            return moe_gemm(x, Operand(codes, scales), *groups, expected=expected, **common)
 
+        expected = -(-len(x) * self.k // len(experts.first.alphas))
         scales = (None, None) if self.recipe != "nvfp4" else experts.input_scales
         first, second = (w.alphas if s is None else w.alphas * s for w, s in zip(experts[:2], scales, strict=True))
         calibrated = None if scales[1] is None else scales[1].expand(len(first)).contiguous()

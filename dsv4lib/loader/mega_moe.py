@@ -116,7 +116,7 @@ def transform_nvfp4_weights_for_mega_moe(
     *,
     l1_weight_scale_2: torch.Tensor,
     l2_weight_scale_2: torch.Tensor,
-    mode: str = "nvfp4",
+    precision: str = "nvfp4",
     weight_policy: str = "nvfp4-only",
 ) -> MegaMoeWeights:
     """NVFP4 experts as the fused kernel's operands.
@@ -126,7 +126,7 @@ def transform_nvfp4_weights_for_mega_moe(
         l2_weights: w2 [E, H, I/2]; s2 [E, H, I/16].
         l1_weight_scale_2: float32 [E] (shared by gate and up) or [E, 2].
         l2_weight_scale_2: float32 [E].
-        mode: key of `weight_modes.MODES`.
+        precision: key of `weight_modes.MODES`.
         weight_policy: "nvfp4-only" takes no mode that changes a weight; "any" takes all.
 
     Raises:
@@ -134,9 +134,9 @@ def transform_nvfp4_weights_for_mega_moe(
     """
     if weight_policy not in POLICIES:
         raise ArgumentError("weight_policy", weight_policy, "one of " + ", ".join(POLICIES))
-    if weight_policy == "nvfp4-only" and not weight_modes.mode_named(mode).exact:
+    if weight_policy == "nvfp4-only" and not weight_modes.mode_named(precision).exact:
         allowed = ", ".join(m.name for m in weight_modes.MODES.values() if m.exact)
-        raise ArgumentError("mode", mode, f'one that changes no weight ({allowed}), or weight_policy="any"')
+        raise ArgumentError("precision", precision, f'one that changes no weight ({allowed}), or weight_policy="any"')
     experts, width2, hidden = _shape("l1_weights", *l1_weights)
     shape2 = _shape("l2_weights", *l2_weights)
     if shape2 != (experts, hidden, width2 // 2):
@@ -145,13 +145,13 @@ def transform_nvfp4_weights_for_mega_moe(
     alphas2 = _alphas("l2_weight_scale_2", l2_weight_scale_2, experts, 1)
     half = width2 // 2
     halves = ((l1_weights[0][:, :half], l1_weights[1][:, :half]), (l1_weights[0][:, half:], l1_weights[1][:, half:]))
-    gate, up = (_converted(w, s, alphas1[:, i], mode) for i, (w, s) in enumerate(halves))
-    down = _converted(*l2_weights, alphas2[:, 0], mode)
+    gate, up = (_converted(w, s, alphas1[:, i], precision) for i, (w, s) in enumerate(halves))
+    down = _converted(*l2_weights, alphas2[:, 0], precision)
     l1: list[torch.Tensor] = []
     for (g, gs), (u, us) in zip(gate, up, strict=True):
         l1 += _finished(interleave(g, u), None if gs is None else interleave(gs, us))
     l2 = [t for codes, scales in down for t in _finished(codes, scales)]
-    if mode == "ue8m0_naive":  # it has folded the global scales
+    if precision == "ue8m0_naive":  # it has folded the global scales
         alphas1, alphas2 = torch.ones_like(alphas1), torch.ones_like(alphas2)
     return MegaMoeWeights(tuple(l1), tuple(l2), alphas1, alphas2[:, 0])
 
@@ -181,12 +181,12 @@ def _alphas(name: str, scale: torch.Tensor, experts: int, outputs: int) -> torch
 
 
 def _converted(
-    weight: torch.Tensor, scales: torch.Tensor, alphas: torch.Tensor, mode: str
+    weight: torch.Tensor, scales: torch.Tensor, alphas: torch.Tensor, precision: str
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """(codes, row-major scale bytes) of every plane, all experts stacked."""
     planes: list[list[tuple[torch.Tensor, torch.Tensor | None]]] = []
     for w, s, alpha in zip(weight.view(torch.uint8), scales.view(torch.uint8), alphas, strict=True):
-        converted = weight_modes.convert(NVFP4Tensor(w, s, alpha), mode).planes
+        converted = weight_modes.convert(NVFP4Tensor(w, s, alpha), precision).planes
         planes.append([plane_bytes(plane)[:2] for plane in converted])
     stacked = []
     for parts in zip(*planes, strict=True):

@@ -78,22 +78,22 @@ def deinterleave(joined: torch.Tensor, run: int = INTERLEAVE) -> tuple[torch.Ten
     return runs[..., 0, :, :].flatten(-3, -2), runs[..., 1, :, :].flatten(-3, -2)
 
 
-def gemm_weights(experts: Experts, mode: str) -> tuple[GemmWeights, GemmWeights]:
-    """(gate and up, down) of all experts in ``mode``.
+def gemm_weights(experts: Experts, precision: str) -> tuple[GemmWeights, GemmWeights]:
+    """(gate and up, down) of all experts in mode ``precision``.
 
     Raises:
         ArgumentError: a mode that this format does not convert to, an I that is no multiple of 8.
     """
     gate, up, down = (
-        [weight_modes.convert(q, mode) for q in part] for part in (experts.gate, experts.up, experts.down)
+        [weight_modes.convert(q, precision) for q in part] for part in (experts.gate, experts.up, experts.down)
     )
-    calibrated = weight_modes.MODES[mode].activations == "nvfp4"
+    calibrated = weight_modes.MODES[precision].activations == "nvfp4"
     inputs = experts.input_scales if calibrated and experts.input_scales is not None else torch.ones(len(gate), 2)
     first = torch.stack([torch.stack([g.alpha, u.alpha]) for g, u in zip(gate, up, strict=True)]) * inputs[:, :1]
     second = torch.stack([d.alpha for d in down])[:, None] * inputs[:, 1:]
     return (
-        GemmWeights(mode, _planes(gate, up), first, INTERLEAVE),
-        GemmWeights(mode, _planes(down), second, 0),
+        GemmWeights(precision, _planes(gate, up), first, INTERLEAVE),
+        GemmWeights(precision, _planes(down), second, 0),
     )
 
 

@@ -17,6 +17,17 @@ from dsv4lib.ops import compile_cache
 ARCHS = ("sm_100a", "sm_103a", "sm_90a")
 
 
+def need(given: dict[str, Any], optional: bool = False) -> None:
+    """Arguments that must be tensors, or with ``optional`` None, before torch's own check of a schema sees them.
+
+    Raises:
+        ArgumentError: one is neither.
+    """
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and not (optional and x is None):
+            raise ArgumentError(name, type(x).__name__, "a tensor" + optional * " or None")
+
+
 def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
     """Types, shapes and devices; they are known of fake tensors too.
 

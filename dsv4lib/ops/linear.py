@@ -24,7 +24,7 @@ from dsv4lib.formats import fp8_block, scale_swizzle
 from dsv4lib.kernels.linear.sm100 import Linear
 from dsv4lib.kernels.moe_gemm import arguments
 from dsv4lib.ops import compile_cache, launching, moe_gemm
-from dsv4lib.ops.moe_gemm import ARCHS, TILES, Operand, tile_of
+from dsv4lib.ops.moe_gemm import ARCHS, TILES, Operand, operand, tile_of
 from dsv4lib.ops.splits import SM_COUNT
 
 
@@ -64,6 +64,8 @@ def linear(
         BackendUnavailable: see `backends.resolve`.
     """
     moe_gemm.check_formats(mode, out_format)
+    x, w, out = operand("x", x), operand("w", w), None if out is None else operand("out", out)
+    launching.need({"alpha": alpha, "alpha_up": alpha_up, "out_global": out_global}, optional=True)
     if x.codes.dim() != w.codes.dim() or x.codes.dim() not in (2, 3):
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[T, K], [N, K] or both with [G, ..]")
     if out is None:
@@ -162,8 +164,11 @@ def launch(call: Call) -> None:
     count = launching.sm_count(call.x.device) if name == "native" else SM_COUNT
     tiles = groups * math.ceil(tokens / tile_n) * math.ceil(features / plan.pair_m)
     grid = max(1, min(tiles, count // ctas))
-    kernel, code = compile_cache.default().get(Linear, settings, arguments.fake_args, launching.arch(name, ARCHS))
-    launching.enqueue(name, code, arguments.launch_args(kernel, tensors, grid, launching.stream(name, call.x)))
+    given = arguments.launch_args(
+        plan, tensors, grid, launching.stream(name, call.x)
+    )  # what is refused is not compiled
+    _, code = compile_cache.default().get(Linear, settings, arguments.fake_args, launching.arch(name, ARCHS))
+    launching.enqueue(name, code, given)
 
 
 def _reference(call: Call) -> None:

@@ -47,6 +47,7 @@ def moe_combine(
     for name, x in (("y", y), ("row_of", row_of)):
         if not isinstance(x, Tensor) or x.dim() != 2:
             raise ArgumentError(name, getattr(x, "shape", type(x).__name__), "a tensor of two dimensions")
+    launching.need({"weights": weights, "shared": shared, "out": out}, optional=True)
     if out is None:
         out = torch.empty(row_of.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
     torch.ops.dsv4.moe_combine(y, row_of, weights, shared, out, backend)
@@ -97,11 +98,13 @@ def _run(*given: Any) -> None:
         return
     if call.y.shape[0] == 0:  # no expert has a row here
         call.out.zero_() if call.shared is None else call.out.copy_(call.shared)
-    elif name == "reference":
+        return
+    settings = {"k": call.row_of.shape[1], "weighted": call.weights is not None, "shared": call.shared is not None}
+    if name == "reference":
+        arguments.launch_args(MoeCombine(**settings), *call[:5])  # checks: what one back end takes all take
         wide = (None if x is None else x.double() for x in (call.weights, call.shared))
         call.out.copy_(backends.oracle("moe_combine").moe_combine(call.y.double(), call.row_of, *wide))
     else:
-        settings = {"k": call.row_of.shape[1], "weighted": call.weights is not None, "shared": call.shared is not None}
         launching.launch(name, MoeCombine, settings, arguments.fake_args, arguments.launch_args, *call[:5])
 
 

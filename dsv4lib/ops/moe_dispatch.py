@@ -69,8 +69,11 @@ def moe_dispatch(
     """
     if not isinstance(experts, Tensor) or experts.dim() != 2:
         raise ArgumentError("experts", getattr(experts, "shape", type(experts).__name__), "a tensor [T, k]")
-    if not 1 <= count <= MAX_EXPERTS:
+    launching.need({"weights": weights}, optional=True)
+    if not isinstance(count, int) or not 1 <= count <= MAX_EXPERTS:
         raise ArgumentError("count", count, f"1 to {MAX_EXPERTS}")
+    if not isinstance(align, int) or align < QUAD or align % QUAD:  # before rows are counted by it
+        raise ArgumentError("align", align, f"a multiple of {QUAD}")
     if out is None:
 
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -118,6 +121,9 @@ class Call(NamedTuple):
                 "out.row_weight": (self.row_weight, fp32, (self.rows.shape[0],)),
             }
         )
+        for name, x in (("experts", self.experts), ("weights", self.weights), ("out.row_of", self.row_of)):
+            if x is not None and not x.is_contiguous():
+                raise ArgumentError(name, x.stride(), "contiguous")
         if (self.weights is None) != (self.row_weight is None):
             raise ArgumentError("out.row_weight", None if self.row_weight is None else "given", "with weights, only")
         if self.align < QUAD or self.align % QUAD:

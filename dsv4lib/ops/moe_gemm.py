@@ -12,6 +12,7 @@ Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,8 @@ from dsv4lib.ops.splits import SM_COUNT
 
 ARCHS = ("sm_100a", "sm_103a")
 TILES = (32, 64, 128, 192)  # those with two accumulators: a tile's epilogue hides behind the next one's MMAs
-PAIR_TOKENS = 256  # a group of which a pair of CTAs takes
+PAIR_TOKENS = 128  # a tile of which a pair of CTAs takes
+EXPECTED = (1, 32, 64, 128)  # tokens of a group, one for each tile
 
 
 class Operand(NamedTuple):
@@ -74,7 +76,7 @@ def moe_gemm(
         out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".
         out_global: fp32 [E], of an NVFP4 output.
         limit: of the SwiGLU clamp.
-        expected: tokens of a group, a number of the host that chooses the tile; None: R / E.
+        expected: tokens of a group on average, a number of the host that chooses the tile: T k / E, up; None: R / E.
         out: written; None: new, rows without a token are not initialised.
         backend: "auto", "native", "emulator" or "reference".
 
@@ -86,33 +88,49 @@ def moe_gemm(
         BackendUnavailable: see `backends.resolve`.
     """
     check_formats(mode, out_format)
+    x, w, out = operand("x", x), operand("w", w), None if out is None else operand("out", out)
+    launching.need({"offsets": offsets, "counts": counts})
+    launching.need({"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global}, optional=True)
     if x.codes.dim() != 2 or w.codes.dim() != 3:
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
     if out is None:
         out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     if expected is None:
-        expected = -(-x.codes.shape[0] // w.codes.shape[0])
+        expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
+    elif isinstance(expected, bool) or not isinstance(expected, int | torch.SymInt) or expected < 0:
+        raise ArgumentError("expected", expected, "a number of tokens, 0 or more")
     given = *x, *w, offsets, counts, alpha, alpha_up, routing, *out, out_global
     torch.ops.dsv4.moe_gemm(*given, mode, out_format, swiglu, limit, expected, backend)
     return out
 
 
-def tile_of(expected: int, features: int) -> tuple[int, int]:
-    """(tokens of a tile, CTAs that share it) for groups of about ``expected`` tokens."""
-    tile = next((n for n in TILES if n >= expected), TILES[-1])
-    return tile, 2 if expected >= PAIR_TOKENS and features >= 2 * TILE_M else 1
+def largest(expected: int) -> int:
+    """Tokens of the largest of some hundred groups that have ``expected`` each on average: three deviations more."""
+    return expected + math.ceil(3 * math.sqrt(expected))
+
+
+def tile_of(tokens: int, features: int) -> tuple[int, int]:
+    """(tokens of a tile, CTAs that share it) for groups of up to ``tokens`` tokens.
+
+    The model of `bench.moe_tiles` argues for it: a tile that is too small brings weights from L2 once more (up to 1.7
+    times the time), one that is larger than the group costs nothing, but 192 brings more scales. A pair brings tokens
+    once for 256 features: up to a third less time with tiles of 128 and 192; below, at most 3 %. For 192 to 240 tokens
+    a group a tile of 256 would take up to a fifth less; for all others its single accumulator costs more.
+    """
+    tile = next((n for n in TILES if n >= tokens), TILES[-1])
+    return tile, 2 if tile >= PAIR_TOKENS and features >= 2 * TILE_M else 1
 
 
 def warm_up(
-    wanted: Iterable[dict[str, Any]], expected: Iterable[int] = TILES, kernel_type: type = MoeGemm
+    wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED, kernel_type: type = MoeGemm
 ) -> dict[str, float]:
     """Compile (or read from disk) and load what calls will need.
 
     Args:
         wanted: of each kind of call mode, out_format, and what it has of swiglu, routed, alpha: bool, and N (features
             of the weights), as far as they are not "nvfp4", "bf16", False, False, True and many.
-        expected: tokens of a group; each chooses a tile.
-        kernel_type: `MoeGemm`, or `Linear` for the op of that name.
+        expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
+        kernel_type: `MoeGemm`, or `Linear` for the op of that name, whose groups all have just that many.
 
     Returns:
         seconds by kernel.
@@ -122,7 +140,8 @@ def warm_up(
     for options in wanted:
         given = {**base, **options}
         out, features = given.pop("out_format", "bf16"), given.pop("features", 2 * TILE_M)
-        for tile_n, ctas in sorted({tile_of(n, features) for n in expected}):
+        most = expected if kernel_type.batched else map(largest, expected)
+        for tile_n, ctas in sorted({tile_of(n, features) for n in most}):
             needed.append((kernel_type, {**given, "out": out, "tile_n": tile_n, "ctas": ctas}, arguments.fake_args))
     return compile_cache.default().warm_up(needed, launching.arch("auto", ARCHS))
 
@@ -137,6 +156,20 @@ def check_formats(mode: str, out_format: str) -> None:
         raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
     if out_format not in OUTPUTS:
         raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
+
+
+def operand(name: str, given: Any) -> Operand:
+    """An `Operand`, or any pair of a tensor of codes and one of scales (or None).
+
+    Raises:
+        ArgumentError: something else.
+    """
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ArgumentError(name, type(given).__name__, "Operand(codes, scales)")
+    found = Operand(*given)
+    launching.need({f"{name}.codes": found.codes})
+    launching.need({f"{name}.scales": found.scales}, optional=True)
+    return found
 
 
 def check_devices(tensors: dict[str, Tensor | None]) -> None:
@@ -196,7 +229,7 @@ class Call(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Options of the kernel."""
-        tile_n, ctas = tile_of(self.expected, self.w.shape[1])
+        tile_n, ctas = tile_of(largest(self.expected), self.w.shape[1])
         flags = {
             "swiglu": self.swiglu,
             "routed": self.swiglu and self.routing is not None,
@@ -216,14 +249,19 @@ class Call(NamedTuple):
         """Groups, where looking at them costs no wait.
 
         Raises:
-            ArgumentError: a group that starts inside a block of scales or ends outside of x.
+            ArgumentError: a group that starts inside a block of scales, ends outside of x, or overlaps another.
         """
         offsets, counts = self.offsets.long(), self.counts.long()
         block = arguments.BLOCK_ROWS
+        if offsets.shape != counts.shape:
+            raise ArgumentError("offsets.shape", tuple(offsets.shape), f"that of counts, {tuple(counts.shape)}")
         if bool((counts < 0).any()):
             raise ArgumentError("counts", counts.tolist(), "0 or more")
         if bool(((offsets < 0) | (offsets % block != 0) | (offsets + counts > len(self.x)))[counts > 0].any()):
             raise ArgumentError("offsets", offsets.tolist(), f"multiples of {block}, groups among {len(self.x)} rows")
+        first, order = offsets[counts > 0].sort()
+        if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
+            raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
 
 
 def _run(*given: Any) -> None:
@@ -247,8 +285,9 @@ def _run(*given: Any) -> None:
     else:
         tiles = features * int((-(-call.counts // plan.tile_n)).sum())
         grid = max(1, min(tiles, SM_COUNT // plan.ctas))
-    kernel, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, launching.arch(name, ARCHS))
-    launching.enqueue(name, code, arguments.launch_args(kernel, call.tensors(), grid, launching.stream(name, call.x)))
+    given = arguments.launch_args(plan, call.tensors(), grid, launching.stream(name, call.x))  # refused: not compiled
+    _, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, launching.arch(name, ARCHS))
+    launching.enqueue(name, code, given)
 
 
 def _fake(*given: Any) -> None:

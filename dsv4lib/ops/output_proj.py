@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops import linear, moe_gemm
+from dsv4lib.ops import launching, linear, moe_gemm
 from dsv4lib.ops.moe_gemm import Operand
 
 
@@ -35,7 +35,10 @@ def output_proj(
         u, bf16 [T, G * R].
     """
     moe_gemm.check_formats(mode, "bf16")
-    if o.codes.dim() != 2 or w.codes.dim() != 3 or o.codes.shape[1] % max(1, len(w.codes)):
+    o, w = moe_gemm.operand("o", o), moe_gemm.operand("w", w)
+    launching.need({"out": out}, optional=True)
+    groups = w.codes.shape[0]
+    if o.codes.dim() != 2 or w.codes.dim() != 3 or groups == 0 or o.codes.shape[1] % groups:
         found = tuple(o.codes.shape), tuple(w.codes.shape)
         raise ArgumentError("o, w", found, "[T, H * D], [G, R, H * D / G]")
     if out is None:

@@ -88,6 +88,13 @@ def quantize(
         raise ArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [T, K]")
     if recipe not in ROW_RECIPES:
         raise ArgumentError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
+    launching.need({"global_scale": global_scale, "rows": rows, "workspace": workspace}, optional=True)
+    if out is not None:
+        if not isinstance(out, tuple) or len(out) != 3:
+            raise ArgumentError("out", type(out).__name__, "Quantized(codes, scales, global_scale)")
+        out = Quantized(*out)
+        launching.need({"out.codes": out.codes, "out.scales": out.scales})
+        launching.need({"out.global_scale": out.global_scale}, optional=True)
     derived = None
     if recipe == "nvfp4" and global_scale is None:
         given = None if out is None else out.global_scale
@@ -165,6 +172,9 @@ class Call(NamedTuple):
         _check("rows", self.rows, i32, (None,), x)
         _check("out.codes", self.codes, u8, codes, x)
         _check("out.scales", self.scales, u8, scales, x)
+        for name, target in (("out.codes", self.codes), ("out.scales", self.scales)):
+            if not target.is_contiguous():
+                raise ArgumentError(f"{name}.stride()", target.stride(), "contiguous")
         for name, scale in (("global_scale", self.given), ("out.global_scale", self.derived)):
             if scale is not None and self.recipe != "nvfp4":
                 raise ArgumentError(name, "given", f"None for {self.recipe}: it has no global scale")
@@ -194,6 +204,17 @@ def _check_input(name: str, x: Tensor, dims: int, columns: int | None = None) ->
     if x.dim() != dims or x.dtype not in DTYPES or (columns is not None and x.shape[-1] != columns):
         wanted = "bf16 or fp32, " + ("[T, K]" if columns is None else f"[T, {columns}]")
         raise ArgumentError(name, f"{x.dtype}{list(x.shape)}", wanted)
+    _check_rows(name, x, 16)
+
+
+def _check_rows(name: str, x: Tensor, align: int) -> None:
+    """What vectors need, of a matrix that has elements: known of fake tensors, and so of every back end, too."""
+    if not x.numel():
+        return
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
+    if (x.storage_offset() | x.stride(0) * (len(x) > 1)) * x.element_size() % align:
+        raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
 
 
 def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
@@ -313,6 +334,7 @@ class EntryCall(NamedTuple):
         if self.pages.shape[1] != needed:
             allowed = f"[P, {needed}] for page_size={self.page_size}"
             raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
+        _check_rows("pages", self.pages, arguments.page_align(layout))
 
     def check_values(self) -> None:
         """Indices, where looking at them costs no wait.

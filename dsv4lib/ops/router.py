@@ -16,6 +16,7 @@ Source: DSV4 paper, MoE section; the oracle is `dsv4lib.reference.router`.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,7 @@ def router(
         out = experts, torch.empty(x.shape[0], k, dtype=torch.float32, device=x.device)
     if tuple(out[0].shape) != (x.shape[0], k):
         raise ArgumentError("out[0].shape", tuple(out[0].shape), f"[{x.shape[0]}, {k}]")
+    launching.need({"weight": weight, "bias": bias}, optional=True)
     table, tokens = (None, None) if hashed is None else hashed
     parts, counters = (None, None) if space is None else space
     torch.ops.dsv4.router(x, weight, bias, table, tokens, *out, parts, counters, factor, backend)
@@ -178,9 +180,11 @@ class Call(NamedTuple):
         Raises:
             ArgumentError: NaN, or experts or token ids that do not exist.
         """
-        for name, x in (("x", self.x), ("weight", self.weight), ("bias", self.bias)):
-            if x is not None and bool(x.isnan().any()):
-                raise ArgumentError(name, "a tensor with NaN", "numbers")
+        for name, x in (("x", self.x), ("weight", self.weight)):
+            if x is not None and not bool(x.isfinite().all()):
+                raise ArgumentError(name, "a tensor with NaN or Inf", "finite numbers")
+        if self.bias is not None and bool(self.bias.isnan().any()):
+            raise ArgumentError("bias", "a tensor with NaN", "numbers")
         for name, x, end in (
             ("hashed.table", self.tid2eid, self.size),
             ("hashed.tokens", self.tokens, 0 if self.tid2eid is None else len(self.tid2eid)),
@@ -200,6 +204,8 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.router` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
+    if not math.isfinite(call.factor):
+        raise ArgumentError("factor", call.factor, "a finite number")
     name = launching.resolve(call.backend, "x", call.x)
     if call.x.device.type == "cpu":
         call.check_values()

@@ -45,7 +45,8 @@ def roofline(
     for axis, (name, series) in zip(axes, panels.items(), strict=True):
         for i, (roof, rate) in enumerate(bandwidths.items()):
             axis.plot(x, np.minimum(rate * x, peak), color=INK, lw=1.4, ls=("-", "--", ":")[i % 3])
-            axis.annotate(roof, (lowest, rate * lowest), color=MUTED, fontsize=7, ha="left", va="bottom", rotation=25)
+            middle = np.sqrt(lowest * min(highest, peak / rate))  # above the roof, where no point can be
+            axis.annotate(roof, (middle, 1.15 * rate * middle), color=MUTED, fontsize=7, ha="right", va="bottom")
         axis.annotate(f"{peak:g} TFLOP/s", (highest, peak), color=MUTED, fontsize=7, ha="right", va="bottom")
         for line, some in series.items():
             i = names.index(line)

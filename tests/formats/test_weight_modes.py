@@ -150,8 +150,8 @@ def test_a_calibrated_activation_scale_saturates():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: convert(NV, "int4"), "mode='int4'.*e4m3_split"),
-        (lambda: convert(MX, "e4m3_expand"), "mode='e4m3_expand'.*MXFP4"),
+        (lambda: convert(NV, "int4"), "precision='int4'.*e4m3_split"),
+        (lambda: convert(MX, "e4m3_expand"), "precision='e4m3_expand'.*MXFP4"),
         (lambda: convert(torch.ones(1), "bf16"), "q='Tensor'"),
         (lambda: convert(nvfp4.quantize(torch.ones(2, 16)), "ue8m0_naive"), "packed.shape.*multiple of 16"),
         (lambda: convert(nvfp4.quantize(torch.ones(2, 16)), "mxfp4"), "x.shape.*multiple of 32"),

@@ -9,7 +9,7 @@ from dsv4lib.layers.moe import FORMS, Experts, Moe, Weights
 from dsv4lib.loader import operands
 from dsv4lib.loader.experts import Experts as Stored
 from dsv4lib.reference.moe_gemm import expert, moe_gemm
-from dsv4lib.reference.router import score_route
+from dsv4lib.reference.router import hash_route, score_route
 
 E, D, I, K, FACTOR, LIMIT = 5, 256, 128, 2, 1.5, 1.0
 TOKENS = 37
@@ -25,7 +25,7 @@ def stored(count, seed):
     return Stored("nvfp4", gate, up, down, None)
 
 
-def layer(mode, backend, shared=True):
+def layer(mode, backend, shared=True, table=None):
     def converted(source):
         parts = operands.gemm_weights(source, mode)
         weights = (Weights(tuple((p.codes, p.scales) for p in w.planes), w.alphas) for w in parts)
@@ -33,8 +33,8 @@ def layer(mode, backend, shared=True):
 
     gate, bias = router_weights()
     common = converted(stored(1, 9)) if shared else None
-    settings = {"k": K, "factor": FACTOR, "limit": LIMIT, "backend": backend}
-    return Moe(gate, bias, converted(stored(E, 1)), mode, shared=common, **settings)
+    settings = {"k": K, "factor": FACTOR, "limit": LIMIT, "backend": backend, "table": table}
+    return Moe(gate, bias if table is None else None, converted(stored(E, 1)), mode, shared=common, **settings)
 
 
 def router_weights():
@@ -48,15 +48,21 @@ def tokens(count=TOKENS, seed=3):
     return torch.randn(count, D, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def exact(x, mode):
-    """The layer in fp64, with the weights that the mode's operands stand for and activations as they come."""
+def exact(x, mode, hashed=None):
+    """The layer in fp64, with the weights that the mode's operands stand for and activations as they come.
+
+    hashed: (table, token ids) that select the experts.
+    """
 
     def numbers(part):
         return [weight_modes.dequantize(weight_modes.convert(q, mode), torch.float64) for q in part]
 
     routed, shared = stored(E, 1), stored(1, 9)
     gate, bias = router_weights()
-    picks, weights = score_route(x.float(), gate.float(), bias, K, FACTOR)
+    if hashed is None:
+        picks, weights = score_route(x.float(), gate.float(), bias, K, FACTOR)
+    else:
+        picks, weights = hash_route(x.float(), gate.float(), *hashed, FACTOR)
     w1, w3, w2 = numbers(routed.gate), numbers(routed.up), numbers(routed.down)
     x = x.double()
     y = moe_gemm(x, picks.long(), weights.double(), w1, w2, w3, LIMIT)
@@ -118,9 +124,42 @@ def test_without_a_shared_expert():
     assert difference(layer("bf16", "emulator", shared=False)(x), layer("bf16", "reference", shared=False)(x)) < 4e-3
 
 
+def test_experts_by_a_table():
+    """The model's first layers: the token's id selects, the gate weighs; experts in another order are another layer."""
+    ids = torch.randint(0, 11, (9,), generator=torch.Generator().manual_seed(4))
+    table = torch.tensor([[(3 * i + 1) % E, (3 * i + 2) % E] for i in range(11)])
+    x = tokens(9)
+    found = layer("bf16", "emulator", table=table)(x, ids)
+    assert difference(found, exact(x, "bf16", (table, ids))) < 6e-3
+    assert difference(found, exact(x, "bf16", (table.roll(1, 0), ids))) > 0.1
+
+
+def test_torch_compile_takes_any_number_of_tokens():
+    """One graph for all of them: no shape is asked on the way."""
+    one = layer("nvfp4", "reference", shared=False)
+    torch._dynamo.reset()
+    fast = torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (4, 9):
+        assert torch.equal(fast(tokens(count)), one(tokens(count)))
+
+
 def test_what_is_refused():
     given = layer("bf16", "reference")
-    with pytest.raises(ArgumentError, match="mode"):
+    with pytest.raises(ArgumentError, match="precision"):
         Moe(given.gate, given.bias, given.experts, "int8")
     with pytest.raises(ArgumentError, match="input_scales"):
         Moe(given.gate, given.bias, given.experts._replace(input_scales=None), "nvfp4")
+    table = torch.zeros(7, K, dtype=torch.int64)
+    for bias, selects in ((None, None), (given.bias, table)):
+        with pytest.raises(ArgumentError, match="bias"):
+            Moe(given.gate, bias, given.experts, "bf16", table=selects)
+    with pytest.raises(ArgumentError, match="tokens"):
+        given(tokens(2), torch.zeros(2, dtype=torch.int64))
+    by_table = layer("bf16", "reference", table=table)
+    with pytest.raises(ArgumentError, match="tokens"):
+        by_table(tokens(2))
+    with pytest.raises(ArgumentError, match="hashed.tokens"):
+        by_table(tokens(2), torch.tensor([0, 7]))
+    for name, x in (("x", tokens(2).float()), ("x", tokens(2)[0]), ("weight", tokens(2)[:, :64])):
+        with pytest.raises(ArgumentError, match=name):
+            given(x)

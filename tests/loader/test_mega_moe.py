@@ -34,7 +34,7 @@ def transform(mode="nvfp4", policy="any", **changes):
         arguments["l2"],
         l1_weight_scale_2=arguments["g1"],
         l2_weight_scale_2=arguments["g2"],
-        mode=mode,
+        precision=mode,
         weight_policy=policy,
     )
 
@@ -127,7 +127,7 @@ def test_gate_and_up_may_have_their_own_scales():
 
 @pytest.mark.parametrize("mode", [m.name for m in weight_modes.MODES.values() if not m.exact])
 def test_the_policy_refuses_what_changes_a_weight(mode):
-    with pytest.raises(ArgumentError, match='mode=.*weight_policy="any"'):
+    with pytest.raises(ArgumentError, match='precision=.*weight_policy="any"'):
         transform(mode, "nvfp4-only")
     assert transform(mode, "any").l1
 
@@ -136,7 +136,7 @@ def test_the_policy_refuses_what_changes_a_weight(mode):
     "call, message",
     [
         (lambda: transform(policy="lossless"), "weight_policy='lossless'"),
-        (lambda: transform("fp8"), "mode='fp8'"),
+        (lambda: transform("fp8"), "precision='fp8'"),
         (lambda: transform(l1=(W13.float(), S13)), r"l1_weights\[0\].dtype"),
         (lambda: transform(l1=(W13, S13.float())), r"l1_weights\[1\].dtype"),
         (lambda: transform(l1=(W13, S13[..., :3])), r"l1_weights\[1\].shape"),

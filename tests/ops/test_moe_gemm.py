@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from dsv4lib.bench.moe import loads
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.moe_gemm.inputs import LIMIT, case
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
-from dsv4lib.ops.moe_gemm import Operand, moe_gemm, tile_of
+from dsv4lib.ops import compile_cache
+from dsv4lib.ops.moe_gemm import EXPECTED, TILES, Operand, largest, moe_gemm, tile_of
 
 
 def call_of(options, counts, features, k):
@@ -55,8 +57,25 @@ def test_what_is_no_number_stays_none(out, bad):
 
 
 def test_tiles_follow_the_expected_tokens():
-    assert [tile_of(n, 4096) for n in (1, 33, 128, 200, 400)] == [(32, 1), (64, 1), (128, 1), (192, 1), (192, 2)]
+    """A tile holds the largest of many groups; what 128 or more tokens share, a pair takes, if it has the features."""
+    assert [tile_of(n, 4096) for n in (1, 33, 65, 128, 400)] == [(32, 1), (64, 1), (128, 2), (128, 2), (192, 2)]
     assert tile_of(400, 128) == (192, 1)
+    assert [largest(n) for n in (0, 1, 16, 96)] == [0, 4, 28, 126]
+    for experts, count in ((256, 512), (256, 4096), (384, 4096)):
+        assert sum(n > largest(-(-6 * count // experts)) for n in loads(experts, count)) <= 1
+    assert {tile_of(largest(n), 256)[0] for n in EXPECTED} == set(TILES)
+
+
+@pytest.mark.parametrize(("expected", "kernel"), [(None, "128, fp32, alpha, pair"), (20, "64, fp32, alpha")])
+def test_the_kernel_is_the_one_of_the_expected_tokens(monkeypatch, expected, kernel):
+    """None: the rows there are; a number: what groups have on average."""
+    seen = []
+    get = compile_cache.CompileCache.get
+    monkeypatch.setattr(compile_cache.CompileCache, "get", lambda *a: seen.append(a[2]) or get(*a))
+    given, keys = call_of({"out": "fp32"}, [5], 256, 64)
+    given = Operand(given[0].codes[:64], given[0].scales), *given[1:]
+    moe_gemm(*given, **keys, expected=expected, backend="emulator")
+    assert repr(MoeGemm(**seen[0])) == f"MoeGemm(nvfp4, {kernel})"
 
 
 def test_fake_tensors_pass():

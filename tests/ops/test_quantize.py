@@ -182,6 +182,7 @@ def test_bad_rows(name, x, recipe, options):
         ("pages.shape", {"page_size": 3}),
         ("page_size", {"page_size": 0}),
         ("pages", {"pages": torch.zeros(2, 576 * 5)}),
+        ("pages.stride()", {"pages": torch.zeros(2 * 2880 + 1, dtype=torch.uint8)[1:].view(2, -1)}),
     ],
 )
 def test_bad_entries(name, changed):

@@ -28,7 +28,7 @@ from cutlass import BFloat16, Float32, Int32, Uint8, memory
 from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.quantize import codes
 from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES
-from dsv4lib.kernels.quantize.simt import store_words, values_of, words_of
+from dsv4lib.kernels.quantize.simt import piece_of, store_words, values_of, words_of
 from dsv4lib.kernels.rmsnorm.simt import COLUMNS, MAX_THREADS, RmsNorm
 
 
@@ -161,16 +161,7 @@ class AddRmsnormQuant(RmsNorm):
         tidx, _, _ = cute.arch.thread_idx()
         place = tidx + self.threads * i
         amax = codes.over_lanes(codes.largest(words_of(rPiece), True), self.lanes)
-        x = values_of(rPiece)
-        if cutlass.const_expr(self.recipe == "nvfp4"):
-            byte, scale = codes.e4m3_scale(amax, factors)
-            words = [codes.e2m1_of_quotient(x, byte, scale, g, self.fp4_conversion)]
-        else:
-            byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
-            if cutlass.const_expr(self.format.bits == 8):
-                words = list(codes.e4m3(x, codes.inverse_power(byte)))
-            else:
-                words = [codes.e2m1_of_power(x, byte, self.fp4_conversion)]
+        byte, words = piece_of(self, values_of(rPiece), amax, g, factors)
         if place * COLUMNS < self.d:
             store_words(codes_line, place, words)
             if place % self.lanes == 0:

@@ -67,4 +67,5 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:
         stride * size % align for stride, extent in zip(x.stride()[:-1], x.shape, strict=False) if extent > 1
     ):
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
+    x = x.detach()  # a parameter's memory is its numbers
     return cute.runtime.from_dlpack(x, assumed_align=align).mark_layout_dynamic(leading_dim=x.dim() - 1)

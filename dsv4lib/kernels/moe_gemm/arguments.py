@@ -99,6 +99,8 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
         ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or alignment.
     """
     m, u8, fp32 = kernel.mode, cutlass.Uint8, cutlass.Float32
+    if kernel.swiglu and not call.limit > 0:
+        raise ArgumentError("limit", call.limit, "above 0")
     if grid < 1:
         raise ArgumentError("grid", grid, "at least 1")
     x, w = call.x, call.w

@@ -1,7 +1,9 @@
 """Which tiles a CTA works on: every role finds them by itself from the groups' sizes.
 
 Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
-share a tile of weights in L2. CTA (or pair) c of a grid of g takes tiles c, c + g, c + 2 g, .. A role walks through the
+share a tile of weights in L2. A group's rows are split evenly among as few tiles as hold them: with full tiles and a
+rest by turns, an even grid would give all the full ones to every other CTA. CTA (or pair) c of a grid of g takes tiles
+c, c + g, c + 2 g, .. A role walks through the
 experts in windows of 32, a lane an expert: a prefix sum and a ballot find the expert of a tile, and no role ever goes
 back. Empty experts have no tiles and cost nothing but their lane.
 """
@@ -104,10 +106,11 @@ class Schedule(Config):
         """The tile at a place that has one."""
         start, count = self.rows_of(groups, place.expert)
         across = cute.ceil_div(count, self.tile_n)
-        first = place.inside % across * self.tile_n
+        share = cute.ceil_div(cute.ceil_div(count, across), self.row_step) * self.row_step
+        first = place.inside % across * share
         rows = count - first
-        if rows > self.tile_n:
-            rows = Int32(self.tile_n)
+        if rows > share:
+            rows = share
         feature = place.inside // across * self.pair_m
         if cutlass.const_expr(self.ctas > 1):
             feature = feature + cute.arch.block_idx_in_cluster() * (self.pair_m // self.ctas)

@@ -56,8 +56,8 @@ So: the exchange. Measured (emulator, PTX): a warp's chunk of 512 outputs takes 
 392 to MXFP8; 92 without SwiGLU. `tcgen05.ld.16x256b` puts rows r and r + 8, gate and up of a feature, in one thread.
 
 A pair (`ctas` 2, `cta_group::2`) takes 256 features x tile_n tokens: each CTA loads its 128 features, half of the
-tokens and all of the tokens' scales. X comes from L2 once for 256 features: for groups of 256 tokens and more, where
-the tensor core and not the weights is the limit.
+tokens and all of the tokens' scales. X comes from L2 once for 256 features: for tiles of 128 tokens and more, whose
+rows are as many bytes as the weights' (`ops.moe_gemm.tile_of`).
 
 Launches overlap (`griddepcontrol`): barriers and TMEM are made while the kernel before ends, and each role waits for it
 before it reads the counts. `Linear` knows its first tile without them and brings the tile's weights to L2 meanwhile.

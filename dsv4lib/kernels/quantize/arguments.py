@@ -11,6 +11,7 @@ import torch
 from cutlass import Int32, Uint32
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats.paged import PageLayout
 from dsv4lib.kernels.common.kv_entry import page_divisor
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.quantize.amax import Amax
@@ -33,7 +34,7 @@ def fake_args(kernel: Quantize | Amax | Entries) -> tuple:
     if isinstance(kernel, Amax):
         return fake(kernel.element, "TK", 16), fake(Int32, "G"), Int32(1), _numbers(*_DIVISOR), stream
     if isinstance(kernel, Entries):
-        pages = fake(Int32, "PW", page_align(kernel)), fake(cutlass.Uint8, "PS")
+        pages = fake(Int32, "PW", page_align(kernel.layout)), fake(cutlass.Uint8, "PS")
         return fake(kernel.element, "TK", 16), fake(Int32, "T"), *pages, _numbers(*_DIVISOR), stream
     return (
         fake(kernel.element, "TK", 16),
@@ -96,9 +97,9 @@ def amax_args(kernel: Amax, x: torch.Tensor, partials: torch.Tensor, stream: int
     return *given, Int32(len(x) * pieces), numbers, cuda.CUstream(stream)
 
 
-def page_align(kernel: Entries) -> int:
+def page_align(layout: PageLayout) -> int:
     """Bytes on which pages start: what one lane stores at most."""
-    return 16 if kernel.layout.data_bytes % 16 == 0 and kernel.layout.stride_multiple % 16 == 0 else 4
+    return 16 if layout.data_bytes % 16 == 0 and layout.stride_multiple % 16 == 0 else 4
 
 
 def entry_args(
@@ -114,7 +115,7 @@ def entry_args(
     Raises:
         ArgumentError: pages or rows that do not start where vectors can, or too many entries.
     """
-    align, needed = page_align(kernel), page_size * kernel.layout.entry_bytes
+    align, needed = page_align(kernel.layout), page_size * kernel.layout.entry_bytes
     if pages.shape[1] < needed:
         raise ArgumentError("pages.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")
     if len(pages) * page_size >= 1 << 31 or len(x) * kernel.dim >= 1 << 33:

@@ -107,6 +107,22 @@ def store_words(mRow: cute.Tensor, place: Int32, words: list):
     cute.autovec_copy(rWords, cute.local_tile(mRow, (len(words),), (place,)))
 
 
+def piece_of(kernel: Any, x: list, amax: Int32, g: Any, factors: Any) -> tuple[Int32, list]:
+    """(byte of its block's scale, words of its codes) of a piece in a kernel's recipe.
+
+    Args:
+        kernel: has recipe, format and fp4_conversion. x: from `values_of`. amax: bits, of the block.
+        g, factors: the global scale and `codes.scale_factors` of it; None without one.
+    """
+    if kernel.recipe == "nvfp4":
+        byte, scale = codes.e4m3_scale(amax, factors)
+        return byte, [codes.e2m1_of_quotient(x, byte, scale, g, kernel.fp4_conversion)]
+    byte = codes.ue8m0(amax, kernel.format.divisor, kernel.format.floor)
+    if kernel.format.bits == 8:
+        return byte, list(codes.e4m3(x, codes.inverse_power(byte)))
+    return byte, [codes.e2m1_of_power(x, byte, kernel.fp4_conversion)]
+
+
 class Quantize:
     """Quantise rows; see the module docstring.
 
@@ -293,16 +309,7 @@ class Quantize:
         row, piece = divide(number, counts[2:])
         amax = codes.largest(words_of(rPiece), self.dtype == "bf16")
         amax = codes.over_lanes(amax, self.lanes)
-        x = values_of(rPiece)
-        if cutlass.const_expr(self.recipe == "nvfp4"):
-            byte, scale = codes.e4m3_scale(amax, factors)
-            words = [codes.e2m1_of_quotient(x, byte, scale, g, self.fp4_conversion)]
-        else:
-            byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
-            if cutlass.const_expr(self.format.bits == 8):
-                words = list(codes.e4m3(x, codes.inverse_power(byte)))
-            else:
-                words = [codes.e2m1_of_power(x, byte, self.fp4_conversion)]
+        byte, words = piece_of(self, values_of(rPiece), amax, g, factors)
         half = i % self.halves
         if row < mCodes.shape[1] and piece < counts[1]:
             store_words(mCodes[half, row, None], piece, words)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from dsv4lib.bench.moe import tiles
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.moe_gemm.arguments import fake_args, launch_args
@@ -23,7 +24,7 @@ RUNS = {  # options, counts, N, K
     "w4a8": ({"mode": "w4a8", "out": "fp32"}, [0, 33, 1], 144, 384),
     "mxfp8": ({"mode": "mxfp8", "out": "fp32"}, [9, 40], 80, 352),
     "bf16": ({"mode": "bf16", "out": "fp32"}, [9, 40], 80, 200),
-    "two row blocks": ({"tile_n": 192, "out": "fp32"}, [200, 1], 80, 320),
+    "two row blocks": ({"tile_n": 192, "out": "fp32"}, [300, 1], 80, 320),
     "nvfp4 to nvfp4": ({**L1, "out": "nvfp4"}, [50, 0, 3], 192, 320),
     "w4a8 to mxfp8": ({**L1, "out": "mxfp8", "mode": "w4a8"}, [50, 0, 3], 192, 256),
     "pair": ({**L1, "out": "nvfp4", "ctas": 2, "tile_n": 64}, [70, 0, 3], 320, 320),
@@ -50,9 +51,11 @@ def test_numbers(name):
     assert done.threads == rows["threads"].used
 
 
-def test_every_schedule_gives_the_same_bits():
-    options = {**L1, "out": "nvfp4"}
-    made = case(MoeGemm(**options), [33, 0, 1], 128, 320)
+@pytest.mark.parametrize(("ctas", "tile_n", "counts"), [(1, 32, [33, 0, 1]), (2, 192, [200, 0, 1])])
+def test_every_schedule_gives_the_same_bits(ctas, tile_n, counts):
+    """Alone and as a pair, with two tiles of tokens."""
+    options = {**L1, "out": "nvfp4", "ctas": ctas, "tile_n": tile_n}
+    made = case(MoeGemm(**options), counts, 128 * ctas, 320)
     outputs, hashes = set(), set()
     for schedule in SCHEDULES:
         trial = moe_gemm_trial(MoeGemm, options, made, schedule=schedule)
@@ -104,6 +107,18 @@ def test_every_configuration_fits():
                     assert kernel.stages >= 3 and kernel.tmem_columns <= 512
 
 
+def test_tiles_cover_a_group_and_stay_within_their_blocks_of_scales():
+    """No rows twice or never, none empty, as few tiles as hold them, blocks of 128 rows as many as are loaded."""
+    for tile_n in TILES_N:
+        blocks = MoeGemm(tile_n=tile_n).token_blocks
+        for count in range(1, 2000):
+            found = [tile[2:] for tile in tiles([count], 128, tile_n, 128)]
+            assert len(found) == -(-count // tile_n) and min(rows for _, rows in found) > 0
+            assert [row for first, rows in found for row in (first, first + rows)][1:-1:2] == [f for f, _ in found[1:]]
+            assert sum(found[-1]) == count and max(rows for _, rows in found) <= tile_n
+            assert all(first % 32 == 0 and first % 128 + rows <= 128 * blocks for first, rows in found)
+
+
 def wrong_calls():
     good = case(MoeGemm(**L1, out="nvfp4"), [5, 3], 64, 128).call
     yield "x, w", {"x": good.x[:, :32]}
@@ -136,7 +151,10 @@ def test_what_an_option_does_not_use_is_refused():
     assert caught.value.name == "routing"
 
 
-def test_targets_of_the_family():
-    """The block sizes are spelled so that they take them; `.scale_vec` they refuse."""
-    done = compile_for(MoeGemm(), fake_args(MoeGemm()), "sm_100f")
-    assert ".block16 " in done.ptx and "scale_vec" not in done.ptx and done.spills == 0
+@pytest.mark.parametrize("arch", ["sm_100f", "sm_103a"])
+@pytest.mark.parametrize(("mode", "ctas"), [("nvfp4", 1), ("w4a8", 2)])
+def test_other_targets(arch, mode, ctas):
+    """The block sizes are spelled so that the family target takes them, too; `.scale_vec` it refuses."""
+    kernel = MoeGemm(mode=mode, ctas=ctas)
+    done = compile_for(kernel, fake_args(kernel), arch)
+    assert f"::{kernel.mode.kind} " in done.ptx and "scale_vec" not in done.ptx and done.spills == 0

@@ -20,8 +20,10 @@ from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
 from dsv4lib.lab.moe_gemm_trial import FACTOR, TIES, judge
 from dsv4lib.ops import compile_cache
 
-COUNTS = [33, 1, 31]  # of the experts that have tokens: a second, ragged tile; one token; a tile not quite full
-TILE, TILE_N = 128, 32
+# Tokens of a tile, CTAs that share it -> those of the experts that have any: a second, ragged tile; one token; a tile
+# not quite full.
+COUNTS = {(32, 1): [33, 1, 31], (128, 2): [130, 1, 127], (192, 2): [200, 1, 31]}
+TILE = 128
 MODEL = {"Flash": (256, 4096, 2048), "Pro": (384, 7168, 3072)}  # E, d, I
 # Precision mode -> mode of the GEMM, planes of the weights along K, output of L1. `ue8m0_naive` is `mxfp4`'s kernel.
 MODES = {
@@ -91,26 +93,31 @@ def gathered(kernel, new, old, features, tiles):
     return stayed
 
 
-@pytest.mark.parametrize("layer", ["L1", "L2"])
-@pytest.mark.parametrize("model", MODEL)
-@pytest.mark.parametrize("precision", MODES)
-def test_true_shapes(precision, model, layer):
+ALONE = [(mode, model, layer, (32, 1)) for mode in MODES for model in MODEL for layer in ("L1", "L2")]
+PAIRS = [("nvfp4", "Flash", "L1", (128, 2)), ("mxfp4", "Flash", "L2", (192, 2))]
+
+
+@pytest.mark.parametrize(("precision", "model", "layer", "tile"), [*ALONE, *PAIRS])
+def test_true_shapes(precision, model, layer, tile):
     mode, planes, out = MODES[precision]
     experts, d, width = MODEL[model]
     first = layer == "L1"
     features, k = (2 * width, d) if first else (d, width)
-    settings = {"mode": mode, "tile_n": TILE_N, "swiglu": first, "routed": first, "out": out if first else "bf16"}
+    (tile_n, ctas), counts = tile, COUNTS[tile]
+    settings = {"mode": mode, "tile_n": tile_n, "ctas": ctas, "swiglu": first, "routed": first}
+    settings["out"] = out if first else "bf16"
     kernel, code = compile_cache.default().get(MoeGemm, settings, fake_args)
-    small = case(kernel, COUNTS, 2 * TILE, planes * k)
-    chosen = [0, experts // 2 + 1, experts - 1], [1, features // TILE - 1]
+    small = case(kernel, counts, 2 * TILE, planes * k)
+    last = features // TILE - 1
+    chosen = [0, experts // 2 + 1, experts - 1], [1 if ctas == 1 else last - 1, last]
     new = placed(small, kernel, experts, features, chosen)
-    # Tiles go by experts, tiles of features, tiles of tokens.
+    # Tiles go by experts, tiles of features (a pair has two), tiles of tokens.
     wanted, before = [], 0
-    for count in COUNTS:
-        across = -(-count // TILE_N)
-        wanted += [before + f * across + t for f in chosen[1] for t in range(across)]
-        before += features // TILE * across
-    gpu = make("sm_100a", checks="race", ctas=[(i, 0, 0) for i in wanted])
+    for count in counts:
+        across = -(-count // tile_n)
+        wanted += [before + f * across + t for f in sorted({f // ctas for f in chosen[1]}) for t in range(across)]
+        before += features // TILE // ctas * across
+    gpu = make("sm_100a", checks="race", ctas=[(ctas * i + j, 0, 0) for i in wanted for j in range(ctas)])
     launch(code, *launch_args(kernel, new, before), gpu=gpu)
     assert gpu.hazards == [] and len(wanted) <= 16
     assert gathered(kernel, new, small.call, features, chosen[1])

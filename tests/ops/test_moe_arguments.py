@@ -1,0 +1,103 @@
+"""What the ops of the MoE layer refuse, by name and before anything runs, on every back end alike."""
+
+import pytest
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.moe_gemm.inputs import case
+from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
+from dsv4lib.ops.linear import linear
+from dsv4lib.ops.moe_combine import moe_combine
+from dsv4lib.ops.moe_dispatch import moe_dispatch
+from dsv4lib.ops.moe_gemm import Operand, moe_gemm
+from dsv4lib.ops.output_proj import output_proj
+from dsv4lib.ops.quantize import Quantized, quantize
+from dsv4lib.ops.router import router
+
+I32, U8 = torch.int32, torch.uint8
+MADE = case(MoeGemm(), [5, 0, 3], 64, 128).call
+X, W = Operand(MADE.x, MADE.x_scales), Operand(MADE.w, MADE.w_scales)
+ROWS = torch.ones(8, 128).bfloat16()
+
+
+def gemm(**change):
+    """A grouped GEMM with something else than it should have."""
+    good = {"x": X, "w": W, "offsets": MADE.offsets, "counts": MADE.counts, "alpha": MADE.alpha}
+    return lambda backend: moe_gemm(**{**good, **change}, backend=backend)
+
+
+def shifted(x):
+    """The same numbers one byte further on in memory."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def codes(x):
+    return Operand(x, X.scales)
+
+
+CASES = {
+    "no operand": ("x", gemm(x=X.codes)),
+    "codes that are no tensor": ("w.codes", gemm(w=(None, W.scales))),
+    "scales that are no tensor": ("x.scales", gemm(x=(X.codes, 1.0))),
+    "codes of another type": ("x", gemm(x=codes(X.codes.view(torch.int8)))),
+    "codes on 1 byte": ("x.stride()", gemm(x=codes(shifted(X.codes)))),
+    "rows on 8 bytes": ("x.stride()", gemm(x=codes(torch.zeros(256, 72, dtype=U8)[:, :64]))),
+    "transposed codes": ("x.stride()", gemm(x=codes(torch.zeros(64, 256, dtype=U8).T))),
+    "scales on 1 byte": ("x_scales", gemm(x=Operand(X.codes, shifted(X.scales)))),
+    "scales of too few rows": ("x_scales", gemm(x=Operand(X.codes, X.scales[:-512]))),
+    "scales of another layout": ("w_scales", gemm(w=Operand(W.codes, torch.zeros(W.scales.shape[::-1], dtype=U8).T))),
+    "scales of another type": ("x_scales", gemm(x=Operand(X.codes, X.scales.view(torch.float8_e4m3fn)))),
+    "no groups": ("offsets.shape", gemm(w=Operand(W.codes[:0], W.scales[:0]), offsets=MADE.offsets[:0])),
+    "an offset too many": ("offsets.shape", gemm(offsets=torch.zeros(4, dtype=I32))),
+    "groups that overlap": ("offsets", gemm(offsets=torch.zeros(3, dtype=I32))),
+    "counts in a list": ("counts", gemm(counts=[5, 0, 3])),
+    "alpha as a number": ("alpha", gemm(alpha=1.0)),
+    "alpha with gaps": ("alpha.stride()", gemm(alpha=torch.ones(6)[::2])),
+    "alpha elsewhere": ("alpha.device", gemm(alpha=MADE.alpha.to("meta"))),
+    "expected as a fraction": ("expected", gemm(expected=2.5)),
+    "expected below 0": ("expected", gemm(expected=-1)),
+    "limit 0": ("limit", gemm(swiglu=True, alpha_up=MADE.alpha, limit=0.0)),
+    "limit NaN": ("limit", gemm(swiglu=True, alpha_up=MADE.alpha, limit=float("nan"))),
+    "linear without x": ("x", lambda b: linear(None, Operand(ROWS), mode="bf16", backend=b)),
+    "linear of no features": ("w.shape", lambda b: linear(Operand(ROWS), Operand(ROWS[:0]), mode="bf16", backend=b)),
+    "projection of no groups": ("o, w", lambda b: output_proj(Operand(ROWS), Operand(ROWS[None][:0]), backend=b)),
+    "align 0": ("align", lambda b: moe_dispatch(torch.zeros(2, 2, dtype=I32), count=4, align=0, backend=b)),
+    "count as a fraction": ("count", lambda b: moe_dispatch(torch.zeros(2, 2, dtype=I32), count=4.0, backend=b)),
+    "experts with gaps": ("experts", lambda b: moe_dispatch(torch.zeros(2, 5, dtype=I32).T, count=4, backend=b)),
+    "transposed y": ("y.stride()", lambda b: moe_combine(ROWS.T, torch.zeros(2, 2, dtype=I32)[:, :2], backend=b)),
+    "combine weights": ("weights", lambda b: moe_combine(ROWS, torch.zeros(2, 2, dtype=I32), 1.0, backend=b)),
+    "factor NaN": ("factor", lambda b: router(ROWS, ROWS, factor=float("nan"), bias=torch.ones(8), backend=b)),
+    "Inf in x": ("x", lambda b: router(ROWS / 0, ROWS, bias=torch.ones(8), backend=b)),
+    "a scale as a number": ("global_scale", lambda b: quantize(ROWS, "nvfp4", global_scale=1.0, backend=b)),
+    "rows in a list": ("rows", lambda b: quantize(ROWS, "mxfp4", rows=[1], backend=b)),
+    "transposed x": ("x.stride()", lambda b: quantize(ROWS.view(128, 8).T, "mxfp4", backend=b)),
+    "x on 2 bytes": ("x.stride()", lambda b: quantize(shifted(ROWS), "mxfp8", backend=b)),
+    "out in two parts": ("out", lambda b: quantize(ROWS, "mxfp4", out=(ROWS, ROWS), backend=b)),
+    "out transposed": (
+        "out.codes.stride()",
+        lambda b: quantize(
+            ROWS,
+            "mxfp4",
+            out=Quantized(torch.empty(64, 8, dtype=U8).T, torch.empty(8, 4, dtype=U8), None),
+            backend=b,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_refused(name, backend):
+    argument, call = CASES[name]
+    with pytest.raises(ArgumentError) as caught:
+        call(backend)
+    assert caught.value.name == argument
+
+
+def test_parameters_are_taken_as_they_are():
+    """A weight that a module holds requires a gradient; none is computed here."""
+    x, w = ROWS[:, :64].contiguous(), torch.nn.Parameter(torch.randn(16, 64).bfloat16())
+    with torch.no_grad():
+        found, want = (linear(Operand(x), Operand(w), mode="bf16", backend=b).codes for b in ("emulator", "reference"))
+        experts, _ = router(x, w, k=2, bias=torch.nn.Parameter(torch.zeros(16)), backend="emulator")
+    assert torch.equal(found, want) and experts.shape == (8, 2)
