@@ -115,17 +115,21 @@ class Entries:
             cute.autovec_copy(cute.local_tile(mX[row, None], (PIECE,), (number % self.row_pieces,)), rPiece)
         return index
 
+    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
+        """(page, slot) of an entry of a pool of so many pages."""
+        return divide(index, page)
+
     @cute.jit
     def store_scale(self, mBytes: cute.Tensor, page: tuple, index: Int32, group: Int32, byte: Int32):
         """Store scale ``group`` of an entry."""
-        where, slot = divide(index, page)
+        where, slot = self.place_of(index, page, mBytes.shape[0])
         place = page[0] * self.layout.data_bytes + slot * self.layout.scale_bytes + group
         mBytes[where, place] = cutlass.Uint8(byte)
 
     @cute.jit
     def store_data(self, mWords: cute.Tensor, page: tuple, index: Int32, byte: Int32, words: list):
         """Store words ``byte`` bytes behind the start of an entry; ``byte`` is a multiple of what is stored."""
-        where, slot = divide(index, page)
+        where, slot = self.place_of(index, page, mWords.shape[0])
         size = 4 * len(words)
         store_words(mWords[where, None], slot * (self.layout.data_bytes // size) + byte // size, words)
 
@@ -138,26 +142,39 @@ class KvEntries(Entries):
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"KvEntries({self.dtype})"
 
+    def scale_byte(self, amax: Int32) -> Int32:
+        """The scale of a group whose largest magnitude has these bits."""
+        return codes.ue8m0(amax, self.format.divisor, self.format.floor)
+
+    def scale_at(self, piece: Int32) -> Int32:
+        """Which scale byte of the entry is that of a piece."""
+        return piece // self.lanes
+
+    @cute.jit
+    def rope_words(self, rPiece: cute.Tensor):
+        """A piece of rope dims as bf16."""
+        rRope = cute.make_rmem_tensor(PIECE, cutlass.BFloat16)
+        rRope.store(rPiece.load().to(cutlass.BFloat16))
+        return words_of(rRope)
+
     @cute.jit
     def convert(
         self, mWords: cute.Tensor, mBytes: cute.Tensor, page: tuple, index: Int32, piece: Int32, rPiece: cute.Tensor
     ):
         """One piece: E4M3 codes, or rope dims as they are; lane 0 of 8 stores the scale, 0 behind the last."""
         amax = codes.over_lanes(codes.largest(words_of(rPiece), self.dtype == "bf16"), self.lanes)
-        byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
+        byte = self.scale_byte(amax)
         nope = piece < kv_entry.NOPE // PIECE
         if index >= 0:
             if nope:
                 words = list(codes.e4m3(values_of(rPiece), codes.inverse_power(byte)))
                 self.store_data(mWords, page, index, piece * PIECE, words)
             else:
-                rRope = cute.make_rmem_tensor(PIECE, cutlass.BFloat16)
-                rRope.store(rPiece.load().to(cutlass.BFloat16))
                 first = kv_entry.NOPE + 2 * (piece * PIECE - kv_entry.NOPE)
-                self.store_data(mWords, page, index, first, words_of(rRope))
+                self.store_data(mWords, page, index, first, self.rope_words(rPiece))
             if piece % self.lanes == 0:
                 byte = Int32(cutlass.select_(nope, byte, Int32(0)))
-                self.store_scale(mBytes, page, index, piece // self.lanes, byte)
+                self.store_scale(mBytes, page, index, self.scale_at(piece), byte)
 
 
 class IndexerKeys(Entries):
