@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -29,6 +30,15 @@ class ScaleRoundedDown(entries.KvEntries):
         return codes.larger(super().scale_byte(amax) - 1, Int32(self.format.floor))
 
 
+class NanScaleDropped(entries.KvEntries):
+    """Keeps the scale of a group with a NaN finite: the NaN stays, its neighbours come back as zeros."""
+
+    def scale_byte(self, amax: Int32) -> Int32:
+        """At most the largest power of two."""
+        byte = super().scale_byte(amax)
+        return Int32(cutlass.select_(byte > 254, Int32(254), byte))
+
+
 class RopeQuantised(entries.KvEntries):
     """Rounds the rope dims to FP8, too, before they are stored as bf16."""
 
@@ -48,4 +58,7 @@ class PagesTransposed(entries.KvEntries):
         return index % pages, index // pages
 
 
-BROKEN = {kernel.__name__: kernel for kernel in (ScaleOneGroupOn, ScaleRoundedDown, RopeQuantised, PagesTransposed)}
+BROKEN = {
+    kernel.__name__: kernel
+    for kernel in (ScaleOneGroupOn, ScaleRoundedDown, NanScaleDropped, RopeQuantised, PagesTransposed)
+}
