@@ -110,14 +110,16 @@ def index_table(picked: torch.Tensor, found: torch.Tensor, count: int = 7) -> No
     show_table(("index", "page", "slot", "data bytes of the page", "scale bytes", "dims 0, 1, 510, 511"), lines)
 
 
-def pair_map(found: torch.Tensor) -> Figure:
-    """What every pair of code and scale has become: rows are scale bytes, columns codes."""
+def pair_map(found: torch.Tensor, ends: int = 12) -> Figure:
+    """What every pair of code and scale has become, under the ``ends`` smallest and largest scales."""
     x = found[:, :256].float()
     codes = torch.full(x.shape, 2)
     codes[x.abs() < 2.0**-126] = 1
     codes[x == 0], codes[x.isinf()], codes[x.isnan()] = 0, 3, 4
+    rows = [*range(ends), *range(256 - ends, 256)]
+    title = f"codes under the {ends} smallest and the {ends} largest scales, as the kernel reads them"
     labels = "scale byte", "E4M3 code"
-    return viz.grids.category_map(codes, CLASSES, labels, "all 65,536 pairs, as the kernel reads them")
+    return viz.grids.category_map(codes[rows], CLASSES, labels, title, [str(row) for row in rows])
 
 
 def odd_table(kv: torch.Tensor, found: torch.Tensor) -> None:
