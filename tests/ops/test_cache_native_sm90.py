@@ -61,6 +61,18 @@ def test_rings_in_a_cuda_graph():
             assert same(ring.cpu(), want)
 
 
+@pytest.mark.parametrize("count", [1, 17, 128 * 512])
+def test_any_code_under_any_scale(count):
+    """Random bytes: all codes, scales from 2^-127 to NaN, any bf16; one index in many is -1."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(256, (40, kv_entry.LAYOUT.page_bytes(PAGE)), generator=generator, dtype=torch.uint8)
+    indices = torch.randint(-1, PAGE * 40, (count,), generator=generator, dtype=torch.int32)
+    found = kv_gather(pages.cuda(), PAGE, indices.cuda(), backend="native").cpu()
+    want, _ = kv_entry.gather(pages, PAGE, indices)
+    nan = want.isnan()
+    assert torch.equal(found.isnan(), nan) and same(found[~nan], want[~nan])
+
+
 @pytest.mark.parametrize("tokens", [1, 37, 4096])
 def test_entries_there_and_back(tokens):
     """Any order of slots; an index outside the pool stores nothing and reads zeros."""
