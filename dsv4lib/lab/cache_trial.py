@@ -48,6 +48,7 @@ class Kernels(NamedTuple):
     gather: type = KvGather
 
 
+RIGHT = Kernels()
 FAULTS = {
     **{name: Kernels(append=kernel) for name, kernel in append_broken.BROKEN.items()},
     **{name: Kernels(store=kernel) for name, kernel in entry_broken.BROKEN.items()},
@@ -58,7 +59,7 @@ FAULTS = {
 
 def kernels_of(fault: str) -> Kernels:
     """The kernels to run; the right ones where the mistake is none of theirs."""
-    return FAULTS.get(fault, Kernels())
+    return FAULTS.get(fault, RIGHT)
 
 
 def _run(backend: str, call: Callable[[], Any], *planted: tuple[Any, str, type]) -> int:
@@ -391,10 +392,10 @@ def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]
     return {name: Traffic(floor, sectors * SECTOR, rows) for name, (floor, sectors, rows) in asked.items()}
 
 
-def arch_bytes(prefill: int, seed: int, hopper: Kernels = Kernels()) -> int:
+def arch_bytes(prefill: int, seed: int, hopper: Kernels = RIGHT) -> int:
     """Bytes that differ between kernels compiled for Blackwell and for Hopper; ``hopper``: those of the latter."""
     batch, pool, results = ragged(prefill, seed), pool_of((19, 5), seed), []
-    for arch, kernels in zip(ARCHS, (Kernels(), hopper), strict=True):
+    for arch, kernels in zip(ARCHS, (RIGHT, hopper), strict=True):
         pages, _ = _stored(arch, pool, kernels.store)
         ring, _ = _appended(arch, batch, kernels.append)
         rows, _ = _gathered(arch, pages, pool.indices, kernels.gather)

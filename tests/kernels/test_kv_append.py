@@ -73,7 +73,7 @@ def test_what_only_a_gpu_gets_to_see(by_slot):
 
 
 def test_rows_that_are_not_kept_are_not_read():
-    """By slot; sectors of 32 bytes, counted: 8 rows in and out, of 300, and a request's 16 bytes for each of 8 warps."""
+    """By slot; sectors of 32 bytes, counted: 8 rows in and out, of 300; a request's 16 bytes a warp."""
     kv, ring, table, _ = case([300], [3], WINDOW)
     sectors = []
     for by_slot in (False, True):

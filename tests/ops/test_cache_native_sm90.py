@@ -1,4 +1,4 @@
-"""`kv_append`, `quantize_kv_entries` and `kv_gather` on a Hopper: full sizes, values that the CPU refuses, CUDA graphs."""
+"""`kv_append`, `quantize_kv_entries` and `kv_gather` on a Hopper: full sizes, values the CPU refuses, graphs."""
 
 import pytest
 import torch

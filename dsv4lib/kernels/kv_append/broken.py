@@ -29,6 +29,9 @@ class SlotOfTheRow(simt.KvAppend):
 class OlderRowsToo(simt.KvAppend):
     """Stores rows that newer ones of the same call replace: who is last decides."""
 
+    def __init__(self, window: int = 128, by_slot: bool = False, warps: int = 4):
+        super().__init__(window, False, warps)  # a warp a row: by slot no other row is looked at
+
     def kept(self, behind: Int32) -> Boolean:
         """Every row."""
         return behind > 0
