@@ -97,13 +97,13 @@ def pool_map(pool: Pool) -> Figure:
 
 def index_table(picked: torch.Tensor, found: torch.Tensor, count: int = 7) -> None:
     """Show what the first indices of a list mean: page, slot, bytes, and the row that came."""
-    lines, data, scales = [], kv_entry.LAYOUT.data_bytes, kv_entry.LAYOUT.scale_bytes
+    lines, data = [], kv_entry.LAYOUT.data_bytes
     for index, row in zip(picked[:count].tolist(), found[:count], strict=True):
         page, slot = divmod(index, PAGE)
         if index < 0:
             parts = "none", "", "nothing is read", "", "zeros"
         else:
-            start, behind = slot * data, PAGE * data + slot * scales
+            start, behind = slot * data, kv_entry.LAYOUT.scale_offset(PAGE, slot, 0)
             dims = ", ".join(f"{float(v):.3g}" for v in (*row[:2], *row[-2:]))
             parts = page, slot, f"{start:,}..{start + data - 1:,}", f"{behind:,}..{behind + 6:,}", dims
         lines.append((index, *parts))

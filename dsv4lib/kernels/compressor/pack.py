@@ -22,19 +22,6 @@ KV_LANES, FP4_LANES = 16, 8  # that share a scale
 
 
 @cute.jit
-def hadamard(values: list, dim: cutlass.Constexpr):
-    """Rotate 128 channels of a warp in the order of `formats.hadamard.transform`."""
-    x = list(values)
-    for stride in (1, 2):
-        x = [x[i - stride] - x[i] if i & stride else x[i] + x[i + stride] for i in range(CHANNELS)]
-    for step in (1, 2, 4, 8, 16):
-        upper = cute.arch.lane_idx() & step != 0
-        sign = Float32(cutlass.select_(upper, Float32(-1.0), Float32(1.0)))
-        x = [own * sign + cute.arch.shuffle_sync_bfly(own, step) for own in x]
-    return [own * Float32(dim**-0.5) for own in x]
-
-
-@cute.jit
 def pack(sizes: cutlass.Constexpr, out: tuple, page: tuple, slot: Int32, kept: Boolean, channel: Int32, values: list):
     """Round and store; all lanes of a warp come here.
 
@@ -76,8 +63,7 @@ def words(values: list, element: cutlass.Constexpr):
 @cute.jit
 def store_scale(sizes: cutlass.Constexpr, mBytes: cute.Tensor, page: tuple, place: tuple, group: Int32, byte: Int32):
     """Scale byte ``group`` of an entry."""
-    at = page[0] * sizes.layout.data_bytes + place[1] * sizes.layout.scale_bytes + group
-    mBytes[place[0], at] = cutlass.Uint8(byte)
+    mBytes[place[0], sizes.layout.scale_offset(page[0], place[1], group)] = cutlass.Uint8(byte)
 
 
 @cute.jit

@@ -160,8 +160,7 @@ class KvGather:
             if piece < NOPE_PIECES:
                 codes = cute.local_tile(rRaw, (2,), (0,))
                 cute.autovec_copy(cute.local_tile(line, (2,), (slot * (WORDS // 2) + piece,)), codes)
-                at = page[0] * LAYOUT.data_bytes + slot * LAYOUT.scale_bytes + self.scale_at(piece)
-                rScale[i] = Int32(mBytes[where, at])
+                rScale[i] = Int32(mBytes[where, LAYOUT.scale_offset(page[0], slot, self.scale_at(piece))])
             else:
                 place = slot * (WORDS // 4) + NOPE // 16 + piece - NOPE_PIECES
                 cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rRaw)

@@ -293,16 +293,7 @@ class Quantize:
         row, piece = divide(number, counts[2:])
         amax = codes.largest(words_of(rPiece), self.dtype == "bf16")
         amax = codes.over_lanes(amax, self.lanes)
-        x = values_of(rPiece)
-        if cutlass.const_expr(self.recipe == "nvfp4"):
-            byte, scale = codes.e4m3_scale(amax, factors)
-            words = [codes.e2m1_of_quotient(x, byte, scale, g, self.fp4_conversion)]
-        else:
-            byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
-            if cutlass.const_expr(self.format.bits == 8):
-                words = list(codes.e4m3(x, codes.inverse_power(byte)))
-            else:
-                words = [codes.e2m1_of_power(x, byte, self.fp4_conversion)]
+        byte, words = codes.encoded(self.format, values_of(rPiece), amax, g, factors, self.fp4_conversion)
         half = i % self.halves
         if row < mCodes.shape[1] and piece < counts[1]:
             store_words(mCodes[half, row, None], piece, words)
@@ -317,8 +308,6 @@ class Quantize:
         """Store the scale of a block where it belongs."""
         if cutlass.const_expr(self.swizzled):
             across = row_pieces // (self.lanes * scale_swizzle.COLS)
-            image = row // scale_swizzle.ROWS * across + block // scale_swizzle.COLS
-            inside = row % 32 * 16 + row % scale_swizzle.ROWS // 32 * 4 + block % scale_swizzle.COLS
-            mScales[half, image * scale_swizzle.BLOCK_BYTES + inside] = cutlass.Uint8(byte)
+            mScales[half, scale_swizzle.offset_of(row, block, across)] = cutlass.Uint8(byte)
         else:
             mScales[half, row, block] = cutlass.Uint8(byte)
