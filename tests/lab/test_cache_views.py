@@ -31,6 +31,7 @@ SEEN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the mistakes
 @pytest.mark.parametrize("fault", ["none", *SEEN])
 def test_a_mistake_is_seen_by_its_checks_alone(fault):
     seen, blind = SEEN.get(fault, (set(), set()))
