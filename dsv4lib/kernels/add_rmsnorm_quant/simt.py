@@ -19,7 +19,7 @@ Source: DSV4 released inference code; the oracles are `dsv4lib.reference.add_rms
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -32,6 +32,19 @@ from dsv4lib.kernels.quantize import codes
 from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES
 from dsv4lib.kernels.quantize.simt import store_words, values_of, words_of
 from dsv4lib.kernels.rmsnorm.simt import COLUMNS, MAX_THREADS, RmsNorm
+
+
+class Tensors(NamedTuple):
+    """What a launch reads and writes, as in `AddRmsnormQuant.__call__`."""
+
+    x: cute.Tensor
+    residual: cute.Tensor
+    weight: Any
+    global_scale: Any
+    total: cute.Tensor
+    y: Any
+    codes: cute.Tensor
+    scales: cute.Tensor
 
 
 class AddRmsnormQuant(RmsNorm):
@@ -130,28 +143,17 @@ class AddRmsnormQuant(RmsNorm):
         row, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
         sSums = storage.sums.get_tensor(cute.make_layout(self.warps))
+        tensors = Tensors(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales)
         if cutlass.const_expr(not self.swizzled):
-            self.one_row(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales, eps, row, sSums)
+            self.one_row(tensors, eps, row, sSums)
+        elif row < mX.shape[0]:
+            self.one_row(tensors, eps, row, sSums)
+            self.pad(mScales, row, self.blocks)
         else:
-            self.pad(mScales, mX.shape[0], row)
-            if row < mX.shape[0]:
-                self.one_row(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales, eps, row, sSums)
+            self.pad(mScales, row, 0)
 
     @cute.jit
-    def one_row(
-        self,
-        mX: cute.Tensor,
-        mResidual: cute.Tensor,
-        mWeight: Any,
-        mGlobal: Any,
-        mSum: cute.Tensor,
-        mY: Any,
-        mCodes: cute.Tensor,
-        mScales: cute.Tensor,
-        eps: Float32,
-        row: Int32,
-        sSums: cute.Tensor,
-    ):
+    def one_row(self, tensors: Tensors, eps: Float32, row: Int32, sSums: cute.Tensor):
         """Fetch, add, sum up, scale, then one piece after the other to its codes."""
         rWeight = cute.make_rmem_tensor((COLUMNS, self.pieces), Float32)
         rX = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
@@ -160,31 +162,30 @@ class AddRmsnormQuant(RmsNorm):
         rResidual.fill(0.0)
         g = factors = None
         if cutlass.const_expr(self.weighted):
-            self.fetch(mWeight, rWeight)
+            self.fetch(tensors.weight, rWeight)
         if cutlass.const_expr(self.recipe == "nvfp4"):
-            g = mGlobal[0]
+            g = tensors.global_scale[0]
             factors = codes.scale_factors(g)
         cute.arch.griddepcontrol_wait()
-        self.fetch(mX[row, None], rX)
-        self.fetch(mResidual[row, None], rResidual)
+        self.fetch(tensors.x[row, None], rX)
+        self.fetch(tensors.residual[row, None], rResidual)
         rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
-        self.put(rX, mSum[row, None])
+        self.put(rX, tensors.total[row, None])
         scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
         y = rX.load().to(Float32) * scale
         if cutlass.const_expr(self.weighted):
             y = y * rWeight.load()
         rX.store(y.to(BFloat16))
         if cutlass.const_expr(self.keep):
-            self.put(rX, mY[row, None])
+            self.put(rX, tensors.y[row, None])
         for i in cutlass.range_constexpr(self.pieces):
-            self.convert(rX[None, i], i, row, mCodes[row, None], mScales, g, factors)
+            self.convert(rX[None, i], i, row, tensors.codes[row, None], tensors.scales, g, factors)
 
     @cute.jit
-    def pad(self, mScales: cute.Tensor, rows: Int32, row: Int32):
-        """Zeros behind the scales of a row; all of them in a row of the padding."""
+    def pad(self, mScales: cute.Tensor, row: Int32, first: cutlass.Constexpr):
+        """Zeros for the scales of a row from block ``first`` to the end of its last 128x4 block."""
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
-        first = Int32(cutlass.select_(row < rows, Int32(self.blocks), Int32(0)))
         for block in cutlass.range(first + tidx, self.across * scale_swizzle.COLS, self.threads, unroll=1):
             mScales[scale_swizzle.offset_of(row, block, self.across)] = Uint8(0)
 
