@@ -40,6 +40,10 @@ class PageLayout:
             raise ArgumentError("page_size", page_size, "an integer >= 1")
         return -(-page_size * self.entry_bytes // self.stride_multiple) * self.stride_multiple
 
+    def scale_offset(self, page_size: int, slot: int, scale: int) -> int:
+        """Byte of a page at which scale ``scale`` of an entry is; whatever adds and multiplies may be given."""
+        return page_size * self.data_bytes + slot * self.scale_bytes + scale
+
     def allocate(self, num_pages: int, page_size: int) -> torch.Tensor:
         """Zeroed pages, uint8 [num_pages, page_bytes]."""
         if not isinstance(num_pages, int) or num_pages < 0:

@@ -29,8 +29,13 @@ def swizzled_bytes(rows: int, cols: int) -> int:
 
 def byte_offset(row: int, col: int, cols: int) -> int:
     """Offset of scale [row, col] in the image of a matrix with ``cols`` columns."""
-    block = (row // ROWS) * -(-cols // COLS) + col // COLS
-    return block * BLOCK_BYTES + (row % 32) * 16 + (row % ROWS) // 32 * 4 + col % COLS
+    return offset_of(row, col, -(-cols // COLS))
+
+
+def offset_of(row: int, col: int, across: int) -> int:
+    """The same with ``across`` blocks side by side; whatever adds, multiplies and divides may be given."""
+    block = row // ROWS * across + col // COLS
+    return block * BLOCK_BYTES + row % 32 * 16 + row % ROWS // 32 * 4 + col % COLS
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:

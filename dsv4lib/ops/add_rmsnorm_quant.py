@@ -30,7 +30,7 @@ class Normed(NamedTuple):
     Attributes:
         h: bf16 [T, d], the residual stream.
         codes: uint8 [T, d] (E4M3) or [T, d/2] (E2M1, low nibble first).
-        scales: uint8 [T, d/block], row-major.
+        scales: uint8 [T, d/block], row-major; or the bytes of the 128x4 image (`formats.scale_swizzle`).
         y: bf16 [T, d], or None where it was not asked for.
     """
 
@@ -49,6 +49,7 @@ def add_rmsnorm_quant(
     eps: float = 1e-6,
     global_scale: Tensor | None = None,
     keep: bool = False,
+    swizzled: bool = False,
     out: Normed | None = None,
     backend: str = "auto",
 ) -> Normed:
@@ -61,6 +62,7 @@ def add_rmsnorm_quant(
         eps: added to the mean of squares.
         global_scale: fp32 [1] of nvfp4, else None.
         keep: y is wanted, too. Ignored with ``out``.
+        swizzled: scales in the 128x4 blocks of `formats.scale_swizzle`, for a block-scaled MMA; else row-major.
         out: to write into; None: new tensors.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
@@ -77,10 +79,11 @@ def add_rmsnorm_quant(
         raise ArgumentError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
     if out is None:
         codes, scales = (
-            torch.empty(s, dtype=torch.uint8, device=x.device) for s in output_shapes(recipe, len(x), x.shape[1])
+            torch.empty(shape, dtype=torch.uint8, device=x.device)
+            for shape in output_shapes(recipe, *x.shape, swizzled=swizzled)
         )
         out = Normed(torch.empty_like(x), codes, scales, torch.empty_like(x) if keep else None)
-    torch.ops.dsv4.add_rmsnorm_quant(x, residual, weight, global_scale, *out, recipe, eps, backend)
+    torch.ops.dsv4.add_rmsnorm_quant(x, residual, weight, global_scale, *out, recipe, eps, swizzled, backend)
     return out
 
 
@@ -97,6 +100,7 @@ class Call(NamedTuple):
     y: Tensor | None
     recipe: str
     eps: float
+    swizzled: bool
     backend: str
 
     def check(self) -> None:
@@ -114,7 +118,7 @@ class Call(NamedTuple):
         if (self.global_scale is None) == (self.recipe == "nvfp4"):
             allowed = "an fp32 tensor [1]" if self.recipe == "nvfp4" else f"None for {self.recipe}"
             raise ArgumentError("global_scale", self.global_scale, allowed)
-        codes, scales = output_shapes(self.recipe, *x.shape)
+        codes, scales = output_shapes(self.recipe, *x.shape, swizzled=self.swizzled)
         launching.check(
             {
                 "x": (x, bf16, tuple(x.shape)),
@@ -151,6 +155,7 @@ def _run(*given: Any) -> None:
         return _reference(call)
     settings = {"recipe": call.recipe, "d": call.x.shape[1], "weighted": call.weight is not None}
     settings |= {"keep": call.y is not None, "fp4_conversion": has_fp4_conversion(launching.arch(name))}
+    settings["swizzled"] = call.swizzled
     given = *call[:4], call.h, call.y, call.codes, call.scales, call.eps
     launching.launch(name, AddRmsnormQuant, settings, arguments.fake_args, arguments.launch_args, *given)
 
@@ -164,7 +169,7 @@ _op = torch.library.custom_op(
     _run,
     mutates_args=("h", "codes", "scales", "y"),
     schema="(Tensor x, Tensor residual, Tensor? weight, Tensor? global_scale, Tensor(a!) h, Tensor(b!) codes, "
-    "Tensor(c!) scales, Tensor(d!)? y, str recipe, float eps, str backend) -> ()",
+    "Tensor(c!) scales, Tensor(d!)? y, str recipe, float eps, bool swizzled, str backend) -> ()",
 )
 _op.register_fake(_fake)
 
@@ -178,6 +183,7 @@ def _reference(call: Call) -> None:
     y = y.bfloat16()
     if call.y is not None:
         call.y.copy_(y)
-    codes, scales, _ = backends.oracle("quantize").quantize(y, call.recipe, global_scale=call.global_scale)
+    options = {"global_scale": call.global_scale, "swizzled": call.swizzled}
+    codes, scales, _ = backends.oracle("quantize").quantize(y, call.recipe, **options)
     call.codes.copy_(codes[0])
     call.scales.copy_(scales[0])

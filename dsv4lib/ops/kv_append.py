@@ -24,7 +24,8 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
     Args:
         kv: bf16 ``[T, 512]``, rows on 16 bytes.
         ring: bf16 ``[S, window, 512]``, changed in place.
-        requests: int32 ``[B, 4]``, as `ops.requests.plan` makes it.
+        requests: int32 ``[B, 4]``, as `ops.requests.plan` makes it. On a GPU a request whose place is no ring is left
+            out.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Raises:
@@ -32,6 +33,11 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
         BackendUnavailable: the back end cannot run here.
     """
     torch.ops.dsv4.kv_append(kv, ring, requests, backend)
+
+
+def settings_for(tokens: int, requests: int, window: int) -> dict[str, int | bool]:
+    """Of the kernel: by slots where the batch has more rows than the rings of its requests, most are not kept then."""
+    return {"window": window, "by_slot": tokens > requests * window}
 
 
 def _check(kv: Tensor, ring: Tensor, requests: Tensor) -> None:
@@ -49,7 +55,7 @@ def _run(kv: Tensor, ring: Tensor, requests: Tensor, backend: str) -> None:
     if 0 in (len(kv), ring.numel(), len(requests)):
         return
     if name != "reference":
-        settings, given = {"window": ring.shape[1]}, (kv, ring, requests)
+        settings, given = settings_for(len(kv), len(requests), ring.shape[1]), (kv, ring, requests)
         return launching.launch(name, KvAppend, settings, arguments.fake_args, arguments.launch_args, *given)
     for row, count, start, place in requests.tolist():
         if count > 0 and start >= 0:

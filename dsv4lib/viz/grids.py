@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.viz import style
@@ -17,6 +18,7 @@ from dsv4lib.viz.arrays import as_array, cell_texts
 from dsv4lib.viz.panels import MAX_NUMBERED, categories, cell_lines, frame, styled
 
 NOTHING = "#eef1f4"  # no error at all
+LINED = 128  # cells a side that are still kept apart by lines
 
 
 @styled
@@ -191,3 +193,42 @@ def byte_map(codes: Any, names: Sequence[str], title: str, per_row: int = 64) ->
     fig.legend(handles=handles, loc="outside lower center", ncols=len(names), fontsize=8)
     counts = ", ".join(f"{int((flat == i).sum())} {name}" for i, name in enumerate(names))
     return style.set_alt(fig, f"{title}. {flat.size} bytes: {counts}, {int((flat < 0).sum())} nothing.")
+
+
+@styled
+def category_map(
+    codes: Any, names: Sequence[str], labels: tuple[str, str], title: str, rows: Sequence[str] = (), nothing: str = ""
+) -> Figure:
+    """A raster whose cells are of one kind each.
+
+    Args:
+        codes: integer [rows, columns], index into ``names``; -1: nothing.
+        names: of the kinds. labels: what the rows are, what the columns are. title: of the figure.
+        rows: names of the rows; none: their numbers. nothing: what -1 means, for the legend.
+
+    Raises:
+        ArgumentError: no cells, a code without a name, or another number of row names than rows.
+    """
+    values = as_array("codes", codes, np.int64)
+    if values.ndim != 2 or not values.size or values.max() >= len(names) or len(names) > len(style.PALETTE):
+        raise ArgumentError("codes", values.shape, f"[rows, columns] of -1..{len(names) - 1}, at most 8 kinds")
+    if rows and len(rows) != len(values):
+        raise ArgumentError("rows", len(rows), f"{len(values)} names")
+    fig = style.new_figure(height=min(1.6 + 0.26 * len(values), 5.2))
+    ax = fig.subplots()
+    categories(ax, values)
+    if max(values.shape) <= LINED:
+        cell_lines(ax, *values.shape, width=0.6)
+    if rows:
+        ax.set_yticks(range(len(rows)), rows)
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set(ylabel=labels[0], xlabel=labels[1], title=title)
+    handles = [Patch(color=style.PALETTE[i], label=name) for i, name in enumerate(names)]
+    if nothing and (values < 0).any():
+        handles.append(Patch(color=NOTHING, label=nothing))
+    fig.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4), fontsize=8)
+    counts = ", ".join(f"{int((values == i).sum())} {name}" for i, name in enumerate(names))
+    empty = f", {int((values < 0).sum())} {nothing or 'nothing'}"
+    return style.set_alt(fig, f"{title}. {values.shape[0]} x {values.shape[1]} cells: {counts}{empty}.")

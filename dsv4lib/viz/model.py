@@ -179,12 +179,12 @@ def visibility(maps: Mapping[str, Any], tokens: int) -> Figure:
 
 
 @styled
-def ring(held: Any, title: str = "") -> Figure:
+def ring(held: Any, title: str = "", steps_are: str = "position of the newest token") -> Figure:
     """What the slots of a ring hold while a request grows.
 
     Args:
         held: integer [steps, slots], the position whose key is in a slot after each step; -1: nothing.
-        title: first line of the figure.
+        title: first line of the figure. steps_are: what the steps are, at their axis.
     """
     values = as_array("held", held, np.int64)
     if values.ndim != 2 or values.size == 0 or values.max() < 0:
@@ -199,7 +199,7 @@ def ring(held: Any, title: str = "") -> Figure:
     ax.scatter(newest[there], steps[there], s=2.5, color=style.PALETTE[5], linewidths=0, label="newest key")
     frame(ax)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.set(xlabel="slot of the ring", ylabel="position of the newest token", title=title)
+    ax.set(xlabel="slot of the ring", ylabel=steps_are, title=title)
     fig.colorbar(image, ax=ax, label="position held by the slot", pad=0.01)
     fig.legend(
         handles=[Patch(color=style.PALETTE[5], label="newest key"), Patch(color=EMPTY, label="never written")],

@@ -316,6 +316,8 @@ def test_bytes_are_those_of_the_formulas(model, config):
         ("quantize", f"mxfp8 {model} T {t}"): t * d * (2 + 1 + 1 / 32),
         ("quantize", f"mxfp4 {model} T {t}"): t * d * (2 + 0.5 + 1 / 32),
         ("quantize", f"nvfp4 {model} T {t}"): t * d * (2 + 0.5 + 1 / 16),
+        ("kv_append", f"chunks of 64 T {t}"): t * 2 * 1024,
+        ("kv_append", f"prefill T {t}"): 128 * 2 * 1024,
     }
     for key, size in formulas.items():
         assert by_name[key] == pytest.approx(size, rel=0.01), key
@@ -328,13 +330,14 @@ SMALL = {
     "moe_combine": "_plain",
     "moe_dispatch": "_plain",
     "quantize": "_plain",
+    "kv_append": "_plain",
 }
 
 
 @pytest.mark.parametrize("op", SMALL)
 def test_checks_take_the_plain_way_and_refuse_one_changed_value(op):
     module = __import__(f"dsv4lib.bench.ops.{op}", fromlist=[op])
-    names = [f"{recipe} Flash T 8" for recipe in ("fp8",)] if op == "quantize" else ["Flash T 8"]
+    names = {"quantize": ["fp8 Flash T 8"], "kv_append": ["decode T 8", "chunks of 512 T 4096"]}.get(op, ["Flash T 8"])
     for made in (one for one in module.rows() if one.shape in names):
         given = made.given(torch.Generator().manual_seed(3))
         for x in given.values():

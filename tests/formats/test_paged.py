@@ -34,6 +34,13 @@ def test_every_byte_of_a_page_has_its_place():
     assert torch.equal(pages, expected)
 
 
+def test_scale_offset_names_the_place():
+    pages = torch.arange(32, dtype=torch.uint8)[None]
+    _, scales = LAYOUT.views(pages, 3)
+    offsets = [[LAYOUT.scale_offset(3, slot, i) for i in range(3)] for slot in range(3)]
+    assert scales[0].tolist() == offsets
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_minus_one_is_skipped_both_ways(dtype):
     pages = LAYOUT.allocate(2, 3)

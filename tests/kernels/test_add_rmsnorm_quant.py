@@ -8,6 +8,7 @@ import torch
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.add_rmsnorm_quant.arguments import fake_args, launch_args
 from dsv4lib.kernels.add_rmsnorm_quant.simt import AddRmsnormQuant
 from dsv4lib.kernels.compile import compile_for
@@ -23,7 +24,8 @@ EPS = 1e-6
 
 @cache
 def compiled(settings, arch):
-    kernel = AddRmsnormQuant(*settings, fp4_conversion=has_fp4_conversion(arch))
+    *settings, swizzled = settings if settings[-1] == "swizzled" else (*settings, "")
+    kernel = AddRmsnormQuant(*settings, fp4_conversion=has_fp4_conversion(arch), swizzled=bool(swizzled))
     code = compile_for(kernel, fake_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
@@ -59,7 +61,9 @@ def run(settings, arch, x, residual, weight, g, total=None, **device):
     total = torch.full_like(x, float("nan")) if total is None else total
     y = torch.full_like(x, float("nan")) if kernel.keep else None
     codes = torch.full((len(x), x.shape[1] * kernel.format.bits // 8), 0x5A, dtype=torch.uint8)
-    scales = torch.full((len(x), x.shape[1] // kernel.format.block), 0x5A, dtype=torch.uint8)
+    shape = len(x), x.shape[1] // kernel.format.block
+    shape = (scale_swizzle.swizzled_bytes(*shape),) if kernel.swizzled else shape
+    scales = torch.full(shape, 0x5A, dtype=torch.uint8)
     g = g if kernel.recipe == "nvfp4" else None
     gpu = make(arch, **{"checks": "race", **device})
     launch(code, *launch_args(kernel, x, residual, weight, g, total, y, codes, scales, EPS), gpu=gpu)
@@ -89,6 +93,36 @@ def test_the_norm_and_then_the_format(arch, recipe, d, tokens, weighted, keep):
     x, residual, weight, g = case(tokens, d, seed=d)
     given = x, residual, weight if weighted else None, g
     check(run((recipe, d, weighted, keep), arch, *given), *given, recipe, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("recipe", "d", "tokens"),
+    [
+        ("fp8", 1152, 3),
+        ("fp8", 128, 130),
+        ("mxfp8", 1056, 1),
+        ("mxfp4", 4128, 2),
+        ("nvfp4", 1040, 5),
+        ("nvfp4", 64, 128),
+    ],
+)
+def test_scales_in_128x4_blocks(arch, recipe, d, tokens):
+    """The image of the format, byte by byte: zeros behind the last row and the last block. The rest as is."""
+    given = case(tokens, d, seed=d)
+    plain, found = (run((recipe, d, *extra), arch, *given) for extra in ((), ("swizzled",)))
+    assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+    assert bool(plain[2].any()) and torch.equal(found[2], scale_swizzle.swizzle(plain[2]))
+
+
+def test_swizzled_in_place_under_every_schedule():
+    """The residual is overwritten while CTAs of the padding run beside."""
+    x, residual, weight, g = case(3, 1152)
+    want = run(("mxfp8", 1152, "swizzled"), "sm_100a", x, residual, weight, g)
+    for schedule in SCHEDULES:
+        total = residual.clone()
+        found = run(("mxfp8", 1152, "swizzled"), "sm_100a", x, total, weight, g, total=total, schedule=schedule)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], want[:3], strict=True))
 
 
 def test_in_place_and_rows_of_a_larger_matrix():

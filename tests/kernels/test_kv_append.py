@@ -1,21 +1,21 @@
-"""The append kernel and its op: the bits of the reference's ring, both architectures, schedules, bad arguments."""
+"""The append kernel: the bits of the reference's ring, both forms and architectures, schedules, what it reads."""
+
+from functools import cache
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsv4lib import backends
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make as device
-from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.errors import ConfigError
+from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.kv_append.arguments import fake_args, launch_args
 from dsv4lib.kernels.kv_append.simt import KvAppend
-from dsv4lib.ops import compile_cache
-from dsv4lib.ops.kv_append import kv_append
 from dsv4lib.ops.requests import plan
 from dsv4lib.reference.cache import append_window
+from tests.kernels.budget import quick
 
-NATIVE = backends.status("native", "sm_90a")
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 RAGGED = [5, 0, 1, 21, 3, 2], [0, 7, 3, 1_048_550, -1, 7]  # rows and positions; one request is left out
 WINDOW = 8
 
@@ -35,57 +35,56 @@ def case(counts, starts, window):
     return kv, ring, table, want
 
 
+@cache
+def compiled(arch, by_slot):
+    kernel = KvAppend(WINDOW, by_slot)
+    code = compile_for(kernel, fake_args(kernel), arch)
+    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    return kernel, code
+
+
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("by_slot", [False, True], ids=["by row", "by slot"])
 @pytest.mark.parametrize("counts", [RAGGED, ([1] * 40, [*range(40)])], ids=["ragged", "forty requests"])
-def test_any_chunks(arch, counts):
-    kernel, code = compile_cache.default().get(KvAppend, {"window": WINDOW}, fake_args, arch)
-    assert code.local_bytes == 0
+def test_any_chunks(arch, by_slot, counts):
+    kernel, code = compiled(arch, by_slot)
     kv, ring, table, want = case(*counts, WINDOW)
     assert not torch.equal(ring, want)
-    for schedule in ("round_robin", "adversarial", "random"):
+    for schedule in SCHEDULES:
         found, gpu = ring.clone(), device(arch, checks="race", schedule=schedule, seed=2)
         launch(code, *launch_args(kernel, kv, found, table), gpu=gpu)
         assert not gpu.hazards and torch.equal(found, want)
 
 
-def test_op():
+@pytest.mark.parametrize("by_slot", [False, True], ids=["by row", "by slot"])
+def test_what_only_a_gpu_gets_to_see(by_slot):
+    """Tables that the op refuses on the CPU: places that are no rings, by slot also rows behind the last one."""
+    kernel, code = compiled("sm_90a", by_slot)
     kv, ring, table, want = case(*RAGGED, WINDOW)
-    for backend in ("emulator", "reference"):
-        found = ring.clone()
-        kv_append(kv, found, table, backend=backend)
-        assert torch.equal(found, want)
-    kv_append(kv[:0], found, table[:0], backend="emulator")
-    result = torch.library.opcheck(torch.ops.dsv4.kv_append.default, (kv, ring.clone(), table, "reference"))
-    assert set(result.values()) == {"SUCCESS"}
-    with FakeTensorMode():
-        rows = torch.empty(4096, 512, dtype=torch.bfloat16)
-        kv_append(rows, torch.empty(9, 128, 512, dtype=torch.bfloat16), torch.empty(3, 4, dtype=torch.int32))
+    for request, place in ((0, len(ring)), (2, -1), (3, 2**31 - 1)):
+        want[int(table[request, 3])] = ring[int(table[request, 3])]
+        table[request, 3] = place
+    if by_slot:
+        table[-1, 1] = 3
+        want[table[-1, 3], 9 % WINDOW] = ring[table[-1, 3], 9 % WINDOW]
+    gpu = device("sm_90a", checks="race")
+    launch(code, *launch_args(kernel, kv, ring, table), gpu=gpu)
+    assert not gpu.hazards and torch.equal(ring, want)
 
 
-def test_bad_arguments_are_named():
-    kv, ring, table, _ = case(*RAGGED, WINDOW)
-    twice, behind = table.clone(), table.clone()
-    twice[0, 3], behind[-1, 1] = twice[2, 3], 3
-    for change, name in (
-        ({"kv": kv.float()}, "kv"),
-        ({"ring": ring[..., :256]}, "ring"),
-        ({"requests": table.long()}, "requests"),
-        ({"requests": table.flip(0)}, "requests.*order"),
-        ({"requests": twice}, "requests.*once"),
-        ({"requests": behind}, "requests.*apart"),
-    ):
-        with pytest.raises(ArgumentError, match=name):
-            kv_append(**{"kv": kv, "ring": ring, "requests": table, "backend": "emulator", **change})
+def test_rows_that_are_not_kept_are_not_read():
+    """By slot; sectors of 32 bytes, counted: 8 rows in and out, of 300; a request's 16 bytes a warp."""
+    kv, ring, table, _ = case([300], [3], WINDOW)
+    sectors = []
+    for by_slot in (False, True):
+        kernel, code = compiled("sm_90a", by_slot)
+        gpu = device("sm_90a", checks="all")
+        launch(code, *launch_args(kernel, kv, ring.clone(), table), gpu=gpu)
+        sectors.append(gpu.launches[-1].result.stats["global_sectors"])
+    assert sectors == [(300 + 8) * 32 + 300, 2 * 8 * 32 + 8]
+
+
+def test_bad_settings_are_named():
     for settings, name in (({"window": 0}, "window"), ({"warps": 17}, "warps")):
         with pytest.raises(ConfigError, match=name):
             KvAppend(**settings)
-
-
-@pytest.mark.sm90
-@pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)
-@pytest.mark.parametrize("counts", [RAGGED, ([1] * 128, [*range(128)]), ([4000], [77])], ids=["ragged", "step", "long"])
-def test_on_a_hopper(counts):
-    kv, ring, table, want = case(*counts, 128)
-    found = ring.cuda()
-    kv_append(kv.cuda(), found, table.cuda(), backend="native")
-    assert torch.equal(found.cpu(), want)

@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.add_rmsnorm_quant import Normed, add_rmsnorm_quant
 from dsv4lib.ops.quantize import quantize
 from dsv4lib.ops.rmsnorm import add_rmsnorm
@@ -28,6 +29,19 @@ def test_two_ops_in_one(recipe):
     assert float((oracle.codes != found.codes).float().mean()) < 0.02
 
 
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_scales_as_a_block_scaled_mma_reads_them(recipe, backend):
+    g = SCALE if recipe == "nvfp4" else None
+    plain, found = (
+        add_rmsnorm_quant(X, RESIDUAL, WEIGHT, recipe, global_scale=g, swizzled=flag, backend=backend)
+        for flag in (False, True)
+    )
+    assert torch.equal(found.h, plain.h) and torch.equal(found.codes, plain.codes)
+    assert torch.equal(found.scales, scale_swizzle.swizzle(plain.scales)) and found.scales.dim() == 1
+    assert not torch.equal(found.scales[: plain.scales.numel()], plain.scales.flatten())
+
+
 def test_outputs_of_the_caller_and_no_tokens():
     out = Normed(torch.zeros_like(X), torch.zeros(3, 256).byte(), torch.zeros(3, 2).byte())
     assert add_rmsnorm_quant(X, RESIDUAL, None, "fp8", out=out, backend="emulator") is out
@@ -37,7 +51,7 @@ def test_outputs_of_the_caller_and_no_tokens():
 
 def test_schema_and_fakes():
     out = torch.zeros_like(X), torch.zeros(3, 256).byte(), torch.zeros(3, 2).byte(), None
-    given = X, RESIDUAL, WEIGHT, None, *out, "fp8", 1e-6, "reference"
+    given = X, RESIDUAL, WEIGHT, None, *out, "fp8", 1e-6, False, "reference"
     with torch.no_grad():
         result = torch.library.opcheck(torch.ops.dsv4.add_rmsnorm_quant.default, given)
     assert set(result.values()) == {"SUCCESS"}, result
@@ -45,6 +59,8 @@ def test_schema_and_fakes():
         x = torch.empty(1 << 20, 7168, dtype=torch.bfloat16)
         found = add_rmsnorm_quant(x, x, None, "nvfp4", global_scale=torch.empty(1))
         assert found.codes.shape == (1 << 20, 3584) and found.scales.shape == (1 << 20, 448)
+        found = add_rmsnorm_quant(x[:5], x[:5], None, "mxfp8", swizzled=True)
+        assert found.scales.shape == (128 * 224,)
 
 
 def test_bad_arguments_are_named():
@@ -62,6 +78,7 @@ def test_bad_arguments_are_named():
         ({"recipe": "nvfp4"}, "global_scale"),
         ({"recipe": "nvfp4", "global_scale": -SCALE}, "global_scale"),
         ({"out": Normed(X.float(), X, X)}, r"out\.h"),
+        ({"out": Normed(X, X[..., :256].byte(), X[:, :2].byte()), "swizzled": True}, r"out\.scales"),
     ):
         with pytest.raises(ArgumentError, match=name):
             call(**bad)

@@ -92,6 +92,9 @@ def test_add_rmsnorm_quant(recipe):
         h, y = add_rmsnorm(x.contiguous(), residual.contiguous(), weight, backend="native")
         want = quantize(y, recipe, global_scale=g, backend="native")
         assert same((found.h, found.y, found.codes, found.scales), (h, y, want.codes, want.scales))
+        image = quantize(y, recipe, global_scale=g, swizzled=True, backend="native").scales
+        swizzled = add_rmsnorm_quant(x, residual, weight, recipe, global_scale=g, swizzled=True, backend="native")
+        assert same((swizzled.h, swizzled.codes, swizzled.scales), (h, want.codes, image))
 
 
 def test_in_a_cuda_graph(table):

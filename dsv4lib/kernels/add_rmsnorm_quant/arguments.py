@@ -7,6 +7,7 @@ import cutlass
 import torch
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.add_rmsnorm_quant.simt import AddRmsnormQuant
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 
@@ -24,7 +25,7 @@ def fake_args(kernel: AddRmsnormQuant) -> tuple:
         fake(BF16, "TD", WIDE),
         fake(BF16, "TD", WIDE) if kernel.keep else None,
         fake(cutlass.Int32, "TW", 4 * kernel.words),
-        fake(cutlass.Uint8, "TB"),
+        fake(cutlass.Uint8, "S" if kernel.swizzled else "TB"),
         FP32(1.0),
         cuda.CUstream(0),
     )
@@ -49,7 +50,7 @@ def launch_args(
         kernel: which says what is needed.
         x, residual, total, y: bf16 [T, d], rows on 16 bytes; y None unless kept. weight: fp32 [d] or None.
         global_scale: fp32 [1] of nvfp4, else None.
-        codes: uint8 [T, bytes of a row]. scales: uint8 [T, blocks]. eps: added to the mean.
+        codes: uint8 [T, bytes of a row]. scales: uint8 [T, blocks], swizzled: [bytes]. eps: added to the mean.
         stream: handle of a CUDA stream; 0: the default one.
 
     Raises:
@@ -64,7 +65,7 @@ def launch_args(
         if (value is not None) != needed:
             raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
     wrapped, shape = wrap("x", x, BF16, (None, kernel.d), WIDE), tuple(x.shape)
-    words = codes.view(torch.int32)
+    words, image = codes.view(torch.int32), (scale_swizzle.swizzled_bytes(shape[0], kernel.blocks),)
     return (
         wrapped,
         wrap("residual", residual, BF16, shape, WIDE),
@@ -73,7 +74,7 @@ def launch_args(
         wrap("total", total, BF16, shape, WIDE),
         None if y is None else wrap("y", y, BF16, shape, WIDE),
         wrap("codes", words, cutlass.Int32, (shape[0], kernel.d * kernel.format.bits // 32), 4 * kernel.words),
-        wrap("scales", scales, cutlass.Uint8, (shape[0], kernel.d // kernel.format.block)),
+        wrap("scales", scales, cutlass.Uint8, image if kernel.swizzled else (shape[0], kernel.blocks)),
         FP32(eps),
         cuda.CUstream(stream),
     )

@@ -5,7 +5,8 @@
     codes, scales = recipe(y)                       blocks of 16, 32 or 128 columns, as in `kernels.quantize`
 
 The bits are those of `kernels.rmsnorm` followed by `kernels.quantize`: the same sums in the same order, and y is
-rounded to bf16 before it is quantised.
+rounded to bf16 before it is quantised. ``swizzled`` scales are the image of `formats.scale_swizzle`, padding included
+(zero bytes): there is a CTA for each row of the padding, too, which stores nothing else.
 
 **Threads** as in `kernels.rmsnorm`: a CTA owns a row, which stays in registers. A thread has whole pieces of 8 columns,
 so a block is 2, 4 or 16 neighbouring lanes of one piece, and its amax 1, 2 or 4 shuffles.
@@ -18,7 +19,7 @@ Source: DSV4 released inference code; the oracles are `dsv4lib.reference.add_rms
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -26,10 +27,24 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint8, memory
 
 from dsv4lib.errors import ConfigError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.quantize import codes
 from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES
-from dsv4lib.kernels.quantize.simt import piece_of, store_words, values_of, words_of
+from dsv4lib.kernels.quantize.simt import store_words, values_of, words_of
 from dsv4lib.kernels.rmsnorm.simt import COLUMNS, MAX_THREADS, RmsNorm
+
+
+class Tensors(NamedTuple):
+    """What a launch reads and writes, as in `AddRmsnormQuant.__call__`."""
+
+    x: cute.Tensor
+    residual: cute.Tensor
+    weight: Any
+    global_scale: Any
+    total: cute.Tensor
+    y: Any
+    codes: cute.Tensor
+    scales: cute.Tensor
 
 
 class AddRmsnormQuant(RmsNorm):
@@ -40,6 +55,7 @@ class AddRmsnormQuant(RmsNorm):
         d: columns, a multiple of the recipe's block up to 8192.
         weighted, most_threads: as in `RmsNorm`.
         keep: write y, too.
+        swizzled: scales in 128x4 blocks; else row-major.
         fp4_conversion: cvt to e2m1x2 is there (`quantize.config.has_fp4_conversion`).
 
     Raises:
@@ -54,6 +70,7 @@ class AddRmsnormQuant(RmsNorm):
         keep: bool = False,
         most_threads: int = MAX_THREADS,
         fp4_conversion: bool = True,
+        swizzled: bool = False,
     ):
         if recipe not in ROW_RECIPES:
             raise ConfigError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
@@ -63,9 +80,11 @@ class AddRmsnormQuant(RmsNorm):
             raise ConfigError("d", d, f"a multiple of {self.format.block} for {recipe}")
         self.lanes = self.format.block // COLUMNS  # that share a scale
         self.words = COLUMNS * self.format.bits // 32  # of codes, of a piece
+        self.swizzled, self.blocks = swizzled, d // self.format.block
+        self.across = -(-self.blocks // scale_swizzle.COLS)  # 128x4 blocks side by side
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        flags = [name for name in ("weighted", "keep", "fp4_conversion") if vars(self)[name]]
+        flags = [name for name in ("weighted", "keep", "fp4_conversion", "swizzled") if vars(self)[name]]
         return f"AddRmsnormQuant({', '.join([self.recipe, str(self.d), str(self.threads), *flags])})"
 
     @cute.jit
@@ -90,7 +109,7 @@ class AddRmsnormQuant(RmsNorm):
             mGlobal: [1] fp32 of nvfp4, else None.
             mSum: [T, d] bf16; may be ``mResidual`` or ``mX`` itself.
             mY: [T, d] bf16, or None unless ``keep``.
-            mCodes: [T, words] int32. mScales: [T, blocks] uint8.
+            mCodes: [T, words] int32. mScales: [T, blocks] uint8, or [bytes] where swizzled.
             eps: added to the mean.
             stream: where the launch is queued.
         """
@@ -100,8 +119,11 @@ class AddRmsnormQuant(RmsNorm):
             sums: cute.struct.MemRange[Float32, self.warps]
 
         self.storage = Storage
+        rows = mX.shape[0]
+        if cutlass.const_expr(self.swizzled):
+            rows = cute.ceil_div(rows, scale_swizzle.ROWS) * scale_swizzle.ROWS
         self.kernel(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales, eps).launch(
-            grid=(mX.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(rows, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -117,10 +139,22 @@ class AddRmsnormQuant(RmsNorm):
         mScales: cute.Tensor,
         eps: Float32,
     ):
-        """Fetch, add, sum up, scale, then one piece after the other to its codes."""
+        """A row, or a row of the scales' padding."""
         row, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
         sSums = storage.sums.get_tensor(cute.make_layout(self.warps))
+        tensors = Tensors(mX, mResidual, mWeight, mGlobal, mSum, mY, mCodes, mScales)
+        if cutlass.const_expr(not self.swizzled):
+            self.one_row(tensors, eps, row, sSums)
+        elif row < mX.shape[0]:
+            self.one_row(tensors, eps, row, sSums)
+            self.pad(mScales, row, self.blocks)
+        else:
+            self.pad(mScales, row, 0)
+
+    @cute.jit
+    def one_row(self, tensors: Tensors, eps: Float32, row: Int32, sSums: cute.Tensor):
+        """Fetch, add, sum up, scale, then one piece after the other to its codes."""
         rWeight = cute.make_rmem_tensor((COLUMNS, self.pieces), Float32)
         rX = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
         rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
@@ -128,32 +162,41 @@ class AddRmsnormQuant(RmsNorm):
         rResidual.fill(0.0)
         g = factors = None
         if cutlass.const_expr(self.weighted):
-            self.fetch(mWeight, rWeight)
+            self.fetch(tensors.weight, rWeight)
         if cutlass.const_expr(self.recipe == "nvfp4"):
-            g = mGlobal[0]
+            g = tensors.global_scale[0]
             factors = codes.scale_factors(g)
         cute.arch.griddepcontrol_wait()
-        self.fetch(mX[row, None], rX)
-        self.fetch(mResidual[row, None], rResidual)
+        self.fetch(tensors.x[row, None], rX)
+        self.fetch(tensors.residual[row, None], rResidual)
         rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
-        self.put(rX, mSum[row, None])
+        self.put(rX, tensors.total[row, None])
         scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
         y = rX.load().to(Float32) * scale
         if cutlass.const_expr(self.weighted):
             y = y * rWeight.load()
         rX.store(y.to(BFloat16))
         if cutlass.const_expr(self.keep):
-            self.put(rX, mY[row, None])
+            self.put(rX, tensors.y[row, None])
         for i in cutlass.range_constexpr(self.pieces):
-            self.convert(rX[None, i], i, mCodes[row, None], mScales[row, None], g, factors)
+            self.convert(rX[None, i], i, row, tensors.codes[row, None], tensors.scales, g, factors)
+
+    @cute.jit
+    def pad(self, mScales: cute.Tensor, row: Int32, first: cutlass.Constexpr):
+        """Zeros for the scales of a row from block ``first`` to the end of its last 128x4 block."""
+        tidx, _, _ = cute.arch.thread_idx()
+        cute.arch.griddepcontrol_wait()
+        for block in cutlass.range(first + tidx, self.across * scale_swizzle.COLS, self.threads, unroll=1):
+            mScales[scale_swizzle.offset_of(row, block, self.across)] = Uint8(0)
 
     @cute.jit
     def convert(
         self,
         rPiece: cute.Tensor,
         i: cutlass.Constexpr,
+        row: Int32,
         codes_line: cute.Tensor,
-        scales_line: cute.Tensor,
+        mScales: cute.Tensor,
         g: Any,
         factors: Any,
     ):
@@ -161,8 +204,12 @@ class AddRmsnormQuant(RmsNorm):
         tidx, _, _ = cute.arch.thread_idx()
         place = tidx + self.threads * i
         amax = codes.over_lanes(codes.largest(words_of(rPiece), True), self.lanes)
-        byte, words = piece_of(self, values_of(rPiece), amax, g, factors)
+        byte, words = codes.encoded(self.format, values_of(rPiece), amax, g, factors, self.fp4_conversion)
         if place * COLUMNS < self.d:
             store_words(codes_line, place, words)
             if place % self.lanes == 0:
-                scales_line[place // self.lanes] = Uint8(Int32(byte))
+                block = place // self.lanes
+                if cutlass.const_expr(self.swizzled):
+                    mScales[scale_swizzle.offset_of(row, block, self.across)] = Uint8(Int32(byte))
+                else:
+                    mScales[row, block] = Uint8(Int32(byte))

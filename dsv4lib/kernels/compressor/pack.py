@@ -8,6 +8,8 @@ Source: `dsv4lib.kernels.quantize.codes`, `.entries`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32
@@ -21,17 +23,13 @@ from dsv4lib.kernels.quantize.simt import divide, store_words
 KV_LANES, FP4_LANES = 16, 8  # that share a scale
 
 
-@cute.jit
-def hadamard(values: list, dim: cutlass.Constexpr):
-    """Rotate 128 channels of a warp in the order of `formats.hadamard.transform`."""
-    x = list(values)
-    for stride in (1, 2):
-        x = [x[i - stride] - x[i] if i & stride else x[i] + x[i + stride] for i in range(CHANNELS)]
-    for step in (1, 2, 4, 8, 16):
-        upper = cute.arch.lane_idx() & step != 0
-        sign = Float32(cutlass.select_(upper, Float32(-1.0), Float32(1.0)))
-        x = [own * sign + cute.arch.shuffle_sync_bfly(own, step) for own in x]
-    return [own * Float32(dim**-0.5) for own in x]
+class Target(NamedTuple):
+    """Where an entry goes: its page and slot; whether this thread stores, and the first of its channels."""
+
+    page: Int32
+    slot: Int32
+    kept: Boolean
+    channel: Int32
 
 
 @cute.jit
@@ -53,13 +51,14 @@ def pack(sizes: cutlass.Constexpr, out: tuple, page: tuple, slot: Int32, kept: B
         place = (Int32(0), Int32(0))
         if kept:
             place = divide(slot, page)
+        to = Target(*place, kept, channel)
         bits = codes.largest([x.bitcast(Int32) for x in values], False)
         if cutlass.const_expr(form == "kv"):
-            pack_kv(sizes, out, page, place, kept, channel, values, codes.over_lanes(bits, KV_LANES))
+            pack_kv(sizes, out, page, to, values, codes.over_lanes(bits, KV_LANES))
         elif cutlass.const_expr(form == "fp8"):
-            pack_fp8(sizes, out, page, place, kept, channel, values, codes.over_lanes(bits, LANES))
+            pack_fp8(sizes, out, page, to, values, codes.over_lanes(bits, LANES))
         else:
-            pack_fp4(sizes, out, page, place, kept, channel, values, codes.over_lanes(bits, FP4_LANES))
+            pack_fp4(sizes, out, page, to, values, codes.over_lanes(bits, FP4_LANES))
 
 
 @cute.jit
@@ -74,78 +73,52 @@ def words(values: list, element: cutlass.Constexpr):
 
 
 @cute.jit
-def store_scale(sizes: cutlass.Constexpr, mBytes: cute.Tensor, page: tuple, place: tuple, group: Int32, byte: Int32):
+def store_scale(sizes: cutlass.Constexpr, mBytes: cute.Tensor, page: tuple, to: Target, group: Int32, byte: Int32):
     """Scale byte ``group`` of an entry."""
-    at = page[0] * sizes.layout.data_bytes + place[1] * sizes.layout.scale_bytes + group
-    mBytes[place[0], at] = cutlass.Uint8(byte)
+    mBytes[to.page, sizes.layout.scale_offset(page[0], to.slot, group)] = cutlass.Uint8(byte)
 
 
 @cute.jit
-def pack_kv(
-    sizes: cutlass.Constexpr,
-    out: tuple,
-    page: tuple,
-    place: tuple,
-    kept: Boolean,
-    channel: Int32,
-    values: list,
-    amax: Int32,
-):
+def pack_kv(sizes: cutlass.Constexpr, out: tuple, page: tuple, to: Target, values: list, amax: Int32):
     """448 E4M3, 64 bf16, 7 scales and a zero."""
     recipe = RECIPES["kv"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
-    nope = channel < kv_entry.NOPE
-    if kept:
-        line, row = out[0][place[0], None], place[1] * (sizes.layout.data_bytes // CHANNELS)
+    nope = to.channel < kv_entry.NOPE
+    if to.kept:
+        line, row = out[0][to.page, None], to.slot * (sizes.layout.data_bytes // CHANNELS)
         if nope:
-            store_words(line, row + channel // CHANNELS, [codes.e4m3(values, codes.inverse_power(byte))])
+            store_words(line, row + to.channel // CHANNELS, [codes.e4m3(values, codes.inverse_power(byte))])
         else:
-            pair = (row + kv_entry.NOPE // CHANNELS) // 2 + (channel - kv_entry.NOPE) // CHANNELS
+            pair = (row + kv_entry.NOPE // CHANNELS) // 2 + (to.channel - kv_entry.NOPE) // CHANNELS
             store_words(line, pair, words(values, BFloat16))
-        if channel % (KV_LANES * CHANNELS) == 0:
+        if to.channel % (KV_LANES * CHANNELS) == 0:
             byte = Int32(cutlass.select_(nope, byte, Int32(0)))
-            store_scale(sizes, out[1], page, place, channel // (KV_LANES * CHANNELS), byte)
+            store_scale(sizes, out[1], page, to, to.channel // (KV_LANES * CHANNELS), byte)
 
 
 @cute.jit
-def pack_fp8(
-    sizes: cutlass.Constexpr,
-    out: tuple,
-    page: tuple,
-    place: tuple,
-    kept: Boolean,
-    channel: Int32,
-    values: list,
-    amax: Int32,
-):
+def pack_fp8(sizes: cutlass.Constexpr, out: tuple, page: tuple, to: Target, values: list, amax: Int32):
     """128 E4M3 and an fp32 scale."""
     recipe = RECIPES["kv"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
-    if kept:
-        line = out[0][place[0], None]
-        store_words(line, (place[1] * sizes.dim + channel) // CHANNELS, [codes.e4m3(values, codes.inverse_power(byte))])
-        if channel == 0:
-            line[page[0] * (sizes.dim // CHANNELS) + place[1]] = codes.power(byte).bitcast(Int32)
+    if to.kept:
+        line = out[0][to.page, None]
+        store_words(
+            line, (to.slot * sizes.dim + to.channel) // CHANNELS, [codes.e4m3(values, codes.inverse_power(byte))]
+        )
+        if to.channel == 0:
+            line[page[0] * (sizes.dim // CHANNELS) + to.slot] = codes.power(byte).bitcast(Int32)
 
 
 @cute.jit
-def pack_fp4(
-    sizes: cutlass.Constexpr,
-    out: tuple,
-    page: tuple,
-    place: tuple,
-    kept: Boolean,
-    channel: Int32,
-    values: list,
-    amax: Int32,
-):
+def pack_fp4(sizes: cutlass.Constexpr, out: tuple, page: tuple, to: Target, values: list, amax: Int32):
     """128 E2M1 and 4 scales; an even lane stores its neighbour's too."""
     recipe = RECIPES["mxfp4"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
     both = [*values, *(cute.arch.shuffle_sync_bfly(x, 1) for x in values)]
     word = codes.e2m1_of_power(both, byte, sizes.fp4_conversion)
-    if kept and channel % codes.PIECE == 0:
-        line = out[0][place[0], None]
-        store_words(line, (place[1] * sizes.dim + channel) // codes.PIECE, [word])
-        if channel % (FP4_LANES * CHANNELS) == 0:
-            store_scale(sizes, out[1], page, place, channel // (FP4_LANES * CHANNELS), byte)
+    if to.kept and to.channel % codes.PIECE == 0:
+        line = out[0][to.page, None]
+        store_words(line, (to.slot * sizes.dim + to.channel) // codes.PIECE, [word])
+        if to.channel % (FP4_LANES * CHANNELS) == 0:
+            store_scale(sizes, out[1], page, to, to.channel // (FP4_LANES * CHANNELS), byte)

@@ -47,10 +47,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, memory
 
+from dsv4lib.kernels.common import hadamard
 from dsv4lib.kernels.common.requests import fetch_request, find_request
 from dsv4lib.kernels.compressor.access import MINUS_INF, ZERO, load4, store4
 from dsv4lib.kernels.compressor.config import CHANNELS, LANES, ROPE, Sizes
-from dsv4lib.kernels.compressor.pack import hadamard, pack
+from dsv4lib.kernels.compressor.pack import pack
 
 LOG2E = 1.4426950408889634
 FLOAT_BYTES = 4
@@ -339,7 +340,7 @@ class Compressor(Sizes):
         ]
         if tidx % self.team < self.finishers:
             if cutlass.const_expr(self.rotate):
-                values = hadamard(values, self.dim)
+                values = hadamard.rotate(values, cute.arch.lane_idx(), self.dim)
             entries = out[0].shape[0] * (1 if self.layout is None else page[0])
             kept = slot >= 0 and slot < entries and tidx % self.team < self.quads
             pack(self, out, page, slot, kept, channel, values)

@@ -75,6 +75,22 @@ class KvGather:
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"KvGather({self.at_once})"
 
+    def entry_of(self, index: Int32, entries: Int32) -> Int32:
+        """``index`` if it is one of so many entries, otherwise a negative number."""
+        return Int32(cutlass.select_(index < entries, index, Int32(-1)))
+
+    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
+        """(page, slot) of an entry of a pool of so many pages."""
+        return divide(index, page)
+
+    def scale_at(self, piece: Int32) -> Int32:
+        """Which scale byte of the entry is that of a piece."""
+        return piece // (GROUP // PIECE)
+
+    def value_of(self, byte: Int32) -> Float32:
+        """What a scale byte stands for."""
+        return scale_of(byte)
+
     @cute.jit
     def __call__(
         self,
@@ -111,8 +127,7 @@ class KvGather:
             rIndex[i] = Int32(-1)
             if first + SIDE * i < mIndex.shape[0]:
                 rIndex[i] = mIndex[first + SIDE * i]
-            if rIndex[i] >= entries:
-                rIndex[i] = Int32(-1)
+            rIndex[i] = self.entry_of(rIndex[i], entries)
         rRaw = cute.make_rmem_tensor((4, self.at_once), Int32)
         rScale = cute.make_rmem_tensor(self.at_once, Int32)
         rRaw.fill(0)
@@ -122,7 +137,7 @@ class KvGather:
         for i in cutlass.range_constexpr(self.at_once):
             words = [rRaw[j, i] for j in range(4)]
             if piece < NOPE_PIECES:
-                words = list(to_bf16(words[0], words[1], scale_of(rScale[i])))
+                words = list(to_bf16(words[0], words[1], self.value_of(rScale[i])))
             if first + SIDE * i < mIndex.shape[0]:
                 store_words(mOut[first + SIDE * i, None], piece, words)
 
@@ -140,13 +155,12 @@ class KvGather:
     ):
         """Start the loads of a piece; zeros where there is no entry."""
         if index >= 0:
-            where, slot = divide(index, page)
+            where, slot = self.place_of(index, page, mWords.shape[0])
             line = mWords[where, None]
             if piece < NOPE_PIECES:
                 codes = cute.local_tile(rRaw, (2,), (0,))
                 cute.autovec_copy(cute.local_tile(line, (2,), (slot * (WORDS // 2) + piece,)), codes)
-                group = piece // (GROUP // PIECE)
-                rScale[i] = Int32(mBytes[where, page[0] * LAYOUT.data_bytes + slot * LAYOUT.scale_bytes + group])
+                rScale[i] = Int32(mBytes[where, LAYOUT.scale_offset(page[0], slot, self.scale_at(piece))])
             else:
                 place = slot * (WORDS // 4) + NOPE // 16 + piece - NOPE_PIECES
                 cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rRaw)

@@ -353,3 +353,26 @@ def global_scale(amax: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
         "selp.f32 {$w0}, 0f7FC00000, q, bad;",
     ]
     return _ptx(lines, [amax], [Float32], loc, ip)
+
+
+@cute.jit
+def encoded(
+    recipe: cutlass.Constexpr, x: list, amax: Int32, g: Any, factors: Any, convert: cutlass.Constexpr
+) -> tuple[Int32, list]:
+    """(scale byte of a block, words of codes of 8 of its values).
+
+    Args:
+        recipe: `config.Recipe`. x: 8 Float32. amax: bits of the block's largest magnitude.
+        g, factors: the global scale and `scale_factors` of it, where the recipe has one, else None.
+        convert: as in `e2m1_of_power`.
+    """
+    if cutlass.const_expr(recipe.scale == "e4m3"):
+        byte, scale = e4m3_scale(amax, factors)
+        words = [e2m1_of_quotient(x, byte, scale, g, convert)]
+    else:
+        byte = ue8m0(amax, recipe.divisor, recipe.floor)
+        if cutlass.const_expr(recipe.bits == 8):
+            words = list(e4m3(x, inverse_power(byte)))
+        else:
+            words = [e2m1_of_power(x, byte, convert)]
+    return byte, words

@@ -10,9 +10,8 @@
 The bits are those of `formats.kv_entry` and `.indexer_key`; a NaN or Inf spoils what shares its scale. rope dims keep
 their bits, a NaN its payload.
 
-**Hadamard** (indexer): x H / sqrt(128) with H in natural order, in fp32: strides 1, 2, 4 inside a lane, 8 to 64 by
-exchange with lanes 1, 2, 4 and 8 away; x + y in the lower, x - y in the upper. The order of sums is that of
-`formats.hadamard`, so are the bits; then the product with fp32(128^-0.5), then one rounding to the type of x.
+**Hadamard** (indexer): `common.hadamard` in fp32, strides 1, 2, 4 inside a lane, 8 to 64 by exchange with lanes 1, 2, 4
+and 8 away; then one rounding to the type of x.
 
 **Threads.** A piece is 8 elements, one load of 16 bytes (two of fp32). A KV entry is 64 lanes, a scale 8 of them (3
 shuffles); an indexer key is 16 lanes, a scale 4, 4 x 8 shuffles for the rotation. Stores are 8 (nope), 16 (rope) or 4
@@ -35,6 +34,7 @@ from cutlass import Float32, Int32, Uint32
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.paged import PageLayout
+from dsv4lib.kernels.common import hadamard
 from dsv4lib.kernels.quantize import codes
 from dsv4lib.kernels.quantize.codes import PIECE
 from dsv4lib.kernels.quantize.config import DTYPES, RECIPES, Recipe
@@ -115,17 +115,20 @@ class Entries:
             cute.autovec_copy(cute.local_tile(mX[row, None], (PIECE,), (number % self.row_pieces,)), rPiece)
         return index
 
+    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
+        """(page, slot) of an entry of a pool of so many pages."""
+        return divide(index, page)
+
     @cute.jit
     def store_scale(self, mBytes: cute.Tensor, page: tuple, index: Int32, group: Int32, byte: Int32):
         """Store scale ``group`` of an entry."""
-        where, slot = divide(index, page)
-        place = page[0] * self.layout.data_bytes + slot * self.layout.scale_bytes + group
-        mBytes[where, place] = cutlass.Uint8(byte)
+        where, slot = self.place_of(index, page, mBytes.shape[0])
+        mBytes[where, self.layout.scale_offset(page[0], slot, group)] = cutlass.Uint8(byte)
 
     @cute.jit
     def store_data(self, mWords: cute.Tensor, page: tuple, index: Int32, byte: Int32, words: list):
         """Store words ``byte`` bytes behind the start of an entry; ``byte`` is a multiple of what is stored."""
-        where, slot = divide(index, page)
+        where, slot = self.place_of(index, page, mWords.shape[0])
         size = 4 * len(words)
         store_words(mWords[where, None], slot * (self.layout.data_bytes // size) + byte // size, words)
 
@@ -138,26 +141,39 @@ class KvEntries(Entries):
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"KvEntries({self.dtype})"
 
+    def scale_byte(self, amax: Int32) -> Int32:
+        """The scale of a group whose largest magnitude has these bits."""
+        return codes.ue8m0(amax, self.format.divisor, self.format.floor)
+
+    def scale_at(self, piece: Int32) -> Int32:
+        """Which scale byte of the entry is that of a piece."""
+        return piece // self.lanes
+
+    @cute.jit
+    def rope_words(self, rPiece: cute.Tensor):
+        """A piece of rope dims as bf16."""
+        rRope = cute.make_rmem_tensor(PIECE, cutlass.BFloat16)
+        rRope.store(rPiece.load().to(cutlass.BFloat16))
+        return words_of(rRope)
+
     @cute.jit
     def convert(
         self, mWords: cute.Tensor, mBytes: cute.Tensor, page: tuple, index: Int32, piece: Int32, rPiece: cute.Tensor
     ):
         """One piece: E4M3 codes, or rope dims as they are; lane 0 of 8 stores the scale, 0 behind the last."""
         amax = codes.over_lanes(codes.largest(words_of(rPiece), self.dtype == "bf16"), self.lanes)
-        byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
+        byte = self.scale_byte(amax)
         nope = piece < kv_entry.NOPE // PIECE
         if index >= 0:
             if nope:
                 words = list(codes.e4m3(values_of(rPiece), codes.inverse_power(byte)))
                 self.store_data(mWords, page, index, piece * PIECE, words)
             else:
-                rRope = cute.make_rmem_tensor(PIECE, cutlass.BFloat16)
-                rRope.store(rPiece.load().to(cutlass.BFloat16))
                 first = kv_entry.NOPE + 2 * (piece * PIECE - kv_entry.NOPE)
-                self.store_data(mWords, page, index, first, words_of(rRope))
+                self.store_data(mWords, page, index, first, self.rope_words(rPiece))
             if piece % self.lanes == 0:
                 byte = Int32(cutlass.select_(nope, byte, Int32(0)))
-                self.store_scale(mBytes, page, index, piece // self.lanes, byte)
+                self.store_scale(mBytes, page, index, self.scale_at(piece), byte)
 
 
 class IndexerKeys(Entries):
@@ -183,7 +199,10 @@ class IndexerKeys(Entries):
     ):
         """One piece: rotated with its 15 neighbours, then MXFP4."""
         if cutlass.const_expr(self.rotate):
-            self.hadamard(rPiece, piece)
+            rX = cute.make_rmem_tensor(PIECE, Float32)
+            for i, x in enumerate(hadamard.rotate(values_of(rPiece), piece, self.dim)):
+                rX[i] = x
+            rPiece.store(rX.load().to(self.element))
         amax = codes.over_lanes(codes.largest(words_of(rPiece), self.dtype == "bf16"), self.lanes)
         byte = codes.ue8m0(amax, self.format.divisor, self.format.floor)
         word = codes.e2m1_of_power(values_of(rPiece), byte, self.fp4_conversion)
@@ -191,19 +210,3 @@ class IndexerKeys(Entries):
             self.store_data(mWords, page, index, piece * (PIECE // 2), [word])
             if piece % self.lanes == 0:
                 self.store_scale(mBytes, page, index, piece // self.lanes, byte)
-
-    @cute.jit
-    def hadamard(self, rPiece: cute.Tensor, piece: Int32):
-        """Rotate 128 elements in 16 lanes, in the order of `formats.hadamard.transform`."""
-        x = values_of(rPiece)
-        for stride in (1, 2, 4):
-            x = [
-                x[i - stride] - x[i] if i & stride else x[i] + x[i + stride] for i in range(PIECE)
-            ]  # this lane has both of a pair
-        for lanes in (1, 2, 4, 8):
-            sign = Float32(cutlass.select_(piece & lanes == 0, Float32(1.0), Float32(-1.0)))
-            x = [own * sign + cute.arch.shuffle_sync_bfly(own, lanes) for own in x]
-        rX = cute.make_rmem_tensor(PIECE, Float32)
-        for i in cutlass.range_constexpr(PIECE):
-            rX[i] = x[i] * Float32(self.dim**-0.5)
-        rPiece.store(rX.load().to(self.element))

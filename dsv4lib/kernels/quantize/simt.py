@@ -107,22 +107,6 @@ def store_words(mRow: cute.Tensor, place: Int32, words: list):
     cute.autovec_copy(rWords, cute.local_tile(mRow, (len(words),), (place,)))
 
 
-def piece_of(kernel: Any, x: list, amax: Int32, g: Any, factors: Any) -> tuple[Int32, list]:
-    """(byte of its block's scale, words of its codes) of a piece in a kernel's recipe.
-
-    Args:
-        kernel: has recipe, format and fp4_conversion. x: from `values_of`. amax: bits, of the block.
-        g, factors: the global scale and `codes.scale_factors` of it; None without one.
-    """
-    if kernel.recipe == "nvfp4":
-        byte, scale = codes.e4m3_scale(amax, factors)
-        return byte, [codes.e2m1_of_quotient(x, byte, scale, g, kernel.fp4_conversion)]
-    byte = codes.ue8m0(amax, kernel.format.divisor, kernel.format.floor)
-    if kernel.format.bits == 8:
-        return byte, list(codes.e4m3(x, codes.inverse_power(byte)))
-    return byte, [codes.e2m1_of_power(x, byte, kernel.fp4_conversion)]
-
-
 class Quantize:
     """Quantise rows; see the module docstring.
 
@@ -309,7 +293,7 @@ class Quantize:
         row, piece = divide(number, counts[2:])
         amax = codes.largest(words_of(rPiece), self.dtype == "bf16")
         amax = codes.over_lanes(amax, self.lanes)
-        byte, words = piece_of(self, values_of(rPiece), amax, g, factors)
+        byte, words = codes.encoded(self.format, values_of(rPiece), amax, g, factors, self.fp4_conversion)
         half = i % self.halves
         if row < mCodes.shape[1] and piece < counts[1]:
             store_words(mCodes[half, row, None], piece, words)
@@ -324,8 +308,6 @@ class Quantize:
         """Store the scale of a block where it belongs."""
         if cutlass.const_expr(self.swizzled):
             across = row_pieces // (self.lanes * scale_swizzle.COLS)
-            image = row // scale_swizzle.ROWS * across + block // scale_swizzle.COLS
-            inside = row % 32 * 16 + row % scale_swizzle.ROWS // 32 * 4 + block % scale_swizzle.COLS
-            mScales[half, image * scale_swizzle.BLOCK_BYTES + inside] = cutlass.Uint8(byte)
+            mScales[half, scale_swizzle.offset_of(row, block, across)] = cutlass.Uint8(byte)
         else:
             mScales[half, row, block] = cutlass.Uint8(byte)
