@@ -122,10 +122,10 @@ def test_first_site_and_head(form):
     settings = FORMS[form]
     given = case(19, 128)
     check(run(given, 16, 2, post=False, **settings), given, post=False)
-    given = case(19, 128, head=True)
-    check(run(given, 16, 1, post=False, head=True, **settings), given, post=False, head=True)
-    check(run(given, 7, 2, head=True, keep=False, **settings), given, head=True)
-    check(run(given, 3, 1, head=True, **settings), given, head=True)
+    given, settings = case(19, 256, head=True), {**settings, "d": 256, "cluster": 8, "head": True}
+    check(run(given, 16, 1, post=False, **settings), given, post=False, head=True)
+    check(run(given, 7, 2, keep=False, **settings), given, head=True)
+    check(run(given, 3, 1, **settings), given, head=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -168,7 +168,8 @@ def test_streams_that_cancel():
     check(run(given, 6, 1, post=False, gram=True), given, post=False)
     streams[:, 3] = -streams[:, 0]
     y = run(given, 6, 1, post=False, gram=True)[1]
-    assert bool((y == 0).all())
+    noise = 2.0**-22 * streams.float().abs().sum(1) * weight.abs()  # of x, in fp32; its norm is at least sqrt(eps)
+    assert bool((y.float().abs() <= noise * EPS**-0.5).all())
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -31,6 +31,9 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
     launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
 
+`gram` and `groups` choose other forms of the second half of a tile: one exchange instead of two, and two groups of
+worker warps on alternate tiles (module `gram`).
+
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
@@ -245,8 +248,8 @@ class Mhc(Gram):
                 sAll, sMine = sSent[buffer, None, None, None], sOwned[buffer, None, None, None]
                 self.exchange_all(sSums, sAll, sMine, sums + buffer, rank, rows, tidx)
                 scale, base = mScale[0], mBase[four]
-                self.wait_sums(sums, tile)
                 cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
+                self.wait_sums(sums, tile)
                 self.mix_scaled(mY, rZ, rWeight, sAll, (scale, base), eps, (begin, rows, tokens), column)
                 self.arrive_free(free + buffer, begin, step // self.groups, tokens)
                 if cutlass.const_expr(self.groups == 2):  # the other group has loads on their way while this one waits
