@@ -159,11 +159,14 @@ PLAIN, GRAM, GROUPS = Form(), Form(True), Form(True, 2)
 def form_of(tokens: int, d: int) -> Form:
     """The form that a call of so many tokens uses: the only place that chooses.
 
-    `PLAIN` is the one that was timed on a GPU. By their instructions and waits the others should win: `GRAM`, with
-    one exchange instead of two, for few tokens and wherever `GROUPS` does not fit; `GROUPS`, with a second tile at
-    work while one waits, from about 128 tokens. ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours`` times
-    them side by side ("ours, gram", "ours, gram, 2 groups"). y of the last two has the same bits, and not those of
-    the first: a change here is one of results, by less than a rounding of x.
+    `PLAIN` is the one that was timed on a GPU; the others were not. A tile of 16 tokens costs them 5 % (`GRAM`) and 7 %
+    (`GROUPS`) more PTX instructions in the emulator, and one wait for the cluster and one barrier of the workers
+    instead of two. So `GRAM` is expected to pay where waits count, with few tokens and where `GROUPS` does not fit
+    (Pro), and `GROUPS`, which has a second tile at work while one waits, from about 128 tokens.
+
+    ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times them side by side ("ours",
+    "ours, gram", "ours, gram, 2 groups"). y of the last two has the same bits, but not those of the first: to choose
+    another form changes y by about what the rounding of x does.
     """
     return PLAIN
 
