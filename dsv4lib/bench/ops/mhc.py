@@ -1,6 +1,6 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stand the forms of the kernel that the op does not choose (`ops.mhc.form_of`): "ours, gram" and so on.
+Beside "ours" stand the forms of the kernel that the op does not choose: "ours, gram" and so on (`kernels.mhc.forms`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from dsv4lib.bench.ops.case import Given, Row, Way
 from dsv4lib.bench.ops.peers import mhc as peers
 from dsv4lib.bench.ops.ways import Outputs, compiled, in_place
+from dsv4lib.kernels.mhc.forms import Form, form_of, forms
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 
@@ -107,16 +108,17 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), ITERS, EPS, EPS, backend)
 
 
-def _in_form(form: Any) -> Callable[[Given, Outputs], None]:
-    from dsv4lib.ops.mhc import run
+def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
+    def write(given: Given, out: Outputs) -> None:
+        from dsv4lib.ops.mhc import run
 
-    return lambda given, out: run(call_of(given, out), form)
+        run(call_of(given, out), form)
+
+    return write
 
 
 def _forms(tokens: int, d: int) -> tuple[Way, ...]:
     """Ours in the forms that fit and that the op does not choose for this many tokens."""
-    from dsv4lib.ops.mhc import form_of, forms
-
     others = [form for form in forms(d) if form != form_of(tokens, d)]
     return tuple(in_place(f"ours, {form}", _outputs, _in_form(form)) for form in others)
 
