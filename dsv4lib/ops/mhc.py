@@ -22,6 +22,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
+from dsv4lib.kernels.mhc.forms import PLAIN, Form, cluster_of, form_of
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.ops import launching
 
@@ -146,21 +147,23 @@ class Plan(NamedTuple):
     """How a call is shared out.
 
     Attributes:
-        cluster: CTAs that share a token. rows: tokens that a cluster takes at once. clusters: of the launch.
+        cluster: CTAs that share a token. rows: tokens that a group of a cluster takes at once. clusters: of the
+            launch. form: of the kernel.
     """
 
     cluster: int
     rows: int
     clusters: int
+    form: Form = PLAIN
 
 
-def plan(tokens: int, d: int, sm_count: int = SM_COUNT) -> Plan:
-    """Largest clusters (a CTA then fetches and keeps least of fn), as few tokens at once as fill the GPU."""
-    cluster = next(size for size in (16, 8, 4) if d % (UNIT * size) == 0)
+def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
+    """The largest clusters, as few tokens at once as fill the GPU; ``form``: None: `form_of`."""
+    form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
     most = max(1, sm_count // GPC * (GPC // cluster))
-    few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
+    few = most * form.groups if tokens > FEW * FEW_ROWS else min(FEW, most)
     rows = min(TILE, -(-tokens // few))
-    return Plan(cluster, rows, min(most, -(-tokens // rows)))
+    return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
 
 
 def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -208,7 +211,7 @@ class Call(NamedTuple):
         if self.streams.dim() != 3 or shape[1] != N or shape[2] == 0 or shape[2] % least:
             raise ArgumentError("streams.shape", shape, f"[T, {N}, d] with d a multiple of {least}")
         t, _, d = shape
-        cluster = plan(1, d).cluster
+        cluster = cluster_of(d)
         if d > UNIT * cluster * MAX_WARPS:
             raise ArgumentError(
                 "streams.shape", shape, f"d at most {UNIT * cluster * MAX_WARPS}, {cluster} CTAs a token"
@@ -254,13 +257,18 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.mhc_site` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
+    run(call)
+
+
+def run(call: Call, form: Form | None = None) -> None:
+    """Choose the back end and queue a checked call; ``form``: None: `form_of`."""
     name = launching.resolve(call.backend, "streams", call.streams)
     if call.streams.shape[0] == 0:
         return
     if name == "reference":
         return _reference(call)
     sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
-    chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count)
+    chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
     launch(call, name, chosen)
 
 
@@ -273,6 +281,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "head": call.head,
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
+        **chosen.form._asdict(),
     }
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new

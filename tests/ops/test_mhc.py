@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.bench.ops import mhc as bench
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, mhc_pre, plan
+from dsv4lib.kernels.mhc.forms import GRAM, GROUPS, PLAIN, form_of, forms
+from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, mhc_pre, plan, run
 
 GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
 SITE = Site(*(GIVEN[name] for name in ("fn", "scale", "base", "weight")))
@@ -32,6 +33,28 @@ def test_back_ends_agree():
     bench.check(GIVEN, dict(zip(names, calls[0]("emulator"), strict=True)))
 
 
+def test_forms_agree():
+    """Streams to the bit, post and comb to fp32, y to a rounding; all right by the bench's check."""
+    names, found = ("streams", "y", "post", "comb"), {}
+    for form in forms(128):
+        out = {name: torch.full_like(GIVEN["f" if name == "y" else name], float("nan")) for name in names}
+        run(bench.call_of(GIVEN, out, "emulator"), form)
+        bench.check(GIVEN, out)
+        found[form] = out
+    assert list(found) == [PLAIN, GRAM, GROUPS]
+    for name in names:
+        same([found[GRAM][name]], [found[PLAIN][name]])
+        assert torch.equal(found[GRAM][name], found[GROUPS][name])
+    assert torch.equal(found[GRAM]["streams"], found[PLAIN]["streams"])
+
+
+def test_forms_that_fit():
+    assert forms(4096) == [PLAIN, GRAM, GROUPS] and forms(7168) == [PLAIN, GRAM]
+    assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168))
+    assert [row.ways[1].name for row in bench.rows()] == ["ours, gram"] * 10
+    assert sum(row.ways[2].name == "ours, gram, 2 groups" for row in bench.rows()) == 5
+
+
 def test_outputs_of_the_caller_and_no_tokens():
     out = torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16()
     y = mhc_head(STREAMS, HEAD, **BEFORE, out=out, backend="reference")
@@ -43,8 +66,11 @@ def test_outputs_of_the_caller_and_no_tokens():
 def test_plans_share_a_call_out():
     for tokens in (1, 3, 8, 129, 4096):
         for d in (4096, 7168, 128):
-            cluster, rows, clusters = plan(tokens, d)
-            assert d % cluster == 0 and 1 <= rows <= 16 and 1 <= clusters <= -(-tokens // rows)
+            for form in forms(d):
+                cluster, rows, clusters, chosen = plan(tokens, d, form=form)
+                assert chosen == form and d % cluster == 0
+                assert 1 <= rows <= 16 and 1 <= clusters <= -(-tokens // rows)
+    assert plan(129, 4096).form == form_of(129, 4096)
 
 
 def test_schemas_and_fakes():

@@ -1,16 +1,21 @@
-"""Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`)."""
+"""Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
+
+Beside "ours" stand the forms of the kernel that the op does not choose: "ours, gram" and so on (`kernels.mhc.forms`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
-from dsv4lib.bench.ops.case import Given, Row
+from dsv4lib.bench.ops.case import Given, Row, Way
 from dsv4lib.bench.ops.peers import mhc as peers
 from dsv4lib.bench.ops.ways import Outputs, compiled, in_place
+from dsv4lib.kernels.mhc.forms import Form, form_of, forms
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 
@@ -95,6 +100,29 @@ def _ours(given: Given, out: Outputs) -> None:
     )
 
 
+def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
+    """The op's own call of a row, for a form of the kernel that the op would not choose."""
+    from dsv4lib.ops.mhc import Call
+
+    inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
+    return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), ITERS, EPS, EPS, backend)
+
+
+def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
+    def write(given: Given, out: Outputs) -> None:
+        from dsv4lib.ops.mhc import run
+
+        run(call_of(given, out), form)
+
+    return write
+
+
+def _forms(tokens: int, d: int) -> tuple[Way, ...]:
+    """Ours in the forms that fit and that the op does not choose for this many tokens."""
+    others = [form for form in forms(d) if form != form_of(tokens, d)]
+    return tuple(in_place(f"ours, {form}", _outputs, _in_form(form)) for form in others)
+
+
 def _plain(streams, f, post, comb, fn, scale, base, weight) -> Outputs:
     """The reference's lines in fp32, with the model's roundings."""
     new = oracle.post(f.float(), streams.float(), post, comb).bfloat16()
@@ -111,7 +139,7 @@ def _goal(tokens: int) -> float | None:
 def rows() -> list[Row]:
     """Flash and Pro, decode and 4096 tokens."""
     names = ("streams", "f", "post", "comb", "fn", "scale", "base", "weight")
-    ways = (in_place("ours", _outputs, _ours), compiled(_plain, *names), *peers.ways())
+    ours, others = in_place("ours", _outputs, _ours), (compiled(_plain, *names), *peers.ways())
     return [
         Row(
             op="mhc",
@@ -120,7 +148,7 @@ def rows() -> list[Row]:
             flops=tokens * 2 * d * (N * WIDTH + N * (N + 1) + N),
             given=partial(make, tokens, d),
             check=check,
-            ways=ways,
+            ways=(ours, *_forms(tokens, d), *others),
             goal=_goal(tokens) if model == "Flash" or tokens == 4096 else None,
         )
         for model, d in MODELS

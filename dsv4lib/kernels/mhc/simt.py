@@ -31,6 +31,9 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
     launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
 
+`gram` and `groups` choose other forms of the second half of a tile: one exchange instead of two, and two groups of
+worker warps on alternate tiles (module `gram`).
+
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
@@ -45,14 +48,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
-from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, OWNED, PARTS, ROWS_N, TILE, UNIT, N
+from dsv4lib.kernels.mhc.coefficients import sigmoid
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, FOURS, OWNED, PARTS, ROWS_N, TILE, UNIT, N
+from dsv4lib.kernels.mhc.gram import TRACE, WORDS, Gram
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
 
-WORDS = COLUMNS // 2
 
-
-class Mhc(Coefficients):
+class Mhc(Gram):
     """A site boundary; see the module docstring. Settings: `config.Config`."""
 
     @cute.jit
@@ -102,9 +104,10 @@ class Mhc(Coefficients):
             squares: cute.struct.Align[cute.struct.MemRange[Float32, self.square_floats], 16]
             owned: cute.struct.Align[cute.struct.MemRange[Float32, self.owned_floats], 16]
             mixed: cute.struct.Align[cute.struct.MemRange[Float32, self.mixed_floats], 16]
-            mine: cute.struct.Align[cute.struct.MemRange[Float32, self.warps * TILE], 16]
+            mine: cute.struct.Align[cute.struct.MemRange[Float32, self.mine_floats], 16]
+            all: cute.struct.Align[cute.struct.MemRange[Float32, self.all_floats], 16]
             coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
-            barriers: cute.struct.MemRange[Int64, 5]
+            barriers: cute.struct.MemRange[Int64, 8]
 
         self.storage = Storage
         before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
@@ -137,26 +140,21 @@ class Mhc(Coefficients):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
+        shape, pitch = (self.groups * self.warps, TILE, self.sum_pitch), self.sum_pitch
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
-        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
-        shape, pitch = (2, TILE, self.cluster), self.square_pitch
-        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
         shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
         sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
-        shape = (2, self.cluster, TILE)
-        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * TILE, TILE, 1)))
-        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, TILE), stride=(TILE, 1)))
         shape = (2, TILE, COEFFICIENTS)
         sCoefficients = storage.coefficients.get_tensor(
             cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
         )
-        barriers = tuple(storage.barriers.data_ptr() + k for k in range(5))
+        sSquares, sSent = self.exchanged(storage)
+        fn, sums, squares, ready, free = (storage.barriers.data_ptr() + k for k in (0, 1, 3, 4, 6))  # two of most
         if tidx == 0:
-            for k in cutlass.range_constexpr(4):
-                cute.arch.mbarrier_init(barriers[k], 1)
-            cute.arch.mbarrier_init(barriers[4], self.cluster)
+            for k in cutlass.range_constexpr(6):
+                cute.arch.mbarrier_init(fn + k, 1)
+            for k in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(free + k, self.cluster * (self.warps + 1 if self.gram else 1))
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
@@ -164,16 +162,39 @@ class Mhc(Coefficients):
         mNew, mY, mPostNew, mCombNew = after
         place = rank, first * rows, step * rows, rows, mX.shape[0]
         eps = hc_eps, rms_eps
-        fn, sums, squares, ready, free = barriers
-        if warp == self.warps:
+        barriers = fn, sums, squares, ready, free
+        if warp == self.groups * self.warps:
             self.fetch_fn(mFn, rank, sFn, fn)
             cute.arch.griddepcontrol_wait()
             cute.arch.cluster_wait()
             small = sSquares, sOwned, sCoefficients
-            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready), place, eps)
+            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready, free), place, eps)
         else:
-            small = sFn, sSums, (sPre, sSquares, sOwned), sMixed, sMine, sCoefficients
+            small = sFn, sSums, sSent, sOwned, sCoefficients
             self.work((mX, mF), (mScale, mBase, mWeight), (mNew, mY), small, barriers, place, eps)
+
+    @cute.jit
+    def exchanged(self, storage: Any) -> tuple:
+        """What CTAs send each other: (squares or their sums [buffer, token, CTA], tensors that `work` needs)."""
+        if cutlass.const_expr(self.gram):
+            sAll = self.all_sums(storage)
+            shape, pitch = (self.depth, TILE, self.cluster), self.all_pitch
+            layout = cute.make_layout(shape, stride=(TILE * pitch, pitch, 4 * FOURS))
+            return cute.make_tensor(sAll.iterator + TRACE, layout), sAll
+        shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
+        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
+        shape, pitch = (2, TILE, self.cluster), self.square_pitch
+        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
+        shape = (2, self.cluster, TILE)
+        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * TILE, TILE, 1)))
+        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, TILE), stride=(TILE, 1)))
+        return sSquares, (sPre, sSquares, sMixed, sMine)
+
+    @cute.jit
+    def all_sums(self, storage: Any) -> cute.Tensor:
+        """With `gram`: what every CTA gets, [buffer, token, CTA, 16]."""
+        shape, pitch = (self.depth, TILE, self.cluster, 4 * FOURS), self.all_pitch
+        return storage.all.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 4 * FOURS, 1)))
 
     @cute.jit
     def work(
@@ -181,11 +202,16 @@ class Mhc(Coefficients):
     ):
         """Role of the other warps: tile after tile, all but post and comb."""
         (mX, mF), (mScale, mBase, mWeight), (mNew, mY) = given, parameters, out
-        sFn, sSums, sArriving, sMixed, sMine, sCoefficients = small
+        sFn, sSums, sSent, sOwned, sCoefficients = small
         fn, sums, squares, ready, free = barriers
         rank, first, step, rows, tokens = place
         tidx, _, _ = cute.arch.thread_idx()
-        warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
+        warp, four, group = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4, Int32(0)
+        if cutlass.const_expr(self.groups == 2):
+            group = cutlass.select_(warp < self.warps, Int32(0), Int32(1))
+            first, step = first + group * step, 2 * step
+            tidx, warp = tidx - group * self.workers, warp - group * self.warps
+            sSums = cute.domain_offset((group * self.warps, 0, 0), sSums)
         column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
         rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
         rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
@@ -199,37 +225,62 @@ class Mhc(Coefficients):
         cute.arch.griddepcontrol_wait()
         self.fetch(mX, mF, first, rows, tokens, column, rX, rF)
         cute.arch.cluster_wait()
-        buffer = Int32(0)
-        for begin in cutlass.range(first, tokens, step, unroll=1):
-            cute.arch.mbarrier_wait(ready, buffer)
-            self.write_back(rX, rF, sCoefficients[buffer, None, None], rows, rZ)
+        tile, begin = group, first
+        while begin < tokens:
+            if cutlass.const_expr(self.gram):
+                cute.arch.mbarrier_wait(ready + (tile & 1), (tile >> 1) & 1)
+            else:
+                cute.arch.mbarrier_wait(ready, tile & 1)
+            self.write_back(rX, rF, sCoefficients[tile & 1, None, None], rows, rZ)
             if cutlass.const_expr(self.keep):
                 self.store_streams(mNew, rZ, begin, rows, tokens, column)
             cute.arch.mbarrier_wait(fn, 0)
-            self.project(rZ, sFn, sSums[warp, None, None])
-            if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
-                cute.arch.mbarrier_wait(free, 1 - buffer)
-            self.meet()
-            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
-            # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
-            if begin + step < tokens and tidx < self.cluster:
-                cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
-            sPre, sSquares = sArriving[0][buffer, None, None, None], sArriving[1][buffer, None, None]
-            self.exchange_sums(sSums, sPre, sSquares, sArriving[2][buffer, None, None, None], sums, rank, rows)
-            scale, base = mScale[0], mBase[four]
-            cute.arch.mbarrier_wait(sums, buffer)
-            self.mix(rZ, sPre, sSquares, scale, base, eps, rows, rMix, sMine[warp, None])
-            cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
-            self.meet()
-            self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
-            cute.arch.mbarrier_wait(squares, buffer)
-            self.store_scaled(mY, rMix, rWeight, sMixed[buffer, None, None], begin, rows, tokens, column, eps[1])
-            buffer = 1 - buffer
+            self.project(rZ, sFn, sSums[warp, None, None], warp)
+            following = begin + step, rows, tokens
+            if cutlass.const_expr(self.gram):
+                self.multiply_streams(rZ, sSums[warp, None, None], rows)
+                buffer = tile & (self.depth - 1)
+                if tile >= self.depth:  # all CTAs have read what was in this buffer
+                    cute.arch.mbarrier_wait(free + buffer, ((tile >> (self.depth - 1)) + 1) & 1)
+                self.meet(group)
+                if cutlass.const_expr(self.groups == 1):
+                    self.fetch(mX, mF, *following, column, rX, rF)
+                sAll, sMine = sSent[buffer, None, None, None], sOwned[buffer, None, None, None]
+                self.exchange_all(sSums, sAll, sMine, sums + buffer, rank, rows, tidx)
+                scale, base = mScale[0], mBase[four]
+                cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
+                self.wait_sums(sums, tile)
+                self.mix_scaled(mY, rZ, rWeight, sAll, (scale, base), eps, (begin, rows, tokens), column)
+                self.arrive_free(free + buffer, begin, step // self.groups, tokens)
+                if cutlass.const_expr(self.groups == 2):  # the other group has loads on their way while this one waits
+                    self.fetch(mX, mF, *following, column, rX, rF)
+            else:
+                sPre, sSquares, sMixed, sMine = sSent
+                buffer = tile & 1
+                if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
+                    cute.arch.mbarrier_wait(free, 1 - buffer)
+                self.meet()
+                self.fetch(mX, mF, *following, column, rX, rF)
+                # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
+                if begin + step < tokens and tidx < self.cluster:
+                    cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
+                sFirst = sPre[buffer, None, None, None], sSquares[buffer, None, None]
+                self.exchange_sums(sSums, *sFirst, sOwned[buffer, None, None, None], sums, rank, rows)
+                scale, base = mScale[0], mBase[four]
+                self.wait_sums(sums, tile)
+                self.mix(rZ, *sFirst, scale, base, eps, rows, rMix, sMine[warp, None])
+                cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
+                self.meet()
+                self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
+                cute.arch.mbarrier_wait(squares, buffer)
+                self.store_scaled(mY, rMix, rWeight, sMixed[buffer, None, None], begin, rows, tokens, column, eps[1])
+            tile = tile + self.groups
+            begin = begin + step
 
     @cute.jit
-    def meet(self):
-        """All workers of the CTA."""
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
+    def meet(self, group: Any = 0):
+        """All workers of a group."""
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=self.workers)
 
     @cute.jit
     def fetch(
@@ -299,14 +350,13 @@ class Mhc(Coefficients):
                     cute.autovec_copy(rOut[None, i, h], cute.local_tile(mNew[token, None], (COLUMNS,), (place,)))
 
     @cute.jit
-    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor):
+    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32):
         """This warp's part of fn z and of the squares, for all 16 tokens.
 
         A: row lane / 4 (+ 8), k lane mod 4 (+ 4); B: the same k, column lane / 4; sums: columns 2 (lane mod 4) and
         the next. k and k + 4 of MMA w are columns 2 w and 2 w + 1 of this lane's eight.
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
         rC = cute.make_rmem_tensor((4, self.tiles), Float32)
         rSquares = cute.make_rmem_tensor((2, 2), Float32)
@@ -323,10 +373,11 @@ class Mhc(Coefficients):
                 for w in cutlass.range_constexpr(2):
                     word = 2 * half + w
                     z = [halves(rZ[word, i, h]) for h in range(2)]
-                    for h in cutlass.range_constexpr(2):
-                        for k in cutlass.range_constexpr(2):
-                            value = z[h][k].bitcast(Float32)
-                            rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
+                    if cutlass.const_expr(not self.gram):
+                        for h in cutlass.range_constexpr(2):
+                            for k in cutlass.range_constexpr(2):
+                                value = z[h][k].bitcast(Float32)
+                                rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
                     a = [z[0][0], z[1][0], z[0][1], z[1][1]]
                     for n in cutlass.range_constexpr(self.tiles):
                         b = [rB[2 * w + k, n] for k in range(2)]
@@ -334,6 +385,15 @@ class Mhc(Coefficients):
                         multiply(a, high, rC[None, n])
                         low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
                         multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n])
+        if cutlass.const_expr(self.gram):
+            self.store_products(rC, sSum)
+        else:
+            self.store_sums(rC, rSquares, sSum)
+
+    @cute.jit
+    def store_sums(self, rC: cute.Tensor, rSquares: cute.Tensor, sSum: cute.Tensor):
+        """Sums of the projection, and behind them the squares."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         for h in cutlass.range_constexpr(2):
             total = rSquares[0, h] + rSquares[1, h]
             for lanes in (1, 2):

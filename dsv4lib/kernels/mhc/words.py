@@ -1,6 +1,7 @@
 """Pairs of bf16 in a register, the sums that MMAs make of them, and stores into the shared memory of other CTAs.
 
-Source: PTX ISA, "cvt", "mma.m16n8k8" (TF32 fragments; the low 13 bits of an operand are ignored), "st.async".
+Source: PTX ISA, "cvt", "mma.m16n8k8" (TF32 fragments; the low 13 bits of an operand are ignored), "mma.m16n8k16",
+"st.async".
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 TF32 = 0xFFFFE000  # the bits that an MMA reads
-_MMA = (
+_MMA = (  # of TF32
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+    "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
+)
+_SQUARE = (  # of bf16
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
     "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
 )
 
@@ -37,10 +42,10 @@ def pair(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uin
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[low, high], loc=loc, ip=ip)
 
 
-def multiply(a: list, b: list, rC: cute.Tensor) -> None:
-    """rC += A B of one m16n8k8: 4 words of A, 2 of B, 4 sums."""
+def multiply(a: list, b: list, rC: cute.Tensor, pairs: bool = False) -> None:
+    """rC += A B of one m16n8k8 of TF32, or with ``pairs`` one m16n8k16 of bf16: 4 words of A, 2 of B, 4 sums."""
     given = [*a, *b, *(rC[r] for r in range(4))]
-    sums = cute.arch.inline_ptx(_MMA, write_only_types=[Float32] * 4, read_only_args=given)
+    sums = cute.arch.inline_ptx(_SQUARE if pairs else _MMA, write_only_types=[Float32] * 4, read_only_args=given)
     for r in range(4):
         rC[r] = sums[r]
 

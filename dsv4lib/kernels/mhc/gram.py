@@ -1,0 +1,193 @@
+"""Workers of mHC that need one exchange: the norm of the mixture from products of the streams with each other.
+
+x = sum_i pre_i X'_i, so sum x^2 = sum_ij pre_i pre_j G_ij with G_ij = X'_i . X'_j. The ten products of a token do not
+depend on pre: they are added up beside the projection and travel with its sums, and a CTA that knows pre knows the norm
+too. What falls away are the exchange of squares, a barrier of the workers, the squares of z and x on the CUDA cores,
+and the wait between mixture and norm.
+
+    products    MMAs of bf16, exact products, k = 16. A: two streams of eight tokens (rows 0-7, 8-15), B: a stream of
+                the same tokens; of an 8 x 8 block only the diagonal is wanted. Five MMAs give the ten pairs, and both
+                operands are words that the lane already has.
+    exchange    4 x 16 bytes a token to every CTA, a lane of four reads its own:
+
+                lane  0  pre 0   G00   2 G10   G11
+                      1  pre 1  2 G20  2 G21   G22
+                      2  pre 2  2 G30  2 G31  2 G32
+                      3  pre 3   G33     0    G00 + G11 + G22 + G33
+
+    buffers     two tiles deep (one, where fn leaves no room); a warp tells all CTAs when it has read its sums
+
+x enters the norm before its rounding to bf16, and where streams cancel the sum loses what they cancel: its error is
+that of fp32 times sum (pre_i |X'_i|)^2 / sum x^2.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
+from dsv4lib.kernels.mhc.config import COLUMNS, FOURS, OWNED, PARTS, TILE, N
+from dsv4lib.kernels.mhc.words import floats, multiply, pair, send
+
+WORDS = COLUMNS // 2
+# Streams of A (rows 0-7, rows 8-15) and of B, and where the two products lie among the 16 sums of a token.
+PAIRS = (((0, 1), 0, (1, 2)), ((2, 3), 0, (5, 9)), ((1, 2), 1, (3, 6)), ((2, 3), 2, (7, 11)), ((1, 3), 3, (10, 13)))
+TRACE, ZERO = 15, 14
+
+
+class Gram(Coefficients):
+    """What `Mhc` does differently with `gram`; see the module docstring."""
+
+    @cute.jit
+    def store_products(self, rC: cute.Tensor, sSum: cute.Tensor):
+        """Sums of the projection: pre first of each four, the others behind the fours."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        for h in cutlass.range_constexpr(2):
+            line = sSum[group + 8 * h, None]
+            if four < 2:
+                for k in cutlass.range_constexpr(2):
+                    line[8 * four + 4 * k] = rC[2 * h + k, 0]
+            for n in cutlass.range_constexpr(0 if not self.head else self.tiles, self.tiles):
+                if n > 0 or four >= 2:
+                    rPair = cute.make_rmem_tensor(2, Float32)
+                    for k in cutlass.range_constexpr(2):
+                        rPair[k] = rC[2 * h + k, n]
+                    cute.autovec_copy(rPair, cute.local_tile(line, (2,), (2 * FOURS - 2 + 4 * n + four,)))
+
+    @cute.jit
+    def multiply_streams(self, rZ: cute.Tensor, sSum: cute.Tensor, rows: Int32):
+        """This warp's part of G, for all 16 tokens."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        odd = group % 2 == 1
+        for h in cutlass.range_constexpr(2):
+            if rows > TILE // 2 * h:
+                rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
+                rG.fill(0.0)
+                for word in cutlass.range_constexpr(0, WORDS, 2):
+                    for n, ((i, j), k, _) in enumerate(PAIRS):
+                        a = [rZ[word, i, h], rZ[word, j, h], rZ[word + 1, i, h], rZ[word + 1, j, h]]
+                        multiply(a, [rZ[word, k, h], rZ[word + 1, k, h]], rG[None, n], pairs=True)
+                if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
+                    line, trace = sSum[group + 8 * h, None], Float32(0.0)
+                    for n, (streams, k, places) in enumerate(PAIRS):
+                        for row in cutlass.range_constexpr(2):
+                            value = cutlass.select_(odd, rG[2 * row + 1, n], rG[2 * row, n])
+                            if cutlass.const_expr(streams[row] == k):
+                                trace = trace + value
+                                line[places[row]] = value
+                            else:
+                                line[places[row]] = value + value
+                    line[TRACE] = trace
+                    line[ZERO] = Float32(0.0)
+
+    @cute.jit
+    def exchange_all(
+        self,
+        sSums: cute.Tensor,
+        sAll: cute.Tensor,
+        sOwned: cute.Tensor,
+        barrier: cute.Pointer,
+        rank: Int32,
+        rows: Int32,
+        tidx: Int32,
+    ):
+        """The sums of a group's warps, in order, to the CTAs that need them: four of a token a thread."""
+        owned, peers = 0 if self.head else OWNED // N, self.cluster // PARTS
+        if tidx == 0:
+            mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
+            size = 16 * self.cluster * (FOURS * rows + owned * mine)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+        rSum = cute.make_rmem_tensor(N, Float32)
+        for item in cutlass.range(tidx, (FOURS * PARTS + owned) * TILE, self.workers, unroll=1):
+            t, piece = item % TILE, item // TILE
+            if t < rows:
+                if piece < FOURS * PARTS:
+                    four = piece // PARTS
+                    self.over_warps(sSums[None, t, None], four, rSum)
+                    place = cute.domain_offset((t, rank, N * four), sAll).iterator
+                    for k in cutlass.range_constexpr(peers):
+                        send(place, piece % PARTS * peers + k, [rSum[v] for v in range(N)], barrier)
+                else:
+                    fours = piece - FOURS * PARTS
+                    self.over_warps(sSums[None, t, None], FOURS + fours, rSum)
+                    place = cute.domain_offset((t // self.cluster, rank, N * fours), sOwned).iterator
+                    send(place, t % self.cluster, [rSum[v] for v in range(N)], barrier)
+
+    @cute.jit
+    def over_all(self, sLines: cute.Tensor, rSum: cute.Tensor):
+        """This lane's four sums of a token over what the CTAs sent: four side by side, then in pairs."""
+        rParts = cute.make_rmem_tensor((N, 4), Float32)
+        rOne = cute.make_rmem_tensor((N, 4), Float32)
+        rParts.fill(0.0)
+        four = cute.arch.lane_idx() % 4
+        for first in cutlass.range(0, self.cluster, 4, unroll=1):
+            for k in cutlass.range_constexpr(4):
+                cute.autovec_copy(cute.local_tile(sLines[first + k, None], (N,), (four,)), rOne[None, k])
+            rParts.store(rParts.load() + rOne.load())
+        for v in cutlass.range_constexpr(N):
+            rSum[v] = (rParts[v, 0] + rParts[v, 1]) + (rParts[v, 2] + rParts[v, 3])
+
+    @cute.jit
+    def weights(self, rSum: cute.Tensor, scale: Float32, base: Float32, eps: tuple, rPre: cute.Tensor) -> Float32:
+        """pre of a token, and 1 / sqrt of the mean square of its mixture; all four lanes get all of it."""
+        four, first = cute.arch.lane_idx() % 4, cute.arch.lane_idx() // 4 * 4
+        trace = cute.arch.shuffle_sync(rSum[3], first + 3)
+        norm = cute.math.rsqrt(trace * (1.0 / (N * self.d)) + eps[1], fastmath=True)
+        mine = sigmoid(cute.math.fma(scale, rSum[0] * norm, base)) + eps[0]
+        p = [cute.arch.shuffle_sync(mine, first + i) for i in range(N)]
+        for i in cutlass.range_constexpr(N):
+            rPre[i] = p[i]
+        # lanes 0 to 2: s1 p0 a + s2 p1 a + s3 b c; lane 3: s1 p3 p3
+        is_first, is_last = four == 0, four == 3
+        a = cutlass.select_(is_first, p[0], cutlass.select_(four == 1, p[2], p[3]))
+        b = cutlass.select_(is_first, p[1], p[2])
+        c = cutlass.select_(four == 2, p[3], b)
+        line = cute.math.fma(rSum[1], cutlass.select_(is_last, p[3], p[0]), rSum[2] * p[1])
+        squares = cute.math.fma(a, line, cutlass.select_(is_last, Float32(0.0), rSum[3]) * (b * c))
+        for lanes in (1, 2):
+            squares = squares + cute.arch.shuffle_sync_bfly(squares, lanes)
+        squares = cute.arch.fmax(squares, Float32(0.0))  # streams that cancel to nothing
+        return cute.math.rsqrt(squares * (1.0 / self.d) + eps[1], fastmath=True)
+
+    @cute.jit
+    def mix_scaled(
+        self,
+        mY: cute.Tensor,
+        rZ: cute.Tensor,
+        rWeight: cute.Tensor,
+        sAll: cute.Tensor,
+        parameters: tuple,
+        eps: tuple,
+        place: tuple,
+        column: Int32,
+    ):
+        """y of this lane's columns.
+
+        Args:
+            sAll: sums of the tile [token, CTA, 16]. parameters: scale and this lane's base of pre.
+            place: first token of the tile, tokens a tile, tokens.
+        """
+        begin, rows, tokens = place
+        group = cute.arch.lane_idx() // 4
+        rSum = cute.make_rmem_tensor(N, Float32)
+        rPre = cute.make_rmem_tensor(N, Float32)
+        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        for h in cutlass.range_constexpr(2):
+            if rows > TILE // 2 * h:
+                t = group + 8 * h
+                rSum.fill(0.0)
+                if t < rows:  # nobody sends the others
+                    self.over_all(sAll[t, None, None], rSum)
+                norm = self.weights(rSum, *parameters, eps, rPre)
+                for w in cutlass.range_constexpr(WORDS):
+                    x = [rPre[0] * z for z in floats(rZ[w, 0, h])]
+                    for i in cutlass.range_constexpr(1, N):
+                        z = floats(rZ[w, i, h])
+                        x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
+                    x = floats(pair(*x))
+                    rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
+                if t < rows and begin + t < tokens:
+                    line = cute.local_tile(mY[begin + t, None], (COLUMNS,), (column,))
+                    cute.autovec_copy(cute.recast_tensor(rWords, cutlass.BFloat16), line)
