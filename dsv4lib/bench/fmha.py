@@ -116,8 +116,8 @@ class Counted:
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
             keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
-            memory; parts: that a tile is loaded and freed in; rows: heads of a CTA; cluster: CTAs of a cluster;
-            key_bytes: of a key in the pool.
+            memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
+            CTA; cluster: CTAs of a cluster; key_bytes: of a key in the pool.
     """
 
     tile: Work
@@ -128,6 +128,7 @@ class Counted:
     bring: Work = Work()
     turn: Work | None = None
     parts: int = 1
+    q_stages: int = 1
     rows: int = 64
     cluster: int = 1
     key_bytes: int = KEY_BYTES
@@ -157,7 +158,8 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     turn = count(_traced(kernel, code, short, long, 2)) - works[0] - tile * (short / TILE)
     once = works[0] - tile * (short / TILE)
     stages = kernel.kv_stages // kernel.tile_stages
-    return Counted(tile, once, qk, pv, stages, turn=turn, parts=kernel.tile_stages, cluster=kernel.cluster)
+    ring = {"parts": kernel.tile_stages, "q_stages": kernel.q_stages}
+    return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, **ring)
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
@@ -196,6 +198,7 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
     options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn, "parts": c.parts}
+    options["q_stages"] = c.q_stages
     return static_model.attention("fmha", *roles, c.stages, card, **options)
 
 

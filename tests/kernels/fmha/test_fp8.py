@@ -132,7 +132,7 @@ def test_what_the_compiler_says(switches):
     assert quick(kernel, code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (2 - sum(switches)),
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (3 - sum(switches)),  # and Q
         "ld.local": 0,
         "st.local": 0,
     }
