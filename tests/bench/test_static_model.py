@@ -166,8 +166,8 @@ def test_items_follow_each_other():
     assert schedule.stay(tasks, [Task("store", "core", 12, 0, (("mma", 0),))], 2, 2) == 51 + 12
     beside = [Task("store", "out", 20, 0, (("mma", 0),))]
     assert schedule.stay(tasks, beside, 2, 2) == 30 + 20 + 20
-    # an operand through the same two stages: it takes stage 0, which product 0 frees at 20, is there at 35 and placed at
-    # 47, which is when load 3 has the stage; the second one is asked for behind load 3, at 57, and placed from 72 on
+    # an operand through the same two stages: it takes stage 0, which product 0 frees at 20, is there at 35 and placed
+    # at 47, which is when load 3 has the stage; the second is asked for behind load 3, at 57, and placed from 72 on
     ring = [MMA, dataclasses.replace(LOAD, freed="mma")]
     operand = [Task("operand", "TMA", 10, 5, freed="placed"), Task("placed", "core", 12, 0, (("operand", 0),))]
     assert schedule.stay(ring, [], 2, 2, 2) == 50

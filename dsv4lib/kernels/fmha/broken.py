@@ -564,7 +564,7 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "NoProxyFence": ("fp8", "missing_proxy_fence"),
     "NextScale": ("fp8", "wrong numbers"),
     "ScalesBehindEntry": ("fp8", "wrong numbers"),
-    "HalfOfTheWarps": ("fp8", "Deadlock"),
+    "HalfOfTheWarps": ("fp8", "mbarrier_over_arrival"),
     "HalfOfTheBytes": ("e", "uninitialised_smem"),
     "OwnStageOnly": ("e", "Deadlock"),
     "EvenAndOdd": ("e", "wrong numbers"),

@@ -72,9 +72,9 @@ one's are multiplied, and the turn from token to token runs under both:
     softmax       .. n-2 ..| .. n-1 ..|              | O -> global memory           | .. 0' ..   | .. 1' ..
     loads         .. Q'    0'    1'    2' ..  (as far ahead as there are stages)
 
-Q' may go to TMEM when Q K^T of tile n - 1 is done, which P of that tile says; P V of 0' may overwrite O when all softmax
-warps have read it, which their arrival with P of 0' says. Every role finds the next token by itself: no warp deals them
-out. A token without keys takes nothing: no Q, no stage.
+Q' may go to TMEM when Q K^T of tile n - 1 is done, which P of that tile says; P V of 0' may overwrite O when all
+softmax warps have read it, which their arrival with P of 0' says. Every role finds the next token by itself: no warp
+deals them out. A token without keys takes nothing: no Q, no stage.
 
 Roles (6 warps, 192 threads; 10 warps, 320 threads with FP8 keys)
 
@@ -99,8 +99,8 @@ Pipelines
 
     kv   TMA -> UMMA       6 stages   full: 32,768 bytes have landed       empty: commit after P V of its block, or
                                       (Q takes 2 of them)                    after the copies of Q
-         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one of the load warp with
-                                      the bytes that TMA brings; a stage is a whole tile, or Q
+         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one of the load
+                                      warp, whose TMA brings Q; a stage is a whole tile, or Q
     s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
     p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
 
