@@ -275,7 +275,7 @@ def test_parts_that_are_not_normalised():
     [
         ("groups", {"groups": torch.tensor([[0, 1]], dtype=torch.int32)}),
         ("groups", {"groups": torch.tensor([[1, 1], [0, 1]], dtype=torch.int32)}),
-        ("groups", {"groups": torch.tensor([[0, 2]], dtype=torch.int32), "q": torch.zeros(2, 40, 512).bfloat16()}),
+        ("groups", {"groups": torch.tensor([[0, 2]], dtype=torch.int32), "q": torch.zeros(2, 70, 512).bfloat16()}),
         ("groups", {"groups": torch.tensor([0, 2], dtype=torch.int32)}),
         ("sink", {"normalise": False, "sink": torch.zeros(5)}),
         ("rope", {"normalise": False, "rope": (torch.zeros(2, 32), torch.zeros(2, 32))}),

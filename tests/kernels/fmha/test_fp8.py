@@ -139,6 +139,23 @@ def test_what_the_compiler_says(switches):
     assert {name: ptx.count(code.ptx, name) for name in counts} == counts
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("index", False, True, False),
+        ("index", True, True, False),
+        ("range", True, False, True),
+        ("none", True, False, True),
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_no_local_memory(keys, ends, cluster):
+    entries, window, *fp8 = keys
+    _, code = compiled(Fmha, (512, "bf16", entries, window, ends, ends, not ends, *fp8, cluster))
+    assert (code.local_bytes, code.spills) == (0, 0) and code.registers * code.threads <= 65_536
+
+
 @pytest.mark.parametrize(
     "settings",
     [
