@@ -10,9 +10,10 @@ alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has com
 fake implementation, so `torch.compile` passes it whole.
 
 One kernel launch, `Fmha`; where few tokens leave SMs idle, the keys are split into parts that `Combine` joins, in a
-fixed order (`ops.splits`). Above 64 heads two CTAs share the tiles of a token. A token's bits depend on its own keys
-and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by default
-its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile borders.
+fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share tiles. A token's bits depend on its own
+keys and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by
+default its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile
+borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """
