@@ -218,9 +218,7 @@ class Fmha(Dequant, Mma, Softmax):
         self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, splits).launch(
             grid=grid,
             block=(self.threads, 1, 1),
-            # Without this the compiler saves registers (78) and works out addresses anew in every tile. With it, warps
-            # that dequantise whole keys would spill.
-            min_blocks_per_mp=0 if self.dequant_warps and self.cluster == 1 else 1,
+            min_blocks_per_mp=self.min_blocks,
             cluster=(1, self.cluster, 1) if self.cluster > 1 else None,
             stream=stream,
         )
