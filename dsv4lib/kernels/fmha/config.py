@@ -130,7 +130,7 @@ class Config:
         self.follows = bool(self.dequant_warps) and cluster > 1
         self.producers = 1 + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
-        # CTAs of an SM that the compiler is told of. With 0 it saves registers (78 instead of 112) and works out addresses
+        # CTAs of an SM that the compiler is told of. With 0 it saves registers (78, not 112) and works out addresses
         # anew in every tile; with 1, warps that dequantise whole keys would spill.
         self.min_blocks = 0 if self.dequant_warps and cluster == 1 else 1
         # ---- tensor memory ----
