@@ -116,8 +116,8 @@ class Counted:
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
             keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
-            memory; parts: that a tile is loaded and freed in; rows: heads of a CTA; cluster: CTAs of a cluster;
-            key_bytes: of a key in the pool.
+            memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
+            CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of a key in the pool.
     """
 
     tile: Work
@@ -128,8 +128,10 @@ class Counted:
     bring: Work = Work()
     turn: Work | None = None
     parts: int = 1
+    q_stages: int = 1
     rows: int = 64
     cluster: int = 1
+    tokens: int = 1
     key_bytes: int = KEY_BYTES
 
 
@@ -137,7 +139,8 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     """Count a configuration of `kernels.fmha.sm100.Fmha` in the emulator.
 
     Args:
-        short, long: keys of the two launches that are subtracted, whole tiles; options: of the kernel.
+        short, long: keys of the two launches that are subtracted, whole tiles; options: of the kernel. With groups: of
+            as many tokens of 64 heads as fit.
     """
     from dsv4lib.kernels.compile import compile_for
     from dsv4lib.kernels.fmha import arguments
@@ -157,7 +160,8 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     turn = count(_traced(kernel, code, short, long, 2)) - works[0] - tile * (short / TILE)
     once = works[0] - tile * (short / TILE)
     stages = kernel.kv_stages // kernel.tile_stages
-    return Counted(tile, once, qk, pv, stages, turn=turn, parts=kernel.tile_stages, cluster=kernel.cluster)
+    ring = {"parts": kernel.tile_stages, "q_stages": kernel.q_stages}
+    return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, tokens=_shared(kernel), **ring)
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
@@ -166,8 +170,13 @@ def fp8(c: Counted, **options: Any) -> Counted:
     return replace(quantised, bring=quantised.tile - c.tile, key_bytes=ENTRY_BYTES)
 
 
-def _traced(kernel: Any, code: Any, keys: int, of: int, tokens: int = 1) -> Any:
-    """The trace of one CTA (or pair): ``tokens``, each over the first ``keys`` of ``of`` entries, all of them there.
+def _shared(kernel: Any) -> int:
+    """Tokens of 64 heads that share the tiles of a kernel."""
+    return kernel.cluster if kernel.groups else 1
+
+
+def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1) -> Any:
+    """The trace of one CTA (or pair): ``items``, each over the first ``keys`` of ``of`` entries, all of them there.
 
     First ones of the same list: how often O is rescaled depends on the numbers, which must not differ.
     """
@@ -175,7 +184,9 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, tokens: int = 1) -> Any:
     from dsv4lib.emulator.driver.host import launch
     from dsv4lib.kernels.fmha import arguments, inputs
 
-    case = inputs.case(64 * kernel.cluster, [of], [1])
+    shared = _shared(kernel)
+    tokens = items * shared
+    case = inputs.case(64 * kernel.cluster // shared, [of], [1])
     by_token = "q", "index", "first", "count", "window_first", "window_count", "cos", "sin"
     case = replace(case, **{name: getattr(case, name).repeat_interleave(tokens, 0) for name in by_token})
     case.count.fill_(keys)
@@ -184,11 +195,14 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, tokens: int = 1) -> Any:
         case = inputs.paged(case, 64)
     pool = case.pool_pages if kernel.fp8_entries else case.pool
     entries = pool, case.index.clamp_min(0), None, case.count
+    if kernel.entries == "range":
+        entries = pool, None, case.first.clamp_max(0), case.count
+    groups = replace(case, chunks=(shared,) * items).groups(kernel.cluster) if kernel.groups else None
     rope = (case.cos, case.sin) if kernel.inverse_rope else None
     sink = case.sink if kernel.sink else None
     device = make("sm_100a", checks="off", trace=True)
     given = case.q, entries, None, sink, rope, o, lse, case.scale
-    launch(code, *arguments.launch_args(kernel, *given, sms=kernel.cluster), gpu=device)
+    launch(code, *arguments.launch_args(kernel, *given, sms=kernel.cluster, groups=groups), gpu=device)
     return device.trace
 
 
@@ -196,6 +210,7 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
     options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn, "parts": c.parts}
+    options["q_stages"] = c.q_stages
     return static_model.attention("fmha", *roles, c.stages, card, **options)
 
 
@@ -259,7 +274,8 @@ def predict(
         card, errors: the GPU; (smallest, largest) error of the calibration, by regime.
         form: name of the configuration.
     """
-    groups = shape.tokens * -(-shape.heads // (single.rows * single.cluster)) * single.cluster
+    items = -(-shape.tokens // single.tokens)
+    groups = items * -(-shape.heads * single.tokens // (single.rows * single.cluster)) * single.cluster
     most = max(_tiles(*shape.keys(seen)) for seen in shape.positions())
     choices = _split_choices(most, groups, int(card["sms"])) if shape.phase == "decode" else (1,)
     times = {splits: timed(shape, single, parts, card, groups, splits) for splits in choices}
@@ -275,7 +291,9 @@ def predict(
 def timed(shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int) -> Time:
     """The time of a shape in so many parts; ``groups``: tokens x CTAs of a token, of one part."""
     c = single if splits == 1 else parts
-    lengths = [-(-_tiles(*shape.keys(seen)) // splits) for seen in shape.positions()]
+    # the union of the windows of tokens that share tiles has a key more for each further token
+    unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
+    lengths = [-(-_tiles(*union) // splits) for union in unions]
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
     model = model_of(c, card, min(groups * splits, int(card["sms"])))
     join = 0.0
@@ -365,7 +383,13 @@ def run(card: Gpu | None = None) -> list[Row]:
     pages = {n: (fp8(one, cluster=n), fp8(parts, cluster=n, **ends)) for n, (one, parts) in bf16.items()}
     built = {model: bf16[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
     quantised = {model: pages[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
-    rows = [predict(shape, *built[shape.model], card, errors) for shape in shapes()]
+    shared = counted(cluster=2, entries="range", groups=True)  # two tokens of 64 heads
+
+    def form(shape: Shape) -> tuple[Counted, Counted]:
+        groups = shape.phase == "prefill" and shape.kind != "CSA" and shape.heads <= 64
+        return (shared, shared) if groups else built[shape.model]
+
+    rows = [predict(shape, *form(shape), card, errors) for shape in shapes()]
     rows += [predict(s, *quantised[s.model], card, errors) for s in shapes() if s.phase == "decode" and s.kind != "SWA"]
     return rows
 

@@ -25,6 +25,7 @@ class Task:
         clocks: how long its unit is busy; latency: from then until others see the result.
         after: (task, lag): instance j waits for instance j - lag of that task; none where j < lag.
         lead: tiles that it is issued ahead of tasks with lead 0.
+        freed: task that frees the stage that this one fills, of the ring of `stay`; "": it fills none.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Task:
     latency: float = 0
     after: tuple[tuple[str, int], ...] = ()
     lead: int = 0
+    freed: str = ""
 
 
 def run(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) -> dict[str, list[tuple[float, float]]]:
@@ -68,7 +70,7 @@ def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
     return max([*ends, *(ready or {}).values(), 0.0])
 
 
-def stay(tasks: list[Task], turn: list[Task], gates: dict[str, str], tiles: int, items: int) -> float:
+def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: int = 0) -> float:
     """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one behind the other on the same units.
 
     A unit goes through its tasks in the order of `run`, item after item, without waiting for other units to get there:
@@ -76,19 +78,24 @@ def stay(tasks: list[Task], turn: list[Task], gates: dict[str, str], tiles: int,
 
     Args:
         tasks: of every tile, counted through over all items.
-        turn: of every item, behind its tiles; their ``after`` names tasks of its last tile.
-        gates: task -> task of ``turn``: the first tile of an item waits for that task of the item before.
+        turn: of every item, behind its tiles; their ``after`` names tasks of its last tile, or each other.
+        stages: of a ring that tasks with ``freed`` fill, of tiles and of the turn, in the order in which they stand.
 
     Raises:
         ArgumentError: a task waits for one that its unit would do later.
     """
     latency = {task.name: task.latency for task in (*tasks, *turn)}
     queues: dict[str, deque[tuple[Task, int]]] = {task.unit: deque() for task in (*tasks, *turn)}
+    fills: list[tuple[str, int]] = []  # what frees each stage that is filled, in order
+    waits: dict[tuple[str, int], tuple[str, int]] = {}
     for item in range(items):
-        for task, tile in _in_order(tasks, tiles):
-            queues[task.unit].append((task, item * tiles + tile))
-        for task in turn:
-            queues[task.unit].append((task, (item + 1) * tiles - 1))
+        ordered = [(task, item * tiles + tile) for task, tile in _in_order(tasks, tiles)]
+        for task, tile in ordered + [(task, (item + 1) * tiles - 1) for task in turn]:
+            queues[task.unit].append((task, tile))
+            if task.freed:
+                if len(fills) >= stages:
+                    waits[task.name, tile] = fills[len(fills) - stages]
+                fills.append((task.freed, tile))
     done: dict[tuple[str, int], float] = {}
     free = dict.fromkeys(queues, 0.0)
     while any(queues.values()):
@@ -97,8 +104,8 @@ def stay(tasks: list[Task], turn: list[Task], gates: dict[str, str], tiles: int,
             while queue:
                 task, tile = queue[0]
                 needs = [(other, tile - lag) for other, lag in task.after if tile >= lag]
-                if task.name in gates and tile % tiles == 0 and tile > 0:
-                    needs.append((gates[task.name], tile - 1))
+                if (task.name, tile) in waits:
+                    needs.append(waits[task.name, tile])
                 if any(need not in done for need in needs):
                     break
                 start = max([free[unit], *(done[need] + latency[need[0]] for need in needs)])

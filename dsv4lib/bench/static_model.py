@@ -98,8 +98,8 @@ class Kernel:
         name: of it; tile, once: work of a CTA per tile, and besides.
         tasks: of the schedule; first: unit that the set-up delays further (a staged operand), and by how much.
         cluster: CTAs that belong together; shared: neighbours read the same lines of L2 at nearly the same time.
-        turn: of a CTA that stays, its work between two items; turns: the same as tasks of the schedule; gates: see
-            `schedule.stay`.
+        turn: of a CTA that stays, its work between two items; turns: the same as tasks of the schedule; ring: stages
+            that its loads share, see `schedule.stay`.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Kernel:
     shared: bool = False
     turn: Work | None = None
     turns: tuple[Task, ...] = ()
-    gates: tuple[tuple[str, str], ...] = ()
+    ring: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,9 @@ def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, m
     needed = longest(resources(work, gpu, l2))[1]
     if tiles == 0:
         return max(needed, sum(task.clocks + task.latency for task in kernel.turns))
-    lists = list(kernel.tasks), list(kernel.turns), dict(kernel.gates), tiles
-    return max(needed, (schedule.stay(*lists, many) - schedule.stay(*lists, few)) / (many - few))
+    lists = list(kernel.tasks), list(kernel.turns), tiles
+    more = schedule.stay(*lists, many, kernel.ring) - schedule.stay(*lists, few, kernel.ring)
+    return max(needed, more / (many - few))
 
 
 def fill(kernel: Kernel) -> float:
@@ -262,6 +263,7 @@ def attention(
     bring: Work | None = None,
     turn: Work | None = None,
     parts: int = 1,
+    q_stages: int = 1,
 ) -> Kernel:
     """An attention kernel: loads, Q K^T, softmax, P V.
 
@@ -272,9 +274,10 @@ def attention(
         separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
-            turn: what CTAs that stay do between two items, in the warps of the softmax: behind the last softmax they
-            ask for the next Q, behind the last P V they store the first half of O, then Q, then the other half;
-            parts: that a tile is loaded in and freed in, each of as many dimensions of all keys; `groups` is 1 then.
+            turn: what CTAs that stay do between two items: the next Q comes through the ring of keys, in ``q_stages``
+            of its stages, and is copied behind the last P V; the warps of the softmax store O meanwhile;
+            parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
+            `groups` is 1 then.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring
@@ -300,23 +303,21 @@ def attention(
         after = ((f"load v{_of(i)}", 0), (f"softmax {g}", 0))
         tasks.append(Task(f"pv {g}{_of(i)}", "tensor core", weigh, gpu["mma_latency_clk"], after))
     for i in range(parts):
-        share, after = load / parts, ((used + _of(i), stages),)
-        tasks.append(Task(f"load k{_of(i)}", "TMA", share / (1 + separate), latency, after, stages))
+        share, freed = load / parts, used + _of(i)
+        tasks.append(Task(f"load k{_of(i)}", "TMA", share / (1 + separate), latency, ((freed, stages),), stages, freed))
         after = ((f"pv {groups - 1}{_of(i)}", stages),)
         tasks.append(Task(f"load v{_of(i)}", "TMA", share / 2 if separate else 0, latency, after, stages))
     kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
     if turn is None:
         return kernel
-    leave = max(turn.store_bytes / l2, chain(turn, gpu, warps)) / 2
-    asked = ("last softmax", 0)
+    placed, asked = turn.smem_mma_bytes / gpu["smem_bytes"], turn.load_bytes / l2 / q_stages
+    copied = tuple((f"load q{_of(i)}", 0) for i in range(q_stages))
     turns = (
-        Task("last softmax", "warps 0", 0, 0, (("softmax 0", 0),)),
-        Task("next q", "loads of threads", turn.plain_load_bytes / l2, latency, (asked,)),
-        Task("half of o", "warps 0", leave, 0, ((f"pv 0{last}", 0),)),
-        Task("q in place", "warps 0", 0, 0, (("next q", 0), (f"qk 0{last}", 0))),
-        Task("rest of o", "warps 0", leave, 0),
+        *(Task(name, "TMA", asked, latency, freed="q in place") for name, _ in copied),
+        Task("q in place", "tensor core", placed, 0, copied),
+        Task("o", "warps 0", max(turn.store_bytes / l2, chain(turn, gpu, warps)), 0, ((f"pv 0{last}", 0),)),
     )
-    return replace(kernel, turns=turns, gates=(("qk 0", "q in place"),))
+    return replace(kernel, turns=turns, ring=stages * parts, first=("tensor core", latency + placed))
 
 
 def _of(part: int) -> str:

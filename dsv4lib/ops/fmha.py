@@ -10,9 +10,10 @@ alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has com
 fake implementation, so `torch.compile` passes it whole.
 
 One kernel launch, `Fmha`; where few tokens leave SMs idle, the keys are split into parts that `Combine` joins, in a
-fixed order (`ops.splits`). Above 64 heads two CTAs share the tiles of a token. A token's bits depend on its own keys
-and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by default
-its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile borders.
+fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share tiles. A token's bits depend on its own
+keys and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by
+default its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile
+borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """
@@ -139,7 +140,8 @@ def fmha(
         scale: of the dot products; default D^-0.5.
         rope: (cos, sin) fp32 [T, 32]: the last 64 dimensions of o are rotated back by them. None: not rotated.
         groups: int32 [G, 2] from `kernels.fmha.window.token_groups`: adjacent tokens that read nearly the same keys
-            share tiles (prefill; not with `Selected`). None: a token is on its own.
+            share tiles (prefill; not with `Selected`), 128 // H of them with ``cluster`` 2, 64 // H with 1, which the
+            op takes too. None: a token is on its own.
         normalise: False: a part of something larger, without sink and rotation: o is fp32 sum_j e^{s_j - m} kv_j, and
             lse is fp32 [T, H, 2], m and sum_j e^{s_j - m}; m is -inf where a token has no keys.
         o: [T, H, D] of q's type, written in place; None: a new one.
@@ -188,15 +190,18 @@ def choose_splits(
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
         groups: of tokens that share tiles; None: a token is on its own.
     """
-    ctas = cluster_of(heads)
+    ctas = cluster_of(heads, groups=groups is not None)
     units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
     tiles = -(-most // TILE_N) + -(-window_most // TILE_N)
     return split_choice.choose(units, tiles, sm_count // ctas, ctas)
 
 
-def cluster_of(heads: int, head_dim: int = 512) -> int:
-    """CTAs that share the tiles of a token: 2 above 64 heads, where the kernel can."""
-    return 2 if heads > TILE_M and head_dim > 64 else 1
+def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
+    """CTAs that share the tiles of a token or group: 2 above 64 heads and for ``groups``, where the kernel can.
+
+    A pair reads a key once for its 128 rows and has 2.5 times the room for keys; data/bench/fmha_design.md.
+    """
+    return 2 if (heads > TILE_M or groups) and head_dim > 64 else 1
 
 
 def workspace_size(tokens: int, heads: int, head_dim: int, splits: int) -> int:
@@ -220,7 +225,7 @@ def warm_up(
     needed = []
     for options in wanted:
         settings = {"head_dim": head_dim, "dtype": dtype, "sink": True, "inverse_rope": False, **options}
-        settings["cluster"] = cluster_of(heads, settings["head_dim"])
+        settings["cluster"] = cluster_of(heads, settings["head_dim"], bool(settings.get("groups")))
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
         parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
         needed += [(Fmha, settings), (Fmha, parts), (Combine, ends)]
@@ -423,7 +428,7 @@ class Call(NamedTuple):
     @property
     def cluster(self) -> int:
         """CTAs that share tiles."""
-        return cluster_of(self.q.shape[1], self.q.shape[2])
+        return cluster_of(self.q.shape[1], self.q.shape[2], self.groups is not None)
 
 
 # ------------------------------------------------------------------- the op

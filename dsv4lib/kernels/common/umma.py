@@ -164,6 +164,21 @@ def copy_scales(
 
 
 @dsl_user_op
+def copy_rows(column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None) -> None:
+    """32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
+
+    Later MMAs of the thread see them; what MMAs before it read or write there must be known to be done.
+
+    Args:
+        column: TMEM address.
+        source: matrix descriptor, K-major.
+        ctas: 2: each CTA of a pair from and to its own, at the same places.
+    """
+    text = f"tcgen05.cp.cta_group::{ctas}.128x256b [{{$r0}}], {{$r1}};"
+    cute.arch.inline_ptx(text, read_only_args=[column, source], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def fence_before_thread_sync(*, loc: Any = None, ip: Any = None) -> None:
     """Order this thread's earlier tcgen05 operations before the synchronisation that follows."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)

@@ -5,6 +5,7 @@ The kernels trust what they are given; everything that can be wrong with a tenso
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -54,7 +55,7 @@ def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
     o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
     lse = fake(fp32, ("STH" if kernel.partial else "TH") + ("Z" if kernel.raw else ""))
     groups = fake(i32, "GZ") if kernel.groups else None
-    numbers = fp32(1.0), i32(1), i32(1), cuda.CUstream(0)
+    numbers = fp32(1.0), i32(1), i32(1), cutlass.Int64(8), cuda.CUstream(0)
     return fake(kernel.element, "THD"), entries, window, groups, sink, rope, o, lse, *numbers
 
 
@@ -162,8 +163,18 @@ def launch_args(
         fp32(scale),
         i32(splits),
         i32(ANY_NUMBER if sms is None else sms),
+        cutlass.Int64(q_pitch(q)),
         cuda.CUstream(stream),
     )
+
+
+def q_pitch(q: torch.Tensor) -> int:
+    """Elements from row to row of the matrix whose rows hold Q [T, H, D] for TMA: every head of every token starts one.
+
+    D where tokens and heads are packed; where they are not, the largest divisor of both strides, and rows overlap.
+    """
+    strides = [stride for stride, extent in zip(q.stride()[:2], q.shape[:2], strict=True) if extent > 1]
+    return math.gcd(*strides) or q.shape[2]
 
 
 def _dense(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -217,19 +217,19 @@ class SumOverMaximum(Fmha):
 class SwappedHalves(Fmha):
     """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
 
-    @cute.jit
-    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
-        """See `Fmha.q_pieces`."""
-        return Fmha.q_pieces(self, mQ, row._replace(half=1 - row.half), part)  # WRONG: row
+    def __init__(self, *settings: Any):
+        super().__init__(*settings)
+        self.q_order = tuple(self.q_order[i ^ 1] for i in range(self.chunks))  # WRONG: as it was
 
 
 class NoHeadGuard(Fmha):
-    """Q is staged without asking whether the head exists: pad rows read what lies behind, the last token's nothing."""
+    """O is stored without asking whether the head exists: pad rows go behind it, the last token's behind all."""
 
     @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """See `Fmha.stage_q`."""
-        Fmha.stage_q(self, mQ, address, row._replace(inside=cutlass.Boolean(True)))  # WRONG: row
+    def store_lines(self, outputs: tuple, address: cute.Pointer, row: Row, inverse: Float32, any_tile: cutlass.Boolean):
+        """See `Fmha.store_lines`."""
+        there = row._replace(inside=cutlass.Boolean(True))  # WRONG: row
+        Fmha.store_lines(self, outputs, address, there, inverse, any_tile)
 
 
 class PadLse(Fmha):
@@ -357,7 +357,7 @@ class EvenAndOdd(Fmha):
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)
-        self.q_chunks = 2, 1  # WRONG: 1, self.chunks // 2
+        self.q_order = tuple(range(self.chunks))  # WRONG: chunk i, then chunk i of the other half
 
 
 class HalfOfTheWarps(Fmha):
@@ -369,43 +369,42 @@ class HalfOfTheWarps(Fmha):
 
 
 class HastyQ(Fmha):
-    """Q is announced before it is in place: the tensor core may multiply what lay there before."""
+    """Q is copied to tensor memory before it has arrived in shared memory."""
 
     @cute.jit
-    def bring_q(
+    def take_q(
         self,
-        mQ: cute.Tensor,
-        address: cute.Pointer,
-        row: Row,
-        q: pipeline.PipelineAsyncUmma,
-        staged: pipeline.PipelineState,
+        base: Int32,
+        sKV: Int32,
+        kv: pipeline.PipelineTmaUmma,
+        full: pipeline.PipelineState,
+        part: cutlass.Constexpr,
     ):
-        """See `Fmha.bring_q`."""
-        self.announce(q, staged)  # WRONG: behind stage_q
-        self.stage_q(mQ, address, row)
+        """See `Fmha.take_q`."""
+        self.place_q(base, sKV + full.index * self.stage_bytes, part)  # WRONG: behind the wait
+        kv.consumer_wait(full)
+        umma.fence_after_thread_sync()
+        kv.consumer_release(full)
 
 
-class NextQ(Fmha):
-    """A CTA that stays brings the next token's Q while products with this one's are still to come."""
+class FreedQ(Fmha):
+    """A stage of Q is given back as soon as its copy is issued: the next keys may land before it is read."""
 
     @cute.jit
-    def take_item(
+    def take_q(
         self,
-        mQ: cute.Tensor,
-        lists: tuple,
-        outputs: tuple,
-        now: tuple,
-        after: tuple,
-        address: cute.Pointer,
-        shared: tuple,
-        rings: tuple,
-        states: tuple,
-        scale_log2: Float32,
+        base: Int32,
+        sKV: Int32,
+        kv: pipeline.PipelineTmaUmma,
+        full: pipeline.PipelineState,
+        part: cutlass.Constexpr,
     ):
-        """See `Fmha.take_item`."""
-        if after[0]:
-            self.stage_q(mQ, address, after[1])  # WRONG: nobody waited until Q is free
-        return Fmha.take_item(self, mQ, lists, outputs, now, after, address, shared, rings, states, scale_log2)
+        """See `Fmha.take_q`."""
+        kv.consumer_wait(full)
+        umma.fence_after_thread_sync()
+        self.place_q(base, sKV + full.index * self.stage_bytes, part)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(kv.sync_object_empty.get_barrier(full.index))  # WRONG: kv.consumer_release(full)
 
 
 class OneSpeaksForAll(Fmha):
@@ -414,9 +413,7 @@ class OneSpeaksForAll(Fmha):
     @cute.jit
     def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
         """See `Fmha.announce`."""
-        if cutlass.const_expr(ring.num_stages == 1):  # of Q
-            Fmha.announce(self, ring, state)
-        elif cute.arch.warp_idx() == 0:  # WRONG: each warp for itself
+        if cute.arch.warp_idx() == 0:  # WRONG: each warp for itself
             for _ in cutlass.range_constexpr(len(SOFTMAX_WARPS)):
                 with cute.arch.elect_one():
                     ring.producer_commit(state)
@@ -567,12 +564,12 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "NoProxyFence": ("fp8", "missing_proxy_fence"),
     "NextScale": ("fp8", "wrong numbers"),
     "ScalesBehindEntry": ("fp8", "wrong numbers"),
-    "HalfOfTheWarps": ("fp8", "Deadlock"),
+    "HalfOfTheWarps": ("fp8", "mbarrier_over_arrival"),
     "HalfOfTheBytes": ("e", "uninitialised_smem"),
     "OwnStageOnly": ("e", "Deadlock"),
     "EvenAndOdd": ("e", "wrong numbers"),
-    "HastyQ": ("e", "race_tensor"),
-    "NextQ": ("e", "race_tensor"),
+    "HastyQ": ("e", "uninitialised_smem"),
+    "FreedQ": ("e", "race_shared"),
     "OneSpeaksForAll": ("e", "race_tensor"),
     "GroupSeesAll": ("e", "wrong numbers"),
 }

@@ -110,26 +110,29 @@ class Config:
         self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
         # ---- shared memory ----
         self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
-        self.q_chunks = (
-            (2, 1) if cluster == 1 else (1, self.chunks // 2)
-        )  # in a lane of Q: step, and lanes 64 on: first
         self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
         # Stages of a tile: one for each block of O, which P V of that block frees while the next is multiplied: half a
         # tile more is under way. In a pair stages are small already; dequantising warps bring all of a key.
         self.tile_stages = head_dim // self.pv_n if cluster == 1 and not self.dequant_warps else 1
         self.stage_chunks = self.chunks // (cluster * self.tile_stages)  # that a CTA keeps
-        self.stage_bytes = self.stage_chunks * CHUNK_BYTES
+        self.key_bytes = self.stage_chunks * CHUNK_BYTES  # of a stage of keys
+        self.stage_bytes = max(2, self.stage_chunks) * CHUNK_BYTES  # Q comes in pairs of chunks, see `q_order`
+        # Q goes through the same ring, before the tiles of a token. A pair of chunks goes to the same columns, the
+        # first to lanes 0-63, the second to 64-127: even and odd ones, in a pair of CTAs the two halves.
+        self.q_stages = self.chunks * CHUNK_BYTES // self.stage_bytes
+        half = self.chunks // 2
+        self.q_order = (
+            tuple(range(self.chunks)) if cluster == 1 else tuple(x for i in range(half) for x in (i, half + i))
+        )
         self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
-        self.tma = entries != "none" and not fp8_entries or window and not fp8_window
         # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
-        self.follows = self.tma and bool(self.dequant_warps) and cluster > 1
-        self.producers = int(self.tma) + len(self.dequant_warps) * cluster + int(self.follows)
+        self.follows = bool(self.dequant_warps) and cluster > 1
+        self.producers = 1 + len(self.dequant_warps) * cluster + int(self.follows)
         self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
-        # Pairs of chunks of Q that a thread loads at once, 32 registers each: as many as cost the tiles nothing. With
-        # 10 warps (168 registers a thread) and two pairs the compiler works out addresses anew in every tile (603 of
-        # 9,564 warp-instructions per 128 keys of 128 heads); for a small D four would need local memory.
-        self.q_at_once = 4 if head_dim == 512 and not self.dequant_warps else 1
+        # CTAs of an SM that the compiler is told of. With 0 it saves registers (78, not 112) and works out addresses
+        # anew in every tile; with 1, warps that dequantise whole keys would spill.
+        self.min_blocks = 0 if self.dequant_warps and cluster == 1 else 1
         # ---- tensor memory ----
         self.q_column = head_dim // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
@@ -158,7 +161,7 @@ class Config:
     def barriers(self, kv_stages: int | None = None) -> list[str]:
         """Names of the mbarriers (8 bytes each), in order."""
         stages = self.kv_stages if kv_stages is None else kv_stages
-        pipelines = (("kv", stages), ("Q", 1), ("S", S_STAGES), ("P", P_STAGES))
+        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES))
         rings = [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
         return rings + ["TMEM free"] * (self.cluster - 1)
 
@@ -170,7 +173,7 @@ class Config:
         """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
         d, n, control = self.head_dim, self.kv_stages, 8 * len(self.barriers()) + 4
         sizes = {
-            "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_chunks * CHUNK} x 2 B"),
+            "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_bytes // (2 * TILE_N)} x 2 B"),
             "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
             "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum and a sum of 128 threads, fp32"),
             "control": (control, f"{len(self.barriers())} mbarriers + TMEM address"),

@@ -74,6 +74,11 @@ class Dequant(Load):
             for part in cutlass.range_constexpr(PARTS):
                 self.fetch(pools, work, work.first, index, part, (held, raw, scales), chunks)
             index = self.entry(lists, work, work.first + 1, own)
+            if work.end > work.first:
+                for _ in cutlass.range_constexpr(self.q_stages):  # the load warp brings Q
+                    pipelines.wait_empty(kv, state)
+                    self.hand_over(kv, state)
+                    state.advance()
             for tile in cutlass.range(work.first, work.end, unroll=1):
                 ahead = self.entry(lists, work, tile + 2, own)
                 pipelines.wait_empty(kv, state)

@@ -14,6 +14,14 @@ from dsv4lib.kernels.fmha.config import LOG2_E, Config
 from dsv4lib.kernels.fmha.work import Row
 
 
+@cute.jit
+def multiply(registers: cute.Tensor, factor: Float32):
+    """An even number of fp32 registers by one factor, two at a time."""
+    for i in cutlass.range_constexpr(0, cute.size(registers), 2):
+        both = cute.arch.mul_packed_f32x2((registers[i], registers[i + 1]), (factor, factor))
+        registers[i], registers[i + 1] = both
+
+
 class Epilogue(Config):
     """The last part of the softmax warps' work."""
 
@@ -46,10 +54,8 @@ class Epilogue(Config):
         row: Row,
         inverse: Float32,
         any_tile: cutlass.Boolean,
-        part: Int32,
-        parts: cutlass.Constexpr,
     ):
-        """Store a part of this thread's half of O: lines, 32 columns of a lane, which are consecutive dimensions.
+        """Store this thread's half of O, a line after the other: 32 columns of a lane, consecutive dimensions.
 
         Args:
             outputs: (mSink, rope, mO, mLse) of the host call.
@@ -57,25 +63,26 @@ class Epilogue(Config):
             row: of this thread, which holds half of each 128 or 256 dimensions.
             inverse: O is multiplied by it.
             any_tile: there was a key; else O was never written.
-            part: of ``parts`` of the lines.
         """
         mO, _ = self.of_part(outputs)
         rO = cute.make_rmem_tensor(32, Float32)
-        end = (part + 1) * (self.head_dim // 64) // parts
-        # lines of one P V instruction; in a pair all
+        # lines of one P V instruction, in a pair all; addresses of lines differ by constants
         lines = (self.pv_n if self.cluster == 1 else self.head_dim) // 64
-        for i in cutlass.range(part * (self.head_dim // 64) // parts, end, unroll=1):
-            rO.fill(0.0)
+        gRow = cute.domain_offset((cute.assume(row.half * (lines * 32), divby=32),), mO[row.token, row.head, None])
+        for i in cutlass.range_constexpr(self.head_dim // 64):
             if any_tile:
                 tmem.load(address, 32 * i, row.tidx, rO)
                 cute.arch.fence_view_async_tmem_load()
-            rO.store(rO.load() * inverse)
-            block = (2 * (i // lines) + row.half) * lines + i % lines  # of 32 dimensions
-            if cutlass.const_expr(self.inverse_rope):
-                if row.inside and block >= self.head_dim // 32 - 2:
-                    self.rotate(rO, outputs[1], row.token, (block + 2 - self.head_dim // 32) * 16)
+                multiply(rO, inverse)
+            else:
+                rO.fill(0.0)
+            block = 2 * (i // lines) * lines + i % lines  # of 32 dimensions, for lanes 0-63
+            first = block + lines + 2 - self.head_dim // 32  # of the two that are rotated; below 0: none in this line
+            if cutlass.const_expr(self.inverse_rope and first >= 0):
+                if row.inside and first - (1 - row.half) * lines >= 0:
+                    self.rotate(rO, outputs[1], row.token, (first - (1 - row.half) * lines) * 16)
             if row.inside:
-                gO = cute.logical_divide(cute.local_tile(mO[row.token, row.head, None], (32,), (block,)), (8,))
+                gO = cute.logical_divide(cute.local_tile(gRow, (32,), (block,)), (8,))
                 rOut = cute.make_rmem_tensor((8, 4), mO.element_type)
                 rOut.store(rO.load().reshape((8, 4)).to(mO.element_type))
                 cute.autovec_copy(rOut, gO)

@@ -30,7 +30,6 @@ class Mma(Plan):
         sP: Int32,
         allocator: memory.TmemAllocator,
         kv: pipeline.PipelineTmaUmma,
-        q: pipeline.PipelineAsyncUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
     ):
@@ -38,28 +37,31 @@ class Mma(Plan):
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.cluster == 1):
-            self.mma_items(lists, items, sKV, sP, base, (kv, q, s, p))
+            self.mma_items(lists, items, sKV, sP, base, (kv, s, p))
         elif cute.arch.block_idx_in_cluster() == 0:
-            self.mma_items(lists, items, sKV, sP, base, (kv, q, s, p))
+            self.mma_items(lists, items, sKV, sP, base, (kv, s, p))
 
     @cute.jit
     def mma_items(self, lists: tuple, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: tuple):
         """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs.
 
-        Q is free for the next item when the last Q K^T of this one is done, P V of its last tile still to come. O needs
-        no such sign: the softmax warps hand over the first P of an item when they have read the O of the one before.
+        The next item's Q goes to tensor memory, and its first S follows, behind P V of the last tile of this one, while
+        the softmax warps read O. Q K^T of that tile, which read the Q before, is done then: its P was waited for. O
+        needs no sign: the softmax warps hand over the first P of an item when they have read the O of the one before.
         """
-        kv, q, s, p = rings
+        kv, s, p = rings
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
         used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
-        staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
         tiles = self.tiles_of(lists, items, items.first)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             tiles_after = self.tiles_of(lists, items, item + items.step)  # asked for a whole item ahead
-            q.consumer_wait(staged)
-            umma.fence_after_thread_sync()
+            if tiles > 0:
+                for part in cutlass.range_constexpr(self.q_stages):
+                    self.take_q(base, sKV, kv, full, part)
+                    full.advance()
+                    used.advance()
             for tile in cutlass.range(tiles + 1, unroll=1):
                 if tile < tiles:
                     s.producer_acquire(scores)
@@ -70,8 +72,6 @@ class Mma(Plan):
                         full.advance()
                     s.producer_commit(scores)
                     scores.advance()
-                else:
-                    q.consumer_release(staged)
                 if tile > 0:
                     p.consumer_wait(weights)
                     umma.fence_after_thread_sync()
@@ -82,7 +82,6 @@ class Mma(Plan):
                         used.advance()
                     p.consumer_release(weights)
                     weights.advance()
-            staged.advance()
             tiles = tiles_after
 
     @cute.jit
@@ -90,6 +89,32 @@ class Mma(Plan):
         """How many tiles an item has."""
         work = self.work(lists, items, item)
         return work.end - work.first
+
+    @cute.jit
+    def take_q(
+        self,
+        base: Int32,
+        sKV: Int32,
+        kv: pipeline.PipelineTmaUmma,
+        full: pipeline.PipelineState,
+        part: cutlass.Constexpr,
+    ):
+        """Wait for the ``part``-th stage of Q, copy it, and give it back when that is done."""
+        kv.consumer_wait(full)
+        umma.fence_after_thread_sync()
+        self.place_q(base, sKV + full.index * self.stage_bytes, part)
+        kv.consumer_release(full)
+
+    @cute.jit
+    def place_q(self, base: Int32, stage: Int32, part: cutlass.Constexpr):
+        """Q from the ``part``-th of its stages to tensor memory: of each pair of chunks the first to lanes 0-63."""
+        with cute.arch.elect_one():
+            source = umma.at(self.k_descriptor, stage)
+            pairs = self.chunks // 2 // self.q_stages
+            for pair in cutlass.range_constexpr(pairs):
+                for k in cutlass.range_constexpr(CHUNK // 16):
+                    column = base + self.q_column + (part * pairs + pair) * (CHUNK // 2) + k * 8
+                    umma.copy_rows(column, umma.behind(source, pair * 2 * CHUNK_BYTES + k * 32), self.cluster)
 
     @cute.jit
     def mma_qk(self, base: Int32, slot: Int32, stage: Int32, part: cutlass.Constexpr):

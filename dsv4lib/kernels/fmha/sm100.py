@@ -9,7 +9,8 @@ kinds of layers: CSA (entries by index list), HCA (entries by index list or as a
 
 Tile picture (D 512). A CTA has 64 heads of a token (M 64) and walks over its keys in tiles of 64: the entries, then
 the window. A tile is fetched once, row by row (TMA gather4), and serves both products: read with the keys as N it is K,
-read with the head dimensions as N it is V.
+read with the head dimensions as N it is V. Q of a token is fetched in the same way, ahead of its keys and through the
+same ring, and copied to tensor memory (`tcgen05.cp`).
 
     SMEM                            byte         TMEM: 128 lanes x 512 columns
   +------------------------------+ 0                 0             256        384     448     511
@@ -28,8 +29,8 @@ Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 row
 none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
 columns and all lanes work. Q is the A operand in TMEM: each half of the lanes multiplies its own A, so Q takes only 128
 columns for 64 rows x 512 dims, and a S tile is computed as two sums over half the dimensions (chunks 0, 2, 4, 6 in
-the upper lanes, 1, 3, 5, 7 in the lower) which the softmax warps add. Q leaves no trace in SMEM, which buys a third
-tile of keys.
+the upper lanes, 1, 3, 5, 7 in the lower) which the softmax warps add. Q stays in SMEM only until it is
+copied, which buys a third tile of keys.
 
 Why a tile is two stages, dimensions 0-255 and 256-511, each a block of O: P V of the first block frees its half of the
 tile while the second is multiplied, so that loads are half a tile further ahead; Q K^T begins with the half that is
@@ -67,20 +68,21 @@ CTAs stay. The grid has as many CTAs as run at once; each keeps its heads and it
 token (or group), one behind the other, without a pause in its pipelines: tiles of the next token are loaded while this
 one's are multiplied, and the turn from token to token runs under both:
 
-    tensor core   .. S n-1 | P V n-2 |     P V n-1      |                    | S 0' | S 1' |          | P V 0' ..
-    softmax       .. n-2 ..  | .. n-1 ..| ask for Q' .. | O, half | Q' -> TMEM | O, half | .. 0' ..| .. 1' ..
-    loads         .. 1' ..   2' ..  (as far ahead as there are stages)
+    tensor core   .. S n-1 | P V n-2 |     | P V n-1 | Q' -> TMEM | S 0' | S 1' |                | P V 0' ..
+    softmax       .. n-2 ..| .. n-1 ..|              | O -> global memory           | .. 0' ..   | .. 1' ..
+    loads         .. Q'    0'    1'    2' ..  (as far ahead as there are stages)
 
-Q' may go to TMEM when Q K^T of tile n - 1 is done; P V of 0' may overwrite O when all softmax warps have read it, which
-their arrival with P of 0' says. Every role finds the next token by itself: no warp deals them out.
+Q' may go to TMEM when Q K^T of tile n - 1 is done, which P of that tile says; P V of 0' may overwrite O when all
+softmax warps have read it, which their arrival with P of 0' says. Every role finds the next token by itself: no warp
+deals them out. A token without keys takes nothing: no Q, no stage.
 
 Roles (6 warps, 192 threads; 10 warps, 320 threads with FP8 keys)
 
-    warps 0-3   softmax   allocate TMEM, stage Q; a tile: S -> registers, P -> SMEM, rescale O if needed; store O, LSE,
-                          and between its lines the next Q
-    warp  4     mma       a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16 (O); S of tile j + 1 before P V of j
-    warp  5     load      a tile of 16-bit rows: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3;
-                          a pair: 4, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
+    warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed; store O and LSE
+    warp  4     mma       a token: 16 copies of 128 x 32 B (Q); a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16
+                          (O); S of tile j + 1 before P V of j
+    warp  5     load      Q, or a tile of 16-bit rows: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3; a pair: of
+                          keys 4, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
     warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile
 
 FP8 keys (`fp8_entries`, `fp8_window`) come in pages of any size and stride, see `common.kv_entry`; P V and Q K^T see
@@ -95,9 +97,10 @@ the same bf16 tile as with TMA, bit for bit:
 
 Pipelines
 
-    kv   TMA -> UMMA       6 stages   full: 32,768 bytes have landed       empty: commit after P V of its block
-         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence; a stage is a whole tile
-    q    softmax -> UMMA   1 stage    full: one arrival a softmax warp     empty: commit after a token's last Q K^T
+    kv   TMA -> UMMA       6 stages   full: 32,768 bytes have landed       empty: commit after P V of its block, or
+                                      (Q takes 2 of them)                    after the copies of Q
+         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one of the load
+                                      warp, whose TMA brings Q; a stage is a whole tile, or Q
     s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
     p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
 
@@ -124,7 +127,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, memory, pipeline
+from cutlass import Float32, Int32, Int64, memory, pipeline
 
 from dsv4lib.kernels.common import pipelines, tmem, umma
 from dsv4lib.kernels.fmha.config import (
@@ -164,6 +167,7 @@ class Fmha(Dequant, Mma, Softmax):
         scale: Float32,
         splits: Int32,
         sms: Int32,
+        q_pitch: Int64,
         stream: cuda.CUstream,
     ):
         """Host side: TMA descriptors of both pools and the launch.
@@ -182,9 +186,10 @@ class Fmha(Dequant, Mma, Softmax):
             scale: of the dot products.
             splits: parts the keys are split into; 1 unless partial.
             sms: CTAs that the GPU runs at once; each takes as many tokens or groups as it must.
+            q_pitch: a divisor of both of Q's strides: rows of this pitch are Q as a matrix, see `arguments.q_pitch`.
             stream: where the launch is queued.
         """
-        sources = self.key_sources(entries, window)
+        sources, queries = self.key_sources(entries, window), self.queries(mQ, q_pitch)
 
         @cute.struct
         class Storage:
@@ -195,7 +200,6 @@ class Fmha(Dequant, Mma, Softmax):
             sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
             sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
-            q_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
             free_barrier: cute.struct.MemRange[cutlass.Int64, self.cluster - 1]
@@ -211,9 +215,10 @@ class Fmha(Dequant, Mma, Softmax):
             None if cutlass.const_expr(not self.window) else window[1:],
         )
         outputs = mSink, rope, mO, mLse
-        self.kernel(mQ, sources, lists, mGroups, outputs, scale * LOG2_E, splits).launch(
+        self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, splits).launch(
             grid=grid,
             block=(self.threads, 1, 1),
+            min_blocks_per_mp=self.min_blocks,
             cluster=(1, self.cluster, 1) if self.cluster > 1 else None,
             stream=stream,
         )
@@ -224,6 +229,7 @@ class Fmha(Dequant, Mma, Softmax):
     def kernel(
         self,
         mQ: cute.Tensor,
+        queries: tuple,
         sources: tuple,
         lists: tuple,
         mGroups: Any,
@@ -235,7 +241,6 @@ class Fmha(Dequant, Mma, Softmax):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
-        q = pipelines.warps_to_umma(1, len(SOFTMAX_WARPS), storage.q_barriers.data_ptr(), self.cluster)
         s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr(), self.cluster)
         p = pipelines.warps_to_umma(P_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr(), self.cluster)
         free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
@@ -249,15 +254,14 @@ class Fmha(Dequant, Mma, Softmax):
         items = self.items(mQ, mGroups, splits)
         sKV = storage.sKV.data_ptr().toint()
         if warp == LOAD_WARP:
-            if cutlass.const_expr(self.tma):
-                self.load(sources, lists, items, sKV, kv)
+            self.load(mQ, queries, sources, lists, items, sKV, kv)
         elif warp > LOAD_WARP:
             if cutlass.const_expr(self.dequant_warps):
                 self.dequantise(sources, lists, items, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(lists, items, sKV, storage.sP.data_ptr().toint(), allocator, kv, q, s, p)
+            self.mma(lists, items, sKV, storage.sP.data_ptr().toint(), allocator, kv, s, p)
         else:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
             sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
             shared = storage.sP.data_ptr().toint(), sX, sRow
-            self.softmax(mQ, lists, items, outputs, shared, allocator, q, s, p, scale_log2)
+            self.softmax(mQ, lists, items, outputs, shared, allocator, s, p, scale_log2)

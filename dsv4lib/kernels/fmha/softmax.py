@@ -11,7 +11,6 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.fmha.config import (
-    CHUNK,
     HALF_N,
     P_BYTES,
     P_STAGES,
@@ -23,12 +22,12 @@ from dsv4lib.kernels.fmha.config import (
     TILE_N,
     TMEM_DONE,
 )
-from dsv4lib.kernels.fmha.epilogue import Epilogue
+from dsv4lib.kernels.fmha.epilogue import Epilogue, multiply
 from dsv4lib.kernels.fmha.work import Items, Plan, Row, Work
 
 
 class Softmax(Plan, Epilogue):
-    """The softmax warps; they also stage Q before the tiles of an item and store O and the log-sum-exp behind them."""
+    """The softmax warps; they also store O and the log-sum-exp behind the tiles of an item."""
 
     sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
 
@@ -41,33 +40,27 @@ class Softmax(Plan, Epilogue):
         outputs: tuple,
         shared: tuple,
         allocator: memory.TmemAllocator,
-        q: pipeline.PipelineAsyncUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
         scale_log2: Float32,
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
 
-        The next item's Q is loaded when this one's last P is out, beside the last P V and the first lines of O on
-        their way to memory; while the others follow, the tensor core begins with the next item.
+        While they store O of an item, the tensor core begins with the next.
         """
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
-        staged = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         work = self.work(lists, items, items.first)
         row = self.tile_row(mQ, lists, work)
-        self.bring_q(mQ, address, row, q, staged)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
             row_after = self.tile_row(mQ, lists, work_after)
-            now, after = (work, row), (item + items.step < items.end, row_after)
-            states = staged, scores, weights
-            staged, scores, weights = self.take_item(
-                mQ, lists, outputs, now, after, address, shared, (q, s, p), states, scale_log2
+            scores, weights = self.take_item(
+                lists, outputs, (work, row), address, shared, (s, p), (scores, weights), scale_log2
             )
             work, row = work_after, row_after
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
@@ -76,11 +69,9 @@ class Softmax(Plan, Epilogue):
     @cute.jit
     def take_item(
         self,
-        mQ: cute.Tensor,
         lists: tuple,
         outputs: tuple,
         now: tuple,
-        after: tuple,
         address: cute.Pointer,
         shared: tuple,
         rings: tuple,
@@ -90,37 +81,24 @@ class Softmax(Plan, Epilogue):
         """One item; returns the states of the pipelines.
 
         Args:
-            now: its `Work` and `Row`; after: whether there is a next one, and its `Row`.
-            rings, states: (q, s, p) and where they are.
+            now: its `Work` and `Row`.
+            rings, states: (s, p) and where they are.
         """
-        (work, row), (more, row_after), (q, s, p) = now, after, rings
-        staged, scores, weights = (state.clone() for state in states)  # the caller's are no variables of a loop here
+        work, row = now
         pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
         reference, total, scores, weights = self.weigh_tiles(
-            lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
+            lists, work, row, address, shared, pair, rings, states, scale_log2
         )
-        staged.advance()
         any_tile = work.end > work.first
-        inverse, denominator = Float32(0.0), total
-        batches = self.chunks // 2 // self.q_at_once
-        for part in cutlass.range(batches + 1, unroll=1):
-            bring = more and part < batches
-            pieces = self.q_pieces(mQ, row_after._replace(inside=row_after.inside and bring), part)
-            if part == 0:
-                if any_tile:
-                    total = self.whole_sum(total, row, shared[2], pair)
-                    self.wait_for_o(p, weights)
-                inverse, denominator = self.normaliser(outputs, row, reference, total)
-                q.producer_acquire(staged)
-                umma.fence_after_thread_sync()
-            self.store_lines(outputs, address, row, inverse, any_tile, part, batches + 1)
-            if bring:
-                self.put_q(address, row, part, pieces)
-                if part == batches - 1:
-                    self.announce(q, staged)
+        if any_tile:
+            total = self.whole_sum(total, row, shared[2], pair)
+        inverse, denominator = self.normaliser(outputs, row, reference, total)
         if row.half == 0:
             self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
-        return staged, scores, weights
+        if any_tile:
+            self.wait_for_o(rings[1], weights)
+        self.store_lines(outputs, address, row, inverse, any_tile)
+        return scores, weights
 
     @cute.jit
     def weigh_tiles(
@@ -168,48 +146,6 @@ class Softmax(Plan, Epilogue):
         return reference, total, scores, weights
 
     @cute.jit
-    def bring_q(
-        self,
-        mQ: cute.Tensor,
-        address: cute.Pointer,
-        row: Row,
-        q: pipeline.PipelineAsyncUmma,
-        staged: pipeline.PipelineState,
-    ):
-        """Put this warp's rows of Q in place, then tell the MMA warp."""
-        self.stage_q(mQ, address, row)
-        self.announce(q, staged)
-
-    @cute.jit
-    def stage_q(self, mQ: cute.Tensor, address: cute.Pointer, row: Row):
-        """Q from global to tensor memory: lanes 0-63 take the even 64-wide chunks of a head, 64-127 the odd; in a pair
-        the first and the second half of them."""
-        for part in cutlass.range(self.chunks // 2 // self.q_at_once, unroll=1):
-            self.put_q(address, row, part, self.q_pieces(mQ, row, part))
-
-    @cute.jit
-    def q_pieces(self, mQ: cute.Tensor, row: Row, part: Int32):
-        """The ``part``-th few chunks of Q, 64 of a thread's dimensions each; zeros where there are none."""
-        step, other = self.q_chunks
-        pieces = cute.make_rmem_tensor((CHUNK, self.q_at_once), self.element)
-        pieces.fill(0.0)
-        for i in cutlass.range_constexpr(self.q_at_once):
-            chunk = step * (part * self.q_at_once + i) + other * row.half
-            if row.inside and chunk < self.head_dim // CHUNK:
-                gQ = cute.local_tile(mQ[row.token, row.head, None], (CHUNK,), (chunk,))
-                cute.autovec_copy(cute.logical_divide(gQ, (8,)), cute.logical_divide(pieces[None, i], (8,)))
-        return pieces
-
-    @cute.jit
-    def put_q(self, address: cute.Pointer, row: Row, part: Int32, pieces: cute.Tensor):
-        """Pieces of Q to tensor memory, ready to be announced."""
-        for i in cutlass.range_constexpr(self.q_at_once):
-            column = self.q_column + (part * self.q_at_once + i) * (CHUNK // 2)
-            tmem.store(address, column, row.tidx, cute.recast_tensor(pieces[None, i], Float32))
-        cute.arch.fence_view_async_tmem_store()
-        umma.fence_before_thread_sync()
-
-    @cute.jit
     def whole_sum(self, total: Float32, row: Row, sRow: cute.Tensor, pair: pipeline.NamedBarrier):
         """The sum of a row's weights over both halves of its keys."""
         sRow[row.tidx, self.sum_slot] = total
@@ -218,7 +154,7 @@ class Softmax(Plan, Epilogue):
 
     @cute.jit
     def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
-        """This warp's part of Q, or of P, is there: one arrival."""
+        """This warp's part of P is there: one arrival."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ring.producer_commit(state)
@@ -306,6 +242,6 @@ def rescale(address: cute.Pointer, columns: cutlass.Constexpr, tidx: Int32, fact
     for column in cutlass.range(0, columns, 32, unroll=1):
         tmem.load(address, column, tidx, rO)
         cute.arch.fence_view_async_tmem_load()
-        rO.store(rO.load() * factor)
+        multiply(rO, factor)
         tmem.store(address, column, tidx, rO)
     cute.arch.fence_view_async_tmem_store()

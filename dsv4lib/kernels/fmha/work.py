@@ -119,16 +119,23 @@ class Plan(Config):
         tidx, _, _ = cute.arch.thread_idx()
         _, block, _ = cute.arch.block_idx()
         place = block * TILE_M + tidx % TILE_M
-        token, head, inside = work.token, place, place < mQ.shape[1]
+        token, head, inside = self.member(mQ, work, place)
         entries, window = (Int32(0), work.entries), (Int32(0), work.window)
         if cutlass.const_expr(self.groups):
-            member, head = place // mQ.shape[1], place % mQ.shape[1]
-            token, inside = work.token + member, member < work.tokens
             if cutlass.const_expr(self.entries == "range"):
                 entries = self.own(lists[0][1], lists[0][2], token, inside, work.entry_row)
             if cutlass.const_expr(self.window):
                 window = self.own(lists[1][0], lists[1][1], token, inside, work.window_row)
         return Row(tidx, tidx // TILE_M, token, head, inside, entries, window)
+
+    @cute.jit
+    def member(self, mQ: cute.Tensor, work: Work, place: Int32):
+        """(token, head, whether there are such) of a row, counted through the tiles of all CTAs of an item."""
+        token, head, inside = work.token, place, place < mQ.shape[1]
+        if cutlass.const_expr(self.groups):
+            other, head = place // mQ.shape[1], place % mQ.shape[1]
+            token, inside = work.token + other, other < work.tokens
+        return token, head, inside
 
     @cute.jit
     def own(self, mFirst: cute.Tensor, mCount: cute.Tensor, token: Int32, inside: Boolean, start: Int32):

@@ -16,7 +16,7 @@ SHAPE = (130, 333)  # more than two KV tiles, ragged on both sides
 PAIR = (512, "bf16", "index", True, True, False, False, False, False, 2)  # cluster
 SHARED = (512, "bf16", "range", True, True, False, False, False, False, 1, True)  # groups
 
-STAYING = ("NextQ", "OneSpeaksForAll")  # found where a CTA takes a second token
+STAYING = ("FreedQ", "OneSpeaksForAll")  # found where a CTA takes a second token
 FMHA_RUNS = {  # settings, case
     "SumOverMaximum": ((512, "bf16", "index"), case(64, [150], [33])),
     "SwappedHalves": ((512, "bf16", "index"), case(64, [150], [33])),

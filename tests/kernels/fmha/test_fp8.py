@@ -132,11 +132,28 @@ def test_what_the_compiler_says(switches):
     assert quick(kernel, code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (2 - sum(switches)),
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (3 - sum(switches)),  # and Q
         "ld.local": 0,
         "st.local": 0,
     }
     assert {name: ptx.count(code.ptx, name) for name in counts} == counts
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("index", False, True, False),
+        ("index", True, True, False),
+        ("range", True, False, True),
+        ("none", True, False, True),
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_no_local_memory(keys, ends, cluster):
+    entries, window, *fp8 = keys
+    _, code = compiled(Fmha, (512, "bf16", entries, window, ends, ends, not ends, *fp8, cluster))
+    assert (code.local_bytes, code.spills) == (0, 0) and code.registers * code.threads <= 65_536
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,8 @@ def test_what_sharing_saves():
     """A chunk of 24 tokens of SWA: the union of three windows instead of three windows."""
     one = prefill_case(20, [250], 24)
     shared, alone = (counts(one, "none", 1, groups) for groups in (True, False))
-    assert alone[1] == 24 * 128 * 1024 and shared[1] == 8 * 3 * 64 * 1024  # 130 rows are three tiles of 64
+    tile = 64 * 1024  # of keys, or of Q; 130 rows are three tiles
+    assert alone[1] == 24 * (1 + 2) * tile and shared[1] == 8 * (1 + 3) * tile
     assert shared[0] < 0.6 * alone[0]
 
 
@@ -212,7 +213,9 @@ def test_what_the_compiler_says(which):
     assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
     assert quick(kernel, code)
     assert ptx.count(code.ptx, "tcgen05.mma.cta_group::2") == kernel.chunks * 2 + 8
-    assert code.ptx.count("gather4.mbarrier::complete_tx::bytes.cta_group::2") == 2 * kernel.stage_chunks
+    assert (
+        code.ptx.count("gather4.mbarrier::complete_tx::bytes.cta_group::2") == 2 * kernel.stage_chunks + kernel.chunks
+    )
 
 
 @pytest.mark.parametrize(

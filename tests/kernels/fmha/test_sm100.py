@@ -1,5 +1,7 @@
 """The attention kernel at the model's sizes and around them: numbers, checks, schedules, budgets, bad arguments."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,28 @@ def test_sinks_at_the_ends(sink):
     assert trial.clean, trial.findings()
 
 
+def apart(q, how):
+    """The same Q with its rows elsewhere, NaN between them."""
+    tokens, heads, depth = q.shape
+    if how == "one head of each token in turn":
+        return q.transpose(0, 1).contiguous().transpose(0, 1)
+    behind, between = {"fused with other projections": (64, 0), "every other row": (0, depth)}[how]
+    room = q.new_full((tokens, heads * (depth + between) + behind), float("nan"))
+    rows = room[:, : heads * (depth + between)].unflatten(1, (heads, -1))[..., :depth]
+    return rows.copy_(q)
+
+
+@pytest.mark.parametrize("how", ["fused with other projections", "every other row", "one head of each token in turn"])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_q_is_read_where_it_lies(how, cluster):
+    """Q comes by TMA as rows of one matrix, whatever the strides of tokens and heads are."""
+    one = case(37, [70, 64, 9], [33, 0, 3])
+    one = replace(one, q=apart(one.q, how))
+    assert not one.q.is_contiguous()
+    trial = fmha_trial(Fmha, (*FULL, False, False, False, cluster), one)
+    assert trial.clean, trial.findings()
+
+
 def test_a_rising_maximum_rescales():
     """Later keys with much larger scores: every tile moves the reference, O is rescaled each time."""
     one = case(64, [320], [0], top_k=320)
@@ -129,7 +153,7 @@ def test_what_the_compiler_says(head_dim):
     assert quick(kernel, code)
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2 * kernel.chunks,
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 3 * kernel.chunks,  # entries, window, Q
         "ld.local": 0,
         "st.local": 0,
     }
