@@ -63,6 +63,10 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:
         x = x.as_strided(x.shape, (*x.stride()[:-1], 1))  # of one element any stride says the same
     size = x.element_size()
     align = align or size
+    if 0 in x.stride():  # CuTe takes it for a static one, and the kernel was compiled with dynamic ones
+        if any(stride == 0 and extent > 1 for stride, extent in zip(x.stride(), x.shape, strict=True)):
+            raise ArgumentError(f"{name}.stride()", x.stride(), "no stride 0: an expanded tensor must be copied")
+        x = x.as_strided(x.shape, [stride or align // size for stride in x.stride()])
     if x.data_ptr() % align or any(
         stride * size % align for stride, extent in zip(x.stride()[:-1], x.shape, strict=False) if extent > 1
     ):
