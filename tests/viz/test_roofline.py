@@ -25,3 +25,13 @@ def test_what_a_logarithm_cannot_show_is_refused():
     for bad in ({}, {"one": {"a": [(0.0, 1.0, "")]}}, {"one": {"a": [(1.0, -1.0, "")]}}):
         with pytest.raises(ArgumentError):
             roofline.roofline(bad, 2250, {"HBM": 8.0})
+
+
+def test_labels_of_close_points_do_not_cover_each_other():
+    close = {"one": {"a": [(10.0, 40.0, "first"), (10.5, 42.0, "second"), (11.0, 40.0, "third")]}}
+    fig = roofline.roofline(close, 2250, {"HBM": 8.0})
+    fig.draw_without_rendering()
+    texts = [text for text in fig.axes[0].texts if text.get_text() in ("first", "second", "third")]
+    boxes = [text.get_window_extent() for text in texts]
+    assert len(boxes) == 3
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
