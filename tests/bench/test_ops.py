@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -432,6 +433,11 @@ def test_the_figure_says_every_time(tmp_path):
     assert style.to_png(figure).startswith(b"\x89PNG")
     with pytest.raises(ArgumentError, match="at least one"):
         dumbbells.dumbbells({"a": [dumbbells.Case("x", None, None, None)]}, "t")
+
+
+def test_the_recorded_command_names_no_folder_of_the_machine():
+    found = harness.command_line(["--only", "mhc, topk", "--record", "/a/b/", "--ahead", "8"], Path("/a/b"), None)
+    assert found == "python -m dsv4lib.bench.ops.harness --only 'mhc, topk' --record DIR --ahead 8"
 
 
 def test_the_page_is_that_of_the_recorded_rows():

@@ -299,13 +299,19 @@ def listed(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def facts(arguments: Sequence[str]) -> dict[str, str]:
-    """What times of this machine depend on: a line of `runs.csv`."""
+def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
+    """The command as it is recorded: where its ``folders`` lay is nobody's business, and no time depends on it."""
+    words = ["DIR" if Path(word) in folders else shlex.quote(word) for word in arguments]
+    return " ".join(["python -m dsv4lib.bench.ops.harness", *words])
+
+
+def facts(command: str) -> dict[str, str]:
+    """What times of this machine depend on, and ``command``, which took them: a line of `runs.csv`."""
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
     query = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
     try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-        smi = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
+        asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
+        smi = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):
         smi = []
     driver, sm, memory, power = smi if len(smi) == 4 else [""] * 4
@@ -323,7 +329,7 @@ def facts(arguments: Sequence[str]) -> dict[str, str]:
         "torch": torch.__version__,
         "packages": ", ".join(f"{package} {version}" for package, version in versions.items()),
         "kernels": env.source_fingerprint("dsv4lib/kernels"),
-        "command": " ".join(["python -m dsv4lib.bench.ops.harness", *map(shlex.quote, arguments)]),
+        "command": command,
         "method": timing.METHOD,
     }
 
@@ -375,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ahead(min(given.ahead, len(rows)), arguments)
     results = run(rows, timing.GpuClock(), ways=parts(given.ways), seconds=given.seconds)
     if given.record is not None:
-        record(results, facts(arguments), given.record)
+        record(results, facts(command_line(arguments, given.record, given.pack)), given.record)
     ours = [result.named(OURS) for result in results]
     return 1 if broken or any(one is None or one.state != TIMED for one in ours) else 0
 
