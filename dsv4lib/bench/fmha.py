@@ -8,6 +8,7 @@ error on Hopper launches of its regime (calibration.py).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,14 +17,14 @@ from typing import Any
 from dsv4lib.bench import calibration, static_model, table
 from dsv4lib.bench.rates import TABLE, Gpu, gpu
 from dsv4lib.bench.static_model import Kernel, Time
-from dsv4lib.bench.work import Work, count
+from dsv4lib.bench.work import Work, count, count_lines
 from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
 from dsv4lib.ops.fmha import choose_splits, cluster_of
 
 RESULTS = TABLE.with_name("fmha.csv")
 PEAK, BANDWIDTH = 2.25e15, 8e12  # of the floors
 DIM, WINDOW, CSA_RATE, HCA_RATE = 512, 128, 4, 128
-TILE = 64  # keys of a KV tile
 KEY_BYTES, ENTRY_BYTES = 2 * DIM, 584  # of a key in the bf16 pool, and in the model's own format
 MODELS = {"Flash": (64, 512), "Pro": (128, 1024)}  # heads, selected entries
 KINDS = ("CSA", "HCA", "SWA")
@@ -117,7 +118,8 @@ class Counted:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
             keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
             memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
-            CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of a key in the pool.
+            CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of a key in the pool; blocks, q_ahead,
+            stored: see `static_model.attention`.
     """
 
     tile: Work
@@ -133,6 +135,9 @@ class Counted:
     cluster: int = 1
     tokens: int = 1
     key_bytes: int = KEY_BYTES
+    blocks: int = 1
+    q_ahead: bool = False
+    stored: tuple[Work, Work] | None = None
 
 
 def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
@@ -148,20 +153,50 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
 
     kernel = Fmha(**{"entries": "index", "window": False, "sink": True, "inverse_rope": True, **options})
     code = compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
-    works, roles = [], []
+    works, roles, stored = [], [], []
     for keys in (short, long):
         trace = _traced(kernel, code, keys, long)
         works.append(count(trace))
+        stored.append(_stored(trace, kernel))
         scores = trace.mmas["column"] >= kernel.q_column  # O lies in the columns below
         roles.append([count(trace, scores), count(trace, ~scores)])
-    tiles = (long - short) / TILE
+    tiles = (long - short) / TILE_N
     tile = (works[1] - works[0]) * (1 / tiles)
     qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
-    turn = count(_traced(kernel, code, short, long, 2)) - works[0] - tile * (short / TILE)
-    once = works[0] - tile * (short / TILE)
+    two = _traced(kernel, code, short, long, 2)
+    turn = count(two) - works[0] - tile * (short / TILE_N)
+    once = works[0] - tile * (short / TILE_N)
     stages = kernel.kv_stages // kernel.tile_stages
-    ring = {"parts": kernel.tile_stages, "q_stages": kernel.q_stages}
+    ring = {"parts": kernel.tile_stages, "q_stages": kernel.q_stages, "q_ahead": kernel.q_ahead}
+    ring["blocks"] = kernel.o_blocks
+    if kernel.epilogue_warps:
+        scale = short / (long - short)  # the softmax warps share lines with them, in every tile
+        each = zip(_stored(two, kernel), *stored, strict=True)
+        ring["stored"] = tuple(both - one - (more - one) * scale for both, one, more in each)
     return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, tokens=_shared(kernel), **ring)
+
+
+def _stored(trace: Any, kernel: Any) -> tuple[Work, Work]:
+    """(until a block of O is handed back, behind that): what the lines of the epilogue do."""
+    from dsv4lib.kernels.fmha import epilogue
+
+    def lines(function: Any) -> range:
+        source, first = inspect.getsourcelines(function)
+        return range(first, first + len(source))
+
+    stores, own = lines(epilogue.Epilogue.store_lines), (lines(epilogue.Epilogue), lines(epilogue.multiply))
+
+    def behind(source: str) -> bool:
+        file, _, line = source.rpartition(":")
+        return kernel.lines_at_once > 1 and file.endswith("fmha/epilogue.py") and int(line) in stores
+
+    def before(source: str) -> bool:
+        file, _, line = source.rpartition(":")
+        if file.endswith("fmha/epilogue.py"):
+            return not behind(source) and any(int(line) in part for part in own)
+        return file.endswith(("common/rope.py", "common/tmem.py"))
+
+    return count_lines(trace, before), count_lines(trace, behind)
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
@@ -210,7 +245,7 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
     options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn, "parts": c.parts}
-    options["q_stages"] = c.q_stages
+    options |= {"q_stages": c.q_stages, "blocks": c.blocks, "q_ahead": c.q_ahead, "stored": c.stored}
     return static_model.attention("fmha", *roles, c.stages, card, **options)
 
 
@@ -276,7 +311,7 @@ def predict(
     """
     items = -(-shape.tokens // single.tokens)
     groups = items * -(-shape.heads * single.tokens // (single.rows * single.cluster)) * single.cluster
-    most = max(_tiles(*shape.keys(seen)) for seen in shape.positions())
+    most = max(count_tiles(*shape.keys(seen)) for seen in shape.positions())
     choices = _split_choices(most, groups, int(card["sms"])) if shape.phase == "decode" else (1,)
     times = {splits: timed(shape, single, parts, card, groups, splits) for splits in choices}
     best = min(times, key=lambda splits: times[splits].us)
@@ -293,7 +328,7 @@ def timed(shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int,
     c = single if splits == 1 else parts
     # the union of the windows of tokens that share tiles has a key more for each further token
     unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
-    lengths = [-(-_tiles(*union) // splits) for union in unions]
+    lengths = [-(-count_tiles(*union) // splits) for union in unions]
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
     model = model_of(c, card, min(groups * splits, int(card["sms"])))
     join = 0.0
@@ -341,10 +376,6 @@ def _row(
         best_us=best[1],
         published=published(shape),
     )
-
-
-def _tiles(entries: int, window: int) -> int:
-    return -(-entries // TILE) + -(-window // TILE)
 
 
 def _pool_bytes(shape: Shape, key_bytes: int) -> float:

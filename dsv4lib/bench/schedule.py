@@ -26,6 +26,7 @@ class Task:
         after: (task, lag): instance j waits for instance j - lag of that task; none where j < lag.
         lead: tiles that it is issued ahead of tasks with lead 0.
         freed: task that frees the stage that this one fills, of the ring of `stay`; "": it fills none.
+        holds: of a turn's task in `stay`: the task of the next item's first tile that waits for it; "": none does.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Task:
     after: tuple[tuple[str, int], ...] = ()
     lead: int = 0
     freed: str = ""
+    holds: str = ""
 
 
 def run(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) -> dict[str, list[tuple[float, float]]]:
@@ -70,7 +72,7 @@ def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
     return max([*ends, *(ready or {}).values(), 0.0])
 
 
-def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: int = 0) -> float:
+def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: int = 0, across: bool = False) -> float:
     """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one behind the other on the same units.
 
     A unit goes through its tasks in the order of `run`, item after item, without waiting for other units to get there:
@@ -80,6 +82,8 @@ def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: in
         tasks: of every tile, counted through over all items.
         turn: of every item, behind its tiles; their ``after`` names tasks of its last tile, or each other.
         stages: of a ring that tasks with ``freed`` fill, of tiles and of the turn, in the order in which they stand.
+        across: tasks are issued ahead of those of the item before too: a task of the turn by its ``lead`` before the
+            next item's first tile; else an item's tasks, and its turn, all come before those of the next.
 
     Raises:
         ArgumentError: a task waits for one that its unit would do later.
@@ -87,15 +91,15 @@ def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: in
     latency = {task.name: task.latency for task in (*tasks, *turn)}
     queues: dict[str, deque[tuple[Task, int]]] = {task.unit: deque() for task in (*tasks, *turn)}
     fills: list[tuple[str, int]] = []  # what frees each stage that is filled, in order
-    waits: dict[tuple[str, int], tuple[str, int]] = {}
-    for item in range(items):
-        ordered = [(task, item * tiles + tile) for task, tile in _in_order(tasks, tiles)]
-        for task, tile in ordered + [(task, (item + 1) * tiles - 1) for task in turn]:
-            queues[task.unit].append((task, tile))
-            if task.freed:
-                if len(fills) >= stages:
-                    waits[task.name, tile] = fills[len(fills) - stages]
-                fills.append((task.freed, tile))
+    held: dict[tuple[str, int], list[tuple[str, int]]] = {}  # what a task waits for besides
+    for task, tile in _in_items(tasks, turn, tiles, items, across):
+        queues[task.unit].append((task, tile))
+        if task.holds:
+            held.setdefault((task.holds, tile + 1), []).append((task.name, tile))
+        if task.freed:
+            if len(fills) >= stages:
+                held.setdefault((task.name, tile), []).append(fills[len(fills) - stages])
+            fills.append((task.freed, tile))
     done: dict[tuple[str, int], float] = {}
     free = dict.fromkeys(queues, 0.0)
     while any(queues.values()):
@@ -104,8 +108,7 @@ def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: in
             while queue:
                 task, tile = queue[0]
                 needs = [(other, tile - lag) for other, lag in task.after if tile >= lag]
-                if (task.name, tile) in waits:
-                    needs.append(waits[task.name, tile])
+                needs += held.get((task.name, tile), [])
                 if any(need not in done for need in needs):
                     break
                 start = max([free[unit], *(done[need] + latency[need[0]] for need in needs)])
@@ -116,6 +119,23 @@ def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: in
             stuck = [queue[0][0].name for queue in queues.values() if queue]
             raise ArgumentError("order of tasks", stuck, "tasks that do not wait for each other")
     return max((end + latency[name] for (name, _), end in done.items()), default=0.0)
+
+
+def _in_items(tasks: list[Task], turn: list[Task], tiles: int, items: int, across: bool) -> Iterator[tuple[Task, int]]:
+    """(task, tile) of all items in the order in which units issue them; a turn's task has the last tile of its item."""
+    if across:
+        most = max(task.lead for task in (*tasks, *turn))
+        for step in range(-most, tiles * items + 1):
+            for task in turn:
+                if (step + task.lead) % tiles == 0 and 0 < step + task.lead <= tiles * items:
+                    yield task, step + task.lead - 1
+            for task in tasks:
+                if 0 <= step + task.lead < tiles * items:
+                    yield task, step + task.lead
+        return
+    for item in range(items):
+        yield from ((task, item * tiles + tile) for task, tile in _in_order(tasks, tiles))
+        yield from ((task, (item + 1) * tiles - 1) for task in turn)
 
 
 def _in_order(tasks: list[Task], tiles: int) -> Iterator[tuple[Task, int]]:

@@ -112,6 +112,7 @@ class Kernel:
     turn: Work | None = None
     turns: tuple[Task, ...] = ()
     ring: int = 0
+    across: bool = False
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,8 @@ def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, m
     needed = longest(resources(work, gpu, l2))[1]
     if tiles == 0:
         return max(needed, sum(task.clocks + task.latency for task in kernel.turns))
-    lists = list(kernel.tasks), list(kernel.turns), tiles
-    more = schedule.stay(*lists, many, kernel.ring) - schedule.stay(*lists, few, kernel.ring)
+    lists, how = (list(kernel.tasks), list(kernel.turns), tiles), (kernel.ring, kernel.across)
+    more = schedule.stay(*lists, many, *how) - schedule.stay(*lists, few, *how)
     return max(needed, more / (many - few))
 
 
@@ -264,6 +265,9 @@ def attention(
     turn: Work | None = None,
     parts: int = 1,
     q_stages: int = 1,
+    blocks: int = 1,
+    q_ahead: bool = False,
+    stored: tuple[Work, Work] | None = None,
 ) -> Kernel:
     """An attention kernel: loads, Q K^T, softmax, P V.
 
@@ -275,9 +279,12 @@ def attention(
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
             turn: what CTAs that stay do between two items: the next Q comes through the ring of keys, in ``q_stages``
-            of its stages, and is copied behind the last P V; the warps of the softmax store O meanwhile;
+            of its stages, and is copied behind the last P V, or with ``q_ahead`` before it, the first Q K^T behind it;
             parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
-            `groups` is 1 then.
+            blocks: of O, a multiple of ``parts``: P V goes block after block, and waits for each until the O of the
+            item before is read. `groups` is 1 then.
+        stored: of a turn, what as many warps of their own as softmax warps do with O: until they hand its blocks back,
+            and behind that; None: the softmax warps store O, and hand it back behind that.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring
@@ -285,7 +292,8 @@ def attention(
     load = max(tile.load_bytes / gpu["tma_in_bytes"], (tile.l2_bytes + tile.plain_load_bytes) / l2)
     load = max(load, chain(bring, gpu, warps))
     latency = gpu["load_latency_clk"]
-    used = f"{'qk' if separate else 'pv'} {groups - 1}"
+    blocks = max(blocks, parts)
+    last_block = _of(blocks - 1)
     tasks = []
     for g, i in product(range(groups), range(parts)):
         part = resources(qk * (1 / (groups * parts)), gpu)
@@ -295,29 +303,40 @@ def attention(
     last = _of(parts - 1)
     for g in range(groups):
         clocks = chain(alu * (1 / groups), gpu, warps)
-        after = ((f"qk {g}{last}", 0), (f"pv {g}{last}", 2))
+        after = ((f"qk {g}{last}", 0), (f"pv {g}{last_block}", 2))
         tasks.append(Task(f"softmax {g}", f"warps {g}", clocks, 0, after, int(ahead)))
-    for g, i in product(range(groups), range(parts)):
-        part = resources(pv * (1 / (groups * parts)), gpu)
-        weigh = max(part["tensor core"], part["SMEM"])
-        after = ((f"load v{_of(i)}", 0), (f"softmax {g}", 0))
+    for g, i in product(range(groups), range(blocks)):
+        block = resources(pv * (1 / (groups * blocks)), gpu)
+        weigh = max(block["tensor core"], block["SMEM"])
+        after = ((f"load v{_of(i * parts // blocks)}", 0), (f"softmax {g}", 0))
         tasks.append(Task(f"pv {g}{_of(i)}", "tensor core", weigh, gpu["mma_latency_clk"], after))
     for i in range(parts):
-        share, freed = load / parts, used + _of(i)
+        read = _of((i + 1) * blocks // parts - 1)  # the last block that a part is read for
+        share, freed = load / parts, f"qk {groups - 1}{_of(i)}" if separate else f"pv {groups - 1}{read}"
         tasks.append(Task(f"load k{_of(i)}", "TMA", share / (1 + separate), latency, ((freed, stages),), stages, freed))
-        after = ((f"pv {groups - 1}{_of(i)}", stages),)
+        after = ((f"pv {groups - 1}{read}", stages),)
         tasks.append(Task(f"load v{_of(i)}", "TMA", share / 2 if separate else 0, latency, after, stages))
     kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
     if turn is None:
         return kernel
     placed, asked = turn.smem_mma_bytes / gpu["smem_bytes"], turn.load_bytes / l2 / q_stages
     copied = tuple((f"load q{_of(i)}", 0) for i in range(q_stages))
-    turns = (
-        *(Task(name, "TMA", asked, latency, freed="q in place") for name, _ in copied),
-        Task("q in place", "tensor core", placed, 0, copied),
-        Task("o", "warps 0", max(turn.store_bytes / l2, chain(turn, gpu, warps)), 0, ((f"pv 0{last}", 0),)),
-    )
-    return replace(kernel, turns=turns, ring=stages * parts, first=("tensor core", latency + placed))
+    turns = [Task(name, "TMA", asked, latency, freed="q in place", lead=stages) for name, _ in copied]
+    before = ((f"qk 0{last}", 0),) if q_ahead else ()  # reads the Q that is overwritten
+    turns.append(Task("q in place", "tensor core", placed, 0, (*copied, *before), int(q_ahead)))
+    sent = turn.store_bytes / l2
+    if stored is None:
+        after = ((f"pv 0{last_block}", 0),)
+        turns.append(Task("o", "warps 0", max(sent, chain(turn, gpu, warps)), 0, after, holds="pv 0"))
+    else:
+        read = chain(stored[0], gpu, warps)
+        rest = max(sent, chain(stored[0] + stored[1], gpu, warps)) - read
+        for i in range(blocks):
+            name = f"pv 0{_of(i)}"
+            turns.append(Task(f"o{_of(i)}", "epilogue", read / blocks, 0, ((name, 0),), holds=name))
+            turns.append(Task(f"o out{_of(i)}", "epilogue", rest / blocks, 0))
+    first = "tensor core", latency + placed
+    return replace(kernel, turns=tuple(turns), ring=stages * parts, first=first, across=q_ahead)
 
 
 def _of(part: int) -> str:

@@ -139,6 +139,15 @@ def forms(trace: Any) -> list[Form]:
     return out
 
 
+def count_lines(trace: Any, chosen: Callable[[str], bool]) -> Work:
+    """The instructions, as `count` sorts them, of the Python lines ``file:line`` that are ``chosen``."""
+    numbers: Counter[str] = Counter()
+    for source, opcode, n in zip(trace.sources, trace.opcodes, trace.executed.tolist(), strict=True):
+        if chosen(source):
+            _tally(numbers, str(opcode), n / trace.stats["ctas"])
+    return Work(**numbers)
+
+
 def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
     """The work of a CTA of a traced launch, on average over those that ran.
 

@@ -31,7 +31,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
-from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, TILE_N
+from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, count_tiles
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import WINDOW
 from dsv4lib.ops import compile_cache, launching
@@ -192,8 +192,8 @@ def choose_splits(
     """
     ctas = cluster_of(heads, groups=groups is not None)
     units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
-    tiles = -(-most // TILE_N) + -(-window_most // TILE_N)
-    return split_choice.choose(units, tiles, sm_count // ctas, ctas)
+    tiles = count_tiles(most, window_most)
+    return split_choice.choose(units, tiles, sm_count // ctas, ctas, split_choice.TILE_US[ctas])
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:

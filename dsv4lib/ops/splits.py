@@ -1,19 +1,20 @@
 """Into how many parts to split the keys of an attention, from shapes alone.
 
 With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Parts of its keys can run
-beside each other; a second kernel joins them. In units of the time that a CTA takes for a tile of 64 keys:
+beside each other; a second kernel joins them. In microseconds:
 
-    time(s) = ceil(tiles / s)  +  [s > 1] (JOIN + EACH * s + PART * blocks * s)        units * s <= slots
+    time(s) = tile * ceil(tiles / s)  +  [s > 1] (JOIN + EACH * s + PART * blocks * s)        units * s <= slots
 
     units   CTAs or clusters without splitting: tokens x blocks of heads; they keep their SMs until they end
     slots   how many run at once: SMs / CTAs of a cluster
     blocks  of 64 heads, of all tokens
     tiles   of the longest list of keys that the shapes allow
+    tile    of 64 keys, in a CTA or in a pair: 1,571 and 1,024 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`)
     JOIN    the second launch: it is there early but waits for the last part
     EACH    it reads the parts one behind the other, four at once
     PART    writing and reading 64 heads x 512 x 4 bytes once more
 
-A tile of 64 heads is about 1 us of MMAs on a B200 (`bench`). JOIN, EACH and PART are a fit, within 13 %, to medians of
+JOIN, EACH and PART are a fit, within 13 %, to medians of
 the join on an H200: (parts, tokens, heads) in us: (2, 8, 64) 2.1, (16, 8, 64) 4.2, (16, 1, 64) 2.8, (32, 1, 128) 4.4,
 (8, 4, 128) 3.1, (2, 64, 64) 4.9, (4, 32, 64) 4.0.
 
@@ -27,10 +28,11 @@ from __future__ import annotations
 from dsv4lib.errors import ArgumentError
 
 SM_COUNT = 148  # of a B200
+TILE_US = {1: 0.85, 2: 0.55}  # by CTAs of a cluster
 JOIN, EACH, PART = 1.8, 0.03, 0.019
 
 
-def choose(units: int, tiles: int, slots: int, blocks: int = 1) -> int:
+def choose(units: int, tiles: int, slots: int, blocks: int = 1, tile_us: float = TILE_US[1]) -> int:
     """Parts of the keys.
 
     Args:
@@ -38,6 +40,7 @@ def choose(units: int, tiles: int, slots: int, blocks: int = 1) -> int:
         tiles: of 64 keys, of the longest list, >= 0.
         slots: clusters that run at once, >= 1.
         blocks: of 64 heads that a cluster works on.
+        tile_us: of a tile.
 
     Raises:
         ArgumentError: a number that is too small.
@@ -46,10 +49,10 @@ def choose(units: int, tiles: int, slots: int, blocks: int = 1) -> int:
         if value < least:
             raise ArgumentError(name, value, f"at least {least}")
     most = max(1, min(tiles, slots // units))
-    return min(range(1, most + 1), key=lambda s: cost(s, units * blocks, tiles))
+    return min(range(1, most + 1), key=lambda s: cost(s, units * blocks, tiles, tile_us))
 
 
-def cost(splits: int, head_blocks: int, tiles: int) -> float:
-    """Time in units of a tile, as in the module's formula; ``head_blocks``: blocks of 64 heads of all tokens."""
+def cost(splits: int, head_blocks: int, tiles: int, tile_us: float = TILE_US[1]) -> float:
+    """Microseconds, as in the module's formula; ``head_blocks``: blocks of 64 heads of all tokens."""
     join = JOIN + (EACH + PART * head_blocks) * splits if splits > 1 else 0.0
-    return -(-tiles // splits) + join
+    return tile_us * -(-tiles // splits) + join

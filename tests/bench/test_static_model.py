@@ -177,6 +177,26 @@ def test_items_follow_each_other():
         schedule.stay(tasks, [Task("store", "out", 1, 0, (("nobody", 0),))], 2, 2)
 
 
+def test_a_turn_goes_ahead_of_the_item_before():
+    """Scores of the next item before the last product of this one, an operand before them; a store that holds it."""
+    score, product = Task("score", "core", 4, 1, (), 1), Task("product", "core", 6, 1, (("score", 0),))
+    operand = Task("operand", "core", 3, 0, (("score", 0),), 1)  # overwrites what the last score read
+    # score 0 [0, 4], score 1 [4, 8], product 0 [8, 14], operand [14, 17] (score 1 is seen at 9), score 2 [17, 21],
+    # product 1 [21, 27], score 3 [27, 31], products 2 and 3 [31, 43], operand again [37, 40]
+    assert schedule.stay([score, product], [operand], 2, 2, across=True) == 47
+    order = [(task.name, tile) for task, tile in schedule._in_items([score, product], [operand], 2, 2, True)]
+    assert order == [
+        *(("score", 0), ("score", 1), ("product", 0), ("operand", 1), ("score", 2), ("product", 1), ("score", 3)),
+        *(("product", 2), ("operand", 3), ("product", 3)),
+    ]
+    # a store of 20 behind product 1 (27 + 1) ends at 48, and only then product 2 may overwrite: [48, 54], operand,
+    # product 3 [57, 63], the last store from 64 on
+    store = Task("store", "out", 20, 0, (("product", 0),), holds="product")
+    assert schedule.stay([score, product], [operand, store], 2, 2, across=True) == 64 + 20
+    free = dataclasses.replace(store, holds="")
+    assert schedule.stay([score, product], [operand, free], 2, 2, across=True) == 48 + 20  # one store behind the other
+
+
 # --- launches
 
 

@@ -56,6 +56,12 @@ def test_the_models_shapes():
     assert choose_splits(8, 64, 512, 128, sm_count=8) == 1
 
 
+def test_a_tile_of_a_pair_is_shorter():
+    """Four tiles in one CTA are worth a join, in a pair they are not; 160 keys of one token never."""
+    assert splits.choose(1, 4, 74, 2, splits.TILE_US[1]) > 1 == splits.choose(1, 4, 74, 2, splits.TILE_US[2])
+    assert choose_splits(1, 64, 32, 128) == choose_splits(32, 64, 256, 128) == choose_splits(8, 128, 256, 128) == 1
+
+
 def test_workspace_holds_the_parts():
     assert workspace_size(4, 128, 512, 1) == 0
     assert workspace_size(4, 128, 512, 9) == 9 * 4 * 128 * 513

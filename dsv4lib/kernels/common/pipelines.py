@@ -71,6 +71,17 @@ def warps_to_umma(stages: int, warps: int, barriers: cute.Pointer, ctas: int = 1
     )
 
 
+def warps_to_warps(stages: int, producers: int, consumers: int, barriers: cute.Pointer) -> pipeline.PipelineAsync:
+    """Full after one arrival of each of ``producers`` warps, empty after one of each of ``consumers``, of one CTA."""
+    return pipeline.PipelineAsync.create(
+        num_stages=stages,
+        producer_group=_group(producers),
+        consumer_group=_group(consumers),
+        barrier_storage=barriers,
+        defer_sync=True,
+    )
+
+
 @cute.jit
 def wait_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
     """A producer that is not TMA waits for its stage."""

@@ -21,7 +21,6 @@ from cutlass.cute.nvgpu import tcgen05
 from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.common.kv_entry import SCALE_BASE
 from dsv4lib.kernels.fmha.combine import Combine
-from dsv4lib.kernels.fmha.config import SOFTMAX_WARPS
 from dsv4lib.kernels.fmha.ladder import (
     CHUNK,
     CHUNK_BYTES,
@@ -226,10 +225,10 @@ class NoHeadGuard(Fmha):
     """O is stored without asking whether the head exists: pad rows go behind it, the last token's behind all."""
 
     @cute.jit
-    def store_lines(self, outputs: tuple, address: cute.Pointer, row: Row, inverse: Float32, any_tile: cutlass.Boolean):
+    def store_lines(self, outputs: tuple, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
         """See `Fmha.store_lines`."""
         there = row._replace(inside=cutlass.Boolean(True))  # WRONG: row
-        Fmha.store_lines(self, outputs, address, there, inverse, any_tile)
+        Fmha.store_lines(self, outputs, there, rOut, line)
 
 
 class PadLse(Fmha):
@@ -307,14 +306,14 @@ class NextScale(Fmha):
         self,
         pools: tuple,
         work: Work,
-        tile: Int32,
+        place: Int32,
         index: Int32,
         part: cutlass.Constexpr,
         registers: tuple,
         chunks: cutlass.Constexpr,
     ):
         """See `Dequant.fetch`."""
-        Fmha.fetch(self, pools, work, tile, index, part, registers, chunks)
+        Fmha.fetch(self, pools, work, place, index, part, registers, chunks)
         scales = registers[2]
         low, high = Uint32(scales[0, part]), Uint32(scales[1, part])
         scales[0, part] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
@@ -339,7 +338,7 @@ class HalfOfTheBytes(Fmha):
     """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be on their way."""
 
     @cute.jit
-    def expected_bytes(self, of_entries: cutlass.Boolean):
+    def expected_bytes(self, of_entries: Int32):
         """See `Fmha.expected_bytes`."""
         return Int32(self.stage_bytes)  # WRONG: * self.cluster
 
@@ -408,15 +407,17 @@ class FreedQ(Fmha):
 
 
 class OneSpeaksForAll(Fmha):
-    """One softmax warp announces P for all four: the others may still be reading the O of the token before."""
+    """One epilogue warp hands O back for all four: the others may still be reading when the next token's P V comes."""
 
     @cute.jit
-    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
-        """See `Fmha.announce`."""
-        if cute.arch.warp_idx() == 0:  # WRONG: each warp for itself
-            for _ in cutlass.range_constexpr(len(SOFTMAX_WARPS)):
+    def hand_back(self, o: pipeline.PipelineUmmaAsync, block: pipeline.PipelineState):
+        """See `Fmha.hand_back`."""
+        umma.fence_before_thread_sync()
+        warp = cute.arch.warp_idx()
+        if warp == self.epilogue_warps[0]:  # WRONG: each warp for itself
+            for _ in cutlass.range_constexpr(len(self.epilogue_warps)):
                 with cute.arch.elect_one():
-                    ring.producer_commit(state)
+                    o.consumer_release(block)
 
 
 class GroupSeesAll(Fmha):

@@ -14,13 +14,15 @@ from dsv4lib.kernels.common.budget import SMEM_LIMIT, TMEM_COLUMNS, BudgetRow, w
 HEAD_DIMS = (64, 128, 256, 512)
 TILE_M, TILE_N = 64, 64  # heads and keys of a tile
 HALF_N = TILE_N // 2  # keys a softmax thread weighs
+REGION = 4  # keys: the window starts on a multiple of it; a gather of 4 rows has one tensor map
 CHUNK = 64  # head dimensions in one 128-byte swizzle row
 CHUNK_BYTES = TILE_N * CHUNK * 2
 P_BYTES = TILE_M * TILE_N * 2
 X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
-ROW_BYTES = 2 * 128 * 4  # exchange of maxima and sums
+ROW_BYTES = 3 * 128 * 4  # exchange of maxima, and sums and references of an item for the epilogue
 S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP, DEQUANT_WARPS = (0, 1, 2, 3), 4, 5, (6, 7, 8, 9)
+EPILOGUE_WARPS = (8, 9, 10, 11)  # where no warps dequantise
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
 TMEM_READY, TMEM_DONE, PAIR = 1, 2, 3
@@ -28,6 +30,18 @@ LOG2_E = math.log2(math.e)
 RESCALE_LOG2 = 4.0  # O is rescaled only when a row maximum grew by more than 2^4; module docstring of `sm100`
 ENTRIES = ("none", "index", "range")
 OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_window", "groups", "raw")
+
+
+def count_tiles(entries: int, window: int) -> int:
+    """Tiles that a token's (or group's) keys take; `work.Plan.places` does the same on the device.
+
+    The first window keys fill the last tile of entries where that saves a tile.
+
+    >>> count_tiles(32, 129), count_tiles(60, 129), count_tiles(61, 129), count_tiles(100, 128), count_tiles(512, 128)
+    (3, 3, 4, 4, 10)
+    """
+    apart = -(-entries // TILE_N) + -(-window // TILE_N)
+    return min(apart, -(-(-(-entries // REGION) * REGION + window) // TILE_N))
 
 
 class Config:
@@ -55,7 +69,8 @@ class Config:
         ConfigError: a value that is not one of these, or keys of no kind.
     """
 
-    sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
+    # of the row exchange; not the slot of the maxima, which the partner may still read
+    sum_slot, reference_slot = 1, 2
 
     def __init__(
         self,
@@ -102,7 +117,8 @@ class Config:
         self.fp8_entries, self.fp8_window = fp8_entries, fp8_window
         self.head_dim = head_dim
         # ---- instructions ----
-        self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes
+        self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block
+        self.o_blocks = head_dim // self.pv_n
         self.qk_instruction = umma.instruction_descriptor(TILE_M * cluster, 2 * TILE_N, dtype)
         self.pv_instruction = umma.instruction_descriptor(TILE_M * cluster, self.pv_n, dtype, b_mn_major=True)
         self.form = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
@@ -113,7 +129,7 @@ class Config:
         self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
         # Stages of a tile: one for each block of O, which P V of that block frees while the next is multiplied: half a
         # tile more is under way. In a pair stages are small already; dequantising warps bring all of a key.
-        self.tile_stages = head_dim // self.pv_n if cluster == 1 and not self.dequant_warps else 1
+        self.tile_stages = self.o_blocks if cluster == 1 and not self.dequant_warps else 1
         self.stage_chunks = self.chunks // (cluster * self.tile_stages)  # that a CTA keeps
         self.key_bytes = self.stage_chunks * CHUNK_BYTES  # of a stage of keys
         self.stage_bytes = max(2, self.stage_chunks) * CHUNK_BYTES  # Q comes in pairs of chunks, see `q_order`
@@ -129,7 +145,17 @@ class Config:
         # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
         self.follows = bool(self.dequant_warps) and cluster > 1
         self.producers = 1 + len(self.dequant_warps) * cluster + int(self.follows)
-        self.threads = SOFTMAX_THREADS + 64 + 32 * len(self.dequant_warps)
+        # ---- warps that store O: of their own, a warpgroup for the lanes of tensor memory, behind two warps that idle.
+        # Beside dequantising warps there are no registers for them: the softmax warps do it.
+        self.epilogue_warps = () if self.dequant_warps else EPILOGUE_WARPS
+        self.threads = 32 * (1 + max((LOAD_WARP, *self.dequant_warps, *self.epilogue_warps)))
+        self.tmem_threads = 32 * len(SOFTMAX_WARPS + self.epilogue_warps)  # that load and store there
+        # The next item's Q and first S go out before the last P V. Alone there is no room: these two and the last tile
+        # would fill the ring.
+        self.q_ahead = cluster > 1 and bool(self.epilogue_warps)
+        # Lines of O, 32 columns, that an epilogue thread holds before it stores them. In a pair a block, which goes
+        # back to the tensor core at once; of fp32 parts there would be too many registers.
+        self.lines_at_once = self.pv_n // 64 if self.q_ahead and not partial else 1
         # CTAs of an SM that the compiler is told of. With 0 it saves registers (78, not 112) and works out addresses
         # anew in every tile; with 1, warps that dequantise whole keys would spill.
         self.min_blocks = 0 if self.dequant_warps and cluster == 1 else 1
@@ -161,7 +187,7 @@ class Config:
     def barriers(self, kv_stages: int | None = None) -> list[str]:
         """Names of the mbarriers (8 bytes each), in order."""
         stages = self.kv_stages if kv_stages is None else kv_stages
-        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES))
+        pipelines = (("kv", stages), ("S", S_STAGES), ("P", P_STAGES), ("O", self.o_blocks), ("sums", 1))
         rings = [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
         return rings + ["TMEM free"] * (self.cluster - 1)
 
@@ -175,7 +201,7 @@ class Config:
         sizes = {
             "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_bytes // (2 * TILE_N)} x 2 B"),
             "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
-            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum and a sum of 128 threads, fp32"),
+            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum, a sum, a reference of 128 threads, fp32"),
             "control": (control, f"{len(self.barriers())} mbarriers + TMEM address"),
             "total": (self._smem_bytes(n), "sum, up to a multiple of 1024 B"),
         }
@@ -185,7 +211,9 @@ class Config:
             "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
             "total": (self.tmem_columns, "sum, up to a power of two"),
         }
-        warps = "4 softmax + 1 MMA + 1 load" + (f" + {len(self.dequant_warps)} dequantising" * bool(self.dequant_warps))
+        warps = "4 softmax + 4 epilogue + 1 MMA + 1 load" + (
+            f" + {len(self.dequant_warps)} dequantising" * bool(self.dequant_warps)
+        )
         return [
             *(BudgetRow(f"SMEM: {name}", *(used, SMEM_LIMIT, "B", why)) for name, (used, why) in sizes.items()),
             *(

@@ -58,8 +58,9 @@ class Dequant(Load):
         """
         lane = cute.arch.lane_idx()
         first_key = (cute.arch.warp_idx() - DEQUANT_WARPS[0]) * KEYS
-        own = first_key + lane % KEYS  # the key whose index this lane reads
-        offset = sKV + kv_entry.smem_offset(first_key + lane // 4, lane)
+        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        key = first_key + lane // 4  # the one of part 0 that it brings a part of
+        offset = sKV + kv_entry.smem_offset(key, lane)
         held = cute.make_rmem_tensor(PARTS, Int32)  # this lane's entry of a part, and what it fetched of it
         raw = cute.make_rmem_tensor((kv_entry.raw_words(chunks), PARTS), Int64)
         scales = cute.make_rmem_tensor((2, PARTS), Int32)
@@ -72,7 +73,8 @@ class Dequant(Load):
             work = self.work(lists, items, item)
             index = self.entry(lists, work, work.first, own)
             for part in cutlass.range_constexpr(PARTS):
-                self.fetch(pools, work, work.first, index, part, (held, raw, scales), chunks)
+                place = work.first * TILE_N + key + part * kv_entry.ENTRIES_AT_ONCE
+                self.fetch(pools, work, place, index, part, (held, raw, scales), chunks)
             index = self.entry(lists, work, work.first + 1, own)
             if work.end > work.first:
                 for _ in cutlass.range_constexpr(self.q_stages):  # the load warp brings Q
@@ -84,10 +86,11 @@ class Dequant(Load):
                 pipelines.wait_empty(kv, state)
                 stage = offset + state.index * self.stage_bytes
                 for part in cutlass.range_constexpr(PARTS):
-                    if self.quantised(work, tile):
+                    place = tile * TILE_N + key + part * kv_entry.ENTRIES_AT_ONCE
+                    if self.quantised(work, place):
                         rows = stage + part * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
                         kv_entry.convert(held[part], raw[None, part], scales[None, part], rows, CHUNK_BYTES, chunks)
-                    self.fetch(pools, work, tile + 1, index, part, (held, raw, scales), chunks)
+                    self.fetch(pools, work, place + TILE_N, index, part, (held, raw, scales), chunks)
                 self.hand_over(kv, state)
                 index = ahead
                 state.advance()
@@ -107,26 +110,24 @@ class Dequant(Load):
         return tuple(pools)
 
     @cute.jit
-    def quantised(self, work: Work, tile: Int32):
-        """Whether ``tile`` is one of 584-byte entries."""
+    def quantised(self, work: Work, place: Int32):
+        """Whether the key at ``place`` is a 584-byte entry, or none; TMA brings the others, of the same tile too."""
         answer = cutlass.Boolean(True)
         if cutlass.const_expr(self.entries != "none" and self.window and self.fp8_entries != self.fp8_window):
-            answer = (tile < work.entry_tiles) == self.fp8_entries
+            answer = (place < work.window_at) == self.fp8_entries
         return answer
 
     @cute.jit
-    def entry(self, lists: tuple, work: Work, tile: Int32, place: Int32):
-        """Index of the entry at ``place`` of a tile; -1 where there is none."""
-        index = Int32(-1)
+    def entry(self, lists: tuple, work: Work, tile: Int32, key: Int32):
+        """Index of the entry that is the ``key``-th of a tile; -1 where there is none."""
+        index, place = Int32(-1), tile * TILE_N + key
         if tile < work.end:
             if cutlass.const_expr(self.fp8_entries):
-                if tile < work.entry_tiles:
-                    position = tile * TILE_N + place
-                    index = self.row(lists[0][0], work.entry_row, work.token, position, work.entries)
+                if place < work.window_at:
+                    index = self.row(lists[0][0], work.entry_row, work.token, place, work.entries)
             if cutlass.const_expr(self.fp8_window):
-                if tile >= work.entry_tiles:
-                    position = (tile - work.entry_tiles) * TILE_N + place
-                    index = self.row(None, work.window_row, work.token, position, work.window)
+                if place >= work.window_at:
+                    index = self.row(None, work.window_row, work.token, place - work.window_at, work.window)
         return index
 
     @cute.jit
@@ -134,19 +135,19 @@ class Dequant(Load):
         self,
         pools: tuple,
         work: Work,
-        tile: Int32,
+        place: Int32,
         index: Int32,
         part: cutlass.Constexpr,
         registers: tuple,
         chunks: cutlass.Constexpr,
     ):
-        """Start the loads of a part of ``tile``: of lane l the entry whose index lane 8 part + l / 4 holds."""
+        """Start the loads of a part of a tile: of lane l the entry at ``place``; lane 8 part + l / 4 has its index."""
         held, raw, scales = registers
         lane = cute.arch.lane_idx()
         own = cute.arch.shuffle_sync(index, part * kv_entry.ENTRIES_AT_ONCE + lane // 4)
         held[part] = own
         if cutlass.const_expr(self.fp8_entries and self.fp8_window):
-            if tile < work.entry_tiles:
+            if place < work.window_at:  # lanes may differ where the window begins
                 kv_entry.fetch(pools[0], own, raw[None, part], scales[None, part], chunks)
             else:
                 kv_entry.fetch(pools[1], own, raw[None, part], scales[None, part], chunks)

@@ -1,4 +1,9 @@
-"""From O in tensor memory to global memory: normalised, rotated, converted; and the log-sum-exp."""
+"""The epilogue warps: from O in tensor memory to global memory, normalised, rotated, converted; and the log-sum-exp.
+
+Thread t of 128 owns lane t of tensor memory: head t % 64, and half t / 64 of the dimensions of each block of O. A block
+is handed back to the tensor core as soon as it is in registers, before it is stored: the next item's first P V may
+follow while O is on its way to global memory.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,12 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, memory, pipeline
 
-from dsv4lib.kernels.common import tmem
+from dsv4lib.kernels.common import tmem, umma
 from dsv4lib.kernels.common.rope import rotate_back
-from dsv4lib.kernels.fmha.config import LOG2_E, Config
-from dsv4lib.kernels.fmha.work import Row
+from dsv4lib.kernels.fmha.config import LOG2_E, TILE_M, TMEM_DONE
+from dsv4lib.kernels.fmha.work import Items, Plan, Row
 
 
 @cute.jit
@@ -22,8 +27,90 @@ def multiply(registers: cute.Tensor, factor: Float32):
         registers[i], registers[i + 1] = both
 
 
-class Epilogue(Config):
-    """The last part of the softmax warps' work."""
+class Epilogue(Plan):
+    """The epilogue warps: they store an item while the softmax warps are at the next."""
+
+    @cute.jit
+    def epilogue(
+        self,
+        mQ: cute.Tensor,
+        lists: tuple,
+        items: Items,
+        outputs: tuple,
+        sRow: cute.Tensor,
+        allocator: memory.TmemAllocator,
+        rings: tuple,
+    ):
+        """Epilogue warps: thread t owns head t % 64 and half t / 64 of the dimensions of a block.
+
+        Args:
+            outputs: (mSink, rope, mO, mLse) of the host call.
+            sRow: [thread, slot]; slots of the softmax warps' sums and references.
+            rings: (o, sums): blocks of O from the tensor core, sums of an item from the softmax warps.
+        """
+        allocator.wait_for_alloc()
+        address = allocator.retrieve_ptr(Float32)
+        states = self.epilogue_states()
+        work = self.work(lists, items, items.first)
+        row = self.tile_row(mQ, lists, work)
+        for item in cutlass.range(items.first, items.end, items.step, unroll=1):
+            work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
+            row_after = self.tile_row(mQ, lists, work_after)
+            states = self.finish_item(outputs, (work, row), address, sRow, rings, states)
+            work, row = work_after, row_after
+        pipeline.NamedBarrier(TMEM_DONE, self.tmem_threads).arrive()
+
+    def epilogue_states(self) -> tuple:
+        """Where a consumer of (o, sums) begins."""
+        return tuple(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, n) for n in (self.o_blocks, 1))
+
+    @cute.jit
+    def finish_item(
+        self, outputs: tuple, now: tuple, address: cute.Pointer, sRow: cute.Tensor, rings: tuple, states: tuple
+    ):
+        """LSE and O of one item; returns the states of the pipelines. Without keys: -inf and zeros.
+
+        Args:
+            now: its `Work` and `Row`.
+            rings, states: (o, sums) and where they are.
+        """
+        (work, row), (o, sums) = now, rings
+        blocks, ends = (state.clone() for state in states)
+        sink = self.sink_logit(outputs, row)  # on its way while the sums are
+        any_tile = work.end > work.first
+        reference, total = -Float32.inf, Float32(0.0)
+        if any_tile:
+            sums.consumer_wait(ends)
+            reference = sRow[row.tidx, self.reference_slot]
+            total = sRow[row.tidx, self.sum_slot] + sRow[row.tidx ^ TILE_M, self.sum_slot]
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                sums.consumer_release(ends)
+            ends.advance()
+        inverse, denominator = self.normaliser(sink, reference, total)
+        if row.half == 0:
+            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
+        for block in cutlass.range_constexpr(self.o_blocks):
+            if any_tile:
+                o.consumer_wait(blocks)
+                umma.fence_after_thread_sync()
+            for i in cutlass.range_constexpr(0, self.pv_n // 64, self.lines_at_once):
+                first = block * (self.pv_n // 64) + i
+                rO = self.read_lines(outputs, address, row, inverse, any_tile, first)
+                if cutlass.const_expr(i + self.lines_at_once == self.pv_n // 64):
+                    if any_tile:
+                        self.hand_back(o, blocks)
+                        blocks.advance()
+                self.store_lines(outputs, row, rO, first)
+        return blocks, ends
+
+    @cute.jit
+    def hand_back(self, o: pipeline.PipelineUmmaAsync, block: pipeline.PipelineState):
+        """This warp has read its lanes of a block of O: one arrival."""
+        umma.fence_before_thread_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            o.consumer_release(block)
 
     @cute.jit
     def of_part(self, outputs: tuple):
@@ -35,58 +122,80 @@ class Epilogue(Config):
         return mO, mLse
 
     @cute.jit
-    def normaliser(self, outputs: tuple, row: Row, reference: Float32, total: Float32):
-        """(what O is multiplied by, the sum of the weights with the sink); ``reference``: of the exponents, log2."""
-        mSink = outputs[0]
-        denominator, inverse = total, Float32(1.0)
+    def sink_logit(self, outputs: tuple, row: Row):
+        """The sink of this thread's head as a power of two; -inf: there is none."""
+        logit = -Float32.inf
         if cutlass.const_expr(self.sink):
             if row.inside:
-                denominator = total + cute.math.exp2(mSink[row.head] * LOG2_E - reference, fastmath=True)
+                logit = outputs[0][row.head] * LOG2_E
+        return logit
+
+    @cute.jit
+    def normaliser(self, sink: Float32, reference: Float32, total: Float32):
+        """(what O is multiplied by, the sum of the weights with the sink); ``reference``: of the exponents, log2."""
+        denominator, inverse = total, Float32(1.0)
+        if cutlass.const_expr(self.sink):
+            denominator = total + cute.math.exp2(sink - reference, fastmath=True)
         if cutlass.const_expr(not self.raw):
             inverse = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
         return inverse, denominator
 
+    def place_of(self, line: int) -> tuple[int, int]:
+        """Where a line of O, 32 columns of a lane, is in a head, for lanes 0-63: in units of 32 dimensions.
+
+        Returns:
+            its place; and how much further it is for lanes 64-127.
+        """
+        lines = (self.pv_n if self.cluster == 1 else self.head_dim) // 64  # of a P V instruction, in a pair all
+        return 2 * (line // lines) * lines + line % lines, lines
+
     @cute.jit
-    def store_lines(
+    def read_lines(
         self,
         outputs: tuple,
         address: cute.Pointer,
         row: Row,
         inverse: Float32,
         any_tile: cutlass.Boolean,
+        line: cutlass.Constexpr,
     ):
-        """Store this thread's half of O, a line after the other: 32 columns of a lane, consecutive dimensions.
+        """`lines_at_once` lines of O from ``line`` on, as they are stored: registers [8, 4, lines].
 
         Args:
             outputs: (mSink, rope, mO, mLse) of the host call.
             address: of tensor memory.
-            row: of this thread, which holds half of each 128 or 256 dimensions.
             inverse: O is multiplied by it.
             any_tile: there was a key; else O was never written.
         """
-        mO, _ = self.of_part(outputs)
         rO = cute.make_rmem_tensor(32, Float32)
-        # lines of one P V instruction, in a pair all; addresses of lines differ by constants
-        lines = (self.pv_n if self.cluster == 1 else self.head_dim) // 64
-        gRow = cute.domain_offset((cute.assume(row.half * (lines * 32), divby=32),), mO[row.token, row.head, None])
-        for i in cutlass.range_constexpr(self.head_dim // 64):
+        rOut = cute.make_rmem_tensor((8, 4, self.lines_at_once), outputs[2].element_type)
+        for i in cutlass.range_constexpr(self.lines_at_once):
             if any_tile:
-                tmem.load(address, 32 * i, row.tidx, rO)
+                tmem.load(address, 32 * (line + i), row.tidx, rO)
                 cute.arch.fence_view_async_tmem_load()
                 multiply(rO, inverse)
             else:
                 rO.fill(0.0)
-            block = 2 * (i // lines) * lines + i % lines  # of 32 dimensions, for lanes 0-63
-            first = block + lines + 2 - self.head_dim // 32  # of the two that are rotated; below 0: none in this line
+            place, further = self.place_of(line + i)
+            first = place + further + 2 - self.head_dim // 32  # of the two that are rotated; below 0: none in this line
             if cutlass.const_expr(self.inverse_rope and first >= 0):
-                if row.inside and first - (1 - row.half) * lines >= 0:
-                    self.rotate(rO, outputs[1], row.token, (first - (1 - row.half) * lines) * 16)
-            if row.inside:
-                gO = cute.logical_divide(cute.local_tile(gRow, (32,), (block,)), (8,))
-                rOut = cute.make_rmem_tensor((8, 4), mO.element_type)
-                rOut.store(rO.load().reshape((8, 4)).to(mO.element_type))
-                cute.autovec_copy(rOut, gO)
-            cute.arch.sync_warp()
+                if row.inside and first - (1 - row.half) * further >= 0:
+                    self.rotate(rO, outputs[1], row.token, (first - (1 - row.half) * further) * 16)
+            rOut[None, None, i].store(rO.load().reshape((8, 4)).to(rOut.element_type))
+        return rOut
+
+    @cute.jit
+    def store_lines(self, outputs: tuple, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
+        """Registers [8, 4, lines] to global memory, lines from ``line`` on; their addresses differ by constants."""
+        mO, _ = self.of_part(outputs)
+        _, further = self.place_of(0)
+        gRow = cute.domain_offset((cute.assume(row.half * (further * 32), divby=32),), mO[row.token, row.head, None])
+        if row.inside:
+            for i in cutlass.range_constexpr(self.lines_at_once):
+                place, _ = self.place_of(line + i)
+                gO = cute.logical_divide(cute.local_tile(gRow, (32,), (place,)), (8,))
+                cute.autovec_copy(rOut[None, None, i], gO)
+        cute.arch.sync_warp()
 
     @cute.jit
     def rotate(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):

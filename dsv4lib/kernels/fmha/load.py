@@ -79,16 +79,18 @@ class Load(Plan):
                     self.gather_q(queries[0], rows, sKV + state.index * self.stage_bytes, barrier, part)
                     state.advance()
             for tile in cutlass.range(work.first, work.end, unroll=1):
-                rows = self.tile_rows(lists, work, tile, own)
+                place = tile * TILE_N + own
+                rows = self.tile_rows(lists, work, place)
+                nbytes = self.expected_bytes(work.window_at - tile * TILE_N)
                 for part in cutlass.range_constexpr(self.tile_stages):
-                    barrier = self.claim(kv, state, self.expected_bytes(tile < work.entry_tiles), column)
+                    barrier = self.claim(kv, state, nbytes, column)
                     target = sKV + state.index * self.stage_bytes + own * gather.ROW_BYTES
                     dims = column + part * (self.stage_chunks * CHUNK)
                     if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                        if tile < work.entry_tiles:
+                        if place < work.window_at:
                             self.gather(sources[0], rows, target, barrier, dims)
                     if cutlass.const_expr(self.window and not self.fp8_window):
-                        if tile >= work.entry_tiles:
+                        if place >= work.window_at:
                             self.gather(sources[1], rows, target, barrier, dims)
                     state.advance()
         kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
@@ -136,26 +138,29 @@ class Load(Plan):
         gather.gather_tile(atom, rows, TILE_N, self.stage_chunks, target, barrier, column, self.cluster > 1)
 
     @cute.jit
-    def expected_bytes(self, of_entries: cutlass.Boolean):
-        """Bytes that TMA brings for a tile, to both CTAs of a pair: none where other warps dequantise it."""
-        size = Int32(self.key_bytes * self.cluster)
+    def expected_bytes(self, of_entries: Int32):
+        """Bytes that TMA brings for a stage of a tile, to both CTAs of a pair: without keys that warps dequantise.
+
+        Args:
+            of_entries: places of the tile before the window, below 0 or above 64: none, all.
+        """
+        rows = Int32(TILE_N)
+        if cutlass.const_expr(self.fp8_entries != self.fp8_window):
+            rows = cutlass.min(cutlass.max(of_entries, 0), TILE_N)
         if cutlass.const_expr(self.fp8_entries):
-            size = cutlass.select_(of_entries, Int32(0), size)
-        if cutlass.const_expr(self.fp8_window):
-            size = cutlass.select_(of_entries, size, Int32(0))
-        return size
+            rows = TILE_N - rows
+        return rows * (self.key_bytes // TILE_N * self.cluster)
 
     @cute.jit
-    def tile_rows(self, lists: tuple, work: Work, tile: Int32, own: Int32):
-        """Pool rows of the four keys from ``own`` on of a tile of entries or of the window."""
+    def tile_rows(self, lists: tuple, work: Work, place: Int32):
+        """Pool rows of the four keys from ``place`` on, of entries or of the window."""
         rows = tuple(Int32(-1) for _ in range(4))
         if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-            if tile < work.entry_tiles:
-                rows = self.rows(lists[0][0], work.entry_row, work.token, tile * TILE_N + own, work.entries)
+            if place < work.window_at:
+                rows = self.rows(lists[0][0], work.entry_row, work.token, place, work.entries)
         if cutlass.const_expr(self.window and not self.fp8_window):
-            if tile >= work.entry_tiles:
-                position = (tile - work.entry_tiles) * TILE_N + own
-                rows = self.rows(None, work.window_row, work.token, position, work.window)
+            if place >= work.window_at:
+                rows = self.rows(None, work.window_row, work.token, place - work.window_at, work.window)
         return rows
 
     @cute.jit

@@ -32,38 +32,45 @@ class Mma(Plan):
         kv: pipeline.PipelineTmaUmma,
         s: pipeline.PipelineUmmaAsync,
         p: pipeline.PipelineAsyncUmma,
+        o: pipeline.PipelineUmmaAsync,
     ):
         """MMA warp: one item after the other; of a pair only the first CTA's."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.cluster == 1):
-            self.mma_items(lists, items, sKV, sP, base, (kv, s, p))
+            self.mma_items(lists, items, sKV, sP, base, (kv, s, p, o))
         elif cute.arch.block_idx_in_cluster() == 0:
-            self.mma_items(lists, items, sKV, sP, base, (kv, s, p))
+            self.mma_items(lists, items, sKV, sP, base, (kv, s, p, o))
 
     @cute.jit
     def mma_items(self, lists: tuple, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: tuple):
         """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs.
 
-        The next item's Q goes to tensor memory, and its first S follows, behind P V of the last tile of this one, while
-        the softmax warps read O. Q K^T of that tile, which read the Q before, is done then: its P was waited for. O
-        needs no sign: the softmax warps hand over the first P of an item when they have read the O of the one before.
+        The next item's Q goes to tensor memory, and its first S follows, in a pair before P V of the last tile of this
+        one (`q_ahead`), else behind it. A block of O is waited for before an item's first P V: the epilogue warps read
+        what the item before left there.
         """
-        kv, s, p = rings
+        kv, s, p, o = rings
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
         used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        tiles = self.tiles_of(lists, items, items.first)
+        blocks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.o_blocks)
+        tiles, begun = self.tiles_of(lists, items, items.first), Int32(0)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             tiles_after = self.tiles_of(lists, items, item + items.step)  # asked for a whole item ahead
-            if tiles > 0:
-                for part in cutlass.range_constexpr(self.q_stages):
-                    self.take_q(base, sKV, kv, full, part)
-                    full.advance()
-                    used.advance()
-            for tile in cutlass.range(tiles + 1, unroll=1):
-                if tile < tiles:
+            follows = cutlass.Boolean(False)
+            if cutlass.const_expr(self.q_ahead):
+                follows = (tiles_after > 0) & (item + items.step < items.end)
+            steps = cutlass.select_(tiles > 0, tiles + 1, Int32(0))
+            for tile in cutlass.range(begun, steps, unroll=1):  # S of this tile, P V of the one before
+                if (tile < tiles) | follows:
+                    if (tile == 0) | (tile == tiles):
+                        if cutlass.const_expr(self.q_ahead):
+                            self.wait_for_scores(s, scores, tile)
+                        for part in cutlass.range_constexpr(self.q_stages):
+                            self.take_q(base, sKV, kv, full, part)
+                            full.advance()
                     s.producer_acquire(scores)
                     for part in cutlass.range_constexpr(self.tile_stages):
                         kv.consumer_wait(full)
@@ -75,14 +82,37 @@ class Mma(Plan):
                 if tile > 0:
                     p.consumer_wait(weights)
                     umma.fence_after_thread_sync()
-                    for part in cutlass.range_constexpr(self.tile_stages):
+                    if tile == 1:
+                        for _ in cutlass.range_constexpr(self.q_stages):
+                            used.advance()  # `take_q` gave them back
+                    block_state = blocks.clone()
+                    for block in cutlass.range_constexpr(self.o_blocks):
                         stage = sKV + used.index * self.stage_bytes
-                        self.mma_pv(base, sP + weights.index * P_BYTES, stage, tile > 1, part)
-                        kv.consumer_release(used)
-                        used.advance()
+                        if tile == 1:
+                            o.producer_acquire(block_state)
+                            umma.fence_after_thread_sync()
+                        self.mma_pv(base, sP + weights.index * P_BYTES, stage, tile > 1, block)
+                        if cutlass.const_expr((block + 1) * self.tile_stages % self.o_blocks == 0):
+                            kv.consumer_release(used)
+                            used.advance()
+                        if tile == tiles:
+                            o.producer_commit(block_state)
+                        block_state.advance()
                     p.consumer_release(weights)
                     weights.advance()
-            tiles = tiles_after
+            if tiles > 0:
+                for _ in cutlass.range_constexpr(self.o_blocks):
+                    blocks.advance()
+            tiles, begun = tiles_after, cutlass.select_(follows & (tiles > 0), Int32(1), Int32(0))
+
+    @cute.jit
+    def wait_for_scores(self, s: pipeline.PipelineUmmaAsync, scores: pipeline.PipelineState, tile: Int32):
+        """Before the next item's Q: wait until the last Q K^T of this one, which reads the Q before, is done."""
+        if tile > 0:
+            last = scores.clone()
+            last.reverse()
+            s.sync_object_full.wait(last.index, last.phase ^ 1)  # a producer's phase is ahead of a consumer's by one
+            umma.fence_after_thread_sync()
 
     @cute.jit
     def tiles_of(self, lists: tuple, items: Items, item: Int32):
@@ -134,18 +164,17 @@ class Mma(Plan):
                     umma.mma(d, a, b, self.qk_instruction, part + pair + k > 0, **self.form)
 
     @cute.jit
-    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean, part: cutlass.Constexpr):
-        """O += P V, the blocks whose dimensions the stage of ``part`` holds: read with the head dimension as N.
+    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean, block: cutlass.Constexpr):
+        """O += P V of a block, from the stage that holds its dimensions: read with the head dimension as N.
 
         A pair: half of N from each CTA.
         """
-        blocks = self.head_dim // self.pv_n // self.tile_stages
+        place = block % (self.o_blocks // self.tile_stages)  # among the blocks of the stage
         with cute.arch.elect_one():
             p, values = umma.at(self.k_descriptor, weights), umma.at(self.v_descriptor, stage)
-            for block in cutlass.range_constexpr(blocks):
-                o = base + (part * blocks + block) * (self.pv_n // 2)
-                for k in cutlass.range_constexpr(TILE_N // 16):
-                    a = umma.behind(p, k * 32)
-                    b = umma.behind(values, block * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
-                    add = accumulate if k == 0 else cutlass.Boolean(True)
-                    umma.mma(o, a, b, self.pv_instruction, add, **self.form)
+            o = base + block * (self.pv_n // 2)
+            for k in cutlass.range_constexpr(TILE_N // 16):
+                a = umma.behind(p, k * 32)
+                b = umma.behind(values, place * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
+                add = accumulate if k == 0 else cutlass.Boolean(True)
+                umma.mma(o, a, b, self.pv_instruction, add, **self.form)

@@ -8,9 +8,9 @@ Source: DSV4 paper eq. 27 (sink in the denominator); the oracle is `dsv4lib.refe
 kinds of layers: CSA (entries by index list), HCA (entries by index list or as a range of rows) and SWA (window only).
 
 Tile picture (D 512). A CTA has 64 heads of a token (M 64) and walks over its keys in tiles of 64: the entries, then
-the window. A tile is fetched once, row by row (TMA gather4), and serves both products: read with the keys as N it is K,
-read with the head dimensions as N it is V. Q of a token is fetched in the same way, ahead of its keys and through the
-same ring, and copied to tensor memory (`tcgen05.cp`).
+the window, in one tile where they meet if that saves one (`work`). A tile is fetched once, row by row (TMA gather4),
+and serves both products: read with the keys as N it is K, read with the head dimensions as N it is V. Q of a token is
+fetched in the same way, ahead of its keys and through the same ring, and copied to tensor memory (`tcgen05.cp`).
 
     SMEM                            byte         TMEM: 128 lanes x 512 columns
   +------------------------------+ 0                 0             256        384     448     511
@@ -22,8 +22,8 @@ same ring, and copied to tensor memory (`tcgen05.cp`).
   +------------------------------+ 212,992   127    | 384-511 |    | chunks   | odd   | odd   |
   | score exchange 128 x 128 B   |                   +--------------+----------+-------+-------+
   +------------------------------+ 229,376
-  | row exchange 2 x 512 B, mbarriers, TMEM address
-  +------------------------------+ 230,532
+  | row exchange 3 x 512 B, mbarriers, TMEM address
+  +------------------------------+ 231,124
 
 Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
 none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
@@ -48,7 +48,7 @@ of both hold it (accumulator layout B): S again as two sums over half the dimens
   |  chunk: 64 keys x 128 B      |             64    +--------------+----------+-------+-------+
   +------------------------------+ 196,608      |    | O 256-511    | Q 256-   | S 0   | S 1   |  lane = 64 + head
   | P, exchanges as above        |            127    |              | 511      | 256-  | 256-  |
-  +------------------------------+ 230,400           +--------------+----------+-------+-------+
+  +------------------------------+ 230,912           +--------------+----------+-------+-------+
 
 Why so, for 128 heads and 128 keys on one SM: MMAs take 2,048 clocks, as many as the multiply-adds need. Two CTAs in the
 form above, also with every tile multicast, read 368 KiB of SMEM, 2,944 clocks; a pair that loads its 64 keys and
@@ -66,24 +66,29 @@ ranges; a row masks what its own token does not see. Never for index lists: in C
 
 CTAs stay. The grid has as many CTAs as run at once; each keeps its heads and its part of the keys and takes every n-th
 token (or group), one behind the other, without a pause in its pipelines: tiles of the next token are loaded while this
-one's are multiplied, and the turn from token to token runs under both:
+one's are multiplied, and the turn from token to token runs under both. In a pair (alone, Q' and S 0' come behind
+P V n-1: the ring has no room for two tiles and Q'):
 
-    tensor core   .. S n-1 | P V n-2 |     | P V n-1 | Q' -> TMEM | S 0' | S 1' |                | P V 0' ..
-    softmax       .. n-2 ..| .. n-1 ..|              | O -> global memory           | .. 0' ..   | .. 1' ..
+    tensor core   .. S n-1 | P V n-2 | Q' -> TMEM | S 0' | P V n-1 | S 1' | P V 0'    | S 2' ..
+    softmax       .. n-2 ..| ........ n-1 .........      | ....... 0' ....| ..... 1' .....
+    epilogue                                                   | read, store | read, store |       blocks of O
     loads         .. Q'    0'    1'    2' ..  (as far ahead as there are stages)
 
-Q' may go to TMEM when Q K^T of tile n - 1 is done, which P of that tile says; P V of 0' may overwrite O when all
-softmax warps have read it, which their arrival with P of 0' says. Every role finds the next token by itself: no warp
+Q' may go to TMEM when Q K^T of tile n - 1 is done: the MMA warp waits for that, as the ISA puts a copy before the MMAs
+behind it, but not behind those before it. P V of 0' may overwrite a block of O when all epilogue warps have read it.
+Softmax warps hand over sums and references of the rows and go on. Every role finds the next token by itself: no warp
 deals them out. A token without keys takes nothing: no Q, no stage.
 
-Roles (6 warps, 192 threads; 10 warps, 320 threads with FP8 keys)
+Roles (12 warps, 384 threads, 6 and 7 idle: a warpgroup for the epilogue; 10 warps, 320 threads with FP8 keys)
 
-    warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed; store O and LSE
+    warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed
     warp  4     mma       a token: 16 copies of 128 x 32 B (Q); a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16
                           (O); S of tile j + 1 before P V of j
     warp  5     load      Q, or a tile of 16-bit rows: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3; a pair: of
                           keys 4, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
-    warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile
+    warps 8-11  epilogue  a token: O -> registers, normalised, rotated, converted -> global memory; LSE
+    warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
+                          beside them no registers are left for epilogue warps: warps 0-3 do that too
 
 FP8 keys (`fp8_entries`, `fp8_window`) come in pages of any size and stride, see `common.kv_entry`; P V and Q K^T see
 the same bf16 tile as with TMA, bit for bit:
@@ -103,9 +108,12 @@ Pipelines
                                       warp, whose TMA brings Q; a stage is a whole tile, or Q
     s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
     p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
+    o    UMMA -> epilogue  a block    full: commit after the last P V      empty: one arrival an epilogue warp, once the
+                           of O each                                       block is in registers or stored
+    sums softmax -> epi.   1 stage    full: one arrival a softmax warp     empty: one arrival an epilogue warp
 
 Of a pair, what the MMA warp waits for is counted in CTA 0: the bytes of both (`.cta_group::2` of TMA), the arrivals of
-the softmax warps of both; its commits go to both (multicast).
+the softmax and epilogue warps of both; its commits go to both (multicast).
 
 Online softmax. Exponents are relative to a reference that follows the row maximum only when that grew by more than
 2^4: the weights stay below 2^4, their sum in fp32, and O is rescaled in TMEM rarely. The result is the exact formula.
@@ -136,6 +144,7 @@ from dsv4lib.kernels.fmha.config import (
     LOG2_E,
     MMA_WARP,
     P_STAGES,
+    ROW_BYTES,
     S_STAGES,
     SOFTMAX_THREADS,
     SOFTMAX_WARPS,
@@ -144,11 +153,12 @@ from dsv4lib.kernels.fmha.config import (
     TMEM_READY,
 )
 from dsv4lib.kernels.fmha.dequant import Dequant
+from dsv4lib.kernels.fmha.epilogue import Epilogue
 from dsv4lib.kernels.fmha.mma import Mma
 from dsv4lib.kernels.fmha.softmax import Softmax
 
 
-class Fmha(Dequant, Mma, Softmax):
+class Fmha(Dequant, Mma, Softmax, Epilogue):
     """Attention with 64 heads of a token at a time a CTA: options as `Config`, a role of the docstring a base class."""
 
     # ------------------------------------------------------------------ host
@@ -198,10 +208,12 @@ class Fmha(Dequant, Mma, Softmax):
             ]
             sP: cute.struct.Align[cute.struct.MemRange[self.element, P_STAGES * TILE_M * TILE_N], umma.SWIZZLE_ATOM]
             sX: cute.struct.Align[cute.struct.MemRange[Float32, SOFTMAX_THREADS * HALF_N], 16]
-            sRow: cute.struct.MemRange[Float32, 2 * SOFTMAX_THREADS]
+            sRow: cute.struct.MemRange[Float32, ROW_BYTES // 4]
             kv_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.kv_stages]
             s_barriers: cute.struct.MemRange[cutlass.Int64, 2 * S_STAGES]
             p_barriers: cute.struct.MemRange[cutlass.Int64, 2 * P_STAGES]
+            o_barriers: cute.struct.MemRange[cutlass.Int64, 2 * self.o_blocks]
+            sum_barriers: cute.struct.MemRange[cutlass.Int64, 2]
             free_barrier: cute.struct.MemRange[cutlass.Int64, self.cluster - 1]
             tmem_address: cutlass.Int32
 
@@ -243,8 +255,12 @@ class Fmha(Dequant, Mma, Softmax):
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
         s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr(), self.cluster)
         p = pipelines.warps_to_umma(P_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr(), self.cluster)
+        o = pipelines.umma_to_warps(self.o_blocks, len(SOFTMAX_WARPS), storage.o_barriers.data_ptr(), self.cluster)
+        ends = storage.sum_barriers.data_ptr()
+        sums = pipelines.warps_to_warps(1, len(SOFTMAX_WARPS), len(SOFTMAX_WARPS), ends)
         free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
-        allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, SOFTMAX_THREADS + 32, SOFTMAX_WARPS[0], free)
+        users = self.tmem_threads + 32
+        allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, users, SOFTMAX_WARPS[0], free)
         cluster = pipelines.cluster_layout(self.cluster)
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
@@ -253,15 +269,18 @@ class Fmha(Dequant, Mma, Softmax):
             cute.arch.griddepcontrol_launch_dependents()  # `Combine` may come, where there is room, and waits itself
         items = self.items(mQ, mGroups, splits)
         sKV = storage.sKV.data_ptr().toint()
+        sP, sRow = storage.sP.data_ptr().toint(), storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 3)))
         if warp == LOAD_WARP:
             self.load(mQ, queries, sources, lists, items, sKV, kv)
-        elif warp > LOAD_WARP:
-            if cutlass.const_expr(self.dequant_warps):
-                self.dequantise(sources, lists, items, sKV, kv)
         elif warp == MMA_WARP:
-            self.mma(lists, items, sKV, storage.sP.data_ptr().toint(), allocator, kv, s, p)
-        else:
+            self.mma(lists, items, sKV, sP, allocator, kv, s, p, o)
+        elif warp < MMA_WARP:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
-            sRow = storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 2)))
-            shared = storage.sP.data_ptr().toint(), sX, sRow
-            self.softmax(mQ, lists, items, outputs, shared, allocator, s, p, scale_log2)
+            self.softmax(mQ, lists, items, outputs, (sP, sX, sRow), allocator, (s, p, o, sums), scale_log2)
+        else:
+            if cutlass.const_expr(self.epilogue_warps):
+                if warp >= self.epilogue_warps[0]:
+                    self.epilogue(mQ, lists, items, outputs, sRow, allocator, (o, sums))
+            if cutlass.const_expr(self.dequant_warps):
+                if warp <= self.dequant_warps[-1]:
+                    self.dequantise(sources, lists, items, sKV, kv)

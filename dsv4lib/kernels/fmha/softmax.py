@@ -17,19 +17,16 @@ from dsv4lib.kernels.fmha.config import (
     PAIR,
     RESCALE_LOG2,
     S_STAGES,
-    SOFTMAX_THREADS,
     TILE_M,
     TILE_N,
     TMEM_DONE,
 )
 from dsv4lib.kernels.fmha.epilogue import Epilogue, multiply
-from dsv4lib.kernels.fmha.work import Items, Plan, Row, Work
+from dsv4lib.kernels.fmha.work import Items, Row, Work
 
 
-class Softmax(Plan, Epilogue):
-    """The softmax warps; they also store O and the log-sum-exp behind the tiles of an item."""
-
-    sum_slot = 1  # of the row exchange; not the slot of the maxima, which the partner may still read
+class Softmax(Epilogue):
+    """The softmax warps; behind the tiles of an item they hand its sums to the epilogue warps."""
 
     @cute.jit
     def softmax(
@@ -40,65 +37,58 @@ class Softmax(Plan, Epilogue):
         outputs: tuple,
         shared: tuple,
         allocator: memory.TmemAllocator,
-        s: pipeline.PipelineUmmaAsync,
-        p: pipeline.PipelineAsyncUmma,
+        rings: tuple,
         scale_log2: Float32,
     ):
         """Softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
 
-        While they store O of an item, the tensor core begins with the next.
+        Args:
+            outputs: (mSink, rope, mO, mLse) of the host call, where these warps are the epilogue's too.
+            shared: (address of P, exchange of scores, exchange of rows).
+            rings: (s, p, o, sums).
         """
+        s, p, o, sums = rings
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
+        ends = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+        stored = self.epilogue_states()
         work = self.work(lists, items, items.first)
         row = self.tile_row(mQ, lists, work)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
             row_after = self.tile_row(mQ, lists, work_after)
-            scores, weights = self.take_item(
-                lists, outputs, (work, row), address, shared, (s, p), (scores, weights), scale_log2
+            pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
+            reference, total, scores, weights = self.weigh_tiles(
+                lists, work, row, address, shared, pair, (s, p), (scores, weights), scale_log2
             )
+            if work.end > work.first:
+                self.hand_over_sums(row, shared[2], reference, total, sums, ends)
+                ends.advance()
+            if cutlass.const_expr(not self.epilogue_warps):
+                stored = self.finish_item(outputs, (work, row), address, shared[2], (o, sums), stored)
             work, row = work_after, row_after
-        pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
+        pipeline.NamedBarrier(TMEM_DONE, self.tmem_threads).arrive_and_wait()
         allocator.free(address)
 
     @cute.jit
-    def take_item(
+    def hand_over_sums(
         self,
-        lists: tuple,
-        outputs: tuple,
-        now: tuple,
-        address: cute.Pointer,
-        shared: tuple,
-        rings: tuple,
-        states: tuple,
-        scale_log2: Float32,
+        row: Row,
+        sRow: cute.Tensor,
+        reference: Float32,
+        total: Float32,
+        sums: pipeline.PipelineAsync,
+        ends: pipeline.PipelineState,
     ):
-        """One item; returns the states of the pipelines.
-
-        Args:
-            now: its `Work` and `Row`.
-            rings, states: (s, p) and where they are.
-        """
-        work, row = now
-        pair = pipeline.NamedBarrier(PAIR + (row.tidx // 32) % 2, 64)
-        reference, total, scores, weights = self.weigh_tiles(
-            lists, work, row, address, shared, pair, rings, states, scale_log2
-        )
-        any_tile = work.end > work.first
-        if any_tile:
-            total = self.whole_sum(total, row, shared[2], pair)
-        inverse, denominator = self.normaliser(outputs, row, reference, total)
-        if row.half == 0:
-            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
-        if any_tile:
-            self.wait_for_o(rings[1], weights)
-        self.store_lines(outputs, address, row, inverse, any_tile)
-        return scores, weights
+        """The sum of this thread's weights of an item and what they are relative to, for the epilogue warps."""
+        sums.producer_acquire(ends)
+        sRow[row.tidx, self.sum_slot] = total
+        sRow[row.tidx, self.reference_slot] = reference
+        self.announce(sums, ends)
 
     @cute.jit
     def weigh_tiles(
@@ -146,15 +136,8 @@ class Softmax(Plan, Epilogue):
         return reference, total, scores, weights
 
     @cute.jit
-    def whole_sum(self, total: Float32, row: Row, sRow: cute.Tensor, pair: pipeline.NamedBarrier):
-        """The sum of a row's weights over both halves of its keys."""
-        sRow[row.tidx, self.sum_slot] = total
-        pair.arrive_and_wait()
-        return total + sRow[row.tidx ^ TILE_M, self.sum_slot]
-
-    @cute.jit
-    def announce(self, ring: pipeline.PipelineAsyncUmma, state: pipeline.PipelineState):
-        """This warp's part of P is there: one arrival."""
+    def announce(self, ring: pipeline.PipelineAsync, state: pipeline.PipelineState):
+        """This warp's part of P, or of the sums, is there: one arrival."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             ring.producer_commit(state)

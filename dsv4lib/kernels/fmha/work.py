@@ -6,6 +6,16 @@ through the same `Items` by themselves, each as far ahead as its pipelines let i
 Without groups a tile's rows are heads of one token. With groups they are the heads of several adjacent tokens, which
 see nearly the same keys (SWA inside a chunk, HCA under the limit per query): the CTA walks over the union of their
 ranges and each row masks what its own token does not see.
+
+Keys are counted through the tiles: the entries from place 0 on, the window from place ``window_at`` on. That is the
+next tile, or, where it saves one, the next multiple of 4 behind the last entry: one tile then holds the end of the
+entries and the beginning of the window. (4: rows that a gather takes from one tensor map.)
+
+    entries 70, window 129     apart   | 64 | 6         | 64 | 64 | 1 |      5 tiles
+                               joint   | 64 | 6 . . 56  | 64 | 9      |      4 tiles, window_at 72
+
+It saves one where both ends fit into a tile: not for a token with a full window of two whole tiles, but for the union
+of two tokens' windows (129 keys) unless the last tile of entries has more than 60.
 """
 
 from __future__ import annotations
@@ -14,10 +24,12 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32
+from cutlass.cutlass_dsl import dsl_user_op
 
-from dsv4lib.kernels.fmha.config import HALF_N, TILE_M, TILE_N, Config
+from dsv4lib.kernels.fmha.config import HALF_N, REGION, SOFTMAX_THREADS, TILE_M, TILE_N, Config
 
+TILE_SHIFT = TILE_N.bit_length() - 1  # a signed division would be more instructions
 NO_ROW = 0x3FFFFFFF  # behind every row of a pool
 
 
@@ -40,13 +52,13 @@ class Work(NamedTuple):
     window: Int32
     entry_row: Int32  # where the union of the ranges starts
     window_row: Int32
-    entry_tiles: Int32  # tiles of entries come first, then those of the window
+    window_at: Int32  # place of the first window key, counted through the tiles from the first entry on
     first: Int32  # tiles of this part of the keys: first .. end - 1
     end: Int32
 
 
 class Row(NamedTuple):
-    """What a softmax thread is: a row of the tile and half of its keys or dimensions."""
+    """What a softmax or epilogue thread is: a row of the tile and half of its keys or dimensions."""
 
     tidx: Int32  # its lane of tensor memory
     half: Int32
@@ -76,15 +88,26 @@ class Plan(Config):
         if cutlass.const_expr(self.groups):
             token, tokens = items.groups[item, 0], items.groups[item, 1]
         (entry_row, entries), (window_row, window) = self.ranges(lists, token, tokens)
-        entry_tiles = cute.ceil_div(entries, TILE_N)
-        tiles = entry_tiles + cute.ceil_div(window, TILE_N)
+        window_at, tiles = self.places(entries, window)
         first, end = Int32(0), tiles
         if cutlass.const_expr(self.partial):
             _, _, split = cute.arch.block_idx()
             share = cute.ceil_div(tiles, items.splits)
             first = cutlass.min(split * share, tiles)
             end = cutlass.min(first + share, tiles)
-        return Work(token, tokens, entries, window, entry_row, window_row, entry_tiles, first, end)
+        return Work(token, tokens, entries, window, entry_row, window_row, window_at, first, end)
+
+    @cute.jit
+    def places(self, entries: Int32, window: Int32):
+        """(place of the first window key, tiles) of so many keys; `config.count_tiles`."""
+        apart = (entries + (TILE_N - 1)) & -TILE_N
+        window_at, tiles = apart, (apart + window + (TILE_N - 1)) >> TILE_SHIFT
+        if cutlass.const_expr(self.entries != "none" and self.window):
+            behind = (entries + (REGION - 1)) & -REGION
+            joint = (behind + window + (TILE_N - 1)) >> TILE_SHIFT
+            window_at = cutlass.select_(joint < tiles, behind, apart)
+            tiles = cutlass.min(joint, tiles)
+        return window_at, tiles
 
     @cute.jit
     def ranges(self, lists: tuple, token: Int32, tokens: Int32):
@@ -116,7 +139,8 @@ class Plan(Config):
     @cute.jit
     def tile_row(self, mQ: cute.Tensor, lists: tuple, work: Work):
         """The `Row` of this thread: rows of the tiles of all CTAs of a token (or group) are counted through."""
-        tidx, _, _ = cute.arch.thread_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        tidx = thread % SOFTMAX_THREADS  # of the epilogue warps too
         _, block, _ = cute.arch.block_idx()
         place = block * TILE_M + tidx % TILE_M
         token, head, inside = self.member(mQ, work, place)
@@ -149,22 +173,37 @@ class Plan(Config):
     def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
         """One bit for each of a thread's 32 keys of a tile: 1 where its token has that key."""
         position = tile * TILE_N + row.half * HALF_N
+        if cutlass.const_expr(self.entries == "none"):
+            return bits_of(row.window, position)
+        if cutlass.const_expr(not self.window):
+            return self.valid_entries(lists, work, row, position)
         valid = Int32(0)
-        if tile < work.entry_tiles:
-            if cutlass.const_expr(self.entries == "index"):
-                there = cutlass.Boolean(False)
-                if position + cute.arch.lane_idx() < work.entries:
-                    there = lists[0][0][work.token, position + cute.arch.lane_idx()] >= 0
-                valid = cute.arch.vote_ballot_sync(there)
-            else:
-                valid = bits_of(row.entries, position)
-        else:
-            valid = bits_of(row.window, position - work.entry_tiles * TILE_N)
+        if position < work.window_at:
+            valid = self.valid_entries(lists, work, row, position)
+        if position + HALF_N > work.window_at:
+            valid = valid | bits_of(row.window, position - work.window_at)
         return valid
+
+    @cute.jit
+    def valid_entries(self, lists: tuple, work: Work, row: Row, position: Int32):
+        """One bit for each of the 32 places from ``position`` on: 1 where this thread's token has an entry."""
+        if cutlass.const_expr(self.entries == "range"):
+            return bits_of(row.entries, position)
+        there = cutlass.Boolean(False)
+        if position + cute.arch.lane_idx() < work.entries:
+            there = lists[0][0][work.token, position + cute.arch.lane_idx()] >= 0
+        return cute.arch.vote_ballot_sync(there)
+
+
+@dsl_user_op
+def _mask(first: Int32, count: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """``count`` ones from bit ``first`` on, as many as fit; one instruction where shifts would be of 64 bits."""
+    text = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};"
+    return cute.arch.inline_ptx(text, read_only_args=[first, count], write_only_types=[Int32], loc=loc, ip=ip)
 
 
 @cute.jit
 def bits_of(span: tuple, position: Int32):
-    """Bit i is 1 where ``position + i`` is in ``span`` (first, end)."""
-    first, end = (cutlass.min(cutlass.max(x - position, 0), HALF_N) for x in span)
-    return ((Int64(1) << Int64(end)) - (Int64(1) << Int64(first))).to(Int32)
+    """Bit i is 1 where ``position + i`` is in ``span`` (first, end), of 32."""
+    first, end = (cutlass.max(x - position, 0) for x in span)
+    return _mask(first, end - first)

@@ -9,7 +9,7 @@ from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.lab.fmha_trial import bits, compiled, fmha_trial, parts, split_trial
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
-ENTRIES, KEYS = [70, 0, 150, 0, 0, 64, 9], [33, 0, 0, 5, 0, 0, 65]  # 3, 0, 3, 1, 0, 1, 3 tiles
+ENTRIES, KEYS = [70, 0, 150, 0, 0, 64, 9], [33, 0, 0, 5, 0, 0, 65]  # 2, 0, 3, 1, 0, 1, 2 tiles
 
 
 def settings(entries, cluster=1, groups=False, fp8=False):
@@ -25,6 +25,7 @@ def same(trials):
     [  # 7 tokens over 3 CTAs: three rounds, the last with one of them; CTA 1 starts without keys
         (settings("index"), case(37, ENTRIES, KEYS), 3, 3),
         (settings("index", 2), case(100, ENTRIES, KEYS), 7, 6),  # an SM is left over
+        (settings("index", 2), case(100, [70, 130, 0, 64], [33, 5, 0, 65]), 2, 2),  # 3, 4, 0, 3 tiles on one pair
         (settings("range", 2, True), prefill_case(50, [0, 127, 300], 3), 4, 4),  # 6 groups
         (settings("index", 1, False, True), paged(case(37, ENTRIES, KEYS), 48), 3, 3),
         (settings("index", 2, False, True), paged(case(100, ENTRIES, KEYS), 48), 4, 4),

@@ -1,0 +1,215 @@
+"""The tile that holds the end of the entries and the beginning of the window: where there is one, and what is in it."""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+import torch
+from cutlass import Int32
+
+from dsv4lib.kernels.fmha.config import REGION, TILE_N, count_tiles
+from dsv4lib.kernels.fmha.inputs import case, decode_case, paged, prefill_case
+from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.kernels.fmha.work import Row, Work
+from dsv4lib.lab.fmha_trial import bits, fmha_trial, split_trial
+
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+MMAS = 24  # a tile of one CTA or pair, D 512: 16 of Q K^T, 8 of P V
+WINDOWS = (0, 4, 37, 65, 128)
+LENGTHS = range(0, 201, 13)
+ENTRIES, KEYS = [100, 3, 61, 60, 0, 70], [28, 60, 3, 4, 9, 56]  # joint: all but the third and the fifth
+
+
+def settings(entries, cluster=1, groups=False, fp8=(False, False)):
+    return (512, "bf16", entries, True, True, True, False, *fp8, cluster, groups)
+
+
+def test_how_many_tiles():
+    """By listing places: the joint form never takes more tiles than apart, and is taken where it takes fewer."""
+    for entries in range(260):
+        for window in range(132):
+            apart = len(range(0, entries, TILE_N)) + len(range(0, window, TILE_N))
+            start = next(place for place in range(entries, entries + REGION) if place % REGION == 0)
+            joint = len({place // TILE_N for place in (*range(entries), *range(start, start + window))})
+            assert count_tiles(entries, window) == min(apart, joint)
+    assert all(count_tiles(64 * n, 128) == n + 2 for n in range(40))
+    assert [count_tiles(n, 129) - count_tiles(n, 128) for n in (0, 1, 60, 61, 64)] == [1, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("entries", ["index", "range"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_any_number_of_entries_beside_any_window(entries, window):
+    """One launch over lists of 0, 13, .. 195 entries; as many tiles as `count_tiles` says."""
+    one = case(5, list(LENGTHS), [window] * len(LENGTHS), seed=window)
+    trial = fmha_trial(Fmha, settings(entries), one)
+    assert trial.clean, trial.findings()
+    assert trial.result.stats["mma"] == MMAS * sum(count_tiles(n, window) for n in LENGTHS)
+
+
+@pytest.mark.parametrize("positions", [[40, 126, 127, 128], [129, 190, 255, 5000]])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_rings_at_any_rotation_behind_selected_entries(positions, cluster):
+    """Decode: the ring of 128 slots, not full, full, wrapped; slots never written are NaN."""
+    counts = [100, 23, 61, 64]
+    rings, lists = decode_case(37, positions), case(37, counts, [0] * 4, top_k=103)
+    one = replace(lists, span=rings.span, window_first=rings.window_first, window_count=rings.window_count)
+    trial = fmha_trial(Fmha, settings("index", cluster), one)
+    assert trial.clean, trial.findings()
+    expected = sum(count_tiles(n, int(w)) for n, w in zip(counts, rings.window_count, strict=True))
+    assert trial.result.stats["mma"] == MMAS * expected
+
+
+@pytest.mark.parametrize("starts", [[0, 1, 127], [128, 5000, 8190]])
+def test_a_pair_of_tokens_takes_a_tile_less(starts):
+    """HCA prefill, two tokens of 64 heads in a pair: 129 window keys, behind entries under a limit a query."""
+    one = prefill_case(64, starts, 6)
+    trial = fmha_trial(Fmha, settings("range", 2, True), one)
+    assert trial.clean, trial.findings()
+    union = (one.window_first[1::2] + one.window_count[1::2] - one.window_first[::2]).tolist()
+    entries = one.count[1::2].tolist()
+    assert max(union) == 129
+    tiles = [count_tiles(n, w) for n, w in zip(entries, union, strict=True)]
+    assert trial.result.stats["mma"] == MMAS * sum(tiles)
+    assert sum(tiles) < sum(-(-n // TILE_N) - (-w // TILE_N) for n, w in zip(entries, union, strict=True)) or not any(
+        entries
+    )
+
+
+@pytest.mark.parametrize("sms", [1, 2, None])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_tokens_with_and_without_it_in_turn(sms, cluster):
+    one = case(37 * cluster, ENTRIES, KEYS)
+    few, many = (fmha_trial(Fmha, settings("index", cluster), one, sms=n and n * cluster) for n in (sms, None))
+    assert few.clean, few.findings()
+    assert bits(few.output) == bits(many.output)
+    assert few.result.stats["mma"] == MMAS * sum(map(count_tiles, ENTRIES, KEYS))
+
+
+def test_neighbours_with_disjoint_selections_get_their_own_keys():
+    one = case(64, [40, 40], [20, 20])
+    half = torch.arange(one.pool.shape[0] - 8)
+    one.index[0], one.index[1] = half[:20].repeat(2), half[-20:].repeat(2)
+    trial = fmha_trial(Fmha, settings("index"), one)
+    assert trial.clean and trial.result.stats["mma"] == 2 * MMAS, trial.findings()
+
+
+def test_no_entry_is_there():
+    """A list of -1 alone beside window keys of the same tile, and a list of -1 alone."""
+    one = case(64, [40, 40], [20, 0])
+    trial = fmha_trial(Fmha, settings("index"), replace(one, index=torch.full_like(one.index, -1)))
+    assert trial.clean, trial.findings()
+    assert not trial.output[1].any() and bool((trial.lse[1] == -float("inf")).all())
+
+
+@pytest.mark.parametrize(
+    ("which", "one"),
+    [
+        (settings("index"), case(64, [100, 61], [128, 3])),
+        (settings("range", 2, True), prefill_case(64, [300], 4)),
+        (settings("index", 1, False, (True, False)), paged(case(37, [100, 61], [28, 3]), 48)),
+        (settings("index", 2, False, (False, True)), paged(case(100, [100, 61], [28, 3]), 48)),
+    ],
+)
+def test_every_schedule_gives_the_same_bits(which, one):
+    trials = [fmha_trial(Fmha, which, one, schedule=s) for s in SCHEDULES]
+    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
+    assert len({bits(trial.output) for trial in trials}) == 1
+    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("switches", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("page", [1, 48])
+def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
+    """Of a tile of which TMA brings one part and dequantising warps the other, or these both from two pools."""
+    one = paged(case(40, ENTRIES, KEYS), page, 64)
+    trial, plain = (fmha_trial(Fmha, settings("index", cluster, False, fp8), one) for fp8 in (switches, (False,) * 2))
+    assert trial.clean, trial.findings()
+    assert bits(trial.output) == bits(plain.output) and bits(trial.lse) == bits(plain.lse)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("sharing", [(1,), (2, True)])
+def test_parts_join_to_the_whole(splits, sharing):
+    """It is the last tile of a part, the first, one of its own."""
+    one = case(64, ENTRIES, KEYS) if len(sharing) == 1 else prefill_case(64, [127, 5000], 4)
+    trial = split_trial(one, "index" if len(sharing) == 1 else "range", True, splits, sharing=sharing)
+    assert trial.clean, trial.findings()
+
+
+class OneMoreEntry(Fmha):
+    """The limit is off by one: the zeros between the last entry and the window count as a key."""
+
+    @cute.jit
+    def valid_entries(self, lists: tuple, work: Work, row: Row, position: Int32):
+        """See `Plan.valid_entries`."""
+        first, end = row.entries
+        row = row._replace(entries=(first, end + 1))  # WRONG: end
+        return Fmha.valid_entries(self, lists, work._replace(entries=work.entries + 1), row, position)
+
+
+class LateRegion(Fmha):
+    """The window's rows are fetched as if it began 4 places later than the softmax warps think."""
+
+    @cute.jit
+    def tile_rows(self, lists: tuple, work: Work, place: Int32):
+        """See `Load.tile_rows`."""
+        later = work._replace(window_at=work.window_at + 4)  # WRONG: work
+        return Fmha.tile_rows(self, lists, later, place)
+
+
+class AnyPlace(Fmha):
+    """The window begins directly behind the last entry: four rows of a gather may then be of both pools."""
+
+    @cute.jit
+    def places(self, entries: Int32, window: Int32):
+        """See `Plan.places`."""
+        _, tiles = Fmha.places(self, entries, window)
+        return entries, tiles  # WRONG: a multiple of 4
+
+
+class WindowOfNextTile(Fmha):
+    """Window keys of the joint tile are masked: right where the window begins with a tile."""
+
+    @cute.jit
+    def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
+        """See `Plan.valid_keys`."""
+        valid = Int32(0)
+        if tile * TILE_N < work.window_at:
+            valid = self.valid_entries(lists, work, row, tile * TILE_N + row.half * (TILE_N // 2))
+        else:
+            valid = Fmha.valid_keys(self, lists, work, row, tile)
+        return valid  # WRONG: both in the tile where the window begins
+
+
+class TooManyBytes(Fmha):
+    """A stage waits for the bytes of a whole tile from TMA, of which dequantising warps bring a part."""
+
+    @cute.jit
+    def expected_bytes(self, of_entries: Int32):
+        """See `Load.expected_bytes`."""
+        return Int32(self.key_bytes * self.cluster) * cutlass.select_(of_entries > 0, 0, 1)  # WRONG: by rows
+
+
+MISTAKES = {
+    OneMoreEntry: "wrong numbers",
+    LateRegion: "wrong numbers",
+    AnyPlace: "wrong numbers",
+    WindowOfNextTile: "wrong numbers",
+}
+
+
+@pytest.mark.parametrize("entries", ["index", "range"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake, entries):
+    one = case(64, [41, 9], [20, 30])
+    found = fmha_trial(mistake, settings(entries), one).findings()
+    assert MISTAKES[mistake] in {f[0] for f in found}, found
+
+
+def test_bytes_of_a_mixed_tile_are_counted():
+    """Window keys from TMA, entries from pages: a stage that counts no byte is full before the window is there."""
+    one = paged(case(64, [41, 9], [20, 30]), 48)
+    found = fmha_trial(TooManyBytes, settings("index", 1, False, (True, False)), one).findings()
+    assert found and not fmha_trial(Fmha, settings("index", 1, False, (True, False)), one).findings()
