@@ -22,8 +22,9 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
-from dsv4lib.kernels.mhc.forms import PLAIN, Form, cluster_of, form_of
+from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
 from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 
 SM_COUNT = 132  # of an H200; a B200 has 148
@@ -147,21 +148,21 @@ class Plan(NamedTuple):
     """How a call is shared out.
 
     Attributes:
-        cluster: CTAs that share a token. rows: tokens that a group of a cluster takes at once. clusters: of the
+        cluster: CTAs that share a token. rows: tokens that a cluster takes at once. clusters: of the
             launch. form: of the kernel.
     """
 
     cluster: int
     rows: int
     clusters: int
-    form: Form = PLAIN
+    form: Form = Form.PLAIN
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
     """The largest clusters, as few tokens at once as fill the GPU; ``form``: None: `form_of`."""
     form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
     most = max(1, sm_count // GPC * (GPC // cluster))
-    few = most * form.groups if tokens > FEW * FEW_ROWS else min(FEW, most)
+    few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
     rows = min(TILE, -(-tokens // few))
     return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
 
@@ -281,12 +282,12 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "head": call.head,
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
-        **chosen.form._asdict(),
     }
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    launching.launch(name, Mhc, settings, arguments.fake_args, arguments.launch_args, *given)
+    kernel = MhcStream if chosen.form is Form.STREAM else Mhc
+    launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _fake(*given: Any) -> None:

@@ -11,21 +11,23 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
 from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
-GRAM, GROUPS = {"gram": True}, {"gram": True, "groups": 2}
-FORMS = {"plain": {}, "gram": GRAM, "groups": GROUPS}
+AGAIN = {"held": "global"}  # X' is fetched again, as with d 7168
+FORMS = {"plain": (Mhc, {}), "stream": (MhcStream, {}), "again": (MhcStream, AGAIN)}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
 
 @cache
-def compiled(arch="sm_90a", **settings):
-    kernel = Mhc(**{"d": 128, "cluster": 4, **settings})
+def compiled(arch="sm_90a", form="plain", **settings):
+    kind, options = FORMS[form]
+    kernel = kind(**{"d": 128, "cluster": 4, **options, **settings})
     code = compile_for(kernel, fake_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
@@ -104,56 +106,36 @@ def check(after, given, post=True, head=False):
 @pytest.mark.parametrize(("tokens", "rows", "clusters"), [(1, 1, 1), (3, 2, 2), (33, 16, 2), (37, 5, 2)])
 def test_boundary(arch, tokens, rows, clusters, form):
     given = case(tokens, 128, seed=tokens)
-    check(run(given, rows, clusters, arch, **FORMS[form]), given)
+    check(run(given, rows, clusters, arch, form=form), given)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_many_warps_and_large_clusters(form):
     """d 1024 over 16 CTAs of two workers each, and over 8 of four."""
     given = case(5, 1024)
-    found = run(given, 3, 2, d=1024, cluster=16, **FORMS[form])
+    found = run(given, 3, 2, d=1024, cluster=16, form=form)
     check(found, given)
-    if form != "groups":
-        check(run(given, 5, 1, d=1024, cluster=8, **FORMS[form]), given)
+    check(run(given, 5, 1, d=1024, cluster=8, form=form), given)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_first_site_and_head(form):
-    settings = FORMS[form]
     given = case(19, 128)
-    check(run(given, 16, 2, post=False, **settings), given, post=False)
-    given, settings = case(19, 256, head=True), {**settings, "d": 256, "cluster": 8, "head": True}
+    check(run(given, 16, 2, form=form, post=False), given, post=False)
+    given, settings = case(19, 256, head=True), {"form": form, "d": 256, "cluster": 8, "head": True}
     check(run(given, 16, 1, post=False, **settings), given, post=False, head=True)
-    check(run(given, 7, 2, keep=False, **settings), given, head=True)
+    if form != "again":  # nothing to fetch again
+        check(run(given, 7, 2, keep=False, **settings), given, head=True)
     check(run(given, 3, 1, **settings), given, head=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tokens_bits_do_not_depend_on_its_place(form):
     given = case(21, 128)
-    whole = run(given, 16, 2, **FORMS[form])
+    whole = run(given, 16, 2, form=form)
     streams, before, parameters = given
-    part = run((streams[4:9], tuple(x[4:9] for x in before), parameters), 2, 1, **FORMS[form])
+    part = run((streams[4:9], tuple(x[4:9] for x in before), parameters), 2, 1, form=form)
     assert all(torch.equal(a[4:9], b) for a, b in zip(whole, part, strict=True))
-
-
-def test_two_groups_give_the_bits_of_one():
-    given = case(37, 128)
-    pairs = zip(run(given, 5, 1, **GRAM), run(given, 5, 1, **GROUPS), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_one_buffer():
-    """Where fn leaves no room for the sums of two tiles (d 7168): the second tile waits for the first."""
-    given = case(21, 128)
-    assert Mhc(7168, 16, gram=True).depth == 1 and Mhc(128, 4, gram=True).depth == 2
-    kernel = Mhc(128, 4, gram=True, depth=1)
-    assert kernel.all_floats == Mhc(128, 4, gram=True).all_floats // 2
-    found = run(given, 4, 1, gram=True, depth=1)
-    check(found, given)
-    for schedule in SCHEDULES:
-        again = run(given, 4, 1, device={"schedule": schedule, "seed": 3}, gram=True, depth=1)
-        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), schedule
 
 
 def test_streams_that_cancel():
@@ -165,9 +147,9 @@ def test_streams_that_cancel():
     fn[:N] = 0  # all pre alike
     streams[:, 1], streams[:, 2], streams[:, 3] = -streams[:, 0], streams[:, 0], (-0.98 * streams[:, 0]).bfloat16()
     given = streams, before, (fn, scale, base, weight)
-    check(run(given, 6, 1, post=False, gram=True), given, post=False)
+    check(run(given, 6, 1, post=False, form="stream"), given, post=False)
     streams[:, 3] = -streams[:, 0]
-    y = run(given, 6, 1, post=False, gram=True)[1]
+    y = run(given, 6, 1, post=False, form="stream")[1]
     noise = 2.0**-22 * streams.float().abs().sum(1) * weight.abs()  # of x, in fp32; its norm is at least sqrt(eps)
     assert bool((y.float().abs() <= noise * EPS**-0.5).all())
 
@@ -176,9 +158,9 @@ def test_streams_that_cancel():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_all_schedules_give_the_same_bits(arch, form):
     given = case(13, 128)
-    first = run(given, 2, 2, arch, **FORMS[form])
+    first = run(given, 2, 2, arch, form=form)
     for schedule in SCHEDULES:
-        found = run(given, 2, 2, arch, {"schedule": schedule, "seed": 3}, **FORMS[form])
+        found = run(given, 2, 2, arch, {"schedule": schedule, "seed": 3}, form=form)
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), schedule
 
 
@@ -186,7 +168,7 @@ def test_all_schedules_give_the_same_bits(arch, form):
 def test_nan_stays_in_its_token(form):
     streams, before, parameters = case(5, 128)
     streams[2, 1, 100] = float("nan")
-    after = run((streams, before, parameters), 5, 1, **FORMS[form])
+    after = run((streams, before, parameters), 5, 1, form=form)
     assert all(bool(x[2].isnan().any()) for x in after)
     rest = [0, 1, 3, 4]
     check([x[rest] for x in after], (streams[rest], tuple(x[rest] for x in before), parameters))
@@ -202,20 +184,19 @@ MISTAKES = {
 SINKHORN = oracle.sinkhorn
 
 
-@pytest.mark.parametrize("form", ("plain", "gram"))
+@pytest.mark.parametrize("form", ("plain", "stream"))
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_notices(mistake, form, monkeypatch):
     """The oracle with a mistake is not what the kernel computes."""
     given = case(3, 128)
-    after = run(given, 3, 1, **FORMS[form])
+    after = run(given, 3, 1, form=form)
     monkeypatch.setattr(oracle, *MISTAKES[mistake])
     with pytest.raises(AssertionError):
         check(after, given)
 
 
 SPILLS = pytest.mark.xfail(strict=True, reason="ptxas keeps 2 registers in local memory on sm_100a")
-SIZES = [(d, form) for d in (4096, 7168) for form in FORMS if (d, form) != (7168, "groups")]
-CASES = [(arch, *size) for size in SIZES for arch in ARCHS]
+CASES = [(arch, d, form) for d in (4096, 7168) for form in ("plain", "stream") for arch in ARCHS]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +204,7 @@ CASES = [(arch, *size) for size in SIZES for arch in ARCHS]
     [pytest.param(*one, marks=SPILLS if one == ("sm_100a", 7168, "plain") else ()) for one in CASES],
 )
 def test_budget(arch, d, form):
-    kernel, code = compiled(arch, cluster=16, d=d, **FORMS[form])
+    kernel, code = compiled(arch, cluster=16, d=d, form=form)
     assert kernel.smem_bytes == -(-code.smem_bytes // 1024) * 1024
     assert code.registers * 32 * (4 * -(-code.threads // 128)) <= 65536
 
@@ -234,16 +215,16 @@ def test_bad_arguments_are_named():
         ({"cluster": 2}, "cluster"),
         ({"iters": 0}, "iters"),
         ({"d": 1 << 14}, "d"),
-        ({"groups": 2}, "groups"),
-        ({"gram": True, "groups": 3}, "groups"),
-        ({"gram": True, "groups": 2, "d": 7168, "cluster": 16}, "groups"),
-        ({"gram": True, "groups": 2, "depth": 1}, "depth"),
-        ({"depth": 3}, "depth"),
+        ({"held": "shared"}, "held"),
     ):
         with pytest.raises(ConfigError, match=name):
             Mhc(**{"d": 128, "cluster": 4, **bad})
     with pytest.raises(ConfigError, match="keep"):
         Mhc(keep=False)
+    for bad in ({"held": "L1"}, {"d": 7168, "held": "shared"}, {"head": True, "keep": False, "held": "global"}):
+        with pytest.raises(ConfigError, match="held|cluster"):
+            MhcStream(**bad)
+    assert MhcStream(7168).held_floats == 0 < MhcStream(4096).held_floats
     kernel = Mhc(128, 4)
     streams, before, parameters = case(3, 128)
     after = outputs(3, 128, True, False)

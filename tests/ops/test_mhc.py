@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.bench.ops import mhc as bench
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.mhc.forms import GRAM, GROUPS, PLAIN, form_of, forms
+from dsv4lib.kernels.mhc.forms import Form, form_of, forms
 from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, mhc_pre, plan, run
 
 GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
@@ -41,18 +41,20 @@ def test_forms_agree():
         run(bench.call_of(GIVEN, out, "emulator"), form)
         bench.check(GIVEN, out)
         found[form] = out
-    assert list(found) == [PLAIN, GRAM, GROUPS]
+    assert list(found) == list(Form)
     for name in names:
-        same([found[GRAM][name]], [found[PLAIN][name]])
-        assert torch.equal(found[GRAM][name], found[GROUPS][name])
-    assert torch.equal(found[GRAM]["streams"], found[PLAIN]["streams"])
+        same([found[Form.STREAM][name]], [found[Form.PLAIN][name]])
+    assert torch.equal(found[Form.STREAM]["streams"], found[Form.PLAIN]["streams"])
 
 
 def test_forms_that_fit():
-    assert forms(4096) == [PLAIN, GRAM, GROUPS] and forms(7168) == [PLAIN, GRAM]
-    assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168))
-    assert [row.ways[1].name for row in bench.rows()] == ["ours, gram"] * 10
-    assert sum(row.ways[2].name == "ours, gram, 2 groups" for row in bench.rows()) == 5
+    assert forms(4096) == forms(7168) == list(Form) and forms(7680) == [Form.PLAIN]
+    assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168, 7680))
+    assert form_of(1, 4096) == Form.PLAIN == form_of(4096, 7680) and form_of(4096, 7168) == Form.STREAM
+    for row in bench.rows():
+        model, _, tokens = row.shape.split()
+        other = Form.STREAM if form_of(int(tokens), dict(bench.MODELS)[model]) is Form.PLAIN else Form.PLAIN
+        assert row.ways[1].name == f"ours, {other.value}"
 
 
 def test_outputs_of_the_caller_and_no_tokens():

@@ -1,6 +1,7 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stand the forms of the kernel that the op does not choose: "ours, gram" and so on (`kernels.mhc.forms`).
+Beside "ours" stands the form of the kernel that the op does not choose, "ours, plain" or "ours, stream"
+(`kernels.mhc.forms`).
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
 def _forms(tokens: int, d: int) -> tuple[Way, ...]:
     """Ours in the forms that fit and that the op does not choose for this many tokens."""
     others = [form for form in forms(d) if form != form_of(tokens, d)]
-    return tuple(in_place(f"ours, {form}", _outputs, _in_form(form)) for form in others)
+    return tuple(in_place(f"ours, {form.value}", _outputs, _in_form(form)) for form in others)
 
 
 def _plain(streams, f, post, comb, fn, scale, base, weight) -> Outputs:

@@ -59,13 +59,13 @@ class Coefficients(Config):
 
         Args:
             sSmall: (squares [2, token, CTA], owned sums [2, slot, CTA, value], coefficients [2, token, 20]).
-            barriers: of the sums that arrive, of what this warp has done, of what has been read (used with `gram`).
+            barriers: of the sums that arrive, of what this warp has done.
             place: (rank, first token, tokens between tiles, tokens a tile, tokens).
             eps: (hc_eps, rms_eps).
         """
         rank, first, step, rows, tokens = place
         sSquares, sOwned, sCoefficients = sSmall
-        sums, ready, free = barriers
+        sums, ready = barriers
         rFour = cute.make_rmem_tensor((4, AT_ONCE), Float32)
         rFour.fill(0.0)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
@@ -78,21 +78,16 @@ class Coefficients(Config):
             self.load_coefficients(mPost, mComb, first + step, rows, tokens, rFour)
         tile, begin = Int32(0), first
         while begin < tokens:
-            if cutlass.const_expr(self.gram):  # write-back of a tile needs nothing of the one before
-                self.hand_over(rFour, sCoefficients, ready, tile + 1)
-                if cutlass.const_expr(self.post):
-                    self.load_coefficients(mPost, mComb, begin + 2 * step, rows, tokens, rFour)
-            buffer = self.wait_sums(sums, tile)
+            cute.arch.mbarrier_wait(sums, tile & 1)
             if cutlass.const_expr(not self.head):
-                small = sSquares[buffer, None, None], sOwned[buffer, None, None, None]
+                small = sSquares[tile & 1, None, None], sOwned[tile & 1, None, None, None]
                 self.logits(mScale, mBase, *small, rank, rows, eps[1], rLogit)
-            if cutlass.const_expr(self.gram):
-                self.arrive_free(free + buffer, begin, step, tokens)
             tile = tile + 1
-            if cutlass.const_expr(not self.gram):
-                self.hand_over(rFour, sCoefficients, ready, tile)
-                if cutlass.const_expr(self.post):
-                    self.load_coefficients(mPost, mComb, begin + 2 * step, rows, tokens, rFour)
+            if cutlass.const_expr(self.post):  # the workers are done with those of the tile before the last
+                self.keep_coefficients(rFour, sCoefficients[tile & 1, None, None])
+            self.arrive(ready)
+            if cutlass.const_expr(self.post):
+                self.load_coefficients(mPost, mComb, begin + 2 * step, rows, tokens, rFour)
             if cutlass.const_expr(not self.head):
                 self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
                 self.sinkhorn(rLogit, rC, eps[0])
@@ -100,43 +95,8 @@ class Coefficients(Config):
             begin = begin + step
 
     @cute.jit
-    def hand_over(self, rFour: cute.Tensor, sCoefficients: cute.Tensor, ready: cute.Pointer, tile: Int32):
-        """Coefficients of the n-th tile to the workers, who are done with those of the one before the last."""
-        if cutlass.const_expr(self.post):
-            self.keep_coefficients(rFour, sCoefficients[tile & 1, None, None])
-        if cutlass.const_expr(self.gram):
-            self.arrive(ready + (tile & 1))
-        else:
-            self.arrive(ready)
-
-    @cute.jit
-    def wait_sums(self, sums: cute.Pointer, tile: Int32) -> Int32:
-        """Wait for the sums of this CTA's n-th tile; gives the buffer that they are in.
-
-        With `gram` a buffer has a barrier of its own: nothing else keeps a CTA from sending the next tile's sums while
-        those of this one are still on their way to another.
-        """
-        if cutlass.const_expr(not self.gram):
-            cute.arch.mbarrier_wait(sums, tile & 1)
-            return tile & 1
-        last = self.depth - 1
-        cute.arch.mbarrier_wait(sums + (tile & last), (tile >> last) & 1)
-        return tile & last
-
-    @cute.jit
-    def arrive_free(self, free: cute.Pointer, begin: Int32, step: Int32, tokens: Int32):
-        """This warp has read the sums of a tile; all CTAs hear it, if their buffer is used again.
-
-        Behind the last tile nobody waits, and a CTA that has ended hears nothing.
-        """
-        cute.arch.sync_warp()
-        lane = cute.arch.lane_idx()
-        if lane < self.cluster and begin + self.depth * step < tokens:
-            cute.arch.mbarrier_arrive(free, lane)
-
-    @cute.jit
     def arrive(self, barrier: cute.Pointer):
-        """This warp is done with the sums of a tile, and the next one's coefficients are there."""
+        """This warp has done what the others wait for."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(barrier)

@@ -31,8 +31,7 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
     launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
 
-`gram` and `groups` choose other forms of the second half of a tile: one exchange instead of two, and two groups of
-worker warps on alternate tiles (module `gram`).
+This form is the one for few tokens; `stream` has less to wait for with many (`forms`).
 
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 
@@ -48,13 +47,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
-from dsv4lib.kernels.mhc.coefficients import sigmoid
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, FOURS, OWNED, PARTS, ROWS_N, TILE, UNIT, N
-from dsv4lib.kernels.mhc.gram import TRACE, WORDS, Gram
+from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, OWNED, PARTS, ROWS_N, TILE, UNIT, WORDS, N
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
 
 
-class Mhc(Gram):
+class Mhc(Coefficients):
     """A site boundary; see the module docstring. Settings: `config.Config`."""
 
     @cute.jit
@@ -105,9 +103,8 @@ class Mhc(Gram):
             owned: cute.struct.Align[cute.struct.MemRange[Float32, self.owned_floats], 16]
             mixed: cute.struct.Align[cute.struct.MemRange[Float32, self.mixed_floats], 16]
             mine: cute.struct.Align[cute.struct.MemRange[Float32, self.mine_floats], 16]
-            all: cute.struct.Align[cute.struct.MemRange[Float32, self.all_floats], 16]
             coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
-            barriers: cute.struct.MemRange[Int64, 8]
+            barriers: cute.struct.MemRange[Int64, 5]
 
         self.storage = Storage
         before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
@@ -140,7 +137,7 @@ class Mhc(Gram):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        shape, pitch = (self.groups * self.warps, TILE, self.sum_pitch), self.sum_pitch
+        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
         shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
         sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
@@ -149,12 +146,11 @@ class Mhc(Gram):
             cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
         )
         sSquares, sSent = self.exchanged(storage)
-        fn, sums, squares, ready, free = (storage.barriers.data_ptr() + k for k in (0, 1, 3, 4, 6))  # two of most
+        fn, sums, squares, ready, free = (storage.barriers.data_ptr() + k for k in range(5))
         if tidx == 0:
-            for k in cutlass.range_constexpr(6):
+            for k in cutlass.range_constexpr(4):
                 cute.arch.mbarrier_init(fn + k, 1)
-            for k in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(free + k, self.cluster * (self.warps + 1 if self.gram else 1))
+            cute.arch.mbarrier_init(free, self.cluster)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
@@ -163,12 +159,12 @@ class Mhc(Gram):
         place = rank, first * rows, step * rows, rows, mX.shape[0]
         eps = hc_eps, rms_eps
         barriers = fn, sums, squares, ready, free
-        if warp == self.groups * self.warps:
+        if warp == self.warps:
             self.fetch_fn(mFn, rank, sFn, fn)
             cute.arch.griddepcontrol_wait()
             cute.arch.cluster_wait()
             small = sSquares, sOwned, sCoefficients
-            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready, free), place, eps)
+            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready), place, eps)
         else:
             small = sFn, sSums, sSent, sOwned, sCoefficients
             self.work((mX, mF), (mScale, mBase, mWeight), (mNew, mY), small, barriers, place, eps)
@@ -176,11 +172,6 @@ class Mhc(Gram):
     @cute.jit
     def exchanged(self, storage: Any) -> tuple:
         """What CTAs send each other: (squares or their sums [buffer, token, CTA], tensors that `work` needs)."""
-        if cutlass.const_expr(self.gram):
-            sAll = self.all_sums(storage)
-            shape, pitch = (self.depth, TILE, self.cluster), self.all_pitch
-            layout = cute.make_layout(shape, stride=(TILE * pitch, pitch, 4 * FOURS))
-            return cute.make_tensor(sAll.iterator + TRACE, layout), sAll
         shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
         sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
         shape, pitch = (2, TILE, self.cluster), self.square_pitch
@@ -191,27 +182,17 @@ class Mhc(Gram):
         return sSquares, (sPre, sSquares, sMixed, sMine)
 
     @cute.jit
-    def all_sums(self, storage: Any) -> cute.Tensor:
-        """With `gram`: what every CTA gets, [buffer, token, CTA, 16]."""
-        shape, pitch = (self.depth, TILE, self.cluster, 4 * FOURS), self.all_pitch
-        return storage.all.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 4 * FOURS, 1)))
-
-    @cute.jit
     def work(
         self, given: tuple, parameters: tuple, out: tuple, small: tuple, barriers: tuple, place: tuple, eps: tuple
     ):
         """Role of the other warps: tile after tile, all but post and comb."""
         (mX, mF), (mScale, mBase, mWeight), (mNew, mY) = given, parameters, out
         sFn, sSums, sSent, sOwned, sCoefficients = small
+        sPre, sSquares, sMixed, sMine = sSent
         fn, sums, squares, ready, free = barriers
         rank, first, step, rows, tokens = place
         tidx, _, _ = cute.arch.thread_idx()
-        warp, four, group = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4, Int32(0)
-        if cutlass.const_expr(self.groups == 2):
-            group = cutlass.select_(warp < self.warps, Int32(0), Int32(1))
-            first, step = first + group * step, 2 * step
-            tidx, warp = tidx - group * self.workers, warp - group * self.warps
-            sSums = cute.domain_offset((group * self.warps, 0, 0), sSums)
+        warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
         column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
         rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
         rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
@@ -225,62 +206,39 @@ class Mhc(Gram):
         cute.arch.griddepcontrol_wait()
         self.fetch(mX, mF, first, rows, tokens, column, rX, rF)
         cute.arch.cluster_wait()
-        tile, begin = group, first
+        tile, begin = Int32(0), first
         while begin < tokens:
-            if cutlass.const_expr(self.gram):
-                cute.arch.mbarrier_wait(ready + (tile & 1), (tile >> 1) & 1)
-            else:
-                cute.arch.mbarrier_wait(ready, tile & 1)
-            self.write_back(rX, rF, sCoefficients[tile & 1, None, None], rows, rZ)
+            buffer = tile & 1
+            cute.arch.mbarrier_wait(ready, buffer)
+            self.write_back(rX, rF, sCoefficients[buffer, None, None], rows, rZ)
             if cutlass.const_expr(self.keep):
                 self.store_streams(mNew, rZ, begin, rows, tokens, column)
             cute.arch.mbarrier_wait(fn, 0)
             self.project(rZ, sFn, sSums[warp, None, None], warp)
-            following = begin + step, rows, tokens
-            if cutlass.const_expr(self.gram):
-                self.multiply_streams(rZ, sSums[warp, None, None], rows)
-                buffer = tile & (self.depth - 1)
-                if tile >= self.depth:  # all CTAs have read what was in this buffer
-                    cute.arch.mbarrier_wait(free + buffer, ((tile >> (self.depth - 1)) + 1) & 1)
-                self.meet(group)
-                if cutlass.const_expr(self.groups == 1):
-                    self.fetch(mX, mF, *following, column, rX, rF)
-                sAll, sMine = sSent[buffer, None, None, None], sOwned[buffer, None, None, None]
-                self.exchange_all(sSums, sAll, sMine, sums + buffer, rank, rows, tidx)
-                scale, base = mScale[0], mBase[four]
-                cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
-                self.wait_sums(sums, tile)
-                self.mix_scaled(mY, rZ, rWeight, sAll, (scale, base), eps, (begin, rows, tokens), column)
-                self.arrive_free(free + buffer, begin, step // self.groups, tokens)
-                if cutlass.const_expr(self.groups == 2):  # the other group has loads on their way while this one waits
-                    self.fetch(mX, mF, *following, column, rX, rF)
-            else:
-                sPre, sSquares, sMixed, sMine = sSent
-                buffer = tile & 1
-                if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
-                    cute.arch.mbarrier_wait(free, 1 - buffer)
-                self.meet()
-                self.fetch(mX, mF, *following, column, rX, rF)
-                # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
-                if begin + step < tokens and tidx < self.cluster:
-                    cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
-                sFirst = sPre[buffer, None, None, None], sSquares[buffer, None, None]
-                self.exchange_sums(sSums, *sFirst, sOwned[buffer, None, None, None], sums, rank, rows)
-                scale, base = mScale[0], mBase[four]
-                self.wait_sums(sums, tile)
-                self.mix(rZ, *sFirst, scale, base, eps, rows, rMix, sMine[warp, None])
-                cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
-                self.meet()
-                self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
-                cute.arch.mbarrier_wait(squares, buffer)
-                self.store_scaled(mY, rMix, rWeight, sMixed[buffer, None, None], begin, rows, tokens, column, eps[1])
-            tile = tile + self.groups
+            if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
+                cute.arch.mbarrier_wait(free, 1 - buffer)
+            self.meet()
+            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
+            # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
+            if begin + step < tokens and tidx < self.cluster:
+                cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
+            sFirst = sPre[buffer, None, None, None], sSquares[buffer, None, None]
+            self.exchange_sums(sSums, *sFirst, sOwned[buffer, None, None, None], sums, rank, rows)
+            scale, base = mScale[0], mBase[four]
+            cute.arch.mbarrier_wait(sums, buffer)
+            self.mix(rZ, *sFirst, scale, base, eps, rows, rMix, sMine[warp, None])
+            cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
+            self.meet()
+            self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
+            cute.arch.mbarrier_wait(squares, buffer)
+            self.store_scaled(mY, rMix, rWeight, sMixed[buffer, None, None], begin, rows, tokens, column, eps[1])
+            tile = tile + 1
             begin = begin + step
 
     @cute.jit
-    def meet(self, group: Any = 0):
-        """All workers of a group."""
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=self.workers)
+    def meet(self):
+        """All workers."""
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     @cute.jit
     def fetch(
@@ -358,7 +316,7 @@ class Mhc(Gram):
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
-        rC = cute.make_rmem_tensor((4, self.tiles), Float32)
+        rC = cute.make_rmem_tensor((4, self.tiles, self.chains), Float32)
         rSquares = cute.make_rmem_tensor((2, 2), Float32)
         rC.fill(0.0)
         rSquares.fill(0.0)
@@ -373,7 +331,7 @@ class Mhc(Gram):
                 for w in cutlass.range_constexpr(2):
                     word = 2 * half + w
                     z = [halves(rZ[word, i, h]) for h in range(2)]
-                    if cutlass.const_expr(not self.gram):
+                    if cutlass.const_expr(not self.streaming):
                         for h in cutlass.range_constexpr(2):
                             for k in cutlass.range_constexpr(2):
                                 value = z[h][k].bitcast(Float32)
@@ -382,13 +340,15 @@ class Mhc(Gram):
                     for n in cutlass.range_constexpr(self.tiles):
                         b = [rB[2 * w + k, n] for k in range(2)]
                         high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
-                        multiply(a, high, rC[None, n])
+                        multiply(a, high, rC[None, n, 0])
                         low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
-                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n])
-        if cutlass.const_expr(self.gram):
-            self.store_products(rC, sSum)
+                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n, self.chains - 1])
+        if cutlass.const_expr(self.chains == 2):
+            rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
+        if cutlass.const_expr(self.streaming):
+            self.store_products(rC[None, None, 0], sSum)
         else:
-            self.store_sums(rC, rSquares, sSum)
+            self.store_sums(rC[None, None, 0], rSquares, sSum)
 
     @cute.jit
     def store_sums(self, rC: cute.Tensor, rSquares: cute.Tensor, sSum: cute.Tensor):

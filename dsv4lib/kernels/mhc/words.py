@@ -59,19 +59,30 @@ def send(
     The bytes are counted at that CTA's ``barrier``: a barrier of the whole cluster would wait for loads and stores of
     global memory too, which are on their way all the time.
     """
-    there = [
-        cute.arch.inline_ptx(
-            "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-            write_only_types=[Int32],
-            read_only_args=[pointer.toint(loc=loc, ip=ip), rank],
-            loc=loc,
-            ip=ip,
-        )
-        for pointer in (place, barrier)
-    ]
+    store_async(peer(place, rank, loc=loc, ip=ip), values, peer(barrier, rank, loc=loc, ip=ip), loc=loc, ip=ip)
+
+
+@dsl_user_op
+def peer(place: cute.Pointer, rank: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Address of the shared memory of CTA ``rank`` of the cluster where this CTA has ``place``."""
+    text, args = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [place.toint(loc=loc, ip=ip), rank]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_async(place: Int32, values: list, barrier: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """`send` to addresses that `peer` gave."""
     vector, words = (".v4", "{{$r2}, {$r3}, {$r4}, {$r5}}") if len(values) == 4 else ("", "{$r2}")
     text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [{{$r0}}], {words}, [{{$r1}}];"
-    cute.arch.inline_ptx(text, read_only_args=[*there, *(value.bitcast(Uint32) for value in values)], loc=loc, ip=ip)
+    args = [place, barrier, *(value.bitcast(Uint32) for value in values)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def prefetch_bulk(source: cute.Pointer, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Ask for ``size`` bytes, a multiple of 16, in L2."""
+    text = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
+    cute.arch.inline_ptx(text, read_only_args=[source, size], loc=loc, ip=ip)
 
 
 @dsl_user_op

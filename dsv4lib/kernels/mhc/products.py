@@ -1,21 +1,17 @@
-"""Workers of mHC that need one exchange: the norm of the mixture from products of the streams with each other.
+"""The norm of a mixture from products of the streams with each other, which need no second exchange.
 
 x = sum_i pre_i X'_i, so sum x^2 = sum_ij pre_i pre_j G_ij with G_ij = X'_i . X'_j. The ten products of a token do not
-depend on pre: they are added up beside the projection and travel with its sums, and a CTA that knows pre knows the norm
-too. What falls away are the exchange of squares, a barrier of the workers, the squares of z and x on the CUDA cores,
-and the wait between mixture and norm.
+depend on pre: they are added up beside the projection and travel with its sums, and who knows pre knows the norm too.
 
     products    MMAs of bf16, exact products, k = 16. A: two streams of eight tokens (rows 0-7, 8-15), B: a stream of
                 the same tokens; of an 8 x 8 block only the diagonal is wanted. Five MMAs give the ten pairs, and both
                 operands are words that the lane already has.
-    exchange    4 x 16 bytes a token to every CTA, a lane of four reads its own:
+    sums        4 x 16 bytes a token, added up by a lane each of four:
 
                 lane  0  pre 0   G00   2 G10   G11
                       1  pre 1  2 G20  2 G21   G22
                       2  pre 2  2 G30  2 G31  2 G32
                       3  pre 3   G33     0    G00 + G11 + G22 + G33
-
-    buffers     two tiles deep (one, where fn leaves no room); a warp tells all CTAs when it has read its sums
 
 x enters the norm before its rounding to bf16, and where streams cancel the sum loses what they cancel: its error is
 that of fp32 times sum (pre_i |X'_i|)^2 / sum x^2.
@@ -25,20 +21,19 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import COLUMNS, FOURS, OWNED, PARTS, TILE, N
-from dsv4lib.kernels.mhc.words import floats, multiply, pair, send
+from dsv4lib.kernels.mhc.config import FOURS, TILE, WORDS, N
+from dsv4lib.kernels.mhc.words import multiply
 
-WORDS = COLUMNS // 2
 # Streams of A (rows 0-7, rows 8-15) and of B, and where the two products lie among the 16 sums of a token.
 PAIRS = (((0, 1), 0, (1, 2)), ((2, 3), 0, (5, 9)), ((1, 2), 1, (3, 6)), ((2, 3), 2, (7, 11)), ((1, 3), 3, (10, 13)))
 TRACE, ZERO = 15, 14
 
 
-class Gram(Coefficients):
-    """What `Mhc` does differently with `gram`; see the module docstring."""
+class Products(Coefficients):
+    """Sums of products, and what a mixture needs of them; see the module docstring."""
 
     @cute.jit
     def store_products(self, rC: cute.Tensor, sSum: cute.Tensor):
@@ -83,39 +78,6 @@ class Gram(Coefficients):
                     line[ZERO] = Float32(0.0)
 
     @cute.jit
-    def exchange_all(
-        self,
-        sSums: cute.Tensor,
-        sAll: cute.Tensor,
-        sOwned: cute.Tensor,
-        barrier: cute.Pointer,
-        rank: Int32,
-        rows: Int32,
-        tidx: Int32,
-    ):
-        """The sums of a group's warps, in order, to the CTAs that need them: four of a token a thread."""
-        owned, peers = 0 if self.head else OWNED // N, self.cluster // PARTS
-        if tidx == 0:
-            mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
-            size = 16 * self.cluster * (FOURS * rows + owned * mine)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-        rSum = cute.make_rmem_tensor(N, Float32)
-        for item in cutlass.range(tidx, (FOURS * PARTS + owned) * TILE, self.workers, unroll=1):
-            t, piece = item % TILE, item // TILE
-            if t < rows:
-                if piece < FOURS * PARTS:
-                    four = piece // PARTS
-                    self.over_warps(sSums[None, t, None], four, rSum)
-                    place = cute.domain_offset((t, rank, N * four), sAll).iterator
-                    for k in cutlass.range_constexpr(peers):
-                        send(place, piece % PARTS * peers + k, [rSum[v] for v in range(N)], barrier)
-                else:
-                    fours = piece - FOURS * PARTS
-                    self.over_warps(sSums[None, t, None], FOURS + fours, rSum)
-                    place = cute.domain_offset((t // self.cluster, rank, N * fours), sOwned).iterator
-                    send(place, t % self.cluster, [rSum[v] for v in range(N)], barrier)
-
-    @cute.jit
     def over_all(self, sLines: cute.Tensor, rSum: cute.Tensor):
         """This lane's four sums of a token over what the CTAs sent: four side by side, then in pairs."""
         rParts = cute.make_rmem_tensor((N, 4), Float32)
@@ -150,44 +112,3 @@ class Gram(Coefficients):
             squares = squares + cute.arch.shuffle_sync_bfly(squares, lanes)
         squares = cute.arch.fmax(squares, Float32(0.0))  # streams that cancel to nothing
         return cute.math.rsqrt(squares * (1.0 / self.d) + eps[1], fastmath=True)
-
-    @cute.jit
-    def mix_scaled(
-        self,
-        mY: cute.Tensor,
-        rZ: cute.Tensor,
-        rWeight: cute.Tensor,
-        sAll: cute.Tensor,
-        parameters: tuple,
-        eps: tuple,
-        place: tuple,
-        column: Int32,
-    ):
-        """y of this lane's columns.
-
-        Args:
-            sAll: sums of the tile [token, CTA, 16]. parameters: scale and this lane's base of pre.
-            place: first token of the tile, tokens a tile, tokens.
-        """
-        begin, rows, tokens = place
-        group = cute.arch.lane_idx() // 4
-        rSum = cute.make_rmem_tensor(N, Float32)
-        rPre = cute.make_rmem_tensor(N, Float32)
-        rWords = cute.make_rmem_tensor(WORDS, Uint32)
-        for h in cutlass.range_constexpr(2):
-            if rows > TILE // 2 * h:
-                t = group + 8 * h
-                rSum.fill(0.0)
-                if t < rows:  # nobody sends the others
-                    self.over_all(sAll[t, None, None], rSum)
-                norm = self.weights(rSum, *parameters, eps, rPre)
-                for w in cutlass.range_constexpr(WORDS):
-                    x = [rPre[0] * z for z in floats(rZ[w, 0, h])]
-                    for i in cutlass.range_constexpr(1, N):
-                        z = floats(rZ[w, i, h])
-                        x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
-                    x = floats(pair(*x))
-                    rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
-                if t < rows and begin + t < tokens:
-                    line = cute.local_tile(mY[begin + t, None], (COLUMNS,), (column,))
-                    cute.autovec_copy(cute.recast_tensor(rWords, cutlass.BFloat16), line)

@@ -1,0 +1,471 @@
+"""A site boundary as a stream: no warp waits for another CTA while it has a tile to fetch, write back and project.
+
+Columns, lanes, write-back and projection are those of `simt`. What differs is who adds up, and when X' is mixed: one
+tile later, when what the cluster made of a tile's sums has arrived.
+
+    workers     write_back -> store X' -> project -> multiply_streams (`products`) of tile n; mix, scale, store y of
+                tile n - 1. They wait for nobody but the sender, a tile behind
+    sender      fn by bulk copies; coefficients of the site before, two tiles ahead, and with little L1 (d 7168)
+                streams into L2, three; adds up what the workers left of a tile and sends each token's 36 sums
+                (`head`: 20) to the CTA that owns it (t mod cluster): 144 messages of 16 bytes a tile and CTA, where
+                `simt` needs 660, each of which an mbarrier has to count
+    owner       adds up the CTAs of its tokens, sends pre and 1 / rms to every CTA; then post and comb
+
+X' waits for its mixture in shared memory, a lane's own 128 bytes, or where fn leaves no room (d 7168), in L2: a lane
+reads what it stored itself (without write-back: what it read before).
+
+    barriers    fn; projected (workers), taken (sender): sums of a tile in shared memory; ready [2]: coefficients
+                sums, weighed [4 each]: bytes from all CTAs, each of which also arrives
+
+Four tiles may be in flight, and nothing says that a buffer is free: a CTA sends the sums of tile n + 4 when its workers
+have mixed tile n + 2, which the owner weighed after it was done with n + 1; and nobody weighs tile n + 4 before all
+have sent it, when all have mixed n + 2.
+
+    SMEM (d 4096, 16 CTAs)   fn 98,688  streams 32,768  sums 18,432  inbox 9,216  weights 2,048  coefficients 2,560
+                             the rest is L1, which loads of 40 KiB in flight need
+
+What limits it (H200, 4096 tokens of d 4096): without any large load or store it still takes 145 us of 170.
+
+Orders of sums are fixed as in `simt`. Source: as `simt`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
+
+from dsv4lib.kernels.mhc.config import (
+    COEFFICIENTS,
+    COLUMNS,
+    FOURS,
+    IN_FLIGHT,
+    LANES,
+    MIX,
+    OWNED,
+    TILE,
+    UNIT,
+    WORDS,
+    N,
+    StreamConfig,
+)
+from dsv4lib.kernels.mhc.products import TRACE, Products
+from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.words import floats, load_bulk, pair, peer, prefetch_bulk, send, store_async
+
+AHEAD = 3  # tiles from the one projected to the one that is requested
+
+
+class MhcStream(StreamConfig, Products, Mhc):
+    """A site boundary as a stream; see the module docstring. Settings: `config.StreamConfig`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mX: cute.Tensor,
+        mF: Any,
+        mPost: Any,
+        mComb: Any,
+        mFn: cute.Tensor,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mWeight: cute.Tensor,
+        mNew: Any,
+        mY: cute.Tensor,
+        mPostNew: Any,
+        mCombNew: Any,
+        rows: Int32,
+        clusters: Int32,
+        hc_eps: Float32,
+        rms_eps: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launch ``clusters`` clusters; arguments as in `simt.Mhc.__call__`."""
+
+        @cute.struct
+        class Storage:
+            fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
+            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
+            inbox: cute.struct.Align[cute.struct.MemRange[Float32, self.inbox_floats], 16]
+            mix: cute.struct.Align[cute.struct.MemRange[Float32, self.mix_floats], 16]
+            coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
+            barriers: cute.struct.MemRange[Int64, 5 + 2 * IN_FLIGHT]
+
+        self.storage = Storage
+        before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
+        self.kernel(mX, before, mFn, mScale, mBase, mWeight, after, rows, hc_eps, rms_eps).launch(
+            grid=(self.cluster, clusters, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mX: cute.Tensor,
+        before: tuple,
+        mFn: cute.Tensor,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mWeight: cute.Tensor,
+        after: tuple,
+        rows: Int32,
+        hc_eps: Float32,
+        rms_eps: Float32,
+    ):
+        """Set-up and roles."""
+        rank, first, _ = cute.arch.block_idx()
+        _, step, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = memory.SmemAllocator().allocate(self.storage)
+        sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
+        pitch = self.sum_pitch
+        sSums = storage.sums.get_tensor(cute.make_layout((self.warps, TILE, pitch), stride=(TILE * pitch, pitch, 1)))
+        shape, block = (IN_FLIGHT, self.slots, self.cluster, pitch), self.cluster * pitch
+        sInbox = storage.inbox.get_tensor(cute.make_layout(shape, stride=(self.slots * block, block, pitch, 1)))
+        sMix = storage.mix.get_tensor(cute.make_layout((IN_FLIGHT, TILE, MIX), stride=(TILE * MIX, MIX, 1)))
+        shape = (2, TILE, COEFFICIENTS)
+        sCoefficients = storage.coefficients.get_tensor(
+            cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
+        )
+        fn, projected, taken, ready, sums, weighed = (storage.barriers.data_ptr() + k for k in (0, 1, 2, 3, 5, 9))
+        if tidx == 0:
+            for k in cutlass.range_constexpr(5):
+                cute.arch.mbarrier_init(fn + k, self.warps if k == 1 else 1)
+            for k in cutlass.range_constexpr(2 * IN_FLIGHT):
+                cute.arch.mbarrier_init(sums + k, self.cluster + 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.barrier()
+        cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
+        mF, mPost, mComb = before
+        mNew, mY, mPostNew, mCombNew = after
+        place = rank, first * rows, step * rows, rows, mX.shape[0]
+        eps = hc_eps, rms_eps
+        if warp == self.warps:
+            self.fetch_fn(mFn, rank, sFn, fn)
+            barriers = projected, taken, ready, sums, weighed
+            self.gather((mX, mF), mPost, mComb, sSums, sInbox, sCoefficients, barriers, place)
+        elif warp == self.warps + 1:
+            self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
+        else:
+            small = sFn, sSums, sCoefficients, sMix, self.lanes_own(storage, tidx)
+            self.stream((mX, mF), mWeight, (mNew, mY), small, (fn, projected, taken, ready, weighed), place)
+
+    @cute.jit
+    def lanes_own(self, storage: Any, tidx: Int32) -> cute.Tensor:
+        """Where this lane's X' waits, [4 words, half of the tile and stream]; any memory if it waits elsewhere."""
+        layout = cute.make_layout((COLUMNS // 2, 2 * N), stride=(1, 4 * self.workers))
+        if cutlass.const_expr(self.held_floats == 0):
+            return cute.make_tensor(storage.fn.data_ptr(), layout)
+        address = storage.held.data_ptr().toint() + 16 * tidx
+        return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16), layout)
+
+    @cute.jit
+    def stream(self, given: tuple, mWeight: cute.Tensor, out: tuple, small: tuple, barriers: tuple, place: tuple):
+        """Role of the workers: a tile's write-back and projection, and the mixture of the one before."""
+        (mX, mF), (mNew, mY) = given, out
+        sFn, sSums, sCoefficients, sMix, sHeld = small
+        fn, projected, taken, ready, weighed = barriers
+        rank, first, step, rows, tokens = place
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
+        column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
+        rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
+        rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
+        rZ = cute.make_rmem_tensor((WORDS, N, 2), Uint32)
+        rOne = cute.make_rmem_tensor((WORDS, N), Uint32)
+        rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
+        weights = cute.local_tile(mWeight, (COLUMNS,), (column,))
+        if cutlass.const_expr(self.held_floats > 0):  # else there are no registers to keep them in
+            cute.autovec_copy(weights, rWeight)
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights.iterator])
+        cute.arch.griddepcontrol_wait()
+        self.fetch(mX, mF, first, rows, tokens, column, rX, rF)
+        cute.arch.mbarrier_wait(fn, 0)
+        tile, begin = Int32(0), first
+        while begin < tokens + step:
+            if begin < tokens:
+                if cutlass.const_expr(self.post):
+                    cute.arch.mbarrier_wait(ready + (tile & 1), (tile >> 1) & 1)
+                self.write_back(rX, rF, sCoefficients[tile & 1, None, None], rows, rZ)
+                if cutlass.const_expr(self.held_floats > 0):
+                    self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
+                if cutlass.const_expr(self.keep):
+                    self.store_streams(mNew, rZ, begin, rows, tokens, column)
+                if tile > 0:
+                    cute.arch.mbarrier_wait(taken, (tile + 1) & 1)
+                self.project(rZ, sFn, sSums[warp, None, None], warp)
+                self.multiply_streams(rZ, sSums[warp, None, None], rows)
+                if cutlass.const_expr(self.held_floats == 0):  # registers for both would not do before
+                    self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
+                self.arrive(projected)
+            if tile > 0:
+                before, buffer = begin - step, (tile - 1) & (IN_FLIGHT - 1)
+                if cutlass.const_expr(self.held_floats == 0):
+                    cute.autovec_copy(weights, rWeight)
+                cute.arch.mbarrier_wait(weighed + buffer, ((tile - 1) // IN_FLIGHT) & 1)
+                for h in cutlass.range_constexpr(2):
+                    if cutlass.const_expr(self.held_floats > 0):
+                        self.take(sHeld, rOne, h)
+                    else:
+                        self.fetch_again(mNew if self.keep else mX, rOne, h, before, rows, tokens, column)
+                    self.mix_weighed(mY, rOne, rWeight, sMix[buffer, None, None], h, before, rows, tokens, column)
+            if cutlass.const_expr(self.held_floats > 0):
+                self.hold(rZ, sHeld)
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def hold(self, rZ: cute.Tensor, sMine: cute.Tensor):
+        """X' of this lane into its own shared memory, 16 bytes of a token and stream at a time."""
+        for h in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(N):
+                cute.autovec_copy(rZ[None, i, h], sMine[None, N * h + i])
+
+    @cute.jit
+    def take(self, sMine: cute.Tensor, rZ: cute.Tensor, h: cutlass.Constexpr):
+        """What `hold` put there of one token."""
+        for i in cutlass.range_constexpr(N):
+            cute.autovec_copy(sMine[None, N * h + i], rZ[None, i])
+
+    @cute.jit
+    def fetch_again(
+        self,
+        mZ: cute.Tensor,
+        rZ: cute.Tensor,
+        h: cutlass.Constexpr,
+        begin: Int32,
+        rows: Int32,
+        tokens: Int32,
+        column: Int32,
+    ):
+        """X' of this lane and one token from where it stored it (or took it)."""
+        rOut = cute.recast_tensor(rZ, BFloat16)
+        rZ.fill(0)
+        t = cute.arch.lane_idx() // 4 + 8 * h
+        if t < rows and begin + t < tokens:
+            for i in cutlass.range_constexpr(N):
+                place = column + i * (self.d // COLUMNS)
+                cute.autovec_copy(cute.local_tile(mZ[begin + t, None], (COLUMNS,), (place,)), rOut[None, i])
+
+    @cute.jit
+    def mix_weighed(
+        self,
+        mY: cute.Tensor,
+        rZ: cute.Tensor,
+        rWeight: cute.Tensor,
+        sMix: cute.Tensor,
+        h: cutlass.Constexpr,
+        begin: Int32,
+        rows: Int32,
+        tokens: Int32,
+        column: Int32,
+    ):
+        """y of this lane's columns and one token."""
+        rPre = cute.make_rmem_tensor(N, Float32)
+        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        t = cute.arch.lane_idx() // 4 + 8 * h
+        if t < rows and begin + t < tokens:  # nobody weighs the others
+            cute.autovec_copy(cute.local_tile(sMix[t, None], (N,), (0,)), rPre)
+            norm = sMix[t, N]
+            for w in cutlass.range_constexpr(WORDS):
+                x = [rPre[0] * z for z in floats(rZ[w, 0])]
+                for i in cutlass.range_constexpr(1, N):
+                    z = floats(rZ[w, i])
+                    x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
+                x = floats(pair(*x))
+                rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
+            line = cute.local_tile(mY[begin + t, None], (COLUMNS,), (column,))
+            cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
+
+    @cute.jit
+    def gather(
+        self,
+        given: tuple,
+        mPost: Any,
+        mComb: Any,
+        sSums: cute.Tensor,
+        sInbox: cute.Tensor,
+        sCoefficients: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+    ):
+        """Role of the sender: streams into L2 and coefficients for the workers, and their sums to the owners."""
+        rank, first, step, rows, tokens = place
+        projected, taken, ready, sums, weighed = barriers
+        lane, pieces = cute.arch.lane_idx(), FOURS + (0 if self.head else OWNED // N)
+        rounds = -(-pieces * TILE // LANES)
+        rSum = cute.make_rmem_tensor((N, rounds), Float32)
+        rPlace = cute.make_rmem_tensor(rounds, Int32)
+        rSignal = cute.make_rmem_tensor(rounds, Int32)
+        for k in cutlass.range_constexpr(rounds):  # four sums of a token a lane
+            t, piece = (lane + LANES * k) % rows, (lane + LANES * k) // rows
+            mine = cute.domain_offset((0, t // self.cluster, rank, N * piece), sInbox).iterator
+            rPlace[k], rSignal[k] = peer(mine, t % self.cluster), peer(sums, t % self.cluster)
+        cute.arch.griddepcontrol_wait()
+        for k in cutlass.range_constexpr(2):
+            if first + k * step < tokens:
+                self.fetch_coefficients(mPost, mComb, first + k * step, tokens, sCoefficients, ready, Int32(k))
+        for k in cutlass.range_constexpr(1, 1 if self.held_floats > 0 else AHEAD):
+            self.request(given, first + k * step, rank, rows, tokens)
+        cute.arch.cluster_wait()
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            buffer = tile & (IN_FLIGHT - 1)
+            cute.arch.mbarrier_wait(projected, tile & 1)
+            for k in cutlass.range_constexpr(rounds):
+                item = lane + LANES * k
+                if item < pieces * rows:
+                    self.over_warps(sSums[None, item % rows, None], item // rows, rSum[None, k])
+            self.arrive(taken)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(weighed + buffer, 4 * MIX * rows)
+            self.tell(sums + buffer)
+            for k in cutlass.range_constexpr(rounds):
+                if lane + LANES * k < pieces * rows:
+                    there = rPlace[k] + buffer * (4 * self.slots * self.cluster * self.sum_pitch)
+                    store_async(there, [rSum[v, k] for v in range(N)], rSignal[k] + 8 * buffer)
+            if begin + 2 * step < tokens:  # in place of those of this tile
+                self.fetch_coefficients(mPost, mComb, begin + 2 * step, tokens, sCoefficients, ready, tile)
+            if cutlass.const_expr(self.held_floats == 0):  # what it costs this warp pays only with little L1
+                self.request(given, begin + AHEAD * step, rank, rows, tokens)
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def fetch_coefficients(
+        self,
+        mPost: Any,
+        mComb: Any,
+        begin: Int32,
+        tokens: Int32,
+        sCoefficients: cute.Tensor,
+        ready: cute.Pointer,
+        tile: Int32,
+    ):
+        """post and comb of a tile by bulk copies, those of the last token for what is behind it."""
+        if cutlass.const_expr(self.post):
+            lane, barrier = cute.arch.lane_idx(), ready + (tile & 1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, 4 * TILE * COEFFICIENTS)
+            cute.arch.sync_warp()
+            token = cutlass.min(begin + lane % TILE, tokens - 1)
+            line = cute.domain_offset((tile & 1, lane % TILE, 0), sCoefficients).iterator
+            if lane < TILE:
+                load_bulk(line, mPost[token, None].iterator, Int32(4 * N), barrier)
+            else:
+                load_bulk(line + N, mComb[token, None].iterator, Int32(4 * N * N), barrier)
+
+    @cute.jit
+    def request(self, given: tuple, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
+        """This CTA's columns of a tile to come, into L2: a lane fetches its columns a tile later."""
+        mX, mF = given
+        size = Int32(2 * self.columns)
+        for item in cutlass.range(cute.arch.lane_idx(), (N + 1 if self.post else N) * TILE, LANES, unroll=1):
+            t, stream = item % TILE, item // TILE
+            if t < rows and begin + t < tokens:
+                if stream < N:
+                    line = cute.domain_offset((stream * self.d + rank * self.columns,), mX[begin + t, None])
+                    prefetch_bulk(line.iterator, size)
+                else:
+                    if cutlass.const_expr(self.post):
+                        line = cute.domain_offset((rank * self.columns,), mF[begin + t, None])
+                        prefetch_bulk(line.iterator, size)
+
+    @cute.jit
+    def tell(self, barrier: cute.Pointer):
+        """All CTAs hear that this warp, and those it waited for, are done with what they read before.
+
+        The bytes that the barrier counts would say so too, but they publish nothing but themselves.
+        """
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() < self.cluster:
+            cute.arch.mbarrier_arrive(barrier, cute.arch.lane_idx())
+
+    @cute.jit
+    def weigh(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        mPostNew: Any,
+        mCombNew: Any,
+        sInbox: cute.Tensor,
+        sMix: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Role of the owner: pre and 1 / rms of its tokens to every CTA, post and comb to global memory."""
+        rank, first, step, rows, tokens = place
+        sums, weighed = barriers
+        lane = cute.arch.lane_idx()
+        mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
+        size = 16 * self.cluster * (FOURS + (0 if self.head else OWNED // N)) * mine
+        rSum = cute.make_rmem_tensor(N, Float32)
+        rPre = cute.make_rmem_tensor(N, Float32)
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        rC = cute.make_rmem_tensor((N, N), Float32)
+        slot = cutlass.min(lane // 4, Int32(self.slots - 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.cluster_wait()
+        scale, base = mScale[0], mBase[lane % 4]
+        value = cutlass.min(lane, Int32(OWNED - 1))
+        own_scale, own_base = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(not self.head):
+            own_scale, own_base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            buffer = tile & (IN_FLIGHT - 1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(sums + buffer, size)
+            cute.arch.mbarrier_wait(sums + buffer, (tile // IN_FLIGHT) & 1)
+            sTile = sInbox[buffer, None, None, None]
+            rSum.fill(0.0)
+            if slot < mine:  # nobody sends the others
+                self.over_all(sTile[slot, None, None], rSum)
+            norm = self.weights(rSum, scale, base, eps, rPre)
+            self.tell(weighed + buffer)
+            self.send_weights(rPre, norm, sMix[buffer, None, None], weighed + buffer, rank, rows)
+            if cutlass.const_expr(not self.head):
+                self.own_logits(own_scale, own_base, sTile, mine, eps[1], rLogit)
+                self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+                self.sinkhorn(rLogit, rC, eps[0])
+                self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def send_weights(
+        self, rPre: cute.Tensor, norm: Float32, sMix: cute.Tensor, barrier: cute.Pointer, rank: Int32, rows: Int32
+    ):
+        """pre, and behind it 1 / rms, of every token of this CTA to every CTA: 16 bytes a lane."""
+        lane = cute.arch.lane_idx()
+        peer, part = lane % self.cluster, lane // self.cluster
+        for s in cutlass.range_constexpr(self.slots):
+            t = s * self.cluster + rank
+            scale = cute.arch.shuffle_sync(norm, 4 * s)
+            pre = [cute.arch.shuffle_sync(rPre[i], 4 * s) for i in range(N)]
+            values = [Float32(cutlass.select_(part == 0, p, scale)) for p in pre]
+            if t < rows and part < 2:
+                send(cute.domain_offset((t, N * part), sMix).iterator, peer, values, barrier)
+
+    @cute.jit
+    def own_logits(
+        self, scale: Float32, base: Float32, sTile: cute.Tensor, mine: Int32, eps: Float32, rLogit: cute.Tensor
+    ):
+        """Lane v gets logit v of post and comb, of every token that this CTA owns."""
+        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+        rSums = cute.make_rmem_tensor(2, Float32)
+        for s in cutlass.range_constexpr(self.slots):
+            rSums.fill(0.0)
+            if s < mine:
+                self.over_sources((sTile[s, None, 4 * FOURS + value], sTile[s, None, TRACE]), rSums)
+            norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
+            rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
