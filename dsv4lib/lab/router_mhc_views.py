@@ -240,7 +240,7 @@ def flow() -> Figure:
                 ("mixture", "x = sum of pre X", orange),
                 ("RMSNorm", "y, what F reads", green),
             ],
-            "router: one launch up to 8 tokens": [
+            "router: one launch up to 32 tokens": [
                 ("y", "bf16 [T, d]", green),
                 ("gate", "W y, sums in fp32", orange),
                 ("affinity", "a = sqrt of softplus", pink),

@@ -3,13 +3,13 @@
     a = sqrt(softplus(x W^T)); experts = top-k of a + bias, or tid2eid[token id]; weights = a / sum(a) * factor
 
 `router` takes x and the gate's weight, or their logits, and calls `torch.ops.dsv4.router`, which writes experts and
-weights in place. One launch: `FusedRouter` (decode) or, from logits (prefill, behind a GEMM), `Router`. The op reads
-no value of a tensor on the GPU, waits for nothing, and can be captured in a CUDA graph after one call has compiled
-its kernel.
+weights in place. One launch: `FusedRouter` (decode; one for each 128 tokens) or, from logits (prefill, behind a GEMM),
+`Router`. The op reads no value of a tensor on the GPU, waits for nothing, and can be captured in a CUDA graph after one
+call has compiled its kernel.
 
-With x, the kernel counts its CTAs in memory that must be 0 before and is 0 after a launch. Without a `Workspace` the
-op keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run
-at the same time, captured in two graphs from one stream for example, need workspaces of their own.
+With x, the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch. Without a `Workspace` the op
+keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run at the
+same time, captured in two graphs from one stream for example, need workspaces of their own.
 
 Source: DSV4 paper, MoE section; the oracle is `dsv4lib.reference.router`.
 """
@@ -25,12 +25,12 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.router import arguments
-from dsv4lib.kernels.router.fused import QUARTERS, ROWS_M, UNIT, FusedRouter
+from dsv4lib.kernels.router.fused import UNIT, FusedRouter
+from dsv4lib.kernels.router.picks import SHARES, Picker, padded
 from dsv4lib.kernels.router.simt import MAX_EXPERTS, MAX_K, Router
 from dsv4lib.ops import launching
 
-KEPT = 4096  # counters that are kept for a stream
-TOGETHER = 8  # tokens up to which the gate's last CTA selects, too
+TOGETHER = 128  # tokens of a launch with x
 
 
 class Hashed(NamedTuple):
@@ -49,17 +49,19 @@ class Workspace(NamedTuple):
     """Memory of a call with x.
 
     Attributes:
-        parts: fp32 [4 T E] or more. counters: int32 [T / 16] or more, zeros before and after a call.
+        parts: fp32 [16 min(T, 128) E] or more, E to a multiple of 4; zeros before and after a call.
     """
 
     parts: Tensor
-    counters: Tensor
 
 
 def workspace(tokens: int, experts: int, device: str | torch.device) -> Workspace:
     """Memory for calls of up to ``tokens`` tokens, one after the other."""
-    parts = torch.empty(QUARTERS * tokens * experts, dtype=torch.float32, device=device)
-    return Workspace(parts, torch.zeros(-(-tokens // ROWS_M), dtype=torch.int32, device=device))
+    return Workspace(torch.zeros(_words(tokens, experts), dtype=torch.float32, device=device))
+
+
+def _words(tokens: int, experts: int) -> int:
+    return max(SHARES) * min(tokens, TOGETHER) * padded(experts)
 
 
 def router(
@@ -104,16 +106,29 @@ def router(
         raise ArgumentError("out[0].shape", tuple(out[0].shape), f"[{x.shape[0]}, {k}]")
     launching.need({"weight": weight, "bias": bias}, optional=True)
     table, tokens = (None, None) if hashed is None else hashed
-    parts, counters = (None, None) if space is None else space
-    torch.ops.dsv4.router(x, weight, bias, table, tokens, *out, parts, counters, factor, backend)
+    parts = None if space is None else space.parts
+    torch.ops.dsv4.router(x, weight, bias, table, tokens, *out, parts, factor, backend)
     return out
 
 
-def tile_of(tokens: int, experts: int) -> tuple[int, int]:
-    """(m, n) of `FusedRouter` for a call of this size: the best of a sweep on an H200, 256 and 384 experts."""
-    if tokens <= 16 or (tokens <= 32 and experts <= 256):
-        return 1, 2
-    return (2, 2) if tokens <= 32 else (2, 4)
+def shares_of(d: int) -> int:
+    """Parts of d: the same for every number of tokens, whose bits depend on it."""
+    return 8 if d <= 4096 else 16
+
+
+def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
+    """Form of `FusedRouter` for a launch of this size: the best of a sweep on an H200, 256 and 384 experts."""
+    shares = shares_of(d)
+    few = shares == 8
+    patient = (8 if few else 4) < tokens <= 64
+    form = {"shares": shares, "units": min(8, -(-d // (shares * UNIT))), "patient": patient, "apart": False}
+    if tokens <= 16:
+        across = max(1, min(8, experts * shares // 1024))
+        return {**form, "m": 1, "n": 1, "across": across, "staged": not few and tokens > 4}
+    if tokens <= 32:
+        return {**form, "m": 2, "n": 1, "across": max(1, min(8, experts // 64)), "staged": True}
+    n = 2 if few or tokens <= 64 else 4
+    return {**form, "m": 4, "n": n, "across": max(1, experts // 128), "staged": True, "apart": few}
 
 
 class Call(NamedTuple):
@@ -127,7 +142,6 @@ class Call(NamedTuple):
     experts: Tensor
     weights: Tensor
     parts: Tensor | None
-    counters: Tensor | None
     factor: float
     backend: str
 
@@ -156,7 +170,6 @@ class Call(NamedTuple):
                 "out[0]": (self.experts, i32, (t, k)),
                 "out[1]": (self.weights, fp32, (t, k)),
                 "space.parts": (self.parts, fp32, (None,)),
-                "space.counters": (self.counters, i32, (None,)),
             }
         )
         if not 1 <= self.size <= MAX_EXPERTS:
@@ -167,12 +180,8 @@ class Call(NamedTuple):
             raise ArgumentError("bias", None if self.bias is None else "given", "either a bias or hashed")
         if self.weight is not None and d % UNIT:
             raise ArgumentError("x.shape", (t, d), f"[T, d] with d a multiple of {UNIT}")
-        for name, x, least in (
-            ("space.parts", self.parts, QUARTERS * t * self.size),
-            ("space.counters", self.counters, -(-t // ROWS_M)),
-        ):
-            if x is not None and x.shape[0] < least:
-                raise ArgumentError(f"{name}.shape", tuple(x.shape), f"at least [{least}]")
+        if self.weight is not None and self.parts is not None and self.parts.shape[0] < _words(t, self.size):
+            raise ArgumentError("space.parts.shape", tuple(self.parts.shape), f"at least [{_words(t, self.size)}]")
 
     def check_values(self) -> None:
         """Numbers, where looking at them costs no wait.
@@ -195,9 +204,9 @@ class Call(NamedTuple):
 
 SCHEMA = (
     "(Tensor x, Tensor? weight, Tensor? bias, Tensor? tid2eid, Tensor? tokens, Tensor(a!) experts, Tensor(b!) weights, "
-    "Tensor(c!)? parts, Tensor(d!)? counters, float factor, str backend) -> ()"
+    "Tensor(c!)? parts, float factor, str backend) -> ()"
 )
-_COUNTERS: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_PARTS: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
 
 
 def _run(*given: Any) -> None:
@@ -215,18 +224,22 @@ def _run(*given: Any) -> None:
         return _reference(call)
     settings = {"experts": call.size, "k": call.experts.shape[1], "hashed": call.bias is None}
     chosen = call.bias if call.tid2eid is None else (call.tid2eid, call.tokens)
-    ends = call.experts, call.weights, call.factor
     if call.weight is None:
-        given = call.x[None], chosen, *ends
+        given = call.x, chosen, call.experts, call.weights, call.factor
         return launching.launch(name, Router, settings, arguments.fake_args, arguments.launch_args, *given)
-    (m, n), apart = tile_of(call.x.shape[0], call.size), call.x.shape[0] > TOGETHER
-    parts, counters = _space(call)
-    gate = {**settings, "m": m, "n": n, "apart": apart}
-    given = call.x, call.weight, chosen, parts, counters, *ends
-    launching.launch(name, FusedRouter, gate, arguments.fake_args, arguments.fused_args, *given)
-    if apart:
-        settings["parts"] = QUARTERS
-        launching.launch(name, Router, settings, arguments.fake_args, arguments.launch_args, parts, chosen, *ends)
+    parts, (tokens, d) = _parts(call), call.x.shape
+    for rows in (slice(first, min(first + TOGETHER, tokens)) for first in range(0, tokens, TOGETHER)):
+        count, of = rows.stop - rows.start, chosen
+        if call.tid2eid is not None:
+            of = call.tid2eid, call.tokens[rows]
+        shape = shares_of(d), count, padded(call.size)
+        memory = parts[: math.prod(shape)].view(shape)
+        given = call.x[rows], call.weight, of, memory, call.experts[rows], call.weights[rows], call.factor
+        form = {**settings, **tile_of(count, call.size, d)}
+        launching.launch(name, FusedRouter, form, arguments.fake_args, arguments.fused_args, *given)
+        if form["apart"]:
+            pick = {**settings, "shares": form["shares"]}
+            launching.launch(name, Picker, pick, arguments.fake_args, arguments.picker_args, *given[2:])
     return None
 
 
@@ -234,26 +247,22 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_router = torch.library.custom_op(
-    "dsv4::router", _run, mutates_args=("experts", "weights", "parts", "counters"), schema=SCHEMA
-)
+_router = torch.library.custom_op("dsv4::router", _run, mutates_args=("experts", "weights", "parts"), schema=SCHEMA)
 _router.register_fake(_fake)
 
 
-def _space(call: Call) -> tuple[Tensor, Tensor]:
-    """(parts [4, T, E], counters): the caller's, or the op's own."""
-    tokens, parts, counters = call.x.shape[0], call.parts, call.counters
-    tiles = -(-tokens // ROWS_M)
+def _parts(call: Call) -> Tensor:
+    """Zeros for the parts: the caller's, or the op's own."""
+    if call.parts is not None:
+        return call.parts
+    place = call.x.device.index, launching.stream("native", call.x) if call.x.device.type == "cuda" else 0
+    parts = _PARTS.get(place)
     if parts is None:
-        parts = torch.empty(QUARTERS * tokens * call.size, dtype=torch.float32, device=call.x.device)
-    if counters is None and call.x.device.type == "cuda" and tiles <= KEPT:
-        place = call.x.device.index, torch.cuda.current_stream(call.x.device).cuda_stream
-        counters = _COUNTERS.get(place)
-        if counters is None and not torch.cuda.is_current_stream_capturing():
-            counters = _COUNTERS[place] = torch.zeros(KEPT, dtype=torch.int32, device=call.x.device)
-    if counters is None:  # on the CPU, for very many tokens, or in a capture, which records the memset
-        counters = torch.zeros(tiles, dtype=torch.int32, device=call.x.device)
-    return parts[: QUARTERS * tokens * call.size].view(QUARTERS, tokens, call.size), counters
+        parts = torch.zeros(_words(TOGETHER, MAX_EXPERTS), dtype=torch.float32, device=call.x.device)
+        # On the CPU a launch may be taken back half-way; a capture records the memset.
+        if call.x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            _PARTS[place] = parts
+    return parts
 
 
 def _reference(call: Call) -> None:

@@ -9,10 +9,13 @@ from torch.nn.functional import softplus
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
-from dsv4lib.kernels.router.arguments import fake_args, fused_args, launch_args
+from dsv4lib.kernels.router import fused
+from dsv4lib.kernels.router.arguments import fake_args, fused_args, launch_args, picker_args
 from dsv4lib.kernels.router.fused import FusedRouter
+from dsv4lib.kernels.router.picks import Picker, padded
 from dsv4lib.kernels.router.simt import Router
 from dsv4lib.reference import router as reference
 from tests.kernels.budget import quick
@@ -40,15 +43,16 @@ def run(kind, settings, arch, inputs, chosen, **device):
     kernel, code = compiled(kind, settings, arch)
     gpu = make(arch, **{"checks": "race", **device})
     if kind is FusedRouter:
-        tokens, size = inputs[0].shape[0], kernel.experts
-        # Rows of parts and counters behind what is needed must stay as they are.
-        parts, counters = torch.full((4, tokens, size), float("nan")), torch.zeros(tokens + 1, dtype=torch.int32)
-        out = outputs(tokens, kernel.k)
-        launch(code, *fused_args(kernel, *inputs, chosen, parts, counters, *out, FACTOR), gpu=gpu)
-        assert not counters.any()
+        tokens = inputs[0].shape[0]
+        parts, out = torch.zeros(kernel.shares, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
+        launch(code, *fused_args(kernel, *inputs, chosen, parts, *out, FACTOR), gpu=gpu)
+        if kernel.apart:
+            kernel, code = compiled(Picker, (*settings[:3], kernel.shares), arch)
+            launch(code, *picker_args(kernel, chosen, parts, *out, FACTOR), gpu=gpu)
+        assert not parts.view(torch.int32).any()  # as the next launch needs it
     else:
         out = outputs(inputs.shape[0], kernel.k)
-        launch(code, *launch_args(kernel, inputs[None], chosen, *out, FACTOR), gpu=gpu)
+        launch(code, *launch_args(kernel, inputs, chosen, *out, FACTOR), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return out
 
@@ -173,10 +177,12 @@ def test_experts_by_table():
 @pytest.mark.parametrize(
     ("arch", "experts", "k", "tile", "tokens", "d"),
     [
-        ("sm_90a", 256, 6, (1, 1), 1, 4096),  # a decode step of Flash
-        ("sm_100a", 40, 6, (1, 2), 37, 320),  # 3 tiles of tokens, most warps without a share of d
-        ("sm_90a", 42, 5, (2, 4), 35, 2112),  # no 16-byte access to logits, a last tile of 10 experts
-        ("sm_100a", 33, 16, (4, 2), 70, 64),
+        ("sm_90a", 256, 6, (1, 1, 2, False, 8, False, 8), 1, 4096),  # a decode step of Flash
+        ("sm_100a", 40, 6, (1, 2, 1, False, 2), 37, 320),  # 3 tiles of tokens, most CTAs without a share of d
+        # No 16-byte access to logits, a last tile of 10 experts, more units than are under way together.
+        ("sm_90a", 42, 5, (2, 4, 1, True, 2, False, 8, True), 35, 2112),
+        ("sm_100a", 33, 16, (4, 2, 2, True, 3), 70, 64),
+        ("sm_100a", 384, 6, (4, 4, 3, True, 7, True), 7, 7168),  # a decode step of Pro
     ],
 )
 def test_fused(arch, experts, k, tile, tokens, d):
@@ -197,8 +203,12 @@ def test_fused_by_table():
 def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
     x, weight = operands(37, 40, 320)
     bias = torch.zeros(40)
-    whole = run(FusedRouter, (40, 6, False, 1, 1), "sm_90a", (x, weight), bias)
-    for tile, rows in (((2, 4), slice(0, 37)), ((1, 1), slice(20, 23))):
+    whole = run(FusedRouter, (40, 6, False, 1, 1, 1, False, 2), "sm_90a", (x, weight), bias)
+    for tile, rows in (
+        ((2, 4, 1, True, 3), slice(0, 37)),
+        ((4, 1, 2, True, 1), slice(3, 37)),
+        ((1, 1, 5, False, 1), slice(20, 23)),
+    ):
         part = run(FusedRouter, (40, 6, False, *tile), "sm_90a", (x[rows], weight), bias)
         assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
 
@@ -207,37 +217,57 @@ def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
 def test_all_schedules_give_the_same_bits(arch):
     logits, bias = case(9, 40)
     x, weight = operands(18, 40, 128)
-    for kind, settings, inputs in ((Router, (40, 6), logits), (FusedRouter, (40, 6, False, 1, 1), (x, weight))):
+    for kind, settings, inputs in (
+        (Router, (40, 6), logits),
+        (FusedRouter, (40, 6, False, 1, 1, 2, True, 1), (x, weight)),
+    ):
         found = [run(kind, settings, arch, inputs, bias, schedule=s, seed=3) for s in SCHEDULES]
         assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
 
 
-def broken_run():
-    """(hazards, weights) of a launch of `FusedRouter` as it is now."""
+def broken_run(checks="race", d=128):
+    """(hazards, weights, parts) of a launch of `FusedRouter` as it is now."""
     kernel = FusedRouter(40, 6)
     code = compile_for(kernel, fake_args(kernel), "sm_90a")
-    x, weight = operands(3, 40, 128)
-    parts, counters = torch.full((4, 3, 40), float("nan")), torch.zeros(1, dtype=torch.int32)
-    gpu = make("sm_90a", checks="race")
-    out = outputs(3, 6)
-    launch(code, *fused_args(kernel, x, weight, torch.zeros(40), parts, counters, *out, FACTOR), gpu=gpu)
-    return gpu.hazards, out[1]
+    x, weight = operands(3, 40, d)
+    parts, out = torch.zeros(kernel.shares, 3, 40), outputs(3, 6)
+    gpu = make("sm_90a", checks=checks)
+    launch(code, *fused_args(kernel, x, weight, torch.zeros(40), parts, *out, FACTOR), gpu=gpu)
+    return gpu.hazards, out[1], parts
 
 
-def test_a_counter_that_counts_too_few_is_found(monkeypatch):
-    """Planted: the CTA before the last selects. The parts of the last are missing or raced for."""
-    monkeypatch.setattr(FusedRouter, "arrivals", property(lambda self: 4 * 5 - 1))
-    hazards, weights = broken_run()
-    assert hazards or bool(weights.isnan().any())
+def planted(monkeypatch, old, new):
+    """PTX of the kernel with another spelling; at least one instruction must have it."""
+    real, seen = cute.arch.inline_ptx, []
+
+    def spell(text, **given):
+        seen.append(old in text)
+        return real(text.replace(old, new), **given)
+
+    monkeypatch.setattr(cute.arch, "inline_ptx", spell)
+    result = broken_run()
+    assert any(seen)
+    return result
 
 
-@pytest.mark.parametrize("semantic", ["relaxed", "release", "acquire"])
-def test_a_counter_that_orders_nothing_is_found(monkeypatch, semantic):
-    """Planted: it counts, but who counts itself in last need not see the parts of others. Numbers are right here."""
-    real = cute.arch.inline_ptx
-    monkeypatch.setattr(cute.arch, "inline_ptx", lambda text, **given: real(text.replace("acq_rel", semantic), **given))
-    hazards, weights = broken_run()
+@pytest.mark.parametrize("weak", ["st.relaxed.gpu.global.v2", "ld.relaxed.gpu.global.v4", "st.relaxed.gpu.global.v4"])
+def test_parts_that_are_not_exchanged_by_strong_accesses_are_found(monkeypatch, weak):
+    """Planted: numbers are right here, but nothing says that another CTA will see them, or only them."""
+    hazards, weights, _ = planted(monkeypatch, weak, weak.replace(".relaxed.gpu", ""))
     assert {hazard.kind for hazard in hazards} == {"race_global"} and not weights.isnan().any()
+
+
+def test_a_zero_that_is_not_marked_is_waited_for(monkeypatch):
+    """Planted: a share without any of d says 0, as if it had not come."""
+    monkeypatch.setattr(fused, "marked", lambda value: value)
+    with pytest.raises(Deadlock):
+        broken_run(checks="default")
+
+
+def test_parts_that_stay_are_seen(monkeypatch):
+    """Planted: nobody clears them; the next launch would not wait for its own."""
+    _, _, parts = planted(monkeypatch, "{{$r1}, {$r1}, {$r1}, {$r1}}", f"{{{', '.join(4 * ['0f3F800000'])}}}")
+    assert bool(parts.view(torch.int32).any())
 
 
 # ---------------------------------------------------------------- arguments
@@ -247,13 +277,13 @@ def test_bad_arguments_are_named():
     for settings, name in (((0,), "experts"), ((513,), "experts"), ((8, 9), "k"), ((64, 0), "k"), ((64, 17), "k")):
         with pytest.raises(ConfigError, match=name):
             Router(*settings)
-    for tile, name in (((3, 1), "m"), ((1, 8), "n"), ((4, 4), "m")):
+    for tile, name in (((3, 1), "m"), ((1, 8), "n"), ((4, 4, 9), "across"), ((4, 4, 8, True, 0), "units")):
         with pytest.raises(ConfigError, match=name):
             FusedRouter(64, 6, False, *tile)
     kernel, (logits, bias) = Router(64, 6), case(3, 64)
-    good = {"logits": logits[None], "chosen": bias, "experts": outputs(3, 6)[0], "weights": outputs(3, 6)[1]}
+    good = {"logits": logits, "chosen": bias, "experts": outputs(3, 6)[0], "weights": outputs(3, 6)[1]}
     for bad, name in (
-        ({"logits": logits}, "logits"),
+        ({"logits": logits[None]}, "logits"),
         ({"chosen": bias.double()}, "bias"),
         ({"chosen": (bias, bias)}, "chosen"),
         ({"experts": good["experts"].long()}, "experts"),
@@ -263,4 +293,4 @@ def test_bad_arguments_are_named():
             launch_args(kernel, **{**good, **bad}, factor=1.0)
     x, weight = operands(3, 64, 96)
     with pytest.raises(ArgumentError, match="x.shape"):
-        fused_args(FusedRouter(64), x, weight, bias, logits, torch.zeros(1).int(), *outputs(3, 6), 1.0)
+        fused_args(FusedRouter(64), x, weight, bias, logits, *outputs(3, 6), 1.0)

@@ -10,7 +10,8 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
-from dsv4lib.kernels.router.fused import QUARTERS, UNIT, FusedRouter
+from dsv4lib.kernels.router.fused import UNIT, FusedRouter
+from dsv4lib.kernels.router.picks import Picker, padded
 from dsv4lib.kernels.router.simt import Router
 
 BF16, FP32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -24,8 +25,10 @@ def fake_args(kernel: Router) -> tuple:
     out = fake(I32, "TK"), fake(FP32, "TK"), FP32(1.0), cuda.CUstream(0)
     if isinstance(kernel, FusedRouter):
         operands = fake(BF16, "TD", 16), fake(BF16, "ED", 16)
-        return *operands, chosen, fake(FP32, "PTE", rows), fake(I32, "C"), *out
-    return fake(FP32, "PTE", rows), chosen, *out
+        return *operands, chosen, fake(FP32, "PTF", 16), *out
+    if isinstance(kernel, Picker):
+        return chosen, fake(FP32, "PTF", 16), *out
+    return fake(FP32, "TE", rows), chosen, *out
 
 
 def launch_args(
@@ -43,8 +46,8 @@ def launch_args(
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     rows = 4 * kernel.width
-    wrapped = wrap("logits", logits, FP32, (kernel.parts, None, kernel.experts), rows)
-    tokens = logits.shape[1]
+    wrapped = wrap("logits", logits, FP32, (None, kernel.experts), rows)
+    tokens = logits.shape[0]
     ends = _ends(kernel, tokens, experts, weights, factor, stream)
     return wrapped, _chosen(kernel, tokens, chosen), *ends
 
@@ -55,7 +58,6 @@ def fused_args(
     weight: torch.Tensor,
     chosen: Any,
     parts: torch.Tensor,
-    counters: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
     factor: float,
@@ -70,14 +72,31 @@ def fused_args(
     tokens, d = x.shape
     if d % UNIT:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    if counters.numel() < -(-tokens // kernel.tokens):
-        raise ArgumentError("counters.shape", tuple(counters.shape), f"at least [{-(-tokens // kernel.tokens)}]")
     return (
         wrapped,
         wrap("weight", weight, BF16, (kernel.experts, d), 16),
+        *picker_args(kernel, chosen, parts, experts, weights, factor, stream),
+    )
+
+
+def picker_args(
+    kernel: Picker,
+    chosen: Any,
+    parts: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    factor: float,
+    stream: int = 0,
+) -> tuple:
+    """Arguments of `Picker` from torch tensors: shapes as in `FusedRouter.__call__`, ``stream`` a handle.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    tokens = experts.shape[0]
+    return (
         _chosen(kernel, tokens, chosen),
-        wrap("parts", parts, FP32, (QUARTERS, tokens, kernel.experts), 4 * kernel.width),
-        wrap("counters", counters, I32, (None,)),
+        wrap("parts", parts, FP32, (kernel.shares, tokens, padded(kernel.experts)), 16),
         *_ends(kernel, tokens, experts, weights, factor, stream),
     )
 

@@ -1,0 +1,197 @@
+"""The picks of tokens whose logits come in parts, from CTAs that compute them at the same time.
+
+Nobody counts: a part that has come is not 0 (0 is written as -0), and who has read it writes 0 again for the next
+launch. So a part takes one way to L2 and one way back, without a fence or an atomic. Each word tells for itself that it
+is there: relaxed accesses do, and nothing else is ordered by them.
+
+A CTA has a token, a thread an expert of it; the first warp selects. In a launch of its own (`Picker`) it may start
+while the gates run, all of which have started by then, and beside them on their SMs.
+
+Source: PTX ISA, "Memory Consistency Model", "griddepcontrol".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, memory
+
+from dsv4lib.errors import ConfigError
+from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, best, sort_key
+from dsv4lib.kernels.router.simt import Router
+
+SHARES = 8, 16  # parts of a logit
+GROUPS = 4  # lanes that add up a token's parts
+_CLEAR = "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};"
+_GLANCE = "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];"
+_LOOK = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+
+
+class Picker(Router):
+    """Select experts of logits in parts, behind a launch that writes them; see the module docstring.
+
+    Args:
+        experts, k, hashed: as in `Router`.
+        shares: parts of a logit, 8 or 16.
+        patient: look at one word until it has come, for many tokens.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+    """
+
+    behind = True  # another launch, for which nobody has waited
+
+    def __init__(self, experts: int = 256, k: int = 6, hashed: bool = False, shares: int = 16, patient: bool = True):
+        super().__init__(experts, k, hashed)
+        if shares not in SHARES:
+            raise ConfigError("shares", shares, " or ".join(map(str, SHARES)))
+        self.shares, self.patient = shares, patient
+        self.threads = LANES * QUAD * self.quads
+        self.padded = padded(experts)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, {self.shares}{', patient' * self.patient})"
+
+    @cute.jit
+    def __call__(
+        self,
+        chosen: Any,
+        mParts: cute.Tensor,
+        mExperts: cute.Tensor,
+        mWeights: cute.Tensor,
+        factor: Float32,
+        stream: cuda.CUstream,
+    ):
+        """Launch; arguments as of `FusedRouter`."""
+
+        @cute.struct
+        class Storage:
+            keys: cute.struct.Align[cute.struct.MemRange[Uint32, LANES * QUAD * self.quads], 16]
+            affinities: cute.struct.MemRange[Float32, LANES * QUAD * self.quads]
+
+        self.storage = Storage
+        self.kernel(chosen, mParts, mExperts, mWeights, factor).launch(
+            grid=(mExperts.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, chosen: Any, mParts: cute.Tensor, mExperts: cute.Tensor, mWeights: cute.Tensor, factor: Float32):
+        """A token a CTA."""
+        token, _, _ = cute.arch.block_idx()
+        storage = memory.SmemAllocator().allocate(self.storage)
+        self.pick(chosen, mParts, mExperts, mWeights, factor, storage, token)
+
+    @cute.jit
+    def pick(
+        self,
+        chosen: Any,
+        mParts: cute.Tensor,
+        mExperts: cute.Tensor,
+        mWeights: cute.Tensor,
+        factor: Float32,
+        storage: Any,
+        token: Int32,
+    ):
+        """Experts of one token, once its parts are there: a thread an expert, then one warp."""
+        tidx, _, _ = cute.arch.thread_idx()
+        lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        turns = -(-LANES * QUAD * self.quads // self.threads)
+        sKeys = storage.keys.get_tensor(cute.make_layout(LANES * QUAD * self.quads))
+        sA = storage.affinities.get_tensor(cute.make_layout(LANES * QUAD * self.quads))
+        rBias = cute.make_rmem_tensor(turns, Float32)
+        rBias.fill(0.0)
+        expert, poison = Int32(0), Float32(0.0)
+        if cutlass.const_expr(self.hashed):
+            mTable, mTokens = chosen
+            if lane < self.k:
+                expert = Int32(mTable[mTokens[token], lane])
+        else:
+            for i in cutlass.range_constexpr(turns):
+                if tidx + i * self.threads < self.experts:
+                    rBias[i] = chosen[tidx + i * self.threads]
+        for i in cutlass.range_constexpr(turns):
+            number = tidx + i * self.threads
+            if number < LANES * QUAD * self.quads:
+                a = affinity(self.logit(mParts[None, token, None], number))
+                sA[number] = a
+                if cutlass.const_expr(not self.hashed):
+                    sKeys[number] = cutlass.select_(number < self.experts, sort_key(a + rBias[i]), Uint32(0))
+        cute.arch.barrier()
+        if warp == 0:
+            if cutlass.const_expr(not self.hashed):
+                rKey = cute.make_rmem_tensor((QUAD, self.quads), Uint32)
+                bad = Int32(0)
+                for q in cutlass.range_constexpr(self.quads):
+                    cute.autovec_copy(cute.local_tile(sKeys, (QUAD,), (lane * self.quads + q,)), rKey[None, q])
+                    for j in cutlass.range_constexpr(QUAD):
+                        bad = cutlass.select_(rKey[j, q] == NAN, Int32(1), bad)
+                poison = self.poison(bad != 0)
+                expert = best(rKey, self.k)
+            a = Float32(0.0)
+            if lane < self.k:
+                a = sA[expert]
+            if cutlass.const_expr(self.behind):
+                cute.arch.griddepcontrol_wait()  # who waits for this kernel waits for the one before too
+            self.write(expert, a, poison, mExperts[token, None], mWeights[token, None], factor)
+
+    @cute.jit
+    def logit(self, mPart: cute.Tensor, number: Int32) -> Float32:
+        """Logit of expert ``number``, the sum of its parts once they are there; then they become 0 again.
+
+        Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the parts. With
+        ``patient`` a warp looks at one word until that has come, then at all: many tokens' looks keep L2 busy.
+        """
+        group, column = number % GROUPS, number // QUAD * QUAD
+        each = self.shares // GROUPS
+        there = column < self.padded
+        if cutlass.const_expr(self.patient):
+            begin = number // LANES * LANES
+            seen = cutlass.select_(begin < self.padded, Int32(0), Int32(1))
+            while seen == 0:
+                word = self.part(mPart, Int32(self.shares - 1), begin)
+                seen = cute.arch.inline_ptx(_GLANCE, write_only_types=[Int32], read_only_args=[word])
+        rPart = cute.make_rmem_tensor((QUAD, each), Float32)
+        rPart.fill(0.0)
+        missing = there
+        while cute.arch.vote_any_sync(missing):
+            if missing:
+                for p in cutlass.range_constexpr(each):
+                    at = self.part(mPart, group * each + p, column)
+                    four = cute.arch.inline_ptx(_LOOK, write_only_types=[Float32] * 4, read_only_args=[at])
+                    for i in cutlass.range_constexpr(QUAD):
+                        rPart[i, p] = four[i]
+            full = Int32(1)
+            for p in cutlass.range_constexpr(each):
+                for i in cutlass.range_constexpr(QUAD):
+                    full = cutlass.select_(rPart[i, p].bitcast(Int32) == 0, Int32(0), full)
+            missing = there & (full == 0)
+        if there:
+            for p in cutlass.range_constexpr(each):
+                at = self.part(mPart, group * each + p, column)
+                cute.arch.inline_ptx(_CLEAR, read_only_args=[at, Float32(0.0)])
+        mine = Float32(0.0)
+        for i in cutlass.range_constexpr(QUAD):
+            total = rPart[i, 0]
+            for p in cutlass.range_constexpr(1, each):
+                total += rPart[i, p]
+            total += cute.arch.shuffle_sync_bfly(total, 1)
+            total += cute.arch.shuffle_sync_bfly(total, 2)
+            mine = cutlass.select_(group == i, total, mine)
+        return mine
+
+    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> cute.Pointer:
+        """Where a part of four experts is."""
+        return cute.domain_offset((column,), mPart[share, None]).iterator
+
+
+def padded(experts: int) -> int:
+    """Experts of a part's row, to whole 16 bytes."""
+    return -(-experts // QUAD) * QUAD
+
+
+def marked(value: Float32) -> Float32:
+    """The same number, -0 for 0: its bits are not those of an empty word."""
+    return cutlass.select_(value == 0.0, Float32(-0.0), value)
