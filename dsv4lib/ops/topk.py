@@ -4,6 +4,7 @@
 
 Higher scores first, of equal ones the lower index: what is picked is defined to the last tie, so prefill and decode
 agree. NaN ranks behind -inf; the reference back end refuses it. One launch, no workspace, nothing read by the host.
+Rows of at most k scores, ascending, are all picked: `TakeAll` reads none of them.
 
 Source: DSV4 paper, lightning indexer; the oracle is `dsv4lib.reference.topk`.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.topk import arguments
+from dsv4lib.kernels.topk.everything import TakeAll
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 from dsv4lib.ops import launching
 
@@ -110,14 +112,19 @@ def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, 
         return
     if name == "reference":
         return _reference(scores, lengths, picks, by_score)
-    aligned = size % 4 == 0 and scores.data_ptr() % 16 == 0 and (rows == 1 or scores.stride(0) % 4 == 0)
-    settings = {
-        **plan(rows, size, picks.shape[1]),
-        "wide": aligned,
-        "by_score": by_score,
-        "ragged": lengths is not None,
-    }
+    settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None}
+    if size <= picks.shape[1] and not by_score:
+        settings["wide"] = _aligned(picks)
+        return launching.launch(
+            name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks
+        )
+    settings = {**plan(rows, size, picks.shape[1]), **settings, "by_score": by_score}
     return launching.launch(name, TopK, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether rows are made of 16-byte pieces."""
+    return x.shape[1] % 4 == 0 and x.data_ptr() % 16 == 0 and (x.shape[0] == 1 or x.stride(0) % 4 == 0)
 
 
 def _reference(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool) -> None:

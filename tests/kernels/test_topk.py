@@ -11,7 +11,8 @@ from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
-from dsv4lib.kernels.topk.arguments import fake_args, launch_args
+from dsv4lib.kernels.topk.arguments import all_args, fake_all_args, fake_args, launch_args
+from dsv4lib.kernels.topk.everything import TakeAll
 from dsv4lib.kernels.topk.keys import Bins
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.reference.topk import topk as reference
@@ -197,6 +198,26 @@ def test_mistakes_are_found(kind, settings, name):
     launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
     wrong = not torch.equal(picks, expected(scores, full(scores), 75))
     assert gpu.hazards if kind is NoMeeting else wrong
+
+
+@pytest.mark.parametrize(("arch", "wide", "k"), [("sm_100a", True, 1152), ("sm_90a", False, 1153), ("sm_90a", True, 4)])
+def test_rows_that_are_picked_whole(arch, wide, k):
+    """Lengths on both sides of the scores there are; a place behind the picks stays as it is."""
+    kernel = TakeAll(wide)
+    code = compile_for(kernel, fake_all_args(kernel), arch)
+    assert code.local_bytes == 0 and quick(kernel, code)
+    scores, lengths = torch.zeros(5, min(k, 1100)), torch.tensor([0, 1, 3, 1030, 2000]).int()
+    picks = torch.full((5, k + 4), -7, dtype=torch.int32)
+    for schedule in SCHEDULES:
+        gpu = make(arch, checks="race", schedule=schedule)
+        launch(code, *all_args(kernel, scores, lengths, picks[:, :k]), gpu=gpu)
+        assert not gpu.hazards and bool((picks[:, k:] == -7).all())
+        assert torch.equal(picks[:, :k], expected(scores, lengths.clamp(max=scores.shape[1]), k))
+        picks.fill_(-7)
+    with pytest.raises(ArgumentError, match="scores.shape"):
+        all_args(kernel, torch.zeros(5, k + 1), lengths, picks[:, :k])
+    with pytest.raises(ArgumentError, match="lengths"):
+        all_args(kernel, scores, None, picks[:, :k])
 
 
 def test_bad_arguments_are_named():

@@ -8,6 +8,7 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
+from dsv4lib.kernels.topk.everything import TakeAll
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 
 FP32, I32, WIDE = cutlass.Float32, cutlass.Int32, 16
@@ -44,3 +45,30 @@ def launch_args(
         wrapped_picks,
         cuda.CUstream(stream),
     )
+
+
+def fake_all_args(kernel: TakeAll) -> tuple:
+    """Arguments of `TakeAll` for `compile_for`."""
+    fake = Fakes()
+    lengths = fake(I32, "B") if kernel.ragged else None
+    return I32(1), lengths, fake(I32, "BK", WIDE if kernel.wide else 0), cuda.CUstream(0)
+
+
+def all_args(
+    kernel: TakeAll, scores: torch.Tensor, lengths: torch.Tensor | None, picks: torch.Tensor, stream: int = 0
+) -> tuple:
+    """Arguments of `TakeAll` from torch tensors, of which ``scores`` [B, L] only has an extent, at most k.
+
+    Raises:
+        ArgumentError: a tensor of the wrong type, shape or stride, or rows with more than k scores.
+    """
+    (rows, size), wide = scores.shape, kernel.wide
+    wrapped = wrap("picks", picks, I32, (rows, None), WIDE if wide else 0)
+    if wide and picks.shape[1] % 4:
+        raise ArgumentError("picks.shape", tuple(picks.shape), "[B, k] with k a multiple of 4")
+    if size > picks.shape[1]:
+        raise ArgumentError("scores.shape", tuple(scores.shape), f"[B, L] with L at most k = {picks.shape[1]}")
+    if (lengths is not None) != kernel.ragged:
+        raise ArgumentError("lengths", lengths, "a tensor" if kernel.ragged else "None")
+    counts = None if lengths is None else wrap("lengths", lengths, I32, (rows,))
+    return I32(size), counts, wrapped, cuda.CUstream(stream)

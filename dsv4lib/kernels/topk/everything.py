@@ -1,0 +1,70 @@
+"""Top-k of rows that have no more than k scores: all of them are picks, in the order of their indices.
+
+    picks[b, i] = i before the row's length, -1 from there on
+
+No score is read. A CTA has 1,024 places of a row, a thread four of them.
+
+Bytes: B k 4 out and B 4 in; what it costs is a launch and, with lengths, one way to memory.
+Source: `dsv4lib.reference.topk`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+THREADS, QUAD = 256, 4
+
+
+class TakeAll:
+    """Indices of all; see the module docstring.
+
+    Args:
+        wide: rows of picks start on 16 bytes and k is a multiple of 4.
+        ragged: rows have lengths; otherwise every score counts.
+    """
+
+    def __init__(self, wide: bool = True, ragged: bool = True):
+        self.wide, self.ragged = wide, ragged
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        return f"TakeAll({'wide' if self.wide else 'narrow'}, {'ragged' if self.ragged else 'full'})"
+
+    @cute.jit
+    def __call__(self, size: Int32, mLengths: Any, mPicks: cute.Tensor, stream: cuda.CUstream):
+        """Launch.
+
+        Args:
+            size: L, scores of a row, at most k.
+            mLengths: [B] int32, scores that count in each row; None unless ``ragged``.
+            mPicks: [B, k] int32.
+            stream: where the launch is queued.
+        """
+        grid = (cute.ceil_div(mPicks.shape[1], THREADS * QUAD), mPicks.shape[0], 1)
+        self.kernel(size, mLengths, mPicks).launch(grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+
+    @cute.kernel
+    def kernel(self, size: Int32, mLengths: Any, mPicks: cute.Tensor):
+        """Four places a thread."""
+        tidx, _, _ = cute.arch.thread_idx()
+        part, row, _ = cute.arch.block_idx()
+        quad = part * THREADS + tidx
+        cute.arch.griddepcontrol_wait()
+        length = size
+        if cutlass.const_expr(self.ragged):
+            length = cutlass.min(mLengths[row], size)
+        mOut = mPicks[row, None]
+        rPick = cute.make_rmem_tensor(QUAD, Int32)
+        for j in cutlass.range_constexpr(QUAD):
+            at = quad * QUAD + j
+            rPick[j] = cutlass.select_(at < length, at, Int32(-1))
+            if cutlass.const_expr(not self.wide):
+                if at < mOut.shape[0]:
+                    mOut[at] = rPick[j]
+        if cutlass.const_expr(self.wide):
+            if quad * QUAD < mOut.shape[0]:
+                cute.autovec_copy(rPick, cute.local_tile(mOut, (QUAD,), (quad,)))
