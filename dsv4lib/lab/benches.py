@@ -105,15 +105,20 @@ def ops(only: list[str], shape: str, ways: str, ahead: int, seconds: float | Non
     """Time ops on this machine's GPU; the exit code of `bench.ops.harness.main`, whose options these are."""
     from dsv4lib.bench.ops import harness
 
-    options = {
-        "only": ",".join(only),
-        "shape": shape,
-        "ways": ways,
-        "ahead": ahead,
-        "seconds": seconds,
-        "record": record,
-    }
-    return harness.main([f"--{name}={value}" for name, value in options.items() if value])
+    lines = {"ways": ways, "ahead": ahead, "seconds": seconds, "record": record}
+    return harness.main(_options(only, shape, **lines))
+
+
+def count_ops(only: list[str], shape: str, ways: str, record: Path | None) -> int:
+    """The GPU's counters of ops; the exit code of `bench.ops.counters.main`, whose options these are."""
+    from dsv4lib.bench.ops import counters
+
+    return counters.main(_options(only, shape, ways=ways, record=record))
+
+
+def _options(only: list[str], shape: str, **others: object) -> list[str]:
+    options = {"only": ",".join(only), "shape": shape, **others}
+    return [f"--{name}={value}" for name, value in options.items() if value]
 
 
 def export_ops(path: Path, arch: str, only: list[str], shape: str) -> int:

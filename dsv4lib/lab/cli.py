@@ -169,6 +169,7 @@ def bench(
     seconds: Annotated[float | None, typer.Option(min=1, help="ops: no row starts later")] = None,
     export: Annotated[Path | None, typer.Option(help="ops: pack our kernels into this zip file, time nothing")] = None,
     arch: Annotated[str, typer.Option(help="ops --export: sm_90a, sm_100a or sm_103a")] = "sm_90a",
+    counters: Annotated[bool, typer.Option("--counters", help="ops: the GPU's counters (ncu), no times")] = False,
 ) -> None:
     """emulator: measure its speed here (exit 1 if a floor is missed). fmha, moe: model attention or the MoE on a B200.
 
@@ -176,8 +177,9 @@ def bench(
     (exit 1 if a bound is missed); installs their packages beside the lab on first use.
 
     ops: times of the memory-bound ops on this machine's GPU beside other people's kernels (exit 1 if one of ours is
-    wrong, 20 without a GPU: rows are listed, nothing is timed). With --export: compile and pack our kernels here, for
-    a machine that has a GPU and torch, but not the CuTe DSL (there: unzip it, run what it prints).
+    wrong, 20 without a GPU: rows are listed, nothing is timed). With --counters: bytes of HBM and L2, issue slots and
+    what warps wait for, of ours and of --ways, by Nsight Compute (exit 21 without it). With --export: compile and pack
+    our kernels here, for a machine that has a GPU and torch, not the CuTe DSL (there: unzip it, run what it prints).
     """
     if what not in ("emulator", "fmha", "moe", "peers", "ops"):
         raise ArgumentError("what", what, "emulator, fmha, moe, peers or ops")
@@ -195,6 +197,8 @@ def bench(
         raise typer.Exit(view.command(record, only or []))
     if what == "ops" and export is not None:
         raise typer.Exit(benches.export_ops(export, arch, only or [], shape))
+    if what == "ops" and counters:
+        raise typer.Exit(benches.count_ops(only or [], shape, ways, record))
     if what == "ops":
         raise typer.Exit(benches.ops(only or [], shape, ways, ahead, seconds, record))
     if what in ("fmha", "moe"):

@@ -19,7 +19,7 @@ from dsv4lib.viz.timeline import Phases, Track
 
 _LAST = {4: "mma", 5: "load"}  # warps 0-3 read the accumulator
 ROLES = {**dict.fromkeys(range(4), "epilogue"), **_LAST}
-SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST}
+SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST, **dict.fromkeys(range(8, 12), "epilogue")}
 COLOURS = {
     "runs": PALETTE[0],
     "waits: mbarrier": PALETTE[1],

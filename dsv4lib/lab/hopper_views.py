@@ -11,7 +11,8 @@ import torch
 from matplotlib.figure import Figure
 
 from dsv4lib import backends
-from dsv4lib.bench.ops import results
+from dsv4lib.bench.ops import counters, results
+from dsv4lib.bench.ops.counters import Counted
 from dsv4lib.bench.ops.results import COPY, OURS, Result
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.emulator import launch
@@ -32,6 +33,7 @@ SHEET, COPIED = (
     4.05,
 )  # TB/s of an H200: the data sheet's, and a large copy's with a cold L2 (bytes read and written)
 ONE, TWO = 1.1, 3.1  # us, cold: a kernel with next to nothing to do; two that depend on each other
+LARGE = 64 << 20  # bytes of a row whose inputs and outputs the caches of a GPU do not hold
 LAST = (1 << 20) - 1  # the largest position
 
 
@@ -119,6 +121,38 @@ def missed(rows: Sequence[Result]) -> None:
         if r.verdict == "missed" and (why := notes.get((r.op, r.shape), "")) is not None
     ]
     show_table(("op", "shape", "ours us", "goal", "reached", "what limits it"), lines)
+
+
+def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
+    """What the GPU's counters said of ours, by (op, shape); with a planted fault as if everything were read twice."""
+    ours = {key[:2]: one for key, one in counters.load().items() if key[2] == OURS}
+    if fault == "read_twice":
+        return {key: dataclasses.replace(one, hbm_read=2 * one.hbm_read) for key, one in ours.items()}
+    return ours
+
+
+def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dict[tuple[str, str], float]:
+    """HBM bytes that were counted over the least that the row needs, of rows of at least `LARGE` bytes."""
+    return {
+        key: (one.hbm_read + one.hbm_write) / row.bytes
+        for row in rows
+        if row.bytes >= LARGE and (one := found.get(key := (row.op, row.shape))) is not None
+    }
+
+
+def slots(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> None:
+    """Where the time of the missed rows goes, by the GPU's counters."""
+    names = "op", "shape", "us", "HBM MB", "least MB", "L2 MB", "issue slots %", "warps %", "waits mostly for"
+    lines = []
+    for row in rows:
+        one = found.get((row.op, row.shape))
+        if row.verdict == "missed" and one is not None:
+            sizes = (f"{size / 1e6:.3g}" for size in (one.hbm_read + one.hbm_write, row.bytes, one.l2))
+            wait = f"{one.stall}, {one.stalled:.0f} %"
+            lines.append(
+                (row.op, row.shape, f"{row.ours_us:.3g}", *sizes, f"{one.issue:.0f}", f"{one.warps:.0f}", wait)
+            )
+    show_table(names, lines)
 
 
 def live(only: str = "inv_rope_quant", shape: str = "Flash T 128") -> str:

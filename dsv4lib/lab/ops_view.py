@@ -15,13 +15,15 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from dsv4lib import env
-from dsv4lib.bench.ops import results
+from dsv4lib.bench.ops import counters, results
+from dsv4lib.bench.ops.counters import Counted
 from dsv4lib.bench.ops.results import ABSENT, OURS, Result
 from dsv4lib.errors import DSV4Error
 from dsv4lib.lab import peers_page
 from dsv4lib.viz.dumbbells import Case, dumbbells
 
 MODULE = "ops_view"
+COUNTERS = "ops_view (counters)"
 NOTES = results.FOLDER.with_suffix(".md")
 LIMITS = results.FOLDER.with_name("ops_notes.csv")
 FIGURE = env.root() / "data" / "figures" / "ops.png"
@@ -54,6 +56,19 @@ HEADER = (
     "x floor",
     "warm us",
     "what limits it",
+)
+COUNTED = (
+    "op",
+    "shape",
+    "way",
+    "least MB",
+    "HBM MB read",
+    "HBM MB written",
+    "L2 MB",
+    "1000 warp-instructions",
+    "issue slots %",
+    "warps %",
+    "waits mostly for",
 )
 
 
@@ -125,6 +140,26 @@ def markdown(folder: Path = results.FOLDER, notes: Path = LIMITS) -> str:
     return peers_page.markdown(HEADER, cells(rows, limits(notes)), source(rows, results.runs(folder)))
 
 
+def counted(folder: Path = results.FOLDER) -> str:
+    """What the GPU's counters say of the recorded rows that promised something, with the runs they are from."""
+    rows, found = results.load(folder), counters.load(folder)
+    promised = {(row.op, row.shape): row for row in rows if row.promise}
+    shown = [one for key, one in found.items() if key[:2] in promised]
+    shown.sort(key=lambda one: list(promised).index((one.op, one.shape)))  # ours, then peers, as they were recorded
+    runs = ", ".join(sorted({one.run for one in shown}))
+    return peers_page.markdown(
+        COUNTED,
+        [_counted(one, promised[one.op, one.shape]) for one in shown],
+        f"Counted on: {runs or 'no machine yet'}.",
+    )
+
+
+def _counted(one: Counted, row: Result) -> tuple[str, ...]:
+    megabytes = (f"{size / 1e6:.3g}" for size in (row.bytes, one.hbm_read, one.hbm_write, one.l2))
+    slots = f"{one.instructions / 1e3:.4g}", f"{one.issue:.0f}", f"{one.warps:.0f}"
+    return (one.op, one.shape, one.way, *megabytes, *slots, f"{one.stall} ({one.stalled:.0f} %)")
+
+
 def extract(folder: Path = results.FOLDER) -> str:
     """The rows of `EXTRACT`, and how many of all that promised something reached it."""
     rows = {(row.op, row.shape): row for row in results.load(folder)}
@@ -155,6 +190,7 @@ def _case(row: Result) -> Case:
 def main() -> None:
     """Rewrite the table in the notes, its extract, and the figure."""
     peers_page.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
+    peers_page.replace(NOTES, COUNTERS, counted())
     peers_page.replace(README, MODULE, extract())
 
 

@@ -21,6 +21,13 @@ def test_each_mistake_is_noticed_by_its_check_alone():
     assert len(views.unexplained(ROWS, "silent")) == views.judged(ROWS)["missed"]
 
 
+def test_large_rows_move_their_bytes_once_and_a_second_pass_is_noticed():
+    once, twice = (views.excess(ROWS, views.counted(fault)) for fault in ("none", "read_twice"))
+    large = {(row.op, row.shape) for row in ROWS if row.bytes >= views.LARGE and row.promise}
+    assert large and large == set(once) == set(twice)
+    assert max(once.values()) <= 1.25 < max(twice.values())
+
+
 @pytest.mark.parametrize(("fault", "right"), [("none", True), ("forward", False)])
 def test_one_source_gives_the_same_bits_and_the_oracles(fault, right):
     between, oracle, hazards = views.one_source(2, 3, 0, fault)
@@ -34,6 +41,7 @@ def test_figures_show_what_was_measured(capsys):
     assert all(to_png(fig).startswith(b"\x89PNG") for fig in (whole, some))
     views.verdicts(ROWS)
     views.missed(ROWS)
+    views.slots(ROWS, views.counted())
     assert "mhc" in capsys.readouterr().out
     if views.backends.status("native", "sm_90a").available:
         pytest.skip("a GPU is here: live() would time")

@@ -68,7 +68,11 @@ def modules(only: Sequence[str] = ()) -> tuple[dict[str, Callable[[], list[Row]]
         ArgumentError: ``only`` names a module that is not here or has no rows.
     """
     standins.install()
-    names = {info.name for info in pkgutil.iter_modules(ops.__path__) if not info.ispkg} - {"harness", "export"}
+    names = {info.name for info in pkgutil.iter_modules(ops.__path__) if not info.ispkg} - {
+        "harness",
+        "export",
+        "counters",
+    }
     found, broken = {}, {}
     for name in sorted(names & set(only) if only else names):
         try:
@@ -93,10 +97,10 @@ def measure(
     Args:
         ways: parts of the names of the peers to take; ours always. rate: bytes/s of the GPU's memory.
     """
-    given, taken = inputs(row, device), _taken(row, ways)
+    given, chosen_ways = inputs(row, device), taken(row, ways)
     found: dict[str, Found] = {}
     bound: dict[str, tuple[Call, Mapping[str, torch.Tensor]]] = {}
-    for way in taken:  # all before the first runs: nobody gets memory that holds another's results
+    for way in chosen_ways:  # all before the first runs: nobody gets memory that holds another's results
         try:
             bound[way.name] = way.bind(given)
         except Absent as reason:
@@ -114,7 +118,7 @@ def measure(
     if ours and ours.state == TIMED:  # right too after many launches in a row, with nobody waiting in between
         again = _compared(OURS, bound[OURS][1], row, given)
         found[OURS] = ours if again is None else Found(OURS, WRONG, detail=f"after many launches: {again.detail}")
-    order = [way.name for way in taken] + [COPY] * (COPY in found)
+    order = [way.name for way in chosen_ways] + [COPY] * (COPY in found)
     return _result(row, [found[name] for name in order], rate)
 
 
@@ -123,7 +127,8 @@ def inputs(row: Row, device: str, seed: int = 0) -> Given:
     return row.given(torch.Generator(device).manual_seed(zlib.crc32(f"{row.op} {row.shape}".encode()) + seed))
 
 
-def _taken(row: Row, ways: Sequence[str]) -> list[Way]:
+def taken(row: Row, ways: Sequence[str]) -> list[Way]:
+    """Ours, and the peers whose name contains one of ``ways`` (all if none is named)."""
     names = [way.name for way in row.ways]
     if len(set(names)) < len(names):
         raise ArgumentError("ways", names, "names that differ")
@@ -251,7 +256,7 @@ def first_calls(rows: Iterable[Row], ways: Sequence[str] = (), device: str = "cu
     """Call every way once, so that what it compiles is on disk; what fails says so when it is measured."""
     for row in rows:
         given = inputs(row, device)
-        for way in _taken(row, ways):
+        for way in taken(row, ways):
             with suppress(Exception):
                 way.bind(given)[0]()
 
