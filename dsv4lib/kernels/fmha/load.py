@@ -103,6 +103,10 @@ class Load(Plan):
             column: first dimension of keys that this CTA brings; 0: it is the first of a pair, or alone.
         """
         kv.producer_acquire(state, expected_tx=nbytes)
+        if cutlass.const_expr(self.cluster > 1):
+            # Lanes that gather nothing wait too. In the first CTA the election of who says the bytes holds them
+            # together; here they could come to the barrier a phase late, and wait for one that never comes.
+            cute.arch.sync_warp()
         barrier = kv.producer_get_barrier(state)
         if cutlass.const_expr(self.follows):
             if column > 0:
