@@ -47,7 +47,9 @@ def over_bytes(
         axis.plot(x[us >= base], us[us >= base], label=f"{name}, {rate:g} TB/s", **style)
     for name, us in latencies.items():
         axis.axhline(us, color=MUTED, lw=0.9, ls=":")
-        axis.annotate(f"{name}, {us:g} us", (lowest, us), color=MUTED, fontsize=7, ha="left", va="bottom")
+        # At the right, where launches of so many bytes cannot be this short: no point lies there.
+        place = {"xytext": (-3, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        axis.annotate(f"{name}, {us:g} us", (highest, us), color=MUTED, fontsize=7, **place)
     for i, (name, some) in enumerate(series.items()):
         style = {"color": PALETTE[i % len(PALETTE)], "marker": _MARKERS[i % len(_MARKERS)]}
         axis.plot([p[0] for p in some], [p[1] for p in some], ls="", ms=4.5, alpha=0.8, label=name, **style)
