@@ -14,6 +14,10 @@ def test_what_was_recorded_holds():
     assert sum(count.values()) == len(ROWS) and count["reached"] > count["missed"] > 0
 
 
+def test_the_shortest_launch_is_the_one_that_the_page_names():
+    assert min(row.ours_us for row in ROWS if row.ours_us) == pytest.approx(views.ONE, rel=0.01)
+
+
 def test_each_mistake_is_noticed_by_its_check_alone():
     doubled, hidden = views.recorded("bytes_doubled"), views.recorded("wrong_hidden")
     assert views.impossible(doubled) and not views.wrong(doubled) and not views.unexplained(doubled)
