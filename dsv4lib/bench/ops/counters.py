@@ -111,12 +111,10 @@ def calls(rows: Iterable[Row], ways: Sequence[str]) -> None:
                 call, _ = way.bind(given)
                 call()
                 torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                torch.cuda.nvtx.range_push("|".join((RANGE, row.op, row.shape, way.name)))
-                call()
-                torch.cuda.synchronize()
-                torch.cuda.nvtx.range_pop()
-                torch.cuda.profiler.stop()
+                name = "|".join((RANGE, row.op, row.shape, way.name))
+                with torch.cuda.profiler.profile(), torch.cuda.nvtx.range(name):
+                    call()
+                    torch.cuda.synchronize()
 
 
 def parsed(text: str, run: str = "") -> list[Counted]:
