@@ -18,6 +18,7 @@ The oracle is `dsv4lib.reference.compressor` (`compress_packed`, `compress_runni
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from dsv4lib.formats import hadamard, indexer_key, kv_entry
 from dsv4lib.kernels.compressor import arguments
 from dsv4lib.kernels.compressor.config import DIMS, LAYOUTS, ROPE
 from dsv4lib.kernels.compressor.simt import Compressor
+from dsv4lib.kernels.compressor.stream import StreamedCompressor
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
@@ -115,6 +117,11 @@ def cut(rate: int, overlap: bool, running: bool, single: bool) -> dict[str, int]
     """How an entry's work is cut (`kernels.compressor.config.Sizes`): a CTA, or for many rows a cluster of 8."""
     pooled = 1 if running and single else rate * (1 + overlap)
     return {"slices": 1, "split": 1} if pooled <= 8 else {"slices": 8, "split": pooled // 8}
+
+
+def streamed(rate: int, slices: int) -> dict[str, int]:
+    """Another cut, of a decode step with a `Ring` and no overlap: rows come through shared memory (`run`)."""
+    return {"slices": slices, "split": rate // 8, "stages": 6 if rate > 32 else 4, "teams": 2}
 
 
 class Call(NamedTuple):
@@ -223,6 +230,11 @@ def _run(*given: Any) -> None:
     """Check, choose the back end, launch."""
     call = Call(*given)
     call.check()
+    run(call)
+
+
+def run(call: Call, other: Mapping[str, int] | None = None) -> None:
+    """Choose the back end and queue a checked call; ``other``: a cut that the op does not choose (`streamed`)."""
     name = launching.resolve(call.backend, "kv", call.kv)
     if call.kv.device.type == "cpu":
         call.check_values()
@@ -231,10 +243,11 @@ def _run(*given: Any) -> None:
     if name == "reference":
         _reference(call)
         return
-    settings = call.settings() | {"fp4_conversion": has_fp4_conversion(launching.arch(name))}
+    settings = call.settings() | dict(other or {}) | {"fp4_conversion": has_fp4_conversion(launching.arch(name))}
     tensors = call[: Call._fields.index("page_size")]
+    kernel = StreamedCompressor if settings.get("stages") else Compressor
     launching.launch(
-        name, Compressor, settings, arguments.fake_args, arguments.launch_args, *tensors, call.page_size, call.eps
+        name, kernel, settings, arguments.fake_args, arguments.launch_args, *tensors, call.page_size, call.eps
     )
 
 

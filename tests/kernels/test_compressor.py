@@ -7,13 +7,14 @@ import torch
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make as device
+from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
-from dsv4lib.kernels.compressor import broken, simt
+from dsv4lib.kernels.compressor import broken, simt, stream
 from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.compressor import Running, cut
+from dsv4lib.ops.compressor import Running, cut, streamed
 from tests.kernels.budget import quick
 from tests.ops import compressor_cases as cases
 
@@ -31,13 +32,14 @@ BATCHES = {
     "indexer decode": (4, [1] * 5, [0, 3, 7, 1_048_575, -1], {"dim": 128, "single": True}),
 }
 MISTAKES = [kernel for kernel in broken.WINDOWS if kernel is not broken.ScalesFourApart]  # fp32 rows have none
+ROWS = {"rate": 128, "overlap": False, "single": True, "split": 16}  # what may be streamed
 FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
 
 
 @cache
 def compiled(kernel_type, settings, arch):
     settings = dict(settings) | {"fp4_conversion": has_fp4_conversion(arch)}
-    if kernel_type is simt.Compressor:
+    if kernel_type in (simt.Compressor, stream.StreamedCompressor):
         kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, arch)
     else:
         kernel = kernel_type(**settings)
@@ -46,12 +48,13 @@ def compiled(kernel_type, settings, arch):
     return kernel, code
 
 
-def run(case, form, arch, kernel_type=simt.Compressor, **options):
-    """(pages, state) after a launch without hazards."""
+def run(case, form, arch, kernel_type=simt.Compressor, slices=None, **options):
+    """(pages, state) after a launch without hazards; streamed by so many ``slices``, or as the op would cut it."""
     rate, dim, running = len(case.weights.ape), case.dim, isinstance(case.state, Running)
     overlap, single = case.kv.shape[1] == 2 * dim, case.batch.single
     settings = {"rate": rate, "overlap": overlap, "dim": dim, "form": form, "rotate": dim == 128}
     settings |= {"single": single, "running": running} | cut(rate, overlap, running, single)
+    settings |= {} if slices is None else streamed(rate, slices)
     kernel, code = compiled(kernel_type, tuple(settings.items()), arch)
     pages = cases.blank(form, int(case.batch.slots.max()) + 1, dim)
     state = type(case.state)(*(x.clone() for x in case.state))
@@ -133,6 +136,36 @@ def test_planted_mistakes_are_found(mistake):
         cases.verify(case, lambda _: found)
 
 
+def streamed_case(rate=128, seed=6):
+    """Windows that close at once, later, not yet, and a request that is none."""
+    return cases.make(rate, [1] * 5, [2 * rate - 1, 9, rate - 1, 8 * rate - 1, -1], single=True, seed=seed)
+
+
+@pytest.mark.parametrize(("rate", "slices", "arch"), [(128, 1, "sm_90a"), (128, 4, "sm_100a"), (32, 2, "sm_90a")])
+def test_streamed_rows(rate, slices, arch):
+    case = streamed_case(rate)
+    found, slots = cases.verify(case, lambda form: run(case, form, arch, stream.StreamedCompressor, slices))
+    pages, _ = run(case, "kv", arch, stream.StreamedCompressor, slices)
+    assert torch.equal(pages, cases.encoded("kv", len(found), slots, found[slots.long()], 512))
+
+
+def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
+    case = streamed_case(seed=7)
+    first = run(case, "fp32", "sm_90a", stream.StreamedCompressor, 2)
+    for schedule in SCHEDULES:
+        for slices in (1, 4):
+            pages, state = run(case, "fp32", "sm_90a", stream.StreamedCompressor, slices, schedule=schedule, seed=3)
+            assert torch.equal(pages, first[0])
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, first[1], strict=True))
+
+
+@pytest.mark.parametrize("mistake", broken.STREAMED)
+def test_planted_mistakes_of_streamed_rows_are_found(mistake):
+    case = streamed_case(seed=8)
+    with pytest.raises((AssertionError, Deadlock)):
+        cases.verify(case, lambda form: run(case, form, "sm_90a", mistake, 1))
+
+
 def test_gates_of_minus_infinity_count_for_nothing():
     case = case_of("hca running", seed=4)
     case.gate[:30] = float("-inf")
@@ -149,6 +182,11 @@ def test_bad_arguments_are_named():
         ({"slices": 3}, "slices"),
         ({"split": 2}, "split"),
         ({"rate": 128, "overlap": False, "split": 1}, "split"),
+        ({"stages": 4}, "stages"),
+        ({**ROWS, "stages": 3, "teams": 2}, "stages"),
+        ({**ROWS, "stages": 32}, "stages"),
+        ({**ROWS, "stages": 4, "teams": 4}, "teams"),
+        ({**ROWS, "stages": 4, "slices": 8}, "slices"),
     ):
         with pytest.raises(ConfigError, match=name):
             simt.Compressor(**settings)

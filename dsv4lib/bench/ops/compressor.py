@@ -7,7 +7,8 @@ tokens from position 0; its T / rate entries are pooled from the rows themselves
 
 **HCA** keeps a running softmax of the open window (`ops.compressor.Running`); its bytes are those that this needs.
 Peers keep the rows, and so does "HCA, state of rows" (`Ring`), which is the same work as theirs: at the step that
-closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``.
+closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``. Beside it
+stand the forms that the op does not choose, "ours, streamed by n" CTAs an entry (`ops.compressor.streamed`).
 
 Every way starts from projected rows without the gate's bias and ends with the entries in their pages and the state
 brought up to date: peers that do this in two kernels (save the partial states, then compress) are timed with both.
@@ -196,7 +197,7 @@ def _row(name: str, tokens: int, rate: int, dim: int, form: str, kind: str, goal
         flops=0,
         given=functools.partial(given, *args),
         check=check,
-        ways=ways(running),
+        ways=ways(running, name == "HCA, state of rows" and kind != "prefill"),
         goal=goal,
     )
 
@@ -206,10 +207,15 @@ def _outputs(given: Given) -> dict[str, torch.Tensor]:
     return {name: given[name].clone() for name in ("pages", "state_k", "state_z")}
 
 
+def _single(given: Given) -> bool:
+    """A decode step, which shapes tell: as many requests as rows."""
+    return len(given["requests"]) == len(given["kv"])
+
+
 def _ours(given: Given, out: Mapping[str, torch.Tensor], state: op.Ring | op.Running) -> None:
-    """The op, which knows a decode step by its shapes: as many requests as rows."""
+    """The op."""
     weights = op.Weights(*(given[name] for name in ("ape", "norm", "cos", "sin")))
-    batch = op.Batch(given["requests"], given["slots"], len(given["requests"]) == len(given["kv"]))
+    batch = op.Batch(given["requests"], given["slots"], _single(given))
     pages = op.Pages(out["pages"], given["page_size"], given["format"])
     op.compressor(given["kv"], given["gate"], weights, batch, state, pages, eps=given["eps"])
 
@@ -229,9 +235,22 @@ def _running(name: str) -> Way:
     return Way(name, bind)
 
 
-def ways(running: bool) -> tuple[Way, ...]:
-    """Ours, then the peers."""
-    return _running("ours") if running else _ring("ours"), *peers.ways()
+def _streamed(slices: int) -> Way:
+    """A decode step that the op would cut in another way."""
+
+    def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
+        inputs = (given[name] for name in ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots"))
+        outputs = (out[name] for name in ("state_k", "state_z", "pages"))
+        flags = given["page_size"], given["format"], given["eps"], False, _single(given), "auto"
+        op.run(op.Call(*inputs, *outputs, *flags), op.streamed(given["rate"], slices))
+
+    return in_place(f"ours, streamed by {slices}", _outputs, write)
+
+
+def ways(running: bool, streamed: bool) -> tuple[Way, ...]:
+    """Ours, its other forms, then the peers."""
+    others = tuple(_streamed(slices) for slices in (1, 2, 4)) if streamed else ()
+    return _running("ours") if running else _ring("ours"), *others, *peers.ways()
 
 
 def rows() -> list[Row]:

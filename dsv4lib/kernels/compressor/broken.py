@@ -1,6 +1,7 @@
 """Mistakes of a compressor, planted one at a time: every class is the kernel with one thing replaced, and compiles.
 
-`BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows.
+`BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
+of `STREAMED` are of the form for decode steps that the op does not choose.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
-from dsv4lib.kernels.compressor import simt
+from dsv4lib.kernels.compressor import simt, stream
 from dsv4lib.kernels.compressor.config import Sizes
 
 
@@ -80,6 +81,23 @@ class MaximaMixed(simt.Compressor):
         rPart[c, 2] += value
 
 
+class StageFilledTooSoon(stream.StreamedCompressor):
+    """Copies rows over those that a team still reads."""
+
+    def wait_until_read(self, empty: cute.Pointer, turn: Int32) -> None:
+        """No wait."""
+
+
+class NewestRowForgotten(stream.StreamedCompressor):
+    """Pools the rows of the state alone."""
+
+    @cute.jit
+    def pool_group(self, team: Int32, own: Int32, quad: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr):
+        """Without a gate of the newest row."""
+        storage.new[None, 1, 0].fill(-float("inf"))
+        stream.StreamedCompressor.pool_group(self, team, own, quad, rPart, storage)
+
+
 WINDOWS = (
     HalvesSwapped,
     FirstWindowFromState,
@@ -89,4 +107,5 @@ WINDOWS = (
     ScalesFourApart,
 )
 RUNNING = (MaximaMixed,)
+STREAMED = (StageFilledTooSoon, NewestRowForgotten)
 BROKEN = {kernel.__name__: kernel for kernel in (*WINDOWS, *RUNNING)}

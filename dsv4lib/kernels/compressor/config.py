@@ -8,7 +8,9 @@ from dsv4lib.formats.paged import PageLayout
 
 LANES, CHANNELS = 32, 4  # of a thread: 16 bytes of fp32
 ROPE = 64  # last dims of an entry
+PIECE = 64  # channels whose squares are added up before those of others
 MAX_DEPTH, MAX_THREADS = 8, 512
+MAX_STREAMED = 256  # threads of all teams: with more there are too few registers
 # Layout of a page by format; None: dense rows.
 LAYOUTS: dict[str, PageLayout | None] = {
     "kv": kv_entry.LAYOUT,
@@ -32,7 +34,9 @@ class Sizes:
         single: every request has exactly one row.
         running: the state is a running softmax of the open window instead of its rows; without overlap.
         slices: CTAs (a cluster) that share an entry's channels.
-        split: threads that share the rows of a channel.
+        split: threads that share the rows of a channel; streamed: groups of its rows, a part of the softmax each.
+        stages: groups of rows under way in shared memory (`stream.StreamedCompressor`); 0: rows go to registers.
+        teams: of threads that take groups in turn when streamed: 1, 2 or 4.
         fp4_conversion: as in `kernels.quantize.simt.Quantize`.
 
     Raises:
@@ -50,6 +54,8 @@ class Sizes:
         running: bool = False,
         slices: int = 1,
         split: int = 1,
+        stages: int = 0,
+        teams: int = 1,
         fp4_conversion: bool = True,
     ):
         if rate < 1 or rate & (rate - 1):
@@ -78,6 +84,10 @@ class Sizes:
         if overlap and split > 1:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
+        self.stages, self.teams = stages, teams
+        if stages:
+            self._stream()
+            return
         self.team = self.quads * split  # threads of an entry in a CTA
         if not LANES <= self.team <= MAX_THREADS or (split > 1 and self.quads > LANES):
             raise ConfigError(
@@ -88,6 +98,24 @@ class Sizes:
         self.warps = self.threads // LANES
         self.finishers = max(LANES, self.quads)  # threads that end an entry; lanes behind quads repeat
 
+    def _stream(self) -> None:
+        """Threads of the streamed form."""
+        if not self.single or self.running or self.overlap:
+            raise ConfigError("stages", self.stages, "0 but for a decode step with a state of rows, without overlap")
+        if self.slices > 4 or self.split % 2:
+            raise ConfigError("slices", self.slices, "1, 2 or 4, with an even split, when streamed")
+        most = MAX_STREAMED // self.quads
+        if self.teams not in (1, 2, 4) or self.split // 2 % self.teams or self.teams > most:
+            raise ConfigError("teams", self.teams, f"1, 2 or 4, a divisor of half of split, at most {most}")
+        if self.stages < 0 or self.stages > self.split or self.stages % self.teams:
+            raise ConfigError("stages", self.stages, f"0 to {self.split}, a multiple of {self.teams} teams")
+        self.turns = self.split // self.teams  # groups of a team
+        self.left = (self.split - self.turns) // 2  # pairs that wait for the first team
+        self.team, self.items = self.quads * self.teams, 1
+        self.threads = self.team + LANES  # and the fetcher
+        self.warps, self.finishers = self.team // LANES, self.quads
+
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("overlap", "rotate", "single", "running", "fp4_conversion") if vars(self)[name]]
-        return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {self.slices}x{self.split}', *flags])})"
+        cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams" * (self.stages > 0)
+        return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *flags])})"

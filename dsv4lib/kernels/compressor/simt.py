@@ -245,7 +245,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def merge(self, rPart: cute.Tensor, c: cutlass.Constexpr, top: Float32, total: Float32, value: Float32):
-        """Add another thread's part of channel ``c``; both orders give the same bits."""
+        """Add another thread's part of channel ``c``; the compiler decides which product it fuses into a sum."""
         most = cute.arch.fmax(rPart[c, 0], top)
         base = self.finite(most)
         mine = cute.math.exp2((rPart[c, 0] - base) * LOG2E, fastmath=True)

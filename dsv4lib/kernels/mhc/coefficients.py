@@ -13,8 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from dsv4lib.kernels.common.bulk import load_bulk
 from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, TILE, Config, N
-from dsv4lib.kernels.mhc.words import load_bulk
 
 LOG2_E = 1.4426950408889634
 FOURS = TILE * COEFFICIENTS // 4  # 16-byte pieces of a tile's coefficients

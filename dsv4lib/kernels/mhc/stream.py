@@ -38,6 +38,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
+from dsv4lib.kernels.common.bulk import load_bulk
 from dsv4lib.kernels.mhc.config import (
     COEFFICIENTS,
     COLUMNS,
@@ -54,7 +55,7 @@ from dsv4lib.kernels.mhc.config import (
 )
 from dsv4lib.kernels.mhc.products import TRACE, Products
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.words import floats, load_bulk, pair, peer, prefetch_bulk, send, store_async
+from dsv4lib.kernels.mhc.words import floats, pair, peer, prefetch_bulk, send, store_async
 
 AHEAD = 3  # tiles from the one projected to the one that is requested
 

@@ -83,13 +83,3 @@ def prefetch_bulk(source: cute.Pointer, size: Int32, *, loc: Any = None, ip: Any
     """Ask for ``size`` bytes, a multiple of 16, in L2."""
     text = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
     cute.arch.inline_ptx(text, read_only_args=[source, size], loc=loc, ip=ip)
-
-
-@dsl_user_op
-def load_bulk(
-    smem: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None
-) -> None:
-    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them."""
-    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
-    args = [smem.toint(loc=loc, ip=ip), source, size, barrier.toint(loc=loc, ip=ip)]
-    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

@@ -11,7 +11,7 @@ import torch
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.router.fused import UNIT, FusedRouter
-from dsv4lib.kernels.router.picks import Picker, padded
+from dsv4lib.kernels.router.picks import Picker, Picks, padded
 from dsv4lib.kernels.router.simt import Router
 
 BF16, FP32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -22,13 +22,11 @@ def fake_args(kernel: Router) -> tuple:
     fake = Fakes()
     rows = 4 * kernel.width
     chosen = (fake(I64, "VK"), fake(I64, "T")) if kernel.hashed else fake(FP32, "E", rows)
-    out = fake(I32, "TK"), fake(FP32, "TK"), FP32(1.0), cuda.CUstream(0)
-    if isinstance(kernel, FusedRouter):
-        operands = fake(BF16, "TD", 16), fake(BF16, "ED", 16)
-        return *operands, chosen, fake(FP32, "PTF", 16), *out
-    if isinstance(kernel, Picker):
-        return chosen, fake(FP32, "PTF", 16), *out
-    return fake(FP32, "TE", rows), chosen, *out
+    ends, stream = (fake(I32, "TK"), fake(FP32, "TK"), FP32(1.0)), cuda.CUstream(0)
+    if not isinstance(kernel, Picker):
+        return fake(FP32, "TE", rows), chosen, *ends, stream
+    operands = (fake(BF16, "TD", 16), fake(BF16, "ED", 16)) if isinstance(kernel, FusedRouter) else ()
+    return *operands, Picks(chosen, fake(FP32, "PTF", 16), *ends), stream
 
 
 def launch_args(
@@ -48,35 +46,21 @@ def launch_args(
     rows = 4 * kernel.width
     wrapped = wrap("logits", logits, FP32, (None, kernel.experts), rows)
     tokens = logits.shape[0]
-    ends = _ends(kernel, tokens, experts, weights, factor, stream)
-    return wrapped, _chosen(kernel, tokens, chosen), *ends
+    ends = _ends(kernel, tokens, experts, weights, factor)
+    return wrapped, _chosen(kernel, tokens, chosen), *ends, cuda.CUstream(stream)
 
 
-def fused_args(
-    kernel: FusedRouter,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    chosen: Any,
-    parts: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    factor: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `FusedRouter` from torch tensors: shapes as in `FusedRouter.__call__`, ``stream`` a handle.
+def fused_args(kernel: FusedRouter, x: torch.Tensor, weight: torch.Tensor, *given: Any, stream: int = 0) -> tuple:
+    """Arguments of `FusedRouter` from torch tensors: x bf16 [T, d], weight bf16 [E, d], and those of `picker_args`.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     wrapped = wrap("x", x, BF16, (None, None), 16)
-    tokens, d = x.shape
+    d = x.shape[1]
     if d % UNIT:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    return (
-        wrapped,
-        wrap("weight", weight, BF16, (kernel.experts, d), 16),
-        *picker_args(kernel, chosen, parts, experts, weights, factor, stream),
-    )
+    return wrapped, wrap("weight", weight, BF16, (kernel.experts, d), 16), *picker_args(kernel, *given, stream=stream)
 
 
 def picker_args(
@@ -88,17 +72,15 @@ def picker_args(
     factor: float,
     stream: int = 0,
 ) -> tuple:
-    """Arguments of `Picker` from torch tensors: shapes as in `FusedRouter.__call__`, ``stream`` a handle.
+    """Arguments of `Picker` from torch tensors: shapes as in `Picks`, ``stream`` a handle.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     tokens = experts.shape[0]
-    return (
-        _chosen(kernel, tokens, chosen),
-        wrap("parts", parts, FP32, (kernel.shares, tokens, padded(kernel.experts)), 16),
-        *_ends(kernel, tokens, experts, weights, factor, stream),
-    )
+    chosen = _chosen(kernel, tokens, chosen)
+    memory = wrap("parts", parts, FP32, (kernel.shares, tokens, padded(kernel.experts)), 16)
+    return Picks(chosen, memory, *_ends(kernel, tokens, experts, weights, factor)), cuda.CUstream(stream)
 
 
 def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
@@ -111,13 +93,10 @@ def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
     return wrap("bias", chosen, FP32, (kernel.experts,), 4 * kernel.width)
 
 
-def _ends(
-    kernel: Router, tokens: int, experts: torch.Tensor, weights: torch.Tensor, factor: float, stream: int
-) -> tuple:
-    """Where the picks go, and the rest."""
+def _ends(kernel: Router, tokens: int, experts: torch.Tensor, weights: torch.Tensor, factor: float) -> tuple:
+    """Where the picks go, and the sum of their weights."""
     return (
         wrap("experts", experts, I32, (tokens, kernel.k)),
         wrap("weights", weights, FP32, (tokens, kernel.k)),
         FP32(factor),
-        cuda.CUstream(stream),
     )

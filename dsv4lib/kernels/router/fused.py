@@ -42,7 +42,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, memory
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.router.picks import Picker, marked
+from dsv4lib.kernels.router.picks import Picker, Picks, marked
 from dsv4lib.kernels.router.selection import LANES, QUAD
 
 UNIT = 64  # of d: what is fetched at once, a line of 128 bytes a row
@@ -116,27 +116,13 @@ class FusedRouter(Picker):
     # ---------------------------------------------------------------- host
 
     @cute.jit
-    def __call__(
-        self,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        chosen: Any,
-        mParts: cute.Tensor,
-        mExperts: cute.Tensor,
-        mWeights: cute.Tensor,
-        factor: Float32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, mX: cute.Tensor, mW: cute.Tensor, picks: Picks, stream: cuda.CUstream):
         """Launch.
 
         Args:
             mX: [T, d] bf16, d a multiple of 64.
             mW: [E, d] bf16.
-            chosen: bias [E] fp32, or (tid2eid int64 [V, k], token ids int64 [T]).
-            mParts: [shares, T, E to a multiple of 4] fp32, zeros before and after.
-            mExperts: [T, k] int32.
-            mWeights: [T, k] fp32.
-            factor: the sum of a token's weights.
+            picks: see there.
             stream: where the launch is queued.
         """
         size = self.units * (self.tokens + self.columns) * UNIT if self.staged else CHUNK
@@ -153,34 +139,23 @@ class FusedRouter(Picker):
         ctas = self.tiles * self.shares * cute.ceil_div(mX.shape[0], self.tokens)
         if cutlass.const_expr(not self.apart):
             ctas += mX.shape[0]
-        self.kernel(mX, mW, chosen, mParts, mExperts, mWeights, factor).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
-        )
+        self.kernel(mX, mW, picks).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
 
     # -------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        chosen: Any,
-        mParts: cute.Tensor,
-        mExperts: cute.Tensor,
-        mWeights: cute.Tensor,
-        factor: Float32,
-    ):
+    def kernel(self, mX: cute.Tensor, mW: cute.Tensor, picks: Picks):
         """Gates first, then a CTA a token."""
         block, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
         gates = self.tiles * self.shares * cute.ceil_div(mX.shape[0], self.tokens)
         if cutlass.const_expr(self.apart):
-            self.gate(mX, mW, mParts, storage, block)
+            self.gate(mX, mW, picks.parts, storage, block)
         elif block < gates:
-            self.gate(mX, mW, mParts, storage, block)
+            self.gate(mX, mW, picks.parts, storage, block)
         else:
             cute.arch.griddepcontrol_wait()
-            self.pick(chosen, mParts, mExperts, mWeights, factor, storage, block - gates)
+            self.pick(picks, storage, block - gates)
 
     @cute.jit
     def gate(self, mX: cute.Tensor, mW: cute.Tensor, mParts: cute.Tensor, storage: Any, block: Int32):

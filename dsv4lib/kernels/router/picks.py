@@ -12,7 +12,7 @@ Source: PTX ISA, "Memory Consistency Model", "griddepcontrol".
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -28,6 +28,23 @@ GROUPS = 4  # lanes that add up a token's parts
 _CLEAR = "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};"
 _GLANCE = "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];"
 _LOOK = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+
+
+class Picks(NamedTuple):
+    """What selects, the logits in parts, and where the picks go.
+
+    Attributes:
+        chosen: bias [E] fp32, or (tid2eid int64 [V, k], token ids int64 [T]).
+        parts: [shares, T, E to a multiple of 4] fp32, zeros before and after.
+        experts: [T, k] int32. weights: [T, k] fp32.
+        factor: the sum of a token's weights.
+    """
+
+    chosen: Any
+    parts: cute.Tensor
+    experts: cute.Tensor
+    weights: cute.Tensor
+    factor: Float32
 
 
 class Picker(Router):
@@ -56,16 +73,8 @@ class Picker(Router):
         return f"{super().__repr__()[:-1]}, {self.shares}{', patient' * self.patient})"
 
     @cute.jit
-    def __call__(
-        self,
-        chosen: Any,
-        mParts: cute.Tensor,
-        mExperts: cute.Tensor,
-        mWeights: cute.Tensor,
-        factor: Float32,
-        stream: cuda.CUstream,
-    ):
-        """Launch; arguments as of `FusedRouter`."""
+    def __call__(self, picks: Picks, stream: cuda.CUstream):
+        """Launch on ``stream``."""
 
         @cute.struct
         class Storage:
@@ -73,28 +82,19 @@ class Picker(Router):
             affinities: cute.struct.MemRange[Float32, LANES * QUAD * self.quads]
 
         self.storage = Storage
-        self.kernel(chosen, mParts, mExperts, mWeights, factor).launch(
-            grid=(mExperts.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        self.kernel(picks).launch(
+            grid=(picks.experts.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, chosen: Any, mParts: cute.Tensor, mExperts: cute.Tensor, mWeights: cute.Tensor, factor: Float32):
+    def kernel(self, picks: Picks):
         """A token a CTA."""
         token, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
-        self.pick(chosen, mParts, mExperts, mWeights, factor, storage, token)
+        self.pick(picks, storage, token)
 
     @cute.jit
-    def pick(
-        self,
-        chosen: Any,
-        mParts: cute.Tensor,
-        mExperts: cute.Tensor,
-        mWeights: cute.Tensor,
-        factor: Float32,
-        storage: Any,
-        token: Int32,
-    ):
+    def pick(self, picks: Picks, storage: Any, token: Int32):
         """Experts of one token, once its parts are there: a thread an expert, then one warp."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -105,17 +105,17 @@ class Picker(Router):
         rBias.fill(0.0)
         expert, poison = Int32(0), Float32(0.0)
         if cutlass.const_expr(self.hashed):
-            mTable, mTokens = chosen
+            mTable, mTokens = picks.chosen
             if lane < self.k:
                 expert = Int32(mTable[mTokens[token], lane])
         else:
             for i in cutlass.range_constexpr(turns):
                 if tidx + i * self.threads < self.experts:
-                    rBias[i] = chosen[tidx + i * self.threads]
+                    rBias[i] = picks.chosen[tidx + i * self.threads]
         for i in cutlass.range_constexpr(turns):
             number = tidx + i * self.threads
             if number < LANES * QUAD * self.quads:
-                a = affinity(self.logit(mParts[None, token, None], number))
+                a = affinity(self.logit(picks.parts[None, token, None], number))
                 sA[number] = a
                 if cutlass.const_expr(not self.hashed):
                     sKeys[number] = cutlass.select_(number < self.experts, sort_key(a + rBias[i]), Uint32(0))
@@ -135,7 +135,7 @@ class Picker(Router):
                 a = sA[expert]
             if cutlass.const_expr(self.behind):
                 cute.arch.griddepcontrol_wait()  # who waits for this kernel waits for the one before too
-            self.write(expert, a, poison, mExperts[token, None], mWeights[token, None], factor)
+            self.write(expert, a, poison, picks.experts[token, None], picks.weights[token, None], picks.factor)
 
     @cute.jit
     def logit(self, mPart: cute.Tensor, number: Int32) -> Float32:

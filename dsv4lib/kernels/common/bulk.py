@@ -1,0 +1,28 @@
+"""Bulk copies of neighbouring bytes from global to shared memory.
+
+Source: PTX ISA, "cp.async.bulk".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
+
+
+@dsl_user_op
+def load_bulk(
+    smem: cute.Pointer,
+    source: cute.Pointer | Int64,
+    size: Int32,
+    barrier: cute.Pointer,
+    *,
+    loc: Any = None,
+    ip: Any = None,
+) -> None:
+    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+    args = [smem.toint(loc=loc, ip=ip), source, size, barrier.toint(loc=loc, ip=ip)]
+    cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
