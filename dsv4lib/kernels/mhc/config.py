@@ -82,6 +82,7 @@ class Config:
         self.square_pitch = cluster + 4
 
         # Shared memory in floats
+        self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
         plain, streaming = int(not self.streaming), int(self.streaming)
         self.fn_floats = self.values * self.fn_pitch
         self.sum_floats = self.warps * TILE * self.sum_pitch
