@@ -141,7 +141,6 @@ class Mhc(Coefficients):
         storage = memory.SmemAllocator().allocate(self.storage)
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
         shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
-        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
         shape = (2, TILE, COEFFICIENTS)
         sCoefficients = storage.coefficients.get_tensor(
