@@ -24,6 +24,7 @@ from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
 from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.split import MhcSplit
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 
@@ -286,7 +287,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = MhcStream if chosen.form is Form.STREAM else Mhc
+    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.SPLIT: MhcSplit}[chosen.form]
     launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from dsv4lib import backends
 from dsv4lib.bench.ops import mhc as bench
-from dsv4lib.kernels.mhc.forms import Form
+from dsv4lib.kernels.mhc.forms import Form, forms
 from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, run
 
 NATIVE = backends.status("native", "sm_90a")
@@ -30,18 +30,20 @@ def in_form(given, form, part=slice(None)):
     return out
 
 
-@pytest.mark.parametrize("d", [4096, 7168])
+@pytest.mark.parametrize(
+    ("form", "d"), [(form, d) for d in (4096, 7168) for form in forms(d) if form is not Form.PLAIN]
+)
 @pytest.mark.parametrize("tokens", [1, 3, 33, 129, 1000, 4096])
-def test_stream(tokens, d):
+def test_streams(tokens, form, d):
     """Right, the same bits in 20 calls and at another place of a batch; streams, post and comb as the plain form's."""
     given, _ = case(tokens, d)
-    found = in_form(given, Form.STREAM)
+    found = in_form(given, form)
     bench.check(given, found)
     for _ in range(20):
-        again = in_form(given, Form.STREAM)
+        again = in_form(given, form)
         assert all(torch.equal(found[name], again[name]) for name in NAMES)
     part = slice(tokens // 2, tokens)
-    again = in_form(given, Form.STREAM, part)
+    again = in_form(given, form, part)
     assert all(torch.equal(found[name][part], again[name]) for name in NAMES)
     plain = in_form(given, Form.PLAIN)
     assert torch.equal(found["streams"], plain["streams"])

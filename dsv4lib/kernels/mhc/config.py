@@ -40,6 +40,7 @@ class Config:
     """
 
     streaming = False  # whether the mixture lags behind the projection
+    split = False  # whether fn lies in shared memory as three bf16 a value
 
     def __init__(
         self,
@@ -82,8 +83,11 @@ class Config:
         self.square_pitch = cluster + 4
 
         # Shared memory in floats
+        self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
         plain, streaming = int(not self.streaming), int(self.streaming)
-        self.fn_floats = self.values * self.fn_pitch
+        self.quads = 1 if head else 4  # of 16 rows and parts of fn that an MMA reads, and half a one
+        self.fn_block = LANES * (4 * self.quads + 2)
+        self.fn_floats = self.warps * N * 2 * self.fn_block if self.split else self.values * self.fn_pitch
         self.sum_floats = self.warps * TILE * self.sum_pitch
         self.coefficient_floats = 2 * TILE * COEFFICIENTS
         self.pre_floats = plain * 2 * TILE * self.pre_pitch  # two tiles each
@@ -112,7 +116,7 @@ class Config:
     def budget(self) -> list[BudgetRow]:
         """What lies in shared memory."""
         rows = (
-            ("fn", self.fn_floats, f"{self.values} rows of {self.fn_pitch}"),
+            ("fn", self.fn_floats, f"{self.values} rows of {self.fn_floats // self.values}"),
             ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
             ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
             ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
@@ -140,10 +144,17 @@ class Config:
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("post", "head", "keep") if vars(self)[name]]
         options += ["held" if self.held_floats else "again"] * self.streaming
-        return f"{'MhcStream' if self.streaming else 'Mhc'}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
+        kind = "MhcSplit" if self.split else "MhcStream" if self.streaming else "Mhc"
+        return f"{kind}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
 class StreamConfig(Config):
     """Settings of `MhcStream`."""
 
     streaming = True
+
+
+class SplitConfig(StreamConfig):
+    """Settings of `MhcSplit`."""
+
+    split = True

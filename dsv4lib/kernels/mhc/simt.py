@@ -97,14 +97,17 @@ class Mhc(Coefficients):
         @cute.struct
         class Storage:
             fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
+            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
+            inbox: cute.struct.Align[cute.struct.MemRange[Float32, self.inbox_floats], 16]
+            mix: cute.struct.Align[cute.struct.MemRange[Float32, self.mix_floats], 16]
             pre: cute.struct.Align[cute.struct.MemRange[Float32, self.pre_floats], 16]
             squares: cute.struct.Align[cute.struct.MemRange[Float32, self.square_floats], 16]
             owned: cute.struct.Align[cute.struct.MemRange[Float32, self.owned_floats], 16]
             mixed: cute.struct.Align[cute.struct.MemRange[Float32, self.mixed_floats], 16]
             mine: cute.struct.Align[cute.struct.MemRange[Float32, self.mine_floats], 16]
             coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
-            barriers: cute.struct.MemRange[Int64, 5]
+            barriers: cute.struct.MemRange[Int64, self.barriers]
 
         self.storage = Storage
         before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
@@ -130,7 +133,7 @@ class Mhc(Coefficients):
         hc_eps: Float32,
         rms_eps: Float32,
     ):
-        """Set-up and roles."""
+        """Set-up that all forms have, then their roles."""
         rank, first, _ = cute.arch.block_idx()
         _, step, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
@@ -139,28 +142,36 @@ class Mhc(Coefficients):
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
         shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
         sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
-        sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
         shape = (2, TILE, COEFFICIENTS)
         sCoefficients = storage.coefficients.get_tensor(
             cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
         )
-        sSquares, sSent = self.exchanged(storage)
-        fn, sums, squares, ready, free = (storage.barriers.data_ptr() + k for k in range(5))
+        barriers = [storage.barriers.data_ptr() + k for k in range(self.barriers)]
         if tidx == 0:
-            for k in cutlass.range_constexpr(4):
-                cute.arch.mbarrier_init(fn + k, 1)
-            cute.arch.mbarrier_init(free, self.cluster)
+            for barrier, arrivals in zip(barriers, self.arrivals(), strict=True):
+                cute.arch.mbarrier_init(barrier, arrivals)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
         cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
-        mF, mPost, mComb = before
-        mNew, mY, mPostNew, mCombNew = after
         place = rank, first * rows, step * rows, rows, mX.shape[0]
-        eps = hc_eps, rms_eps
-        barriers = fn, sums, squares, ready, free
+        given, shared = (mX, before, mFn, mScale, mBase, mWeight, after), (sFn, sSums, sCoefficients)
+        self.roles(warp, given, storage, shared, barriers, place, (hc_eps, rms_eps))
+
+    def arrivals(self) -> list[int]:
+        """How many arrivals each barrier waits for: fn, sums, squares, ready, free."""
+        return [1, 1, 1, 1, self.cluster]
+
+    @cute.jit
+    def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
+        """What each warp does."""
+        (mX, (mF, mPost, mComb), mFn, mScale, mBase, mWeight, (mNew, mY, mPostNew, mCombNew)) = given
+        sFn, sSums, sCoefficients = shared
+        fn, sums, _, ready, _ = barriers
+        shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
+        sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
+        sSquares, sSent = self.exchanged(storage)
         if warp == self.warps:
-            self.fetch_fn(mFn, rank, sFn, fn)
+            self.fetch_fn(mFn, place[0], sFn, fn)
             cute.arch.griddepcontrol_wait()
             cute.arch.cluster_wait()
             small = sSquares, sOwned, sCoefficients

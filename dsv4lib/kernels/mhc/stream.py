@@ -33,10 +33,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
+from cutlass import BFloat16, Float32, Int32, Uint32
 
 from dsv4lib.kernels.common.bulk import load_bulk
 from dsv4lib.kernels.mhc.config import (
@@ -63,96 +62,27 @@ AHEAD = 3  # tiles from the one projected to the one that is requested
 class MhcStream(StreamConfig, Products, Mhc):
     """A site boundary as a stream; see the module docstring. Settings: `config.StreamConfig`."""
 
+    def arrivals(self) -> list[int]:
+        """How many arrivals each barrier waits for: fn, projected, taken, ready, sums, weighed."""
+        return [1, self.warps, 1, 1, 1] + [self.cluster + 1] * (2 * IN_FLIGHT)
+
     @cute.jit
-    def __call__(
-        self,
-        mX: cute.Tensor,
-        mF: Any,
-        mPost: Any,
-        mComb: Any,
-        mFn: cute.Tensor,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
-        mWeight: cute.Tensor,
-        mNew: Any,
-        mY: cute.Tensor,
-        mPostNew: Any,
-        mCombNew: Any,
-        rows: Int32,
-        clusters: Int32,
-        hc_eps: Float32,
-        rms_eps: Float32,
-        stream: cuda.CUstream,
-    ):
-        """Launch ``clusters`` clusters; arguments as in `simt.Mhc.__call__`."""
-
-        @cute.struct
-        class Storage:
-            fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
-            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 16]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
-            inbox: cute.struct.Align[cute.struct.MemRange[Float32, self.inbox_floats], 16]
-            mix: cute.struct.Align[cute.struct.MemRange[Float32, self.mix_floats], 16]
-            coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
-            barriers: cute.struct.MemRange[Int64, 5 + 2 * IN_FLIGHT]
-
-        self.storage = Storage
-        before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
-        self.kernel(mX, before, mFn, mScale, mBase, mWeight, after, rows, hc_eps, rms_eps).launch(
-            grid=(self.cluster, clusters, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
-            stream=stream,
-            use_pdl=True,
+    def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
+        """What each warp does."""
+        (mX, (mF, mPost, mComb), mFn, mScale, mBase, mWeight, (mNew, mY, mPostNew, mCombNew)) = given
+        sFn, sSums, sCoefficients = shared
+        fn, projected, taken, ready, _, sums = barriers[:6]
+        weighed = barriers[5 + IN_FLIGHT]
+        shape, block = (IN_FLIGHT, self.slots, self.cluster, self.sum_pitch), self.cluster * self.sum_pitch
+        sInbox = storage.inbox.get_tensor(
+            cute.make_layout(shape, stride=(self.slots * block, block, self.sum_pitch, 1))
         )
-
-    @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        before: tuple,
-        mFn: cute.Tensor,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
-        mWeight: cute.Tensor,
-        after: tuple,
-        rows: Int32,
-        hc_eps: Float32,
-        rms_eps: Float32,
-    ):
-        """Set-up and roles."""
-        rank, first, _ = cute.arch.block_idx()
-        _, step, _ = cute.arch.grid_dim()
-        tidx, _, _ = cute.arch.thread_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = memory.SmemAllocator().allocate(self.storage)
-        sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        pitch = self.sum_pitch
-        sSums = storage.sums.get_tensor(cute.make_layout((self.warps, TILE, pitch), stride=(TILE * pitch, pitch, 1)))
-        shape, block = (IN_FLIGHT, self.slots, self.cluster, pitch), self.cluster * pitch
-        sInbox = storage.inbox.get_tensor(cute.make_layout(shape, stride=(self.slots * block, block, pitch, 1)))
         sMix = storage.mix.get_tensor(cute.make_layout((IN_FLIGHT, TILE, MIX), stride=(TILE * MIX, MIX, 1)))
-        shape = (2, TILE, COEFFICIENTS)
-        sCoefficients = storage.coefficients.get_tensor(
-            cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
-        )
-        fn, projected, taken, ready, sums, weighed = (storage.barriers.data_ptr() + k for k in (0, 1, 2, 3, 5, 9))
-        if tidx == 0:
-            for k in cutlass.range_constexpr(5):
-                cute.arch.mbarrier_init(fn + k, self.warps if k == 1 else 1)
-            for k in cutlass.range_constexpr(2 * IN_FLIGHT):
-                cute.arch.mbarrier_init(sums + k, self.cluster + 1)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
-        cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
-        mF, mPost, mComb = before
-        mNew, mY, mPostNew, mCombNew = after
-        place = rank, first * rows, step * rows, rows, mX.shape[0]
-        eps = hc_eps, rms_eps
+        tidx, _, _ = cute.arch.thread_idx()
         if warp == self.warps:
-            self.fetch_fn(mFn, rank, sFn, fn)
-            barriers = projected, taken, ready, sums, weighed
-            self.gather((mX, mF), mPost, mComb, sSums, sInbox, sCoefficients, barriers, place)
+            self.fetch_fn(mFn, place[0], sFn, fn)
+            waits = projected, taken, ready, sums, weighed
+            self.gather((mX, mF), mPost, mComb, sSums, sInbox, sCoefficients, waits, place)
         elif warp == self.warps + 1:
             self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
         else:
