@@ -433,7 +433,7 @@ class FirstPartLeads(Combine):
     """Weights are relative to the first part, not to the largest: right until that part is empty or far below."""
 
     @cute.jit
-    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32):
+    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32, mine: Float32):
         """See `Combine.weights`."""
         first = mLses[0, token, head]
         total = Float32(0.0)
