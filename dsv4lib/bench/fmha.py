@@ -19,6 +19,7 @@ from dsv4lib.bench.rates import TABLE, Gpu, gpu
 from dsv4lib.bench.static_model import Kernel, Time
 from dsv4lib.bench.work import Work, count, count_lines
 from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.combine import loads_at_once
 from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
 from dsv4lib.ops.fmha import choose_splits, cluster_of
 
@@ -251,7 +252,11 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: a shape, its modelled time, and what stands beside it."""
+    """One line of the table: a shape, its modelled time, and what stands beside it.
+
+    ``modelled_us`` of decode is from the end of the kernel before (a dependent launch); ``alone_us`` is the same launch
+    with nothing before it. Prefill is modelled alone.
+    """
 
     model: str
     kind: str
@@ -264,6 +269,7 @@ class Row:
     splits: int
     ctas: int
     modelled_us: float
+    alone_us: float
     error_low: float
     error_high: float
     bound: str
@@ -317,14 +323,24 @@ def predict(
     best = min(times, key=lambda splits: times[splits].us)
     chosen = best
     if form == BUILT:
-        chosen = choose_splits(shape.tokens, shape.heads, *shape.keys(max(shape.positions())), int(card["sms"]))
+        most = shape.keys(max(shape.positions()))
+        chosen = choose_splits(shape.tokens, shape.heads, *most, int(card["sms"]), fp8=single.key_bytes != KEY_BYTES)
         times[chosen] = timed(shape, single, parts, card, groups, chosen)
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
-    return _row(shape, pool, form, chosen, times[chosen], groups, errors, (best, times[best].us))
+    alone = timed(shape, single, parts, card, groups, chosen, alone=True)
+    return _row(shape, pool, form, chosen, times[chosen], alone, groups, errors, (best, times[best].us))
 
 
-def timed(shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int) -> Time:
-    """The time of a shape in so many parts; ``groups``: tokens x CTAs of a token, of one part."""
+def timed(
+    shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int, alone: bool = False
+) -> Time:
+    """The time of a shape in so many parts.
+
+    Args:
+        groups: tokens x CTAs of a token, of one part.
+        alone: a launch with nothing before it; else decode stands in a chain of kernels and is launched dependent on
+            the one before, and only prefill is alone.
+    """
     c = single if splits == 1 else parts
     # the union of the windows of tokens that share tiles has a key more for each further token
     unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
@@ -335,12 +351,16 @@ def timed(shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int,
     if splits > 1:
         join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
-    return static_model.modelled(model, card, groups * splits, tiles, hbm, join)
+    dependent = shape.phase == "decode" and not alone
+    return static_model.modelled(model, card, groups * splits, tiles, hbm, join, dependent=dependent)
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
-    """(loads one behind the other, bytes) of `kernels.fmha.combine`: the LSEs twice, then four parts at a time."""
-    return 2 + -(-splits // 4), tokens * heads * DIM * (4 * splits + 2)
+    """(loads one behind the other, bytes) of `kernels.fmha.combine`: parts, as many at a time as it loads at once.
+
+    Two waits are for LSEs, as in the form that the waits' constants were fitted to, although it read them once more.
+    """
+    return 2 + -(-splits // loads_at_once(splits)), tokens * heads * DIM * (4 * splits + 2)
 
 
 def _row(
@@ -349,6 +369,7 @@ def _row(
     form: str,
     splits: int,
     time: Time,
+    alone: Time,
     groups: int,
     errors: dict[str, tuple[float, float]],
     best: tuple[int, float],
@@ -363,6 +384,7 @@ def _row(
         splits=splits,
         ctas=groups * splits,
         modelled_us=time.us,
+        alone_us=alone.us,
         error_low=errors[regime][0],
         error_high=errors[regime][1],
         bound=time.bound,

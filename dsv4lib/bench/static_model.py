@@ -6,6 +6,10 @@
 The second form is of CTAs that stay: a turn is what its warps do between the tiles of two items, and what of it hides
 behind tiles comes out of the schedule.
 
+Launch and set-up are those of a launch on its own (``launch_us``, ``first_byte_clk``), or of a programmatic dependent
+one behind another kernel (``first_byte_pdl_clk``): then the time counts from the end of that kernel, whose last
+microseconds cover what of the set-up they can.
+
 The tile schedule (schedule.py) runs the tasks of a tile on their units; a task takes the longest of its resources. A
 resource that several units share (shared memory, issue slots) bounds the whole: no less than tiles x its clocks.
 
@@ -120,7 +124,8 @@ class Time:
     """A modelled time and what it is made of.
 
     Attributes:
-        clocks: of the whole launch, without ``launch_us``; us: of all.
+        clocks: of the whole launch, without ``launch_us``; us: of all, of a dependent launch from the end of the
+            kernel before.
         tiles: clocks of the tile schedule in the steady state; exposed: of set-up, fill, drain and epilogue;
             combine_us: of the kernel that joins parts; hbm: clocks that HBM needs.
         bound: what the largest part of the time is; resource: the longest resource of a tile.
@@ -192,6 +197,7 @@ def modelled(
     combine_us: float = 0,
     persistent: bool = False,
     per_sm: int = 1,
+    dependent: bool = False,
 ) -> Time:
     """The time of a launch.
 
@@ -200,6 +206,7 @@ def modelled(
         hbm_bytes: that must cross HBM once; combine_us: of a second kernel that joins the parts.
         persistent: CTAs stay: the next row's first loads run under this row's end. A kernel with ``turns`` is one.
         per_sm: CTAs that share an SM, alternating on its units.
+        dependent: a programmatic dependent launch, timed from the end of the kernel before.
     """
     lengths = [tiles] if isinstance(tiles, int) else list(tiles)
     sms = int(gpu["sms"]) // kernel.cluster * kernel.cluster
@@ -220,15 +227,15 @@ def modelled(
     elif persistent:
         body += fill(kernel)
     switches = 0 if persistent or stays else max(0, waves - 1) * gpu["switch_clk"]
-    setup = gpu["first_byte_clk"]
+    setup, launch_us = (gpu["first_byte_pdl_clk"], 0.0) if dependent else (gpu["first_byte_clk"], gpu["launch_us"])
     hbm = hbm_bytes / gpu.hbm_clk_bytes
     clocks = setup + max(switches + body, hbm)
     tile_clocks = steady * max(rounds, 1)
-    us = gpu.microseconds(clocks) + gpu["launch_us"] + combine_us
+    us = gpu.microseconds(clocks) + launch_us + combine_us
     resource = longest({**resources(kernel.tile, gpu, l2), "latency of the tile's chain": slope(kernel)})[0]
     parts = {
         resource: gpu.microseconds(tile_clocks),
-        "set-up, fill and drain": gpu.microseconds(max(0.0, clocks - tile_clocks)) + gpu["launch_us"],
+        "set-up, fill and drain": gpu.microseconds(max(0.0, clocks - tile_clocks)) + launch_us,
         "combine": combine_us,
     }
     bound = "HBM" if hbm > switches + body else longest(parts)[0]

@@ -51,10 +51,12 @@ def fmha(record: Path | None, figure: Path | None) -> None:
     rows = fmha.run()
     columns = (
         "shape",
+        "pool",
         "keys",
         "form",
         "parts",
         "modelled us",
+        "alone us",
         "model's error",
         "bound",
         "floor us",
@@ -65,7 +67,8 @@ def fmha(record: Path | None, figure: Path | None) -> None:
     for row in rows:
         shape = f"{row.model} {row.kind} {row.phase} B{row.batch} {row.context >> 10}K"
         error = f"{row.error_low:+.0%} .. {row.error_high:+.0%}"
-        numbers = f"{row.modelled_us:.1f}", error, f"{row.bound}", f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
+        times = f"{row.modelled_us:.1f}", f"{row.alone_us:.1f}"
+        numbers = *times, error, row.bound, f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
         met = f"[{'green' if row.met == 'yes' else 'red'}]{row.met}[/]"
         table.add_row(
             shape, row.pool, str(row.keys), row.form, str(row.splits), *numbers, row.target, met, row.published

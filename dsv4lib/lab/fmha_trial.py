@@ -14,7 +14,9 @@ from dsv4lib import backends, check
 from dsv4lib.emulator import round_trips
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
-from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.emulator.errors import EmulatorError, Place
+from dsv4lib.emulator.ptx.dependent import WAIT, ahead_of_wait
+from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.kernels.compile import Compiled
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
@@ -72,7 +74,7 @@ class Trial:
     @property
     def clean(self) -> bool:
         """Right, no hazard, every box of the operands loaded and read, nothing written behind the last head."""
-        found = self.hazards or any(self.never.values()) or self.unread or self.guards_written
+        found = self.hazards or any(self.never.values()) or self.unread or self.guards_written or self.early()
         return self.right and not found
 
     @property
@@ -90,9 +92,27 @@ class Trial:
             return float("inf")
         return self.factor.rms_error / self.factor.peer_rms_error
 
+    def early(self) -> list[str]:
+        """Python lines that touch global memory ahead of the wait for the kernel before; none of a kernel without it.
+
+        No run shows them: launches in the emulator do not overlap. None of an op, which keeps its code to itself.
+        """
+        if self.compiled is None:
+            return []
+        (kernel,) = parse(self.compiled.ptx).kernels.values()
+        if all(instr.opcode != WAIT for instr in kernel.instructions):
+            return []
+        found = []
+        for instr in ahead_of_wait(kernel):
+            line = instr.location.outermost()
+            found.append(where(Place(kernel.name, instr.line, instr.text, f"{line.file}:{line.line}")))
+        return found
+
     def findings(self) -> list[tuple[str, str, str]]:
         """(kind, Python line or "", what) of everything that was found, the most specific first."""
         out = reported(self.hazards)
+        for line in self.early():
+            out.append(("ahead of the wait", line, "global memory that the kernel before may not be done with"))
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
         if self.trace is not None:

@@ -30,7 +30,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.fmha import arguments
-from dsv4lib.kernels.fmha.combine import Combine
+from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, count_tiles
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import WINDOW
@@ -183,17 +183,19 @@ def choose_splits(
     window_most: int,
     sm_count: int = split_choice.SM_COUNT,
     groups: int | None = None,
+    fp8: bool = False,
 ) -> int:
     """Parts of the keys for a call of this shape: `ops.splits` with this kernel's tiles and clusters.
 
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
-        groups: of tokens that share tiles; None: a token is on its own.
+        groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
     """
     ctas = cluster_of(heads, groups=groups is not None)
     units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
     tiles = count_tiles(most, window_most)
-    return split_choice.choose(units, tiles, sm_count // ctas, ctas, split_choice.TILE_US[ctas])
+    tile_us = (split_choice.FP8_TILE_US if fp8 else split_choice.TILE_US)[ctas]
+    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us)
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
@@ -228,7 +230,8 @@ def warm_up(
         settings["cluster"] = cluster_of(heads, settings["head_dim"], bool(settings.get("groups")))
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
         parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
-        needed += [(Fmha, settings), (Fmha, parts), (Combine, ends)]
+        joins = [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
+        needed += [(Fmha, settings), (Fmha, parts), *joins]
     return compile_cache.default().warm_up(
         [(*pair, arguments.fake_args) for pair in needed], launching.arch("auto", ARCHS)
     )
@@ -494,7 +497,8 @@ def _launch(name: str, call: Call) -> None:
     sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if splits == 0:
         groups = None if call.groups is None else call.groups.shape[0]
-        splits = choose_splits(*q.shape[:2], call.most, call.window_most, sms, groups) if call.normalise else 1
+        given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
+        splits = choose_splits(*given) if call.normalise else 1
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
@@ -507,7 +511,7 @@ def _launch(name: str, call: Call) -> None:
         return attend({}, call.sink, call.rope, o, lse)
     parts, lses = _parts(call, splits)
     attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, parts, lses)
-    kernel, code = _code(name, Combine, ends)
+    kernel, code = _code(name, Combine, {**ends, "at_once": loads_at_once(splits)})
     launching.enqueue(
         name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream)
     )

@@ -11,6 +11,8 @@ The pieces of the two entries of 8 neighbouring lanes lie in 8 different columns
 included, so 8 entries cost 56 conversions, 10 loads and 16 stores of a warp.
 
 Entries are read by plain loads, so a page may have any number of entries and any stride that is a multiple of 16 bytes.
+Not by `ld.global.nc`: a kernel may be launched while the one before still writes entries, which are not read-only then
+for as long as it runs.
 
 Source: `dsv4lib.formats.kv_entry`, `.paged`; PTX ISA, "cvt" (``.scaled::n2::ue8m0``), "Shared memory swizzling modes".
 """
@@ -85,13 +87,13 @@ def lane_of(pool: tuple):
 
 @dsl_user_op
 def _load16(address: Int64, offset: int, *, loc: Any = None, ip: Any = None) -> tuple:
-    text = f"ld.global.nc.v2.b64 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {offset}];"
+    text = f"ld.global.v2.b64 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {offset}];"
     return cute.arch.inline_ptx(text, read_only_args=[address], write_only_types=[Int64, Int64], loc=loc, ip=ip)
 
 
 @dsl_user_op
 def _load8(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple:
-    text = "ld.global.nc.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
+    text = "ld.global.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
     return cute.arch.inline_ptx(text, read_only_args=[address], write_only_types=[Int32, Int32], loc=loc, ip=ip)
 
 

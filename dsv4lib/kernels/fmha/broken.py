@@ -2,8 +2,8 @@
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
-never loaded", "bytes never read" and "element moved" (a trace), "pad rows leaked" (guard rows) or "wrong numbers" (the
-comparison). Those of `REFUSED` do not compile; it says in which words.
+never loaded", "bytes never read" and "element moved" (a trace), "pad rows leaked" (guard rows), "ahead of the wait"
+(the compiled code) or "wrong numbers" (the comparison). Those of `REFUSED` do not compile; it says in which words.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ class FirstPartLeads(Combine):
     """Weights are relative to the first part, not to the largest: right until that part is empty or far below."""
 
     @cute.jit
-    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32):
+    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32, mine: Float32):
         """See `Combine.weights`."""
         first = mLses[0, token, head]
         total = Float32(0.0)
@@ -539,6 +539,14 @@ def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tup
     return torch.minimum(kept, end).int(), (end - kept).clamp_min(0).int()
 
 
+class HastyLoad(Fmha):
+    """The load warp does not wait for the kernel before, which may still write what it reads."""
+
+    def load(self, *given: Any) -> None:
+        """See `Load.load`."""
+        self.load_items(*given)  # WRONG: no `griddepcontrol.wait`
+
+
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "PinnedTile": ("a", "boxes never loaded"),
     "HalfProduct": ("a", "bytes never read"),
@@ -573,6 +581,7 @@ CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)
     "FreedQ": ("e", "race_shared"),
     "OneSpeaksForAll": ("e", "race_tensor"),
     "GroupSeesAll": ("e", "wrong numbers"),
+    "HastyLoad": ("e", "ahead of the wait"),
 }
 REFUSED = {  # break -> (stage, words of the compiler)
     "OddAllocation": ("b", "power of two"),

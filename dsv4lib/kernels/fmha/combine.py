@@ -7,9 +7,12 @@ does not depend on which part finished first.
 
 A CTA owns one head of one token: thread t has dimensions 8 t .. 8 t + 7. What it costs is latency, not bytes: it waits
 for the kernel that writes the parts, for the LSEs and for the parts. So it is launched early (programmatic dependent
-launch) and waits itself; the loads of 4 parts are on their way before the first LSE is looked at; each LSE is read by
-one lane and handed round. On an H200 (median of a CUDA graph of 20 calls, warm): 2 parts of 8 tokens x 64 heads 2.1 us,
-16 parts 4.2, 32 parts of a token x 128 heads 4.4, 2 parts of 64 tokens x 64 heads 4.9.
+launch) and waits itself; the loads of 4 or 8 parts, of the sink and of the angles are on their way before the first LSE
+is looked at; each LSE is read once, by one lane, and handed round.
+
+On an H200 (median of a CUDA graph of 20 calls, warm) an earlier form took: 2 parts of 8 tokens x 64 heads 2.1 us, 16
+parts 4.2, 32 parts of a token x 128 heads 4.4, 2 parts of 64 tokens x 64 heads 4.9. It loaded 4 parts at once, read the
+LSEs again for every 4, and the sink and the angles at the end. The form here has not been timed.
 
 Source: DSV4 paper eq. 27; `dsv4lib.reference.fmha.merge`.
 """
@@ -28,8 +31,13 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.common.rope import rotate_back
 from dsv4lib.kernels.fmha.config import HEAD_DIMS, LOG2_E
 
-AT_ONCE = 4  # parts whose loads are in flight together
+AT_ONCE = 4, 8  # parts whose loads are in flight together: with 8 a thread has 128 registers, with 4 it has 80
 DIMS = 8  # of a thread
+
+
+def loads_at_once(splits: int) -> int:
+    """The smaller number where all parts fit into it: more heads run on an SM at once."""
+    return min((n for n in AT_ONCE if n >= splits), default=max(AT_ONCE))
 
 
 class Combine:
@@ -40,23 +48,34 @@ class Combine:
         dtype: of O: "bf16" or "fp16".
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back.
+        at_once: parts whose loads are in flight together, one of `AT_ONCE`; `loads_at_once` says which suits a call.
 
     Raises:
         ConfigError: a value that is not one of these.
     """
 
-    def __init__(self, head_dim: int = 512, dtype: str = "bf16", sink: bool = True, inverse_rope: bool = False):
+    def __init__(
+        self,
+        head_dim: int = 512,
+        dtype: str = "bf16",
+        sink: bool = True,
+        inverse_rope: bool = False,
+        at_once: int = 8,
+    ):
         if head_dim not in HEAD_DIMS:
             raise ConfigError("head_dim", head_dim, "one of " + ", ".join(map(str, HEAD_DIMS)))
         if dtype not in ("bf16", "fp16"):
             raise ConfigError("dtype", dtype, "bf16 or fp16")
+        if at_once not in AT_ONCE:
+            raise ConfigError("at_once", at_once, " or ".join(map(str, AT_ONCE)))
         self.head_dim, self.dtype, self.sink, self.inverse_rope = head_dim, dtype, sink, inverse_rope
         self.element = cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
+        self.at_once = at_once
         self.threads = max(32, head_dim // DIMS)
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("sink", "inverse_rope") if vars(self)[name]]
-        return f"Combine({', '.join([str(self.head_dim), self.dtype, *options])})"
+        return f"Combine({', '.join([str(self.head_dim), self.dtype, str(self.at_once), *options])})"
 
     @cute.jit
     def __call__(
@@ -91,25 +110,34 @@ class Combine:
         tidx, _, _ = cute.arch.thread_idx()
         first = DIMS * tidx
         cute.arch.griddepcontrol_wait()
-        rPart = cute.make_rmem_tensor((DIMS, AT_ONCE), Float32)
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
+        rPart = cute.make_rmem_tensor((DIMS, self.at_once), Float32)
         rPart.fill(0.0)
         self.fetch(mParts, token, head, first, Int32(0), rPart)
-        largest, total = self.weights(mLses, token, head)
+        mine = self.lse_of_lane(mLses, token, head, Int32(0))
+        logit = mSink[head] if cutlass.const_expr(self.sink) else None
+        turns = self.angles(rope, token, first)
+        largest, total = self.weights(mLses, token, head, mine)
         denominator = total
         if cutlass.const_expr(self.sink):
-            denominator = total + cute.math.exp2((mSink[head] - largest) * LOG2_E, fastmath=True)
+            denominator = total + cute.math.exp2((logit - largest) * LOG2_E, fastmath=True)
         scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # true of NaN, too
         rO = cute.make_rmem_tensor(DIMS, Float32)
         rO.fill(0.0)
         if total != 0.0:
-            for part in cutlass.range(0, mLses.shape[0], AT_ONCE, unroll=1):
-                if part > 0:
-                    self.fetch(mParts, token, head, first, part, rPart)
-                self.add(mLses, token, head, part, largest, scale, rPart, rO)
+            for block in cutlass.range(0, mLses.shape[0], 32, unroll=1):
+                if block > 0:
+                    mine = self.lse_of_lane(mLses, token, head, block)
+                weight = cute.math.exp2((mine - largest) * LOG2_E, fastmath=True) * scale
+                end = cutlass.min(block + 32, mLses.shape[0])
+                for part in cutlass.range(block, end, self.at_once, unroll=1):
+                    if part > 0:
+                        self.fetch(mParts, token, head, first, part, rPart)
+                    self.add(weight, part - block, end - part, rPart, rO)
         if first < self.head_dim:
             if cutlass.const_expr(self.inverse_rope):
                 if first >= self.head_dim - 64:
-                    rotate_back(rO, rope, token, (first - (self.head_dim - 64)) // 2)
+                    rotate_back(rO, turns, 0, 0)
             rOut = cute.make_rmem_tensor(DIMS, self.element)
             rOut.store(rO.load().to(self.element))
             cute.autovec_copy(rOut, cute.local_tile(mO[token, head, None], (DIMS,), (tidx,)))
@@ -118,21 +146,39 @@ class Combine:
 
     @cute.jit
     def fetch(self, mParts: cute.Tensor, token: Int32, head: Int32, first: Int32, part: Int32, rPart: cute.Tensor):
-        """This thread's dimensions of the next `AT_ONCE` parts; behind the last part ``rPart`` stays as it is."""
-        for i in cutlass.range_constexpr(AT_ONCE):
+        """This thread's dimensions of the next parts, `at_once`; behind the last part ``rPart`` stays as it is."""
+        for i in cutlass.range_constexpr(self.at_once):
             if part + i < mParts.shape[0] and first < self.head_dim:
                 row = mParts[part + i, token, head, None]
                 cute.autovec_copy(cute.local_tile(row, (DIMS,), (first // DIMS,)), rPart[None, i])
 
     @cute.jit
-    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32):
-        """The largest LSE of the parts (0 if all are -inf) and the sum of weights relative to it, in all lanes."""
-        largest, total = -Float32.inf, Float32(0.0)
-        for part in cutlass.range(0, mLses.shape[0], 32, unroll=1):
+    def angles(self, rope: Any, token: Int32, first: Int32):
+        """(cosines, sines) of this thread's pairs, [1, pairs] in registers; anything where it has none."""
+        turns = tuple(cute.make_rmem_tensor((1, DIMS // 2), Float32) for _ in range(2))
+        if cutlass.const_expr(self.inverse_rope):
+            pair = (first - (self.head_dim - 64)) // 2
+            for table, registers in zip(rope, turns, strict=True):
+                registers.fill(0.0)
+                if first >= self.head_dim - 64 and first < self.head_dim:
+                    for j in cutlass.range_constexpr(DIMS // 2):
+                        registers[0, j] = table[token, pair + j]
+        return turns
+
+    @cute.jit
+    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32, mine: Float32):
+        """The largest LSE of the parts (0 if all are -inf) and the sum of weights relative to it, in all lanes.
+
+        Args:
+            mine: the LSE of this lane's part of the first 32.
+        """
+        largest = mine
+        for part in cutlass.range(32, mLses.shape[0], 32, unroll=1):
             largest = cute.arch.fmax(largest, self.lse_of_lane(mLses, token, head, part))
         largest = cute.arch.warp_reduction_max(largest)
         largest = cutlass.select_(largest > -Float32.inf, largest, Float32(0.0))
-        for part in cutlass.range(0, mLses.shape[0], 32, unroll=1):
+        total = cute.math.exp2((mine - largest) * LOG2_E, fastmath=True)
+        for part in cutlass.range(32, mLses.shape[0], 32, unroll=1):
             lse = self.lse_of_lane(mLses, token, head, part)
             total += cute.math.exp2((lse - largest) * LOG2_E, fastmath=True)
         return largest, cute.arch.warp_reduction_sum(total)
@@ -146,21 +192,9 @@ class Combine:
         return lse
 
     @cute.jit
-    def add(
-        self,
-        mLses: cute.Tensor,
-        token: Int32,
-        head: Int32,
-        part: Int32,
-        largest: Float32,
-        scale: Float32,
-        rPart: cute.Tensor,
-        rO: cute.Tensor,
-    ):
-        """O += weight x part for `AT_ONCE` parts, in order."""
-        lse = self.lse_of_lane(mLses, token, head, part)
-        weight = cute.math.exp2((lse - largest) * LOG2_E, fastmath=True) * scale
-        for i in cutlass.range_constexpr(AT_ONCE):
-            of_part = cute.arch.shuffle_sync(weight, i)
-            if part + i < mLses.shape[0]:
+    def add(self, weight: Float32, lane: Int32, parts: Int32, rPart: cute.Tensor, rO: cute.Tensor):
+        """O += weight x part, in order, for ``parts`` that there are, at most `at_once`; weights from ``lane`` on."""
+        for i in cutlass.range_constexpr(self.at_once):
+            of_part = cute.arch.shuffle_sync(weight, lane + i)
+            if i < parts:
                 rO.store(rO.load() + rPart[None, i].load() * of_part)

@@ -34,6 +34,7 @@ class Dequant(Load):
     @cute.jit
     def dequantise(self, sources: tuple, lists: tuple, items: Items, sKV: Int32, kv: pipeline.PipelineTmaUmma):
         """Dequantising warps: warp w has keys 16 w .. 16 w + 15 of every tile, 4 lanes a key."""
+        cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.cluster == 1):
             self.dequantise_chunks(sources, lists, items, sKV, kv, (0, kv_entry.CHUNKS))
         elif cute.arch.block_idx_in_cluster() == 0:

@@ -48,17 +48,24 @@ class Epilogue(Plan):
             sRow: [thread, slot]; slots of the softmax warps' sums and references.
             rings: (o, sums): blocks of O from the tensor core, sums of an item from the softmax warps.
         """
-        allocator.wait_for_alloc()
-        address = allocator.retrieve_ptr(Float32)
+        address, work, row = self.begin(mQ, lists, items, allocator)
         states = self.epilogue_states()
-        work = self.work(lists, items, items.first)
-        row = self.tile_row(mQ, lists, work)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
             row_after = self.tile_row(mQ, lists, work_after)
             states = self.finish_item(outputs, (work, row), address, sRow, rings, states)
             work, row = work_after, row_after
         pipeline.NamedBarrier(TMEM_DONE, self.tmem_threads).arrive()
+
+    @cute.jit
+    def begin(self, mQ: cute.Tensor, lists: tuple, items: Items, allocator: memory.TmemAllocator):
+        """(tensor memory, `Work` and `Row` of the first item), when there is the one and the kernel before is done:
+        it may have written the lists, and may still read what O and LSE go over."""
+        allocator.wait_for_alloc()
+        cute.arch.griddepcontrol_wait()
+        address = allocator.retrieve_ptr(Float32)
+        work = self.work(lists, items, items.first)
+        return address, work, self.tile_row(mQ, lists, work)
 
     def epilogue_states(self) -> tuple:
         """Where a consumer of (o, sums) begins."""

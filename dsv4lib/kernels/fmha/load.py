@@ -11,6 +11,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, pipeline
+from cutlass.cute.nvgpu import cpasync
 
 from dsv4lib.kernels.common import gather, pipelines
 from dsv4lib.kernels.fmha.config import CHUNK, CHUNK_BYTES, TILE_M, TILE_N
@@ -46,6 +47,14 @@ class Load(Plan):
         rows = cute.make_tensor(mQ.iterator, cute.make_layout((count, depth), stride=(pitch, 1)))
         return gather.row_atom(rows), of_token, of_head
 
+    @cute.jit
+    def prefetch_maps(self, queries: tuple, sources: tuple):
+        """Fetch the tensor maps, which are parameters of this launch: no kernel before wrote them."""
+        cpasync.prefetch_descriptor(queries[0])
+        for source, fp8 in zip(sources, (self.fp8_entries, self.fp8_window), strict=True):
+            if cutlass.const_expr(source is not None and not fp8):
+                cpasync.prefetch_descriptor(source)
+
     def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
         """Stages of keys, or of Q: full when their bytes have landed, in both CTAs of a pair; empty when P V has read
         them, or when Q is in tensor memory."""
@@ -62,7 +71,22 @@ class Load(Plan):
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
     ):
-        """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every tile, one 128-byte column chunk at a time.
+        """Load warp: everything that it reads may come from the kernel before."""
+        cute.arch.griddepcontrol_wait()
+        self.load_items(mQ, queries, sources, lists, items, sKV, kv)
+
+    @cute.jit
+    def load_items(
+        self,
+        mQ: cute.Tensor,
+        queries: tuple,
+        sources: tuple,
+        lists: tuple,
+        items: Items,
+        sKV: Int32,
+        kv: pipeline.PipelineTmaUmma,
+    ):
+        """Lane l < 16 gathers rows 4 l .. 4 l + 3 of every tile, one 128-byte column chunk at a time.
 
         Each CTA of a pair gathers its half of the dimensions of keys, and Q of its own heads. The next item's Q and
         tiles follow without a gap.

@@ -34,8 +34,14 @@ class Mma(Plan):
         p: pipeline.PipelineAsyncUmma,
         o: pipeline.PipelineUmmaAsync,
     ):
-        """MMA warp: one item after the other; of a pair only the first CTA's."""
+        """MMA warp: one item after the other; of a pair only the first CTA's.
+
+        Kernels behind this one may come, where there is room, once tensor memory is allocated: one that came before
+        and took some would wait for this one, which would wait for its columns.
+        """
         allocator.wait_for_alloc()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.cluster == 1):
             self.mma_items(lists, items, sKV, sP, base, (kv, s, p, o))

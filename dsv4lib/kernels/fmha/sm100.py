@@ -121,6 +121,11 @@ A lag costs accuracy: the largest weight of a row is then not 1 but is rounded, 
 `bench.peers` (64 heads) 2^8 gives 2.11e-3 for 3,050 warp-instructions per 128 keys, 2^4 2.04e-3 for 3,222, 2^2 1.97e-3
 for 4,318: a warp rescales when one of its 32 rows has to.
 
+Launches overlap (`griddepcontrol`): barriers and tensor memory are made and tensor maps fetched while the kernel before
+ends. Each role waits for that kernel before it touches global memory, to read or to write. Kernels behind this one may
+come as soon as tensor memory is allocated, and wait themselves: this one ends behind its wait, so who waits for it has
+waited for all before it too.
+
 A pair's CTAs leave together: each frees its tensor memory when the other is ready to, behind its last arrival; commits
 from CTA 0 are all waited for, the last ones by CTA 1's load warp.
 
@@ -233,6 +238,7 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
             min_blocks_per_mp=self.min_blocks,
             cluster=(1, self.cluster, 1) if self.cluster > 1 else None,
             stream=stream,
+            use_pdl=True,
         )
 
     # ---------------------------------------------------------------- device
@@ -249,8 +255,10 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         scale_log2: Float32,
         splits: Int32,
     ):
-        """Set-up shared by all warps, then one role each."""
+        """Set-up shared by all warps, beside the end of the kernel before; then one role each, which waits for it."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOAD_WARP:
+            self.prefetch_maps(queries, sources)
         storage = memory.SmemAllocator().allocate(self.storage)
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
         s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), storage.s_barriers.data_ptr(), self.cluster)
@@ -265,8 +273,6 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
 
-        if cutlass.const_expr(self.partial):
-            cute.arch.griddepcontrol_launch_dependents()  # `Combine` may come, where there is room, and waits itself
         items = self.items(mQ, mGroups, splits)
         sKV = storage.sKV.data_ptr().toint()
         sP, sRow = storage.sP.data_ptr().toint(), storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 3)))

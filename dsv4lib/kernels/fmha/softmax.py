@@ -50,14 +50,11 @@ class Softmax(Epilogue):
         s, p, o, sums = rings
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
-        allocator.wait_for_alloc()
-        address = allocator.retrieve_ptr(Float32)
+        address, work, row = self.begin(mQ, lists, items, allocator)
         scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, P_STAGES)
         ends = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         stored = self.epilogue_states()
-        work = self.work(lists, items, items.first)
-        row = self.tile_row(mQ, lists, work)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work_after = self.work(lists, items, item + items.step)  # asked for a whole item ahead
             row_after = self.tile_row(mQ, lists, work_after)

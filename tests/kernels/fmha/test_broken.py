@@ -30,7 +30,7 @@ FMHA_RUNS = {  # settings, case
     **{name: (FP8, paged(case(64, [150], [33]), 48)) for name in ("NoProxyFence", "NextScale", "ScalesBehindEntry")},
     "SwappedTables": ((512, "bf16", "index", True, True, True), case(64, [70], [33])),
     "OwnStageOnly": (PAIR, case(128, [500], [70])),  # more tiles than stages
-    **{name: (PAIR, case(128, [70], [33])) for name in ("HalfOfTheBytes", "EvenAndOdd", "HastyQ")},
+    **{name: (PAIR, case(128, [70], [33])) for name in ("HalfOfTheBytes", "EvenAndOdd", "HastyQ", "HastyLoad")},
     **{name: ((512, "bf16", "index"), case(64, [70, 9], [33, 0])) for name in STAYING},
     "GroupSeesAll": (SHARED, prefill_case(20, [127], 5)),
 }

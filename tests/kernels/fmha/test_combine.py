@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from dsv4lib import backends
+from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.fmha.arguments import combine_args
-from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine
+from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.kernels.fmha.inputs import TYPES
 from dsv4lib.lab.fmha_trial import compiled
 from dsv4lib.reference import fmha as reference
@@ -13,14 +14,17 @@ from tests.kernels.budget import quick
 
 TOKENS, HEADS = 3, 5
 # One part, part of a batch of loads, a batch and more, more than the lanes of a warp.
-CASES = [(64, "fp16", 1), (128, "bf16", 3), (256, "bf16", 9), (512, "bf16", 2 * AT_ONCE), (512, "fp16", 41)]
+CASES = [
+    *((64, "fp16", 1, 4), (128, "bf16", 3, 4), (256, "bf16", 9, 4), (512, "fp16", 33, 4)),
+    *((512, "bf16", 7, 8), (256, "fp16", 16, 8), (512, "fp16", 41, 8), (512, "bf16", 65, 8)),
+]
 
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request):
     """(kernel, code, parts, lses, o, lse); token 1 has no keys, and of many parts of token 0 one is empty."""
-    depth, dtype, splits = request.param
-    kernel, code = compiled(Combine, (depth, dtype, False))
+    depth, dtype, splits, at_once = request.param
+    kernel, code = compiled(Combine, (depth, dtype, False, False, at_once))
     generator = torch.Generator().manual_seed(splits)
     parts = torch.randn(splits, TOKENS, HEADS, depth, generator=generator)
     lses = 3 * torch.randn(splits, TOKENS, HEADS, generator=generator)
@@ -58,3 +62,19 @@ def test_nan_stays(case):
     run(*case)
     assert bool(o[2, 3].isnan().all()) and bool(lse[2, 3].isnan())
     assert bool(o[0, 0, 7].isnan()) and int(o.isnan().sum()) == o.shape[2] + 1 and int(lse.isnan().sum()) == 1
+
+
+def test_how_many_loads_are_in_flight_does_not_change_a_bit(case):
+    _, _, parts, lses, o, lse = case
+    found = []
+    for at_once in AT_ONCE:
+        settings = (o.shape[2], "bf16" if o.dtype == torch.bfloat16 else "fp16", False, False, at_once)
+        run(*compiled(Combine, settings), parts, lses, o, lse)
+        found.append((o.clone(), lse.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_op_takes_as_few_as_hold_all_parts():
+    assert [loads_at_once(n) for n in (2, 4, 5, 8, 9, 44)] == [4, 4, 8, 8, 8, 8]
+    with pytest.raises(ConfigError, match="at_once"):
+        Combine(at_once=6)
