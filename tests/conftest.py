@@ -1,4 +1,5 @@
-"""Test-wide settings: one thread per test process, so parallel tests do not fight for cores; SIGTERM cleans up."""
+"""Test-wide settings: one thread per test process, so parallel tests do not fight for cores; SIGTERM cleans up; what is
+cached of kernels in memory does not outlive its test module."""
 
 import os
 import signal
@@ -6,6 +7,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -13,3 +15,13 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: fixtures
 
 if packages := os.environ.get("DSV4_CORPUS_SITE"):  # set by `./dsv4 test --corpus`; last: the lab's own pins win
     sys.path.append(packages)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def kernels_in_memory():
+    """Forget kernels behind each module: thousands of them are gigabytes, and what the next needs is on disk."""
+    yield
+    if compiled := sys.modules.get("dsv4lib.ops.compile_cache"):
+        compiled.default().clear()
+    if binary := sys.modules.get("dsv4lib.emulator.driver.binary"):
+        binary.parsed.cache_clear()

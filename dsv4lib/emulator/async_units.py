@@ -108,6 +108,7 @@ class AsyncUnits:
         self.descriptors: dict[int, str] = {}
         self._latest = -1  # highest issue number that has completed
         self._queues: dict[str, dict[int, AsyncOp]] = {}
+        self._mixed: set[str] = set()  # units whose queue is not in order of age: a follow-up is older than its place
 
     def __len__(self) -> int:
         return self.issued - self.completed
@@ -124,6 +125,8 @@ class AsyncUnits:
         """
         if op.order < 0:
             op.order = self.issued + 1
+        else:
+            self._mixed.add(op.unit)
         if op.warp is not None and not op.lanes:
             op.lanes = op.warp.mask()
         self.issued += 1
@@ -153,6 +156,20 @@ class AsyncUnits:
         found.sort(key=_order)
         return found
 
+    def oldest(self) -> list[AsyncOp]:
+        """Of each unit the oldest operation that may complete now, oldest first."""
+        found: list[AsyncOp] = []
+        for unit, queue in self._queues.items():
+            operations = self.pending(unit) if unit in self._mixed else queue.values()
+            for op in operations:
+                if op.ready is None or op.ready():
+                    found.append(op)
+                    break
+                if unit.startswith(ORDERED):
+                    break
+        found.sort(key=_order)
+        return found
+
     def pending(self, unit: str) -> list[AsyncOp]:
         """Pending operations of one unit, oldest first."""
         return sorted(self._queues.get(unit, {}).values(), key=_order)
@@ -169,6 +186,7 @@ class AsyncUnits:
         del queue[op.order]
         if not queue:  # units of warps come and go: only those with work are kept
             del self._queues[op.unit]
+            self._mixed.discard(op.unit)
         self.completed += 1
         op.pending = False
         if op.order < self._latest:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dsv4lib.emulator.warp import Warp
 from dsv4lib.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from dsv4lib.emulator.async_units import AsyncOp, AsyncUnits
+    from dsv4lib.emulator.warp import Warp
 
 
 class Policy:
@@ -32,14 +35,9 @@ class Policy:
         quantum = self.quantum
         return [(warp, quantum) for warp in ready]
 
-    def completions(self, units: Any, can_run: bool) -> list[Any]:
+    def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """Operations to complete after the turn; ``can_run``: some warp is ready (else the launch waits for them)."""
-        seen: dict[str, Any] = {}
-        for operation in units.candidates():
-            known = seen.get(operation.unit)
-            if known is None or operation.order < known.order:
-                seen[operation.unit] = operation
-        return sorted(seen.values(), key=lambda op: op.order)
+        return units.oldest()
 
 
 class OldestFirst(Policy):
@@ -63,7 +61,7 @@ class OldestFirst(Policy):
         self.worn[warp] = self.worn.get(warp, 0) + 1
         return [(warp, self.quantum)]
 
-    def completions(self, units: Any, can_run: bool) -> list[Any]:
+    def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """The oldest operation."""
         candidates = units.candidates()
         return [min(candidates, key=lambda op: op.order)] if candidates else []
@@ -78,7 +76,7 @@ class NewestFirst(OldestFirst):
         """The highest-numbered warp first."""
         return -warp.agent
 
-    def completions(self, units: Any, can_run: bool) -> list[Any]:
+    def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """The newest operation."""
         candidates = units.candidates()
         return [max(candidates, key=lambda op: op.order)] if candidates else []
@@ -96,7 +94,7 @@ class Random(Policy):
             return []
         return [(self.random.choice(ready), 1 + int(self.random.expovariate(1 / 64)))]
 
-    def completions(self, units: Any, can_run: bool) -> list[Any]:
+    def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """Every fourth time one operation, any."""
         if can_run and self.random.random() > 0.25:
             return []
@@ -115,7 +113,7 @@ class Adversarial(Random):
         self.random.shuffle(order)
         return [(warp, self.random.randrange(1, 40)) for warp in order]
 
-    def completions(self, units: Any, can_run: bool) -> list[Any]:
+    def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
         """Nothing as long as a warp can run."""
         if can_run:
             return []

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from filelock import FileLock
 
 from dsv4lib import env
-from dsv4lib.lab import devices, manifest, processes, records
+from dsv4lib.lab import devices, manifest, processes, records, slices
 from dsv4lib.lab.plan import Job, for_negative, make
 from dsv4lib.lab.progress import Progress
 from dsv4lib.lab.records import Record
@@ -49,12 +49,15 @@ class Options:
         workers: notebooks at the same time; default the number of usable cores.
         memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
         figures: draw them; without, a page shows their alt texts.
+        slices: of a planted fault run only the cells that its gate depends on (`slices`), and judge no other gate. Its
+            record says how many cells were left out, its notebook which. A gate that such a run leaves green failed.
     """
 
     out: Path | None = None
     workers: int | None = None
     memory_mb: float | None = None
     figures: bool = True
+    slices: bool = False
 
 
 @dataclass
@@ -81,6 +84,7 @@ class Active:
     started: datetime
     lock: FileLock | None
     oom_before: int
+    part: slices.Slice | None = None
     peak_mb: float = 0.0
     memory_checked: float = 0.0
 
@@ -153,7 +157,7 @@ class Supervisor:
         self.workers = options.workers or self.cores
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e6
         self.memory_mb = options.memory_mb or 0.9 * total
-        self.figures = options.figures
+        self.figures, self.slices = options.figures, options.slices
         self.gpus = devices.gpus()
         self.versions, self.machine = env.versions(), env.machine()
         self.stopped: int | None = None
@@ -252,12 +256,19 @@ class Supervisor:
             "cwd": str(self.root),
             "parameters": job.parameters,
         }
+        part = slices.of_notebook(stage.notebook_path, stage.negative(job.negative)) if self._is_sliced(job) else None
+        if part is not None:
+            task["slice"] = asdict(part)
         (private / "job.json").write_text(json.dumps(task))
         environment = self._environment(job, folder, private, token, device)
+        environment[slices.ONLY] = job.reds if part is not None else ""
         started, began, oom = datetime.now(UTC), time.monotonic(), processes.oom_kills()
         arguments = [sys.executable, "-m", "dsv4lib.lab.worker", str(private)]
         worker = processes.start(arguments, environment, self.root, private / "worker.log")
-        return Active(job, stage, attempt, worker, token, folder, private, began, started, lock, oom)
+        return Active(job, stage, attempt, worker, token, folder, private, began, started, lock, oom, part)
+
+    def _is_sliced(self, job: Job) -> bool:
+        return self.slices and job.kind == "negative"
 
     def _environment(self, job: Job, folder: Path, private: Path, token: str, device: str) -> dict[str, str]:
         """Everything that Jupyter, IPython and matplotlib keep goes to the private folder, kernels included."""
@@ -323,8 +334,9 @@ class Supervisor:
         try:
             stopped_at = position[0] if kind is not None and position else None
             self._record(
-                run.job, run.stage, run.attempt, kind, reason, run.started, seconds, run.folder, run.peak_mb, stopped_at
-            )
+                run.job, run.stage, run.attempt, kind, reason, run.started, seconds, run.folder, run.peak_mb,
+                stopped_at, run.part,
+            )  # fmt: skip
             if kind is not None:
                 self._keep_log(run)
         finally:
@@ -351,6 +363,7 @@ class Supervisor:
         folder: Path | None = None,
         peak_mb: float = 0.0,
         stopped_at: int | None = None,
+        part: slices.Slice | None = None,
     ) -> None:
         record = Record(
             run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
@@ -363,7 +376,7 @@ class Supervisor:
         if folder is not None:
             record = replace(record, notebook=f"{folder.name}/notebook.ipynb")
             if kind is None:
-                record = _judged(record, stage, folder / "verdict.json")
+                record = _judged(record, stage, folder / "verdict.json", part)
         record = replace(record, reason=scrub(record.reason, self.root))
         if folder is not None:
             with _full_disk_is_a_verdict() as full:
@@ -374,8 +387,11 @@ class Supervisor:
         self.progress.finished(record)
 
 
-def _judged(record: Record, stage: Stage, path: Path) -> Record:
-    """``record`` with the notebook's report read from ``path`` and judged by the stage's gates."""
+def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None = None) -> Record:
+    """``record`` with the notebook's report read from ``path`` and judged by the stage's gates.
+
+    Of a slice only the gates on its metric are judged: it says nothing about the others.
+    """
     try:
         told = json.loads(path.read_text())
         metrics = {str(k): float(v) for k, v in told["metrics"].items()}
@@ -387,12 +403,15 @@ def _judged(record: Record, stage: Stage, path: Path) -> Record:
     if told.get("stage") != stage.name:
         reason = f"its verdict is that of stage {told.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
-    gates = judge(stage.gates, metrics, skipped)
+    asked = [gate for gate in stage.gates if part is None or gate.metric == record.reds]
+    gates = judge(asked, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
         verdict, reason = _negative(record, gates, verdict, reason)
     elif verdict is Verdict.PASSED and stage.kernel and record.backend == "reference":
         verdict, reason = Verdict.SKIPPED, "the reference back end does not run the kernel, so it verifies nothing"
+    if part is not None and part.left_out:
+        reason += f"; {len(part.left_out)} cells were left out, which this gate does not depend on"
     return replace(record, verdict=verdict, reason=reason, metrics=metrics, skipped=skipped, gates=gates)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from dsv4lib.lab.files import write_atomic
 from dsv4lib.lab.quick_nbformat import nbformat
 from dsv4lib.lab.records import Record
+from dsv4lib.lab.slices import LEFT_OUT
 from dsv4lib.lab.verdicts import LOOKS, Verdict
 
 BANNER = "dsv4-banner"
@@ -71,7 +72,9 @@ def _correct(notebook: nbformat.NotebookNode, record: Record, complete: bool, st
     meta["parameters"] = record.parameters
     for index, cell in enumerate(notebook.cells):
         state = cell.metadata.setdefault("papermill", {})
-        if complete:
+        if LEFT_OUT in cell.metadata.get("tags", []):
+            state["status"], state["exception"] = "pending", None
+        elif complete:
             state["status"], state["exception"] = "completed", None
         elif stopped_at is None or index > stopped_at:
             state["status"], state["exception"] = "pending", None

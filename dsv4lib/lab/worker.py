@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.lab import slices
 from dsv4lib.lab.files import write_atomic
 from dsv4lib.lab.processes import die_with_parent, oom_kills
 from dsv4lib.lab.quick_nbformat import nbformat  # before papermill, which imports it as well
@@ -27,7 +28,7 @@ def execute(job: dict[str, Any], private: Path) -> None:
     """Run the notebook of ``job``; raises whatever ended it early.
 
     Args:
-        job: input, output, cwd (paths) and parameters.
+        job: input, output, cwd (paths), parameters, and a slice if not the whole notebook is to run.
         private: folder for sockets and the progress file; its path is short, as socket paths must be.
     """
     import papermill
@@ -35,6 +36,8 @@ def execute(job: dict[str, Any], private: Path) -> None:
     from traitlets.config import Config
 
     notebook = nbformat.read(job["input"], as_version=4)
+    if "slice" in job:
+        slices.apply(notebook.cells, slices.Slice(**job["slice"]))
     cells = len(notebook.cells) + 1  # papermill adds one with the parameters
 
     def on_cell_start(cell: Any, cell_index: int) -> None:

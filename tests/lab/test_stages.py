@@ -40,7 +40,7 @@ def test_quick(stage: Stage, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("stage", "name"), NEGATIVES, ids=[f"{stage.name}-{name}" for stage, name in NEGATIVES])
 def test_negative(stage: Stage, name: str, tmp_path: Path) -> None:
-    record = runner.run_negative(stage, name, runner.Options(out=tmp_path, workers=1, figures=False))
+    record = runner.run_negative(stage, name, runner.Options(out=tmp_path, workers=1, figures=False, slices=True))
     verified(record)
     states = {gate.state for gate in record.gates if gate.metric == stage.negative(name).reds}
     assert "failed" in states

@@ -123,10 +123,9 @@ def test_torch_compile_takes_them_whole():
 
 
 def test_a_tokens_bits_are_those_of_any_form_and_number_of_launches():
-    """At equal places of tiles: the emulator's sums for sm_100a depend on the row of an MMA (for sm_90a not)."""
     x, weight, bias = torch.randn(TOGETHER + 7, 128).bfloat16(), torch.randn(E, 128).bfloat16(), torch.randn(E)
     whole = router(x, weight, k=3, bias=bias, backend="emulator")
-    for rows in (slice(0, 3), slice(16, 41), slice(64, 104), slice(112, 130)):
+    for rows in (slice(0, 3), slice(5, 30), slice(63, 103), slice(112, 130)):
         part = router(x[rows], weight, k=3, bias=bias, backend="emulator")
         assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
     assert len({tuple(tile_of(n, E, 128).items()) for n in (1, 9, 17, 33)}) == 4

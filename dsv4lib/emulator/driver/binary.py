@@ -70,9 +70,9 @@ def _elf_size(header: bytes, address: int) -> int:
     return end
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def parsed(ptx: str) -> Module:
-    """``parse``, once per text."""
+    """``parse``, once per text; 3 MB a kernel and what it is lowered to."""
     return parse(ptx)
 
 

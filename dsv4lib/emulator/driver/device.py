@@ -69,7 +69,6 @@ class Device:
         self.tracing = tracing
         self.trace: Trace | None = None
         self._attributes = arch.attributes(settings.sm_count)
-        self._programs: dict[tuple[int, str], tuple[Module, Program]] = {}
         self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
 
     def __repr__(self) -> str:
@@ -116,11 +115,10 @@ class Device:
             self.group.synchronize()
 
     def program(self, module: Module, kernel_name: str) -> Program:
-        """The lowered kernel, once per module."""
-        key = id(module), kernel_name
-        if key not in self._programs:  # the module is kept: its id stays unique
-            self._programs[key] = module, lower(module.kernels[kernel_name], module)
-        return self._programs[key][1]
+        """The lowered kernel, once per module: devices share it."""
+        if kernel_name not in module.programs:
+            module.programs[kernel_name] = lower(module.kernels[kernel_name], module)
+        return module.programs[kernel_name]
 
     def variables(self, module: Module) -> dict[str, int]:
         """Addresses of the module's global and constant variables, allocated at first use and kept."""

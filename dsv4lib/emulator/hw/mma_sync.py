@@ -2,8 +2,9 @@
 
 Synchronous: the result is there when the instruction is done. On sm_90 floats are added as Hopper does, bit for bit
 (hopper_sums.py; only the fp8 forms with K = 16 or f16 accumulators have not been compared). Elsewhere products are
-exact, sums run in float32 in an order of our own and the accumulator is added last; fp64 is a chain of fused
-multiply-adds everywhere. Integers are exact. Only rounding to nearest is implemented for fp64.
+exact, they and the accumulator are added in float64, in the same order wherever an element stands in the tile, and
+the sum is rounded once; fp64 is a chain of fused multiply-adds everywhere. Integers are exact. Only rounding to nearest
+is implemented for fp64.
 
 Source: PTX ISA, "mma" and "Block Scaling for mma.sync".
 """
@@ -79,9 +80,17 @@ def _float_result(a: np.ndarray, b: np.ndarray, c: np.ndarray, form: Form, hoppe
         return fused_sum(a, b, c, kind, form.get("b"), d)
     if hopper and d == "f32" and form.get("k") == "32":
         return fp8_mma_sum(a, b, c)
-    total = a @ b.T + c.astype(np.float32)
-    with np.errstate(over="ignore"):
-        return total if d == "f32" else total.astype(np.float16)
+    return _sums(a, b, c, np.float32 if d == "f32" else np.float16)
+
+
+def _sums(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: type) -> np.ndarray:
+    """A B^T + C, added in float64 and rounded once to ``dtype``; A (M, K), B (N, K), C (M, N).
+
+    Not by BLAS, whose order of summation depends on the row: a row's bits are those of the row, wherever it stands.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.einsum("mk,nk->mn", np.ascontiguousarray(a, np.float64), np.ascontiguousarray(b, np.float64))
+        return (total + c).astype(dtype)
 
 
 @isa.service(
@@ -188,9 +197,7 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     # float64: two scale factors can leave float32 before they cancel.
     left = decode(a, names[0]).reshape(16, count, -1) * factors_a[:, :, None]
     right = decode(b, names[1]).reshape(8, count, -1) * factors_b[:, :, None]
-    product = left.reshape(16, k) @ right.reshape(8, k).T
-    with np.errstate(over="ignore"):
-        result = product.astype(np.float32) + _accumulator(warp, instr, 16, "f32")
+    result = _sums(left.reshape(16, k), right.reshape(8, k), _accumulator(warp, instr, 16, "f32"), np.float32)
     _write(warp, instr, result, "f32")
 
 

@@ -1,8 +1,14 @@
 """How tcgen05 and wgmma instructions reach their asynchronous units.
 
 mma, cp, shift and commit go to the tensor pipe of the CTA (cta_group::1) or of the CTA pair (cta_group::2), which
-completes them in issue order (PTX ISA, "tcgen05: implicitly pipelined instructions"). Loads and stores between tensor
-memory and registers go to a unit of the warp and complete in any order until ``tcgen05.wait``.
+completes them in issue order. Loads and stores between tensor memory and registers go to a unit of the warp and
+complete in any order until ``tcgen05.wait``.
+
+The PTX ISA ("Pipelined tcgen05 Instructions") promises that order pair by pair: cp, shift or mma before mma (between
+mma for one accumulator and shape), mma before shift, shift before cp.4x256b, each before commit. It does not name mma
+before cp, which overwrites what the mma reads. No check reports that pair: every block-scaled GEMM of CUTLASS keeps the
+scale factors of one stage in tensor memory and copies the next ones over them behind the mma, with nothing between, and
+Triton documents it as valid. How the hardware keeps the order is not published; here it is the order of the pipe.
 """
 
 from __future__ import annotations

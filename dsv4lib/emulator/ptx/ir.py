@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,11 @@ class Function:
 
 @dataclass
 class Module:
-    """A PTX file."""
+    """A PTX file. ``programs``: its kernels as the machine runs them (`program.lower`), by name, once there are any."""
 
     version: str
     target: str
     kernels: dict[str, Kernel]
     variables: list[Variable] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
+    programs: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)

@@ -136,6 +136,25 @@ def test_floats(kind, k, a, b, d):
     np.testing.assert_array_equal(got, expected.astype(np.float16) if d == "f16" else expected)
 
 
+@pytest.mark.parametrize("k", [8, 16])
+def test_sums_do_not_depend_on_the_row(k):
+    """On sm_100a every row gives the bits of its exact sum, rounded once, in whichever row of the tile it stands.
+
+    The terms of a row cancel to what single precision loses on the way: 2^24 + 1 - 2^24 and its like.
+    """
+    rng = np.random.default_rng(4)
+    a = rng.choice([1, 2.0**12, -(2.0**12), 3], (16, k))
+    b = rng.choice([1, 2.0**12, -(2.0**12), 5], (k, 8))
+    a[:, 1::2], b[1::2] = -a[:, ::2], b[::2]  # the products of a pair cancel
+    a[:, -1], b[-1], c = 1, 1, rng.integers(-20, 20, (16, 8)) * 1.0
+    for turn in range(16):
+        rows = np.roll(np.arange(16), turn)
+        codes = [np.frombuffer(x.astype(np.float32).tobytes(), np.uint32).reshape(x.shape) >> 16 for x in (a[rows], b)]
+        opcode = f"mma.sync.aligned.m16n8k{k}.row.col.f32.bf16.bf16.f32"
+        got = run(opcode, 16, k, "bf16", "bf16", "f32", *codes, c[rows], arch="sm_100a")
+        np.testing.assert_array_equal(got, (a @ b + c)[rows].astype(np.float32))
+
+
 INTEGERS = [(8, 16, 8), (16, 16, 8), (16, 32, 8), (8, 32, 4), (16, 32, 4), (16, 64, 4)]
 
 

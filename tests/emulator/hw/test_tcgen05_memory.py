@@ -241,6 +241,36 @@ def test_commit_arrives_after_everything_before_it():
     assert states == [(0, 1), (0, 1), (1, 2)]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_mma_and_cp_keep_the_order_of_issue(order):
+    """Of a copy over the A of an MMA the MMA reads what was there when it was issued, without a wait or a report."""
+    text = "tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r3], %rd2, %r2, %p1;\n"
+    bench = Bench(text + "tcgen05.cp.cta_group::1.128x256b [%r3], %rd1;")
+    allocate(bench)
+    rng = np.random.default_rng(7)
+    old, new = (tc_formats.random_codes(rng, "bf16", (128, 16)) for _ in range(2))
+    b = tc_formats.random_codes(rng, "bf16", (64, 16))
+    db = store_matrix(bench, 0, 32768, b, "bf16", "f16", "K", "32B")
+    lbo, sbo, _ = tc_layouts.strides("K", "none", 1, 128, 32)
+    rows = np.ascontiguousarray(new.astype(np.uint16)).view(np.uint8)
+    tc_layouts.place(bench.cta.smem.data, 4096, rows, "K", "none", 1, lbo, sbo)
+    bench.cta.smem.init[4096 : 4096 + 4096] = 1
+    bench.cta.tmem.data[:, 256:264] = np.ascontiguousarray(old.astype(np.uint16)).view(np.uint32)
+    bench.cta.tmem.init[:, 256:264] = True
+    bench.set(r1=0, r2=idesc("f16", "bf16", "bf16", "f32", 128, 64), r3=256, rd2=db, p1=False)
+    bench.set(rd1=tc_layouts.descriptor(4096, lbo, sbo, "none"))
+    bench.mask(1)
+    for line in order:
+        bench.serve(line)
+    units = bench.machine.units
+    while len(units):
+        (op,) = units.candidates()
+        units.complete(op)
+    read = tc_formats.values(old if order == (0, 1) else new, "bf16")
+    np.testing.assert_array_equal(read_d(bench, 128, 64, "D", 0, "f32"), read @ tc_formats.values(b, "bf16").T)
+    assert bench.hazards == []
+
+
 @pytest.mark.parametrize("mask", [0b0001, 0b0110, 0b1111])
 def test_commit_multicast(mask):
     bench = Bench(
