@@ -12,11 +12,11 @@ import torch
 
 from dsv4lib import backends, check
 from dsv4lib.emulator import round_trips
+from dsv4lib.emulator.driver.binary import parsed
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError, Place
 from dsv4lib.emulator.ptx.dependent import WAIT, ahead_of_wait
-from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.kernels.compile import Compiled
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import Combine
@@ -99,7 +99,7 @@ class Trial:
         """
         if self.compiled is None:
             return []
-        (kernel,) = parse(self.compiled.ptx).kernels.values()
+        (kernel,) = parsed(self.compiled.ptx).kernels.values()
         if all(instr.opcode != WAIT for instr in kernel.instructions):
             return []
         found = []
