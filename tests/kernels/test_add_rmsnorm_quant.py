@@ -7,6 +7,8 @@ import torch
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.ptx.dependent import ahead_of_wait
+from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.kernels.add_rmsnorm_quant.arguments import fake_args, launch_args
@@ -169,6 +171,19 @@ def test_all_schedules_give_the_same_bits(arch, recipe):
     given = case(3, 1152)
     found = [run((recipe, 1152), arch, *given, schedule=s, seed=3) for s in SCHEDULES]
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one[:3], found[0][:3], strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4"])
+def test_only_weights_are_read_before_the_kernel_before_is_done(recipe):
+    """That kernel may have written everything else, the global scale too."""
+
+    def early(weighted):
+        _, code = compiled((recipe, 4096, weighted, False), "sm_100a")
+        (kernel,) = parse(code.ptx).kernels.values()
+        return [instr.text for instr in ahead_of_wait(kernel)]
+
+    assert not early(False)
+    assert early(True) and all(text.startswith("ld.global.v") for text in early(True))
 
 
 def test_bad_arguments_are_named():

@@ -163,12 +163,12 @@ class AddRmsnormQuant(RmsNorm):
         g = factors = None
         if cutlass.const_expr(self.weighted):
             self.fetch(tensors.weight, rWeight)
-        if cutlass.const_expr(self.recipe == "nvfp4"):
-            g = tensors.global_scale[0]
-            factors = codes.scale_factors(g)
         cute.arch.griddepcontrol_wait()
         self.fetch(tensors.x[row, None], rX)
         self.fetch(tensors.residual[row, None], rResidual)
+        if cutlass.const_expr(self.recipe == "nvfp4"):
+            g = tensors.global_scale[0]  # unlike the weight it may be new: the kernel before may have written it
+            factors = codes.scale_factors(g)
         rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
         self.put(rX, tensors.total[row, None])
         scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
