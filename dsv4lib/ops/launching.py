@@ -1,4 +1,9 @@
-"""What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue."""
+"""What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue.
+
+Launches overlap (programmatic dependent launch): a kernel starts while the one before ends, and waits for it before it
+touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor) are read earlier:
+the kernel that writes them may not be the one right before; any other launch or a synchronisation in between is enough.
+"""
 
 from __future__ import annotations
 
