@@ -244,8 +244,8 @@ CLAUSES = (
 SILENT = (
     "`tcgen05.cp` behind a `tcgen05.mma` of the same CTA group that still reads what the copy overwrites: the PTX ISA "
     "promises order for listed pairs of tcgen05 instructions (cp, shift or mma before mma, mma before shift, shift "
-    "before cp.4x256b, all before commit), and this pair is not among them; but every block-scaled GEMM of CUTLASS "
-    "overwrites its scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "
+    "before cp.4x256b, all before commit), and this pair is not among them; but block-scaled GEMMs of CUTLASS "
+    "overwrite their scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "
     "race detector and completes in issue order (hw/test_tcgen05_memory.py::test_mma_and_cp_keep_the_order_of_issue).",
 )
 

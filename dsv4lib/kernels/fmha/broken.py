@@ -542,9 +542,8 @@ def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tup
 class HastyLoad(Fmha):
     """The load warp does not wait for the kernel before, which may still write what it reads."""
 
-    def load(self, *given: Any) -> None:
-        """See `Load.load`."""
-        self.load_items(*given)  # WRONG: no `griddepcontrol.wait`
+    def wait_for_inputs(self) -> None:
+        """WRONG: no `griddepcontrol.wait`; see `Load.wait_for_inputs`."""
 
 
 CAUGHT_BY = {  # break -> (stage it belongs to, what finds it)

@@ -71,26 +71,12 @@ class Load(Plan):
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
     ):
-        """Load warp: everything that it reads may come from the kernel before."""
-        cute.arch.griddepcontrol_wait()
-        self.load_items(mQ, queries, sources, lists, items, sKV, kv)
-
-    @cute.jit
-    def load_items(
-        self,
-        mQ: cute.Tensor,
-        queries: tuple,
-        sources: tuple,
-        lists: tuple,
-        items: Items,
-        sKV: Int32,
-        kv: pipeline.PipelineTmaUmma,
-    ):
-        """Lane l < 16 gathers rows 4 l .. 4 l + 3 of every tile, one 128-byte column chunk at a time.
+        """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every tile, one 128-byte column chunk at a time.
 
         Each CTA of a pair gathers its half of the dimensions of keys, and Q of its own heads. The next item's Q and
         tiles follow without a gap.
         """
+        self.wait_for_inputs()
         column = 0 if self.cluster == 1 else cute.arch.block_idx_in_cluster() * (self.head_dim // 2)
         own = 4 * cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
@@ -118,6 +104,11 @@ class Load(Plan):
                             self.gather(sources[1], rows, target, barrier, dims)
                     state.advance()
         kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+
+    @cute.jit
+    def wait_for_inputs(self):
+        """Everything that the load warp reads may come from the kernel before."""
+        cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def claim(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState, nbytes: Int32, column: Int32):
