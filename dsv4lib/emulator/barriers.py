@@ -373,10 +373,13 @@ def fence(warp: Warp, instr: Instr, form: Form) -> None:
 
 @isa.service(
     "griddepcontrol.<what:launch_dependents|wait>",
-    note="launches run one after another: a dependent grid never starts early",
+    note="launches run one after another: a dependent grid never starts early; the race detector knows where it could",
 )
 def griddepcontrol(warp: Warp, instr: Instr, form: Form) -> None:
     """Programmatic dependent launch."""
+    race = warp.cta.machine.race
+    if race is not None:
+        (race.grid_waited if form.get("what") == "wait" else race.grid_triggered)(warp)
 
 
 @isa.service("setmaxnreg.<direction:inc|dec>.sync.aligned.u32", note="register counts have no effect on results")

@@ -18,6 +18,7 @@ from dsv4lib.emulator import request as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Place
+from dsv4lib.emulator.hazards.global_memory import GlobalRaces
 from dsv4lib.emulator.hazards.order import Order
 from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.report import Hazard
@@ -51,6 +52,7 @@ class Machine:
         events: bumped by everything that could unblock a warp: every service does.
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
+        before: global memory of the launches that a programmatic dependent launch may overlap, the latest first.
         race: who is ordered after whom, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
@@ -67,6 +69,7 @@ class Machine:
         trace: bool = False,
         units: Any = None,
         device: int | None = None,
+        before: tuple[GlobalRaces, ...] = (),
     ):
         self.program, self.request, self.gmem = program, request, gmem
         self.settings = settings or Settings()
@@ -90,6 +93,7 @@ class Machine:
         self.param_address = self._params.ctypes.data
         self.units = AsyncUnits(self) if units is None else units
         checks = self.settings.native_checks
+        self.before = before if request.attributes.get("programmatic") else ()
         self.race = Detector(self) if checks & CHECK_RACE else Order(self) if checks & CHECK_PROXY else None
         self.queue: deque[Dim3] = deque(self._cluster_origins())
         self.scheduler: Any = None
@@ -231,8 +235,9 @@ def prepare(request: LaunchRequest, device: Any) -> Machine:
     """The machine for one launch on a device.
 
     ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
-    name) and, optionally, ``tracing`` and ``number``.
+    name) and, optionally, ``tracing``, ``number`` and ``before``, the detector of the launch before on the stream.
     """
+    before = getattr(device, "before", None)
     return Machine(
         device.program(request.module, request.kernel_name),
         request,
@@ -241,12 +246,17 @@ def prepare(request: LaunchRequest, device: Any) -> Machine:
         variables=device.variables(request.module),
         trace=getattr(device, "tracing", False),
         device=getattr(device, "number", None),
+        before=() if before is None else before.left_behind(),
     )
 
 
 def run(request: LaunchRequest, device: Any) -> LaunchResult:
-    """Run one launch on a device (`prepare`). If it traces, it is given the launch's ``trace``, also on failure."""
+    """Run one launch on a device (`prepare`), which is given its race detector as ``before``.
+
+    If the device traces, it is given the launch's ``trace``, also on failure.
+    """
     machine = prepare(request, device)
+    device.before = None
     try:
         result = machine.run()
     finally:
@@ -254,4 +264,6 @@ def run(request: LaunchRequest, device: Any) -> LaunchResult:
             device.trace = machine.trace.finish()
     if machine.trace is not None:
         result.trace = device.trace
+    if isinstance(machine.race, Detector):
+        device.before = machine.race
     return result

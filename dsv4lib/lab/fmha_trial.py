@@ -95,7 +95,7 @@ class Trial:
     def early(self) -> list[str]:
         """Python lines that touch global memory ahead of the wait for the kernel before; none of a kernel without it.
 
-        No run shows them: launches in the emulator do not overlap. None of an op, which keeps its code to itself.
+        A launch by itself shows none of them. None of an op, which keeps its code to itself.
         """
         if self.compiled is None:
             return []

@@ -21,6 +21,7 @@ from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.driver.termination import unwinding
 from dsv4lib.emulator.errors import EmulatorError, LaunchError
 from dsv4lib.emulator.hazards import KINDS, Hazard
+from dsv4lib.emulator.hazards.race import Detector
 from dsv4lib.emulator.hazards.selection import PRESETS, select
 from dsv4lib.emulator.memory.gmem import GlobalMemory
 from dsv4lib.emulator.policies import POLICIES
@@ -54,6 +55,7 @@ class Device:
         ctas: CTAs to which every launch is restricted, None = all.
         gmem: global memory; memory: registration of tensors in it.
         launches: every launch so far, in order.
+        before: race detector of the latest launch, if the next one on its stream may overlap it.
         tracing: record a trace of every launch; trace: that of the latest one, also if it failed.
     """
 
@@ -68,6 +70,8 @@ class Device:
         self.launches: list[Launch] = []
         self.tracing = tracing
         self.trace: Trace | None = None
+        self.before: Detector | None = None
+        self._stream = 0
         self._attributes = arch.attributes(settings.sm_count)
         self._variables: dict[int, tuple[Module, dict[str, int]]] = {}
 
@@ -101,6 +105,8 @@ class Device:
         if self.group is not None:
             self.group.together.launch(self, stream, request, self.group.hold())
             return None
+        if stream != self._stream:
+            self.before, self._stream = None, stream
         result = machine.run(request, self)
         self.ran(request, result)
         return result
@@ -111,6 +117,7 @@ class Device:
 
     def synchronize(self) -> None:
         """Run what is queued on this device, together with what is queued on the others of its group."""
+        self.before = None
         if self.group is not None:
             self.group.synchronize()
 

@@ -36,6 +36,7 @@ _RACES = "hazards/test_race.py::TWINS[{}]"
 _GLOBAL = "hazards/test_global.py::TWINS[{}]"
 _PHASES = "hazards/test_phases.py::TWINS[{}]"
 _LETTER = "hazards/test_letter.py::TWINS[{}]"
+_DEPENDENT = "hazards/test_dependent.py::TWINS[{}]"
 _TRAPS = "hazards/test_gemm_traps.py::REPORTED[{}]"
 
 
@@ -146,6 +147,11 @@ CLAUSES = (
             _GLOBAL.format("a store and an atomic"),
             _GLOBAL.format("two writers"),
         ),
+    ),
+    Clause(
+        "a programmatic dependent launch that does not wait for the launch before",
+        ("dependent_launch_early",),
+        (_DEPENDENT.format("a load"), _DEPENDENT.format("a store over what is read"), _DEPENDENT.format("a bulk copy")),
     ),
     Clause(
         "a tcgen05 completion publishes only its own effects",

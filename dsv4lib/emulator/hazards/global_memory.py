@@ -54,6 +54,7 @@ class Region:
     """Shadow of one allocation.
 
     Attributes:
+        allocation: what it is of.
         base: number of its first word (address / 4); words: how many; memory: the words themselves.
         writer, first, latest: numbers of accesses (0 = none): last write, first and latest read since.
         values: what the last write left.
@@ -63,6 +64,7 @@ class Region:
     """
 
     def __init__(self, allocation: Allocation):
+        self.allocation = allocation
         self.base = allocation.start >> 2
         self.words = (allocation.end + 3 >> 2) - self.base
         self.memory = np.frombuffer((ctypes.c_uint8 * (4 * self.words)).from_address(4 * self.base), np.uint32)
@@ -288,7 +290,7 @@ class GlobalRaces:
         for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
             self._touch(region, warp, actor, words, at, who, mask, write, strong)
 
-    def _fold(self, region: Region) -> None:
+    def fold(self, region: Region) -> None:
         """Enter the reads that wait into the shadow."""
         for starts, nbytes, number in region.ranges:
             region.read(words_of(starts, nbytes) - region.base, number)
@@ -307,7 +309,7 @@ class GlobalRaces:
             number = self._number(op.warp, actor, op.instr.index, ALL_BYTES, strong, op.lanes)
             region.ranges.append((starts, nbytes, number))
             if len(region.ranges) > _RANGES:
-                self._fold(region)
+                self.fold(region)
             return
         words = words_of(starts, nbytes) - region.base
         self._touch(region, op.warp, actor, words, None, None, ALL_BYTES, write, strong, op)
@@ -332,7 +334,7 @@ class GlobalRaces:
     ) -> None:
         """Judge accesses to words of a region and note them."""
         if write and not region.written:
-            self._fold(region)
+            self.fold(region)
             region.block.values[Area.WRITTEN] = 1
         if pcs is None:
             ids: Any = self._number(warp, actor, op.instr.index, mask, strong, op.lanes)
@@ -426,7 +428,7 @@ class GlobalRaces:
                 continue
             if known is None or known[entry] < table.epoch[number]:
                 text = f"{op.label} reads global memory that {self._members[owner].name(entry)} wrote in this launch"
-                place, by = op.where(), self._place_of(number)
+                place, by = op.where(), self.place_of(number)
                 self.machine.report("missing_proxy_fence_global", text, place, owner=by)
 
     # --- reports ----------------------------------------------------------------------------------------------------
@@ -459,12 +461,12 @@ class GlobalRaces:
         where = f"{address - allocation.start:#x} of {allocation.label}" if allocation else f"{address:#x}"
         text = f"{what} in global memory at {where}: {mine} is not ordered after {theirs}"
         found = self.machine.report(
-            kind, text, place, owner=self._place_of(earlier), address=address, order=what, same_value=same
+            kind, text, place, owner=self.place_of(earlier), address=address, order=what, same_value=same
         )
         if found is not None:
             self._found[key] = found
 
-    def _place_of(self, number: int) -> Place:
+    def place_of(self, number: int) -> Place:
         """The place of an access."""
         program, table = self.machine.program, self.accesses
         instr: Instr = program.instruction(int(table.pc[number]))

@@ -22,6 +22,7 @@ import numpy as np
 from dsv4lib.emulator.errors import Place
 from dsv4lib.emulator.hazards.clocks import ALWAYS, CARRIED, STRICT, UNKNOWN, Clocks, address_of
 from dsv4lib.emulator.hazards.code import CodeChecks
+from dsv4lib.emulator.hazards.dependent import Dependence
 from dsv4lib.emulator.hazards.flags import Flags
 from dsv4lib.emulator.hazards.global_memory import GlobalRaces
 from dsv4lib.emulator.hazards.letter import TensorFences
@@ -105,6 +106,7 @@ class Detector(Order):
         self._found: dict[tuple[str, int, int], Any] = {}
         self._phases = Phases(machine)
         self.far = GlobalRaces(machine)
+        self._dependence = Dependence(machine, machine.before) if machine.before else None
         self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
         self._block = Fields(Launch)
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
@@ -197,6 +199,21 @@ class Detector(Order):
             text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
             self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
 
+    def grid_waited(self, warp: Warp) -> None:
+        """griddepcontrol.wait."""
+        if self._dependence is not None:
+            self._dependence.waited(self._state(warp).clocks, warp)
+
+    def grid_triggered(self, warp: Warp) -> None:
+        """griddepcontrol.launch_dependents."""
+        if self._dependence is not None:
+            self._dependence.triggered(self._state(warp).clocks, warp)
+
+    def left_behind(self) -> tuple[GlobalRaces, ...]:
+        """Global memory of this launch, and of the one before if that may still run when the next begins; once."""
+        own, self._dependence, self.machine.before = self._dependence, None, ()
+        return (self.far, *own.earlier[:1]) if own is not None and own.hasty else (self.far,)
+
     def committed(self, warp: Warp, kind: str) -> None:
         """The warp's operations of this kind since the last commit are a group."""
         entry = self._agent(warp, kind)
@@ -287,8 +304,10 @@ class Detector(Order):
         entry = op.entry
         if write:  # the writing half of a bulk store is complete later than the reading half
             entry = self._agent(op.warp, "bulk write")
-        actor = Actor(entry, op.epoch, op.clock)
-        self.far.ranges(op, actor, np.asarray(starts, np.int64), nbytes, write, reduces)
+        actor, starts = Actor(entry, op.epoch, op.clock), np.asarray(starts, np.int64)
+        if self._dependence is not None:
+            self._dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
+        self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """A release store or reduction is issued (st.async, red.async on global memory)."""
@@ -396,6 +415,8 @@ class Detector(Order):
         n = self.pending[0]
         self.pending[0] = 0
         state = self._state(warp)
+        if self._dependence is not None:
+            self._dependence.logged(state.clocks, warp, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return

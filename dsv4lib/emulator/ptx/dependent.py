@@ -1,10 +1,11 @@
 """Accesses to global memory that a programmatic dependent launch makes too early, found without running the kernel.
 
 Such a kernel may start while the one before still runs; ``griddepcontrol.wait`` returns when that one has ended and its
-writes are visible. Until then a read may find old values, and a write may overtake a read. Launches in the emulator run
-one after the other, so no run shows it: here every path from the entry is followed up to its first wait.
+writes are visible. Until then a read may find old values, and a write may overtake a read. Here every path from the
+entry is followed up to its first wait, whatever runs before it.
 
-What does not depend on the kernel before may be touched earlier on purpose (weights); this only says what is.
+What does not depend on the kernel before may be touched earlier on purpose (weights); this only says what is. In a run
+of both launches the race detector tells them apart (hazards/dependent.py).
 Source: PTX ISA, "griddepcontrol".
 """
 
