@@ -2,7 +2,8 @@
 
 Launches overlap (programmatic dependent launch): a kernel starts while the one before ends, and waits for it before it
 touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor) are read earlier:
-the kernel that writes them may not be the one right before; any other launch or a synchronisation in between is enough.
+the kernel that writes them may not be the one right before. A synchronisation in between is enough, or any launch that
+lets its dependents come behind its own wait (`fmha` does so ahead of it). The emulator's race detector reports it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4lib import emulator
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.rmsnorm import add_rmsnorm, rmsnorm
 
@@ -21,6 +22,20 @@ def test_back_ends_agree(weight):
     assert torch.equal(found[0], want[0]) and torch.equal(found[0], X + RESIDUAL)
     torch.testing.assert_close(found[1], want[1], rtol=UNIT, atol=0)
     assert torch.equal(found[1], rmsnorm(X + RESIDUAL, weight, backend="emulator"))
+
+
+@pytest.mark.parametrize("between", ["nothing", "a launch", "a synchronisation"])
+def test_weights_that_the_launch_before_wrote_are_reported(between):
+    """They are read ahead of the wait for it."""
+    with emulator.device("sm_100a", checks="race", shims=False) as gpu:
+        written = rmsnorm(torch.ones(1, 144).bfloat16(), backend="emulator")
+        if between == "a launch":
+            rmsnorm(X, WEIGHT, backend="emulator")
+        if between == "a synchronisation":
+            gpu.synchronize()
+        rmsnorm(X, written.view(torch.float32)[0], backend="emulator")
+    assert {h.kind for h in gpu.hazards} == ({"dependent_launch_early"} if between == "nothing" else set())
+    assert all("rmsnorm/simt.py" in h.place.python and "rmsnorm/simt.py" in h.owner.python for h in gpu.hazards)
 
 
 def test_outputs_of_the_caller_and_no_tokens():
