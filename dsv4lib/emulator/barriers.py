@@ -379,7 +379,7 @@ def griddepcontrol(warp: Warp, instr: Instr, form: Form) -> None:
     """Programmatic dependent launch."""
     race = warp.cta.machine.race
     if race is not None:
-        (race.grid_waited if form.get("what") == "wait" else race.grid_triggered)(warp)
+        race.grid_dependency(warp, form.get("what") == "wait")
 
 
 @isa.service("setmaxnreg.<direction:inc|dec>.sync.aligned.u32", note="register counts have no effect on results")

@@ -6,16 +6,12 @@ For the notebook and its stage. Every count is of kernels that ran; a planted mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from dsv4lib import backends, emulator
-from dsv4lib.emulator.driver.device import make
-from dsv4lib.emulator.driver.host import launch
+from dsv4lib import backends
 from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.kv_append import arguments as append_arguments
 from dsv4lib.kernels.kv_append import broken as append_broken
@@ -26,18 +22,17 @@ from dsv4lib.kernels.kv_gather.simt import KvGather
 from dsv4lib.kernels.quantize import arguments as entry_arguments
 from dsv4lib.kernels.quantize import broken as entry_broken
 from dsv4lib.kernels.quantize.entries import KvEntries
-from dsv4lib.ops import compile_cache
+from dsv4lib.lab import planted
+from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR
 from dsv4lib.ops import kv_append as append_op
 from dsv4lib.ops import kv_gather as gather_op
 from dsv4lib.ops import quantize as entry_op
 from dsv4lib.ops.requests import plan
 from dsv4lib.reference.cache import append_window
 
-ARCH, ARCHS = "sm_100a", ("sm_100a", "sm_90a")
 WINDOW, DIM, NOPE, GROUP, GROUPS = 128, kv_entry.HEAD_DIM, kv_entry.NOPE, kv_entry.GROUP, kv_entry.GROUPS
 PAGE, STALE = 8, 0xA5  # entries of a page, few enough to draw some; what pages hold before
 MARK = 8  # first dims of a row, by which it is recognised
-SECTOR = 32  # bytes of memory that are moved together
 
 
 class Kernels(NamedTuple):
@@ -60,16 +55,6 @@ FAULTS = {
 def kernels_of(fault: str) -> Kernels:
     """The kernels to run; the right ones where the mistake is none of theirs."""
     return FAULTS.get(fault, RIGHT)
-
-
-def _run(backend: str, call: Callable[[], Any], *planted: tuple[Any, str, type]) -> int:
-    """Call an op with kernels planted; returns hazards, which only the emulator sees."""
-    with ExitStack() as stack:
-        gpu = stack.enter_context(emulator.device(ARCH, checks="race")) if backend == "emulator" else None
-        for module, name, kernel in planted:
-            stack.enter_context(patch.object(module, name, kernel))
-        call()
-        return len(gpu.hazards) if gpu is not None else 0
 
 
 def keys(tokens: int, seed: int, octaves: float = 0) -> torch.Tensor:
@@ -125,7 +110,7 @@ def append(batch: Batch, backend: str, kernel: type = KvAppend) -> tuple[torch.T
     """(rings ``[R, 128, 512]`` after one launch of the batch, hazards)."""
     where = backends.device(backend)
     ring, kv, table = (x.to(where) for x in (empty(batch.rings), batch.kv, batch.table))
-    hazards = _run(
+    hazards = planted.run(
         backend, lambda: append_op.kv_append(kv, ring, table, backend=backend), (append_op, "KvAppend", kernel)
     )
     return ring.cpu(), hazards
@@ -148,7 +133,7 @@ def grown(kv: torch.Tensor, pieces: Sequence[int], backend: str, kernel: type = 
             held.append(recognised(ring[0].cpu(), kv))
             first += count
 
-    hazards = _run(backend, calls, (append_op, "KvAppend", kernel))
+    hazards = planted.run(backend, calls, (append_op, "KvAppend", kernel))
     return torch.stack(held), hazards
 
 
@@ -215,7 +200,7 @@ def store(pool: Pool, backend: str, kernel: type = KvEntries) -> tuple[torch.Ten
     """(pages after the op has stored all entries, hazards)."""
     where = backends.device(backend)
     pages, kv, indices = (x.to(where) for x in (blank(pool.pages), pool.kv, pool.indices))
-    hazards = _run(
+    hazards = planted.run(
         backend,
         lambda: entry_op.quantize_kv_entries(kv, pages, PAGE, indices, backend),
         (entry_op, "KvEntries", kernel),
@@ -230,7 +215,7 @@ def gather(
     where = backends.device(backend)
     out = torch.full((*indices.shape, DIM), 7.0, dtype=torch.bfloat16, device=where)
     given = pages.to(where), page, indices.to(where)
-    hazards = _run(
+    hazards = planted.run(
         backend,
         lambda: gather_op.kv_gather(*given, out=out, backend=backend),
         (gather_op, "KvGather", kernel),
@@ -337,31 +322,23 @@ def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str,
 # ------------------------------------------------------------------ bytes, and the other architecture
 
 
-def _launched(arch: str, kernel_type: type, settings: dict, fake: Callable, args: Callable, *given: Any) -> int:
-    """Run a kernel in the emulator, wherever this page runs; returns the sectors that its warps asked for."""
-    kernel, code = compile_cache.default().get(kernel_type, settings, fake, arch)
-    gpu = make(arch, checks="all")
-    launch(code, *args(kernel, *given), gpu=gpu)
-    return gpu.launches[-1].result.stats["global_sectors"]
-
-
 def _appended(arch: str, batch: Batch, kernel: type = KvAppend, **changed: bool) -> tuple[torch.Tensor, int]:
     ring, table = empty(batch.rings), batch.table
     settings = append_op.settings_for(len(batch.kv), len(table), WINDOW) | changed
     given = kernel, settings, append_arguments.fake_args, append_arguments.launch_args, batch.kv, ring, table
-    return ring, _launched(arch, *given)
+    return ring, planted.sectors(arch, *given)
 
 
 def _stored(arch: str, pool: Pool, kernel: type = KvEntries) -> tuple[torch.Tensor, int]:
     pages = blank(pool.pages)
     given = {"dtype": "bf16"}, entry_arguments.fake_args, entry_arguments.entry_args
-    return pages, _launched(arch, kernel, *given, pool.kv, pool.indices, pages, PAGE)
+    return pages, planted.sectors(arch, kernel, *given, pool.kv, pool.indices, pages, PAGE)
 
 
 def _gathered(arch: str, pages: torch.Tensor, indices: torch.Tensor, kernel: type = KvGather) -> tuple:
     out = torch.empty(len(indices), DIM, dtype=torch.bfloat16)
     given = {}, gather_arguments.fake_args, gather_arguments.launch_args
-    return out, _launched(arch, kernel, *given, pages, indices, out, PAGE)
+    return out, planted.sectors(arch, kernel, *given, pages, indices, out, PAGE)
 
 
 class Traffic(NamedTuple):

@@ -2,18 +2,16 @@
 
 from functools import cache
 
-import cutlass.cute as cute
 import pytest
 import torch
-from cutlass import Float32, Int32
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.topk.arguments import all_args, fake_all_args, fake_args, launch_args
+from dsv4lib.kernels.topk.broken import DropsItsBound, NoMeeting, TiesAnyhow
 from dsv4lib.kernels.topk.everything import TakeAll
-from dsv4lib.kernels.topk.keys import Bins
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.reference.topk import topk as reference
 from tests.kernels.budget import quick
@@ -152,41 +150,9 @@ def test_all_schedules_give_the_same_bits(arch, settings):
 # ------------------------------------------------------------------ mistakes
 
 
-class NoMeeting(TopK):
-    """CTAs of a row do not wait for each other."""
-
-    def meet(self):
-        cute.arch.barrier()
-
-
-class TiesAnyhow(TopK):
-    """Of equal candidates the later one wins."""
-
-    @cute.jit
-    def better(self, other, key, at, index):
-        return other > key or (other == key and at > index)
-
-
-class HighEdge(Bins):
-    """A streamed row drops the bin of its bound."""
-
-    @cute.jit
-    def edge(self, place):
-        _, high = self.keys(place)
-        return Int32(high + 1).bitcast(Float32)
-
-
-class Drops(TopK):
-    """Streams with the wrong edge."""
-
-    def __init__(self, **settings):
-        super().__init__(**settings)
-        self.bins = HighEdge(self.bins.size)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
-    [(NoMeeting, CLUSTER, "normal"), (TiesAnyhow, CHIP, "three values"), (Drops, STREAM, "one octave")],
+    [(NoMeeting, CLUSTER, "normal"), (TiesAnyhow, CHIP, "three values"), (DropsItsBound, STREAM, "one octave")],
 )
 def test_mistakes_are_found(kind, settings, name):
     kernel = kind(**settings)

@@ -117,11 +117,8 @@ class Order:
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
         """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
 
-    def grid_waited(self, warp: Warp) -> None:
-        """griddepcontrol.wait."""
-
-    def grid_triggered(self, warp: Warp) -> None:
-        """griddepcontrol.launch_dependents."""
+    def grid_dependency(self, warp: Warp, waits: bool) -> None:
+        """griddepcontrol.wait, or else .launch_dependents."""
 
     def looked(self, warp: Warp, barrier: Any) -> None:
         """The warp has seen that the latest phase of an mbarrier is complete."""

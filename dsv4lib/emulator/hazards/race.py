@@ -199,15 +199,10 @@ class Detector(Order):
             text = f"{self.warp} uses {barrier.name}, which {warp} has initialised, and is not ordered after that"
             self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
 
-    def grid_waited(self, warp: Warp) -> None:
-        """griddepcontrol.wait."""
+    def grid_dependency(self, warp: Warp, waits: bool) -> None:
+        """griddepcontrol.wait, or else .launch_dependents."""
         if self._dependence is not None:
-            self._dependence.waited(self._state(warp).clocks, warp)
-
-    def grid_triggered(self, warp: Warp) -> None:
-        """griddepcontrol.launch_dependents."""
-        if self._dependence is not None:
-            self._dependence.triggered(self._state(warp).clocks, warp)
+            (self._dependence.waited if waits else self._dependence.triggered)(self._state(warp).clocks, warp)
 
     def left_behind(self) -> tuple[GlobalRaces, ...]:
         """Global memory of this launch, and of the one before if that may still run when the next begins; once."""
