@@ -1,4 +1,4 @@
-"""The page on the lightning indexer: its inputs, counts and figures without a kernel, and every mistake found with one."""
+"""The page on the lightning indexer: its inputs, counts and figures without a kernel, every mistake with one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_counts_of_picks():
 
 def test_bins_keep_the_order_of_scores():
     """The bin of the k-th best is where the sorted row has it, zeros and infinities included."""
-    for name, row in trial.hard_rows(1).items():
+    for row in trial.hard_rows(1).values():
         place, best = trial.bins_of(row), row.sort(descending=True).values
         assert int(place.min()) >= 0 and int(place.max()) < 1024
         assert bool((trial.bins_of(best)[1:] >= trial.bins_of(best)[:-1]).all())
@@ -88,14 +88,10 @@ def test_rounding_on_one_side_is_noise():
     one = trial.step(ENTRIES, K, 0)
     exact = trial.exact_scores(one)
     found, _ = trial.queries(one, "fp4", "reference")
-    good, bad = (
-        trial.scores(trial.values(found), trial.stored_keys(one, "reference", on), found.weights)
-        for on in (True, False)
-    )
+    keys = [trial.stored_keys(one, "reference", rotate) for rotate in (True, False)]
+    good, bad = (trial.scores(trial.values(found), stored, found.weights) for stored in keys)
     assert trial.score_error(good, exact) < 0.2 < 1 < trial.score_error(bad, exact)
-    assert (
-        trial.folded_error(one, trial.queries(one, "fp8", "reference")[0], trial.stored_keys(one, "reference")) < 6e-8
-    )
+    assert trial.folded_error(one, trial.queries(one, "fp8", "reference")[0], keys[0]) < 6e-8
 
 
 def test_figures(capsys):

@@ -37,11 +37,11 @@ _LANES = np.arange(abi.LANES)
 
 
 class Dependence:
-    """One programmatic dependent launch.
+    """One launch; nothing is looked at unless it is a programmatic dependent launch.
 
     Args:
         machine: of the launch.
-        earlier: global memory of the launches that may still run when it begins, the latest first.
+        earlier: global memory of the launches that may still run when it begins, the latest first; none: it waits.
     """
 
     def __init__(self, machine: Any, earlier: tuple[GlobalRaces, ...]):
@@ -75,7 +75,7 @@ class Dependence:
 
     def logged(self, clocks: Clocks, warp: Warp, entries: np.ndarray) -> None:
         """Accesses of a warp, from the log of native code."""
-        if warp.agent in self._behind:
+        if not self.earlier or warp.agent in self._behind:
             return
         if self._ordered(clocks, clocks.of(warp)):
             self._behind.add(warp.agent)
@@ -90,7 +90,7 @@ class Dependence:
 
     def ranges(self, clocks: Clocks, op: AsyncOp, starts: np.ndarray, nbytes: int, write: bool) -> None:
         """Accesses of an asynchronous operation, which knows what its issuer knew."""
-        if op.warp.agent not in self._behind and len(starts) and not self._ordered(clocks, op.clock):
+        if self.earlier and op.warp.agent not in self._behind and len(starts) and not self._ordered(clocks, op.clock):
             self._look(op.warp, op, starts, None, op.instr.index, nbytes, write)
 
     def _look(

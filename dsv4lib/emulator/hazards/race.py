@@ -106,7 +106,7 @@ class Detector(Order):
         self._found: dict[tuple[str, int, int], Any] = {}
         self._phases = Phases(machine)
         self.far = GlobalRaces(machine)
-        self._dependence = Dependence(machine, machine.before) if machine.before else None
+        self._dependence = Dependence(machine, machine.before)
         self._stamps = np.zeros(KEYS * len(machine.program.instructions), np.int64)
         self._block = Fields(Launch)
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
@@ -201,13 +201,12 @@ class Detector(Order):
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
         """griddepcontrol.wait, or else .launch_dependents."""
-        if self._dependence is not None:
-            (self._dependence.waited if waits else self._dependence.triggered)(self._state(warp).clocks, warp)
+        (self._dependence.waited if waits else self._dependence.triggered)(self._state(warp).clocks, warp)
 
     def left_behind(self) -> tuple[GlobalRaces, ...]:
         """Global memory of this launch, and of the one before if that may still run when the next begins; once."""
-        own, self._dependence, self.machine.before = self._dependence, None, ()
-        return (self.far, *own.earlier[:1]) if own is not None and own.hasty else (self.far,)
+        earlier, self._dependence.earlier, self.machine.before = self._dependence.earlier, (), ()
+        return (self.far, *earlier[:1]) if self._dependence.hasty else (self.far,)
 
     def committed(self, warp: Warp, kind: str) -> None:
         """The warp's operations of this kind since the last commit are a group."""
@@ -300,8 +299,7 @@ class Detector(Order):
         if write:  # the writing half of a bulk store is complete later than the reading half
             entry = self._agent(op.warp, "bulk write")
         actor, starts = Actor(entry, op.epoch, op.clock), np.asarray(starts, np.int64)
-        if self._dependence is not None:
-            self._dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
+        self._dependence.ranges(self._state(op.warp).clocks, op, starts, nbytes, write)
         self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
@@ -410,8 +408,7 @@ class Detector(Order):
         n = self.pending[0]
         self.pending[0] = 0
         state = self._state(warp)
-        if self._dependence is not None:
-            self._dependence.logged(state.clocks, warp, self._log[:n])
+        self._dependence.logged(state.clocks, warp, self._log[:n])
         known = self._known(state, warp, n, False)
         if known == DONE:
             return
