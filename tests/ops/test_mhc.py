@@ -34,7 +34,7 @@ def test_back_ends_agree():
 
 
 def test_forms_agree():
-    """Streams to the bit, post and comb to fp32, y to a rounding; all right by the bench's check."""
+    """Streams to the bit (`BULK`: to a rounding), post and comb to fp32, y to a rounding; all right by the bench."""
     names, found = ("streams", "y", "post", "comb"), {}
     for form in forms(128):
         out = {name: torch.full_like(GIVEN["f" if name == "y" else name], float("nan")) for name in names}
@@ -45,7 +45,8 @@ def test_forms_agree():
     for form in forms(128):
         for name in names:
             same([found[form][name]], [found[Form.PLAIN][name]])
-        assert torch.equal(found[form]["streams"], found[Form.PLAIN]["streams"])
+        if form is not Form.BULK:  # whose tensor cores add up in another order: `bench.check`
+            assert torch.equal(found[form]["streams"], found[Form.PLAIN]["streams"])
 
 
 def test_forms_that_fit():
