@@ -28,8 +28,8 @@ def form_of(tokens: int, d: int) -> Form:
     `BULK` have not been timed, so they are never chosen.
 
     ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
-    same to fp32 (streams to the bit but for `BULK`); to choose another form changes y by about what the rounding of x
-    does.
+    same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of
+    100,000) round to the other side, and y, post and comb follow.
     """
     return Form.STREAM if tokens > FEW and Form.STREAM in forms(d) else Form.PLAIN
 
