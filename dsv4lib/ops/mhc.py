@@ -21,6 +21,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
+from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
 from dsv4lib.kernels.mhc.simt import Mhc
@@ -287,7 +288,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.SPLIT: MhcSplit}[chosen.form]
+    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.SPLIT: MhcSplit, Form.BULK: MhcBulk}[chosen.form]
     launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 

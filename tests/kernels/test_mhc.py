@@ -10,6 +10,7 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
+from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.split import MhcSplit
 from dsv4lib.kernels.mhc.stream import MhcStream
@@ -20,7 +21,7 @@ from tests.kernels.budget import quick
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
 AGAIN = {"held": "global"}  # X' is fetched again, as with d 7168
-FORMS = {"plain": (Mhc, {}), "stream": (MhcStream, {}), "again": (MhcStream, AGAIN)}
+FORMS = {"plain": (Mhc, {}), "stream": (MhcStream, {}), "again": (MhcStream, AGAIN), "bulk": (MhcBulk, {})}
 SPLIT = {"split": (MhcSplit, {})}  # `stream` but for the projection, which `test_split` sees
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
@@ -127,7 +128,8 @@ def test_split_in_all_schedules():
         assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), schedule
 
 
-def test_split_keeps_all_bits_of_fn():
+@pytest.mark.parametrize("form", ("split", "bulk"))
+def test_parts_keep_all_bits_of_fn(form):
     """Every other value of fn is all but the last 8 bits of its neighbour, negative: sums of what is left, enlarged."""
     streams, before, (fn, _, base, weight) = case(1, 128)
     whole = 1 + torch.randint(1 << 23, (24, 256), generator=torch.Generator().manual_seed(1)) * 2.0**-23
@@ -135,7 +137,23 @@ def test_split_keeps_all_bits_of_fn():
     fn = torch.stack([whole, -first - (whole - first).bfloat16().float()], -1).flatten(1)
     assert 0 < float((fn[:, 0::2] + fn[:, 1::2]).abs().max()) <= 2.0**-17
     given = torch.ones_like(streams), before, (fn, torch.full((3,), 2.0**13), base, weight)
-    check(run(given, 2, 1, form="split", post=False), given, post=False)
+    check(run(given, 2, 1, form=form, post=False), given, post=False)
+
+
+def test_parts_keep_all_bits_of_comb_and_post():
+    """Stream 0 times a value, less the value's first 16 bits times stream 1 (or f), which is the same: what is left."""
+    streams, (f, post, comb), parameters = case(5, 128)
+    whole = 1 + torch.randint(1 << 23, post.shape, generator=torch.Generator().manual_seed(1)) * 2.0**-23
+    first = whole.bfloat16().float()
+    first = first + (whole - first).bfloat16().float()
+    assert 0 < float((whole - first).abs().max()) <= 2.0**-16
+    streams[:, 1], comb[:], post[:] = streams[:, 0], 0, 0
+    comb[:, 0], comb[:, 1] = whole, -first
+    given = streams, (f, post, comb), parameters
+    check(run(given, 5, 1, form="bulk"), given)
+    comb[:, 1], post[:] = 0, -first
+    given = streams, (streams[:, 0].clone(), post, comb), parameters
+    check(run(given, 5, 1, form="bulk"), given)
 
 
 def test_split_of_other_sites():
@@ -234,7 +252,7 @@ def test_the_check_notices(mistake, form, monkeypatch):
 
 SPILLS = pytest.mark.xfail(strict=True, reason="ptxas keeps 2 registers in local memory on sm_100a")
 CASES = [(arch, d, form) for d in (4096, 7168) for form in ("plain", "stream") for arch in ARCHS]
-CASES += [(arch, 4096, "split") for arch in ARCHS]
+CASES += [(arch, 4096, form) for form in ("split", "bulk") for arch in ARCHS]
 
 
 @pytest.mark.parametrize(

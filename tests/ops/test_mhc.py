@@ -34,7 +34,7 @@ def test_back_ends_agree():
 
 
 def test_forms_agree():
-    """Streams to the bit, post and comb to fp32, y to a rounding; all right by the bench's check."""
+    """Streams to the bit (`BULK`: to a rounding), post and comb to fp32, y to a rounding; all right by the bench."""
     names, found = ("streams", "y", "post", "comb"), {}
     for form in forms(128):
         out = {name: torch.full_like(GIVEN["f" if name == "y" else name], float("nan")) for name in names}
@@ -43,9 +43,13 @@ def test_forms_agree():
         found[form] = out
     assert list(found) == list(Form)
     for form in forms(128):
+        want = found[Form.PLAIN]
+        if form is Form.BULK:  # whose tensor cores add up in another order: some streams round to the other side
+            want = want | bench.behind(GIVEN, found[form]["streams"], "emulator")
         for name in names:
-            same([found[form][name]], [found[Form.PLAIN][name]])
-        assert torch.equal(found[form]["streams"], found[Form.PLAIN]["streams"])
+            same([found[form][name]], [want[name]])
+        if form is not Form.BULK:
+            assert torch.equal(found[form]["streams"], found[Form.PLAIN]["streams"])
 
 
 def test_forms_that_fit():

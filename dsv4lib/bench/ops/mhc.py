@@ -109,6 +109,16 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), ITERS, EPS, EPS, backend)
 
 
+def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
+    """What the plain form makes of streams that are written back already."""
+    from dsv4lib.ops.mhc import Call, run
+
+    out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
+    parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
+    run(Call(streams, None, None, None, *parameters, None, *out.values(), ITERS, EPS, EPS, backend), Form.PLAIN)
+    return out
+
+
 def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
     def write(given: Given, out: Outputs) -> None:
         from dsv4lib.ops.mhc import run

@@ -19,6 +19,10 @@ PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 8  # floats that a token's mixture needs: pre, 1 / rms
 HELD = 32  # words of X' that a lane owns
+BULK_WARPS = 8  # with three more, 168 registers a thread
+STAGES = 3  # tiles in shared memory
+ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
+PIECES = 4 * N * 4  # words of a token's coefficients: streams, pairs of inputs, three parts and one word of nothing
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
 
 
@@ -39,6 +43,7 @@ class Config:
         ConfigError: a value that is not allowed, or too much shared memory.
     """
 
+    name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
     split = False  # whether fn lies in shared memory as three bf16 a value
 
@@ -116,7 +121,7 @@ class Config:
     def budget(self) -> list[BudgetRow]:
         """What lies in shared memory."""
         rows = (
-            ("fn", self.fn_floats, f"{self.values} rows of {self.fn_floats // self.values}"),
+            ("fn", self.fn_floats, f"{self.values} rows, {self.fn_floats} words"),
             ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
             ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
             ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
@@ -136,25 +141,55 @@ class Config:
                 f"{IN_FLIGHT} tiles of {self.slots} tokens, {self.sum_pitch} sums of {self.cluster} CTAs",
             ),
             ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {TILE} tokens, {MIX}"),
-            ("streams", self.held_floats, f"{self.workers} lanes, {HELD} words"),
-            ("coefficients", self.coefficient_floats, f"2 tiles of {TILE} tokens, {COEFFICIENTS}"),
+            ("streams", self.held_floats, f"{self.workers} lanes, {self.held_floats // self.workers} words"),
+            ("coefficients", self.coefficient_floats, f"2 tiles of {TILE} tokens"),
+            ("barriers", 2 * self.barriers, f"{self.barriers} of 8 bytes"),
         )
         return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, floats, why in rows if floats]
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("post", "head", "keep") if vars(self)[name]]
         options += ["held" if self.held_floats else "again"] * self.streaming
-        kind = "MhcSplit" if self.split else "MhcStream" if self.streaming else "Mhc"
-        return f"{kind}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
+        return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
 class StreamConfig(Config):
     """Settings of `MhcStream`."""
 
+    name = "MhcStream"
     streaming = True
 
 
 class SplitConfig(StreamConfig):
     """Settings of `MhcSplit`."""
 
+    name = "MhcSplit"
     split = True
+
+
+class BulkConfig(StreamConfig):
+    """Settings of `MhcBulk`: as `Config`, d at most 256 ``cluster``."""
+
+    name = "MhcBulk"
+
+    def __init__(
+        self,
+        d: int = 4096,
+        cluster: int = 16,
+        post: bool = True,
+        head: bool = False,
+        keep: bool = True,
+        iters: int = 20,
+    ):
+        super().__init__(d, cluster, post, head, keep, iters)
+        if self.warps > BULK_WARPS:
+            raise ConfigError("d", d, f"at most {BULK_WARPS * UNIT * cluster}: two parts of fn lie in registers")
+        self.threads = self.workers + 3 * LANES
+        self.barriers = 6 + 2 * IN_FLIGHT
+        self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
+        self.stage_bytes = TILE * (N + 1) * ROW_BYTES  # of a warp
+        self.half_bytes = self.stage_bytes // 2  # of eight tokens
+        self.held_floats = self.warps * STAGES * self.stage_bytes // 4
+        self.coefficient_floats = 2 * TILE * PIECES
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ConfigError("cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes at d={d}")

@@ -97,7 +97,7 @@ class Mhc(Coefficients):
         @cute.struct
         class Storage:
             fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
-            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 16]
+            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 64]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
             inbox: cute.struct.Align[cute.struct.MemRange[Float32, self.inbox_floats], 16]
             mix: cute.struct.Align[cute.struct.MemRange[Float32, self.mix_floats], 16]

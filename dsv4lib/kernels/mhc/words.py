@@ -21,6 +21,10 @@ _SQUARE = (  # of bf16
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
     "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
 )
+_EIGHT = (  # of bf16
+    "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+    "{{$r0}, {$r1}}, {{$r2}}, {{$r3}, {$r4}, {$r5}, {$r6}};"
+)
 
 
 @dsl_user_op
@@ -43,9 +47,12 @@ def pair(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uin
 
 
 def multiply(a: list, b: list, rC: cute.Tensor, pairs: bool = False) -> None:
-    """rC += A B of one m16n8k8 of TF32, or with ``pairs`` one m16n8k16 of bf16: 4 words of A, 2 of B, 4 sums."""
-    given = [*a, *b, *(rC[r] for r in range(4))]
-    sums = cute.arch.inline_ptx(_SQUARE if pairs else _MMA, write_only_types=[Float32] * 4, read_only_args=given)
+    """rC += A B of one m16n8k8 of TF32, or with ``pairs`` one m16n8k16 of bf16: 4 words of A, 2 of B, 4 sums.
+
+    With 2 words of A and 1 of B, m16n8k8 of bf16.
+    """
+    given, text = [*a, *b, *(rC[r] for r in range(4))], _EIGHT if len(b) == 1 else _SQUARE if pairs else _MMA
+    sums = cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=given)
     for r in range(4):
         rC[r] = sums[r]
 
@@ -83,3 +90,32 @@ def prefetch_bulk(source: cute.Pointer, size: Int32, *, loc: Any = None, ip: Any
     """Ask for ``size`` bytes, a multiple of 16, in L2."""
     text = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
     cute.arch.inline_ptx(text, read_only_args=[source, size], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_matrices(place: Int32, turned: bool = False, *, loc: Any = None, ip: Any = None) -> list:
+    """Four 8 x 8 matrices of 16 bits from shared memory, rows of matrix k at the addresses of lanes 8 k and up."""
+    kind = "ldmatrix.sync.aligned.m8n8.x4.trans" if turned else "ldmatrix.sync.aligned.m8n8.x4"
+    text = kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[place], loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_matrices(place: Int32, words: list, *, loc: Any = None, ip: Any = None) -> None:
+    """Four 8 x 8 matrices of 16 bits, turned, into shared memory, rows as in `load_matrices`."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+    cute.arch.inline_ptx(text, read_only_args=[place, *words], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_words(place: Int32, *, loc: Any = None, ip: Any = None) -> list:
+    """Four words from shared memory."""
+    text = "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[place], loc=loc, ip=ip))
+
+
+@dsl_user_op
+def copy_four(target: Int32, source: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy 16 bytes from global to shared memory; part of the thread's next group of copies."""
+    text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;"
+    cute.arch.inline_ptx(text, read_only_args=[target, source], loc=loc, ip=ip)

@@ -1,0 +1,386 @@
+"""`stream` with tiles that asynchronous copies bring into shared memory, and tensor cores for all that multiplies fn or
+comb; of fn, two thirds stay in registers.
+
+Machine instructions of a worker's loop, a tile of 16 tokens of d 4096 (in it, MMAs): `stream` 1490 (116) on sm_90a and
+1585 (116) on sm_100a, `split` 1201 (100) and 1280 (100), this form 986 (216, 144 of them with k = 8) and 980: neither
+the write-back nor the projection unpacks X' or cuts fn, and the products need no moves. All MMAs are of bf16, with
+exact products, on operands that are there already:
+
+    write-back    a token at a time. A: 16 columns of (X_0, .., X_3, f), k = 5 of 8, by ldmatrix; B: comb and post,
+                  three bf16 a value (24 bits, as fp32), an MMA each. No other token takes part: a NaN stays in its own
+    projection    A: 16 tokens of X'; B: fn = a + b + c, three bf16 a value; a and b in registers, c in shared memory
+    products      as in `products`, k = 8, so that every operand is what ldmatrix leaves where it is
+
+    stage         of a warp: 80 rows (16 tokens, their four streams and f) of 64 bytes, in pieces of 16; piece p of
+                  token t and input i lies where p ^ (t / 2) ^ (i / 2) mod 4 would: a stream of 8 tokens, the inputs
+                  of one, or a row of two are in different banks. X' is written over X and waits there for its
+                  mixture. A warp reads nothing but what it fetched itself
+
+    workers       write_back -> project -> products of tile n; mix, scale, store X' and y of n - 1; fetch tile n + 2
+    splitter      coefficients of the site before in three parts, two tiles ahead
+    sender, owner as in `stream`, the sender without coefficients
+
+    barriers      projected, taken, sums [4], weighed [4] as in `stream`; full [2]: coefficients are there, written [2]:
+                  the workers have read them
+
+    SMEM (d 4096, 16 CTAs)   fn 49,152  stages 122,880  coefficients 8,192  sums 18,432  inbox 9,216  weights 2,048
+
+Not timed yet, so no call chooses this form by itself (`forms`). Infinite inputs give NaN.
+
+Source: as `simt`; PTX ISA, "mma.m16n8k8", "mma.m16n8k16" (bf16 fragments), "ldmatrix",
+"stmatrix".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from dsv4lib.kernels.mhc.config import (
+    COLUMNS,
+    IN_FLIGHT,
+    LANES,
+    MIX,
+    PIECES,
+    ROW_BYTES,
+    ROWS_N,
+    STAGES,
+    TILE,
+    UNIT,
+    WORDS,
+    BulkConfig,
+    N,
+)
+from dsv4lib.kernels.mhc.products import TRACE, ZERO
+from dsv4lib.kernels.mhc.stream import MhcStream
+from dsv4lib.kernels.mhc.words import copy_four, floats, load_matrices, load_words, multiply, pair, store_matrices
+
+INPUTS = N + 1  # of a write-back
+PARTS = 3  # bf16 in a value of fp32
+K = 2 * ROWS_N  # columns of an MMA of the projection
+
+# As `products.PAIRS`: streams of A, of B, and where the two products lie; None: another MMA has it.
+PAIRS = (
+    ((0, 1), 0, (1, 2)),
+    ((0, 1), 1, (None, 3)),
+    ((0, 1), 2, (5, 6)),
+    ((0, 1), 3, (9, 10)),
+    ((2, 3), 2, (7, 11)),
+    ((2, 3), 3, (None, 13)),
+)
+
+
+class MhcBulk(BulkConfig, MhcStream):
+    """A site boundary as a stream of asynchronous copies; see the module docstring. Settings: `config.BulkConfig`."""
+
+    def arrivals(self) -> list[int]:
+        """How many arrivals each barrier waits for: projected, taken, sums, weighed, full, written."""
+        return [self.warps, 1] + [self.cluster + 1] * (2 * IN_FLIGHT) + [1] * 2 + [self.warps] * 2
+
+    @cute.jit
+    def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
+        """What each warp does."""
+        (mX, (mF, mPost, mComb), mFn, mScale, mBase, mWeight, (mNew, mY, mPostNew, mCombNew)) = given
+        _, sSums, _ = shared
+        projected, taken, sums = barriers[:3]
+        weighed, full, written = barriers[2 + IN_FLIGHT], barriers[2 + 2 * IN_FLIGHT], barriers[4 + 2 * IN_FLIGHT]
+        shape, block = (IN_FLIGHT, self.slots, self.cluster, self.sum_pitch), self.cluster * self.sum_pitch
+        sInbox = storage.inbox.get_tensor(
+            cute.make_layout(shape, stride=(self.slots * block, block, self.sum_pitch, 1))
+        )
+        sMix = storage.mix.get_tensor(cute.make_layout((IN_FLIGHT, TILE, MIX), stride=(TILE * MIX, MIX, 1)))
+        layout = cute.make_ordered_layout((2, LANES, self.tiles, 2 * N, self.warps), order=(0, 1, 2, 3, 4))
+        sThird = cute.make_tensor(cute.recast_ptr(storage.fn.data_ptr(), dtype=Uint32), layout)
+        layout = cute.make_layout((4, 2 * TILE * PIECES // 4), stride=(1, 4))
+        sParts = cute.make_tensor(cute.recast_ptr(storage.coefficients.data_ptr(), dtype=Uint32), layout)
+        if warp == self.warps:
+            self.gather((mX, mF), mPost, mComb, sSums, sInbox, sMix, (projected, taken, taken, sums, weighed), place)
+        elif warp == self.warps + 1:
+            self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
+        elif warp == self.warps + 2:
+            if cutlass.const_expr(self.post):
+                self.split_coefficients(mPost, mComb, sParts, (full, written), place)
+        else:
+            small = sThird, sSums, sMix, storage.held.data_ptr().toint(), sParts.iterator.toint()
+            waits = projected, taken, weighed, full, written
+            self.follow((mX, mF), mFn, mWeight, (mNew, mY), small, waits, place)
+
+    @cute.jit
+    def fetch_coefficients(
+        self,
+        mPost: Any,
+        mComb: Any,
+        begin: Int32,
+        tokens: Int32,
+        sCoefficients: cute.Tensor,
+        ready: cute.Pointer,
+        tile: Int32,
+    ):
+        """The splitter does that."""
+
+    @cute.jit
+    def request(self, given: tuple, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
+        """The workers do that."""
+
+    @cute.jit
+    def split_coefficients(
+        self, mPost: cute.Tensor, mComb: cute.Tensor, sParts: cute.Tensor, barriers: tuple, place: tuple
+    ):
+        """Role of the splitter: B of the write-backs, [token, stream, pair of inputs][part]; two streams a lane."""
+        _, first, step, _, tokens = place
+        full, written = barriers
+        lane = cute.arch.lane_idx()
+        rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
+        rWords = cute.make_rmem_tensor((4, 8), Uint32)
+        rWords.fill(0)
+        cute.arch.griddepcontrol_wait()
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            token = cutlass.min(begin + lane // 2, tokens - 1)
+            for i in cutlass.range_constexpr(N):
+                cute.autovec_copy(cute.local_tile(mComb[token, None], (N,), (i,)), rFour[None, i])
+            cute.autovec_copy(cute.local_tile(mPost[token, None], (N,), (0,)), rFour[None, N])
+            for s in cutlass.range_constexpr(2):
+                values = [cutlass.select_(lane % 2 == 0, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
+                values.append(Float32(0.0))
+                for q in cutlass.range_constexpr(INPUTS - 2):
+                    for part, word in enumerate(self.parts_of([values[2 * q], values[2 * q + 1]])):
+                        rWords[part, 4 * s + q] = word
+            if tile > 1:
+                cute.arch.mbarrier_wait(written + (tile & 1), (tile >> 1) + 1 & 1)
+            for k in cutlass.range_constexpr(8):
+                cute.autovec_copy(rWords[None, k], sParts[None, (tile & 1) * (TILE * PIECES // 4) + 8 * lane + k])
+            self.arrive(full + (tile & 1))
+            tile = tile + 1
+            begin = begin + step
+
+    def parts_of(self, left: list) -> list:
+        """Three words of bf16 that add up to two values."""
+        words = []
+        for _ in range(PARTS):
+            words.append(pair(*left))
+            left = [value - cut for value, cut in zip(left, floats(words[-1]), strict=True)]
+        return words
+
+    @cute.jit
+    def follow(
+        self, given: tuple, mFn: cute.Tensor, mWeight: cute.Tensor, out: tuple, small: tuple, waits: tuple, place: tuple
+    ):
+        """Role of the workers: a tile's write-back and projection, and the mixture of the one before."""
+        (mX, mF), (mNew, mY) = given, out
+        sThird, sSums, sMix, stages, parts = small
+        projected, taken, weighed, full, written = waits
+        rank, first, step, rows, tokens = place
+        warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
+        column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
+        rFn = cute.make_rmem_tensor((2, self.tiles, 2 * N, 2), Uint32)
+        rOne = cute.make_rmem_tensor((WORDS, N), Uint32)
+        rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
+        weights = cute.local_tile(mWeight, (COLUMNS,), (column,))
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights.iterator])
+        sThird = sThird[None, cute.arch.lane_idx(), None, None, warp]
+        self.split_fn(mFn, rank, warp, rFn, sThird)
+        stages = stages + self.stage_bytes * STAGES * warp
+        cute.arch.griddepcontrol_wait()
+        for k in cutlass.range_constexpr(STAGES - 1):
+            self.fetch_tile(mX, mF, first + k * step, tokens, column, stages + self.stage_bytes * k)
+        tile, begin, here, behind = Int32(0), first, stages, stages + self.stage_bytes * (STAGES - 1)
+        while begin < tokens + step:
+            if begin < tokens:
+                cute.arch.cp_async_wait_group(STAGES - 2)
+                cute.arch.sync_warp()
+                if cutlass.const_expr(self.post):
+                    cute.arch.mbarrier_wait(full + (tile & 1), (tile >> 1) & 1)
+                    self.write_back_tile(here, parts + (tile & 1) * (4 * TILE * PIECES))
+                    self.arrive(written + (tile & 1))
+                if tile > 0:
+                    cute.arch.mbarrier_wait(taken, (tile + 1) & 1)
+                self.project_tile(here, rFn, sThird, sSums[warp, None, None])
+                for h in cutlass.range_constexpr(2):
+                    if rows > TILE // 2 * h:
+                        self.multiply_tokens(here, sSums[warp, None, None], h)
+                self.arrive(projected)
+            if tile > 0:
+                before, buffer = begin - step, (tile - 1) & (IN_FLIGHT - 1)
+                cute.autovec_copy(weights, rWeight)
+                cute.arch.mbarrier_wait(weighed + buffer, ((tile - 1) // IN_FLIGHT) & 1)
+                for h in cutlass.range_constexpr(2):
+                    cute.arch.sync_warp()  # or both tokens come at once, and registers spill
+                    self.take_own(behind, rOne, h)
+                    self.mix_weighed(mY, rOne, rWeight, sMix[buffer, None, None], h, before, rows, tokens, column)
+                    if cutlass.const_expr(self.keep):
+                        self.store_token(mNew, rOne, h, before, rows, tokens, column)
+                cute.arch.sync_warp()
+            self.fetch_tile(mX, mF, begin + (STAGES - 1) * step, tokens, column, behind)
+            tile = tile + 1
+            begin = begin + step
+            behind = here
+            here = here + self.stage_bytes
+            here = cutlass.select_(here == stages + STAGES * self.stage_bytes, stages, here)
+
+    def place_of(self, here: Int32, token: Int32, given: Int32, piece: Int32) -> Int32:
+        """Where 16 bytes of a token's stream (or f) lie in the stage ``here``.
+
+        Stages begin at multiples of 64 bytes, so other pieces, streams and tokens are at ``place ^ 16 piece``,
+        `behind` and `tokens_behind`.
+        """
+        return here + ROW_BYTES * (INPUTS * token + given) + 16 * ((piece ^ (token // 2) ^ (given // 2)) & 3)
+
+    def behind(self, place: Int32, streams: int) -> Int32:
+        """Where the piece lies so many streams further (an even number, or from stream 0)."""
+        return (place ^ (16 * (streams // 2))) + ROW_BYTES * streams
+
+    def tokens_behind(self, place: Int32, tokens: int) -> Int32:
+        """Where the piece lies so many tokens further, at most 7 (from token 0, or at most 3 from token 4)."""
+        return (place ^ (16 * (tokens // 2))) + ROW_BYTES * INPUTS * tokens
+
+    @cute.jit
+    def fetch_tile(self, mX: cute.Tensor, mF: Any, begin: Int32, tokens: Int32, column: Int32, there: Int32):
+        """This lane's columns of its two tokens into a stage, a group of copies; the last token for what is behind."""
+        if begin < tokens:
+            group = cute.arch.lane_idx() // 4
+            target = self.place_of(there, group, Int32(0), cute.arch.lane_idx() % 4)
+            for h in cutlass.range_constexpr(2):
+                token = cutlass.min(begin + group + 8 * h, tokens - 1)
+                source = cute.domain_offset((COLUMNS * column,), mX[token, None]).iterator
+                for i in cutlass.range_constexpr(N):
+                    copy_four(self.behind(target, i) + self.half_bytes * h, source + i * self.d)
+                if cutlass.const_expr(self.post):
+                    source = cute.domain_offset((COLUMNS * column,), mF[token, None]).iterator
+                    copy_four(self.behind(target, N) + self.half_bytes * h, source)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def split_fn(self, mFn: cute.Tensor, rank: Int32, warp: Int32, rFn: cute.Tensor, sThird: cute.Tensor):
+        """B of the projection: columns 2 (lane mod 4) and the next (+ 8) of an MMA's 16, row lane / 4 of eight."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        column = (rank * self.columns + warp * UNIT) // 2 + four  # in units of 2
+        rTwo = cute.make_rmem_tensor(2, Float32)
+        rThird = cute.make_rmem_tensor(2, Uint32)
+        for i in cutlass.range_constexpr(N):
+            for c in cutlass.range_constexpr(2):
+                for n in cutlass.range_constexpr(self.tiles):
+                    row = cutlass.min(group, Int32(self.values - 1)) if self.head else group + ROWS_N * n
+                    for k in cutlass.range_constexpr(2):
+                        place = column + (i * self.d + K * c + ROWS_N * k) // 2
+                        cute.autovec_copy(cute.local_tile(mFn[row, None], (2,), (place,)), rTwo)
+                        words = self.parts_of([rTwo[0], rTwo[1]])
+                        for part in cutlass.range_constexpr(2):
+                            rFn[k, n, 2 * i + c, part] = words[part]
+                        rThird[k] = words[2]
+                    cute.autovec_copy(rThird, sThird[None, n, 2 * i + c])
+
+    @cute.jit
+    def write_back_tile(self, here: Int32, parts: Int32):
+        """X' over X, this warp's columns of all 16 tokens.
+
+        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next; B: the same inputs, stream lane / 4 mod 4; sums:
+        streams 2 (lane mod 4) and the next, twice: of two tokens, each is stored once.
+        """
+        lane = cute.arch.lane_idx()
+        given, piece, zero = cutlass.min(lane % 8, Int32(N)), lane // 8, Int32(0)
+        parts = parts + (lane // 4 % N * 4 + lane % 4) * 16
+        source = self.place_of(here, zero, given, piece)
+        target = self.place_of(here, lane % 8 // N * N, lane % N, piece)
+        first = lane % 4 < 2
+        for _ in cutlass.range(2, unroll=1):
+            for one in cutlass.range_constexpr(N):  # and the token four further: their rows are in different banks
+                rSums = cute.make_rmem_tensor((4, 2, 2), Float32)
+                rSums.fill(0.0)
+                for t in cutlass.range_constexpr(2):
+                    token = one + N * t
+                    a = load_matrices(self.tokens_behind(source, token), turned=True)
+                    b = load_words(parts + 4 * PIECES * token)
+                    for part in cutlass.range_constexpr(PARTS):
+                        for c in cutlass.range_constexpr(2):
+                            multiply([a[2 * c], a[2 * c + 1]], [b[part]], rSums[None, c, t], pairs=True)
+                store_matrices(self.tokens_behind(target, one), self.packed(rSums, first))
+            source, target = source + self.half_bytes, target + self.half_bytes
+            parts = parts + 4 * PIECES * (TILE // 2)
+        cute.arch.sync_warp()
+
+    def packed(self, rSums: cute.Tensor, first: cutlass.Boolean) -> list:
+        """X' of 32 columns of two tokens: of the first in half of the lanes, of the second in the others."""
+        pairs = [(2 * k, c) for c in range(2) for k in range(2)]
+        one, two = ([pair(rSums[r, c, t], rSums[r + 1, c, t]) for r, c in pairs] for t in range(2))
+        return [cutlass.select_(first, *words) for words in zip(one, two, strict=True)]
+
+    @cute.jit
+    def project_tile(self, here: Int32, rFn: cute.Tensor, sThird: cute.Tensor, sSum: cute.Tensor):
+        """This warp's part of fn z, for all 16 tokens."""
+        rC = cute.make_rmem_tensor((4, self.tiles, 2), Float32)
+        rC.fill(0.0)
+        rThird = cute.make_rmem_tensor((2, self.tiles), Uint32)
+        lane = cute.arch.lane_idx()
+        place = self.place_of(here, lane % TILE, Int32(0), lane // TILE)
+        for i in cutlass.range_constexpr(N):
+            for c in cutlass.range_constexpr(2):
+                cute.arch.sync_warp()  # or all of fn comes at once, and registers spill
+                a = load_matrices(self.behind(place, i) ^ (32 * c))
+                for n in cutlass.range_constexpr(self.tiles):
+                    for part in cutlass.range_constexpr(2):
+                        multiply(a, [rFn[k, n, 2 * i + c, part] for k in range(2)], rC[None, n, part], pairs=True)
+                cute.autovec_copy(sThird[None, None, 2 * i + c], rThird)
+                for n in cutlass.range_constexpr(self.tiles):
+                    multiply(a, [rThird[k, n] for k in range(2)], rC[None, n, 1], pairs=True)
+        rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
+        self.store_products(rC[None, None, 0], sSum)
+
+    @cute.jit
+    def multiply_tokens(self, here: Int32, sSum: cute.Tensor, h: cutlass.Constexpr):
+        """This warp's part of the products of streams, for eight tokens; see `products`."""
+        lane = cute.arch.lane_idx()
+        group, four, odd = lane // 4, lane % 4, lane // 4 % 2 == 1
+        rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
+        rG.fill(0.0)
+        place = self.place_of(here, lane % 8, lane // 8 % 2, lane // 16)
+        for c in cutlass.range_constexpr(2):
+            low, high = (load_matrices((self.behind(place, i) ^ (32 * c)) + self.half_bytes * h) for i in (0, 2))
+            words = [(low if i < 2 else high)[i % 2 + 2 * k] for i in range(N) for k in range(2)]
+            for k in cutlass.range_constexpr(2):
+                for n, ((i, j), other, _) in enumerate(PAIRS):
+                    multiply([words[2 * i + k], words[2 * j + k]], [words[2 * other + k]], rG[None, n], pairs=True)
+        if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
+            line, trace = sSum[group + 8 * h, None], Float32(0.0)
+            for n, (streams, k, places) in enumerate(PAIRS):
+                for row in cutlass.range_constexpr(2):
+                    if cutlass.const_expr(places[row] is not None):
+                        value = cutlass.select_(odd, rG[2 * row + 1, n], rG[2 * row, n])
+                        if cutlass.const_expr(streams[row] == k):
+                            trace = trace + value
+                            line[places[row]] = value
+                        else:
+                            line[places[row]] = value + value
+            line[TRACE] = trace
+            line[ZERO] = Float32(0.0)
+
+    @cute.jit
+    def take_own(self, there: Int32, rZ: cute.Tensor, h: cutlass.Constexpr):
+        """X' of this lane's columns and one of its tokens."""
+        place = self.place_of(there, cute.arch.lane_idx() // 4, Int32(0), cute.arch.lane_idx() % 4)
+        for i in cutlass.range_constexpr(N):
+            words = load_words(self.behind(place, i) + self.half_bytes * h)
+            for w in cutlass.range_constexpr(WORDS):
+                rZ[w, i] = words[w]
+
+    @cute.jit
+    def store_token(
+        self,
+        mNew: cute.Tensor,
+        rZ: cute.Tensor,
+        h: cutlass.Constexpr,
+        begin: Int32,
+        rows: Int32,
+        tokens: Int32,
+        column: Int32,
+    ):
+        """X' of this lane's columns and one of its tokens to global memory."""
+        rOut = cute.recast_tensor(rZ, cutlass.BFloat16)
+        t = cute.arch.lane_idx() // 4 + 8 * h
+        if t < rows and begin + t < tokens:
+            for i in cutlass.range_constexpr(N):
+                place = column + i * (self.d // COLUMNS)
+                cute.autovec_copy(rOut[None, i], cute.local_tile(mNew[begin + t, None], (COLUMNS,), (place,)))
