@@ -36,7 +36,7 @@ BF16, FP32 = 2.0**-8, 2.0**-24  # half of what separates two numbers, relative, 
 TWINS = 3, 11  # two experts with one gate row and one bias: their scores tie for every token
 LIKED = 2.5  # that bias: more than any difference of affinities
 ARCH = "sm_100a"
-OPS = "mhc", "router", "add_rmsnorm_quant"  # whose times were recorded
+OPS = "mhc", "router", "add_rmsnorm_quant", "qnorm_rope_kv", "inv_rope_quant"  # whose times were recorded
 FAULTS = (
     "none",
     "comb_plain",
