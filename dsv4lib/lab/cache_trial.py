@@ -23,7 +23,7 @@ from dsv4lib.kernels.quantize import arguments as entry_arguments
 from dsv4lib.kernels.quantize import broken as entry_broken
 from dsv4lib.kernels.quantize.entries import KvEntries
 from dsv4lib.lab import planted
-from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR
+from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR, Traffic
 from dsv4lib.ops import kv_append as append_op
 from dsv4lib.ops import kv_gather as gather_op
 from dsv4lib.ops import quantize as entry_op
@@ -339,14 +339,6 @@ def _gathered(arch: str, pages: torch.Tensor, indices: torch.Tensor, kernel: typ
     out = torch.empty(len(indices), DIM, dtype=torch.bfloat16)
     given = {}, gather_arguments.fake_args, gather_arguments.launch_args
     return out, planted.sectors(arch, kernel, *given, pages, indices, out, PAGE)
-
-
-class Traffic(NamedTuple):
-    """A launch: what it must move at least, and what its warps asked for, in bytes; rows that it stores."""
-
-    floor: int
-    asked: int
-    rows: int
 
 
 def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]:

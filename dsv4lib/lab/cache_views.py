@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from matplotlib.figure import Figure
@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from dsv4lib import viz
 from dsv4lib.formats import kv_entry
 from dsv4lib.lab import cache_trial as trial
-from dsv4lib.lab.cache_trial import DIM, GROUP, GROUPS, NOPE, PAGE, WINDOW, Batch, Kernels, Pool, Traffic
-from dsv4lib.viz.bars import Panel, side_by_side
+from dsv4lib.lab import planted
+from dsv4lib.lab.cache_trial import DIM, GROUP, GROUPS, NOPE, PAGE, WINDOW, Batch, Kernels, Pool
 from dsv4lib.viz.diagram import pipeline
 from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
@@ -135,18 +135,6 @@ def odd_table(kv: torch.Tensor, found: torch.Tensor) -> None:
     show_table(("went in", "came back", "where"), lines)
 
 
-def traffic(launches: Mapping[str, Traffic]) -> Figure:
-    """Bytes a stored row that warps ask for, the floor as a tick."""
-    names, panels = list(launches), []
-    rows = [one.rows for one in launches.values()]
-    asked = [one.asked / n for one, n in zip(launches.values(), rows, strict=True)]
-    floor = [one.floor / n for one, n in zip(launches.values(), rows, strict=True)]
-    panels.append(Panel("bytes a row; tick: what must be moved", asked, "{:,.0f}", bounds=floor))
-    ratio = [one.asked / one.floor for one in launches.values()]
-    panels.append(Panel("over the floor", ratio, "{:.2f}"))
-    return side_by_side(names, panels, [True] * len(names), "sectors of 32 bytes that warps ask for, counted")
-
-
 def kept_bytes() -> None:
     """Show what a key costs in each form, and what a window and a pool of 1M tokens' entries cost in it."""
     entry, row, million = kv_entry.LAYOUT.entry_bytes, 2 * DIM, 1 << 20
@@ -161,22 +149,13 @@ def kept_bytes() -> None:
 
 def mistakes(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
     """Show which checks see which broken kernel; returns how many kernels none of them sees."""
-    lines, unseen = [], 0
-    for name, kernels in faults.items():
-        found = trial.judged(kernels, prefill, seed, backend)
-        seen = {check: value for check, value in found.items() if value > ALLOWED.get(check, 0)}
-        unseen += not seen
-        changed = [kernel for kernel, right in zip(kernels, trial.RIGHT, strict=True) if kernel is not right]
-        said = (changed[0].__doc__ or "").split("\n")[0] if changed else "The right kernels."
-        counts = ", ".join(f"{check} {value:,.4g}" for check, value in seen.items())
-        lines.append((name, said, counts or "nothing"))
-    show_table(("kernel", "what it does", "seen by"), lines)
-    return unseen
+
+    def said(kernels: Kernels) -> str:
+        return planted.said_of(kernels, trial.RIGHT) or "The right kernels."
+
+    return planted.seen_by(faults, said, lambda one: trial.judged(one, prefill, seed, backend), ALLOWED)
 
 
-def listed(every: bool, harmless: bool, one: str = "PagesTransposed") -> dict[str, Kernels]:
-    """The broken kernels to show: all, or one; with ``harmless`` the right ones in their place."""
-    if harmless:
-        return {"harmless": trial.RIGHT}
-    names: Sequence[str] = list(trial.FAULTS) if every else [one]
-    return {name: trial.FAULTS[name] for name in names}
+def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
+    """The broken kernels to show."""
+    return planted.listed(trial.FAULTS, trial.RIGHT, "PagesTransposed", every, harmless)

@@ -24,7 +24,7 @@ from dsv4lib.kernels.topk import arguments as pick_arguments
 from dsv4lib.kernels.topk import broken as pick_broken
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.lab import planted
-from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR
+from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR, Traffic
 from dsv4lib.ops import compile_cache
 from dsv4lib.ops import indexer_q as query_op
 from dsv4lib.ops import quantize as key_op
@@ -337,14 +337,6 @@ def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> d
 
 
 # ------------------------------------------------------------------ bytes, and the other architecture
-
-
-class Traffic(NamedTuple):
-    """A launch: what it must move at least, and what its warps asked for, in bytes; heads or scores that it takes."""
-
-    floor: int
-    asked: int
-    items: int
 
 
 def _asked_queries(one: Step, variant: str) -> Traffic:

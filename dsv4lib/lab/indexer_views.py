@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from matplotlib.figure import Figure
@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from dsv4lib import viz
 from dsv4lib.formats import hadamard
 from dsv4lib.lab import indexer_trial as trial
-from dsv4lib.lab.indexer_trial import BLOCK, DIM, HEADS, RATE, Kernels, Step, Traffic
+from dsv4lib.lab import planted
+from dsv4lib.lab.indexer_trial import BLOCK, DIM, HEADS, RATE, Kernels, Step
 from dsv4lib.ops.indexer_q import IndexerQueries
-from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.diagram import pipeline
 from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
@@ -142,41 +142,19 @@ def seen_table(one: Step, found: torch.Tensor) -> None:
     show_table(("position", "entries it sees", "picks", "-1", "first and last"), lines)
 
 
-def traffic(launches: Mapping[str, Traffic], item: str) -> Figure:
-    """Bytes an ``item`` that warps ask for, the floor as a tick."""
-    names, items = list(launches), [one.items for one in launches.values()]
-    asked = [one.asked / n for one, n in zip(launches.values(), items, strict=True)]
-    floor = [one.floor / n for one, n in zip(launches.values(), items, strict=True)]
-    ratio = [one.asked / one.floor for one in launches.values()]
-    panels = [
-        Panel(f"bytes a {item}; tick: what must be moved", asked, "{:,.1f}", bounds=floor),
-        Panel("over the floor", ratio, "{:.2f}"),
-    ]
-    return side_by_side(names, panels, [True] * len(names), "sectors of 32 bytes that warps ask for, counted")
-
-
 def mistakes(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, backend: str) -> int:
-    """Show which checks see which broken kernel; returns how many none of them sees."""
-    lines, unseen = [], 0
-    for name, kernels in faults.items():
-        found = trial.judged(kernels, entries, k, seed, backend)
-        seen = {check: value for check, value in found.items() if value > ALLOWED.get(check, 0)}
-        unseen += not seen
-        changed = [kernel for kernel, right in zip(kernels[:2], trial.RIGHT[:2], strict=True) if kernel is not right]
-        said = "The right kernels." if kernels.rotate_keys else "Keys are stored without their rotation."
-        said = (changed[0].__doc__ or "").split("\n")[0] if changed else said
-        counts = ", ".join(f"{check} {value:,.4g}" for check, value in seen.items())
-        lines.append((name, said, counts or "nothing"))
-    show_table(("what is broken", "how", "seen by"), lines)
-    return unseen
+    """Show which checks see which mistake; returns how many none of them sees."""
+
+    def said(kernels: Kernels) -> str:
+        right = "The right kernels." if kernels.rotate_keys else "Keys are stored without their rotation."
+        return planted.said_of(kernels[:2], trial.RIGHT[:2]) or right
+
+    return planted.seen_by(faults, said, lambda one: trial.judged(one, entries, k, seed, backend), ALLOWED)
 
 
-def listed(every: bool, harmless: bool, one: str = "WeightsAsTheyCome") -> dict[str, Kernels]:
-    """The mistakes to show: all, or one; with ``harmless`` the right kernels in their place."""
-    if harmless:
-        return {"harmless": trial.RIGHT}
-    names: Sequence[str] = list(trial.FAULTS) if every else [one]
-    return {name: trial.FAULTS[name] for name in names}
+def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
+    """The mistakes to show."""
+    return planted.listed(trial.FAULTS, trial.RIGHT, "WeightsAsTheyCome", every, harmless)
 
 
 def sizes(one: Step) -> None:

@@ -11,6 +11,7 @@ from dsv4lib.kernels.kv_gather import broken as gather_broken
 from dsv4lib.kernels.quantize import broken as entry_broken
 from dsv4lib.lab import cache_trial as trial
 from dsv4lib.lab import cache_views as views
+from dsv4lib.lab import planted
 from dsv4lib.lab.cache_trial import DIM, NOPE, PAGE, WINDOW, Kernels
 from dsv4lib.ops.requests import check_values
 from dsv4lib.viz.style import alt_text
@@ -116,8 +117,8 @@ def test_figures(capsys):
     pages, every = trial.all_pairs()
     found, _ = kv_entry.gather(pages, PAGE, every)
     assert "24 x 256 cells" in alt_text(views.pair_map(found)) and "302 NaN" in alt_text(views.pair_map(found))
-    launches = {"one": trial.Traffic(1024, 2048, 2), "two": trial.Traffic(100, 101, 1)}
-    assert "over the floor: two has least, 1.01" in alt_text(views.traffic(launches))
+    launches = {"one": planted.Traffic(1024, 2048, 2), "two": planted.Traffic(100, 101, 1)}
+    assert "over the floor: two has least, 1.01" in alt_text(planted.traffic(launches, "row"))
     views.index_table(torch.tensor([-1, 9]), stored[:2])
     views.odd_table(pool.kv[:1], stored[:1])
     views.kept_bytes()

@@ -9,6 +9,7 @@ from dsv4lib.kernels.indexer_q import broken as query_broken
 from dsv4lib.kernels.topk import broken as pick_broken
 from dsv4lib.lab import indexer_trial as trial
 from dsv4lib.lab import indexer_views as views
+from dsv4lib.lab import planted
 from dsv4lib.lab.indexer_trial import HARD, RATE
 from dsv4lib.reference.topk import topk
 from dsv4lib.viz.style import alt_text
@@ -109,8 +110,8 @@ def test_figures(capsys):
     words = alt_text(views.pick_map(one, swapped, right))
     assert "1 picked instead" in words and "1 lost by rounding" in words
     assert "scores over bin, the best first" in alt_text(views.counted(exact[-1], K))
-    launches = {"one": trial.Traffic(1024, 2048, 2), "two": trial.Traffic(100, 101, 1)}
-    assert "over the floor: two has least, 1.01" in alt_text(views.traffic(launches, "score"))
+    launches = {"one": planted.Traffic(1024, 2048, 2), "two": planted.Traffic(100, 101, 1)}
+    assert "over the floor: two has least, 1.01" in alt_text(planted.traffic(launches, "score"))
     views.hard_table({"one CTA": {"normal": 0, "rising": 3}})
     views.seen_table(one, right)
     views.sizes(one)
