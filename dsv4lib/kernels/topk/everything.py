@@ -54,6 +54,7 @@ class TakeAll:
         part, row, _ = cute.arch.block_idx()
         quad = part * THREADS + tidx
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         length = size
         if cutlass.const_expr(self.ragged):
             length = cutlass.min(mLengths[row], size)

@@ -172,6 +172,7 @@ class TopK(Counting):
         rank, row = block % self.ctas, block // self.ctas
         s = self.shared()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         if cutlass.const_expr(self.stream):
             self.streamed(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
         else:
