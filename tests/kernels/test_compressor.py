@@ -159,6 +159,44 @@ def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, first[1], strict=True))
 
 
+@pytest.mark.parametrize(("rate", "slices", "arch"), [(128, 2, "sm_100a"), (128, 1, "sm_90a"), (32, 4, "sm_90a")])
+def test_both_forms_give_the_same_bits_whatever_the_order_of_requests(rate, slices, arch):
+    case = streamed_case(rate, seed=9)
+    order = torch.tensor([3, 4, 0, 2, 1])
+    plan = case.batch.requests[order].clone()
+    plan[:, 0] = torch.arange(5)
+    batch = case.batch._replace(requests=plan, slots=case.batch.slots[order])
+    turned = case._replace(kv=case.kv[order], gate=case.gate[order], batch=batch)
+    pages, state = run(case, "fp32", arch)
+    for one, kind, cut_by in (
+        (case, stream.StreamedCompressor, slices),
+        (turned, stream.StreamedCompressor, slices),
+        (turned, simt.Compressor, None),
+    ):
+        found, after = run(one, "fp32", arch, kind, cut_by)
+        assert torch.equal(found, pages)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
+
+
+@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 2)])
+def test_a_decode_step_gives_the_bits_of_a_prefill(kernel_type, slices):
+    """A window of 32 rows at once, or 31 of them and then the last one."""
+    whole = cases.make(32, [32], [64], seed=10)
+    pages, state = run(whole, "fp32", "sm_90a")
+    plan = whole.batch.requests.clone()
+    plan[0, 1] = 31
+    batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[:31])
+    now = run_states(whole._replace(kv=whole.kv[:31], gate=whole.gate[:31], batch=batch))
+    plan = plan.clone()
+    plan[0, 1], plan[0, 2] = 1, 95
+    batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[31:], single=True)
+    last = whole._replace(kv=whole.kv[31:], gate=whole.gate[31:], batch=batch, state=now)
+    found, after = run(last, "fp32", "sm_90a", kernel_type, slices)
+    slot = int(whole.batch.slots.max())
+    assert torch.equal(found[slot], pages[slot])
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
+
+
 @pytest.mark.parametrize("mistake", broken.STREAMED)
 def test_planted_mistakes_of_streamed_rows_are_found(mistake):
     case = streamed_case(seed=8)
