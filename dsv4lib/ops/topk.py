@@ -104,22 +104,34 @@ def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
 
 
 def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, backend: str) -> None:
-    """What `torch.ops.dsv4.topk` does: check, choose the back end, launch."""
+    """What `torch.ops.dsv4.topk` does: check, launch."""
     _check(scores, lengths, picks)
+    run(scores, lengths, picks, by_score, backend)
+
+
+def run(
+    scores: Tensor,
+    lengths: Tensor | None,
+    picks: Tensor,
+    by_score: bool = False,
+    backend: str = "auto",
+    form: type[TopK] = TopK,
+) -> None:
+    """Choose the back end and queue a checked call; ``form``: `PushedTopK`, which the op does not choose."""
     name = launching.resolve(backend, "scores", scores)
     rows, size = scores.shape
     if rows == 0:
         return
     if name == "reference":
-        return _reference(scores, lengths, picks, by_score)
+        _reference(scores, lengths, picks, by_score)
+        return
     settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None}
     if size <= picks.shape[1] and not by_score:
         settings["wide"] = _aligned(picks)
-        return launching.launch(
-            name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks
-        )
+        launching.launch(name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks)
+        return
     settings = {**plan(rows, size, picks.shape[1]), **settings, "by_score": by_score}
-    return launching.launch(name, TopK, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
+    launching.launch(name, form, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
 
 
 def _aligned(x: Tensor) -> bool:
