@@ -38,6 +38,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4lib.bench.ops import compressor_plain
 from dsv4lib.bench.ops.case import Call, Given, Row, Way
 from dsv4lib.bench.ops.peers import compressor as peers
 from dsv4lib.bench.ops.ways import in_place
@@ -250,7 +251,8 @@ def _streamed(slices: int) -> Way:
 def ways(running: bool, streamed: bool) -> tuple[Way, ...]:
     """Ours, its other forms, then the peers."""
     others = tuple(_streamed(slices) for slices in (1, 2, 4)) if streamed else ()
-    return _running("ours") if running else _ring("ours"), *others, *peers.ways()
+    ours = _running("ours") if running else _ring("ours")
+    return ours, *others, compressor_plain.way(running), *peers.ways()
 
 
 def rows() -> list[Row]:
