@@ -33,6 +33,7 @@ BATCHES = {
 }
 MISTAKES = [kernel for kernel in broken.WINDOWS if kernel is not broken.ScalesFourApart]  # fp32 rows have none
 ROWS = {"rate": 128, "overlap": False, "single": True, "split": 16}  # what may be streamed
+LIMITS = cases.blank("kv", 9, 512), cases.PAGE, cases.EPS  # pages, entries of a page, eps
 FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
 
 
@@ -229,7 +230,10 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             simt.Compressor(**settings)
     case = case_of("csa")
-    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, cases.blank("kv", 9, 512), cases.PAGE, cases.EPS)
+    many = torch.zeros(1, 4, dtype=torch.int32).repeat(70_000, 1)
+    with pytest.raises(ArgumentError, match=r"requests\.shape.*65535 entries"):
+        launch_args(simt.Compressor(), *case[:2], *case.weights, many, *case.batch[1:2], *case.state, *LIMITS)
+    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, *LIMITS)
     for i, name in enumerate(
         ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots", "state_k", "state_z", "pages")
     ):

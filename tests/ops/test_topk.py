@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4lib.emulator import machine
+from dsv4lib.emulator.request import check_shape
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import TopK
@@ -30,6 +32,23 @@ def test_rows_of_a_larger_tensor_into_the_callers_memory():
     assert topk(rows, 192, lengths, out=out, backend="emulator") is out
     assert torch.equal(out, topk(rows, 192, lengths, backend="reference")) and bool((out[1] == -1).all())
     assert topk(SCORES[:0], 5, backend="emulator").shape == (0, 5)
+
+
+@pytest.mark.parametrize("k", [3, 5, 2000])
+def test_many_rows(k, monkeypatch):
+    """More than a grid has along its second axis, of rows that are picked whole and of others: the launch is taken."""
+
+    class Taken(Exception):
+        """It would run now."""
+
+    def check(request, smem_bytes):
+        check_shape(request, smem_bytes)
+        assert request.grid[0] == 66_000
+        raise Taken
+
+    monkeypatch.setattr(machine, "check_shape", check)
+    with pytest.raises(Taken):
+        topk(torch.zeros(66_000, 4), k, backend="emulator")
 
 
 def test_schema_and_fake():
