@@ -55,8 +55,9 @@ def topk(
     """
     if not isinstance(scores, Tensor) or scores.dim() != 2:
         raise ArgumentError("scores", getattr(scores, "shape", type(scores).__name__), "a tensor [B, L]")
-    if not 1 <= k <= MAX_K:
-        raise ArgumentError("k", k, f"1 to {MAX_K}")
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+        raise ArgumentError("k", k, f"an integer from 1 to {MAX_K}")
+    launching.need({"lengths": lengths, "out": out}, optional=True)
     if out is None:
         out = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
     if tuple(out.shape) != (scores.shape[0], k):
@@ -101,6 +102,8 @@ def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
     )
     if not 1 <= picks.shape[1] <= MAX_K:
         raise ArgumentError("out.shape", tuple(picks.shape), f"[B, k] with k from 1 to {MAX_K}")
+    if picks.stride(1) != 1 and picks.shape[1] > 1:
+        raise ArgumentError("out.stride()", picks.stride(), "stride 1 in the last dimension")
 
 
 def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, backend: str) -> None:
