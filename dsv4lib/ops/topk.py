@@ -20,6 +20,8 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.topk import arguments
 from dsv4lib.kernels.topk.everything import TakeAll
+from dsv4lib.kernels.topk.plan import plan
+from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 from dsv4lib.ops import launching
 
@@ -66,29 +68,6 @@ def topk(
     return out
 
 
-def plan(rows: int, size: int, k: int) -> dict[str, Any]:
-    """Settings of `TopK` for ``k`` of ``rows`` rows of ``size`` scores: the fastest of a sweep on an H200.
-
-    Few rows are shared by clusters; maxima are worth counting from 8192 scores a CTA on.
-    """
-    if size <= 2048:
-        return {"threads": 256, "vectors": 1 if size <= 1024 else 2, "bins": 1024}
-    if size <= 8192:
-        return {"threads": 256, "vectors": 1, "ctas": 8} if rows <= 16 else {"threads": 1024, "vectors": 2}
-    if size <= 32768:
-        if rows <= 16:
-            return {"threads": 256, "vectors": 4, "ctas": 8}
-        if rows <= 33:
-            tight = {"threads": 1024, "vectors": 4, "ctas": 2, "maxima": 1}
-            return tight if k <= 512 else {"threads": 512, "vectors": 4, "ctas": 4, "maxima": 4}
-        return {"threads": 1024, "vectors": 8, "maxima": 2}
-    if size <= 262144 and rows <= 4:
-        return {"threads": 512, "vectors": 8, "ctas": 16, "maxima": 4}
-    ctas = 8 if rows <= 16 else 4 if size > 262144 else 2 if rows <= 66 else 1
-    keep = 1 << (13 if k <= 512 else 14)
-    return {"threads": 1024, "vectors": 4, "ctas": ctas, "maxima": 4, "stream": True, "keep": keep}
-
-
 def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
     if scores.dim() != 2 or not 1 <= scores.shape[1] <= MAX_LENGTH:
         raise ArgumentError("scores.shape", tuple(scores.shape), f"[B, L] with L from 1 to {MAX_LENGTH}")
@@ -118,9 +97,9 @@ def run(
     picks: Tensor,
     by_score: bool = False,
     backend: str = "auto",
-    form: type[TopK] = TopK,
+    pushed: bool = False,
 ) -> None:
-    """Choose the back end and queue a checked call; ``form``: `PushedTopK`, which the op does not choose."""
+    """Choose the back end and queue a checked call; ``pushed``: in the form that the op does not choose."""
     name = launching.resolve(backend, "scores", scores)
     rows, size = scores.shape
     if rows == 0:
@@ -134,6 +113,7 @@ def run(
         launching.launch(name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks)
         return
     settings = {**plan(rows, size, picks.shape[1]), **settings, "by_score": by_score}
+    form = PushedTopK if pushed else TopK
     launching.launch(name, form, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
 
 

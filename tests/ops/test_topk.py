@@ -86,7 +86,7 @@ def test_a_form_that_the_op_does_not_choose(by_score):
     """Settings as the op has them: a cluster of 8 CTAs a row."""
     scores, lengths = torch.randn(2, 4100, generator=GENERATOR), torch.tensor([4100, 700], dtype=torch.int32)
     found = torch.full((2, 512), -7, dtype=torch.int32)
-    run(scores, lengths, found, by_score, "emulator", PushedTopK)
+    run(scores, lengths, found, by_score, "emulator", pushed=True)
     assert torch.equal(found, topk(scores, 512, lengths, by_score=by_score, backend="reference"))
 
 

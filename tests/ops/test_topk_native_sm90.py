@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dsv4lib import backends
-from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.ops.topk import run, topk
 
 NATIVE = backends.status("native", "sm_90a")
@@ -79,7 +78,7 @@ def test_a_form_that_the_op_does_not_choose(rows, size):
     for k in (512, 1024):
         found = torch.full((rows, k), -7, dtype=torch.int32, device="cuda")
         for _ in range(3):
-            run(scores, lengths, found, backend="native", form=PushedTopK)
+            run(scores, lengths, found, backend="native", pushed=True)
             assert torch.equal(found, expected(scores, k, lengths)), k
 
 

@@ -16,8 +16,7 @@ import torch
 from dsv4lib.bench.ops import ways
 from dsv4lib.bench.ops.case import Given, Row, Way
 from dsv4lib.bench.ops.peers import topk as peers
-from dsv4lib.kernels.topk.pushed import PushedTopK
-from dsv4lib.kernels.topk.simt import TopK
+from dsv4lib.kernels.topk.plan import plan
 from dsv4lib.ops import topk as op
 
 LENGTHS, BATCHES = (1024, 8192, 32768, 262144), (1, 8, 32, 128)
@@ -41,7 +40,7 @@ def _row(model: str, batch: int, length: int) -> Row:
         flops=0,
         given=partial(_given, batch, length, k),
         check=_check,
-        ways=_ways(op.plan(batch, length, k).get("ctas", 1) > 1 and length > k),
+        ways=_ways(plan(batch, length, k).get("ctas", 1) > 1 and length > k),
         goal=None if batch == PREFILL[0] else 0.5 if big else 1.0,
     )
 
@@ -65,16 +64,16 @@ def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
     assert not bool(wrong.any()), f"indices: {int(wrong.sum())} rows do not have the best {k}"
 
 
-def _ours(name: str = "ours", form: type[TopK] = TopK) -> Way:
+def _ours(name: str = "ours", pushed: bool = False) -> Way:
     def outputs(given: Given) -> Mapping[str, torch.Tensor]:
         scores = given["scores"]
         return {"indices": torch.empty(len(scores), given["k"], dtype=torch.int32, device=scores.device)}
 
     def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-        if form is TopK:
+        if not pushed:
             op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
         else:
-            op.run(given["scores"], given["lengths"], out["indices"], backend="native", form=form)
+            op.run(given["scores"], given["lengths"], out["indices"], backend="native", pushed=True)
 
     return ways.in_place(name, outputs, write)
 
@@ -84,5 +83,5 @@ def _torch_topk(given: Given) -> Mapping[str, torch.Tensor]:
 
 
 def _ways(clusters: bool) -> tuple[Way, ...]:
-    others = (_ours("ours, pushed", PushedTopK),) if clusters else ()
+    others = (_ours("ours, pushed", True),) if clusters else ()
     return _ours(), *others, ways.functional("torch.topk", _torch_topk), *peers.ways()
