@@ -177,6 +177,20 @@ def test_all_schedules_give_the_same_bits(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), 150, schedule=schedule, seed=3), want), schedule
 
 
+def test_a_cluster_that_pushes_meets_once():
+    """Barriers of the cluster: the forms' difference, where no bin is split; where one is, both meet for it."""
+    meetings = {}
+    for name, settings in (("asks", CLUSTER), ("pushes", {**CLUSTER, "pushed": True})):
+        kernel, code = compiled("sm_90a", tuple(settings.items()))
+        for row in ("normal", "one octave"):
+            scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
+            launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
+            arrivals = int((gpu.trace.named["kind"] == "cluster").sum())
+            meetings[name, row] = arrivals / (kernel.warps * kernel.ctas)
+    assert meetings["asks", "normal"] == 3 and meetings["pushes", "normal"] == 1
+    assert meetings["asks", "one octave"] > 3 and meetings["pushes", "one octave"] > 1
+
+
 # ------------------------------------------------------------------ mistakes
 
 
