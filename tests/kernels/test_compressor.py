@@ -14,7 +14,7 @@ from dsv4lib.kernels.compressor import broken, simt, stream
 from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.compressor import Running, cut, streamed
+from dsv4lib.ops.compressor import Ring, Running, cut, streamed
 from tests.kernels.budget import quick
 from tests.ops import compressor_cases as cases
 
@@ -209,6 +209,27 @@ def test_gates_of_minus_infinity_count_for_nothing():
     case = case_of("hca running", seed=4)
     case.gate[:30] = float("-inf")
     cases.verify(case, lambda form: run(case, form, "sm_90a"))
+
+
+@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 1)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_no_number_spoils_its_entry_alone(kernel_type, slices, bad):
+    """A gate or value of an old row or of the newest one: its entry is NaN where the oracle's is, others keep bits."""
+    case = streamed_case(32, seed=12)
+    pages, _ = run(case, "fp32", "sm_90a", kernel_type, slices)
+    for part, old in (("gate", False), ("kv", False), ("gate", True), ("kv", True)):
+        spoilt = case._replace(kv=case.kv.clone(), gate=case.gate.clone(), state=Ring(*(x.clone() for x in case.state)))
+        if old:
+            (spoilt.state.z if part == "gate" else spoilt.state.k)[int(case.batch.requests[2, 3]), 5, 77] = bad
+        else:
+            getattr(spoilt, part)[2, 77] = bad
+        found, _ = run(spoilt, "fp32", "sm_90a", kernel_type, slices)
+        mine = int(case.batch.slots[2])
+        entries, slots, _ = cases.expected(spoilt)
+        nowhere = entries[slots == mine][0].isnan()
+        assert bool(nowhere[77]) and bool(found[mine][nowhere].isnan().all())
+        others = torch.arange(len(pages)) != mine
+        assert torch.equal(found[others], pages[others])
 
 
 def test_bad_arguments_are_named():
