@@ -107,6 +107,11 @@ def compressor(
     """
     if not isinstance(state, (Ring, Running)):
         raise ArgumentError("state", type(state).__name__, "a Ring or a Running")
+    for name, given, wanted in (("weights", weights, Weights), ("batch", batch, Batch), ("out", out, Pages)):
+        if not isinstance(given, wanted):
+            raise ArgumentError(name, type(given).__name__, f"a {wanted.__name__}")
+    launching.need({"kv": kv, "gate": gate, **weights._asdict(), "requests": batch.requests, "slots": batch.slots})
+    launching.need({f"state.{name}": x for name, x in state._asdict().items()} | {"out.data": out.data})
     rotate = weights.norm.shape[0] == indexer_key.DIM if rotate is None else rotate
     k, z = state if isinstance(state, Ring) else (state.parts, None)
     flags = out.page_size, out.form, eps, rotate, batch.single, backend
@@ -236,6 +241,8 @@ def _run(*given: Any) -> None:
 def run(call: Call, other: Mapping[str, int] | None = None) -> None:
     """Choose the back end and queue a checked call; ``other``: a cut that the op does not choose (`streamed`)."""
     name = launching.resolve(call.backend, "kv", call.kv)
+    if call.state_z is not None and len(call.state_k) and call.state_k.data_ptr() == call.state_z.data_ptr():
+        raise ArgumentError("state.z", "the memory of state.k", "memory of its own")
     if call.kv.device.type == "cpu":
         call.check_values()
     if 0 in (len(call.kv), len(call.requests), len(call.pages)):

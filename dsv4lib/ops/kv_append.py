@@ -32,6 +32,7 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
+    launching.need({"kv": kv, "ring": ring, "requests": requests})
     torch.ops.dsv4.kv_append(kv, ring, requests, backend)
 
 

@@ -60,6 +60,8 @@ def qnorm_rope_kv(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
+    launching.need({"q": q, "kv": kv, "cos_sin": cos_sin, "pages": pages, "indices": indices})
+    launching.need({"positions": positions, "kv_norm": kv_norm, "out": out}, optional=True)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     torch.ops.dsv4.qnorm_rope_kv(q, kv, kv_norm, positions, cos_sin, out, pages, page_size, indices, eps, backend)
     return out

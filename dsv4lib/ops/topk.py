@@ -20,6 +20,8 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.topk import arguments
 from dsv4lib.kernels.topk.everything import TakeAll
+from dsv4lib.kernels.topk.plan import plan
+from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 from dsv4lib.ops import launching
 
@@ -55,37 +57,15 @@ def topk(
     """
     if not isinstance(scores, Tensor) or scores.dim() != 2:
         raise ArgumentError("scores", getattr(scores, "shape", type(scores).__name__), "a tensor [B, L]")
-    if not 1 <= k <= MAX_K:
-        raise ArgumentError("k", k, f"1 to {MAX_K}")
+    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+        raise ArgumentError("k", k, f"an integer from 1 to {MAX_K}")
+    launching.need({"lengths": lengths, "out": out}, optional=True)
     if out is None:
         out = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
     if tuple(out.shape) != (scores.shape[0], k):
         raise ArgumentError("out.shape", tuple(out.shape), f"[{scores.shape[0]}, {k}]")
     torch.ops.dsv4.topk(scores, lengths, out, by_score, backend)
     return out
-
-
-def plan(rows: int, size: int, k: int) -> dict[str, Any]:
-    """Settings of `TopK` for ``k`` of ``rows`` rows of ``size`` scores: the fastest of a sweep on an H200.
-
-    Few rows are shared by clusters; maxima are worth counting from 8192 scores a CTA on.
-    """
-    if size <= 2048:
-        return {"threads": 256, "vectors": 1 if size <= 1024 else 2, "bins": 1024}
-    if size <= 8192:
-        return {"threads": 256, "vectors": 1, "ctas": 8} if rows <= 16 else {"threads": 1024, "vectors": 2}
-    if size <= 32768:
-        if rows <= 16:
-            return {"threads": 256, "vectors": 4, "ctas": 8}
-        if rows <= 33:
-            tight = {"threads": 1024, "vectors": 4, "ctas": 2, "maxima": 1}
-            return tight if k <= 512 else {"threads": 512, "vectors": 4, "ctas": 4, "maxima": 4}
-        return {"threads": 1024, "vectors": 8, "maxima": 2}
-    if size <= 262144 and rows <= 4:
-        return {"threads": 512, "vectors": 8, "ctas": 16, "maxima": 4}
-    ctas = 8 if rows <= 16 else 4 if size > 262144 else 2 if rows <= 66 else 1
-    keep = 1 << (13 if k <= 512 else 14)
-    return {"threads": 1024, "vectors": 4, "ctas": ctas, "maxima": 4, "stream": True, "keep": keep}
 
 
 def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
@@ -101,25 +81,40 @@ def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
     )
     if not 1 <= picks.shape[1] <= MAX_K:
         raise ArgumentError("out.shape", tuple(picks.shape), f"[B, k] with k from 1 to {MAX_K}")
+    if picks.stride(1) != 1 and picks.shape[1] > 1:
+        raise ArgumentError("out.stride()", picks.stride(), "stride 1 in the last dimension")
 
 
 def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, backend: str) -> None:
-    """What `torch.ops.dsv4.topk` does: check, choose the back end, launch."""
+    """What `torch.ops.dsv4.topk` does: check, launch."""
     _check(scores, lengths, picks)
+    run(scores, lengths, picks, by_score, backend)
+
+
+def run(
+    scores: Tensor,
+    lengths: Tensor | None,
+    picks: Tensor,
+    by_score: bool = False,
+    backend: str = "auto",
+    pushed: bool = False,
+) -> None:
+    """Choose the back end and queue a checked call; ``pushed``: in the form that the op does not choose."""
     name = launching.resolve(backend, "scores", scores)
     rows, size = scores.shape
     if rows == 0:
         return
     if name == "reference":
-        return _reference(scores, lengths, picks, by_score)
+        _reference(scores, lengths, picks, by_score)
+        return
     settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None}
     if size <= picks.shape[1] and not by_score:
         settings["wide"] = _aligned(picks)
-        return launching.launch(
-            name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks
-        )
+        launching.launch(name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks)
+        return
     settings = {**plan(rows, size, picks.shape[1]), **settings, "by_score": by_score}
-    return launching.launch(name, TopK, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
+    form = PushedTopK if pushed else TopK
+    launching.launch(name, form, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
 
 
 def _aligned(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from dsv4lib.kernels.compressor import broken, simt, stream
 from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.compressor import Running, cut, streamed
+from dsv4lib.ops.compressor import Ring, Running, cut, streamed
 from tests.kernels.budget import quick
 from tests.ops import compressor_cases as cases
 
@@ -33,6 +33,7 @@ BATCHES = {
 }
 MISTAKES = [kernel for kernel in broken.WINDOWS if kernel is not broken.ScalesFourApart]  # fp32 rows have none
 ROWS = {"rate": 128, "overlap": False, "single": True, "split": 16}  # what may be streamed
+LIMITS = cases.blank("kv", 9, 512), cases.PAGE, cases.EPS  # pages, entries of a page, eps
 FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
 
 
@@ -159,6 +160,44 @@ def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, first[1], strict=True))
 
 
+@pytest.mark.parametrize(("rate", "slices", "arch"), [(128, 2, "sm_100a"), (128, 1, "sm_90a"), (32, 4, "sm_90a")])
+def test_both_forms_give_the_same_bits_whatever_the_order_of_requests(rate, slices, arch):
+    case = streamed_case(rate, seed=9)
+    order = torch.tensor([3, 4, 0, 2, 1])
+    plan = case.batch.requests[order].clone()
+    plan[:, 0] = torch.arange(5)
+    batch = case.batch._replace(requests=plan, slots=case.batch.slots[order])
+    turned = case._replace(kv=case.kv[order], gate=case.gate[order], batch=batch)
+    pages, state = run(case, "fp32", arch)
+    for one, kind, cut_by in (
+        (case, stream.StreamedCompressor, slices),
+        (turned, stream.StreamedCompressor, slices),
+        (turned, simt.Compressor, None),
+    ):
+        found, after = run(one, "fp32", arch, kind, cut_by)
+        assert torch.equal(found, pages)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
+
+
+@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 2)])
+def test_a_decode_step_gives_the_bits_of_a_prefill(kernel_type, slices):
+    """A window of 32 rows at once, or 31 of them and then the last one."""
+    whole = cases.make(32, [32], [64], seed=10)
+    pages, state = run(whole, "fp32", "sm_90a")
+    plan = whole.batch.requests.clone()
+    plan[0, 1] = 31
+    batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[:31])
+    now = run_states(whole._replace(kv=whole.kv[:31], gate=whole.gate[:31], batch=batch))
+    plan = plan.clone()
+    plan[0, 1], plan[0, 2] = 1, 95
+    batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[31:], single=True)
+    last = whole._replace(kv=whole.kv[31:], gate=whole.gate[31:], batch=batch, state=now)
+    found, after = run(last, "fp32", "sm_90a", kernel_type, slices)
+    slot = int(whole.batch.slots.max())
+    assert torch.equal(found[slot], pages[slot])
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
+
+
 @pytest.mark.parametrize("mistake", broken.STREAMED)
 def test_planted_mistakes_of_streamed_rows_are_found(mistake):
     case = streamed_case(seed=8)
@@ -170,6 +209,27 @@ def test_gates_of_minus_infinity_count_for_nothing():
     case = case_of("hca running", seed=4)
     case.gate[:30] = float("-inf")
     cases.verify(case, lambda form: run(case, form, "sm_90a"))
+
+
+@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 1)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_no_number_spoils_its_entry_alone(kernel_type, slices, bad):
+    """A gate or value of an old row or of the newest one: its entry is NaN where the oracle's is, others keep bits."""
+    case = streamed_case(32, seed=12)
+    pages, _ = run(case, "fp32", "sm_90a", kernel_type, slices)
+    for part, old in (("gate", False), ("kv", False), ("gate", True), ("kv", True)):
+        spoilt = case._replace(kv=case.kv.clone(), gate=case.gate.clone(), state=Ring(*(x.clone() for x in case.state)))
+        if old:
+            (spoilt.state.z if part == "gate" else spoilt.state.k)[int(case.batch.requests[2, 3]), 5, 77] = bad
+        else:
+            getattr(spoilt, part)[2, 77] = bad
+        found, _ = run(spoilt, "fp32", "sm_90a", kernel_type, slices)
+        mine = int(case.batch.slots[2])
+        entries, slots, _ = cases.expected(spoilt)
+        nowhere = entries[slots == mine][0].isnan()
+        assert bool(nowhere[77]) and bool(found[mine][nowhere].isnan().all())
+        others = torch.arange(len(pages)) != mine
+        assert torch.equal(found[others], pages[others])
 
 
 def test_bad_arguments_are_named():
@@ -191,7 +251,10 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             simt.Compressor(**settings)
     case = case_of("csa")
-    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, cases.blank("kv", 9, 512), cases.PAGE, cases.EPS)
+    many = torch.zeros(1, 4, dtype=torch.int32).repeat(70_000, 1)
+    with pytest.raises(ArgumentError, match=r"requests\.shape.*65535 entries"):
+        launch_args(simt.Compressor(), *case[:2], *case.weights, many, *case.batch[1:2], *case.state, *LIMITS)
+    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, *LIMITS)
     for i, name in enumerate(
         ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots", "state_k", "state_z", "pages")
     ):

@@ -7,11 +7,13 @@ import torch
 
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.errors import HazardError, MemoryFault
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.topk.arguments import all_args, fake_all_args, fake_args, launch_args
 from dsv4lib.kernels.topk.broken import DropsItsBound, NoMeeting, TiesAnyhow
 from dsv4lib.kernels.topk.everything import TakeAll
+from dsv4lib.kernels.topk.pushed import LIST, PushedTopK
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.reference.topk import topk as reference
 from tests.kernels.budget import quick
@@ -32,14 +34,23 @@ BOTH = {
     "capacity": 2048,
     "keep": 256,
 }
-FORMS = (("sm_100a", CHIP), ("sm_90a", MAXIMA), ("sm_90a", CLUSTER), ("sm_100a", STREAM), ("sm_90a", BOTH))
-NAMES = ("chip", "maxima", "cluster", "stream", "both")
+FORMS = (
+    ("sm_100a", CHIP),
+    ("sm_90a", MAXIMA),
+    ("sm_90a", CLUSTER),
+    ("sm_100a", STREAM),
+    ("sm_90a", BOTH),
+    ("sm_100a", {**CLUSTER, "pushed": True}),
+    ("sm_90a", {**BOTH, "pushed": True}),
+)
+NAMES = ("chip", "maxima", "cluster", "stream", "both", "pushed", "pushed both")
 SIZE = 2000  # the most that each form takes is 2,048 or 4,096
 
 
 @cache
 def compiled(arch, settings):
-    kernel = TopK(**dict(settings))
+    settings = dict(settings)
+    kernel = (PushedTopK if settings.pop("pushed", False) else TopK)(**settings)
     code = compile_for(kernel, fake_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
@@ -108,7 +119,24 @@ def test_lengths_around_k(arch, settings, k):
     assert torch.equal(run(arch, settings, scores, lengths, k), expected(scores, lengths.clamp_max(SIZE), k))
 
 
-@pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3]], ids=["cluster", "stream"])
+@pytest.mark.parametrize(("arch", "settings"), FORMS, ids=NAMES)
+def test_ties_at_the_last_pick(arch, settings):
+    """As many scores of the same bin as are compared with each other, one less and one more, equal or not quite."""
+    generator = torch.Generator().manual_seed(11)
+    rows = []
+    for ties in (1, 2, 255, 256, 257, 400):
+        for apart in (0.0, 1e-6):
+            row = torch.full((SIZE,), -1.0)
+            places = torch.randperm(SIZE, generator=generator)
+            row[places[:50]] = 4.0 + torch.rand(50, generator=generator)
+            row[places[50 : 50 + ties]] = 1.5 + apart * torch.randperm(ties, generator=generator)
+            rows.append(row)
+    scores = torch.stack(rows)
+    for k in (50, 51, 50 + 128, 50 + 255, 50 + 256, 50 + 257):
+        assert torch.equal(run(arch, settings, scores, full(scores), k), expected(scores, full(scores), k)), k
+
+
+@pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3], FORMS[5]], ids=["cluster", "stream", "pushed"])
 def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
     """L no multiple of 4, rows on 4 bytes, NaN around them; rows without lengths."""
     storage = torch.full((3, 1300), torch.nan)
@@ -129,7 +157,7 @@ def test_nan_ranks_behind_everything(arch, settings):
     assert torch.equal(found[2], torch.arange(800).int())
 
 
-@pytest.mark.parametrize("settings", [CHIP, BOTH], ids=["chip", "both"])
+@pytest.mark.parametrize("settings", [CHIP, BOTH, FORMS[6][1]], ids=["chip", "both", "pushed"])
 def test_in_the_order_of_scores(settings):
     """As the oracle has them, also where a row is shorter than k."""
     scores = torch.stack([x for name, x in kinds().items() if name in ("normal", "equal", "three values", "rising")])
@@ -147,12 +175,47 @@ def test_all_schedules_give_the_same_bits(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), 150, schedule=schedule, seed=3), want), schedule
 
 
+def test_a_cluster_that_pushes_meets_once():
+    """Barriers of the cluster: the forms' difference, where no bin is split; where one is, both meet for it."""
+    meetings = {}
+    for name, settings in (("asks", CLUSTER), ("pushes", {**CLUSTER, "pushed": True})):
+        kernel, code = compiled("sm_90a", tuple(settings.items()))
+        for row in ("normal", "one octave"):
+            scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
+            launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
+            arrivals = int((gpu.trace.named["kind"] == "cluster").sum())
+            meetings[name, row] = arrivals / (kernel.warps * kernel.ctas)
+    assert meetings["asks", "normal"] == 3 and meetings["pushes", "normal"] == 1
+    assert meetings["asks", "one octave"] > 3 and meetings["pushes", "one octave"] > 1
+
+
 # ------------------------------------------------------------------ mistakes
+
+
+class SentTooSoon(PushedTopK):
+    """Nobody waits until the others' mbarriers are there."""
+
+    def ready(self):
+        """No wait."""
+
+
+class CandidatesUnawaited(PushedTopK):
+    """Ranks what it has of the candidates."""
+
+    def wait(self, s, number):
+        if number != LIST:
+            PushedTopK.wait(self, s, number)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
-    [(NoMeeting, CLUSTER, "normal"), (TiesAnyhow, CHIP, "three values"), (DropsItsBound, STREAM, "one octave")],
+    [
+        (NoMeeting, CLUSTER, "normal"),
+        (SentTooSoon, CLUSTER, "normal"),
+        (CandidatesUnawaited, CLUSTER, "normal"),
+        (TiesAnyhow, CHIP, "three values"),
+        (DropsItsBound, STREAM, "one octave"),
+    ],
 )
 def test_mistakes_are_found(kind, settings, name):
     kernel = kind(**settings)
@@ -161,9 +224,13 @@ def test_mistakes_are_found(kind, settings, name):
     scores = (torch.arange(SIZE) % 40).float()[None] if kind is TiesAnyhow else kinds()[name][None]
     gpu = make("sm_90a", checks="race", schedule="adversarial")
     picks = torch.full((1, 75), -7, dtype=torch.int32)
-    launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
+    try:
+        launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
+    except (HazardError, MemoryFault):
+        assert issubclass(kind, PushedTopK)
+        return
     wrong = not torch.equal(picks, expected(scores, full(scores), 75))
-    assert gpu.hazards if kind is NoMeeting else wrong
+    assert wrong if kind in (TiesAnyhow, Drops) else gpu.hazards
 
 
 @pytest.mark.parametrize(("arch", "wide", "k"), [("sm_100a", True, 1152), ("sm_90a", False, 1153), ("sm_90a", True, 4)])
@@ -199,6 +266,8 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(ConfigError, match=name):
             TopK(**settings)
+    with pytest.raises(ConfigError, match="ctas"):
+        PushedTopK(**CHIP)
     kernel, scores = TopK(**CHIP), torch.randn(3, 1000)
     good = {"scores": scores, "lengths": full(scores), "picks": torch.empty(3, 64).int()}
     for bad, name in (

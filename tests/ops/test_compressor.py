@@ -55,6 +55,24 @@ def test_schema_and_fake():
             compressor(kv, kv, weights, batch, Running(torch.empty(3, 2, 512)), pages)
 
 
+def test_torch_compile_takes_it_whole():
+    """The state that a graph reads behind the op is the new one."""
+
+    def layer(kv, gate, k, z, pages):
+        out, state = Pages(pages, cases.PAGE, "kv"), Ring(k, z)
+        compressor(kv * 1.0, gate, CSA.weights, CSA.batch, state, out, eps=cases.EPS, backend="emulator")
+        return k.nan_to_num().sum(-1) + 1, pages.int().sum()
+
+    torch._dynamo.reset()
+    found = []
+    for one in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+        pages = cases.blank("kv", 8, 512)
+        given = *(x.clone() for x in CSA.state), pages
+        found.append((*one(CSA.kv, CSA.gate, *given), *(x.nan_to_num() for x in given)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(found[0][2], CSA.state.k.nan_to_num())
+
+
 def _with(values, place, value):
     changed = values.clone()
     changed[place] = value
@@ -72,6 +90,16 @@ def test_bad_arguments_are_named():
         ({"state": Ring(CSA.state.k[:, :4], CSA.state.z[:, :4])}, r"state\.k"),
         ({"state": Running(torch.zeros(4, 3, 512))}, "kv.shape"),
         ({"state": (1, 2)}, "state"),
+        ({"state": Ring(CSA.state.k, None)}, r"state\.z"),
+        ({"state": Ring(CSA.state.k, CSA.state.k)}, r"state\.z"),
+        ({"kv": CSA.kv.tolist()}, "kv"),
+        ({"weights": tuple(CSA.weights)}, "weights"),
+        ({"weights": CSA.weights._replace(norm=None)}, "norm"),
+        ({"batch": tuple(CSA.batch)}, "batch"),
+        ({"batch": CSA.batch._replace(slots=[1])}, "slots"),
+        ({"out": pages.data}, "out"),
+        ({"out": pages._replace(data=None)}, r"out\.data"),
+        ({"gate": CSA.gate.T.contiguous().T}, r"gate\.stride"),
         ({"out": pages._replace(form="nvfp4")}, "out.form"),
         ({"out": pages._replace(page_size=4)}, "out.data"),
         ({"batch": Batch(plan.long(), slots)}, "requests"),

@@ -113,6 +113,8 @@ def test_bad_arguments_are_named():
         ({"kv": kv.float()}, "kv"),
         ({"kv": kv[:, :256]}, r"kv\.shape"),
         ({"kv": kv[0]}, "kv"),
+        ({"kv": None}, "kv"),
+        ({"requests": table.tolist()}, "requests"),
         ({"kv": kv.T.contiguous().T}, r"kv\.stride"),
         ({"ring": ring.float()}, "ring"),
         ({"ring": ring[0]}, "ring"),

@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4lib.emulator import machine
+from dsv4lib.emulator.request import check_shape
 from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.topk import MAX_K, MAX_LENGTH, plan, topk
+from dsv4lib.ops.topk import MAX_K, MAX_LENGTH, plan, run, topk
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = (torch.randn(3, 700, generator=GENERATOR) * 30).round()  # ties
@@ -29,6 +32,23 @@ def test_rows_of_a_larger_tensor_into_the_callers_memory():
     assert topk(rows, 192, lengths, out=out, backend="emulator") is out
     assert torch.equal(out, topk(rows, 192, lengths, backend="reference")) and bool((out[1] == -1).all())
     assert topk(SCORES[:0], 5, backend="emulator").shape == (0, 5)
+
+
+@pytest.mark.parametrize("k", [3, 5, 2000])
+def test_many_rows(k, monkeypatch):
+    """More than a grid has along its second axis, of rows that are picked whole and of others: the launch is taken."""
+
+    class Taken(Exception):
+        """It would run now."""
+
+    def check(request, smem_bytes):
+        check_shape(request, smem_bytes)
+        assert request.grid[0] == 66_000
+        raise Taken
+
+    monkeypatch.setattr(machine, "check_shape", check)
+    with pytest.raises(Taken):
+        topk(torch.zeros(66_000, 4), k, backend="emulator")
 
 
 def test_schema_and_fake():
@@ -54,9 +74,20 @@ def test_torch_compile_takes_it_whole():
 def test_settings_take_every_size(rows):
     for size in (1, 1024, 1025, 2048, 4096, 8192, 8193, 32768, 32769, 262144, 262145, MAX_LENGTH):
         for k in (1, 512, 1024, MAX_K):
-            kernel = TopK(**plan(rows, size, k))
-            assert size <= kernel.ctas * kernel.capacity
-            assert 4 * sum(kernel.parts.values()) <= 227 << 10
+            settings = plan(rows, size, k)
+            for form in (TopK, PushedTopK) if settings.get("ctas", 1) > 1 else (TopK,):
+                kernel = form(**settings)
+                assert size <= kernel.ctas * kernel.capacity
+                assert 4 * sum(kernel.parts.values()) <= 227 << 10
+
+
+@pytest.mark.parametrize("by_score", [False, True])
+def test_a_form_that_the_op_does_not_choose(by_score):
+    """Settings as the op has them: a cluster of 8 CTAs a row."""
+    scores, lengths = torch.randn(2, 4100, generator=GENERATOR), torch.tensor([4100, 700], dtype=torch.int32)
+    found = torch.full((2, 512), -7, dtype=torch.int32)
+    run(scores, lengths, found, by_score, "emulator", pushed=True)
+    assert torch.equal(found, topk(scores, 512, lengths, by_score=by_score, backend="reference"))
 
 
 def test_bad_arguments_are_named():
@@ -65,6 +96,15 @@ def test_bad_arguments_are_named():
         ((SCORES.double(), 5), {}, "scores"),
         ((torch.empty(1, MAX_LENGTH + 1), 5), {}, "scores.shape"),
         ((SCORES, 0), {}, "k"),
+        ((SCORES, 5.0), {}, "k=5.0"),
+        ((SCORES, "5"), {}, "k='5'"),
+        ((SCORES, True), {}, "k=True"),
+        ((SCORES, 5, [700, 300, 41]), {}, "lengths"),
+        ((SCORES, 5, LENGTHS[:, None]), {}, "lengths"),
+        ((SCORES[:, :0], 5), {}, "scores.shape"),
+        ((SCORES[:1].expand(3, 700), 5), {}, "scores.stride"),
+        ((SCORES, 5), {"out": [1]}, "out"),
+        ((SCORES, 5), {"out": torch.zeros(3, 10).int()[:, ::2]}, r"out.stride"),
         ((SCORES, MAX_K + 1), {}, "k"),
         ((SCORES, 5, LENGTHS.long()), {}, "lengths"),
         ((SCORES, 5, LENGTHS[1:]), {}, "lengths"),

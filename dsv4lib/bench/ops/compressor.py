@@ -9,6 +9,7 @@ tokens from position 0; its T / rate entries are pooled from the rows themselves
 Peers keep the rows, and so does "HCA, state of rows" (`Ring`), which is the same work as theirs: at the step that
 closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``. Beside it
 stand the forms that the op does not choose, "ours, streamed by n" CTAs an entry (`ops.compressor.streamed`).
+torch.compile's few lines (`compressor_plain`) keep either state.
 
 Every way starts from projected rows without the gate's bias and ends with the entries in their pages and the state
 brought up to date: peers that do this in two kernels (save the partial states, then compress) are timed with both.
@@ -38,6 +39,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4lib.bench.ops import compressor_plain
 from dsv4lib.bench.ops.case import Call, Given, Row, Way
 from dsv4lib.bench.ops.peers import compressor as peers
 from dsv4lib.bench.ops.ways import in_place
@@ -250,7 +252,8 @@ def _streamed(slices: int) -> Way:
 def ways(running: bool, streamed: bool) -> tuple[Way, ...]:
     """Ours, its other forms, then the peers."""
     others = tuple(_streamed(slices) for slices in (1, 2, 4)) if streamed else ()
-    return _running("ours") if running else _ring("ours"), *others, *peers.ways()
+    ours = _running("ours") if running else _ring("ours")
+    return ours, *others, compressor_plain.way(running), *peers.ways()
 
 
 def rows() -> list[Row]:

@@ -62,9 +62,14 @@ def _ours(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
 
 
 def _plain(x: Tensor, recipe: str, global_scale: Tensor | None) -> dict[str, Tensor]:
-    """A few lines of torch with the same bits, but for ties of nvfp4."""
+    codes, scales = blocks_of(x, recipe, global_scale)
+    return {"codes": codes, "scales": scales}
+
+
+def blocks_of(x: Tensor, recipe: str, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows in a few lines of torch with the same bits, but for ties of nvfp4."""
     form = RECIPES[recipe]
-    blocks = x.float().view(len(x), -1, form.block)
+    blocks = x.float().unflatten(-1, (-1, form.block))
     amax = blocks.abs().amax(-1)
     if recipe == "nvfp4":
         scales = (amax / (6 * global_scale)).to(torch.float8_e4m3fn)
@@ -77,9 +82,9 @@ def _plain(x: Tensor, recipe: str, global_scale: Tensor | None) -> dict[str, Ten
         values = blocks * ((254 - scales) << 23).view(torch.float32)[..., None]
         scales = scales.to(torch.uint8)
     if form.bits == 8:
-        return {"codes": values.to(torch.float8_e4m3fn).view(torch.uint8).view(x.shape), "scales": scales}
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).view(x.shape), scales
     size = values.abs()
     codes = sum((size > bound).int() for bound in (0.25, 1.25, 2.5, 5.0))
     codes = codes + sum((size >= bound).int() for bound in (0.75, 1.75, 3.5))
     codes = (codes + 8 * values.signbit().int()).view(len(x), -1, 2)
-    return {"codes": (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8), "scales": scales}
+    return (codes[..., 0] + 16 * codes[..., 1]).to(torch.uint8), scales

@@ -2,7 +2,8 @@
 
 Given: ``scores`` fp32 [B, L], ``lengths`` int32 [B], ``k``. Output: ``indices`` int32 [B, k], in any order.
 Attention, which reads them, does not care for order, and peers leave ties open: right is any selection with the
-scores of the reference.
+scores of the reference. Where a cluster has a row, the form that the op does not choose stands beside ours, "ours,
+pushed" (`kernels.topk.pushed`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from dsv4lib.bench.ops import ways
 from dsv4lib.bench.ops.case import Given, Row, Way
 from dsv4lib.bench.ops.peers import topk as peers
-from dsv4lib.ops.topk import topk
+from dsv4lib.kernels.topk.plan import plan
+from dsv4lib.ops import topk as op
 
 LENGTHS, BATCHES = (1024, 8192, 32768, 262144), (1, 8, 32, 128)
 PICKS = {"Flash": 512, "Pro": 1024}
@@ -38,7 +40,7 @@ def _row(model: str, batch: int, length: int) -> Row:
         flops=0,
         given=partial(_given, batch, length, k),
         check=_check,
-        ways=_ways(),
+        ways=_ways(plan(batch, length, k).get("ctas", 1) > 1 and length > k),
         goal=None if batch == PREFILL[0] else 0.5 if big else 1.0,
     )
 
@@ -62,20 +64,24 @@ def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
     assert not bool(wrong.any()), f"indices: {int(wrong.sum())} rows do not have the best {k}"
 
 
-def _ours() -> Way:
+def _ours(name: str = "ours", pushed: bool = False) -> Way:
     def outputs(given: Given) -> Mapping[str, torch.Tensor]:
         scores = given["scores"]
         return {"indices": torch.empty(len(scores), given["k"], dtype=torch.int32, device=scores.device)}
 
     def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-        topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
+        if not pushed:
+            op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
+        else:
+            op.run(given["scores"], given["lengths"], out["indices"], backend="native", pushed=True)
 
-    return ways.in_place("ours", outputs, write)
+    return ways.in_place(name, outputs, write)
 
 
 def _torch_topk(given: Given) -> Mapping[str, torch.Tensor]:
     return {"indices": given["scores"].topk(given["k"], dim=-1, sorted=False).indices}
 
 
-def _ways() -> tuple[Way, ...]:
-    return _ours(), ways.functional("torch.topk", _torch_topk), *peers.ways()
+def _ways(clusters: bool) -> tuple[Way, ...]:
+    others = (_ours("ours, pushed", True),) if clusters else ()
+    return _ours(), *others, ways.functional("torch.topk", _torch_topk), *peers.ways()

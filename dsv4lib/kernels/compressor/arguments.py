@@ -14,6 +14,7 @@ from dsv4lib.kernels.compressor.config import ROPE
 from dsv4lib.kernels.compressor.simt import Compressor, Ends, Rows
 
 WIDE, PAIR = 16, 8
+GRID_Y = 65_535  # CTAs along the second axis of a grid
 
 
 def page_align(kernel: Compressor) -> int:
@@ -101,5 +102,8 @@ def launch_args(
         )
     multiplier, shift = page_divisor(page_size)
     items = len(requests) if kernel.single else tokens // kernel.rate + len(requests)
+    if items > GRID_Y * kernel.items:
+        allowed = f"at most {GRID_Y * kernel.items} entries in a call: T / {kernel.rate} + B, or B in a decode step"
+        raise ArgumentError("requests.shape", tuple(requests.shape), f"{allowed}, not {items}")
     page = Int32(page_size), Uint32(multiplier), Int32(shift)
     return rows, ends, out, page, Float32(eps), Int32(items), cuda.CUstream(stream)

@@ -245,14 +245,17 @@ class Compressor(Sizes):
 
     @cute.jit
     def merge(self, rPart: cute.Tensor, c: cutlass.Constexpr, top: Float32, total: Float32, value: Float32):
-        """Add another thread's part of channel ``c``; the compiler decides which product it fuses into a sum."""
-        most = cute.arch.fmax(rPart[c, 0], top)
-        base = self.finite(most)
-        mine = cute.math.exp2((rPart[c, 0] - base) * LOG2E, fastmath=True)
-        other = cute.math.exp2((top - base) * LOG2E, fastmath=True)
+        """Add another thread's part of channel ``c``: the one with the smaller maximum shrinks, by an explicit FMA.
+
+        Left to the compiler, which of two products it fuses differs from kernel to kernel, and so do the bits.
+        """
+        ahead, most = rPart[c, 0] >= top, cute.arch.fmax(rPart[c, 0], top)
+        least = Float32(cutlass.select_(ahead, top, rPart[c, 0]))
+        shrink = cute.math.exp2((least - self.finite(most)) * LOG2E, fastmath=True)
         rPart[c, 0] = most
-        rPart[c, 1] = rPart[c, 1] * mine + total * other
-        rPart[c, 2] = rPart[c, 2] * mine + value * other
+        for i, other in ((1, total), (2, value)):
+            kept = Float32(cutlass.select_(ahead, rPart[c, i], other))
+            rPart[c, i] = cute.math.fma(Float32(cutlass.select_(ahead, other, rPart[c, i])), shrink, kept)
 
     @cute.jit
     def gather(self, rPart: cute.Tensor, quad: Int32, storage: cutlass.Constexpr):

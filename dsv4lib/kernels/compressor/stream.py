@@ -10,8 +10,8 @@ memory.
     finish   the first team adds up its pairs, then those of the others, in order, and ends the entry as `simt` does
 
 Sums have the order of `simt` with the same ``split`` and 8 slices, whatever slices, teams and stages are: within a
-group, the two groups of a pair, the pairs; of squares, those of 64 channels, then these. All cuts give the same bits.
-Those of `simt` may differ by an ulp: there the compiler fuses another product of `merge`.
+group, the two groups of a pair, the pairs; of squares, those of 64 channels, then these. All cuts, and `simt`, give the
+same bits.
 
 The newest row does not come from the state: the last team has it in registers and writes it there, and no copy reads
 that row.

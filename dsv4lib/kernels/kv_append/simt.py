@@ -82,6 +82,7 @@ class KvAppend:
         cta, _, _ = cute.arch.block_idx()
         number = cta * self.warps + cute.arch.warp_idx()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         rRow = cute.make_rmem_tensor((PIECE, VECTORS), BFloat16)
         rRow.fill(0.0)
         if cutlass.const_expr(self.by_slot):

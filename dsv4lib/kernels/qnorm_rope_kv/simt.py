@@ -107,6 +107,7 @@ class QnormRopeKv(HeadRows):
             token, block = divide(cta - kv_ctas, blocks)
             first = self.first_head(block)
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
             rQ = self.fetch(mQ, token, first)
             turn = self.angles(mTable, mPositions, token)
             mine = cute.domain_offset((token, first, 0), mOut)
@@ -144,6 +145,7 @@ class QnormRopeKv(HeadRows):
         if cutlass.const_expr(self.normed):
             fetch_row(mWeight, rWeight)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         if token < mKv.shape[0]:
             index = mIndex[token]
             rRow = cute.make_rmem_tensor((PIECE, HALVES), BFloat16)

@@ -13,7 +13,8 @@ from dsv4lib.kernels.topk.keys import Bins
 LANES = 32
 QUAD = 4  # entries an access
 CELLS = 8
-CANDIDATES, KEPT, FOUND = 0, 1, 4  # cells: candidates, entries of the list, what `find` found (three)
+# Cells: candidates, entries of the list, what `find` found (three; a pushed row's: five), picks of the CTAs before.
+CANDIDATES, KEPT, FOUND, EARLIER = 0, 1, 2, 7
 
 
 class Shared(NamedTuple):
@@ -34,6 +35,11 @@ class Shared(NamedTuple):
     sums: Any  # [warps]
     counts: Any  # [CTAs] picks of each
     cells: Any
+    # Of a cluster that pushes (`pushed`).
+    all_coarse: Any  # [CTAs, 32] coarse of each
+    all_bins: Any  # [CTAs, bins / 32] the bins of one entry of coarse, of each
+    all_pairs: Any  # [PAIRS, 2] candidates of all, key and index
+    gates: Any  # mbarriers of 8 bytes
 
 
 class Counting:

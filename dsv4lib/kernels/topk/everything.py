@@ -44,16 +44,17 @@ class TakeAll:
             mPicks: [B, k] int32.
             stream: where the launch is queued.
         """
-        grid = (cute.ceil_div(mPicks.shape[1], THREADS * QUAD), mPicks.shape[0], 1)
+        grid = (mPicks.shape[0], cute.ceil_div(mPicks.shape[1], THREADS * QUAD), 1)  # y has 65,535 at most
         self.kernel(size, mLengths, mPicks).launch(grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, size: Int32, mLengths: Any, mPicks: cute.Tensor):
         """Four places a thread."""
         tidx, _, _ = cute.arch.thread_idx()
-        part, row, _ = cute.arch.block_idx()
+        row, part, _ = cute.arch.block_idx()
         quad = part * THREADS + tidx
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         length = size
         if cutlass.const_expr(self.ragged):
             length = cutlass.min(mLengths[row], size)

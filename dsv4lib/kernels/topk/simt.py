@@ -22,7 +22,7 @@ tile reach, and only scores that reach it are put into a list and counted from t
 Two forms. On chip: a slice is one tile, held in registers, and requested before the row's length is known. Streaming:
 a slice is many tiles; after each one the bound is raised to the bin of the k-th best so far, so that of a long row
 nearly everything is dropped by one comparison while the next tile is on its way. A list that overflows (scores that
-rise along the row) costs a second read, nothing else.
+rise along the row) costs two more reads of the slice, nothing else.
 
     SMEM     histograms 4 to 16 KiB each, map of the slice 1 bit a score, candidates 2 KiB (4 in a cluster), list 8 B an
              entry
@@ -46,6 +46,7 @@ from dsv4lib.kernels.topk.keys import NOTHING, digit_shift, key_of
 
 MAX_K = 2048
 PAIRS = 256  # candidates that are compared with each other
+ALIGNED = ("hist", "tops", "all_bins", "all_pairs", "gates")  # on 16 bytes
 UNIT = 128  # a slice of a streamed row is a multiple of it
 
 
@@ -122,7 +123,8 @@ class TopK(Counting):
         form = (f"stream {self.capacity} {self.keep}" if self.stream else "chip") + f" {self.maxima}"
         wide = "wide" if self.wide else "narrow"
         order = f"{'score' if self.by_score else 'index'}, {'ragged' if self.ragged else 'full'}"
-        return f"TopK({self.threads}x{self.vectors}, {self.ctas}, {self.bins.size}, {form}, {wide}, {order})"
+        cut = f"{self.threads}x{self.vectors}, {self.ctas}, {self.bins.size}"
+        return f"{type(self).__name__}({cut}, {form}, {wide}, {order})"
 
     # ---------------------------------------------------------------- host
 
@@ -137,7 +139,7 @@ class TopK(Counting):
             stream: where the launch is queued.
         """
         parts = {name: cute.struct.MemRange[Int32, size] for name, size in self.parts.items()}
-        parts |= {name: cute.struct.Align[parts[name], 16] for name in ("hist", "tops") if name in parts}
+        parts |= {name: cute.struct.Align[parts[name], 16] for name in ALIGNED if name in parts}
         self.storage = cute.struct(type("Storage", (), {"__annotations__": parts}))
         self.kernel(mScores, mLengths, mPicks).launch(
             grid=(self.ctas * mPicks.shape[0], 1, 1),
@@ -150,16 +152,12 @@ class TopK(Counting):
     def shared(self) -> Shared:
         """Tensors over this CTA's shared memory."""
         storage = memory.SmemAllocator().allocate(self.storage)
-
         parts = {name: getattr(storage, name).get_tensor(cute.make_layout(size)) for name, size in self.parts.items()}
-        alone = {
+        alone = dict.fromkeys(Shared._fields) | {
             "all_key": parts["key"],
             "all_index": parts["index"],
-            "tops": None,
             "kept_x": parts["key"],
             "kept_index": parts["index"],
-            "pick_key": None,
-            "pick_index": None,
         }
         return Shared(**{**alone, **parts})
 
@@ -171,7 +169,9 @@ class TopK(Counting):
         block, _, _ = cute.arch.block_idx()
         rank, row = block % self.ctas, block // self.ctas
         s = self.shared()
+        self.open(s)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         if cutlass.const_expr(self.stream):
             self.streamed(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
         else:
@@ -190,6 +190,7 @@ class TopK(Counting):
         length = self.length(mRow, mLengths, row)
         self.clear(s)
         if length <= k:
+            self.ready()
             self.take_all(mOut, length, rank)
         else:
             cute.arch.barrier()
@@ -217,6 +218,7 @@ class TopK(Counting):
         first = rank * part
         end = cutlass.min(first + part, length)
         if length <= k:
+            self.ready()
             self.take_all(mOut, length, rank)
         else:
             rX = cute.make_rmem_tensor((QUAD, self.vectors), Float32)
@@ -239,6 +241,12 @@ class TopK(Counting):
                     bound, _, _ = self.find(s, s.hist, k, False)
             self.tally(mRow, first, end, counted, s)
             self.select((mRow, first, end, None), mOut, s, length, rank)
+
+    def open(self, s: Shared) -> None:
+        """What a cluster needs before its CTAs speak to each other (`pushed.PushedTopK`)."""
+
+    def ready(self) -> None:
+        """Wait until all CTAs of the row have opened; each thread once, whatever it does then."""
 
     def length(self, mRow: cute.Tensor, mLengths: Any, row: Int32) -> Int32:
         """How many scores of the row count."""
@@ -533,20 +541,26 @@ class TopK(Counting):
             total = s.sums[lane]
         at = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, total, Int32(0)), "add") + to_here - mine
         if cutlass.const_expr(self.ctas > 1):
-            total = cute.arch.warp_redux_sync(total, "add")
-            if tidx < self.ctas:
-                self.write(s.counts, rank, tidx, total)
-            self.meet()
-            count = Int32(0)
-            if lane < rank:
-                count = s.counts[lane]
-            at += cute.arch.warp_redux_sync(count, "add")
+            at += self.before(s, rank, total)
         for w in cutlass.range_constexpr(words):
             bits, start = rBits[w], first + tidx * self.share + w * LANES
             while bits != 0:
                 mOut[at] = start + self.lowest(bits)
                 bits = bits & (bits - 1)
                 at += 1
+
+    @cute.jit
+    def before(self, s: Shared, rank: Int32, total: Int32) -> Int32:
+        """Picks of the CTAs before this one; ``total``: of a warp of this one, by lane."""
+        tidx, _, _ = cute.arch.thread_idx()
+        total = cute.arch.warp_redux_sync(total, "add")
+        if tidx < self.ctas:
+            self.write(s.counts, rank, tidx, total)
+        self.meet()
+        count = Int32(0)
+        if cute.arch.lane_idx() < rank:
+            count = s.counts[cute.arch.lane_idx()]
+        return cute.arch.warp_redux_sync(count, "add")
 
     @cute.jit
     def sort(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):

@@ -1,0 +1,36 @@
+"""What `ops.launching` says of overlapping launches, of the compiled code."""
+
+import pytest
+
+from dsv4lib.emulator.ptx.dependent import ahead_of_wait
+from dsv4lib.emulator.ptx.parse import parse
+from dsv4lib.kernels.compile import compile_for
+from dsv4lib.kernels.kv_append import arguments as append_arguments
+from dsv4lib.kernels.kv_append.simt import KvAppend
+from dsv4lib.kernels.qnorm_rope_kv import arguments as qnorm_arguments
+from dsv4lib.kernels.qnorm_rope_kv.simt import QnormRopeKv
+from dsv4lib.kernels.topk import arguments as topk_arguments
+from dsv4lib.kernels.topk.everything import TakeAll
+from dsv4lib.kernels.topk.pushed import PushedTopK
+from dsv4lib.kernels.topk.simt import TopK
+
+BEFORE_ATTENTION = [
+    (QnormRopeKv(normed=True), qnorm_arguments.fake_args),
+    (KvAppend(), append_arguments.fake_args),
+    (TopK(threads=64), topk_arguments.fake_args),
+    (PushedTopK(threads=64, ctas=2), topk_arguments.fake_args),
+    (TakeAll(), topk_arguments.fake_all_args),
+]
+
+
+@pytest.mark.parametrize(("kernel", "fake_args"), BEFORE_ATTENTION, ids=lambda x: type(x).__name__)
+def test_the_next_kernel_is_asked_for_right_behind_the_wait(kernel, fake_args):
+    """On every path; ahead of the wait only weights are read."""
+    (code,) = parse(compile_for(kernel, fake_args(kernel), "sm_90a").ptx).kernels.values()
+    spoken = [instr for instr in code.instructions if instr.opcode.startswith("griddepcontrol")]
+    assert spoken and all(instr.guard is None for instr in spoken)
+    for wait, ask in zip(spoken[::2], spoken[1::2], strict=True):
+        assert (wait.opcode, ask.opcode) == ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+        assert ask.index == wait.index + 1
+    early = [instr.text for instr in ahead_of_wait(code)]
+    assert all(text.startswith("ld.global") for text in early) and bool(early) == isinstance(kernel, QnormRopeKv)
