@@ -150,8 +150,8 @@ class GridBuilder:
             return triples[base]["xyz".index(axis)]
         if name in _LANEMASK:
             return _LANEMASK[name]
-        if name.startswith("envreg"):
-            return 0
+        if name.startswith("envreg"):  # 1 and 2: where a cooperative grid meets
+            return {"envreg1": m.grid_workspace >> 32, "envreg2": m.grid_workspace & 0xFFFFFFFF}.get(name, 0)
         reserved = limits.SMEM_RESERVED
         values = {
             "laneid": _LANE,
@@ -169,5 +169,7 @@ class GridBuilder:
             "reserved_smem_offset_begin": shared_address(cta.rank, 0),
             "reserved_smem_offset_end": shared_address(cta.rank, reserved),
             "reserved_smem_offset_cap": reserved,
+            "reserved_smem_offset_0": shared_address(cta.rank, 0),
+            "reserved_smem_offset_1": shared_address(cta.rank, limits.SMEM_OF_GROUPS),
         }
         return values[name]

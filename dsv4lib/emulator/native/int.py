@@ -260,7 +260,7 @@ def madc(e: Emitter, form: Form) -> None:
 
 
 def sub_with_borrow(e: Emitter, form: Form, use: bool) -> None:
-    """d = a - b [- borrow], as a + ~b + 1 [or + carry]; the carry out of that sum, 1 for *no* borrow, is written if .cc.
+    """d = a - b [- borrow], as a + ~b + 1 [or + carry]; the carry out of that sum, 1 for *no* borrow, is kept by .cc.
 
     There is one flag: CUDA's division of 128 bits reads with addc what sub.cc wrote, and ptxas hands IADD3's carry on.
     """

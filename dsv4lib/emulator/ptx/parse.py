@@ -11,8 +11,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from dsv4lib.emulator.ptx.functions import bind, functions
-from dsv4lib.emulator.ptx.ir import Function, Instr, Kernel, Location, Module, Operand, Reg, Symbol, Variable
+from dsv4lib.emulator.ptx.functions import NOWHERE, bind, functions, pointed, sizes
+from dsv4lib.emulator.ptx.ir import Function, Imm, Instr, Kernel, Location, Module, Operand, Reg, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
 from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
@@ -117,8 +117,9 @@ def _entry(source: Source, position: int, module: Module) -> int:
         _directives(kernel, match[3])
     except OperandError as error:
         raise source.error(str(error), match.start(1), kernel=kernel.name) from None
-    names = Names({v.name: v.name for v in module.variables})
-    return _Body(source, kernel, names, module.functions).parse(match.end())
+    addresses = {name: function.address for name, function in module.functions.items()}
+    names = Names({v.name: v.name for v in module.variables}, addresses)
+    return _Body(source, kernel, names, module).parse(match.end())
 
 
 def _directives(kernel: Kernel, text: str) -> None:
@@ -146,8 +147,9 @@ def _directives(kernel: Kernel, text: str) -> None:
 class _Body:
     """The statements of one kernel, with those of the functions that it calls."""
 
-    def __init__(self, source: Source, kernel: Kernel, names: Names, functions: dict[str, Function]):
-        self.source, self.kernel, self.names, self.functions = source, kernel, names, functions
+    def __init__(self, source: Source, kernel: Kernel, names: Names, module: Module):
+        self.source, self.kernel, self.names, self.module = source, kernel, names, module
+        self.functions = module.functions
         self.calls: list[tuple[Function, str]] = []  # that are being inlined, and the label behind each
         for param in kernel.params:
             names.declare_symbol(param.name)
@@ -225,7 +227,7 @@ class _Body:
         extern = statement.startswith(".extern")
         for variable in variables(statement.removeprefix(".extern"), extern):
             name = self.names.declare_symbol(variable.name)
-            self.kernel.variables.append(Variable(name, *dataclasses.astuple(variable)[1:]))
+            self.kernel.variables.append(dataclasses.replace(variable, name=name))
 
     def _instruction(self, statement: str, offset: int) -> None:
         match = _INSTRUCTION.fullmatch(statement)
@@ -257,6 +259,10 @@ class _Body:
                 self.branches.pop()
                 self._inline(self.functions[called[0]], operands, guard, (line, text))
                 return
+            if any(isinstance(o, Reg) for o in operands):
+                self.branches.pop()
+                self._indirect(operands, guard, (line, text))
+                return
         self.kernel.instructions.append(Instr(index, opcode, operands, guard, line, text, self.location))
 
     def _inline(
@@ -277,8 +283,7 @@ class _Body:
         self.names.push()  # of the body: the parameters are outside
         end = f"{function.name}@{self.names.scope.number}"
         if guard is not None:
-            index, skip = len(self.kernel.instructions), Reg(guard.index, not guard.negated)
-            self.kernel.instructions.append(Instr(index, "bra", (Symbol(end),), skip, *where, self.location))
+            self._emit("bra", (Symbol(end),), where, Reg(guard.index, not guard.negated))
         self.calls.append((function, end))
         caller = self.next_location, self.location
         self._skip_locations(function.body)
@@ -288,6 +293,42 @@ class _Body:
         self.names.pop()
         self.names.pop()
         self.kernel.labels[end] = len(self.kernel.instructions)
+
+    def _indirect(self, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]) -> None:
+        """A call of an address: the bodies of all functions that it may mean, behind comparisons."""
+        (address,) = (o for o in operands if isinstance(o, Reg))
+        self.names.push()
+        number = self.names.scope.number
+        end = f"call@{number}"
+        if guard is not None:
+            self._emit("bra", (Symbol(end),), where, Reg(guard.index, not guard.negated))
+        self.names.declare_registers(".pred %other")
+        other = self.names.operand("%other", "setp")
+        assert isinstance(other, Reg)
+        for function in self._candidates(operands):
+            following = f"{function.name}@{number} is not called"
+            self._emit("setp.ne.u64", (other, address, Imm(function.address)), where)
+            self._emit("bra", (Symbol(following),), where, other)
+            self._inline(function, operands, None, where)
+            self._emit("bra", (Symbol(end),), where)
+            self.kernel.labels[following] = len(self.kernel.instructions)
+        self._emit("call", (Symbol(NOWHERE), address), where)
+        self.kernel.labels[end] = len(self.kernel.instructions)
+        self.names.pop()
+
+    def _candidates(self, operands: tuple[Operand, ...]) -> list[Function]:
+        """What an indirect call with these operands may call; not what is being called already: that is recursion."""
+        passed = [item.name for o in operands if isinstance(o, Vector) for item in o.items if isinstance(item, Symbol)]
+        size = {v.name: v.size for v in self.kernel.variables}
+        wanted = [size.get(name) for name in passed]
+        active = [function for function, _ in self.calls]
+        return [f for f in pointed(self.source, self.module) if sizes(f) == wanted and f not in active]
+
+    def _emit(
+        self, opcode: str, operands: tuple[Operand, ...], where: tuple[int, str], guard: Reg | None = None
+    ) -> None:
+        index = len(self.kernel.instructions)
+        self.kernel.instructions.append(Instr(index, opcode, operands, guard, *where, self.location))
 
     def _advance(self, offset: int) -> None:
         """Move to the last ``.loc`` before ``offset``."""
