@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable
 
 from dsv4lib.emulator.ptx.functions import NOWHERE, bind, functions, pointed, sizes
-from dsv4lib.emulator.ptx.ir import Function, Imm, Instr, Kernel, Location, Module, Operand, Reg, Symbol, Vector
+from dsv4lib.emulator.ptx.ir import Function, Imm, Instr, Kernel, Location, Memory, Module, Operand, Reg, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
 from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
+from dsv4lib.emulator.ptx.wmma import expand
 
 _HEADER = re.compile(r"\s*\.(?:(version)\s+(\d+\.\d+)|(target)\s+([^\n]+)|(address_size)\s+(\d+))")
 _SKIPPED = re.compile(r'\s*(?:\.section\s+[^\s{]+\s*\{[^{}]*\}|\.pragma\s+"[^"]*"\s*;)')
@@ -241,6 +242,9 @@ class _Body:
                 raise OperandError(f"guard {predicate!r} is not a predicate")
             if negated:
                 guard = Reg(guard.index, True)
+        if opcode.startswith("wmma."):
+            self._expanded(opcode, rest, f"@{'!' * bool(negated)}{predicate} " if predicate else "", offset)
+            return
         index = len(self.kernel.instructions)
         operands: tuple[Operand, ...] = ()
         if opcode.partition(".")[0] in _BRANCHES:
@@ -264,6 +268,22 @@ class _Body:
                 self._indirect(operands, guard, (line, text))
                 return
         self.kernel.instructions.append(Instr(index, opcode, operands, guard, line, text, self.location))
+
+    def _expanded(self, opcode: str, rest: str, guard: str, offset: int) -> None:
+        """An instruction that is an abbreviation (wmma.py)."""
+        items, base = split(rest) or [], ()
+        for address in (item for item in items if item[:1] == "["):
+            memory = self.names.operand(address, opcode)
+            assert isinstance(memory, Memory)
+            narrow = isinstance(memory.base, Reg) and self.names.registers[memory.base.index].bits == 32
+            name = re.split(r"[+\s]", address[1:-1].strip())[0]
+            first = f"{'cvt.u64.u32' if narrow else 'mov.b64'} %wmma_p, {name}"
+            base = first, f"add.s64 %wmma_p, %wmma_p, {memory.offset}"
+        statements = expand(opcode, items, base)
+        self.names.push()
+        for statement in statements:
+            self._statement(statement if statement.startswith(".reg") else guard + statement, offset)
+        self.names.pop()
 
     def _inline(
         self, function: Function, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]
