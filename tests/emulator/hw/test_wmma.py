@@ -70,7 +70,8 @@ def run(shape, kind, sums, layouts, pad, operation="", seed=0):
 {{
 .reg .b64 %rd<9>; .reg .b32 %s, %q; .shared .align 32 .b8 tile[8192];
 .reg .{"b64" if kind == "f64" else "b32"} %a<8>, %b<8>, %c<8>, %d<8>;
-ld.param.u64 %rd1, [a]; ld.param.u64 %rd2, [b]; ld.param.u64 %rd3, [c]; ld.param.u64 %rd4, [d]; mov.u32 %s, {strides[1]};
+ld.param.u64 %rd1, [a]; ld.param.u64 %rd2, [b]; ld.param.u64 %rd3, [c]; ld.param.u64 %rd4, [d];
+mov.u32 %s, {strides[1]};
 wmma.load.a.sync.aligned.{layouts[0]}.{dims}.global.{kind} {names[0]}, [%rd1]{stride % strides[0] if pad else ""};
 add.s64 %rd2, %rd2, -64;
 wmma.load.b.sync.aligned.{layouts[1]}.{dims}.{kind} {names[1]}, [%rd2+64], %s;
@@ -114,7 +115,7 @@ def test_registers_of_the_sum_may_be_those_of_the_operands():
     wmma.load.a.sync.aligned.row.m16n16k16.global.s8 {%r0, %r1}, [%rd1];
     wmma.load.b.sync.aligned.col.m16n16k16.global.s8 {%r2, %r3}, [%rd1];
     mov.b32 %r4, 7; mov.b32 %r5, 7; mov.b32 %r6, 7; mov.b32 %r7, 7;
-    wmma.mma.sync.aligned.row.col.m16n16k16.s32.s8.s8.s32 
+    wmma.mma.sync.aligned.row.col.m16n16k16.s32.s8.s8.s32
       {%r3, %r2, %r1, %r0, %r7, %r6, %r5, %r4}, {%r0, %r1}, {%r2, %r3}, {%r4, %r4, %r5, %r5, %r6, %r6, %r7, %r7};
     wmma.store.d.sync.aligned.row.m16n16k16.global.s32 [%rd2], {%r3, %r2, %r1, %r0, %r7, %r6, %r5, %r4};
     """

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 from cases import Case, prepare_cases, run_case, sign, wrap
 
+from dsv4lib.emulator.native import video  # noqa: F401
+
 TYPES = ("u32", "s32")
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
