@@ -157,7 +157,7 @@ class Names:
             if found is None:
                 raise OperandError(f"register name {item!r}")
             name, count = found[1], found[2]
-            if name in scope.declared or (name in scope.ranges and count):
+            if name in (scope.declared if count is None else scope.ranges):  # `a<2>`, a0 and a1, leaves `a` free
                 raise OperandError(f"register {name} is declared twice")
             if count is not None and lanes is None:
                 scope.ranges[name] = (int(count), bits)

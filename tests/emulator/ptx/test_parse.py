@@ -289,6 +289,7 @@ def test_functions_are_skipped_and_calls_kept():
         ("{ L: } \nbra L;", 8, "unknown label"),
         ("L: ret;\nL: ret;", 8, "declared twice"),
         (".reg .b32 a;\n.reg .b64 a;", 8, "declared twice"),
+        (".reg .b32 a<2>;\n.reg .b64 a<3>;", 8, "declared twice"),
         (".reg .b33 a;", 7, "register declaration"),
         (".shared .b8 x[3;", 7, "declarator"),
         (".shared .align 3 .b8 x[3];", 7, "power of two"),
@@ -317,6 +318,12 @@ def test_broken_files(text):
 def test_only_64_bit_addresses():
     with pytest.raises(PtxSyntaxError, match="64-bit"):
         parse(".version 9.0\n.target sm_100a\n.address_size 32\n")
+
+
+def test_a_register_and_a_range_may_share_a_name():
+    """As Triton's conversions have it."""
+    k = kernel("{ .reg .b32 a; .reg .f16 a<2>; mov.b32 {a0, a1}, a; }")
+    assert [r.bits for r in k.registers] == [16, 16, 32]
 
 
 def test_initialisers_with_addresses():
