@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dsv4lib.emulator.request import SMEM_OF_GROUPS, SMEM_RESERVED
-
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine import Machine
     from dsv4lib.emulator.warp import Warp
@@ -39,7 +37,6 @@ class Smem:
         self.nbytes = nbytes
         self.data = aligned_zeros(nbytes)
         self.init = np.zeros(nbytes, np.uint8)
-        self.init[SMEM_OF_GROUPS:SMEM_RESERVED] = 1  # zeros, whoever reads them first
         chunks = -(-nbytes // 16)
         self._dirty_fours = np.zeros(-(-chunks // 4), np.uint64)
         self.dirty = self._dirty_fours.view(np.uint16)[:chunks]

@@ -75,6 +75,8 @@ class GridBuilder:
             x, y, z = unflatten(rank, m.cluster_shape)
             cta = Cta(cluster, rank, (origin[0] + x, origin[1] + y, origin[2] + z), m.smem_bytes)
             cta.threads = self.threads
+            if "reserved_smem_offset_1" in self.program.special:  # cooperative groups count on zeros there
+                cta.smem.init[limits.SMEM_OF_GROUPS : limits.SMEM_RESERVED] = 1
             cluster.ctas.append(cta)
         for cta in cluster.ctas:
             self._add_warps(cta, first_agent + cta.rank * self.warps)

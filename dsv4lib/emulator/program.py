@@ -457,7 +457,8 @@ class _Lowering:
             called = [name for name in symbols if name not in self.variables]
             if len(called) != 1 or called[0] not in calls.BUILTINS:
                 names = ", ".join(called) or "a function whose address is in a register"
-                raise UnsupportedInstruction(f"call of {names}: its code is not in this file", self.place(instr))
+                why = "recursion is not supported" if names in self.module.functions else "its code is not in this file"
+                raise UnsupportedInstruction(f"call of {names}: {why}", self.place(instr))
             if not calls.fits(instr, called[0]):
                 raise UnsupportedInstruction(
                     f"call of {called[0]} with other operands than it takes", self.place(instr)

@@ -209,11 +209,23 @@ def test_failed_assertions_stop_with_their_text():
     assert error.value.place.lanes == 0b11 << 30
 
 
+def test_recursion_is_refused_where_it_is_launched():
+    """Another kernel of the file runs."""
+    recursive = ".func f() { call f; ret; } .entry other() { call f; ret; }"
+    module = parse.parse(entry("u64 out", FRAME + "mov.b32 %r9, 8;" + STORE).replace(HEADER, HEADER + recursive))
+    gpu = make("sm_100a")
+    out = gpu.copy(np.zeros(32, np.int32))
+    gpu.launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little")))
+    assert out.tolist() == [8] * 32
+    with pytest.raises(UnsupportedInstruction, match="call of f: recursion is not supported"):
+        gpu.launch(LaunchRequest("other", module, (1, 1, 1), (32, 1, 1)))
+
+
 @pytest.mark.parametrize(
     ("functions", "body", "error", "text"),
     [
-        (".func f() { call f; ret; }", "call f;", PtxSyntaxError, "recursion"),
-        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", PtxSyntaxError, "recursion"),
+        (".func f() { call f; ret; }", "call f;", UnsupportedInstruction, "call of f: recursion"),
+        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", UnsupportedInstruction, "recursion"),
         (STEPS, "{ .param .b32 p; call steps, (p); }", PtxSyntaxError, "1 results and arguments, it has 2"),
         (STEPS, "{ .param .b32 p; call (p), steps, (%r1); }", PtxSyntaxError, "only variables of the .param space"),
         (".func f(.reg .b32 %a) { ret; }", "{ .param .b32 p; call f, (p); }", PtxSyntaxError, "declaration"),

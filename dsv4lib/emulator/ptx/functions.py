@@ -3,8 +3,8 @@
 PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.param`` space that the caller declares.
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
 branch behind the call. A call of an address becomes a chain: of every function whose address the file takes and whose
-parameters are like those that are passed, a comparison and its body. Recursion and parameters in registers (PTX before
-version 2) are refused.
+parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
+refused, and recursion when a kernel that has it is launched.
 """
 
 from __future__ import annotations

@@ -263,7 +263,8 @@ class _Body:
                 self.branches.pop()
                 self._inline(self.functions[called[0]], operands, guard, (line, text))
                 return
-            if any(isinstance(o, Reg) for o in operands):
+            passed = [item for o in operands if isinstance(o, Vector) for item in o.items]
+            if any(isinstance(o, Reg) for o in operands) and all(isinstance(item, Symbol) for item in passed):
                 self.branches.pop()
                 self._indirect(operands, guard, (line, text))
                 return
@@ -291,10 +292,11 @@ class _Body:
         """The body of a function in place of its call.
 
         Raises:
-            OperandError: arguments that do not fit, recursion, or calls that unfold without end.
+            OperandError: arguments that do not fit, or calls that unfold without end.
         """
         if any(function is active for active, _ in self.calls):
-            raise OperandError(f"call of {function.name}: recursion is not supported")
+            self._emit("call", operands, where, guard)  # recursion: the lowering refuses it, if the kernel is launched
+            return
         if len(self.kernel.instructions) > MAX_INSTRUCTIONS:
             raise OperandError(f"call of {function.name}: more than {MAX_INSTRUCTIONS} instructions with its callers")
         known = bind(function, operands)
