@@ -1,4 +1,4 @@
-"""What kernels call without having its code: ``vprintf`` (``cute.printf``, ``printf``), ``__assertfail`` (``assert``).
+"""What kernels call without its code: ``vprintf`` (``printf``), ``__assertfail`` (``assert``), ``malloc``, ``free``.
 
 A call passes its arguments in variables of the ``.param`` space (PTX ISA, "Abstracting the ABI"), which the lowering
 places in local memory. ``vprintf(format, arguments)`` takes two generic pointers; the arguments lie packed at their
@@ -18,17 +18,19 @@ import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, MemoryFault
 from dsv4lib.emulator.memory.addressing import LOW_32, is_local
-from dsv4lib.emulator.ptx.ir import Instr, Operand, Symbol, Vector
+from dsv4lib.emulator.ptx.functions import NOWHERE
+from dsv4lib.emulator.ptx.ir import Instr, Operand, Symbol, Variable, Vector
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.isa import Form
     from dsv4lib.emulator.warp import Warp
 
 MAX_FORMAT = 1 << 16
+STACK = Variable("(stack)", "local", 1 << 14, 16)  # what `stacks` gives out
 _CONVERSION = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(hh|h|ll|l|j|z|t)?([diouxXeEfFgGcsp%])")
 
 
-def _local(warp: Warp, lane: int, offset: int, nbytes: int) -> Any:
+def local(warp: Warp, lane: int, offset: int, nbytes: int) -> Any:
     """Bytes of a lane's local memory."""
     size = int(warp.ctx["local_bytes"])
     if offset + nbytes > size:
@@ -43,7 +45,7 @@ def _passed(warp: Warp, operand: Operand, sizes: tuple[int, ...]) -> Iterator[tu
     for lane in warp.lanes().tolist():
         yield (
             lane,
-            [int.from_bytes(_local(warp, lane, at, n), "little") for at, n in zip(places, sizes, strict=True)],
+            [int.from_bytes(local(warp, lane, at, n), "little") for at, n in zip(places, sizes, strict=True)],
         )
 
 
@@ -55,7 +57,7 @@ def vprintf(warp: Warp, instr: Instr, form: Form) -> None:
     for lane, (pattern, buffer) in _passed(warp, passed, (8, 8)):
         text, count = formatted(warp, lane, pattern, buffer)
         sys.stdout.write(text)
-        _local(warp, lane, answer, 4)[:] = count.to_bytes(4, "little")
+        local(warp, lane, answer, 4)[:] = count.to_bytes(4, "little")
 
 
 def assertfail(warp: Warp, instr: Instr, form: Form) -> None:
@@ -70,8 +72,47 @@ def assertfail(warp: Warp, instr: Instr, form: Form) -> None:
         raise EmulatorError(f"assertion {texts[0]!r} failed at {texts[1]}:{line} in {texts[2]} (lane {lane})", place)
 
 
+def malloc(warp: Warp, instr: Instr, form: Form) -> None:
+    """``call (address), malloc, (size)``: for every active lane; 0 where there is no room."""
+    result, _, passed = instr.operands
+    assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
+    answer = warp.program.symbol(result.items[0].name)[1]
+    for lane, (nbytes,) in _passed(warp, passed, (8,)):
+        local(warp, lane, answer, 8)[:] = warp.cta.machine.gmem.heap.allocate(nbytes).to_bytes(8, "little")
+
+
+def free(warp: Warp, instr: Instr, form: Form) -> None:
+    """``call free, (address)``.
+
+    Raises:
+        MemoryFault: an address that malloc did not return, or that was freed before.
+    """
+    for lane, (address,) in _passed(warp, instr.operands[-1], (8,)):
+        if not warp.cta.machine.gmem.heap.free(address):
+            raise MemoryFault(f"lane {lane} frees {address:#x}, which malloc did not return", warp.place(instr))
+
+
+def nowhere(warp: Warp, instr: Instr, form: Form) -> None:
+    """A call of an address, behind all functions that it could have meant (ptx/functions.py).
+
+    Raises:
+        EmulatorError: always.
+    """
+    address = int(warp.read(instr.operands[1], np.uint64)[warp.lanes()[0]])
+    raise EmulatorError(
+        f"call of {address:#x}: no function with such parameters, or one that is being called already: recursion",
+        warp.place(instr),
+    )
+
+
 # Who is called: the implementation, numbers of results and arguments.
-BUILTINS = {"vprintf": (vprintf, 1, 2), "__assertfail": (assertfail, 0, 5)}
+BUILTINS = {
+    "vprintf": (vprintf, 1, 2),
+    "__assertfail": (assertfail, 0, 5),
+    "malloc": (malloc, 1, 1),
+    "free": (free, 0, 1),
+    NOWHERE: (nowhere, 0, 0),
+}
 
 
 def fits(instr: Instr, name: str) -> bool:
@@ -119,7 +160,7 @@ def _convert(warp: Warp, lane: int, flags: str, kind: str, raw: bytes) -> str:
 def read(warp: Warp, lane: int, address: int, nbytes: int) -> bytes:
     """Bytes at a generic address of global memory or of the lane's local memory."""
     if is_local(np.array([address], np.uint64))[0]:
-        return bytes(_local(warp, lane, address & LOW_32, nbytes))
+        return bytes(local(warp, lane, address & LOW_32, nbytes))
     return warp.cta.machine.gmem.view(address, nbytes).tobytes()
 
 

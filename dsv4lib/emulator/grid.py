@@ -75,6 +75,8 @@ class GridBuilder:
             x, y, z = unflatten(rank, m.cluster_shape)
             cta = Cta(cluster, rank, (origin[0] + x, origin[1] + y, origin[2] + z), m.smem_bytes)
             cta.threads = self.threads
+            if "reserved_smem_offset_1" in self.program.special:  # cooperative groups count on zeros there
+                cta.smem.init[limits.SMEM_OF_GROUPS : limits.SMEM_RESERVED] = 1
             cluster.ctas.append(cta)
         for cta in cluster.ctas:
             self._add_warps(cta, first_agent + cta.rank * self.warps)
@@ -150,8 +152,8 @@ class GridBuilder:
             return triples[base]["xyz".index(axis)]
         if name in _LANEMASK:
             return _LANEMASK[name]
-        if name.startswith("envreg"):
-            return 0
+        if name.startswith("envreg"):  # 1 and 2: where a cooperative grid meets
+            return {"envreg1": m.grid_workspace >> 32, "envreg2": m.grid_workspace & 0xFFFFFFFF}.get(name, 0)
         reserved = limits.SMEM_RESERVED
         values = {
             "laneid": _LANE,
@@ -169,5 +171,7 @@ class GridBuilder:
             "reserved_smem_offset_begin": shared_address(cta.rank, 0),
             "reserved_smem_offset_end": shared_address(cta.rank, reserved),
             "reserved_smem_offset_cap": reserved,
+            "reserved_smem_offset_0": shared_address(cta.rank, 0),
+            "reserved_smem_offset_1": shared_address(cta.rank, limits.SMEM_OF_GROUPS),
         }
         return values[name]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dsv4lib.emulator import calls
 from dsv4lib.emulator import request as limits
 from dsv4lib.emulator.async_units import AsyncUnits
 from dsv4lib.emulator.cta import Cluster, Cta, Smem, aligned_zeros
@@ -36,6 +37,8 @@ __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp",
 CTA_CREATED: list[Callable[[Cta], None]] = []
 CTA_EXITED: list[Callable[[Cta], None]] = []
 _NOTES = 5  # hazards that are told with an error
+
+GRID_WORKSPACE = 8  # bytes
 
 
 class Machine:
@@ -91,6 +94,10 @@ class Machine:
         self._params = aligned_zeros(max(self.param_bytes, 1), 128)
         self._params[: self.param_bytes] = np.frombuffer(request.params, np.uint8)[: self.param_bytes]
         self.param_address = self._params.ctypes.data
+        # Where CTAs of a cooperative launch meet (CUDA's cooperative_groups, "grid_workspace"): its size, a barrier.
+        self._meeting = aligned_zeros(GRID_WORKSPACE if request.attributes.get("cooperative") else 0, 128)
+        self._meeting[:4].view(np.uint32)[:] = GRID_WORKSPACE
+        self.grid_workspace = self._meeting.ctypes.data if len(self._meeting) else 0
         self.units = AsyncUnits(self) if units is None else units
         checks = self.settings.native_checks
         self.before = before if request.attributes.get("programmatic") else ()
@@ -166,6 +173,10 @@ class Machine:
 
         self._began = time.perf_counter()
         self.gmem.register_array(self._params, "kernel parameters", writable=False)
+        if self.grid_workspace:
+            self.gmem.register_array(self._meeting, "grid workspace")
+        if any(service is calls.malloc for service, _ in self.program.services.values()):
+            _ = self.gmem.heap  # known before the first CTA reads the table of allocations
         self.scheduler = Scheduler(self)
         self.scheduler.start()
 
@@ -189,8 +200,9 @@ class Machine:
 
     def close(self) -> None:
         """Give back what `begin` took; also after an error in it."""
-        if self.gmem.find(self.param_address) is not None:
-            self.gmem.unregister(self.param_address)
+        for address in (self.param_address, self.grid_workspace):
+            if self.gmem.find(address) is not None:
+                self.gmem.unregister(address)
 
     def cluster_started(self, cluster: Cluster) -> None:
         """A cluster has been created."""

@@ -68,7 +68,7 @@ SPECIAL_BITS = {
     **dict.fromkeys(("cluster_ctarank", "cluster_nctarank"), 32),
     **dict.fromkeys([f"lanemask_{c}" for c in ("eq", "le", "lt", "ge", "gt")], 32),
     **dict.fromkeys(("total_smem_size", "aggr_smem_size", "dynamic_smem_size"), 32),
-    **dict.fromkeys(("reserved_smem_offset_begin", "reserved_smem_offset_end", "reserved_smem_offset_cap"), 32),
+    **dict.fromkeys([f"reserved_smem_offset_{which}" for which in ("begin", "end", "cap", "0", "1")], 32),
     "gridid": 64,
     "is_explicit_cluster": 1,
 }
@@ -275,6 +275,8 @@ class _Lowering:
 
     def __init__(self, kernel: Kernel, module: Module, library: Any):
         kernel = in_order(kernel)
+        if any(instr.opcode.startswith(("alloca.", "stack")) for instr in kernel.instructions):
+            kernel = replace(kernel, variables=[*kernel.variables, calls.STACK])
         self.kernel, self.module, self.library = kernel, module, library
         end = len(kernel.instructions)
         last = kernel.instructions[-1].line if end else 0
@@ -455,7 +457,8 @@ class _Lowering:
             called = [name for name in symbols if name not in self.variables]
             if len(called) != 1 or called[0] not in calls.BUILTINS:
                 names = ", ".join(called) or "a function whose address is in a register"
-                raise UnsupportedInstruction(f"call of {names}: its code is not in this file", self.place(instr))
+                why = "recursion is not supported" if names in self.module.functions else "its code is not in this file"
+                raise UnsupportedInstruction(f"call of {names}: {why}", self.place(instr))
             if not calls.fits(instr, called[0]):
                 raise UnsupportedInstruction(
                     f"call of {called[0]} with other operands than it takes", self.place(instr)

@@ -18,6 +18,7 @@ Dim3 = tuple[int, int, int]
 MAX_THREADS_PER_CTA = 1024
 MAX_CLUSTER_CTAS = 16
 SMEM_RESERVED = 1024  # system-reserved bytes at the start of the shared window
+SMEM_OF_GROUPS = 512  # where in there is room for CUDA's cooperative groups, which take 288 bytes
 SMEM_PER_CTA = 227 * 1024
 SMEM_PER_SM = 228 * 1024
 MAX_THREADS_PER_SM = 2048

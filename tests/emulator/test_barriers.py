@@ -322,3 +322,49 @@ def test_hazard_errors_carry_the_place():
     with pytest.raises(HazardError) as error:
         run("bar.sync 1, 100;")
     assert error.value.place.ptx == "bar.sync 1, 100"
+
+
+WORKSPACE = "mov.u32 %r20, %envreg1; mov.u32 %r21, %envreg2; mov.b64 %rd9, {%r21, %r20};"
+# CUDA's cooperative_groups: the first CTA adds 2^31 - (CTAs - 1), each other 1; the top bit changes when all have.
+MEET = """
+mov.u32 %r4, %ctaid.x; mov.u32 %r5, %nctaid.x; setp.ne.u32 %p1, %r1, 0; @%p1 bra WAIT;
+sub.u32 %r6, 0x80000001, %r5; setp.eq.u32 %p2, %r4, 0; selp.b32 %r6, %r6, 1, %p2; fence.acq_rel.gpu;
+atom.add.relaxed.gpu.global.u32 %r7, [%rd9+4], %r6;
+LOOK: ld.acquire.gpu.global.u32 %r8, [%rd9+4]; xor.b32 %r8, %r8, %r7; setp.ge.s32 %p3, %r8, 0; @%p3 bra LOOK;
+WAIT: bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_a_cooperative_grid_meets_in_its_workspace(schedule):
+    """Every CTA writes, all meet, every CTA reads what the next one wrote; the workspace says that it has 8 bytes."""
+    body = (
+        WORKSPACE
+        + "ld.global.b32 %r19, [%rd9]; mov.u32 %r4, %ctaid.x; mul.wide.u32 %rd4, %r4, 4; ld.param.b64 %rd2, [out];"
+        + "add.s64 %rd5, %rd2, %rd4; add.u32 %r10, %r4, 70; st.global.b32 [%rd5], %r10;"
+        + MEET
+        + "add.u32 %r11, %r4, 1; rem.u32 %r11, %r11, %r5; mul.wide.u32 %rd6, %r11, 4; add.s64 %rd6, %rd2, %rd6;"
+        + "ld.global.b32 %r12, [%rd6]; add.u32 %r12, %r12, %r19; st.global.b32 [%rd5+64], %r12;"
+    )
+    settings, attributes = Settings(schedule=schedule, seed=1, native_checks=7), {"cooperative": True}
+    out, result = run(body, 32, grid=5, settings=settings, attributes=attributes)
+    assert out[:5].tolist() == [70 + n for n in range(5)] and not result.hazards
+    assert out[16:21].tolist() == [8 + 70 + (n + 1) % 5 for n in range(5)]
+
+
+def test_other_grids_have_no_workspace():
+    out, _ = run(WORKSPACE + "cvt.u32.u64 %r3, %rd9; add.u32 %r3, %r3, 5; st.global.b32 [%rd1], %r3;", 32)
+    assert out.tolist() == [5] * 32
+
+
+def test_the_reserved_shared_memory_of_cooperative_groups():
+    """288 bytes of zeros that nobody else has, from %reserved_smem_offset_1 on."""
+    body = """
+    mov.u32 %r3, %reserved_smem_offset_1; mov.u32 %r4, %reserved_smem_offset_begin; setp.ge.u32 %p1, %r3, %r4;
+    add.u32 %r5, %r3, 288; mov.u32 %r6, %reserved_smem_offset_end; setp.le.and.u32 %p1, %r5, %r6, %p1;
+    mad.lo.u32 %r7, %r1, 4, %r3; ld.shared.b32 %r8, [%r7]; red.shared.add.u32 [%r7], %r1; ld.shared.b32 %r9, [%r7];
+    add.u32 %r9, %r9, %r8; mov.u32 %r10, s; setp.le.and.u32 %p1, %r6, %r10, %p1; selp.b32 %r9, %r9, -1, %p1;
+    st.global.b32 [%rd1], %r9;
+    """
+    out, result = run(body, 72)
+    assert out.tolist() == list(range(72)) and not result.hazards

@@ -1,11 +1,14 @@
-"""Device functions: arguments and results, divergence, nesting; assertions; what is refused."""
+"""Device functions: arguments and results, divergence, nesting, addresses; heap and stack; assertions; refusals."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from dsv4lib.emulator.errors import EmulatorError, PtxSyntaxError, UnsupportedInstruction
+from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.errors import EmulatorError, LaunchError, MemoryFault, PtxSyntaxError, UnsupportedInstruction
+from dsv4lib.emulator.ptx import parse
+from dsv4lib.emulator.request import LaunchRequest
 from tests.emulator.launching import HEADER, aligned, copy, entry, launch
 
 LANES = np.arange(32)
@@ -89,6 +92,101 @@ def test_functions_may_follow_and_calls_may_be_guarded():
     assert out.tolist() == [collatz(n) if n < 9 else 7 for n in range(32)]
 
 
+# Three functions of one type, one of another; where they lie is in two tables.
+MANY = """
+.func (.param .b32 r) twice(.param .b32 a) { .reg .b32 %r<3>; ld.param.b32 %r1, [a]; add.u32 %r2, %r1, %r1;
+  st.param.b32 [r], %r2; ret; }
+.func (.param .b32 r) minus(.param .b32 a) { .reg .b32 %r<3>; ld.param.b32 %r1, [a]; neg.s32 %r2, %r1;
+  st.param.b32 [r], %r2; ret; }
+.func (.param .b32 r) plus(.param .b32 a) { .reg .b32 %r<3>; ld.param.b32 %r1, [a]; add.u32 %r2, %r1, 100;
+  st.param.b32 [r], %r2; ret; }
+.func other(.param .b64 a) { ret; }
+.global .u64 table[4] = {twice, minus, other, table};
+"""
+INDIRECT = """
+mov.b64 %rd4, table; and.b32 %r2, %r1, 1; mul.wide.u32 %rd5, %r2, 8; add.s64 %rd4, %rd4, %rd5;
+ld.global.b64 %rd6, [%rd4];
+setp.gt.u32 %p1, %r1, 20; @%p1 mov.b64 %rd6, plus; setp.ne.u32 %p2, %r1, 5; mov.b32 %r9, 7;
+{ .param .b32 p0; .param .b32 back; st.param.b32 [p0], %r1; type: .callprototype (.param .b32 _) _ (.param .b32 _);
+  @%p2 call (back), %rd6, (p0), type; @%p2 ld.param.b32 %r9, [back]; }
+"""
+
+
+def test_calls_of_addresses():
+    """Every lane calls its own function, one none; functions of another type are none that it may mean."""
+    module = parse.parse(entry("u64 out", FRAME + INDIRECT + STORE).replace(HEADER, HEADER + MANY))
+    gpu = make("sm_100a")
+    out = gpu.copy(np.zeros(32, np.int32))
+    gpu.launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little")))
+    want = [n + 100 if n > 20 else -n if n & 1 else 2 * n for n in range(32)]
+    assert out.tolist() == [7 if n == 5 else want[n] for n in range(32)]
+
+
+def test_an_address_of_no_such_function_is_told():
+    """The third of the table has other parameters; the fourth is no function."""
+    for number in (2, 3):
+        text = INDIRECT.replace("and.b32 %r2, %r1, 1", f"mov.b32 %r2, {number}")
+        module = parse.parse(entry("u64 out", FRAME + text + STORE).replace(HEADER, HEADER + MANY))
+        gpu = make("sm_100a")
+        out = gpu.empty(128, "out")
+        request = LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little"))
+        with pytest.raises(EmulatorError, match="no function with such parameters"):
+            gpu.launch(request)
+
+
+def test_variables_that_point_to_what_is_not_there():
+    module = parse.parse(HEADER + ".extern .global .u32 far;\n.global .u64 p = far;\n.entry k() { ret; }")
+    with pytest.raises(LaunchError, match="p points to far"):
+        make("sm_100a").launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1)))
+
+
+HEAP = """
+.extern .func (.param .b64 r) malloc(.param .b64 n);
+.extern .func free(.param .b64 p);
+"""
+TAKE = """
+mul.wide.u32 %rd4, %r1, 4; { .param .b64 n; .param .b64 back; st.param.b64 [n], %rd4; call (back), malloc, (n);
+  ld.param.b64 %rd5, [back]; }
+setp.eq.b64 %p1, %rd5, 0; mov.b32 %r9, 0; @%p1 bra DONE; mov.b32 %r2, 0; mov.b64 %rd6, %rd5;
+FILL: st.b32 [%rd6], %r1; add.s64 %rd6, %rd6, 4; add.u32 %r2, %r2, 1; setp.lt.u32 %p2, %r2, %r1; @%p2 bra FILL;
+bar.warp.sync %r8;
+SUM: add.s64 %rd6, %rd6, -4; ld.b32 %r3, [%rd6]; add.u32 %r9, %r9, %r3; setp.gt.u64 %p2, %rd6, %rd5; @%p2 bra SUM;
+{ .param .b64 p; st.param.b64 [p], %rd5; call free, (p); }
+DONE:
+"""
+
+
+def test_the_heap_gives_every_lane_memory_of_its_own():
+    """Lane n fills n words, and adds them up when all are full; none for none."""
+    assert run(HEAP, "mov.b32 %r8, 0xfffffffe;" + TAKE).tolist() == (LANES * LANES).tolist()
+
+
+def test_memory_is_freed_once():
+    again = TAKE.replace("DONE:", "{ .param .b64 p; st.param.b64 [p], %rd5; call free, (p); } DONE:")
+    with pytest.raises(MemoryFault, match="lane 1 frees 0x.*, which malloc did not return"):
+        run(HEAP, "mov.b32 %r8, 0xfffffffe;" + again)
+
+
+STACK = """
+mul.lo.u32 %r2, %r1, 8; add.u32 %r2, %r2, SIZE; cvt.u64.u32 %rd4, %r2; stacksave.u64 %rd9; alloca.u64 %rd5, %rd4, 64;
+alloca.u64 %rd6, 4, 4; and.b64 %rd7, %rd5, 63; st.local.b32 [%rd5], %r1; st.local.b32 [%rd6], 5; stackrestore.u64 %rd9;
+alloca.u64 %rd8, %rd4, 64; sub.s64 %rd8, %rd8, %rd5; sub.s64 %rd6, %rd6, %rd5; ld.local.b32 %r9, [%rd5];
+cvt.u32.u64 %r3, %rd6; cvt.u32.u64 %r4, %rd7; cvt.u32.u64 %r5, %rd8; mad.lo.u32 %r9, %r3, 100, %r9;
+mad.lo.u32 %r9, %r4, 1000000, %r9; mad.lo.u32 %r9, %r5, 1000000, %r9;
+"""
+
+
+def test_stacks():
+    """Pieces of the size that a lane wants, aligned, behind each other, and the same ones after a restore."""
+    out = run("", STACK.replace("SIZE", "4"))
+    assert out.tolist() == ((8 * LANES + 4) * 100 + LANES).tolist()
+
+
+def test_a_stack_ends():
+    with pytest.raises(MemoryFault, match="the stack of lane 30 has 16384 bytes"):
+        run("", STACK.replace("SIZE", str(16384 - 8 * 30 - 56)))
+
+
 ASSERT = """
 .extern .func __assertfail(.param .b64 a, .param .b64 b, .param .b32 c, .param .b64 d, .param .b64 e);
 """
@@ -111,22 +209,29 @@ def test_failed_assertions_stop_with_their_text():
     assert error.value.place.lanes == 0b11 << 30
 
 
+def test_recursion_is_refused_where_it_is_launched():
+    """Another kernel of the file runs."""
+    recursive = ".func f() { call f; ret; } .entry other() { call f; ret; }"
+    module = parse.parse(entry("u64 out", FRAME + "mov.b32 %r9, 8;" + STORE).replace(HEADER, HEADER + recursive))
+    gpu = make("sm_100a")
+    out = gpu.copy(np.zeros(32, np.int32))
+    gpu.launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little")))
+    assert out.tolist() == [8] * 32
+    with pytest.raises(UnsupportedInstruction, match="call of f: recursion is not supported"):
+        gpu.launch(LaunchRequest("other", module, (1, 1, 1), (32, 1, 1)))
+
+
 @pytest.mark.parametrize(
     ("functions", "body", "error", "text"),
     [
-        (".func f() { call f; ret; }", "call f;", PtxSyntaxError, "recursion"),
-        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", PtxSyntaxError, "recursion"),
+        (".func f() { call f; ret; }", "call f;", UnsupportedInstruction, "call of f: recursion"),
+        (".func g(); .func f() { call g; } .func g() { call f; }", "call g;", UnsupportedInstruction, "recursion"),
         (STEPS, "{ .param .b32 p; call steps, (p); }", PtxSyntaxError, "1 results and arguments, it has 2"),
         (STEPS, "{ .param .b32 p; call (p), steps, (%r1); }", PtxSyntaxError, "only variables of the .param space"),
         (".func f(.reg .b32 %a) { ret; }", "{ .param .b32 p; call f, (p); }", PtxSyntaxError, "declaration"),
         ("", "{ .param .b64 p; call vprintf, (p, p); }", UnsupportedInstruction, "vprintf with other operands"),
-        (".extern .func malloc();", "call malloc;", UnsupportedInstruction, "call of malloc: its code is not in"),
-        (
-            "",
-            "mov.b64 %rd4, 0; call %rd4, ();",
-            UnsupportedInstruction,
-            "address is in a register",
-        ),
+        (".extern .func cudaFoo();", "call cudaFoo;", UnsupportedInstruction, "call of cudaFoo: its code is not in"),
+        ("", "mov.b64 %rd4, 16; call %rd4, ();", EmulatorError, "call of 0x10: no function with such parameters"),
     ],
 )
 def test_what_is_refused(functions, body, error, text):

@@ -128,16 +128,27 @@ class Device:
         return module.programs[kernel_name]
 
     def variables(self, module: Module) -> dict[str, int]:
-        """Addresses of the module's global and constant variables, allocated at first use and kept."""
+        """Addresses of the module's global and constant variables, allocated at first use and kept, and of functions.
+
+        Raises:
+            LaunchError: one points to what this file does not have.
+        """
         if id(module) not in self._variables:
-            addresses = {}
+            memories, addresses = {}, {name: function.address for name, function in module.functions.items()}
             for variable in module.variables:
-                if variable.space not in ("global", "const") or variable.size == 0:
+                if variable.space not in ("global", "const") or variable.size == 0 or variable.extern:
                     continue
                 memory = self.empty(variable.size, variable.name, writable=variable.space == "global")
                 if variable.data is not None:
                     memory[:] = np.frombuffer(variable.data, np.uint8)
-                addresses[variable.name] = memory.ctypes.data
+                memories[variable.name], addresses[variable.name] = memory, memory.ctypes.data
+            for variable in module.variables:
+                for pointer in variable.pointers:
+                    if pointer.name not in addresses:
+                        raise LaunchError(f"{variable.name} points to {pointer.name}, which is not in its file")
+                    value = addresses[pointer.name] + pointer.addend >> pointer.shift
+                    raw = (value & (1 << 8 * pointer.size) - 1).to_bytes(pointer.size, "little")
+                    memories[variable.name][pointer.offset :][: pointer.size] = np.frombuffer(raw, np.uint8)
             self._variables[id(module)] = module, addresses
         return self._variables[id(module)][1]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from dsv4lib.emulator.errors import LaunchError, MemoryFault
+from dsv4lib.emulator.memory.heap import Heap
 from dsv4lib.emulator.native.abi import PADDED, READ_ONLY
 from dsv4lib.errors import ArgumentError
 
@@ -70,6 +72,11 @@ class GlobalMemory:
         self._views: dict[int, np.ndarray] = {}
         self.table = self.native_table = np.zeros((0, 2), np.uint64)
         self.version = 0  # changes with every registration: contexts re-read the table
+
+    @functools.cached_property
+    def heap(self) -> Heap:
+        """What ``malloc`` of kernels gives out."""
+        return Heap(self)
 
     def __len__(self) -> int:
         return len(self._allocations)

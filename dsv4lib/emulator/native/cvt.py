@@ -184,9 +184,11 @@ def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False,
     "cvt.<dtype:f64>.<atype:bf16>",
     "cvt[.<sat:sat>].<dtype:f16>.<atype:f16>",
     "cvt.<dtype:bf16>.<atype:bf16>",
+    "cvt.<dtype:bf16>.<atype:f16>",
+    "cvt.<dtype:f16>.<atype:bf16>",
 )
 def widening(e: Emitter, form: Form) -> None:
-    """Conversions without rounding."""
+    """Conversions without rounding; between f16 and bf16 to nearest, as ptxas reads what has no rounding modifier."""
     store_float(e, form, load_float(e, form, 1, form.get("atype")), form.get("dtype"), "rn")
 
 

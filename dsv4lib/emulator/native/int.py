@@ -260,23 +260,23 @@ def madc(e: Emitter, form: Form) -> None:
 
 
 def sub_with_borrow(e: Emitter, form: Form, use: bool) -> None:
-    """d = a - b [- borrow]; the borrow out is written if the form has .cc."""
+    """d = a - b [- borrow], as a + ~b + 1 [or + carry]; the carry out of that sum, 1 for *no* borrow, is kept by .cc.
+
+    There is one flag: CUDA's division of 128 bits reads with addc what sub.cc wrote, and ptxas hands IADD3's carry on.
+    """
     kind = f"i{bits_of(form.get('type'))}"
     a, b = e.load(1, kind), e.load(2, kind)
-    rest, out = a - b, e.icmp("ult", a, b)
     if use:
-        first = rest
-        borrow = carry_in(e, kind)
-        rest = first - borrow
-        out = out | e.icmp("ult", first, borrow)
-    e.store(0, rest)
+        add_with_carry(e, form, a, ~b, use=True)
+        return
+    e.store(0, a - b)
     if form.has("cc"):
-        set_carry(e, out)
+        set_carry(e, e.icmp("uge", a, b))
 
 
 @isa.native(f"sub.<cc:cc>.<type:{CARRY_TYPES}>")
 def sub_cc(e: Emitter, form: Form) -> None:
-    """d = a - b, borrow out."""
+    """d = a - b, no borrow out."""
     sub_with_borrow(e, form, use=False)
 
 

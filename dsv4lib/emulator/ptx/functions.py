@@ -2,7 +2,9 @@
 
 PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.param`` space that the caller declares.
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
-branch behind the call. Recursion, function pointers and parameters in registers (PTX before version 2) are refused.
+branch behind the call. A call of an address becomes a chain: of every function whose address the file takes and whose
+parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
+refused, and recursion when a kernel that has it is launched.
 """
 
 from __future__ import annotations
@@ -10,20 +12,36 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dsv4lib.emulator.ptx.ir import Function, Operand, Symbol, Vector
+from dsv4lib.emulator.ptx.ir import Function, Module, Operand, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import Source
 from dsv4lib.emulator.ptx.operands import OperandError
 from dsv4lib.emulator.ptx.variables import parameters
 
+NOWHERE = "(no function)"  # who is called where an address is none of a function's
+CODE_BYTES = 16  # from one function's address to the next
 _FUNCTION = re.compile(
     r"\.func\b\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^()]*)\)\s*)?([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?[^{;]*\{"
 )
 
+_ADDRESS_OF = re.compile(r"\bmov\.\w+\s+[%$_A-Za-z][\w$]*\s*,\s*([%$_A-Za-z][\w$]*)\s*;")
+
 
 def functions(source: Source) -> dict[str, Function]:
     """Every device function with a body."""
-    found = _FUNCTION.finditer(source.text)
-    return {m[2]: Function(m[2], m[1] or "", m[3] or "", m.end()) for m in found}
+    found = enumerate(_FUNCTION.finditer(source.text), 1)
+    return {m[2]: Function(m[2], m[1] or "", m[3] or "", m.end(), CODE_BYTES * i) for i, m in found}
+
+
+def pointed(source: Source, module: Module) -> list[Function]:
+    """Functions whose address the file takes, in a ``mov`` or in an initialiser."""
+    names = {pointer.name for variable in module.variables for pointer in variable.pointers}
+    names |= set(_ADDRESS_OF.findall(source.text))
+    return [function for name, function in module.functions.items() if name in names]
+
+
+def sizes(function: Function) -> list[int]:
+    """Bytes of its results and parameters."""
+    return [p.size for text in (function.results, function.params) for p in parameters(text)]
 
 
 def bind(function: Function, operands: Sequence[Operand]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,22 @@ class Instr:
     location: Location | None = None
 
 
+class Pointer(NamedTuple):
+    """``size`` bytes at ``offset`` of an initialiser: those of an address from bit ``shift`` on."""
+
+    offset: int
+    size: int
+    name: str
+    addend: int
+    shift: int
+
+
 @dataclass(frozen=True)
 class Variable:
-    """A ``.shared``, ``.local``, ``.global`` or ``.const`` variable; ``size`` in bytes, 0 for an extern array."""
+    """A ``.shared``, ``.local``, ``.global`` or ``.const`` variable; ``size`` in bytes, 0 for an extern array.
+
+    ``pointers``: what of its initialiser depends on where variables lie; ``data`` has zeros there.
+    """
 
     name: str
     space: str
@@ -113,6 +126,7 @@ class Variable:
     align: int
     extern: bool = False
     data: bytes | None = None
+    pointers: tuple[Pointer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,12 +168,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """A ``.func``: its lists of results and parameters as they are written, and where the body starts in the file."""
+    """A ``.func``: its lists of results and parameters as they are written, and where the body starts in the file.
+
+    ``address``: what a pointer to it holds; no memory lies there.
+    """
 
     name: str
     results: str
     params: str
     body: int
+    address: int = 0
 
 
 @dataclass

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -120,9 +122,15 @@ def immediate(text: str, opcode: str) -> Imm | None:
 
 
 class Names:
-    """Scopes of one kernel, and its operands."""
+    """Scopes of one kernel, and its operands.
 
-    def __init__(self, module_symbols: dict[str, str]):
+    Args:
+        module_symbols: variables of the module, by name.
+        functions: addresses of functions, by name.
+    """
+
+    def __init__(self, module_symbols: dict[str, str], functions: Mapping[str, int] = MappingProxyType({})):
+        self.functions = functions
         self.registers: list[Register] = []
         self.scope = Scope(0, None, symbols=dict(module_symbols))
         self._count = 0
@@ -149,7 +157,7 @@ class Names:
             if found is None:
                 raise OperandError(f"register name {item!r}")
             name, count = found[1], found[2]
-            if name in scope.declared or (name in scope.ranges and count):
+            if name in (scope.declared if count is None else scope.ranges):  # `a<2>`, a0 and a1, leaves `a` free
                 raise OperandError(f"register {name} is declared twice")
             if count is not None and lanes is None:
                 scope.ranges[name] = (int(count), bits)
@@ -244,6 +252,8 @@ class Names:
             return constant
         if _NAME.fullmatch(text) and (found := self.lookup(text)) is not None:
             return found
+        if text in self.functions:
+            return Imm(self.functions[text])
         if (match := _BASE.fullmatch(text)) and match["terms"]:
             found = self.lookup(match["base"])
             if isinstance(found, Symbol):  # an address expression: `mov.b64 %rd1, table+16`

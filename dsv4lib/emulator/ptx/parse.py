@@ -11,11 +11,12 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from dsv4lib.emulator.ptx.functions import bind, functions
-from dsv4lib.emulator.ptx.ir import Function, Instr, Kernel, Location, Module, Operand, Reg, Symbol, Variable
+from dsv4lib.emulator.ptx.functions import NOWHERE, bind, functions, pointed, sizes
+from dsv4lib.emulator.ptx.ir import Function, Imm, Instr, Kernel, Location, Memory, Module, Operand, Reg, Symbol, Vector
 from dsv4lib.emulator.ptx.lexer import Source, read, split, syntax_error
 from dsv4lib.emulator.ptx.operands import Names, OperandError, Scope
 from dsv4lib.emulator.ptx.variables import parameters, variables
+from dsv4lib.emulator.ptx.wmma import expand
 
 _HEADER = re.compile(r"\s*\.(?:(version)\s+(\d+\.\d+)|(target)\s+([^\n]+)|(address_size)\s+(\d+))")
 _SKIPPED = re.compile(r'\s*(?:\.section\s+[^\s{]+\s*\{[^{}]*\}|\.pragma\s+"[^"]*"\s*;)')
@@ -117,8 +118,9 @@ def _entry(source: Source, position: int, module: Module) -> int:
         _directives(kernel, match[3])
     except OperandError as error:
         raise source.error(str(error), match.start(1), kernel=kernel.name) from None
-    names = Names({v.name: v.name for v in module.variables})
-    return _Body(source, kernel, names, module.functions).parse(match.end())
+    addresses = {name: function.address for name, function in module.functions.items()}
+    names = Names({v.name: v.name for v in module.variables}, addresses)
+    return _Body(source, kernel, names, module).parse(match.end())
 
 
 def _directives(kernel: Kernel, text: str) -> None:
@@ -146,8 +148,9 @@ def _directives(kernel: Kernel, text: str) -> None:
 class _Body:
     """The statements of one kernel, with those of the functions that it calls."""
 
-    def __init__(self, source: Source, kernel: Kernel, names: Names, functions: dict[str, Function]):
-        self.source, self.kernel, self.names, self.functions = source, kernel, names, functions
+    def __init__(self, source: Source, kernel: Kernel, names: Names, module: Module):
+        self.source, self.kernel, self.names, self.module = source, kernel, names, module
+        self.functions = module.functions
         self.calls: list[tuple[Function, str]] = []  # that are being inlined, and the label behind each
         for param in kernel.params:
             names.declare_symbol(param.name)
@@ -225,7 +228,7 @@ class _Body:
         extern = statement.startswith(".extern")
         for variable in variables(statement.removeprefix(".extern"), extern):
             name = self.names.declare_symbol(variable.name)
-            self.kernel.variables.append(Variable(name, *dataclasses.astuple(variable)[1:]))
+            self.kernel.variables.append(dataclasses.replace(variable, name=name))
 
     def _instruction(self, statement: str, offset: int) -> None:
         match = _INSTRUCTION.fullmatch(statement)
@@ -239,6 +242,9 @@ class _Body:
                 raise OperandError(f"guard {predicate!r} is not a predicate")
             if negated:
                 guard = Reg(guard.index, True)
+        if opcode.startswith("wmma."):
+            self._expanded(opcode, rest, f"@{'!' * bool(negated)}{predicate} " if predicate else "", offset)
+            return
         index = len(self.kernel.instructions)
         operands: tuple[Operand, ...] = ()
         if opcode.partition(".")[0] in _BRANCHES:
@@ -257,7 +263,28 @@ class _Body:
                 self.branches.pop()
                 self._inline(self.functions[called[0]], operands, guard, (line, text))
                 return
+            passed = [item for o in operands if isinstance(o, Vector) for item in o.items]
+            if any(isinstance(o, Reg) for o in operands) and all(isinstance(item, Symbol) for item in passed):
+                self.branches.pop()
+                self._indirect(operands, guard, (line, text))
+                return
         self.kernel.instructions.append(Instr(index, opcode, operands, guard, line, text, self.location))
+
+    def _expanded(self, opcode: str, rest: str, guard: str, offset: int) -> None:
+        """An instruction that is an abbreviation (wmma.py)."""
+        items, base = split(rest) or [], ()
+        for address in (item for item in items if item[:1] == "["):
+            memory = self.names.operand(address, opcode)
+            assert isinstance(memory, Memory)
+            narrow = isinstance(memory.base, Reg) and self.names.registers[memory.base.index].bits == 32
+            name = re.split(r"[+\s]", address[1:-1].strip())[0]
+            first = f"{'cvt.u64.u32' if narrow else 'mov.b64'} %wmma_p, {name}"
+            base = first, f"add.s64 %wmma_p, %wmma_p, {memory.offset}"
+        statements = expand(opcode, items, base)
+        self.names.push()
+        for statement in statements:
+            self._statement(statement if statement.startswith(".reg") else guard + statement, offset)
+        self.names.pop()
 
     def _inline(
         self, function: Function, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]
@@ -265,10 +292,11 @@ class _Body:
         """The body of a function in place of its call.
 
         Raises:
-            OperandError: arguments that do not fit, recursion, or calls that unfold without end.
+            OperandError: arguments that do not fit, or calls that unfold without end.
         """
         if any(function is active for active, _ in self.calls):
-            raise OperandError(f"call of {function.name}: recursion is not supported")
+            self._emit("call", operands, where, guard)  # recursion: the lowering refuses it, if the kernel is launched
+            return
         if len(self.kernel.instructions) > MAX_INSTRUCTIONS:
             raise OperandError(f"call of {function.name}: more than {MAX_INSTRUCTIONS} instructions with its callers")
         known = bind(function, operands)
@@ -277,8 +305,7 @@ class _Body:
         self.names.push()  # of the body: the parameters are outside
         end = f"{function.name}@{self.names.scope.number}"
         if guard is not None:
-            index, skip = len(self.kernel.instructions), Reg(guard.index, not guard.negated)
-            self.kernel.instructions.append(Instr(index, "bra", (Symbol(end),), skip, *where, self.location))
+            self._emit("bra", (Symbol(end),), where, Reg(guard.index, not guard.negated))
         self.calls.append((function, end))
         caller = self.next_location, self.location
         self._skip_locations(function.body)
@@ -288,6 +315,42 @@ class _Body:
         self.names.pop()
         self.names.pop()
         self.kernel.labels[end] = len(self.kernel.instructions)
+
+    def _indirect(self, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]) -> None:
+        """A call of an address: the bodies of all functions that it may mean, behind comparisons."""
+        (address,) = (o for o in operands if isinstance(o, Reg))
+        self.names.push()
+        number = self.names.scope.number
+        end = f"call@{number}"
+        if guard is not None:
+            self._emit("bra", (Symbol(end),), where, Reg(guard.index, not guard.negated))
+        self.names.declare_registers(".pred %other")
+        other = self.names.operand("%other", "setp")
+        assert isinstance(other, Reg)
+        for function in self._candidates(operands):
+            following = f"{function.name}@{number} is not called"
+            self._emit("setp.ne.u64", (other, address, Imm(function.address)), where)
+            self._emit("bra", (Symbol(following),), where, other)
+            self._inline(function, operands, None, where)
+            self._emit("bra", (Symbol(end),), where)
+            self.kernel.labels[following] = len(self.kernel.instructions)
+        self._emit("call", (Symbol(NOWHERE), address), where)
+        self.kernel.labels[end] = len(self.kernel.instructions)
+        self.names.pop()
+
+    def _candidates(self, operands: tuple[Operand, ...]) -> list[Function]:
+        """What an indirect call with these operands may call; not what is being called already: that is recursion."""
+        passed = [item.name for o in operands if isinstance(o, Vector) for item in o.items if isinstance(item, Symbol)]
+        size = {v.name: v.size for v in self.kernel.variables}
+        wanted = [size.get(name) for name in passed]
+        active = [function for function, _ in self.calls]
+        return [f for f in pointed(self.source, self.module) if sizes(f) == wanted and f not in active]
+
+    def _emit(
+        self, opcode: str, operands: tuple[Operand, ...], where: tuple[int, str], guard: Reg | None = None
+    ) -> None:
+        index = len(self.kernel.instructions)
+        self.kernel.instructions.append(Instr(index, opcode, operands, guard, *where, self.location))
 
     def _advance(self, offset: int) -> None:
         """Move to the last ``.loc`` before ``offset``."""

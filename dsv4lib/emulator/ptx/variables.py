@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import re
 
-from dsv4lib.emulator.ptx.ir import Param, Variable
+from dsv4lib.emulator.ptx.ir import Param, Pointer, Variable
 from dsv4lib.emulator.ptx.lexer import split
-from dsv4lib.emulator.ptx.operands import TYPE_BITS, OperandError, immediate
+from dsv4lib.emulator.ptx.operands import TYPE_BITS, OperandError, immediate, integer
 
 SPACES = ("global", "const", "shared", "local", "param")
 _DECLARATION = re.compile(
@@ -20,6 +20,10 @@ _DECLARATION = re.compile(
     re.S,
 )
 _DECLARATOR = re.compile(r"(?P<name>[%$_A-Za-z][\w$]*)\s*(?P<dims>(?:\[\s*\d*\s*\]\s*)*)(?:=\s*(?P<value>.*))?", re.S)
+_ADDRESS = re.compile(  # a mask of one byte, the address of a name as it is or generic, an offset
+    r"(?:(?P<mask>0[xX][fF]{2}(?:00)*)\s*\(\s*)?(?:generic\s*\(\s*)?(?P<name>[%$_A-Za-z][\w$]*)\s*\)?"
+    r"\s*(?:(?P<sign>[+-])\s*(?P<addend>\w+)\s*)?\)?"
+)
 _ALIGN = re.compile(r"\.align\s+(\d+)")
 
 
@@ -27,7 +31,7 @@ def variables(text: str, extern: bool = False) -> list[Variable]:
     """The variables of one declaration such as ``.shared .align 16 .b8 a[64], b;`` (without the semicolon).
 
     Raises:
-        OperandError: a form or type that is not known, or an initialiser with addresses.
+        OperandError: a form or type that is not known.
     """
     match = _DECLARATION.fullmatch(text)
     if match is None or match["type"] not in TYPE_BITS or match["type"] == "pred":
@@ -44,7 +48,7 @@ def variables(text: str, extern: bool = False) -> list[Variable]:
         if found is None:
             raise OperandError(f"declarator {item!r}")
         dims = re.findall(r"\[\s*(\d*)\s*\]", found["dims"])
-        data = None if found["value"] is None else _data(found["value"], match["type"])
+        data, pointers = (None, ()) if found["value"] is None else _data(found["value"], match["type"])
         if "" in dims:
             if dims[1:].count("") or (dims[0] == "" and not extern and data is None):
                 raise OperandError(f"{found['name']} has no size")
@@ -56,7 +60,7 @@ def variables(text: str, extern: bool = False) -> list[Variable]:
             if len(data) > size:
                 raise OperandError(f"{found['name']} has {size} bytes, its initialiser {len(data)}")
             data = data.ljust(size, b"\0")
-        out.append(Variable(found["name"], space, size, align, extern, data))
+        out.append(Variable(found["name"], space, size, align, extern, data, pointers))
     return out
 
 
@@ -85,16 +89,27 @@ def _declarators(text: str) -> list[str]:
     return [*out, text[start:].strip()]
 
 
-def _data(text: str, kind: str) -> bytes:
-    """An initialiser as bytes."""
+def _data(text: str, kind: str) -> tuple[bytes, tuple[Pointer, ...]]:
+    """An initialiser as bytes, and what of it are addresses."""
     size = TYPE_BITS[kind] // 8
-    out = bytearray()
+    out, pointers = bytearray(), []
     for item in re.sub(r"[{}]", " ", text).split(","):
         item = item.strip()
         if not item:
             continue
         constant = immediate(item, f".{kind}")
         if constant is None:
-            raise OperandError(f"initialiser {item!r}: only constants are supported")
-        out += (constant.bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-    return bytes(out)
+            pointers.append(_pointer(item, len(out), size))
+        bits = 0 if constant is None else constant.bits
+        out += (bits & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    return bytes(out), tuple(pointers)
+
+
+def _pointer(item: str, offset: int, size: int) -> Pointer:
+    """``generic(table)+8``, ``function`` or ``0xFF00(table)``; global and generic addresses are the same here."""
+    match = _ADDRESS.fullmatch(item)
+    if match is None or item.count("(") != item.count(")") or (match["mask"] and size != 1):
+        raise OperandError(f"initialiser {item!r}")
+    addend = integer(match["addend"]) if match["addend"] else 0
+    shift = 4 * len(match["mask"][4:]) if match["mask"] else 0
+    return Pointer(offset, size, match["name"], -addend if match["sign"] == "-" else addend, shift)

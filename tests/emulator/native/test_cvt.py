@@ -153,6 +153,8 @@ def narrowing() -> list[Case]:
                 for ftz in (False, True) if "f32" in (a, d) else (False,):
                     opcode = f"cvt.{mode}{'.ftz' * ftz}{'.sat' * sat}.{d}.{a}"
                     out.append(Case(opcode, (a,), resize(a, d, mode, ftz, sat), (d,), rows=6))
+    for a, d in (("bf16", "f16"), ("f16", "bf16")):  # the only ones that ptxas takes without a rounding modifier
+        out.append(Case(f"cvt.{d}.{a}", (a,), resize(a, d, "rn", False, False), (d,), rows=6))
     for d in ("f16", "bf16"):
         for mode in ("rn", "rz"):
             for tail, relu, fin in (

@@ -289,6 +289,7 @@ def test_functions_are_skipped_and_calls_kept():
         ("{ L: } \nbra L;", 8, "unknown label"),
         ("L: ret;\nL: ret;", 8, "declared twice"),
         (".reg .b32 a;\n.reg .b64 a;", 8, "declared twice"),
+        (".reg .b32 a<2>;\n.reg .b64 a<3>;", 8, "declared twice"),
         (".reg .b33 a;", 7, "register declaration"),
         (".shared .b8 x[3;", 7, "declarator"),
         (".shared .align 3 .b8 x[3];", 7, "power of two"),
@@ -319,9 +320,30 @@ def test_only_64_bit_addresses():
         parse(".version 9.0\n.target sm_100a\n.address_size 32\n")
 
 
-def test_pointer_initialisers_are_refused():
-    with pytest.raises(PtxSyntaxError, match="only constants"):
-        parse(HEAD + ".global .u32 a;\n.global .u64 p = a;\n")
+def test_a_register_and_a_range_may_share_a_name():
+    """As Triton's conversions have it."""
+    k = kernel("{ .reg .b32 a; .reg .f16 a<2>; mov.b32 {a0, a1}, a; }")
+    assert [r.bits for r in k.registers] == [16, 16, 32]
+
+
+def test_initialisers_with_addresses():
+    """What depends on where variables lie is kept apart: whole addresses, and their bytes."""
+    module = parse(
+        HEAD
+        + ".func f() { ret; }\n.global .u32 a[4];\n"
+        + ".global .u64 p[4] = {generic(a), 7, a+4, f};\n"
+        + ".global .u8 q[4] = {0xFF(generic(a)), 0xFF00(a), 0xFF0000(generic(a)+8), 3};\n"
+    )
+    _, p, q = module.variables
+    assert p.data == bytes(8) + (7).to_bytes(8, "little") + bytes(16) and q.data == bytes(3) + b"\3"
+    assert p.pointers == ((0, 8, "a", 0, 0), (16, 8, "a", 4, 0), (24, 8, "f", 0, 0))
+    assert q.pointers == ((0, 1, "a", 0, 0), (1, 1, "a", 0, 8), (2, 1, "a", 8, 16))
+
+
+@pytest.mark.parametrize("value", ["generic(a", "a+b", "0xFF00FF(a)", "sin(a)", "a b"])
+def test_other_initialisers_are_refused(value):
+    with pytest.raises(PtxSyntaxError, match="initialiser|not an integer"):
+        parse(HEAD + f".global .u32 a;\n.global .u8 p[2] = {{{value}, 0}};\n")
 
 
 def test_a_long_kernel_parses_in_linear_time():
