@@ -225,8 +225,8 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         self.storage = Storage
         blocks = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
         head_blocks = cute.ceil_div(mQ.shape[1], TILE_M * self.cluster)
-        at_once = cutlass.max(sms // (self.cluster * head_blocks * splits), 1)
-        grid = (cutlass.min(blocks, at_once), head_blocks * self.cluster, splits)
+        ctas = head_blocks * (self.cluster * self.dim_parts)  # of an item
+        grid = (cutlass.min(blocks, cutlass.max(sms // (ctas * splits), 1)), ctas, splits)
         lists = (
             None if cutlass.const_expr(self.entries == "none") else entries[1:],
             None if cutlass.const_expr(not self.window) else window[1:],

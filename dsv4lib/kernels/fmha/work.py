@@ -81,6 +81,23 @@ class Plan(Config):
         return Items(mGroups, splits, first, end, step)
 
     @cute.jit
+    def head_block(self):
+        """Which 64 rows of an item this CTA has; CTAs of a cluster are neighbours on the grid's second axis."""
+        _, block, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.dim_parts > 1):
+            block = block // (self.cluster * self.dim_parts) * self.cluster + block % self.cluster
+        return block
+
+    @cute.jit
+    def dim_part(self):
+        """Which part of the dimensions of O this CTA has; a constant 0 where there is one."""
+        part = 0
+        if cutlass.const_expr(self.dim_parts > 1):
+            _, block, _ = cute.arch.block_idx()
+            part = block // self.cluster % self.dim_parts
+        return part
+
+    @cute.jit
     def work(self, lists: tuple, items: Items, item: Int32):
         """The `Work` of an item; behind the last one that of the last one."""
         item = cutlass.min(item, items.end - 1)
@@ -141,8 +158,7 @@ class Plan(Config):
         """The `Row` of this thread: rows of the tiles of all CTAs of a token (or group) are counted through."""
         thread, _, _ = cute.arch.thread_idx()
         tidx = thread % SOFTMAX_THREADS  # of the epilogue warps too
-        _, block, _ = cute.arch.block_idx()
-        place = block * TILE_M + tidx % TILE_M
+        place = self.head_block() * TILE_M + tidx % TILE_M
         token, head, inside = self.member(mQ, work, place)
         entries, window = (Int32(0), work.entries), (Int32(0), work.window)
         if cutlass.const_expr(self.groups):
