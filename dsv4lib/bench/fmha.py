@@ -23,7 +23,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.fmha.combine import loads_at_once
 from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
 from dsv4lib.ops.fmha import choose_parts, cluster_of
-from dsv4lib.ops.splits import Parts
+from dsv4lib.ops.splits import SHARES, Parts
 
 RESULTS = TABLE.with_name("fmha.csv")
 PEAK, BANDWIDTH = 2.25e15, 8e12  # of the floors
@@ -256,9 +256,9 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
 class Row:
     """One line of the table: a shape, its modelled time, and what stands beside it.
 
-    ``splits``, ``dims``: parts of the keys and of the dimensions of O. ``modelled_us`` of decode is from the end of the
-    kernel before (a dependent launch); ``alone_us`` is the same launch with nothing before it. Prefill is modelled
-    alone.
+    ``splits``, ``dims``: parts of the keys and of the dimensions of O; ``share``: of the keys in the last part, 0: all
+    are equal. ``modelled_us`` of decode is from the end of the kernel before (a dependent launch); ``alone_us`` is the
+    same launch with nothing before it. Prefill is modelled alone.
     """
 
     model: str
@@ -271,6 +271,7 @@ class Row:
     form: str
     splits: int
     dims: int
+    share: float
     ctas: int
     modelled_us: float
     alone_us: float
@@ -323,7 +324,7 @@ def predict(
         half: both with half of the dimensions; None: there are none.
     """
     items = -(-shape.tokens // single.tokens)
-    groups = items * -(-shape.heads * single.tokens // (single.rows * single.cluster)) * single.cluster
+    groups = _ctas(shape, single, items)
     most = max(count_tiles(*shape.keys(seen)) for seen in shape.positions())
     sms, kernels = int(card["sms"]), {1: (single, parts)} | ({} if half is None else {2: half})
     choices = [Parts(1, 1)]
@@ -331,24 +332,34 @@ def predict(
         choices = [Parts(s, dims) for dims in kernels for s in _split_choices(most, groups * dims, sms)]
 
     def time(one: Parts, alone: bool = False) -> Time:
-        return timed(shape, *kernels[one.dims], card, groups * one.dims, one.splits, alone)
+        return timed(shape, *kernels[one.dims], card, groups * one.dims, one.splits, alone, one.tail)
 
     times = {one: time(one) for one in choices}
-    best = min(times, key=lambda one: times[one].us)
-    chosen = best
+    chosen = None
     if form == BUILT:
         most = shape.keys(max(shape.positions()))
         given = shape.tokens, shape.heads, *most, sms
         chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES)
         if half is None:
-            chosen = Parts(chosen.splits, 1)
+            chosen = chosen._replace(dims=1)
         times[chosen] = time(chosen)
+    best = min(times, key=lambda one: times[one].us)
+    chosen = chosen or best
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
-    return _row(shape, pool, form, chosen, times[chosen], time(chosen, True), groups, errors, (best, times[best].us))
+    whole = chosen.splits - (chosen.tail != (0, 0))
+    ctas = groups * chosen.dims * whole + _ctas(shape, single, chosen.tail[0])
+    return _row(shape, pool, form, chosen, times[chosen], time(chosen, True), ctas, errors, (best, times[best].us))
 
 
 def timed(
-    shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int, alone: bool = False
+    shape: Shape,
+    single: Counted,
+    parts: Counted,
+    card: Gpu,
+    groups: int,
+    splits: int,
+    alone: bool = False,
+    tail: tuple[int, int] = (0, 0),
 ) -> Time:
     """The time of a shape in so many parts.
 
@@ -356,19 +367,30 @@ def timed(
         groups: tokens x CTAs of a token, of one part of the keys.
         alone: a launch with nothing before it; else decode stands in a chain of kernels and is launched dependent on
             the one before, and only prefill is alone.
+        tail: how the last part of the keys differs, as `choose_parts` says it; of decode.
     """
     c = single if splits == 1 else parts
     # the union of the windows of tokens that share tiles has a key more for each further token
     unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
-    lengths = [-(-count_tiles(*union) // splits) for union in unions]
+    whole, beside, ctas = [count_tiles(*union) for union in unions], None, groups * splits
+    lengths = [-(-tiles // splits) for tiles in whole]
+    if tail != (0, 0):
+        last = whole[0] * tail[1] // SHARES
+        beside = last, -(-shape.tokens // tail[0])
+        lengths, ctas = [-(-(whole[0] - last) // (splits - 1))], groups * (splits - 1) + _ctas(shape, c, tail[0])
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
-    model = model_of(c, card, min(groups * splits, int(card["sms"])))
+    model = model_of(c, card, min(ctas, int(card["sms"])))
     join = 0.0
     if splits > 1:
         join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
     dependent = shape.phase == "decode" and not alone
-    return static_model.modelled(model, card, groups * splits, tiles, hbm, join, dependent=dependent)
+    return static_model.modelled(model, card, ctas, tiles, hbm, join, dependent=dependent, beside=beside)
+
+
+def _ctas(shape: Shape, c: Counted, items: int) -> int:
+    """CTAs of so many tokens (or groups)."""
+    return items * -(-shape.heads * c.tokens // (c.rows * c.cluster)) * c.cluster
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
@@ -386,7 +408,7 @@ def _row(
     chosen: Parts,
     time: Time,
     alone: Time,
-    groups: int,
+    ctas: int,
     errors: dict[str, tuple[float, float]],
     best: tuple[Parts, float],
 ) -> Row:
@@ -399,7 +421,8 @@ def _row(
         form=form,
         splits=chosen.splits,
         dims=chosen.dims,
-        ctas=groups * chosen.splits * chosen.dims,
+        share=chosen.tail[1] / SHARES,
+        ctas=ctas,
         modelled_us=time.us,
         alone_us=alone.us,
         error_low=errors[regime][0],

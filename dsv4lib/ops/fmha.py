@@ -218,7 +218,8 @@ def choose_parts(
     tile_us = (split_choice.FP8_TILE_US if fp8 else split_choice.TILE_US)[ctas]
     half = (split_choice.FP8_HALF_TILE_US if fp8 else split_choice.HALF_TILE_US)[ctas]
     half = half if head_dim == 512 and groups is None else None
-    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits)
+    key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if groups is None else None
+    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits, key_bytes)
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
@@ -523,12 +524,13 @@ def _launch(name: str, call: Call) -> None:
         splits = 1
     groups = None if call.groups is None else call.groups.shape[0]
     given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
-    splits, keys["dim_parts"] = choose_parts(*given, q.shape[2], splits or None)
+    splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None)
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
         given = q, entries, window, sink, rope, o, lse, call.scale, splits
-        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, sms=sms))
+        split = {"sms": sms, "tail": tail}
+        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, **split))
 
     if not call.normalise:
         return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])

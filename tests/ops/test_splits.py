@@ -60,15 +60,35 @@ def test_it_is_the_best_of_all():
 
 def test_dimensions_have_parts_where_sms_idle():
     """Not of groups, nor of shorter heads; with parts of the keys that are given, too."""
-    assert choose_parts(1, 64, 0, 128) == (1, 2) == choose_parts(64, 64, 0, 128)
-    assert choose_parts(75, 64, 0, 128) == (1, 1) == choose_parts(1, 64, 0, 128, head_dim=256)
-    assert choose_parts(1, 64, 0, 128, groups=1) == (1, 1)
-    assert choose_parts(1, 64, 512, 128, splits=1) == (1, 2) and choose_parts(30, 64, 512, 128, splits=3) == (3, 1)
+    whole, half, three = splits.Parts(1, 1), splits.Parts(1, 2), splits.Parts(3, 1)
+    assert choose_parts(1, 64, 0, 128) == half == choose_parts(64, 64, 0, 128)
+    assert choose_parts(75, 64, 0, 128) == whole == choose_parts(1, 64, 0, 128, head_dim=256)
+    assert choose_parts(1, 64, 0, 128, groups=1) == whole
+    assert choose_parts(1, 64, 512, 128, splits=1) == half and choose_parts(30, 64, 512, 128, splits=3) == three
     for tokens in TOKENS:
         for heads in (64, 128):
             parts = choose_parts(tokens, heads, 512, 128)
             assert parts.splits == choose_splits(tokens, heads, 512, 128)
-            assert parts == (1, 1) or parts.splits * parts.dims * tokens * heads // 64 <= splits.SM_COUNT
+            assert parts == whole or parts.splits * parts.dims * tokens * heads // 64 <= splits.SM_COUNT
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(128, 64), (32, 64), (32, 128)])
+def test_a_last_part_of_another_length(tokens, heads):
+    """Where 130 tiles of 584-byte entries would leave few SMs idle: all parts run at once and end together."""
+    n, dims, (last, share) = choose_parts(tokens, heads, 8192, 128, fp8=True)
+    tail = 130 * share // splits.SHARES
+    body, turns = -(-(130 - tail) // (n - 1)), -(-tokens // last)
+    assert dims == 1 and 0 < last < tokens and heads // 64 * (tokens * (n - 1) + last) == splits.SM_COUNT
+    assert 0 < tail < body < -(-130 // (n - 1))  # shorter than without it
+    assert turns * tail <= body < turns * (tail + 1) + turns  # a tile more would be longer, the turns are one more
+
+
+def test_all_parts_are_equal_elsewhere():
+    """Bound by HBM, too short, whole parts on all SMs, or parts that are given."""
+    assert {choose_parts(t, 64, 8192, 128).tail for t in (1, 8, 32, 128)} == {(0, 0)}
+    assert {choose_parts(t, 64, 512, 128, fp8=True).tail for t in TOKENS} == {(0, 0)}
+    assert {choose_parts(t, 64, 8192, 128, fp8=True).tail for t in (1, 37, 74, 148, 4096)} == {(0, 0)}
+    assert {choose_parts(t, 64, 8192, 128, fp8=True, splits=2).tail for t in TOKENS} == {(0, 0)}
 
 
 def test_the_models_shapes():

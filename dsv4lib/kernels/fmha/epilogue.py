@@ -96,7 +96,7 @@ class Epilogue(Plan):
             ends.advance()
         inverse, denominator = self.normaliser(sink, reference, total)
         if self.is_first(row):
-            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
+            self.store_lse(outputs[3], row, reference, total, denominator)
         for block in cutlass.range_constexpr(self.o_blocks):
             if any_tile:
                 o.consumer_wait(blocks)
@@ -128,13 +128,13 @@ class Epilogue(Plan):
             o.consumer_release(block)
 
     @cute.jit
-    def of_part(self, outputs: tuple):
-        """(mO, mLse) of this CTA's part of the keys."""
-        _, _, mO, mLse = outputs
+    def of_part(self, outputs: tuple, items: Items):
+        """(mSink, rope, mO, mLse), the last two of this CTA's part of the keys."""
+        mSink, rope, mO, mLse = outputs
         if cutlass.const_expr(self.partial):
-            _, _, split = cute.arch.block_idx()
-            mO, mLse = mO[split, None, None, None], cute.slice_(mLse, (split, *(None,) * (cute.rank(mLse) - 1)))
-        return mO, mLse
+            part = items.part
+            mO, mLse = mO[part, None, None, None], cute.slice_(mLse, (part, *(None,) * (cute.rank(mLse) - 1)))
+        return mSink, rope, mO, mLse
 
     @cute.jit
     def sink_logit(self, outputs: tuple, row: Row):
@@ -210,7 +210,7 @@ class Epilogue(Plan):
     @cute.jit
     def store_lines(self, outputs: tuple, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
         """Registers [8, 4, lines] to global memory, lines from ``line`` on; their addresses differ by constants."""
-        mO, _ = self.of_part(outputs)
+        mO = outputs[2]
         _, further = self.place_of(0)
         start = (row.half * further + self.dim_part() * self.lines_of_part()) * 32
         gRow = cute.domain_offset((cute.assume(start, divby=32),), mO[row.token, row.head, None])
