@@ -9,11 +9,11 @@ reads no value of a tensor on the GPU, waits for nothing, launches on torch's cu
 alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has compiled and loaded its kernels. It has a
 fake implementation, so `torch.compile` passes it whole.
 
-One kernel launch, `Fmha`; where few tokens leave SMs idle, the keys are split into parts that `Combine` joins, in a
-fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share tiles. A token's bits depend on its own
-keys and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by
-default its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile
-borders.
+One kernel launch, `Fmha`; where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split
+into parts that `Combine` joins, in a fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share
+tiles. A token's bits depend on its own keys and on the parts of the keys, never on its neighbours or its place: with
+``splits`` given they do not depend on the batch; by default its size (not what is in it) chooses the parts. Only
+``groups`` lets tokens share tiles, which moves tile borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """

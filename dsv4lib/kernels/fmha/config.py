@@ -55,8 +55,8 @@ class Config:
         window: there are window keys.
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
-        partial: split the keys over the grid's third axis and write fp32 O and LSE of each part (`combine` joins them;
-            sink and rotation belong to the union, so they are not allowed here).
+        partial: split the keys over the grid (`work.Split`) and write fp32 O and LSE of each part (`combine` joins
+            them; sink and rotation belong to the union, so they are not allowed here).
         fp8_entries, fp8_window: these keys are 584-byte entries in pages (`formats.kv_entry`) and not rows of
             ``dtype``; bf16 and D 512 only.
         cluster: CTAs that share the tiles of a token or group, 64 rows each: 1, or 2, a pair (from D 128 on).

@@ -126,6 +126,10 @@ ends. Each role waits for that kernel before it touches global memory, to read o
 come as soon as tensor memory is allocated, and wait themselves: this one ends behind its wait, so who waits for it has
 waited for all before it too.
 
+Few tokens leave SMs idle. Parts of the keys (`partial`) run beside each other and are joined by `combine`; a last part
+may be of another length, for as many CTAs as whole parts leave idle (`work.Split`). Parts of the dimensions
+(`dim_parts`) need no join: two CTAs (or pairs) weigh the same keys, and each has its blocks of O.
+
 A pair's CTAs leave together: each frees its tensor memory when the other is ready to, behind its last arrival; commits
 from CTA 0 are all waited for, the last ones by CTA 1's load warp.
 
