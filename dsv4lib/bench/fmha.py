@@ -9,6 +9,7 @@ error on Hopper launches of its regime (calibration.py).
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from dsv4lib.bench.work import Work, count, count_lines
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.fmha.combine import loads_at_once
 from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
-from dsv4lib.ops.fmha import choose_splits, cluster_of
+from dsv4lib.ops.fmha import choose_parts, cluster_of
+from dsv4lib.ops.splits import SHARES, Parts
 
 RESULTS = TABLE.with_name("fmha.csv")
 PEAK, BANDWIDTH = 2.25e15, 8e12  # of the floors
@@ -254,8 +256,9 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
 class Row:
     """One line of the table: a shape, its modelled time, and what stands beside it.
 
-    ``modelled_us`` of decode is from the end of the kernel before (a dependent launch); ``alone_us`` is the same launch
-    with nothing before it. Prefill is modelled alone.
+    ``splits``, ``dims``: parts of the keys and of the dimensions of O; ``share``: of the keys in the last part, 0: all
+    are equal. ``modelled_us`` of decode is from the end of the kernel before (a dependent launch); ``alone_us`` is the
+    same launch with nothing before it. Prefill is modelled alone.
     """
 
     model: str
@@ -267,6 +270,8 @@ class Row:
     keys: int
     form: str
     splits: int
+    dims: int
+    share: float
     ctas: int
     modelled_us: float
     alone_us: float
@@ -280,6 +285,7 @@ class Row:
     met: str
     tflops: float
     best_splits: int
+    best_dims: int
     best_us: float
     published: str
 
@@ -307,6 +313,7 @@ def predict(
     card: Gpu,
     errors: dict[str, tuple[float, float]],
     form: str = BUILT,
+    half: tuple[Counted, Counted] | None = None,
 ) -> Row:
     """The line of a shape: in as many parts as the op chooses, or in the best number where it is a question asked.
 
@@ -314,45 +321,76 @@ def predict(
         single, parts: the kernel that normalises, and the one that writes parts for `combine`.
         card, errors: the GPU; (smallest, largest) error of the calibration, by regime.
         form: name of the configuration.
+        half: both with half of the dimensions; None: there are none.
     """
     items = -(-shape.tokens // single.tokens)
-    groups = items * -(-shape.heads * single.tokens // (single.rows * single.cluster)) * single.cluster
+    groups = _ctas(shape, single, items)
     most = max(count_tiles(*shape.keys(seen)) for seen in shape.positions())
-    choices = _split_choices(most, groups, int(card["sms"])) if shape.phase == "decode" else (1,)
-    times = {splits: timed(shape, single, parts, card, groups, splits) for splits in choices}
-    best = min(times, key=lambda splits: times[splits].us)
-    chosen = best
+    sms, kernels = int(card["sms"]), {1: (single, parts)} | ({} if half is None else {2: half})
+    choices = [Parts(1, 1)]
+    if shape.phase == "decode":
+        choices = [Parts(s, dims) for dims in kernels for s in _split_choices(most, groups * dims, sms)]
+
+    def time(one: Parts, alone: bool = False) -> Time:
+        return timed(shape, *kernels[one.dims], card, groups * one.dims, one.splits, alone, one.tail)
+
+    times = {one: time(one) for one in choices}
+    chosen = None
     if form == BUILT:
         most = shape.keys(max(shape.positions()))
-        chosen = choose_splits(shape.tokens, shape.heads, *most, int(card["sms"]), fp8=single.key_bytes != KEY_BYTES)
-        times[chosen] = timed(shape, single, parts, card, groups, chosen)
+        given = shape.tokens, shape.heads, *most, sms
+        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES)
+        if half is None:
+            chosen = chosen._replace(dims=1)
+        times[chosen] = time(chosen)
+    best = min(times, key=lambda one: times[one].us)
+    chosen = chosen or best
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
-    alone = timed(shape, single, parts, card, groups, chosen, alone=True)
-    return _row(shape, pool, form, chosen, times[chosen], alone, groups, errors, (best, times[best].us))
+    whole = chosen.splits - (chosen.tail != (0, 0))
+    ctas = groups * chosen.dims * whole + _ctas(shape, single, chosen.tail[0])
+    return _row(shape, pool, form, chosen, times[chosen], time(chosen, True), ctas, errors, (best, times[best].us))
 
 
 def timed(
-    shape: Shape, single: Counted, parts: Counted, card: Gpu, groups: int, splits: int, alone: bool = False
+    shape: Shape,
+    single: Counted,
+    parts: Counted,
+    card: Gpu,
+    groups: int,
+    splits: int,
+    alone: bool = False,
+    tail: tuple[int, int] = (0, 0),
 ) -> Time:
     """The time of a shape in so many parts.
 
     Args:
-        groups: tokens x CTAs of a token, of one part.
+        groups: tokens x CTAs of a token, of one part of the keys.
         alone: a launch with nothing before it; else decode stands in a chain of kernels and is launched dependent on
             the one before, and only prefill is alone.
+        tail: how the last part of the keys differs, as `choose_parts` says it; of decode.
     """
     c = single if splits == 1 else parts
     # the union of the windows of tokens that share tiles has a key more for each further token
     unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
-    lengths = [-(-count_tiles(*union) // splits) for union in unions]
+    whole, beside, ctas = [count_tiles(*union) for union in unions], None, groups * splits
+    lengths = [-(-tiles // splits) for tiles in whole]
+    if tail != (0, 0):
+        last = whole[0] * tail[1] // SHARES
+        beside = last, -(-shape.tokens // tail[0])
+        lengths, ctas = [-(-(whole[0] - last) // (splits - 1))], groups * (splits - 1) + _ctas(shape, c, tail[0])
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
-    model = model_of(c, card, min(groups * splits, int(card["sms"])))
+    model = model_of(c, card, min(ctas, int(card["sms"])))
     join = 0.0
     if splits > 1:
         join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
     dependent = shape.phase == "decode" and not alone
-    return static_model.modelled(model, card, groups * splits, tiles, hbm, join, dependent=dependent)
+    return static_model.modelled(model, card, ctas, tiles, hbm, join, dependent=dependent, beside=beside)
+
+
+def _ctas(shape: Shape, c: Counted, items: int) -> int:
+    """CTAs of so many tokens (or groups)."""
+    return items * -(-shape.heads * c.tokens // (c.rows * c.cluster)) * c.cluster
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
@@ -367,12 +405,12 @@ def _row(
     shape: Shape,
     pool: str,
     form: str,
-    splits: int,
+    chosen: Parts,
     time: Time,
     alone: Time,
-    groups: int,
+    ctas: int,
     errors: dict[str, tuple[float, float]],
-    best: tuple[int, float],
+    best: tuple[Parts, float],
 ) -> Row:
     regime = "memory" if time.bound == "HBM" else "attention" if time.tiles > time.exposed else "short attention"
     limit, words = shape.target_us
@@ -381,8 +419,10 @@ def _row(
         pool=pool,
         keys=sum(shape.keys(shape.context)),
         form=form,
-        splits=splits,
-        ctas=groups * splits,
+        splits=chosen.splits,
+        dims=chosen.dims,
+        share=chosen.tail[1] / SHARES,
+        ctas=ctas,
         modelled_us=time.us,
         alone_us=alone.us,
         error_low=errors[regime][0],
@@ -394,7 +434,8 @@ def _row(
         target=words,
         met="yes" if time.us <= limit else "no",
         tflops=shape.flops / time.us / 1e6,
-        best_splits=best[0],
+        best_splits=best[0].splits,
+        best_dims=best[0].dims,
         best_us=best[1],
         published=published(shape),
     )
@@ -432,19 +473,22 @@ def run(card: Gpu | None = None) -> list[Row]:
     checked = calibration.check()
     errors = {regime: calibration.error(regime, checked) for regime in calibration.REGIMES}
     ends = {"sink": False, "inverse_rope": False, "partial": True}
-    bf16 = {n: (counted(cluster=n), counted(cluster=n, **ends)) for n in {cluster_of(h) for h, _ in MODELS.values()}}
-    pages = {n: (fp8(one, cluster=n), fp8(parts, cluster=n, **ends)) for n, (one, parts) in bf16.items()}
-    built = {model: bf16[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
-    quantised = {model: pages[cluster_of(heads)] for model, (heads, _) in MODELS.items()}
+    clusters = {model: cluster_of(heads) for model, (heads, _) in MODELS.items()}
+    bf16, pages = {}, {}  # (normalising, of parts) by (CTAs of a cluster, parts of the dimensions)
+    for key in itertools.product(set(clusters.values()), (1, 2)):
+        options = dict(zip(("cluster", "dim_parts"), key, strict=True))
+        bf16[key] = one, parts = counted(**options), counted(**options, **ends)
+        pages[key] = fp8(one, **options), fp8(parts, **options, **ends)
     shared = counted(cluster=2, entries="range", groups=True)  # two tokens of 64 heads
 
-    def form(shape: Shape) -> tuple[Counted, Counted]:
-        groups = shape.phase == "prefill" and shape.kind != "CSA" and shape.heads <= 64
-        return (shared, shared) if groups else built[shape.model]
+    def line(shape: Shape, kernels: dict[tuple[int, int], tuple[Counted, Counted]]) -> Row:
+        if shape.phase == "prefill" and shape.kind != "CSA" and shape.heads <= 64:
+            return predict(shape, shared, shared, card, errors)
+        whole, half = (kernels[clusters[shape.model], n] for n in (1, 2))
+        return predict(shape, *whole, card, errors, half=half if shape.phase == "decode" else None)
 
-    rows = [predict(shape, *form(shape), card, errors) for shape in shapes()]
-    rows += [predict(s, *quantised[s.model], card, errors) for s in shapes() if s.phase == "decode" and s.kind != "SWA"]
-    return rows
+    rows = [line(shape, bf16) for shape in shapes()]
+    return rows + [line(shape, pages) for shape in shapes() if shape.phase == "decode" and shape.kind != "SWA"]
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:

@@ -21,8 +21,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import multiprocessing
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from cutlass.cute.nvgpu import cpasync
 from dsv4lib.bench import table
 from dsv4lib.kernels.common import boxes
 from dsv4lib.kernels.common.tensors import Fakes, wrap
+from dsv4lib.ops import compile_cache
 
 ROWS, DIM, CHUNK, BOX_ROWS = 64, 512, 64, 4
 TILE_BYTES, STAGES, BARRIERS, THREADS = ROWS * DIM * 2, 3, 26, 384
@@ -409,20 +413,34 @@ class Bench:
         )
 
 
-def compiled(arch: str = "sm_90a") -> tuple[dict[tuple, Any], dict[tuple, Any]]:
-    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster))."""
-    from dsv4lib.kernels.compile import compile_for
-
-    before = {(t, room): Before(t, room) for t, room in itertools.product((False, True), (None, 100))}
-    after = {(p, f, n): After(p, f, n) for p, f, n in itertools.product((False, True), (False, True), (1, 2))}
-    return tuple(
-        {key: compile_for(k, k.fake_args(), arch) for key, k in kernels.items()} for kernels in (before, after)
+def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
+    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster)), from the cache of compiled kernels."""
+    truth = False, True
+    before = {key: (Before, {"trigger": key[0], "room": key[1]}) for key in itertools.product(truth, (None, 100))}
+    names = "pdl", "prefetch", "cluster"
+    after = {key: (After, dict(zip(names, key, strict=True))) for key in itertools.product(truth, truth, (1, 2))}
+    codes = get_all(
+        [(kind, settings, kind.fake_args, arch) for kind, settings in (*before.values(), *after.values())], processes
     )
+    return dict(zip(before, codes, strict=False)), dict(zip(after, codes[len(before) :], strict=True))
 
 
-def run() -> list[Exposed]:
+def get_all(wanted: Sequence[tuple], processes: int = 1) -> list[Any]:
+    """Code of each (class, settings, fake_args, architecture), compiled in so many processes at once."""
+    if processes > 1:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_get, wanted))
+    return [compile_cache.default().get(*one)[1] for one in wanted]
+
+
+def _get(one: tuple) -> None:
+    """In a process of its own: into the cache."""
+    compile_cache.default().get(*one)
+
+
+def run(processes: int) -> list[Exposed]:
     """All combinations on the GPU here."""
-    before, after = compiled()
+    before, after = compiled(processes=processes)
     rows = []
     for tokens, cluster in ((132, 1), (64, 2), (8, 1)):
         bench = Bench(tokens, cluster)
@@ -431,16 +449,27 @@ def run() -> list[Exposed]:
             for pdl, trigger, prefetch in ((False, False, False), *itertools.product((True,), waits, waits)):
                 codes = before[trigger, room], after[pdl, prefetch, cluster]
                 rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, room or 0)))
-                print(rows[-1], flush=True)
+                print(line(rows[-1]), flush=True)
     return rows
+
+
+def line(row: Exposed | None = None) -> str:
+    """A row for the screen; None: the heads of its columns."""
+    values = [f.name.removesuffix("_us") for f in fields(Exposed)] if row is None else astuple(row)
+    return " ".join(f"{v:>8.2f}" if isinstance(v, float) else f"{v!s:>8.8}" for v in values)
 
 
 def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, required=True, help="where the table goes")
-    table.record(run(), parser.parse_args().record)
+    parser.add_argument("--processes", type=int, default=12, help="that compile at once")
+    given = parser.parse_args()
+    print(line())
+    table.record(run(given.processes), given.record)
 
 
 if __name__ == "__main__":
-    main()
+    from dsv4lib.bench import launch_probe  # what another process compiles must not be of __main__
+
+    launch_probe.main()

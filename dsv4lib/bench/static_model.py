@@ -198,6 +198,7 @@ def modelled(
     persistent: bool = False,
     per_sm: int = 1,
     dependent: bool = False,
+    beside: tuple[int, int] | None = None,
 ) -> Time:
     """The time of a launch.
 
@@ -207,6 +208,7 @@ def modelled(
         persistent: CTAs stay: the next row's first loads run under this row's end. A kernel with ``turns`` is one.
         per_sm: CTAs that share an SM, alternating on its units.
         dependent: a programmatic dependent launch, timed from the end of the kernel before.
+        beside: (tiles, items): some of the CTAs, in a single wave, take so many items of so many tiles instead.
     """
     lengths = [tiles] if isinstance(tiles, int) else list(tiles)
     sms = int(gpu["sms"]) // kernel.cluster * kernel.cluster
@@ -226,6 +228,10 @@ def modelled(
         body = max(mean + max(0, rounds - 1) * more, max(total for total, _ in each))
     elif persistent:
         body += fill(kernel)
+    if beside is not None:
+        few, items = beside
+        more = (items - 1) * item_clocks(kernel, few, gpu, l2) if items > 1 else 0.0
+        body = max(body, cta_clocks(kernel, few, gpu, l2)[0] + more)
     switches = 0 if persistent or stays else max(0, waves - 1) * gpu["switch_clk"]
     setup, launch_us = (gpu["first_byte_pdl_clk"], 0.0) if dependent else (gpu["first_byte_clk"], gpu["launch_us"])
     hbm = hbm_bytes / gpu.hbm_clk_bytes

@@ -70,9 +70,8 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         times = f"{row.modelled_us:.1f}", f"{row.alone_us:.1f}"
         numbers = *times, error, row.bound, f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
         met = f"[{'green' if row.met == 'yes' else 'red'}]{row.met}[/]"
-        table.add_row(
-            shape, row.pool, str(row.keys), row.form, str(row.splits), *numbers, row.target, met, row.published
-        )
+        parts = f"{row.splits} x {row.dims}" if row.dims > 1 else str(row.splits)
+        table.add_row(shape, row.pool, str(row.keys), row.form, parts, *numbers, row.target, met, row.published)
     console.print(table)
     if record is not None:
         fmha.record(rows, record)

@@ -307,32 +307,34 @@ def parts(
     splits: int = 1,
     sharing: tuple = (),
     sms: int | None = None,
+    tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
     """(o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
 
-    ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2]. ``sms``: see
-    `fmha_trial`.
+    ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2]. ``sms``, ``tail``:
+    see `arguments.launch_args`.
 
     Raises:
         EmulatorError: what stopped the kernel.
     """
-    _, gpu, error, o, lse = _run_parts(case, entries, window, splits, sharing, sms, **device)
+    _, gpu, error, o, lse = _run_parts(case, entries, window, (splits, tail), sharing, sms, **device)
     if error is not None:
         raise error
     return o, lse, gpu.hazards
 
 
 def _run_parts(
-    case: Case, entries: str, window: bool, splits: int, sharing: tuple, sms: int | None, **device: Any
+    case: Case, entries: str, window: bool, split: tuple, sharing: tuple, sms: int | None, **device: Any
 ) -> tuple:
+    splits, tail = split
     dtype = {v: k for k, v in TYPES.items()}[case.q.dtype]
     fp8 = case.pool_pages is not None and entries != "none", case.span_pages is not None and window
     made = kernel, code = compiled(Fmha, (case.q.shape[2], dtype, entries, window, False, False, True, *fp8, *sharing))
     o, lse = case.outputs(splits, kernel.raw)
     groups = case.groups(kernel.cluster) if kernel.groups else None
     given = case.q, *_parts(kernel, case), o, lse, case.scale, splits
-    args = arguments.launch_args(kernel, *given, groups=groups, sms=sms)
+    args = arguments.launch_args(kernel, *given, groups=groups, sms=sms, tail=tail)
     return made, *_run(code, args, "emulator", **device), o, lse
 
 
@@ -344,14 +346,15 @@ def split_trial(
     combine_type: type = Combine,
     sharing: tuple = (),
     sms: int | None = None,
+    tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> Trial:
     """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE.
 
-    A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``: see
-    `fmha_trial`.
+    A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``,
+    ``tail``: see `arguments.launch_args`.
     """
-    made, gpu, error, parts, lses = _run_parts(case, entries, window, splits, sharing, sms, **device)
+    made, gpu, error, parts, lses = _run_parts(case, entries, window, (splits, tail), sharing, sms, **device)
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards

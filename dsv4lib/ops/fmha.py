@@ -9,11 +9,11 @@ reads no value of a tensor on the GPU, waits for nothing, launches on torch's cu
 alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has compiled and loaded its kernels. It has a
 fake implementation, so `torch.compile` passes it whole.
 
-One kernel launch, `Fmha`; where few tokens leave SMs idle, the keys are split into parts that `Combine` joins, in a
-fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share tiles. A token's bits depend on its own
-keys and on the number of parts, never on its neighbours: with ``splits`` given they do not depend on the batch; by
-default its size (not what is in it) chooses the parts. Only ``groups`` lets tokens share tiles, which moves tile
-borders.
+One kernel launch, `Fmha`; where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split
+into parts that `Combine` joins, in a fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share
+tiles. A token's bits depend on its own keys and on the parts of the keys, never on its neighbours or its place: with
+``splits`` given they do not depend on the batch; by default its size (not what is in it) chooses the parts. Only
+``groups`` lets tokens share tiles, which moves tile borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """
@@ -36,6 +36,7 @@ from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import WINDOW
 from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops import splits as split_choice
+from dsv4lib.ops.splits import Parts
 
 ARCHS = ("sm_100a", "sm_103a")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -185,17 +186,40 @@ def choose_splits(
     groups: int | None = None,
     fp8: bool = False,
 ) -> int:
-    """Parts of the keys for a call of this shape: `ops.splits` with this kernel's tiles and clusters.
+    """Parts of the keys for a call of this shape: `choose_parts` with this kernel's tiles and clusters.
 
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
         groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
     """
-    ctas = cluster_of(heads, groups=groups is not None)
+    return choose_parts(tokens, heads, most, window_most, sm_count, groups, fp8).splits
+
+
+def choose_parts(
+    tokens: int,
+    heads: int,
+    most: int,
+    window_most: int,
+    sm_count: int = split_choice.SM_COUNT,
+    groups: int | None = None,
+    fp8: bool = False,
+    head_dim: int = 512,
+    splits: int | None = None,
+) -> Parts:
+    """Parts of the keys and of the dimensions of O, see `choose_splits`; the second never changes a bit.
+
+    Args:
+        head_dim: D; only 512 dimensions have parts, and not those of groups.
+        splits: parts of the keys, where they are given.
+    """
+    ctas = cluster_of(heads, head_dim, groups=groups is not None)
     units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
     tiles = count_tiles(most, window_most)
     tile_us = (split_choice.FP8_TILE_US if fp8 else split_choice.TILE_US)[ctas]
-    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us)
+    half = (split_choice.FP8_HALF_TILE_US if fp8 else split_choice.HALF_TILE_US)[ctas]
+    half = half if head_dim == 512 and groups is None else None
+    key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if groups is None else None
+    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits, key_bytes)
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
@@ -230,8 +254,9 @@ def warm_up(
         settings["cluster"] = cluster_of(heads, settings["head_dim"], bool(settings.get("groups")))
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
         parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
-        joins = [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
-        needed += [(Fmha, settings), (Fmha, parts), *joins]
+        shared = (1, 2) if head_dim == 512 and not settings.get("groups") else (1,)
+        needed += [(Fmha, {**one, "dim_parts": n}) for one in (settings, parts) for n in shared]
+        needed += [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
     return compile_cache.default().warm_up(
         [(*pair, arguments.fake_args) for pair in needed], launching.arch("auto", ARCHS)
     )
@@ -495,15 +520,17 @@ def _launch(name: str, call: Call) -> None:
     entries = None if call.pool is None else (pool, call.index, call.first, call.count)
     window = None if call.rows is None else (rows, call.window_first, call.window_count)
     sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
-    if splits == 0:
-        groups = None if call.groups is None else call.groups.shape[0]
-        given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
-        splits = choose_splits(*given) if call.normalise else 1
+    if not call.normalise:
+        splits = 1
+    groups = None if call.groups is None else call.groups.shape[0]
+    given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
+    splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None)
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
         given = q, entries, window, sink, rope, o, lse, call.scale, splits
-        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, sms=sms))
+        split = {"sms": sms, "tail": tail}
+        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, **split))
 
     if not call.normalise:
         return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])

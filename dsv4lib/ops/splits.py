@@ -1,49 +1,94 @@
-"""Into how many parts to split the keys of an attention, from shapes alone.
+"""Into how many parts to split the keys of an attention, and its dimensions, from shapes alone.
 
 With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Parts of its keys can run
-beside each other; a second kernel joins them. In microseconds:
+beside each other; a second kernel joins them. And two CTAs can weigh the same keys, each for half of the dimensions of
+O (``dims`` 2): nothing to join, and the bits are the same. In microseconds:
 
-    time(s) = tile * ceil(tiles / s)  +  [s > 1] (JOIN + EACH * s + PART * blocks * s)        units * s <= slots
+    time(s, dims) = tile * ceil(tiles / s) - [dims = 2] SAVED + START * blocks * s * dims
+                  + [s > 1] (JOIN + EACH * s + PART * blocks * s)                            units * s * dims <= slots
 
     units   CTAs or clusters without splitting: tokens x blocks of heads; they keep their SMs until they end
     slots   how many run at once: SMs / CTAs of a cluster
     blocks  of 64 heads, of all tokens
     tiles   of the longest list of keys that the shapes allow
-    tile    of 64 keys, in a CTA or in a pair: 1,571 and 1,024 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`);
-            1,992 and 1,224 of 584-byte entries
+    tile    of 64 keys, in a CTA or in a pair: 1,571 and 1,024 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`),
+            with half of the dimensions 1,206 and 867; of 584-byte entries 1,992 and 1,224, 1,672 and 1,032
+    SAVED   at the ends: half of the dimensions of the first product with values, and of O to store
+    START   Q of 64 heads once more from L2, which all CTAs share
     JOIN    the second launch: it is there early but waits for the last part
     EACH    it reads the parts one behind the other, some at once
     PART    writing and reading 64 heads x 512 x 4 bytes once more
 
+Where whole parts leave SMs idle that are too few for a part more, a last part of another length may use them: a share
+of every token's keys, worked on by fewer CTAs, which take one token behind the other (`kernels.fmha.work.Split`). How
+much follows from shapes, so a token's bits do not depend on its place among the others.
+
+    time = max(tile * ceil((tiles - last) / (s - 1)), turns * (tile * last + TURN) - TURN, HBM) + join
+    turns = ceil(units / (slots - units * (s - 1)))              TURN  from one token to the next
+    HBM     all keys at 7.26 TB/s: where they take longer, idle SMs would not help
+
+It is taken where it saves `LEAST` of the time: only for very many tiles, 130 of 584-byte entries (HCA at 1M tokens).
+
 JOIN, EACH and PART are a fit, within 13 %, to medians of the join on an H200, of a form that loaded 4 parts at once
 (now up to 8, not timed yet): (parts, tokens, heads) in us: (2, 8, 64) 2.1, (16, 8, 64) 4.2, (16, 1, 64) 2.8,
-(32, 1, 128) 4.4, (8, 4, 128) 3.1, (2, 64, 64) 4.9, (4, 32, 64) 4.0. What is chosen is within 4 % of the best by the
-model of `bench.fmha`.
+(32, 1, 128) 4.4, (8, 4, 128) 3.1, (2, 64, 64) 4.9, (4, 32, 64) 4.0. The others come from the model of `bench.fmha`: by
+it what is chosen is within 3 % of the best for the shapes of its table, and within 9 % for numbers of tokens between.
 
-What is not in it: start and end of a CTA, the same for every s as long as all run at once. The smallest s of the
-shortest time is taken. So a grid that fills the GPU is never split; s never exceeds the tiles; more tokens never mean
-more parts; no part is empty for the longest list. Nothing here reads data: a captured graph stays right.
+What is not in it: the rest of start and end of a CTA, the same for all as long as all run at once. Of the shortest
+times that of the smallest s is taken, then that of one part of the dimensions. So a grid that fills the GPU is never
+split; s never exceeds the tiles; no part is empty for the longest list; and with ``dims`` 1 more tokens never mean more
+parts. Nothing here reads data: a captured graph stays right.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from dsv4lib.errors import ArgumentError
 
 SM_COUNT = 148  # of a B200
 TILE_US = {1: 0.85, 2: 0.55}  # by CTAs of a cluster
 FP8_TILE_US = {1: 1.07, 2: 0.66}
+HALF_TILE_US = {1: 0.65, 2: 0.47}  # with half of the dimensions
+FP8_HALF_TILE_US = {1: 0.90, 2: 0.56}
+SAVED, START = 0.15, 0.0075
+HBM_US = 64 / 7.26e6  # of a byte of each key of a tile
+TURN, LEAST = 0.3, 0.03
+SHARES = 1 << 10  # what the last part's share is counted in
 JOIN, EACH, PART = 1.8, 0.03, 0.019
 
 
-def choose(units: int, tiles: int, slots: int, blocks: int = 1, tile_us: float = TILE_US[1]) -> int:
-    """Parts of the keys.
+class Parts(NamedTuple):
+    """Parts of the keys, and of the dimensions of O.
+
+    ``tail``: how the last part of the keys differs, as `arguments.launch_args` takes it; (0, 0): it does not.
+    """
+
+    splits: int
+    dims: int
+    tail: tuple[int, int] = (0, 0)
+
+
+def choose(
+    units: int,
+    tiles: int,
+    slots: int,
+    blocks: int = 1,
+    tile_us: float = TILE_US[1],
+    half_tile_us: float | None = None,
+    splits: int | None = None,
+    key_bytes: int | None = None,
+) -> Parts:
+    """Parts of the keys and of the dimensions.
 
     Args:
         units: clusters (or CTAs) of the unsplit launch, >= 1.
         tiles: of 64 keys, of the longest list, >= 0.
         slots: clusters that run at once, >= 1.
         blocks: of 64 heads that a cluster works on.
-        tile_us: of a tile.
+        tile_us: of a tile; half_tile_us: with half of the dimensions, None: the kernel cannot.
+        splits: parts of the keys, where they are given; None: any.
+        key_bytes: of a key in the pool; None: all parts are equal, as with ``splits``.
 
     Raises:
         ArgumentError: a number that is too small.
@@ -52,10 +97,44 @@ def choose(units: int, tiles: int, slots: int, blocks: int = 1, tile_us: float =
         if value < least:
             raise ArgumentError(name, value, f"at least {least}")
     most = max(1, min(tiles, slots // units))
-    return min(range(1, most + 1), key=lambda s: cost(s, units * blocks, tiles, tile_us))
+    allowed = range(1, most + 1) if splits is None else (splits,)
+    tile = {1: tile_us} if half_tile_us is None or tiles == 0 else {1: tile_us, 2: half_tile_us}
+    choices = [Parts(s, dims) for s in allowed for dims in tile if dims == 1 or units * s * dims <= slots]
+    times = [cost(one.splits, units * blocks, tiles, tile[one.dims], one.dims) for one in choices]
+    best = min(times)
+    equal = choices[times.index(best)]
+    if splits is not None or key_bytes is None:
+        return equal
+    hbm = units * tiles * key_bytes * HBM_US
+    unequal, shorter = _unequal(units, tiles, slots, blocks, tile_us, hbm)
+    return unequal if unequal is not None and shorter < (1 - LEAST) * max(best, hbm) else equal
 
 
-def cost(splits: int, head_blocks: int, tiles: int, tile_us: float = TILE_US[1]) -> float:
-    """Microseconds, as in the module's formula; ``head_blocks``: blocks of 64 heads of all tokens."""
+def _unequal(units: int, tiles: int, slots: int, blocks: int, tile_us: float, hbm: float) -> tuple[Parts | None, float]:
+    """The best parts with a last one of another length, None if no SM is idle, and their time; arguments of `choose`.
+
+    Args:
+        hbm: no time is shorter, us, the join apart.
+    """
+    found: tuple[Parts | None, float] = None, float("inf")
+    for s in range(2, slots // units + 2):
+        idle = slots - units * (s - 1)
+        if not 0 < idle < units:  # a whole part more would fit
+            continue
+        turns = -(-units // idle)
+        for last in range(1, tiles // s + 1):
+            body = max(tile_us * -(-(tiles - last) // (s - 1)), turns * (tile_us * last + TURN) - TURN, hbm)
+            time = body + cost(s, units * blocks, 0)
+            if time < found[1]:
+                found = Parts(s, 1, (idle, -(-last * SHARES // tiles))), time
+    return found
+
+
+def cost(splits: int, head_blocks: int, tiles: int, tile_us: float = TILE_US[1], dims: int = 1) -> float:
+    """Microseconds, as in the module's formula.
+
+    Args:
+        head_blocks: blocks of 64 heads of all tokens; tile_us: of a tile with so many parts of the dimensions.
+    """
     join = JOIN + (EACH + PART * head_blocks) * splits if splits > 1 else 0.0
-    return tile_us * -(-tiles // splits) + join
+    return tile_us * -(-tiles // splits) - SAVED * (dims - 1) + START * head_blocks * splits * dims + join

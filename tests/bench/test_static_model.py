@@ -373,6 +373,36 @@ def test_what_is_built_runs_in_the_parts_that_the_op_chooses():
         assert row.best_us <= alone.us
 
 
+def test_a_last_part_of_another_length_adds_up():
+    """128 CTAs with 118 of 130 tiles, 20 (or 8) that take 12 of each of 7 (16) tokens; then the join of two parts."""
+    card = rates.gpu("B200")
+    turn = Work(load_bytes=65536, l2_bytes=65536, smem_mma_bytes=65536, store_bytes=131072, instructions=400)
+    c = dataclasses.replace(made(), turn=turn, key_bytes=584)
+    shape = fmha.Shape("Flash", "HCA", "decode", 128, 1048576)
+    join = static_model.combine_clocks(card, *fmha.combine_work(2, 128, 64))
+    longest = []
+    for beside, turns in ((20, 7), (8, 16)):
+        model, l2 = fmha.model_of(c, card, 128 + beside), static_model.l2_share(card, 128 + beside)
+        long, short = (static_model.cta_clocks(model, n, card, l2)[0] for n in (118, 12))
+        both = long, short + (turns - 1) * static_model.item_clocks(model, 12, card, l2)
+        clocks = card["first_byte_pdl_clk"] + max(both) + join
+        found = fmha.timed(shape, c, c, card, 128, 2, tail=(beside, 95)).us
+        assert found == pytest.approx(card.microseconds(clocks))
+        longest.append(both.index(max(both)))
+    assert longest == [0, 1]
+
+
+def test_parts_of_the_dimensions_are_lines_of_their_own():
+    """Half of P V; where it is chosen, twice the CTAs, and never a time longer than the best of whole ones."""
+    card, whole = rates.gpu("B200"), made()
+    half = dataclasses.replace(whole, tile=whole.tile - whole.pv * 0.5, pv=whole.pv * 0.5)
+    errors = {regime: (-0.1, 0.1) for regime in calibration.REGIMES}
+    shape = fmha.Shape("Flash", "SWA", "decode", 8, 4096)
+    row, without = (fmha.predict(shape, whole, whole, card, errors, half=h) for h in ((half, half), None))
+    assert (row.splits, row.dims, row.ctas) == (1, 2, 16) and (without.dims, without.ctas) == (1, 8)
+    assert row.modelled_us == row.best_us < without.modelled_us == without.best_us and row.share == 0
+
+
 def test_warps_that_bring_keys_take_their_time():
     card, one = rates.gpu("B200"), made()
     bring = Work(instructions=4000, plain_load_bytes=37376)

@@ -156,6 +156,29 @@ def test_what_other_tokens_hold_never_matters():
     assert bits(run(one)[0][0]) == bits(run(other)[0][0])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_parts_of_the_dimensions_never_change_a_bit(splits, monkeypatch):
+    """On a larger GPU a token may have more CTAs; its bits stay."""
+    one = case(64, [150, 70], [128, 33])
+    chosen = [op.choose_parts(2, 64, 150, 128, sms, splits=splits).dims for sms in (148, 3)]
+    assert chosen == [2, 1]
+    o, lse = run(one, splits=splits)
+    monkeypatch.setattr(op.split_choice, "SM_COUNT", 3)
+    whole, whole_lse = run(one, splits=splits)
+    assert bits(o) == bits(whole) and bits(lse) == bits(whole_lse)
+
+
+def test_a_last_part_of_another_length(monkeypatch):
+    """Long lists of three tokens on four SMs: the fourth takes a share of each; in any order the same bits."""
+    monkeypatch.setattr(op.split_choice, "SM_COUNT", 4)
+    assert op.choose_parts(3, 64, 2048, 128, 4).tail[0] == 1
+    one = case(64, [2048, 300, 2000], [128, 33, 128])
+    trial = op_trial(one, "index", True, rope=True)
+    assert trial.clean, trial.findings()
+    o, lse = run(rows_of(one, [2, 0, 1]))
+    assert bits(o) == bits(trial.output[[2, 0, 1]]) and bits(lse) == bits(trial.lse[[2, 0, 1]])
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("sink", [float("-inf"), 80.0, 1e4, float("inf")])
 def test_sinks_at_the_ends(sink, splits):

@@ -6,7 +6,7 @@ import pytest
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops import splits
-from dsv4lib.ops.fmha import choose_splits, workspace_size
+from dsv4lib.ops.fmha import choose_parts, choose_splits, workspace_size
 
 TOKENS = [*range(1, 40), 64, 74, 75, 148, 149, 512, 4096]
 TILES = [0, 1, 2, 3, 10, 18, 34, 130]
@@ -15,7 +15,7 @@ CASES = [(u, t, s) for u, t, s in itertools.product(TOKENS, TILES, (1, 74, 132, 
 
 @pytest.mark.parametrize(("units", "tiles", "slots"), CASES[:: max(1, len(CASES) // 400)])
 def test_bounds(units, tiles, slots):
-    chosen = splits.choose(units, tiles, slots)
+    chosen = splits.choose(units, tiles, slots).splits
     assert 1 <= chosen <= max(tiles, 1)
     assert chosen == 1 or chosen * units <= slots  # all parts run at once
     if chosen > 1:
@@ -27,7 +27,7 @@ def test_bounds(units, tiles, slots):
 @pytest.mark.parametrize("slots", [74, 148])
 @pytest.mark.parametrize("tiles", TILES)
 def test_more_tokens_never_mean_more_parts(tiles, slots):
-    chosen = [splits.choose(units, tiles, slots) for units in TOKENS]
+    chosen = [splits.choose(units, tiles, slots).splits for units in TOKENS]
     assert chosen == sorted(chosen, reverse=True)
     assert all(n == 1 for n, units in zip(chosen, TOKENS, strict=True) if 2 * units > slots)
 
@@ -35,16 +35,60 @@ def test_more_tokens_never_mean_more_parts(tiles, slots):
 @pytest.mark.parametrize("units", [1, 2, 4, 9, 30])
 def test_longer_lists_never_get_longer_to_wait_for(units):
     """Parts are not monotone in the tiles (10 tiles: 5 parts of 2; 11: 4 of 3); the time is."""
-    times = [splits.cost(splits.choose(units, tiles, 148), units, tiles) for tiles in range(200)]
+    times = [splits.cost(splits.choose(units, tiles, 148).splits, units, tiles) for tiles in range(200)]
     assert times == sorted(times)
+    chosen = [splits.choose(units, tiles, 148, half_tile_us=0.6) for tiles in range(200)]
+    times = [time(one, units, tiles) for tiles, one in enumerate(chosen)]
+    assert times[1:] == sorted(times[1:])  # without keys there is no first product to save a part of
+    assert {one.dims for one in chosen} == {1, 2}
+
+
+def time(one, units, tiles, half=0.6):
+    return splits.cost(one.splits, units, tiles, half if one.dims == 2 else splits.TILE_US[1], one.dims)
 
 
 def test_it_is_the_best_of_all():
     for units, tiles, slots in CASES:
-        chosen = splits.choose(units, tiles, slots)
         most = max(1, min(tiles, slots // units))
-        costs = [splits.cost(s, units, tiles) for s in range(1, most + 1)]
-        assert splits.cost(chosen, units, tiles) == min(costs)
+        keys = [splits.Parts(s, 1) for s in range(1, most + 1)]
+        chosen = splits.choose(units, tiles, slots)
+        assert chosen.dims == 1 and time(chosen, units, tiles) == min(time(one, units, tiles) for one in keys)
+        both = keys + [splits.Parts(s, 2) for s in range(1, most + 1) if tiles and 2 * units * s <= slots]
+        chosen = splits.choose(units, tiles, slots, half_tile_us=0.6)
+        assert chosen in both and time(chosen, units, tiles) == min(time(one, units, tiles) for one in both)
+
+
+def test_dimensions_have_parts_where_sms_idle():
+    """Not of groups, nor of shorter heads; with parts of the keys that are given, too."""
+    whole, half, three = splits.Parts(1, 1), splits.Parts(1, 2), splits.Parts(3, 1)
+    assert choose_parts(1, 64, 0, 128) == half == choose_parts(64, 64, 0, 128)
+    assert choose_parts(75, 64, 0, 128) == whole == choose_parts(1, 64, 0, 128, head_dim=256)
+    assert choose_parts(1, 64, 0, 128, groups=1) == whole
+    assert choose_parts(1, 64, 512, 128, splits=1) == half and choose_parts(30, 64, 512, 128, splits=3) == three
+    for tokens in TOKENS:
+        for heads in (64, 128):
+            parts = choose_parts(tokens, heads, 512, 128)
+            assert parts.splits == choose_splits(tokens, heads, 512, 128)
+            assert parts == whole or parts.splits * parts.dims * tokens * heads // 64 <= splits.SM_COUNT
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(128, 64), (32, 64), (32, 128)])
+def test_a_last_part_of_another_length(tokens, heads):
+    """Where 130 tiles of 584-byte entries would leave few SMs idle: all parts run at once and end together."""
+    n, dims, (last, share) = choose_parts(tokens, heads, 8192, 128, fp8=True)
+    tail = 130 * share // splits.SHARES
+    body, turns = -(-(130 - tail) // (n - 1)), -(-tokens // last)
+    assert dims == 1 and 0 < last < tokens and heads // 64 * (tokens * (n - 1) + last) == splits.SM_COUNT
+    assert 0 < tail < body < -(-130 // (n - 1))  # shorter than without it
+    assert turns * tail <= body < turns * (tail + 1) + turns  # a tile more would be longer, the turns are one more
+
+
+def test_all_parts_are_equal_elsewhere():
+    """Bound by HBM, too short, whole parts on all SMs, or parts that are given."""
+    assert {choose_parts(t, 64, 8192, 128).tail for t in (1, 8, 32, 128)} == {(0, 0)}
+    assert {choose_parts(t, 64, 512, 128, fp8=True).tail for t in TOKENS} == {(0, 0)}
+    assert {choose_parts(t, 64, 8192, 128, fp8=True).tail for t in (1, 37, 74, 148, 4096)} == {(0, 0)}
+    assert {choose_parts(t, 64, 8192, 128, fp8=True, splits=2).tail for t in TOKENS} == {(0, 0)}
 
 
 def test_the_models_shapes():
@@ -58,7 +102,8 @@ def test_the_models_shapes():
 
 def test_a_tile_of_a_pair_is_shorter():
     """Four tiles in one CTA are worth a join, in a pair they are not; 160 keys of one token never."""
-    assert splits.choose(1, 4, 74, 2, splits.TILE_US[1]) > 1 == splits.choose(1, 4, 74, 2, splits.TILE_US[2])
+    chosen = [splits.choose(1, 4, 74, 2, splits.TILE_US[ctas]).splits for ctas in (1, 2)]
+    assert chosen[0] > 1 == chosen[1]
     assert choose_splits(1, 64, 32, 128) == choose_splits(32, 64, 256, 128) == choose_splits(8, 128, 256, 128) == 1
 
 

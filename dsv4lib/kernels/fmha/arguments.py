@@ -55,7 +55,7 @@ def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
     o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
     lse = fake(fp32, ("STH" if kernel.partial else "TH") + ("Z" if kernel.raw else ""))
     groups = fake(i32, "GZ") if kernel.groups else None
-    numbers = fp32(1.0), i32(1), i32(1), cutlass.Int64(8), cuda.CUstream(0)
+    numbers = fp32(1.0), (i32(1), i32(0), i32(0)), i32(1), cutlass.Int64(8), cuda.CUstream(0)
     return fake(kernel.element, "THD"), entries, window, groups, sink, rope, o, lse, *numbers
 
 
@@ -93,6 +93,7 @@ def launch_args(
     stream: int = 0,
     groups: torch.Tensor | None = None,
     sms: int | None = None,
+    tail: tuple[int, int] = (0, 0),
 ) -> tuple:
     """Arguments of `Fmha` from torch tensors.
 
@@ -112,6 +113,8 @@ def launch_args(
         stream: handle of a CUDA stream; 0: the default one.
         groups: int32 [G, 2] or None, see `window.token_groups`.
         sms: of the GPU; None: a CTA for every item.
+        tail: (items at a time, 1024ths of the tiles) of a last part that differs from the others, see `work.Split`;
+            (0, 0): it does not.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -122,6 +125,8 @@ def launch_args(
         raise ArgumentError("splits", splits, "1, or more for a partial kernel")
     if sms is not None and sms < 1:
         raise ArgumentError("sms", sms, "at least 1, or None")
+    if tail != (0, 0) and (splits < 2 or tail[0] < 1 or not 1 <= tail[1] <= 1024):
+        raise ArgumentError("tail", tail, "(0, 0), or with at least 2 parts (1 or more, 1 to 1024)")
     wanted = {
         "entries": (entries, kernel.entries != "none"),
         "window": (window, kernel.window),
@@ -161,7 +166,7 @@ def launch_args(
         wrap("o", o, fp32 if kernel.partial else e, (*lead, t, h, d), 16),
         wrap("lse", lse, fp32, (*lead, t, h, *((2,) if kernel.raw else ()))),
         fp32(scale),
-        i32(splits),
+        tuple(i32(n) for n in (splits, *tail)),
         i32(ANY_NUMBER if sms is None else sms),
         cutlass.Int64(q_pitch(q)),
         cuda.CUstream(stream),

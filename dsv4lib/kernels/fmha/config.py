@@ -55,8 +55,8 @@ class Config:
         window: there are window keys.
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
-        partial: split the keys over the grid's third axis and write fp32 O and LSE of each part (`combine` joins them;
-            sink and rotation belong to the union, so they are not allowed here).
+        partial: split the keys over the grid (`work.Split`) and write fp32 O and LSE of each part (`combine` joins
+            them; sink and rotation belong to the union, so they are not allowed here).
         fp8_entries, fp8_window: these keys are 584-byte entries in pages (`formats.kv_entry`) and not rows of
             ``dtype``; bf16 and D 512 only.
         cluster: CTAs that share the tiles of a token or group, 64 rows each: 1, or 2, a pair (from D 128 on).
@@ -64,6 +64,8 @@ class Config:
             `window.token_groups`). Not with entries by index: there neighbours select different entries.
         raw: of ``partial``: O is not normalised, and instead of the LSE come the reference of its exponents and the
             sum of its weights.
+        dim_parts: CTAs (or pairs) that share the dimensions of O, 1 or (D 512) 2: each weighs all keys and multiplies,
+            keeps and stores half of the dimensions. For launches that leave SMs idle; the bits are the same.
 
     Raises:
         ConfigError: a value that is not one of these, or keys of no kind.
@@ -86,6 +88,7 @@ class Config:
         cluster: int = 1,
         groups: bool = False,
         raw: bool = False,
+        dim_parts: int = 1,
     ):
         if head_dim not in HEAD_DIMS:
             raise ConfigError("head_dim", head_dim, "one of " + ", ".join(map(str, HEAD_DIMS)))
@@ -110,6 +113,8 @@ class Config:
             raise ConfigError("groups", groups, "False with entries by index: tokens of a group read the same keys")
         if raw and not partial:
             raise ConfigError("raw", raw, "False unless partial")
+        if dim_parts not in (1, 2) or head_dim // min(256, head_dim) % dim_parts:
+            raise ConfigError("dim_parts", dim_parts, "1, or 2 with head_dim 512: of O's blocks of 256")
         self.dtype, self.element = dtype, cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
         self.entries, self.window, self.sink = entries, window, sink
         self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
@@ -118,7 +123,8 @@ class Config:
         self.head_dim = head_dim
         # ---- instructions ----
         self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block
-        self.o_blocks = head_dim // self.pv_n
+        self.dim_parts = dim_parts
+        self.o_blocks = head_dim // self.pv_n // dim_parts  # that a CTA (or pair) has
         self.qk_instruction = umma.instruction_descriptor(TILE_M * cluster, 2 * TILE_N, dtype)
         self.pv_instruction = umma.instruction_descriptor(TILE_M * cluster, self.pv_n, dtype, b_mn_major=True)
         self.form = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
@@ -129,7 +135,7 @@ class Config:
         self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
         # Stages of a tile: one for each block of O, which P V of that block frees while the next is multiplied: half a
         # tile more is under way. In a pair stages are small already; dequantising warps bring all of a key.
-        self.tile_stages = self.o_blocks if cluster == 1 and not self.dequant_warps else 1
+        self.tile_stages = head_dim // self.pv_n if cluster == 1 and not self.dequant_warps else 1
         self.stage_chunks = self.chunks // (cluster * self.tile_stages)  # that a CTA keeps
         self.key_bytes = self.stage_chunks * CHUNK_BYTES  # of a stage of keys
         self.stage_bytes = max(2, self.stage_chunks) * CHUNK_BYTES  # Q comes in pairs of chunks, see `q_order`
@@ -160,7 +166,7 @@ class Config:
         # anew in every tile; with 1, warps that dequantise whole keys would spill.
         self.min_blocks = 0 if self.dequant_warps and cluster == 1 else 1
         # ---- tensor memory ----
-        self.q_column = head_dim // 2  # O is at column 0
+        self.q_column = self.o_blocks * self.pv_n // 2  # O is at column 0
         self.s_column = self.q_column + self.chunks * CHUNK // 4
         self.tmem_columns = 1 << (self.s_column + S_STAGES * TILE_N - 1).bit_length()
 
@@ -170,7 +176,7 @@ class Config:
             self.dtype,
             self.entries,
             *(n for n in OPTIONS if vars(self)[n]),
-            *(["cluster"] if self.cluster > 1 else []),
+            *(n for n in ("cluster", "dim_parts") if vars(self)[n] > 1),
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
@@ -197,7 +203,7 @@ class Config:
 
     def budget(self) -> list[BudgetRow]:
         """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
-        d, n, control = self.head_dim, self.kv_stages, 8 * len(self.barriers()) + 4
+        n, control = self.kv_stages, 8 * len(self.barriers()) + 4
         sizes = {
             "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_bytes // (2 * TILE_N)} x 2 B"),
             "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
@@ -206,7 +212,7 @@ class Config:
             "total": (self._smem_bytes(n), "sum, up to a multiple of 1024 B"),
         }
         columns = {
-            "O": (d // 2, f"{TILE_M} heads x {d}, fp32, two half rows to a column"),
+            "O": (self.q_column, f"{TILE_M} heads x {2 * self.q_column}, fp32, two half rows to a column"),
             "Q": (self.s_column - self.q_column, f"{TILE_M} heads x {self.chunks * CHUNK}, 16 bit, two half rows"),
             "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
             "total": (self.tmem_columns, "sum, up to a power of two"),

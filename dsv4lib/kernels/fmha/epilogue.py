@@ -95,8 +95,8 @@ class Epilogue(Plan):
                 sums.consumer_release(ends)
             ends.advance()
         inverse, denominator = self.normaliser(sink, reference, total)
-        if row.half == 0:
-            self.store_lse(self.of_part(outputs)[1], row, reference, total, denominator)
+        if self.is_first(row):
+            self.store_lse(outputs[3], row, reference, total, denominator)
         for block in cutlass.range_constexpr(self.o_blocks):
             if any_tile:
                 o.consumer_wait(blocks)
@@ -112,6 +112,14 @@ class Epilogue(Plan):
         return blocks, ends
 
     @cute.jit
+    def is_first(self, row: Row):
+        """Of the threads and CTAs that share a row of O, whether it is this one that stores the LSE."""
+        first = row.half == 0
+        if cutlass.const_expr(self.dim_parts > 1):
+            first = first & (self.dim_part() == 0)
+        return first
+
+    @cute.jit
     def hand_back(self, o: pipeline.PipelineUmmaAsync, block: pipeline.PipelineState):
         """This warp has read its lanes of a block of O: one arrival."""
         umma.fence_before_thread_sync()
@@ -120,13 +128,13 @@ class Epilogue(Plan):
             o.consumer_release(block)
 
     @cute.jit
-    def of_part(self, outputs: tuple):
-        """(mO, mLse) of this CTA's part of the keys."""
-        _, _, mO, mLse = outputs
+    def of_part(self, outputs: tuple, items: Items):
+        """(mSink, rope, mO, mLse), the last two of this CTA's part of the keys."""
+        mSink, rope, mO, mLse = outputs
         if cutlass.const_expr(self.partial):
-            _, _, split = cute.arch.block_idx()
-            mO, mLse = mO[split, None, None, None], cute.slice_(mLse, (split, *(None,) * (cute.rank(mLse) - 1)))
-        return mO, mLse
+            part = items.part
+            mO, mLse = mO[part, None, None, None], cute.slice_(mLse, (part, *(None,) * (cute.rank(mLse) - 1)))
+        return mSink, rope, mO, mLse
 
     @cute.jit
     def sink_logit(self, outputs: tuple, row: Row):
@@ -150,11 +158,17 @@ class Epilogue(Plan):
     def place_of(self, line: int) -> tuple[int, int]:
         """Where a line of O, 32 columns of a lane, is in a head, for lanes 0-63: in units of 32 dimensions.
 
+        Of the first part of the dimensions; the next one's is as far behind as the line behind the part's last is.
+
         Returns:
             its place; and how much further it is for lanes 64-127.
         """
         lines = (self.pv_n if self.cluster == 1 else self.head_dim) // 64  # of a P V instruction, in a pair all
         return 2 * (line // lines) * lines + line % lines, lines
+
+    def lines_of_part(self) -> int:
+        """How much further, in units of 32 dimensions, the next part's lines are."""
+        return self.place_of(self.o_blocks * self.pv_n // 64)[0]
 
     @cute.jit
     def read_lines(
@@ -185,18 +199,21 @@ class Epilogue(Plan):
                 rO.fill(0.0)
             place, further = self.place_of(line + i)
             first = place + further + 2 - self.head_dim // 32  # of the two that are rotated; below 0: none in this line
-            if cutlass.const_expr(self.inverse_rope and first >= 0):
-                if row.inside and first - (1 - row.half) * further >= 0:
-                    self.rotate(rO, outputs[1], row.token, (first - (1 - row.half) * further) * 16)
+            most = first + (self.dim_parts - 1) * self.lines_of_part()
+            if cutlass.const_expr(self.inverse_rope and most >= 0):
+                own = first + self.dim_part() * self.lines_of_part() - (1 - row.half) * further
+                if row.inside and own >= 0:
+                    self.rotate(rO, outputs[1], row.token, own * 16)
             rOut[None, None, i].store(rO.load().reshape((8, 4)).to(rOut.element_type))
         return rOut
 
     @cute.jit
     def store_lines(self, outputs: tuple, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
         """Registers [8, 4, lines] to global memory, lines from ``line`` on; their addresses differ by constants."""
-        mO, _ = self.of_part(outputs)
+        mO = outputs[2]
         _, further = self.place_of(0)
-        gRow = cute.domain_offset((cute.assume(row.half * (further * 32), divby=32),), mO[row.token, row.head, None])
+        start = (row.half * further + self.dim_part() * self.lines_of_part()) * 32
+        gRow = cute.domain_offset((cute.assume(start, divby=32),), mO[row.token, row.head, None])
         if row.inside:
             for i in cutlass.range_constexpr(self.lines_at_once):
                 place, _ = self.place_of(line + i)

@@ -133,8 +133,7 @@ class Load(Plan):
     def q_rows(self, mQ: cute.Tensor, queries: tuple, work: Work, own: Int32):
         """Rows of Q's matrix of four rows of this CTA's tile, from ``own`` on; -1 where there is no head."""
         _, of_token, of_head = queries
-        _, block, _ = cute.arch.block_idx()
-        rows = ()
+        block, rows = self.head_block(), ()
         for i in cutlass.range_constexpr(4):
             token, head, inside = self.member(mQ, work, block * TILE_M + own + i)
             rows = (*rows, cutlass.select_(inside, token * of_token + head * of_head, Int32(-1)))

@@ -82,6 +82,9 @@ class Mma(Plan):
                         kv.consumer_wait(full)
                         umma.fence_after_thread_sync()
                         self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes, part)
+                        if cutlass.const_expr(self.tile_stages > self.o_blocks):
+                            if self.dim_part() != part:  # values that only other CTAs read
+                                kv.consumer_release(full)
                         full.advance()
                     s.producer_commit(scores)
                     scores.advance()
@@ -93,14 +96,17 @@ class Mma(Plan):
                             used.advance()  # `take_q` gave them back
                     block_state = blocks.clone()
                     for block in cutlass.range_constexpr(self.o_blocks):
-                        stage = sKV + used.index * self.stage_bytes
+                        stage = self.values(sKV, used)
                         if tile == 1:
                             o.producer_acquire(block_state)
                             umma.fence_after_thread_sync()
                         self.mma_pv(base, sP + weights.index * P_BYTES, stage, tile > 1, block)
-                        if cutlass.const_expr((block + 1) * self.tile_stages % self.o_blocks == 0):
-                            kv.consumer_release(used)
-                            used.advance()
+                        read = self.tile_stages // self.o_blocks  # 0: the block behind this one is in the same stage
+                        if cutlass.const_expr(read > 0 or block + 1 == self.o_blocks):
+                            for part in cutlass.range_constexpr(max(1, read)):
+                                if (read < 2) | (self.dim_part() == part):
+                                    kv.consumer_release(used)
+                                used.advance()
                         if tile == tiles:
                             o.producer_commit(block_state)
                         block_state.advance()
@@ -170,12 +176,26 @@ class Mma(Plan):
                     umma.mma(d, a, b, self.qk_instruction, part + pair + k > 0, **self.form)
 
     @cute.jit
+    def values(self, sKV: Int32, used: pipeline.PipelineState):
+        """Where the values of the next block are: in the stage that is freed next, or, where other CTAs have the
+        dimensions before this one's, behind those, in the same stage or in the next."""
+        index, offset = used.index, 0
+        if cutlass.const_expr(self.dim_parts > 1):
+            if cutlass.const_expr(self.tile_stages > 1):
+                after = used.clone()
+                after.advance()
+                index = cutlass.select_(self.dim_part() == 0, index, after.index)
+            else:
+                offset = self.dim_part() * (self.stage_chunks // self.dim_parts * CHUNK_BYTES)
+        return sKV + index * self.stage_bytes + offset
+
+    @cute.jit
     def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean, block: cutlass.Constexpr):
         """O += P V of a block, from the stage that holds its dimensions: read with the head dimension as N.
 
         A pair: half of N from each CTA.
         """
-        place = block % (self.o_blocks // self.tile_stages)  # among the blocks of the stage
+        place = block % max(1, self.o_blocks // self.tile_stages)  # among the blocks of the stage
         with cute.arch.elect_one():
             p, values = umma.at(self.k_descriptor, weights), umma.at(self.v_descriptor, stage)
             o = base + block * (self.pv_n // 2)

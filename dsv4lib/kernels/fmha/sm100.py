@@ -126,6 +126,10 @@ ends. Each role waits for that kernel before it touches global memory, to read o
 come as soon as tensor memory is allocated, and wait themselves: this one ends behind its wait, so who waits for it has
 waited for all before it too.
 
+Few tokens leave SMs idle. Parts of the keys (`partial`) run beside each other and are joined by `combine`; a last part
+may be of another length, for as many CTAs as whole parts leave idle (`work.Split`). Parts of the dimensions
+(`dim_parts`) need no join: two CTAs (or pairs) weigh the same keys, and each has its blocks of O.
+
 A pair's CTAs leave together: each frees its tensor memory when the other is ready to, behind its last arrival; commits
 from CTA 0 are all waited for, the last ones by CTA 1's load warp.
 
@@ -161,6 +165,7 @@ from dsv4lib.kernels.fmha.dequant import Dequant
 from dsv4lib.kernels.fmha.epilogue import Epilogue
 from dsv4lib.kernels.fmha.mma import Mma
 from dsv4lib.kernels.fmha.softmax import Softmax
+from dsv4lib.kernels.fmha.work import Split
 
 
 class Fmha(Dequant, Mma, Softmax, Epilogue):
@@ -180,7 +185,7 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale: Float32,
-        splits: Int32,
+        split: tuple,
         sms: Int32,
         q_pitch: Int64,
         stream: cuda.CUstream,
@@ -199,7 +204,7 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
             mO: [T, H, D] in ``dtype``; partial: [splits, T, H, D] fp32.
             mLse: [T, H] fp32; partial: [splits, T, H]; raw: [splits, T, H, 2], reference and sum.
             scale: of the dot products.
-            splits: parts the keys are split into; 1 unless partial.
+            split: `work.Split`, how the keys are split; one part unless partial.
             sms: CTAs that the GPU runs at once; each takes as many tokens or groups as it must.
             q_pitch: a divisor of both of Q's strides: rows of this pitch are Q as a matrix, see `arguments.q_pitch`.
             stream: where the launch is queued.
@@ -225,14 +230,20 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         self.storage = Storage
         blocks = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
         head_blocks = cute.ceil_div(mQ.shape[1], TILE_M * self.cluster)
-        at_once = cutlass.max(sms // (self.cluster * head_blocks * splits), 1)
-        grid = (cutlass.min(blocks, at_once), head_blocks * self.cluster, splits)
+        ctas = head_blocks * (self.cluster * self.dim_parts)  # of an item
+        splits, last, _ = split
+        per_part = cutlass.min(blocks, cutlass.max(sms // (ctas * splits), 1))
+        grid = (per_part, ctas, splits)
+        if cutlass.const_expr(self.partial):
+            if last > 0:
+                per_part = cutlass.min(blocks, cutlass.max((sms // ctas - last) // (splits - 1), 1))
+                grid = (per_part * (splits - 1) + last, ctas, Int32(1))
         lists = (
             None if cutlass.const_expr(self.entries == "none") else entries[1:],
             None if cutlass.const_expr(not self.window) else window[1:],
         )
         outputs = mSink, rope, mO, mLse
-        self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, splits).launch(
+        self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, split, per_part).launch(
             grid=grid,
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.min_blocks,
@@ -253,7 +264,8 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         mGroups: Any,
         outputs: tuple,
         scale_log2: Float32,
-        splits: Int32,
+        split: tuple,
+        per_part: Int32,
     ):
         """Set-up shared by all warps, beside the end of the kernel before; then one role each, which waits for it."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -273,7 +285,8 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
 
-        items = self.items(mQ, mGroups, splits)
+        items = self.items(mQ, mGroups, Split(*split), per_part)
+        outputs = self.of_part(outputs, items)
         sKV = storage.sKV.data_ptr().toint()
         sP, sRow = storage.sP.data_ptr().toint(), storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 3)))
         if warp == LOAD_WARP:

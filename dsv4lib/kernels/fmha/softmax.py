@@ -125,7 +125,7 @@ class Softmax(Epilogue):
                 total *= factor
                 if tile > work.first:
                     self.wait_for_o(p, weights)
-                    rescale(address, self.head_dim // 2, tidx, factor)
+                    rescale(address, self.q_column, tidx, factor)
                 reference = target
             total += store_weights(rS, scale_log2, reference, pieces, self.element, weights.index)
             self.announce(p, weights)

@@ -31,13 +31,27 @@ from dsv4lib.kernels.fmha.config import HALF_N, REGION, SOFTMAX_THREADS, TILE_M,
 
 TILE_SHIFT = TILE_N.bit_length() - 1  # a signed division would be more instructions
 NO_ROW = 0x3FFFFFFF  # behind every row of a pool
+SHARE_SHIFT = 10  # of `Split.share`: so up to 2^21 tiles
+
+
+class Split(NamedTuple):
+    """How the keys are split: into ``splits`` parts, all equal, or the last one shorter or longer than the others.
+
+    A short last part of many tokens is for the SMs that whole parts leave idle: ``last`` CTAs (or clusters) at a time
+    take it, one token behind the other, beside those of the other parts.
+    """
+
+    splits: Int32
+    last: Int32  # tokens (or groups) at a time whose last part is worked on; 0: all parts are equal
+    share: Int32  # of the last part, in 1024ths of a token's tiles
 
 
 class Items(NamedTuple):
-    """What a CTA takes: tokens, or groups of them, ``first``, ``first + step``, .. below ``end``."""
+    """What a CTA takes: tokens, or groups of them, ``first``, ``first + step``, .. below ``end``; of each a part."""
 
     groups: Any  # tensor [G, 2], or None
-    splits: Int32
+    split: Split
+    part: Int32
     first: Int32
     end: Int32
     step: Int32
@@ -73,12 +87,39 @@ class Plan(Config):
     """How CTAs map to tokens, heads, keys."""
 
     @cute.jit
-    def items(self, mQ: cute.Tensor, mGroups: Any, splits: Int32):
-        """The `Items` of this CTA: round robin, so that short and long lists of neighbours are spread."""
-        first, _, _ = cute.arch.block_idx()
+    def items(self, mQ: cute.Tensor, mGroups: Any, split: Split, per_part: Int32):
+        """The `Items` of this CTA: round robin, so that short and long lists of neighbours are spread.
+
+        Args:
+            per_part: items that are worked on at a time of each part but an unequal last one. Then parts lie behind
+                each other on the grid's first axis, else on its third.
+        """
+        first, _, part = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         end = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
-        return Items(mGroups, splits, first, end, step)
+        if cutlass.const_expr(self.partial):
+            if split.last > 0:
+                part = cutlass.min(first // per_part, split.splits - 1)
+                first -= part * per_part
+                step = cutlass.select_(part == split.splits - 1, split.last, per_part)
+        return Items(mGroups, split, part, first, end, step)
+
+    @cute.jit
+    def head_block(self):
+        """Which 64 rows of an item this CTA has; CTAs of a cluster are neighbours on the grid's second axis."""
+        _, block, _ = cute.arch.block_idx()
+        if cutlass.const_expr(self.dim_parts > 1):
+            block = block // (self.cluster * self.dim_parts) * self.cluster + block % self.cluster
+        return block
+
+    @cute.jit
+    def dim_part(self):
+        """Which part of the dimensions of O this CTA has; a constant 0 where there is one."""
+        part = 0
+        if cutlass.const_expr(self.dim_parts > 1):
+            _, block, _ = cute.arch.block_idx()
+            part = block // self.cluster % self.dim_parts
+        return part
 
     @cute.jit
     def work(self, lists: tuple, items: Items, item: Int32):
@@ -91,10 +132,12 @@ class Plan(Config):
         window_at, tiles = self.places(entries, window)
         first, end = Int32(0), tiles
         if cutlass.const_expr(self.partial):
-            _, _, split = cute.arch.block_idx()
-            share = cute.ceil_div(tiles, items.splits)
-            first = cutlass.min(split * share, tiles)
-            end = cutlass.min(first + share, tiles)
+            splits, last, share = items.split
+            parts = cutlass.select_(last > 0, splits - 1, splits)  # that are equal
+            shared = tiles - ((tiles * share) >> SHARE_SHIFT)
+            each = cute.ceil_div(shared, parts)
+            first = cutlass.min(items.part * each, shared)
+            end = cutlass.select_(items.part < parts, cutlass.min(first + each, shared), tiles)
         return Work(token, tokens, entries, window, entry_row, window_row, window_at, first, end)
 
     @cute.jit
@@ -141,8 +184,7 @@ class Plan(Config):
         """The `Row` of this thread: rows of the tiles of all CTAs of a token (or group) are counted through."""
         thread, _, _ = cute.arch.thread_idx()
         tidx = thread % SOFTMAX_THREADS  # of the epilogue warps too
-        _, block, _ = cute.arch.block_idx()
-        place = block * TILE_M + tidx % TILE_M
+        place = self.head_block() * TILE_M + tidx % TILE_M
         token, head, inside = self.member(mQ, work, place)
         entries, window = (Int32(0), work.entries), (Int32(0), work.window)
         if cutlass.const_expr(self.groups):

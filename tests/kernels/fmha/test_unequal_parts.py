@@ -1,0 +1,72 @@
+"""A last part of the keys of another length: numbers, CTAs, every form; bits do not depend on a token's place."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.kernels.fmha.arguments import launch_args
+from dsv4lib.kernels.fmha.inputs import case, paged
+from dsv4lib.kernels.fmha.sm100 import Fmha
+from dsv4lib.lab import fmha_trial
+from dsv4lib.lab.fmha_trial import bits, compiled, split_trial
+
+SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
+LISTS = [700, 0, 77, 300], [128, 0, 50, 128]
+PER_TOKEN = "q", "index", "first", "count", "window_first", "window_count", "cos", "sin"
+
+
+@pytest.mark.parametrize(
+    ("splits", "tail", "sms", "ctas"),
+    [  # (tokens at a time, 1024ths); 4 tokens
+        (2, (1, 200), None, 5),
+        (3, (2, 150), None, 10),
+        (3, (1, 300), 4, 3),  # fewer CTAs than tokens for each part
+        (2, (3, 1), None, 7),  # no list is so long that this were a tile
+        (2, (1, 1024), None, 5),  # all
+    ],
+)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_any_share(splits, tail, sms, ctas, cluster):
+    one = case(64 * cluster, *LISTS)
+    sms = None if sms is None else sms * cluster
+    trial = split_trial(one, "index", True, splits, sharing=(cluster,), sms=sms, tail=tail)
+    assert trial.clean, trial.findings()
+    _, gpu, _, made, state = fmha_trial._run_parts(one, "index", True, (splits, tail), (cluster,), sms)
+    empty = state.isinf().all(-1)
+    assert not gpu.hazards and not made[empty].any()
+    if tail[1] in (1, 1024):  # nothing in the last part, or all
+        assert bool(empty[-1 if tail[1] == 1 else 0].all())
+    assert gpu.launches[0].result.stats["ctas"] == ctas * cluster
+
+
+def test_entries_of_584_bytes():
+    one = paged(case(64, *LISTS), 48)
+    trial = split_trial(one, "range", True, 2, tail=(1, 130))
+    assert trial.clean, trial.findings()
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_every_schedule_gives_the_same_bits(cluster):
+    one = case(64 * cluster, [150, 0, 200], [1, 0, 33])
+    trials = [split_trial(one, "index", True, 2, sharing=(cluster,), tail=(1, 400), schedule=s) for s in SCHEDULES]
+    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
+    assert len({bits(trial.output) for trial in trials}) == 1
+
+
+def test_a_token_does_not_depend_on_its_place():
+    """Alone, or behind others in the same CTA of the last part."""
+    one = case(64, *LISTS)
+    whole = split_trial(one, "index", True, 2, tail=(1, 200))
+    for token in (0, 3):
+        own = {name: getattr(one, name)[[token]] for name in PER_TOKEN}
+        alone = split_trial(replace(one, **own), "index", True, 2, tail=(1, 200))
+        assert bits(alone.output[0]) == bits(whole.output[token]) and bits(alone.lse[0]) == bits(whole.lse[token])
+
+
+@pytest.mark.parametrize("bad", [(1, 0), (0, 9), (1, 1025), (-1, 5)])
+def test_bad_numbers_are_named(bad):
+    kernel, one = compiled(Fmha, (512, "bf16", "none", True, False, False, True))[0], case(37, [0], [5])
+    window, (o, lse) = (one.span, one.window_first, one.window_count), one.outputs(2)
+    with pytest.raises(ArgumentError, match="tail"):
+        launch_args(kernel, one.q, None, window, None, None, o, lse, 1.0, 2, tail=bad)
