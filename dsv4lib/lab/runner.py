@@ -274,7 +274,7 @@ class Supervisor:
         """Everything that Jupyter, IPython and matplotlib keep goes to the private folder, kernels included."""
         kernels = private / "share" / "kernels" / "python3"
         kernels.mkdir(parents=True)
-        command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        command = [sys.executable, "-m", "dsv4lib.lab.kernel", "-f", "{connection_file}"]
         spec = {"argv": command, "display_name": "Python 3", "language": "python"}
         (kernels / "kernel.json").write_text(json.dumps(spec))
         paths = [str(env.root()), str(self.root), os.environ.get("PYTHONPATH", "")]

@@ -164,7 +164,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::add_rmsnorm_quant",
     _run,
     mutates_args=("h", "codes", "scales", "y"),

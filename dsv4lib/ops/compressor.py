@@ -279,5 +279,5 @@ def _reference(call: Call) -> None:
         indexer_key.append(call.pages, call.page_size, slots, entries, call.form)
 
 
-_op = torch.library.custom_op("dsv4::compressor", _run, mutates_args=("state_k", "state_z", "pages"), schema=SCHEMA)
+_op = launching.custom_op("dsv4::compressor", _run, mutates_args=("state_k", "state_z", "pages"), schema=SCHEMA)
 _op.register_fake(lambda *given: Call(*given).check())

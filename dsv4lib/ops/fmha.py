@@ -497,7 +497,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_fmha = torch.library.custom_op("dsv4::fmha", _run, mutates_args=("o", "lse", "workspace"), schema=SCHEMA)
+_fmha = launching.custom_op("dsv4::fmha", _run, mutates_args=("o", "lse", "workspace"), schema=SCHEMA)
 _fmha.register_fake(_fake)
 
 

@@ -160,7 +160,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::indexer_q",
     _run,
     mutates_args=("codes", "scales", "out"),

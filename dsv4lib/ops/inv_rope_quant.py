@@ -97,7 +97,7 @@ def _run(o: Tensor, positions: Tensor | None, cos_sin: Tensor, codes: Tensor, sc
     launching.launch(name, InvRopeQuant, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::inv_rope_quant",
     _run,
     mutates_args=("codes", "scales"),

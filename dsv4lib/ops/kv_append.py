@@ -66,7 +66,7 @@ def _run(kv: Tensor, ring: Tensor, requests: Tensor, backend: str) -> None:
     return None
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::kv_append",
     _run,
     mutates_args=("ring",),

@@ -74,7 +74,7 @@ def _run(pages: Tensor, indices: Tensor, out: Tensor, page_size: int, backend: s
         launching.launch(name, KvGather, {}, arguments.fake_args, arguments.launch_args, *given)
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::kv_gather",
     _run,
     mutates_args=("out",),

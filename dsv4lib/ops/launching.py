@@ -16,6 +16,7 @@ both, but must not read ahead of its wait what that one writes. The emulator's r
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,33 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops import compile_cache
 
 ARCHS = ("sm_100a", "sm_103a", "sm_90a")
+
+
+def custom_op(
+    name: str, body: Callable[..., None], *, mutates_args: tuple[str, ...], schema: str
+) -> torch.library.CustomOpDef:
+    """``torch.library.custom_op`` whose first call does not import torch._dynamo, 1 s in every process.
+
+    torch keeps dynamo out of a custom op's body by `torch._dynamo.disable`, which it imports for it. While nothing
+    else has imported dynamo, nothing traces: the body is called as it is, and as torch would call it from then on.
+
+    Args:
+        name: "dsv4::op"; body: what the op does on any device; mutates_args, schema: as torch takes them.
+    """
+    made = torch.library.custom_op(name, body, mutates_args=mutates_args, schema=schema)
+    guarded = getattr(made, "_backend_fns", {}).get(None)  # torch._compile._disable_dynamo's: keeps what it imports
+    inner: Any = getattr(guarded, "__wrapped__", None)
+    if inner is None:  # a torch that is made otherwise: right, and a second slower
+        return made
+
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return inner(*args, **kwargs)
+        del inner.__dynamo_disable  # torch makes its own
+        return guarded(*args, **kwargs)
+
+    inner.__dynamo_disable = untraced
+    return made
 
 
 def need(given: dict[str, Any], optional: bool = False) -> None:

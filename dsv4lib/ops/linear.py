@@ -180,5 +180,5 @@ def _reference(call: Call) -> None:
             call.out_scales[g] = scale_swizzle.swizzle(scales)
 
 
-_linear = torch.library.custom_op("dsv4::linear", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
+_linear = launching.custom_op("dsv4::linear", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
 _linear.register_fake(lambda *given: moe_gemm.check_devices(Call(*given).named()))

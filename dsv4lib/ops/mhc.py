@@ -296,9 +296,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_site = torch.library.custom_op(
-    "dsv4::mhc_site", _run, mutates_args=("new", "y", "post_new", "comb_new"), schema=SCHEMA
-)
+_site = launching.custom_op("dsv4::mhc_site", _run, mutates_args=("new", "y", "post_new", "comb_new"), schema=SCHEMA)
 _site.register_fake(_fake)
 
 

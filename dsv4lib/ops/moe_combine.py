@@ -112,5 +112,5 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_combine = torch.library.custom_op("dsv4::moe_combine", _run, mutates_args=("out",), schema=SCHEMA)
+_combine = launching.custom_op("dsv4::moe_combine", _run, mutates_args=("out",), schema=SCHEMA)
 _combine.register_fake(_fake)

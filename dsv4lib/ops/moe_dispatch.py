@@ -185,5 +185,5 @@ def _fake(*given: Any) -> None:
 
 
 _WRITTEN = ("counts", "offsets", "rows", "row_of", "row_weight")
-_dispatch = torch.library.custom_op("dsv4::moe_dispatch", _run, mutates_args=_WRITTEN, schema=SCHEMA)
+_dispatch = launching.custom_op("dsv4::moe_dispatch", _run, mutates_args=_WRITTEN, schema=SCHEMA)
 _dispatch.register_fake(_fake)

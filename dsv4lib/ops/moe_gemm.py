@@ -294,7 +294,7 @@ def _fake(*given: Any) -> None:
     check_devices(Call(*given).named())
 
 
-_moe_gemm = torch.library.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
+_moe_gemm = launching.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
 _moe_gemm.register_fake(_fake)
 
 

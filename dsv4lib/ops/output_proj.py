@@ -63,7 +63,7 @@ def _check(o: Tensor, o_scales: Tensor | None, w: Tensor, w_scales: Tensor | Non
     moe_gemm.check_devices({"o": o, "o_scales": o_scales, "w": w, "w_scales": w_scales, "out": out})
 
 
-_output_proj = torch.library.custom_op(
+_output_proj = launching.custom_op(
     "dsv4::output_proj",
     _run,
     mutates_args=("out",),

@@ -146,7 +146,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::qnorm_rope_kv",
     _run,
     mutates_args=("out", "pages"),

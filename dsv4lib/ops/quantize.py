@@ -260,7 +260,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_op = torch.library.custom_op(
+_op = launching.custom_op(
     "dsv4::quantize", _run, mutates_args=("codes", "scales", "derived", "workspace"), schema=SCHEMA
 )
 _op.register_fake(_fake)
@@ -416,11 +416,11 @@ def _fake_keys(*given: Any) -> None:
 
 
 _ENTRY_SCHEMA = "(Tensor x, Tensor(a!) pages, Tensor indices, int page_size{}, str backend) -> ()"
-_kv_op = torch.library.custom_op(
+_kv_op = launching.custom_op(
     "dsv4::quantize_kv_entries", _run_kv, mutates_args=("pages",), schema=_ENTRY_SCHEMA.format("")
 )
 _kv_op.register_fake(_fake_kv)
-_keys_op = torch.library.custom_op(
+_keys_op = launching.custom_op(
     "dsv4::quantize_indexer_keys", _run_keys, mutates_args=("pages",), schema=_ENTRY_SCHEMA.format(", bool rotate")
 )
 _keys_op.register_fake(_fake_keys)

@@ -122,14 +122,14 @@ def _run_add(
     _launch(x, residual, weight, total, y, eps, backend)
 
 
-_norm = torch.library.custom_op(
+_norm = launching.custom_op(
     "dsv4::rmsnorm",
     _run_norm,
     mutates_args=("y",),
     schema="(Tensor x, Tensor? weight, Tensor(a!) y, float eps, str backend) -> ()",
 )
 _norm.register_fake(lambda x, weight, y, eps, backend: _check(x, None, weight, None, y))
-_add = torch.library.custom_op(
+_add = launching.custom_op(
     "dsv4::add_rmsnorm",
     _run_add,
     mutates_args=("total", "y"),

@@ -247,7 +247,7 @@ def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_router = torch.library.custom_op("dsv4::router", _run, mutates_args=("experts", "weights", "parts"), schema=SCHEMA)
+_router = launching.custom_op("dsv4::router", _run, mutates_args=("experts", "weights", "parts"), schema=SCHEMA)
 _router.register_fake(_fake)
 
 

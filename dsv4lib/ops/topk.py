@@ -133,7 +133,7 @@ def _reference(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: 
     picks.copy_(best)
 
 
-_topk = torch.library.custom_op(
+_topk = launching.custom_op(
     "dsv4::topk",
     _run,
     mutates_args=("picks",),

@@ -229,6 +229,23 @@ assert info["transport"] == "ipc" and info["ip"].startswith(str(private)), info"
     assert record.verdict is Verdict.PASSED, record.reason
 
 
+def test_a_kernel_ends_by_its_exit_functions(make: Callable[..., Stage], tmp_path: Path) -> None:
+    """They run, oldest last, before the process ends without taking its modules apart."""
+    body = f"""import atexit, gc, os, sys, types
+file = os.open({str(tmp_path / "said")!r}, os.O_CREAT | os.O_WRONLY)
+assert gc.get_threshold()[0] >= 10_000
+class Left:
+    def __del__(self, write=os.write, file=file):
+        write(file, b"taken apart")
+sys.modules["left"] = types.ModuleType("left")  # cleared as the interpreter ends
+sys.modules["left"].left = Left()
+atexit.register(os.write, file, b"older ")
+atexit.register(os.write, file, b"newer ")"""
+    record = runner.run_stage(make(body=body))[0]
+    assert record.verdict is Verdict.PASSED, record.reason
+    assert (tmp_path / "said").read_text() == "newer older "
+
+
 def test_a_job_whose_worker_dies_is_a_crash(make: Callable[..., Stage]) -> None:
     record = runner.run_stage(make(body="import os, signal; os.kill(os.getppid(), signal.SIGKILL)"))[0]
     assert record.verdict is Verdict.CRASH and "ended with code -9" in record.reason
