@@ -177,6 +177,17 @@ def gemm_groups(gather: bool = False) -> list[Check]:
     return [exact("d", got, torch.cat(parts))]
 
 
+def gemm_depths() -> list[Check]:
+    """Depths of 72, 8 and 120 that lie one behind the other; tensor maps whose addresses wrap around at 2^64."""
+    from quack.gemm_interface import gemm as function
+
+    starts = [0, 72, 80, 200]
+    a, b = integers(200, 128).t(), integers(200, 96)
+    got = function(a, b, cu_seqlens_k=torch.tensor(starts, dtype=torch.int32), tuned=False)
+    parts = [a.float()[:, lo:hi] @ b.float()[lo:hi] for lo, hi in zip(starts, starts[1:], strict=False)]
+    return [exact("d", got, torch.stack(parts))]
+
+
 def gemm_dtype(dtype: torch.dtype, u: float) -> list[Check]:
     """Operands of another type, result of the same type."""
     from quack.gemm_interface import gemm as function
@@ -201,6 +212,7 @@ CASES = [
     Case("quack_gemm_symmetric", MODULE, gemm_symmetric),
     Case("quack_gemm_rms", MODULE, gemm_rms),
     Case("quack_gemm_groups", MODULE, gemm_groups),
+    Case("quack_gemm_depths", MODULE, gemm_depths),
     # See data/emulator/findings.md.
     Case(
         "quack_gemm_gathered_rows",
@@ -220,5 +232,6 @@ CASES = [
         lints=frozenset({"mbarrier_parity_range"}),
     ),
     Case("quack_gemm_groups_sm90", MODULE, gemm_groups, arch="sm_90a"),
+    Case("quack_gemm_depths_sm90", MODULE, gemm_depths, arch="sm_90a"),
     Case("quack_gemm_rms_sm90", MODULE, gemm_rms, arch="sm_90a"),
 ]

@@ -115,6 +115,8 @@ def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
             whole = False
             low = min(max(0, -(c // step)), count)
             valid.append((low, max(low, min(count, -(-(size - c) // step)))))
+    # Address arithmetic is modulo 2^64: quack's and Triton's ragged tensors have strides whose offsets add up to that.
+    base = ((tensor.address + base + (1 << 63)) & (1 << 64) - 1) - (1 << 63) - tensor.address
     return Box(tensor, row_bytes, first, width, rows, base, whole, tuple(valid))
 
 

@@ -550,3 +550,27 @@ def test_prefetch_checks_and_moves_nothing():
     bench.run("cp.async.bulk.prefetch.tensor.2d.L2.global.tile.L2::cache_hint", at(where, [0, 0]), 0, lanes=0)
     bench.run("cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4", at(where, [0, 1, 2, 3, 4]), lanes=0)
     assert len(bench.units) == 0 and bench.machine.stats["tma_prefetches"] == 2
+
+
+@pytest.mark.parametrize("opcode", [LOAD.format(4, "", ""), STORE.format(4, "")])
+def test_addresses_wrap_around(opcode):
+    """A ragged tensor of quack and Triton: coordinates 1 and 2 count from a size of 2^30 back to a sequence's end, and
+    the stride of dimension 2 makes what both have added a multiple of 2^64."""
+    bench, pitch, many, start, length = Bench(), 64, 1 << 30, 7, 3
+    data = tensor(bench)
+    strides, dims = [pitch, (1 << 34) - pitch, pitch], [64, many, (1 << 31) - 1, (1 << 31) - 1]
+    raw = tensormap.encode_tiled(U8, data.ctypes.data, dims, strides, [64, 5, 1, 1], [1, 1, 1, 1])
+    bench.barrier(BAR, 1, tx=5 * 64)
+    where, coords = descriptor(bench, raw), [0, many - length, many, start + length]
+    before, there = data.copy(), slice(start * pitch, (start + length) * pitch)
+    if "shared::cluster.global" in opcode:
+        bench.run(opcode, at(BUF), at(where, coords), at(BAR), lanes=0)
+        bench.units.drain()
+        got = bench.cta.smem.data[BUF : BUF + 5 * 64]
+        assert (got[: length * 64] == data[there]).all() and not got[length * 64 :].any()
+    else:
+        bench.write_smem(BUF, np.full(5 * 64, 7, np.uint8))
+        bench.run(opcode, at(where, coords), at(BUF), lanes=0)
+        bench.units.drain()
+        before[there] = 7
+    assert (data == before).all()
