@@ -20,6 +20,7 @@ Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -177,6 +178,9 @@ def fmha(
     return o, lse
 
 
+_choose = functools.lru_cache(1 << 12)(split_choice.choose)  # every call asks; very long lists take milliseconds
+
+
 def choose_splits(
     tokens: int,
     heads: int,
@@ -185,14 +189,16 @@ def choose_splits(
     sm_count: int = split_choice.SM_COUNT,
     groups: int | None = None,
     fp8: bool = False,
+    head_dim: int = 512,
 ) -> int:
     """Parts of the keys for a call of this shape: `choose_parts` with this kernel's tiles and clusters.
 
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
         groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
+        head_dim: D.
     """
-    return choose_parts(tokens, heads, most, window_most, sm_count, groups, fp8).splits
+    return choose_parts(tokens, heads, most, window_most, sm_count, groups, fp8, head_dim).splits
 
 
 def choose_parts(
@@ -213,13 +219,16 @@ def choose_parts(
         splits: parts of the keys, where they are given.
     """
     ctas = cluster_of(heads, head_dim, groups=groups is not None)
-    units = (tokens if groups is None else groups) * -(-heads // (TILE_M * ctas))
+    head_blocks = -(-heads // (TILE_M * ctas))
+    units = (tokens if groups is None else groups) * head_blocks
     tiles = count_tiles(most, window_most)
     tile_us = (split_choice.FP8_TILE_US if fp8 else split_choice.TILE_US)[ctas]
     half = (split_choice.FP8_HALF_TILE_US if fp8 else split_choice.HALF_TILE_US)[ctas]
     half = half if head_dim == 512 and groups is None else None
-    key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if groups is None else None
-    return split_choice.choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits, key_bytes)
+    # A last part of another length only where a token is one unit: `work.Split.last` counts tokens.
+    one_unit = groups is None and head_blocks == 1
+    key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if one_unit else None
+    return _choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits, key_bytes)
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:

@@ -116,3 +116,18 @@ def test_workspace_holds_the_parts():
 def test_bad_numbers_are_named(bad):
     with pytest.raises(ArgumentError, match=next(iter(bad))):
         splits.choose(**{"units": 1, "tiles": 1, "slots": 1, **bad})
+
+
+@pytest.mark.parametrize(("tokens", "heads", "most"), [(4, 256, 1143549), (9, 130, 1097225)])
+def test_a_last_part_of_another_length_needs_all_heads_in_one_cluster(tokens, heads, most):
+    """The kernel counts tokens of a last part, which are its CTAs where a token is one of them."""
+    assert choose_parts(tokens, heads, most, 1, 132, fp8=True).tail == (0, 0)
+    assert choose_parts(tokens, 128, most, 1, 132, fp8=True).splits >= 1
+
+
+def test_other_head_dimensions_have_parts_of_their_own():
+    """What a workspace is sized by is what the op takes."""
+    for head_dim in (64, 128, 256, 512):
+        parts = choose_parts(5, 64, 84, 128, head_dim=head_dim)
+        assert choose_splits(5, 64, 84, 128, head_dim=head_dim) == parts.splits
+    assert choose_splits(5, 64, 84, 128, head_dim=256) > choose_splits(5, 64, 84, 128) == 1
