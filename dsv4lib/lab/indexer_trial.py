@@ -22,6 +22,7 @@ from dsv4lib.kernels.indexer_q import broken as query_broken
 from dsv4lib.kernels.indexer_q.simt import IndexerQ
 from dsv4lib.kernels.topk import arguments as pick_arguments
 from dsv4lib.kernels.topk import broken as pick_broken
+from dsv4lib.kernels.topk.cluster import ClusterTopK
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.lab import planted
 from dsv4lib.lab.planted import ARCH, ARCHS, SECTOR, Traffic
@@ -41,7 +42,10 @@ HARD, HARD_K = 2000, 75  # scores of a hard row, and how many are picked
 
 
 class Kernels(NamedTuple):
-    """The kernels of this page, and whether keys are rotated as queries are."""
+    """The kernels of this page, and whether keys are rotated as queries are.
+
+    One for picks is that of a CTA a row or of a cluster; the other one is the right one then.
+    """
 
     queries: type = IndexerQ
     picks: type = TopK
@@ -198,9 +202,8 @@ def picks(
     """(int32 ``[T, k]`` by `dsv4::topk`, hazards) of fp32 scores."""
     where, found = backends.device(backend), []
     given = score.float().contiguous().to(where), k, visible.int().to(where)
-    hazards = planted.run(
-        backend, lambda: found.append(pick_op.topk(*given, backend=backend)), (pick_op, "TopK", kernel)
-    )
+    name = "ClusterTopK" if issubclass(kernel, ClusterTopK) else "TopK"
+    hazards = planted.run(backend, lambda: found.append(pick_op.topk(*given, backend=backend)), (pick_op, name, kernel))
     return found[0].cpu(), hazards
 
 
@@ -272,9 +275,16 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def _kernel_of(form: str, kernel: type = TopK) -> type:
+    """``kernel`` if it is of that form's kind, the right one of that kind otherwise."""
+    right = ClusterTopK if "ctas" in FORMS[form] else TopK
+    return kernel if issubclass(kernel, ClusterTopK) == (right is ClusterTopK) else right
+
+
 def hard_picks(form: str, rows: torch.Tensor, kernel: type = TopK, arch: str = ARCH) -> tuple[torch.Tensor, int]:
     """(int32 picks of a form of the kernel in the emulator, wherever this page runs; hazards)."""
-    made, code = compile_cache.default().get(kernel, dict(FORMS[form]), pick_arguments.fake_args, arch)
+    fake = pick_arguments.fake_args
+    made, code = compile_cache.default().get(_kernel_of(form, kernel), dict(FORMS[form]), fake, arch)
     gpu, found = make(arch, checks="race"), torch.full((len(rows), HARD_K), -7, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     launch(code, *pick_arguments.launch_args(made, rows, lengths, found), gpu=gpu)
@@ -356,7 +366,7 @@ def _asked_picks(form: str, rows: torch.Tensor) -> Traffic:
     found = torch.empty(len(rows), HARD_K, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     fake, args = pick_arguments.fake_args, pick_arguments.launch_args
-    asked = planted.sectors(ARCH, TopK, FORMS[form], fake, args, rows, lengths, found)
+    asked = planted.sectors(ARCH, _kernel_of(form), FORMS[form], fake, args, rows, lengths, found)
     return Traffic(4 * (rows.numel() + len(rows) * (HARD_K + 1)), asked * SECTOR, rows.numel())
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.topk import arguments
+from dsv4lib.kernels.topk.cluster import ClusterTopK
 from dsv4lib.kernels.topk.everything import TakeAll
 from dsv4lib.kernels.topk.plan import plan
-from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 from dsv4lib.ops import launching
 
@@ -86,20 +86,8 @@ def _check(scores: Tensor, lengths: Tensor | None, picks: Tensor) -> None:
 
 
 def _run(scores: Tensor, lengths: Tensor | None, picks: Tensor, by_score: bool, backend: str) -> None:
-    """What `torch.ops.dsv4.topk` does: check, launch."""
+    """What `torch.ops.dsv4.topk` does: check, choose the back end, launch."""
     _check(scores, lengths, picks)
-    run(scores, lengths, picks, by_score, backend)
-
-
-def run(
-    scores: Tensor,
-    lengths: Tensor | None,
-    picks: Tensor,
-    by_score: bool = False,
-    backend: str = "auto",
-    pushed: bool = False,
-) -> None:
-    """Choose the back end and queue a checked call; ``pushed``: in the form that the op does not choose."""
     name = launching.resolve(backend, "scores", scores)
     rows, size = scores.shape
     if rows == 0:
@@ -113,7 +101,7 @@ def run(
         launching.launch(name, TakeAll, settings, arguments.fake_all_args, arguments.all_args, scores, lengths, picks)
         return
     settings = {**plan(rows, size, picks.shape[1]), **settings, "by_score": by_score}
-    form = PushedTopK if pushed else TopK
+    form = ClusterTopK if settings.get("ctas", 1) > 1 else TopK
     launching.launch(name, form, settings, arguments.fake_args, arguments.launch_args, scores, lengths, picks)
 
 

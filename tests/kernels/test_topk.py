@@ -12,8 +12,8 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.topk.arguments import all_args, fake_all_args, fake_args, launch_args
 from dsv4lib.kernels.topk.broken import DropsItsBound, NoMeeting, TiesAnyhow
+from dsv4lib.kernels.topk.cluster import LIST, ClusterTopK
 from dsv4lib.kernels.topk.everything import TakeAll
-from dsv4lib.kernels.topk.pushed import LIST, PushedTopK
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.reference.topk import topk as reference
 from tests.kernels.budget import quick
@@ -40,17 +40,16 @@ FORMS = (
     ("sm_90a", CLUSTER),
     ("sm_100a", STREAM),
     ("sm_90a", BOTH),
-    ("sm_100a", {**CLUSTER, "pushed": True}),
-    ("sm_90a", {**BOTH, "pushed": True}),
+    ("sm_100a", CLUSTER),
+    ("sm_100a", BOTH),
 )
-NAMES = ("chip", "maxima", "cluster", "stream", "both", "pushed", "pushed both")
+NAMES = ("chip", "maxima", "cluster", "stream", "both", "cluster on Blackwell", "both on Blackwell")
 SIZE = 2000  # the most that each form takes is 2,048 or 4,096
 
 
 @cache
 def compiled(arch, settings):
-    settings = dict(settings)
-    kernel = (PushedTopK if settings.pop("pushed", False) else TopK)(**settings)
+    kernel = (ClusterTopK if "ctas" in dict(settings) else TopK)(**dict(settings))
     code = compile_for(kernel, fake_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
@@ -136,7 +135,7 @@ def test_ties_at_the_last_pick(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), k), expected(scores, full(scores), k)), k
 
 
-@pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3], FORMS[5]], ids=["cluster", "stream", "pushed"])
+@pytest.mark.parametrize(("arch", "settings"), [FORMS[2], FORMS[3]], ids=["cluster", "stream"])
 def test_rows_that_lie_apart_and_start_anywhere(arch, settings):
     """L no multiple of 4, rows on 4 bytes, NaN around them; rows without lengths."""
     storage = torch.full((3, 1300), torch.nan)
@@ -157,7 +156,7 @@ def test_nan_ranks_behind_everything(arch, settings):
     assert torch.equal(found[2], torch.arange(800).int())
 
 
-@pytest.mark.parametrize("settings", [CHIP, BOTH, FORMS[6][1]], ids=["chip", "both", "pushed"])
+@pytest.mark.parametrize("settings", [CHIP, BOTH], ids=["chip", "both"])
 def test_in_the_order_of_scores(settings):
     """As the oracle has them, also where a row is shorter than k."""
     scores = torch.stack([x for name, x in kinds().items() if name in ("normal", "equal", "three values", "rising")])
@@ -175,42 +174,39 @@ def test_all_schedules_give_the_same_bits(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), 150, schedule=schedule, seed=3), want), schedule
 
 
-def test_a_cluster_that_pushes_meets_once():
-    """Barriers of the cluster: the forms' difference, where no bin is split; where one is, both meet for it."""
+def test_a_cluster_meets_once():
+    """Barriers of the cluster: one, where no bin is split."""
     meetings = {}
-    for name, settings in (("asks", CLUSTER), ("pushes", {**CLUSTER, "pushed": True})):
-        kernel, code = compiled("sm_90a", tuple(settings.items()))
-        for row in ("normal", "one octave"):
-            scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
-            launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
-            arrivals = int((gpu.trace.named["kind"] == "cluster").sum())
-            meetings[name, row] = arrivals / (kernel.warps * kernel.ctas)
-    assert meetings["asks", "normal"] == 3 and meetings["pushes", "normal"] == 1
-    assert meetings["asks", "one octave"] > 3 and meetings["pushes", "one octave"] > 1
+    kernel, code = compiled("sm_90a", tuple(CLUSTER.items()))
+    for row in ("normal", "one octave"):
+        scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
+        launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
+        meetings[row] = int((gpu.trace.named["kind"] == "cluster").sum()) / (kernel.warps * kernel.ctas)
+    assert meetings["normal"] == 1 < meetings["one octave"]
 
 
 # ------------------------------------------------------------------ mistakes
 
 
-class SentTooSoon(PushedTopK):
+class SentTooSoon(ClusterTopK):
     """Nobody waits until the others' mbarriers are there."""
 
     def ready(self):
         """No wait."""
 
 
-class CandidatesUnawaited(PushedTopK):
+class CandidatesUnawaited(ClusterTopK):
     """Ranks what it has of the candidates."""
 
     def wait(self, s, number):
         if number != LIST:
-            PushedTopK.wait(self, s, number)
+            ClusterTopK.wait(self, s, number)
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
     [
-        (NoMeeting, CLUSTER, "normal"),
+        (NoMeeting, CLUSTER, "one octave"),
         (SentTooSoon, CLUSTER, "normal"),
         (CandidatesUnawaited, CLUSTER, "normal"),
         (TiesAnyhow, CHIP, "three values"),
@@ -227,7 +223,7 @@ def test_mistakes_are_found(kind, settings, name):
     try:
         launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
     except (HazardError, MemoryFault):
-        assert issubclass(kind, PushedTopK)
+        assert issubclass(kind, ClusterTopK)
         return
     wrong = not torch.equal(picks, expected(scores, full(scores), 75))
     assert wrong if kind in (TiesAnyhow, DropsItsBound) else gpu.hazards
@@ -267,7 +263,7 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             TopK(**settings)
     with pytest.raises(ConfigError, match="ctas"):
-        PushedTopK(**CHIP)
+        ClusterTopK(**CHIP)
     kernel, scores = TopK(**CHIP), torch.randn(3, 1000)
     good = {"scores": scores, "lengths": full(scores), "picks": torch.empty(3, 64).int()}
     for bad, name in (

@@ -13,8 +13,8 @@ from dsv4lib.kernels.kv_append.simt import KvAppend
 from dsv4lib.kernels.qnorm_rope_kv import arguments as qnorm_arguments
 from dsv4lib.kernels.qnorm_rope_kv.simt import QnormRopeKv
 from dsv4lib.kernels.topk import arguments as topk_arguments
+from dsv4lib.kernels.topk.cluster import ClusterTopK
 from dsv4lib.kernels.topk.everything import TakeAll
-from dsv4lib.kernels.topk.pushed import PushedTopK
 from dsv4lib.kernels.topk.simt import TopK
 
 CALLS = """
@@ -50,7 +50,7 @@ BEFORE_ATTENTION = [
     (QnormRopeKv(normed=True), qnorm_arguments.fake_args),
     (KvAppend(), append_arguments.fake_args),
     (TopK(threads=64), topk_arguments.fake_args),
-    (PushedTopK(threads=64, ctas=2), topk_arguments.fake_args),
+    (ClusterTopK(threads=64, ctas=2), topk_arguments.fake_args),
     (TakeAll(), topk_arguments.fake_all_args),
 ]
 

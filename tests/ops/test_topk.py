@@ -7,10 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4lib.emulator import machine
 from dsv4lib.emulator.request import check_shape
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.topk.pushed import PushedTopK
+from dsv4lib.kernels.topk.cluster import ClusterTopK
 from dsv4lib.kernels.topk.simt import TopK
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.topk import MAX_K, MAX_LENGTH, plan, run, topk
+from dsv4lib.ops.topk import MAX_K, MAX_LENGTH, plan, topk
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = (torch.randn(3, 700, generator=GENERATOR) * 30).round()  # ties
@@ -75,18 +75,16 @@ def test_settings_take_every_size(rows):
     for size in (1, 1024, 1025, 2048, 4096, 8192, 8193, 32768, 32769, 262144, 262145, MAX_LENGTH):
         for k in (1, 512, 1024, MAX_K):
             settings = plan(rows, size, k)
-            for form in (TopK, PushedTopK) if settings.get("ctas", 1) > 1 else (TopK,):
-                kernel = form(**settings)
-                assert size <= kernel.ctas * kernel.capacity
-                assert 4 * sum(kernel.parts.values()) <= 227 << 10
+            kernel = (ClusterTopK if settings.get("ctas", 1) > 1 else TopK)(**settings)
+            assert size <= kernel.ctas * kernel.capacity
+            assert 4 * sum(kernel.parts.values()) <= 227 << 10
 
 
 @pytest.mark.parametrize("by_score", [False, True])
-def test_a_form_that_the_op_does_not_choose(by_score):
+def test_a_row_of_a_cluster(by_score):
     """Settings as the op has them: a cluster of 8 CTAs a row."""
     scores, lengths = torch.randn(2, 4100, generator=GENERATOR), torch.tensor([4100, 700], dtype=torch.int32)
-    found = torch.full((2, 512), -7, dtype=torch.int32)
-    run(scores, lengths, found, by_score, "emulator", pushed=True)
+    found = topk(scores, 512, lengths, by_score=by_score, backend="emulator")
     assert torch.equal(found, topk(scores, 512, lengths, by_score=by_score, backend="reference"))
 
 

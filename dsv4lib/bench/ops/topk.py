@@ -2,8 +2,7 @@
 
 Given: ``scores`` fp32 [B, L], ``lengths`` int32 [B], ``k``. Output: ``indices`` int32 [B, k], in any order.
 Attention, which reads them, does not care for order, and peers leave ties open: right is any selection with the
-scores of the reference. Where a cluster has a row, the form that the op does not choose stands beside ours, "ours,
-pushed" (`kernels.topk.pushed`).
+scores of the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 from dsv4lib.bench.ops import ways
 from dsv4lib.bench.ops.case import Given, Row, Way
 from dsv4lib.bench.ops.peers import topk as peers
-from dsv4lib.kernels.topk.plan import plan
 from dsv4lib.ops import topk as op
 
 LENGTHS, BATCHES = (1024, 8192, 32768, 262144), (1, 8, 32, 128)
@@ -40,7 +38,7 @@ def _row(model: str, batch: int, length: int) -> Row:
         flops=0,
         given=partial(_given, batch, length, k),
         check=_check,
-        ways=_ways(plan(batch, length, k).get("ctas", 1) > 1 and length > k),
+        ways=(_ours(), ways.functional("torch.topk", _torch_topk), *peers.ways()),
         goal=None if batch == PREFILL[0] else 0.5 if big else 1.0,
     )
 
@@ -64,24 +62,16 @@ def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
     assert not bool(wrong.any()), f"indices: {int(wrong.sum())} rows do not have the best {k}"
 
 
-def _ours(name: str = "ours", pushed: bool = False) -> Way:
+def _ours() -> Way:
     def outputs(given: Given) -> Mapping[str, torch.Tensor]:
         scores = given["scores"]
         return {"indices": torch.empty(len(scores), given["k"], dtype=torch.int32, device=scores.device)}
 
     def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-        if not pushed:
-            op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
-        else:
-            op.run(given["scores"], given["lengths"], out["indices"], backend="native", pushed=True)
+        op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
 
-    return ways.in_place(name, outputs, write)
+    return ways.in_place("ours", outputs, write)
 
 
 def _torch_topk(given: Given) -> Mapping[str, torch.Tensor]:
     return {"indices": given["scores"].topk(given["k"], dim=-1, sorted=False).indices}
-
-
-def _ways(clusters: bool) -> tuple[Way, ...]:
-    others = (_ours("ours, pushed", True),) if clusters else ()
-    return _ours(), *others, ways.functional("torch.topk", _torch_topk), *peers.ways()

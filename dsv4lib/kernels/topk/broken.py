@@ -11,12 +11,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsv4lib.kernels.topk import simt
+from dsv4lib.kernels.topk import cluster, simt
 from dsv4lib.kernels.topk.counting import Shared
 
 
-class NoMeeting(simt.TopK):
-    """CTAs of a row do not wait for each other."""
+class NoMeeting(cluster.ClusterTopK):
+    """CTAs of a row do not wait for each other where a bin is split."""
 
     def meet(self) -> None:
         """A barrier of this CTA alone."""

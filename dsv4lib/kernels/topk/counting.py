@@ -13,7 +13,7 @@ from dsv4lib.kernels.topk.keys import Bins
 LANES = 32
 QUAD = 4  # entries an access
 CELLS = 8
-# Cells: candidates, entries of the list, what `find` found (three; a pushed row's: five), picks of the CTAs before.
+# Cells: candidates, entries of the list, what `find` found (three; of a cluster: five), picks of the CTAs before.
 CANDIDATES, KEPT, FOUND, EARLIER = 0, 1, 2, 7
 
 
@@ -25,17 +25,14 @@ class Shared(NamedTuple):
     bits: Any  # [capacity / 32] picks of the slice
     key: Any  # [PAIRS] candidates of this CTA
     index: Any
-    all_key: Any  # [PAIRS] candidates of all CTAs of the row
-    all_index: Any
     tops: Any  # [bins] histogram of maxima
     kept_x: Any  # [keep] scores that may be picks, their bits
     kept_index: Any
     pick_key: Any  # [MAX_K] picks that are to be sorted
     pick_index: Any
     sums: Any  # [warps]
-    counts: Any  # [CTAs] picks of each
     cells: Any
-    # Of a cluster that pushes (`pushed`).
+    # Of a cluster.
     all_coarse: Any  # [CTAs, 32] coarse of each
     all_bins: Any  # [CTAs, bins / 32] the bins of one entry of coarse, of each
     all_pairs: Any  # [PAIRS, 2] candidates of all, key and index
@@ -165,11 +162,6 @@ class Counting:
         return cute.arch.inline_ptx(
             "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=place
         )
-
-    def write(self, part: cute.Tensor, at: Int32, rank: Int32, value: Int32) -> None:
-        """Set entry ``at`` of a part of another CTA's shared memory."""
-        given = [self.peer(part, at, rank), value]
-        cute.arch.inline_ptx("st.shared::cluster.u32 [{$r0}], {$r1};", read_only_args=given)
 
     def meet(self) -> None:
         """A barrier of the row's CTAs."""

@@ -6,7 +6,8 @@ from typing import Any
 
 
 def plan(rows: int, size: int, k: int) -> dict[str, Any]:
-    """Settings of `TopK` for ``k`` of ``rows`` rows of ``size`` scores: the fastest of a sweep on an H200.
+    """Settings for ``k`` of ``rows`` rows of ``size`` scores, the fastest of a sweep on an H200: of `simt.TopK`, with
+    ``ctas`` of `cluster.ClusterTopK`.
 
     Few rows are shared by clusters; maxima are worth counting from 8192 scores a CTA on.
     """

@@ -1,13 +1,13 @@
-"""Exact top-k of fp32 scores: one cluster of CTAs a row, one read of the scores.
+"""Exact top-k of fp32 scores: a CTA a row, one read of the scores; `cluster` shares a row among several.
 
     picks = indices of the k best of the first ``length`` scores of a row, -1 behind them if there are fewer; in
             ascending order, or the best first
 
-Higher scores first; of equal ones (0 is -0) the lower index; NaN behind -inf. A row's CTAs own slices of it, in order:
+Higher scores first; of equal ones (0 is -0) the lower index; NaN behind -inf. A CTA owns a slice of a row, alone all of
+it:
 
     count     a histogram in shared memory of the slice's scores (integer additions: no order to depend on)
-    find      the bin in which the row's k-th best score lies, by two scans of 32 sums; the CTAs' are added on the way,
-              through distributed shared memory, 2 x 32 entries of each
+    find      the bin in which the row's k-th best score lies, by two scans of 32 sums
     classify  scores above that bin are picks: a bit each in a map of the slice; those in it are candidates, a list
     rank      a candidate is a pick if fewer than what is missing of k beat it, counted by comparing all pairs
     emit      bits counted from the start of the row give each pick its place
@@ -24,9 +24,8 @@ a slice is many tiles; after each one the bound is raised to the bin of the k-th
 nearly everything is dropped by one comparison while the next tile is on its way. A list that overflows (scores that
 rise along the row) costs two more reads of the slice, nothing else.
 
-    SMEM     histograms 4 to 16 KiB each, map of the slice 1 bit a score, candidates 2 KiB (4 in a cluster), list 8 B an
-             entry
-    launch   (CTAs a row x B) CTAs in clusters
+    SMEM     histograms 4 to 16 KiB each, map of the slice 1 bit a score, candidates 2 KiB, list 8 B an entry
+    launch   (CTAs a row x B) CTAs, those of a row a cluster
 
 Source: DSV4 paper, lightning indexer; `dsv4lib.reference.topk`.
 """
@@ -56,7 +55,7 @@ class TopK(Counting):
     Args:
         threads: of a CTA, 32 to 1024, a power of two.
         vectors: loads of 16 bytes a thread has under way: 1, 2, 4 or 8.
-        ctas: CTAs a row, 1 to 16 (8 is what every GPU takes).
+        ctas: CTAs a row: 1 here, 2, 4, 8 or 16 in `cluster.ClusterTopK` (8 is what every GPU takes).
         bins: of the histogram, 1024, 2048 or 4096.
         maxima: how many maxima a thread contributes to the bound below which scores are dropped unseen, a divisor of
             ``vectors``; 0: every score is counted instead (on chip only). The bound is tight where the maxima of a tile
@@ -71,6 +70,8 @@ class TopK(Counting):
     Raises:
         ConfigError: a value that is not allowed.
     """
+
+    CTAS: tuple[int, ...] = (1,)
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class TopK(Counting):
         for name, value, allowed in (
             ("threads", threads, (32, 64, 128, 256, 512, 1024)),
             ("vectors", vectors, (1, 2, 4, 8)),
-            ("ctas", ctas, (1, 2, 4, 8, 16)),
+            ("ctas", ctas, self.CTAS),
             ("bins", bins, (1024, 2048, 4096)),
         ):
             if value not in allowed:
@@ -111,9 +112,7 @@ class TopK(Counting):
         self.share = self.capacity // threads  # bits of the map a thread turns into picks
         # Shared memory, numbers of 4 bytes.
         self.parts = {"hist": bins + CELLS, "bits": self.capacity // LANES, "key": PAIRS, "index": PAIRS}
-        self.parts |= {"coarse": LANES, "sums": LANES, "counts": 16, "cells": CELLS}
-        if ctas > 1:
-            self.parts |= {"all_key": PAIRS, "all_index": PAIRS}
+        self.parts |= {"coarse": LANES, "sums": LANES, "cells": CELLS}
         if maxima:
             self.parts |= {"tops": bins + CELLS, "kept_x": self.keep, "kept_index": self.keep}
         if by_score:
@@ -153,12 +152,7 @@ class TopK(Counting):
         """Tensors over this CTA's shared memory."""
         storage = memory.SmemAllocator().allocate(self.storage)
         parts = {name: getattr(storage, name).get_tensor(cute.make_layout(size)) for name, size in self.parts.items()}
-        alone = dict.fromkeys(Shared._fields) | {
-            "all_key": parts["key"],
-            "all_index": parts["index"],
-            "kept_x": parts["key"],
-            "kept_index": parts["index"],
-        }
+        alone = dict.fromkeys(Shared._fields) | {"kept_x": parts["key"], "kept_index": parts["index"]}
         return Shared(**{**alone, **parts})
 
     # -------------------------------------------------------------- device
@@ -243,7 +237,7 @@ class TopK(Counting):
             self.select((mRow, first, end, None), mOut, s, length, rank)
 
     def open(self, s: Shared) -> None:
-        """What a cluster needs before its CTAs speak to each other (`pushed.PushedTopK`)."""
+        """What a cluster needs before its CTAs speak to each other (`cluster.ClusterTopK`)."""
 
     def ready(self) -> None:
         """Wait until all CTAs of the row have opened; each thread once, whatever it does then."""
@@ -363,7 +357,7 @@ class TopK(Counting):
         Args:
             source: the row, the first index of the slice and the one behind it, its keys where it is one tile.
         """
-        place, above, count = self.find(s, s.hist, mOut.shape[0], self.ctas > 1)
+        place, above, count = self.find(s, s.hist, mOut.shape[0], False)
         need = mOut.shape[0] - above
         low, high = self.bins.keys(place)
         span = low, high, Int32(0), length - 1
@@ -372,9 +366,9 @@ class TopK(Counting):
         if count == need:  # all of them: none is a candidate
             span = span[0], span[1], span[3] + 1, span[3]
         self.classify(source, s, span)
-        self.meet()
+        cute.arch.barrier()
         if count > need:
-            self.rank(s, first, need, count)
+            self.rank(s, first, need)
         cute.arch.barrier()
         self.emit(mOut, s, first, rank)
 
@@ -484,40 +478,23 @@ class TopK(Counting):
         cute.arch.inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=given, predicate=there)
 
     @cute.jit
-    def rank(self, s: Shared, first: Int32, need: Int32, count: Int32):
-        """Mark the ``need`` best of ``count`` candidates; several threads compare one of this CTA's with all."""
+    def rank(self, s: Shared, first: Int32, need: Int32):
+        """Mark the ``need`` best of the candidates; several threads compare one with all."""
         tidx, _, _ = cute.arch.thread_idx()
-        if cutlass.const_expr(self.ctas > 1):
-            self.gather(s)
-        cute.arch.barrier()
-        own = s.cells[CANDIDATES]
-        for start in cutlass.range(0, own, self.threads // self.several, unroll=1):
+        count = s.cells[CANDIDATES]
+        for start in cutlass.range(0, count, self.threads // self.several, unroll=1):
             i = start + tidx // self.several
             beaten = Int32(0)
             key, index = Int32(NOTHING), first
-            if i < own:
+            if i < count:
                 key, index = s.key[i], s.index[i]
             for j in cutlass.range(tidx % self.several, count, self.several, unroll=4):
-                other, at = s.all_key[j], s.all_index[j]
+                other, at = s.key[j], s.index[j]
                 better = self.better(other, key, at, index)
                 beaten += cutlass.select_(better, Int32(1), Int32(0))
             for step in cutlass.range_constexpr(self.several.bit_length() - 1):
                 beaten += cute.arch.shuffle_sync_bfly(beaten, 1 << step)
-            self.mark(s, index - first, Int32(1), i < own and beaten < need and tidx % self.several == 0)
-
-    @cute.jit
-    def gather(self, s: Shared):
-        """The candidates of the row's CTAs, a warp a CTA."""
-        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        size = Int32(0)
-        if lane < self.ctas:
-            size = self.read(s.cells, Int32(CANDIDATES), lane)
-        for peer in cutlass.range(warp, self.ctas, self.warps, unroll=1):
-            before = cute.arch.warp_redux_sync(cutlass.select_(lane < peer, size, Int32(0)), "add")
-            own = cute.arch.shuffle_sync(size, peer)
-            for i in cutlass.range(lane, own, LANES, unroll=1):
-                s.all_key[before + i] = self.read(s.key, i, peer)
-                s.all_index[before + i] = self.read(s.index, i, peer)
+            self.mark(s, index - first, Int32(1), i < count and beaten < need and tidx % self.several == 0)
 
     @cute.jit
     def emit(self, mOut: cute.Tensor, s: Shared, first: Int32, rank: Int32):
@@ -540,8 +517,7 @@ class TopK(Counting):
         if lane < self.warps:
             total = s.sums[lane]
         at = cute.arch.warp_redux_sync(cutlass.select_(lane < warp, total, Int32(0)), "add") + to_here - mine
-        if cutlass.const_expr(self.ctas > 1):
-            at += self.before(s, rank, total)
+        at += self.before(s)
         for w in cutlass.range_constexpr(words):
             bits, start = rBits[w], first + tidx * self.share + w * LANES
             while bits != 0:
@@ -549,18 +525,9 @@ class TopK(Counting):
                 bits = bits & (bits - 1)
                 at += 1
 
-    @cute.jit
-    def before(self, s: Shared, rank: Int32, total: Int32) -> Int32:
-        """Picks of the CTAs before this one; ``total``: of a warp of this one, by lane."""
-        tidx, _, _ = cute.arch.thread_idx()
-        total = cute.arch.warp_redux_sync(total, "add")
-        if tidx < self.ctas:
-            self.write(s.counts, rank, tidx, total)
-        self.meet()
-        count = Int32(0)
-        if cute.arch.lane_idx() < rank:
-            count = s.counts[cute.arch.lane_idx()]
-        return cute.arch.warp_redux_sync(count, "add")
+    def before(self, s: Shared) -> Int32:
+        """Picks of the CTAs of the row before this one."""
+        return Int32(0)
 
     @cute.jit
     def sort(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
