@@ -8,7 +8,7 @@ tokens from position 0; its T / rate entries are pooled from the rows themselves
 **HCA** keeps a running softmax of the open window (`ops.compressor.Running`); its bytes are those that this needs.
 Peers keep the rows, and so does "HCA, state of rows" (`Ring`), which is the same work as theirs: at the step that
 closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``. Beside it
-stand the forms that the op does not choose, "ours, streamed by n" CTAs an entry (`ops.compressor.streamed`).
+stand other cuts of the streamed form, "ours, streamed by n" CTAs an entry (`ops.compressor.streamed`).
 torch.compile's few lines (`compressor_plain`) keep either state.
 
 Every way starts from projected rows without the gate's bias and ends with the entries in their pages and the state

@@ -1,7 +1,7 @@
 """Mistakes of a compressor, planted one at a time: every class is the kernel with one thing replaced, and compiles.
 
 `BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
-of `STREAMED` are of the form for decode steps that the op does not choose.
+of `STREAMED` are of the form for decode steps of many requests.
 """
 
 from __future__ import annotations
