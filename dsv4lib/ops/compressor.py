@@ -132,7 +132,9 @@ def cut(rate: int, overlap: bool, running: bool, single: bool, requests: int = 1
 
 def streamed(rate: int, slices: int = 1) -> dict[str, int]:
     """The cut of a decode step whose rows come through shared memory."""
-    return {"slices": slices, "split": rate // 8, "stages": 6 if rate > 32 else 4, "teams": 2}
+    groups = rate // 8 // slices
+    teams = min(2, groups)
+    return {"slices": slices, "split": rate // 8, "stages": min(6, groups), "teams": teams}
 
 
 class Call(NamedTuple):

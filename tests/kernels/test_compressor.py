@@ -246,7 +246,7 @@ def test_bad_arguments_are_named():
         ({**ROWS, "stages": 3, "teams": 2}, "stages"),
         ({**ROWS, "stages": 32}, "stages"),
         ({**ROWS, "stages": 4, "teams": 4}, "teams"),
-        ({**ROWS, "stages": 4, "slices": 8}, "slices"),
+        ({**ROWS, "rate": 32, "split": 4, "stages": 4, "slices": 8}, "slices"),
     ):
         with pytest.raises(ConfigError, match=name):
             simt.Compressor(**settings)

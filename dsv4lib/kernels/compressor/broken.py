@@ -92,10 +92,10 @@ class NewestRowForgotten(stream.StreamedCompressor):
     """Pools the rows of the state alone."""
 
     @cute.jit
-    def pool_group(self, team: Int32, own: Int32, quad: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr):
+    def pool_group(self, *given: Any):
         """Without a gate of the newest row."""
-        storage.new[None, 1, 0].fill(-float("inf"))
-        stream.StreamedCompressor.pool_group(self, team, own, quad, rPart, storage)
+        given[-1].new[None, 1, 0].fill(-float("inf"))
+        stream.StreamedCompressor.pool_group(self, *given)
 
 
 WINDOWS = (

@@ -56,6 +56,9 @@ class Sizes:
         split: int = 1,
         stages: int = 0,
         teams: int = 1,
+        chunk: int = 8,
+        once: int = 0,
+        blocks: int = 1,
         fp4_conversion: bool = True,
     ):
         if rate < 1 or rate & (rate - 1):
@@ -85,6 +88,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
+        self.chunk, self.once, self.blocks = chunk, once, blocks
         if stages:
             self._stream()
             return
@@ -102,20 +106,24 @@ class Sizes:
         """Threads of the streamed form."""
         if not self.single or self.running or self.overlap:
             raise ConfigError("stages", self.stages, "0 but for a decode step with a state of rows, without overlap")
-        if self.slices > 4 or self.split % 2:
-            raise ConfigError("slices", self.slices, "1, 2 or 4, with an even split, when streamed")
-        most = MAX_STREAMED // self.quads
-        if self.teams not in (1, 2, 4) or self.split // 2 % self.teams or self.teams > most:
-            raise ConfigError("teams", self.teams, f"1, 2 or 4, a divisor of half of split, at most {most}")
-        if self.stages < 0 or self.stages > self.split or self.stages % self.teams:
-            raise ConfigError("stages", self.stages, f"0 to {self.split}, a multiple of {self.teams} teams")
-        self.turns = self.split // self.teams  # groups of a team
-        self.left = (self.split - self.turns) // 2  # pairs that wait for the first team
+        self.quads = self.dim // CHANNELS
+        most = self.split // self.slices  # groups of a CTA
+        if not most:
+            raise ConfigError("slices", self.slices, f"at most split, {self.split}, when streamed")
+        if self.teams not in (1, 2) or self.teams > most:
+            raise ConfigError("teams", self.teams, f"1 or 2, at most {most}")
+        if self.stages < 0 or self.stages > most or self.stages % self.teams:
+            raise ConfigError("stages", self.stages, f"0 to {most}, a multiple of {self.teams} teams")
+        self.turns = most // self.teams  # groups of a team
+        self.others = self.teams - 1 + self.slices - 1  # parts that wait for the first team
         self.team, self.items = self.quads * self.teams, 1
         self.threads = self.team + LANES  # and the fetcher
         self.warps, self.finishers = self.team // LANES, self.quads
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("overlap", "rotate", "single", "running", "fp4_conversion") if vars(self)[name]]
-        cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams" * (self.stages > 0)
+        cut = (
+            f"{self.slices}x{self.split}"
+            + f" {self.stages} stages {self.teams} teams {self.chunk} {self.once} {self.blocks}" * (self.stages > 0)
+        )
         return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *flags])})"
