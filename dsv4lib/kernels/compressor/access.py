@@ -20,7 +20,8 @@ def load4(
     load, policy = "ld.global.v4.f32", ""
     if once:
         load, policy = "ld.global.L1::no_allocate.L2::cache_hint.v4.f32", ", q"
-    text = f"""{{ .reg .b64 q; createpolicy.fractional.L2::evict_first.b64 q, 1.0; .reg .pred p; .reg .f32 t<4>; setp.ne.s32 p, {{$r1}}, 0; {moves}
+        moves += " createpolicy.fractional.L2::evict_first.b64 q, 1.0;"
+    text = f"""{{ .reg .pred p; .reg .b64 q; .reg .f32 t<4>; setp.ne.s32 p, {{$r1}}, 0; {moves}
         @p {load} {{t0, t1, t2, t3}}, [{{$r0}}]{policy};
         mov.f32 {{$w0}}, t0; mov.f32 {{$w1}}, t1; mov.f32 {{$w2}}, t2; mov.f32 {{$w3}}, t3; }}"""
     args = [address, Int32(wanted)]

@@ -278,8 +278,10 @@ class Compressor(Sizes):
 
     @cute.jit
     def add_parts(self, rPart: cute.Tensor, parts: cutlass.Constexpr):
-        """Merge the parts in shared memory, a power of two, into this thread's own, which is the first: neighbours, then
-        neighbours of these."""
+        """Merge parts, a power of two, into this thread's own, the first: neighbours, then neighbours of these.
+
+        The others are in shared memory, [4, 3].
+        """
         if cutlass.const_expr(len(parts) > 1):
             half = len(parts) // 2
             rOther = cute.make_rmem_tensor((CHANNELS, 3), Float32)
