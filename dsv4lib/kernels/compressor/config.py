@@ -56,9 +56,8 @@ class Sizes:
         split: int = 1,
         stages: int = 0,
         teams: int = 1,
-        chunk: int = 8,
-        once: int = 0,
-        blocks: int = 1,
+        once: bool = False,
+        ahead: bool = False,
         fp4_conversion: bool = True,
     ):
         if rate < 1 or rate & (rate - 1):
@@ -88,7 +87,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
-        self.chunk, self.once, self.blocks = chunk, once, blocks
+        self.once, self.ahead = once, ahead
         if stages:
             self._stream()
             return
@@ -122,8 +121,7 @@ class Sizes:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("overlap", "rotate", "single", "running", "fp4_conversion") if vars(self)[name]]
-        cut = (
-            f"{self.slices}x{self.split}"
-            + f" {self.stages} stages {self.teams} teams {self.chunk} {self.once} {self.blocks}" * (self.stages > 0)
+        cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams {self.once} {self.ahead}" * (
+            self.stages > 0
         )
         return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *flags])})"

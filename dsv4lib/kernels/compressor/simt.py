@@ -217,9 +217,8 @@ class Compressor(Sizes):
             else:
                 k = Int64(cutlass.select_(new, k, self.slot_of(rows.k, item, slot, column)))
                 z = Int64(cutlass.select_(new, z, self.slot_of(rows.z, item, slot, column)))
-            once = self.once and self.single
-            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z, there, MINUS_INF, once)
-            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k, there, ZERO, once)
+            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z, there, MINUS_INF, self.once)
+            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k, there, ZERO, self.once)
             bias = self.place_of(rows.ape, (position if self.fetched == 1 else q) & (self.rate - 1), column)
             rApe[0, j], rApe[1, j], rApe[2, j], rApe[3, j] = load4(bias, there & new, ZERO)
         rZ.store(rZ.load() + rApe.load())

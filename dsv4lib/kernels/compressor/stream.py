@@ -40,7 +40,7 @@ from dsv4lib.kernels.common.bulk import load_bulk
 from dsv4lib.kernels.compressor.config import CHANNELS, LANES, PIECE
 from dsv4lib.kernels.compressor.simt import FLOAT_BYTES, Compressor, Ends, Item, Rows
 
-TEAMS, ENDS = 1, 2  # named barriers: all threads but the fetcher's; those that end the entry
+READY, TEAMS, ENDS = 1, 2, 3  # named barriers: mbarriers are there; all threads but the fetcher's; the first team's
 
 
 class StreamedCompressor(Compressor):
@@ -60,14 +60,12 @@ class StreamedCompressor(Compressor):
             barriers: cute.struct.MemRange[Int64, 2 * self.stages + 1]
 
         self.storage = Storage
-        room = {"preferred_smem_carveout": 100} if self.blocks > 1 else {}
         self.kernel(rows, ends, out, page, eps).launch(
             grid=(self.slices, items, 1),
             block=(self.threads, 1, 1),
             cluster=(self.slices, 1, 1) if self.slices > 1 else None,
             stream=stream,
             use_pdl=True,
-            **room,
         )
 
     @cute.kernel
@@ -83,32 +81,21 @@ class StreamedCompressor(Compressor):
         sParts = storage.parts.get_tensor(cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
         full = storage.barriers.data_ptr()
         empty, sent = full + self.stages, full + 2 * self.stages
-        if tidx < self.stages:
-            cute.arch.mbarrier_init(full + tidx, 1)
-            cute.arch.mbarrier_init(empty + tidx, self.quads // LANES)
-        if cutlass.const_expr(self.slices > 1):
-            if tidx == 0:
-                cute.arch.mbarrier_init(sent, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
-        if cutlass.const_expr(self.slices > 1):
-            cute.arch.cluster_arrive_relaxed()  # this CTA's shared memory is there
-        cute.arch.griddepcontrol_wait()
-        item = self.find(ends.requests, cta)
-        closes = item.count > 0 and (item.window + 1) * self.rate <= item.start + item.count
         if warp == self.team // LANES:
-            if closes:
-                self.fetch_rows(rows, item, rank, sRows, full, empty)
-            if cutlass.const_expr(self.slices > 1):
-                cute.arch.cluster_wait()
+            self.fetch_rows(rows, ends.requests, sRows, full, empty, sent)
         else:
             team, channel = tidx // self.quads, tidx % self.quads * CHANNELS
             rNorm = cute.make_rmem_tensor(CHANNELS, Float32)
             cute.autovec_copy(cute.local_tile(ends.norm, (CHANNELS,), (channel // CHANNELS,)), rNorm)
+            cute.arch.griddepcontrol_wait()
+            item = self.find(ends.requests, cta)
             rNew = cute.make_rmem_tensor((CHANNELS, 3, 1), Float32)
             mine = item.count > 0 and rank * self.teams + team == self.slices * self.teams - 1
             self.fetch_newest(rows, item, channel, mine, rNew)
-            if closes:
+            cute.arch.barrier(barrier_id=READY, number_of_threads=self.threads)
+            if cutlass.const_expr(self.slices > 1):
+                cute.arch.cluster_arrive_relaxed()
+            if self.closes(item):
                 places = SimpleNamespace(
                     rows=sRows, parts=sParts, sums=storage.sums, full=full, empty=empty, sent=sent, new=rNew
                 )
@@ -117,15 +104,63 @@ class StreamedCompressor(Compressor):
                 cute.arch.cluster_wait()
             self.store_newest(rows, item, channel, mine, rNew)
 
+    def closes(self, item: Item) -> Boolean:
+        """Whether the request's one row ends a window."""
+        return (item.count > 0) & ((item.window + 1) * self.rate <= item.start + item.count)
+
     @cute.jit
     def fetch_rows(
+        self,
+        rows: Rows,
+        requests: cute.Tensor,
+        sRows: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        sent: cute.Pointer,
+    ):
+        """Role of the fetcher: barriers, then groups in order, the teams' in turn; the lanes of a half for k and z."""
+        rank, cta, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        if lane < self.stages:
+            cute.arch.mbarrier_init(full + lane, 1)
+            cute.arch.mbarrier_init(empty + lane, self.quads // LANES)
+        if cutlass.const_expr(self.slices > 1):
+            if lane == self.stages:
+                cute.arch.mbarrier_init(sent, 1)
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.ahead):
+            self.touch(rows, cta, lane)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=self.threads)
+        if cutlass.const_expr(self.slices > 1):
+            cute.arch.cluster_arrive_relaxed()  # this CTA's shared memory is there
+        cute.arch.griddepcontrol_wait()
+        item = self.find(requests, cta)
+        if self.closes(item):
+            self.fetch_window(rows, item, rank, sRows, full, empty)
+        if cutlass.const_expr(self.slices > 1):
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def touch(self, rows: Rows, number: Int32, lane: Int32):
+        """Ask for a row of the state, any: its page's address is then known by the time that the request is."""
+        place = cutlass.min(number, rows.k.shape[0] - 1)
+        anywhere = Item(place, place, place, place, place, Boolean(True))
+        zero = Int32(0)
+        k, z = self.slot_of(rows.k, anywhere, zero, zero), self.slot_of(rows.z, anywhere, zero, zero)
+        if lane < 2:
+            at = Int64(cutlass.select_(lane == 0, k, z))
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at])
+
+    @cute.jit
+    def fetch_window(
         self, rows: Rows, item: Item, rank: Int32, sRows: cute.Tensor, full: cute.Pointer, empty: cute.Pointer
     ):
-        """Role of the fetcher: groups in order, the teams' in turn; the lanes of a half for k and z."""
+        """Copies of this CTA's rows."""
         lane = cute.arch.lane_idx()
         j, size = lane % self.depth, self.dim * FLOAT_BYTES
         dense = rows.k.stride[1] == self.dim and rows.z.stride[1] == self.dim
-        many = Int32(cutlass.select_(dense, Int32(self.chunk), Int32(1)))  # rows of a copy
+        many = Int32(cutlass.select_(dense, Int32(self.depth), Int32(1)))  # rows of a copy
         for number in cutlass.range(self.turns * self.teams, unroll=1):
             team, own = number % self.teams, number // self.teams
             group = self.group_of(rank, team, own)
