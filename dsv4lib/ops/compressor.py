@@ -35,7 +35,7 @@ from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
 
-STREAMED = 48  # requests of a decode step from which on rows of the state come through shared memory
+MANY = 25  # requests of a decode step from which on two CTAs share one
 DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -122,19 +122,20 @@ def compressor(
 def cut(rate: int, overlap: bool, running: bool, single: bool, requests: int = 1) -> dict[str, int]:
     """How an entry's work is cut (`kernels.compressor.config.Sizes`): a CTA, or for many rows a cluster of 8.
 
-    A decode step of many requests with a `Ring` and no overlap is `streamed`.
+    A decode step with a `Ring` and no overlap is `streamed`.
     """
     pooled = 1 if running and single else rate * (1 + overlap)
     if pooled <= 8:
         return {"slices": 1, "split": 1}
-    return streamed(rate) if single and requests >= STREAMED else {"slices": 8, "split": pooled // 8}
+    return streamed(rate, requests) if single else {"slices": 8, "split": pooled // 8}
 
 
-def streamed(rate: int, slices: int = 1) -> dict[str, int]:
-    """The cut of a decode step whose rows come through shared memory."""
-    groups = rate // 8 // slices
-    teams = min(2, groups)
-    return {"slices": slices, "split": rate // 8, "stages": min(6, groups), "teams": teams}
+def streamed(rate: int, requests: int) -> dict[str, int]:
+    """The cut of a decode step whose rows come through shared memory: few requests get more CTAs each."""
+    slices, stages, teams = (2, 3, 1) if requests >= MANY else (4, 4, 2)
+    groups = rate // 8 // slices  # of a CTA
+    teams = min(teams, groups)
+    return {"slices": slices, "split": rate // 8, "stages": min(stages, groups), "teams": teams, "once": 1, "ahead": 1}
 
 
 class Call(NamedTuple):
