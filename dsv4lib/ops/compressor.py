@@ -35,7 +35,7 @@ from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
 
-MANY = 25  # requests of a decode step from which on two CTAs share one
+MANY = 25  # requests of a decode step from which on two CTAs share one, not four
 DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -135,7 +135,7 @@ def streamed(rate: int, requests: int) -> dict[str, int]:
     slices, stages, teams = (2, 3, 1) if requests >= MANY else (4, 4, 2)
     groups = rate // 8 // slices  # of a CTA
     teams = min(teams, groups)
-    return {"slices": slices, "split": rate // 8, "stages": min(stages, groups), "teams": teams, "once": 1, "ahead": 1}
+    return {"slices": slices, "split": rate // 8, "stages": min(stages, groups), "teams": teams}
 
 
 class Call(NamedTuple):

@@ -15,7 +15,7 @@ MINUS_INF, ZERO = "0fFF800000", "0f00000000"
 def load4(
     address: Int64, wanted: Boolean, default: str, once: bool = False, *, loc: Any = None, ip: Any = None
 ) -> tuple:
-    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``."""
+    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``; once: as in `common.bulk.load_bulk`."""
     moves = " ".join(f"mov.f32 t{i}, {default};" for i in range(4))
     load, policy = "ld.global.v4.f32", ""
     if once:

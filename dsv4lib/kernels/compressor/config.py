@@ -10,7 +10,6 @@ LANES, CHANNELS = 32, 4  # of a thread: 16 bytes of fp32
 ROPE = 64  # last dims of an entry
 PIECE = 64  # channels whose squares are added up before those of others
 MAX_DEPTH, MAX_THREADS = 8, 512
-MAX_STREAMED = 256  # threads of all teams: with more there are too few registers
 # Layout of a page by format; None: dense rows.
 LAYOUTS: dict[str, PageLayout | None] = {
     "kv": kv_entry.LAYOUT,
@@ -33,10 +32,10 @@ class Sizes:
         rotate: apply the Hadamard rotation behind RoPE; 128 dims only.
         single: every request has exactly one row.
         running: the state is a running softmax of the open window instead of its rows; without overlap.
-        slices: CTAs (a cluster) that share an entry's channels.
+        slices: CTAs (a cluster) that share an entry's channels; streamed: its rows.
         split: threads that share the rows of a channel; streamed: groups of its rows, a part of the softmax each.
         stages: groups of rows under way in shared memory (`stream.StreamedCompressor`); 0: rows go to registers.
-        teams: of threads that take groups in turn when streamed: 1, 2 or 4.
+        teams: of 128 threads that have groups of their own when streamed: 1 or 2.
         fp4_conversion: as in `kernels.quantize.simt.Quantize`.
 
     Raises:
@@ -56,8 +55,6 @@ class Sizes:
         split: int = 1,
         stages: int = 0,
         teams: int = 1,
-        once: bool = False,
-        ahead: bool = False,
         fp4_conversion: bool = True,
     ):
         if rate < 1 or rate & (rate - 1):
@@ -87,7 +84,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
-        self.once, self.ahead = once, ahead
+        self.once = dim == 512 and not single  # rows go through L2 with `access.load4`'s ``once``: measured, see `simt`
         if stages:
             self._stream()
             return
@@ -121,7 +118,5 @@ class Sizes:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("overlap", "rotate", "single", "running", "fp4_conversion") if vars(self)[name]]
-        cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams {self.once} {self.ahead}" * (
-            self.stages > 0
-        )
+        cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams" * (self.stages > 0)
         return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *flags])})"

@@ -1,12 +1,11 @@
 """A decode step of a compressor that keeps rows (HCA): a window comes through shared memory, by bulk copies.
 
 Where a window closes, 512 KiB a request are read. `simt` has them in registers, in as many CTAs as fit, one behind the
-other: few loads are on their way. Here a warp asks for rows, `stages` groups of them ahead; nobody else waits for
-memory.
+other. Here a warp asks for rows, `stages` groups of them ahead; nobody else waits for memory.
 
     slices   CTAs (a cluster) share a request's rows; each has neighbouring ones, of all channels
     fetcher  a warp: a group of 8 neighbouring rows is a stage, a copy of 16 KiB for k and one for z where the state's
-             rows are neighbours in memory, else a copy a row
+             rows are neighbours in memory, else a copy a row. It starts ahead of the other warps
     teams    128 threads each, 4 channels a thread: a group makes a part of the softmax; a team has neighbouring groups,
              and stages of its own (who skips a stage's phase would take one for another)
     finish   the first team adds up those of the others, the first CTA those of the others, which they send by
@@ -21,8 +20,23 @@ that row.
 
     SMEM     stages x 32 KiB, 6 KiB for each other team and each other CTA
 
-On an H200 with a cold L2, 128 requests took 24.1 us where `simt` took 36.0; 32 took 12.8 and 12.6, 8 and fewer 12
-where `simt` took 6 to 10.
+**What is read passes through L2 as what leaves first** (``evict_first``): it is not read again before it is written.
+Otherwise 64 MiB drive out all that others left in L2, and what they wrote must go to memory meanwhile.
+
+**Measured** on an H200, us, L2 flushed by writing 384 MiB (in brackets: by reading them, nothing is left to write)::
+
+    requests                       1      8       32      64      96      128
+    2 CTAs, 3 stages, 1 team      6.5    7.1     8.9    13.3    18.3    21.8 (18.7)   one in 128 closes: 6.9
+    4 CTAs, 4 stages, 2 teams     4.4    5.5    11.0    15.7    20.4    24.8 (23.1)                      9.8
+    1 CTA, 6 stages, 2 teams      8.1    8.7     9.6    13.5    18.2    21.5 (18.3)                      8.5
+    2 CTAs, without the policy    6.5    7.2     9.2    14.5    20.1    24.4 (18.8)                      6.9
+    `simt`, 8 slices              4.7    5.6    12.2    19.7    27.1    34.7 (28.8)                      9.6
+    copies alone, 16 KiB, 2 CTAs                 6.6                    19.3 (15.2 to 16.1)
+
+Copies alone take 15 to 16 us from a clean L2 whether they have 8, 16 or 32 KiB, whether one or four warps ask for them
+and 64 or 192 KiB are under way on an SM, and so do plain loads of 16 bytes: that is the memory. (4 KiB took 17 us and
+2 KiB 27 where one lane asks.) Beyond them are the request's row (0.9 us) and the end of an entry behind its last group
+(1.2 us). With 4 CTAs of more than half an SM's shared memory, not all clusters of 32 requests find a place at once.
 
 Source: as `simt`; PTX ISA, "cp.async.bulk", "st.async".
 """
@@ -128,8 +142,6 @@ class StreamedCompressor(Compressor):
             if lane == self.stages:
                 cute.arch.mbarrier_init(sent, 1)
         cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.ahead):
-            self.touch(rows, cta, lane)
         cute.arch.sync_warp()
         cute.arch.barrier_arrive(barrier_id=READY, number_of_threads=self.threads)
         if cutlass.const_expr(self.slices > 1):
@@ -140,17 +152,6 @@ class StreamedCompressor(Compressor):
             self.fetch_window(rows, item, rank, sRows, full, empty)
         if cutlass.const_expr(self.slices > 1):
             cute.arch.cluster_wait()
-
-    @cute.jit
-    def touch(self, rows: Rows, number: Int32, lane: Int32):
-        """Ask for a row of the state, any: its page's address is then known by the time that the request is."""
-        place = cutlass.min(number, rows.k.shape[0] - 1)
-        anywhere = Item(place, place, place, place, place, Boolean(True))
-        zero = Int32(0)
-        k, z = self.slot_of(rows.k, anywhere, zero, zero), self.slot_of(rows.z, anywhere, zero, zero)
-        if lane < 2:
-            at = Int64(cutlass.select_(lane == 0, k, z))
-            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at])
 
     @cute.jit
     def fetch_window(
@@ -176,7 +177,7 @@ class StreamedCompressor(Compressor):
             source = Int64(cutlass.select_(lane < self.depth, k, z))
             if lane < 2 * self.depth and j < count and (j & (many - 1)) == 0:
                 to = sRows[None, j, lane // self.depth, stage].iterator
-                load_bulk(to, source, cutlass.min(many, count - j) * size, full + stage, self.once)
+                load_bulk(to, source, cutlass.min(many, count - j) * size, full + stage, once=True)
 
     def wait_until_read(self, empty: cute.Pointer, turn: Int32) -> None:
         """Wait until a stage may be filled for the ``turn``-th time again."""
