@@ -36,7 +36,8 @@ Otherwise 64 MiB drive out all that others left in L2, and what they wrote must 
 Copies alone take 15 to 16 us from a clean L2 whether they have 8, 16 or 32 KiB, whether one or four warps ask for them
 and 64 or 192 KiB are under way on an SM, and so do plain loads of 16 bytes: that is the memory. (4 KiB took 17 us and
 2 KiB 27 where one lane asks.) Beyond them are the request's row (0.9 us) and the end of an entry behind its last group
-(1.2 us). With 4 CTAs of more than half an SM's shared memory, not all clusters of 32 requests find a place at once.
+(1.2 us), both by %globaltimer. 4 CTAs that need more than half an SM's shared memory lose from 32 requests on, where 4
+with 2 stages take 9.0 us: it seems that not all of those clusters find a place at once.
 
 Source: as `simt`; PTX ISA, "cp.async.bulk", "st.async".
 """
