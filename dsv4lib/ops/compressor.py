@@ -6,7 +6,7 @@
     compressor(kv, gate, weights, batch, Ring(k, z), Pages(keys, 64, "fp4"))                             indexer keys
 
 One launch, for prefill, decode and any mixture of chunks; nothing is read by the host, so it can be captured in a CUDA
-graph after one call has compiled it. Twice as many columns as the norm has elements mean overlap (CSA).
+graph after one call of its size has compiled it. Twice as many columns as the norm has elements mean overlap (CSA).
 
 **State.** `Ring` keeps rows, 2 x rate (CSA) or rate of them. `Running` keeps of HCA's open window the softmax alone, 6
 KiB a request instead of 512: a step moves 16 KiB, and the step that closes a window costs the same, where a ring
@@ -35,6 +35,7 @@ from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
 
+MANY = 25  # requests of a decode step from which on two CTAs share one, not four
 DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -118,15 +119,23 @@ def compressor(
     torch.ops.dsv4.compressor(kv, gate, *weights, batch.requests, batch.slots, k, z, out.data, *flags)
 
 
-def cut(rate: int, overlap: bool, running: bool, single: bool) -> dict[str, int]:
-    """How an entry's work is cut (`kernels.compressor.config.Sizes`): a CTA, or for many rows a cluster of 8."""
+def cut(rate: int, overlap: bool, running: bool, single: bool, requests: int = 1) -> dict[str, int]:
+    """How an entry's work is cut (`kernels.compressor.config.Sizes`): a CTA, or for many rows a cluster of 8.
+
+    A decode step with a `Ring` and no overlap is `streamed`.
+    """
     pooled = 1 if running and single else rate * (1 + overlap)
-    return {"slices": 1, "split": 1} if pooled <= 8 else {"slices": 8, "split": pooled // 8}
+    if pooled <= 8:
+        return {"slices": 1, "split": 1}
+    return streamed(rate, requests) if single else {"slices": 8, "split": pooled // 8}
 
 
-def streamed(rate: int, slices: int) -> dict[str, int]:
-    """Another cut, of a decode step with a `Ring` and no overlap: rows come through shared memory (`run`)."""
-    return {"slices": slices, "split": rate // 8, "stages": 6 if rate > 32 else 4, "teams": 2}
+def streamed(rate: int, requests: int) -> dict[str, int]:
+    """The cut of a decode step whose rows come through shared memory: few requests get more CTAs each."""
+    slices, stages, teams = (2, 3, 1) if requests >= MANY else (4, 4, 2)
+    groups = rate // 8 // slices  # of a CTA
+    teams = min(teams, groups)
+    return {"slices": slices, "split": rate // 8, "stages": min(stages, groups), "teams": teams}
 
 
 class Call(NamedTuple):
@@ -160,7 +169,7 @@ class Call(NamedTuple):
         rate, running = self.ape.shape[0], self.state_z is None
         options = {"rate": rate, "overlap": self.overlap, "dim": self.norm.shape[0], "form": self.form}
         options |= {"rotate": self.rotate, "single": self.single, "running": running}
-        return options | cut(rate, self.overlap, running, self.single)
+        return options | cut(rate, self.overlap, running, self.single, len(self.requests))
 
     def check(self) -> None:
         """Types, shapes and devices.
@@ -239,7 +248,7 @@ def _run(*given: Any) -> None:
 
 
 def run(call: Call, other: Mapping[str, int] | None = None) -> None:
-    """Choose the back end and queue a checked call; ``other``: a cut that the op does not choose (`streamed`)."""
+    """Choose the back end and queue a checked call; ``other``: a cut that the op does not choose."""
     name = launching.resolve(call.backend, "kv", call.kv)
     if call.state_z is not None and len(call.state_k) and call.state_k.data_ptr() == call.state_z.data_ptr():
         raise ArgumentError("state.z", "the memory of state.k", "memory of its own")

@@ -14,7 +14,7 @@ from dsv4lib.kernels.compressor import broken, simt, stream
 from dsv4lib.kernels.compressor.arguments import fake_args, launch_args
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import compile_cache
-from dsv4lib.ops.compressor import Ring, Running, cut, streamed
+from dsv4lib.ops.compressor import Ring, Running, cut
 from tests.kernels.budget import quick
 from tests.ops import compressor_cases as cases
 
@@ -49,16 +49,30 @@ def compiled(kernel_type, settings, arch):
     return kernel, code
 
 
-def run(case, form, arch, kernel_type=simt.Compressor, slices=None, **options):
-    """(pages, state) after a launch without hazards; streamed by so many ``slices``, or as the op would cut it."""
+def cut_by(slices, rate):
+    """Settings of a decode step with a ring: so many slices, two teams where they have work; 0: `simt`."""
+    if not slices:
+        return {"slices": 8, "split": rate // 8}
+    groups = rate // 8 // slices
+    return {"slices": slices, "split": rate // 8, "stages": min(6, groups), "teams": min(2, groups)}
+
+
+def run(case, form, arch, kernel_type=None, slices=None, apart=False, **options):
+    """(pages, state) after a launch without hazards; `cut_by` so many slices, or as the op would cut it.
+
+    apart: rows of k and z in turn, as views of one tensor have them.
+    """
     rate, dim, running = len(case.weights.ape), case.dim, isinstance(case.state, Running)
     overlap, single = case.kv.shape[1] == 2 * dim, case.batch.single
     settings = {"rate": rate, "overlap": overlap, "dim": dim, "form": form, "rotate": dim == 128}
-    settings |= {"single": single, "running": running} | cut(rate, overlap, running, single)
-    settings |= {} if slices is None else streamed(rate, slices)
+    settings |= {"single": single, "running": running}
+    settings |= cut(rate, overlap, running, single) if slices is None else cut_by(slices, rate)
+    kernel_type = kernel_type or (stream.StreamedCompressor if settings.get("stages") else simt.Compressor)
     kernel, code = compiled(kernel_type, tuple(settings.items()), arch)
     pages = cases.blank(form, int(case.batch.slots.max()) + 1, dim)
     state = type(case.state)(*(x.clone() for x in case.state))
+    if apart:
+        state = Ring(*torch.stack(tuple(state), 2).unbind(2))
     k, z = (state.parts, None) if running else state
     given = *case[:2], *case.weights, *case.batch[:2], k, z, pages, cases.PAGE, cases.EPS
     gpu = device(arch, **{"checks": "race", **options})
@@ -142,20 +156,30 @@ def streamed_case(rate=128, seed=6):
     return cases.make(rate, [1] * 5, [2 * rate - 1, 9, rate - 1, 8 * rate - 1, -1], single=True, seed=seed)
 
 
-@pytest.mark.parametrize(("rate", "slices", "arch"), [(128, 1, "sm_90a"), (128, 4, "sm_100a"), (32, 2, "sm_90a")])
+@pytest.mark.parametrize(("rate", "slices", "arch"), [(128, 1, "sm_90a"), (128, 8, "sm_100a"), (32, 2, "sm_90a")])
 def test_streamed_rows(rate, slices, arch):
     case = streamed_case(rate)
-    found, slots = cases.verify(case, lambda form: run(case, form, arch, stream.StreamedCompressor, slices))
-    pages, _ = run(case, "kv", arch, stream.StreamedCompressor, slices)
+    found, slots = cases.verify(case, lambda form: run(case, form, arch, slices=slices))
+    pages, _ = run(case, "kv", arch, slices=slices)
     assert torch.equal(pages, cases.encoded("kv", len(found), slots, found[slots.long()], 512))
+
+
+@pytest.mark.parametrize("slices", [1, 8])
+def test_streamed_rows_that_lie_apart(slices):
+    """A copy a row instead of one of many: the same bits."""
+    case = streamed_case(seed=13)
+    pages, state = run(case, "fp32", "sm_90a", slices=slices)
+    found, after = run(case, "fp32", "sm_90a", slices=slices, apart=True)
+    assert not after.k.is_contiguous() and torch.equal(found, pages)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
 
 
 def test_all_schedules_and_cuts_give_the_same_bits_of_streamed_rows():
     case = streamed_case(seed=7)
-    first = run(case, "fp32", "sm_90a", stream.StreamedCompressor, 2)
+    first = run(case, "fp32", "sm_90a", slices=2)
     for schedule in SCHEDULES:
-        for slices in (1, 4):
-            pages, state = run(case, "fp32", "sm_90a", stream.StreamedCompressor, slices, schedule=schedule, seed=3)
+        for slices in (1, 8):
+            pages, state = run(case, "fp32", "sm_90a", slices=slices, schedule=schedule, seed=3)
             assert torch.equal(pages, first[0])
             assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(state, first[1], strict=True))
 
@@ -168,19 +192,15 @@ def test_both_forms_give_the_same_bits_whatever_the_order_of_requests(rate, slic
     plan[:, 0] = torch.arange(5)
     batch = case.batch._replace(requests=plan, slots=case.batch.slots[order])
     turned = case._replace(kv=case.kv[order], gate=case.gate[order], batch=batch)
-    pages, state = run(case, "fp32", arch)
-    for one, kind, cut_by in (
-        (case, stream.StreamedCompressor, slices),
-        (turned, stream.StreamedCompressor, slices),
-        (turned, simt.Compressor, None),
-    ):
-        found, after = run(one, "fp32", arch, kind, cut_by)
+    pages, state = run(case, "fp32", arch, slices=0)
+    for one, by in ((case, slices), (turned, slices), (turned, 0)):
+        found, after = run(one, "fp32", arch, slices=by)
         assert torch.equal(found, pages)
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
 
 
-@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 2)])
-def test_a_decode_step_gives_the_bits_of_a_prefill(kernel_type, slices):
+@pytest.mark.parametrize("slices", [0, 2])
+def test_a_decode_step_gives_the_bits_of_a_prefill(slices):
     """A window of 32 rows at once, or 31 of them and then the last one."""
     whole = cases.make(32, [32], [64], seed=10)
     pages, state = run(whole, "fp32", "sm_90a")
@@ -192,7 +212,7 @@ def test_a_decode_step_gives_the_bits_of_a_prefill(kernel_type, slices):
     plan[0, 1], plan[0, 2] = 1, 95
     batch = whole.batch._replace(requests=plan, slots=whole.batch.slots[31:], single=True)
     last = whole._replace(kv=whole.kv[31:], gate=whole.gate[31:], batch=batch, state=now)
-    found, after = run(last, "fp32", "sm_90a", kernel_type, slices)
+    found, after = run(last, "fp32", "sm_90a", slices=slices)
     slot = int(whole.batch.slots.max())
     assert torch.equal(found[slot], pages[slot])
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
@@ -202,7 +222,7 @@ def test_a_decode_step_gives_the_bits_of_a_prefill(kernel_type, slices):
 def test_planted_mistakes_of_streamed_rows_are_found(mistake):
     case = streamed_case(seed=8)
     with pytest.raises((AssertionError, Deadlock)):
-        cases.verify(case, lambda form: run(case, form, "sm_90a", mistake, 1))
+        cases.verify(case, lambda form: run(case, form, "sm_90a", mistake, slices=1))
 
 
 def test_gates_of_minus_infinity_count_for_nothing():
@@ -211,19 +231,19 @@ def test_gates_of_minus_infinity_count_for_nothing():
     cases.verify(case, lambda form: run(case, form, "sm_90a"))
 
 
-@pytest.mark.parametrize(("kernel_type", "slices"), [(simt.Compressor, None), (stream.StreamedCompressor, 1)])
+@pytest.mark.parametrize("slices", [0, 1, 4])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_no_number_spoils_its_entry_alone(kernel_type, slices, bad):
+def test_a_row_that_is_no_number_spoils_its_entry_alone(slices, bad):
     """A gate or value of an old row or of the newest one: its entry is NaN where the oracle's is, others keep bits."""
     case = streamed_case(32, seed=12)
-    pages, _ = run(case, "fp32", "sm_90a", kernel_type, slices)
+    pages, _ = run(case, "fp32", "sm_90a", slices=slices)
     for part, old in (("gate", False), ("kv", False), ("gate", True), ("kv", True)):
         spoilt = case._replace(kv=case.kv.clone(), gate=case.gate.clone(), state=Ring(*(x.clone() for x in case.state)))
         if old:
             (spoilt.state.z if part == "gate" else spoilt.state.k)[int(case.batch.requests[2, 3]), 5, 77] = bad
         else:
             getattr(spoilt, part)[2, 77] = bad
-        found, _ = run(spoilt, "fp32", "sm_90a", kernel_type, slices)
+        found, _ = run(spoilt, "fp32", "sm_90a", slices=slices)
         mine = int(case.batch.slots[2])
         entries, slots, _ = cases.expected(spoilt)
         nowhere = entries[slots == mine][0].isnan()
@@ -246,7 +266,7 @@ def test_bad_arguments_are_named():
         ({**ROWS, "stages": 3, "teams": 2}, "stages"),
         ({**ROWS, "stages": 32}, "stages"),
         ({**ROWS, "stages": 4, "teams": 4}, "teams"),
-        ({**ROWS, "stages": 4, "slices": 8}, "slices"),
+        ({**ROWS, "rate": 32, "split": 4, "stages": 4, "slices": 8}, "slices"),
     ):
         with pytest.raises(ConfigError, match=name):
             simt.Compressor(**settings)

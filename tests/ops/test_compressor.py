@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.compressor import Batch, Pages, Ring, Running, Weights, compressor
+from dsv4lib.ops.compressor import MANY, Batch, Pages, Ring, Running, Weights, compressor, cut
 from dsv4lib.ops.requests import plan as plan_of
 from tests.ops import compressor_cases as cases
 
@@ -18,6 +18,17 @@ CSA = cases.make(4, [1, 6], [3, 5])
 def test_back_ends_agree(case):
     for backend in ("emulator", "reference"):
         cases.verify(case, lambda form, backend=backend: cases.run(case, form, backend))
+
+
+def test_a_decode_step_of_many_requests_has_the_bits_of_one_of_few():
+    """From a number of requests on the op cuts them in another way."""
+    many = cases.make(32, [1] * MANY, [31 if i % 9 == 0 else i for i in range(MANY)], single=True)
+    found, _ = cases.verify(many, lambda form: cases.run(many, form, "emulator"))
+    few = many._replace(kv=many.kv[:10], gate=many.gate[:10], batch=Batch(*(x[:10] for x in many.batch[:2]), True))
+    pages, _ = cases.run(few, "fp32", "emulator")
+    slots = few.batch.slots[few.batch.slots >= 0].long()
+    assert len(slots) > 1 and torch.equal(pages[slots], found[slots])
+    assert cut(32, False, False, True, MANY) != cut(32, False, False, True, MANY - 1)
 
 
 def test_rotation_is_for_128_dims_unless_said():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4lib import backends
-from dsv4lib.ops.compressor import Batch, Pages, compressor
+from dsv4lib.ops.compressor import Batch, Pages, Ring, compressor
 from tests.ops import compressor_cases as cases
 
 NATIVE = backends.status("native", "sm_90a")
@@ -16,6 +16,7 @@ BATCHES = {
     "csa many": (4, [3, 0, 2, 6] * 20, list(range(5, 85)), {}),
     "hca ring": (128, *RAGGED, {}),
     "hca ring decode": (128, [1] * 5, [0, 127, 1_048_575, 255, -1], {"single": True}),
+    "hca ring decode many": (128, [1] * 40, [128 * i - 1 if i % 3 else i for i in range(40)], {"single": True}),
     "hca running": (128, *RAGGED, {"running": True}),
     "hca running decode": (128, [1] * 5, [0, 127, 1_048_575, 131, -1], {"running": True, "single": True}),
     "indexer": (4, *RAGGED, {"dim": 128}),
@@ -35,6 +36,17 @@ def test_batches(name):
         pages, _ = cases.run(there, form, "native")
         want = cases.encoded(form, int(case.batch.slots.max()) + 1, slots, found[slots.long()], case.dim)
         assert torch.equal(pages.cpu(), want), form
+
+
+def test_rows_of_a_state_that_lie_apart():
+    """k and z as views of one tensor: a copy a row instead of one of many, the same bits."""
+    case = cases.make(128, [1] * 3, [127, 255, 9], single=True).to("cuda")
+    pages, state = cases.run(case, "fp32", "native")
+    views = Ring(*torch.stack(tuple(case.state), 2).unbind(2))
+    out = Pages(torch.full_like(pages, 7.0), cases.PAGE, "fp32")
+    compressor(*case[:2], case.weights, case.batch, views, out, eps=cases.EPS, backend="native")
+    assert torch.equal(out.data, pages)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(views, state, strict=True))
 
 
 def test_native_and_emulator_give_the_same_entries():

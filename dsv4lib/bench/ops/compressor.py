@@ -7,8 +7,7 @@ tokens from position 0; its T / rate entries are pooled from the rows themselves
 
 **HCA** keeps a running softmax of the open window (`ops.compressor.Running`); its bytes are those that this needs.
 Peers keep the rows, and so does "HCA, state of rows" (`Ring`), which is the same work as theirs: at the step that
-closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``. Beside it
-stand the forms that the op does not choose, "ours, streamed by n" CTAs an entry (`ops.compressor.streamed`).
+closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``.
 torch.compile's few lines (`compressor_plain`) keep either state.
 
 Every way starts from projected rows without the gate's bias and ends with the entries in their pages and the state
@@ -199,7 +198,7 @@ def _row(name: str, tokens: int, rate: int, dim: int, form: str, kind: str, goal
         flops=0,
         given=functools.partial(given, *args),
         check=check,
-        ways=ways(running, name == "HCA, state of rows" and kind != "prefill"),
+        ways=ways(running),
         goal=goal,
     )
 
@@ -237,23 +236,9 @@ def _running(name: str) -> Way:
     return Way(name, bind)
 
 
-def _streamed(slices: int) -> Way:
-    """A decode step that the op would cut in another way."""
-
-    def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-        inputs = (given[name] for name in ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots"))
-        outputs = (out[name] for name in ("state_k", "state_z", "pages"))
-        flags = given["page_size"], given["format"], given["eps"], False, _single(given), "auto"
-        op.run(op.Call(*inputs, *outputs, *flags), op.streamed(given["rate"], slices))
-
-    return in_place(f"ours, streamed by {slices}", _outputs, write)
-
-
-def ways(running: bool, streamed: bool) -> tuple[Way, ...]:
-    """Ours, its other forms, then the peers."""
-    others = tuple(_streamed(slices) for slices in (1, 2, 4)) if streamed else ()
-    ours = _running("ours") if running else _ring("ours")
-    return ours, *others, compressor_plain.way(running), *peers.ways()
+def ways(running: bool) -> tuple[Way, ...]:
+    """Ours, then the peers."""
+    return _running("ours") if running else _ring("ours"), compressor_plain.way(running), *peers.ways()
 
 
 def rows() -> list[Row]:

@@ -18,11 +18,18 @@ def load_bulk(
     source: cute.Pointer | Int64,
     size: Int32,
     barrier: cute.Pointer,
+    once: bool = False,
     *,
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them."""
+    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them.
+
+    once: nobody reads them again soon: L2 gives their room away first, rather than what others left there.
+    """
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+    if once:
+        policy = "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+        text = policy + text.replace("bytes ", "bytes.L2::cache_hint ").replace("];", "], p; }")
     args = [smem.toint(loc=loc, ip=ip), source, size, barrier.toint(loc=loc, ip=ip)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)

@@ -1,7 +1,7 @@
 """Mistakes of a compressor, planted one at a time: every class is the kernel with one thing replaced, and compiles.
 
 `BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
-of `STREAMED` are of the form for decode steps that the op does not choose.
+of `STREAMED` are of the form for decode steps of many requests.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class NewestRowForgotten(stream.StreamedCompressor):
     """Pools the rows of the state alone."""
 
     @cute.jit
-    def pool_group(self, team: Int32, own: Int32, quad: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr):
+    def pool_group(self, *given: Any):
         """Without a gate of the newest row."""
-        storage.new[None, 1, 0].fill(-float("inf"))
-        stream.StreamedCompressor.pool_group(self, team, own, quad, rPart, storage)
+        given[-1].new[None, 1, 0].fill(-float("inf"))
+        stream.StreamedCompressor.pool_group(self, *given)
 
 
 WINDOWS = (

@@ -10,7 +10,6 @@ LANES, CHANNELS = 32, 4  # of a thread: 16 bytes of fp32
 ROPE = 64  # last dims of an entry
 PIECE = 64  # channels whose squares are added up before those of others
 MAX_DEPTH, MAX_THREADS = 8, 512
-MAX_STREAMED = 256  # threads of all teams: with more there are too few registers
 # Layout of a page by format; None: dense rows.
 LAYOUTS: dict[str, PageLayout | None] = {
     "kv": kv_entry.LAYOUT,
@@ -33,10 +32,10 @@ class Sizes:
         rotate: apply the Hadamard rotation behind RoPE; 128 dims only.
         single: every request has exactly one row.
         running: the state is a running softmax of the open window instead of its rows; without overlap.
-        slices: CTAs (a cluster) that share an entry's channels.
+        slices: CTAs (a cluster) that share an entry's channels; streamed: its rows.
         split: threads that share the rows of a channel; streamed: groups of its rows, a part of the softmax each.
         stages: groups of rows under way in shared memory (`stream.StreamedCompressor`); 0: rows go to registers.
-        teams: of threads that take groups in turn when streamed: 1, 2 or 4.
+        teams: of 128 threads that have groups of their own when streamed: 1 or 2.
         fp4_conversion: as in `kernels.quantize.simt.Quantize`.
 
     Raises:
@@ -85,6 +84,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
+        self.once = dim == 512 and not single  # rows go through L2 with `access.load4`'s ``once``: measured, see `simt`
         if stages:
             self._stream()
             return
@@ -102,15 +102,16 @@ class Sizes:
         """Threads of the streamed form."""
         if not self.single or self.running or self.overlap:
             raise ConfigError("stages", self.stages, "0 but for a decode step with a state of rows, without overlap")
-        if self.slices > 4 or self.split % 2:
-            raise ConfigError("slices", self.slices, "1, 2 or 4, with an even split, when streamed")
-        most = MAX_STREAMED // self.quads
-        if self.teams not in (1, 2, 4) or self.split // 2 % self.teams or self.teams > most:
-            raise ConfigError("teams", self.teams, f"1, 2 or 4, a divisor of half of split, at most {most}")
-        if self.stages < 0 or self.stages > self.split or self.stages % self.teams:
-            raise ConfigError("stages", self.stages, f"0 to {self.split}, a multiple of {self.teams} teams")
-        self.turns = self.split // self.teams  # groups of a team
-        self.left = (self.split - self.turns) // 2  # pairs that wait for the first team
+        self.quads = self.dim // CHANNELS
+        most = self.split // self.slices  # groups of a CTA
+        if not most:
+            raise ConfigError("slices", self.slices, f"at most split, {self.split}, when streamed")
+        if self.teams not in (1, 2) or self.teams > most:
+            raise ConfigError("teams", self.teams, f"1 or 2, at most {most}")
+        if self.stages < 0 or self.stages > most or self.stages % self.teams:
+            raise ConfigError("stages", self.stages, f"0 to {most}, a multiple of {self.teams} teams")
+        self.turns = most // self.teams  # groups of a team
+        self.others = self.teams - 1 + self.slices - 1  # parts that wait for the first team
         self.team, self.items = self.quads * self.teams, 1
         self.threads = self.team + LANES  # and the fetcher
         self.warps, self.finishers = self.team // LANES, self.quads

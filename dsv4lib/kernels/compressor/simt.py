@@ -32,8 +32,10 @@ before of the second).
 
 **Limits.** Bytes: an entry reads 32 KiB (CSA), 512 KiB (HCA) or 8 KiB (indexer). A decode step is a request's row,
 then all loads at once, then shuffles: two latencies of memory. On an H200 a prefill of CSA reaches about half of the
-memory's rate (15 us for 4096 tokens). Rows staged in shared memory by `cp.async`, with 80 to 128 registers and four to
-six CTAs on an SM, took 17 to 18 us.
+memory's rate (14 us for 4096 tokens). Rows staged in shared memory by `cp.async`, with 80 to 128 registers and four to
+six CTAs on an SM, took 17 to 18 us. Rows of 512 channels pass through L2 as what leaves first, but for a decode step:
+with an L2 full of what others wrote, 4096 tokens took 13.9 us instead of 15.1 (CSA), 12.1 instead of 12.7 (HCA); with a
+clean one 13.0 and 12.7, 11.0 and 10.9. Rows of 128 channels (6.7 and 7.0) and a decode step of CSA did not gain.
 
 Source: DSV4 paper, CSA and HCA; released inference code; the oracle is `dsv4lib.reference.compressor`.
 """
@@ -144,7 +146,7 @@ class Compressor(Sizes):
         closes = item.count > 0 and (item.window + 1) * self.rate <= end
         rNew = cute.make_rmem_tensor((CHANNELS, 3, 1 + self.overlap), Float32)
         if cutlass.const_expr(self.single and not self.running):
-            self.fetch_newest(rows, item, channel, group, rNew)
+            self.fetch_newest(rows, item, channel, self.holds(item, group), rNew)
         if closes:
             self.compress(rows, ends, out, page, eps, item, channel, group, rNorm, storage)
         elif cutlass.const_expr(self.slices > 1):
@@ -153,7 +155,7 @@ class Compressor(Sizes):
             if item.first and item.count > 0 and end % self.rate != 0:
                 self.keep(rows, item, channel, group, storage)
         elif cutlass.const_expr(self.single):
-            self.store_newest(rows, item, channel, group, rNew)
+            self.store_newest(rows, item, channel, self.holds(item, group), rNew)
         else:
             self.update(rows, item, channel, group, closes)
 
@@ -205,7 +207,7 @@ class Compressor(Sizes):
         if cutlass.const_expr(self.fetched == 1):
             oldest = item.start
         for j in cutlass.range_constexpr(self.depth):
-            q = j * self.split + group
+            q = group * self.depth + j
             half = self.half_of(j)
             column, position = channel + half * self.dim, oldest + q
             new = position >= item.start
@@ -217,8 +219,8 @@ class Compressor(Sizes):
             else:
                 k = Int64(cutlass.select_(new, k, self.slot_of(rows.k, item, slot, column)))
                 z = Int64(cutlass.select_(new, z, self.slot_of(rows.z, item, slot, column)))
-            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z, there, MINUS_INF)
-            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k, there, ZERO)
+            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z, there, MINUS_INF, self.once)
+            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k, there, ZERO, self.once)
             bias = self.place_of(rows.ape, (position if self.fetched == 1 else q) & (self.rate - 1), column)
             rApe[0, j], rApe[1, j], rApe[2, j], rApe[3, j] = load4(bias, there & new, ZERO)
         rZ.store(rZ.load() + rApe.load())
@@ -273,12 +275,28 @@ class Compressor(Sizes):
                 cute.autovec_copy(rPart[None, i], sParts[None, i, quad, warp])
         cute.arch.barrier()
         if warp == 0:
+            self.add_parts(rPart, [sParts[None, None, quad, w] for w in range(self.warps)])
+
+    @cute.jit
+    def add_parts(self, rPart: cute.Tensor, parts: cutlass.Constexpr):
+        """Merge parts, a power of two, into this thread's own, the first: neighbours, then neighbours of these.
+
+        The others are in shared memory, [4, 3].
+        """
+        if cutlass.const_expr(len(parts) > 1):
+            half = len(parts) // 2
             rOther = cute.make_rmem_tensor((CHANNELS, 3), Float32)
-            for w in cutlass.range(1, self.warps, unroll=7):
-                for i in cutlass.range_constexpr(3):
-                    cute.autovec_copy(sParts[None, i, quad, w], rOther[None, i])
-                for c in cutlass.range_constexpr(CHANNELS):
-                    self.merge(rPart, c, rOther[c, 0], rOther[c, 1], rOther[c, 2])
+            self.add_parts(rPart, parts[:half])
+            for i in cutlass.range_constexpr(3):
+                cute.autovec_copy(parts[half][None, i], rOther[None, i])
+            self.add_parts(rOther, parts[half:])
+            self.add(rPart, rOther)
+
+    @cute.jit
+    def add(self, rPart: cute.Tensor, rOther: cute.Tensor):
+        """Another part into one."""
+        for c in cutlass.range_constexpr(CHANNELS):
+            self.merge(rPart, c, rOther[c, 0], rOther[c, 1], rOther[c, 2])
 
     @cute.jit
     def soften(
@@ -332,6 +350,28 @@ class Compressor(Sizes):
                 )
         rPart = cute.make_rmem_tensor((CHANNELS, 3), Float32)
         self.soften(rows, item, channel, group, rPart, storage)
+        if self.ends(group):
+            self.end(out, page, eps, slot, channel, rPart, (rNorm, rCos, rSin), storage)
+
+    def ends(self, group: Int32) -> bool:
+        """Whether this thread goes on when the softmax is done."""
+        return True
+
+    @cute.jit
+    def end(
+        self,
+        out: tuple,
+        page: tuple,
+        eps: Float32,
+        slot: Int32,
+        channel: Int32,
+        rPart: cute.Tensor,
+        factors: tuple,
+        storage: cutlass.Constexpr,
+    ):
+        """Norm, RoPE and the place of an entry whose softmax is ``rPart``; ``factors``: of the norm, cos and sin."""
+        tidx, _, _ = cute.arch.thread_idx()
+        rNorm, rCos, rSin = factors
         values = [rPart[c, 2] * cute.arch.rcp_approx(rPart[c, 1]) for c in range(CHANNELS)]
         scale = cute.math.rsqrt(self.squares(values, storage) * (1.0 / self.dim) + eps, fastmath=True)
         values = [values[c] * scale * rNorm[c] for c in range(CHANNELS)]
@@ -399,9 +439,13 @@ class Compressor(Sizes):
             store4(self.slot_of(rows.k, item, Int32(i), channel), tidx < self.quads, part)
 
     @cute.jit
-    def fetch_newest(self, rows: Rows, item: Item, channel: Int32, group: Int32, rNew: cute.Tensor):
+    def holds(self, item: Item, group: Int32) -> Boolean:
+        """Whether the one row of a request is this thread's: as the state's row it is that of its group."""
+        return item.count > 0 and (item.start & (self.pooled - 1)) // self.depth == group
+
+    @cute.jit
+    def fetch_newest(self, rows: Rows, item: Item, channel: Int32, mine: Boolean, rNew: cute.Tensor):
         """The one row of a request: kv, gate and bias of both halves."""
-        mine = item.count > 0 and (item.start & (self.pooled - 1)) % self.split == group
         for half in cutlass.range_constexpr(1 + self.overlap):
             column = channel + half * self.dim
             for i, (tensor, row) in enumerate(
@@ -412,10 +456,9 @@ class Compressor(Sizes):
                     rNew[c, i, half] = found[c]
 
     @cute.jit
-    def store_newest(self, rows: Rows, item: Item, channel: Int32, group: Int32, rNew: cute.Tensor):
+    def store_newest(self, rows: Rows, item: Item, channel: Int32, mine: Boolean, rNew: cute.Tensor):
         """It into the state."""
         slot = item.start & (self.pooled - 1)
-        mine = item.count > 0 and slot % self.split == group
         for half in cutlass.range_constexpr(1 + self.overlap):
             column = channel + half * self.dim
             k = [rNew[c, 0, half] for c in range(CHANNELS)]
@@ -441,7 +484,7 @@ class Compressor(Sizes):
         rApe = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         mine = [Boolean(False)] * self.depth
         for j in cutlass.range_constexpr(self.depth):
-            slot = j * self.split + group
+            slot = group * self.depth + j
             newest = end - 1 - (end - 1 - slot & (self.pooled - 1))
             wanted = newest >= item.start
             if cutlass.const_expr(self.overlap):
@@ -456,7 +499,7 @@ class Compressor(Sizes):
             rApe[0, j], rApe[1, j], rApe[2, j], rApe[3, j] = load4(bias, wanted, ZERO)
         rZ.store(rZ.load() + rApe.load())
         for j in cutlass.range_constexpr(self.depth):
-            slot = Int32(j * self.split) + group
+            slot = group * self.depth + j
             k, z = [rK[c, j] for c in range(CHANNELS)], [rZ[c, j] for c in range(CHANNELS)]
             store4(self.slot_of(rows.k, item, slot, column), mine[j], k)
             store4(self.slot_of(rows.z, item, slot, column), mine[j], z)
