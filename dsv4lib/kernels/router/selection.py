@@ -6,10 +6,13 @@ With h = e^(-|x| / 2) and r = log1p(h^2) / h^2, which lies in (0.69, 1] and is a
 the affinity sqrt(softplus(x)) is h sqrt(r) below 0 and sqrt(x + h^2 r) above: relative errors of a few 2^-24
 everywhere, also where e^x underflows.
 
-A score becomes an unsigned integer that sorts as the number does. A lane holds the keys of 4 q experts in a row and
-sorts each four of them. A round of the top-k is then the best head of a lane's fours, `redux.max` over the lanes, the
-first lane that has it (its experts are the lower ones), and there the next of that four. k rounds, whatever k: the row
-is never sorted.
+A score becomes an unsigned integer that sorts as the number does. A lane holds the keys of 4 q experts in a row. A
+round of the top-k is the best key of a lane, `redux.max` over the lanes, and 0 where that key was: the next round waits
+for no more. Which lane had it, and where, is noted on the side. k rounds, whatever k: the row is never sorted.
+
+Keys that are equal go at once, so one that was there twice among the k best is found behind the last round, and then
+they are taken one at a time: of a lane's sorted fours the best head, and of the lanes that have it the first one (its
+experts are the lower ones).
 """
 
 from __future__ import annotations
@@ -64,9 +67,39 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
     """Expert of the r-th best in lane r, r < k.
 
     Args:
-        rKey: [4, q] keys of experts 4 q lane .., 0 where there is none; overwritten.
+        rKey: [4, q] keys of experts 4 q lane .., 0 where there is none; overwritten where two of the best are equal.
         k: at most 32, and at most the number of keys that are not 0.
     """
+    lane, quads = cute.arch.lane_idx(), cute.size(rKey) // QUAD
+    rLeft = cute.make_rmem_tensor_like(rKey)
+    rLeft.store(rKey.load())
+    expert, ties, twice = Int32(0), Uint32(0), Uint32(0)
+    for r in cutlass.range_constexpr(k):
+        key = _highest([rLeft[i] for i in range(QUAD * quads)])
+        top = cute.arch.warp_redux_sync(key, "umax")  # "max" compares as signed
+        holders, places = Uint32(cute.arch.vote_ballot_sync(key == top)), Uint32(0)
+        for i in cutlass.range_constexpr(QUAD * quads):
+            places = cutlass.select_(rLeft[i] == top, places | (1 << i), places)
+            rLeft[i] = cutlass.select_(rLeft[i] == top, Uint32(0), rLeft[i])
+        ties, twice = ties | (holders & (holders - 1)), twice | (places & (places - 1))
+        holder = _first(holders)
+        winner = holder * (QUAD * quads) + cute.arch.shuffle_sync(_first(places), holder)
+        expert = cutlass.select_(lane == r, winner, expert)
+    if cute.arch.vote_any_sync((ties | twice) != 0):
+        expert = _best_of_equals(rKey, k)
+    return expert
+
+
+def _highest(keys: list) -> Uint32:
+    """The largest."""
+    while len(keys) > 1:
+        keys = [cutlass.max(*keys[i : i + 2]) if i + 1 < len(keys) else keys[i] for i in range(0, len(keys), 2)]
+    return keys[0]
+
+
+@cute.jit
+def _best_of_equals(rKey: cute.Tensor, k: int) -> Int32:
+    """As `best`, a key at a time."""
     lane, quads = cute.arch.lane_idx(), cute.size(rKey) // QUAD
     rAt = cute.make_rmem_tensor((QUAD, quads), Int32)
     for q in cutlass.range_constexpr(quads):
@@ -80,23 +113,37 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
     before = (Uint32(1) << lane) - 1
     expert = Int32(0)
     for r in cutlass.range(k, unroll=1):
-        key, at = rKey[0, 0], rAt[0, 0]
-        for q in cutlass.range_constexpr(1, quads):
-            better = rKey[0, q] > key
-            key, at = cutlass.select_(better, rKey[0, q], key), cutlass.select_(better, rAt[0, q], at)
-        top = cute.arch.warp_redux_sync(key, "umax")  # "max" compares as signed
+        key, at = _head(rKey, rAt)
+        top = cute.arch.warp_redux_sync(key, "umax")
         holders = Uint32(cute.arch.vote_ballot_sync(key == top))
-        taken = (key == top) & ((holders & before) == 0)
-        for q in cutlass.range_constexpr(quads):
-            move = taken & (rAt[0, q] == at)
-            for i in cutlass.range_constexpr(QUAD - 1):
-                rKey[i, q] = cutlass.select_(move, rKey[i + 1, q], rKey[i, q])
-                rAt[i, q] = cutlass.select_(move, rAt[i + 1, q], rAt[i, q])
-            rKey[QUAD - 1, q] = cutlass.select_(move, Uint32(0), rKey[QUAD - 1, q])
-        first = Int32(cute.arch.popc((holders & (~holders + 1)) - 1))
-        winner = cute.arch.shuffle_sync(at, first)
+        winner = cute.arch.shuffle_sync(at, _first(holders))
         expert = cutlass.select_(lane == r, winner, expert)
+        _take(rKey, rAt, at, (key == top) & ((holders & before) == 0))
     return expert
+
+
+def _head(rKey: cute.Tensor, rAt: cute.Tensor) -> tuple:
+    """The best key of this lane's sorted fours, and its expert; of equal ones the lower."""
+    key, at = rKey[0, 0], rAt[0, 0]
+    for q in range(1, cute.size(rKey) // QUAD):
+        better = rKey[0, q] > key
+        key, at = cutlass.select_(better, rKey[0, q], key), cutlass.select_(better, rAt[0, q], at)
+    return key, at
+
+
+def _take(rKey: cute.Tensor, rAt: cute.Tensor, at: Int32, taken: Any) -> None:
+    """The four that ``at`` leads goes on to its next, where ``taken``."""
+    for q in range(cute.size(rKey) // QUAD):
+        move = taken & (rAt[0, q] == at)
+        for i in range(QUAD - 1):
+            rKey[i, q] = cutlass.select_(move, rKey[i + 1, q], rKey[i, q])
+            rAt[i, q] = cutlass.select_(move, rAt[i + 1, q], rAt[i, q])
+        rKey[QUAD - 1, q] = cutlass.select_(move, Uint32(0), rKey[QUAD - 1, q])
+
+
+def _first(lanes: Uint32) -> Int32:
+    """The lowest of a mask's lanes."""
+    return Int32(cute.arch.popc((lanes & (~lanes + 1)) - 1))
 
 
 def _exchanged(swap: Any, a: Any, b: Any) -> tuple:
