@@ -28,7 +28,7 @@ The order of every sum is fixed: with k = 64 u + 32 h + 8 p + 4 q + i, over u in
 01, 10 + 11, both; quarters of the parts, in order, then those as (0 + 1) + (2 + 3). Neither T, nor a token's place, nor
 M, N and A change it, so a token's bits do not depend on its batch.
 
-    SMEM    operands 128 B a row and unit (Flash 64 x 64: 64 KiB, Pro 64 x 96: 140 KiB) when staged; sums of one of the
+    SMEM    operands 128 B a row and unit (Flash 64 x 32: 96 KiB, Pro 64 x 96: 140 KiB) when staged; sums of one of the
             two warps, 512 B an MMA; keys and logits of a token
     launch  (E / 8 N A) shares (T / 16 M) + T CTAs
 
