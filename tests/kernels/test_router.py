@@ -190,6 +190,29 @@ def test_fused(arch, experts, k, tile, tokens, d):
     close(run(FusedRouter, (experts, k, False, *tile), arch, (x, weight), bias), want)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("experts", [256, 40])
+def test_fused_ties_go_to_the_lower_number(arch, experts):
+    """Of a token whose scores are the bias: equal ones of a lane, of two, for the last pick, and all."""
+    falling = -0.01 * torch.arange(experts)
+    for equal, score in (((9, 12), 1.0), ((3, experts - 7), 1.0), ((11, experts - 1), -0.045), (range(experts), 0.5)):
+        bias = falling.clone()
+        bias[list(equal)] = score
+        x, weight = torch.zeros(1, 128).bfloat16(), operands(1, experts, 128)[1]
+        found = run(FusedRouter, (experts, 6, False, 1, 1, 2, False, 1), arch, (x, weight), bias)
+        close(found, expected(torch.zeros(1, experts), 6, bias))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fused_nan_poisons_its_row(arch):
+    x, weight = operands(2, 40, 128)
+    bias = torch.zeros(40)
+    bias[9] = float("nan")
+    experts, weights = run(FusedRouter, (40, 6, False, 1, 1, 2, False, 1), arch, (x, weight), bias)
+    assert bool(weights.isnan().all()) and not bool((experts == 9).any())
+    assert all(len(set(row)) == 6 for row in experts.tolist())
+
+
 def test_fused_by_table():
     x, weight = operands(9, 24, 128)
     table, tokens = torch.arange(24).view(4, 6).flip(0), torch.tensor([3, 0, 1, 2, 2, 2, 0, 3, 1])

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, best, sort_key
+from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, soonest, sort_key
 from dsv4lib.kernels.router.simt import Router
 
 SHARES = 8, 16  # parts of a logit
@@ -110,7 +110,7 @@ class Picker(Router):
                     for j in cutlass.range_constexpr(QUAD):
                         bad = cutlass.select_(rKey[j, q] == NAN, Int32(1), bad)
                 poison = self.poison(bad != 0)
-                expert = best(rKey, self.k)
+                expert = soonest(rKey, self.k)
             a = Float32(0.0)
             if lane < self.k:
                 a = sA[expert]

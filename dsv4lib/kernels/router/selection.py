@@ -7,12 +7,13 @@ the affinity sqrt(softplus(x)) is h sqrt(r) below 0 and sqrt(x + h^2 r) above: r
 everywhere, also where e^x underflows.
 
 A score becomes an unsigned integer that sorts as the number does. A lane holds the keys of 4 q experts in a row and
-sorts each four of them. A round of the top-k is then the best head of a lane's fours, `redux.max` over the lanes, and,
-where a lane has it, the next of that four: the next round waits for no more. k rounds, whatever k: the row is never
-sorted. (Unsorted keys, all compared in every round, took 120 to 270 clocks longer on an H200.)
+sorts each four of them. A round of the top-k is then the best head of a lane's fours, `redux.max` over the lanes, the
+first lane that has it (its experts are the lower ones), and there the next of that four. k rounds, whatever k: the row
+is never sorted.
 
-Who had the best key is asked on the side. If two lanes ever had it, all is done again, a lane at a time: the first one
-that has it, as its experts are the lower ones.
+Where one warp selects and all wait for it (`soonest`), nothing is sorted and the next round waits for less: the best
+key of a lane, `redux.max`, and 0 in the place of every key that is as good. Which lane had it, and where, is noted on
+the side; if more than one had, `best` does it all again.
 """
 
 from __future__ import annotations
@@ -80,61 +81,60 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
             swap = rKey[low + 1, q] > rKey[low, q]
             rKey[low, q], rKey[low + 1, q] = _exchanged(swap, rKey[low, q], rKey[low + 1, q])
             rAt[low, q], rAt[low + 1, q] = _exchanged(swap, rAt[low, q], rAt[low + 1, q])
-    rLeft, rOf = cute.make_rmem_tensor_like(rKey), cute.make_rmem_tensor_like(rAt)
-    rLeft.store(rKey.load())
-    rOf.store(rAt.load())
-    expert, ties = Int32(0), Uint32(0)
-    for r in cutlass.range_constexpr(k):
-        key, at = _head(rLeft, rOf)
+    before = (Uint32(1) << lane) - 1
+    expert = Int32(0)
+    for r in cutlass.range(k, unroll=1):
+        key, at = rKey[0, 0], rAt[0, 0]
+        for q in cutlass.range_constexpr(1, quads):
+            better = rKey[0, q] > key
+            key, at = cutlass.select_(better, rKey[0, q], key), cutlass.select_(better, rAt[0, q], at)
         top = cute.arch.warp_redux_sync(key, "umax")  # "max" compares as signed
         holders = Uint32(cute.arch.vote_ballot_sync(key == top))
-        ties = ties | (holders & (holders - 1))
-        winner = cute.arch.shuffle_sync(at, _first(holders))
+        taken = (key == top) & ((holders & before) == 0)
+        for q in cutlass.range_constexpr(quads):
+            move = taken & (rAt[0, q] == at)
+            for i in cutlass.range_constexpr(QUAD - 1):
+                rKey[i, q] = cutlass.select_(move, rKey[i + 1, q], rKey[i, q])
+                rAt[i, q] = cutlass.select_(move, rAt[i + 1, q], rAt[i, q])
+            rKey[QUAD - 1, q] = cutlass.select_(move, Uint32(0), rKey[QUAD - 1, q])
+        winner = cute.arch.shuffle_sync(at, _lowest(holders))
         expert = cutlass.select_(lane == r, winner, expert)
-        _take(rLeft, rOf, at, key == top)
-    if ties != 0:
-        expert = _best_of_equals(rKey, rAt, k)
     return expert
 
 
 @cute.jit
-def _best_of_equals(rKey: cute.Tensor, rAt: cute.Tensor, k: int) -> Int32:
-    """As `best`, of sorted fours and their experts, a lane at a time."""
-    lane = cute.arch.lane_idx()
-    before = (Uint32(1) << lane) - 1
-    expert = Int32(0)
-    for r in cutlass.range(k, unroll=1):
-        key, at = _head(rKey, rAt)
+def soonest(rKey: cute.Tensor, k: int) -> Int32:
+    """As `best`, for a warp whose latency counts."""
+    lane, count = cute.arch.lane_idx(), cute.size(rKey)
+    rLeft = cute.make_rmem_tensor_like(rKey)
+    rLeft.store(rKey.load())
+    expert, ties = Int32(0), Uint32(0)
+    for r in cutlass.range_constexpr(k):
+        key = _highest([rLeft[i] for i in range(count)])
         top = cute.arch.warp_redux_sync(key, "umax")
-        holders = Uint32(cute.arch.vote_ballot_sync(key == top))
-        winner = cute.arch.shuffle_sync(at, _first(holders))
+        holders, places = Uint32(cute.arch.vote_ballot_sync(key == top)), Uint32(0)
+        for i in cutlass.range_constexpr(count):
+            places = cutlass.select_(rLeft[i] == top, places | (1 << i), places)
+            rLeft[i] = cutlass.select_(rLeft[i] == top, Uint32(0), rLeft[i])
+        ties = ties | (holders & (holders - 1)) | (places & (places - 1))
+        holder = _lowest(holders)
+        winner = holder * count + cute.arch.shuffle_sync(_lowest(places), holder)
         expert = cutlass.select_(lane == r, winner, expert)
-        _take(rKey, rAt, at, (key == top) & ((holders & before) == 0))
+    if cute.arch.vote_any_sync(ties != 0):
+        expert = best(rKey, k)
     return expert
 
 
-def _head(rKey: cute.Tensor, rAt: cute.Tensor) -> tuple:
-    """The best key of this lane's sorted fours, and its expert; of equal ones the lower."""
-    key, at = rKey[0, 0], rAt[0, 0]
-    for q in range(1, cute.size(rKey) // QUAD):
-        better = rKey[0, q] > key
-        key, at = cutlass.select_(better, rKey[0, q], key), cutlass.select_(better, rAt[0, q], at)
-    return key, at
+def _highest(keys: list) -> Uint32:
+    """The largest."""
+    while len(keys) > 1:
+        keys = [cutlass.max(*keys[i : i + 2]) if i + 1 < len(keys) else keys[i] for i in range(0, len(keys), 2)]
+    return keys[0]
 
 
-def _take(rKey: cute.Tensor, rAt: cute.Tensor, at: Int32, taken: Any) -> None:
-    """The four that ``at`` leads goes on to its next, where ``taken``."""
-    for q in range(cute.size(rKey) // QUAD):
-        move = taken & (rAt[0, q] == at)
-        for i in range(QUAD - 1):
-            rKey[i, q] = cutlass.select_(move, rKey[i + 1, q], rKey[i, q])
-            rAt[i, q] = cutlass.select_(move, rAt[i + 1, q], rAt[i, q])
-        rKey[QUAD - 1, q] = cutlass.select_(move, Uint32(0), rKey[QUAD - 1, q])
-
-
-def _first(lanes: Uint32) -> Int32:
-    """The lowest of a mask's lanes."""
-    return Int32(cute.arch.popc((lanes & (~lanes + 1)) - 1))
+def _lowest(bits: Uint32) -> Int32:
+    """The number of the lowest bit that is set."""
+    return Int32(cute.arch.popc((bits & (~bits + 1)) - 1))
 
 
 def _exchanged(swap: Any, a: Any, b: Any) -> tuple:
