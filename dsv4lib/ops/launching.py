@@ -1,16 +1,16 @@
 """What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue.
 
 Launches overlap (programmatic dependent launch): a kernel starts while the one before ends, and waits for it before it
-touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor) are read earlier:
-the kernel that writes them may not be the one right before; a synchronisation or any other launch in between is enough,
-but for one of attention (below).
+touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor, a router's gate)
+are read earlier: the kernel that writes them may not be the one right before; a synchronisation or any other launch in
+between is enough, but for one of attention (below).
 
 A kernel starts early only if the one before asks for it (`griddepcontrol.launch_dependents`), else when that one's CTAs
-have left. Those that stand before attention in a layer (`qnorm_rope_kv`, `kv_append`, `topk`), a router of two launches
-in its first, and attention's combine ask right behind their own wait: the kernel that they waited for has ended, so
-never more than two overlap. The GEMMs of the experts ask behind their last load. Attention asks when it has its tensor
-memory, ahead of its wait: the kernel behind may be there before the one before attention has ended, and then waits for
-both, but must not read ahead of its wait what that one writes. The emulator's race detector reports such reads.
+have left. Those that stand before attention in a layer (`qnorm_rope_kv`, `kv_append`, `topk`) and attention's combine
+ask right behind their own wait: the kernel that they waited for has ended, so never more than two overlap. The GEMMs of
+the experts ask behind their last load. Attention asks when it has its tensor memory, ahead of its wait: the kernel
+behind may be there before the one before attention has ended, and then waits for both, but must not read ahead of its
+wait what that one writes. The emulator's race detector reports such reads.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.router import fused
-from dsv4lib.kernels.router.arguments import fake_args, fused_args, launch_args, picker_args
+from dsv4lib.kernels.router.arguments import fake_args, fused_args, launch_args
 from dsv4lib.kernels.router.fused import FusedRouter
-from dsv4lib.kernels.router.picks import Picker, padded
+from dsv4lib.kernels.router.picks import padded
 from dsv4lib.kernels.router.simt import Router
 from dsv4lib.reference import router as reference
 from tests.kernels.budget import quick
@@ -46,9 +46,6 @@ def run(kind, settings, arch, inputs, chosen, **device):
         tokens = inputs[0].shape[0]
         parts, out = torch.zeros(kernel.shares, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
         launch(code, *fused_args(kernel, *inputs, chosen, parts, *out, FACTOR), gpu=gpu)
-        if kernel.apart:
-            kernel, code = compiled(Picker, (*settings[:3], kernel.shares), arch)
-            launch(code, *picker_args(kernel, chosen, parts, *out, FACTOR), gpu=gpu)
         assert not parts.view(torch.int32).any()  # as the next launch needs it
     else:
         out = outputs(inputs.shape[0], kernel.k)
@@ -177,12 +174,12 @@ def test_experts_by_table():
 @pytest.mark.parametrize(
     ("arch", "experts", "k", "tile", "tokens", "d"),
     [
-        ("sm_90a", 256, 6, (1, 1, 2, False, 8, False, 8), 1, 4096),  # a decode step of Flash
+        ("sm_90a", 256, 6, (1, 1, 2, False, 8, 8, False, True), 1, 4096),  # a decode step of Flash
         ("sm_100a", 40, 6, (1, 2, 1, False, 2), 37, 320),  # 3 tiles of tokens, most CTAs without a share of d
         # No 16-byte access to logits, a last tile of 10 experts, more units than are under way together.
-        ("sm_90a", 42, 5, (2, 4, 1, True, 2, False, 8, True), 35, 2112),
-        ("sm_100a", 33, 16, (4, 2, 2, True, 3), 70, 64),
-        ("sm_100a", 384, 6, (4, 4, 3, True, 7, True), 7, 7168),  # a decode step of Pro
+        ("sm_90a", 42, 5, (2, 4, 1, True, 2, 8, True), 35, 2112),
+        ("sm_100a", 33, 16, (4, 2, 2, True, 3, 16, False, False, True), 70, 64),
+        ("sm_100a", 384, 6, (4, 4, 3, True, 7, 16, False, True, True), 7, 7168),  # a decode step of Pro
     ],
 )
 def test_fused(arch, experts, k, tile, tokens, d):
@@ -193,6 +190,29 @@ def test_fused(arch, experts, k, tile, tokens, d):
     close(run(FusedRouter, (experts, k, False, *tile), arch, (x, weight), bias), want)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("experts", [256, 40])
+def test_fused_ties_go_to_the_lower_number(arch, experts):
+    """Of a token whose scores are the bias: equal ones of a lane, of two, for the last pick, and all."""
+    falling = -0.01 * torch.arange(experts)
+    for equal, score in (((9, 12), 1.0), ((3, experts - 7), 1.0), ((11, experts - 1), -0.045), (range(experts), 0.5)):
+        bias = falling.clone()
+        bias[list(equal)] = score
+        x, weight = torch.zeros(1, 128).bfloat16(), operands(1, experts, 128)[1]
+        found = run(FusedRouter, (experts, 6, False, 1, 1, 2, False, 1), arch, (x, weight), bias)
+        close(found, expected(torch.zeros(1, experts), 6, bias))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fused_nan_poisons_its_row(arch):
+    x, weight = operands(2, 40, 128)
+    bias = torch.zeros(40)
+    bias[9] = float("nan")
+    experts, weights = run(FusedRouter, (40, 6, False, 1, 1, 2, False, 1), arch, (x, weight), bias)
+    assert bool(weights.isnan().all()) and not bool((experts == 9).any())
+    assert all(len(set(row)) == 6 for row in experts.tolist())
+
+
 def test_fused_by_table():
     x, weight = operands(9, 24, 128)
     table, tokens = torch.arange(24).view(4, 6).flip(0), torch.tensor([3, 0, 1, 2, 2, 2, 0, 3, 1])
@@ -201,16 +221,16 @@ def test_fused_by_table():
 
 
 def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
-    x, weight = operands(37, 40, 320)
-    bias = torch.zeros(40)
-    whole = run(FusedRouter, (40, 6, False, 1, 1, 1, False, 2), "sm_90a", (x, weight), bias)
-    for tile, rows in (
-        ((2, 4, 1, True, 3), slice(0, 37)),
-        ((4, 1, 2, True, 1), slice(3, 37)),
-        ((1, 1, 5, False, 1), slice(20, 23)),
+    for d, others in (
+        (320, [((2, 4, 1, True, 3), slice(0, 37)), ((4, 1, 2, True, 1), slice(3, 37))]),
+        (2048, [((1, 1, 5, False, 2, 16, False, True), slice(20, 23)), ((2, 1, 2, True, 1), slice(20, 23))]),
     ):
-        part = run(FusedRouter, (40, 6, False, *tile), "sm_90a", (x[rows], weight), bias)
-        assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
+        x, weight = operands(37, 40, d)
+        bias = torch.zeros(40)
+        whole = run(FusedRouter, (40, 6, False, 1, 1, 1, False, 2), "sm_90a", (x, weight), bias)
+        for tile, rows in others:
+            part = run(FusedRouter, (40, 6, False, *tile), "sm_90a", (x[rows], weight), bias)
+            assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -292,5 +312,8 @@ def test_bad_arguments_are_named():
         with pytest.raises(ArgumentError, match=name):
             launch_args(kernel, **{**good, **bad}, factor=1.0)
     x, weight = operands(3, 64, 96)
-    with pytest.raises(ArgumentError, match="x.shape"):
-        fused_args(FusedRouter(64), x, weight, bias, logits, *outputs(3, 6), 1.0)
+    for kernel in (FusedRouter(64), FusedRouter(64, units=1, whole=True)):
+        with pytest.raises(ArgumentError, match="x.shape"):
+            fused_args(kernel, x, weight, bias, logits, *outputs(3, 6), 1.0)
+    with pytest.raises(ArgumentError, match="x.shape"):  # not 16 shares of a unit
+        fused_args(kernel, x[:, :64], weight[:, :64], bias, logits, *outputs(3, 6), 1.0)

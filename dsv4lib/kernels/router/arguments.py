@@ -11,7 +11,7 @@ import torch
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.router.fused import UNIT, FusedRouter
-from dsv4lib.kernels.router.picks import Picker, Picks, padded
+from dsv4lib.kernels.router.picks import Picks, padded
 from dsv4lib.kernels.router.simt import Router
 
 BF16, FP32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -23,9 +23,9 @@ def fake_args(kernel: Router) -> tuple:
     rows = 4 * kernel.width
     chosen = (fake(I64, "VK"), fake(I64, "T")) if kernel.hashed else fake(FP32, "E", rows)
     ends, stream = (fake(I32, "TK"), fake(FP32, "TK"), FP32(1.0)), cuda.CUstream(0)
-    if not isinstance(kernel, Picker):
+    if not isinstance(kernel, FusedRouter):
         return fake(FP32, "TE", rows), chosen, *ends, stream
-    operands = (fake(BF16, "TD", 16), fake(BF16, "ED", 16)) if isinstance(kernel, FusedRouter) else ()
+    operands = fake(BF16, "TD", 16), fake(BF16, "ED", 16)
     return *operands, Picks(chosen, fake(FP32, "PTF", 16), *ends), stream
 
 
@@ -50,21 +50,10 @@ def launch_args(
     return wrapped, _chosen(kernel, tokens, chosen), *ends, cuda.CUstream(stream)
 
 
-def fused_args(kernel: FusedRouter, x: torch.Tensor, weight: torch.Tensor, *given: Any, stream: int = 0) -> tuple:
-    """Arguments of `FusedRouter` from torch tensors: x bf16 [T, d], weight bf16 [E, d], and those of `picker_args`.
-
-    Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
-    """
-    wrapped = wrap("x", x, BF16, (None, None), 16)
-    d = x.shape[1]
-    if d % UNIT:
-        raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    return wrapped, wrap("weight", weight, BF16, (kernel.experts, d), 16), *picker_args(kernel, *given, stream=stream)
-
-
-def picker_args(
-    kernel: Picker,
+def fused_args(
+    kernel: FusedRouter,
+    x: torch.Tensor,
+    weight: torch.Tensor,
     chosen: Any,
     parts: torch.Tensor,
     experts: torch.Tensor,
@@ -72,15 +61,22 @@ def picker_args(
     factor: float,
     stream: int = 0,
 ) -> tuple:
-    """Arguments of `Picker` from torch tensors: shapes as in `Picks`, ``stream`` a handle.
+    """Arguments of `FusedRouter` from torch tensors: x bf16 [T, d], weight bf16 [E, d], then as in `Picks`.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
-    tokens = experts.shape[0]
+    wrapped = wrap("x", x, BF16, (None, None), 16)
+    tokens, d = x.shape
+    if d % UNIT:
+        raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
+    if kernel.whole and d != kernel.shares * kernel.units * UNIT:
+        raise ArgumentError("x.shape", tuple(x.shape), f"[T, {kernel.shares * kernel.units * UNIT}]: whole shares")
+    gate = wrap("weight", weight, BF16, (kernel.experts, d), 16)
     chosen = _chosen(kernel, tokens, chosen)
     memory = wrap("parts", parts, FP32, (kernel.shares, tokens, padded(kernel.experts)), 16)
-    return Picks(chosen, memory, *_ends(kernel, tokens, experts, weights, factor)), cuda.CUstream(stream)
+    ends = _ends(kernel, tokens, experts, weights, factor)
+    return wrapped, gate, Picks(chosen, memory, *ends), cuda.CUstream(stream)
 
 
 def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:

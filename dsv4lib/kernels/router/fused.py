@@ -11,20 +11,24 @@ memory, so latencies decide, and every SM has to fetch, at once and only once.
     pick   behind those CTAs in the grid comes one for each token (`picks`). It waits for the token's parts, adds
            them, and selects
 
-Gates never wait, and come first in the grid, so the waiting ends wherever they run. Where gates leave no room on an SM
-for picks (``apart``), a launch of `Picker` has them, which needs less of it.
+Gates never wait, and come first in the grid, so the waiting ends wherever they run.
 
 Operands of few tokens go from global memory to registers, all 16-byte loads of a warp at once. Of more (``staged``)
 they are staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they come. A sum does not care
 which k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both operands.
 
-W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`.
+W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`, or (``early``)
+its copies. Loads to registers ahead of the wait are slower: on an H200 5.2 us instead of 3.9 (Flash, 1 token).
+
+Latency is what a launch costs, so addresses are made once, and those of units differ by constants. Where every share
+has the same ``units`` of d (``whole``), no load or product asks whether it is one of this share's. Picks have a thread
+an expert: a gate of fewer warps gets more, which leave at once.
 
 The order of every sum is fixed: with k = 64 u + 32 h + 8 p + 4 q + i, over u in each of four chains (h, q); chains 00 +
 01, 10 + 11, both; quarters of the parts, in order, then those as (0 + 1) + (2 + 3). Neither T, nor a token's place, nor
 M, N and A change it, so a token's bits do not depend on its batch.
 
-    SMEM    operands 128 B a row and unit (Flash 64 x 64: 64 KiB, Pro 64 x 96: 140 KiB) when staged; sums of one of the
+    SMEM    operands 128 B a row and unit (Flash 64 x 32: 96 KiB, Pro 64 x 96: 140 KiB) when staged; sums of one of the
             two warps, 512 B an MMA; keys and logits of a token
     launch  (E / 8 N A) shares (T / 16 M) + T CTAs
 
@@ -34,7 +38,7 @@ Source: DSV4 paper, MoE section; PTX ISA, "mma.m16n8k16" fragments, "Memory Cons
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -54,8 +58,20 @@ _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
     "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
 )
-_COPY = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;"
-_PUBLISH = "st.relaxed.gpu.global.v2.f32 [{$r0}], {{$r1}, {$r2}};"
+
+
+class Place(NamedTuple):
+    """What a CTA of the gate multiplies.
+
+    Attributes:
+        column: tile of experts. tile: of tokens.
+        first, end: units of d.
+    """
+
+    column: Int32
+    tile: Int32
+    first: Int32
+    end: Int32
 
 
 class FusedRouter(Picker):
@@ -68,15 +84,14 @@ class FusedRouter(Picker):
         across: pairs of warps along experts, 1 to 8.
         staged: operands go through shared memory.
         units: of d that are under way together, 1 to 8.
-        apart: leave the picks to a launch of `Picker`.
         shares: CTAs that share d, 8 or 16.
         patient: as in `Picker`.
+        whole: d is 64 units shares: every share has all its units under way together.
+        early: if staged, copy W ahead of the wait, instead of asking for its lines in L2.
 
     Raises:
         ConfigError: a value that is not allowed.
     """
-
-    behind = False
 
     def __init__(
         self,
@@ -88,11 +103,13 @@ class FusedRouter(Picker):
         across: int = 4,
         staged: bool = False,
         units: int = 4,
-        apart: bool = False,
         shares: int = 16,
         patient: bool = False,
+        whole: bool = False,
+        early: bool = False,
     ):
         super().__init__(experts, k, hashed, shares, patient)
+        self.whole, self.early = whole, early and staged
         for name, value, allowed in (
             ("m", m, (1, 2, 4)),
             ("n", n, (1, 2, 4)),
@@ -101,16 +118,17 @@ class FusedRouter(Picker):
         ):
             if value not in allowed:
                 raise ConfigError(name, value, f"{allowed[0]} to {allowed[-1]}")
-        self.m, self.n, self.across, self.staged, self.units, self.apart = min(m, 2), n, across, staged, units, apart
+        self.m, self.n, self.across, self.staged, self.units = min(m, 2), n, across, staged, units
         self.down = m // self.m  # pairs of warps along tokens
         self.pairs = self.down * across
         self.warps = 2 * self.pairs
-        self.threads = LANES * self.warps
+        self.workers = LANES * self.warps  # threads of a gate
+        self.threads = max(self.workers, LANES * QUAD * self.quads)
         self.tokens, self.columns = ROWS_M * m, ROWS_N * n * across  # of a CTA
         self.tiles = -(-experts // self.columns)  # of experts
 
     def __repr__(self) -> str:
-        way = f"{'staged' if self.staged else 'direct'} {self.units}{', apart' * self.apart}"
+        way = f"{'staged' if self.staged else 'direct'} {self.units}{', whole' * self.whole}{', early' * self.early}"
         return f"{super().__repr__()[:-1]}, {self.tokens}x{self.columns}, {self.n}, {way})"
 
     # ---------------------------------------------------------------- host
@@ -120,7 +138,7 @@ class FusedRouter(Picker):
         """Launch.
 
         Args:
-            mX: [T, d] bf16, d a multiple of 64.
+            mX: [T, d] bf16, d a multiple of 64; with ``whole`` 64 units shares.
             mW: [E, d] bf16.
             picks: see there.
             stream: where the launch is queued.
@@ -136,10 +154,12 @@ class FusedRouter(Picker):
             ready: cute.struct.MemRange[cutlass.Int64, self.units]
 
         self.storage = Storage
-        ctas = self.tiles * self.shares * cute.ceil_div(mX.shape[0], self.tokens)
-        if cutlass.const_expr(not self.apart):
-            ctas += mX.shape[0]
+        ctas = self.gates(mX) + mX.shape[0]
         self.kernel(mX, mW, picks).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
+
+    def gates(self, mX: cute.Tensor) -> Int32:
+        """CTAs of the gate."""
+        return self.tiles * self.shares * cute.ceil_div(mX.shape[0], self.tokens)
 
     # -------------------------------------------------------------- device
 
@@ -148,11 +168,10 @@ class FusedRouter(Picker):
         """Gates first, then a CTA a token."""
         block, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
-        gates = self.tiles * self.shares * cute.ceil_div(mX.shape[0], self.tokens)
-        if cutlass.const_expr(self.apart):
-            self.gate(mX, mW, picks.parts, storage, block)
-        elif block < gates:
-            self.gate(mX, mW, picks.parts, storage, block)
+        gates = self.gates(mX)
+        if block < gates:
+            if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < self.warps:
+                self.gate(mX, mW, picks.parts, storage, block)
         else:
             cute.arch.griddepcontrol_wait()
             self.pick(picks, storage, block - gates)
@@ -160,84 +179,95 @@ class FusedRouter(Picker):
     @cute.jit
     def gate(self, mX: cute.Tensor, mW: cute.Tensor, mParts: cute.Tensor, storage: Any, block: Int32):
         """This CTA's part of the sums."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         column, share, tile = block % self.tiles, block // self.tiles % self.shares, block // (self.tiles * self.shares)
         units = mX.shape[1] // UNIT
         first, end = share * units // self.shares, (share + 1) * units // self.shares
-        self.request(mW, column, first, end)
-        cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(self.apart):
-            cute.arch.griddepcontrol_launch_dependents()  # they read what the kernel before may have written, too
+        if cutlass.const_expr(self.whole):
+            first, end = share * self.units, (share + 1) * self.units
         rC = cute.make_rmem_tensor((4, self.m, self.n, CHAINS), Float32)
         rC.fill(0.0)
+        if cutlass.const_expr(not self.early):
+            self.request(mW, column, first, end)
+        at = Place(column, tile, first, end)
         if cutlass.const_expr(self.staged):
-            self.through_smem(mX, mW, storage, rC, column, tile, first, end)
+            self.open(storage)
+        turn = self.through_smem if self.staged else self.direct
+        if cutlass.const_expr(self.whole):
+            turn(mX, mW, storage, rC, at, first)
         else:
-            self.direct(mX, mW, rC, column, tile, first, end)
+            if first == end:  # no sums, but who clears the parts of the launch before must have done so
+                cute.arch.griddepcontrol_wait()
+            for start in cutlass.range(first, end, self.units, unroll=1):
+                turn(mX, mW, storage, rC, at, start)
         rC[None, None, None, 0].store(rC[None, None, None, 0].load() + rC[None, None, None, 1].load())
-        shape = (4, self.n, self.m, LANES, self.pairs)
-        layout = cute.make_ordered_layout(shape, order=(0, 2, 3, 1, 4))
-        sSum = storage.sums.get_tensor(layout)[None, None, None, cute.arch.lane_idx(), warp // 2]
-        if warp % 2 == 1:
-            for i in cutlass.range_constexpr(self.m):
-                for j in cutlass.range_constexpr(self.n):
-                    cute.autovec_copy(rC[None, i, j, 0], sSum[None, j, i])
-        cute.arch.barrier()
-        if warp % 2 == 0:
-            self.publish(rC[None, None, None, 0], sSum, mParts[share, None, None], column, tile, warp // 2)
+        self.publish(rC[None, None, None, 0], storage, mParts[share, None, None], at)
 
     @cute.jit
     def request(self, mW: cute.Tensor, column: Int32, first: Int32, end: Int32):
         """Ask for this CTA's lines of W."""
         tidx, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range(tidx, self.columns * (end - first), self.threads, unroll=1):
+        for i in cutlass.range(tidx, self.columns * (end - first), self.workers, unroll=1):
             row = cutlass.min(column * self.columns + i % self.columns, Int32(self.experts - 1))
             line = cute.domain_offset(((first + i // self.columns) * UNIT,), mW[row, None]).iterator
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
 
     @cute.jit
-    def direct(
-        self, mX: cute.Tensor, mW: cute.Tensor, rC: cute.Tensor, column: Int32, tile: Int32, first: Int32, end: Int32
-    ):
-        """Sums of this warp from global memory: rows of x times rows of W over its half of every unit.
+    def direct(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
+        """Sums of this warp from global memory: rows of x times rows of W over its half of every unit from ``start``.
 
-        Row and column of a fragment's element: lane / 4 (and + 8), and 2 (lane mod 4). Rows behind the last token or
-        expert are those of the last; what comes of them is not stored.
+        Row and column of a fragment's element: lane / 4 (and + 8), and 2 (lane mod 4). Rows behind the last expert are
+        those of the last, behind the last token 0; what comes of them is not stored.
         """
-        half, right, below = self.place()
+        half, _, below = self.place()
         group, chunk = cute.arch.lane_idx() // 4, half * (STEP // CHUNK) + cute.arch.lane_idx() % 4
         rX = cute.make_rmem_tensor((CHUNK, 2, self.m, self.units), BFloat16)
         rW = cute.make_rmem_tensor((CHUNK, self.n, self.units), BFloat16)
         rX.fill(0.0)
-        rW.fill(0.0)
-        for start in cutlass.range(first, end, self.units, unroll=1):
-            for u in cutlass.range_constexpr(self.units):
-                if start + u < end:
-                    at = (start + u) * (UNIT // CHUNK) + chunk
-                    for j in cutlass.range_constexpr(self.n):
-                        row = column * self.columns + (right * self.n + j) * ROWS_N + group
-                        mRow = mW[cutlass.min(row, Int32(self.experts - 1)), None]
-                        cute.autovec_copy(cute.local_tile(mRow, (CHUNK,), (at,)), rW[None, j, u])
-                    for i in cutlass.range_constexpr(2 * self.m):
-                        row = tile * self.tokens + below * self.m * ROWS_M + 8 * i + group
-                        mRow = mX[cutlass.min(row, mX.shape[0] - 1), None]
-                        cute.autovec_copy(cute.local_tile(mRow, (CHUNK,), (at,)), rX[None, i % 2, i // 2, u])
-            for u in cutlass.range_constexpr(self.units):
-                if start + u < end:
-                    self.multiply(rX[None, None, None, u], rW[None, None, u], rC)
+        if cutlass.const_expr(not self.whole):
+            rW.fill(0.0)
+        if self.opens(start, at.first):
+            cute.arch.griddepcontrol_wait()
+        self.take_weights(mW, rW, at.column, start, at.end)
+        for i in cutlass.range_constexpr(2 * self.m):
+            row = at.tile * self.tokens + below * self.m * ROWS_M + 8 * i + group
+            if row < mX.shape[0]:
+                mChunks = self.chunks(mX, row, start * UNIT + chunk * CHUNK)
+                for u in cutlass.range_constexpr(self.units):
+                    if self.has(start + u, at.end):
+                        cute.autovec_copy(mChunks[None, u], rX[None, i % 2, i // 2, u])
+        for u in cutlass.range_constexpr(self.units):
+            if self.has(start + u, at.end):
+                self.multiply(rX[None, None, None, u], rW[None, None, u], rC)
 
     @cute.jit
-    def through_smem(
-        self,
-        mX: cute.Tensor,
-        mW: cute.Tensor,
-        storage: Any,
-        rC: cute.Tensor,
-        column: Int32,
-        tile: Int32,
-        first: Int32,
-        end: Int32,
-    ):
+    def take_weights(self, mW: cute.Tensor, rW: cute.Tensor, column: Int32, start: Int32, end: Int32):
+        """This warp's half of the units from ``start``, of its rows of W."""
+        half, right, _ = self.place()
+        group, chunk = cute.arch.lane_idx() // 4, half * (STEP // CHUNK) + cute.arch.lane_idx() % 4
+        for j in cutlass.range_constexpr(self.n):
+            row = column * self.columns + (right * self.n + j) * ROWS_N + group
+            mChunks = self.chunks(mW, cutlass.min(row, Int32(self.experts - 1)), start * UNIT + chunk * CHUNK)
+            for u in cutlass.range_constexpr(self.units):
+                if self.has(start + u, end):
+                    cute.autovec_copy(mChunks[None, u], rW[None, j, u])
+
+    def chunks(self, mRows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
+        """[8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
+        address = mRows[row, None].iterator.toint() + cutlass.Int64(column * 2)
+        pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((CHUNK, self.units), stride=(1, UNIT)))
+
+    @cute.jit
+    def open(self, storage: Any):
+        """Make the mbarriers of `through_smem`."""
+        tidx, _, _ = cute.arch.thread_idx()
+        if tidx < self.units:
+            cute.arch.mbarrier_init(storage.ready.data_ptr() + tidx, self.workers)
+        cute.arch.mbarrier_init_fence()
+        self.meet()
+
+    @cute.jit
+    def through_smem(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
         """Sums of this warp as in `direct`, from rows in shared memory; all units are requested before the first comes.
 
         Chunk c of an odd row is at place c xor 4: a quarter of a warp reads two rows from different banks.
@@ -250,23 +280,21 @@ class FusedRouter(Picker):
         ready = storage.ready.data_ptr()
         rX = cute.make_rmem_tensor((CHUNK, 2, self.m), BFloat16)
         rW = cute.make_rmem_tensor((CHUNK, self.n), BFloat16)
-        tidx, _, _ = cute.arch.thread_idx()
-        if tidx < self.units:
-            cute.arch.mbarrier_init(ready + tidx, self.threads)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.barrier()
         phase = Int32(0)
-        for start in cutlass.range(first, end, self.units, unroll=1):
-            if start > first:
-                cute.arch.barrier()  # what is there was read
-            count = cutlass.min(end - start, Int32(self.units))
-            for u in cutlass.range(count, unroll=1):
-                at = tile * self.tokens
-                self.stage(mX, sRows[None, None, u], at, mX.shape[0] - 1, start + u, 0, self.tokens)
-                at = column * self.columns
-                self.stage(mW, sRows[None, None, u], at, Int32(self.experts - 1), start + u, self.tokens, self.columns)
-                cute.arch.cp_async_mbarrier_arrive_noinc(ready + u)
-            for u in cutlass.range(count, unroll=1):
+        if cutlass.const_expr(not self.whole):
+            phase = (start - at.first) // self.units % 2
+            if start > at.first:
+                self.meet()  # what is there was read
+        expert, token = at.column * self.columns, at.tile * self.tokens
+        if cutlass.const_expr(self.early):
+            self.stage(mW, sRows, ready, expert, Int32(self.experts - 1), start, at.end, True)
+        if self.opens(start, at.first):
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not self.early):
+            self.stage(mW, sRows, ready, expert, Int32(self.experts - 1), start, at.end, True)
+        self.stage(mX, sRows, ready, token, mX.shape[0] - 1, start, at.end, False)
+        for u in cutlass.range_constexpr(self.units):
+            if self.has(start + u, at.end):
                 cute.arch.mbarrier_wait(ready + u, phase)
                 for i in cutlass.range_constexpr(2 * self.m):
                     sRow = sRows[None, below * self.m * ROWS_M + 8 * i + group, u]
@@ -275,28 +303,54 @@ class FusedRouter(Picker):
                     sRow = sRows[None, self.tokens + (right * self.n + j) * ROWS_N + group, u]
                     cute.autovec_copy(cute.local_tile(sRow, (CHUNK,), (place,)), rW[None, j])
                 self.multiply(rX, rW, rC)
-            phase ^= 1
 
     @cute.jit
     def stage(
         self,
         mRows: cute.Tensor,
         sRows: cute.Tensor,
+        ready: cute.Pointer,
         at: Int32,
         last: Int32,
-        unit: Int32,
-        to: cutlass.Constexpr,
-        count: cutlass.Constexpr,
+        start: Int32,
+        end: Int32,
+        weights: cutlass.Constexpr,
     ):
-        """Request a unit of ``count`` rows from ``at``, not behind ``last``, into rows from ``to``."""
+        """Request units from ``start`` of rows from ``at``, not behind ``last``; tokens come last, and tell."""
         tidx, _, _ = cute.arch.thread_idx()
         chunks = UNIT // CHUNK
-        for i in cutlass.range_constexpr(-(-count * chunks // self.threads)):
-            row, chunk = (tidx + i * self.threads) // chunks, tidx % chunks
-            if row < count:
-                source = cute.domain_offset((unit * UNIT + chunk * CHUNK,), mRows[cutlass.min(at + row, last), None])
-                target = sRows.iterator + (to + row) * UNIT + (chunk ^ (row % 2 * 4)) * CHUNK
-                cute.arch.inline_ptx(_COPY, read_only_args=[target.toint(), source.iterator])
+        first, chunk, step = tidx // chunks, tidx % chunks, self.workers // chunks
+        to, count = (self.tokens, self.columns) if weights else (0, self.tokens)
+        sources, targets = [], []
+        for i in cutlass.range_constexpr(-(-count // step)):
+            row = first + i * step
+            source = mRows[cutlass.min(at + row, last), None].iterator.toint()
+            sources.append(source + cutlass.Int64((start * UNIT + chunk * CHUNK) * 2))
+            targets.append((sRows.iterator + (to + row) * UNIT + (chunk ^ (row % 2 * 4)) * CHUNK).toint())
+        for u in cutlass.range_constexpr(self.units):
+            if self.has(start + u, end):
+                for i in cutlass.range_constexpr(len(sources)):
+                    if first + i * step < count:
+                        offsets = u * UNIT * (self.tokens + self.columns) * 2, u * UNIT * 2
+                        text = f"cp.async.cg.shared.global [{{$r0}}+{offsets[0]}], [{{$r1}}+{offsets[1]}], 16;"
+                        cute.arch.inline_ptx(text, read_only_args=[targets[i], sources[i]])
+                if cutlass.const_expr(not weights):
+                    cute.arch.cp_async_mbarrier_arrive_noinc(ready + u)
+
+    def opens(self, start: Int32, first: Int32) -> Any:
+        """Whether a turn is the first."""
+        return True if self.whole else start == first
+
+    def has(self, unit: Int32, end: Int32) -> Any:
+        """Whether a unit is of this share."""
+        return True if self.whole else unit < end
+
+    def meet(self) -> None:
+        """All threads of a gate."""
+        if self.workers == self.threads:
+            cute.arch.barrier()
+        else:
+            cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     def place(self) -> tuple:
         """(half of a unit, place along experts, place along tokens) of this warp."""
@@ -318,18 +372,32 @@ class FusedRouter(Picker):
                         rC[r, i, j, chain] = sums[r]
 
     @cute.jit
-    def publish(self, rC: cute.Tensor, sSum: cute.Tensor, mPart: cute.Tensor, column: Int32, tile: Int32, pair: Int32):
+    def publish(self, rC: cute.Tensor, storage: Any, mPart: cute.Tensor, at: Place):
         """The sums of both warps of a pair into this share's part, none of them 0."""
-        rOther = cute.make_rmem_tensor(4, Float32)
-        group = cute.arch.lane_idx() // 4
-        for i in cutlass.range_constexpr(self.m):
-            for j in cutlass.range_constexpr(self.n):
-                cute.autovec_copy(sSum[None, j, i], rOther)
-                expert = column * self.columns + (pair % self.across * self.n + j) * ROWS_N
-                expert += cute.arch.lane_idx() % 4 * 2
+        half, right, below = self.place()
+        lane = cute.arch.lane_idx()
+        token = at.tile * self.tokens + below * self.m * ROWS_M + lane // 4
+        expert = at.column * self.columns + right * self.n * ROWS_N + lane % 4 * 2
+        address, below_it = mPart[token, None].iterator.toint() + expert * 4, cutlass.Int64(mPart.stride[0]) * (4 * 8)
+        shape = (4, self.n, self.m, LANES, self.pairs)
+        layout = cute.make_ordered_layout(shape, order=(0, 2, 3, 1, 4))
+        pair = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 2
+        sSum = storage.sums.get_tensor(layout)[None, None, None, lane, pair]
+        if half == 1:
+            for i in cutlass.range_constexpr(self.m):
+                for j in cutlass.range_constexpr(self.n):
+                    cute.autovec_copy(rC[None, i, j], sSum[None, j, i])
+        self.meet()
+        if half == 0:
+            rOther = cute.make_rmem_tensor((4, self.n), Float32)
+            for i in cutlass.range_constexpr(self.m):
+                for j in cutlass.range_constexpr(self.n):
+                    cute.autovec_copy(sSum[None, j, i], rOther[None, j])
                 for high in cutlass.range_constexpr(2):
-                    token = tile * self.tokens + (pair // self.across * self.m + i) * ROWS_M + 8 * high + group
-                    if (token < mPart.shape[0]) & (expert < self.padded):
-                        at = cute.domain_offset((expert,), mPart[token, None]).iterator
-                        two = [marked(rC[2 * high + r, i, j] + rOther[2 * high + r]) for r in range(2)]
-                        cute.arch.inline_ptx(_PUBLISH, read_only_args=[at, *two])
+                    row = address + below_it * (2 * i + high)
+                    if token + i * ROWS_M + 8 * high < mPart.shape[0]:
+                        for j in cutlass.range_constexpr(self.n):
+                            if expert + j * ROWS_N < self.padded:
+                                two = [marked(rC[2 * high + r, i, j] + rOther[2 * high + r, j]) for r in range(2)]
+                                text = f"st.relaxed.gpu.global.v2.f32 [{{$r0}}+{4 * ROWS_N * j}], {{{{$r1}}, {{$r2}}}};"
+                                cute.arch.inline_ptx(text, read_only_args=[row, *two])

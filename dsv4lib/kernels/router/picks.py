@@ -2,25 +2,23 @@
 
 Nobody counts: a part that has come is not 0 (0 is written as -0), and who has read it writes 0 again for the next
 launch. So a part takes one way to L2 and one way back, without a fence or an atomic. Each word tells for itself that it
-is there: relaxed accesses do, and nothing else is ordered by them.
+is there: relaxed accesses do, and nothing else is ordered by them. Who waits asks again only for what has not come.
 
-A CTA has a token, a thread an expert of it; the first warp selects. In a launch of its own (`Picker`) it may start
-while the gates run, all of which have started by then, and beside them on their SMs.
+A CTA has a token, a thread an expert of it; the first warp selects.
 
-Source: PTX ISA, "Memory Consistency Model", "griddepcontrol".
+Source: PTX ISA, "Memory Consistency Model".
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, memory
+from cutlass import Float32, Int32, Uint32
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, best, sort_key
+from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, soonest, sort_key
 from dsv4lib.kernels.router.simt import Router
 
 SHARES = 8, 16  # parts of a logit
@@ -48,7 +46,7 @@ class Picks(NamedTuple):
 
 
 class Picker(Router):
-    """Select experts of logits in parts, behind a launch that writes them; see the module docstring.
+    """The role that selects experts of logits in parts; see the module docstring.
 
     Args:
         experts, k, hashed: as in `Router`.
@@ -59,39 +57,22 @@ class Picker(Router):
         ConfigError: a value that is not allowed.
     """
 
-    behind = True  # another launch, for which nobody has waited
-
-    def __init__(self, experts: int = 256, k: int = 6, hashed: bool = False, shares: int = 16, patient: bool = True):
+    def __init__(
+        self,
+        experts: int = 256,
+        k: int = 6,
+        hashed: bool = False,
+        shares: int = 16,
+        patient: bool = True,
+    ):
         super().__init__(experts, k, hashed)
         if shares not in SHARES:
             raise ConfigError("shares", shares, " or ".join(map(str, SHARES)))
         self.shares, self.patient = shares, patient
-        self.threads = LANES * QUAD * self.quads
         self.padded = padded(experts)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self.shares}{', patient' * self.patient})"
-
-    @cute.jit
-    def __call__(self, picks: Picks, stream: cuda.CUstream):
-        """Launch on ``stream``."""
-
-        @cute.struct
-        class Storage:
-            keys: cute.struct.Align[cute.struct.MemRange[Uint32, LANES * QUAD * self.quads], 16]
-            affinities: cute.struct.MemRange[Float32, LANES * QUAD * self.quads]
-
-        self.storage = Storage
-        self.kernel(picks).launch(
-            grid=(picks.experts.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
-        )
-
-    @cute.kernel
-    def kernel(self, picks: Picks):
-        """A token a CTA."""
-        token, _, _ = cute.arch.block_idx()
-        storage = memory.SmemAllocator().allocate(self.storage)
-        self.pick(picks, storage, token)
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
@@ -129,12 +110,10 @@ class Picker(Router):
                     for j in cutlass.range_constexpr(QUAD):
                         bad = cutlass.select_(rKey[j, q] == NAN, Int32(1), bad)
                 poison = self.poison(bad != 0)
-                expert = best(rKey, self.k)
+                expert = soonest(rKey, self.k)
             a = Float32(0.0)
             if lane < self.k:
                 a = sA[expert]
-            if cutlass.const_expr(self.behind):
-                cute.arch.griddepcontrol_wait()  # who waits for this kernel waits for the one before too
             self.write(expert, a, poison, picks.experts[token, None], picks.weights[token, None], picks.factor)
 
     @cute.jit
@@ -155,19 +134,24 @@ class Picker(Router):
                 seen = cute.arch.inline_ptx(_GLANCE, write_only_types=[Int32], read_only_args=[word])
         rPart = cute.make_rmem_tensor((QUAD, each), Float32)
         rPart.fill(0.0)
+        rLack = cute.make_rmem_tensor(each, Int32)
+        rLack.fill(cutlass.select_(there, Int32(1), Int32(0)))
         missing = there
         while cute.arch.vote_any_sync(missing):
-            if missing:
-                for p in cutlass.range_constexpr(each):
+            for p in cutlass.range_constexpr(each):
+                if rLack[p] != 0:
                     at = self.part(mPart, group * each + p, column)
                     four = cute.arch.inline_ptx(_LOOK, write_only_types=[Float32] * 4, read_only_args=[at])
                     for i in cutlass.range_constexpr(QUAD):
                         rPart[i, p] = four[i]
-            full = Int32(1)
+            lacks = Int32(0)
             for p in cutlass.range_constexpr(each):
+                lack = Int32(0)
                 for i in cutlass.range_constexpr(QUAD):
-                    full = cutlass.select_(rPart[i, p].bitcast(Int32) == 0, Int32(0), full)
-            missing = there & (full == 0)
+                    lack = cutlass.select_(rPart[i, p].bitcast(Int32) == 0, Int32(1), lack)
+                rLack[p] = cutlass.select_(there, lack, Int32(0))
+                lacks = lacks | rLack[p]
+            missing = lacks != 0
         if there:
             for p in cutlass.range_constexpr(each):
                 at = self.part(mPart, group * each + p, column)

@@ -10,6 +10,10 @@ A score becomes an unsigned integer that sorts as the number does. A lane holds 
 sorts each four of them. A round of the top-k is then the best head of a lane's fours, `redux.max` over the lanes, the
 first lane that has it (its experts are the lower ones), and there the next of that four. k rounds, whatever k: the row
 is never sorted.
+
+Where one warp selects and all wait for it (`soonest`), nothing is sorted and the next round waits for less: the best
+key of a lane, `redux.max`, and 0 in the place of every key that is as good. Which lane had it, and where, is noted on
+the side; if more than one had, `best` does it all again.
 """
 
 from __future__ import annotations
@@ -93,10 +97,44 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
                 rKey[i, q] = cutlass.select_(move, rKey[i + 1, q], rKey[i, q])
                 rAt[i, q] = cutlass.select_(move, rAt[i + 1, q], rAt[i, q])
             rKey[QUAD - 1, q] = cutlass.select_(move, Uint32(0), rKey[QUAD - 1, q])
-        first = Int32(cute.arch.popc((holders & (~holders + 1)) - 1))
-        winner = cute.arch.shuffle_sync(at, first)
+        winner = cute.arch.shuffle_sync(at, _lowest(holders))
         expert = cutlass.select_(lane == r, winner, expert)
     return expert
+
+
+@cute.jit
+def soonest(rKey: cute.Tensor, k: int) -> Int32:
+    """As `best`, for a warp whose latency counts."""
+    lane, count = cute.arch.lane_idx(), cute.size(rKey)
+    rLeft = cute.make_rmem_tensor_like(rKey)
+    rLeft.store(rKey.load())
+    expert, ties = Int32(0), Uint32(0)
+    for r in cutlass.range_constexpr(k):
+        key = _highest([rLeft[i] for i in range(count)])
+        top = cute.arch.warp_redux_sync(key, "umax")
+        holders, places = Uint32(cute.arch.vote_ballot_sync(key == top)), Uint32(0)
+        for i in cutlass.range_constexpr(count):
+            places = cutlass.select_(rLeft[i] == top, places | (1 << i), places)
+            rLeft[i] = cutlass.select_(rLeft[i] == top, Uint32(0), rLeft[i])
+        ties = ties | (holders & (holders - 1)) | (places & (places - 1))
+        holder = _lowest(holders)
+        winner = holder * count + cute.arch.shuffle_sync(_lowest(places), holder)
+        expert = cutlass.select_(lane == r, winner, expert)
+    if cute.arch.vote_any_sync(ties != 0):
+        expert = best(rKey, k)
+    return expert
+
+
+def _highest(keys: list) -> Uint32:
+    """The largest."""
+    while len(keys) > 1:
+        keys = [cutlass.max(*keys[i : i + 2]) if i + 1 < len(keys) else keys[i] for i in range(0, len(keys), 2)]
+    return keys[0]
+
+
+def _lowest(bits: Uint32) -> Int32:
+    """The number of the lowest bit that is set."""
+    return Int32(cute.arch.popc((bits & (~bits + 1)) - 1))
 
 
 def _exchanged(swap: Any, a: Any, b: Any) -> tuple:
