@@ -25,7 +25,6 @@ from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.split import MhcSplit
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 
@@ -161,11 +160,12 @@ class Plan(NamedTuple):
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
-    """The largest clusters, as few tokens at once as fill the GPU; ``form``: None: `form_of`."""
+    """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
     form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
     most = max(1, sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
-    rows = min(TILE, -(-tokens // few))
+    rounds = -(-tokens // (few * TILE))
+    rows = -(-tokens // (few * rounds))
     return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
 
 
@@ -288,7 +288,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.SPLIT: MhcSplit, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
     launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 

@@ -12,7 +12,6 @@ from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
 from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.split import MhcSplit
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
@@ -22,14 +21,13 @@ ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
 AGAIN = {"held": "global"}  # X' is fetched again, as with d 7168
 FORMS = {"plain": (Mhc, {}), "stream": (MhcStream, {}), "again": (MhcStream, AGAIN), "bulk": (MhcBulk, {})}
-SPLIT = {"split": (MhcSplit, {})}  # `stream` but for the projection, which `test_split` sees
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
 
 @cache
 def compiled(arch="sm_90a", form="plain", **settings):
-    kind, options = (FORMS | SPLIT)[form]
+    kind, options = FORMS[form]
     kernel = kind(**{"d": 128, "cluster": 4, **options, **settings})
     code = compile_for(kernel, fake_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
@@ -112,24 +110,7 @@ def test_boundary(arch, tokens, rows, clusters, form):
     check(run(given, rows, clusters, arch, form=form), given)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_split(arch):
-    """A full tile and another one."""
-    given = case(19, 128)
-    check(run(given, 16, 1, arch, form="split"), given)
-
-
-def test_split_in_all_schedules():
-    given = case(3, 128)
-    first = run(given, 1, 2, form="split")
-    check(first, given)
-    for schedule in SCHEDULES:
-        found = run(given, 1, 2, device={"schedule": schedule, "seed": 3}, form="split")
-        assert all(torch.equal(a, b) for a, b in zip(found, first, strict=True)), schedule
-
-
-@pytest.mark.parametrize("form", ("split", "bulk"))
-def test_parts_keep_all_bits_of_fn(form):
+def test_parts_keep_all_bits_of_fn():
     """Every other value of fn is all but the last 8 bits of its neighbour, negative: sums of what is left, enlarged."""
     streams, before, (fn, _, base, weight) = case(1, 128)
     whole = 1 + torch.randint(1 << 23, (24, 256), generator=torch.Generator().manual_seed(1)) * 2.0**-23
@@ -137,7 +118,7 @@ def test_parts_keep_all_bits_of_fn(form):
     fn = torch.stack([whole, -first - (whole - first).bfloat16().float()], -1).flatten(1)
     assert 0 < float((fn[:, 0::2] + fn[:, 1::2]).abs().max()) <= 2.0**-17
     given = torch.ones_like(streams), before, (fn, torch.full((3,), 2.0**13), base, weight)
-    check(run(given, 2, 1, form=form, post=False), given, post=False)
+    check(run(given, 2, 1, form="bulk", post=False), given, post=False)
 
 
 def test_parts_keep_all_bits_of_comb_and_post():
@@ -154,14 +135,6 @@ def test_parts_keep_all_bits_of_comb_and_post():
     comb[:, 1], post[:] = 0, -first
     given = streams, (streams[:, 0].clone(), post, comb), parameters
     check(run(given, 5, 1, form="bulk"), given)
-
-
-def test_split_of_other_sites():
-    """The first one; the head, with two workers a CTA."""
-    given = case(3, 128)
-    check(run(given, 2, 1, form="split", post=False), given, post=False)
-    given = case(9, 256, head=True)
-    check(run(given, 9, 1, form="split", d=256, head=True, keep=False), given, head=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -252,7 +225,7 @@ def test_the_check_notices(mistake, form, monkeypatch):
 
 SPILLS = pytest.mark.xfail(strict=True, reason="ptxas keeps 2 registers in local memory on sm_100a")
 CASES = [(arch, d, form) for d in (4096, 7168) for form in ("plain", "stream") for arch in ARCHS]
-CASES += [(arch, 4096, form) for form in ("split", "bulk") for arch in ARCHS]
+CASES += [(arch, 4096, "bulk") for arch in ARCHS]
 
 
 @pytest.mark.parametrize(
@@ -280,8 +253,6 @@ def test_bad_arguments_are_named():
     for bad in ({"held": "L1"}, {"d": 7168, "held": "shared"}, {"head": True, "keep": False, "held": "global"}):
         with pytest.raises(ConfigError, match="held|cluster"):
             MhcStream(**bad)
-    with pytest.raises(ConfigError, match="cluster"):
-        MhcSplit(7168)
     assert MhcStream(7168).held_floats == 0 < MhcStream(4096).held_floats
     kernel = Mhc(128, 4)
     streams, before, parameters = case(3, 128)

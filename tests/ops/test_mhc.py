@@ -56,6 +56,7 @@ def test_forms_that_fit():
     assert forms(4096) == list(Form) and forms(7168) == [Form.PLAIN, Form.STREAM] and forms(7680) == [Form.PLAIN]
     assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168, 7680))
     assert form_of(1, 4096) == Form.PLAIN == form_of(4096, 7680) and form_of(4096, 7168) == Form.STREAM
+    assert form_of(128, 4096) == Form.STREAM and form_of(256, 4096) == form_of(4096, 4096) == Form.BULK
     for row in bench.rows():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
@@ -79,6 +80,7 @@ def test_plans_share_a_call_out():
                 assert chosen == form and d % cluster == 0
                 assert 1 <= rows <= 16 and 1 <= clusters <= -(-tokens // rows)
     assert plan(129, 4096).form == form_of(129, 4096)
+    assert plan(128, 4096)[1:3] == (10, 7)  # two tiles of 10 tokens a cluster, not one of 16 and two
 
 
 def test_schemas_and_fakes():

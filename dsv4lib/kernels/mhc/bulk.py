@@ -2,7 +2,7 @@
 comb; of fn, two thirds stay in registers.
 
 Machine instructions of a worker's loop, a tile of 16 tokens of d 4096 (in it, MMAs): `stream` 1490 (116) on sm_90a and
-1585 (116) on sm_100a, `split` 1201 (100) and 1280 (100), this form 986 (216, 144 of them with k = 8) and 980: neither
+1585 (116) on sm_100a, this form 986 (216, 144 of them with k = 8) and 980: neither
 the write-back nor the projection unpacks X' or cuts fn, and the products need no moves. All MMAs are of bf16, with
 exact products, on operands that are there already:
 
@@ -25,7 +25,7 @@ exact products, on operands that are there already:
 
     SMEM (d 4096, 16 CTAs)   fn 49,152  stages 122,880  coefficients 8,192  sums 18,432  inbox 9,216  weights 2,048
 
-Not timed yet, so no call chooses this form by itself (`forms`). Infinite inputs give NaN.
+Infinite inputs give NaN.
 
 Source: as `simt`; PTX ISA, "mma.m16n8k8", "mma.m16n8k16" (bf16 fragments), "ldmatrix",
 "stmatrix".

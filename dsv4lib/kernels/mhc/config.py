@@ -45,7 +45,6 @@ class Config:
 
     name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
-    split = False  # whether fn lies in shared memory as three bf16 a value
 
     def __init__(
         self,
@@ -90,9 +89,7 @@ class Config:
         # Shared memory in floats
         self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
         plain, streaming = int(not self.streaming), int(self.streaming)
-        self.quads = 1 if head else 4  # of 16 rows and parts of fn that an MMA reads, and half a one
-        self.fn_block = LANES * (4 * self.quads + 2)
-        self.fn_floats = self.warps * N * 2 * self.fn_block if self.split else self.values * self.fn_pitch
+        self.fn_floats = self.values * self.fn_pitch
         self.sum_floats = self.warps * TILE * self.sum_pitch
         self.coefficient_floats = 2 * TILE * COEFFICIENTS
         self.pre_floats = plain * 2 * TILE * self.pre_pitch  # two tiles each
@@ -121,7 +118,7 @@ class Config:
     def budget(self) -> list[BudgetRow]:
         """What lies in shared memory."""
         rows = (
-            ("fn", self.fn_floats, f"{self.values} rows, {self.fn_floats} words"),
+            ("fn", self.fn_floats, f"{self.values} rows"),
             ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
             ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
             ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
@@ -158,13 +155,6 @@ class StreamConfig(Config):
 
     name = "MhcStream"
     streaming = True
-
-
-class SplitConfig(StreamConfig):
-    """Settings of `MhcSplit`."""
-
-    name = "MhcSplit"
-    split = True
 
 
 class BulkConfig(StreamConfig):
