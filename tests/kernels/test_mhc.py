@@ -80,7 +80,7 @@ def check(after, given, post=True, head=False):
     z = streams.double()
     if post:
         exact = oracle.post(f.double(), z, post_w.double(), comb.double())
-        size = oracle.post(f.double().abs(), z.abs(), post_w.double(), comb.double())
+        size = oracle.post(f.double().abs(), z.abs(), post_w.double().abs(), comb.double().abs())
         if new is None:
             z = exact.bfloat16().double()
         else:

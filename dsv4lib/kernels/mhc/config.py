@@ -17,12 +17,12 @@ COEFFICIENTS = N + N * N  # of the site before, a token
 MAX_WARPS = 15  # that stream; with one more, 512 threads of at most 128 registers
 PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
-MIX = 8  # floats that a token's mixture needs: pre, 1 / rms
+MIX = 4  # floats that a token's mixture needs: pre / rms
 HELD = 32  # words of X' that a lane owns
 BULK_WARPS = 8  # with three more, 168 registers a thread
 STAGES = 3  # tiles in shared memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
-PIECES = 4 * N * 4  # words of a token's coefficients: streams, pairs of inputs, three parts and one word of nothing
+PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
 
 

@@ -204,15 +204,13 @@ class MhcStream(StreamConfig, Products, Mhc):
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < rows and begin + t < tokens:  # nobody weighs the others
-            cute.autovec_copy(cute.local_tile(sMix[t, None], (N,), (0,)), rPre)
-            norm = sMix[t, N]
+            cute.autovec_copy(sMix[t, None], rPre)
             for w in cutlass.range_constexpr(WORDS):
                 x = [rPre[0] * z for z in floats(rZ[w, 0])]
                 for i in cutlass.range_constexpr(1, N):
                     z = floats(rZ[w, i])
                     x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
-                x = floats(pair(*x))
-                rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
+                rWords[w] = pair(x[0] * rWeight[2 * w], x[1] * rWeight[2 * w + 1])
             line = cute.local_tile(mY[begin + t, None], (COLUMNS,), (column,))
             cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
@@ -376,16 +374,13 @@ class MhcStream(StreamConfig, Products, Mhc):
     def send_weights(
         self, rPre: cute.Tensor, norm: Float32, sMix: cute.Tensor, barrier: cute.Pointer, rank: Int32, rows: Int32
     ):
-        """pre, and behind it 1 / rms, of every token of this CTA to every CTA: 16 bytes a lane."""
+        """pre / rms of every token of this CTA to every CTA: 16 bytes a lane."""
         lane = cute.arch.lane_idx()
-        peer, part = lane % self.cluster, lane // self.cluster
         for s in cutlass.range_constexpr(self.slots):
             t = s * self.cluster + rank
-            scale = cute.arch.shuffle_sync(norm, 4 * s)
-            pre = [cute.arch.shuffle_sync(rPre[i], 4 * s) for i in range(N)]
-            values = [Float32(cutlass.select_(part == 0, p, scale)) for p in pre]
-            if t < rows and part < 2:
-                send(cute.domain_offset((t, N * part), sMix).iterator, peer, values, barrier)
+            values = [cute.arch.shuffle_sync(rPre[i] * norm, 4 * s) for i in range(N)]
+            if t < rows and lane < self.cluster:
+                send(cute.domain_offset((t, 0), sMix).iterator, lane, values, barrier)
 
     @cute.jit
     def own_logits(
