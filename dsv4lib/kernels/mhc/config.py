@@ -20,6 +20,7 @@ IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 4  # floats that a token's mixture needs: pre / rms
 HELD = 32  # words of X' that a lane owns
 BULK_WARPS = 8  # with three more, 168 registers a thread
+FEW_WARPS = 8  # with one more, 224
 STAGES = 3  # tiles in shared memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
 PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
@@ -108,7 +109,8 @@ class Config:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
             )
-        self.chains = 2 if self.held_floats else 1  # of MMAs a sum; two where there are registers for them
+        few = not self.streaming and self.warps <= FEW_WARPS
+        self.chains = 2 if few else 1  # of MMAs a sum; two where there are registers for them
 
     @property
     def smem_bytes(self) -> int:

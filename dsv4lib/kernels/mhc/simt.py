@@ -17,7 +17,8 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
 
     worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
                    on their way since project
-    last warp      fn by bulk copies ahead of griddepcontrol.wait; coefficients of the site before; post and comb
+    all            fn by bulk copies ahead of griddepcontrol.wait, a part each: a warp issues one at a time
+    last warp      coefficients of the site before; post and comb
                    of the tokens that this CTA owns (`coefficients`)
 
     exchange 1     sums of a CTA's warps go to where they are needed: 4 pre and the squares to every CTA of the
@@ -48,7 +49,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, OWNED, PARTS, ROWS_N, TILE, UNIT, WORDS, N
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, LANES, OWNED, PARTS, ROWS_N, TILE, UNIT, WORDS, N
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
 
 
@@ -159,7 +160,7 @@ class Mhc(Coefficients):
 
     def arrivals(self) -> list[int]:
         """How many arrivals each barrier waits for: fn, sums, squares, ready, free."""
-        return [1, 1, 1, 1, self.cluster]
+        return [self.threads // LANES, 1, 1, 1, self.cluster]
 
     @cute.jit
     def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
@@ -170,8 +171,8 @@ class Mhc(Coefficients):
         shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
         sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
         sSquares, sSent = self.exchanged(storage)
+        self.fetch_fn(mFn, place[0], sFn, fn, warp, self.threads // LANES)
         if warp == self.warps:
-            self.fetch_fn(mFn, place[0], sFn, fn)
             cute.arch.griddepcontrol_wait()
             cute.arch.cluster_wait()
             small = sSquares, sOwned, sCoefficients
@@ -225,7 +226,7 @@ class Mhc(Coefficients):
             if cutlass.const_expr(self.keep):
                 self.store_streams(mNew, rZ, begin, rows, tokens, column)
             cute.arch.mbarrier_wait(fn, 0)
-            self.project(rZ, sFn, sSums[warp, None, None], warp)
+            self.project_rows(rZ, sFn, sSums[warp, None, None], warp, rows)
             if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
                 cute.arch.mbarrier_wait(free, 1 - buffer)
             self.meet()
@@ -319,16 +320,25 @@ class Mhc(Coefficients):
                     cute.autovec_copy(rOut[None, i, h], cute.local_tile(mNew[token, None], (COLUMNS,), (place,)))
 
     @cute.jit
-    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32):
-        """This warp's part of fn z and of the squares, for all 16 tokens.
+    def project_rows(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32, rows: Int32):
+        """`project` of the eights of tokens that a tile has."""
+        if rows <= ROWS_N:
+            self.project(rZ, sFn, sSum, warp, 1)
+        else:
+            self.project(rZ, sFn, sSum, warp, 2)
 
-        A: row lane / 4 (+ 8), k lane mod 4 (+ 4); B: the same k, column lane / 4; sums: columns 2 (lane mod 4) and
-        the next. k and k + 4 of MMA w are columns 2 w and 2 w + 1 of this lane's eight.
+    @cute.jit
+    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32, eights: cutlass.Constexpr):
+        """This warp's part of fn z and of the squares, for the tile's first tokens, eight at a time.
+
+        A: rows lane / 4 and 8 further of fn, k lane mod 4 (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and
+        below it lo. B: the same k, token lane / 4; sums: tokens 2 (lane mod 4) and the next. k and k + 4 of MMA w are
+        columns 2 w and 2 w + 1 of this lane's eight.
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
-        rC = cute.make_rmem_tensor((4, self.tiles, self.chains), Float32)
-        rSquares = cute.make_rmem_tensor((2, 2), Float32)
+        rC = cute.make_rmem_tensor((4, 1 + self.chains, eights), Float32)  # the last rows; hi (and lo) of the others
+        rSquares = cute.make_rmem_tensor((2, eights), Float32)
         rC.fill(0.0)
         rSquares.fill(0.0)
         rB = cute.make_rmem_tensor((4, self.tiles), Float32)
@@ -341,41 +351,38 @@ class Mhc(Coefficients):
                     cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rB[None, n])
                 for w in cutlass.range_constexpr(2):
                     word = 2 * half + w
-                    z = [halves(rZ[word, i, h]) for h in range(2)]
-                    if cutlass.const_expr(not self.streaming):
-                        for h in cutlass.range_constexpr(2):
-                            for k in cutlass.range_constexpr(2):
-                                value = z[h][k].bitcast(Float32)
-                                rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
-                    a = [z[0][0], z[1][0], z[0][1], z[1][1]]
-                    for n in cutlass.range_constexpr(self.tiles):
-                        b = [rB[2 * w + k, n] for k in range(2)]
-                        high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
-                        multiply(a, high, rC[None, n, 0])
-                        low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
-                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n, self.chains - 1])
-        if cutlass.const_expr(self.chains == 2):
-            rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
-        if cutlass.const_expr(self.streaming):
-            self.store_products(rC[None, None, 0], sSum)
-        else:
-            self.store_sums(rC[None, None, 0], rSquares, sSum)
-
-    @cute.jit
-    def store_sums(self, rC: cute.Tensor, rSquares: cute.Tensor, sSum: cute.Tensor):
-        """Sums of the projection, and behind them the squares."""
-        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        for h in cutlass.range_constexpr(2):
+                    whole = [[rB[2 * w + k, n] for k in range(2)] for n in range(self.tiles)]
+                    high = [[value.bitcast(Uint32) & Uint32(TF32) for value in one] for one in whole]
+                    low = [
+                        [(value - cut.bitcast(Float32)).bitcast(Uint32) for value, cut in zip(*two, strict=True)]
+                        for two in zip(whole, high, strict=True)
+                    ]
+                    for h in cutlass.range_constexpr(eights):
+                        z = halves(rZ[word, i, h])
+                        for k in cutlass.range_constexpr(2):
+                            value = z[k].bitcast(Float32)
+                            rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
+                        if cutlass.const_expr(not self.head):
+                            for part, chain in ((high, 1), (low, self.chains)):
+                                a = [part[n][k] for k in range(2) for n in range(2)]
+                                multiply(a, z, rC[None, chain, h])
+                        multiply([part[-1][k] for k in range(2) for part in (high, low)], z, rC[None, 0, h])
+        for h in cutlass.range_constexpr(eights):
+            first = [rC[k, 1, h] for k in range(4)]
+            if cutlass.const_expr(self.chains == 2):
+                first = [first[k] + rC[k, 2, h] for k in range(4)]
+            last = [rC[k, 0, h] + rC[2 + k, 0, h] for k in range(2)]
+            for k in cutlass.range_constexpr(2):
+                line = sSum[ROWS_N * h + 2 * four + k, None]
+                if cutlass.const_expr(self.head):
+                    line[group] = last[k]
+                else:
+                    for n, value in enumerate((first[k], first[2 + k], last[k])):
+                        line[ROWS_N * n + group] = value
             total = rSquares[0, h] + rSquares[1, h]
             for lanes in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, lanes)
-            line = sSum[group + 8 * h, None]
-            for n in cutlass.range_constexpr(self.tiles):
-                rPair = cute.make_rmem_tensor(2, Float32)
-                for k in cutlass.range_constexpr(2):
-                    rPair[k] = rC[2 * h + k, n]
-                cute.autovec_copy(rPair, cute.local_tile(line, (2,), (4 * n + four,)))
-            line[ROWS_N * self.tiles + four] = total  # four times, as sums are read by fours
+            sSum[group + ROWS_N * h, ROWS_N * self.tiles + four] = total  # four times, as sums are read by fours
 
     @cute.jit
     def exchange_sums(
