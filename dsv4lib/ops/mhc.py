@@ -22,8 +22,8 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.bulk import MhcBulk
-from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
-from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
+from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
+from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
@@ -164,7 +164,7 @@ def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None
     form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
     most = max(1, sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
-    rounds = -(-tokens // (few * TILE))
+    rounds = -(-tokens // (few * tile_of(form, d)))
     rows = -(-tokens // (few * rounds))
     return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
 

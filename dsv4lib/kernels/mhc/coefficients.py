@@ -14,11 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsv4lib.kernels.common.bulk import load_bulk
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, TILE, Config, N
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, Config, N
 
 LOG2_E = 1.4426950408889634
-FOURS = TILE * COEFFICIENTS // 4  # 16-byte pieces of a tile's coefficients
-AT_ONCE = -(-FOURS // LANES)
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -74,7 +72,7 @@ class Coefficients(Config):
         rank, first, step, rows, tokens = place
         sSquares, sOwned, sCoefficients = sSmall
         sums, ready = barriers
-        rFour = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+        rFour = cute.make_rmem_tensor((4, self.pieces), Float32)
         rFour.fill(0.0)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
         rC = cute.make_rmem_tensor((N, N), Float32)
@@ -114,7 +112,7 @@ class Coefficients(Config):
         self, mPost: cute.Tensor, mComb: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, rFour: cute.Tensor
     ):
         """This lane's pieces of a tile's post (piece 0 of a token) and comb (pieces 1 to 4)."""
-        for k in cutlass.range_constexpr(AT_ONCE):
+        for k in cutlass.range_constexpr(self.pieces):
             item = cute.arch.lane_idx() + LANES * k
             t, piece = item // (N + 1), item % (N + 1)
             token = begin + t
@@ -127,9 +125,9 @@ class Coefficients(Config):
     @cute.jit
     def keep_coefficients(self, rFour: cute.Tensor, sOne: cute.Tensor):
         """Into shared memory, [token][post, comb]."""
-        for k in cutlass.range_constexpr(AT_ONCE):
+        for k in cutlass.range_constexpr(self.pieces):
             item = cute.arch.lane_idx() + LANES * k
-            if item < FOURS:
+            if item < self.tile * COEFFICIENTS // 4:
                 line = sOne[item // (N + 1), None]
                 cute.autovec_copy(rFour[None, k], cute.local_tile(line, (4,), (item % (N + 1),)))
 

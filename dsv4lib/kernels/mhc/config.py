@@ -7,6 +7,7 @@ from dsv4lib.kernels.common.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 
 N = 4  # streams
 TILE = 16  # tokens of an MMA
+WIDE_TILE = 24  # tokens that a lane's registers hold in the plain form
 LANES = 32
 COLUMNS = 8  # of a lane: 16 bytes of a row
 WORDS = COLUMNS // 2
@@ -77,7 +78,11 @@ class Config:
         self.threads = self.workers + LANES * (2 if self.streaming else 1)
         self.values = N if head else N + OWNED
         self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
-        self.slots = TILE // cluster  # tokens of a tile that a CTA owns
+        few = not self.streaming and self.warps <= FEW_WARPS
+        self.tile = WIDE_TILE if few else TILE
+        self.eights = self.tile // ROWS_N
+        self.slots = -(-self.tile // cluster)  # tokens of a tile that a CTA owns
+        self.pieces = -(-self.tile * COEFFICIENTS // (4 * LANES))  # of 16 bytes, of a tile's coefficients, a lane
 
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
         self.fn_pitch = N * self.columns + 4
@@ -91,15 +96,15 @@ class Config:
         self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
         plain, streaming = int(not self.streaming), int(self.streaming)
         self.fn_floats = self.values * self.fn_pitch
-        self.sum_floats = self.warps * TILE * self.sum_pitch
-        self.coefficient_floats = 2 * TILE * COEFFICIENTS
-        self.pre_floats = plain * 2 * TILE * self.pre_pitch  # two tiles each
-        self.square_floats = plain * 2 * TILE * self.square_pitch
-        self.mixed_floats = plain * 2 * cluster * TILE
-        self.mine_floats = plain * self.warps * TILE
+        self.sum_floats = self.warps * self.tile * self.sum_pitch
+        self.coefficient_floats = 2 * self.tile * COEFFICIENTS
+        self.pre_floats = plain * 2 * self.tile * self.pre_pitch  # two tiles each
+        self.square_floats = plain * 2 * self.tile * self.square_pitch
+        self.mixed_floats = plain * 2 * cluster * self.tile
+        self.mine_floats = plain * self.warps * self.tile
         self.owned_floats = plain * 2 * self.slots * cluster * OWNED
         self.inbox_floats = streaming * IN_FLIGHT * self.slots * cluster * self.sum_pitch
-        self.mix_floats = streaming * IN_FLIGHT * TILE * MIX
+        self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
         self.held_floats = streaming * self.workers * HELD
         if held == "global" or (held is None and self.smem_bytes > SMEM_LIMIT):
             self.held_floats = 0
@@ -109,8 +114,6 @@ class Config:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
             )
-        few = not self.streaming and self.warps <= FEW_WARPS
-        self.chains = 2 if few else 1  # of MMAs a sum; two where there are registers for them
 
     @property
     def smem_bytes(self) -> int:
@@ -121,9 +124,9 @@ class Config:
         """What lies in shared memory."""
         rows = (
             ("fn", self.fn_floats, f"{self.values} rows"),
-            ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
-            ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
-            ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
+            ("sums of warps", self.sum_floats, f"{self.warps} warps, {self.tile} tokens, {self.sum_pitch}"),
+            ("pre for all", self.pre_floats, f"2 tiles of {self.tile} tokens, {N} sums of {self.cluster} CTAs"),
+            ("squares for all", self.square_floats, f"2 tiles of {self.tile} tokens, of {self.cluster} CTAs"),
             (
                 "sums of owned tokens",
                 self.owned_floats,
@@ -132,16 +135,16 @@ class Config:
             (
                 "squares of x",
                 self.mixed_floats + self.mine_floats,
-                f"2 tiles of {TILE} tokens of {self.cluster} CTAs, {self.warps} warps",
+                f"2 tiles of {self.tile} tokens of {self.cluster} CTAs, {self.warps} warps",
             ),
             (
                 "sums of owned tokens",
                 self.inbox_floats,
                 f"{IN_FLIGHT} tiles of {self.slots} tokens, {self.sum_pitch} sums of {self.cluster} CTAs",
             ),
-            ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {TILE} tokens, {MIX}"),
+            ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {self.tile} tokens, {MIX}"),
             ("streams", self.held_floats, f"{self.workers} lanes, {self.held_floats // self.workers} words"),
-            ("coefficients", self.coefficient_floats, f"2 tiles of {TILE} tokens"),
+            ("coefficients", self.coefficient_floats, f"2 tiles of {self.tile} tokens"),
             ("barriers", 2 * self.barriers, f"{self.barriers} of 8 bytes"),
         )
         return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, floats, why in rows if floats]

@@ -19,6 +19,9 @@ class Form(Enum):
     BULK = "bulk"
 
 
+CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig}
+
+
 def form_of(tokens: int, d: int) -> Form:
     """The form that a call of so many tokens uses: the only place that chooses.
 
@@ -39,11 +42,16 @@ def form_of(tokens: int, d: int) -> Form:
 def forms(d: int) -> list[Form]:
     """The forms that fit an SM at this width."""
     found = []
-    for form, config in zip(Form, (Config, StreamConfig, BulkConfig), strict=True):
+    for form, config in CONFIGS.items():
         with suppress(ConfigError):
             config(d=d, cluster=cluster_of(d))
             found.append(form)
     return found
+
+
+def tile_of(form: Form, d: int) -> int:
+    """Tokens that a cluster takes at most at once."""
+    return CONFIGS[form](d=d, cluster=cluster_of(d)).tile
 
 
 def cluster_of(d: int) -> int:

@@ -16,7 +16,7 @@ L2 once a cluster. X' is exact in TF32, fn = hi + lo is exact to 2^-22 (hi: its 
 reads of it; lo: the next 11): two MMAs give the products of fp32.
 
     worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
-                   on their way since project
+                   on their way since mix
     all            fn by bulk copies ahead of griddepcontrol.wait, a part each: a warp issues one at a time
     last warp      coefficients of the site before; post and comb
                    of the tokens that this CTA owns (`coefficients`)
@@ -49,7 +49,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, LANES, OWNED, PARTS, ROWS_N, TILE, UNIT, WORDS, N
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, LANES, OWNED, PARTS, ROWS_N, UNIT, WORDS, N
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
 
 
@@ -141,11 +141,11 @@ class Mhc(Coefficients):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
-        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape = (2, TILE, COEFFICIENTS)
+        shape, pitch = (self.warps, self.tile, self.sum_pitch), self.sum_pitch
+        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, 1)))
+        shape = (2, self.tile, COEFFICIENTS)
         sCoefficients = storage.coefficients.get_tensor(
-            cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
+            cute.make_layout(shape, stride=(self.tile * COEFFICIENTS, COEFFICIENTS, 1))
         )
         barriers = [storage.barriers.data_ptr() + k for k in range(self.barriers)]
         if tidx == 0:
@@ -184,13 +184,13 @@ class Mhc(Coefficients):
     @cute.jit
     def exchanged(self, storage: Any) -> tuple:
         """What CTAs send each other: (squares or their sums [buffer, token, CTA], tensors that `work` needs)."""
-        shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
-        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
-        shape, pitch = (2, TILE, self.cluster), self.square_pitch
-        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape = (2, self.cluster, TILE)
-        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * TILE, TILE, 1)))
-        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, TILE), stride=(TILE, 1)))
+        shape, pitch = (2, self.tile, self.cluster, N), self.pre_pitch
+        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, N, 1)))
+        shape, pitch = (2, self.tile, self.cluster), self.square_pitch
+        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, 1)))
+        shape = (2, self.cluster, self.tile)
+        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * self.tile, self.tile, 1)))
+        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, self.tile), stride=(self.tile, 1)))
         return sSquares, (sPre, sSquares, sMixed, sMine)
 
     @cute.jit
@@ -206,10 +206,10 @@ class Mhc(Coefficients):
         tidx, _, _ = cute.arch.thread_idx()
         warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
         column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
-        rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
-        rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
-        rZ = cute.make_rmem_tensor((WORDS, N, 2), Uint32)
-        rMix = cute.make_rmem_tensor((WORDS, 2), Uint32)
+        rX = cute.make_rmem_tensor((COLUMNS, N, self.eights), BFloat16)
+        rF = cute.make_rmem_tensor((COLUMNS, self.eights), BFloat16)
+        rZ = cute.make_rmem_tensor((WORDS, N, self.eights), Uint32)
+        rMix = cute.make_rmem_tensor((WORDS, self.eights), Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
         weights = cute.domain_offset((column * COLUMNS,), mWeight).iterator
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights])
@@ -230,7 +230,6 @@ class Mhc(Coefficients):
             if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
                 cute.arch.mbarrier_wait(free, 1 - buffer)
             self.meet()
-            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
             # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
             if begin + step < tokens and tidx < self.cluster:
                 cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
@@ -239,6 +238,7 @@ class Mhc(Coefficients):
             scale, base = mScale[0], mBase[four]
             cute.arch.mbarrier_wait(sums, buffer)
             self.mix(rZ, *sFirst, scale, base, eps, rows, rMix, sMine[warp, None])
+            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
             cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
             self.meet()
             self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
@@ -264,11 +264,11 @@ class Mhc(Coefficients):
         rX: cute.Tensor,
         rF: cute.Tensor,
     ):
-        """This lane's columns of its two tokens, zeros where there is none (and nothing to keep until then)."""
+        """This lane's columns of its tokens, zeros where there is none (and nothing to keep until then)."""
         group = cute.arch.lane_idx() // 4
         rX.fill(0.0)
         rF.fill(0.0)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = group + 8 * h
             token = begin + t
             if t < rows and token < tokens:
@@ -280,15 +280,17 @@ class Mhc(Coefficients):
 
     @cute.jit
     def write_back(self, rX: cute.Tensor, rF: cute.Tensor, sCoefficients: cute.Tensor, rows: Int32, rZ: cute.Tensor):
-        """X' in words of two columns; the second token only where a tile has it."""
+        """X' in words of two columns; the second and third token only where a tile has them."""
         rOld, rNew, group = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rF, Uint32), cute.arch.lane_idx() // 4
         if cutlass.const_expr(not self.post):
             rZ.store(rOld.load())
         else:
             self.write_token(rOld[None, None, 0], rNew[None, 0], sCoefficients[group, None], rZ[None, None, 0])
-            rZ[None, None, 1].fill(0)
-            if rows > TILE // 2:
-                self.write_token(rOld[None, None, 1], rNew[None, 1], sCoefficients[group + 8, None], rZ[None, None, 1])
+            for h in cutlass.range_constexpr(1, self.eights):
+                rZ[None, None, h].fill(0)
+                if rows > ROWS_N * h:
+                    line = sCoefficients[group + ROWS_N * h, None]
+                    self.write_token(rOld[None, None, h], rNew[None, h], line, rZ[None, None, h])
 
     @cute.jit
     def write_token(self, rOld: cute.Tensor, rNew: cute.Tensor, sLine: cute.Tensor, rZ: cute.Tensor):
@@ -311,7 +313,7 @@ class Mhc(Coefficients):
     ):
         """X' to global memory."""
         rOut = cute.recast_tensor(rZ, BFloat16)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = cute.arch.lane_idx() // 4 + 8 * h
             token = begin + t
             if t < rows and token < tokens:
@@ -324,8 +326,11 @@ class Mhc(Coefficients):
         """`project` of the eights of tokens that a tile has."""
         if rows <= ROWS_N:
             self.project(rZ, sFn, sSum, warp, 1)
-        else:
+        elif rows <= 2 * ROWS_N:
             self.project(rZ, sFn, sSum, warp, 2)
+        else:
+            if cutlass.const_expr(self.eights == 3):
+                self.project(rZ, sFn, sSum, warp, 3)
 
     @cute.jit
     def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32, eights: cutlass.Constexpr):
@@ -337,7 +342,7 @@ class Mhc(Coefficients):
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
-        rC = cute.make_rmem_tensor((4, 1 + self.chains, eights), Float32)  # the last rows; hi (and lo) of the others
+        rC = cute.make_rmem_tensor((4, 2, eights), Float32)  # rows 0 to 15, and the last
         rSquares = cute.make_rmem_tensor((2, eights), Float32)
         rC.fill(0.0)
         rSquares.fill(0.0)
@@ -363,21 +368,17 @@ class Mhc(Coefficients):
                             value = z[k].bitcast(Float32)
                             rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
                         if cutlass.const_expr(not self.head):
-                            for part, chain in ((high, 1), (low, self.chains)):
-                                a = [part[n][k] for k in range(2) for n in range(2)]
-                                multiply(a, z, rC[None, chain, h])
-                        multiply([part[-1][k] for k in range(2) for part in (high, low)], z, rC[None, 0, h])
+                            for part in (high, low):
+                                multiply([part[n][k] for k in range(2) for n in range(2)], z, rC[None, 0, h])
+                        multiply([part[-1][k] for k in range(2) for part in (high, low)], z, rC[None, 1, h])
         for h in cutlass.range_constexpr(eights):
-            first = [rC[k, 1, h] for k in range(4)]
-            if cutlass.const_expr(self.chains == 2):
-                first = [first[k] + rC[k, 2, h] for k in range(4)]
-            last = [rC[k, 0, h] + rC[2 + k, 0, h] for k in range(2)]
+            last = [rC[k, 1, h] + rC[2 + k, 1, h] for k in range(2)]
             for k in cutlass.range_constexpr(2):
                 line = sSum[ROWS_N * h + 2 * four + k, None]
                 if cutlass.const_expr(self.head):
                     line[group] = last[k]
                 else:
-                    for n, value in enumerate((first[k], first[2 + k], last[k])):
+                    for n, value in enumerate((rC[k, 0, h], rC[2 + k, 0, h], last[k])):
                         line[ROWS_N * n + group] = value
             total = rSquares[0, h] + rSquares[1, h]
             for lanes in (1, 2):
@@ -403,8 +404,8 @@ class Mhc(Coefficients):
             size = 4 * self.cluster * ((N + 1) * rows + N * owned * mine)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
         rSum = cute.make_rmem_tensor(N, Float32)
-        for item in cutlass.range(tidx, (2 * PARTS + owned) * TILE, self.workers, unroll=1):
-            t, piece = item % TILE, item // TILE
+        for item in cutlass.range(tidx, (2 * PARTS + owned) * self.tile, self.workers, unroll=1):
+            t, piece = item % self.tile, item // self.tile
             if t < rows:
                 if piece < 2 * PARTS:
                     self.over_warps(
@@ -447,8 +448,8 @@ class Mhc(Coefficients):
     ):
         """x of this lane's columns, and the sum of its squares over the warp's columns."""
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        for h in cutlass.range_constexpr(2):
-            if rows > TILE // 2 * h:
+        for h in cutlass.range_constexpr(self.eights):
+            if rows > ROWS_N * h:
                 rSums = cute.make_rmem_tensor(2, Float32)
                 rSums.fill(0.0)
                 if group + 8 * h < rows:  # nobody sends the others
@@ -479,8 +480,8 @@ class Mhc(Coefficients):
         if tidx == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 16 * self.cluster * cute.ceil_div(rows, 4))
         rSum = cute.make_rmem_tensor(4, Float32)
-        for item in cutlass.range(tidx, self.cluster * (TILE // 4), self.workers, unroll=1):
-            fours, peer = item % (TILE // 4), item // (TILE // 4)
+        for item in cutlass.range(tidx, self.cluster * (self.tile // 4), self.workers, unroll=1):
+            fours, peer = item % (self.tile // 4), item // (self.tile // 4)
             if 4 * fours < rows:
                 self.over_warps(sMine, fours, rSum)
                 place = cute.domain_offset((rank, 4 * fours), sMixed).iterator
@@ -502,7 +503,7 @@ class Mhc(Coefficients):
         """y of this lane's columns."""
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = cute.arch.lane_idx() // 4 + 8 * h
             token = begin + t
             if t < rows and token < tokens:

@@ -164,7 +164,7 @@ class MhcStream(StreamConfig, Products, Mhc):
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
-        rC = cute.make_rmem_tensor((4, self.tiles, self.chains), Float32)
+        rC = cute.make_rmem_tensor((4, self.tiles), Float32)
         rC.fill(0.0)
         rB = cute.make_rmem_tensor((4, self.tiles), Float32)
         for i in cutlass.range(N, unroll_full=True):
@@ -181,12 +181,10 @@ class MhcStream(StreamConfig, Products, Mhc):
                     for n in cutlass.range_constexpr(self.tiles):
                         b = [rB[2 * w + k, n] for k in range(2)]
                         high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
-                        multiply(a, high, rC[None, n, 0])
+                        multiply(a, high, rC[None, n])
                         low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
-                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n, self.chains - 1])
-        if cutlass.const_expr(self.chains == 2):
-            rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
-        self.store_products(rC[None, None, 0], sSum)
+                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n])
+        self.store_products(rC, sSum)
 
     @cute.jit
     def hold(self, rZ: cute.Tensor, sMine: cute.Tensor):
