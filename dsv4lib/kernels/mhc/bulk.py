@@ -44,6 +44,7 @@ from dsv4lib.kernels.mhc.config import (
     IN_FLIGHT,
     LANES,
     MIX,
+    OWNED,
     PIECES,
     ROW_BYTES,
     ROWS_N,
@@ -87,8 +88,8 @@ class MhcBulk(BulkConfig, MhcStream):
     """A site boundary as a stream of asynchronous copies; see the module docstring. Settings: `config.BulkConfig`."""
 
     def arrivals(self) -> list[int]:
-        """How many arrivals each barrier waits for: projected, taken, sums, weighed, full, written."""
-        return [self.warps, 1] + [self.cluster + 1] * (2 * IN_FLIGHT) + [1] * 2 + [self.warps] * 2
+        """How many arrivals each barrier waits for: projected, taken, sums, weighed, full, written, sent, read."""
+        return [self.warps, 1] + [self.cluster + 1] * (2 * IN_FLIGHT) + [1] * 2 + [self.warps] * 2 + [1] * 4
 
     @cute.jit
     def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
@@ -97,6 +98,7 @@ class MhcBulk(BulkConfig, MhcStream):
         _, sSums, _ = shared
         projected, taken, sums = barriers[:3]
         weighed, full, written = barriers[2 + IN_FLIGHT], barriers[2 + 2 * IN_FLIGHT], barriers[4 + 2 * IN_FLIGHT]
+        sent, read = barriers[6 + 2 * IN_FLIGHT], barriers[8 + 2 * IN_FLIGHT]
         shape, block = (IN_FLIGHT, self.slots, self.cluster, self.sum_pitch), self.cluster * self.sum_pitch
         sInbox = storage.inbox.get_tensor(
             cute.make_layout(shape, stride=(self.slots * block, block, self.sum_pitch, 1))
@@ -109,8 +111,11 @@ class MhcBulk(BulkConfig, MhcStream):
         if warp == self.warps:
             self.gather((mX, mF), mPost, mComb, sSums, sInbox, sMix, (projected, taken, taken, sums, weighed), place)
         elif warp == self.warps + 1:
-            self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
+            self.weigh_only(mScale, mBase, sInbox, sMix, (sums, weighed, sent, read), place, eps)
         elif warp == self.warps + 2:
+            if cutlass.const_expr(not self.head):
+                self.balance(mScale, mBase, (mPostNew, mCombNew), sInbox, (sent, read), place, eps)
+        elif warp == self.warps + 3:
             if cutlass.const_expr(self.post):
                 self.split_coefficients(mPost, mComb, sParts, (full, written), place)
         else:
@@ -134,6 +139,78 @@ class MhcBulk(BulkConfig, MhcStream):
     @cute.jit
     def request(self, given: tuple, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
         """The workers do that."""
+
+    @cute.jit
+    def weigh_only(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        sInbox: cute.Tensor,
+        sMix: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Role of the owner: weights of its tokens to every CTA."""
+        rank, first, step, rows, tokens = place
+        sums, weighed, sent, read = barriers
+        lane = cute.arch.lane_idx()
+        mine, size = self.share(rank, rows)
+        rSum = cute.make_rmem_tensor(N, Float32)
+        rPre = cute.make_rmem_tensor(N, Float32)
+        slot = cutlass.min(lane // 4, Int32(self.slots - 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.cluster_wait()
+        scale, base = mScale[0], mBase[lane % 4]
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            buffer = tile & (IN_FLIGHT - 1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(sums + buffer, size)
+            cute.arch.mbarrier_wait(sums + buffer, (tile // IN_FLIGHT) & 1)
+            rSum.fill(0.0)
+            if slot < mine:  # nobody sends the others
+                self.over_all(sInbox[buffer, slot, None, None], rSum)
+            norm = self.weights(rSum, scale, base, eps, rPre)
+            if cutlass.const_expr(not self.head):
+                if tile > 1:
+                    cute.arch.mbarrier_wait(read + (tile & 1), (tile >> 1) + 1 & 1)
+            self.tell(weighed + buffer)
+            self.send_weights(rPre, norm, sMix[buffer, None, None], weighed + buffer, rank, rows)
+            if cutlass.const_expr(not self.head):
+                self.arrive(sent + (tile & 1))
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def balance(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        after: tuple,
+        sInbox: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Role of the balancer: post and comb of this CTA's tokens, behind the owner."""
+        rank, first, step, rows, tokens = place
+        (mPostNew, mCombNew), (sent, read) = after, barriers
+        mine, _ = self.share(rank, rows)
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        rC = cute.make_rmem_tensor((N, N), Float32)
+        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+        scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            cute.arch.mbarrier_wait(sent + (tile & 1), (tile >> 1) & 1)
+            self.own_logits(scale, base, sInbox[tile & (IN_FLIGHT - 1), None, None, None], mine, eps[1], rLogit)
+            self.arrive(read + (tile & 1))
+            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+            self.sinkhorn(rLogit, rC, eps[0])
+            self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
+            tile = tile + 1
+            begin = begin + step
 
     @cute.jit
     def split_coefficients(

@@ -20,7 +20,7 @@ PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 4  # floats that a token's mixture needs: pre / rms
 HELD = 32  # words of X' that a lane owns
-BULK_WARPS = 8  # with three more, 168 registers a thread
+BULK_WARPS = 8  # with four more, 168 registers a thread
 FEW_WARPS = 8  # with one more, 224
 STAGES = 3  # tiles in shared memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
@@ -179,8 +179,8 @@ class BulkConfig(StreamConfig):
         super().__init__(d, cluster, post, head, keep, iters)
         if self.warps > BULK_WARPS:
             raise ConfigError("d", d, f"at most {BULK_WARPS * UNIT * cluster}: two parts of fn lie in registers")
-        self.threads = self.workers + 3 * LANES
-        self.barriers = 6 + 2 * IN_FLIGHT
+        self.threads = self.workers + 4 * LANES
+        self.barriers = 10 + 2 * IN_FLIGHT
         self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
         self.stage_bytes = TILE * (N + 1) * ROW_BYTES  # of a warp
         self.half_bytes = self.stage_bytes // 2  # of eight tokens

@@ -368,8 +368,7 @@ class MhcStream(StreamConfig, Products, Mhc):
         rank, first, step, rows, tokens = place
         sums, weighed = barriers
         lane = cute.arch.lane_idx()
-        mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
-        size = 16 * self.cluster * (FOURS + (0 if self.head else OWNED // N)) * mine
+        mine, size = self.share(rank, rows)
         rSum = cute.make_rmem_tensor(N, Float32)
         rPre = cute.make_rmem_tensor(N, Float32)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
@@ -402,6 +401,11 @@ class MhcStream(StreamConfig, Products, Mhc):
                 self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
             tile = tile + 1
             begin = begin + step
+
+    def share(self, rank: Int32, rows: Int32) -> tuple:
+        """How many tokens of a tile this CTA owns, and how many bytes it is sent for them."""
+        mine = (rows - rank + self.cluster - 1) // self.cluster
+        return mine, 16 * self.cluster * (FOURS + (0 if self.head else OWNED // N)) * mine
 
     @cute.jit
     def send_weights(
