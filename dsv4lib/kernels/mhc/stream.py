@@ -57,7 +57,7 @@ from dsv4lib.kernels.mhc.products import TRACE, Products
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, peer, prefetch_bulk, send, store_async
 
-AHEAD = 3  # tiles from the one projected to the one that is requested
+AHEAD = 2  # tiles from the one projected to the one that is requested
 
 
 class MhcStream(StreamConfig, Products, Mhc):
