@@ -271,6 +271,8 @@ def run(call: Call, form: Form | None = None) -> None:
     if name == "reference":
         return _reference(call)
     sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
+    if form is None:
+        form = form_of(*call.streams.shape[::2], keep=call.f is None or call.new is not None)
     chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
     launch(call, name, chosen)
 

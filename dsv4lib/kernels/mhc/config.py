@@ -15,11 +15,10 @@ UNIT = 32  # columns of a warp: 4 lanes side by side
 ROWS_N = 8  # outputs of an MMA
 OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
 COEFFICIENTS = N + N * N  # of the site before, a token
-MAX_WARPS = 15  # that stream; with one more, 512 threads of at most 128 registers
+MAX_WARPS = 15  # workers; with one more (of a stream two), 512 threads of at most 128 registers
 PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 4  # floats that a token's mixture needs: pre / rms
-HELD = 32  # words of X' that a lane owns
 BULK_WARPS = 8  # with four more, 168 registers a thread
 FEW_WARPS = 8  # with one more, 224
 STAGES = 3  # tiles in shared memory
@@ -38,8 +37,6 @@ class Config:
         head: collapse before the head: 4 coefficients, no post, no comb.
         keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
         iters: Sinkhorn row/column pairs.
-        held: of `StreamConfig` only: where X' waits for its mixture, "shared" memory or "global" memory, from where
-            it is fetched again; None: shared memory if it fits.
 
     Raises:
         ConfigError: a value that is not allowed, or too much shared memory.
@@ -47,6 +44,7 @@ class Config:
 
     name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
+    again = False  # whether it fetches X' again
 
     def __init__(
         self,
@@ -56,16 +54,14 @@ class Config:
         head: bool = False,
         keep: bool = True,
         iters: int = 20,
-        held: str | None = None,
     ):
         if cluster not in (4, 8, 16):
             raise ConfigError("cluster", cluster, "4, 8 or 16")
-        if d <= 0 or d % (UNIT * cluster) or d > UNIT * cluster * MAX_WARPS:
-            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {UNIT * cluster * MAX_WARPS}")
+        most = UNIT * cluster * (MAX_WARPS - int(self.streaming))
+        if d <= 0 or d % (UNIT * cluster) or d > most:
+            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
         if iters < 1:
             raise ConfigError("iters", iters, "at least 1")
-        if held not in (None, "shared", "global") or (held and not self.streaming):
-            raise ConfigError("held", held, "None, or where a tile waits shared or global")
         if not (keep or head):
             raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
         self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
@@ -105,11 +101,9 @@ class Config:
         self.owned_floats = plain * 2 * self.slots * cluster * OWNED
         self.inbox_floats = streaming * IN_FLIGHT * self.slots * cluster * self.sum_pitch
         self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
-        self.held_floats = streaming * self.workers * HELD
-        if held == "global" or (held is None and self.smem_bytes > SMEM_LIMIT):
-            self.held_floats = 0
-        if self.streaming and not self.held_floats and post and not keep:
-            raise ConfigError("held", held, "shared memory, and room for it, where the streams are not kept")
+        self.held_floats = 0
+        if self.again and post and not keep:
+            raise ConfigError("keep", keep, "True: the mixture fetches again what was stored")
         if self.smem_bytes > SMEM_LIMIT:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
@@ -151,7 +145,6 @@ class Config:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("post", "head", "keep") if vars(self)[name]]
-        options += ["held" if self.held_floats else "again"] * self.streaming
         return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
@@ -160,12 +153,14 @@ class StreamConfig(Config):
 
     name = "MhcStream"
     streaming = True
+    again = True
 
 
 class BulkConfig(StreamConfig):
     """Settings of `MhcBulk`: as `Config`, d at most 256 ``cluster``."""
 
     name = "MhcBulk"
+    again = False
 
     def __init__(
         self,

@@ -6,9 +6,10 @@ from contextlib import suppress
 from enum import Enum
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.mhc.config import UNIT, BulkConfig, Config, StreamConfig
+from dsv4lib.kernels.mhc.config import TILE, UNIT, BulkConfig, Config, StreamConfig
 
-FEW, MANY = 64, 256  # tokens: up to FEW `PLAIN`, from MANY on `BULK`
+FEW = 64  # tokens of a call for `PLAIN`; with its wide tiles as many as clusters take at once:
+ROUND = 7  # clusters of 16 CTAs that an H200 holds
 
 
 class Form(Enum):
@@ -22,21 +23,25 @@ class Form(Enum):
 CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig}
 
 
-def form_of(tokens: int, d: int) -> Form:
-    """The form that a call of so many tokens uses: the only place that chooses.
+def form_of(tokens: int, d: int, keep: bool = True) -> Form:
+    """The form that a call of so many tokens uses: the only place that chooses. ``keep``: the streams are stored.
 
-    Timed on an H200: with 4096 tokens of d 4096 `BULK` takes 158 us where `STREAM` takes 168 and `PLAIN` 210; with 1024
-    48.1 and 50.7, with 256 20.2 and 20.6. With d 7168, where `BULK` does not fit, `STREAM` takes 355 us and `PLAIN`
-    398. With 1 to 32 tokens `PLAIN` is 0.6 to 1.6 us faster than either.
+    Timed on an H200 (us). d 4096: `PLAIN` 7.8, 9.1, 14.0 and 14.3 with 1, 32, 128 and 160 tokens, `BULK` 10.3, 14.7 and
+    15.8 with 32, 128 and 160; with 256, 1024 and 4096 `BULK` 18.7, 44.3 and 146, `PLAIN` 24 with 256. d 7168, where
+    `BULK` does not fit: `PLAIN` 11.9, 16.6 and 24.6 with 32, 64 and 128 tokens, `STREAM` 19.7 and 313 with 128 and 4096
+    where `PLAIN` takes 426.
 
     ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of
     100,000) round to the other side, and y, post and comb follow.
     """
-    fit = forms(d)
-    if tokens >= MANY and Form.BULK in fit:
+    fit, tile = forms(d), tile_of(Form.PLAIN, d)
+    few = FEW if tile == TILE else ROUND * tile
+    if tokens <= few:
+        return Form.PLAIN
+    if Form.BULK in fit:
         return Form.BULK
-    return Form.STREAM if tokens > FEW and Form.STREAM in fit else Form.PLAIN
+    return Form.STREAM if keep and Form.STREAM in fit else Form.PLAIN
 
 
 def forms(d: int) -> list[Form]:

@@ -6,10 +6,11 @@
     y    = bf16(weight x / sqrt(mean(x^2) + eps))
     post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back behind the sublayer
 
-The streams are read once and written once. A cluster of CTAs owns a tile of up to 16 tokens, a CTA a slice of the
-columns of all four streams, a warp 32 of them, a lane 8 of two tokens: what a lane loads, 16 bytes a stream, is what
-it writes back, what the MMAs read as A (tokens are M; a sum does not care which k comes first, so 8 consecutive
-columns serve as the k of four MMAs), and what it mixes. X' never leaves its registers.
+The streams are read once and written once. A cluster of CTAs owns a tile of up to 24 tokens (d 7168: 16), a CTA a slice
+of the columns of all four streams, a warp 32 of them, a lane 8 of three tokens: what a lane loads, 16 bytes a stream,
+is what it writes back, what the MMAs read as B (tokens are N; a sum does not care which k comes first, so 8 consecutive
+columns serve as the k of four MMAs), and what it mixes. X' never leaves its registers. A call of up to 8 tokens a tile
+does a third of the work.
 
 The slice of fn (24 rows) stays in shared memory for all tiles of a CTA: clusters are persistent, and fn is read from
 L2 once a cluster. X' is exact in TF32, fn = hi + lo is exact to 2^-22 (hi: its first 11 bits, which is what an MMA
@@ -18,8 +19,7 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
                    on their way since mix
     all            fn by bulk copies ahead of griddepcontrol.wait, a part each: a warp issues one at a time
-    last warp      coefficients of the site before; post and comb
-                   of the tokens that this CTA owns (`coefficients`)
+    last warp      coefficients of the site before; post and comb of the tokens that this CTA owns (`coefficients`)
 
     exchange 1     sums of a CTA's warps go to where they are needed: 4 pre and the squares to every CTA of the
                    cluster, 20 others to the CTA that owns the token (t mod cluster); `st.async`, whose bytes an
@@ -29,10 +29,10 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     barriers       fn (its bytes); sums, squares (bytes of the exchanges); ready: the last warp has read the sums of
                    a tile and left the next one's coefficients; free: a CTA's buffers, two tiles deep, have been read
 
-    SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
+    SMEM (d 4096, 16 CTAs)   fn 98,688  sums 21,504  pre 13,056  squares 3,840  owned 5,120  x 3,840  coefficients 3,840
     launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
 
-This form is the one for few tokens; `stream` has less to wait for with many (`forms`).
+This form is the one for few tokens; `bulk` and `stream` have less to wait for with many (`forms`).
 
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 
@@ -89,7 +89,7 @@ class Mhc(Coefficients):
             mNew: [T, 4 d] bf16, X'; may be ``mX`` itself; None: not written (always without `post`).
             mY: [T, d] bf16; may be ``mF`` itself.
             mPostNew: [T, 4] fp32, mCombNew: [T, 16] fp32, or None with `head`; may not be ``mPost``, ``mComb``.
-            rows: tokens a tile, 1 to 16.
+            rows: tokens a tile, 1 to `tile`.
             clusters: at most the number of tiles.
             hc_eps, rms_eps: eps of pre and Sinkhorn; of both norms.
             stream: where the launch is queued.
