@@ -22,10 +22,9 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.bulk import MhcBulk
-from dsv4lib.kernels.mhc.config import MAX_WARPS, TILE, UNIT, N
-from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of
+from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
+from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.split import MhcSplit
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 
@@ -161,11 +160,12 @@ class Plan(NamedTuple):
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
-    """The largest clusters, as few tokens at once as fill the GPU; ``form``: None: `form_of`."""
+    """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
     form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
     most = max(1, sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
-    rows = min(TILE, -(-tokens // few))
+    rounds = -(-tokens // (few * tile_of(form, d)))
+    rows = -(-tokens // (few * rounds))
     return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
 
 
@@ -271,6 +271,8 @@ def run(call: Call, form: Form | None = None) -> None:
     if name == "reference":
         return _reference(call)
     sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
+    if form is None:
+        form = form_of(*call.streams.shape[::2], keep=call.f is None or call.new is not None)
     chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
     launch(call, name, chosen)
 
@@ -288,7 +290,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.SPLIT: MhcSplit, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
     launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.bench.ops import mhc as bench
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.mhc.forms import Form, form_of, forms
+from dsv4lib.kernels.mhc.forms import Form, form_of, forms, tile_of
 from dsv4lib.ops.mhc import Site, mhc_head, mhc_post_pre, mhc_pre, plan, run
 
 GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
@@ -56,6 +56,8 @@ def test_forms_that_fit():
     assert forms(4096) == list(Form) and forms(7168) == [Form.PLAIN, Form.STREAM] and forms(7680) == [Form.PLAIN]
     assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168, 7680))
     assert form_of(1, 4096) == Form.PLAIN == form_of(4096, 7680) and form_of(4096, 7168) == Form.STREAM
+    assert form_of(168, 4096) == Form.PLAIN and form_of(169, 4096) == form_of(4096, 4096) == Form.BULK
+    assert form_of(64, 7168) == Form.PLAIN == form_of(65, 7168, keep=False) and form_of(65, 7168) == Form.STREAM
     for row in bench.rows():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
@@ -77,8 +79,9 @@ def test_plans_share_a_call_out():
             for form in forms(d):
                 cluster, rows, clusters, chosen = plan(tokens, d, form=form)
                 assert chosen == form and d % cluster == 0
-                assert 1 <= rows <= 16 and 1 <= clusters <= -(-tokens // rows)
+                assert 1 <= rows <= tile_of(form, d) and 1 <= clusters <= -(-tokens // rows)
     assert plan(129, 4096).form == form_of(129, 4096)
+    assert plan(128, 4096)[1:3] == (19, 7) and plan(128, 7168)[1:3] == (10, 7)  # not one tile of 16 and one of two
 
 
 def test_schemas_and_fakes():

@@ -10,7 +10,7 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.common.tensors import Fakes, wrap
-from dsv4lib.kernels.mhc.config import TILE, N
+from dsv4lib.kernels.mhc.config import N
 from dsv4lib.kernels.mhc.simt import Mhc
 
 BF16, FP32, I32, WIDE = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, 16
@@ -71,8 +71,8 @@ def launch_args(
     for name, needed in (wanted | dict.fromkeys(("out[2]", "out[3]"), not kernel.head)).items():
         if (named[name] is not None) != needed:
             raise ArgumentError(name, None if named[name] is None else "given", "a tensor" if needed else "None")
-    if not 1 <= rows <= TILE:
-        raise ArgumentError("rows", rows, f"1 to {TILE}")
+    if not 1 <= rows <= kernel.tile:
+        raise ArgumentError("rows", rows, f"1 to {kernel.tile}")
     tokens = streams.shape[0]
     if not 1 <= clusters <= -(-tokens // rows):
         raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")

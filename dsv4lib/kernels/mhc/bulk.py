@@ -1,15 +1,14 @@
 """`stream` with tiles that asynchronous copies bring into shared memory, and tensor cores for all that multiplies fn or
 comb; of fn, two thirds stay in registers.
 
-Machine instructions of a worker's loop, a tile of 16 tokens of d 4096 (in it, MMAs): `stream` 1490 (116) on sm_90a and
-1585 (116) on sm_100a, `split` 1201 (100) and 1280 (100), this form 986 (216, 144 of them with k = 8) and 980: neither
-the write-back nor the projection unpacks X' or cuts fn, and the products need no moves. All MMAs are of bf16, with
-exact products, on operands that are there already:
+Machine instructions of a worker's loop, a tile of 16 tokens of d 4096 on sm_90a (in it, MMAs): `stream` 1490 (116),
+this form 892 (128): neither the write-back nor the projection unpacks X' or cuts fn. All MMAs are of bf16 with k = 16
+and exact products, on operands that are there already:
 
-    write-back    a token at a time. A: 16 columns of (X_0, .., X_3, f), k = 5 of 8, by ldmatrix; B: comb and post,
-                  three bf16 a value (24 bits, as fp32), an MMA each. No other token takes part: a NaN stays in its own
+    write-back    a token at a time. A: 16 columns of (X_0, .., X_3, f), three times, k = 15 of 16, by ldmatrix; B: comb
+                  and post, three bf16 a value (24 bits, as fp32). No other token takes part: a NaN stays in its own
     projection    A: 16 tokens of X'; B: fn = a + b + c, three bf16 a value; a and b in registers, c in shared memory
-    products      as in `products`, k = 8, so that every operand is what ldmatrix leaves where it is
+    products      as in `products`; both operands by ldmatrix, each in its own order
 
     stage         of a warp: 80 rows (16 tokens, their four streams and f) of 64 bytes, in pieces of 16; piece p of
                   token t and input i lies where p ^ (t / 2) ^ (i / 2) mod 4 would: a stream of 8 tokens, the inputs
@@ -18,17 +17,23 @@ exact products, on operands that are there already:
 
     workers       write_back -> project -> products of tile n; mix, scale, store X' and y of n - 1; fetch tile n + 2
     splitter      coefficients of the site before in three parts, two tiles ahead
-    sender, owner as in `stream`, the sender without coefficients
+    sender, owner as in `stream`, the sender without coefficients, the owner without Sinkhorn
+    balancer      post and comb of the owner's tokens, up to two tiles behind it: Sinkhorn is a chain that the next
+                  tile's weights would wait for (with 4096 tokens on an H200 159 us instead of 146)
 
     barriers      projected, taken, sums [4], weighed [4] as in `stream`; full [2]: coefficients are there, written [2]:
-                  the workers have read them
+                  the workers have read them; sent [2]: the owner is done with a tile's sums, read [2]: the balancer is
 
-    SMEM (d 4096, 16 CTAs)   fn 49,152  stages 122,880  coefficients 8,192  sums 18,432  inbox 9,216  weights 2,048
+    SMEM (d 4096, 16 CTAs)   fn 49,152  stages 122,880  coefficients 4,096  sums 18,432  inbox 9,216  weights 1,024
 
-Not timed yet, so no call chooses this form by itself (`forms`). Infinite inputs give NaN.
+What limits it (H200, 4096 tokens), as far as times tell: shared memory and L1, which everything passes. With eight more
+warps for write-back, mixture, loads and stores, and registers of their own for each kind, it took the same (146.8 us).
+Of these, in that form, 20 us went without the stores of X', as many without the write-back, 14 without the projection,
+14 without the products, 12 without the loads; loads, stores and sums alone took 88.
 
-Source: as `simt`; PTX ISA, "mma.m16n8k8", "mma.m16n8k16" (bf16 fragments), "ldmatrix",
-"stmatrix".
+Infinite inputs give NaN.
+
+Source: as `simt`; PTX ISA, "mma.m16n8k16" (bf16 fragments), "ldmatrix", "stmatrix".
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from dsv4lib.kernels.mhc.config import (
     IN_FLIGHT,
     LANES,
     MIX,
+    OWNED,
     PIECES,
     ROW_BYTES,
     ROWS_N,
@@ -56,11 +62,21 @@ from dsv4lib.kernels.mhc.config import (
 )
 from dsv4lib.kernels.mhc.products import TRACE, ZERO
 from dsv4lib.kernels.mhc.stream import MhcStream
-from dsv4lib.kernels.mhc.words import copy_four, floats, load_matrices, load_words, multiply, pair, store_matrices
+from dsv4lib.kernels.mhc.words import (
+    copy_four,
+    floats,
+    load_matrices,
+    load_two,
+    load_words,
+    multiply,
+    pair,
+    store_matrices,
+)
 
 INPUTS = N + 1  # of a write-back
 PARTS = 3  # bf16 in a value of fp32
-K = 2 * ROWS_N  # columns of an MMA of the projection
+K = 2 * ROWS_N  # of an MMA
+AT_ONCE = 4  # tokens whose write-backs are under way
 
 # As `products.PAIRS`: streams of A, of B, and where the two products lie; None: another MMA has it.
 PAIRS = (
@@ -77,8 +93,8 @@ class MhcBulk(BulkConfig, MhcStream):
     """A site boundary as a stream of asynchronous copies; see the module docstring. Settings: `config.BulkConfig`."""
 
     def arrivals(self) -> list[int]:
-        """How many arrivals each barrier waits for: projected, taken, sums, weighed, full, written."""
-        return [self.warps, 1] + [self.cluster + 1] * (2 * IN_FLIGHT) + [1] * 2 + [self.warps] * 2
+        """How many arrivals each barrier waits for: projected, taken, sums, weighed, full, written, sent, read."""
+        return [self.warps, 1] + [self.cluster + 1] * (2 * IN_FLIGHT) + [1] * 2 + [self.warps] * 2 + [1] * 4
 
     @cute.jit
     def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
@@ -87,6 +103,7 @@ class MhcBulk(BulkConfig, MhcStream):
         _, sSums, _ = shared
         projected, taken, sums = barriers[:3]
         weighed, full, written = barriers[2 + IN_FLIGHT], barriers[2 + 2 * IN_FLIGHT], barriers[4 + 2 * IN_FLIGHT]
+        sent, read = barriers[6 + 2 * IN_FLIGHT], barriers[8 + 2 * IN_FLIGHT]
         shape, block = (IN_FLIGHT, self.slots, self.cluster, self.sum_pitch), self.cluster * self.sum_pitch
         sInbox = storage.inbox.get_tensor(
             cute.make_layout(shape, stride=(self.slots * block, block, self.sum_pitch, 1))
@@ -99,8 +116,11 @@ class MhcBulk(BulkConfig, MhcStream):
         if warp == self.warps:
             self.gather((mX, mF), mPost, mComb, sSums, sInbox, sMix, (projected, taken, taken, sums, weighed), place)
         elif warp == self.warps + 1:
-            self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
+            self.weigh_only(mScale, mBase, sInbox, sMix, (sums, weighed, sent, read), place, eps)
         elif warp == self.warps + 2:
+            if cutlass.const_expr(not self.head):
+                self.balance(mScale, mBase, (mPostNew, mCombNew), sInbox, (sent, read), place, eps)
+        elif warp == self.warps + 3:
             if cutlass.const_expr(self.post):
                 self.split_coefficients(mPost, mComb, sParts, (full, written), place)
         else:
@@ -126,6 +146,78 @@ class MhcBulk(BulkConfig, MhcStream):
         """The workers do that."""
 
     @cute.jit
+    def weigh_only(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        sInbox: cute.Tensor,
+        sMix: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Role of the owner: weights of its tokens to every CTA."""
+        rank, first, step, rows, tokens = place
+        sums, weighed, sent, read = barriers
+        lane = cute.arch.lane_idx()
+        mine, size = self.share(rank, rows)
+        rSum = cute.make_rmem_tensor(N, Float32)
+        rPre = cute.make_rmem_tensor(N, Float32)
+        slot = cutlass.min(lane // 4, Int32(self.slots - 1))
+        cute.arch.griddepcontrol_wait()
+        cute.arch.cluster_wait()
+        scale, base = mScale[0], mBase[lane % 4]
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            buffer = tile & (IN_FLIGHT - 1)
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(sums + buffer, size)
+            cute.arch.mbarrier_wait(sums + buffer, (tile // IN_FLIGHT) & 1)
+            rSum.fill(0.0)
+            if slot < mine:  # nobody sends the others
+                self.over_all(sInbox[buffer, slot, None, None], rSum)
+            norm = self.weights(rSum, scale, base, eps, rPre)
+            if cutlass.const_expr(not self.head):
+                if tile > 1:
+                    cute.arch.mbarrier_wait(read + (tile & 1), (tile >> 1) + 1 & 1)
+            self.tell(weighed + buffer)
+            self.send_weights(rPre, norm, sMix[buffer, None, None], weighed + buffer, rank, rows)
+            if cutlass.const_expr(not self.head):
+                self.arrive(sent + (tile & 1))
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def balance(
+        self,
+        mScale: cute.Tensor,
+        mBase: cute.Tensor,
+        after: tuple,
+        sInbox: cute.Tensor,
+        barriers: tuple,
+        place: tuple,
+        eps: tuple,
+    ):
+        """Role of the balancer: post and comb of this CTA's tokens, behind the owner."""
+        rank, first, step, rows, tokens = place
+        (mPostNew, mCombNew), (sent, read) = after, barriers
+        mine, _ = self.share(rank, rows)
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        rC = cute.make_rmem_tensor((N, N), Float32)
+        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+        scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        tile, begin = Int32(0), first
+        while begin < tokens:
+            cute.arch.mbarrier_wait(sent + (tile & 1), (tile >> 1) & 1)
+            self.own_logits(scale, base, sInbox[tile & (IN_FLIGHT - 1), None, None, None], mine, eps[1], rLogit)
+            self.arrive(read + (tile & 1))
+            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+            self.sinkhorn(rLogit, rC, eps[0])
+            self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
     def split_coefficients(
         self, mPost: cute.Tensor, mComb: cute.Tensor, sParts: cute.Tensor, barriers: tuple, place: tuple
     ):
@@ -134,8 +226,7 @@ class MhcBulk(BulkConfig, MhcStream):
         full, written = barriers
         lane = cute.arch.lane_idx()
         rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
-        rWords = cute.make_rmem_tensor((4, 8), Uint32)
-        rWords.fill(0)
+        rWords = cute.make_rmem_tensor((4, 4), Uint32)
         cute.arch.griddepcontrol_wait()
         tile, begin = Int32(0), first
         while begin < tokens:
@@ -145,17 +236,26 @@ class MhcBulk(BulkConfig, MhcStream):
             cute.autovec_copy(cute.local_tile(mPost[token, None], (N,), (0,)), rFour[None, N])
             for s in cutlass.range_constexpr(2):
                 values = [cutlass.select_(lane % 2 == 0, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
-                values.append(Float32(0.0))
-                for q in cutlass.range_constexpr(INPUTS - 2):
-                    for part, word in enumerate(self.parts_of([values[2 * q], values[2 * q + 1]])):
-                        rWords[part, 4 * s + q] = word
+                places = self.places_of(values)
+                for q in cutlass.range_constexpr(K // 2):  # pairs four and four + 4 side by side
+                    word = 8 * s + 2 * (q % 4) + q // 4
+                    rWords[word % 4, word // 4] = pair(places[2 * q], places[2 * q + 1])
             if tile > 1:
                 cute.arch.mbarrier_wait(written + (tile & 1), (tile >> 1) + 1 & 1)
-            for k in cutlass.range_constexpr(8):
-                cute.autovec_copy(rWords[None, k], sParts[None, (tile & 1) * (TILE * PIECES // 4) + 8 * lane + k])
+            for k in cutlass.range_constexpr(4):
+                cute.autovec_copy(rWords[None, k], sParts[None, (tile & 1) * (TILE * PIECES // 4) + 4 * lane + k])
             self.arrive(full + (tile & 1))
             tile = tile + 1
             begin = begin + step
+
+    def places_of(self, values: list) -> list:
+        """The k of a write-back: first parts of the five values, second, third, and nothing."""
+        left, places = [*values, Float32(0.0)], []
+        for _ in range(PARTS):
+            cut = [value for q in range(0, INPUTS, 2) for value in floats(pair(left[q], left[q + 1]))]
+            places += cut[:INPUTS]
+            left = [value - part for value, part in zip(left, cut, strict=True)]
+        return [*places, Float32(0.0)]
 
     def parts_of(self, left: list) -> list:
         """Three words of bf16 that add up to two values."""
@@ -277,72 +377,82 @@ class MhcBulk(BulkConfig, MhcStream):
     def write_back_tile(self, here: Int32, parts: Int32):
         """X' over X, this warp's columns of all 16 tokens.
 
-        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next; B: the same inputs, stream lane / 4 mod 4; sums:
-        streams 2 (lane mod 4) and the next, twice: of two tokens, each is stored once.
+        A: column lane / 4 (+ 8), places 2 (lane mod 4) and the next (+ 8) of `places_of`; B: the same places, stream
+        lane / 4 mod 4; sums: streams 2 (lane mod 4) and the next, twice: of two tokens, each is stored once.
         """
         lane = cute.arch.lane_idx()
-        given, piece, zero = cutlass.min(lane % 8, Int32(N)), lane // 8, Int32(0)
-        parts = parts + (lane // 4 % N * 4 + lane % 4) * 16
-        source = self.place_of(here, zero, given, piece)
-        target = self.place_of(here, lane % 8 // N * N, lane % N, piece)
+        given, zero = (lane // 16 * ROWS_N + lane % 8) % INPUTS, Int32(0)
+        parts = parts + (lane // 4 % N * 4 + lane % 4) * 8
+        source = self.place_of(here, zero, given, lane // 8 % 2)
+        target = self.place_of(here, lane % 8 // N * N, lane % N, lane // 8)
         first = lane % 4 < 2
         for _ in cutlass.range(2, unroll=1):
-            for one in cutlass.range_constexpr(N):  # and the token four further: their rows are in different banks
-                rSums = cute.make_rmem_tensor((4, 2, 2), Float32)
+            for half in cutlass.range_constexpr(2):
+                ones = [2 * half, 2 * half + 1]  # and the tokens four further: their rows are in different banks
+                tokens = [one + N * t for one in ones for t in range(2)]
+                words = [load_two(parts + 4 * PIECES * token) for token in tokens]
+                places = [self.tokens_behind(source, token) for token in tokens]
+                columns = [load_matrices(place ^ (32 * c), turned=True) for place in places for c in range(2)]
+                rSums = cute.make_rmem_tensor((4, 2, AT_ONCE), Float32)
                 rSums.fill(0.0)
-                for t in cutlass.range_constexpr(2):
-                    token = one + N * t
-                    a = load_matrices(self.tokens_behind(source, token), turned=True)
-                    b = load_words(parts + 4 * PIECES * token)
-                    for part in cutlass.range_constexpr(PARTS):
-                        for c in cutlass.range_constexpr(2):
-                            multiply([a[2 * c], a[2 * c + 1]], [b[part]], rSums[None, c, t], pairs=True)
-                store_matrices(self.tokens_behind(target, one), self.packed(rSums, first))
+                for k in cutlass.range_constexpr(AT_ONCE):
+                    for c in cutlass.range_constexpr(2):
+                        multiply(columns[2 * k + c], words[k], rSums[None, c, k], pairs=True)
+                for k, one in enumerate(ones):
+                    both = [rSums[None, None, 2 * k + t] for t in range(2)]
+                    store_matrices(self.tokens_behind(target, one), self.packed(both, first))
             source, target = source + self.half_bytes, target + self.half_bytes
             parts = parts + 4 * PIECES * (TILE // 2)
         cute.arch.sync_warp()
 
-    def packed(self, rSums: cute.Tensor, first: cutlass.Boolean) -> list:
+    def packed(self, both: list, first: cutlass.Boolean) -> list:
         """X' of 32 columns of two tokens: of the first in half of the lanes, of the second in the others."""
         pairs = [(2 * k, c) for c in range(2) for k in range(2)]
-        one, two = ([pair(rSums[r, c, t], rSums[r + 1, c, t]) for r, c in pairs] for t in range(2))
+        one, two = ([pair(rSums[r, c], rSums[r + 1, c]) for r, c in pairs] for rSums in both)
         return [cutlass.select_(first, *words) for words in zip(one, two, strict=True)]
 
     @cute.jit
     def project_tile(self, here: Int32, rFn: cute.Tensor, sThird: cute.Tensor, sSum: cute.Tensor):
-        """This warp's part of fn z, for all 16 tokens."""
+        """This warp's part of fn z, for all 16 tokens; what a step multiplies comes a step ahead."""
         rC = cute.make_rmem_tensor((4, self.tiles, 2), Float32)
         rC.fill(0.0)
-        rThird = cute.make_rmem_tensor((2, self.tiles), Uint32)
+        rThird = cute.make_rmem_tensor((2, self.tiles, 2), Uint32)
         lane = cute.arch.lane_idx()
         place = self.place_of(here, lane % TILE, Int32(0), lane // TILE)
-        for i in cutlass.range_constexpr(N):
-            for c in cutlass.range_constexpr(2):
-                cute.arch.sync_warp()  # or all of fn comes at once, and registers spill
-                a = load_matrices(self.behind(place, i) ^ (32 * c))
+        coming = load_matrices(place)
+        cute.autovec_copy(sThird[None, None, 0], rThird[None, None, 0])
+        for step in cutlass.range_constexpr(2 * N):
+            cute.arch.sync_warp()  # or all of fn comes at once, and registers spill
+            a, following = coming, step + 1
+            if cutlass.const_expr(following < 2 * N):
+                coming = load_matrices(self.behind(place, following // 2) ^ (32 * (following % 2)))
+                cute.autovec_copy(sThird[None, None, following], rThird[None, None, following % 2])
+            for part in cutlass.range_constexpr(2):
                 for n in cutlass.range_constexpr(self.tiles):
-                    for part in cutlass.range_constexpr(2):
-                        multiply(a, [rFn[k, n, 2 * i + c, part] for k in range(2)], rC[None, n, part], pairs=True)
-                cute.autovec_copy(sThird[None, None, 2 * i + c], rThird)
-                for n in cutlass.range_constexpr(self.tiles):
-                    multiply(a, [rThird[k, n] for k in range(2)], rC[None, n, 1], pairs=True)
+                    multiply(a, [rFn[k, n, step, part] for k in range(2)], rC[None, n, part], pairs=True)
+            for n in cutlass.range_constexpr(self.tiles):
+                multiply(a, [rThird[k, n, step % 2] for k in range(2)], rC[None, n, 1], pairs=True)
         rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
         self.store_products(rC[None, None, 0], sSum)
 
     @cute.jit
     def multiply_tokens(self, here: Int32, sSum: cute.Tensor, h: cutlass.Constexpr):
-        """This warp's part of the products of streams, for eight tokens; see `products`."""
+        """This warp's part of the products of streams, for eight tokens; see `products`.
+
+        A: matrices (stream, piece) 00 10 01 11 of two streams; B: the same as 00 01 10 11, which saves moves.
+        """
         lane = cute.arch.lane_idx()
         group, four, odd = lane // 4, lane % 4, lane // 4 % 2 == 1
         rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
         rG.fill(0.0)
-        place = self.place_of(here, lane % 8, lane // 8 % 2, lane // 16)
+        left = self.place_of(here, lane % 8, lane // 8 % 2, lane // 16) + self.half_bytes * h
+        right = self.place_of(here, lane % 8, lane // 16, lane // 8 % 2) + self.half_bytes * h
         for c in cutlass.range_constexpr(2):
-            low, high = (load_matrices((self.behind(place, i) ^ (32 * c)) + self.half_bytes * h) for i in (0, 2))
-            words = [(low if i < 2 else high)[i % 2 + 2 * k] for i in range(N) for k in range(2)]
-            for k in cutlass.range_constexpr(2):
-                for n, ((i, j), other, _) in enumerate(PAIRS):
-                    multiply([words[2 * i + k], words[2 * j + k]], [words[2 * other + k]], rG[None, n], pairs=True)
+            lefts = [load_matrices(self.behind(left, i) ^ (32 * c)) for i in (0, 2)]
+            rights = [load_matrices(self.behind(right, i) ^ (32 * c)) for i in (0, 2)]
+            for n, ((i, _), other, _) in enumerate(PAIRS):
+                words = rights[other // 2][2 * (other % 2) :][:2]
+                multiply(lefts[i // 2], words, rG[None, n], pairs=True)
         if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
             line, trace = sSum[group + 8 * h, None], Float32(0.0)
             for n, (streams, k, places) in enumerate(PAIRS):

@@ -1,4 +1,4 @@
-"""The warp of a CTA that fetches parameters and computes post and comb of the tokens that the CTA owns.
+"""How parameters are fetched, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
 
 Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
 chain of 2 iters - 1 steps of about 60 cycles in one lane a token, which the other warps fill with the mixture, the
@@ -14,11 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsv4lib.kernels.common.bulk import load_bulk
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, TILE, Config, N
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, Config, N
 
 LOG2_E = 1.4426950408889634
-FOURS = TILE * COEFFICIENTS // 4  # 16-byte pieces of a tile's coefficients
-AT_ONCE = -(-FOURS // LANES)
 
 
 def sigmoid(x: Float32) -> Float32:
@@ -30,13 +28,21 @@ class Coefficients(Config):
     """Role of the last warp; see the module docstring."""
 
     @cute.jit
-    def fetch_fn(self, mFn: cute.Tensor, rank: Int32, sFn: cute.Tensor, barrier: cute.Pointer):
-        """This CTA's columns of fn: a bulk copy for every row and stream."""
-        lane, size = cute.arch.lane_idx(), 4 * self.columns
+    def fetch_fn(
+        self,
+        mFn: cute.Tensor,
+        rank: Int32,
+        sFn: cute.Tensor,
+        barrier: cute.Pointer,
+        part: Int32,
+        parts: cutlass.Constexpr,
+    ):
+        """A part of this CTA's columns of fn: a bulk copy for every row and stream."""
+        lane, size, copies = cute.arch.lane_idx(), 4 * self.columns, self.values * N
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.values * N * size)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (copies - part + parts - 1) // parts * size)
         cute.arch.sync_warp()
-        for item in cutlass.range(lane, self.values * N, LANES, unroll=1):
+        for item in cutlass.range(part + parts * lane, copies, parts * LANES, unroll=1):
             row, stream = item // N, item % N
             source = cute.domain_offset((stream * self.d + rank * self.columns,), mFn[row, None]).iterator
             load_bulk(sFn.iterator + (row * self.fn_pitch + stream * self.columns), source, Int32(size), barrier)
@@ -66,7 +72,7 @@ class Coefficients(Config):
         rank, first, step, rows, tokens = place
         sSquares, sOwned, sCoefficients = sSmall
         sums, ready = barriers
-        rFour = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+        rFour = cute.make_rmem_tensor((4, self.pieces), Float32)
         rFour.fill(0.0)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
         rC = cute.make_rmem_tensor((N, N), Float32)
@@ -106,7 +112,7 @@ class Coefficients(Config):
         self, mPost: cute.Tensor, mComb: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, rFour: cute.Tensor
     ):
         """This lane's pieces of a tile's post (piece 0 of a token) and comb (pieces 1 to 4)."""
-        for k in cutlass.range_constexpr(AT_ONCE):
+        for k in cutlass.range_constexpr(self.pieces):
             item = cute.arch.lane_idx() + LANES * k
             t, piece = item // (N + 1), item % (N + 1)
             token = begin + t
@@ -119,9 +125,9 @@ class Coefficients(Config):
     @cute.jit
     def keep_coefficients(self, rFour: cute.Tensor, sOne: cute.Tensor):
         """Into shared memory, [token][post, comb]."""
-        for k in cutlass.range_constexpr(AT_ONCE):
+        for k in cutlass.range_constexpr(self.pieces):
             item = cute.arch.lane_idx() + LANES * k
-            if item < FOURS:
+            if item < self.tile * COEFFICIENTS // 4:
                 line = sOne[item // (N + 1), None]
                 cute.autovec_copy(rFour[None, k], cute.local_tile(line, (4,), (item % (N + 1),)))
 

@@ -7,6 +7,7 @@ from dsv4lib.kernels.common.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 
 N = 4  # streams
 TILE = 16  # tokens of an MMA
+WIDE_TILE = 24  # tokens that a lane's registers hold in the plain form
 LANES = 32
 COLUMNS = 8  # of a lane: 16 bytes of a row
 WORDS = COLUMNS // 2
@@ -14,15 +15,15 @@ UNIT = 32  # columns of a warp: 4 lanes side by side
 ROWS_N = 8  # outputs of an MMA
 OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
 COEFFICIENTS = N + N * N  # of the site before, a token
-MAX_WARPS = 15  # that stream; with one more, 512 threads of at most 128 registers
+MAX_WARPS = 15  # workers; with one more (of a stream two), 512 threads of at most 128 registers
 PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
-MIX = 8  # floats that a token's mixture needs: pre, 1 / rms
-HELD = 32  # words of X' that a lane owns
-BULK_WARPS = 8  # with three more, 168 registers a thread
+MIX = 4  # floats that a token's mixture needs: pre / rms
+BULK_WARPS = 8  # with four more, 168 registers a thread
+FEW_WARPS = 8  # with one more, 224
 STAGES = 3  # tiles in shared memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
-PIECES = 4 * N * 4  # words of a token's coefficients: streams, pairs of inputs, three parts and one word of nothing
+PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
 
 
@@ -36,8 +37,6 @@ class Config:
         head: collapse before the head: 4 coefficients, no post, no comb.
         keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
         iters: Sinkhorn row/column pairs.
-        held: of `StreamConfig` only: where X' waits for its mixture, "shared" memory or "global" memory, from where
-            it is fetched again; None: shared memory if it fits.
 
     Raises:
         ConfigError: a value that is not allowed, or too much shared memory.
@@ -45,7 +44,7 @@ class Config:
 
     name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
-    split = False  # whether fn lies in shared memory as three bf16 a value
+    again = False  # whether it fetches X' again
 
     def __init__(
         self,
@@ -55,16 +54,14 @@ class Config:
         head: bool = False,
         keep: bool = True,
         iters: int = 20,
-        held: str | None = None,
     ):
         if cluster not in (4, 8, 16):
             raise ConfigError("cluster", cluster, "4, 8 or 16")
-        if d <= 0 or d % (UNIT * cluster) or d > UNIT * cluster * MAX_WARPS:
-            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {UNIT * cluster * MAX_WARPS}")
+        most = UNIT * cluster * (MAX_WARPS - int(self.streaming))
+        if d <= 0 or d % (UNIT * cluster) or d > most:
+            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
         if iters < 1:
             raise ConfigError("iters", iters, "at least 1")
-        if held not in (None, "shared", "global") or (held and not self.streaming):
-            raise ConfigError("held", held, "None, or where a tile waits shared or global")
         if not (keep or head):
             raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
         self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
@@ -77,7 +74,11 @@ class Config:
         self.threads = self.workers + LANES * (2 if self.streaming else 1)
         self.values = N if head else N + OWNED
         self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
-        self.slots = TILE // cluster  # tokens of a tile that a CTA owns
+        few = not self.streaming and self.warps <= FEW_WARPS
+        self.tile = WIDE_TILE if few else TILE
+        self.eights = self.tile // ROWS_N
+        self.slots = -(-self.tile // cluster)  # tokens of a tile that a CTA owns
+        self.pieces = -(-self.tile * COEFFICIENTS // (4 * LANES))  # of 16 bytes, of a tile's coefficients, a lane
 
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
         self.fn_pitch = N * self.columns + 4
@@ -90,28 +91,23 @@ class Config:
         # Shared memory in floats
         self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
         plain, streaming = int(not self.streaming), int(self.streaming)
-        self.quads = 1 if head else 4  # of 16 rows and parts of fn that an MMA reads, and half a one
-        self.fn_block = LANES * (4 * self.quads + 2)
-        self.fn_floats = self.warps * N * 2 * self.fn_block if self.split else self.values * self.fn_pitch
-        self.sum_floats = self.warps * TILE * self.sum_pitch
-        self.coefficient_floats = 2 * TILE * COEFFICIENTS
-        self.pre_floats = plain * 2 * TILE * self.pre_pitch  # two tiles each
-        self.square_floats = plain * 2 * TILE * self.square_pitch
-        self.mixed_floats = plain * 2 * cluster * TILE
-        self.mine_floats = plain * self.warps * TILE
+        self.fn_floats = self.values * self.fn_pitch
+        self.sum_floats = self.warps * self.tile * self.sum_pitch
+        self.coefficient_floats = 2 * self.tile * COEFFICIENTS
+        self.pre_floats = plain * 2 * self.tile * self.pre_pitch  # two tiles each
+        self.square_floats = plain * 2 * self.tile * self.square_pitch
+        self.mixed_floats = plain * 2 * cluster * self.tile
+        self.mine_floats = plain * self.warps * self.tile
         self.owned_floats = plain * 2 * self.slots * cluster * OWNED
         self.inbox_floats = streaming * IN_FLIGHT * self.slots * cluster * self.sum_pitch
-        self.mix_floats = streaming * IN_FLIGHT * TILE * MIX
-        self.held_floats = streaming * self.workers * HELD
-        if held == "global" or (held is None and self.smem_bytes > SMEM_LIMIT):
-            self.held_floats = 0
-        if self.streaming and not self.held_floats and post and not keep:
-            raise ConfigError("held", held, "shared memory, and room for it, where the streams are not kept")
+        self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
+        self.held_floats = 0
+        if self.again and post and not keep:
+            raise ConfigError("keep", keep, "True: the mixture fetches again what was stored")
         if self.smem_bytes > SMEM_LIMIT:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
             )
-        self.chains = 2 if self.held_floats else 1  # of MMAs a sum; two where there are registers for them
 
     @property
     def smem_bytes(self) -> int:
@@ -121,10 +117,10 @@ class Config:
     def budget(self) -> list[BudgetRow]:
         """What lies in shared memory."""
         rows = (
-            ("fn", self.fn_floats, f"{self.values} rows, {self.fn_floats} words"),
-            ("sums of warps", self.sum_floats, f"{self.warps} warps, {TILE} tokens, {self.sum_pitch}"),
-            ("pre for all", self.pre_floats, f"2 tiles of {TILE} tokens, {N} sums of {self.cluster} CTAs"),
-            ("squares for all", self.square_floats, f"2 tiles of {TILE} tokens, of {self.cluster} CTAs"),
+            ("fn", self.fn_floats, f"{self.values} rows"),
+            ("sums of warps", self.sum_floats, f"{self.warps} warps, {self.tile} tokens, {self.sum_pitch}"),
+            ("pre for all", self.pre_floats, f"2 tiles of {self.tile} tokens, {N} sums of {self.cluster} CTAs"),
+            ("squares for all", self.square_floats, f"2 tiles of {self.tile} tokens, of {self.cluster} CTAs"),
             (
                 "sums of owned tokens",
                 self.owned_floats,
@@ -133,23 +129,22 @@ class Config:
             (
                 "squares of x",
                 self.mixed_floats + self.mine_floats,
-                f"2 tiles of {TILE} tokens of {self.cluster} CTAs, {self.warps} warps",
+                f"2 tiles of {self.tile} tokens of {self.cluster} CTAs, {self.warps} warps",
             ),
             (
                 "sums of owned tokens",
                 self.inbox_floats,
                 f"{IN_FLIGHT} tiles of {self.slots} tokens, {self.sum_pitch} sums of {self.cluster} CTAs",
             ),
-            ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {TILE} tokens, {MIX}"),
+            ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {self.tile} tokens, {MIX}"),
             ("streams", self.held_floats, f"{self.workers} lanes, {self.held_floats // self.workers} words"),
-            ("coefficients", self.coefficient_floats, f"2 tiles of {TILE} tokens"),
+            ("coefficients", self.coefficient_floats, f"2 tiles of {self.tile} tokens"),
             ("barriers", 2 * self.barriers, f"{self.barriers} of 8 bytes"),
         )
         return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, floats, why in rows if floats]
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("post", "head", "keep") if vars(self)[name]]
-        options += ["held" if self.held_floats else "again"] * self.streaming
         return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
@@ -158,19 +153,14 @@ class StreamConfig(Config):
 
     name = "MhcStream"
     streaming = True
-
-
-class SplitConfig(StreamConfig):
-    """Settings of `MhcSplit`."""
-
-    name = "MhcSplit"
-    split = True
+    again = True
 
 
 class BulkConfig(StreamConfig):
     """Settings of `MhcBulk`: as `Config`, d at most 256 ``cluster``."""
 
     name = "MhcBulk"
+    again = False
 
     def __init__(
         self,
@@ -184,8 +174,8 @@ class BulkConfig(StreamConfig):
         super().__init__(d, cluster, post, head, keep, iters)
         if self.warps > BULK_WARPS:
             raise ConfigError("d", d, f"at most {BULK_WARPS * UNIT * cluster}: two parts of fn lie in registers")
-        self.threads = self.workers + 3 * LANES
-        self.barriers = 6 + 2 * IN_FLIGHT
+        self.threads = self.workers + 4 * LANES
+        self.barriers = 10 + 2 * IN_FLIGHT
         self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
         self.stage_bytes = TILE * (N + 1) * ROW_BYTES  # of a warp
         self.half_bytes = self.stage_bytes // 2  # of eight tokens

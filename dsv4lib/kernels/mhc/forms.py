@@ -6,42 +6,57 @@ from contextlib import suppress
 from enum import Enum
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.mhc.config import UNIT, BulkConfig, Config, SplitConfig, StreamConfig
+from dsv4lib.kernels.mhc.config import TILE, UNIT, BulkConfig, Config, StreamConfig
 
-FEW = 64  # tokens
+FEW = 64  # tokens of a call for `PLAIN`; with its wide tiles as many as clusters take at once:
+ROUND = 7  # clusters of 16 CTAs that an H200 holds
 
 
 class Form(Enum):
-    """Which kernel: `simt.Mhc`, `stream.MhcStream`, `split.MhcSplit`, or `bulk.MhcBulk`."""
+    """Which kernel: `simt.Mhc`, `stream.MhcStream`, or `bulk.MhcBulk`."""
 
     PLAIN = "plain"
     STREAM = "stream"
-    SPLIT = "split"
     BULK = "bulk"
 
 
-def form_of(tokens: int, d: int) -> Form:
-    """The form that a call of so many tokens uses: the only place that chooses.
+CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig}
 
-    Timed on an H200: with 4096 tokens `STREAM` takes 169 us (d 4096) and 355 us (d 7168) where `PLAIN` takes 210 and
-    398, with 128 tokens 16 and 21 where it takes 16 and 26; with 1 to 32 `PLAIN` is 0.6 to 1.6 us faster. `SPLIT` and
-    `BULK` have not been timed, so they are never chosen.
+
+def form_of(tokens: int, d: int, keep: bool = True) -> Form:
+    """The form that a call of so many tokens uses: the only place that chooses. ``keep``: the streams are stored.
+
+    Timed on an H200 (us). d 4096: `PLAIN` 7.8, 9.1, 14.0 and 14.3 with 1, 32, 128 and 160 tokens, `BULK` 10.3, 14.7 and
+    15.8 with 32, 128 and 160; with 256, 1024 and 4096 `BULK` 18.7, 44.3 and 146, `PLAIN` 24 with 256. d 7168, where
+    `BULK` does not fit: `PLAIN` 11.9, 16.6 and 24.6 with 32, 64 and 128 tokens, `STREAM` 19.7 and 313 with 128 and 4096
+    where `PLAIN` takes 426.
 
     ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of
     100,000) round to the other side, and y, post and comb follow.
     """
-    return Form.STREAM if tokens > FEW and Form.STREAM in forms(d) else Form.PLAIN
+    fit, tile = forms(d), tile_of(Form.PLAIN, d)
+    few = FEW if tile == TILE else ROUND * tile
+    if tokens <= few:
+        return Form.PLAIN
+    if Form.BULK in fit:
+        return Form.BULK
+    return Form.STREAM if keep and Form.STREAM in fit else Form.PLAIN
 
 
 def forms(d: int) -> list[Form]:
     """The forms that fit an SM at this width."""
     found = []
-    for form, config in zip(Form, (Config, StreamConfig, SplitConfig, BulkConfig), strict=True):
+    for form, config in CONFIGS.items():
         with suppress(ConfigError):
             config(d=d, cluster=cluster_of(d))
             found.append(form)
     return found
+
+
+def tile_of(form: Form, d: int) -> int:
+    """Tokens that a cluster takes at most at once."""
+    return CONFIGS[form](d=d, cluster=cluster_of(d)).tile
 
 
 def cluster_of(d: int) -> int:

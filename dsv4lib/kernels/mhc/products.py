@@ -13,8 +13,8 @@ depend on pre: they are added up beside the projection and travel with its sums,
                       2  pre 2  2 G30  2 G31  2 G32
                       3  pre 3   G33     0    G00 + G11 + G22 + G33
 
-x enters the norm before its rounding to bf16, and where streams cancel the sum loses what they cancel: its error is
-that of fp32 times sum (pre_i |X'_i|)^2 / sum x^2.
+x is not rounded to bf16, before its norm or behind it, and where streams cancel the sum loses what they cancel: its
+error is that of fp32 times sum (pre_i |X'_i|)^2 / sum x^2.
 """
 
 from __future__ import annotations

@@ -6,19 +6,20 @@
     y    = bf16(weight x / sqrt(mean(x^2) + eps))
     post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back behind the sublayer
 
-The streams are read once and written once. A cluster of CTAs owns a tile of up to 16 tokens, a CTA a slice of the
-columns of all four streams, a warp 32 of them, a lane 8 of two tokens: what a lane loads, 16 bytes a stream, is what
-it writes back, what the MMAs read as A (tokens are M; a sum does not care which k comes first, so 8 consecutive
-columns serve as the k of four MMAs), and what it mixes. X' never leaves its registers.
+The streams are read once and written once. A cluster of CTAs owns a tile of up to 24 tokens (d 7168: 16), a CTA a slice
+of the columns of all four streams, a warp 32 of them, a lane 8 of three tokens: what a lane loads, 16 bytes a stream,
+is what it writes back, what the MMAs read as B (tokens are N; a sum does not care which k comes first, so 8 consecutive
+columns serve as the k of four MMAs), and what it mixes. X' never leaves its registers. A call of up to 8 tokens a tile
+does a third of the work.
 
 The slice of fn (24 rows) stays in shared memory for all tiles of a CTA: clusters are persistent, and fn is read from
 L2 once a cluster. X' is exact in TF32, fn = hi + lo is exact to 2^-22 (hi: its first 11 bits, which is what an MMA
 reads of it; lo: the next 11): two MMAs give the products of fp32.
 
     worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
-                   on their way since project
-    last warp      fn by bulk copies ahead of griddepcontrol.wait; coefficients of the site before; post and comb
-                   of the tokens that this CTA owns (`coefficients`)
+                   on their way since mix
+    all            fn by bulk copies ahead of griddepcontrol.wait, a part each: a warp issues one at a time
+    last warp      coefficients of the site before; post and comb of the tokens that this CTA owns (`coefficients`)
 
     exchange 1     sums of a CTA's warps go to where they are needed: 4 pre and the squares to every CTA of the
                    cluster, 20 others to the CTA that owns the token (t mod cluster); `st.async`, whose bytes an
@@ -28,10 +29,10 @@ reads of it; lo: the next 11): two MMAs give the products of fp32.
     barriers       fn (its bytes); sums, squares (bytes of the exchanges); ready: the last warp has read the sums of
                    a tile and left the next one's coefficients; free: a CTA's buffers, two tiles deep, have been read
 
-    SMEM (d 4096, 16 CTAs)   fn 98,688  sums 14,336  pre 8,704  squares 2,560  owned 2,560  x 2,560  coefficients 2,560
+    SMEM (d 4096, 16 CTAs)   fn 98,688  sums 21,504  pre 13,056  squares 3,840  owned 5,120  x 3,840  coefficients 3,840
     launch                   (cluster, clusters) CTAs of 32 (d / 32 cluster + 1) threads
 
-This form is the one for few tokens; `stream` has less to wait for with many (`forms`).
+This form is the one for few tokens; `bulk` and `stream` have less to wait for with many (`forms`).
 
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 
@@ -48,7 +49,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, OWNED, PARTS, ROWS_N, TILE, UNIT, WORDS, N
+from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, LANES, OWNED, PARTS, ROWS_N, UNIT, WORDS, N
 from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, send
 
 
@@ -88,7 +89,7 @@ class Mhc(Coefficients):
             mNew: [T, 4 d] bf16, X'; may be ``mX`` itself; None: not written (always without `post`).
             mY: [T, d] bf16; may be ``mF`` itself.
             mPostNew: [T, 4] fp32, mCombNew: [T, 16] fp32, or None with `head`; may not be ``mPost``, ``mComb``.
-            rows: tokens a tile, 1 to 16.
+            rows: tokens a tile, 1 to `tile`.
             clusters: at most the number of tiles.
             hc_eps, rms_eps: eps of pre and Sinkhorn; of both norms.
             stream: where the launch is queued.
@@ -140,11 +141,11 @@ class Mhc(Coefficients):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        shape, pitch = (self.warps, TILE, self.sum_pitch), self.sum_pitch
-        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape = (2, TILE, COEFFICIENTS)
+        shape, pitch = (self.warps, self.tile, self.sum_pitch), self.sum_pitch
+        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, 1)))
+        shape = (2, self.tile, COEFFICIENTS)
         sCoefficients = storage.coefficients.get_tensor(
-            cute.make_layout(shape, stride=(TILE * COEFFICIENTS, COEFFICIENTS, 1))
+            cute.make_layout(shape, stride=(self.tile * COEFFICIENTS, COEFFICIENTS, 1))
         )
         barriers = [storage.barriers.data_ptr() + k for k in range(self.barriers)]
         if tidx == 0:
@@ -159,7 +160,7 @@ class Mhc(Coefficients):
 
     def arrivals(self) -> list[int]:
         """How many arrivals each barrier waits for: fn, sums, squares, ready, free."""
-        return [1, 1, 1, 1, self.cluster]
+        return [self.threads // LANES, 1, 1, 1, self.cluster]
 
     @cute.jit
     def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
@@ -170,8 +171,8 @@ class Mhc(Coefficients):
         shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
         sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
         sSquares, sSent = self.exchanged(storage)
+        self.fetch_fn(mFn, place[0], sFn, fn, warp, self.threads // LANES)
         if warp == self.warps:
-            self.fetch_fn(mFn, place[0], sFn, fn)
             cute.arch.griddepcontrol_wait()
             cute.arch.cluster_wait()
             small = sSquares, sOwned, sCoefficients
@@ -183,13 +184,13 @@ class Mhc(Coefficients):
     @cute.jit
     def exchanged(self, storage: Any) -> tuple:
         """What CTAs send each other: (squares or their sums [buffer, token, CTA], tensors that `work` needs)."""
-        shape, pitch = (2, TILE, self.cluster, N), self.pre_pitch
-        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, N, 1)))
-        shape, pitch = (2, TILE, self.cluster), self.square_pitch
-        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(TILE * pitch, pitch, 1)))
-        shape = (2, self.cluster, TILE)
-        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * TILE, TILE, 1)))
-        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, TILE), stride=(TILE, 1)))
+        shape, pitch = (2, self.tile, self.cluster, N), self.pre_pitch
+        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, N, 1)))
+        shape, pitch = (2, self.tile, self.cluster), self.square_pitch
+        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, 1)))
+        shape = (2, self.cluster, self.tile)
+        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * self.tile, self.tile, 1)))
+        sMine = storage.mine.get_tensor(cute.make_layout((self.warps, self.tile), stride=(self.tile, 1)))
         return sSquares, (sPre, sSquares, sMixed, sMine)
 
     @cute.jit
@@ -205,10 +206,10 @@ class Mhc(Coefficients):
         tidx, _, _ = cute.arch.thread_idx()
         warp, four = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx() % 4
         column = (rank * self.columns + warp * UNIT) // COLUMNS + four  # in units of 8
-        rX = cute.make_rmem_tensor((COLUMNS, N, 2), BFloat16)
-        rF = cute.make_rmem_tensor((COLUMNS, 2), BFloat16)
-        rZ = cute.make_rmem_tensor((WORDS, N, 2), Uint32)
-        rMix = cute.make_rmem_tensor((WORDS, 2), Uint32)
+        rX = cute.make_rmem_tensor((COLUMNS, N, self.eights), BFloat16)
+        rF = cute.make_rmem_tensor((COLUMNS, self.eights), BFloat16)
+        rZ = cute.make_rmem_tensor((WORDS, N, self.eights), Uint32)
+        rMix = cute.make_rmem_tensor((WORDS, self.eights), Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
         weights = cute.domain_offset((column * COLUMNS,), mWeight).iterator
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights])
@@ -225,11 +226,10 @@ class Mhc(Coefficients):
             if cutlass.const_expr(self.keep):
                 self.store_streams(mNew, rZ, begin, rows, tokens, column)
             cute.arch.mbarrier_wait(fn, 0)
-            self.project(rZ, sFn, sSums[warp, None, None], warp)
+            self.project_rows(rZ, sFn, sSums[warp, None, None], warp, rows)
             if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
                 cute.arch.mbarrier_wait(free, 1 - buffer)
             self.meet()
-            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
             # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
             if begin + step < tokens and tidx < self.cluster:
                 cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
@@ -238,6 +238,7 @@ class Mhc(Coefficients):
             scale, base = mScale[0], mBase[four]
             cute.arch.mbarrier_wait(sums, buffer)
             self.mix(rZ, *sFirst, scale, base, eps, rows, rMix, sMine[warp, None])
+            self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
             cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
             self.meet()
             self.exchange_squares(sMine, sMixed[buffer, None, None], squares, rank, rows)
@@ -263,11 +264,11 @@ class Mhc(Coefficients):
         rX: cute.Tensor,
         rF: cute.Tensor,
     ):
-        """This lane's columns of its two tokens, zeros where there is none (and nothing to keep until then)."""
+        """This lane's columns of its tokens, zeros where there is none (and nothing to keep until then)."""
         group = cute.arch.lane_idx() // 4
         rX.fill(0.0)
         rF.fill(0.0)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = group + 8 * h
             token = begin + t
             if t < rows and token < tokens:
@@ -279,15 +280,17 @@ class Mhc(Coefficients):
 
     @cute.jit
     def write_back(self, rX: cute.Tensor, rF: cute.Tensor, sCoefficients: cute.Tensor, rows: Int32, rZ: cute.Tensor):
-        """X' in words of two columns; the second token only where a tile has it."""
+        """X' in words of two columns; the second and third token only where a tile has them."""
         rOld, rNew, group = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rF, Uint32), cute.arch.lane_idx() // 4
         if cutlass.const_expr(not self.post):
             rZ.store(rOld.load())
         else:
             self.write_token(rOld[None, None, 0], rNew[None, 0], sCoefficients[group, None], rZ[None, None, 0])
-            rZ[None, None, 1].fill(0)
-            if rows > TILE // 2:
-                self.write_token(rOld[None, None, 1], rNew[None, 1], sCoefficients[group + 8, None], rZ[None, None, 1])
+            for h in cutlass.range_constexpr(1, self.eights):
+                rZ[None, None, h].fill(0)
+                if rows > ROWS_N * h:
+                    line = sCoefficients[group + ROWS_N * h, None]
+                    self.write_token(rOld[None, None, h], rNew[None, h], line, rZ[None, None, h])
 
     @cute.jit
     def write_token(self, rOld: cute.Tensor, rNew: cute.Tensor, sLine: cute.Tensor, rZ: cute.Tensor):
@@ -310,7 +313,7 @@ class Mhc(Coefficients):
     ):
         """X' to global memory."""
         rOut = cute.recast_tensor(rZ, BFloat16)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = cute.arch.lane_idx() // 4 + 8 * h
             token = begin + t
             if t < rows and token < tokens:
@@ -319,16 +322,28 @@ class Mhc(Coefficients):
                     cute.autovec_copy(rOut[None, i, h], cute.local_tile(mNew[token, None], (COLUMNS,), (place,)))
 
     @cute.jit
-    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32):
-        """This warp's part of fn z and of the squares, for all 16 tokens.
+    def project_rows(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32, rows: Int32):
+        """`project` of the eights of tokens that a tile has."""
+        if rows <= ROWS_N:
+            self.project(rZ, sFn, sSum, warp, 1)
+        elif rows <= 2 * ROWS_N:
+            self.project(rZ, sFn, sSum, warp, 2)
+        else:
+            if cutlass.const_expr(self.eights == 3):
+                self.project(rZ, sFn, sSum, warp, 3)
 
-        A: row lane / 4 (+ 8), k lane mod 4 (+ 4); B: the same k, column lane / 4; sums: columns 2 (lane mod 4) and
-        the next. k and k + 4 of MMA w are columns 2 w and 2 w + 1 of this lane's eight.
+    @cute.jit
+    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32, eights: cutlass.Constexpr):
+        """This warp's part of fn z and of the squares, for the tile's first tokens, eight at a time.
+
+        A: rows lane / 4 and 8 further of fn, k lane mod 4 (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and
+        below it lo. B: the same k, token lane / 4; sums: tokens 2 (lane mod 4) and the next. k and k + 4 of MMA w are
+        columns 2 w and 2 w + 1 of this lane's eight.
         """
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
-        rC = cute.make_rmem_tensor((4, self.tiles, self.chains), Float32)
-        rSquares = cute.make_rmem_tensor((2, 2), Float32)
+        rC = cute.make_rmem_tensor((4, 2, eights), Float32)  # rows 0 to 15, and the last
+        rSquares = cute.make_rmem_tensor((2, eights), Float32)
         rC.fill(0.0)
         rSquares.fill(0.0)
         rB = cute.make_rmem_tensor((4, self.tiles), Float32)
@@ -341,41 +356,34 @@ class Mhc(Coefficients):
                     cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rB[None, n])
                 for w in cutlass.range_constexpr(2):
                     word = 2 * half + w
-                    z = [halves(rZ[word, i, h]) for h in range(2)]
-                    if cutlass.const_expr(not self.streaming):
-                        for h in cutlass.range_constexpr(2):
-                            for k in cutlass.range_constexpr(2):
-                                value = z[h][k].bitcast(Float32)
-                                rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
-                    a = [z[0][0], z[1][0], z[0][1], z[1][1]]
-                    for n in cutlass.range_constexpr(self.tiles):
-                        b = [rB[2 * w + k, n] for k in range(2)]
-                        high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
-                        multiply(a, high, rC[None, n, 0])
-                        low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
-                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n, self.chains - 1])
-        if cutlass.const_expr(self.chains == 2):
-            rC[None, None, 0].store(rC[None, None, 0].load() + rC[None, None, 1].load())
-        if cutlass.const_expr(self.streaming):
-            self.store_products(rC[None, None, 0], sSum)
-        else:
-            self.store_sums(rC[None, None, 0], rSquares, sSum)
-
-    @cute.jit
-    def store_sums(self, rC: cute.Tensor, rSquares: cute.Tensor, sSum: cute.Tensor):
-        """Sums of the projection, and behind them the squares."""
-        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        for h in cutlass.range_constexpr(2):
+                    whole = [[rB[2 * w + k, n] for k in range(2)] for n in range(self.tiles)]
+                    high = [[value.bitcast(Uint32) & Uint32(TF32) for value in one] for one in whole]
+                    low = [
+                        [(value - cut.bitcast(Float32)).bitcast(Uint32) for value, cut in zip(*two, strict=True)]
+                        for two in zip(whole, high, strict=True)
+                    ]
+                    for h in cutlass.range_constexpr(eights):
+                        z = halves(rZ[word, i, h])
+                        for k in cutlass.range_constexpr(2):
+                            value = z[k].bitcast(Float32)
+                            rSquares[k, h] = cute.math.fma(value, value, rSquares[k, h])
+                        if cutlass.const_expr(not self.head):
+                            for part in (high, low):
+                                multiply([part[n][k] for k in range(2) for n in range(2)], z, rC[None, 0, h])
+                        multiply([part[-1][k] for k in range(2) for part in (high, low)], z, rC[None, 1, h])
+        for h in cutlass.range_constexpr(eights):
+            last = [rC[k, 1, h] + rC[2 + k, 1, h] for k in range(2)]
+            for k in cutlass.range_constexpr(2):
+                line = sSum[ROWS_N * h + 2 * four + k, None]
+                if cutlass.const_expr(self.head):
+                    line[group] = last[k]
+                else:
+                    for n, value in enumerate((rC[k, 0, h], rC[2 + k, 0, h], last[k])):
+                        line[ROWS_N * n + group] = value
             total = rSquares[0, h] + rSquares[1, h]
             for lanes in (1, 2):
                 total = total + cute.arch.shuffle_sync_bfly(total, lanes)
-            line = sSum[group + 8 * h, None]
-            for n in cutlass.range_constexpr(self.tiles):
-                rPair = cute.make_rmem_tensor(2, Float32)
-                for k in cutlass.range_constexpr(2):
-                    rPair[k] = rC[2 * h + k, n]
-                cute.autovec_copy(rPair, cute.local_tile(line, (2,), (4 * n + four,)))
-            line[ROWS_N * self.tiles + four] = total  # four times, as sums are read by fours
+            sSum[group + ROWS_N * h, ROWS_N * self.tiles + four] = total  # four times, as sums are read by fours
 
     @cute.jit
     def exchange_sums(
@@ -396,8 +404,8 @@ class Mhc(Coefficients):
             size = 4 * self.cluster * ((N + 1) * rows + N * owned * mine)
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
         rSum = cute.make_rmem_tensor(N, Float32)
-        for item in cutlass.range(tidx, (2 * PARTS + owned) * TILE, self.workers, unroll=1):
-            t, piece = item % TILE, item // TILE
+        for item in cutlass.range(tidx, (2 * PARTS + owned) * self.tile, self.workers, unroll=1):
+            t, piece = item % self.tile, item // self.tile
             if t < rows:
                 if piece < 2 * PARTS:
                     self.over_warps(
@@ -440,8 +448,8 @@ class Mhc(Coefficients):
     ):
         """x of this lane's columns, and the sum of its squares over the warp's columns."""
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        for h in cutlass.range_constexpr(2):
-            if rows > TILE // 2 * h:
+        for h in cutlass.range_constexpr(self.eights):
+            if rows > ROWS_N * h:
                 rSums = cute.make_rmem_tensor(2, Float32)
                 rSums.fill(0.0)
                 if group + 8 * h < rows:  # nobody sends the others
@@ -472,8 +480,8 @@ class Mhc(Coefficients):
         if tidx == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 16 * self.cluster * cute.ceil_div(rows, 4))
         rSum = cute.make_rmem_tensor(4, Float32)
-        for item in cutlass.range(tidx, self.cluster * (TILE // 4), self.workers, unroll=1):
-            fours, peer = item % (TILE // 4), item // (TILE // 4)
+        for item in cutlass.range(tidx, self.cluster * (self.tile // 4), self.workers, unroll=1):
+            fours, peer = item % (self.tile // 4), item // (self.tile // 4)
             if 4 * fours < rows:
                 self.over_warps(sMine, fours, rSum)
                 place = cute.domain_offset((rank, 4 * fours), sMixed).iterator
@@ -495,7 +503,7 @@ class Mhc(Coefficients):
         """y of this lane's columns."""
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
-        for h in cutlass.range_constexpr(2):
+        for h in cutlass.range_constexpr(self.eights):
             t = cute.arch.lane_idx() // 4 + 8 * h
             token = begin + t
             if t < rows and token < tokens:

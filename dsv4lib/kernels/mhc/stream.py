@@ -5,14 +5,15 @@ tile later, when what the cluster made of a tile's sums has arrived.
 
     workers     write_back -> store X' -> project -> multiply_streams (`products`) of tile n; mix, scale, store y of
                 tile n - 1. They wait for nobody but the sender, a tile behind
-    sender      fn by bulk copies; coefficients of the site before, two tiles ahead, and with little L1 (d 7168)
-                streams into L2, three; adds up what the workers left of a tile and sends each token's 36 sums
-                (`head`: 20) to the CTA that owns it (t mod cluster): 144 messages of 16 bytes a tile and CTA, where
-                `simt` needs 660, each of which an mbarrier has to count
-    owner       adds up the CTAs of its tokens, sends pre and 1 / rms to every CTA; then post and comb
+    sender      fn by bulk copies; coefficients of the site before and streams into L2, two tiles ahead; adds up what
+                the workers left of a tile and sends each token's 36 sums (`head`: 20) to the CTA that owns it (t mod
+                cluster): 144 messages of 16 bytes a tile and CTA, where `simt` needs 660, each of which an mbarrier
+                has to count
+    owner       adds up the CTAs of its tokens, sends pre / rms to every CTA; then post and comb
 
-X' waits for its mixture in shared memory, a lane's own 128 bytes, or where fn leaves no room (d 7168), in L2: a lane
-reads what it stored itself (without write-back: what it read before).
+X' waits for its mixture in L2, as fn leaves no room in shared memory: a lane reads what it stored itself (without
+write-back: what it read before). With streams asked for three tiles ahead L2 loses more of both (d 7168, 4096 tokens
+on an H200: 361 us; one tile ahead 377; two 313).
 
     barriers    fn; projected (workers), taken (sender): sums of a tile in shared memory; ready [2]: coefficients
                 sums, weighed [4 each]: bytes from all CTAs, each of which also arrives
@@ -21,10 +22,7 @@ Four tiles may be in flight, and nothing says that a buffer is free: a CTA sends
 have mixed tile n + 2, which the owner weighed after it was done with n + 1; and nobody weighs tile n + 4 before all
 have sent it, when all have mixed n + 2.
 
-    SMEM (d 4096, 16 CTAs)   fn 98,688  streams 32,768  sums 18,432  inbox 9,216  weights 2,048  coefficients 2,560
-                             the rest is L1, which loads of 40 KiB in flight need
-
-What limits it (H200, 4096 tokens of d 4096): without any large load or store it still takes 145 us of 170.
+    SMEM (d 7168, 16 CTAs)   fn 172,416  sums 32,256  inbox 9,216  weights 1,024  coefficients 2,560
 
 Orders of sums are fixed as in `simt`. Source: as `simt`.
 """
@@ -46,6 +44,7 @@ from dsv4lib.kernels.mhc.config import (
     LANES,
     MIX,
     OWNED,
+    ROWS_N,
     TILE,
     UNIT,
     WORDS,
@@ -54,9 +53,9 @@ from dsv4lib.kernels.mhc.config import (
 )
 from dsv4lib.kernels.mhc.products import TRACE, Products
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.words import floats, pair, peer, prefetch_bulk, send, store_async
+from dsv4lib.kernels.mhc.words import TF32, floats, halves, multiply, pair, peer, prefetch_bulk, send, store_async
 
-AHEAD = 3  # tiles from the one projected to the one that is requested
+AHEAD = 2  # tiles from the one projected to the one that is requested
 
 
 class MhcStream(StreamConfig, Products, Mhc):
@@ -80,29 +79,20 @@ class MhcStream(StreamConfig, Products, Mhc):
         sMix = storage.mix.get_tensor(cute.make_layout((IN_FLIGHT, TILE, MIX), stride=(TILE * MIX, MIX, 1)))
         tidx, _, _ = cute.arch.thread_idx()
         if warp == self.warps:
-            self.fetch_fn(mFn, place[0], sFn, fn)
+            self.fetch_fn(mFn, place[0], sFn, fn, Int32(0), 1)
             waits = projected, taken, ready, sums, weighed
             self.gather((mX, mF), mPost, mComb, sSums, sInbox, sCoefficients, waits, place)
         elif warp == self.warps + 1:
             self.weigh(mScale, mBase, mPostNew, mCombNew, sInbox, sMix, (sums, weighed), place, eps)
         else:
-            small = sFn, sSums, sCoefficients, sMix, self.lanes_own(storage, tidx)
+            small = sFn, sSums, sCoefficients, sMix
             self.stream((mX, mF), mWeight, (mNew, mY), small, (fn, projected, taken, ready, weighed), place)
-
-    @cute.jit
-    def lanes_own(self, storage: Any, tidx: Int32) -> cute.Tensor:
-        """Where this lane's X' waits, [4 words, half of the tile and stream]; any memory if it waits elsewhere."""
-        layout = cute.make_layout((COLUMNS // 2, 2 * N), stride=(1, 4 * self.workers))
-        if cutlass.const_expr(self.held_floats == 0):
-            return cute.make_tensor(storage.fn.data_ptr(), layout)
-        address = storage.held.data_ptr().toint() + 16 * tidx
-        return cute.make_tensor(cute.make_ptr(Uint32, address, cute.AddressSpace.smem, assumed_align=16), layout)
 
     @cute.jit
     def stream(self, given: tuple, mWeight: cute.Tensor, out: tuple, small: tuple, barriers: tuple, place: tuple):
         """Role of the workers: a tile's write-back and projection, and the mixture of the one before."""
         (mX, mF), (mNew, mY) = given, out
-        sFn, sSums, sCoefficients, sMix, sHeld = small
+        sFn, sSums, sCoefficients, sMix = small
         fn, projected, taken, ready, weighed = barriers
         rank, first, step, rows, tokens = place
         tidx, _, _ = cute.arch.thread_idx()
@@ -114,8 +104,6 @@ class MhcStream(StreamConfig, Products, Mhc):
         rOne = cute.make_rmem_tensor((WORDS, N), Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
         weights = cute.local_tile(mWeight, (COLUMNS,), (column,))
-        if cutlass.const_expr(self.held_floats > 0):  # else there are no registers to keep them in
-            cute.autovec_copy(weights, rWeight)
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights.iterator])
         cute.arch.griddepcontrol_wait()
         self.fetch(mX, mF, first, rows, tokens, column, rX, rF)
@@ -126,45 +114,55 @@ class MhcStream(StreamConfig, Products, Mhc):
                 if cutlass.const_expr(self.post):
                     cute.arch.mbarrier_wait(ready + (tile & 1), (tile >> 1) & 1)
                 self.write_back(rX, rF, sCoefficients[tile & 1, None, None], rows, rZ)
-                if cutlass.const_expr(self.held_floats > 0):
-                    self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
                 if cutlass.const_expr(self.keep):
                     self.store_streams(mNew, rZ, begin, rows, tokens, column)
                 if tile > 0:
                     cute.arch.mbarrier_wait(taken, (tile + 1) & 1)
                 self.project(rZ, sFn, sSums[warp, None, None], warp)
                 self.multiply_streams(rZ, sSums[warp, None, None], rows)
-                if cutlass.const_expr(self.held_floats == 0):  # registers for both would not do before
-                    self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
+                self.fetch(mX, mF, begin + step, rows, tokens, column, rX, rF)
                 self.arrive(projected)
             if tile > 0:
                 before, buffer = begin - step, (tile - 1) & (IN_FLIGHT - 1)
-                if cutlass.const_expr(self.held_floats == 0):
-                    cute.autovec_copy(weights, rWeight)
+                cute.autovec_copy(weights, rWeight)
                 cute.arch.mbarrier_wait(weighed + buffer, ((tile - 1) // IN_FLIGHT) & 1)
                 for h in cutlass.range_constexpr(2):
-                    if cutlass.const_expr(self.held_floats > 0):
-                        self.take(sHeld, rOne, h)
-                    else:
-                        self.fetch_again(mNew if self.keep else mX, rOne, h, before, rows, tokens, column)
+                    cute.arch.sync_warp()  # or both tokens come at once, and registers spill
+                    self.fetch_again(mNew if self.keep else mX, rOne, h, before, rows, tokens, column)
                     self.mix_weighed(mY, rOne, rWeight, sMix[buffer, None, None], h, before, rows, tokens, column)
-            if cutlass.const_expr(self.held_floats > 0):
-                self.hold(rZ, sHeld)
             tile = tile + 1
             begin = begin + step
 
     @cute.jit
-    def hold(self, rZ: cute.Tensor, sMine: cute.Tensor):
-        """X' of this lane into its own shared memory, 16 bytes of a token and stream at a time."""
-        for h in cutlass.range_constexpr(2):
-            for i in cutlass.range_constexpr(N):
-                cute.autovec_copy(rZ[None, i, h], sMine[None, N * h + i])
+    def project(self, rZ: cute.Tensor, sFn: cute.Tensor, sSum: cute.Tensor, warp: Int32):
+        """This warp's part of fn z, for all 16 tokens; as in `simt`, but tokens are A, which takes fewer registers.
 
-    @cute.jit
-    def take(self, sMine: cute.Tensor, rZ: cute.Tensor, h: cutlass.Constexpr):
-        """What `hold` put there of one token."""
-        for i in cutlass.range_constexpr(N):
-            cute.autovec_copy(sMine[None, N * h + i], rZ[None, i])
+        A: row lane / 4 (+ 8), k lane mod 4 (+ 4); B: the same k, column lane / 4; sums: columns 2 (lane mod 4) and
+        the next. k and k + 4 of MMA w are columns 2 w and 2 w + 1 of this lane's eight.
+        """
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
+        rC = cute.make_rmem_tensor((4, self.tiles), Float32)
+        rC.fill(0.0)
+        rB = cute.make_rmem_tensor((4, self.tiles), Float32)
+        for i in cutlass.range(N, unroll_full=True):
+            cute.arch.sync_warp()  # or all of fn comes at once, and registers spill
+            for half in cutlass.range(2, unroll_full=True):
+                place = i * (self.columns // 4) + warp * (UNIT // 4) + 2 * four + half
+                for n in cutlass.range_constexpr(self.tiles):
+                    line = sFn[ROWS_N * n + row, None]
+                    cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rB[None, n])
+                for w in cutlass.range_constexpr(2):
+                    word = 2 * half + w
+                    z = [halves(rZ[word, i, h]) for h in range(2)]
+                    a = [z[0][0], z[1][0], z[0][1], z[1][1]]
+                    for n in cutlass.range_constexpr(self.tiles):
+                        b = [rB[2 * w + k, n] for k in range(2)]
+                        high = [value.bitcast(Uint32) & Uint32(TF32) for value in b]
+                        multiply(a, high, rC[None, n])
+                        low = [value - cut.bitcast(Float32) for value, cut in zip(b, high, strict=True)]
+                        multiply(a, [value.bitcast(Uint32) for value in low], rC[None, n])
+        self.store_products(rC, sSum)
 
     @cute.jit
     def fetch_again(
@@ -204,15 +202,13 @@ class MhcStream(StreamConfig, Products, Mhc):
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < rows and begin + t < tokens:  # nobody weighs the others
-            cute.autovec_copy(cute.local_tile(sMix[t, None], (N,), (0,)), rPre)
-            norm = sMix[t, N]
+            cute.autovec_copy(sMix[t, None], rPre)
             for w in cutlass.range_constexpr(WORDS):
                 x = [rPre[0] * z for z in floats(rZ[w, 0])]
                 for i in cutlass.range_constexpr(1, N):
                     z = floats(rZ[w, i])
                     x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
-                x = floats(pair(*x))
-                rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
+                rWords[w] = pair(x[0] * rWeight[2 * w], x[1] * rWeight[2 * w + 1])
             line = cute.local_tile(mY[begin + t, None], (COLUMNS,), (column,))
             cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
@@ -244,7 +240,7 @@ class MhcStream(StreamConfig, Products, Mhc):
         for k in cutlass.range_constexpr(2):
             if first + k * step < tokens:
                 self.fetch_coefficients(mPost, mComb, first + k * step, tokens, sCoefficients, ready, Int32(k))
-        for k in cutlass.range_constexpr(1, 1 if self.held_floats > 0 else AHEAD):
+        for k in cutlass.range_constexpr(1, AHEAD):
             self.request(given, first + k * step, rank, rows, tokens)
         cute.arch.cluster_wait()
         tile, begin = Int32(0), first
@@ -265,8 +261,7 @@ class MhcStream(StreamConfig, Products, Mhc):
                     store_async(there, [rSum[v, k] for v in range(N)], rSignal[k] + 8 * buffer)
             if begin + 2 * step < tokens:  # in place of those of this tile
                 self.fetch_coefficients(mPost, mComb, begin + 2 * step, tokens, sCoefficients, ready, tile)
-            if cutlass.const_expr(self.held_floats == 0):  # what it costs this warp pays only with little L1
-                self.request(given, begin + AHEAD * step, rank, rows, tokens)
+            self.request(given, begin + AHEAD * step, rank, rows, tokens)
             tile = tile + 1
             begin = begin + step
 
@@ -337,8 +332,7 @@ class MhcStream(StreamConfig, Products, Mhc):
         rank, first, step, rows, tokens = place
         sums, weighed = barriers
         lane = cute.arch.lane_idx()
-        mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
-        size = 16 * self.cluster * (FOURS + (0 if self.head else OWNED // N)) * mine
+        mine, size = self.share(rank, rows)
         rSum = cute.make_rmem_tensor(N, Float32)
         rPre = cute.make_rmem_tensor(N, Float32)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
@@ -372,20 +366,22 @@ class MhcStream(StreamConfig, Products, Mhc):
             tile = tile + 1
             begin = begin + step
 
+    def share(self, rank: Int32, rows: Int32) -> tuple:
+        """How many tokens of a tile this CTA owns, and how many bytes it is sent for them."""
+        mine = (rows - rank + self.cluster - 1) // self.cluster
+        return mine, 16 * self.cluster * (FOURS + (0 if self.head else OWNED // N)) * mine
+
     @cute.jit
     def send_weights(
         self, rPre: cute.Tensor, norm: Float32, sMix: cute.Tensor, barrier: cute.Pointer, rank: Int32, rows: Int32
     ):
-        """pre, and behind it 1 / rms, of every token of this CTA to every CTA: 16 bytes a lane."""
+        """pre / rms of every token of this CTA to every CTA: 16 bytes a lane."""
         lane = cute.arch.lane_idx()
-        peer, part = lane % self.cluster, lane // self.cluster
         for s in cutlass.range_constexpr(self.slots):
             t = s * self.cluster + rank
-            scale = cute.arch.shuffle_sync(norm, 4 * s)
-            pre = [cute.arch.shuffle_sync(rPre[i], 4 * s) for i in range(N)]
-            values = [Float32(cutlass.select_(part == 0, p, scale)) for p in pre]
-            if t < rows and part < 2:
-                send(cute.domain_offset((t, N * part), sMix).iterator, peer, values, barrier)
+            values = [cute.arch.shuffle_sync(rPre[i] * norm, 4 * s) for i in range(N)]
+            if t < rows and lane < self.cluster:
+                send(cute.domain_offset((t, 0), sMix).iterator, lane, values, barrier)
 
     @cute.jit
     def own_logits(
