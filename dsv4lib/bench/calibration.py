@@ -2,9 +2,9 @@
 
 data/bench/hopper_work.csv: what a CTA of each kernel does per tile and once, counted in the emulator on the compiled
 SM90 code (two launches of different length subtracted). data/bench/hopper_times.csv: launches of the same code, timed
-on an H200 (``clocks``: sm__cycles_elapsed.max of Nsight Compute, caches cold, clocks as they are; of the combine, the
-microseconds of its docstring x 1.98 GHz, caches warm: its input is hot in use). Clocks are compared,
-not seconds: under load the power limit takes the clock of this card down to 1.1-1.7 GHz.
+on an H200 (``clocks``: sm__cycles_elapsed.max of Nsight Compute, caches cold, clocks as they are; of the combine,
+microseconds x 1.98 GHz that it adds behind a kernel that writes the parts, by `join_probe`: join_times.csv has the
+record). Clocks are compared, not seconds: under load the power limit takes the clock of this card down to 1.1-1.7 GHz.
 
 A regime is what limits a launch; the error of a regime stands beside the predictions of the same regime.
 """
@@ -29,7 +29,13 @@ FITTED = (
     "fa4 512",
     "fmha 4k",
     "combine 2 parts, 8 x 64",
-    "combine 32 parts, 1 x 128",
+    "combine 16 parts, 8 x 64",
+    "combine 2 parts, 1 x 64",
+    "combine 16 parts, 1 x 64",
+    "combine 44 parts, 1 x 64",
+    "combine 8 parts, 4 x 64",
+    "combine 8 parts, 4 x 128",
+    "combine 2 parts, 64 x 64",
 )  # launches that constants of the table were fitted to
 
 
@@ -145,7 +151,7 @@ def check(h200: Gpu | None = None) -> list[Checked]:
     card = h200 or gpu("H200")
     out = []
     for case in cases():
-        if case.regime == "combine":  # tiles: loads one behind the other
+        if case.regime == "combine":  # tiles: parts
             clocks = static_model.combine_clocks(card, case.tiles, case.hbm_bytes)
         else:
             model = kernel(case.kernel, card, min(case.ctas, int(card["sms"])))

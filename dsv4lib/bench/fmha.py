@@ -20,8 +20,8 @@ from dsv4lib.bench.rates import TABLE, Gpu, gpu
 from dsv4lib.bench.static_model import Kernel, Time
 from dsv4lib.bench.work import Work, count, count_lines
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.fmha.combine import loads_at_once
 from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
+from dsv4lib.kernels.fmha.load import GROUPS
 from dsv4lib.ops.fmha import choose_parts, cluster_of
 from dsv4lib.ops.splits import SHARES, Parts
 
@@ -119,7 +119,8 @@ class Counted:
 
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
-            keys, where TMA does not; turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
+            keys, where TMA does not; send: of the load warps, in a tile and in a turn (copies:
+            of the busiest); turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
             memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
             CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of a key in the pool; blocks, q_ahead,
             stored: see `static_model.attention`.
@@ -131,6 +132,7 @@ class Counted:
     pv: Work
     stages: int
     bring: Work = Work()
+    send: tuple[Work, Work] = (Work(), Work())
     turn: Work | None = None
     parts: int = 1
     q_stages: int = 1
@@ -156,11 +158,12 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
 
     kernel = Fmha(**{"entries": "index", "window": False, "sink": True, "inverse_rope": True, **options})
     code = compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
-    works, roles, stored = [], [], []
+    works, roles, stored, sent = [], [], [], []
     for keys in (short, long):
         trace = _traced(kernel, code, keys, long)
         works.append(count(trace))
         stored.append(_stored(trace, kernel))
+        sent.append(count_lines(trace, _of_load_warps))
         scores = trace.mmas["column"] >= kernel.q_column  # O lies in the columns below
         roles.append([count(trace, scores), count(trace, ~scores)])
     tiles = (long - short) / TILE_N
@@ -169,13 +172,19 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     two = _traced(kernel, code, short, long, 2)
     turn = count(two) - works[0] - tile * (short / TILE_N)
     once = works[0] - tile * (short / TILE_N)
+    sending = (sent[1] - sent[0]) * (1 / tiles)
+    send = sending, count_lines(two, _of_load_warps) - sent[0] - sending * (short / TILE_N)
+    waits = kernel.tile_stages, kernel.q_stages  # for stages: lines of the library, which all roles share
+    send = tuple(replace(s, syncs=s.syncs + kernel.load_warps * n) for s, n in zip(send, waits, strict=True))
     stages = kernel.kv_stages // kernel.tile_stages
     ring = {"parts": kernel.tile_stages, "q_stages": kernel.q_stages, "q_ahead": kernel.q_ahead}
-    ring["blocks"] = kernel.o_blocks
+    ring |= {"blocks": kernel.o_blocks, "send": send}
     if kernel.epilogue_warps:
         scale = short / (long - short)  # the softmax warps share lines with them, in every tile
         each = zip(_stored(two, kernel), *stored, strict=True)
         ring["stored"] = tuple(both - one - (more - one) * scale for both, one, more in each)
+    busiest = -(-GROUPS // kernel.load_warps) / GROUPS  # of the warps that send copies
+    tile, once, turn = (replace(work, copies=work.copies * busiest) for work in (tile, once, turn))
     return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, tokens=_shared(kernel), **ring)
 
 
@@ -202,10 +211,16 @@ def _stored(trace: Any, kernel: Any) -> tuple[Work, Work]:
     return count_lines(trace, before), count_lines(trace, behind)
 
 
+def _of_load_warps(source: str) -> bool:
+    """Whether a Python line is the load warps'."""
+    return source.rpartition(":")[0].endswith(("fmha/load.py", "common/gather.py"))
+
+
 def fp8(c: Counted, **options: Any) -> Counted:
     """The same kernel on 584-byte entries, counted; what it does more than ``c`` is the dequantising warps' work."""
     quantised = counted(**{**options, "fp8_entries": True})
-    return replace(quantised, bring=quantised.tile - c.tile, key_bytes=ENTRY_BYTES)
+    bring = (quantised.tile - quantised.send[0]) - (c.tile - c.send[0])
+    return replace(quantised, bring=bring, key_bytes=ENTRY_BYTES)
 
 
 def _shared(kernel: Any) -> int:
@@ -247,7 +262,8 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1) -> Any:
 def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
-    options = {"cluster": c.cluster, "active": active, "bring": c.bring, "turn": c.turn, "parts": c.parts}
+    options = {"cluster": c.cluster, "active": active, "turn": c.turn, "parts": c.parts}
+    options |= {"bring": c.bring, "send": c.send}
     options |= {"q_stages": c.q_stages, "blocks": c.blocks, "q_ahead": c.q_ahead, "stored": c.stored}
     return static_model.attention("fmha", *roles, c.stages, card, **options)
 
@@ -394,11 +410,8 @@ def _ctas(shape: Shape, c: Counted, items: int) -> int:
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
-    """(loads one behind the other, bytes) of `kernels.fmha.combine`: parts, as many at a time as it loads at once.
-
-    Two waits are for LSEs, as in the form that the waits' constants were fitted to, although it read them once more.
-    """
-    return 2 + -(-splits // loads_at_once(splits)), tokens * heads * DIM * (4 * splits + 2)
+    """(parts, bytes) of `kernels.fmha.combine`."""
+    return splits, tokens * heads * DIM * (4 * splits + 2)
 
 
 def _row(

@@ -3,18 +3,19 @@
     graph    flush L2 (or not) | before: writes Q, a count and an index list | after: the set-up of an attention kernel
 
 `After` sets up what `kernels.fmha.sm100` does, as far as Hopper has it: 226 KiB of shared memory, 26 mbarriers, tensor
-maps, 384 threads, alone or in pairs; then a count, index list and Q, keys by boxes of 4 rows, a little work on each
-element, and O. Tensor memory, and the `tcgen05` copies of Q, are missing. Every CTA notes %globaltimer at
+maps, 384 threads, alone or in pairs; then a count, one box of Q ahead of all, Q, an index list and its keys, a little
+work on each element, and O. Q and keys come by 128 copies of 4 rows x 128 bytes each, as the kernel gathers them (or
+see `WAYS`). Tensor memory, and the `tcgen05` copies of Q, are missing. Every CTA notes %globaltimer at
 
-    entered | ready (set-up done) | released (griddepcontrol.wait) | first byte (all of Q) | keys | end
+    entered | ready (set-up done) | released (griddepcontrol.wait) | counted | first byte (of Q) | Q | keys | end
 
-`Before` notes its end. What a launch exposes is the time from the last end of `before` to the first byte: launch,
-set-up, fetch of the tensor maps, and the first load, whichever of these the end of `before` does not cover.
+each by a warp that does nothing else, but for the loads' own. `Before` notes its end. What a launch exposes is the time
+from the last end of `before` to the first byte: launch, set-up, fetch of the tensor maps, and the first load, whichever
+of these the end of `before` does not cover.
 
     python -m dsv4lib.bench.launch_probe --record launch_times.csv        (on the GPU)
 
-It has run in the emulator only, where times mean nothing: what `first_byte_pdl_clk` of data/bench/rates.csv assumes is
-still to be measured with it.
+data/bench/launch_times.csv is the record of an H200; `first_byte_pdl_clk` of rates.csv is its "counted".
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from dsv4lib.ops import compile_cache
 ROWS, DIM, CHUNK, BOX_ROWS = 64, 512, 64, 4
 TILE_BYTES, STAGES, BARRIERS, THREADS = ROWS * DIM * 2, 3, 26, 384
 PADDING = 226 * 1024 - STAGES * TILE_BYTES - 8 * BARRIERS
-MARKS = ("entered", "ready", "released", "first byte", "keys", "end")
+MARKS = ("entered", "ready", "released", "counted", "first byte", "Q", "keys", "end")
+# Who sends copies: 16 lanes, 4 rows each; one lane all; the same, Q by boxes of 64 rows; three warps share the keys.
+WAYS = ("lanes", "elected", "whole", "three")
 FLUSH_BYTES, REPLAYS, FIRST, NODES = 384 << 20, 25, 3, 20  # the first replays do not count
-LOAD_WARP = 5
+LOAD_WARP, WATCHERS = 5, (8, 9, 10)
 
 
 @cute.jit
@@ -127,13 +130,16 @@ class After:
 
     Args:
         pdl: a programmatic dependent launch; prefetch: of the tensor maps, in the set-up; cluster: CTAs of a token.
+        way: one of `WAYS`.
     """
 
-    def __init__(self, pdl: bool, prefetch: bool, cluster: int = 1):
-        self.pdl, self.prefetch, self.cluster = pdl, prefetch, cluster
+    def __init__(self, pdl: bool, prefetch: bool, cluster: int = 1, way: str = "lanes"):
+        self.pdl, self.prefetch, self.cluster, self.way = pdl, prefetch, cluster, way
+        self.q_rows = ROWS if way in ("whole", "three") else BOX_ROWS
+        self.warps = 3 if way == "three" else 1
 
     def __repr__(self) -> str:
-        return f"After({self.pdl}, {self.prefetch}, {self.cluster})"
+        return f"After({self.pdl}, {self.prefetch}, {self.cluster}, {self.way})"
 
     def fake_args(self) -> tuple:
         """What it is compiled with."""
@@ -152,7 +158,7 @@ class After:
         mTimes: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """Q and O [64 T, 512], keys [R, 512] bf16, index, count as `Before`; times [CTAs, 6] int64, see `MARKS`."""
+        """Q and O [64 T, 512], keys [R, 512] bf16, index, count as `Before`; times [CTAs, 8] int64, see `MARKS`."""
 
         @cute.struct
         class Storage:
@@ -161,7 +167,7 @@ class After:
             barriers: cute.struct.MemRange[cutlass.Int64, BARRIERS]
 
         self.storage = Storage
-        self.kernel(self.atom(mQ), self.atom(mKeys), self.atom(mO), mIndex, mCount, mO, mTimes).launch(
+        self.kernel(self.atom(mQ, self.q_rows), self.atom(mKeys), self.atom(mO), mIndex, mCount, mO, mTimes).launch(
             grid=(mCount.shape[0], self.cluster, 1),
             block=(THREADS, 1, 1),
             cluster=(1, self.cluster, 1) if self.cluster > 1 else None,
@@ -169,14 +175,11 @@ class After:
             use_pdl=self.pdl,
         )
 
-    def atom(self, rows: cute.Tensor) -> cute.CopyAtom:
-        """Boxes of 4 rows x 128 bytes."""
+    def atom(self, rows: cute.Tensor, of_box: int = BOX_ROWS) -> cute.CopyAtom:
+        """Boxes of so many rows x 128 bytes."""
         count, depth = rows.shape
         columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
-        layout = cute.make_layout((CHUNK, BOX_ROWS), stride=(1, CHUNK))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), columns_first, layout, (CHUNK, BOX_ROWS))[
-            0
-        ]
+        return boxes.box_atom(columns_first, (CHUNK, of_box), swizzle=False)
 
     @cute.kernel
     def kernel(
@@ -214,14 +217,18 @@ class After:
             mark(mTimes, 1)
         if cutlass.const_expr(self.pdl):
             cute.arch.griddepcontrol_wait()
-        if warp == LOAD_WARP:
-            self.load(tma_q, tma_keys, mIndex, mCount, tiles, barriers, mTimes)
+        if warp >= LOAD_WARP and warp < LOAD_WARP + self.warps:
+            self.load(tma_q, tma_keys, mIndex, mCount, tiles, barriers, mTimes, warp - LOAD_WARP)
         elif warp < 4:
             self.work(tiles, barriers, mO)
+        for i, watcher in enumerate(WATCHERS):
+            if tidx == watcher * 32:
+                cute.arch.mbarrier_wait(barriers + i, 0)
+                mark(mTimes, 4 + i)
         if warp < 4:
             cute.arch.barrier(barrier_id=1, number_of_threads=128)
             if tidx == 0:
-                mark(mTimes, 5)
+                mark(mTimes, 7)
 
     @cute.jit
     def load(
@@ -233,40 +240,62 @@ class After:
         tiles: Int32,
         barriers: cute.Pointer,
         mTimes: cute.Tensor,
+        loader: Int32,
     ):
-        """The load warp: what is read first decides what is loaded, as in attention."""
+        """A load warp: what is read first decides what is loaded, as in attention."""
         token, half, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
-        if lane == 0:
+        if lane == 0 and loader == 0:
             mark(mTimes, 2)
         if mCount[token] > 0:
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers, TILE_BYTES)
-                cute.arch.mbarrier_arrive_and_expect_tx(barriers + 1, TILE_BYTES)
-            cute.arch.sync_warp()
-            if lane < ROWS // BOX_ROWS:
-                own = tiles + lane * (BOX_ROWS * 2 * CHUNK)
-                for chunk in cutlass.range_constexpr(DIM // CHUNK):
-                    place = (Int32(chunk * CHUNK), token * ROWS + lane * BOX_ROWS)
-                    boxes.load_box(tma_q, own + chunk * (ROWS * 2 * CHUNK), barriers, place)
-                row = mIndex[token, lane]
-                for chunk in cutlass.range_constexpr(DIM // CHUNK):
-                    target = own + TILE_BYTES + chunk * (ROWS * 2 * CHUNK)
-                    boxes.load_box(tma_keys, target, barriers + 1, (Int32(chunk * CHUNK), row))
-            cute.arch.mbarrier_wait(barriers, 0)
-            if lane == 0:
+            if lane == 0 and loader == 0:
                 mark(mTimes, 3)
-            cute.arch.mbarrier_wait(barriers + 1, 0)
-            if lane == 0:
-                mark(mTimes, 4)
+                for i, nbytes in enumerate((self.q_rows * 2 * CHUNK, TILE_BYTES, TILE_BYTES)):
+                    cute.arch.mbarrier_arrive_and_expect_tx(barriers + i, nbytes)
+            cute.arch.sync_warp()
+            if loader == 0:
+                with cute.arch.elect_one():
+                    boxes.load_box(tma_q, tiles + 2 * TILE_BYTES, barriers, (Int32(0), token * ROWS))
+                self.tile(tma_q, tiles, barriers + 1, token * ROWS + lane * BOX_ROWS, self.q_rows, Int32(0), 1)
+            row = mIndex[token, cutlass.min(lane, ROWS // BOX_ROWS - 1)]
+            self.tile(tma_keys, tiles + TILE_BYTES, barriers + 2, row, BOX_ROWS, loader, self.warps)
+
+    @cute.jit
+    def tile(
+        self,
+        atom: cute.CopyAtom,
+        tile: Int32,
+        barrier: cute.Pointer,
+        row: Int32,
+        of_box: cutlass.Constexpr,
+        loader: Int32,
+        warps: cutlass.Constexpr,
+    ):
+        """64 rows in boxes of so many, a warp's share of them; ``row``: the first of the four of this lane, of 16."""
+        lane = cute.arch.lane_idx()
+        if cutlass.const_expr(self.way == "lanes"):
+            if lane < ROWS // BOX_ROWS:
+                self.rows(atom, tile + lane * (BOX_ROWS * 2 * CHUNK), barrier, row)
+        else:
+            count = ROWS // of_box
+            for i in cutlass.range(loader * count // warps, (loader + 1) * count // warps, unroll=1):
+                first = cute.arch.shuffle_sync(row, i)
+                with cute.arch.elect_one():
+                    self.rows(atom, tile + i * (of_box * 2 * CHUNK), barrier, first)
+
+    @cute.jit
+    def rows(self, atom: cute.CopyAtom, target: Int32, barrier: cute.Pointer, row: Int32):
+        """The boxes of a few rows, one for each 128 bytes of them."""
+        for chunk in cutlass.range_constexpr(DIM // CHUNK):
+            boxes.load_box(atom, target + chunk * (ROWS * 2 * CHUNK), barrier, (Int32(chunk * CHUNK), row))
 
     @cute.jit
     def work(self, tiles: Int32, barriers: cute.Pointer, mO: cute.Tensor):
         """128 threads: O = Q + keys, element by element in the order of shared memory."""
         token, half, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
-        cute.arch.mbarrier_wait(barriers, 0)
         cute.arch.mbarrier_wait(barriers + 1, 0)
+        cute.arch.mbarrier_wait(barriers + 2, 0)
         place = tiles + tidx * 16
         for row in cutlass.range(ROWS // 2, unroll=2):
             parts = []
@@ -287,7 +316,7 @@ class Exposed:
 
     Attributes:
         l2: "cold" (flushed before the pair) or "warm"; ctas, cluster: of `After`; before_us: how long `before` ran.
-        pdl, trigger, prefetch, room: as of `After` and `Before`; room 0: none asked for.
+        pdl, trigger, prefetch, way, room: as of `After` and `Before`; room 0: none asked for.
         entered_us .. end_us: of the marks, from the end of `before`; first_byte_clk: the same at ``clock_ghz``.
         total_us: from the end of `before` to the end of the last CTA.
     """
@@ -299,13 +328,16 @@ class Exposed:
     pdl: int
     trigger: int
     prefetch: int
+    way: str
     room: int
     clock_ghz: float
     entered_us: float
     ready_us: float
     released_us: float
+    counted_us: float
     first_byte_us: float
     worst_first_byte_us: float
+    q_us: float
     keys_us: float
     total_us: float
     first_byte_clk: float
@@ -351,7 +383,7 @@ class Bench:
         """One combination: a graph of flush (or none) and `NODES` or one pair, replayed.
 
         Args:
-            codes: (before, after), compiled; flags: (pdl, trigger, prefetch, room).
+            codes: (before, after), compiled; flags: (pdl, trigger, prefetch, way, room).
 
         Raises:
             RuntimeError: O is not what the kernels should have made of what `before` wrote.
@@ -392,7 +424,8 @@ class Bench:
         before, after = self.before.cpu(), self.after.cpu()
         end = int(before[:, 1].max())
         out = {name: statistics.median((after[:, i] - end).tolist()) for i, name in enumerate(MARKS)}
-        out["worst"], out["total"] = float((after[:, 3] - end).max()), float((after[:, 5] - end).max())
+        first, last = MARKS.index("first byte"), MARKS.index("end")
+        out["worst"], out["total"] = (float((after[:, i] - end).max()) for i in (first, last))
         spans = (before[:, 1] - before[:, 0]).double()
         out["before"], out["ghz"] = end - float(before[:, 0].min()), float((before[:, 2] / spans).median())
         return out
@@ -401,24 +434,30 @@ class Bench:
         m = {name: statistics.median(one[name] for one in found) for name in found[0]}
         us = {name: m[name] / 1e3 for name in m}
         ghz = m["ghz"]
+        pdl, trigger, prefetch, way, room = flags
+        names = "entered", "ready", "released", "counted", "first byte", "worst", "Q", "keys", "total"
         return Exposed(
             "cold" if cold else "warm",
             self.tokens * self.cluster,
             self.cluster,
             us["before"],
-            *map(int, flags),
+            *map(int, (pdl, trigger, prefetch)),
+            way,
+            room,
             ghz,
-            *(us[name] for name in ("entered", "ready", "released", "first byte", "worst", "keys", "total")),
+            *(us[name] for name in names),
             first_byte_clk=m["first byte"] * ghz,
         )
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
-    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster)), from the cache of compiled kernels."""
+    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, way)), from the cache of compiled kernels."""
     truth = False, True
     before = {key: (Before, {"trigger": key[0], "room": key[1]}) for key in itertools.product(truth, (None, 100))}
-    names = "pdl", "prefetch", "cluster"
-    after = {key: (After, dict(zip(names, key, strict=True))) for key in itertools.product(truth, truth, (1, 2))}
+    names = "pdl", "prefetch", "cluster", "way"
+    keys = [(*key, WAYS[0]) for key in itertools.product(truth, truth, (1, 2))]
+    keys += [(True, True, cluster, way) for cluster, way in itertools.product((1, 2), WAYS[1:])]
+    after = {key: (After, dict(zip(names, key, strict=True))) for key in keys}
     codes = get_all(
         [(kind, settings, kind.fake_args, arch) for kind, settings in (*before.values(), *after.values())], processes
     )
@@ -444,11 +483,14 @@ def run(processes: int) -> list[Exposed]:
     rows = []
     for tokens, cluster in ((132, 1), (64, 2), (8, 1)):
         bench = Bench(tokens, cluster)
-        waits = False, True  # of the kernel before: does it launch dependents
+        truth = False, True
+        launches = [(False, False, False, WAYS[0])]  # (pdl, trigger, prefetch, way)
+        launches += [(True, *flags, WAYS[0]) for flags in itertools.product(truth, truth)]
+        launches += [(True, True, True, way) for way in WAYS[1:]]
         for cold, spin, room in itertools.product((True, False), (2000, 8000, 20000), (None, 100)):
-            for pdl, trigger, prefetch in ((False, False, False), *itertools.product((True,), waits, waits)):
-                codes = before[trigger, room], after[pdl, prefetch, cluster]
-                rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, room or 0)))
+            for pdl, trigger, prefetch, way in launches:
+                codes = before[trigger, room], after[pdl, prefetch, cluster, way]
+                rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, way, room or 0)))
                 print(line(rows[-1]), flush=True)
     return rows
 

@@ -297,7 +297,7 @@ def timed(c: Counted, counts: Sequence[int], features: int, k: int, card: Gpu, h
     for first in range(min(grid, len(work))):
         mine = work[first::grid]
         # Each role finds its first tile by walking through windows of experts, a load behind the other.
-        walk = (mine[0].expert // WINDOW + 1) * card["combine_wait_clk"]
+        walk = (mine[0].expert // WINDOW + 1) * card["load_wait_clk"]
         body = sum(costs[tile.rows][0] for tile in mine)
         _, epilogue, limit = costs[mine[-1].rows]
         end = walk + card["load_latency_clk"] + body + epilogue
@@ -329,7 +329,7 @@ def others_us(shape: Shape, card: Gpu) -> float:
         "quantise": rows * (row + model.hidden * recipe.activation),
         "combine": (rows + shape.tokens) * row,
     }
-    clocks = sum(static_model.combine_clocks(card, waits, nbytes[name]) for name, waits in WAITS.items())
+    clocks = sum(static_model.short_clocks(card, waits, nbytes[name]) for name, waits in WAITS.items())
     return card.microseconds(clocks + (model.experts * row) / card.hbm_clk_bytes)
 
 
@@ -414,7 +414,7 @@ def shared_us(shape: Shape, card: Gpu) -> float:
         nbytes = gemm_bytes(shape, number, card, 1, shape.tokens)
         total += timed(counted(**options), [shape.tokens], *shape.gemms()[number], card, nbytes).us
     moved = shape.tokens * model.hidden * (2 + recipe.activation)
-    return total + card.microseconds(static_model.combine_clocks(card, WAITS["quantise"], moved))
+    return total + card.microseconds(static_model.short_clocks(card, WAITS["quantise"], moved))
 
 
 # Published numbers of SM100 kernels (performance.md section 1 b): their authors', on the machines they state.

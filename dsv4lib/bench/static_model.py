@@ -60,6 +60,7 @@ def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[s
         "tensor core": sum(mma_clocks(form, gpu) * n for form, n in work.mma.items()),
         "SMEM": (work.smem_mma_bytes + work.smem_thread_bytes) / gpu["smem_bytes"],
         "TMA in": work.load_bytes / gpu["tma_in_bytes"],
+        "issue of copies": work.copies * gpu["copy_clk"],
         "L2": (work.l2_bytes + work.plain_load_bytes + work.store_bytes + work.tma_store_bytes) / l2,
         "exp": work.exp * WARP / gpu["exp"],
         "convert": work.convert * WARP / gpu["convert"],
@@ -275,6 +276,7 @@ def attention(
     active: int | None = None,
     shared: bool = False,
     bring: Work | None = None,
+    send: tuple[Work, Work] = (Work(), Work()),
     turn: Work | None = None,
     parts: int = 1,
     q_stages: int = 1,
@@ -291,7 +293,8 @@ def attention(
         separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
-            turn: what CTAs that stay do between two items: the next Q comes through the ring of keys, in ``q_stages``
+            send: instructions of the warp that issues the loads, of a tile and of a turn: no work of the softmax warps;
+        turn: what CTAs that stay do between two items: the next Q comes through the ring of keys, in ``q_stages``
             of its stages, and is copied behind the last P V, or with ``q_ahead`` before it, the first Q K^T behind it;
             parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
             blocks: of O, a multiple of ``parts``: P V goes block after block, and waits for each until the O of the
@@ -300,10 +303,10 @@ def attention(
             and behind that; None: the softmax warps store O, and hand it back behind that.
     """
     bring = bring or Work()
-    alu = replace(tile, mma=Work().mma) - bring
+    alu = replace(tile, mma=Work().mma) - bring - send[0]
     l2 = l2_share(gpu, int(gpu["sms"]) if active is None else active, shared)
     load = max(tile.load_bytes / gpu["tma_in_bytes"], (tile.l2_bytes + tile.plain_load_bytes) / l2)
-    load = max(load, chain(bring, gpu, warps))
+    load = max(load, tile.copies * gpu["copy_clk"], chain(bring, gpu, warps))
     latency = gpu["load_latency_clk"]
     blocks = max(blocks, parts)
     last_block = _of(blocks - 1)
@@ -332,7 +335,8 @@ def attention(
     kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
     if turn is None:
         return kernel
-    placed, asked = turn.smem_mma_bytes / gpu["smem_bytes"], turn.load_bytes / l2 / q_stages
+    placed = turn.smem_mma_bytes / gpu["smem_bytes"]
+    asked = max(turn.load_bytes / l2, turn.copies * gpu["copy_clk"]) / q_stages
     copied = tuple((f"load q{_of(i)}", 0) for i in range(q_stages))
     turns = [Task(name, "TMA", asked, latency, freed="q in place", lead=stages) for name, _ in copied]
     before = ((f"qk 0{last}", 0),) if q_ahead else ()  # reads the Q that is overwritten
@@ -340,7 +344,7 @@ def attention(
     sent = turn.store_bytes / l2
     if stored is None:
         after = ((f"pv 0{last_block}", 0),)
-        turns.append(Task("o", "warps 0", max(sent, chain(turn, gpu, warps)), 0, after, holds="pv 0"))
+        turns.append(Task("o", "warps 0", max(sent, chain(turn - send[1], gpu, warps)), 0, after, holds="pv 0"))
     else:
         read = chain(stored[0], gpu, warps)
         rest = max(sent, chain(stored[0] + stored[1], gpu, warps)) - read
@@ -357,11 +361,23 @@ def _of(part: int) -> str:
     return f" part {part}" if part else ""
 
 
-def combine_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
-    """Clocks of a kernel that joins parts: a dependent launch, loads that wait for each other, and the bytes it moves.
+def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
+    """Clocks that a kernel which joins parts adds behind the one that writes them: set-up, parts, the bytes it moves.
+
+    Args:
+        splits: parts; nbytes: read and written, from L2 if they fit.
+    """
+    rate = gpu["combine_bytes_sm"] * gpu["sms"]
+    if nbytes > gpu["l2_size"]:
+        rate = min(rate, gpu.hbm_clk_bytes)
+    return gpu["combine_setup_clk"] + splits * gpu["combine_part_clk"] + nbytes / rate
+
+
+def short_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
+    """Clocks of a short dependent launch: set-up, loads that wait for each other, and the bytes it moves.
 
     Args:
         waits: loads one behind the other; nbytes: read and written, from L2 if they fit.
     """
     rate = gpu.l2_clk_bytes if nbytes <= gpu["l2_size"] else gpu.hbm_clk_bytes
-    return gpu["combine_setup_clk"] + waits * gpu["combine_wait_clk"] + nbytes / rate
+    return gpu["short_setup_clk"] + waits * gpu["load_wait_clk"] + nbytes / rate

@@ -71,6 +71,7 @@ class Work:
 
     Attributes:
         mma: how many of each form; role: the same by role ("qk", "pv", ...) where the counter knows roles.
+        copies: TMA loads, each counted (lanes that issue together do so one after the other); of one warp.
         load_bytes: global -> shared memory by TMA or cp.async, as it arrives; l2_bytes: as it is read: a multicast is
             read once; plain_load_bytes, store_bytes: global memory touched by
             loads and stores of threads, as if all lanes took part; tma_store_bytes.
@@ -82,6 +83,7 @@ class Work:
     """
 
     mma: Counter[Form] = field(default_factory=Counter)
+    copies: float = 0
     load_bytes: float = 0
     l2_bytes: float = 0
     plain_load_bytes: float = 0
@@ -168,6 +170,7 @@ def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
         _tally(numbers, opcode, n / ctas)
     stats = trace.stats
     numbers["smem_mma_bytes"] += stats["tcgen05_cp_bytes"] / ctas
+    numbers["copies"] = stats["tma_loads"] / ctas
     numbers["load_bytes"] = (stats["tma_load_bytes"] + stats["cp_async_bytes"] + stats["bulk_load_bytes"]) / ctas
     again = stats["tma_load_bytes"] - stats["tma_read_bytes"]  # of a multicast: what arrived and was not read again
     numbers["l2_bytes"] = numbers["load_bytes"] - again / ctas

@@ -19,7 +19,8 @@ from dsv4lib.viz.timeline import Phases, Track
 
 _LAST = {4: "mma", 5: "load"}  # warps 0-3 read the accumulator
 ROLES = {**dict.fromkeys(range(4), "epilogue"), **_LAST}
-SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST, **dict.fromkeys(range(8, 12), "epilogue")}
+SOFTMAX_ROLES = {**dict.fromkeys(range(4), "softmax"), **_LAST, 6: "load", 7: "load"}
+SOFTMAX_ROLES |= dict.fromkeys(range(8, 12), "epilogue")
 COLOURS = {
     "runs": PALETTE[0],
     "waits: mbarrier": PALETTE[1],
@@ -170,13 +171,22 @@ def box_iterations(
 
 
 def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
-    """Rows of an operand that one CTA gathers (TMA gather4), in the order of the loop; -1 where there is no key."""
+    """Rows of an operand that one CTA gathers (TMA gather4), in the order of the loop; -1 where there is no key.
+
+    Warps that share the stages may be some of them apart: each sends something to every stage, which counts the turns.
+    """
     numbers = [i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr()]
     if not numbers:
         return np.empty(0, np.int64)
-    boxes = trace.boxes[(trace.boxes["tensor"] == numbers[0]) & (trace.boxes["cta"] == cta)]
-    boxes = boxes[boxes["coords"][:, 0] == 0]  # the first chunk of each row stands for all of it
-    rows = boxes["coords"][np.argsort(trace.ops["event"][boxes["op"]], kind="stable"), 1:5].reshape(-1)
+    boxes = trace.boxes[(trace.boxes["kind"] == "load") & (trace.boxes["cta"] == cta)]
+    boxes = boxes[np.argsort(trace.ops["event"][boxes["op"]], kind="stable")]
+    warps, turn = trace.ops["warp"][boxes["op"]], np.zeros(len(boxes), np.int64)
+    for warp in np.unique(warps):
+        stages = boxes["barrier"][warps == warp]
+        turn[warps == warp] = np.cumsum(np.diff(stages, prepend=stages[0]) != 0)
+    mine = (boxes["tensor"] == numbers[0]) & (boxes["coords"][:, 0] == 0)  # a row's first chunk stands for all of it
+    boxes, turn = boxes[mine], turn[mine]
+    rows = boxes["coords"][np.lexsort((boxes["first"], turn)), 1:5].reshape(-1)
     return np.where(rows < 0, -1, rows)
 
 

@@ -547,7 +547,7 @@ def _launch(name: str, call: Call) -> None:
         return attend({}, call.sink, call.rope, o, lse)
     parts, lses = _parts(call, splits)
     attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, parts, lses)
-    kernel, code = _code(name, Combine, {**ends, "at_once": loads_at_once(splits)})
+    kernel, code = _code(name, Combine, {**ends, "at_once": loads_at_once(splits, o.shape[0] * o.shape[1])})
     launching.enqueue(
         name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream)
     )

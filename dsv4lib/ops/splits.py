@@ -5,19 +5,20 @@ beside each other; a second kernel joins them. And two CTAs can weigh the same k
 O (``dims`` 2): nothing to join, and the bits are the same. In microseconds:
 
     time(s, dims) = tile * ceil(tiles / s) - [dims = 2] SAVED + START * blocks * s * dims
-                  + [s > 1] (JOIN + EACH * s + PART * blocks * s)                            units * s * dims <= slots
+                  + [s > 1] (JOIN + EACH * s + PART * blocks * (s + 1/2))                    units * s * dims <= slots
 
     units   CTAs or clusters without splitting: tokens x blocks of heads; they keep their SMs until they end
     slots   how many run at once: SMs / CTAs of a cluster
     blocks  of 64 heads, of all tokens
     tiles   of the longest list of keys that the shapes allow
-    tile    of 64 keys, in a CTA or in a pair: 1,571 and 1,024 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`),
-            with half of the dimensions 1,206 and 867; of 584-byte entries 1,992 and 1,224, 1,672 and 1,032
+    tile    of 64 keys, in a CTA or in a pair: 1,598 and 1,036 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`),
+            with half of the dimensions 1,518 (less of few tiles: 1,392 is taken) and 877; of 584-byte entries 1,992
+            and 1,224, 1,672 and 1,032
     SAVED   at the ends: half of the dimensions of the first product with values, and of O to store
     START   Q of 64 heads once more from L2, which all CTAs share
     JOIN    the second launch: it is there early but waits for the last part
-    EACH    it reads the parts one behind the other, some at once
-    PART    writing and reading 64 heads x 512 x 4 bytes once more
+    EACH    it adds the parts one behind the other
+    PART    writing and reading 64 heads x 512 x 4 bytes once more; O itself is half as much
 
 Where whole parts leave SMs idle that are too few for a part more, a last part of another length may use them: a share
 of every token's keys, worked on by fewer CTAs, which take one token behind the other (`kernels.fmha.work.Split`). How
@@ -29,10 +30,12 @@ much follows from shapes, so a token's bits do not depend on its place among the
 
 It is taken where it saves `LEAST` of the time: only for very many tiles, 130 of 584-byte entries (HCA at 1M tokens).
 
-JOIN, EACH and PART are a fit, within 13 %, to medians of the join on an H200, of a form that loaded 4 parts at once
-(now up to 8, not timed yet): (parts, tokens, heads) in us: (2, 8, 64) 2.1, (16, 8, 64) 4.2, (16, 1, 64) 2.8,
-(32, 1, 128) 4.4, (8, 4, 128) 3.1, (2, 64, 64) 4.9, (4, 32, 64) 4.0. The others come from the model of `bench.fmha`: by
-it what is chosen is within 3 % of the best for the shapes of its table, and within 9 % for numbers of tokens between.
+JOIN and EACH are a fit, within 17 %, of what the join adds on an H200 behind a kernel that writes the parts
+(`bench.join_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
+(16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PART, 0.026 us
+there, is less by the ratio of the bytes that SMs of both get from L2. The others come from the model of `bench.fmha`:
+by it what is chosen is within 3 % of the best for the shapes of its table, and within 9 % for numbers of tokens
+between.
 
 What is not in it: the rest of start and end of a CTA, the same for all as long as all run at once. Of the shortest
 times that of the smallest s is taken, then that of one part of the dimensions. So a grid that fills the GPU is never
@@ -47,15 +50,15 @@ from typing import NamedTuple
 from dsv4lib.errors import ArgumentError
 
 SM_COUNT = 148  # of a B200
-TILE_US = {1: 0.85, 2: 0.55}  # by CTAs of a cluster
+TILE_US = {1: 0.86, 2: 0.56}  # by CTAs of a cluster
 FP8_TILE_US = {1: 1.07, 2: 0.66}
-HALF_TILE_US = {1: 0.65, 2: 0.47}  # with half of the dimensions
+HALF_TILE_US = {1: 0.75, 2: 0.47}  # with half of the dimensions
 FP8_HALF_TILE_US = {1: 0.90, 2: 0.56}
 SAVED, START = 0.15, 0.0075
 HBM_US = 64 / 7.26e6  # of a byte of each key of a tile
 TURN, LEAST = 0.3, 0.03
 SHARES = 1 << 10  # what the last part's share is counted in
-JOIN, EACH, PART = 1.8, 0.03, 0.019
+JOIN, EACH, PART = 1.24, 0.062, 0.018
 
 
 class Parts(NamedTuple):
@@ -136,5 +139,5 @@ def cost(splits: int, head_blocks: int, tiles: int, tile_us: float = TILE_US[1],
     Args:
         head_blocks: blocks of 64 heads of all tokens; tile_us: of a tile with so many parts of the dimensions.
     """
-    join = JOIN + (EACH + PART * head_blocks) * splits if splits > 1 else 0.0
+    join = JOIN + EACH * splits + PART * head_blocks * (splits + 0.5) if splits > 1 else 0.0
     return tile_us * -(-tiles // splits) - SAVED * (dims - 1) + START * head_blocks * splits * dims + join

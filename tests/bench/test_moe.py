@@ -122,7 +122,7 @@ def test_a_launch_by_hand():
     # one tile of 10 steps on one SM: 122 B a clock, above MMAs and operands; then 400 instructions of 4 warps
     loop = max((18432 + 128 * 16) / card["tma_in_bytes"], 4 * 144 * 32 / card["smem_bytes"])
     body = 10 * loop
-    clocks = card["first_byte_clk"] + 2 * card["combine_wait_clk"] + card["load_latency_clk"] + body + 400 / 4 / 0.5
+    clocks = card["first_byte_clk"] + 2 * card["load_wait_clk"] + card["load_latency_clk"] + body + 400 / 4 / 0.5
     assert time.us == pytest.approx(card.microseconds(clocks) + card["launch_us"])
     assert time.tiles_us == pytest.approx(card.microseconds(body)) and time.bound == "launch and latency"
     # 600 tiles on 148 SMs: five each at most, at 48 B a clock; and HBM where that is slower

@@ -252,12 +252,17 @@ def test_fewer_ctas_get_more_of_l2():
     assert static_model.l2_share(toy(tma_in_bytes=6), 1) == 6
 
 
-def test_combine_waits_for_its_loads_and_its_bytes():
-    card = toy(combine_setup_clk=20, combine_wait_clk=3, l2_size=1000)
+def test_combine_takes_its_parts_and_its_bytes():
+    card = toy(combine_setup_clk=20, combine_part_clk=3, combine_bytes_sm=4, l2_size=1000)
     assert static_model.combine_clocks(card, 10, 80) == 20 + 30 + 10  # 8 B a clock from L2
     assert static_model.combine_clocks(card, 10, 2000) == 20 + 30 + 2000  # 1 B a clock from HBM
-    assert fmha.combine_work(1, 3, 2) == (3, 3 * 2 * 512 * 6)
-    assert [fmha.combine_work(n, 1, 1)[0] for n in (4, 5, 8, 9, 44)] == [3, 3, 3, 4, 8]
+    assert fmha.combine_work(5, 3, 2) == (5, 3 * 2 * 512 * 22)
+
+
+def test_a_short_launch_waits_for_its_loads_and_its_bytes():
+    card = toy(short_setup_clk=20, load_wait_clk=3, l2_size=1000)
+    assert static_model.short_clocks(card, 10, 80) == 20 + 30 + 10  # 8 B a clock from L2
+    assert static_model.short_clocks(card, 10, 2000) == 20 + 30 + 2000  # 1 B a clock from HBM
 
 
 # --- calibration
@@ -353,7 +358,9 @@ def test_a_prediction_adds_up():
     five = fmha.timed(shape, c, c, card, 1, 5)
     clocks += static_model.cta_clocks(model, 2, card, card["tma_in_bytes"])[0]
     clocks -= static_model.cta_clocks(model, 10, card, card["tma_in_bytes"])[0]
-    clocks += card["combine_setup_clk"] + 3 * card["combine_wait_clk"] + 64 * 512 * 22 / card.l2_clk_bytes
+    clocks += (
+        card["combine_setup_clk"] + 5 * card["combine_part_clk"] + 64 * 512 * 22 / (card["combine_bytes_sm"] * 148)
+    )
     assert five.us == pytest.approx(card.microseconds(clocks))
     row = fmha.predict(shape, c, c, card, errors, "what if")
     assert row.keys == 640 and row.met == "no" and row.modelled_us == row.best_us < five.us < one.us

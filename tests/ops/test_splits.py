@@ -61,7 +61,7 @@ def test_it_is_the_best_of_all():
 def test_dimensions_have_parts_where_sms_idle():
     """Not of groups, nor of shorter heads; with parts of the keys that are given, too."""
     whole, half, three = splits.Parts(1, 1), splits.Parts(1, 2), splits.Parts(3, 1)
-    assert choose_parts(1, 64, 0, 128) == half == choose_parts(64, 64, 0, 128)
+    assert choose_parts(1, 64, 0, 128) == half == choose_parts(48, 64, 0, 128)
     assert choose_parts(75, 64, 0, 128) == whole == choose_parts(1, 64, 0, 128, head_dim=256)
     assert choose_parts(1, 64, 0, 128, groups=1) == whole
     assert choose_parts(1, 64, 512, 128, splits=1) == half and choose_parts(30, 64, 512, 128, splits=3) == three
@@ -128,6 +128,6 @@ def test_a_last_part_of_another_length_needs_all_heads_in_one_cluster(tokens, he
 def test_other_head_dimensions_have_parts_of_their_own():
     """What a workspace is sized by is what the op takes."""
     for head_dim in (64, 128, 256, 512):
-        parts = choose_parts(5, 64, 84, 128, head_dim=head_dim)
-        assert choose_splits(5, 64, 84, 128, head_dim=head_dim) == parts.splits
-    assert choose_splits(5, 64, 84, 128, head_dim=256) > choose_splits(5, 64, 84, 128) == 1
+        parts = choose_parts(20, 64, 200, 128, head_dim=head_dim)
+        assert choose_splits(20, 64, 200, 128, head_dim=head_dim) == parts.splits
+    assert choose_splits(20, 64, 200, 128, head_dim=256) > choose_splits(20, 64, 200, 128) == 1

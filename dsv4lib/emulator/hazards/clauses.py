@@ -168,11 +168,16 @@ CLAUSES = (
             "mbarrier_count_overflow",
             "mbarrier_no_complete",
             "barrier_phase_mixed",
+            "barrier_double_arrive",
             "cluster_double_arrive",
         ),
         (
             *_pairs(
-                "mbarrier_over_arrival", "mbarrier_count_overflow", "mbarrier_no_complete", "cluster_double_arrive"
+                "mbarrier_over_arrival",
+                "mbarrier_count_overflow",
+                "mbarrier_no_complete",
+                "barrier_double_arrive",
+                "cluster_double_arrive",
             ),
             _PHASES.format("two arrivals where one is expected"),
             "hazards/test_phases.py::test_a_wrong_arrival_count",

@@ -1,8 +1,7 @@
 """TMA gather4: four rows of a matrix, named by index, in one copy.
 
 The tensor map comes from an ordinary tiled TMA atom whose box is one row of 128 bytes; the DSL's own gather4 atom wants
-the indices as a tensor in memory, while here every lane has its four in registers, so 32 lanes issue 32 copies with one
-instruction of the warp.
+the indices as a tensor in memory, while here every lane has its four in registers.
 
 Source: PTX ISA, "cp.async.bulk.tensor", ``.tile::gather4``.
 """
@@ -70,27 +69,33 @@ def gather4(
 def gather_tile(
     atom: cute.CopyAtom,
     rows: tuple,
-    tile_rows: cutlass.Constexpr,
-    chunks: cutlass.Constexpr,
+    groups: tuple,
+    columns: tuple,
     smem: cutlass.Int32,
     barrier: cute.Pointer,
-    column: Any = 0,
+    tile_rows: cutlass.Constexpr = 64,
     pair: cutlass.Constexpr = False,
 ):
-    """A warp gathers a tile in the 128-byte swizzle: chunk after chunk, ``tile_rows`` x 128 bytes each.
+    """A warp gathers rows of a tile in the 128-byte swizzle: ``tile_rows`` x 128 bytes a chunk of columns.
+
+    One lane issues for all: a copy's operands are uniform registers, so of a copy that lanes issue together the
+    compiler makes a loop that elects one after the other and moves seven operands each time. Here the four rows of a
+    group are moved once for all chunks.
 
     Args:
         atom: from `row_atom`.
-        rows: the four rows of this lane.
-        tile_rows: at most 128: lanes from ``tile_rows / 4`` on have nothing to do.
-        chunks: columns of 128 bytes.
-        smem: where the first of this lane's rows goes, a multiple of 512 in a tile that starts at one of 1024.
-        barrier: counts ``chunks * tile_rows * 128`` bytes.
-        column: first element of the first chunk.
+        rows: the four rows of this lane's group; lane i has those of group i.
+        groups: (first, end) of the groups to gather, of four rows each.
+        columns: first element of each chunk, in the order in which they lie in SMEM.
+        smem: where the tile begins, a multiple of 1024.
+        barrier: counts 512 bytes a group and chunk.
+        tile_rows: of a chunk in SMEM.
         pair: see `gather4`.
     """
-    width = ROW_BYTES * 8 // atom.value_type.width
-    if cute.arch.lane_idx() < tile_rows // 4:
-        for chunk in cutlass.range_constexpr(chunks):
-            target = smem + chunk * (tile_rows * ROW_BYTES)
-            gather4(atom, target, barrier, cutlass.Int32(column + chunk * width), rows, pair)
+    first, end = groups
+    for group in cutlass.range(first, end, unroll=4):
+        of_group = tuple(cute.arch.shuffle_sync(row, group) for row in rows)
+        target = smem + group * (4 * ROW_BYTES)
+        with cute.arch.elect_one():
+            for i, column in enumerate(columns):
+                gather4(atom, target + i * (tile_rows * ROW_BYTES), barrier, column, of_group, pair)

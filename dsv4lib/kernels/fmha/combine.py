@@ -10,9 +10,17 @@ for the kernel that writes the parts, for the LSEs and for the parts. So it is l
 launch) and waits itself; the loads of 4 or 8 parts, of the sink and of the angles are on their way before the first LSE
 is looked at; each LSE is read once, by one lane, and handed round.
 
-On an H200 (median of a CUDA graph of 20 calls, warm) an earlier form took: 2 parts of 8 tokens x 64 heads 2.1 us, 16
-parts 4.2, 32 parts of a token x 128 heads 4.4, 2 parts of 64 tokens x 64 heads 4.9. It loaded 4 parts at once, read the
-LSEs again for every 4, and the sink and the angles at the end. The form here has not been timed.
+On an H200 (`bench.join_probe`, data/bench/join_times.csv; one behind the other, warm, and what it adds behind a kernel
+that writes the parts):
+
+    parts, tokens x heads      4 loads at once           8 loads at once
+    5, 1 x 64                  1.80  behind 1.69 us      1.74  behind 1.58 us
+    16, 1 x 64                 2.55         2.75         2.30         2.33
+    44, 1 x 64                 5.35         6.02         4.71         5.23
+    8, 4 x 64                  2.23         2.53         2.20         2.75
+    8, 8 x 64                  2.64         3.16         2.82         3.14
+    16, 8 x 64                 3.67         5.82         3.83         5.26
+    4, 32 x 64                 3.80         4.71         4.89         5.50
 
 Source: DSV4 paper eq. 27; `dsv4lib.reference.fmha.merge`.
 """
@@ -35,9 +43,10 @@ AT_ONCE = 4, 8  # parts whose loads are in flight together: with 8 a thread has 
 DIMS = 8  # of a thread
 
 
-def loads_at_once(splits: int) -> int:
-    """The smaller number where all parts fit into it: more heads run on an SM at once."""
-    return min((n for n in AT_ONCE if n >= splits), default=max(AT_ONCE))
+def loads_at_once(splits: int, heads: int) -> int:
+    """The larger number for many parts of few heads (of all tokens): with the smaller one more run on an SM at once."""
+    few, many = AT_ONCE
+    return many if splits > few and splits * 32 >= heads else few
 
 
 class Combine:

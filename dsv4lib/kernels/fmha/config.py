@@ -21,6 +21,7 @@ P_BYTES = TILE_M * TILE_N * 2
 X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
 ROW_BYTES = 3 * 128 * 4  # exchange of maxima, and sums and references of an item for the epilogue
 S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
+MAX_LOAD_WARPS = 3  # from LOAD_WARP on: those that have no other role
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP, DEQUANT_WARPS = (0, 1, 2, 3), 4, 5, (6, 7, 8, 9)
 EPILOGUE_WARPS = (8, 9, 10, 11)  # where no warps dequantise
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
@@ -147,6 +148,9 @@ class Config:
             tuple(range(self.chunks)) if cluster == 1 else tuple(x for i in range(half) for x in (i, half + i))
         )
         self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
+        # Warps that send copies, each a share of every stage: a warp sends one of 4 rows in 25 to 30 clocks (an H200),
+        # and a tile has 128. Where keys are dequantised no warp is idle, and TMA brings little.
+        self.load_warps = 1 if self.dequant_warps else min(MAX_LOAD_WARPS, self.stage_bytes // CHUNK_BYTES)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
         # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
         self.follows = bool(self.dequant_warps) and cluster > 1
@@ -217,7 +221,7 @@ class Config:
             "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
             "total": (self.tmem_columns, "sum, up to a power of two"),
         }
-        warps = "4 softmax + 4 epilogue + 1 MMA + 1 load" + (
+        warps = f"4 softmax + 4 epilogue + 1 MMA + {self.load_warps} load" + (
             f" + {len(self.dequant_warps)} dequantising" * bool(self.dequant_warps)
         )
         return [

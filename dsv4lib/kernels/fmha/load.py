@@ -1,6 +1,6 @@
-"""How Q and keys reach shared memory: the rows of a tile and the warp that gathers them.
+"""How Q and keys reach shared memory: the rows of a tile and the warps that gather them.
 
-Another source of keys (another format of rows, more load warps) overrides these methods; the other roles see only full
+Another source of keys (another format of rows) overrides these methods; the other roles see only full
 and empty stages of ``kv`` and the work.
 """
 
@@ -13,13 +13,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from dsv4lib.kernels.common import gather, pipelines
-from dsv4lib.kernels.fmha.config import CHUNK, CHUNK_BYTES, TILE_M, TILE_N
+from dsv4lib.kernels.common import boxes, gather, pipelines
+from dsv4lib.kernels.fmha.config import CHUNK, CHUNK_BYTES, REGION, TILE_M, TILE_N
 from dsv4lib.kernels.fmha.work import Items, Plan, Work
+
+GROUPS = TILE_N // REGION  # of four keys, a copy each for 64 dimensions
 
 
 class Load(Plan):
-    """The load warp: K and V are the same tile; Q is the first tile of an item."""
+    """The load warps: K and V are the same tile; Q is the first tile of an item.
+
+    Each sends a share of every stage, so that none is a round behind the others: a stage is full with the bytes of all.
+    """
 
     def key_sources(self, entries: tuple, window: tuple) -> tuple:
         """Host side: for each kind of keys a TMA descriptor, of FP8 entries where their pages are, or None."""
@@ -38,10 +43,17 @@ class Load(Plan):
     def queries(self, mQ: cute.Tensor, pitch: Int64) -> tuple:
         """Host side: (TMA descriptor, rows from token to token, rows from head to head) of Q as a matrix.
 
+        Without groups a stage's rows are heads of one token: boxes of 64 heads x 64 dimensions, 8 copies and not 128.
+
         Args:
             pitch: elements from row to row of that matrix, a divisor of both strides; rows may overlap.
         """
         tokens, heads, depth = mQ.shape
+        if cutlass.const_expr(not self.groups):
+            of_token, of_head, _ = mQ.stride
+            heads_first = cute.make_layout((depth, heads, tokens), stride=(1, of_head, of_token))
+            q = cute.make_tensor(mQ.iterator, heads_first)
+            return boxes.box_atom(q, (CHUNK, TILE_M, 1)), Int32(0), Int32(0)
         of_token, of_head = (Int32(mQ.stride[i] // pitch) for i in range(2))
         count = (tokens - 1) * of_token + (heads - 1) * of_head + 1
         rows = cute.make_tensor(mQ.iterator, cute.make_layout((count, depth), stride=(pitch, 1)))
@@ -70,40 +82,52 @@ class Load(Plan):
         items: Items,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
+        loader: Int32,
     ):
-        """Load warp: lane l < 16 gathers rows 4 l .. 4 l + 3 of every tile, one 128-byte column chunk at a time.
+        """A load warp: lane l < 16 has the rows of group l, 4 l .. 4 l + 3, of every tile, one lane sends the copies.
 
         Each CTA of a pair gathers its half of the dimensions of keys, and Q of its own heads. The next item's Q and
         tiles follow without a gap.
         """
         self.wait_for_inputs()
         column = 0 if self.cluster == 1 else cute.arch.block_idx_in_cluster() * (self.head_dim // 2)
-        own = 4 * cute.arch.lane_idx()
+        own = REGION * cute.arch.lane_idx()
+        first, end = self.share(loader, GROUPS)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(lists, items, item)
             if work.end > work.first:
-                rows = self.q_rows(mQ, queries, work, own)
+                rows = self.q_rows(mQ, queries, work, own) if cutlass.const_expr(self.groups) else None
                 for part in cutlass.range_constexpr(self.q_stages):
-                    barrier = self.claim(kv, state, Int32(self.stage_bytes * self.cluster), column)
-                    self.gather_q(queries[0], rows, sKV + state.index * self.stage_bytes, barrier, part)
+                    barrier = self.claim(kv, state, Int32(self.stage_bytes * self.cluster), column, loader)
+                    self.load_q(queries[0], rows, work, sKV + state.index * self.stage_bytes, barrier, part, loader)
                     state.advance()
             for tile in cutlass.range(work.first, work.end, unroll=1):
                 place = tile * TILE_N + own
                 rows = self.tile_rows(lists, work, place)
-                nbytes = self.expected_bytes(work.window_at - tile * TILE_N)
+                before = cutlass.min(cutlass.max(work.window_at - tile * TILE_N, 0), TILE_N)  # places of entries
+                nbytes = self.expected_bytes(before)
+                of_entries = before // REGION
                 for part in cutlass.range_constexpr(self.tile_stages):
-                    barrier = self.claim(kv, state, nbytes, column)
-                    target = sKV + state.index * self.stage_bytes + own * gather.ROW_BYTES
+                    barrier = self.claim(kv, state, nbytes, column, loader)
+                    stage = sKV + state.index * self.stage_bytes
                     dims = column + part * (self.stage_chunks * CHUNK)
                     if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                        if place < work.window_at:
-                            self.gather(sources[0], rows, target, barrier, dims)
+                        groups = first, cutlass.min(end, of_entries)
+                        self.gather(sources[0], rows, groups, stage, barrier, dims)
                     if cutlass.const_expr(self.window and not self.fp8_window):
-                        if place >= work.window_at:
-                            self.gather(sources[1], rows, target, barrier, dims)
+                        groups = cutlass.max(first, of_entries), end
+                        self.gather(sources[1], rows, groups, stage, barrier, dims)
                     state.advance()
-        kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+        if loader == 0:
+            kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
+
+    @cute.jit
+    def share(self, loader: Int32, count: cutlass.Constexpr):
+        """(first, end) of a load warp's share of ``count`` copies or groups of them."""
+        if cutlass.const_expr(self.load_warps == 1):
+            return Int32(0), Int32(count)
+        return loader * count // self.load_warps, (loader + 1) * count // self.load_warps
 
     @cute.jit
     def wait_for_inputs(self):
@@ -111,13 +135,24 @@ class Load(Plan):
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def claim(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState, nbytes: Int32, column: Int32):
+    def claim(
+        self,
+        kv: pipeline.PipelineTmaUmma,
+        state: pipeline.PipelineState,
+        nbytes: Int32,
+        column: Int32,
+        loader: Int32,
+    ):
         """Wait until a stage is empty and say how many bytes come; returns the barrier that counts them.
 
         Args:
+            nbytes: of all load warps, the first of which says it.
             column: first dimension of keys that this CTA brings; 0: it is the first of a pair, or alone.
         """
-        kv.producer_acquire(state, expected_tx=nbytes)
+        if loader == 0:
+            kv.producer_acquire(state, expected_tx=nbytes)
+        else:
+            pipelines.wait_empty(kv, state)
         if cutlass.const_expr(self.cluster > 1):
             # Lanes that gather nothing wait too. In the first CTA the election of who says the bytes holds them
             # together; here they could come to the barrier a phase late, and wait for one that never comes.
@@ -140,31 +175,44 @@ class Load(Plan):
         return rows
 
     @cute.jit
-    def gather_q(self, atom: cute.CopyAtom, rows: tuple, stage: Int32, barrier: cute.Pointer, part: cutlass.Constexpr):
+    def load_q(
+        self,
+        atom: cute.CopyAtom,
+        rows: Any,
+        work: Work,
+        stage: Int32,
+        barrier: cute.Pointer,
+        part: cutlass.Constexpr,
+        loader: Int32,
+    ):
         """The ``part``-th stage of Q: its chunks in the order in which they go to tensor memory, all 64 heads each."""
-        chunks = self.stage_bytes // CHUNK_BYTES
-        lane = cute.arch.lane_idx()
-        if lane < TILE_M // 4:
-            for i in cutlass.range_constexpr(chunks):
-                target = stage + i * CHUNK_BYTES + 4 * lane * gather.ROW_BYTES
-                first = Int32(self.q_order[part * chunks + i] * CHUNK)
-                gather.gather4(atom, target, barrier, first, rows, self.cluster > 1)
+        chunks, pair = self.stage_bytes // CHUNK_BYTES, self.cluster > 1
+        columns = tuple(Int32(i * CHUNK) for i in self.q_order[part * chunks : (part + 1) * chunks])
+        if cutlass.const_expr(self.groups):
+            gather.gather_tile(atom, rows, self.share(loader, GROUPS), columns, stage, barrier, pair=pair)
+        else:
+            head = self.head_block() * TILE_M
+            with cute.arch.elect_one():
+                for i, column in enumerate(columns):
+                    if loader == i % self.load_warps:
+                        boxes.load_box(atom, stage + i * CHUNK_BYTES, barrier, (column, head, work.token), pair)
 
     @cute.jit
-    def gather(self, atom: cute.CopyAtom, rows: tuple, target: Int32, barrier: cute.Pointer, column: Any):
-        """A stage's dimensions, from ``column`` on, of four rows a lane."""
-        gather.gather_tile(atom, rows, TILE_N, self.stage_chunks, target, barrier, column, self.cluster > 1)
+    def gather(self, atom: cute.CopyAtom, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
+        """A stage's dimensions, from ``column`` on, of the rows of some groups, (first, end)."""
+        columns = tuple(Int32(column + i * CHUNK) for i in range(self.stage_chunks))
+        gather.gather_tile(atom, rows, groups, columns, stage, barrier, pair=self.cluster > 1)
 
     @cute.jit
     def expected_bytes(self, of_entries: Int32):
         """Bytes that TMA brings for a stage of a tile, to both CTAs of a pair: without keys that warps dequantise.
 
         Args:
-            of_entries: places of the tile before the window, below 0 or above 64: none, all.
+            of_entries: places of the tile before the window.
         """
         rows = Int32(TILE_N)
         if cutlass.const_expr(self.fp8_entries != self.fp8_window):
-            rows = cutlass.min(cutlass.max(of_entries, 0), TILE_N)
+            rows = of_entries
         if cutlass.const_expr(self.fp8_entries):
             rows = TILE_N - rows
         return rows * (self.key_bytes // TILE_N * self.cluster)

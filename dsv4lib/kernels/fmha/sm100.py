@@ -79,13 +79,14 @@ behind it, but not behind those before it. P V of 0' may overwrite a block of O 
 Softmax warps hand over sums and references of the rows and go on. Every role finds the next token by itself: no warp
 deals them out. A token without keys takes nothing: no Q, no stage.
 
-Roles (12 warps, 384 threads, 6 and 7 idle: a warpgroup for the epilogue; 10 warps, 320 threads with FP8 keys)
+Roles (12 warps, 384 threads: a warpgroup for the epilogue; 10 warps, 320 threads with FP8 keys)
 
     warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed
     warp  4     mma       a token: 16 copies of 128 x 32 B (Q); a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16
                           (O); S of tile j + 1 before P V of j
-    warp  5     load      Q, or a tile of 16-bit rows: lane l < 16 issues 8 gather4 of rows 4 l .. 4 l + 3; a pair: of
-                          keys 4, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
+    warps 5-7   load      a tile of 16-bit rows: 128 gather4 of 4 rows, a third each (with FP8 keys warp 5 alone); Q: 8
+                          boxes of 64 heads, of groups 128 gather4; a pair: of keys 64 a CTA, and only CTA 0's MMA warp
+                          works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
     warps 8-11  epilogue  a token: O -> registers, normalised, rotated, converted -> global memory; LSE
     warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
                           beside them no registers are left for epilogue warps: warps 0-3 do that too
@@ -99,6 +100,11 @@ the same bf16 tile as with TMA, bit for bit:
   | n x   8 B: 7 scales 2^e | -              | --> | a key; a tile ahead: 36 KiB | cvt | chunk 7: RoPE dims  |
   | padding                                  |     +-----------------------------+     +---------------------+
   +------------------------------------------+       zeros for -1 and behind the last key
+
+Why three load warps. A copy takes its operands from uniform registers. Of lanes that issue their own ptxas makes a
+loop that elects lane after lane: 42.5 clocks a copy on an H200 (`bench.issue_probe`; boxes of 4 rows, as it has no
+gather4), 5,440 a tile. One lane that sends all, four rows moved once for 8 copies, takes 25.5; a tile is 3,270 by one
+warp, 1,830 by two, 990 by four.
 
 Pipelines
 
@@ -289,13 +295,13 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         outputs = self.of_part(outputs, items)
         sKV = storage.sKV.data_ptr().toint()
         sP, sRow = storage.sP.data_ptr().toint(), storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 3)))
-        if warp == LOAD_WARP:
-            self.load(mQ, queries, sources, lists, items, sKV, kv)
-        elif warp == MMA_WARP:
-            self.mma(lists, items, sKV, sP, allocator, kv, s, p, o)
-        elif warp < MMA_WARP:
+        if warp < MMA_WARP:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
             self.softmax(mQ, lists, items, outputs, (sP, sX, sRow), allocator, (s, p, o, sums), scale_log2)
+        elif warp == MMA_WARP:
+            self.mma(lists, items, sKV, sP, allocator, kv, s, p, o)
+        elif warp < LOAD_WARP + self.load_warps:
+            self.load(mQ, queries, sources, lists, items, sKV, kv, warp - LOAD_WARP)
         else:
             if cutlass.const_expr(self.epilogue_warps):
                 if warp >= self.epilogue_warps[0]:

@@ -192,6 +192,11 @@ PAIRS = {
         CANCEL.format("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p3, %h;"),
         "get_first_ctaid",
     ),
+    "barrier_double_arrive": Pair(
+        "@%p1 bar.arrive 1, 96; @%p1 bar.arrive 1, 96; @!%p1 bar.sync 1, 96;",
+        "@%p1 bar.arrive 1, 64; @!%p1 bar.sync 1, 64;",
+        "bar.arrive",
+    ),
     "cluster_double_arrive": Pair(
         "barrier.cluster.arrive.aligned; barrier.cluster.arrive.aligned;"
         "barrier.cluster.wait.aligned; barrier.cluster.wait.aligned;",

@@ -74,7 +74,8 @@ def test_how_many_loads_are_in_flight_does_not_change_a_bit(case):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_the_op_takes_as_few_as_hold_all_parts():
-    assert [loads_at_once(n) for n in (2, 4, 5, 8, 9, 44)] == [4, 4, 8, 8, 8, 8]
+def test_the_op_takes_eight_for_many_parts_of_few_heads():
+    assert [loads_at_once(n, 64) for n in (2, 4, 5, 8, 44)] == [4, 4, 8, 8, 8]
+    assert [loads_at_once(n, 512) for n in (4, 8, 15, 16)] == [4, 4, 4, 8]
     with pytest.raises(ConfigError, match="at_once"):
         Combine(at_once=6)

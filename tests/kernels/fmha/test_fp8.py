@@ -103,7 +103,8 @@ def test_every_schedule_gives_the_same_bits(cluster):
 def test_what_128_keys_cost():
     """Warp-instructions from the difference of 1,024 and 512 keys without holes, beside the 16-bit kernel's.
 
-    16 parts of 8 keys at 81 (conversions, loads, stores) make 1,296 of the difference, once for both CTAs of a pair.
+    16 parts of 8 keys at 81 (conversions, loads, stores) make 1,296 of the difference, once for both CTAs of a pair;
+    the load warps, which have nothing to send, save up to 800.
     """
     cost = {}
     for cluster in (1, 2):
@@ -116,8 +117,8 @@ def test_what_128_keys_cost():
                 runs.append(fmha_trial(Fmha, settings, one).result.instructions)
             cost[cluster, fp8] = (runs[1] - runs[0]) / 4
     more = [cost[cluster, True] - cost[cluster, False] for cluster in (1, 2)]
-    assert cost[1, True] < 6_000 and 1_296 < more[0] < 2_200
-    assert cost[2, True] < 9_972 and 1_296 < more[1] < 2_700  # 128 heads; FlashInfer's FP8 kernel: 9,972
+    assert cost[1, True] < 6_000 and 496 < more[0] < 2_200
+    assert cost[2, True] < 9_972 and 496 < more[1] < 2_700  # 128 heads; FlashInfer's FP8 kernel: 9,972
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -132,7 +133,7 @@ def test_what_the_compiler_says(switches):
     assert quick(kernel, code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 8 * (3 - sum(switches)),  # and Q
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 7 * 8 * (2 - sum(switches)),  # 4 + 3 groups
         "ld.local": 0,
         "st.local": 0,
     }

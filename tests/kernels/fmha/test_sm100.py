@@ -153,7 +153,8 @@ def test_what_the_compiler_says(head_dim):
     assert quick(kernel, code)
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 3 * kernel.chunks,  # entries, window, Q
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 14 * kernel.chunks,  # entries, window; 4 + 3 groups
+        "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier": kernel.chunks,  # Q
         "ld.local": 0,
         "st.local": 0,
     }
