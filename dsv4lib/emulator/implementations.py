@@ -8,7 +8,7 @@ import pkgutil
 
 # Packages whose modules register implementations when imported; single modules beside them.
 PACKAGES = ("dsv4lib.emulator.native", "dsv4lib.emulator.hw")
-MODULES = ("dsv4lib.emulator.barriers", "dsv4lib.emulator.branches", "dsv4lib.emulator.stacks")
+MODULES = tuple(f"dsv4lib.emulator.{name}" for name in ("barriers", "branches", "const_space", "stacks"))
 
 
 @functools.cache

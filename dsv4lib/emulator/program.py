@@ -53,6 +53,7 @@ from dsv4lib.emulator.ptx.ir import (
 )
 from dsv4lib.emulator.ptx.liveness import share
 from dsv4lib.emulator.ptx.pending import eager_loads
+from dsv4lib.emulator.ptx.wgmma_copies import behind_waits
 
 SMEM_START = 1024  # shared memory below is reserved for the system (CUDA programming guide, compute capability 9.0+)
 SMEM_ALIGN = 16  # of the dynamic part, if its declaration does not ask for more (CuTeDSL's asks for 1024)
@@ -274,7 +275,7 @@ class _Lowering:
     """State of one `lower`."""
 
     def __init__(self, kernel: Kernel, module: Module, library: Any):
-        kernel = in_order(kernel)
+        kernel = behind_waits(in_order(kernel))
         if any(instr.opcode.startswith(("alloca.", "stack")) for instr in kernel.instructions):
             kernel = replace(kernel, variables=[*kernel.variables, calls.STACK])
         self.kernel, self.module, self.library = kernel, module, library

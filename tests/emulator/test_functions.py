@@ -134,6 +134,26 @@ def test_an_address_of_no_such_function_is_told():
             gpu.launch(request)
 
 
+CONST = """
+mov.b64 %rd4, fixed; cvta.const.u64 %rd4, %rd4; mov.b64 %rd5, other; add.s64 %rd6, %rd4, 15; add.s64 %rd7, %rd4, 16;
+add.s64 %rd8, %rd5, 3; mov.b32 %r9, 0;
+"""
+
+
+def test_which_addresses_are_constant():
+    """Both variables to their last byte, what lies behind or elsewhere not, nor in a lane that does not ask."""
+    asked = "setp.ne.u32 %p1, %r1, 3; isspacep.const %p2, {}; @%p1 isspacep.const %p2, {}; selp.b32 %r2, 1, 0, %p2;"
+    body = CONST + "".join(
+        asked.format("%rd1", name) + "mad.lo.u32 %r9, %r9, 2, %r2;" for name in ("%rd4", "%rd6", "%rd8", "%rd7", "%rd1")
+    )
+    variables = ".const .align 4 .b8 fixed[16]; .const .b32 other = 5; .global .b32 no;\n"
+    module = parse.parse(entry("u64 out", FRAME + body + STORE).replace(HEADER, HEADER + variables))
+    gpu = make("sm_100a")
+    out = gpu.copy(np.zeros(32, np.int32))
+    gpu.launch(LaunchRequest("k", module, (1, 1, 1), (32, 1, 1), params=out.ctypes.data.to_bytes(8, "little")))
+    assert out.tolist() == [0 if n == 3 else 0b11100 for n in range(32)]
+
+
 def test_variables_that_point_to_what_is_not_there():
     module = parse.parse(HEADER + ".extern .global .u32 far;\n.global .u64 p = far;\n.entry k() { ret; }")
     with pytest.raises(LaunchError, match="p points to far"):

@@ -56,7 +56,7 @@ def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 @isa.service(
-    "fence.proxy.alias",
+    "fence.proxy.alias[.<sem:acquire|release>.sys]",
     "membar.proxy.alias",
     "fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster",
     note="accesses are performed in program order: nothing to order here",

@@ -138,6 +138,10 @@ class MBarrier:
         """Is the phase of this parity, current or just before, complete?"""
         return (self.phase ^ parity) & 1 == 1
 
+    def waited(self) -> bool:
+        """Is a warp waiting for a phase?"""
+        return any(wait.goes_on() for wait in self.waiters)
+
     def _advance(self) -> None:
         machine = self.cta.machine
         if machine.trace is not None:
@@ -169,7 +173,7 @@ class MBarrier:
         """Is this what other lanes of the warp have just done, and has nobody used the barrier since?"""
         place = self.place
         same = place is not None and (place.ptx_line, place.warp) == (instr.line, warp.warp_id)
-        unused = self.phase == 0 and self.expected == self.pending == count and not self.tx and not self.waiters
+        unused = self.phase == 0 and self.expected == self.pending == count and not self.tx and not self.waited()
         return same and unused and self.cta is warp.cta
 
     def report(self, kind: str, message: str, where: Where, owner: Place | None = None) -> None:
@@ -269,8 +273,8 @@ def init(warp: Warp, instr: Instr, form: Form) -> None:
         if old is not None and old.same_init(warp, instr, int(counts[lane])):
             continue
         if old is not None:
-            waited = ", which warps are waiting on," if old.waiters else ""
-            kind = "mbarrier_reinit_waited" if old.waiters else "mbarrier_reinit"
+            waited = ", which warps are waiting on," if old.waited() else ""
+            kind = "mbarrier_reinit_waited" if old.waited() else "mbarrier_reinit"
             cta.machine.report(kind, f"init of a live barrier{waited} without mbarrier.inval ({old})", where())
         cta.mbarriers[offset] = MBarrier(cta, offset, int(counts[lane]), where())
         if cta.machine.race is not None:
@@ -286,7 +290,7 @@ def inval(warp: Warp, instr: Instr, form: Form) -> None:
         barrier = find(warp.cta.cluster, int(addresses[lane]), warp.place)
         if barrier.cta is not warp.cta:
             raise HazardError("mbarrier.inval of a barrier in another CTA", warp.place())
-        if barrier.waiters or barrier.tx:
+        if barrier.waited() or barrier.tx:
             barrier.report("mbarrier_inval_in_use", "invalidated while it is in use", warp.place)
         del barrier.cta.mbarriers[barrier.offset]
 
@@ -384,14 +388,15 @@ class Wait:
 
     def passed(self, barrier: MBarrier) -> None:
         """The barrier has completed a phase; report if this wait has missed the one it is for."""
-        warp = self.warp
         for (_, mine, parity), phase in zip(self.groups, self.phases, strict=True):
-            if mine is not barrier or barrier.phase != phase + 2:
-                continue
-            # Lane groups that meet at one wait go on with the state of one of them; the others' are dropped.
-            if self in (warp.pending, *warp.resume.values(), *(p.pending for p in warp.parked)):
+            if mine is barrier and barrier.phase == phase + 2 and self.goes_on():
                 text = f"a wait for parity {parity} has not seen its phase, and the next one is complete too"
-                barrier.report("mbarrier_phase_lapped", text, warp.place)
+                barrier.report("mbarrier_phase_lapped", text, self.warp.place)
+
+    def goes_on(self) -> bool:
+        """Does the warp come back to it? Of lane groups that meet at a wait one's state goes on, the others' do not."""
+        warp = self.warp
+        return self in (warp.pending, *warp.resume.values(), *(p.pending for p in warp.parked))
 
     def expire(self) -> None:
         """Time is up."""

@@ -185,15 +185,16 @@ def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:
     return data[: len(data) & ~15].view(CHUNK_TYPE)[index].view(np.uint8)
 
 
-def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where) -> None:
-    """`check_chunks` of the byte range [offset, offset + nbytes)."""
+def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where, generic: bool = False) -> None:
+    """`check_chunks` of the byte range [offset, offset + nbytes). ``generic``: the read needs no proxy fence."""
     if cta.machine.race is not None:
         cta.machine.race.shared_bytes(cta, offset, nbytes, False)
     end = offset + nbytes
     smem = cta.smem
-    if smem.init[offset:end].all() and not smem.dirty[offset >> 4 : end + 15 >> 4].any():
+    chunks = np.arange(0) if generic else np.arange(offset >> 4, end + 15 >> 4)
+    if smem.init[offset:end].all() and not smem.dirty[chunks].any():
         return
-    _report(cta, np.arange(offset, end), np.arange(offset >> 4, end + 15 >> 4), what, where)
+    _report(cta, np.arange(offset, end), chunks, what, where)
 
 
 def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:

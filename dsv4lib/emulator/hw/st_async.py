@@ -100,7 +100,7 @@ def _queue(
         for offset, row in zip(offsets.tolist(), data, strict=True):
             where = slice(offset, offset + size)
             if op:
-                shared.check_read(cta, offset, size, f"red.async.{op}", pending.where)
+                shared.check_read(cta, offset, size, f"red.async.{op}", pending.where, generic=True)
             smem.data[where] = reduce(op, element, smem.data[where], row) if op else row
             smem.init[where] = 1
             smem.dirty[offset >> 4] = warp.warp_id + 1

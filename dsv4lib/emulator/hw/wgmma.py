@@ -1,9 +1,9 @@
 """wgmma.mma_async and its fence, commit_group and wait_group (SM90).
 
 Each of the four warps of a warpgroup multiplies its own 16 rows. The instruction is asynchronous: its accumulator
-registers hold POISON from issue until it completes, so that a read without ``wait_group`` shows; operations of a warp
-complete in issue order and hand the accumulator on. A in registers and both matrices in shared memory are read at
-completion, which is when hardware may still read them.
+registers hold POISON from issue until it completes, so that a read without ``wait_group`` shows (not by a plain copy:
+`_copied_early`); operations of a warp complete in issue order and hand the accumulator on. A in registers and both
+matrices in shared memory are read at completion, which is when hardware may still read them.
 
 A wgmma-group is one of the warpgroup ("creates a new wgmma-group per warpgroup"), although each warp commits and waits
 for itself: a wait lasts until the parts of all four warps are complete. CUTLASS's mainloops depend on it: in a cluster
@@ -39,13 +39,16 @@ from dsv4lib.emulator.hw.tcgen05_issue import issue
 from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK
+from dsv4lib.emulator.program import Program
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Operand, Vector
+from dsv4lib.emulator.ptx.wgmma_registers import findings
 from dsv4lib.emulator.warp import Block, Warp
 
 ROWS = 16  # of a warp
 _N = "|".join(str(n) for n in range(8, 257, 8))
 _N_INT = "|".join(str(n) for n in (8, 16, 24, 32, *range(48, 257, 16)))
 _HEAD = "wgmma.mma_async.sync.aligned."
+_EARLY = "wgmma copied early"
 
 
 @dataclass
@@ -275,6 +278,22 @@ def _issue(warp: Warp, instr: Instr, op: Wgmma, items: tuple[Operand, ...]) -> N
     state.order.append(queued)
     state.open.append(queued)
     queued.ready = lambda: state.order[0] is queued
+    if instr.index in _copied_early(warp.program):
+        while queued.pending:
+            warp.cta.machine.units.complete(state.order[0])
+
+
+def _copied_early(program: Program) -> frozenset[int]:
+    """The operations of which a ``mov`` copies registers before the wait; found once.
+
+    ptxas puts a wait behind such a wgmma ("instructions are serialized"), so the copy gets the result. The report of
+    `missing_wgmma_wait` stays.
+    """
+    if _EARLY not in program.kept:
+        code = program.kernel.instructions
+        early = (f.mma for f in findings(program.kernel) if not f.waited and code[f.other].opcode.startswith("mov."))
+        program.kept[_EARLY] = frozenset(early)
+    return program.kept[_EARLY]
 
 
 @isa.service("wgmma.fence.sync.aligned")

@@ -14,6 +14,7 @@ from dsv4lib.emulator.native import fp
 from dsv4lib.emulator.native.irtools import Emitter, Value
 
 ROUND = "rn|rz|rm|rp"
+NAN_FILL = 0x7FF7  # of tensor maps that fill with NaN, either sign (hw/tma_box.py)
 
 
 def finish(e: Emitter, form: Form, x: Value, ptx: str | None = None, scaled: Value | None = None) -> None:
@@ -124,10 +125,20 @@ def fma(e: Emitter, form: Form) -> None:
     "fma.rn[.<ftz:ftz>][.<sat:sat>].<type:f16|f16x2>",
     "fma.rn[.<ftz:ftz>].<relu:relu>.<type:f16|f16x2>",
     "fma.rn[.<relu:relu>].<type:bf16|bf16x2>",
+    "fma.rn.<oob:oob>[.<relu:relu>].<type:f16|f16x2|bf16|bf16x2>",
+    "fma.rn.<oob:oob>.<sat:sat>.<type:f16|f16x2>",
 )
 def fma_half(e: Emitter, form: Form) -> None:
-    """d = a * b + c with one rounding, in a 16-bit format. f32 holds all bits of the product."""
+    """d = a * b + c with one rounding, in a 16-bit format. f32 holds all bits of the product.
+
+    ``.oob``: +0 if a or b is what a tensor copy fills in behind the bounds; c does not count, and with ``.sat`` nothing
+    does (both measured on an H200).
+    """
     a, b, c = (operand(e, form, i) for i in (1, 2, 3))
+    if form.has("oob") and not form.has("sat"):
+        bits = [fp.load_bits(e, i, form.get("type")) & 0x7FFF for i in (1, 2)]
+        outside = e.icmp("eq", bits[0], NAN_FILL) | e.icmp("eq", bits[1], NAN_FILL)
+        a, b, c = (e.select(outside, x.like(0.0), x) for x in (a, b, c))
     product = a * b
     if fp.element(form.get("type")) == "bf16":
         with inexact_product(e, product, a, b):

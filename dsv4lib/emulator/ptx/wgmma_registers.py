@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Kernel, Vector
 from dsv4lib.emulator.ptx.pending import blocks, registers_of
 
-_MMA, _FENCE = "wgmma.mma_async", "wgmma.fence"
-_COMMIT, _WAIT = "wgmma.commit_group", "wgmma.wait_group"
-_AGES = 9  # groups committed since an operation; more count as this many
+MMA, _FENCE = "wgmma.mma_async", "wgmma.fence"
+COMMIT, WAIT = "wgmma.commit_group", "wgmma.wait_group"
+AGES = 9  # groups committed since an operation; more count as this many
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class _State:
 def findings(kernel: Kernel) -> list[Finding]:
     """Missing waits and fences; one finding for each pair of instructions."""
     code = kernel.instructions
-    operations = [i.index for i in code if i.opcode.startswith(_MMA)]
+    operations = [i.index for i in code if i.opcode.startswith(MMA)]
     if not operations:
         return []
     analysis = _Analysis(kernel, operations)
     graph = blocks(kernel)
     entry: list[_State | None] = [None] * len(graph)
-    entry[0] = _State((0,) * (_AGES + 1), frozenset({(-1, -1)}))
+    entry[0] = _State((0,) * (AGES + 1), frozenset({(-1, -1)}))
     work = [0]
     while work:
         i = work.pop()
@@ -107,9 +107,9 @@ class _Analysis:
         pending, touched = state.pending, state.touched
         if instr.index in self.bit:
             return _State((pending[0] | self.bit[instr.index], *pending[1:]), touched)
-        if instr.opcode.startswith(_COMMIT):
-            pending = (0, *pending[: _AGES - 1], pending[_AGES - 1] | pending[_AGES])
-        elif instr.opcode.startswith(_WAIT) and isinstance(instr.operands[0], Imm) and instr.guard is None:
+        if instr.opcode.startswith(COMMIT):
+            pending = (0, *pending[: AGES - 1], pending[AGES - 1] | pending[AGES])
+        elif instr.opcode.startswith(WAIT) and isinstance(instr.operands[0], Imm) and instr.guard is None:
             kept = instr.operands[0].bits
             pending = tuple(mask if age <= kept else 0 for age, mask in enumerate(pending))
         elif instr.opcode.startswith(_FENCE) and instr.guard is None:

@@ -371,3 +371,22 @@ def test_impossible_accesses_stop_with_their_place(body, message):
         run(body, pair, checks="default", schedule="round_robin")
         pytest.fail("nothing was raised")
     assert re.search(message, str(caught.value)) and caught.value.place.ptx_line > 0
+
+
+MEET = """
+mov.u32 %r1, %tid.x; mov.u32 %r2, bar; setp.ne.u32 %p1, %r1, 0; @!%p1 mbarrier.init.shared.b64 [%r2], 32; bar.sync 0;
+setp.ge.u32 %p2, %r1, 32; @%p2 bra OTHER; and.b32 %r3, %r1, 1; setp.eq.u32 %p3, %r3, 1; @%p3 bra LATE;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p4, [%r2], 0; @!%p4 bra WAIT;
+bra JOIN;
+LATE: bra WAIT;
+OTHER: mbarrier.arrive.shared.b64 _, [%r2];
+JOIN: bar.sync 0; @!%p1 mbarrier.inval.shared.b64 [%r2];
+"""
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "newest_first", "adversarial"])
+def test_lanes_that_meet_at_a_wait_leave_none_behind(schedule):
+    """Half of a warp waits, the other half comes to the same wait: when both have passed, nobody waits any more."""
+    text = entry("u64 data", MEET, shared=".shared .align 8 .b8 bar[8];")
+    found = launch(text, aligned(1, np.uint64), block=64, settings=Settings(schedule=schedule)).hazards
+    assert not found

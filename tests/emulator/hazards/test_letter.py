@@ -136,6 +136,32 @@ def test_a_group_that_may_still_be_pending_counts():
         assert ("missing_wgmma_wait" in kinds) == expected
 
 
+def test_a_copy_in_front_of_the_wait_is_another_name_of_the_result():
+    """As NVVM places the bits of a pinned accumulator; a copy that is used there is not (test_wgmma_copies.py)."""
+    twin, fence = TWINS["missing_wgmma_wait"], "wgmma.fence.sync.aligned;"
+    store = "ld.param.u64 %rd40, [data]; st.global.v2.b32 [%rd40], {%r50, %r51};"
+    body = "mov.f32 %f1, 0f3F800000;" + WGMMA.format(fence, "mov.b32 %r50, %f1;" + WAIT_GROUP + "mov.b32 %r51, %f1;")
+    data = aligned(2, np.uint32)
+    text = entry("u64 data", body + store, shared=SMEM).replace("sm_100a", twin.arch)
+    found = launch(text, data, block=128, settings=Settings(arch=twin.arch, schedule="adversarial"))
+    assert "missing_wgmma_wait" not in {h.kind for h in found.hazards}
+    assert data[0] == data[1] and not np.isnan(data.view(np.float32)[0])
+
+
+def test_a_copy_that_is_used_before_the_wait_gets_the_result_and_is_reported():
+    """ptxas waits behind such a wgmma: loops of CUTLASS's kind carry accumulators in copies."""
+    twin, fence = TWINS["missing_wgmma_wait"], "wgmma.fence.sync.aligned;"
+    body = "mov.f32 %f1, 0f3F800000;" + WGMMA.format(fence, "mov.b32 %r50, %f1; add.u32 %r51, %r50, 0;" + WAIT_GROUP)
+    body += "mov.b32 %r52, %f1; ld.param.u64 %rd40, [data]; st.global.v2.b32 [%rd40], {%r51, %r52};"
+    data = aligned(2, np.uint32)
+    text = entry("u64 data", body, shared=SMEM).replace("sm_100a", twin.arch)
+    chosen = select("race")
+    settings = Settings(arch=twin.arch, schedule="adversarial", native_checks=chosen.bits, muted=chosen.muted)
+    found = launch(text, data, block=128, settings=settings)
+    assert "missing_wgmma_wait" in {h.kind for h in found.hazards}
+    assert data[0] == data[1] and not np.isnan(data.view(np.float32)[0])
+
+
 # --- how checks are chosen --------------------------------------------------------------------------------------------
 
 

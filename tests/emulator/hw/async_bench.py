@@ -50,6 +50,8 @@ class Warp:
         self.registers: dict[int, np.ndarray] = {}
         self.active = np.arange(LANES)
         self.pending: Any = None
+        self.parked: list[Any] = []
+        self.resume: dict[int, Any] = {}
         self.exited = False
         self.program = SimpleNamespace(bits=_Bits(self.registers))
 

@@ -35,6 +35,7 @@ class Bench:
             top = abi.aligned(top + abi.register_bytes(register.bits))
         self.program = SimpleNamespace(
             kernel=self.kernel,
+            kept={},
             offset=offsets,
             bits=[r.bits for r in self.kernel.registers],
             instruction=lambda i: self.kernel.instructions[min(i, len(self.kernel.instructions) - 1)],

@@ -30,6 +30,8 @@ REPLACE = "tensormap.replace.tile.{}.b1024.{}"
         ("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster", {(0, 0)}),
         ("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster", set()),
         ("fence.proxy.alias", set()),
+        ("fence.proxy.alias.acquire.sys", set()),
+        ("fence.proxy.alias.release.sys", set()),
     ],
 )
 def test_async_fences(opcode, cleared):

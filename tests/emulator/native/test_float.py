@@ -95,7 +95,20 @@ def half_arithmetic(name: str, function, count: int, mode: str, t: str) -> list[
         if name == "fma":
             oracle = rounded(scalar_name(t), function, "rn", ftz, relu=True)
             out.append(Case(f"fma.rn{'.ftz' * ftz}.relu.{t}", (t,) * count, packed(t, oracle), (t,)))
+            for clamp in ("", ".relu", ".sat") if t.startswith("f16") else ("", ".relu"):
+                oracle = within_bounds(scalar_name(t), clamp)
+                out += [] if ftz else [Case(f"fma.rn.oob{clamp}.{t}", (t,) * count, packed(t, oracle), (t,))]
     return out
+
+
+def within_bounds(t: str, clamp: str):
+    """Oracle of ``fma.rn.oob``, see `test_oob_as_on_an_h200`."""
+    plain = rounded(t, fma, "rn", sat=clamp == ".sat", relu=clamp == ".relu")
+
+    def scalar(a: int, b: int, c: int) -> int:
+        return 0 if clamp != ".sat" and 0x7FF7 in (a & 0x7FFF, b & 0x7FFF) else plain(a, b, c)
+
+    return scalar
 
 
 def mixed() -> list[Case]:
@@ -263,6 +276,24 @@ def test_fma_at_ties(t, half):
     for tiny in (0x0001, 0x8001, 0x0400 if t == "f16" else 0x2000, 0x8002 if t == "f16" else 0xA000, 0x0000):
         u.run({1: np.array(a, np.uint16), 2: np.array(b, np.uint16), 3: np.full(32, tiny, np.uint16)})
         np.testing.assert_array_equal(u.register(0), [oracle(x, y, tiny) for x, y in zip(a, b, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("t", "clamp"), [("f16", ""), ("f16", ".relu"), ("f16", ".sat"), ("bf16", ""), ("bf16", ".relu")]
+)
+def test_oob_as_on_an_h200(t, clamp):
+    """a or b of 0x7FF7 or 0xFFF7, what TMA fills in, gives +0; c may be it, other NaNs stay, .sat heeds none of it."""
+    from harness import unit
+
+    values = [0, 0x8000, 0x3C00, 0xBF80, 0x7FF7, 0xFFF7, 0x7FFF, 0x7FF6, 0x7FF8, 0xFFF0, 0x7FC0, 0x7C00]
+    a, b = (np.array(x, np.uint16).ravel() for x in np.meshgrid(values, values))
+    u, one = unit(f"fma.rn.oob{clamp}.{t}", "16 16 16 16"), {"f16": 0x3C00, "bf16": 0x3F80}[t]
+    oracle = within_bounds(t, clamp)
+    for operands in ((a, b, np.full_like(a, 0x8000)), (np.full_like(a, one), a, b), (a, np.full_like(a, 0), b)):
+        for start in range(0, len(a) - 31, 32):
+            rows = [x[start : start + 32] for x in operands]
+            u.run({i + 1: row for i, row in enumerate(rows)})
+            assert u.register(0).tolist() == [oracle(*map(int, lane)) for lane in zip(*rows, strict=True)]
 
 
 def test_bf16_fma_with_products_outside_f32():
