@@ -18,8 +18,10 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
 ROW_BYTES = 128  # of one row of a box: one row of the 128-byte swizzle
+GROUP_BYTES = 4 * ROW_BYTES  # of a copy
+AT_ONCE = 4  # groups whose rows a lane holds
 _DESCRIPTOR = "!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>"
-_OPERANDS = "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}]"
+_OPERANDS = "[{$r0}+%d], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}, {$r6}}], [{$r7}]"
 _TX = "global.tile::gather4.mbarrier::complete_tx::bytes"
 _GATHER4 = f"cp.async.bulk.tensor.2d.shared::cta.{_TX} {_OPERANDS};"
 _OF_PAIR = f"cp.async.bulk.tensor.2d.shared::cluster.{_TX}.cta_group::2 {_OPERANDS};"
@@ -44,6 +46,7 @@ def gather4(
     column: cutlass.Int32,
     rows: tuple,
     pair: bool = False,
+    behind: int = 0,
     *,
     loc: Any = None,
     ip: Any = None,
@@ -57,12 +60,13 @@ def gather4(
         column: first element of each row.
         rows: four row numbers; one outside the matrix (-1) is filled with zeros, its bytes still count.
         pair: the bytes are counted at the same barrier of the first CTA of the pair.
+        behind: bytes from ``smem`` on, a part of the instruction.
     """
     executable = atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip)
     descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
     signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
     args = [smem, descriptor.toint(loc=loc, ip=ip), column, *rows, signal.toint(loc=loc, ip=ip)]
-    cute.arch.inline_ptx(_OF_PAIR if pair else _GATHER4, read_only_args=args, loc=loc, ip=ip)
+    cute.arch.inline_ptx((_OF_PAIR if pair else _GATHER4) % behind, read_only_args=args, loc=loc, ip=ip)
 
 
 @cute.jit
@@ -85,7 +89,7 @@ def gather_tile(
     Args:
         atom: from `row_atom`.
         rows: the four rows of this lane's group; lane i has those of group i.
-        groups: (first, end) of the groups to gather, of four rows each.
+        groups: (first, end) of the groups to gather, of four rows each; first <= end.
         columns: first element of each chunk, in the order in which they lie in SMEM.
         smem: where the tile begins, a multiple of 1024.
         barrier: counts 512 bytes a group and chunk.
@@ -93,9 +97,30 @@ def gather_tile(
         pair: see `gather4`.
     """
     first, end = groups
-    for group in cutlass.range(first, end, unroll=4):
-        of_group = tuple(cute.arch.shuffle_sync(row, group) for row in rows)
-        target = smem + group * (4 * ROW_BYTES)
-        with cute.arch.elect_one():
-            for i, column in enumerate(columns):
-                gather4(atom, target + i * (tile_rows * ROW_BYTES), barrier, column, of_group, pair)
+    whole = first + ((end - first) & -AT_ONCE)
+    for group in cutlass.range(first, whole, AT_ONCE, unroll=1):
+        send(atom, rows, group, AT_ONCE, columns, smem, barrier, tile_rows, pair)
+    for group in cutlass.range(whole, end, unroll=1):
+        send(atom, rows, group, 1, columns, smem, barrier, tile_rows, pair)
+
+
+@cute.jit
+def send(
+    atom: cute.CopyAtom,
+    rows: tuple,
+    group: cutlass.Int32,
+    groups: cutlass.Constexpr,
+    columns: tuple,
+    smem: cutlass.Int32,
+    barrier: cute.Pointer,
+    tile_rows: cutlass.Constexpr,
+    pair: cutlass.Constexpr,
+):
+    """All copies of some groups from ``group`` on; arguments as of `gather_tile`."""
+    of_groups = tuple(tuple(cute.arch.shuffle_sync(row, group + i) for row in rows) for i in range(groups))
+    target = smem + group * GROUP_BYTES
+    with cute.arch.elect_one():
+        for i, of_group in enumerate(of_groups):
+            for j, column in enumerate(columns):
+                behind = i * GROUP_BYTES + j * tile_rows * ROW_BYTES
+                gather4(atom, target, barrier, column, of_group, pair, behind)

@@ -190,7 +190,8 @@ class Epilogue(Plan):
         """
         rO = cute.make_rmem_tensor(32, Float32)
         rOut = cute.make_rmem_tensor((8, 4, self.lines_at_once), outputs[2].element_type)
-        for i in cutlass.range_constexpr(self.lines_at_once):
+        # The last line first: rotating takes most registers, and the two that are rotated are the last of a block.
+        for i in cutlass.range_constexpr(self.lines_at_once - 1, -1, -1):
             if any_tile:
                 tmem.load(address, 32 * (line + i), row.tidx, rO)
                 cute.arch.fence_view_async_tmem_load()

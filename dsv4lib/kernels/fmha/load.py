@@ -107,17 +107,15 @@ class Load(Plan):
                 rows = self.tile_rows(lists, work, place)
                 before = cutlass.min(cutlass.max(work.window_at - tile * TILE_N, 0), TILE_N)  # places of entries
                 nbytes = self.expected_bytes(before)
-                of_entries = before // REGION
+                middle = cutlass.min(cutlass.max(before // REGION, first), end)  # of this warp's groups
                 for part in cutlass.range_constexpr(self.tile_stages):
                     barrier = self.claim(kv, state, nbytes, column, loader)
                     stage = sKV + state.index * self.stage_bytes
                     dims = column + part * (self.stage_chunks * CHUNK)
                     if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                        groups = first, cutlass.min(end, of_entries)
-                        self.gather(sources[0], rows, groups, stage, barrier, dims)
+                        self.gather(sources[0], rows, (first, middle), stage, barrier, dims)
                     if cutlass.const_expr(self.window and not self.fp8_window):
-                        groups = cutlass.max(first, of_entries), end
-                        self.gather(sources[1], rows, groups, stage, barrier, dims)
+                        self.gather(sources[1], rows, (middle, end), stage, barrier, dims)
                     state.advance()
         if loader == 0:
             kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
