@@ -150,8 +150,8 @@ class Config:
         self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
         # Warps that send copies, each a share of every stage: a warp sends one of 4 rows in 25 to 30 clocks (an H200),
         # and a tile has 128, 64 a CTA of a pair. There two are enough, 960 clocks while the tensor core needs 1,024;
-        # not where it has half of O to do, nor for groups, whose Q is gathered. Where keys are dequantised no warp is idle,
-        # and TMA brings little.
+        # not where it has half of O to do, nor for groups, whose Q is gathered. Where keys are dequantised no warp is
+        # idle, and TMA brings little.
         most = 2 if cluster > 1 and dim_parts == 1 and not groups else MAX_LOAD_WARPS
         self.load_warps = 1 if self.dequant_warps else min(most, self.stage_bytes // CHUNK_BYTES)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.common.gather import AT_ONCE
 from dsv4lib.kernels.fmha.arguments import launch_args
 from dsv4lib.kernels.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.kernels.fmha.sm100 import Fmha
@@ -104,7 +105,7 @@ def test_what_128_keys_cost():
     """Warp-instructions from the difference of 1,024 and 512 keys without holes, beside the 16-bit kernel's.
 
     16 parts of 8 keys at 81 (conversions, loads, stores) make 1,296 of the difference, once for both CTAs of a pair;
-    the load warps, which have nothing to send, save up to 800.
+    of 64 heads the load warps, which have nothing to send, save up to 500.
     """
     cost = {}
     for cluster in (1, 2):
@@ -117,8 +118,8 @@ def test_what_128_keys_cost():
                 runs.append(fmha_trial(Fmha, settings, one).result.instructions)
             cost[cluster, fp8] = (runs[1] - runs[0]) / 4
     more = [cost[cluster, True] - cost[cluster, False] for cluster in (1, 2)]
-    assert cost[1, True] < 6_000 and 496 < more[0] < 2_200
-    assert cost[2, True] < 9_972 and 496 < more[1] < 2_700  # 128 heads; FlashInfer's FP8 kernel: 9,972
+    assert cost[1, True] < 6_000 and 796 < more[0] < 2_200
+    assert cost[2, True] < 9_972 and 1_296 < more[1] < 2_700  # 128 heads; FlashInfer's FP8 kernel: 9,972
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -133,7 +134,7 @@ def test_what_the_compiler_says(switches):
     assert quick(kernel, code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 7 * 8 * (2 - sum(switches)),  # 4 + 3 groups
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": (AT_ONCE + 1) * 8 * (2 - sum(switches)),
         "ld.local": 0,
         "st.local": 0,
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4lib.errors import ArgumentError, ConfigError
+from dsv4lib.kernels.common.gather import AT_ONCE
 from dsv4lib.kernels.fmha.arguments import launch_args
 from dsv4lib.kernels.fmha.inputs import case
 from dsv4lib.kernels.fmha.sm100 import Fmha
@@ -153,7 +154,9 @@ def test_what_the_compiler_says(head_dim):
     assert quick(kernel, code)
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 14 * kernel.chunks,  # entries, window; 4 + 3 groups
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2
+        * (AT_ONCE + 1)
+        * kernel.chunks,  # entries, window
         "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier": kernel.chunks,  # Q
         "ld.local": 0,
         "st.local": 0,
