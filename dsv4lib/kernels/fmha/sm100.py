@@ -85,8 +85,8 @@ Roles (12 warps, 384 threads: a warpgroup for the epilogue; 10 warps, 320 thread
     warp  4     mma       a token: 16 copies of 128 x 32 B (Q); a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16
                           (O); S of tile j + 1 before P V of j
     warps 5-7   load      a tile of 16-bit rows: 128 gather4 of 4 rows, a third each (with FP8 keys warp 5 alone); Q: 8
-                          boxes of 64 heads, of groups 128 gather4; a pair: of keys 64 a CTA, and only CTA 0's MMA warp
-                          works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
+                          boxes of 64 heads, of groups 128 gather4; a pair: of keys 64 a CTA, by two warps if all of O
+                          is its own, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
     warps 8-11  epilogue  a token: O -> registers, normalised, rotated, converted -> global memory; LSE
     warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
                           beside them no registers are left for epilogue warps: warps 0-3 do that too

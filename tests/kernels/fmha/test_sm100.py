@@ -154,9 +154,7 @@ def test_what_the_compiler_says(head_dim):
     assert quick(kernel, code)
     counts = {
         "tcgen05.mma.ws": kernel.chunks * 2 + 4 * (head_dim // kernel.pv_n),
-        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2
-        * (AT_ONCE + 1)
-        * kernel.chunks,  # entries, window
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": 2 * (AT_ONCE + 1) * kernel.chunks,
         "cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier": kernel.chunks,  # Q
         "ld.local": 0,
         "st.local": 0,
