@@ -16,10 +16,8 @@ data/bench/issue_times.csv is the record of an H200.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -27,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Int64, memory
 
-from dsv4lib.bench import launch_probe, table
+from dsv4lib.bench import probe
 from dsv4lib.kernels.common import boxes
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 
@@ -203,10 +201,9 @@ class Bench:
         """Launch it on torch's current stream."""
         import torch
 
-        stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
         keys, index = wrap("keys", self.keys, BFloat16, (None, DIM), 16), wrap("index", self.index, Int32, (None, None))
         last = wrap("last", self.last, BFloat16, (None, CHUNKS, ROWS * CHUNK), 16)
-        code.function(keys, index, last, wrap("clocks", self.clocks, Int64, (None, 3)), stream)
+        code.function(keys, index, last, wrap("clocks", self.clocks, Int64, (None, 3)), probe.stream())
         torch.cuda.synchronize()
 
     def check(self, way: str, lists: str) -> None:
@@ -248,7 +245,7 @@ def compiled(arch: str = "sm_90a", processes: int = 1, cases: tuple = CASES) -> 
     """`Loads` by case, from the cache of compiled kernels."""
     names = "way", "warps", "lists"
     wanted = [(Loads, dict(zip(names, case, strict=True)), Loads.fake_args, arch) for case in cases]
-    return dict(zip(cases, launch_probe.get_all(wanted, processes), strict=True))
+    return dict(zip(cases, probe.get_all(wanted, processes), strict=True))
 
 
 def run(processes: int) -> list[Rate]:
@@ -260,20 +257,11 @@ def run(processes: int) -> list[Rate]:
         bench = Bench(ctas)
         for case, code in codes.items():
             rows.append(bench.measure(case, code))
-            print(launch_probe.line(rows[-1]), flush=True)
+            print(probe.line(rows[-1]), flush=True)
     return rows
-
-
-def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, required=True, help="where the table goes")
-    parser.add_argument("--processes", type=int, default=8, help="that compile at once")
-    given = parser.parse_args()
-    table.record(run(given.processes), given.record)
 
 
 if __name__ == "__main__":
     from dsv4lib.bench import issue_probe  # what another process compiles must not be of __main__
 
-    issue_probe.main()
+    probe.main(__doc__, issue_probe.Rate, issue_probe.run)

@@ -14,9 +14,7 @@ data/bench/join_times.csv is the record of an H200.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -24,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, memory
 
-from dsv4lib.bench import launch_probe, table
+from dsv4lib.bench import probe
 from dsv4lib.bench.ops.timing import Call, GpuClock
 from dsv4lib.kernels.common.tensors import Fakes, wrap
 from dsv4lib.kernels.fmha import arguments
@@ -124,7 +122,7 @@ class Bench:
 
         def call() -> None:
             parts = wrap("parts", self.parts, Float32, (None,) * 4, 16)
-            code.function(parts, wrap("lses", self.lses, Float32, (None,) * 3), Int32(self.spin), stream())
+            code.function(parts, wrap("lses", self.lses, Float32, (None,) * 3), Int32(self.spin), probe.stream())
 
         return call
 
@@ -134,7 +132,7 @@ class Bench:
 
         def call() -> None:
             given = self.parts, self.lses, self.sink, self.rope, self.o, self.lse
-            code.function(*arguments.combine_args(kernel, *given)[:-1], stream())
+            code.function(*arguments.combine_args(kernel, *given)[:-1], probe.stream())
 
         return call
 
@@ -168,18 +166,11 @@ def in_turn(*calls: Call) -> Call:
     return call
 
 
-def stream() -> cuda.CUstream:
-    """torch's current one."""
-    import torch
-
-    return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
-
-
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[Any, dict[int, Any]]:
     """(the writer, `Combine` by parts at once), with a sink and inverse RoPE, from the cache of compiled kernels."""
     wanted = [(Writer, {}, Writer.fake_args, arch)]
     wanted += [(Combine, {**ENDS, "at_once": n}, arguments.fake_args, arch) for n in AT_ONCE]
-    writer, *joins = launch_probe.get_all(wanted, processes)
+    writer, *joins = probe.get_all(wanted, processes)
     return writer, dict(zip(AT_ONCE, joins, strict=True))
 
 
@@ -202,20 +193,11 @@ def run(processes: int) -> list[Join]:
         for i, n in enumerate(joins):
             more = warm[len(joins) + i] - warm_writer, cold[i].median - cold_writer.median
             rows.append(Join(splits, tokens, heads, n, warm[i], *more, warm_writer, cold_writer.median))
-            print(launch_probe.line(rows[-1]), flush=True)
+            print(probe.line(rows[-1]), flush=True)
     return rows
-
-
-def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, required=True, help="where the table goes")
-    parser.add_argument("--processes", type=int, default=8, help="that compile at once")
-    given = parser.parse_args()
-    table.record(run(given.processes), given.record)
 
 
 if __name__ == "__main__":
     from dsv4lib.bench import join_probe  # what another process compiles must not be of __main__
 
-    join_probe.main()
+    probe.main(__doc__, join_probe.Join, join_probe.run)

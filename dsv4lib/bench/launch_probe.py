@@ -20,14 +20,9 @@ data/bench/launch_times.csv is the record of an H200; `first_byte_pdl_clk` of ra
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import multiprocessing
 import statistics
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -36,10 +31,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, memory
 from cutlass.cute.nvgpu import cpasync
 
-from dsv4lib.bench import table
+from dsv4lib.bench import probe
 from dsv4lib.kernels.common import boxes
 from dsv4lib.kernels.common.tensors import Fakes, wrap
-from dsv4lib.ops import compile_cache
 
 ROWS, DIM, CHUNK, BOX_ROWS = 64, 512, 64, 4
 TILE_BYTES, STAGES, BARRIERS, THREADS = ROWS * DIM * 2, 3, 26, 384
@@ -365,10 +359,9 @@ class Bench:
 
     def calls(self, before: Any, after: Any, spin: int) -> Any:
         """A function that queues both kernels on torch's current stream."""
-        import torch
 
         def queue() -> None:
-            stream = cuda.CUstream(torch.cuda.current_stream().cuda_stream)
+            stream = probe.stream()
             q, o = (x.flatten(0, 1) for x in (self.q, self.o))
             lists = wrap("index", self.index, Int32, (None, None)), wrap("count", self.count, Int32, (None,))
             first = wrap("q", self.q, BFloat16, (None, ROWS, DIM), 16), *lists
@@ -458,23 +451,10 @@ def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any]
     keys = [(*key, WAYS[0]) for key in itertools.product(truth, truth, (1, 2))]
     keys += [(True, True, cluster, way) for cluster, way in itertools.product((1, 2), WAYS[1:])]
     after = {key: (After, dict(zip(names, key, strict=True))) for key in keys}
-    codes = get_all(
+    codes = probe.get_all(
         [(kind, settings, kind.fake_args, arch) for kind, settings in (*before.values(), *after.values())], processes
     )
     return dict(zip(before, codes, strict=False)), dict(zip(after, codes[len(before) :], strict=True))
-
-
-def get_all(wanted: Sequence[tuple], processes: int = 1) -> list[Any]:
-    """Code of each (class, settings, fake_args, architecture), compiled in so many processes at once."""
-    if processes > 1:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            list(pool.map(_get, wanted))
-    return [compile_cache.default().get(*one)[1] for one in wanted]
-
-
-def _get(one: tuple) -> None:
-    """In a process of its own: into the cache."""
-    compile_cache.default().get(*one)
 
 
 def run(processes: int) -> list[Exposed]:
@@ -491,27 +471,11 @@ def run(processes: int) -> list[Exposed]:
             for pdl, trigger, prefetch, way in launches:
                 codes = before[trigger, room], after[pdl, prefetch, cluster, way]
                 rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, way, room or 0)))
-                print(line(rows[-1]), flush=True)
+                print(probe.line(rows[-1]), flush=True)
     return rows
-
-
-def line(row: Exposed | None = None) -> str:
-    """A row for the screen; None: the heads of its columns."""
-    values = [f.name.removesuffix("_us") for f in fields(Exposed)] if row is None else astuple(row)
-    return " ".join(f"{v:>8.2f}" if isinstance(v, float) else f"{v!s:>8.8}" for v in values)
-
-
-def main() -> None:
-    """Measure and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", type=Path, required=True, help="where the table goes")
-    parser.add_argument("--processes", type=int, default=12, help="that compile at once")
-    given = parser.parse_args()
-    print(line())
-    table.record(run(given.processes), given.record)
 
 
 if __name__ == "__main__":
     from dsv4lib.bench import launch_probe  # what another process compiles must not be of __main__
 
-    launch_probe.main()
+    probe.main(__doc__, launch_probe.Exposed, launch_probe.run)
