@@ -22,6 +22,7 @@ from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES, has_fp4_conver
 from dsv4lib.kernels.rmsnorm.simt import MAX_D
 from dsv4lib.ops import launching
 from dsv4lib.ops.quantize import output_shapes
+from dsv4lib.ops.typed import typed
 
 
 class Normed(NamedTuple):
@@ -40,6 +41,7 @@ class Normed(NamedTuple):
     y: Tensor | None = None
 
 
+@typed
 def add_rmsnorm_quant(
     x: Tensor,
     residual: Tensor,
@@ -73,8 +75,8 @@ def add_rmsnorm_quant(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        raise ArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [T, d]")
+    if x.dim() != 2:
+        raise ArgumentError("x", tuple(x.shape), "a tensor [T, d]")
     if recipe not in ROW_RECIPES:
         raise ArgumentError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
     if out is None:
@@ -83,6 +85,7 @@ def add_rmsnorm_quant(
             for shape in output_shapes(recipe, *x.shape, swizzled=swizzled)
         )
         out = Normed(torch.empty_like(x), codes, scales, torch.empty_like(x) if keep else None)
+    launching.check_eps(eps=eps)
     torch.ops.dsv4.add_rmsnorm_quant(x, residual, weight, global_scale, *out, recipe, eps, swizzled, backend)
     return out
 

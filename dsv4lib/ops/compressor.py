@@ -34,6 +34,7 @@ from dsv4lib.kernels.compressor.stream import StreamedCompressor
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
+from dsv4lib.ops.typed import typed
 
 MANY = 25  # requests of a decode step from which on two CTAs share one, not four
 DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -81,6 +82,7 @@ class Pages(NamedTuple):
     form: str = "kv"
 
 
+@typed
 def compressor(
     kv: Tensor,
     gate: Tensor,
@@ -106,16 +108,10 @@ def compressor(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(state, (Ring, Running)):
-        raise ArgumentError("state", type(state).__name__, "a Ring or a Running")
-    for name, given, wanted in (("weights", weights, Weights), ("batch", batch, Batch), ("out", out, Pages)):
-        if not isinstance(given, wanted):
-            raise ArgumentError(name, type(given).__name__, f"a {wanted.__name__}")
-    launching.need({"kv": kv, "gate": gate, **weights._asdict(), "requests": batch.requests, "slots": batch.slots})
-    launching.need({f"state.{name}": x for name, x in state._asdict().items()} | {"out.data": out.data})
     rotate = weights.norm.shape[0] == indexer_key.DIM if rotate is None else rotate
     k, z = state if isinstance(state, Ring) else (state.parts, None)
     flags = out.page_size, out.form, eps, rotate, batch.single, backend
+    launching.check_eps(eps=eps)
     torch.ops.dsv4.compressor(kv, gate, *weights, batch.requests, batch.slots, k, z, out.data, *flags)
 
 

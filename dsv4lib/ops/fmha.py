@@ -21,6 +21,7 @@ Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from dsv4lib.kernels.fmha.window import WINDOW
 from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops import splits as split_choice
 from dsv4lib.ops.splits import Parts
+from dsv4lib.ops.typed import typed
 
 ARCHS = ("sm_100a", "sm_103a")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -116,6 +118,7 @@ class Ring(NamedTuple):
         return Rows(self.rings, self.request_ids * slots, self.swa_lens[self.request_ids], slots)
 
 
+@typed
 def fmha(
     q: Tensor,
     entries: Selected | Rows | Gathered | None = None,
@@ -160,8 +163,8 @@ def fmha(
         BackendUnavailable: the back end cannot run here.
         EmulatorError: the emulator stopped the kernel.
     """
-    if not isinstance(q, Tensor) or q.dim() != 3:
-        raise ArgumentError("q", getattr(q, "shape", type(q).__name__), "a tensor [T, H, D]")
+    if q.dim() != 3:
+        raise ArgumentError("q", tuple(q.shape), "a tensor [T, H, D]")
     if splits is not None and splits < 1:
         raise ArgumentError("splits", splits, "at least 1, or None")
     pool, page, index, first, count, most = _entries(entries, q)
@@ -172,6 +175,8 @@ def fmha(
     if lse is None:
         lse = torch.empty((*q.shape[:2], *(() if normalise else (2,))), dtype=torch.float32, device=q.device)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    if not math.isfinite(scale):
+        raise ArgumentError("scale", scale, "a finite number")
     given = pool, index, first, count, rows, window_first, window_count, groups, sink, cos, sin
     numbers = scale, page, window_page, most, window_most, normalise, 0 if splits is None else splits, backend
     torch.ops.dsv4.fmha(q, *given, o, lse, workspace, *numbers)
@@ -274,20 +279,16 @@ def warm_up(
 # ------------------------------------------------------------------ arguments
 
 
-def _shape(x: Any) -> Any:
-    return tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-
-
 def _flat(name: str, pool: Any) -> tuple[Tensor, int]:
     """(pool as the op takes it, entries of a page): rows [R, D] and 0, or bytes of pages; a view, never a copy."""
     if isinstance(pool, Fp8Pages):
-        if not isinstance(pool.pages, Tensor) or pool.pages.dtype != torch.uint8 or pool.pages.dim() != 2:
-            raise ArgumentError(f"{name}.pages", _shape(pool.pages), "a uint8 tensor [P, S]")
-        if not isinstance(pool.page, int) or pool.page < 1:
+        if pool.pages.dtype != torch.uint8 or pool.pages.dim() != 2:
+            raise ArgumentError(f"{name}.pages", f"{pool.pages.dtype}{list(pool.pages.shape)}", "uint8 [P, S]")
+        if pool.page < 1:
             raise ArgumentError(f"{name}.page", pool.page, "at least 1")
         return pool.pages, pool.page
-    if not isinstance(pool, Tensor) or pool.dim() < 2:
-        raise ArgumentError(name, _shape(pool), "a tensor [R, D] or [P, page, D], or Fp8Pages")
+    if pool.dim() < 2:
+        raise ArgumentError(f"{name}.shape", tuple(pool.shape), "[R, D] or [P, page, D]")
     while pool.dim() > 2:
         if pool.stride(-3) != pool.shape[-2] * pool.stride(-2):
             raise ArgumentError(f"{name}.stride()", pool.stride(), "pages that follow each other without a gap")
@@ -300,8 +301,8 @@ def _entries(entries: Any, q: Tensor) -> tuple:
     if entries is None:
         return None, 0, None, None, None, 0
     if isinstance(entries, Gathered):
-        if not isinstance(entries.kv, Tensor) or entries.kv.dim() != 3 or entries.kv.shape[0] != q.shape[0]:
-            raise ArgumentError("entries.kv", _shape(entries.kv), "[T, K, D]")
+        if entries.kv.dim() != 3 or entries.kv.shape[0] != q.shape[0]:
+            raise ArgumentError("entries.kv.shape", tuple(entries.kv.shape), f"[{q.shape[0]}, K, D]")
         tokens, width, _ = entries.kv.shape
         first = width * torch.arange(tokens, device=q.device, dtype=torch.int32)
         count = torch.full_like(first, width) if entries.count is None else entries.count
@@ -310,10 +311,8 @@ def _entries(entries: Any, q: Tensor) -> tuple:
         pool, page = _flat("entries.pool", entries.pool)
         most = pool.shape[0] * max(page, 1) if entries.most is None else entries.most
         return pool, page, None, entries.first, entries.count, most
-    if not isinstance(entries, Selected):
-        raise ArgumentError("entries", type(entries).__name__, "Selected, Rows, Gathered or None")
-    if not isinstance(entries.index, Tensor) or entries.index.dim() != 2:
-        raise ArgumentError("entries.index", _shape(entries.index), "[T, K]")
+    if entries.index.dim() != 2:
+        raise ArgumentError("entries.index.shape", tuple(entries.index.shape), "[T, K]")
     width, count = entries.index.shape[1], entries.count
     if count is None:
         count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
@@ -325,13 +324,11 @@ def _window(window: Any) -> tuple:
     if window is None:
         return None, 0, None, None, 0
     if isinstance(window, Ring):
-        rings = window.rings
-        whole = isinstance(rings, Fp8Pages) or (isinstance(rings, Tensor) and rings.dim() == 3)
-        if not whole or (rings.page if isinstance(rings, Fp8Pages) else rings.shape[1]) > WINDOW:
-            raise ArgumentError("window.rings", _shape(rings), f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
+        paged = isinstance(window.rings, Fp8Pages)
+        shape = (*window.rings.pages.shape[:1], window.rings.page, 0) if paged else tuple(window.rings.shape)
+        if len(shape) != 3 or shape[1] > WINDOW:
+            raise ArgumentError("window.rings.shape", shape, f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
         window = window.rows()
-    if not isinstance(window, Rows):
-        raise ArgumentError("window", type(window).__name__, "Ring, Rows or None")
     most = WINDOW if window.most is None else window.most
     return *_flat("window.pool", window.pool), window.first, window.count, most
 

@@ -26,6 +26,7 @@ from dsv4lib.kernels.indexer_q.simt import FORMATS, IndexerQ
 from dsv4lib.kernels.quantize.config import has_fp4_conversion
 from dsv4lib.ops import launching, rotary
 from dsv4lib.ops.quantize import DTYPES
+from dsv4lib.ops.typed import typed
 
 
 class IndexerQueries(NamedTuple):
@@ -42,6 +43,7 @@ class IndexerQueries(NamedTuple):
     weights: Tensor
 
 
+@typed
 def indexer_q(
     q: Tensor,
     weights: Tensor,
@@ -71,8 +73,8 @@ def indexer_q(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(q, Tensor) or q.dim() != 3:
-        raise ArgumentError("q", getattr(q, "shape", type(q).__name__), f"a tensor [T, H, {DIM}]")
+    if q.dim() != 3:
+        raise ArgumentError("q", tuple(q.shape), f"a tensor [T, H, {DIM}]")
     if variant not in FORMATS:
         raise ArgumentError("variant", variant, "one of " + ", ".join(FORMATS))
     if out is None:

@@ -21,8 +21,10 @@ from dsv4lib.kernels.inv_rope_quant import arguments
 from dsv4lib.kernels.inv_rope_quant.arguments import SCALES
 from dsv4lib.kernels.inv_rope_quant.simt import InvRopeQuant
 from dsv4lib.ops import launching, rotary
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def inv_rope_quant(
     o: Tensor,
     positions: Tensor | None,
@@ -46,8 +48,8 @@ def inv_rope_quant(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(o, Tensor) or o.dim() != 3:
-        raise ArgumentError("o", getattr(o, "shape", type(o).__name__), f"a tensor [T, H, {DIM}]")
+    if o.dim() != 3:
+        raise ArgumentError("o", tuple(o.shape), f"a tensor [T, H, {DIM}]")
     if out is None:
         lead = o.shape[:2]
         out = tuple(torch.empty(*lead, n, dtype=torch.uint8, device=o.device) for n in (DIM, SCALES))

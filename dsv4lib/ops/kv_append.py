@@ -16,8 +16,10 @@ from dsv4lib.kernels.kv_append import arguments
 from dsv4lib.kernels.kv_append.simt import DIM, KvAppend
 from dsv4lib.ops import launching
 from dsv4lib.ops.requests import check_values
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "auto") -> None:
     """Store the last ``window`` rows of every request, position p at slot p mod window of its ring.
 
@@ -32,7 +34,6 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    launching.need({"kv": kv, "ring": ring, "requests": requests})
     torch.ops.dsv4.kv_append(kv, ring, requests, backend)
 
 

@@ -14,8 +14,10 @@ from dsv4lib.formats.kv_entry import HEAD_DIM, LAYOUT, gather
 from dsv4lib.kernels.kv_gather import arguments
 from dsv4lib.kernels.kv_gather.simt import KvGather
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def kv_gather(
     pages: Tensor, page_size: int, indices: Tensor, *, out: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:

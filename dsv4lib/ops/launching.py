@@ -16,6 +16,7 @@ wait what that one writes. The emulator's race detector reports such reads.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -58,17 +59,6 @@ def custom_op(
     return made
 
 
-def need(given: dict[str, Any], optional: bool = False) -> None:
-    """Arguments that must be tensors, or with ``optional`` None, before torch's own check of a schema sees them.
-
-    Raises:
-        ArgumentError: one is neither.
-    """
-    for name, x in given.items():
-        if not isinstance(x, Tensor) and not (optional and x is None):
-            raise ArgumentError(name, type(x).__name__, "a tensor" + optional * " or None")
-
-
 def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
     """Types, shapes and devices; they are known of fake tensors too.
 
@@ -88,6 +78,17 @@ def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
             raise ArgumentError(f"{name}.shape", tuple(x.shape), str(shape).replace("None", "any"))
         if x.device != device:
             raise ArgumentError(f"{name}.device", str(x.device), f"that of {next(iter(wanted))}, {device}")
+
+
+def check_eps(**given: float) -> None:
+    """Numbers that are added below a square root or a fraction bar.
+
+    Raises:
+        ArgumentError: one is negative, infinite or NaN.
+    """
+    for name, eps in given.items():
+        if not 0 <= eps < math.inf:
+            raise ArgumentError(name, eps, "a finite number, 0 or more")
 
 
 def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) -> str:

@@ -24,13 +24,15 @@ from dsv4lib.formats import fp8_block, scale_swizzle
 from dsv4lib.kernels.linear.sm100 import Linear
 from dsv4lib.kernels.moe_gemm import arguments
 from dsv4lib.ops import compile_cache, launching, moe_gemm
-from dsv4lib.ops.moe_gemm import ARCHS, TILES, Operand, operand, tile_of
+from dsv4lib.ops.moe_gemm import ARCHS, TILES, Operand, Pair, tile_of
 from dsv4lib.ops.splits import SM_COUNT
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def linear(
-    x: Operand,
-    w: Operand,
+    x: Operand | Pair,
+    w: Operand | Pair,
     *,
     mode: str = "nvfp4",
     alpha: Tensor | None = None,
@@ -39,7 +41,7 @@ def linear(
     out_format: str = "bf16",
     out_global: Tensor | None = None,
     limit: float = 10.0,
-    out: Operand | None = None,
+    out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
     """A linear layer, or G of them on G inputs.
@@ -64,8 +66,7 @@ def linear(
         BackendUnavailable: see `backends.resolve`.
     """
     moe_gemm.check_formats(mode, out_format)
-    x, w, out = operand("x", x), operand("w", w), None if out is None else operand("out", out)
-    launching.need({"alpha": alpha, "alpha_up": alpha_up, "out_global": out_global}, optional=True)
+    x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
     if x.codes.dim() != w.codes.dim() or x.codes.dim() not in (2, 3):
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[T, K], [N, K] or both with [G, ..]")
     if out is None:

@@ -27,6 +27,7 @@ from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 SM_COUNT = 132  # of an H200; a B200 has 148
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
@@ -58,6 +59,7 @@ class Eps(NamedTuple):
 NORMAL = Eps()
 
 
+@typed
 def mhc_pre(
     streams: Tensor,
     site: Site,
@@ -89,6 +91,7 @@ def mhc_pre(
     return out
 
 
+@typed
 def mhc_post_pre(
     streams: Tensor,
     f: Tensor,
@@ -117,6 +120,7 @@ def mhc_post_pre(
     return out
 
 
+@typed
 def mhc_head(
     streams: Tensor,
     site: Site,
@@ -171,8 +175,8 @@ def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None
 
 def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs (streams, y, post, comb)."""
-    if not isinstance(streams, Tensor) or streams.dim() != 3:
-        raise ArgumentError("streams.shape", tuple(getattr(streams, "shape", ())), f"[T, {N}, d]")
+    if streams.dim() != 3:
+        raise ArgumentError("streams.shape", tuple(streams.shape), f"[T, {N}, d]")
     t, _, d = streams.shape
     fp32 = {"dtype": torch.float32, "device": streams.device}
     y, post, comb = streams.new_empty(t, d), torch.empty(t, N, **fp32), torch.empty(t, N, N, **fp32)
@@ -230,6 +234,7 @@ class Call(NamedTuple):
             raise ArgumentError("out", "one of post and comb", "both or none")
         if self.iters < 1:
             raise ArgumentError("iters", self.iters, "at least 1")
+        launching.check_eps(**{"eps.hc": self.hc_eps, "eps.rms": self.rms_eps})
         fp32, bf16, values = torch.float32, torch.bfloat16, N if self.head else N * (2 + N)
         launching.check(
             {

@@ -16,8 +16,10 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.moe_combine import arguments
 from dsv4lib.kernels.moe_combine.simt import COLUMNS, MAX_K, MoeCombine
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def moe_combine(
     y: Tensor,
     row_of: Tensor,
@@ -45,9 +47,8 @@ def moe_combine(
         BackendUnavailable: the back end cannot run here.
     """
     for name, x in (("y", y), ("row_of", row_of)):
-        if not isinstance(x, Tensor) or x.dim() != 2:
-            raise ArgumentError(name, getattr(x, "shape", type(x).__name__), "a tensor of two dimensions")
-    launching.need({"weights": weights, "shared": shared, "out": out}, optional=True)
+        if x.dim() != 2:
+            raise ArgumentError(f"{name}.shape", tuple(x.shape), "two dimensions")
     if out is None:
         out = torch.empty(row_of.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
     torch.ops.dsv4.moe_combine(y, row_of, weights, shared, out, backend)

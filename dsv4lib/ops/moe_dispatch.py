@@ -18,6 +18,7 @@ from dsv4lib.kernels.moe_dispatch import arguments
 from dsv4lib.kernels.moe_dispatch.simt import MAX_EXPERTS, MAX_K, QUAD, MoeDispatch
 from dsv4lib.kernels.moe_dispatch.size import max_rows
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 
 class Dispatch(NamedTuple):
@@ -38,6 +39,7 @@ class Dispatch(NamedTuple):
     row_weight: Tensor | None
 
 
+@typed
 def moe_dispatch(
     experts: Tensor,
     weights: Tensor | None = None,
@@ -67,12 +69,11 @@ def moe_dispatch(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(experts, Tensor) or experts.dim() != 2:
-        raise ArgumentError("experts", getattr(experts, "shape", type(experts).__name__), "a tensor [T, k]")
-    launching.need({"weights": weights}, optional=True)
-    if not isinstance(count, int) or not 1 <= count <= MAX_EXPERTS:
+    if experts.dim() != 2:
+        raise ArgumentError("experts", tuple(experts.shape), "a tensor [T, k]")
+    if not 1 <= count <= MAX_EXPERTS:
         raise ArgumentError("count", count, f"1 to {MAX_EXPERTS}")
-    if not isinstance(align, int) or align < QUAD or align % QUAD:  # before rows are counted by it
+    if align < QUAD or align % QUAD:  # before rows are counted by it
         raise ArgumentError("align", align, f"a multiple of {QUAD}")
     if out is None:
 

@@ -27,6 +27,7 @@ from dsv4lib.kernels.moe_gemm.config import MODES, OUTPUTS, PLAIN, TILE_M
 from dsv4lib.kernels.moe_gemm.sm100 import MoeGemm
 from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops.splits import SM_COUNT
+from dsv4lib.ops.typed import typed
 
 ARCHS = ("sm_100a", "sm_103a")
 TILES = (32, 64, 128, 192)  # those with two accumulators: a tile's epilogue hides behind the next one's MMAs
@@ -46,9 +47,13 @@ class Operand(NamedTuple):
     scales: Tensor | None = None
 
 
+Pair = tuple[Tensor, Tensor | None]  # what an `Operand` has, without the name
+
+
+@typed
 def moe_gemm(
-    x: Operand,
-    w: Operand,
+    x: Operand | Pair,
+    w: Operand | Pair,
     offsets: Tensor,
     counts: Tensor,
     *,
@@ -61,7 +66,7 @@ def moe_gemm(
     out_global: Tensor | None = None,
     limit: float = 10.0,
     expected: int | None = None,
-    out: Operand | None = None,
+    out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
     """Grouped GEMM.
@@ -88,16 +93,14 @@ def moe_gemm(
         BackendUnavailable: see `backends.resolve`.
     """
     check_formats(mode, out_format)
-    x, w, out = operand("x", x), operand("w", w), None if out is None else operand("out", out)
-    launching.need({"offsets": offsets, "counts": counts})
-    launching.need({"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global}, optional=True)
+    x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
     if x.codes.dim() != 2 or w.codes.dim() != 3:
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
     if out is None:
         out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     if expected is None:
         expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
-    elif isinstance(expected, bool) or not isinstance(expected, int | torch.SymInt) or expected < 0:
+    elif expected < 0:
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more")
     given = *x, *w, offsets, counts, alpha, alpha_up, routing, *out, out_global
     torch.ops.dsv4.moe_gemm(*given, mode, out_format, swiglu, limit, expected, backend)
@@ -156,20 +159,6 @@ def check_formats(mode: str, out_format: str) -> None:
         raise ArgumentError("mode", mode, "one of " + ", ".join(MODES))
     if out_format not in OUTPUTS:
         raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
-
-
-def operand(name: str, given: Any) -> Operand:
-    """An `Operand`, or any pair of a tensor of codes and one of scales (or None).
-
-    Raises:
-        ArgumentError: something else.
-    """
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise ArgumentError(name, type(given).__name__, "Operand(codes, scales)")
-    found = Operand(*given)
-    launching.need({f"{name}.codes": found.codes})
-    launching.need({f"{name}.scales": found.scales}, optional=True)
-    return found
 
 
 def check_devices(tensors: dict[str, Tensor | None]) -> None:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops import launching, linear, moe_gemm
-from dsv4lib.ops.moe_gemm import Operand
+from dsv4lib.ops.moe_gemm import Operand, Pair
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def output_proj(
-    o: Operand, w: Operand, *, mode: str = "bf16", out: Tensor | None = None, backend: str = "auto"
+    o: Operand | Pair, w: Operand | Pair, *, mode: str = "bf16", out: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """Project groups of heads.
 
@@ -35,8 +37,7 @@ def output_proj(
         u, bf16 [T, G * R].
     """
     moe_gemm.check_formats(mode, "bf16")
-    o, w = moe_gemm.operand("o", o), moe_gemm.operand("w", w)
-    launching.need({"out": out}, optional=True)
+    o, w = Operand(*o), Operand(*w)
     groups = w.codes.shape[0]
     if o.codes.dim() != 2 or w.codes.dim() != 3 or groups == 0 or o.codes.shape[1] % groups:
         found = tuple(o.codes.shape), tuple(w.codes.shape)

@@ -17,14 +17,16 @@ from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.common.head_rows import DIM
 from dsv4lib.kernels.qnorm_rope_kv import arguments
 from dsv4lib.kernels.qnorm_rope_kv.simt import QnormRopeKv
+from dsv4lib.kernels.quantize.entries import KvEntries
 from dsv4lib.ops import launching, rotary
 from dsv4lib.ops.quantize import EntryCall
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def qnorm_rope_kv(
     q: Tensor,
     kv: Tensor,
@@ -60,8 +62,7 @@ def qnorm_rope_kv(
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    launching.need({"q": q, "kv": kv, "cos_sin": cos_sin, "pages": pages, "indices": indices})
-    launching.need({"positions": positions, "kv_norm": kv_norm, "out": out}, optional=True)
+    launching.check_eps(eps=eps)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     torch.ops.dsv4.qnorm_rope_kv(q, kv, kv_norm, positions, cos_sin, out, pages, page_size, indices, eps, backend)
     return out
@@ -112,7 +113,7 @@ class Call(NamedTuple):
                 "out": (self.out, bf16, shape),
             }
         )
-        self.entries.check(DIM, kv_entry.LAYOUT)
+        self.entries.check(KvEntries)
 
     def check_values(self) -> None:
         """Positions and indices, where looking at them costs no wait.

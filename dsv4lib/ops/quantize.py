@@ -25,15 +25,15 @@ from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import indexer_key, kv_entry, nvfp4, scale_swizzle
-from dsv4lib.formats.paged import PageLayout
+from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.kernels.quantize import arguments
 from dsv4lib.kernels.quantize.amax import Amax
 from dsv4lib.kernels.quantize.codes import PIECE
 from dsv4lib.kernels.quantize.config import RECIPES, ROW_RECIPES, has_fp4_conversion
-from dsv4lib.kernels.quantize.entries import IndexerKeys, KvEntries
+from dsv4lib.kernels.quantize.entries import Entries, IndexerKeys, KvEntries
 from dsv4lib.kernels.quantize.simt import Quantize
 from dsv4lib.ops import compile_cache, launching
+from dsv4lib.ops.typed import typed
 
 FULL = 4 * 132 * 8192  # bytes of x from which on few bytes a thread are no longer the best
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -53,6 +53,7 @@ class Quantized(NamedTuple):
     global_scale: Tensor | None
 
 
+@typed
 def quantize(
     x: Tensor,
     recipe: str,
@@ -61,7 +62,7 @@ def quantize(
     rows: Tensor | None = None,
     deinterleave: bool = False,
     swizzled: bool = False,
-    out: Quantized | None = None,
+    out: Quantized | tuple[Tensor, Tensor, Tensor | None] | None = None,
     workspace: Tensor | None = None,
     backend: str = "auto",
 ) -> Quantized:
@@ -84,17 +85,12 @@ def quantize(
         BackendUnavailable: the back end cannot run here.
         EmulatorError: the emulator stopped the kernel.
     """
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        raise ArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [T, K]")
+    if x.dim() != 2:
+        raise ArgumentError("x", tuple(x.shape), "a tensor [T, K]")
     if recipe not in ROW_RECIPES:
         raise ArgumentError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
-    launching.need({"global_scale": global_scale, "rows": rows, "workspace": workspace}, optional=True)
     if out is not None:
-        if not isinstance(out, tuple) or len(out) != 3:
-            raise ArgumentError("out", type(out).__name__, "Quantized(codes, scales, global_scale)")
         out = Quantized(*out)
-        launching.need({"out.codes": out.codes, "out.scales": out.scales})
-        launching.need({"out.global_scale": out.global_scale}, optional=True)
     derived = None
     if recipe == "nvfp4" and global_scale is None:
         given = None if out is None else out.global_scale
@@ -321,20 +317,20 @@ class EntryCall(NamedTuple):
     page_size: int
     backend: str
 
-    def check(self, dim: int, layout: PageLayout) -> None:
-        """Types, shapes and devices.
+    def check(self, kernel: type[Entries]) -> None:
+        """Types, shapes and devices, as this kernel wants them.
 
         Raises:
             ArgumentError: see `quantize_kv_entries`.
         """
-        _check_input("x", self.x, 2, dim)
+        _check_input(kernel.given, self.x, 2, kernel.dim)
         _check("indices", self.indices, torch.int32, (len(self.x),), self.x)
         _check("pages", self.pages, torch.uint8, (None, None), self.x)
-        needed = layout.page_bytes(self.page_size)
+        needed = kernel.layout.page_bytes(self.page_size)
         if self.pages.shape[1] != needed:
             allowed = f"[P, {needed}] for page_size={self.page_size}"
             raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
-        _check_rows("pages", self.pages, arguments.page_align(layout))
+        _check_rows("pages", self.pages, arguments.page_align(kernel.layout))
 
     def check_values(self) -> None:
         """Indices, where looking at them costs no wait.
@@ -349,6 +345,7 @@ class EntryCall(NamedTuple):
             raise ArgumentError("indices", self.indices.tolist()[:8], "each index at most once")
 
 
+@typed
 def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tensor, backend: str = "auto") -> None:
     """Store entries as 448 E4M3, 64 bf16 and 7 UE8M0 (`formats.kv_entry`) in a paged pool, in place.
 
@@ -365,6 +362,7 @@ def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tens
     torch.ops.dsv4.quantize_kv_entries(kv, pages, indices, page_size, backend)
 
 
+@typed
 def quantize_indexer_keys(
     keys: Tensor, pages: Tensor, page_size: int, indices: Tensor, rotate: bool = True, backend: str = "auto"
 ) -> None:
@@ -382,9 +380,9 @@ def quantize_indexer_keys(
     torch.ops.dsv4.quantize_indexer_keys(keys, pages, indices, page_size, rotate, backend)
 
 
-def _append(call: EntryCall, kernel_type: type, settings: dict[str, Any], oracle: str, options: tuple) -> None:
-    call.check(kernel_type.dim, kernel_type.layout)
-    name = launching.resolve(call.backend, "x", call.x)
+def _append(call: EntryCall, kernel_type: type[Entries], settings: dict[str, Any], oracle: str, options: tuple) -> None:
+    call.check(kernel_type)
+    name = launching.resolve(call.backend, kernel_type.given, call.x)
     if call.x.device.type == "cpu":
         call.check_values()
     if len(call.x) == 0 or len(call.pages) == 0:
@@ -402,7 +400,7 @@ def _run_kv(*given: Any) -> None:
 
 
 def _fake_kv(*given: Any) -> None:
-    EntryCall(*given).check(kv_entry.HEAD_DIM, kv_entry.LAYOUT)
+    EntryCall(*given).check(KvEntries)
 
 
 def _run_keys(*given: Any) -> None:
@@ -412,7 +410,7 @@ def _run_keys(*given: Any) -> None:
 
 def _fake_keys(*given: Any) -> None:
     *call, _, backend = given
-    EntryCall(*call, backend).check(indexer_key.DIM, indexer_key.FP4_LAYOUT)
+    EntryCall(*call, backend).check(IndexerKeys)
 
 
 _ENTRY_SCHEMA = "(Tensor x, Tensor(a!) pages, Tensor indices, int page_size{}, str backend) -> ()"

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def plan(offsets: Tensor, starts: Tensor, places: Tensor) -> Tensor:
     """int32 ``[B, 4]``: first row, rows, position of the first row, row of the state or ring.
 

@@ -17,8 +17,10 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.rmsnorm import arguments
 from dsv4lib.kernels.rmsnorm.simt import COLUMNS, MAX_D, RmsNorm
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 
+@typed
 def rmsnorm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, out: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
@@ -39,10 +41,12 @@ def rmsnorm(
         BackendUnavailable: the back end cannot run here.
     """
     out = torch.empty_like(x) if out is None else out
+    launching.check_eps(eps=eps)
     torch.ops.dsv4.rmsnorm(x, weight, out, eps, backend)
     return out
 
 
+@typed
 def add_rmsnorm(
     x: Tensor,
     residual: Tensor,
@@ -63,6 +67,7 @@ def add_rmsnorm(
         (h, y).
     """
     out = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
+    launching.check_eps(eps=eps)
     torch.ops.dsv4.add_rmsnorm(x, residual, weight, *out, eps, backend)
     return out
 

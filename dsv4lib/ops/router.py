@@ -29,6 +29,7 @@ from dsv4lib.kernels.router.fused import UNIT, FusedRouter
 from dsv4lib.kernels.router.picks import SHARES, padded
 from dsv4lib.kernels.router.simt import MAX_EXPERTS, MAX_K, Router
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 TOGETHER = 128  # tokens of a launch with x
 
@@ -55,6 +56,7 @@ class Workspace(NamedTuple):
     parts: Tensor
 
 
+@typed
 def workspace(tokens: int, experts: int, device: str | torch.device) -> Workspace:
     """Memory for calls of up to ``tokens`` tokens, one after the other."""
     return Workspace(torch.zeros(_words(tokens, experts), dtype=torch.float32, device=device))
@@ -64,6 +66,7 @@ def _words(tokens: int, experts: int) -> int:
     return max(SHARES) * min(tokens, TOGETHER) * padded(experts)
 
 
+@typed
 def router(
     x: Tensor,
     weight: Tensor | None = None,
@@ -97,14 +100,15 @@ def router(
         ArgumentError: an argument that is missing or of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        raise ArgumentError("x", getattr(x, "shape", type(x).__name__), "a tensor [T, d], or logits [T, E]")
+    if x.dim() != 2:
+        raise ArgumentError("x.shape", tuple(x.shape), "[T, d], or logits [T, E]")
+    if not 1 <= k <= MAX_K:
+        raise ArgumentError("k", k, f"1 to {MAX_K}")
     if out is None:
         experts = torch.empty(x.shape[0], k, dtype=torch.int32, device=x.device)
         out = experts, torch.empty(x.shape[0], k, dtype=torch.float32, device=x.device)
     if tuple(out[0].shape) != (x.shape[0], k):
         raise ArgumentError("out[0].shape", tuple(out[0].shape), f"[{x.shape[0]}, {k}]")
-    launching.need({"weight": weight, "bias": bias}, optional=True)
     table, tokens = (None, None) if hashed is None else hashed
     parts = None if space is None else space.parts
     torch.ops.dsv4.router(x, weight, bias, table, tokens, *out, parts, factor, backend)
@@ -160,6 +164,8 @@ class Call(NamedTuple):
         Raises:
             ArgumentError: see `router`.
         """
+        if self.weight is not None and self.weight.dim() != 2:
+            raise ArgumentError("weight.shape", tuple(self.weight.shape), "[E, d]")
         fp32, bf16, i32, i64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
         if self.x.dim() != 2 or self.experts.dim() != 2:
             raise ArgumentError("x.shape", tuple(self.x.shape), "[T, d], or logits [T, E]; experts [T, k]")

@@ -24,10 +24,12 @@ from dsv4lib.kernels.topk.everything import TakeAll
 from dsv4lib.kernels.topk.plan import plan
 from dsv4lib.kernels.topk.simt import MAX_K, TopK
 from dsv4lib.ops import launching
+from dsv4lib.ops.typed import typed
 
 MAX_LENGTH = 1 << 20
 
 
+@typed
 def topk(
     scores: Tensor,
     k: int,
@@ -55,11 +57,10 @@ def topk(
         ArgumentError: an argument of the wrong type, shape, stride, device or size.
         BackendUnavailable: the back end cannot run here.
     """
-    if not isinstance(scores, Tensor) or scores.dim() != 2:
-        raise ArgumentError("scores", getattr(scores, "shape", type(scores).__name__), "a tensor [B, L]")
-    if not isinstance(k, (int, torch.SymInt)) or isinstance(k, bool) or not 1 <= k <= MAX_K:
+    if scores.dim() != 2:
+        raise ArgumentError("scores", tuple(scores.shape), "a tensor [B, L]")
+    if not 1 <= k <= MAX_K:
         raise ArgumentError("k", k, f"an integer from 1 to {MAX_K}")
-    launching.need({"lengths": lengths, "out": out}, optional=True)
     if out is None:
         out = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
     if tuple(out.shape) != (scores.shape[0], k):

@@ -37,8 +37,8 @@ def codes(x):
 
 CASES = {
     "no operand": ("x", gemm(x=X.codes)),
-    "codes that are no tensor": ("w.codes", gemm(w=(None, W.scales))),
-    "scales that are no tensor": ("x.scales", gemm(x=(X.codes, 1.0))),
+    "codes that are no tensor": ("w[0]", gemm(w=(None, W.scales))),
+    "scales that are no tensor": ("x.scales", gemm(x=Operand(X.codes, 1.0))),
     "codes of another type": ("x", gemm(x=codes(X.codes.view(torch.int8)))),
     "codes on 1 byte": ("x.stride()", gemm(x=codes(shifted(X.codes)))),
     "rows on 8 bytes": ("x.stride()", gemm(x=codes(torch.zeros(256, 72, dtype=U8)[:, :64]))),

@@ -174,7 +174,7 @@ def test_bad_rows(name, x, recipe, options):
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
-        ("x", {"x": torch.randn(3, 128)}),
+        ("kv", {"x": torch.randn(3, 128)}),
         ("indices", {"indices": torch.arange(3)}),
         ("indices", {"indices": torch.tensor([0, 1, 8], dtype=torch.int32)}),
         ("indices", {"indices": torch.tensor([0, -2, 1], dtype=torch.int32)}),

@@ -61,7 +61,7 @@ def launch_args(
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
-    for name, value, needed in (("weight", weight, kernel.normed), ("positions", positions, kernel.gathered)):
+    for name, value, needed in (("kv_norm", weight, kernel.normed), ("positions", positions, kernel.gathered)):
         if (value is not None) != needed:
             raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
     blocks = kernel.blocks(q.shape[1])
@@ -73,7 +73,7 @@ def launch_args(
     return (
         wrapped,
         x,
-        None if weight is None else wrap("weight", weight, FP32, (DIM,), WIDE),
+        None if weight is None else wrap("kv_norm", weight, FP32, (DIM,), WIDE),
         None if positions is None else wrap("positions", positions, Int64, (len(q),)),
         wrap("cos_sin", cos_sin, FP32, (None, ROPE), WIDE),
         wrap("out", out, BF16, tuple(q.shape), WIDE),

@@ -123,7 +123,7 @@ def entry_args(
     used = pages[:, :needed]
     wrap("pages", used, cutlass.Uint8, (None, None), align)
     return (
-        wrap("x", x, kernel.element, (None, kernel.dim), 16),
+        wrap(kernel.given, x, kernel.element, (None, kernel.dim), 16),
         wrap("indices", indices, Int32, (len(x),)),
         wrap("pages", used.view(torch.int32), Int32, (None, None), align),
         wrap("pages", used, cutlass.Uint8, (None, None)),

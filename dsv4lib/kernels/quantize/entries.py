@@ -55,6 +55,7 @@ class Entries:
     """
 
     dim: int  # of a row
+    given: str  # what the rows are called by who gives them
     layout: PageLayout
     format: Recipe
 
@@ -136,7 +137,7 @@ class Entries:
 class KvEntries(Entries):
     """The 584-byte entry of 448 nope and 64 rope dims."""
 
-    dim, layout, format = kv_entry.HEAD_DIM, kv_entry.LAYOUT, RECIPES["kv"]
+    dim, layout, format, given = kv_entry.HEAD_DIM, kv_entry.LAYOUT, RECIPES["kv"], "kv"
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"KvEntries({self.dtype})"
@@ -183,7 +184,7 @@ class IndexerKeys(Entries):
         dtype: of x. rotate: apply the Hadamard rotation. fp4_conversion: as in `simt.Quantize`.
     """
 
-    dim, layout, format = indexer_key.DIM, indexer_key.FP4_LAYOUT, RECIPES["mxfp4"]
+    dim, layout, format, given = indexer_key.DIM, indexer_key.FP4_LAYOUT, RECIPES["mxfp4"], "keys"
 
     def __init__(self, dtype: str = "bf16", rotate: bool = True, fp4_conversion: bool = True):
         super().__init__(dtype)

@@ -1,0 +1,101 @@
+"""Arguments of the ops against their annotations, before torch's own schema or an attribute of None is in the way."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from dsv4lib.errors import ArgumentError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Check = Callable[[str, Any], None]
+
+_PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in words)
+    Tensor: ((Tensor,), "a tensor"),
+    int: ((int, torch.SymInt), "an int"),
+    float: ((float, int, torch.SymFloat, torch.SymInt), "a float"),
+    str: ((str,), "a str"),
+    bool: ((bool,), "True or False"),
+    types.NoneType: ((types.NoneType,), "None"),
+}
+
+
+def typed(function: Function) -> Function:
+    """``function`` that looks at the types of its arguments first: tensors, numbers, texts, tuples of them.
+
+    True and False are no numbers; of a `NamedTuple` or ``tuple[A, B]`` every field is looked at ("weights.ape",
+    "out[0]"). Annotations of other kinds are not looked at. Costs some microseconds a call and passes torch.compile.
+
+    Raises:
+        ArgumentError: an argument is of a type that its annotation does not have (by the function that comes back).
+    """
+    names = tuple(inspect.signature(function).parameters)
+    hints = typing.get_type_hints(function)
+    checks = {name: check for name in names if (check := _check_of(hints.get(name))) is not None}
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for i, value in enumerate(args[: len(names)]):  # more than there are: Python's own TypeError
+            if names[i] in checks:
+                checks[names[i]](names[i], value)
+        for name, value in kwargs.items():
+            if name in checks:
+                checks[name](name, value)
+        return function(*args, **kwargs)
+
+    return typing.cast(Function, checked)
+
+
+def _check_of(hint: Any) -> Check | None:
+    """What looks at an argument of this annotation; None: nothing does."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    plain = [_PLAIN[one] for one in members if one in _PLAIN]
+    groups = [group for one in members if (group := _group_of(one)) is not None]
+    if len(plain) + len(groups) < len(members):
+        return None
+    wanted = sum((kinds for kinds, _ in plain), ())
+    numbers = bool not in members
+    words = " or ".join([*(group.words for group in groups), *(text for _, text in plain)])
+
+    def check(name: str, value: Any) -> None:
+        for group in groups:
+            if isinstance(value, group.kind) and len(value) == len(group.fields):
+                for (place, of_field), one in zip(group.fields, value, strict=True):
+                    if of_field is not None:
+                        of_field(name + place, one)
+                return
+        if not isinstance(value, wanted) or (numbers and isinstance(value, bool)):
+            shown = value if isinstance(value, (bool, int, float, str, types.NoneType)) else type(value).__name__
+            raise ArgumentError(name, shown, words)
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise ArgumentError(f"{name}.layout", value.layout, "torch.strided")
+
+    return check
+
+
+class _Group(NamedTuple):
+    """A `NamedTuple`, or a tuple of so many: (name behind that of the whole, check or None) of each field."""
+
+    kind: type
+    words: str
+    fields: tuple[tuple[str, Check | None], ...]
+
+
+def _group_of(hint: Any) -> _Group | None:
+    """Of the annotation of a `NamedTuple` or ``tuple[A, B]``; None: another."""
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        return _Group(hint, f"a {hint.__name__}", tuple((f".{f}", _check_of(hints.get(f))) for f in hint._fields))
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and inner and ... not in inner:
+        return _Group(
+            tuple, f"{len(inner)} in a tuple", tuple((f"[{i}]", _check_of(one)) for i, one in enumerate(inner))
+        )
+    return None
