@@ -174,13 +174,18 @@ class Call(NamedTuple):
             ArgumentError: see `compressor`.
         """
         fp32, i32 = torch.float32, torch.int32
-        if self.kv.dim() != 2 or self.norm.dim() != 1 or self.ape.dim() != 2:
-            raise ArgumentError("kv.shape", tuple(self.kv.shape), "[T, width], with ape [rate, width] and norm [dim]")
+        shapes = {"kv": (self.kv, "[T, width]"), "weights.ape": (self.ape, "[rate, width]")}
+        shapes |= {"weights.norm": (self.norm, "[dim]"), "weights.cos": (self.cos, f"[P, {ROPE // 2}]")}
+        for name, (x, shape) in shapes.items():
+            if x.dim() != shape.count(",") + 1:
+                raise ArgumentError(f"{name}.shape", tuple(x.shape), shape)
         if self.form not in LAYOUTS:
             raise ArgumentError("out.form", self.form, "one of " + ", ".join(LAYOUTS))
         tokens, width, dim, rate = *self.kv.shape, self.norm.shape[0], self.ape.shape[0]
         if dim not in DIMS.get(self.form, (128, 512)):
-            raise ArgumentError("norm.shape", (dim,), f"{DIMS.get(self.form, (128, 512))} for entries of {self.form}")
+            raise ArgumentError(
+                "weights.norm.shape", (dim,), f"{DIMS.get(self.form, (128, 512))} for entries of {self.form}"
+            )
         if self.rotate and dim != indexer_key.DIM:
             raise ArgumentError("rotate", True, f"False for {dim} dims")
         running = self.state_z is None
@@ -189,16 +194,16 @@ class Call(NamedTuple):
             raise ArgumentError("kv.shape", tuple(self.kv.shape), allowed)
         if rate not in ((4,) if self.overlap else (32, 64, 128)) or (not self.overlap and dim != kv_entry.HEAD_DIM):
             allowed = "rate 4 with overlap, else 32, 64 or 128 and 512 dims"
-            raise ArgumentError("ape.shape", tuple(self.ape.shape), allowed)
+            raise ArgumentError("weights.ape.shape", tuple(self.ape.shape), allowed)
         ring = (None, 3 if running else rate * (1 + self.overlap), width)
         launching.check(
             {
                 "kv": (self.kv, fp32, (tokens, width)),
                 "gate": (self.gate, fp32, (tokens, width)),
-                "ape": (self.ape, fp32, (rate, width)),
-                "norm": (self.norm, fp32, (dim,)),
-                "cos": (self.cos, fp32, (None, ROPE // 2)),
-                "sin": (self.sin, fp32, (len(self.cos), ROPE // 2)),
+                "weights.ape": (self.ape, fp32, (rate, width)),
+                "weights.norm": (self.norm, fp32, (dim,)),
+                "weights.cos": (self.cos, fp32, (None, ROPE // 2)),
+                "weights.sin": (self.sin, fp32, (len(self.cos), ROPE // 2)),
                 "requests": (self.requests, i32, (tokens if self.single else None, 4)),
                 "slots": (self.slots, i32, (tokens,)),
                 "state.parts" if running else "state.k": (self.state_k, fp32, ring),

@@ -105,7 +105,7 @@ class Ring(NamedTuple):
     Attributes:
         rings: [B, S, D], or `Fp8Pages` of S entries, a page a request; S <= 128.
         request_ids: int32 [T], whose ring token t reads.
-        swa_lens: int32 [B], keys in each ring: min(position + 1, S).
+        swa_lens: int32 [B], keys in each ring: min(position + 1, S); rings behind the last of them are spare.
     """
 
     rings: Tensor | Fp8Pages
@@ -113,8 +113,22 @@ class Ring(NamedTuple):
     swa_lens: Tensor
 
     def rows(self) -> Rows:
-        """The same window as rows of the stacked rings."""
-        slots = self.rings.page if isinstance(self.rings, Fp8Pages) else self.rings.shape[1]
+        """The same window as rows of the stacked rings.
+
+        Raises:
+            ArgumentError: rings or lists of the wrong shape or type, or (on the CPU) a request that has no ring.
+        """
+        paged = isinstance(self.rings, Fp8Pages)
+        shape = (*self.rings.pages.shape[:1], self.rings.page, 0) if paged else tuple(self.rings.shape)
+        if len(shape) != 3 or shape[1] > WINDOW:
+            raise ArgumentError("window.rings.shape", shape, f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
+        for name, x in (("request_ids", self.request_ids), ("swa_lens", self.swa_lens)):
+            if x.dtype != torch.int32 or x.dim() != 1:
+                raise ArgumentError(f"window.{name}", f"{x.dtype}{list(x.shape)}", "torch.int32[any]")
+        ids, slots, requests = self.request_ids, shape[1], min(shape[0], len(self.swa_lens))
+        real = not torch.compiler.is_compiling() and type(ids) is Tensor  # neither traced nor a fake
+        if real and ids.device.type == "cpu" and bool(((ids < 0) | (ids >= requests)).any()):
+            raise ArgumentError("window.request_ids", ids.tolist()[:8], f"0 to {requests - 1}")
         return Rows(self.rings, self.request_ids * slots, self.swa_lens[self.request_ids], slots)
 
 
@@ -175,8 +189,6 @@ def fmha(
     if lse is None:
         lse = torch.empty((*q.shape[:2], *(() if normalise else (2,))), dtype=torch.float32, device=q.device)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    if not math.isfinite(scale):
-        raise ArgumentError("scale", scale, "a finite number")
     given = pool, index, first, count, rows, window_first, window_count, groups, sink, cos, sin
     numbers = scale, page, window_page, most, window_most, normalise, 0 if splits is None else splits, backend
     torch.ops.dsv4.fmha(q, *given, o, lse, workspace, *numbers)
@@ -324,10 +336,6 @@ def _window(window: Any) -> tuple:
     if window is None:
         return None, 0, None, None, 0
     if isinstance(window, Ring):
-        paged = isinstance(window.rings, Fp8Pages)
-        shape = (*window.rings.pages.shape[:1], window.rings.page, 0) if paged else tuple(window.rings.shape)
-        if len(shape) != 3 or shape[1] > WINDOW:
-            raise ArgumentError("window.rings.shape", shape, f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
         window = window.rows()
     most = WINDOW if window.most is None else window.most
     return *_flat("window.pool", window.pool), window.first, window.count, most
@@ -479,6 +487,8 @@ def _run(*given: Any) -> None:
     """What `torch.ops.dsv4.fmha` does: check, choose the back end, launch."""
     call = Call(*given)
     call.check()
+    if not math.isfinite(call.scale):
+        raise ArgumentError("scale", call.scale, "a finite number")
     name = launching.resolve(call.backend, "q", call.q, ARCHS)
     if call.q.device.type == "cpu":
         call.check_values()

@@ -32,7 +32,7 @@ from dsv4lib.ops.typed import typed
 SM_COUNT = 132  # of an H200; a B200 has 148
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
-ITERS = 20
+ITERS, MAX_ITERS = 20, 1000
 
 
 class Site(NamedTuple):
@@ -74,7 +74,7 @@ def mhc_pre(
     Args:
         streams: bf16 [T, 4, d], a token's streams side by side, d a multiple of 128.
         site: parameters.
-        iters: Sinkhorn row/column pairs.
+        iters: Sinkhorn row/column pairs, 1 to 1000.
         eps: see `Eps`.
         out: (y, post, comb) to write into; None: new tensors.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
@@ -232,8 +232,8 @@ class Call(NamedTuple):
             raise ArgumentError("out[0]", "given", "None without f: the streams do not change")
         if (self.post_new is None) != (self.comb_new is None):
             raise ArgumentError("out", "one of post and comb", "both or none")
-        if self.iters < 1:
-            raise ArgumentError("iters", self.iters, "at least 1")
+        if not 1 <= self.iters <= MAX_ITERS:
+            raise ArgumentError("iters", self.iters, f"1 to {MAX_ITERS}")
         launching.check_eps(**{"eps.hc": self.hc_eps, "eps.rms": self.rms_eps})
         fp32, bf16, values = torch.float32, torch.bfloat16, N if self.head else N * (2 + N)
         launching.check(

@@ -106,6 +106,7 @@ def test_bad_arguments_are_named():
         (lambda: mhc_pre(STREAMS, HEAD), "site.fn"),
         (lambda: mhc_pre(STREAMS, SITE._replace(weight=SITE.weight.bfloat16())), "site.weight"),
         (lambda: mhc_pre(STREAMS, SITE, iters=0), "iters"),
+        (lambda: mhc_pre(STREAMS, SITE, iters=2**40), "iters"),
         (lambda: mhc_head(STREAMS, HEAD, f=BEFORE["f"]), "f, post, comb"),
         (lambda: mhc_head(STREAMS, HEAD, out=(STREAMS.clone(), BEFORE["f"].clone())), r"out\[0\]"),
         (lambda: mhc_post_pre(STREAMS, **{**BEFORE, "post": BEFORE["post"][1:]}, site=SITE), "post"),

@@ -5,7 +5,7 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.compressor import Batch, Pages, Running, Weights, compressor
-from dsv4lib.ops.fmha import Fp8Pages, Rows, Selected, fmha
+from dsv4lib.ops.fmha import Fp8Pages, Ring, Rows, Selected, fmha
 from dsv4lib.ops.kv_gather import kv_gather
 from dsv4lib.ops.mhc import Eps, Site, mhc_pre
 from dsv4lib.ops.moe_gemm import moe_gemm
@@ -92,3 +92,24 @@ def test_compiles_without_a_break():
     compiled = torch.compile(op, fullgraph=True, backend="eager", dynamic=True)
     for count in (2, 3, 5):
         assert torch.equal(compiled(X + 1, count, SITE), (X + 1) * count)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("window.rings.shape", {"rings": torch.zeros(2, 129, 512, dtype=torch.bfloat16)}),
+        ("window.rings.shape", {"rings": X}),
+        ("window.request_ids", {"request_ids": torch.tensor([0, 2], dtype=torch.int32)}),
+        ("window.request_ids", {"request_ids": torch.tensor([0, -1], dtype=torch.int32)}),
+        ("window.request_ids", {"request_ids": torch.tensor([0.0, 1.0])}),
+        ("window.request_ids", {"swa_lens": torch.tensor([3], dtype=torch.int32)}),
+        ("window.swa_lens", {"swa_lens": torch.tensor(3, dtype=torch.int32)}),
+    ],
+)
+def test_a_ring_is_looked_at_before_it_is_indexed(name, changed):
+    given = {"rings": torch.zeros(2, 128, 512, dtype=torch.bfloat16)}
+    given |= {n: torch.tensor([0, 1], dtype=torch.int32) for n in ("request_ids", "swa_lens")}
+    assert Ring(**given).rows().first.tolist() == [0, 128]
+    with pytest.raises(ArgumentError) as caught:
+        fmha(Q, None, Ring(**{**given, **changed}))
+    assert caught.value.name == name

@@ -78,12 +78,12 @@ def launch_args(
         wrap("gate", gate, Float32, (tokens, kernel.width), WIDE),
         wrap("state_k", state_k, Float32, (None, 3 if kernel.running else kernel.pooled, kernel.width), WIDE),
         None if kernel.running else wrap("state_z", state_z, Float32, tuple(state_k.shape), WIDE),
-        wrap("ape", ape, Float32, (kernel.rate, kernel.width), WIDE),
+        wrap("weights.ape", ape, Float32, (kernel.rate, kernel.width), WIDE),
     )
     ends = Ends(
-        wrap("norm", norm, Float32, (kernel.dim,), WIDE),
-        wrap("cos", cos[:: kernel.rate], Float32, (None, ROPE // 2), PAIR),
-        wrap("sin", sin[:: kernel.rate], Float32, (-(-len(cos) // kernel.rate), ROPE // 2), PAIR),
+        wrap("weights.norm", norm, Float32, (kernel.dim,), WIDE),
+        wrap("weights.cos", cos[:: kernel.rate], Float32, (None, ROPE // 2), PAIR),
+        wrap("weights.sin", sin[:: kernel.rate], Float32, (-(-len(cos) // kernel.rate), ROPE // 2), PAIR),
         wrap("requests", requests, Int32, (None, 4), WIDE),
         wrap("slots", slots, Int32, (tokens,)),
     )

@@ -108,6 +108,8 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
         for name, t in (("x", x), ("w", w)):
             if t.dtype != torch.bfloat16:
                 raise ArgumentError(name, t.dtype, "torch.bfloat16")
+            if t.dim() == 0 or t.stride(-1) != 1:  # before torch says it of the bytes
+                raise ArgumentError(f"{name}.stride()", t.stride(), "stride 1 in the last dimension")
         x, w = x.view(torch.uint8), w.view(torch.uint8)
     dims = 2 + kernel.batched
     if x.dim() != dims or w.dim() != 3:
