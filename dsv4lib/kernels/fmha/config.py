@@ -121,6 +121,8 @@ class Config:
         self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
         self.cluster, self.groups = cluster, groups
         self.fp8_entries, self.fp8_window = fp8_entries, fp8_window
+        self.box_entries = entries == "range" and not fp8_entries  # by TMA, and of consecutive rows
+        self.box_window = window and not fp8_window
         self.head_dim = head_dim
         # ---- instructions ----
         self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block
