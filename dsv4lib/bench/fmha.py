@@ -374,7 +374,7 @@ def predict(
     if form == BUILT:
         most = shape.keys(max(shape.positions()))
         given = shape.tokens, shape.heads, *most, sms
-        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES)
+        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES, by_range=shape.kind != "CSA")
         if half is None:
             chosen = chosen._replace(dims=1)
         times[chosen] = time(chosen)

@@ -168,9 +168,9 @@ class Load(Plan):
             cute.arch.sync_warp()
         barrier = kv.producer_get_barrier(state)
         if cutlass.const_expr(self.follows):
-            if column > 0:
+            if (column > 0) | (loader > 0):
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barrier, 0)
+                    cute.arch.mbarrier_arrive(barrier, None if self.cluster == 1 else 0)
         return barrier
 
     @cute.jit
@@ -244,9 +244,7 @@ class Load(Plan):
                         boxes.load_box(sources[0 if self.box_entries else 1][1], *place)
 
     @cute.jit
-    def gather_keys(
-        self, sources: tuple, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any
-    ):
+    def gather_keys(self, sources: tuple, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
         """A stage's dimensions of a load warp's share of a tile, four rows a copy.
 
         Args:
@@ -308,7 +306,7 @@ class Load(Plan):
 
 
 def tile_atom(rows: cute.Tensor) -> cute.CopyAtom:
-    """A TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 64 elements: 128 bytes, as `gather.row_atom`."""
+    """A TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 128 bytes, rows as `gather.row_atom`'s."""
     count, depth = rows.shape
     columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
     return boxes.box_atom(columns_first, (CHUNK, TILE_N))
