@@ -20,7 +20,7 @@ from dsv4lib.bench.rates import TABLE, Gpu, gpu
 from dsv4lib.bench.static_model import Kernel, Time
 from dsv4lib.bench.work import Work, count, count_lines
 from dsv4lib.errors import ArgumentError
-from dsv4lib.kernels.fmha.config import TILE_N, count_tiles
+from dsv4lib.kernels.fmha.config import CHUNK_BYTES, TILE_N, count_tiles
 from dsv4lib.kernels.fmha.load import GROUPS
 from dsv4lib.ops.fmha import choose_parts, cluster_of
 from dsv4lib.ops.splits import SHARES, Parts
@@ -122,8 +122,9 @@ class Counted:
             keys, where TMA does not; send: of the load warps, in a tile and in a turn (copies:
             of the busiest); turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
             memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
-            CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of a key in the pool; blocks, q_ahead,
-            stored: see `static_model.attention`.
+            CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of an entry in the pool; blocks,
+            q_ahead, stored: see `static_model.attention`; window: what the same kernel does with tiles of the window,
+            None: as with those of entries.
     """
 
     tile: Work
@@ -143,24 +144,35 @@ class Counted:
     blocks: int = 1
     q_ahead: bool = False
     stored: tuple[Work, Work] | None = None
+    window: Counted | None = None
+
+    def mixed(self, share: float) -> Counted:
+        """The same with the mean of its tiles, of which ``share`` are of the window."""
+        w = self.window
+        if w is None or share == 0:
+            return self
+        names = "tile", "qk", "pv", "bring"
+        mean = {name: getattr(self, name) * (1 - share) + getattr(w, name) * share for name in names}
+        return replace(self, **mean, send=(self.send[0] * (1 - share) + w.send[0] * share, self.send[1]))
 
 
-def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
+def counted(short: int = 256, long: int = 768, of_window: bool = False, **options: Any) -> Counted:
     """Count a configuration of `kernels.fmha.sm100.Fmha` in the emulator.
 
     Args:
         short, long: keys of the two launches that are subtracted, whole tiles; options: of the kernel. With groups: of
             as many tokens of 64 heads as fit.
+        of_window: these keys are the window's, not entries.
     """
     from dsv4lib.kernels.compile import compile_for
     from dsv4lib.kernels.fmha import arguments
     from dsv4lib.kernels.fmha.sm100 import Fmha
 
-    kernel = Fmha(**{"entries": "index", "window": False, "sink": True, "inverse_rope": True, **options})
+    kernel = Fmha(**{"entries": "index", "window": of_window, "sink": True, "inverse_rope": True, **options})
     code = compile_for(kernel, arguments.fake_args(kernel), "sm_100a")
     works, roles, stored, sent = [], [], [], []
     for keys in (short, long):
-        trace = _traced(kernel, code, keys, long)
+        trace = _traced(kernel, code, keys, long, of_window=of_window)
         works.append(count(trace))
         stored.append(_stored(trace, kernel))
         sent.append(count_lines(trace, _of_load_warps))
@@ -169,7 +181,7 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
     tiles = (long - short) / TILE_N
     tile = (works[1] - works[0]) * (1 / tiles)
     qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
-    two = _traced(kernel, code, short, long, 2)
+    two = _traced(kernel, code, short, long, 2, of_window)
     turn = count(two) - works[0] - tile * (short / TILE_N)
     once = works[0] - tile * (short / TILE_N)
     sending = (sent[1] - sent[0]) * (1 / tiles)
@@ -183,8 +195,12 @@ def counted(short: int = 256, long: int = 768, **options: Any) -> Counted:
         scale = short / (long - short)  # the softmax warps share lines with them, in every tile
         each = zip(_stored(two, kernel), *stored, strict=True)
         ring["stored"] = tuple(both - one - (more - one) * scale for both, one, more in each)
-    busiest = -(-GROUPS // kernel.load_warps) / GROUPS  # of the warps that send copies
-    tile, once, turn = (replace(work, copies=work.copies * busiest) for work in (tile, once, turn))
+    # of the warps that send copies: gathers of groups of rows, or the boxes of a stage
+    gathers, boxes = (-(-n // kernel.load_warps) / n for n in (GROUPS, kernel.stage_bytes // CHUNK_BYTES))
+    of_q, of_tile = (gathers if kernel.groups else boxes), (boxes if of_window or kernel.box_entries else gathers)
+    tile, once, turn = (
+        replace(work, copies=work.copies * busiest) for work, busiest in ((tile, of_tile), (once, of_q), (turn, of_q))
+    )
     return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, tokens=_shared(kernel), **ring)
 
 
@@ -218,7 +234,7 @@ def _of_load_warps(source: str) -> bool:
 
 def fp8(c: Counted, **options: Any) -> Counted:
     """The same kernel on 584-byte entries, counted; what it does more than ``c`` is the dequantising warps' work."""
-    quantised = counted(**{**options, "fp8_entries": True})
+    quantised = counted(**options, fp8_entries=True)
     bring = (quantised.tile - quantised.send[0]) - (c.tile - c.send[0])
     return replace(quantised, bring=bring, key_bytes=ENTRY_BYTES)
 
@@ -228,8 +244,9 @@ def _shared(kernel: Any) -> int:
     return kernel.cluster if kernel.groups else 1
 
 
-def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1) -> Any:
-    """The trace of one CTA (or pair): ``items``, each over the first ``keys`` of ``of`` entries, all of them there.
+def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1, of_window: bool = False) -> Any:
+    """The trace of one CTA (or pair): ``items``, each over the first ``keys`` of ``of`` entries, all of them there, or
+    of as many window keys without entries.
 
     First ones of the same list: how often O is rescaled depends on the numbers, which must not differ.
     """
@@ -239,10 +256,11 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1) -> Any:
 
     shared = _shared(kernel)
     tokens = items * shared
-    case = inputs.case(64 * kernel.cluster // shared, [of], [1])
+    numbers = ([0], [of]) if of_window else ([of], [1])
+    case = inputs.case(64 * kernel.cluster // shared, *numbers)
     by_token = "q", "index", "first", "count", "window_first", "window_count", "cos", "sin"
     case = replace(case, **{name: getattr(case, name).repeat_interleave(tokens, 0) for name in by_token})
-    case.count.fill_(keys)
+    (case.window_count if of_window else case.count).fill_(keys)
     o, lse = case.outputs(1 if kernel.partial else None)
     if kernel.fp8_entries:
         case = inputs.paged(case, 64)
@@ -254,7 +272,8 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1) -> Any:
     rope = (case.cos, case.sin) if kernel.inverse_rope else None
     sink = case.sink if kernel.sink else None
     device = make("sm_100a", checks="off", trace=True)
-    given = case.q, entries, None, sink, rope, o, lse, case.scale
+    window = (case.span, case.window_first, case.window_count) if kernel.window else None
+    given = case.q, entries, window, sink, rope, o, lse, case.scale
     launch(code, *arguments.launch_args(kernel, *given, sms=kernel.cluster, groups=groups), gpu=device)
     return device.trace
 
@@ -355,7 +374,7 @@ def predict(
     if form == BUILT:
         most = shape.keys(max(shape.positions()))
         given = shape.tokens, shape.heads, *most, sms
-        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES)
+        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES, by_range=shape.kind != "CSA")
         if half is None:
             chosen = chosen._replace(dims=1)
         times[chosen] = time(chosen)
@@ -386,6 +405,7 @@ def timed(
         tail: how the last part of the keys differs, as `choose_parts` says it; of decode.
     """
     c = single if splits == 1 else parts
+    sms = int(card["sms"])
     # the union of the windows of tokens that share tiles has a key more for each further token
     unions = [(entries, window + c.tokens - 1) for entries, window in map(shape.keys, shape.positions())]
     whole, beside, ctas = [count_tiles(*union) for union in unions], None, groups * splits
@@ -395,13 +415,23 @@ def timed(
         beside = last, -(-shape.tokens // tail[0])
         lengths, ctas = [-(-(whole[0] - last) // (splits - 1))], groups * (splits - 1) + _ctas(shape, c, tail[0])
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
-    model = model_of(c, card, min(ctas, int(card["sms"])))
     join = 0.0
     if splits > 1:
         join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
     dependent = shape.phase == "decode" and not alone
-    return static_model.modelled(model, card, ctas, tiles, hbm, join, dependent=dependent, beside=beside)
+
+    def of_part(share: float) -> Time:
+        model = model_of(c.mixed(share), card, min(ctas, sms))
+        return static_model.modelled(model, card, ctas, tiles, hbm, join, dependent=dependent, beside=beside)
+
+    # Tiles of the window: all stand at the end of the keys, so parts have different shares of them.
+    ends = [n - -(-entries // TILE_N) for n, (entries, _) in zip(whole, unions, strict=True)]
+    shares = {sum(ends) / sum(whole)}
+    if splits > 1:
+        last = lengths[0] if tail == (0, 0) else whole[0] - lengths[0] * (splits - 1)
+        shares = {max(0, lengths[0] - (whole[0] - ends[0])) / lengths[0], min(1, ends[0] / max(1, last))}
+    return max(map(of_part, shares), key=lambda time: time.us)
 
 
 def _ctas(shape: Shape, c: Counted, items: int) -> int:
@@ -458,7 +488,7 @@ def _pool_bytes(shape: Shape, key_bytes: int) -> float:
     """Bytes of keys that cross HBM once: every request's own in decode, the prompt's entries and span in prefill."""
     entries, window = shape.keys(shape.context)
     if shape.phase == "decode":
-        return shape.batch * (entries + window) * key_bytes
+        return shape.batch * (entries * key_bytes + window * KEY_BYTES)
     rate = {"CSA": CSA_RATE, "HCA": HCA_RATE, "SWA": 0}[shape.kind]
     return shape.batch * (shape.context // rate if rate else 0) * key_bytes + shape.tokens * key_bytes
 
@@ -487,21 +517,27 @@ def run(card: Gpu | None = None) -> list[Row]:
     errors = {regime: calibration.error(regime, checked) for regime in calibration.REGIMES}
     ends = {"sink": False, "inverse_rope": False, "partial": True}
     clusters = {model: cluster_of(heads) for model, (heads, _) in MODELS.items()}
-    bf16, pages = {}, {}  # (normalising, of parts) by (CTAs of a cluster, parts of the dimensions)
+    # (normalising, of parts) by (CTAs of a cluster, parts of the dimensions): entries by index, by range, in pages
+    index, ranges, pages = {}, {}, {}
     for key in itertools.product(set(clusters.values()), (1, 2)):
         options = dict(zip(("cluster", "dim_parts"), key, strict=True))
-        bf16[key] = one, parts = counted(**options), counted(**options, **ends)
-        pages[key] = fp8(one, **options), fp8(parts, **options, **ends)
+        forms = options, {**options, **ends}
+        by_index = [counted(**form) for form in forms]
+        ranges[key] = tuple(counted(**form, entries="range") for form in forms)
+        index[key] = tuple(replace(c, window=r) for c, r in zip(by_index, ranges[key], strict=True))
+        window = fp8(ranges[key][0], of_window=True, **options)
+        pages[key] = tuple(replace(fp8(c, **form), window=window) for c, form in zip(by_index, forms, strict=True))
     shared = counted(cluster=2, entries="range", groups=True)  # two tokens of 64 heads
 
-    def line(shape: Shape, kernels: dict[tuple[int, int], tuple[Counted, Counted]]) -> Row:
+    def line(shape: Shape, fp8_entries: bool) -> Row:
         if shape.phase == "prefill" and shape.kind != "CSA" and shape.heads <= 64:
             return predict(shape, shared, shared, card, errors)
+        kernels = pages if fp8_entries else index if shape.kind == "CSA" else ranges
         whole, half = (kernels[clusters[shape.model], n] for n in (1, 2))
         return predict(shape, *whole, card, errors, half=half if shape.phase == "decode" else None)
 
-    rows = [line(shape, bf16) for shape in shapes()]
-    return rows + [line(shape, pages) for shape in shapes() if shape.phase == "decode" and shape.kind != "SWA"]
+    rows = [line(shape, False) for shape in shapes()]
+    return rows + [line(shape, True) for shape in shapes() if shape.phase == "decode" and shape.kind != "SWA"]
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:

@@ -171,7 +171,7 @@ def box_iterations(
 
 
 def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
-    """Rows of an operand that one CTA gathers (TMA gather4), in the order of the loop; -1 where there is no key.
+    """Rows of an operand that one CTA loads, by TMA gather4 or in boxes, in the order of the loop; -1: no key.
 
     Warps that share the stages may be some of them apart: each sends something to every stage, which counts the turns.
     """
@@ -184,9 +184,13 @@ def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
     for warp in np.unique(warps):
         stages = boxes["barrier"][warps == warp]
         turn[warps == warp] = np.cumsum(np.diff(stages, prepend=stages[0]) != 0)
-    mine = (boxes["tensor"] == numbers[0]) & (boxes["coords"][:, 0] == 0)  # a row's first chunk stands for all of it
+    mine = np.isin(boxes["tensor"], numbers) & (boxes["coords"][:, 0] == 0)  # a row's first chunk stands for all of it
     boxes, turn = boxes[mine], turn[mine]
-    rows = boxes["coords"][np.lexsort((boxes["first"], turn)), 1:5].reshape(-1)
+    rows = [np.empty(0, np.int64)]
+    for box in boxes[np.lexsort((boxes["first"], turn))]:
+        size = trace.tensors[box["tensor"]].box[1]
+        rows.append(box["coords"][1:5] if size == 1 else box["coords"][1] + np.arange(size))
+    rows = np.concatenate(rows)
     return np.where(rows < 0, -1, rows)
 
 

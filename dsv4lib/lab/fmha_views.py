@@ -84,7 +84,9 @@ def gathers(trace: Any, kernel: Any, case: Any, cta: int = 0) -> Figure:
     found = [(name, rows) for name, rows in found if len(rows)]
     rows = np.concatenate([rows for _, rows in found])
     groups = [(name, len(mine)) for name, mine in found]
-    return viz.tma.gathers(rows, groups, config.TILE_N, f"CTA {cta}: rows gathered, one box of 4 rows x 128 B a chunk")
+    return viz.tma.gathers(
+        rows, groups, config.TILE_N, f"CTA {cta}: rows loaded, 4 rows x 128 B a chunk, or 64 of a whole tile"
+    )
 
 
 def memories(trace: Any, kernel: Any, cta: int = 0) -> None:

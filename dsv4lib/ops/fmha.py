@@ -33,7 +33,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine, loads_at_once
-from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, count_tiles
+from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
 from dsv4lib.kernels.fmha.sm100 import Fmha
 from dsv4lib.kernels.fmha.window import WINDOW
 from dsv4lib.ops import compile_cache, launching
@@ -207,15 +207,17 @@ def choose_splits(
     groups: int | None = None,
     fp8: bool = False,
     head_dim: int = 512,
+    by_range: bool = False,
 ) -> int:
     """Parts of the keys for a call of this shape: `choose_parts` with this kernel's tiles and clusters.
 
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
         groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
-        head_dim: D.
+        head_dim: D. by_range: entries are consecutive rows, not an index list.
     """
-    return choose_parts(tokens, heads, most, window_most, sm_count, groups, fp8, head_dim).splits
+    given = tokens, heads, most, window_most, sm_count, groups, fp8, head_dim
+    return choose_parts(*given, by_range=by_range).splits
 
 
 def choose_parts(
@@ -228,6 +230,7 @@ def choose_parts(
     fp8: bool = False,
     head_dim: int = 512,
     splits: int | None = None,
+    by_range: bool = False,
 ) -> Parts:
     """Parts of the keys and of the dimensions of O, see `choose_splits`; the second never changes a bit.
 
@@ -239,13 +242,13 @@ def choose_parts(
     head_blocks = -(-heads // (TILE_M * ctas))
     units = (tokens if groups is None else groups) * head_blocks
     tiles = count_tiles(most, window_most)
-    tile_us = (split_choice.FP8_TILE_US if fp8 else split_choice.TILE_US)[ctas]
-    half = (split_choice.FP8_HALF_TILE_US if fp8 else split_choice.HALF_TILE_US)[ctas]
-    half = half if head_dim == 512 and groups is None else None
+    kind = "fp8" if fp8 else "range" if by_range else "index"
+    tile = split_choice.mean_tile(kind, ctas, tiles, tiles - -(-most // TILE_N))
+    halves = head_dim == 512 and groups is None
     # A last part of another length only where a token is one unit: `work.Split.last` counts tokens.
     one_unit = groups is None and head_blocks == 1
     key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if one_unit else None
-    return _choose(units, tiles, sm_count // ctas, ctas, tile_us, half, splits, key_bytes)
+    return _choose(units, tiles, sm_count // ctas, ctas, tile, halves, splits, key_bytes)
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
@@ -540,7 +543,7 @@ def _launch(name: str, call: Call) -> None:
         splits = 1
     groups = None if call.groups is None else call.groups.shape[0]
     given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
-    splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None)
+    splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None, kind == "range")
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})

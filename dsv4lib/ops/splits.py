@@ -11,9 +11,7 @@ O (``dims`` 2): nothing to join, and the bits are the same. In microseconds:
     slots   how many run at once: SMs / CTAs of a cluster
     blocks  of 64 heads, of all tokens
     tiles   of the longest list of keys that the shapes allow
-    tile    of 64 keys, in a CTA or in a pair: 1,598 and 1,036 clocks of a B200 at 1.856 GHz, modelled (`bench.fmha`),
-            with half of the dimensions 1,518 (less of few tiles: 1,392 is taken) and 877; of 584-byte entries 1,992
-            and 1,224, 1,672 and 1,032
+    tile    of 64 keys, the mean of those of the list (`Tile`, `mean_tile`)
     SAVED   at the ends: half of the dimensions of the first product with values, and of O to store
     START   Q of 64 heads once more from L2, which all CTAs share
     JOIN    the second launch: it is there early but waits for the last part
@@ -30,12 +28,22 @@ much follows from shapes, so a token's bits do not depend on its place among the
 
 It is taken where it saves `LEAST` of the time: only for very many tiles, 130 of 584-byte entries (HCA at 1M tokens).
 
+Tiles are those of the model of `bench.fmha`, clocks of a B200 at 1.856 GHz, in a CTA and in a pair (SAVED: what half of
+the dimensions save of a single tile, less what they save of a tile further on):
+
+    keys                              whole           half            SAVED
+    entries by index, row by row      1,598  1,024    1,518    860    720 of both
+    ranges, 64 rows a copy            1,480  1,032    1,225    869    370
+    584-byte entries                  1,992  1,224    1,672  1,032    480
+
+Half a tile of a range is 1,160 where few SMs read, 1,388 where 128 do, and SAVED then 435: what stands there chooses
+best in between.
+
 JOIN and EACH are a fit, within 17 %, of what the join adds on an H200 behind a kernel that writes the parts
 (`bench.join_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
 (16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PART, 0.026 us
-there, is less by the ratio of the bytes that SMs of both get from L2. The others come from the model of `bench.fmha`:
-by it what is chosen is within 3 % of the best for the shapes of its table, and within 9 % for numbers of tokens
-between.
+there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within 3 % of the
+best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.
 
 What is not in it: the rest of start and end of a CTA, the same for all as long as all run at once. Of the shortest
 times that of the smallest s is taken, then that of one part of the dimensions. So a grid that fills the GPU is never
@@ -50,15 +58,36 @@ from typing import NamedTuple
 from dsv4lib.errors import ArgumentError
 
 SM_COUNT = 148  # of a B200
-TILE_US = {1: 0.86, 2: 0.56}  # by CTAs of a cluster
-FP8_TILE_US = {1: 1.07, 2: 0.66}
-HALF_TILE_US = {1: 0.75, 2: 0.47}  # with half of the dimensions
-FP8_HALF_TILE_US = {1: 0.90, 2: 0.56}
-SAVED, START = 0.15, 0.0075
+START = 0.0075
 HBM_US = 64 / 7.26e6  # of a byte of each key of a tile
 TURN, LEAST = 0.3, 0.03
 SHARES = 1 << 10  # what the last part's share is counted in
 JOIN, EACH, PART = 1.24, 0.062, 0.018
+
+
+class Tile(NamedTuple):
+    """Microseconds of 64 keys: with all dimensions and with half of them, and what the half saves once besides."""
+
+    whole: float
+    half: float
+    saved: float
+
+
+TILES = {  # by where keys come from and CTAs of a cluster
+    "index": {1: Tile(0.861, 0.818, 0.39), 2: Tile(0.552, 0.463, 0.39)},
+    "range": {1: Tile(0.797, 0.660, 0.20), 2: Tile(0.556, 0.468, 0.20)},
+    "fp8": {1: Tile(1.073, 0.901, 0.26), 2: Tile(0.659, 0.556, 0.26)},
+}
+
+
+def mean_tile(entries: str, ctas: int, tiles: int, of_window: int) -> Tile:
+    """The mean of ``tiles``, of which ``of_window`` are window keys: 16-bit rows by range, whatever the entries are.
+
+    Args:
+        entries: a key of `TILES`; ctas: of a cluster.
+    """
+    share = of_window / tiles if tiles else 1.0
+    return Tile(*(a + (b - a) * share for a, b in zip(TILES[entries][ctas], TILES["range"][ctas], strict=True)))
 
 
 class Parts(NamedTuple):
@@ -77,8 +106,8 @@ def choose(
     tiles: int,
     slots: int,
     blocks: int = 1,
-    tile_us: float = TILE_US[1],
-    half_tile_us: float | None = None,
+    tile: Tile = TILES["index"][1],
+    halves: bool = False,
     splits: int | None = None,
     key_bytes: int | None = None,
 ) -> Parts:
@@ -89,7 +118,7 @@ def choose(
         tiles: of 64 keys, of the longest list, >= 0.
         slots: clusters that run at once, >= 1.
         blocks: of 64 heads that a cluster works on.
-        tile_us: of a tile; half_tile_us: with half of the dimensions, None: the kernel cannot.
+        tile: what one takes; halves: the kernel can take half of the dimensions.
         splits: parts of the keys, where they are given; None: any.
         key_bytes: of a key in the pool; None: all parts are equal, as with ``splits``.
 
@@ -101,15 +130,15 @@ def choose(
             raise ArgumentError(name, value, f"at least {least}")
     most = max(1, min(tiles, slots // units))
     allowed = range(1, most + 1) if splits is None else (splits,)
-    tile = {1: tile_us} if half_tile_us is None or tiles == 0 else {1: tile_us, 2: half_tile_us}
-    choices = [Parts(s, dims) for s in allowed for dims in tile if dims == 1 or units * s * dims <= slots]
-    times = [cost(one.splits, units * blocks, tiles, tile[one.dims], one.dims) for one in choices]
+    dims = (1, 2) if halves and tiles > 0 else (1,)
+    choices = [Parts(s, n) for s in allowed for n in dims if n == 1 or units * s * n <= slots]
+    times = [cost(one.splits, units * blocks, tiles, tile, one.dims) for one in choices]
     best = min(times)
     equal = choices[times.index(best)]
     if splits is not None or key_bytes is None:
         return equal
     hbm = units * tiles * key_bytes * HBM_US
-    unequal, shorter = _unequal(units, tiles, slots, blocks, tile_us, hbm)
+    unequal, shorter = _unequal(units, tiles, slots, blocks, tile.whole, hbm)
     return unequal if unequal is not None and shorter < (1 - LEAST) * max(best, hbm) else equal
 
 
@@ -133,11 +162,8 @@ def _unequal(units: int, tiles: int, slots: int, blocks: int, tile_us: float, hb
     return found
 
 
-def cost(splits: int, head_blocks: int, tiles: int, tile_us: float = TILE_US[1], dims: int = 1) -> float:
-    """Microseconds, as in the module's formula.
-
-    Args:
-        head_blocks: blocks of 64 heads of all tokens; tile_us: of a tile with so many parts of the dimensions.
-    """
+def cost(splits: int, head_blocks: int, tiles: int, tile: Tile = TILES["index"][1], dims: int = 1) -> float:
+    """Microseconds, as in the module's formula; head_blocks: blocks of 64 heads of all tokens."""
     join = JOIN + EACH * splits + PART * head_blocks * (splits + 0.5) if splits > 1 else 0.0
-    return tile_us * -(-tiles // splits) - SAVED * (dims - 1) + START * head_blocks * splits * dims + join
+    each = tile.whole if dims == 1 else tile.half
+    return each * -(-tiles // splits) - tile.saved * (dims - 1) + START * head_blocks * splits * dims + join

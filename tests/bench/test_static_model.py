@@ -13,6 +13,7 @@ from dsv4lib.bench.static_model import Kernel
 from dsv4lib.bench.work import Form, Work
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.fmha import choose_splits
+from dsv4lib.ops.splits import TILES
 
 QK = Form("f16", 64, 128, 16, ws=True, a="tmem")
 PV = Form("f16", 64, 256, 16, ws=True)
@@ -373,7 +374,8 @@ def test_what_is_built_runs_in_the_parts_that_the_op_chooses():
     for shape in (fmha.Shape("Flash", "HCA", "decode", 1, 1048576), fmha.Shape("Pro", "CSA", "decode", 8, 4096)):
         row = fmha.predict(shape, c, c, card, errors)
         assert row.alone_us > row.modelled_us
-        assert row.splits == choose_splits(shape.tokens, shape.heads, *shape.keys(shape.context)) > 1
+        given = shape.tokens, shape.heads, *shape.keys(shape.context)
+        assert row.splits == choose_splits(*given, by_range=shape.kind != "CSA") > 1
         assert row.ctas == row.splits * shape.tokens * shape.heads // 64 and row.best_us <= row.modelled_us
         # a part more or less than the best is no better
         alone = fmha.timed(shape, c, c, card, shape.tokens * shape.heads // 64, 1)
@@ -450,6 +452,55 @@ def test_a_pair_brings_each_key_once():
     assert c.turn.load_bytes == c.turn.smem_mma_bytes == 64 * 1024 and (c.q_stages, c.parts) == (2, 1)
 
 
+def test_a_tile_of_consecutive_rows_is_a_box_for_64_dimensions():
+    """8 boxes by three warps, of each stage of 4 the busiest sends 2; 128 gathers, of which it sends 6 of 16 groups."""
+    gathered, boxed = fmha.counted(128, 256), fmha.counted(128, 256, entries="range")
+    assert (gathered.tile.copies, boxed.tile.copies) == (48, 4) and gathered.once.copies == boxed.once.copies == 4
+    assert gathered.tile.load_bytes == boxed.tile.load_bytes and gathered.tile.mma == boxed.tile.mma
+    # Beside entries in pages a stage is a whole tile, 8 boxes of which the busiest sends 3, and nobody dequantises it.
+    window = fmha.fp8(boxed, short=128, long=256, of_window=True)
+    assert window.tile.copies == 3 and window.tile.load_bytes == boxed.tile.load_bytes
+    assert window.tile.smem_thread_bytes == boxed.tile.smem_thread_bytes
+
+
+def test_the_mean_tile_of_entries_and_window():
+    card, whole = rates.gpu("B200"), made()
+    quick = dataclasses.replace(whole, tile=whole.tile + Work(copies=4))
+    c = dataclasses.replace(whole, tile=whole.tile + Work(copies=48), window=quick)
+    assert c.mixed(0) == c and c.mixed(0.25).tile.copies == pytest.approx(0.75 * 48 + 0.25 * 4)
+    assert c.mixed(1).tile == quick.tile and whole.mixed(0.5) == whole
+    shape = fmha.Shape("Flash", "CSA", "decode", 128, 4096)  # 8 tiles of entries, 2 of the window
+    time = fmha.timed(shape, c, c, card, 128, 1)
+    model = fmha.model_of(c.mixed(0.2), card, 128)
+    clocks = static_model.cta_clocks(model, 10, card, static_model.l2_share(card, 128))[0]
+    assert time.clocks - card["first_byte_pdl_clk"] == pytest.approx(max(clocks, time.hbm))
+    # of five parts the first four are all entries, the last all window: the longer one counts
+    five, alone = (fmha.timed(shape, x, x, card, 1, 5).clocks for x in (c, dataclasses.replace(c, window=None)))
+    assert five == alone
+    pages = dataclasses.replace(c, key_bytes=584)
+    assert fmha.timed(shape, pages, pages, card, 128, 1).hbm < time.hbm  # the window stays in 16 bits
+    moved = 128 * (64 * 2048 + 512 * 584 + 128 * 1024)
+    assert fmha.timed(shape, pages, pages, card, 128, 1).hbm == pytest.approx(moved / card.hbm_clk_bytes)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("index", {}), ("range", {"entries": "range"})])
+def test_the_tiles_that_the_op_chooses_by_are_the_models(kind, options):
+    """A tile, one with half of the dimensions, and what the half saves of the first one besides."""
+    card, tile = rates.gpu("B200"), TILES[kind][1]
+    counts = [fmha.counted(dim_parts=n, **options) for n in (1, 2)]
+    steady, first = {}, {}
+    for dims, c in enumerate(counts, 1):
+        for ctas in (20, 128):
+            model, l2 = fmha.model_of(c, card, ctas), static_model.l2_share(card, ctas)
+            one, more = (static_model.cta_clocks(model, n, card, l2)[0] for n in (1, 5))
+            steady[dims, ctas] = card.microseconds(more - one) / 4
+            first[dims, ctas] = card.microseconds(one)
+    assert tile.whole == pytest.approx(steady[1, 20], rel=0.01) == pytest.approx(steady[1, 128], rel=0.01)
+    assert 0.99 * steady[2, 20] <= tile.half <= 1.01 * steady[2, 128]
+    saved = first[1, 20] - first[2, 20] - (steady[1, 20] - steady[2, 20])
+    assert tile.saved == pytest.approx(saved, abs=0.05)
+
+
 def test_the_recorded_table_has_a_line_for_every_shape():
     with fmha.RESULTS.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -461,7 +512,7 @@ def test_the_recorded_table_has_a_line_for_every_shape():
         assert 0 < float(row["fraction"]) < 1 and row["bound"] and row["target"]
         hidden = float(row["alone_us"]) - float(row["modelled_us"])
         assert (hidden > 1) == (row["phase"] == "decode") and hidden >= 0  # prefill is modelled alone
-        assert float(row["modelled_us"]) < 1.04 * float(row["best_us"])  # the parts that the op chooses
+        assert float(row["modelled_us"]) < 1.03 * float(row["best_us"])  # the parts that the op chooses
 
 
 def test_what_was_recorded_is_read_back(tmp_path):

@@ -9,6 +9,7 @@ from dsv4lib.ops import splits
 from dsv4lib.ops.fmha import choose_parts, choose_splits, workspace_size
 
 TOKENS = [*range(1, 40), 64, 74, 75, 148, 149, 512, 4096]
+TILE = splits.Tile(0.86, 0.6, 0.15)
 TILES = [0, 1, 2, 3, 10, 18, 34, 130]
 CASES = [(u, t, s) for u, t, s in itertools.product(TOKENS, TILES, (1, 74, 132, 148))]
 
@@ -37,24 +38,24 @@ def test_longer_lists_never_get_longer_to_wait_for(units):
     """Parts are not monotone in the tiles (10 tiles: 5 parts of 2; 11: 4 of 3); the time is."""
     times = [splits.cost(splits.choose(units, tiles, 148).splits, units, tiles) for tiles in range(200)]
     assert times == sorted(times)
-    chosen = [splits.choose(units, tiles, 148, half_tile_us=0.6) for tiles in range(200)]
+    chosen = [splits.choose(units, tiles, 148, tile=TILE, halves=True) for tiles in range(200)]
     times = [time(one, units, tiles) for tiles, one in enumerate(chosen)]
     assert times[1:] == sorted(times[1:])  # without keys there is no first product to save a part of
     assert {one.dims for one in chosen} == {1, 2}
 
 
-def time(one, units, tiles, half=0.6):
-    return splits.cost(one.splits, units, tiles, half if one.dims == 2 else splits.TILE_US[1], one.dims)
+def time(one, units, tiles):
+    return splits.cost(one.splits, units, tiles, TILE, one.dims)
 
 
 def test_it_is_the_best_of_all():
     for units, tiles, slots in CASES:
         most = max(1, min(tiles, slots // units))
         keys = [splits.Parts(s, 1) for s in range(1, most + 1)]
-        chosen = splits.choose(units, tiles, slots)
+        chosen = splits.choose(units, tiles, slots, tile=TILE)
         assert chosen.dims == 1 and time(chosen, units, tiles) == min(time(one, units, tiles) for one in keys)
         both = keys + [splits.Parts(s, 2) for s in range(1, most + 1) if tiles and 2 * units * s <= slots]
-        chosen = splits.choose(units, tiles, slots, half_tile_us=0.6)
+        chosen = splits.choose(units, tiles, slots, tile=TILE, halves=True)
         assert chosen in both and time(chosen, units, tiles) == min(time(one, units, tiles) for one in both)
 
 
@@ -102,7 +103,7 @@ def test_the_models_shapes():
 
 def test_a_tile_of_a_pair_is_shorter():
     """Four tiles in one CTA are worth a join, in a pair they are not; 160 keys of one token never."""
-    chosen = [splits.choose(1, 4, 74, 2, splits.TILE_US[ctas]).splits for ctas in (1, 2)]
+    chosen = [splits.choose(1, 4, 74, 2, splits.TILES["index"][ctas]).splits for ctas in (1, 2)]
     assert chosen[0] > 1 == chosen[1]
     assert choose_splits(1, 64, 32, 128) == choose_splits(32, 64, 256, 128) == choose_splits(8, 128, 256, 128) == 1
 

@@ -22,8 +22,8 @@ X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
 ROW_BYTES = 3 * 128 * 4  # exchange of maxima, and sums and references of an item for the epilogue
 S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
 MAX_LOAD_WARPS = 3  # from LOAD_WARP on: those that have no other role
-SOFTMAX_WARPS, MMA_WARP, LOAD_WARP, DEQUANT_WARPS = (0, 1, 2, 3), 4, 5, (6, 7, 8, 9)
-EPILOGUE_WARPS = (8, 9, 10, 11)  # where no warps dequantise
+SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
+DEQUANT_WARPS = EPILOGUE_WARPS = (8, 9, 10, 11)  # either these or those
 SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
 TMEM_READY, TMEM_DONE, PAIR = 1, 2, 3
@@ -121,6 +121,8 @@ class Config:
         self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
         self.cluster, self.groups = cluster, groups
         self.fp8_entries, self.fp8_window = fp8_entries, fp8_window
+        self.box_entries = entries == "range" and not fp8_entries  # by TMA, and of consecutive rows
+        self.box_window = window and not fp8_window
         self.head_dim = head_dim
         # ---- instructions ----
         self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block
@@ -150,15 +152,19 @@ class Config:
         self.kv_stages = max(n for n in range(1, MAX_KV_STAGES + 1) if self._smem_bytes(n) <= SMEM_LIMIT)
         # Warps that send copies, each a share of every stage: a warp sends one of 4 rows in 25 to 30 clocks (an H200),
         # and a tile has 128, 64 a CTA of a pair. There two are enough, 960 clocks while the tensor core needs 1,024;
-        # not where it has half of O to do, nor for groups, whose Q is gathered. Where keys are dequantised no warp is
-        # idle, and TMA brings little.
+        # not where it has half of O to do, nor for groups, whose Q is gathered, nor where keys are dequantised: there
+        # TMA brings a window in 16 bits, or Q alone.
         most = 2 if cluster > 1 and dim_parts == 1 and not groups else MAX_LOAD_WARPS
-        self.load_warps = 1 if self.dequant_warps else min(most, self.stage_bytes // CHUNK_BYTES)
+        if self.dequant_warps:
+            most = MAX_LOAD_WARPS if fp8_entries != fp8_window and entries != "none" and window else 1
+        # Each brings a part of every stage: who waits for nothing that it brings may come to a barrier a phase late.
+        self.load_warps = min(most, self.stage_chunks)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
-        # A pair's second load warp, which need not bring bytes of every tile, arrives so as not to fall a round behind.
-        self.follows = bool(self.dequant_warps) and cluster > 1
-        self.producers = 1 + len(self.dequant_warps) * cluster + int(self.follows)
-        # ---- warps that store O: of their own, a warpgroup for the lanes of tensor memory, behind two warps that idle.
+        # Beside dequantising warps load warps need not bring bytes of every tile: all but the first arrives, too.
+        self.follows = bool(self.dequant_warps) and self.load_warps * cluster > 1
+        followers = self.load_warps * cluster - 1 if self.follows else 0
+        self.producers = 1 + len(self.dequant_warps) * cluster + followers
+        # ---- warps that store O: of their own, a warpgroup for the lanes of tensor memory.
         # Beside dequantising warps there are no registers for them: the softmax warps do it.
         self.epilogue_warps = () if self.dequant_warps else EPILOGUE_WARPS
         self.threads = 32 * (1 + max((LOAD_WARP, *self.dequant_warps, *self.epilogue_warps)))
@@ -224,14 +230,13 @@ class Config:
             "S": (S_STAGES * TILE_N, f"{S_STAGES} tiles x {TILE_N} keys, two partial sums to a column"),
             "total": (self.tmem_columns, "sum, up to a power of two"),
         }
-        warps = f"4 softmax + 4 epilogue + 1 MMA + {self.load_warps} load" + (
-            f" + {len(self.dequant_warps)} dequantising" * bool(self.dequant_warps)
-        )
+        others = "dequantising" if self.dequant_warps else "epilogue"
+        warps = f"4 softmax + 4 {others} + 1 MMA + {self.load_warps} load"
         return [
             *(BudgetRow(f"SMEM: {name}", *(used, SMEM_LIMIT, "B", why)) for name, (used, why) in sizes.items()),
             *(
                 BudgetRow(f"TMEM: {name}", *(used, TMEM_COLUMNS, "columns", why))
                 for name, (used, why) in columns.items()
             ),
-            BudgetRow("threads", self.threads, 1024, "threads", warps + " warp"),
+            BudgetRow("threads", self.threads, 1024, "threads", warps + " warps"),
         ]

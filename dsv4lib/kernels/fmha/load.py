@@ -1,4 +1,8 @@
-"""How Q and keys reach shared memory: the rows of a tile and the warps that gather them.
+"""How Q and keys reach shared memory: the rows of a tile and the warps that send the copies.
+
+A tile of 64 consecutive rows (of the window, or of entries by range) is a box of 64 rows for each 64 dimensions, 8
+copies. What is not consecutive or not full (an index list, the ends of ranges: rows behind them must arrive as zeros)
+is gathered, 4 rows a copy, 128 copies.
 
 Another source of keys (another format of rows) overrides these methods; the other roles see only full
 and empty stages of ``kv`` and the work.
@@ -27,17 +31,21 @@ class Load(Plan):
     """
 
     def key_sources(self, entries: tuple, window: tuple) -> tuple:
-        """Host side: for each kind of keys a TMA descriptor, of FP8 entries where their pages are, or None."""
+        """Host side: for each kind of keys TMA descriptors (of a row, of a box or None), of FP8 entries where their
+        pages are, or None."""
         sources = []
-        kinds = (self.entries != "none", self.fp8_entries, entries), (self.window, self.fp8_window, window)
-        for there, fp8, keys in kinds:
+        kinds = (
+            (self.entries != "none", self.fp8_entries, self.box_entries, entries),
+            (self.window, self.fp8_window, self.box_window, window),
+        )
+        for there, fp8, by_range, keys in kinds:
             if not there:
                 sources.append(None)
             elif fp8:
                 pages, *paging = keys[0]
                 sources.append((pages.iterator.toint(), *paging, Uint32(pages.stride[0])))
             else:
-                sources.append(gather.row_atom(keys[0]))
+                sources.append((gather.row_atom(keys[0]), tile_atom(keys[0]) if by_range else None))
         return tuple(sources)
 
     def queries(self, mQ: cute.Tensor, pitch: Int64) -> tuple:
@@ -65,7 +73,9 @@ class Load(Plan):
         cpasync.prefetch_descriptor(queries[0])
         for source, fp8 in zip(sources, (self.fp8_entries, self.fp8_window), strict=True):
             if cutlass.const_expr(source is not None and not fp8):
-                cpasync.prefetch_descriptor(source)
+                for atom in source:
+                    if cutlass.const_expr(atom is not None):
+                        cpasync.prefetch_descriptor(atom)
 
     def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
         """Stages of keys, or of Q: full when their bytes have landed, in both CTAs of a pair; empty when P V has read
@@ -108,14 +118,15 @@ class Load(Plan):
                 before = cutlass.min(cutlass.max(work.window_at - tile * TILE_N, 0), TILE_N)  # places of entries
                 nbytes = self.expected_bytes(before)
                 middle = cutlass.min(cutlass.max(before // REGION, first), end)  # of this warp's groups
+                row = self.first_row(work, tile)
                 for part in cutlass.range_constexpr(self.tile_stages):
                     barrier = self.claim(kv, state, nbytes, column, loader)
                     stage = sKV + state.index * self.stage_bytes
                     dims = column + part * (self.stage_chunks * CHUNK)
-                    if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-                        self.gather(sources[0], rows, (first, middle), stage, barrier, dims)
-                    if cutlass.const_expr(self.window and not self.fp8_window):
-                        self.gather(sources[1], rows, (middle, end), stage, barrier, dims)
+                    if row >= 0:
+                        self.load_tile(sources, before > 0, row, stage, barrier, dims, loader)
+                    else:
+                        self.gather_keys(sources, rows, (first, middle, end), stage, barrier, dims)
                     state.advance()
         if loader == 0:
             kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
@@ -157,9 +168,9 @@ class Load(Plan):
             cute.arch.sync_warp()
         barrier = kv.producer_get_barrier(state)
         if cutlass.const_expr(self.follows):
-            if column > 0:
+            if (column > 0) | (loader > 0):
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barrier, 0)
+                    cute.arch.mbarrier_arrive(barrier, None if self.cluster == 1 else 0)
         return barrier
 
     @cute.jit
@@ -194,6 +205,56 @@ class Load(Plan):
                 for i, column in enumerate(columns):
                     if loader == i % self.load_warps:
                         boxes.load_box(atom, stage + i * CHUNK_BYTES, barrier, (column, head, work.token), pair)
+
+    @cute.jit
+    def first_row(self, work: Work, tile: Int32):
+        """Pool row of the first key of a tile whose 64 keys are consecutive rows for TMA; -1: gather the tile."""
+        row, place = Int32(-1), tile * TILE_N
+        if cutlass.const_expr(self.box_entries):
+            if place + TILE_N <= work.entries:
+                row = work.entry_row + place
+        if cutlass.const_expr(self.box_window):
+            behind = place - work.window_at
+            if (behind >= 0) & (behind + TILE_N <= work.window):
+                row = work.window_row + behind
+        return row
+
+    @cute.jit
+    def load_tile(
+        self,
+        sources: tuple,
+        of_entries: cutlass.Boolean,
+        row: Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+        column: Any,
+        loader: Int32,
+    ):
+        """A stage's dimensions, from ``column`` on, of 64 rows from ``row`` on: the load warps take boxes in turns."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.stage_chunks if self.box_entries or self.box_window else 0):
+                if loader == i % self.load_warps:
+                    place = stage + i * CHUNK_BYTES, barrier, (column + i * CHUNK, row), self.cluster > 1
+                    if cutlass.const_expr(self.box_entries and self.box_window):
+                        if of_entries:
+                            boxes.load_box(sources[0][1], *place)
+                        else:
+                            boxes.load_box(sources[1][1], *place)
+                    else:
+                        boxes.load_box(sources[0 if self.box_entries else 1][1], *place)
+
+    @cute.jit
+    def gather_keys(self, sources: tuple, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
+        """A stage's dimensions of a load warp's share of a tile, four rows a copy.
+
+        Args:
+            groups: (first of entries, first of the window, end) of this warp's groups of four rows.
+        """
+        first, middle, end = groups
+        if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
+            self.gather(sources[0][0], rows, (first, middle), stage, barrier, column)
+        if cutlass.const_expr(self.window and not self.fp8_window):
+            self.gather(sources[1][0], rows, (middle, end), stage, barrier, column)
 
     @cute.jit
     def gather(self, atom: cute.CopyAtom, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
@@ -242,3 +303,10 @@ class Load(Plan):
             else:
                 row = first + position
         return row
+
+
+def tile_atom(rows: cute.Tensor) -> cute.CopyAtom:
+    """A TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 128 bytes, rows as `gather.row_atom`'s."""
+    count, depth = rows.shape
+    columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
+    return boxes.box_atom(columns_first, (CHUNK, TILE_N))

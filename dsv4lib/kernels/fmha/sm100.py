@@ -8,9 +8,10 @@ Source: DSV4 paper eq. 27 (sink in the denominator); the oracle is `dsv4lib.refe
 kinds of layers: CSA (entries by index list), HCA (entries by index list or as a range of rows) and SWA (window only).
 
 Tile picture (D 512). A CTA has 64 heads of a token (M 64) and walks over its keys in tiles of 64: the entries, then
-the window, in one tile where they meet if that saves one (`work`). A tile is fetched once, row by row (TMA gather4),
-and serves both products: read with the keys as N it is K, read with the head dimensions as N it is V. Q of a token is
-fetched in the same way, ahead of its keys and through the same ring, and copied to tensor memory (`tcgen05.cp`).
+the window, in one tile where they meet if that saves one (`work`). A tile is fetched once, row by row (TMA gather4) or
+in boxes of 64 rows where its keys are 64 consecutive ones, and serves both products: read with the keys as N it is K,
+read with the head dimensions as N it is V. Q of a token is fetched in boxes of 64 heads, ahead of its keys and through
+the same ring, and copied to tensor memory (`tcgen05.cp`).
 
     SMEM                            byte         TMEM: 128 lanes x 512 columns
   +------------------------------+ 0                 0             256        384     448     511
@@ -79,16 +80,17 @@ behind it, but not behind those before it. P V of 0' may overwrite a block of O 
 Softmax warps hand over sums and references of the rows and go on. Every role finds the next token by itself: no warp
 deals them out. A token without keys takes nothing: no Q, no stage.
 
-Roles (12 warps, 384 threads: a warpgroup for the epilogue; 10 warps, 320 threads with FP8 keys)
+Roles (12 warps, 384 threads: a warpgroup for the epilogue, or with FP8 keys to dequantise)
 
     warps 0-3   softmax   allocate TMEM; a tile: S -> registers, P -> SMEM, rescale O if needed
     warp  4     mma       a token: 16 copies of 128 x 32 B (Q); a tile: 16 MMAs 64 x 128 x 16 (S), 8 MMAs 64 x 256 x 16
                           (O); S of tile j + 1 before P V of j
-    warps 5-7   load      a tile of 16-bit rows: 128 gather4 of 4 rows, a third each (with FP8 keys warp 5 alone); Q: 8
-                          boxes of 64 heads, of groups 128 gather4; a pair: of keys 64 a CTA, by two warps if all of O
-                          is its own, and only CTA 0's MMA warp works: 16 MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
+    warps 5-7   load      a tile of 16-bit rows: 8 boxes of 64 rows, else 128 gather4 of 4 rows, a third each (warp 5
+                          alone where TMA brings no keys); Q: 8 boxes of 64 heads, of groups 128 gather4; a pair: of
+                          keys 4 or 64 a CTA, by two warps if all of O is its own, and only CTA 0's MMA warp works: 16
+                          MMAs 128 x 128 x 16, 8 of 128 x 256 x 16
     warps 8-11  epilogue  a token: O -> registers, normalised, rotated, converted -> global memory; LSE
-    warps 6-9   dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
+    warps 8-11  dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
                           beside them no registers are left for epilogue warps: warps 0-3 do that too
 
 FP8 keys (`fp8_entries`, `fp8_window`) come in pages of any size and stride, see `common.kv_entry`; P V and Q K^T see
@@ -104,14 +106,15 @@ the same bf16 tile as with TMA, bit for bit:
 Why three load warps. A copy takes its operands from uniform registers. Of lanes that issue their own ptxas makes a
 loop that elects lane after lane: 42.5 clocks a copy on an H200 (`bench.issue_probe`; boxes of 4 rows, as it has no
 gather4), 5,440 a tile. One lane that sends all, four rows moved once for 8 copies, takes 25.5; a tile is 3,270 by one
-warp, 1,830 by two, 990 by four.
+warp, 1,830 by two, 990 by four, and 620, bound by bytes, in 8 boxes of 64 rows: the window, and entries by range, but
+for the tiles at their ends, where rows behind the last key must arrive as zeros.
 
 Pipelines
 
     kv   TMA -> UMMA       6 stages   full: 32,768 bytes have landed       empty: commit after P V of its block, or
                                       (Q takes 2 of them)                    after the copies of Q
-         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one of the load
-                                      warp, whose TMA brings Q; a stage is a whole tile, or Q
+         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one a load warp,
+                                      whose TMA brings Q and 16-bit keys; a stage is a whole tile, or Q
     s    UMMA -> softmax   2 stages   full: commit after Q K^T             empty: one arrival a softmax warp
     p    softmax -> UMMA   2 stages   full: one arrival a softmax warp     empty: commit after P V (O is up to date)
     o    UMMA -> epilogue  a block    full: commit after the last P V      empty: one arrival an epilogue warp, once the
@@ -307,5 +310,5 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
                 if warp >= self.epilogue_warps[0]:
                     self.epilogue(mQ, lists, items, outputs, sRow, allocator, (o, sums))
             if cutlass.const_expr(self.dequant_warps):
-                if warp <= self.dequant_warps[-1]:
+                if warp >= self.dequant_warps[0]:
                     self.dequantise(sources, lists, items, sKV, kv)
