@@ -35,101 +35,16 @@ from dsv4lib.kernels.fmha import arguments
 from dsv4lib.kernels.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.kernels.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
 from dsv4lib.kernels.fmha.sm100 import Fmha
-from dsv4lib.kernels.fmha.window import WINDOW
 from dsv4lib.ops import compile_cache, launching
 from dsv4lib.ops import splits as split_choice
+from dsv4lib.ops.fmha_inputs import Fp8Pages as Fp8Pages  # for callers, as the others
+from dsv4lib.ops.fmha_inputs import Gathered, Ring, Rows, Selected, entries_of, window_of
 from dsv4lib.ops.splits import Parts
 from dsv4lib.ops.typed import typed
 
 ARCHS = ("sm_100a", "sm_103a")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROPE_PAIRS = arguments.ROPE_PAIRS
-
-
-class Fp8Pages(NamedTuple):
-    """A pool of 584-byte entries (448 FP8 values, 64 bf16 values, 8 scales; `formats.kv_entry`).
-
-    Attributes:
-        pages: uint8 [P, S], a page in S bytes or fewer, pages on 16 bytes, anywhere apart.
-        page: entries of a page, any number.
-    """
-
-    pages: Tensor
-    page: int
-
-
-class Selected(NamedTuple):
-    """Entries by index (CSA): token t sees rows ``index[t]`` of a pool.
-
-    Attributes:
-        pool: [R, D], or pages [P, page, D] of any size, or `Fp8Pages`; a row's number counts through the pages.
-        index: int32 [T, K]; -1 names no row and may stand anywhere; a row named twice counts twice.
-        count: int32 [T]: only the first ``count[t]`` are looked at; None: all K.
-    """
-
-    pool: Tensor | Fp8Pages
-    index: Tensor
-    count: Tensor | None = None
-
-
-class Rows(NamedTuple):
-    """Consecutive rows (HCA entries, the window of a prefill): token t sees ``first[t] .. first[t] + count[t] - 1``.
-
-    Attributes:
-        pool: as in `Selected`.
-        first, count: int32 [T].
-        most: no count is larger; a number of the host, because nothing is read from the GPU. None: all rows.
-    """
-
-    pool: Tensor | Fp8Pages
-    first: Tensor
-    count: Tensor
-    most: int | None = None
-
-
-class Gathered(NamedTuple):
-    """Entries that were gathered before: token t sees the first ``count[t]`` rows of ``kv[t]``; None: all K.
-
-    Attributes:
-        kv: [T, K, D]. count: int32 [T] or None.
-    """
-
-    kv: Tensor
-    count: Tensor | None = None
-
-
-class Ring(NamedTuple):
-    """The window of a decode step: slot = position mod S. Two small kernels turn it into `Rows`; `rows` does it once
-    for all layers of a step.
-
-    Attributes:
-        rings: [B, S, D], or `Fp8Pages` of S entries, a page a request; S <= 128.
-        request_ids: int32 [T], whose ring token t reads.
-        swa_lens: int32 [B], keys in each ring: min(position + 1, S); rings behind the last of them are spare.
-    """
-
-    rings: Tensor | Fp8Pages
-    request_ids: Tensor
-    swa_lens: Tensor
-
-    def rows(self) -> Rows:
-        """The same window as rows of the stacked rings.
-
-        Raises:
-            ArgumentError: rings or lists of the wrong shape or type, or (on the CPU) a request that has no ring.
-        """
-        paged = isinstance(self.rings, Fp8Pages)
-        shape = (*self.rings.pages.shape[:1], self.rings.page, 0) if paged else tuple(self.rings.shape)
-        if len(shape) != 3 or shape[1] > WINDOW:
-            raise ArgumentError("window.rings.shape", shape, f"[B, S, D] or Fp8Pages with S <= {WINDOW}")
-        for name, x in (("request_ids", self.request_ids), ("swa_lens", self.swa_lens)):
-            if x.dtype != torch.int32 or x.dim() != 1:
-                raise ArgumentError(f"window.{name}", f"{x.dtype}{list(x.shape)}", "torch.int32[any]")
-        ids, slots, requests = self.request_ids, shape[1], min(shape[0], len(self.swa_lens))
-        real = not torch.compiler.is_compiling() and type(ids) is Tensor  # neither traced nor a fake
-        if real and ids.device.type == "cpu" and bool(((ids < 0) | (ids >= requests)).any()):
-            raise ArgumentError("window.request_ids", ids.tolist()[:8], f"0 to {requests - 1}")
-        return Rows(self.rings, self.request_ids * slots, self.swa_lens[self.request_ids], slots)
 
 
 @typed
@@ -181,8 +96,8 @@ def fmha(
         raise ArgumentError("q", tuple(q.shape), "a tensor [T, H, D]")
     if splits is not None and splits < 1:
         raise ArgumentError("splits", splits, "at least 1, or None")
-    pool, page, index, first, count, most = _entries(entries, q)
-    rows, window_page, window_first, window_count, window_most = _window(window)
+    pool, page, index, first, count, most = entries_of(entries, q)
+    rows, window_page, window_first, window_count, window_most = window_of(window)
     cos, sin = (None, None) if rope is None else rope
     if o is None:
         o = torch.empty(q.shape, dtype=q.dtype if normalise else torch.float32, device=q.device)
@@ -292,56 +207,6 @@ def warm_up(
 
 
 # ------------------------------------------------------------------ arguments
-
-
-def _flat(name: str, pool: Any) -> tuple[Tensor, int]:
-    """(pool as the op takes it, entries of a page): rows [R, D] and 0, or bytes of pages; a view, never a copy."""
-    if isinstance(pool, Fp8Pages):
-        if pool.pages.dtype != torch.uint8 or pool.pages.dim() != 2:
-            raise ArgumentError(f"{name}.pages", f"{pool.pages.dtype}{list(pool.pages.shape)}", "uint8 [P, S]")
-        if pool.page < 1:
-            raise ArgumentError(f"{name}.page", pool.page, "at least 1")
-        return pool.pages, pool.page
-    if pool.dim() < 2:
-        raise ArgumentError(f"{name}.shape", tuple(pool.shape), "[R, D] or [P, page, D]")
-    while pool.dim() > 2:
-        if pool.stride(-3) != pool.shape[-2] * pool.stride(-2):
-            raise ArgumentError(f"{name}.stride()", pool.stride(), "pages that follow each other without a gap")
-        pool = pool.flatten(-3, -2)
-    return pool, 0
-
-
-def _entries(entries: Any, q: Tensor) -> tuple:
-    """(pool, page, index, first, count, most) as the op takes them."""
-    if entries is None:
-        return None, 0, None, None, None, 0
-    if isinstance(entries, Gathered):
-        if entries.kv.dim() != 3 or entries.kv.shape[0] != q.shape[0]:
-            raise ArgumentError("entries.kv.shape", tuple(entries.kv.shape), f"[{q.shape[0]}, K, D]")
-        tokens, width, _ = entries.kv.shape
-        first = width * torch.arange(tokens, device=q.device, dtype=torch.int32)
-        count = torch.full_like(first, width) if entries.count is None else entries.count
-        entries = Rows(entries.kv, first, count, width)
-    if isinstance(entries, Rows):
-        pool, page = _flat("entries.pool", entries.pool)
-        most = pool.shape[0] * max(page, 1) if entries.most is None else entries.most
-        return pool, page, None, entries.first, entries.count, most
-    if entries.index.dim() != 2:
-        raise ArgumentError("entries.index.shape", tuple(entries.index.shape), "[T, K]")
-    width, count = entries.index.shape[1], entries.count
-    if count is None:
-        count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
-    return *_flat("entries.pool", entries.pool), entries.index, None, count, width
-
-
-def _window(window: Any) -> tuple:
-    """(rows, page, first, count, most) as the op takes them."""
-    if window is None:
-        return None, 0, None, None, 0
-    if isinstance(window, Ring):
-        window = window.rows()
-    most = WINDOW if window.most is None else window.most
-    return *_flat("window.pool", window.pool), window.first, window.count, most
 
 
 class Call(NamedTuple):
