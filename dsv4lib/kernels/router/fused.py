@@ -3,7 +3,8 @@
     logits = x W^T (fp32 sums), then all of `router.simt`
 
 What there is to move: W, 2 MiB (Flash: 256 x 4096) or 5.3 MiB (Pro: 384 x 7168); 0.44 and 1.15 us of an H200's
-memory, so latencies decide, and every SM has to fetch, at once and only once.
+memory, so latencies decide, and every SM has to fetch, at once and only once. With an L2 full of what must be written
+back, kernels that only read as much took 2.1 and 3.5 us, gates 2.6 and 4.1, all of this 3.75 and 5.3 (1 token).
 
     gate   a CTA has 16 M tokens (or 8), 8 N A experts and one or more (``deep``) neighbours of 8 or 16 shares of d. Two
            warps have a piece of that tile and a share: each has 32 of every 64 values, by `mma.m16n8k16` (tokens are
@@ -14,14 +15,15 @@ memory, so latencies decide, and every SM has to fetch, at once and only once.
 Gates never wait, and come first in the grid, so the waiting ends wherever they run.
 
 Operands of few tokens go from global memory to registers, all 16-byte loads of a warp at once: the compiler is told
-that an SM needs room for one CTA, else it saves registers and loads wait for products. Of more (``staged``) they are staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they come. A sum does not care
+that an SM needs room for one CTA, else it saves registers and loads wait for products (0.2 us). Of more (``staged``)
+they are staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they come. A sum does not care
 which k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both operands.
 
 W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`, or (``early``)
-its copies. Loads to registers ahead of the wait are slower: on an H200 5.2 us instead of 3.9 (Flash, 1 token).
+its copies. Loads to registers ahead of the wait gained nothing.
 
-What picks wait for are parts: 8 instead of 16 of them (Pro) took 5.3 us instead of 5.7, whereas several looks at them on
-their way at once, or 16 instead of 8 (Flash), took 0.3 to 2 us more.
+What picks wait for are parts: 8 instead of 16 of them (Pro, 1 token) took 5.3 us instead of 5.7. Several looks at them
+on their way at once took 0.3 to 2 us more, 16 parts instead of 8 (Flash) 0.2.
 
 Latency is what a launch costs, so addresses are made once, and those of units differ by constants. Where every share
 has the same ``units`` of d (``whole``), no load or product asks whether it is one of this share's. Picks have a thread
