@@ -25,8 +25,8 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.router import arguments
-from dsv4lib.kernels.router.fused import UNIT, FusedRouter
-from dsv4lib.kernels.router.picks import SHARES, padded
+from dsv4lib.kernels.router.fused import SHARES, UNIT, FusedRouter
+from dsv4lib.kernels.router.picks import padded
 from dsv4lib.kernels.router.simt import MAX_EXPERTS, MAX_K, Router
 from dsv4lib.ops import launching
 from dsv4lib.ops.typed import typed
@@ -121,21 +121,19 @@ def shares_of(d: int) -> int:
 
 
 def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
-    """Form of `FusedRouter` for a launch of this size: the best of a sweep on an H200, 256 and 384 experts.
-
-    Few tokens of Pro have no ``whole`` shares: 6.1 us instead of 6.4 (T 1, cold L2), though 4.7 instead of 4.5 (warm).
-    """
+    """Form of `FusedRouter` for a launch of this size: the best of sweeps on an H200, 256 and 384 experts."""
     shares = shares_of(d)
-    few = shares == 8
+    narrow = shares == 8
     units = min(8, -(-d // (shares * UNIT)))
-    form = {"shares": shares, "units": units, "staged": tokens > (16 if few else 4), "early": False}
-    form["whole"] = d == shares * units * UNIT and (few or tokens > 4)
-    form["patient"] = tokens > 8 if few else 4 < tokens <= 64
+    whole = d == shares * units * UNIT
+    form = {"shares": shares, "units": units, "whole": whole, "staged": tokens > (16 if narrow else 8), "early": False}
+    form |= {"patient": tokens > 8 and (narrow or tokens <= 64), "few": tokens <= 8}
+    form["deep"] = 2 if whole and (tokens <= 8 or (not narrow and tokens <= 32)) else 1
     if tokens <= 16:
-        return {**form, "m": 1, "n": 1, "across": max(1, min(8, experts * shares // 1024))}
+        return {**form, "m": 1, "n": 1, "across": max(1, min(8, experts * shares // (1024 * form["deep"])))}
     if tokens <= 32:
-        return {**form, "m": 2, "n": 1, "across": max(1, min(8, experts // (128 if few else 64)))}
-    n = 2 if few or tokens <= 64 else 4
+        return {**form, "m": 2, "n": 1, "across": max(1, min(8, experts // (128 if narrow else 64 * form["deep"])))}
+    n = 2 if narrow or tokens <= 64 else 4
     return {**form, "m": 4, "n": n, "across": max(1, experts // 128), "early": n == 4}
 
 
@@ -242,10 +240,11 @@ def _run(*given: Any) -> None:
         count, of = rows.stop - rows.start, chosen
         if call.tid2eid is not None:
             of = call.tid2eid, call.tokens[rows]
-        shape = shares_of(d), count, padded(call.size)
+        tile = tile_of(count, call.size, d)
+        shape = tile["shares"] // tile["deep"], count, padded(call.size)
         memory = parts[: math.prod(shape)].view(shape)
         given = call.x[rows], call.weight, of, memory, call.experts[rows], call.weights[rows], call.factor
-        form = {**settings, **tile_of(count, call.size, d)}
+        form = {**settings, **tile}
         launching.launch(name, FusedRouter, form, arguments.fake_args, arguments.fused_args, *given)
     return None
 

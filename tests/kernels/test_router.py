@@ -44,7 +44,7 @@ def run(kind, settings, arch, inputs, chosen, **device):
     gpu = make(arch, **{"checks": "race", **device})
     if kind is FusedRouter:
         tokens = inputs[0].shape[0]
-        parts, out = torch.zeros(kernel.shares, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
+        parts, out = torch.zeros(kernel.parts, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
         launch(code, *fused_args(kernel, *inputs, chosen, parts, *out, FACTOR), gpu=gpu)
         assert not parts.view(torch.int32).any()  # as the next launch needs it
     else:
@@ -174,7 +174,9 @@ def test_experts_by_table():
 @pytest.mark.parametrize(
     ("arch", "experts", "k", "tile", "tokens", "d"),
     [
-        ("sm_90a", 256, 6, (1, 1, 2, False, 8, 8, False, True), 1, 4096),  # a decode step of Flash
+        ("sm_90a", 256, 6, (1, 1, 1, False, 8, 8, False, True, False, 2, True), 1, 4096),  # a decode step of Flash
+        ("sm_90a", 42, 6, (1, 1, 3, False, 1, 16, True, True, False, 4, True), 13, 1024),  # two tiles of 8 tokens
+        ("sm_100a", 60, 7, (2, 1, 3, True, 1, 16, True, True, False, 2), 35, 1024),  # sums in the place of operands
         ("sm_100a", 40, 6, (1, 2, 1, False, 2), 37, 320),  # 3 tiles of tokens, most CTAs without a share of d
         # No 16-byte access to logits, a last tile of 10 experts, more units than are under way together.
         ("sm_90a", 42, 5, (2, 4, 1, True, 2, 8, True), 35, 2112),
@@ -224,6 +226,8 @@ def test_a_tokens_bits_depend_neither_on_its_batch_nor_on_tiles():
     for d, others in (
         (320, [((2, 4, 1, True, 3), slice(0, 37)), ((4, 1, 2, True, 1), slice(3, 37))]),
         (2048, [((1, 1, 5, False, 2, 16, False, True), slice(20, 23)), ((2, 1, 2, True, 1), slice(20, 23))]),
+        (1024, [((1, 1, 2, False, 1, 16, False, True, False, 4, True), slice(20, 23))]),
+        (1024, [((2, 1, 2, True, 1, 16, True, True, False, 2), slice(2, 37))]),
     ):
         x, weight = operands(37, 40, d)
         bias = torch.zeros(40)
@@ -250,7 +254,7 @@ def broken_run(checks="race", d=128):
     kernel = FusedRouter(40, 6)
     code = compile_for(kernel, fake_args(kernel), "sm_90a")
     x, weight = operands(3, 40, d)
-    parts, out = torch.zeros(kernel.shares, 3, 40), outputs(3, 6)
+    parts, out = torch.zeros(kernel.parts, 3, 40), outputs(3, 6)
     gpu = make("sm_90a", checks=checks)
     launch(code, *fused_args(kernel, x, weight, torch.zeros(40), parts, *out, FACTOR), gpu=gpu)
     return gpu.hazards, out[1], parts
@@ -300,6 +304,12 @@ def test_bad_arguments_are_named():
     for tile, name in (((3, 1), "m"), ((1, 8), "n"), ((4, 4, 9), "across"), ((4, 4, 8, True, 0), "units")):
         with pytest.raises(ConfigError, match=name):
             FusedRouter(64, 6, False, *tile)
+    for options, name in (({"deep": 3, "whole": True}, "deep"), ({"deep": 2}, "deep"), ({"few": True, "m": 2}, "few")):
+        with pytest.raises(ConfigError, match=name):
+            FusedRouter(64, 6, **options)
+    for shares, deep, name in ((4, 1, "shares"), (8, 4, "parts")):
+        with pytest.raises(ConfigError, match=name):
+            FusedRouter(64, 6, shares=shares, deep=deep, whole=True)
     kernel, (logits, bias) = Router(64, 6), case(3, 64)
     good = {"logits": logits, "chosen": bias, "experts": outputs(3, 6)[0], "weights": outputs(3, 6)[1]}
     for bad, name in (

@@ -12,19 +12,25 @@ MINUS_INF, ZERO = "0fFF800000", "0f00000000"
 
 
 @dsl_user_op
+def evict_first(*, loc: Any = None, ip: Any = None) -> Int64:
+    """The policy of what is read once, as in `common.bulk.load_bulk`; made once, as every making takes instructions."""
+    text = "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;"
+    return cute.arch.inline_ptx(text, write_only_types=[Int64], loc=loc, ip=ip)
+
+
+@dsl_user_op
 def load4(
-    address: Int64, wanted: Boolean, default: str, once: bool = False, *, loc: Any = None, ip: Any = None
+    address: Int64, wanted: Boolean, default: str, policy: Int64 | None = None, *, loc: Any = None, ip: Any = None
 ) -> tuple:
-    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``; once: as in `common.bulk.load_bulk`."""
+    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``; policy: of L2, then nothing stays in L1."""
     moves = " ".join(f"mov.f32 t{i}, {default};" for i in range(4))
-    load, policy = "ld.global.v4.f32", ""
-    if once:
-        load, policy = "ld.global.L1::no_allocate.L2::cache_hint.v4.f32", ", q"
-        moves += " createpolicy.fractional.L2::evict_first.b64 q, 1.0;"
-    text = f"""{{ .reg .pred p; .reg .b64 q; .reg .f32 t<4>; setp.ne.s32 p, {{$r1}}, 0; {moves}
-        @p {load} {{t0, t1, t2, t3}}, [{{$r0}}]{policy};
+    load, hint, args = "ld.global.v4.f32", "", [address, Int32(wanted)]
+    if policy is not None:
+        load, hint = "ld.global.L1::no_allocate.L2::cache_hint.v4.f32", ", {$r2}"
+        args.append(policy)
+    text = f"""{{ .reg .pred p; .reg .f32 t<4>; setp.ne.s32 p, {{$r1}}, 0; {moves}
+        @p {load} {{t0, t1, t2, t3}}, [{{$r0}}]{hint};
         mov.f32 {{$w0}}, t0; mov.f32 {{$w1}}, t1; mov.f32 {{$w2}}, t2; mov.f32 {{$w3}}, t3; }}"""
-    args = [address, Int32(wanted)]
     return cute.arch.inline_ptx(text, read_only_args=args, write_only_types=[Float32] * 4, loc=loc, ip=ip)
 
 

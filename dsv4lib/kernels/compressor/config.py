@@ -84,7 +84,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
-        self.once = dim == 512 and not single  # rows go through L2 with `access.load4`'s ``once``: measured, see `simt`
+        self.once = dim == 512 and not single  # rows leave L2 first (`access.evict_first`): measured, see `simt`
         if stages:
             self._stream()
             return

@@ -25,7 +25,8 @@ before of the second).
 
     CSA      128 threads an entry, no sharing of rows: every byte of kv and gate is read by one thread
     HCA      `slices` CTAs (a cluster) x (quads x `split`) threads: partial softmaxes (maximum, sum, weighted sum) meet
-             in a warp, then in shared memory; of the cluster only the sum of squares, by distributed shared memory
+             in a warp, then in shared memory; of the cluster only the sum of squares, by ``st.async``: a barrier of the
+             cluster waits for all of a CTA's accesses to memory
     indexer  a warp an entry, 4 a CTA; the rotation by butterflies
 
     SMEM     HCA: warps x quads x 12 fp32 partials (6 KiB with 8 x 16); sums of squares
@@ -33,7 +34,11 @@ before of the second).
 **Limits.** Bytes: an entry reads 32 KiB (CSA), 512 KiB (HCA) or 8 KiB (indexer). A decode step is a request's row,
 then all loads at once, then shuffles: two latencies of memory. On an H200 a prefill of CSA reaches about half of the
 memory's rate (14 us for 4096 tokens). Rows staged in shared memory by `cp.async`, with 80 to 128 registers and four to
-six CTAs on an SM, took 17 to 18 us. Rows of 512 channels pass through L2 as what leaves first, but for a decode step:
+six CTAs on an SM, took 17 to 18 us. Of HCA's 4096 tokens loads and products take 6.5 us, sums over threads 1.6, the
+end of an entry 1.5 (with a barrier of the cluster; 0.3 less without); to ask for lines of the rows before it is known
+whose they are gained nothing. With addresses and the policy made once, all loads ahead of the first use and no such
+barrier it went from 11.9 to 10.9 us (state of rows: 11.6 to 9.9; 11.4 and 12.0 if the compiler chooses the registers).
+Rows of 512 channels pass through L2 as what leaves first, but for a decode step:
 with an L2 full of what others wrote, 4096 tokens took 13.9 us instead of 15.1 (CSA), 12.1 instead of 12.7 (HCA); with a
 clean one 13.0 and 12.7, 11.0 and 10.9. Rows of 128 channels (6.7 and 7.0) and a decode step of CSA did not gain.
 
@@ -51,7 +56,7 @@ from cutlass import Boolean, Float32, Int32, Int64, memory
 
 from dsv4lib.kernels.common import hadamard
 from dsv4lib.kernels.common.requests import fetch_request, find_request
-from dsv4lib.kernels.compressor.access import MINUS_INF, ZERO, load4, store4
+from dsv4lib.kernels.compressor.access import MINUS_INF, ZERO, evict_first, load4, store4
 from dsv4lib.kernels.compressor.config import CHANNELS, LANES, ROPE, Sizes
 from dsv4lib.kernels.compressor.pack import pack
 
@@ -117,6 +122,7 @@ class Compressor(Sizes):
                 cute.struct.MemRange[Float32, 3 * CHANNELS * self.quads * self.warps if self.split > 1 else 4], 16
             ]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, max(self.slices, self.warps)], 16]
+            sent: cute.struct.MemRange[Int64, 1]
 
         self.storage = Storage
         self.kernel(rows, ends, out, page, eps).launch(
@@ -125,6 +131,9 @@ class Compressor(Sizes):
             cluster=(self.slices, 1, 1) if self.slices > 1 else None,
             stream=stream,
             use_pdl=True,
+            # Two CTAs an SM, with as many registers as that leaves: with fewer, loads wait for others.
+            min_blocks_per_mp=2 if self.slices > 1 else 0,
+            preferred_smem_carveout=20 if self.slices > 1 else None,
         )
 
     @cute.kernel
@@ -139,6 +148,10 @@ class Compressor(Sizes):
         rNorm = cute.make_rmem_tensor(CHANNELS, Float32)
         cute.autovec_copy(cute.local_tile(ends.norm, (CHANNELS,), (channel // CHANNELS,)), rNorm)
         if cutlass.const_expr(self.slices > 1):
+            if tidx == 0:
+                cute.arch.mbarrier_init(storage.sent.data_ptr(), 1)
+                cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
             cute.arch.cluster_arrive_relaxed()  # this CTA's shared memory is there
         cute.arch.griddepcontrol_wait()
         item = self.find(ends.requests, cta * self.items + tidx // self.team)
@@ -203,27 +216,44 @@ class Compressor(Sizes):
     def fetch(self, rows: Rows, item: Item, channel: Int32, group: Int32, rK: cute.Tensor, rZ: cute.Tensor):
         """The rows that this thread pools, from this call or the state."""
         rApe = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
-        oldest, end = (item.window + 1) * self.rate - self.pooled, item.start + item.count
+        first, end = (item.window + 1) * self.rate - self.pooled + group * self.depth, item.start + item.count
         if cutlass.const_expr(self.fetched == 1):
-            oldest = item.start
+            first = item.start
+        row, policy = item.row + first - item.start, self.policy()
+        new_k, new_z = (self.neighbours(x, self.place_of(x, row, channel)) for x in (rows.kv, rows.gate))
+        biases = self.neighbours(rows.ape, self.place_of(rows.ape, first & (self.rate - 1), channel))
+        olds = self.olds(rows, item, first, channel)
         for j in cutlass.range_constexpr(self.depth):
-            q = group * self.depth + j
-            half = self.half_of(j)
-            column, position = channel + half * self.dim, oldest + q
-            new = position >= item.start
-            row, slot = item.row + position - item.start, position & (self.pooled - 1)
-            k, z = self.place_of(rows.kv, row, column), self.place_of(rows.gate, row, column)
-            there = self.exists(position)
+            bytes, position = self.half_of(j) * self.dim * FLOAT_BYTES, first + j
+            new, there = position >= item.start, self.exists(position)
+            k, z = new_k[j], new_z[j]
             if cutlass.const_expr(self.running):
                 there = new & (position < end)
             else:
-                k = Int64(cutlass.select_(new, k, self.slot_of(rows.k, item, slot, column)))
-                z = Int64(cutlass.select_(new, z, self.slot_of(rows.z, item, slot, column)))
-            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z, there, MINUS_INF, self.once)
-            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k, there, ZERO, self.once)
-            bias = self.place_of(rows.ape, (position if self.fetched == 1 else q) & (self.rate - 1), column)
+                k, z = (Int64(cutlass.select_(new, x, old)) for x, old in zip((k, z), olds[j], strict=True))
+            rZ[0, j], rZ[1, j], rZ[2, j], rZ[3, j] = load4(z + bytes, there, MINUS_INF, policy)
+            rK[0, j], rK[1, j], rK[2, j], rK[3, j] = load4(k + bytes, there, ZERO, policy)
+            bias = biases[j % self.rate] + bytes
             rApe[0, j], rApe[1, j], rApe[2, j], rApe[3, j] = load4(bias, there & new, ZERO)
         rZ.store(rZ.load() + rApe.load())
+
+    def policy(self) -> Int64 | None:
+        """Of L2, for rows that are read once."""
+        return evict_first() if self.once else None
+
+    def neighbours(self, tensor: cute.Tensor, address: Int64) -> list:
+        """Addresses of as many rows of kv, gate, ape or one state as a thread has: products are made once."""
+        step = Int64(tensor.stride[cute.rank(tensor) - 2]) * FLOAT_BYTES
+        return [address + step * j for j in range(self.depth)]
+
+    def olds(self, rows: Rows, item: Item, first: Int32, channel: Int32) -> list:
+        """Addresses of (k, z) of a thread's rows in the ring, where those of a window are neighbours."""
+        found = []
+        for j in range(0, 0 if self.running else self.depth, self.rate):
+            slot = first + j & (self.pooled - 1)
+            both = [self.neighbours(x, self.slot_of(x, item, slot, channel)) for x in (rows.k, rows.z)]
+            found += list(zip(*both, strict=True))[: self.rate]
+        return found
 
     @cute.jit
     def pool(self, rK: cute.Tensor, rZ: cute.Tensor, rPart: cute.Tensor):
@@ -264,9 +294,7 @@ class Compressor(Sizes):
         """Merge the parts of all threads of a channel, in the first warp."""
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         for step in cutlass.range_constexpr((LANES // self.quads).bit_length() - 1):
-            other = [cute.arch.shuffle_sync_bfly(rPart[i], self.quads << step) for i in range(3 * CHANNELS)]
-            for c in cutlass.range_constexpr(CHANNELS):
-                self.merge(rPart, c, other[c], other[CHANNELS + c], other[2 * CHANNELS + c])
+            self.add_lanes(rPart, self.quads << step)
         sParts = storage.parts.get_tensor(
             cute.make_layout((CHANNELS, 3, self.quads, self.warps), stride=(1, 4 * self.quads, 4, 12 * self.quads))
         )
@@ -275,7 +303,28 @@ class Compressor(Sizes):
                 cute.autovec_copy(rPart[None, i], sParts[None, i, quad, warp])
         cute.arch.barrier()
         if warp == 0:
-            self.add_parts(rPart, [sParts[None, None, quad, w] for w in range(self.warps)])
+            self.add_warps(rPart, quad, sParts)
+
+    @cute.jit
+    def add_warps(self, rPart: cute.Tensor, quad: Int32, sParts: cute.Tensor):
+        """Merge the warps' parts, this one's own the first; lanes that repeat others take half of them."""
+        halves = 2 if self.quads == LANES // 2 and self.warps > 1 else 1
+        each, half = self.warps // halves, cute.arch.lane_idx() // self.quads
+        if cutlass.const_expr(halves > 1):
+            if half == 1:
+                for i in cutlass.range_constexpr(3):
+                    cute.autovec_copy(sParts[None, i, quad, each], rPart[None, i])
+            self.add_parts(rPart, [sParts[None, None, quad, half * each + w] for w in range(each)])
+            self.add_lanes(rPart, self.quads)
+        else:
+            self.add_parts(rPart, [sParts[None, None, quad, w] for w in range(each)])
+
+    @cute.jit
+    def add_lanes(self, rPart: cute.Tensor, step: cutlass.Constexpr):
+        """Merge the part of the lane that is ``step`` away."""
+        other = [cute.arch.shuffle_sync_bfly(rPart[i], step) for i in range(3 * CHANNELS)]
+        for c in cutlass.range_constexpr(CHANNELS):
+            self.merge(rPart, c, other[c], other[CHANNELS + c], other[2 * CHANNELS + c])
 
     @cute.jit
     def add_parts(self, rPart: cute.Tensor, parts: cutlass.Constexpr):
@@ -316,8 +365,9 @@ class Compressor(Sizes):
         if cutlass.const_expr(self.split > 1):
             self.gather(rPart, channel // CHANNELS % self.quads, storage)
         if cutlass.const_expr(self.running):
-            for c in cutlass.range_constexpr(CHANNELS):
-                self.merge(rPart, c, rOld[c, 0], rOld[c, 1], rOld[c, 2])
+            if item.window * self.rate < item.start:
+                for c in cutlass.range_constexpr(CHANNELS):
+                    self.merge(rPart, c, rOld[c, 0], rOld[c, 1], rOld[c, 2])
 
     # ----------------------------------------------------------------- entry
 
@@ -401,12 +451,16 @@ class Compressor(Sizes):
         if cutlass.const_expr(self.slices > 1):
             sSums = storage.sums.get_tensor(cute.make_layout(self.slices))
             cute.arch.cluster_wait()
-            if warp == 0 and lane < self.slices:
-                remote = cute.arch.map_dsmem_ptr(sSums.iterator + rank, lane)
-                cute.arch.inline_ptx("st.shared::cluster.f32 [{$r0}], {$r1};", read_only_args=[remote, total])
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            total = self.add_up(sSums, self.slices)
+            if warp == 0:
+                sent = storage.sent.data_ptr()
+                if lane == 0:  # some may be here already
+                    cute.arch.mbarrier_arrive_and_expect_tx(sent, self.slices * FLOAT_BYTES)
+                if lane < self.slices:
+                    to = [cute.arch.map_dsmem_ptr(x, lane).toint() for x in (sSums.iterator + rank, sent)]
+                    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r2}, [{$r1}];"
+                    cute.arch.inline_ptx(text, read_only_args=[*to, total])
+                cute.arch.mbarrier_wait(sent, 0)
+                total = self.add_up(sSums, self.slices)
         elif cutlass.const_expr(self.quads > LANES):
             sSums = storage.sums.get_tensor(cute.make_layout(self.warps))
             if lane == 0:

@@ -70,11 +70,13 @@ def fused_args(
     tokens, d = x.shape
     if d % UNIT:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    if kernel.whole and d != kernel.shares * kernel.units * UNIT:
-        raise ArgumentError("x.shape", tuple(x.shape), f"[T, {kernel.shares * kernel.units * UNIT}]: whole shares")
+    if kernel.whole and d != kernel.parts * kernel.deep * kernel.units * UNIT:
+        raise ArgumentError(
+            "x.shape", tuple(x.shape), f"[T, {kernel.parts * kernel.deep * kernel.units * UNIT}]: whole shares"
+        )
     gate = wrap("weight", weight, BF16, (kernel.experts, d), 16)
     chosen = _chosen(kernel, tokens, chosen)
-    memory = wrap("parts", parts, FP32, (kernel.shares, tokens, padded(kernel.experts)), 16)
+    memory = wrap("parts", parts, FP32, (kernel.parts, tokens, padded(kernel.experts)), 16)
     ends = _ends(kernel, tokens, experts, weights, factor)
     return wrapped, gate, Picks(chosen, memory, *ends), cuda.CUstream(stream)
 

@@ -21,7 +21,7 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.kernels.router.selection import LANES, NAN, QUAD, affinity, soonest, sort_key
 from dsv4lib.kernels.router.simt import Router
 
-SHARES = 8, 16  # parts of a logit
+PARTS = 4, 8, 16  # of a logit
 GROUPS = 4  # lanes that add up a token's parts
 _CLEAR = "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};"
 _GLANCE = "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];"
@@ -33,7 +33,7 @@ class Picks(NamedTuple):
 
     Attributes:
         chosen: bias [E] fp32, or (tid2eid int64 [V, k], token ids int64 [T]).
-        parts: [shares, T, E to a multiple of 4] fp32, zeros before and after.
+        parts: [parts, T, E to a multiple of 4] fp32, zeros before and after.
         experts: [T, k] int32. weights: [T, k] fp32.
         factor: the sum of a token's weights.
     """
@@ -50,7 +50,7 @@ class Picker(Router):
 
     Args:
         experts, k, hashed: as in `Router`.
-        shares: parts of a logit, 8 or 16.
+        parts: of a logit, 4, 8 or 16.
         patient: look at one word until it has come, for many tokens.
 
     Raises:
@@ -62,17 +62,17 @@ class Picker(Router):
         experts: int = 256,
         k: int = 6,
         hashed: bool = False,
-        shares: int = 16,
+        parts: int = 16,
         patient: bool = True,
     ):
         super().__init__(experts, k, hashed)
-        if shares not in SHARES:
-            raise ConfigError("shares", shares, " or ".join(map(str, SHARES)))
-        self.shares, self.patient = shares, patient
+        if parts not in PARTS:
+            raise ConfigError("parts", parts, ", ".join(map(str, PARTS)))
+        self.parts, self.patient = parts, patient
         self.padded = padded(experts)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self.shares}{', patient' * self.patient})"
+        return f"{super().__repr__()[:-1]}, {self.parts} parts{', patient' * self.patient})"
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
@@ -110,7 +110,7 @@ class Picker(Router):
                     for j in cutlass.range_constexpr(QUAD):
                         bad = cutlass.select_(rKey[j, q] == NAN, Int32(1), bad)
                 poison = self.poison(bad != 0)
-                expert = soonest(rKey, self.k)
+                expert = soonest(rKey, sKeys, self.k)
             a = Float32(0.0)
             if lane < self.k:
                 a = sA[expert]
@@ -124,13 +124,13 @@ class Picker(Router):
         ``patient`` a warp looks at one word until that has come, then at all: many tokens' looks keep L2 busy.
         """
         group, column = number % GROUPS, number // QUAD * QUAD
-        each = self.shares // GROUPS
+        each = self.parts // GROUPS
         there = column < self.padded
         if cutlass.const_expr(self.patient):
             begin = number // LANES * LANES
             seen = cutlass.select_(begin < self.padded, Int32(0), Int32(1))
             while seen == 0:
-                word = self.part(mPart, Int32(self.shares - 1), begin)
+                word = self.part(mPart, Int32(self.parts - 1), begin)
                 seen = cute.arch.inline_ptx(_GLANCE, write_only_types=[Int32], read_only_args=[word])
         rPart = cute.make_rmem_tensor((QUAD, each), Float32)
         rPart.fill(0.0)
@@ -158,9 +158,7 @@ class Picker(Router):
                 cute.arch.inline_ptx(_CLEAR, read_only_args=[at, Float32(0.0)])
         mine = Float32(0.0)
         for i in cutlass.range_constexpr(QUAD):
-            total = rPart[i, 0]
-            for p in cutlass.range_constexpr(1, each):
-                total += rPart[i, p]
+            total = added([rPart[i, p] for p in range(each)])
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
             mine = cutlass.select_(group == i, total, mine)
@@ -169,6 +167,13 @@ class Picker(Router):
     def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> cute.Pointer:
         """Where a part of four experts is."""
         return cute.domain_offset((column,), mPart[share, None]).iterator
+
+
+def added(values: list) -> Float32:
+    """Their sum: neighbours, then neighbours of these."""
+    while len(values) > 1:
+        values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
+    return values[0]
 
 
 def padded(experts: int) -> int:

@@ -11,9 +11,9 @@ sorts each four of them. A round of the top-k is then the best head of a lane's 
 first lane that has it (its experts are the lower ones), and there the next of that four. k rounds, whatever k: the row
 is never sorted.
 
-Where one warp selects and all wait for it (`soonest`), nothing is sorted and the next round waits for less: the best
-key of a lane, `redux.max`, and 0 in the place of every key that is as good. Which lane had it, and where, is noted on
-the side; if more than one had, `best` does it all again.
+Where one warp selects and all wait for it (`soonest`), a lane sorts all its keys, without their numbers, and the next
+round waits for `redux.max` and a step to the lane's next key alone. Which lane had a pick is noted on the side; lane r
+looks up at the end which of that lane's experts pick r was. If two had the same key, `best` does it all again.
 """
 
 from __future__ import annotations
@@ -103,33 +103,58 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
 
 
 @cute.jit
-def soonest(rKey: cute.Tensor, k: int) -> Int32:
-    """As `best`, for a warp whose latency counts."""
+def soonest(rKey: cute.Tensor, sKeys: cute.Tensor, k: int) -> Int32:
+    """As `best`, for a warp whose latency counts; ``sKeys``: the keys of all experts, in order."""
     lane, count = cute.arch.lane_idx(), cute.size(rKey)
-    rLeft = cute.make_rmem_tensor_like(rKey)
-    rLeft.store(rKey.load())
-    expert, ties = Int32(0), Uint32(0)
+    keys = [rKey[i] for i in range(count)]
+    for a, b in network(count):
+        keys[a], keys[b] = cutlass.max(keys[a], keys[b]), cutlass.min(keys[a], keys[b])
+    holder, key, ties, before = Int32(0), Uint32(0), Uint32(0), Uint32(0)
     for r in cutlass.range_constexpr(k):
-        key = _highest([rLeft[i] for i in range(count)])
-        top = cute.arch.warp_redux_sync(key, "umax")
-        holders, places = Uint32(cute.arch.vote_ballot_sync(key == top)), Uint32(0)
-        for i in cutlass.range_constexpr(count):
-            places = cutlass.select_(rLeft[i] == top, places | (1 << i), places)
-            rLeft[i] = cutlass.select_(rLeft[i] == top, Uint32(0), rLeft[i])
-        ties = ties | (holders & (holders - 1)) | (places & (places - 1))
-        holder = _lowest(holders)
-        winner = holder * count + cute.arch.shuffle_sync(_lowest(places), holder)
-        expert = cutlass.select_(lane == r, winner, expert)
+        top = cute.arch.warp_redux_sync(keys[0], "umax")
+        holds = keys[0] == top
+        holders = Uint32(cute.arch.vote_ballot_sync(holds))
+        deep = min(count, k - r)
+        for i in cutlass.range_constexpr(deep - 1):
+            keys[i] = cutlass.select_(holds, keys[i + 1], keys[i])
+        if cutlass.const_expr(deep == count):
+            keys[count - 1] = cutlass.select_(holds, Uint32(0), keys[count - 1])
+        ties = ties | (holders & (holders - 1)) | cutlass.select_(top == before, Uint32(1), Uint32(0))
+        holder = cutlass.select_(lane == r, _lowest(holders), holder)
+        key = cutlass.select_(lane == r, top, key)
+        before = top
+    rTheirs = cute.make_rmem_tensor((QUAD, count // QUAD), Uint32)
+    for q in cutlass.range_constexpr(count // QUAD):
+        cute.autovec_copy(cute.local_tile(sKeys, (QUAD,), (holder * (count // QUAD) + q,)), rTheirs[None, q])
+    place = Int32(0)
+    for i in cutlass.range_constexpr(count):
+        place = cutlass.select_(rTheirs[count - 1 - i] == key, Int32(count - 1 - i), place)
+    expert = holder * count + place
     if cute.arch.vote_any_sync(ties != 0):
         expert = best(rKey, k)
     return expert
 
 
-def _highest(keys: list) -> Uint32:
-    """The largest."""
-    while len(keys) > 1:
-        keys = [cutlass.max(*keys[i : i + 2]) if i + 1 < len(keys) else keys[i] for i in range(0, len(keys), 2)]
-    return keys[0]
+def network(count: int) -> list[tuple[int, int]]:
+    """Exchanges that sort ``count`` numbers, a multiple of 4, falling: Batcher's odd-even merges of powers of two."""
+    size, pairs = 1 << (count - 1).bit_length(), []
+
+    def merge(low: int, n: int, step: int) -> None:
+        if 2 * step < n:
+            merge(low, n, 2 * step)
+            merge(low + step, n, 2 * step)
+            pairs.extend((i, i + step) for i in range(low + step, low + n - step, 2 * step))
+        else:
+            pairs.append((low, low + step))
+
+    def order(low: int, n: int) -> None:
+        if n > 1:
+            order(low, n // 2)
+            order(low + n // 2, n // 2)
+            merge(low, n, 1)
+
+    order(0, size)
+    return [(a, b) for a, b in pairs if b < count]
 
 
 def _lowest(bits: Uint32) -> Int32:
