@@ -221,7 +221,7 @@ class Detector(Order):
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
             clocks.epochs[entry] = clocks.epochs[self._agent(warp, "bulk")]
         if UNKNOWN not in (entry, own):
-            clocks.learn(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
+            clocks.learn_group(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
         """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
@@ -263,6 +263,7 @@ class Detector(Order):
             op.epoch = op.signals.phase + 1
             return
         op.epoch = clocks.epochs[entry]
+        clocks.issued(entry, clock)
         if op.instr.opcode.startswith(_PUBLISHING):
             clocks.epochs[entry] += 1
 

@@ -266,11 +266,11 @@ def test_off_by_default():
     assert "race_shared" not in {h.kind for h in result.hazards}
 
 
-def wgmma(tail: str, **settings):
+def wgmma(tail: str, head: str = "", **settings):
     """A product of ones on sm_90a; thread t leaves element (t / 4, 2 (t mod 4)) of a warp at data[t]."""
     body = WGMMA.replace("mov.u32 %r9, 0;", "mov.u32 %r9, 0x3c003c00; mov.u32 %r10, 0;")
     out = "ld.param.u64 %rd3, [data]; mov.u32 %r0, %tid.x; mul.wide.u32 %rd4, %r0, 4; add.s64 %rd3, %rd3, %rd4;"
-    text = body.format("wgmma.fence.sync.aligned;", tail + WAIT_GROUP + out + "st.global.f32 [%rd3], %f1;")
+    text = body.format(head + "wgmma.fence.sync.aligned;", tail + WAIT_GROUP + out + "st.global.f32 [%rd3], %f1;")
     data = aligned(1024, np.uint32)
     chosen = Settings(arch="sm_90a", native_checks=CHECKS["race"], instruction_limit=200_000, **settings)
     text = entry("u64 data", text, shared=SMEM).replace("sm_100a", "sm_90a")
@@ -286,6 +286,23 @@ def test_a_wait_for_wgmma_covers_the_whole_warpgroup(schedule, seed):
     result, _ = wgmma(WAIT_GROUP.replace("0", "1") + overwrite, schedule=schedule, seed=seed)
     kinds = {h.kind for h in result.hazards}  # a product that comes later reads a store without a fence, too
     assert "race_shared" in kinds and kinds <= {"race_shared", "missing_proxy_fence"}
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_a_wait_for_wgmma_is_behind_what_the_warpgroup_did_before_it(schedule, seed):
+    """Thread 0 completes the next phase of a barrier at which all four warps have waited before they multiply."""
+    first = "setp.eq.u32 %p4, %tid.x, 0; @%p4 "
+    arrive = first + "mbarrier.arrive.shared.b64 _, [%r8];"
+    head = "mov.u32 %r8, sm+4080; " + first + "mbarrier.init.shared.b64 [%r8], 1; bar.sync 0;" + arrive
+    head += wait("%r8", 0, "W")
+    result, _ = wgmma(WAIT_GROUP + arrive, head, schedule=schedule, seed=seed)
+    assert result.hazards == []
+    try:
+        seen = {h.kind for h in wgmma(arrive, head, schedule=schedule, seed=seed)[0].hazards}
+    except Deadlock as error:  # a warp did come too late
+        assert "mbarrier.try_wait" in str(error)
+        return
+    assert seen == {"mbarrier_phase_unordered"}
 
 
 def test_a_warpgroup_that_does_not_commit_together():
