@@ -35,6 +35,7 @@ from dsv4lib.emulator.hw.numeric import accumulate_int32, decode
 from dsv4lib.emulator.hw.operand import Operand as Matrix
 from dsv4lib.emulator.hw.operand import k_major, mn_major, part
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
+from dsv4lib.emulator.hw.sparse import codes_of, expand_bytes
 from dsv4lib.emulator.hw.tcgen05_issue import issue
 from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from dsv4lib.emulator.isa import Form
@@ -48,6 +49,7 @@ ROWS = 16  # of a warp
 _N = "|".join(str(n) for n in range(8, 257, 8))
 _N_INT = "|".join(str(n) for n in (8, 16, 24, 32, *range(48, 257, 16)))
 _HEAD = "wgmma.mma_async.sync.aligned."
+_SPARSE = "wgmma.mma_async.<sp:sp>.sync.aligned."
 _EARLY = "wgmma copied early"
 
 
@@ -94,7 +96,10 @@ def state_of(warp: Warp) -> State:
 
 @dataclass
 class Wgmma:
-    """What one wgmma.mma_async has captured at issue."""
+    """What one wgmma.mma_async has captured at issue.
+
+    ``k_bytes`` are those of a row of B; ``codes`` is None of a dense A, else where its elements stand (sparse.py).
+    """
 
     warp: Warp
     instr: Instr
@@ -111,6 +116,7 @@ class Wgmma:
     transpose_a: bool = False
     transpose_b: bool = False
     saturate: bool = False
+    codes: np.ndarray | None = None
 
     def __str__(self) -> str:
         return f"wgmma m64n{self.n} {self.a_format} x {self.b_format}"
@@ -138,20 +144,26 @@ class Wgmma:
 
     def _a(self) -> np.ndarray:
         if not isinstance(self.a, SmemDescriptor):
-            return self._decode(rows_of_a(read_rows(self.warp, self.instr, self.a)), self.a_format)
-        matrix, quarter = self._matrix(self.a, 64, self.transpose_a), self.warp.warp_id % 4
+            return self._full(rows_of_a(read_rows(self.warp, self.instr, self.a)))
+        matrix, quarter = self._matrix(self.a, 64, 32, self.transpose_a), self.warp.warp_id % 4
         size = 2 if self.transpose_a else ROWS  # 16 rows of 2-byte elements are two chunks
         matrix = part(matrix, size * quarter, size * (quarter + 1))
         return self._values(matrix, self.a_format, "A")
 
     def _b(self) -> np.ndarray:
-        return self._values(self._matrix(self.b, self.n, self.transpose_b), self.b_format, "B")
+        return self._values(self._matrix(self.b, self.n, self.k_bytes, self.transpose_b), self.b_format, "B")
 
-    def _matrix(self, descriptor: SmemDescriptor, rows: int, transposed: bool) -> Matrix:
+    def _full(self, raw: np.ndarray) -> np.ndarray:
+        """A's values, with its zeros, of the bytes of its rows."""
+        return self._decode(
+            raw if self.codes is None else expand_bytes(raw, self.codes, self.a_format, False), self.a_format
+        )
+
+    def _matrix(self, descriptor: SmemDescriptor, rows: int, k_bytes: int, transposed: bool) -> Matrix:
         smem = self.warp.cta.smem
         if transposed:
-            return mn_major(smem, descriptor, rows, self.k_bytes // 2, 2)
-        return k_major(smem, descriptor, rows, self.k_bytes)
+            return mn_major(smem, descriptor, rows, k_bytes // 2, 2)
+        return k_major(smem, descriptor, rows, k_bytes)
 
     def _values(self, matrix: Matrix, fmt: str, what: str) -> np.ndarray:
         machine = self.warp.cta.machine
@@ -168,7 +180,10 @@ class Wgmma:
             text = f"wgmma reads shared memory for {what} that {how}"
             owner = shared.writer_of(self.warp.cta, matrix.first + matrix.chunks)
             machine.report(kind, text, self.warp.place(self.instr), warps=writers, owner=owner)
-        values = self._decode(matrix.read(), fmt)
+        raw = matrix.read()
+        if what == "A" and self.codes is not None:
+            return self._full(np.ascontiguousarray(raw.view(np.uint16).T).view(np.uint8) if matrix.mn_major else raw)
+        values = self._decode(raw, fmt)
         return values.T if matrix.mn_major else values
 
     @staticmethod
@@ -186,17 +201,25 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
     f"{_HEAD}m64n<n:{_N}>k32.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
     f"{_HEAD}m64n<n:{_N_INT}>k32.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
     f"{_HEAD}m64n<n:{_N_INT}>k256.<d:s32>.<a:b1>.<b:b1>.and.popc",
-    note="dense; bit-equal to an H200",
+    f"{_SPARSE}m64n<n:{_N}>k32.<d:f16|f32>.<a:f16>.<b:f16>",
+    f"{_SPARSE}m64n<n:{_N}>k32.<d:f32>.<a:bf16>.<b:bf16>",
+    f"{_SPARSE}m64n<n:{_N}>k16.<d:f32>.<a:tf32>.<b:tf32>",
+    f"{_SPARSE}m64n<n:{_N}>k64.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
+    f"{_SPARSE}m64n<n:{_N_INT}>k64.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
+    note="bit-equal to an H200",
 )
 def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
-    """``wgmma.mma_async d, a, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}``."""
+    """``wgmma.mma_async d, a, b-desc{, metadata, selector}, scale-d{, scale-a, scale-b{, trans-a}{, trans-b}}``."""
     if not str(warp.cta.machine.arch).startswith("sm_90"):
         raise EmulatorError(f"{warp.cta.machine.arch} has no wgmma")
     if warp.mask() != FULL_MASK:
         raise EmulatorError(f"wgmma.mma_async needs all 32 lanes, active: {warp.mask():#010x}")
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.executed(warp, instr)
-    d, a, b, scale_d, *immediates = instr.operands
+    d, a, b, *rest = instr.operands
+    metadata = (rest.pop(0), rest.pop(0)) if form.has("sp") else None
+    k_bytes = 32 if metadata is None else 64
+    scale_d, *immediates = rest
     n, d_format = int(form.get("n")), form.get("d")
     items = d.items if isinstance(d, Vector) else (d,)
     count = n // (4 if d_format == "f16" else 2)
@@ -206,7 +229,7 @@ def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
         warp=warp,
         instr=instr,
         n=n,
-        k_bytes=32,
+        k_bytes=k_bytes,
         a_format=form.get("a"),
         b_format=form.get("b"),
         d_format=d_format,
@@ -214,9 +237,15 @@ def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
         b=_descriptor(warp, b),
         accumulate=bool(warp.uniform(scale_d, bool)),
         saturate=form.has("sat"),
+        codes=None if metadata is None else _codes(warp, metadata, form.get("a"), k_bytes),
     )
     _immediates(op, immediates)
     _issue(warp, instr, op, items)
+
+
+def _codes(warp: Warp, metadata: tuple[Operand, Operand], fmt: str, k_bytes: int) -> np.ndarray:
+    words, selector = metadata
+    return codes_of(warp.read(words, np.uint32), warp.uniform(selector, np.uint32), fmt, k_bytes)
 
 
 def _descriptor(warp: Warp, operand: Operand) -> SmemDescriptor:
