@@ -156,7 +156,7 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
         return _keep(smem, (descriptor, rows, nbytes), operand)
     if nbytes > 32 and swizzle is not NO_SWIZZLE and descriptor.start % swizzle.width + nbytes > swizzle.width:
         where = "an absolute leading address is needed" if nbytes == 48 else "where they go on is not known"
-        raise DescriptorError(f"rows of {nbytes} bytes cross a line of the {swizzle.name} swizzle: {where}")
+        raise DescriptorError(f"rows of {nbytes} bytes cross a line of the swizzle ({swizzle.name}): {where}")
     phase = _phase(descriptor)
     # Swizzled K-major layouts do not use the leading offset; leave it out of the cache key.
     leading = descriptor.leading if swizzle is NO_SWIZZLE else 0
