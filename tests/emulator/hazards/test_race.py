@@ -84,6 +84,14 @@ TWINS = {
         "st.shared",
         "st.shared",
     ),
+    "two writers of one value": Twin(
+        "and.b32 %r6, %r0, 31; shl.b32 %r6, %r6, 2; add.s32 %r6, %r6, %r2; @%p1 st.shared.b32 [%r6], %r6;"
+        "## @!%p1 st.shared.b32 [%r6], %r6;",
+        "bar.sync 0;",
+        "race_shared_same_value",
+        "st.shared",
+        "st.shared",
+    ),
     "wide accesses overlap": Twin(
         "shl.b32 %r6, %r0, 4; add.s32 %r6, %r6, %r2; st.shared.v4.b32 [%r6], {%r0, %r0, %r0, %r0}; ##"
         "xor.b32 %r7, %r0, 32; shl.b32 %r7, %r7, 4; add.s32 %r7, %r7, %r2; ld.shared.v2.b32 {%r10, %r11}, [%r7+8];",
