@@ -313,6 +313,14 @@ def test_a_wait_for_wgmma_is_behind_what_the_warpgroup_did_before_it(schedule, s
     assert seen == {"mbarrier_phase_unordered"}
 
 
+def test_a_wait_for_wgmma_does_not_publish_data():
+    """Warp 0 loads what warp 3 has stored before it multiplied."""
+    store = "setp.eq.u32 %p4, %tid.x, 96; mov.u32 %r7, sm; @%p4 st.shared.b32 [%r7+4096], 5;"
+    load = "setp.eq.u32 %p4, %tid.x, 0; @%p4 ld.shared.b32 %r11, [%r7+4096];"
+    result, _ = wgmma(WAIT_GROUP + load, store)
+    assert {h.kind for h in result.hazards} == {"race_through_completion"}
+
+
 def test_a_warpgroup_that_does_not_commit_together():
     with pytest.raises(Deadlock, match="warp 3 of CTA .* committed fewer than 2 groups"):
         wgmma("setp.lt.u32 %p3, %tid.x, 96; @%p3 wgmma.commit_group.sync.aligned;" + WAIT_GROUP + "bar.sync 0;")
