@@ -8,7 +8,9 @@ matrices in shared memory are read at completion, which is when hardware may sti
 A wgmma-group is one of the warpgroup ("creates a new wgmma-group per warpgroup"), although each warp commits and waits
 for itself: a wait lasts until the parts of all four warps are complete. CUTLASS's mainloops depend on it: in a cluster
 one thread per warpgroup hands a stage of A and B back to the producer, after the wait of its own warp alone
-(include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``).
+(include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``). No part begins before all four
+warps have issued theirs: cuDNN's block-sparse backward stores dS by all four warps and multiplies it behind each warp's
+own proxy fence, with no barrier between (the race is reported).
 
 Results are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py); the arithmetic is in hopper_sums.py.
 
@@ -65,12 +67,15 @@ class Accumulator:
 class State:
     """Pending operations of a warp, oldest first; those not committed yet; committed groups that may be pending.
 
-    committed: groups so far.
+    issued, committed: operations and groups so far.
+    others: the other warps of the warpgroup, with theirs.
     """
 
     order: deque[AsyncOp] = field(default_factory=deque)
     open: list[AsyncOp] = field(default_factory=list)
     groups: deque[list[AsyncOp]] = field(default_factory=deque)
+    issued: int = 0
+    others: tuple[tuple[Warp, State], ...] = ()
     committed: int = 0
 
     def first_groups(self, count: int) -> Iterator[AsyncOp]:
@@ -306,7 +311,12 @@ def _issue(warp: Warp, instr: Instr, op: Wgmma, items: tuple[Operand, ...]) -> N
     queued = issue(warp, instr, f"wgmma:{warp.agent}", str(op), complete)
     state.order.append(queued)
     state.open.append(queued)
-    queued.ready = lambda: state.order[0] is queued
+    state.issued = number = state.issued + 1
+    if not state.others:
+        state.others = tuple((other, state_of(other)) for other in _warpgroup(warp) if other is not warp)
+    queued.ready = lambda: (
+        state.order[0] is queued and all(s.issued >= number or other.exited for other, s in state.others)
+    )
     if instr.index in _copied_early(warp.program):
         while queued.pending:
             warp.cta.machine.units.complete(state.order[0])
@@ -349,8 +359,7 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if not isinstance(operand, Imm):
         raise EmulatorError("wgmma.wait_group takes an immediate")
     count = state_of(warp).committed - operand.bits
-    first = warp.warp_id // 4 * 4
-    warpgroup = warp.cta.warps[first : first + 4]
+    warpgroup = _warpgroup(warp)
 
     def missing() -> list[Warp]:
         return [other for other in warpgroup if not other.exited and state_of(other).committed < count]
@@ -364,6 +373,11 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
         if machine.race is not None:
             machine.race.waited(warp, "wgmma", operand.bits, of=other)
     return None
+
+
+def _warpgroup(warp: Warp) -> list[Warp]:
+    first = warp.warp_id // 4 * 4
+    return warp.cta.warps[first : first + 4]
 
 
 def _behind(warps: list[Warp], count: int) -> str:

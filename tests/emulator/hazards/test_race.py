@@ -313,6 +313,18 @@ def test_a_wait_for_wgmma_is_behind_what_the_warpgroup_did_before_it(schedule, s
     assert seen == {"mbarrier_phase_unordered"}
 
 
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_no_part_of_a_wgmma_begins_before_all_four_are_issued(schedule, seed):
+    """Warp 3 comes late and doubles the rows that warp 0 multiplies, and B: a race, but all have what it left."""
+    late = "setp.ge.u32 %p4, %tid.x, 96; @!%p4 bra GO; mov.u32 %r7, 0; SPIN: add.u32 %r7, %r7, 1;"
+    late += "setp.lt.u32 %p5, %r7, 500; @%p5 bra SPIN; mov.u32 %r12, 0x40004000; and.b32 %r7, %tid.x, 31;"
+    late += "mad.lo.u32 %r7, %r7, 16, %r2; st.shared.v4.b32 [%r7], {%r12, %r12, %r12, %r12};"
+    late += "fence.proxy.async.shared::cta; GO:"
+    result, product = wgmma(WAIT_GROUP, late, schedule=schedule, seed=seed)
+    assert product.reshape(4, 32).tolist() == [[64.0] * 32, *[[32.0] * 32] * 3]
+    assert {h.kind for h in result.hazards} == {"race_shared"}
+
+
 def test_a_wait_for_wgmma_does_not_publish_data():
     """Warp 0 loads what warp 3 has stored before it multiplied."""
     store = "setp.eq.u32 %p4, %tid.x, 96; mov.u32 %r7, sm; @%p4 st.shared.b32 [%r7+4096], 5;"
