@@ -40,7 +40,7 @@ class Smem:
         chunks = -(-nbytes // 16)
         self._dirty_fours = np.zeros(-(-chunks // 4), np.uint64)
         self.dirty = self._dirty_fours.view(np.uint16)[:chunks]
-        self.written: dict[tuple[int, int], np.ndarray] = {}
+        self.written: dict[tuple[int, int, int], np.ndarray] = {}
         self.operands: dict[Any, Any] = {}
 
     def marked(self) -> np.ndarray:

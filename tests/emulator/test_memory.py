@@ -185,16 +185,18 @@ def test_stores_truncate_and_take_immediates():
 
 
 def test_parameters():
-    """Every width, vectors, negative values, and a generic address of a parameter."""
+    """Every width, vectors, negative values, and a parameter's generic address, of 64 or of 32 bits of its own."""
     out = aligned(8, np.uint32)
     body = """
     ld.param.b64 %rd1, [out]; ld.param.s16 %r1, [small]; st.global.b32 [%rd1], %r1;
     ld.param.v2.b32 {%r2, %r3}, [pair]; st.global.v2.b32 [%rd1+8], {%r3, %r2};
     ld.param.f32 %f1, [x]; st.global.f32 [%rd1+4], %f1;
     mov.b64 %rd2, pair; cvta.param.u64 %rd3, %rd2; ld.b32 %r4, [%rd3+4]; st.global.b32 [%rd1+16], %r4;
+    mov.b32 %r5, pair; cvt.u64.u32 %rd4, %r5; cvta.param.u64 %rd5, %rd4; ld.b32 %r6, [%rd5+4];
+    ld.param.b32 %r7, [%r5]; st.global.v2.b32 [%rd1+24], {%r6, %r7};
     """
     launch(entry("u64 out, u16 small, u64 pair, f32 x", body), out, -3, 0x0000000B_0000000A, 2.5)
-    assert out[:5].tolist() == [0xFFFFFFFD, np.float32(2.5).view(np.uint32), 0xB, 0xA, 0xB]
+    assert out.tolist() == [0xFFFFFFFD, np.float32(2.5).view(np.uint32), 0xB, 0xA, 0xB, 0, 0xB, 0xA]
 
 
 def test_partial_masks_leave_other_lanes_alone():

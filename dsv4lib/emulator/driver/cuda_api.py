@@ -267,6 +267,21 @@ def _torch_cuda() -> dict[str, Any]:
     }
 
 
+def _torch_accelerator() -> dict[str, Any]:
+    """torch.accelerator, torch.cuda by names that name no vendor."""
+    table = _torch_cuda()
+    same = "is_available device_count synchronize empty_cache current_stream set_stream reset_peak_memory_stats"
+    memory = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    return {
+        **{name: table[name] for name in f"{same} {memory}".split()},
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": table["current_device"],
+        "set_device_index": table["set_device"],
+        "device_index": table["device"],
+        "get_memory_info": table["mem_get_info"],
+    }
+
+
 def _bindings() -> Iterator[tuple[Any, str, Any]]:
     """cuda.bindings.driver and .runtime: functions return (status, values...)."""
     from cuda.bindings import driver, runtime
@@ -453,6 +468,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     """(owner, attribute, value) of everything that changes."""
     for name, value in _torch_cuda().items():
         yield torch.cuda, name, value
+    for name, value in _torch_accelerator().items():
+        yield torch.accelerator, name, value
     for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         yield torch.cuda.nvtx, name, lambda *a, **k: 0
     yield torch.cuda.nvtx, "range", Scope

@@ -155,6 +155,7 @@ class Device:
     def empty(self, nbytes: int, label: str, writable: bool = True) -> np.ndarray:
         """uint8[nbytes] of device memory, zeroed, aligned, that lives as long as the device."""
         array = aligned_zeros(max(nbytes, 1), ALIGNMENT)
+        self.memory.sweep()  # this may have been a tensor's memory
         self.gmem.register_array(array, label, writable=writable)
         return array
 

@@ -126,11 +126,12 @@ CLAUSES = (
     ),
     Clause(
         "data race between warp and warp",
-        ("race_shared", "race_tensor", "race_global", "race_global_same_value"),
+        ("race_shared", "race_shared_same_value", "race_tensor", "race_global", "race_global_same_value"),
         (
             _RACES.format("read before it is written"),
             _RACES.format("written while it may be read"),
             _RACES.format("two writers"),
+            _RACES.format("two writers of one value"),
             *_pairs("race_tensor"),
             _GLOBAL.format("warp and warp"),
             _GLOBAL.format("the same value twice"),

@@ -24,6 +24,7 @@ ALWAYS = 0xFFFFFFFF  # an epoch later than all
 STRICT, CARRIED = 0, 1
 UNKNOWN = -1  # an entry that nobody keeps: accesses under it are not recorded
 _BARRIERS = 128  # mbarriers per CTA that get an entry
+_GROUPS = 16  # groups of wgmma operations of a warp whose issue is remembered
 
 
 class SyncPoint:
@@ -88,6 +89,7 @@ class Clocks:
         self.owners: list[Any] = list(everyone)
         self.index: dict[Any, int] = {}
         self._agents = np.zeros(0, np.int64)
+        self._issued: dict[int, dict[int, np.ndarray]] = {}
 
     def of(self, warp: Any) -> np.ndarray:
         """A warp's clock, uint32[2, entries]."""
@@ -138,6 +140,29 @@ class Clocks:
         for row in (place, place + self.size):
             if self._flat[row] < epoch:
                 self._flat[row] = epoch
+
+    def issued(self, entry: int, clock: np.ndarray) -> None:
+        """An operation begins under ``clock``; kept for wgmma, with the current group of its agent."""
+        if self.kinds[entry] != "wgmma":
+            return
+        groups = self._issued.setdefault(entry, {})
+        groups[self.epochs[entry]] = clock
+        if len(groups) > _GROUPS:
+            del groups[min(groups)]
+
+    def learn_group(self, warp: Any, entry: int, group: int) -> None:
+        """`learn`, of groups of wgmma; in the CARRIED row also what the issuer knew.
+
+        The operation is one of the warpgroup, so all four warps have issued their parts when any of them has waited.
+        """
+        self.learn(warp, entry, group)
+        groups = self._issued.get(entry, {})
+        latest = max((number for number in groups if number <= group), default=None)
+        if latest is not None:
+            mine = self.of(warp)[CARRIED]
+            known = mine[entry]
+            np.maximum(mine, groups[latest][CARRIED], out=mine)
+            mine[entry] = known  # the operation itself knows all of its own agent
 
 
 def address_of(array: np.ndarray) -> int:

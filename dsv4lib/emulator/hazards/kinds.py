@@ -154,6 +154,9 @@ _TABLE = (
      "two accesses to global memory, at least one a write, that no synchronisation orders",
      "a barrier within the CTA or cluster; between CTAs an atomic, release and acquire at a flag; wait_group (without "
      ".read) before handing on what a bulk store wrote"),
+    ("race_shared_same_value", LINT, "race",
+     "two writes to shared memory that no synchronisation orders leave the same bytes",
+     "let one warp write; compilers that copy a value to several warps let all of them store it"),
     ("race_global_same_value", LINT, "race",
      "two writes to global memory that no synchronisation orders leave the same bytes",
      "let one of them write"),

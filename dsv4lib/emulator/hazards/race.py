@@ -40,10 +40,11 @@ from dsv4lib.emulator.hazards.shadow import (
     Words,
     by_instruction,
     columns_of,
+    kind_of,
 )
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT
 from dsv4lib.emulator.native import abi
-from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, STRONG, WRITE
+from dsv4lib.emulator.native.access_log import BYTES, CAPACITY, COUNTS, GENERIC, GLOBAL, LOG, READ, SAME, STRONG, WRITE
 from dsv4lib.emulator.native.race_log import DONE, KEYS, LEFT, Box, Group, Launch, judge, sweep
 from dsv4lib.emulator.warp import PC
 
@@ -52,13 +53,6 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.cta import Cluster, Cta
     from dsv4lib.emulator.warp import Warp
 
-# What a conflict is called, by the kind of the agent that made the earlier access.
-_KINDS = {
-    "ld": "missing_tcgen05_wait",
-    "st": "missing_tcgen05_wait",
-    "bulk": "missing_bulk_wait",
-    "cp.async": "missing_cp_async_wait",
-}
 _NAMES = {"ld": "tcgen05.ld", "st": "tcgen05.st", "bulk": "a bulk store", "bulk write": "a bulk store"}
 _PUBLISHING = ("tcgen05.commit", "cp.async.mbarrier.arrive")
 _LANES = np.arange(abi.LANES, dtype=np.uint32)
@@ -221,7 +215,7 @@ class Detector(Order):
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
             clocks.epochs[entry] = clocks.epochs[self._agent(warp, "bulk")]
         if UNKNOWN not in (entry, own):
-            clocks.learn(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
+            clocks.learn_group(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
         """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
@@ -263,6 +257,7 @@ class Detector(Order):
             op.epoch = op.signals.phase + 1
             return
         op.epoch = clocks.epochs[entry]
+        clocks.issued(entry, clock)
         if op.instr.opcode.startswith(_PUBLISHING):
             clocks.epochs[entry] += 1
 
@@ -504,7 +499,8 @@ class Detector(Order):
                 conflict = (shadow.write if write else shadow.read)(cells, actor, ids, mask)
                 if conflict is not None:
                     pc, lane = int(at[conflict.position]), int(who[conflict.position])
-                    self._report(cluster.ctas[rank], actor, pc, warp, conflict, "shared memory", cells, None, lane)
+                    where, same = cluster.ctas[rank], bool(code & SAME)
+                    self._report(where, actor, pc, warp, conflict, "shared memory", cells, None, lane, same)
 
     # --- proxies ----------------------------------------------------------------------------------------------------
 
@@ -554,18 +550,14 @@ class Detector(Order):
         cells: Cells,
         op: AsyncOp | None,
         lane: int | None = None,
+        same: bool = False,
     ) -> None:
         state = cta.cluster.race
         clocks, table = state.clocks, state.accesses
-        other = int(table.entry[conflict.earlier])
+        other, epoch = int(table.entry[conflict.earlier]), int(table.epoch[conflict.earlier])
         # What the issuer of a pending operation does unordered, it has done without waiting for the operation.
         mine = op is not None and warp is clocks.owners[other]
-        kind = _KINDS.get(clocks.kinds[actor.entry], "") if mine else ""
-        if not kind and not clocks.waited_for(other, int(table.epoch[conflict.earlier])):
-            kind = _KINDS.get(clocks.kinds[other], "")
-        kind = kind or ("race_shared" if memory.startswith("shared") else "race_tensor")
-        if conflict.carried:
-            kind = "race_through_completion"
+        kind = kind_of(conflict, memory, clocks, actor.entry if mine else None, (other, epoch), same)
         key = kind, pc, int(table.pc[conflict.earlier])
         if key in self._found:
             self._found[key].count += 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT, address_of
+from dsv4lib.emulator.hazards.clocks import CARRIED, STRICT, Clocks, address_of
 from dsv4lib.emulator.native import race_log
 from dsv4lib.emulator.native.race_log import ALL_BYTES
 
@@ -232,6 +232,36 @@ class Conflict:
     position: int
     what: str
     carried: bool = False
+
+
+# What a conflict is called, by the kind of the agent that made the earlier access.
+_KINDS = {
+    "ld": "missing_tcgen05_wait",
+    "st": "missing_tcgen05_wait",
+    "bulk": "missing_bulk_wait",
+    "cp.async": "missing_cp_async_wait",
+}
+
+
+def kind_of(
+    conflict: Conflict, memory: str, clocks: Clocks, agent: int | None, earlier: tuple[int, int], same: bool
+) -> str:
+    """The kind of hazard that a conflict is.
+
+    Args:
+        memory: "shared memory" or "tensor memory".
+        agent: entry of the asynchronous agent that makes the access, if its own issuer made the earlier one.
+        earlier: entry and epoch of who made the earlier access.
+        same: the access is a write of threads and leaves every byte as it was.
+    """
+    if conflict.carried:
+        return "race_through_completion"
+    kind = _KINDS.get(clocks.kinds[agent], "") if agent is not None else ""
+    if not kind and not clocks.waited_for(*earlier):
+        kind = _KINDS.get(clocks.kinds[earlier[0]], "")
+    if not kind and same and conflict.what == "write after write":
+        kind = "race_shared_same_value"
+    return kind or ("race_shared" if memory.startswith("shared") else "race_tensor")
 
 
 class Shadow:

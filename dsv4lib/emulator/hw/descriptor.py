@@ -60,6 +60,7 @@ class SmemDescriptor:
         leading, stride: leading and stride dimension byte offset (operand.py says which is which).
         swizzle: applied to the absolute address.
         further: offset at which rows go on behind the end of their 128-byte line, -1 = they do not.
+        base: the swizzle's pattern begins this much later than at multiples of 1,024 (the descriptor's base offset).
     """
 
     start: int
@@ -67,6 +68,7 @@ class SmemDescriptor:
     stride: int
     swizzle: Swizzle
     further: int = -1
+    base: int = 0
 
 
 def _bits(value: int, low: int, count: int) -> int:
@@ -79,29 +81,34 @@ def _zero(value: int, low: int, count: int, what: str, name: str) -> None:
         raise DescriptorError(f"{what} {value:#x}: {name} ({span}) is {found}, must be 0")
 
 
+def _base_offset(bits: int, swizzle: Swizzle) -> int:
+    """Bytes by which the swizzle's pattern begins later. Without a swizzle it says nothing, but Triton 3.9 sets it."""
+    return 0 if swizzle is NO_SWIZZLE else _bits(bits, 49, 3) << 7
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def smem_descriptor(bits: int) -> SmemDescriptor:
     """Decode the 64-bit matrix descriptor of tcgen05.mma and tcgen05.cp.
 
     Raises:
-        DescriptorError: reserved bits, version, swizzle mode; a base offset, which no known compiler emits; an absolute
-            leading address (for rows of 48 bytes on sm_103a) without the 128B swizzle that it needs.
+        DescriptorError: reserved bits, version, swizzle mode; an absolute leading address (for rows of 48 bytes on
+            sm_103a) without the 128B swizzle that it needs, or with a base offset.
     """
     what = "SMEM descriptor"
     _zero(bits, 14, 2, what, "reserved")
     _zero(bits, 30, 2, what, "reserved")
     if _bits(bits, 46, 3) != 1:
         raise DescriptorError(f"{what} {bits:#x}: version (bits 46-48) is {_bits(bits, 46, 3)}, must be 1")
-    _zero(bits, 49, 3, what, "base offset: matrices off their swizzle pattern are not supported; it")
     _zero(bits, 53, 8, what, "reserved")
     swizzle = _SWIZZLE_SM100.get(_bits(bits, 61, 3))
     if swizzle is None:
         raise DescriptorError(f"{what} {bits:#x}: swizzle mode (bits 61-63) is {_bits(bits, 61, 3)}, not 0, 1, 2, 4, 6")
     start, leading, stride = (_bits(bits, low, 14) << 4 for low in (0, 16, 32))
     if not _bits(bits, 52, 1):
-        return SmemDescriptor(start, leading, stride, swizzle)
-    if swizzle is not SWIZZLE_128B:
-        raise DescriptorError(f"{what} {bits:#x}: an absolute leading address (bit 52) needs the 128B swizzle")
+        return SmemDescriptor(start, leading, stride, swizzle, base=_base_offset(bits, swizzle))
+    if swizzle is not SWIZZLE_128B or _bits(bits, 49, 3):
+        text = "an absolute leading address (bit 52) needs the 128B swizzle, and no base offset"
+        raise DescriptorError(f"{what} {bits:#x}: {text}")
     return SmemDescriptor(start, 0, stride, swizzle, leading)
 
 
@@ -110,14 +117,14 @@ def smem_descriptor_sm90(bits: int) -> SmemDescriptor:
     """Decode the 64-bit matrix descriptor of wgmma.
 
     Raises:
-        DescriptorError: reserved bits or a base offset.
+        DescriptorError: reserved bits.
     """
     what = "wgmma descriptor"
     for low, count in ((14, 2), (30, 2), (46, 3), (52, 10)):
         _zero(bits, low, count, what, "reserved")
-    _zero(bits, 49, 3, what, "base offset: matrices off their swizzle pattern are not supported; it")
     swizzle = _SWIZZLE_SM90[_bits(bits, 62, 2)]
-    return SmemDescriptor(_bits(bits, 0, 14) << 4, _bits(bits, 16, 14) << 4, _bits(bits, 32, 14) << 4, swizzle)
+    start, leading, stride = (_bits(bits, low, 14) << 4 for low in (0, 16, 32))
+    return SmemDescriptor(start, leading, stride, swizzle, base=_base_offset(bits, swizzle))
 
 
 # --- instruction descriptor ----------------------------------------------------------------------------------------

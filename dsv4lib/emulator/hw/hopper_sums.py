@@ -6,7 +6,8 @@ is cut to the accumulator's mantissa (f32) or rounded (f16). Exponents of produc
 a product of two significands in [1, 2) is not normalised first, and subnormal operands keep the smallest exponent. fp8
 keeps far fewer bits than the other types, which is why kernels add fp8 partial sums in float32 registers.
 
-fp8 of mma.sync runs as two f16 sums, over k % 4 < 2 and then over the rest, and a float32 addition of C.
+fp8 of mma.sync runs as two f16 sums, over k % 4 < 2 (k % 8 < 4 if A is sparse) and then over the rest, and a float32
+addition of C.
 
 f64: one fused multiply-add after another, k ascending, starting from C.
 
@@ -82,8 +83,9 @@ def truncate(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def fp8_mma_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """float32 (16, 8) of the mma.sync m16n8k32 of fp8 with f32 accumulators."""
-    first = np.arange(a.shape[1]) % 4 < 2
+    """float32 (16, 8) of the mma.sync m16n8k32 of fp8 with f32 accumulators, or of the sparse m16n8k64."""
+    both = a.shape[1] // 8  # elements of K whose products (half of them, if A is sparse) go to the two sums in turn
+    first = np.arange(a.shape[1]) % both < both // 2
     half = fused_sum(a[:, first], b[:, first], None, "f16", "f16", "f32")
     return fused_sum(a[:, ~first], b[:, ~first], half, "f16", "f16", "f32") + c
 

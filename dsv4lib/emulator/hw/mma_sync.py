@@ -1,4 +1,5 @@
-"""mma.sync: warp-level matrix multiply-accumulate, all dense forms but the quad-pair m8n8k4 f16 of Volta.
+"""mma.sync: warp-level matrix multiply-accumulate, all forms but the quad-pair m8n8k4 f16 of Volta and mma.sp of
+kind::mx*. Sparse A is multiplied with its zeros.
 
 Synchronous: the result is there when the instruction is done. On sm_90 floats are added as Hopper does, bit for bit
 (hopper_sums.py; only the fp8 forms with K = 16 or f16 accumulators have not been compared). Elsewhere products are
@@ -26,12 +27,15 @@ from dsv4lib.emulator.hw.fragments import (
 from dsv4lib.emulator.hw.hopper_sums import chained_fma, fp8_mma_sum, fused_sum
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
+from dsv4lib.emulator.hw.sparse import codes_of, expand_bytes
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES
 from dsv4lib.emulator.ptx.ir import Instr, Operand, Vector
 from dsv4lib.emulator.warp import Warp
 
 _HEAD = "mma.sync.aligned."
+_SPARSE = "mma.<sp:sp|sp::ordered_metadata>.sync.aligned."
+_ORDERED = "mma.<sp:sp::ordered_metadata>.sync.aligned."
 _F8 = "e4m3|e5m2"
 _F8F6F4 = "e4m3|e5m2|e3m2|e2m3|e2m1"
 
@@ -53,14 +57,18 @@ def _check_lanes(warp: Warp, instr: Instr) -> None:
     warp.cta.machine.stats["mma_sync"] += 1
 
 
-def _operands(warp: Warp, instr: Instr, rows: int, k_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+def _operands(warp: Warp, instr: Instr, form: Form, rows: int, k_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """uint8 A (rows, K bytes) and B (8, K bytes)."""
     a, b = instr.operands[1:3]
     count = k_bytes // 16
-    return (
-        rows_of_a(_read(warp, instr, a, count * rows // 8)),
-        columns_of_b(_read(warp, instr, b, count)),
-    )
+    columns = columns_of_b(_read(warp, instr, b, count))
+    if not form.has("sp"):
+        return rows_of_a(_read(warp, instr, a, count * rows // 8)), columns
+    kind = form.get("a")
+    metadata, selector = instr.operands[4:]
+    codes = codes_of(warp.read(metadata, np.uint32), warp.uniform(selector, np.uint32), kind, k_bytes)
+    stored = rows_of_a(_read(warp, instr, a, count))
+    return expand_bytes(stored, codes, kind, form.get("sp") != "sp"), columns
 
 
 def _accumulator(warp: Warp, instr: Instr, rows: int, fmt: str) -> np.ndarray:
@@ -78,7 +86,7 @@ def _float_result(a: np.ndarray, b: np.ndarray, c: np.ndarray, form: Form, hoppe
     d, kind = form.get("d"), form.get("a")
     if hopper and kind in ("f16", "bf16", "tf32"):
         return fused_sum(a, b, c, kind, form.get("b"), d)
-    if hopper and d == "f32" and form.get("k") == "32":
+    if hopper and d == "f32" and form.get("k") in ("32", "64"):
         return fp8_mma_sum(a, b, c)
     return _sums(a, b, c, np.float32 if d == "f32" else np.float16)
 
@@ -102,13 +110,21 @@ def _sums(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: type) -> np.ndarra
     f"{_HEAD}m16n8k<k:16|32>.row.col.<d:f16>.<a:{_F8}>.<b:{_F8}>.f16",
     f"{_HEAD}m16n8k<k:32>.row.col.kind::f8f6f4.<d:f32>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f32",
     f"{_HEAD}m16n8k<k:32>.row.col.kind::f8f6f4.<d:f16>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f16",
+    f"{_SPARSE}m16n8k<k:16|32>.row.col.<d:f16>.<a:f16>.<b:f16>.f16",
+    f"{_SPARSE}m16n8k<k:16|32>.row.col.<d:f32>.<a:f16>.<b:f16>.f32",
+    f"{_SPARSE}m16n8k<k:16|32>.row.col.<d:f32>.<a:bf16>.<b:bf16>.f32",
+    f"{_SPARSE}m16n8k<k:8|16>.row.col.<d:f32>.<a:tf32>.<b:tf32>.f32",
+    f"{_SPARSE}m16n8k<k:64>.row.col.<d:f32>.<a:{_F8}>.<b:{_F8}>.f32",
+    f"{_ORDERED}m16n8k<k:64>.row.col.<d:f16>.<a:{_F8}>.<b:{_F8}>.f16",
+    f"{_ORDERED}m16n8k<k:64>.row.col.kind::f8f6f4.<d:f32>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f32",
+    f"{_ORDERED}m16n8k<k:64>.row.col.kind::f8f6f4.<d:f16>.<a:{_F8F6F4}>.<b:{_F8F6F4}>.f16",
     note="bit-equal to an H200 on sm_90; elsewhere the accumulation order is not that of hardware",
 )
 def mma_float(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mma.sync d, a, b, c`` of 8-, 16- and 32-bit floats; 4- and 6-bit types sit in bytes."""
+    """``mma.sync d, a, b, c{, metadata, selector}`` of 8-, 16- and 32-bit floats; 4- and 6-bit types sit in bytes."""
     _check_lanes(warp, instr)
     width = {"f16": 2, "bf16": 2, "tf32": 4}.get(form.get("a"), 1)
-    a, b = _operands(warp, instr, 16, width * int(form.get("k")))
+    a, b = _operands(warp, instr, form, 16, width * int(form.get("k")))
     c = _accumulator(warp, instr, 16, form.get("d"))
     hopper = str(warp.cta.machine.arch).startswith("sm_90") and "kind::" not in form.opcode
     result = _float_result(decode(a, form.get("a")), decode(b, form.get("b")), c, form, hopper)
@@ -120,13 +136,16 @@ def mma_float(warp: Warp, instr: Instr, form: Form) -> None:
     f"{_HEAD}m<m:16>n8k<k:16|32>.row.col[.<sat:satfinite>].s32.<a:s8|u8>.<b:s8|u8>.s32",
     f"{_HEAD}m<m:8>n8k<k:32>.row.col[.<sat:satfinite>].s32.<a:s4|u4>.<b:s4|u4>.s32",
     f"{_HEAD}m<m:16>n8k<k:32|64>.row.col[.<sat:satfinite>].s32.<a:s4|u4>.<b:s4|u4>.s32",
+    f"{_SPARSE}m<m:16>n8k<k:32|64>.row.col[.<sat:satfinite>].s32.<a:s8|u8>.<b:s8|u8>.s32",
+    f"{_SPARSE}m<m:16>n8k<k:64|128>.row.col[.<sat:satfinite>].s32.<a:s4|u4>.<b:s4|u4>.s32",
 )
 def mma_integer(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mma.sync d, a, b, c`` of 8- and 4-bit integers."""
+    """``mma.sync d, a, b, c{, metadata, selector}`` of 8- and 4-bit integers."""
     _check_lanes(warp, instr)
     bits = int(form.get("a")[1:])
     values = []
-    for name, raw in zip("ab", _operands(warp, instr, int(form.get("m")), int(form.get("k")) * bits // 8), strict=True):
+    matrices = _operands(warp, instr, form, int(form.get("m")), int(form.get("k")) * bits // 8)
+    for name, raw in zip("ab", matrices, strict=True):
         kind = form.get(name)
         values.append(decode(raw, kind) if bits == 8 else unpack_nibbles(raw, kind == "s4"))
     c = _accumulator(warp, instr, int(form.get("m")), "s32")
@@ -140,7 +159,7 @@ def mma_integer(warp: Warp, instr: Instr, form: Form) -> None:
 def mma_bits(warp: Warp, instr: Instr, form: Form) -> None:
     """``mma.sync d, a, b, c`` of bits: population counts of the rows and columns combined."""
     _check_lanes(warp, instr)
-    a, b = (unpack_bits(raw) for raw in _operands(warp, instr, int(form.get("m")), int(form.get("k")) // 8))
+    a, b = (unpack_bits(raw) for raw in _operands(warp, instr, form, int(form.get("m")), int(form.get("k")) // 8))
     both = a @ b.T
     count = both if form.get("op") == "and" else a.sum(1)[:, None] + b.sum(1)[None, :] - 2 * both
     c = _accumulator(warp, instr, int(form.get("m")), "s32")
@@ -184,7 +203,7 @@ def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
     _check_lanes(warp, instr)
     k, kind = int(form.get("k")), form.get("kind")
     count = {"mxf8f6f4": 1, "mxf4": 2}.get(kind) or int(form.get("vec")[0])
-    a, b = _operands(warp, instr, 16, 32)
+    a, b = _operands(warp, instr, form, 16, 32)
     names = [form.get("a"), form.get("b")] if kind == "mxf8f6f4" else ["e2m1x2", "e2m1x2"]
     scale_a, select_a, scale_b, select_b = instr.operands[4:]
     lane = np.arange(LANES)

@@ -99,13 +99,16 @@ class Operand:
         """
         return self._take(self.smem.data, CHUNK).view(np.uint8)
 
-    def initialised(self) -> bool:
-        """Has every byte been written?"""
-        smem, key = self.smem, (self.first, id(self.chunks))
+    def initialised(self, used: int = 16) -> bool:
+        """Has every byte been written? Of each 16 the first ``used`` count."""
+        smem, key = self.smem, (self.first, id(self.chunks), used)
         # Written bytes stay written, but for those of a new mbarrier.
         if smem.written.get(key) is self.chunks:
             return True
-        if b"\0" in self._take(smem.init, CHUNK).tobytes():
+        init = self._take(smem.init, CHUNK)
+        if used < 16:
+            init = init.view(np.uint8).reshape(-1, 16)[:, :used]
+        if b"\0" in init.tobytes():
             return False
         smem.written[key] = self.chunks
         return True
@@ -137,8 +140,8 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
     """A K-major operand of ``rows`` rows with ``nbytes`` bytes each (a multiple of 16).
 
     Raises:
-        DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have; rows of 48 bytes that cross a line
-            of the swizzle without saying where they go on.
+        DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have; rows of more than 32 bytes that
+            cross a line of the swizzle without saying where they go on.
     """
     known = smem.operands.get((descriptor, rows, nbytes))
     if known is not None:
@@ -151,9 +154,10 @@ def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> O
         places = descriptor.start - base, descriptor.further - base
         operand = Operand(smem, base >> 4, crossing_chunks(rows, nbytes, descriptor.stride, swizzle, *places), False)
         return _keep(smem, (descriptor, rows, nbytes), operand)
-    if nbytes == 48 and descriptor.start % swizzle.width + nbytes > swizzle.width:
-        raise DescriptorError("rows of 48 bytes cross a line of the swizzle: an absolute leading address is needed")
-    phase = descriptor.start % _PERIOD
+    if nbytes > 32 and swizzle is not NO_SWIZZLE and descriptor.start % swizzle.width + nbytes > swizzle.width:
+        where = "an absolute leading address is needed" if nbytes == 48 else "where they go on is not known"
+        raise DescriptorError(f"rows of {nbytes} bytes cross a line of the swizzle ({swizzle.name}): {where}")
+    phase = _phase(descriptor)
     # Swizzled K-major layouts do not use the leading offset; leave it out of the cache key.
     leading = descriptor.leading if swizzle is NO_SWIZZLE else 0
     chunks = k_major_chunks(rows, nbytes, leading, descriptor.stride, swizzle, phase)
@@ -177,10 +181,22 @@ def mn_major(smem: Smem, descriptor: SmemDescriptor, mn: int, k: int, element: i
         raise DescriptorError(f"an MN-major matrix of {8 * element}-bit elements cannot use swizzle {swizzle.name}")
     if mn * element % 16:
         raise DescriptorError(f"an MN-major matrix needs a multiple of 16 bytes along M or N, not {mn * element}")
-    phase = descriptor.start % _PERIOD
+    phase = _phase(descriptor)
     chunks = mn_major_chunks(mn, k, element, descriptor.leading, descriptor.stride, swizzle, phase)
     operand = Operand(smem, (descriptor.start - phase) >> 4, chunks, True)
     return _keep(smem, (descriptor, mn, k, element), operand)
+
+
+def _phase(descriptor: SmemDescriptor) -> int:
+    """Where in the swizzle's period the matrix starts: an H200 subtracts the base offset from the address (wgmma).
+
+    Raises:
+        DescriptorError: the period would begin below the shared window.
+    """
+    phase = (descriptor.start - descriptor.base) % _PERIOD
+    if phase > descriptor.start:
+        raise DescriptorError(f"a matrix at {descriptor.start:#x} with the base offset {descriptor.base >> 7}")
+    return phase
 
 
 def part(whole: Operand, first: int, end: int) -> Operand:

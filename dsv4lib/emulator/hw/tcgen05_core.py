@@ -19,10 +19,11 @@ import numpy as np
 
 from dsv4lib.emulator.errors import EmulatorError, Place
 from dsv4lib.emulator.hazards.shadow import columns_of
-from dsv4lib.emulator.hw import shared
+from dsv4lib.emulator.hw import shared, tcgen05_sparse
 from dsv4lib.emulator.hw.descriptor import ELEMENT_BITS, K_OF_SM103, InstrDescriptor, SmemDescriptor
 from dsv4lib.emulator.hw.numeric import SCALES, accumulate_int32, decode, decode_half, encode_half
 from dsv4lib.emulator.hw.operand import Operand, k_major, mn_major
+from dsv4lib.emulator.hw.sparse import expand
 from dsv4lib.emulator.hw.tcgen05_layout import Region, by_row, columns_used, lanes_allowed, regions
 from dsv4lib.emulator.hw.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
 
@@ -36,6 +37,10 @@ _LANE_NUMBERS = np.broadcast_to(np.arange(LANES)[:, None], (LANES, COLUMNS))
 A_WORDS = 8  # tensor-memory columns of a row of A: 32 bytes in every kind
 # ue8m0 codes beyond 2^-56 and 2^56: a scaled operand could leave float32 although the product of both does not.
 _SCALE_LOW, _SCALE_HIGH = 127 - 56, 127 + 56
+
+
+# Bytes of each 16 that hold elements of 4 and 6 bits in the kinds with 8-bit elements; the rest may be anything.
+_USED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}
 
 
 @dataclass
@@ -53,6 +58,7 @@ class Mma:
         disabled: bool[CTAs, 128], lanes of D that are not written; None = all are.
         zero_columns: mask and shift of B's columns (.ws).
         block: elements of K that share a scale factor; sfa, sfb: tensor-memory addresses.
+        metadata: tensor-memory address of where the elements of a sparse A stand, -1 = A is dense; selector: of them.
         queued: its operation in the tensor pipe.
     """
 
@@ -71,6 +77,8 @@ class Mma:
     block: int = 0
     sfa: int = 0
     sfb: int = 0
+    metadata: int = -1
+    selector: int = 0
     queued: AsyncOp | None = None
     regions: tuple[Region, ...] = field(init=False)
 
@@ -118,7 +126,7 @@ class Mma:
         product = self._product()
         column, lane, width = self.d & 0xFFFF, self.d >> 16, self.width
         for cta in self.ctas:
-            if not self._columns(cta, column, width, "D"):
+            if not self.reads(cta, column, width, "D"):
                 return
         for region in self.regions:
             self._store(region, region.part(product), column, width, lane)
@@ -189,17 +197,20 @@ class Mma:
 
     def _a(self, cta: Cta) -> np.ndarray:
         """float32 (rows, K) of one CTA; all 128 lanes where every group of lanes has its own A."""
-        s = self.shape
+        s, sparse = self.shape, self.metadata >= 0
         if isinstance(self.a, int):
             values = decode(self._a_in_tmem(cta), s.a)
         else:
-            values = self._matrix(cta, self.a, s.m // len(self.ctas), s.a, s.mn_major_a, "A")
+            rows, k = s.m // len(self.ctas), s.k // 2 if sparse else s.k
+            values = self._matrix(cta, self.a, (rows, k), s.a, s.mn_major_a, "A")
+        if sparse:
+            values = expand(values, tcgen05_sparse.codes_of(self, cta), s.a, True)
         return -values if s.negate_a else values
 
     def _a_in_tmem(self, cta: Cta) -> np.ndarray:
         """uint8 (rows, 32)."""
         tmem, column = tmem_of(cta), self.a & 0xFFFF
-        if not self._columns(cta, column, A_WORDS, "A"):
+        if not self.reads(cta, column, A_WORDS, "A"):
             raise EmulatorError(f"tcgen05.mma reads A from columns {column} to {column + A_WORDS - 1}", self.place)
         if self.regions[0].split:
             region, lane = self.regions[0], self.a >> 16
@@ -228,33 +239,34 @@ class Mma:
             mask, shift = self.zero_columns
         # A shifted B is read further; in whole 16-byte chunks if they run along N.
         more = -(-shift // 16) * 16 if s.mn_major_b else shift
-        parts = [self._matrix(cta, self.b, rows + more, s.b, s.mn_major_b, "B") for cta in self.ctas]
+        parts = [self._matrix(cta, self.b, (rows + more, s.k), s.b, s.mn_major_b, "B") for cta in self.ctas]
         values = np.concatenate(parts) if pair > 1 else parts[0]
         if self.zero_columns is not None:
             values = np.where(mask[:, None], np.float32(0), values[shift : shift + s.n])
         return -values if s.negate_b else values
 
     def _matrix(
-        self, cta: Cta, descriptor: SmemDescriptor, rows: int, fmt: str, transposed: bool, what: str
+        self, cta: Cta, descriptor: SmemDescriptor, size: tuple[int, int], fmt: str, transposed: bool, what: str
     ) -> np.ndarray:
-        """float32 (rows, K) of a matrix in shared memory."""
-        s = self.shape
+        """float32 (rows, K), of ``size``, of a matrix in shared memory."""
+        s, used, (rows, k) = self.shape, 16, size
         if transposed:
-            operand = mn_major(cta.smem, descriptor, rows, s.k, ELEMENT_BITS[s.kind] // 8)
+            operand = mn_major(cta.smem, descriptor, rows, k, ELEMENT_BITS[s.kind] // 8)
         else:
-            if fmt in ("e2m1", "e2m3", "e3m2"):
+            used = _USED.get(fmt, 16)
+            if used < 16:
                 fmt += "_padded"
-            operand = k_major(cta.smem, descriptor, rows, s.k * ELEMENT_BITS[s.kind] // 8)
-        self._check(cta, operand, what)
+            operand = k_major(cta.smem, descriptor, rows, k * ELEMENT_BITS[s.kind] // 8)
+        self._check(cta, operand, what, used)
         values = decode(operand.read(), fmt)
         return values.T if transposed else values
 
-    def _check(self, cta: Cta, operand: Operand, what: str) -> None:
+    def _check(self, cta: Cta, operand: Operand, what: str, used: int = 16) -> None:
         if cta.machine.trace is not None:
             cta.machine.trace.smem_operand(cta, self.warp, self.instr, f"mma {what}", operand)
         if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.shared_chunks(cta, operand.first + operand.chunks, False)
-        if not operand.initialised():
+        if not operand.initialised(used):
             low, high = operand.span()
             self.report(
                 "uninitialised_smem", f"reads uninitialised shared memory of {cta} for {what}, {low:#x}-{high:#x}"
@@ -281,7 +293,7 @@ class Mma:
         step, blocks = -(-part // QUARTER), s.k // self.block
         used = -(-(data_id + blocks) // 4)  # words of a row; more than one with K = 96
         count = step * used
-        if not self._columns(cta, column, count, f"scale factors {what}"):
+        if not self.reads(cta, column, count, f"scale factors {what}"):
             raise EmulatorError(f"tcgen05.mma reads scale factors {what} from column {column}", self.place)
         if cta.machine.race is not None and cta.machine.race.full:
             cta.machine.race.tensor(cta, columns_of(column, count), False)
@@ -299,7 +311,7 @@ class Mma:
 
     # --- accumulator ------------------------------------------------------------------------------------------------
 
-    def _columns(self, cta: Cta, column: int, count: int, what: str) -> bool:
+    def reads(self, cta: Cta, column: int, count: int, what: str) -> bool:
         """Are the columns allocated? False, after a report, if they do not exist."""
         if tmem_of(cta).fault(column, count) is None:
             return True

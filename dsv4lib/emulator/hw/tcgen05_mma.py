@@ -1,7 +1,7 @@
 """tcgen05.mma and tcgen05.mma.ws: operands and their checks; the work is in tcgen05_core.py.
 
 Collector qualifiers only permit reuse of an operand that must not change meanwhile, so they have no effect here.
-Not implemented, hence refused: sparse A (``.sp``), ``.ashift``.
+Not implemented, hence refused: sparse A (``.sp``) with block scaling or ``.ws``, ``.ashift``.
 
 Source: PTX ISA, "tcgen05.mma" and "tcgen05.mma.ws"; K = 96 of sm_103a: CUTLASS, atoms and layouts of SM103.
 """
@@ -29,6 +29,7 @@ from dsv4lib.emulator.hw.tcgen05_issue import (
     tensor_unit,
     tmem_address,
 )
+from dsv4lib.emulator.hw.tcgen05_sparse import sparse_descriptor
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Memory, Operand, Vector
 from dsv4lib.emulator.warp import Warp
@@ -58,12 +59,15 @@ def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
 
 @isa.service(
     f"tcgen05.mma.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
-    note="dense; no .ashift; float32 sums in an order of our own; D and A in tensor memory as in the compiler's "
-    "fragments; by the PTX ISA alone: negation, saturation, scale-input-d, disabled lanes",
+    f"tcgen05.mma.<sp:sp>.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
+    note="no .ashift; sparse A not with M = 128 of a CTA pair; float32 sums in an order of our own; D and A in tensor "
+    "memory as in the compiler's fragments; by the PTX ISA alone: negation, saturation, scale-input-d, disabled lanes",
 )
 def mma(warp: Warp, instr: Instr, form: Form) -> None:
-    """``tcgen05.mma [d], a, b-desc, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``."""
-    d, a, b, idesc, *rest = instr.operands
+    """``tcgen05.mma [d], a, b-desc{, [metadata]}, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``."""
+    d, a, b, *rest = instr.operands
+    metadata = rest.pop(0) if form.has("sp") else None
+    idesc = rest.pop(0)
     group, kind = group_of(form), form.get("kind")
     mask = rest.pop(0) if isinstance(rest[0], Vector) else None
     enable, scale = rest[0], rest[1] if len(rest) > 1 else None
@@ -71,10 +75,15 @@ def mma(warp: Warp, instr: Instr, form: Form) -> None:
         raise EmulatorError(f"disable-output-lane has {len(mask.items)} elements, cta_group::{group} takes {4 * group}")
     ctas = group_ctas(warp, group)
     for lane in each_lane(warp):
+        bits, selector = lane_value(warp, idesc, np.uint32, lane), 0
+        if metadata is None:
+            shape = instruction_descriptor(kind, bits, group)
+        else:
+            shape, selector = sparse_descriptor(kind, bits, group)
         op = Mma(
             warp=warp,
             instr=instr,
-            shape=instruction_descriptor(kind, lane_value(warp, idesc, np.uint32, lane), group),
+            shape=shape,
             ctas=ctas,
             a=_matrix(warp, a, lane),
             b=smem_descriptor(lane_value(warp, b, np.uint64, lane)),
@@ -82,6 +91,8 @@ def mma(warp: Warp, instr: Instr, form: Form) -> None:
             accumulate=warp.test(enable, lane),
             scale_d=_scale_d(kind, scale),
             disabled=None if mask is None else _disabled(warp, mask, lane),
+            metadata=-1 if metadata is None else tmem_address(warp, metadata, lane),
+            selector=selector,
         )
         _issue(warp, instr, form, op)
 

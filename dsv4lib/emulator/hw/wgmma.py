@@ -8,7 +8,9 @@ matrices in shared memory are read at completion, which is when hardware may sti
 A wgmma-group is one of the warpgroup ("creates a new wgmma-group per warpgroup"), although each warp commits and waits
 for itself: a wait lasts until the parts of all four warps are complete. CUTLASS's mainloops depend on it: in a cluster
 one thread per warpgroup hands a stage of A and B back to the producer, after the wait of its own warp alone
-(include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``).
+(include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``). No part begins before all four
+warps have issued theirs: cuDNN's block-sparse backward stores dS by all four warps and multiplies it behind each warp's
+own proxy fence, with no barrier between (the race is reported), and on an H200 all four read what a late one left.
 
 Results are bit-equal to an H200 (tests/emulator/hw/test_mma_h200.py); the arithmetic is in hopper_sums.py.
 
@@ -35,6 +37,7 @@ from dsv4lib.emulator.hw.numeric import accumulate_int32, decode
 from dsv4lib.emulator.hw.operand import Operand as Matrix
 from dsv4lib.emulator.hw.operand import k_major, mn_major, part
 from dsv4lib.emulator.hw.registers import read_rows, write_rows
+from dsv4lib.emulator.hw.sparse import codes_of, expand_bytes
 from dsv4lib.emulator.hw.tcgen05_issue import issue
 from dsv4lib.emulator.hw.tcgen05_ldst import POISON
 from dsv4lib.emulator.isa import Form
@@ -48,6 +51,7 @@ ROWS = 16  # of a warp
 _N = "|".join(str(n) for n in range(8, 257, 8))
 _N_INT = "|".join(str(n) for n in (8, 16, 24, 32, *range(48, 257, 16)))
 _HEAD = "wgmma.mma_async.sync.aligned."
+_SPARSE = "wgmma.mma_async.<sp:sp>.sync.aligned."
 _EARLY = "wgmma copied early"
 
 
@@ -63,12 +67,15 @@ class Accumulator:
 class State:
     """Pending operations of a warp, oldest first; those not committed yet; committed groups that may be pending.
 
-    committed: groups so far.
+    issued, committed: operations and groups so far.
+    others: the other warps of the warpgroup, with theirs.
     """
 
     order: deque[AsyncOp] = field(default_factory=deque)
     open: list[AsyncOp] = field(default_factory=list)
     groups: deque[list[AsyncOp]] = field(default_factory=deque)
+    issued: int = 0
+    others: tuple[tuple[Warp, State], ...] = ()
     committed: int = 0
 
     def first_groups(self, count: int) -> Iterator[AsyncOp]:
@@ -94,7 +101,10 @@ def state_of(warp: Warp) -> State:
 
 @dataclass
 class Wgmma:
-    """What one wgmma.mma_async has captured at issue."""
+    """What one wgmma.mma_async has captured at issue.
+
+    ``k_bytes`` are those of a row of B; ``codes`` is None of a dense A, else where its elements stand (sparse.py).
+    """
 
     warp: Warp
     instr: Instr
@@ -111,6 +121,7 @@ class Wgmma:
     transpose_a: bool = False
     transpose_b: bool = False
     saturate: bool = False
+    codes: np.ndarray | None = None
 
     def __str__(self) -> str:
         return f"wgmma m64n{self.n} {self.a_format} x {self.b_format}"
@@ -138,20 +149,26 @@ class Wgmma:
 
     def _a(self) -> np.ndarray:
         if not isinstance(self.a, SmemDescriptor):
-            return self._decode(rows_of_a(read_rows(self.warp, self.instr, self.a)), self.a_format)
-        matrix, quarter = self._matrix(self.a, 64, self.transpose_a), self.warp.warp_id % 4
+            return self._full(rows_of_a(read_rows(self.warp, self.instr, self.a)))
+        matrix, quarter = self._matrix(self.a, 64, 32, self.transpose_a), self.warp.warp_id % 4
         size = 2 if self.transpose_a else ROWS  # 16 rows of 2-byte elements are two chunks
         matrix = part(matrix, size * quarter, size * (quarter + 1))
         return self._values(matrix, self.a_format, "A")
 
     def _b(self) -> np.ndarray:
-        return self._values(self._matrix(self.b, self.n, self.transpose_b), self.b_format, "B")
+        return self._values(self._matrix(self.b, self.n, self.k_bytes, self.transpose_b), self.b_format, "B")
 
-    def _matrix(self, descriptor: SmemDescriptor, rows: int, transposed: bool) -> Matrix:
+    def _full(self, raw: np.ndarray) -> np.ndarray:
+        """A's values, with its zeros, of the bytes of its rows."""
+        return self._decode(
+            raw if self.codes is None else expand_bytes(raw, self.codes, self.a_format, False), self.a_format
+        )
+
+    def _matrix(self, descriptor: SmemDescriptor, rows: int, k_bytes: int, transposed: bool) -> Matrix:
         smem = self.warp.cta.smem
         if transposed:
-            return mn_major(smem, descriptor, rows, self.k_bytes // 2, 2)
-        return k_major(smem, descriptor, rows, self.k_bytes)
+            return mn_major(smem, descriptor, rows, k_bytes // 2, 2)
+        return k_major(smem, descriptor, rows, k_bytes)
 
     def _values(self, matrix: Matrix, fmt: str, what: str) -> np.ndarray:
         machine = self.warp.cta.machine
@@ -168,7 +185,10 @@ class Wgmma:
             text = f"wgmma reads shared memory for {what} that {how}"
             owner = shared.writer_of(self.warp.cta, matrix.first + matrix.chunks)
             machine.report(kind, text, self.warp.place(self.instr), warps=writers, owner=owner)
-        values = self._decode(matrix.read(), fmt)
+        raw = matrix.read()
+        if what == "A" and self.codes is not None:
+            return self._full(np.ascontiguousarray(raw.view(np.uint16).T).view(np.uint8) if matrix.mn_major else raw)
+        values = self._decode(raw, fmt)
         return values.T if matrix.mn_major else values
 
     @staticmethod
@@ -186,17 +206,25 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
     f"{_HEAD}m64n<n:{_N}>k32.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
     f"{_HEAD}m64n<n:{_N_INT}>k32.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
     f"{_HEAD}m64n<n:{_N_INT}>k256.<d:s32>.<a:b1>.<b:b1>.and.popc",
-    note="dense; bit-equal to an H200",
+    f"{_SPARSE}m64n<n:{_N}>k32.<d:f16|f32>.<a:f16>.<b:f16>",
+    f"{_SPARSE}m64n<n:{_N}>k32.<d:f32>.<a:bf16>.<b:bf16>",
+    f"{_SPARSE}m64n<n:{_N}>k16.<d:f32>.<a:tf32>.<b:tf32>",
+    f"{_SPARSE}m64n<n:{_N}>k64.<d:f16|f32>.<a:e4m3|e5m2>.<b:e4m3|e5m2>",
+    f"{_SPARSE}m64n<n:{_N_INT}>k64.<d:s32>.<a:s8|u8>.<b:s8|u8>[.<sat:satfinite>]",
+    note="bit-equal to an H200",
 )
 def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
-    """``wgmma.mma_async d, a, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}``."""
+    """``wgmma.mma_async d, a, b-desc{, metadata, selector}, scale-d{, scale-a, scale-b{, trans-a}{, trans-b}}``."""
     if not str(warp.cta.machine.arch).startswith("sm_90"):
         raise EmulatorError(f"{warp.cta.machine.arch} has no wgmma")
     if warp.mask() != FULL_MASK:
         raise EmulatorError(f"wgmma.mma_async needs all 32 lanes, active: {warp.mask():#010x}")
     if warp.cta.machine.race is not None:
         warp.cta.machine.race.executed(warp, instr)
-    d, a, b, scale_d, *immediates = instr.operands
+    d, a, b, *rest = instr.operands
+    metadata = (rest.pop(0), rest.pop(0)) if form.has("sp") else None
+    k_bytes = 32 if metadata is None else 64
+    scale_d, *immediates = rest
     n, d_format = int(form.get("n")), form.get("d")
     items = d.items if isinstance(d, Vector) else (d,)
     count = n // (4 if d_format == "f16" else 2)
@@ -206,7 +234,7 @@ def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
         warp=warp,
         instr=instr,
         n=n,
-        k_bytes=32,
+        k_bytes=k_bytes,
         a_format=form.get("a"),
         b_format=form.get("b"),
         d_format=d_format,
@@ -214,9 +242,15 @@ def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
         b=_descriptor(warp, b),
         accumulate=bool(warp.uniform(scale_d, bool)),
         saturate=form.has("sat"),
+        codes=None if metadata is None else _codes(warp, metadata, form.get("a"), k_bytes),
     )
     _immediates(op, immediates)
     _issue(warp, instr, op, items)
+
+
+def _codes(warp: Warp, metadata: tuple[Operand, Operand], fmt: str, k_bytes: int) -> np.ndarray:
+    words, selector = metadata
+    return codes_of(warp.read(words, np.uint32), warp.uniform(selector, np.uint32), fmt, k_bytes)
 
 
 def _descriptor(warp: Warp, operand: Operand) -> SmemDescriptor:
@@ -277,7 +311,12 @@ def _issue(warp: Warp, instr: Instr, op: Wgmma, items: tuple[Operand, ...]) -> N
     queued = issue(warp, instr, f"wgmma:{warp.agent}", str(op), complete)
     state.order.append(queued)
     state.open.append(queued)
-    queued.ready = lambda: state.order[0] is queued
+    state.issued = number = state.issued + 1
+    if not state.others:
+        state.others = tuple((other, state_of(other)) for other in _warpgroup(warp) if other is not warp)
+    queued.ready = lambda: (
+        state.order[0] is queued and all(s.issued >= number or other.exited for other, s in state.others)
+    )
     if instr.index in _copied_early(warp.program):
         while queued.pending:
             warp.cta.machine.units.complete(state.order[0])
@@ -320,8 +359,7 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if not isinstance(operand, Imm):
         raise EmulatorError("wgmma.wait_group takes an immediate")
     count = state_of(warp).committed - operand.bits
-    first = warp.warp_id // 4 * 4
-    warpgroup = warp.cta.warps[first : first + 4]
+    warpgroup = _warpgroup(warp)
 
     def missing() -> list[Warp]:
         return [other for other in warpgroup if not other.exited and state_of(other).committed < count]
@@ -335,6 +373,11 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
         if machine.race is not None:
             machine.race.waited(warp, "wgmma", operand.bits, of=other)
     return None
+
+
+def _warpgroup(warp: Warp) -> list[Warp]:
+    first = warp.warp_id // 4 * 4
+    return warp.cta.warps[first : first + 4]
 
 
 def _behind(warps: list[Warp], count: int) -> str:

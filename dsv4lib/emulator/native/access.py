@@ -384,14 +384,18 @@ define internal ptr @mem_param(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) no
   %pn = getelementptr i8, ptr %ctx, i64 $C_param_bytes
   %n = load i32, ptr %pn, align 4
   %size = zext i32 %n to i64
-  %offset = sub i64 %address, %start
+  %distance = sub i64 %address, %start
+  %lower = and i64 %distance, 4294967295
+  %short = icmp ult i64 %address, 4294967296
+  %offset = select i1 %short, i64 %lower, i64 %distance
   %end = add i64 %offset, %bytes
   %over = icmp ugt i64 %end, %size
-  %before = icmp ult i64 %address, %start
+  %before = icmp ugt i64 %offset, %size
   %bad = or i1 %over, %before
   br i1 %bad, label %outside, label %good
 good:
-  %p = inttoptr i64 %address to ptr
+  %at = add i64 %start, %offset
+  %p = inttoptr i64 %at to ptr
   ret ptr %p
 outside:
   %f2 = call ptr @mem_fault(ptr %ctx, i32 $PARAM, i64 %address, i64 %bytes, i32 %lane)

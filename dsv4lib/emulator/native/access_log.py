@@ -15,8 +15,8 @@ from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value
 LOG = np.dtype([("pc", "<i4"), ("mask", "<u4"), ("code", "<u8"), ("addresses", "<u8", abi.LANES)])
 CAPACITY = 4096  # more than a policy's quantum
 # Bits of ``code``; the low ones are the bytes of a lane's access.
-# COUNTS: an atomic of floating-point type; nobody synchronises by one.
-BYTES, READ, WRITE, STRONG, GENERIC, GLOBAL, COUNTS = 0xFF, *(1 << bit for bit in range(8, 14))
+# COUNTS: an atomic of floating-point type; nobody synchronises by one. SAME: a store to shared memory changed no byte.
+BYTES, READ, WRITE, STRONG, GENERIC, GLOBAL, COUNTS, SAME = 0xFF, *(1 << bit for bit in range(8, 15))
 
 _APPEND = """
 define internal void @log_access(ptr %ctx, ptr %addresses, i32 %mask, i64 %code) nounwind {
@@ -48,15 +48,107 @@ done:
 }
 """
 
+# SAME if shared memory holds what the lanes are about to store, else 0; impossible addresses are reported elsewhere.
+_SAME = """
+define internal i64 @log_same(ptr %ctx, ptr %addresses, ptr %staging, i64 %bytes, i32 %mask, i64 %window) nounwind {
+entry:
+  %pz = getelementptr i8, ptr %ctx, i64 $C_smem_bytes
+  %n = load i32, ptr %pz, align 4
+  %size = zext i32 %n to i64
+  br label %lane
+lane:
+  %i = phi i64 [ 0, %entry ], [ %i1, %next ]
+  %i1 = add i64 %i, 1
+  %out = icmp uge i64 %i, 32
+  br i1 %out, label %same, label %look
+look:
+  %i32 = trunc i64 %i to i32
+  %shifted = lshr i32 %mask, %i32
+  %on = trunc i32 %shifted to i1
+  br i1 %on, label %active, label %next
+active:
+  %pa = getelementptr i64, ptr %addresses, i64 %i
+  %address = load i64, ptr %pa, align 8
+  %top = lshr i64 %address, 56
+  %rank = lshr i64 %address, 24
+  %r = and i64 %rank, 255
+  %offset = and i64 %address, 16777215
+  %end = add i64 %offset, %bytes
+  %w = icmp ne i64 %top, %window
+  %far = icmp uge i64 %r, RANKS
+  %over = icmp ugt i64 %end, %size
+  %b1 = or i1 %w, %far
+  %b2 = or i1 %b1, %over
+  br i1 %b2, label %other, label %memory
+memory:
+  %pt = getelementptr i8, ptr %ctx, i64 $C_smem
+  %pd = getelementptr i64, ptr %pt, i64 %r
+  %base = load i64, ptr %pd, align 8
+  %none = icmp eq i64 %base, 0
+  br i1 %none, label %other, label %compare
+compare:
+  %at = add i64 %base, %offset
+  %p = inttoptr i64 %at to ptr
+  %skip = mul i64 %i, %bytes
+  %q = getelementptr i8, ptr %staging, i64 %skip
+  br label %byte
+byte:
+  %j = phi i64 [ 0, %compare ], [ %j1, %equal ]
+  %done = icmp uge i64 %j, %bytes
+  br i1 %done, label %next, label %test
+test:
+  %p1 = getelementptr i8, ptr %p, i64 %j
+  %q1 = getelementptr i8, ptr %q, i64 %j
+  %x = load i8, ptr %p1, align 1
+  %y = load i8, ptr %q1, align 1
+  %differs = icmp ne i8 %x, %y
+  br i1 %differs, label %other, label %equal
+equal:
+  %j1 = add i64 %j, 1
+  br label %byte
+next:
+  br label %lane
+same:
+  ret i64 SAMEBIT
+other:
+  ret i64 0
+}
+"""
+
+HELPERS["log_same"] = fill(_SAME.replace("SAMEBIT", str(SAME)).replace("RANKS", str(abi.MAX_CLUSTER)))
 HELPERS["log_access"] = fill(_APPEND.replace("CAPACITY", str(CAPACITY)).replace("ITEM", str(LOG.itemsize)))
 
 
-def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int) -> None:
-    """Log an access of ``nbytes`` a lane at the spilled addresses if the race detector is on; READ, WRITE, STRONG."""
+def unchanged(e: Emitter, space: str, slot: Value, staging: Value, nbytes: int, mask: Value) -> Value | None:
+    """Where it says, if the race detector is on, whether a store about to happen changes shared memory: SAME or 0."""
+    if space not in ("shared", "generic"):
+        return None
+    answer = e.line("alloca i64, align 8", "ptr", 0)
+    e.raw(f"store i64 0, ptr {answer.ref}, align 8")
+    with e.when(_on(e)):
+        e.helpers.add("log_same")
+        window = abi.SHARED_WINDOW >> 56 if space == "generic" else 0
+        args = f"ptr %ctx, ptr {slot.ref}, ptr {staging.ref}, i64 {nbytes}, {mask.typed}, i64 {window}"
+        found = e.line(f"call i64 @log_same({args})", "i64", 0)
+        e.raw(f"store {found.typed}, ptr {answer.ref}, align 8")
+    return answer
+
+
+def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int, same: Value | None = None) -> None:
+    """Log an access of ``nbytes`` a lane at the spilled addresses if the race detector is on; READ, WRITE, STRONG.
+
+    ``same``: of `unchanged`.
+    """
     if space not in ("shared", "generic", "global"):
         return
-    code = kind | nbytes | {"generic": GENERIC, "global": GLOBAL, "shared": 0}[space]
-    on = e.context("checks") & abi.CHECK_RACE
-    with e.when(e.icmp("ne", on, 0)):
+    code = str(kind | nbytes | {"generic": GENERIC, "global": GLOBAL, "shared": 0}[space])
+    with e.when(_on(e)):
         e.helpers.add("log_access")
+        if same is not None:
+            bit = e.line(f"load i64, ptr {same.ref}, align 8", "i64", 0)
+            code = e.line(f"or i64 {bit.ref}, {code}", "i64", 0).ref
         e.raw(f"call void @log_access(ptr %ctx, ptr {slot.ref}, {mask.typed}, i64 {code})")
+
+
+def _on(e: Emitter) -> Value:
+    return e.icmp("ne", e.context("checks") & abi.CHECK_RACE, 0)

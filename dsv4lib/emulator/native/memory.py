@@ -25,7 +25,7 @@ from dsv4lib.emulator.native.access import (
     space_of,
     spill,
 )
-from dsv4lib.emulator.native.access_log import READ, STRONG, WRITE, log
+from dsv4lib.emulator.native.access_log import READ, STRONG, WRITE, log, unchanged
 from dsv4lib.emulator.native.counters import count
 from dsv4lib.emulator.native.irtools import BITS, Emitter, Value
 
@@ -168,6 +168,7 @@ def store(e: Emitter, form: Form) -> None:
     lanes = addresses(e, base)
     staging, slot = buffer(e, nbytes), spill(e, lanes)
     collect(e, staging, sources, bits)
+    same = unchanged(e, space, slot, staging, nbytes, e.mask())
     checked = check_all(e, space, True, lanes, nbytes, e.mask())
     if checked is not None:
         copy_all_out(e, checked, staging, nbytes, e.mask())
@@ -178,7 +179,7 @@ def store(e: Emitter, form: Form) -> None:
         e.raw("br label %stored")
         e.label("stored")
     count(e, space, slot, nbytes, e.mask())
-    log(e, space, slot, nbytes, e.mask(), WRITE | strength(form))
+    log(e, space, slot, nbytes, e.mask(), WRITE | strength(form), same)
     e.ret(abi.CONTINUE)
 
 

@@ -80,9 +80,16 @@ WINDOWS = {"shared": abi.SHARED_WINDOW, "local": abi.LOCAL_WINDOW}
 
 @isa.native(f"cvta.<space:{SPACES}>.u64")
 def cvta(e: Emitter, form: Form) -> None:
-    """Generic address of an address in ``space``: a window for shared and local, the address itself otherwise."""
-    window = WINDOWS.get(form.get("space").split("::")[0], 0)
+    """Generic address of an address in ``space``: a window for shared and local, the address itself otherwise.
+
+    Of a parameter's address a kernel may have kept 32 bits (LLVM's short pointers).
+    """
+    space = form.get("space").split("::")[0]
+    window = WINDOWS.get(space, 0)
     a = e.load(1, "i64")
+    if space == "param":
+        start = e.splat(e.context("param", "i64"))
+        a = e.select(e.icmp("ult", a, 1 << 32), start + ((a - start) & 0xFFFFFFFF), a)
     e.store(0, (a & 0xFFFFFFFF) | window if window else a)
 
 

@@ -28,7 +28,8 @@ def state():
 
     owners = [
         *(Compiler, CompileOptions, JitExecutor, JitCompiledFunction, JitFunctionArtifacts, _Tensor, HardwareInfo),
-        *(CudaDialectJitCompiledFunction, torch.cuda, torch.cuda.nvtx, torch.library, driver, runtime, cutlass.testing),
+        *(CudaDialectJitCompiledFunction, torch.cuda, torch.cuda.nvtx, torch.accelerator, torch.library),
+        *(driver, runtime, cutlass.testing),
     ]
     settings = {k: v for k, v in vars(CuTeDSL._get_dsl().envar).items()}
     keep = ("jit_cache", "compile_options")
@@ -227,6 +228,10 @@ def test_torch_cuda_and_bindings(gpu):
         torch.cuda.synchronize()
         torch.ones(3, device="cuda").record_stream(torch.cuda.current_stream())
     assert event.elapsed_time(event) != event.elapsed_time(event)  # NaN: no invented times
+    assert torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
+    with torch.accelerator.device_index(0):
+        torch.accelerator.synchronize()
+        assert torch.accelerator.current_device_index() == 0 and torch.accelerator.device_count() == 1
     assert driver.cuInit(0) == (driver.CUresult.CUDA_SUCCESS,)
     number = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     assert driver.cuDeviceGetAttribute(number, driver.CUdevice(0))[1] == 4

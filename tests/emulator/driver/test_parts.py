@@ -180,6 +180,19 @@ def test_storages_are_registered_once_and_swept():
     assert len(gmem) == 0
 
 
+def test_device_memory_may_have_been_a_tensor():
+    """Memory that an allocator gives out again is not refused because its former owner is still registered."""
+    gpu = make("sm_100a")
+    x = torch.zeros(100)
+    gpu.memory.tensor(x)
+    start = x.data_ptr()
+    del x
+    gc.collect()
+    assert gpu.gmem.find(start)
+    gpu.empty(16, "other")
+    assert gpu.gmem.find(start) is None or gpu.gmem.find(start).label == "other"
+
+
 def test_a_span_gives_way_to_the_whole_buffer():
     gmem = GlobalMemory()
     tracker = Tracker(gmem)

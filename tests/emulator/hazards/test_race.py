@@ -84,6 +84,14 @@ TWINS = {
         "st.shared",
         "st.shared",
     ),
+    "two writers of one value": Twin(
+        "and.b32 %r6, %r0, 31; shl.b32 %r6, %r6, 2; add.s32 %r6, %r6, %r2; @%p1 st.shared.b32 [%r6], %r6;"
+        "## @!%p1 st.shared.b32 [%r6], %r6;",
+        "bar.sync 0;",
+        "race_shared_same_value",
+        "st.shared",
+        "st.shared",
+    ),
     "wide accesses overlap": Twin(
         "shl.b32 %r6, %r0, 4; add.s32 %r6, %r6, %r2; st.shared.v4.b32 [%r6], {%r0, %r0, %r0, %r0}; ##"
         "xor.b32 %r7, %r0, 32; shl.b32 %r7, %r7, 4; add.s32 %r7, %r7, %r2; ld.shared.v2.b32 {%r10, %r11}, [%r7+8];",
@@ -266,11 +274,11 @@ def test_off_by_default():
     assert "race_shared" not in {h.kind for h in result.hazards}
 
 
-def wgmma(tail: str, **settings):
+def wgmma(tail: str, head: str = "", **settings):
     """A product of ones on sm_90a; thread t leaves element (t / 4, 2 (t mod 4)) of a warp at data[t]."""
     body = WGMMA.replace("mov.u32 %r9, 0;", "mov.u32 %r9, 0x3c003c00; mov.u32 %r10, 0;")
     out = "ld.param.u64 %rd3, [data]; mov.u32 %r0, %tid.x; mul.wide.u32 %rd4, %r0, 4; add.s64 %rd3, %rd3, %rd4;"
-    text = body.format("wgmma.fence.sync.aligned;", tail + WAIT_GROUP + out + "st.global.f32 [%rd3], %f1;")
+    text = body.format(head + "wgmma.fence.sync.aligned;", tail + WAIT_GROUP + out + "st.global.f32 [%rd3], %f1;")
     data = aligned(1024, np.uint32)
     chosen = Settings(arch="sm_90a", native_checks=CHECKS["race"], instruction_limit=200_000, **settings)
     text = entry("u64 data", text, shared=SMEM).replace("sm_100a", "sm_90a")
@@ -286,6 +294,43 @@ def test_a_wait_for_wgmma_covers_the_whole_warpgroup(schedule, seed):
     result, _ = wgmma(WAIT_GROUP.replace("0", "1") + overwrite, schedule=schedule, seed=seed)
     kinds = {h.kind for h in result.hazards}  # a product that comes later reads a store without a fence, too
     assert "race_shared" in kinds and kinds <= {"race_shared", "missing_proxy_fence"}
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_a_wait_for_wgmma_is_behind_what_the_warpgroup_did_before_it(schedule, seed):
+    """Thread 0 completes the next phase of a barrier at which all four warps have waited before they multiply."""
+    first = "setp.eq.u32 %p4, %tid.x, 0; @%p4 "
+    arrive = first + "mbarrier.arrive.shared.b64 _, [%r8];"
+    head = "mov.u32 %r8, sm+4080; " + first + "mbarrier.init.shared.b64 [%r8], 1; bar.sync 0;" + arrive
+    head += wait("%r8", 0, "W")
+    result, _ = wgmma(WAIT_GROUP + arrive, head, schedule=schedule, seed=seed)
+    assert result.hazards == []
+    try:
+        seen = {h.kind for h in wgmma(arrive, head, schedule=schedule, seed=seed)[0].hazards}
+    except Deadlock as error:  # a warp did come too late
+        assert "mbarrier.try_wait" in str(error)
+        return
+    assert seen == {"mbarrier_phase_unordered"}
+
+
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_no_part_of_a_wgmma_begins_before_all_four_are_issued(schedule, seed):
+    """Warp 3 comes late and doubles the rows that warp 0 multiplies, and B: a race, but all have what it left."""
+    late = "setp.ge.u32 %p4, %tid.x, 96; @!%p4 bra GO; mov.u32 %r7, 0; SPIN: add.u32 %r7, %r7, 1;"
+    late += "setp.lt.u32 %p5, %r7, 500; @%p5 bra SPIN; mov.u32 %r12, 0x40004000; and.b32 %r7, %tid.x, 31;"
+    late += "mad.lo.u32 %r7, %r7, 16, %r2; st.shared.v4.b32 [%r7], {%r12, %r12, %r12, %r12};"
+    late += "fence.proxy.async.shared::cta; GO:"
+    result, product = wgmma(WAIT_GROUP, late, schedule=schedule, seed=seed)
+    assert product.reshape(4, 32).tolist() == [[64.0] * 32, *[[32.0] * 32] * 3]
+    assert {h.kind for h in result.hazards} == {"race_shared"}
+
+
+def test_a_wait_for_wgmma_does_not_publish_data():
+    """Warp 0 loads what warp 3 has stored before it multiplied."""
+    store = "setp.eq.u32 %p4, %tid.x, 96; mov.u32 %r7, sm; @%p4 st.shared.b32 [%r7+4096], 5;"
+    load = "setp.eq.u32 %p4, %tid.x, 0; @%p4 ld.shared.b32 %r11, [%r7+4096];"
+    result, _ = wgmma(WAIT_GROUP + load, store)
+    assert {h.kind for h in result.hazards} == {"race_through_completion"}
 
 
 def test_a_warpgroup_that_does_not_commit_together():

@@ -19,7 +19,7 @@ import tc_layouts
 from tc_bench import Bench
 
 RECORD = pathlib.Path(__file__).parent / "h200_mma.json"
-HEADER = ".version 8.4\n.target sm_90a\n.address_size 64\n"
+HEADER = ".version 8.5\n.target sm_90a\n.address_size 64\n"
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8, "s4": 4, "u4": 4, "b1": 1, "f64": 64}
 IMAGE = 32768  # bytes of the operands of a wgmma case in shared memory
 B_AT = 16384
@@ -81,20 +81,31 @@ def random_words(rng, fmt, shape, style):
     return np.ascontiguousarray(codes).view(np.uint32).reshape(shape)
 
 
-def mma_case(opcode, m, k, a, b, d, style, seed):
-    """A warp's mma.sync; inputs and outputs are registers x lanes."""
+def metadata(rng, fmt, shape, ordered=False):
+    """uint32 words of codes that the type allows."""
+    allowed = [f + 4 * s for f in range(4) for s in range(4) if (f < s if ordered else f != s)]
+    codes = rng.choice([4, 14] if fmt == "tf32" else allowed, (*shape, 8))
+    return (codes.astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+def mma_case(opcode, m, k, a, b, d, style, selector=None, seed=0):
+    """A warp's mma.sync, with ``selector`` mma.sp; inputs and outputs are registers x lanes."""
     rng = np.random.default_rng(seed)
     word, kind, load = (64, "fd", "f64") if d == "f64" else (32, "r", "u32")
     # Elements of a, b and d in a thread's registers.
-    na, nb = m * k * BITS[a] // 32 // word, 8 * k * BITS[b] // 32 // word
+    sparse = selector is not None
+    na, nb = m * k * BITS[a] // 32 // word // (1 + sparse), 8 * k * BITS[b] // 32 // word
     nd = m * 8 // 32 // (2 if d == "f16" else 1)
     groups, first = [], 10 if kind == "r" else 0
     for count in (nd, na, nb, nd):
         groups.append([f"%{kind}{first + i}" for i in range(count)])
         first += count
-    text = f"{opcode} " + ", ".join(map(braces, groups)) + ";\n"
+    text = f"{opcode} " + ", ".join(map(braces, groups)) + (f", %r9, {selector};\n" if sparse else ";\n")
     sources = groups[1] + groups[2] + groups[3]
     values = np.concatenate([random_words(rng, t, (n, 32), style) for t, n in ((a, na), (b, nb), (d, nd))])
+    if sparse:
+        sources, codes = [*sources, "%r9"], metadata(rng, a, (1, 32), "ordered" in opcode)
+        values = np.concatenate([values, codes])
     bench = Bench(text, arch="sm_90a")
     for name, row in zip(sources, values, strict=True):
         bench.reg(name, dtype=values.dtype)[:] = row
@@ -104,7 +115,7 @@ def mma_case(opcode, m, k, a, b, d, style, seed):
     body += "".join(f"ld.global.{load} {n}, [%rd1+{32 * size * i}];\n" for i, n in enumerate(sources)) + text
     body += "".join(f"st.global.{load} [%rd2+{32 * size * i}], {n};\n" for i, n in enumerate(groups[0]))
     out = np.stack([bench.reg(n, dtype=f"<u{size}") for n in groups[0]])
-    return Case(f"{opcode} {style}", body, values.tobytes(), out)
+    return Case(f"{opcode} {style}" + f" {selector}" * sparse, body, values.tobytes(), out)
 
 
 def wgmma_case(
@@ -120,11 +131,13 @@ def wgmma_case(
     tail="",
     style="whole",
     accumulate=True,
+    selector=None,
     seed=0,
 ):
-    """A warpgroup's wgmma; the input is the SMEM image, A's registers and the accumulators."""
+    """A warpgroup's wgmma; the input is the SMEM image, A's registers, the accumulators and the metadata (.sp)."""
     rng = np.random.default_rng(seed)
-    k, count = 256 // BITS[a], n // (4 if d == "f16" else 2)
+    sparse = selector is not None
+    k, count = (1 + sparse) * 256 // BITS[a], n // (4 if d == "f16" else 2)
     immediates = [] if d == "s32" else [*signs]
     if a in ("f16", "bf16"):
         immediates += [int(x == "MN") for x in (major[1:] if rs else major)]
@@ -134,13 +147,15 @@ def wgmma_case(
         if rs and i == 0:
             continue
         element = max(BITS[fmt] // 8, 1)
-        codes = random_words(rng, fmt, (rows, 8), style).view(f"<u{element}").reshape(rows, -1)
+        codes = random_words(rng, fmt, (rows, 16 if sparse and i else 8), style).view(f"<u{element}").reshape(rows, -1)
         lbo, sbo, _ = tc_layouts.strides(major[i], swizzle[i], element, *codes.shape)
         tc_layouts.place(image, i * B_AT, codes, major[i], swizzle[i], element, lbo, sbo)
         descriptors[i] = tc_layouts.descriptor(0, lbo, sbo, swizzle[i], sm90=True)
-    words = random_words(rng, a, (4, 128), style), random_words(rng, d, (count, 128), style)
+    words = [random_words(rng, a, (4, 128), style), random_words(rng, d, (count, 128), style)]
+    words += [metadata(rng, a, (1, 128))] * sparse
     source = "{%r10, %r11, %r12, %r13}" if rs else "%rd10"
-    text = f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{d}.{a}.{b}{tail} {braces(registers)}, {source}, %rd11, %p1"
+    text = f"wgmma.mma_async{'.sp' * sparse}.sync.aligned.m64n{n}k{k}.{d}.{a}.{b}{tail} {braces(registers)}, {source}"
+    text += f", %rd11{f', %r9, {selector}' * sparse}, %p1"
     text += "".join(f", {v}" for v in immediates) + ";\n"
     bench = Bench(text + "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;", arch="sm_90a")
     bench.cta.smem.data[BASE : BASE + IMAGE], bench.cta.smem.init[:] = image, 1
@@ -149,7 +164,7 @@ def wgmma_case(
         bench.set(warp, rd11=descriptors[1] + (BASE + B_AT >> 4), p1=accumulate)
         if not rs:
             bench.set(warp, rd10=descriptors[0] + (BASE >> 4))
-        names = ([f"%r{10 + i}" for i in range(4)] if rs else []) + registers
+        names = ([f"%r{10 + i}" for i in range(4)] if rs else []) + registers + ["%r9"] * sparse
         for name, row in zip(names, np.concatenate(words[0 if rs else 1 :]), strict=True):
             bench.reg(name, warp)[:] = row[lanes]
         for line in range(3):
@@ -161,7 +176,7 @@ def wgmma_case(
     for at in range(0, IMAGE, 2048):
         body += f"ld.global.v4.u32 {{%r4, %r5, %r6, %r7}}, [%rd21+{at}];\n"
         body += f"st.shared.v4.u32 [%r3+{at}], {{%r4, %r5, %r6, %r7}};\n"
-    for i, name in enumerate(["%r10", "%r11", "%r12", "%r13", *registers]):
+    for i, name in enumerate(["%r10", "%r11", "%r12", "%r13", *registers, *["%r9"] * sparse]):
         body += f"ld.global.u32 {name}, [%rd1+{IMAGE + 512 * i}];\n"
     body += "fence.proxy.async.shared::cta;\nbar.sync 0;\n"
     for i in (0, 1):
@@ -173,8 +188,8 @@ def wgmma_case(
     name = (
         f"wgmma n{n} {d}.{a}.{b}{tail} {'rs' if rs else 'ss'} {major[0]}-{swizzle[0]} {major[1]}-{swizzle[1]} {signs}"
     )
-    name += f" {'+D' if accumulate else ''} {style}"
-    inputs = image.tobytes() + words[0].tobytes() + words[1].tobytes()
+    name += f" {'+D' if accumulate else ''} {style}" + f" sp {selector}" * sparse
+    inputs = image.tobytes() + b"".join(w.tobytes() for w in words)
     return Case(name, body, inputs, out, threads=128)
 
 
@@ -239,6 +254,35 @@ def wgmma_specifications():
     yield wgmma_case, ("f16", "f16", "f32", 16), {"accumulate": False}
     yield wgmma_case, ("s8", "s8", "s32", 8), {"accumulate": False}
     yield wgmma_case, ("bf16", "bf16", "f32", 256), {"swizzle": ("64B", "32B")}
+    yield from sparse_specifications()
+
+
+def sparse_specifications():
+    for sp in ("mma.sp", "mma.sp::ordered_metadata"):
+        head = f"{sp}.sync.aligned."
+        for style in STYLES:
+            for t, d in (("f16", "f16"), ("f16", "f32"), ("bf16", "f32")):
+                for k, selector in ((16, 2), (32, 1)):
+                    opcode = f"{head}m16n8k{k}.row.col.{d}.{t}.{t}.{d}"
+                    yield mma_case, (opcode, 16, k, t, t, d, style, selector), {}
+            for k, selector in ((8, 3), (16, 0)):
+                opcode = f"{head}m16n8k{k}.row.col.f32.tf32.tf32.f32"
+                yield mma_case, (opcode, 16, k, "tf32", "tf32", "f32", style, selector), {}
+            for a, b in (("e4m3", "e5m2"), ("e5m2", "e4m3")):
+                yield mma_case, (f"{head}m16n8k64.row.col.f32.{a}.{b}.f32", 16, 64, a, b, "f32", style, 0), {}
+        for k, t, selector in ((32, "s8", 1), (64, "u8", 0), (64, "s4", 1), (128, "u4", 0)):
+            opcode = f"{head}m16n8k{k}.row.col.satfinite.s32.{t}.{t}.s32"
+            yield mma_case, (opcode, 16, k, t, t, "s32", "whole", selector), {}
+    kinds = (("f16", "f16", "f32", 1), ("f16", "f16", "f16", 0), ("bf16", "bf16", "f32", 0), ("tf32", "tf32", "f32", 1))
+    for a, b, d, selector in (*kinds, ("e4m3", "e5m2", "f32", 0), ("e5m2", "e4m3", "f16", 0)):
+        for style in STYLES:
+            for rs in (False, True):
+                yield wgmma_case, (a, b, d, 24), {"rs": rs, "style": style, "selector": selector}
+    for rs in (False, True):
+        yield wgmma_case, ("s8", "u8", "s32", 16), {"rs": rs, "tail": ".satfinite", "selector": 0}
+    for major in (("MN", "K"), ("K", "MN"), ("MN", "MN")):
+        for swizzle in (("none", "none"), ("64B", "128B"), ("32B", "64B")):
+            yield wgmma_case, ("bf16", "bf16", "f32", 32), {"major": major, "swizzle": swizzle, "selector": 0}
 
 
 def build(number, specification) -> Case:

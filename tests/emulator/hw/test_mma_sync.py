@@ -308,7 +308,7 @@ def test_illegal_selectors(selector):
         "mma.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32",
         "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32",
         "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64.rz",
-        "mma.sp.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "mma.sp.sync.aligned.m16n8k128.row.col.kind::mxf4.block_scale.f32.e2m1.e2m1.f32.ue8m0",
     ],
 )
 def test_what_is_not_there_is_refused(opcode):

@@ -376,6 +376,18 @@ def test_rounding_of_real_data():
     assert (np.abs(read_d(bench, 128, 56, "D", 0, "f32") - left @ right.T) <= bound).all()
 
 
+@pytest.mark.parametrize(("fmt", "used"), [("e2m1", 8), ("e2m3", 12), ("e4m3", 16)])
+def test_the_padding_of_narrow_types_may_be_uninitialised(fmt, used):
+    """Triton copies 8 of every 16 bytes of a 4-bit operand by cp.async."""
+    for missing in (used, used - 1):
+        bench = run_plain(np.random.default_rng(5), "f8f6f4", fmt, "e5m2", "f32", 128, 16)[2]
+        bench.hazards.clear()
+        bench.cta.smem.written.clear()
+        bench.cta.smem.init[2048 : 2048 + 128 * 32].reshape(-1, 16)[:, missing:] = 0
+        bench.run()
+        assert bench.kinds() == ([] if missing == used else ["uninitialised_smem"]), missing
+
+
 # --- A in tensor memory --------------------------------------------------------------------------------------------
 
 

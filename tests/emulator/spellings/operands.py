@@ -235,7 +235,8 @@ def _mma(head: str, words: list[str]) -> list[str]:
     out = []
     for d, a, b in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)):
         bits = 64 if "f64" in words else 32
-        out.append(f"{vector(bits, d)}, {vector(bits, a, 10)}, {vector(bits, b, 20)}, {vector(bits, d, 30)}")
+        sparse = ", %r40, 0" if words[0].startswith("sp") else ""
+        out.append(f"{vector(bits, d)}, {vector(bits, a, 10)}, {vector(bits, b, 20)}, {vector(bits, d, 30)}{sparse}")
     return out
 
 
@@ -249,8 +250,9 @@ def _wgmma(head: str, words: list[str]) -> list[str]:
     tail = ", 1, 1, 1" if floating else ", 1"
     if kinds[1] in ("f16", "bf16"):
         tail += ", 0, 0"
+    sources = "%d1, %d2" + ", %r1, 0" * ("sp" in words)
     # The predicate scale-d must be one; ptxas also takes an immediate.
-    return [f"{vector(32, count)}, %d1, %d2{tail}", f"{vector(32, count)}, %d1, %d2, %p1{tail.removeprefix(', 1')}"]
+    return [f"{vector(32, count)}, {sources}{tail}", f"{vector(32, count)}, {sources}, %p1{tail.removeprefix(', 1')}"]
 
 
 def _tcgen(head: str, words: list[str]) -> list[str]:
@@ -270,11 +272,12 @@ def _tcgen(head: str, words: list[str]) -> list[str]:
         return ["[%r1], %d1"]
     if what == "shift":
         return ["[%r1]"]
-    if what in ("mma", "mma.ws"):
+    if what in ("mma", "mma.ws", "mma.sp"):
         if "block_scale" in words:
             return ["[%r0], %d1, %d2, %r3, [%r4], [%r5], %p0", "[%r0], [%r6], %d2, %r3, [%r4], [%r5], %p0"]
         lanes = "" if what == "mma.ws" else ", " + vector(32, 8 if "cta_group::2" in words else 4, 60)
-        return [f"[%r0], {a}, %d2, %r3{m}, %p0" for a in ("%d1", "[%r6]") for m in ("", lanes)]
+        metadata = ", [%r7]" if what == "mma.sp" else ""
+        return [f"[%r0], {a}, %d2{metadata}, %r3{m}, %p0" for a in ("%d1", "[%r6]") for m in ("", lanes)]
     return [""]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ARCHITECTURES = ("sm_100a", "sm_90a", "sm_103a", "sm_120a", "sm_80")
-VERSION, RELEASE = "9.3", (13, 3)  # of the PTX ISA, and of the CUDA that brought it
+VERSION, RELEASE = "9.4", (13, 4)  # of the PTX ISA, and of the CUDA that brought it
 BATCH = 4000
 _REGISTERS = {"p": "pred", "c": "b8", "h": "b16", "r": "b32", "d": "b64", "q": "b128"}
 _MESSAGE = re.compile(r"line (\d+); (error|fatal) *: (.*)")
