@@ -13,6 +13,7 @@ Source: DSV4 paper, mHC section.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
+from dsv4lib.kernels.mhc.grid import MhcGrid
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
@@ -32,6 +34,8 @@ SM_COUNT = 132  # of an H200; a B200 has 148
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
 ITERS = 20
+SPACE = 1 << 20  # floats of `_space`
+_SPACES: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
 
 
 class Site(NamedTuple):
@@ -161,8 +165,9 @@ class Plan(NamedTuple):
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
     """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
-    form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
-    most = max(1, sm_count // GPC * (GPC // cluster))
+    form = form_of(tokens, d) if form is None else form
+    cluster = cluster_of(d, form)
+    most = max(1, sm_count // cluster if form is Form.GRID else sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
     rounds = -(-tokens // (few * tile_of(form, d)))
     rows = -(-tokens // (few * rounds))
@@ -290,8 +295,24 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
-    launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
+    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk, Form.GRID: MhcGrid}[chosen.form]
+    args = arguments.launch_args
+    if chosen.form is Form.GRID:
+        args = functools.partial(args, space=_space(call))
+    launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
+
+
+def _space(call: Call) -> Tensor:
+    """Zeros where the CTAs of a call meet."""
+    device = call.streams.device
+    place = device.index, launching.stream("native", call.streams) if device.type == "cuda" else 0
+    space = _SPACES.get(place)
+    if space is None:
+        space = torch.zeros(SPACE, dtype=torch.float32, device=device)
+        # On the CPU a launch may be taken back half-way; a capture records the memset.
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            _SPACES[place] = space
+    return space
 
 
 def _fake(*given: Any) -> None:

@@ -11,6 +11,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
 from dsv4lib.kernels.mhc.bulk import MhcBulk
+from dsv4lib.kernels.mhc.grid import MhcGrid
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.reference import mhc as oracle
@@ -19,7 +20,7 @@ from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
-FORMS = {"plain": Mhc, "stream": MhcStream, "bulk": MhcBulk}
+FORMS = {"plain": Mhc, "stream": MhcStream, "bulk": MhcBulk, "grid": MhcGrid}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
@@ -65,8 +66,11 @@ def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     after = outputs(streams.shape[0], kernel.d, kernel.post, kernel.head, settings.get("keep", True))
     before = before if kernel.post else (None, None, None)
     gpu = make(arch, **{"checks": "race", **(device or {})})
-    launch(code, *launch_args(kernel, streams, before, parameters, after, rows, clusters, EPS, EPS), gpu=gpu)
+    space = torch.zeros(kernel.space(clusters)) if kernel.meets else None
+    given = streams, before, parameters, after, rows, clusters, EPS, EPS
+    launch(code, *launch_args(kernel, *given, space=space), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
+    assert space is None or not bool(space.view(torch.int32).any())
     return after
 
 

@@ -22,6 +22,7 @@ MIX = 4  # floats that a token's mixture needs: pre / rms
 BULK_WARPS = 8  # with four more, 168 registers a thread
 FEW_WARPS = 8  # with one more, 224
 STAGES = 3  # tiles in shared memory
+RING = 8  # tiles whose sums or weights have room in global memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
 PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
@@ -45,6 +46,8 @@ class Config:
     name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
     again = False  # whether it fetches X' again
+    sizes = 4, 8, 16  # of a cluster
+    meets = False  # whether its CTAs meet in global memory
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class Config:
         keep: bool = True,
         iters: int = 20,
     ):
-        if cluster not in (4, 8, 16):
-            raise ConfigError("cluster", cluster, "4, 8 or 16")
+        if cluster not in self.sizes:
+            raise ConfigError("cluster", cluster, f"one of {self.sizes}")
         most = UNIT * cluster * (MAX_WARPS - int(self.streaming))
         if d <= 0 or d % (UNIT * cluster) or d > most:
             raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
@@ -183,3 +186,34 @@ class BulkConfig(StreamConfig):
         self.coefficient_floats = 2 * TILE * PIECES
         if self.smem_bytes > SMEM_LIMIT:
             raise ConfigError("cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes at d={d}")
+
+
+class GridConfig(BulkConfig):
+    """Settings of `MhcGrid`: as `BulkConfig`, with ``cluster`` CTAs of the grid, 4 to 32, that are no cluster."""
+
+    name = "MhcGrid"
+    meets = True
+    sizes = 4, 8, 16, 32
+
+    def __init__(
+        self,
+        d: int = 4096,
+        cluster: int = 16,
+        post: bool = True,
+        head: bool = False,
+        keep: bool = True,
+        iters: int = 20,
+    ):
+        super().__init__(d, cluster, post, head, keep, iters)
+        self.barriers = 10 + 2 * IN_FLIGHT
+        self.inbox_floats = 0
+        self.trace_floats = self.pre_floats = 2 * self.slots
+        for self.stages in (STAGES + 1, STAGES):
+            self.held_floats = self.warps * self.stages * self.stage_bytes // 4
+            if self.smem_bytes <= SMEM_LIMIT:
+                break
+        self.lag = self.stages - 2  # tiles from a projection to its mixture
+
+    def space(self, groups: int) -> int:
+        """Floats of global memory in which the CTAs of so many groups meet."""
+        return groups * RING * TILE * self.cluster * (self.sum_pitch + MIX)

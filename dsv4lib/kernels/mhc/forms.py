@@ -6,7 +6,7 @@ from contextlib import suppress
 from enum import Enum
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.mhc.config import TILE, UNIT, BulkConfig, Config, StreamConfig
+from dsv4lib.kernels.mhc.config import BULK_WARPS, TILE, UNIT, BulkConfig, Config, GridConfig, StreamConfig
 
 FEW = 64  # tokens of a call for `PLAIN`; with its wide tiles as many as clusters take at once:
 ROUND = 7  # clusters of 16 CTAs that an H200 holds
@@ -18,9 +18,10 @@ class Form(Enum):
     PLAIN = "plain"
     STREAM = "stream"
     BULK = "bulk"
+    GRID = "grid"
 
 
-CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig}
+CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig, Form.GRID: GridConfig}
 
 
 def form_of(tokens: int, d: int, keep: bool = True) -> Form:
@@ -49,16 +50,20 @@ def forms(d: int) -> list[Form]:
     found = []
     for form, config in CONFIGS.items():
         with suppress(ConfigError):
-            config(d=d, cluster=cluster_of(d))
+            config(d=d, cluster=cluster_of(d, form))
             found.append(form)
     return found
 
 
 def tile_of(form: Form, d: int) -> int:
     """Tokens that a cluster takes at most at once."""
-    return CONFIGS[form](d=d, cluster=cluster_of(d)).tile
+    return CONFIGS[form](d=d, cluster=cluster_of(d, form)).tile
 
 
-def cluster_of(d: int) -> int:
-    """The largest cluster that divides ``d``: a CTA then fetches and keeps least of fn."""
+def cluster_of(d: int, form: Form = Form.PLAIN) -> int:
+    """CTAs that share a token: the largest cluster that divides ``d``, as a CTA then fetches and keeps least of fn;
+    of the grid as few as two parts of fn in their registers allow."""
+    if form is Form.GRID:
+        fit = (size for size in GridConfig.sizes if d % (UNIT * size) == 0 and d <= UNIT * BULK_WARPS * size)
+        return next(fit, GridConfig.sizes[-1])
     return next(size for size in (16, 8, 4) if d % (UNIT * size) == 0)
