@@ -60,13 +60,12 @@ from dsv4lib.kernels.mhc.config import (
     BulkConfig,
     N,
 )
-from dsv4lib.kernels.mhc.products import TRACE, ZERO
+from dsv4lib.kernels.mhc.products import PAIRS
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.kernels.mhc.words import (
     copy_four,
     floats,
     load_matrices,
-    load_two,
     load_words,
     multiply,
     pair,
@@ -77,16 +76,6 @@ INPUTS = N + 1  # of a write-back
 PARTS = 3  # bf16 in a value of fp32
 K = 2 * ROWS_N  # of an MMA
 AT_ONCE = 4  # tokens whose write-backs are under way
-
-# As `products.PAIRS`: streams of A, of B, and where the two products lie; None: another MMA has it.
-PAIRS = (
-    ((0, 1), 0, (1, 2)),
-    ((0, 1), 1, (None, 3)),
-    ((0, 1), 2, (5, 6)),
-    ((0, 1), 3, (9, 10)),
-    ((2, 3), 2, (7, 11)),
-    ((2, 3), 3, (None, 13)),
-)
 
 
 class MhcBulk(BulkConfig, MhcStream):
@@ -226,7 +215,8 @@ class MhcBulk(BulkConfig, MhcStream):
         full, written = barriers
         lane = cute.arch.lane_idx()
         rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
-        rWords = cute.make_rmem_tensor((4, 4), Uint32)
+        rWords = cute.make_rmem_tensor((4, 8), Uint32)
+        rWords.fill(0)
         cute.arch.griddepcontrol_wait()
         tile, begin = Int32(0), first
         while begin < tokens:
@@ -236,26 +226,17 @@ class MhcBulk(BulkConfig, MhcStream):
             cute.autovec_copy(cute.local_tile(mPost[token, None], (N,), (0,)), rFour[None, N])
             for s in cutlass.range_constexpr(2):
                 values = [cutlass.select_(lane % 2 == 0, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
-                places = self.places_of(values)
-                for q in cutlass.range_constexpr(K // 2):  # pairs four and four + 4 side by side
-                    word = 8 * s + 2 * (q % 4) + q // 4
-                    rWords[word % 4, word // 4] = pair(places[2 * q], places[2 * q + 1])
+                values = [*values, Float32(0.0)]
+                for q in cutlass.range_constexpr(PARTS):
+                    for part, word in enumerate(self.parts_of(values[2 * q : 2 * q + 2])):
+                        rWords[part, 4 * s + q] = word
             if tile > 1:
                 cute.arch.mbarrier_wait(written + (tile & 1), (tile >> 1) + 1 & 1)
-            for k in cutlass.range_constexpr(4):
-                cute.autovec_copy(rWords[None, k], sParts[None, (tile & 1) * (TILE * PIECES // 4) + 4 * lane + k])
+            for k in cutlass.range_constexpr(8):
+                cute.autovec_copy(rWords[None, k], sParts[None, (tile & 1) * (TILE * PIECES // 4) + 8 * lane + k])
             self.arrive(full + (tile & 1))
             tile = tile + 1
             begin = begin + step
-
-    def places_of(self, values: list) -> list:
-        """The k of a write-back: first parts of the five values, second, third, and nothing."""
-        left, places = [*values, Float32(0.0)], []
-        for _ in range(PARTS):
-            cut = [value for q in range(0, INPUTS, 2) for value in floats(pair(left[q], left[q + 1]))]
-            places += cut[:INPUTS]
-            left = [value - part for value, part in zip(left, cut, strict=True)]
-        return [*places, Float32(0.0)]
 
     def parts_of(self, left: list) -> list:
         """Three words of bf16 that add up to two values."""
@@ -377,27 +358,31 @@ class MhcBulk(BulkConfig, MhcStream):
     def write_back_tile(self, here: Int32, parts: Int32):
         """X' over X, this warp's columns of all 16 tokens.
 
-        A: column lane / 4 (+ 8), places 2 (lane mod 4) and the next (+ 8) of `places_of`; B: the same places, stream
-        lane / 4 mod 4; sums: streams 2 (lane mod 4) and the next, twice: of two tokens, each is stored once.
+        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next (of eight: the first three again), and once more:
+        k of 8 and up has the same registers. B: their first and second part, then in an MMA of k = 8 the third, of
+        stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere. Sums: streams 2 (lane mod 4) and
+        the next of both; where lane mod 4 < 2 of the first token, elsewhere of the second.
         """
         lane = cute.arch.lane_idx()
-        given, zero = (lane // 16 * ROWS_N + lane % 8) % INPUTS, Int32(0)
-        parts = parts + (lane // 4 % N * 4 + lane % 4) * 8
-        source = self.place_of(here, zero, given, lane // 8 % 2)
+        zero = Int32(0)
+        parts = parts + 4 * PIECES * N * (lane // TILE) + 16 * (lane % TILE)
+        source = self.place_of(here, zero, lane % 8 % INPUTS, lane // 8)
         target = self.place_of(here, lane % 8 // N * N, lane % N, lane // 8)
         first = lane % 4 < 2
         for _ in cutlass.range(2, unroll=1):
             for half in cutlass.range_constexpr(2):
                 ones = [2 * half, 2 * half + 1]  # and the tokens four further: their rows are in different banks
-                tokens = [one + N * t for one in ones for t in range(2)]
-                words = [load_two(parts + 4 * PIECES * token) for token in tokens]
-                places = [self.tokens_behind(source, token) for token in tokens]
-                columns = [load_matrices(place ^ (32 * c), turned=True) for place in places for c in range(2)]
+                words = [load_words(parts + 4 * PIECES * one) for one in ones]
+                places = [self.tokens_behind(source, one + N * t) for one in ones for t in range(2)]
+                columns = [load_matrices(place, turned=True) for place in places]
                 rSums = cute.make_rmem_tensor((4, 2, AT_ONCE), Float32)
                 rSums.fill(0.0)
-                for k in cutlass.range_constexpr(AT_ONCE):
-                    for c in cutlass.range_constexpr(2):
-                        multiply(columns[2 * k + c], words[k], rSums[None, c, k], pairs=True)
+                for count in (2, 1):  # parts at once
+                    for k in cutlass.range_constexpr(AT_ONCE):
+                        for c in cutlass.range_constexpr(2):
+                            two = columns[k][2 * c : 2 * c + 2]
+                            b = words[k // 2][:2] if count == 2 else words[k // 2][2:3]
+                            multiply(two * count, b, rSums[None, c, k], pairs=True)
                 for k, one in enumerate(ones):
                     both = [rSums[None, None, 2 * k + t] for t in range(2)]
                     store_matrices(self.tokens_behind(target, one), self.packed(both, first))
@@ -437,35 +422,17 @@ class MhcBulk(BulkConfig, MhcStream):
 
     @cute.jit
     def multiply_tokens(self, here: Int32, sSum: cute.Tensor, h: cutlass.Constexpr):
-        """This warp's part of the products of streams, for eight tokens; see `products`.
-
-        A: matrices (stream, piece) 00 10 01 11 of two streams; B: the same as 00 01 10 11, which saves moves.
-        """
+        """This warp's part of the products of streams, for eight tokens; see `products`."""
         lane = cute.arch.lane_idx()
-        group, four, odd = lane // 4, lane % 4, lane // 4 % 2 == 1
         rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
         rG.fill(0.0)
-        left = self.place_of(here, lane % 8, lane // 8 % 2, lane // 16) + self.half_bytes * h
-        right = self.place_of(here, lane % 8, lane // 16, lane // 8 % 2) + self.half_bytes * h
+        place = self.place_of(here, lane % 8, lane // 16, lane // 8 % 2) + self.half_bytes * h
         for c in cutlass.range_constexpr(2):
-            lefts = [load_matrices(self.behind(left, i) ^ (32 * c)) for i in (0, 2)]
-            rights = [load_matrices(self.behind(right, i) ^ (32 * c)) for i in (0, 2)]
-            for n, ((i, _), other, _) in enumerate(PAIRS):
-                words = rights[other // 2][2 * (other % 2) :][:2]
-                multiply(lefts[i // 2], words, rG[None, n], pairs=True)
-        if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
-            line, trace = sSum[group + 8 * h, None], Float32(0.0)
-            for n, (streams, k, places) in enumerate(PAIRS):
-                for row in cutlass.range_constexpr(2):
-                    if cutlass.const_expr(places[row] is not None):
-                        value = cutlass.select_(odd, rG[2 * row + 1, n], rG[2 * row, n])
-                        if cutlass.const_expr(streams[row] == k):
-                            trace = trace + value
-                            line[places[row]] = value
-                        else:
-                            line[places[row]] = value + value
-            line[TRACE] = trace
-            line[ZERO] = Float32(0.0)
+            fours = [load_matrices(self.behind(place, i) ^ (32 * c)) for i in (0, 2)]
+            z = [four[k : k + 2] for four in fours for k in (0, 2)]  # of each stream, as rows of A and as columns of B
+            for n, ((i, j), k, _) in enumerate(PAIRS):
+                multiply([z[i][0], z[j][0], z[i][1], z[j][1]], z[k], rG[None, n], pairs=True)
+        self.store_squares(rG, sSum, h)
 
     @cute.jit
     def take_own(self, there: Int32, rZ: cute.Tensor, h: cutlass.Constexpr):

@@ -54,8 +54,6 @@ class Products(Coefficients):
     @cute.jit
     def multiply_streams(self, rZ: cute.Tensor, sSum: cute.Tensor, rows: Int32):
         """This warp's part of G, for all 16 tokens."""
-        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        odd = group % 2 == 1
         for h in cutlass.range_constexpr(2):
             if rows > TILE // 2 * h:
                 rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
@@ -64,18 +62,24 @@ class Products(Coefficients):
                     for n, ((i, j), k, _) in enumerate(PAIRS):
                         a = [rZ[word, i, h], rZ[word, j, h], rZ[word + 1, i, h], rZ[word + 1, j, h]]
                         multiply(a, [rZ[word, k, h], rZ[word + 1, k, h]], rG[None, n], pairs=True)
-                if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
-                    line, trace = sSum[group + 8 * h, None], Float32(0.0)
-                    for n, (streams, k, places) in enumerate(PAIRS):
-                        for row in cutlass.range_constexpr(2):
-                            value = cutlass.select_(odd, rG[2 * row + 1, n], rG[2 * row, n])
-                            if cutlass.const_expr(streams[row] == k):
-                                trace = trace + value
-                                line[places[row]] = value
-                            else:
-                                line[places[row]] = value + value
-                    line[TRACE] = trace
-                    line[ZERO] = Float32(0.0)
+                self.store_squares(rG, sSum, h)
+
+    @cute.jit
+    def store_squares(self, rG: cute.Tensor, sSum: cute.Tensor, h: cutlass.Constexpr):
+        """The diagonals of the blocks, for eight tokens."""
+        group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+        if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
+            line, trace = sSum[group + 8 * h, None], Float32(0.0)
+            for n, (streams, k, places) in enumerate(PAIRS):
+                for row in cutlass.range_constexpr(2):
+                    value = cutlass.select_(group % 2 == 1, rG[2 * row + 1, n], rG[2 * row, n])
+                    if cutlass.const_expr(streams[row] == k):
+                        trace = trace + value
+                        line[places[row]] = value
+                    else:
+                        line[places[row]] = value + value
+            line[TRACE] = trace
+            line[ZERO] = Float32(0.0)
 
     @cute.jit
     def over_all(self, sLines: cute.Tensor, rSum: cute.Tensor):
