@@ -208,11 +208,14 @@ class GridConfig(BulkConfig):
         self.barriers = 10 + 2 * IN_FLIGHT
         self.inbox_floats = 0
         self.trace_floats = self.pre_floats = 2 * self.slots
-        for self.stages in (STAGES + 1, STAGES):
-            self.held_floats = self.warps * self.stages * self.stage_bytes // 4
+        self.stage_bytes = TILE * N * ROW_BYTES  # of a warp, or of f of four warps
+        self.half_bytes = self.stage_bytes // 2  # of eight tokens
+        self.quads = -(-self.warps // N) if post else 0
+        for self.lag in (3, 2, 1):  # tiles from a projection to its mixture
+            self.stages = self.lag + 2
+            self.held_floats = (self.warps * self.stages + 2 * self.quads) * self.stage_bytes // 4
             if self.smem_bytes <= SMEM_LIMIT:
                 break
-        self.lag = self.stages - 2  # tiles from a projection to its mixture
 
     def space(self, groups: int) -> int:
         """Floats of global memory in which the CTAs of so many groups meet."""

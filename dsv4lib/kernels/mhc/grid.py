@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, memory
 
-from dsv4lib.kernels.mhc.bulk import MhcBulk
+from dsv4lib.kernels.mhc.bulk import INPUTS, PARTS, MhcBulk
 from dsv4lib.kernels.mhc.config import (
     COLUMNS,
     FOURS,
@@ -19,12 +19,14 @@ from dsv4lib.kernels.mhc.config import (
     OWNED,
     PIECES,
     RING,
+    ROW_BYTES,
     TILE,
     UNIT,
     WORDS,
     GridConfig,
     N,
 )
+from dsv4lib.kernels.mhc.words import copy_four, load_matrices, load_words, multiply, store_matrices
 
 _PUBLISH = "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
 _LOOK = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
@@ -60,7 +62,7 @@ class MhcGrid(GridConfig, MhcBulk):
         @cute.struct
         class Storage:
             fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
-            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 64]
+            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 256]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
             mix: cute.struct.Align[cute.struct.MemRange[Float32, self.mix_floats], 16]
             coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
@@ -139,13 +141,13 @@ class MhcGrid(GridConfig, MhcBulk):
         if warp == self.warps:
             self.send_sums(sSums, space[0], (projected, taken, mixed), place)
         elif warp == self.warps + 1:
-            self.weigh_parts(mScale, mBase, sTrace, sMix, (weighed, mixed, sent, read), space, place, eps)
+            self.weigh_parts(mScale, mBase, sTrace, (sent, read), space, place, eps)
         elif warp == self.warps + 2:
             if cutlass.const_expr(not self.head):
                 self.balance_parts(mScale, mBase, (mPostNew, mCombNew), sTrace, (sent, read), space[0], place, eps)
         elif warp == self.warps + 3:
-            if cutlass.const_expr(self.post):
-                self.split_coefficients(mPost, mComb, sParts, (full, written), place)
+            waits = weighed, mixed, full, written
+            self.provide(mPost, mComb, sParts, sMix, waits, space[1], place)
         else:
             small = sThird, sSums, sMix, storage.held.data_ptr().toint(), sParts.iterator.toint()
             waits = projected, taken, weighed, full, written
@@ -169,18 +171,21 @@ class MhcGrid(GridConfig, MhcBulk):
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights.iterator])
         sThird = sThird[None, cute.arch.lane_idx(), None, None, warp]
         self.split_fn(mFn, rank, warp, rFn, sThird)
+        givens = stages + self.stage_bytes * (self.stages * self.warps + 2 * (warp // N))
         stages = stages + self.stage_bytes * self.stages * warp
         cute.arch.griddepcontrol_wait()
         for k in cutlass.range_constexpr(2):
-            self.fetch_tile(mX, mF, first + k * step, tokens, column, stages + self.stage_bytes * k)
-        tile, begin, here, behind = Int32(0), first, stages, stages + self.stage_bytes * 2
+            there = stages + self.stage_bytes * k, givens + self.stage_bytes * k
+            self.fetch_both(mX, mF, first + k * step, tokens, column, there)
+        tile, begin, here, end = Int32(0), first, stages, stages + self.stages * self.stage_bytes
         while begin < tokens + self.lag * step:
             if begin < tokens:
                 cute.arch.cp_async_wait_group(1)
                 cute.arch.sync_warp()
                 if cutlass.const_expr(self.post):
                     cute.arch.mbarrier_wait(full + (tile & 1), (tile >> 1) & 1)
-                    self.write_back_tile(here, parts + (tile & 1) * (4 * TILE * PIECES))
+                    both = here, givens + (tile & 1) * self.stage_bytes
+                    self.write_back_both(*both, parts + (tile & 1) * (4 * TILE * PIECES))
                     self.arrive(written + (tile & 1))
                 if tile > 0:
                     cute.arch.mbarrier_wait(taken, (tile + 1) & 1)
@@ -189,6 +194,8 @@ class MhcGrid(GridConfig, MhcBulk):
                     if rows > TILE // 2 * h:
                         self.multiply_tokens(here, sSums[warp, None, None], h)
                 self.arrive(projected)
+            behind = here + 2 * self.stage_bytes
+            behind = cutlass.select_(behind >= end, behind - self.stages * self.stage_bytes, behind)
             if tile >= self.lag:
                 before, buffer = begin - self.lag * step, (tile - self.lag) & (IN_FLIGHT - 1)
                 cute.autovec_copy(weights, rWeight)
@@ -200,40 +207,121 @@ class MhcGrid(GridConfig, MhcBulk):
                     if cutlass.const_expr(self.keep):
                         self.store_token(mNew, rOne, h, before, rows, tokens, column)
                 cute.arch.sync_warp()
-            self.fetch_tile(mX, mF, begin + 2 * step, tokens, column, behind)
+            there = behind, givens + (tile & 1) * self.stage_bytes
+            self.fetch_both(mX, mF, begin + 2 * step, tokens, column, there)
             tile = tile + 1
             begin = begin + step
-            end = stages + self.stages * self.stage_bytes
             here = here + self.stage_bytes
             here = cutlass.select_(here == end, stages, here)
-            behind = behind + self.stage_bytes
-            behind = cutlass.select_(behind == end, stages, behind)
+
+    def place_of(self, here: Int32, token: Int32, given: Int32, piece: Int32) -> Int32:
+        """Where 16 bytes of a token's stream lie in the stage ``here``, or of f, of warp ``given`` mod 4.
+
+        Stages begin at multiples of 256 bytes, so other pieces, streams and tokens are at ``place ^ 16 piece``,
+        `behind` and `tokens_behind`.
+        """
+        line = N * token + (given ^ (token & 1))
+        return here + ROW_BYTES * line + 16 * ((piece ^ (token // 2) ^ (given // 2)) & 3)
+
+    def behind(self, place: Int32, streams: int) -> Int32:
+        """Where the piece of the stream lies whose number differs in these bits."""
+        return place ^ (ROW_BYTES * streams + 16 * (streams // 2))
+
+    def tokens_behind(self, place: Int32, tokens: int) -> Int32:
+        """Where the piece lies so many tokens further, at most 7 (from token 0, or at most 3 from token 4)."""
+        return (place ^ (ROW_BYTES * (tokens % 2) + 16 * (tokens // 2))) + ROW_BYTES * N * tokens
+
+    def given_place(self, given: Int32, token: Int32, piece: Int32) -> Int32:
+        """Where 16 bytes of f of this warp lie: not in the banks of its streams 0 and 2, or 1 and 3."""
+        mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % N
+        return self.place_of(given, token, mine, piece ^ (mine // 2) ^ 2)
+
+    @cute.jit
+    def fetch_both(self, mX: cute.Tensor, mF: Any, begin: Int32, tokens: Int32, column: Int32, there: tuple):
+        """This lane's columns of its two tokens into stages, a group of copies; the last token for what is behind."""
+        stage, given = there
+        if begin < tokens:
+            group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+            target = self.place_of(stage, group, Int32(0), four)
+            for h in cutlass.range_constexpr(2):
+                token = cutlass.min(begin + group + 8 * h, tokens - 1)
+                source = cute.domain_offset((COLUMNS * column,), mX[token, None]).iterator
+                for i in cutlass.range_constexpr(N):
+                    copy_four(self.behind(target, i) + self.half_bytes * h, source + i * self.d)
+                if cutlass.const_expr(self.post):
+                    source = cute.domain_offset((COLUMNS * column,), mF[token, None]).iterator
+                    copy_four(self.given_place(given, group, four) + self.half_bytes * h, source)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def write_back_both(self, here: Int32, given: Int32, parts: Int32):
+        """X' over X, this warp's columns of all 16 tokens.
+
+        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next (of eight: the first three again), and once more:
+        k of 8 and up has the same registers. B: their first and second part, then in an MMA of k = 8 the third, of
+        stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere. Sums: streams 2 (lane mod 4) and
+        the next of both; where lane mod 4 < 2 of the first token, elsewhere of the second.
+        """
+        lane, zero = cute.arch.lane_idx(), Int32(0)
+        parts, one_of = parts + 4 * PIECES * N * (lane // TILE) + 16 * (lane % TILE), lane % 8 % INPUTS
+        source = self.place_of(here, zero, one_of % N, lane // 8)
+        source = cutlass.select_(one_of == N, self.given_place(given, zero, lane // 8), source)
+        target = self.place_of(here, lane % 8 // N * N, lane % N, lane // 8)
+        first = lane % 4 < 2
+        for _ in cutlass.range(2, unroll=1):
+            for half in cutlass.range_constexpr(2):
+                ones = [2 * half, 2 * half + 1]  # and the tokens four further: their rows are in different banks
+                words = [load_words(parts + 4 * PIECES * one) for one in ones]
+                places = [self.tokens_behind(source, one + N * t) for one in ones for t in range(2)]
+                columns = [load_matrices(place, turned=True) for place in places]
+                for k, one in enumerate(ones):
+                    rSums = cute.make_rmem_tensor((4, 2, 2), Float32)
+                    rSums.fill(0.0)
+                    for count in (2, 1):  # parts at once
+                        b = words[k][:2] if count == 2 else words[k][2:3]
+                        for t in cutlass.range_constexpr(2):
+                            for c in cutlass.range_constexpr(2):
+                                two = columns[2 * k + t][2 * c : 2 * c + 2]
+                                multiply(two * count, b, rSums[None, c, t], pairs=True)
+                    both = [rSums[None, None, t] for t in range(2)]
+                    store_matrices(self.tokens_behind(target, one), self.packed(both, first))
+            source, target = source + self.half_bytes, target + self.half_bytes
+            parts = parts + 4 * PIECES * (TILE // 2)
+        cute.arch.sync_warp()
 
     @cute.jit
     def send_sums(self, sSums: cute.Tensor, inbox: Int64, barriers: tuple, place: tuple):
         """Role of the sender: what the workers left of a tile, to the CTAs that own its tokens."""
         rank, first, step, rows, tokens = place
         projected, taken, mixed = barriers
-        lane, pieces = cute.arch.lane_idx(), FOURS + (0 if self.head else OWNED // N)
-        rounds = -(-pieces * TILE // LANES)
-        rSum = cute.make_rmem_tensor((N, rounds), Float32)
+        mine = inbox + Int64(4 * self.sum_pitch * rank)
         cute.arch.griddepcontrol_wait()
         tile, begin = Int32(0), first
         while begin < tokens:
             cute.arch.mbarrier_wait(projected, tile & 1)
-            for k in cutlass.range_constexpr(rounds):
-                item = lane + LANES * k
-                if item < pieces * rows:
-                    self.over_warps(sSums[None, item // pieces, None], item % pieces, rSum[None, k])
+            self.send_pieces(sSums, mine, tile, rows, (0, FOURS))  # what a mixture waits for first
+            if cutlass.const_expr(not self.head):
+                self.send_pieces(sSums, mine, tile, rows, (FOURS, OWNED // N))
             self.arrive(taken)
             self.arrive(mixed + (tile & (IN_FLIGHT - 1)))
-            for k in cutlass.range_constexpr(rounds):
-                item = lane + LANES * k
-                if item < pieces * rows:
-                    there = self.sums_of(inbox, tile, item // pieces) + Int64(4 * self.sum_pitch * rank)
-                    self.publish(there + Int64(16 * (item % pieces)), [rSum[v, k] for v in range(N)])
             tile = tile + 1
             begin = begin + step
+
+    @cute.jit
+    def send_pieces(self, sSums: cute.Tensor, mine: Int64, tile: Int32, rows: Int32, part: cutlass.Constexpr):
+        """Fours of sums, (first, count) of each token."""
+        from_, count = part
+        rounds = -(-count * TILE // LANES)
+        rSum = cute.make_rmem_tensor((N, rounds), Float32)
+        for k in cutlass.range_constexpr(rounds):
+            item = cute.arch.lane_idx() + LANES * k
+            if item < count * rows:
+                self.over_warps(sSums[None, item // count, None], from_ + item % count, rSum[None, k])
+        for k in cutlass.range_constexpr(rounds):
+            item = cute.arch.lane_idx() + LANES * k
+            if item < count * rows:
+                there = self.sums_of(mine, tile, item // count) + Int64(16 * (from_ + item % count))
+                self.publish(there, [rSum[v, k] for v in range(N)])
 
     def sums_of(self, inbox: Int64, tile: Int32, token: Int32) -> Int64:
         """Where the sums of a tile's token arrive, of the first CTA."""
@@ -281,32 +369,89 @@ class MhcGrid(GridConfig, MhcBulk):
                 cute.arch.inline_ptx(_PUBLISH, read_only_args=[first + Int64(apart * k), *[Float32(0.0)] * N])
 
     @cute.jit
+    def provide(
+        self, mPost: Any, mComb: Any, sParts: cute.Tensor, sMix: cute.Tensor, waits: tuple, letters: Int64, place: tuple
+    ):
+        """Role of the provider: B of the write-backs, and the weights of what the workers mix next."""
+        rank, first, step, rows, tokens = place
+        weighed, mixed, full, written = waits
+        lane = cute.arch.lane_idx()
+        rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
+        rWords = cute.make_rmem_tensor((4, 8), Uint32)
+        rMix = cute.make_rmem_tensor((N, 1), Float32)
+        rWords.fill(0)
+        cute.arch.griddepcontrol_wait()
+        self.take_coefficients(mPost, mComb, first, tokens, rFour)
+        tile, begin = Int32(0), first
+        while begin < tokens + self.lag * step:
+            if cutlass.const_expr(self.post):
+                if begin < tokens:
+                    self.split_pairs(rFour, rWords)
+                    self.take_coefficients(mPost, mComb, begin + step, tokens, rFour)
+                    if tile > 1:
+                        cute.arch.mbarrier_wait(written + (tile & 1), (tile >> 1) + 1 & 1)
+                    for k in cutlass.range_constexpr(8):
+                        at = (tile & 1) * (TILE * PIECES // 4) + 8 * lane + k
+                        cute.autovec_copy(rWords[None, k], sParts[None, at])
+                    self.arrive(full + (tile & 1))
+            if tile >= self.lag:
+                before = tile - self.lag
+                buffer, mine = before & (IN_FLIGHT - 1), self.weights_of(letters, before, rank, lane)
+                self.collect(mine, 0, lane < rows, rMix)
+                cute.arch.mbarrier_wait(mixed + buffer, (before // IN_FLIGHT) & 1)
+                if lane < rows:
+                    cute.autovec_copy(rMix[None, 0], sMix[buffer, lane, None])
+                self.arrive(weighed + buffer)
+                self.clear(mine, 0, lane < rows, 1)
+                cute.arch.fence_acq_rel_gpu()
+            tile = tile + 1
+            begin = begin + step
+
+    @cute.jit
+    def take_coefficients(self, mPost: Any, mComb: Any, begin: Int32, tokens: Int32, rFour: cute.Tensor):
+        """post and comb of this lane's token."""
+        if cutlass.const_expr(self.post):
+            token = cutlass.min(begin + cute.arch.lane_idx() // 2, tokens - 1)
+            for i in cutlass.range_constexpr(N):
+                cute.autovec_copy(cute.local_tile(mComb[token, None], (N,), (i,)), rFour[None, i])
+            cute.autovec_copy(cute.local_tile(mPost[token, None], (N,), (0,)), rFour[None, N])
+
+    @cute.jit
+    def split_pairs(self, rFour: cute.Tensor, rWords: cute.Tensor):
+        """[stream, pair of inputs][part] of two streams of a token."""
+        even = cute.arch.lane_idx() % 2 == 0
+        for s in cutlass.range_constexpr(2):
+            values = [cutlass.select_(even, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
+            values = [*values, Float32(0.0)]
+            for q in cutlass.range_constexpr(PARTS):
+                for part, word in enumerate(self.parts_of(values[2 * q : 2 * q + 2])):
+                    rWords[part, 4 * s + q] = word
+
+    @cute.jit
     def weigh_parts(
         self,
         mScale: cute.Tensor,
         mBase: cute.Tensor,
         sTrace: cute.Tensor,
-        sMix: cute.Tensor,
         barriers: tuple,
         space: tuple,
         place: tuple,
         eps: tuple,
     ):
-        """Role of the owner: weights of its tokens to every CTA, and those of all for the workers."""
+        """Role of the owner: weights of its tokens to every CTA."""
         rank, first, step, rows, tokens = place
-        weighed, mixed, sent, read = barriers
+        sent, read = barriers
         inbox, letters = space
         lane, group, pitch = cute.arch.lane_idx(), cute.arch.lane_idx() // 4, 4 * self.sum_pitch
         count, apart = max(1, self.cluster // 8), 8 * pitch
         rFours = cute.make_rmem_tensor((N, count), Float32)
         rSum = cute.make_rmem_tensor(N, Float32)
         rPre = cute.make_rmem_tensor(N, Float32)
-        rMix = cute.make_rmem_tensor((N, 1), Float32)
         cute.arch.griddepcontrol_wait()
         scale, base = mScale[0], mBase[lane % 4]
         tile, begin = Int32(0), first
         while begin < tokens:
-            buffer, turned = tile & (IN_FLIGHT - 1), (rank + TILE * tile) & (self.cluster - 1)
+            turned = (rank + TILE * tile) & (self.cluster - 1)
             if cutlass.const_expr(not self.head):
                 if tile > 1:
                     cute.arch.mbarrier_wait(read + (tile & 1), (tile >> 1) + 1 & 1)
@@ -330,13 +475,6 @@ class MhcGrid(GridConfig, MhcBulk):
                     self.clear(mine, apart, group < self.cluster, count)
             if cutlass.const_expr(not self.head):
                 self.arrive(sent + (tile & 1))
-            mine = self.weights_of(letters, tile, rank, lane)
-            self.collect(mine, 0, lane < rows, rMix)
-            cute.arch.mbarrier_wait(mixed + buffer, (tile // IN_FLIGHT) & 1)
-            if lane < rows:
-                cute.autovec_copy(rMix[None, 0], sMix[buffer, lane, None])
-            self.arrive(weighed + buffer)
-            self.clear(mine, 0, lane < rows, 1)
             cute.arch.fence_acq_rel_gpu()
             tile = tile + 1
             begin = begin + step
