@@ -257,10 +257,10 @@ class MhcGrid(GridConfig, MhcBulk):
     def write_back_both(self, here: Int32, given: Int32, parts: Int32):
         """X' over X, this warp's columns of all 16 tokens.
 
-        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next (of eight: the first three again), and once more:
-        k of 8 and up has the same registers. B: their first and second part, then in an MMA of k = 8 the third, of
-        stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere. Sums: streams 2 (lane mod 4) and
-        the next of both; where lane mod 4 < 2 of the first token, elsewhere of the second.
+        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next (of eight: the first three again, times nothing).
+        B: a part of their coefficients, of stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere.
+        Sums: streams 2 (lane mod 4) and the next of both; those of the first token are right where lane mod 4 < 2, of
+        the second elsewhere.
         """
         lane, zero = cute.arch.lane_idx(), Int32(0)
         parts, one_of = parts + 4 * PIECES * N * (lane // TILE) + 16 * (lane % TILE), lane % 8 % INPUTS
@@ -277,12 +277,11 @@ class MhcGrid(GridConfig, MhcBulk):
                 for k, one in enumerate(ones):
                     rSums = cute.make_rmem_tensor((4, 2, 2), Float32)
                     rSums.fill(0.0)
-                    for count in (2, 1):  # parts at once
-                        b = words[k][:2] if count == 2 else words[k][2:3]
+                    for part in cutlass.range_constexpr(PARTS):
                         for t in cutlass.range_constexpr(2):
                             for c in cutlass.range_constexpr(2):
                                 two = columns[2 * k + t][2 * c : 2 * c + 2]
-                                multiply(two * count, b, rSums[None, c, t], pairs=True)
+                                multiply(two, words[k][part : part + 1], rSums[None, c, t])
                     both = [rSums[None, None, t] for t in range(2)]
                     store_matrices(self.tokens_behind(target, one), self.packed(both, first))
             source, target = source + self.half_bytes, target + self.half_bytes
@@ -403,7 +402,7 @@ class MhcGrid(GridConfig, MhcBulk):
                     cute.autovec_copy(rMix[None, 0], sMix[buffer, lane, None])
                 self.arrive(weighed + buffer)
                 self.clear(mine, 0, lane < rows, 1)
-                cute.arch.fence_acq_rel_gpu()
+                self.order()
             tile = tile + 1
             begin = begin + step
 
@@ -426,6 +425,10 @@ class MhcGrid(GridConfig, MhcBulk):
             for q in cutlass.range_constexpr(PARTS):
                 for part, word in enumerate(self.parts_of(values[2 * q : 2 * q + 2])):
                     rWords[part, 4 * s + q] = word
+
+    def order(self) -> None:
+        """What this warp read or cleared comes before what anybody sends who hears of it."""
+        cute.arch.fence_acq_rel_gpu()
 
     @cute.jit
     def weigh_parts(
@@ -475,7 +478,7 @@ class MhcGrid(GridConfig, MhcBulk):
                     self.clear(mine, apart, group < self.cluster, count)
             if cutlass.const_expr(not self.head):
                 self.arrive(sent + (tile & 1))
-            cute.arch.fence_acq_rel_gpu()
+            self.order()
             tile = tile + 1
             begin = begin + step
 
