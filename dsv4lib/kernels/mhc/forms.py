@@ -6,26 +6,24 @@ from contextlib import suppress
 from enum import Enum
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.mhc.config import BULK_WARPS, TILE, UNIT, BulkConfig, Config, GridConfig, StreamConfig
+from dsv4lib.kernels.mhc.config import BULK_WARPS, TILE, UNIT, BulkConfig, Config
 
 FEW = 64  # tokens of a call for `PLAIN`; with its wide tiles as many as clusters take at once:
 ROUND = 7  # clusters of 16 CTAs that an H200 holds
 
 
 class Form(Enum):
-    """Which kernel: `simt.Mhc`, `stream.MhcStream`, or `bulk.MhcBulk`."""
+    """Which kernel: `simt.Mhc` or `bulk.MhcBulk`."""
 
     PLAIN = "plain"
-    STREAM = "stream"
     BULK = "bulk"
-    GRID = "grid"
 
 
-CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig, Form.GRID: GridConfig}
+CONFIGS = {Form.PLAIN: Config, Form.BULK: BulkConfig}
 
 
-def form_of(tokens: int, d: int, keep: bool = True) -> Form:
-    """The form that a call of so many tokens uses: the only place that chooses. ``keep``: the streams are stored.
+def form_of(tokens: int, d: int) -> Form:
+    """The form that a call of so many tokens uses: the only place that chooses.
 
     Timed on an H200 (us). d 4096: `PLAIN` 7.8, 9.1, 14.0 and 14.3 with 1, 32, 128 and 160 tokens, `BULK` 10.3, 14.7 and
     15.8 with 32, 128 and 160; with 256, 1024 and 4096 `BULK` 18.7, 44.3 and 146, `PLAIN` 24 with 256. d 7168, where
@@ -38,11 +36,7 @@ def form_of(tokens: int, d: int, keep: bool = True) -> Form:
     """
     fit, tile = forms(d), tile_of(Form.PLAIN, d)
     few = FEW if tile == TILE else ROUND * tile
-    if tokens <= few:
-        return Form.PLAIN
-    if Form.BULK in fit:
-        return Form.BULK
-    return Form.STREAM if keep and Form.STREAM in fit else Form.PLAIN
+    return Form.BULK if tokens > few and Form.BULK in fit else Form.PLAIN
 
 
 def forms(d: int) -> list[Form]:
@@ -63,7 +57,7 @@ def tile_of(form: Form, d: int) -> int:
 def cluster_of(d: int, form: Form = Form.PLAIN) -> int:
     """CTAs that share a token: the largest cluster that divides ``d``, as a CTA then fetches and keeps least of fn;
     of the grid as few as two parts of fn in their registers allow."""
-    if form is Form.GRID:
-        fit = (size for size in GridConfig.sizes if d % (UNIT * size) == 0 and d <= UNIT * BULK_WARPS * size)
-        return next(fit, GridConfig.sizes[-1])
+    if form is Form.BULK:
+        fit = (size for size in BulkConfig.sizes if d % (UNIT * size) == 0 and d <= UNIT * BULK_WARPS * size)
+        return next(fit, BulkConfig.sizes[-1])
     return next(size for size in (16, 8, 4) if d % (UNIT * size) == 0)

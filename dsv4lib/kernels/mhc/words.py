@@ -86,13 +86,6 @@ def store_async(place: Int32, values: list, barrier: Int32, *, loc: Any = None, 
 
 
 @dsl_user_op
-def prefetch_bulk(source: cute.Pointer, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Ask for ``size`` bytes, a multiple of 16, in L2."""
-    text = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
-    cute.arch.inline_ptx(text, read_only_args=[source, size], loc=loc, ip=ip)
-
-
-@dsl_user_op
 def load_matrices(place: Int32, turned: bool = False, *, loc: Any = None, ip: Any = None) -> list:
     """Four 8 x 8 matrices of 16 bits from shared memory, rows of matrix k at the addresses of lanes 8 k and up."""
     kind = "ldmatrix.sync.aligned.m8n8.x4.trans" if turned else "ldmatrix.sync.aligned.m8n8.x4"
