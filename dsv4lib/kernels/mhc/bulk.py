@@ -1,5 +1,5 @@
-"""A site boundary for many tokens: asynchronous copies bring tiles, tensor cores multiply all of fn and comb, and no warp
-waits for another CTA while it has a tile to write back and project.
+"""A site boundary for many tokens: asynchronous copies bring tiles, tensor cores multiply all of fn and comb, and no
+warp waits for another CTA while it has a tile to write back and project.
 
 A group of CTAs owns a tile of up to 16 tokens, a CTA a slice of the columns of all four streams, a warp 32 of them. A
 group has as many CTAs as fn needs to stay in registers and shared memory: 16 (d 4096), 32 (d 7168), which are no
@@ -14,9 +14,9 @@ mixture, two or three tiles long. All MMAs are of bf16 with exact products, on o
     products      as in `products`; by ldmatrix once, the same registers are rows of A and columns of B
 
     stage         of a warp: 64 rows (16 tokens, four streams) of 64 bytes, in pieces of 16; of f, of four warps: the
-                  same, a warp in place of a stream. Piece p of stream i of token t lies in row 4 t + (i ^ t mod 2) where
-                  p ^ (t / 2) ^ (i / 2) mod 4 would: a stream of 8 tokens, the inputs of one, or a row of two are in
-                  different banks. X' is written over X. A warp reads nothing but what it fetched itself
+                  same, a warp in place of a stream. Piece p of stream i of token t lies in row 4 t + (i ^ t mod 2),
+                  where p ^ (t / 2) ^ (i / 2) mod 4 would: a stream of 8 tokens, the inputs of one, or a row of two are
+                  in different banks. X' is written over X. A warp reads nothing but what it fetched itself
 
     workers       write_back -> project -> products of tile n; mix, scale, store X' and y of n - lag; fetch tile n + 2
     others        a warp each: sender, owner, balancer, provider (`meeting`)

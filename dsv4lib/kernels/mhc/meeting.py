@@ -9,8 +9,8 @@
                 have come
 
 Nobody counts: a word that has come is not 0 (0 is written as -0), and who has read it writes 0 again, for a later tile
-or the next launch. Each word tells for itself that it is there; relaxed accesses do, nothing else is ordered by them. So
-sums or weights take one way to L2 and one way back.
+or the next launch. Each word tells for itself that it is there; relaxed accesses do, nothing else is ordered by them.
+So sums or weights take one way to L2 and one way back.
 
     space       sums [group][8 tiles][16 tokens][CTA][36], then weights [group][8 tiles][CTA][16 tokens][4]
 
