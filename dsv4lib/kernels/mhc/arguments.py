@@ -81,7 +81,8 @@ def launch_args(
         raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")
     values, wide = kernel.values, N * kernel.d
     if kernel.meets and (space is None or space.numel() < kernel.space(clusters)):
-        raise ArgumentError("space", space and space.numel(), f"{kernel.space(clusters)} floats")
+        given = None if space is None else f"{space.numel()} floats"
+        raise ArgumentError("space", given, f"at least {kernel.space(clusters)} floats, zeros")
 
     def optional(name: str, dtype: Any, shape: tuple, align: int) -> Any:
         return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
