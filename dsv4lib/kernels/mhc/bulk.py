@@ -25,18 +25,19 @@ mixture, two or three tiles long. All MMAs are of bf16 with exact products, on o
                   mixed [4]: room for them; full [2]: coefficients are there, written [2]: the workers have read them;
                   sent [2]: the owner is done with a tile's sums, read [2]: the balancer is
 
-    SMEM          d 4096 (16 CTAs, lag 2): fn 49,152  stages 147,456  coefficients 4,096  sums 18,432  weights 1,024
-                  d 7168 (32 CTAs, lag 3): fn 43,008  stages 159,744  coefficients 4,096  sums 16,128  weights 1,024
+    SMEM          d 4096 (16 CTAs, lag 2): fn 49,152  stages 147,456  coefficients 8,192  sums 18,432  weights 1,024
+                  d 7168 (32 CTAs, lag 3): fn 43,008  stages 159,744  coefficients 8,192  sums 16,128  weights 1,024
     launch        (CTAs of a group, groups) CTAs of 32 (d / 32 CTAs + 4) threads, all of which must run at the same time
 
 Sums and weights take as long as two tiles, polls wait behind what the SM has asked for; so a mixture a tile later was
-slower (H200, 4096 tokens, with another write-back: d 4096 159 us instead of 145, d 7168 259 instead of 236). Leaving
-parts out there: 130 and 220 us where nobody waits for another CTA, of these 22 and 37 for the write-back, 20 and 32 for
-the projection; loads, stores and mixtures alone 97 and 171.
+slower (H200, 4096 tokens: d 4096 159 us instead of 145, d 7168 259 instead of 236). With parts left out 130 and 220 us
+where nobody waits for another CTA, of these 22 and 37 for the write-back, 20 and 32 for the projection; loads, stores
+and mixtures alone 97 and 171. Write-backs by one MMA of k = 16, from twice the ldmatrix, took 147 and 241, although 125
+and 210 where nobody waits.
 
 Infinite inputs give NaN. Orders of sums are fixed as in `simt`.
 
-Source: as `simt`; PTX ISA, "mma.m16n8k16" (bf16 fragments), "ldmatrix", "stmatrix".
+Source: as `simt`; PTX ISA, "mma.m16n8k8", "mma.m16n8k16" (bf16 fragments), "ldmatrix", "stmatrix".
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ from dsv4lib.kernels.mhc.words import (
     copy_four,
     floats,
     load_matrices,
-    load_two,
     load_words,
     multiply,
     pair,
@@ -322,43 +322,35 @@ class MhcBulk(BulkConfig, Meeting, Mhc):
                         rThird[k] = words[2]
                     cute.autovec_copy(rThird, sThird[None, n, 2 * i + c])
 
-    def parts_of(self, left: list) -> list:
-        """Three words of bf16 that add up to two values."""
-        words = []
-        for _ in range(THIRDS):
-            words.append(pair(*left))
-            left = [value - cut for value, cut in zip(left, floats(words[-1]), strict=True)]
-        return words
-
     @cute.jit
     def write_back_tile(self, here: Int32, given: Int32, parts: Int32):
         """X' over X, this warp's columns of all 16 tokens.
 
-        A: column lane / 4 (+ 8), places 2 (lane mod 4) and the next (+ 8) of `places_of`; B: the same places, stream
-        lane / 4 mod 4, of one token where lane < 16, of the other elsewhere. Sums: streams 2 (lane mod 4) and the next
-        of both; those of the first token are right where lane mod 4 < 2, of the second elsewhere.
+        A: column lane / 4 (+ 8), inputs 2 (lane mod 4) and the next (of eight: the first three again, times nothing).
+        B: a part of their coefficients, of stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere.
+        Sums: streams 2 (lane mod 4) and the next of both; those of the first token are right where lane mod 4 < 2, of
+        the second elsewhere.
         """
         lane, zero = cute.arch.lane_idx(), Int32(0)
-        parts, one_of = (
-            parts + 4 * PIECES * N * (lane // TILE) + 8 * (lane % TILE),
-            (lane // 16 * ROWS_N + lane % 8) % INPUTS,
-        )
-        source = self.place_of(here, zero, one_of % N, lane // 8 % 2)
-        source = cutlass.select_(one_of == N, self.given_place(given, zero, lane // 8 % 2), source)
+        parts, one_of = parts + 4 * PIECES * N * (lane // TILE) + 16 * (lane % TILE), lane % 8 % INPUTS
+        source = self.place_of(here, zero, one_of % N, lane // 8)
+        source = cutlass.select_(one_of == N, self.given_place(given, zero, lane // 8), source)
         target = self.place_of(here, lane % 8 // N * N, lane % N, lane // 8)
         first = lane % 4 < 2
         for _ in cutlass.range(2, unroll=1):
             for half in cutlass.range_constexpr(2):
                 ones = [2 * half, 2 * half + 1]  # and the tokens four further: their rows are in different banks
-                words = [load_two(parts + 4 * PIECES * one) for one in ones]
+                words = [load_words(parts + 4 * PIECES * one) for one in ones]
                 places = [self.tokens_behind(source, one + N * t) for one in ones for t in range(2)]
-                columns = [load_matrices(place ^ (32 * c), turned=True) for place in places for c in range(2)]
+                columns = [load_matrices(place, turned=True) for place in places]
                 for k, one in enumerate(ones):
                     rSums = cute.make_rmem_tensor((4, 2, 2), Float32)
                     rSums.fill(0.0)
-                    for t in cutlass.range_constexpr(2):
-                        for c in cutlass.range_constexpr(2):
-                            multiply(columns[4 * k + 2 * t + c], words[k], rSums[None, c, t], pairs=True)
+                    for part in cutlass.range_constexpr(THIRDS):
+                        for t in cutlass.range_constexpr(2):
+                            for c in cutlass.range_constexpr(2):
+                                two = columns[2 * k + t][2 * c : 2 * c + 2]
+                                multiply(two, words[k][part : part + 1], rSums[None, c, t])
                     both = [rSums[None, None, t] for t in range(2)]
                     store_matrices(self.tokens_behind(target, one), self.packed(both, first))
             source, target = source + self.half_bytes, target + self.half_bytes

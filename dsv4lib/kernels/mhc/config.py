@@ -24,7 +24,7 @@ FEW_WARPS = 8  # with one more, 224
 INPUTS = N + 1  # of a write-back
 RING = 8  # tiles whose sums or weights have room in global memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
-PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
+PIECES = 16 * N  # words of a token's coefficients: three parts (and nothing), pairs of 8 inputs, streams
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
 
 

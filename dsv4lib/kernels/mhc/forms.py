@@ -25,10 +25,10 @@ CONFIGS = {Form.PLAIN: Config, Form.BULK: BulkConfig}
 def form_of(tokens: int, d: int) -> Form:
     """The form that a call of so many tokens uses: the only place that chooses.
 
-    Timed on an H200 (us). d 4096: `PLAIN` 7.8, 9.1, 14.0 and 14.3 with 1, 32, 128 and 160 tokens, `BULK` 10.3, 14.7 and
-    15.8 with 32, 128 and 160; with 256, 1024 and 4096 `BULK` 18.7, 44.3 and 146, `PLAIN` 24 with 256. d 7168, where
-    `BULK` does not fit: `PLAIN` 11.9, 16.6 and 24.6 with 32, 64 and 128 tokens, `STREAM` 19.7 and 313 with 128 and 4096
-    where `PLAIN` takes 426.
+    Timed on an H200 (us). d 4096: `PLAIN` 7.8, 9.1, 14.0 and 14.3 with 1, 32, 128 and 160 tokens, 19.4 with 176; `BULK`
+    9.8 and 10.4 with 1 and 33, 16.0, 18.0, 27.1, 44.1 and 145 with 169, 256, 512, 1024 and 4096. d 7168: `PLAIN` 11.9,
+    16.9 and 25.8 with 33, 65 and 128 tokens; `BULK` 11.6, 14.9, 16.5, 24.8, 38.8, 66.7 and 236 with 33, 65, 128, 256,
+    512, 1024 and 4096.
 
     ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of

@@ -100,41 +100,29 @@ class Meeting(Products):
         cute.arch.inline_ptx(_PUBLISH, read_only_args=[place, *marked])
 
     @cute.jit
-    def look(self, first: Int64, apart: cutlass.Constexpr, there: cutlass.Boolean, rFours: cute.Tensor):
-        """Fours of this lane, ``apart`` bytes from each other, as far as they are there."""
-        rFours.fill(0.0)
-        if there:
-            for k in cutlass.range_constexpr(rFours.shape[1]):
-                self.load_four(first + Int64(apart * k), rFours[None, k])
-
-    def load_four(self, place: Int64, rFour: cute.Tensor) -> None:
-        """Four words; each is there or 0."""
-        four = cute.arch.inline_ptx(_LOOK, write_only_types=[Float32] * N, read_only_args=[place])
-        for v in range(N):
-            rFour[v] = four[v]
-
-    @cute.jit
     def collect(self, first: Int64, apart: cutlass.Constexpr, there: cutlass.Boolean, rFours: cute.Tensor):
-        """What a `look` did not find, until all is there."""
+        """Fours of this lane, ``apart`` bytes from each other, once they are there."""
         count = rFours.shape[1]
         rLack = cute.make_rmem_tensor(count, Int32)
-        missing = self.lacks(there, rFours, rLack)
+        rLack.fill(cutlass.select_(there, Int32(1), Int32(0)))
+        rFours.fill(0.0)
+        missing = there
         while cute.arch.vote_any_sync(missing):
             for k in cutlass.range_constexpr(count):
                 if rLack[k] != 0:
-                    self.load_four(first + Int64(apart * k), rFours[None, k])
-            missing = self.lacks(there, rFours, rLack)
-
-    def lacks(self, there: cutlass.Boolean, rFours: cute.Tensor, rLack: cute.Tensor) -> cutlass.Boolean:
-        """Whether words are missing, and in which fours."""
-        every = Int32(0)
-        for k in range(rFours.shape[1]):
-            lack = Int32(0)
-            for v in range(N):
-                lack = cutlass.select_(rFours[v, k].bitcast(Int32) == 0, Int32(1), lack)
-            rLack[k] = cutlass.select_(there, lack, Int32(0))
-            every = every | rLack[k]
-        return every != 0
+                    four = cute.arch.inline_ptx(
+                        _LOOK, write_only_types=[Float32] * 4, read_only_args=[first + Int64(apart * k)]
+                    )
+                    for v in cutlass.range_constexpr(N):
+                        rFours[v, k] = four[v]
+            lacks = Int32(0)
+            for k in cutlass.range_constexpr(count):
+                lack = Int32(0)
+                for v in cutlass.range_constexpr(N):
+                    lack = cutlass.select_(rFours[v, k].bitcast(Int32) == 0, Int32(1), lack)
+                rLack[k] = cutlass.select_(there, lack, Int32(0))
+                lacks = lacks | rLack[k]
+            missing = lacks != 0
 
     @cute.jit
     def clear(self, first: Int64, apart: cutlass.Constexpr, there: cutlass.Boolean, count: cutlass.Constexpr):
@@ -179,7 +167,6 @@ class Meeting(Products):
                 t = s * self.cluster + turned
                 if t < rows:
                     mine = self.sums_of(inbox, tile, t) + Int64(group * pitch + lane % 4 * 16)
-                    self.look(mine, apart, group < self.cluster, rFours)
                     self.collect(mine, apart, group < self.cluster, rFours)
                     for v in cutlass.range_constexpr(N):
                         total = rFours[v, 0]
@@ -218,15 +205,13 @@ class Meeting(Products):
         pieces, parts, pitch = OWNED // N, 4, 4 * self.sum_pitch
         lane, count, apart = cute.arch.lane_idx(), self.cluster // 4, 4 * 4 * self.sum_pitch
         piece, there = lane % pieces, lane < pieces * parts
-        rFours = cute.make_rmem_tensor((N, count, self.slots), Float32)
+        rFours = cute.make_rmem_tensor((N, count), Float32)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
         rC = cute.make_rmem_tensor((N, N), Float32)
         rLogit.fill(0.0)
         value = cutlass.min(lane, Int32(OWNED - 1))
         cute.arch.griddepcontrol_wait()
         scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
-        mine = inbox + Int64(lane // pieces * pitch + 16 * (FOURS + piece))
-        self.look_ahead(mine, Int32(0), rank, rows, there, rFours)
         tile, begin = Int32(0), first
         while begin < tokens:
             turned = (rank + TILE * tile) & (self.cluster - 1)
@@ -234,13 +219,14 @@ class Meeting(Products):
             for s in cutlass.range_constexpr(self.slots):
                 t = s * self.cluster + turned
                 if t < rows:
-                    self.collect(self.sums_of(mine, tile, t), apart, there, rFours[None, None, s])
-                    self.clear(self.sums_of(mine, tile, t), apart, there, count)
+                    mine = self.sums_of(inbox, tile, t) + Int64(lane // pieces * pitch + 16 * (FOURS + piece))
+                    self.collect(mine, apart, there, rFours)
+                    self.clear(mine, apart, there, count)
                     found = Float32(0.0)
                     for v in cutlass.range_constexpr(N):
-                        total = rFours[v, 0, s]
+                        total = rFours[v, 0]
                         for k in cutlass.range_constexpr(1, count):
-                            total = total + rFours[v, k, s]
+                            total = total + rFours[v, k]
                         p = [cute.arch.shuffle_sync(total, piece + pieces * k) for k in range(parts)]
                         total = (p[0] + p[1]) + (p[2] + p[3])
                         other = cute.arch.shuffle_sync(total, value // N)
@@ -248,24 +234,12 @@ class Meeting(Products):
                     norm = cute.math.rsqrt(sTrace[tile & 1, s] * (1.0 / (N * self.d)) + eps[1], fastmath=True)
                     rLogit[s] = cute.math.fma(scale, found * norm, base)
             self.arrive(read + (tile & 1))
-            tile = tile + 1
-            if begin + step < tokens:  # on its way while Sinkhorn is
-                self.look_ahead(mine, tile, rank, rows, there, rFours)
             if turned < rows:
                 self.store_post(mPostNew, rLogit, begin, turned, rows, tokens)
                 self.sinkhorn(rLogit, rC, eps[0])
                 self.store_comb(mCombNew, rC, begin, turned, rows, tokens)
+            tile = tile + 1
             begin = begin + step
-
-    @cute.jit
-    def look_ahead(
-        self, mine: Int64, tile: Int32, rank: Int32, rows: Int32, there: cutlass.Boolean, rFours: cute.Tensor
-    ):
-        """Sums of the balancer's tokens of a tile, as far as they are there."""
-        for s in cutlass.range_constexpr(self.slots):
-            t = s * self.cluster + ((rank + TILE * tile) & (self.cluster - 1))
-            is_mine = there & (t < rows)
-            self.look(self.sums_of(mine, tile, t), 16 * self.sum_pitch, is_mine, rFours[None, None, s])
 
     @cute.jit
     def provide(
@@ -276,8 +250,9 @@ class Meeting(Products):
         weighed, mixed, full, written = waits
         lane = cute.arch.lane_idx()
         rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
-        rWords = cute.make_rmem_tensor((4, 4), Uint32)
+        rWords = cute.make_rmem_tensor((4, 8), Uint32)
         rMix = cute.make_rmem_tensor((N, 1), Float32)
+        rWords.fill(0)
         cute.arch.griddepcontrol_wait()
         self.take_coefficients(mPost, mComb, first, tokens, rFour)
         tile, begin = Int32(0), first
@@ -288,14 +263,13 @@ class Meeting(Products):
                     self.take_coefficients(mPost, mComb, begin + step, tokens, rFour)
                     if tile > 1:
                         cute.arch.mbarrier_wait(written + (tile & 1), (tile >> 1) + 1 & 1)
-                    for k in cutlass.range_constexpr(4):
-                        at = (tile & 1) * (TILE * PIECES // 4) + 4 * lane + k
+                    for k in cutlass.range_constexpr(8):
+                        at = (tile & 1) * (TILE * PIECES // 4) + 8 * lane + k
                         cute.autovec_copy(rWords[None, k], sParts[None, at])
                     self.arrive(full + (tile & 1))
             if tile >= self.lag:
                 before = tile - self.lag
                 buffer, mine = before & (IN_FLIGHT - 1), self.weights_of(letters, before, rank, lane)
-                self.look(mine, 0, lane < rows, rMix)
                 self.collect(mine, 0, lane < rows, rMix)
                 cute.arch.mbarrier_wait(mixed + buffer, (before // IN_FLIGHT) & 1)
                 if lane < rows:
@@ -317,20 +291,19 @@ class Meeting(Products):
 
     @cute.jit
     def split_pairs(self, rFour: cute.Tensor, rWords: cute.Tensor):
-        """B of the write-backs of two streams of a token, pairs four and four + 4 side by side."""
+        """[stream, pair of inputs][part] of two streams of a token."""
         even = cute.arch.lane_idx() % 2 == 0
         for s in cutlass.range_constexpr(2):
             values = [cutlass.select_(even, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
-            places = self.places_of(values)
-            for q in cutlass.range_constexpr(PIECES // N):
-                word = 8 * s + 2 * (q % 4) + q // 4
-                rWords[word % 4, word // 4] = pair(places[2 * q], places[2 * q + 1])
+            values = [*values, Float32(0.0)]
+            for q in cutlass.range_constexpr(THIRDS):
+                for part, word in enumerate(self.parts_of(values[2 * q : 2 * q + 2])):
+                    rWords[part, 4 * s + q] = word
 
-    def places_of(self, values: list) -> list:
-        """The k of a write-back: first parts of the five values, second, third, and nothing."""
-        left, places = [*values, Float32(0.0)], []
+    def parts_of(self, left: list) -> list:
+        """Three words of bf16 that add up to two values."""
+        words = []
         for _ in range(THIRDS):
-            cut = [value for q in range(0, INPUTS, 2) for value in floats(pair(left[q], left[q + 1]))]
-            places += cut[:INPUTS]
-            left = [value - part for value, part in zip(left, cut, strict=True)]
-        return [*places, Float32(0.0)]
+            words.append(pair(*left))
+            left = [value - cut for value, cut in zip(left, floats(words[-1]), strict=True)]
+        return words

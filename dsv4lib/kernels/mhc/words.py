@@ -108,13 +108,6 @@ def load_words(place: Int32, *, loc: Any = None, ip: Any = None) -> list:
 
 
 @dsl_user_op
-def load_two(place: Int32, *, loc: Any = None, ip: Any = None) -> list:
-    """Two words from shared memory."""
-    text = "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
-    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[place], loc=loc, ip=ip))
-
-
-@dsl_user_op
 def copy_four(target: Int32, source: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
     """Copy 16 bytes from global to shared memory; part of the thread's next group of copies."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;"
