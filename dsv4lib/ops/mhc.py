@@ -8,11 +8,17 @@ y is normalised: what the sublayer (or the head) multiplies with. Everything is 
 which writes into outputs in place, reads nothing on the host and can be captured in a CUDA graph after one call has
 compiled its kernel. The oracle is `dsv4lib.reference.mhc`.
 
+With many tokens the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch, and wait for each
+other: all must run at the same time. Without a ``space`` the op keeps that memory for each stream; a capture that comes
+first records a memset instead. Two launches that may run at the same time, captured in two graphs from one stream for
+example, need one each (`workspace`).
+
 Source: DSV4 paper, mHC section.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +31,6 @@ from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 from dsv4lib.ops.typed import typed
 
@@ -33,6 +38,8 @@ SM_COUNT = 132  # of an H200; a B200 has 148
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
 ITERS, MAX_ITERS = 20, 1000
+SPACE = 1 << 20  # floats of a workspace, for 204 CTAs
+_SPACES: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
 
 
 class Site(NamedTuple):
@@ -67,6 +74,7 @@ def mhc_pre(
     iters: int = ITERS,
     eps: Eps = NORMAL,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
+    space: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Input of a sublayer, and the coefficients of the write-back behind it.
@@ -77,6 +85,7 @@ def mhc_pre(
         iters: Sinkhorn row/column pairs, 1 to 1000.
         eps: see `Eps`.
         out: (y, post, comb) to write into; None: new tensors.
+        space: memory of the kernel, see `workspace`; None: the op's own.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Returns:
@@ -87,7 +96,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams)[1:] if out is None else out
-    torch.ops.dsv4.mhc_site(streams, None, None, None, *site, None, *out, iters, *eps, backend)
+    torch.ops.dsv4.mhc_site(streams, None, None, None, *site, None, *out, iters, *eps, backend, space)
     return out
 
 
@@ -102,6 +111,7 @@ def mhc_post_pre(
     iters: int = ITERS,
     eps: Eps = NORMAL,
     out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    space: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write a sublayer's output back, then `mhc_pre` of the next site.
@@ -110,13 +120,13 @@ def mhc_post_pre(
         f: bf16 [T, d], the sublayer's output.
         post: fp32 [T, 4], of the site before the sublayer. comb: fp32 [T, 4, 4], of the same.
         out: (streams, y, post, comb), other memory than the inputs; None: new tensors.
-        streams, site, iters, eps, backend: as in `mhc_pre`, which also says what is raised.
+        streams, site, iters, eps, space, backend: as in `mhc_pre`, which also says what is raised.
 
     Returns:
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams) if out is None else out
-    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, iters, *eps, backend)
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, iters, *eps, backend, space)
     return out
 
 
@@ -130,6 +140,7 @@ def mhc_head(
     comb: Tensor | None = None,
     eps: Eps = NORMAL,
     out: tuple[Tensor | None, Tensor] | None = None,
+    space: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Collapse the streams and normalise, behind the write-back of the last sublayer where f is given.
@@ -139,14 +150,19 @@ def mhc_head(
         f, post, comb: as in `mhc_post_pre`, all or none.
         out: (streams or None, y): streams behind the write-back are stored only where there is memory for them (a
             draft block needs them); None: only y, a new tensor.
-        streams, eps, backend: as in `mhc_pre`, which also says what is raised.
+        streams, eps, space, backend: as in `mhc_pre`, which also says what is raised.
 
     Returns:
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, None, None, ITERS, *eps, backend)
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, None, None, ITERS, *eps, backend, space)
     return out[1]
+
+
+def workspace(device: str | torch.device) -> Tensor:
+    """Memory for calls one after the other; 0 before and after each."""
+    return torch.zeros(SPACE, dtype=torch.float32, device=device)
 
 
 class Plan(NamedTuple):
@@ -165,8 +181,9 @@ class Plan(NamedTuple):
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
     """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
-    form, cluster = form_of(tokens, d) if form is None else form, cluster_of(d)
-    most = max(1, sm_count // GPC * (GPC // cluster))
+    form = form_of(tokens, d) if form is None else form
+    cluster = cluster_of(d, form)
+    most = max(1, sm_count // cluster if form is Form.BULK else sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
     rounds = -(-tokens // (few * tile_of(form, d)))
     rows = -(-tokens // (few * rounds))
@@ -202,6 +219,7 @@ class Call(NamedTuple):
     hc_eps: float
     rms_eps: float
     backend: str
+    space: Tensor | None = None
 
     @property
     def head(self) -> bool:
@@ -250,6 +268,7 @@ class Call(NamedTuple):
                 "out: y": (self.y, bf16, (t, d)),
                 "out: post": (self.post_new, fp32, (t, N)),
                 "out: comb": (self.comb_new, fp32, (t, N, N)),
+                "space": (self.space, fp32, (SPACE,)),
             }
         )
 
@@ -257,7 +276,7 @@ class Call(NamedTuple):
 SCHEMA = (
     "(Tensor streams, Tensor? f, Tensor? post, Tensor? comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, "
     "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, int iters, float hc_eps, "
-    "float rms_eps, str backend) -> ()"
+    "float rms_eps, str backend, Tensor(e!)? space=None) -> ()"
 )
 
 
@@ -277,7 +296,7 @@ def run(call: Call, form: Form | None = None) -> None:
         return _reference(call)
     sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
     if form is None:
-        form = form_of(*call.streams.shape[::2], keep=call.f is None or call.new is not None)
+        form = form_of(*call.streams.shape[::2])
     chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
     launch(call, name, chosen)
 
@@ -295,15 +314,34 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
-    launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
+    kernel = {Form.PLAIN: Mhc, Form.BULK: MhcBulk}[chosen.form]
+    args = arguments.launch_args
+    if chosen.form is Form.BULK:
+        args = functools.partial(args, space=_space(call))
+    launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
+
+
+def _space(call: Call) -> Tensor:
+    """Zeros where the CTAs of a call meet: the caller's, or the op's own."""
+    if call.space is not None:
+        return call.space
+    device = call.streams.device
+    place = device.index, launching.stream("native", call.streams) if device.type == "cuda" else 0
+    space = _SPACES.get(place)
+    if space is None:
+        space = workspace(device)
+        # On the CPU a launch may be taken back half-way; a capture records the memset.
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            _SPACES[place] = space
+    return space
 
 
 def _fake(*given: Any) -> None:
     Call(*given).check()
 
 
-_site = launching.custom_op("dsv4::mhc_site", _run, mutates_args=("new", "y", "post_new", "comb_new"), schema=SCHEMA)
+_MUTATED = "new", "y", "post_new", "comb_new", "space"
+_site = launching.custom_op("dsv4::mhc_site", _run, mutates_args=_MUTATED, schema=SCHEMA)
 _site.register_fake(_fake)
 
 

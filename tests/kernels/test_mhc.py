@@ -11,15 +11,15 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
 from dsv4lib.kernels.mhc.bulk import MhcBulk
+from dsv4lib.kernels.mhc.forms import Form, cluster_of
 from dsv4lib.kernels.mhc.simt import Mhc
-from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
-FORMS = {"plain": Mhc, "stream": MhcStream, "bulk": MhcBulk}
+FORMS = {"plain": Mhc, "bulk": MhcBulk}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
@@ -65,8 +65,11 @@ def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     after = outputs(streams.shape[0], kernel.d, kernel.post, kernel.head, settings.get("keep", True))
     before = before if kernel.post else (None, None, None)
     gpu = make(arch, **{"checks": "race", **(device or {})})
-    launch(code, *launch_args(kernel, streams, before, parameters, after, rows, clusters, EPS, EPS), gpu=gpu)
+    space = torch.zeros(kernel.space(clusters)) if kernel.meets else None
+    given = streams, before, parameters, after, rows, clusters, EPS, EPS
+    launch(code, *launch_args(kernel, *given, space=space), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
+    assert space is None or not bool(space.view(torch.int32).any())
     return after
 
 
@@ -102,7 +105,9 @@ def check(after, given, post=True, head=False):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("tokens", "rows", "clusters"), [(1, 1, 1), (3, 2, 2), (33, 16, 2), (37, 5, 2), (41, 21, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "clusters"), [(1, 1, 1), (3, 2, 2), (33, 16, 2), (37, 5, 2), (41, 2, 1), (41, 21, 1)]
+)
 def test_boundary(arch, tokens, rows, clusters, form):
     given = case(tokens, 128, seed=tokens)
     if rows > 16 and form != "plain":  # whose tiles are of 16 tokens
@@ -152,8 +157,7 @@ def test_first_site_and_head(form):
     check(run(given, 16, 2, form=form, post=False), given, post=False)
     given, settings = case(19, 256, head=True), {"form": form, "d": 256, "cluster": 8, "head": True}
     check(run(given, 16, 1, post=False, **settings), given, post=False, head=True)
-    if form != "stream":  # which fetches again what it stored
-        check(run(given, 7, 2, keep=False, **settings), given, head=True)
+    check(run(given, 7, 2, keep=False, **settings), given, head=True)
     check(run(given, 3, 1, **settings), given, head=True)
 
 
@@ -175,9 +179,9 @@ def test_streams_that_cancel():
     fn[:N] = 0  # all pre alike
     streams[:, 1], streams[:, 2], streams[:, 3] = -streams[:, 0], streams[:, 0], (-0.98 * streams[:, 0]).bfloat16()
     given = streams, before, (fn, scale, base, weight)
-    check(run(given, 6, 1, post=False, form="stream"), given, post=False)
+    check(run(given, 6, 1, post=False, form="bulk"), given, post=False)
     streams[:, 3] = -streams[:, 0]
-    y = run(given, 6, 1, post=False, form="stream")[1]
+    y = run(given, 6, 1, post=False, form="bulk")[1]
     noise = 2.0**-22 * streams.float().abs().sum(1) * weight.abs()  # of x, in fp32; its norm is at least sqrt(eps)
     assert bool((y.float().abs() <= noise * EPS**-0.5).all())
 
@@ -212,7 +216,7 @@ MISTAKES = {
 SINKHORN = oracle.sinkhorn
 
 
-@pytest.mark.parametrize("form", ("plain", "stream"))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_notices(mistake, form, monkeypatch):
     """The oracle with a mistake is not what the kernel computes."""
@@ -224,8 +228,7 @@ def test_the_check_notices(mistake, form, monkeypatch):
 
 
 SPILLS = pytest.mark.xfail(strict=True, reason="ptxas keeps a few registers in local memory on sm_100a")
-CASES = [(arch, d, form) for d in (4096, 7168) for form in ("plain", "stream") for arch in ARCHS]
-CASES += [(arch, 4096, "bulk") for arch in ARCHS]
+CASES = [(arch, d, form) for d in (4096, 7168) for form in FORMS for arch in ARCHS]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ CASES += [(arch, 4096, "bulk") for arch in ARCHS]
     [pytest.param(*one, marks=SPILLS if one[0] == "sm_100a" and one[2] == "plain" else ()) for one in CASES],
 )
 def test_budget(arch, d, form):
-    kernel, code = compiled(arch, cluster=16, d=d, form=form)
+    kernel, code = compiled(arch, cluster=cluster_of(d, Form(form)), d=d, form=form)
     assert kernel.smem_bytes == -(-code.smem_bytes // 1024) * 1024
     assert code.registers * 32 * (4 * -(-code.threads // 128)) <= 65536
 
@@ -249,9 +252,9 @@ def test_bad_arguments_are_named():
             Mhc(**{"d": 128, "cluster": 4, **bad})
     with pytest.raises(ConfigError, match="keep"):
         Mhc(keep=False)
-    with pytest.raises(ConfigError, match="keep"):
-        MhcStream(head=True, keep=False)
-    kernel = Mhc(128, 4)
+    with pytest.raises(ConfigError, match="d"):
+        MhcBulk(d=7168, cluster=16)
+    kernel, kernel_of_groups = Mhc(128, 4), MhcBulk(128, 4)
     streams, before, parameters = case(3, 128)
     after = outputs(3, 128, True, False)
     good = {"streams": streams, "before": before, "parameters": parameters, "after": after, "rows": 2, "clusters": 2}
@@ -267,3 +270,6 @@ def test_bad_arguments_are_named():
     ):
         with pytest.raises(ArgumentError, match=name):
             launch_args(kernel, **{**good, **bad}, hc_eps=EPS, rms_eps=EPS)
+    for space in (None, torch.zeros(kernel_of_groups.space(2) - 1)):
+        with pytest.raises(ArgumentError, match="space"):
+            launch_args(kernel_of_groups, **good, hc_eps=EPS, rms_eps=EPS, space=space)

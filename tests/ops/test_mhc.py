@@ -48,16 +48,14 @@ def test_forms_agree():
             want = want | bench.behind(GIVEN, found[form]["streams"], "emulator")
         for name in names:
             same([found[form][name]], [want[name]])
-        if form is not Form.BULK:
-            assert torch.equal(found[form]["streams"], found[Form.PLAIN]["streams"])
 
 
 def test_forms_that_fit():
-    assert forms(4096) == list(Form) and forms(7168) == [Form.PLAIN, Form.STREAM] and forms(7680) == [Form.PLAIN]
+    assert forms(4096) == list(Form) == forms(7168) and forms(7680) == [Form.PLAIN]
     assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 7168, 7680))
-    assert form_of(1, 4096) == Form.PLAIN == form_of(4096, 7680) and form_of(4096, 7168) == Form.STREAM
+    assert form_of(1, 4096) == Form.PLAIN == form_of(4096, 7680) and form_of(4096, 7168) == Form.BULK
     assert form_of(168, 4096) == Form.PLAIN and form_of(169, 4096) == form_of(4096, 4096) == Form.BULK
-    assert form_of(64, 7168) == Form.PLAIN == form_of(65, 7168, keep=False) and form_of(65, 7168) == Form.STREAM
+    assert form_of(64, 7168) == Form.PLAIN and form_of(65, 7168) == Form.BULK
     for row in bench.rows():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
@@ -81,7 +79,8 @@ def test_plans_share_a_call_out():
                 assert chosen == form and d % cluster == 0
                 assert 1 <= rows <= tile_of(form, d) and 1 <= clusters <= -(-tokens // rows)
     assert plan(129, 4096).form == form_of(129, 4096)
-    assert plan(128, 4096)[1:3] == (19, 7) and plan(128, 7168)[1:3] == (10, 7)  # not one tile of 16 and one of two
+    assert plan(4096, 4096)[:3] == (16, 16, 8) and plan(4096, 7168)[:3] == (32, 16, 4)  # 128 SMs
+    assert plan(128, 4096)[1:3] == (19, 7) and plan(64, 7168)[1:3] == (10, 7)  # not one tile of 16 and one of two
 
 
 def test_schemas_and_fakes():

@@ -1,7 +1,7 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stand the forms of the kernel that the op does not choose, of "ours, plain", "ours, stream" and "ours,
-bulk" (`kernels.mhc.forms`).
+Beside "ours" stands the form of the kernel that the op does not choose, "ours, plain" or "ours, bulk"
+(`kernels.mhc.forms`).
 """
 
 from __future__ import annotations

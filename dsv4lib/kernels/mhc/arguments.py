@@ -31,6 +31,7 @@ def fake_args(kernel: Mhc) -> tuple:
         fake(BF16, "TZ", WIDE) if kernel.keep else None,
         fake(BF16, "TD", WIDE),
         *ends,
+        *([fake(FP32, "W", WIDE)] if kernel.meets else []),
         I32(1),
         I32(1),
         FP32(1.0),
@@ -50,6 +51,7 @@ def launch_args(
     hc_eps: float,
     rms_eps: float,
     stream: int = 0,
+    space: torch.Tensor | None = None,
 ) -> tuple:
     """Arguments of `Mhc` from torch tensors.
 
@@ -61,6 +63,7 @@ def launch_args(
         after: (streams or None, y [T, d] bf16, post, comb, or None with ``kernel.head``).
         rows, clusters, hc_eps, rms_eps: as in `Mhc.__call__`.
         stream: a handle.
+        space: fp32 [W], zeros, with ``kernel.meets``: `kernel.space` of ``clusters`` or more.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -77,6 +80,9 @@ def launch_args(
     if not 1 <= clusters <= -(-tokens // rows):
         raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")
     values, wide = kernel.values, N * kernel.d
+    if kernel.meets and (space is None or space.numel() < kernel.space(clusters)):
+        given = None if space is None else f"{space.numel()} floats"
+        raise ArgumentError("space", given, f"at least {kernel.space(clusters)} floats, zeros")
 
     def optional(name: str, dtype: Any, shape: tuple, align: int) -> Any:
         return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
@@ -94,6 +100,7 @@ def launch_args(
         wrap("out[1]", y, BF16, (tokens, kernel.d), WIDE),
         optional("out[2]", FP32, (tokens, N), 0),
         optional("out[3]", FP32, (tokens, N * N), WIDE),
+        *([wrap("space", space, FP32, (None,), WIDE)] if kernel.meets else []),
         I32(rows),
         I32(clusters),
         FP32(hc_eps),

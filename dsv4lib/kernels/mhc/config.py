@@ -21,9 +21,10 @@ IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 4  # floats that a token's mixture needs: pre / rms
 BULK_WARPS = 8  # with four more, 168 registers a thread
 FEW_WARPS = 8  # with one more, 224
-STAGES = 3  # tiles in shared memory
+INPUTS = N + 1  # of a write-back
+RING = 8  # tiles whose sums or weights have room in global memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
-PIECES = 8 * N  # words of a token's coefficients: pairs of the 16 k of an MMA, streams
+PIECES = 16 * N  # words of a token's coefficients: three parts (and nothing), pairs of 8 inputs, streams
 FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
 
 
@@ -44,7 +45,8 @@ class Config:
 
     name = "Mhc"
     streaming = False  # whether the mixture lags behind the projection
-    again = False  # whether it fetches X' again
+    sizes = 4, 8, 16  # of a cluster
+    meets = False  # whether its CTAs meet in global memory
 
     def __init__(
         self,
@@ -55,8 +57,8 @@ class Config:
         keep: bool = True,
         iters: int = 20,
     ):
-        if cluster not in (4, 8, 16):
-            raise ConfigError("cluster", cluster, "4, 8 or 16")
+        if cluster not in self.sizes:
+            raise ConfigError("cluster", cluster, f"one of {self.sizes}")
         most = UNIT * cluster * (MAX_WARPS - int(self.streaming))
         if d <= 0 or d % (UNIT * cluster) or d > most:
             raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
@@ -102,8 +104,6 @@ class Config:
         self.inbox_floats = streaming * IN_FLIGHT * self.slots * cluster * self.sum_pitch
         self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
         self.held_floats = 0
-        if self.again and post and not keep:
-            raise ConfigError("keep", keep, "True: the mixture fetches again what was stored")
         if self.smem_bytes > SMEM_LIMIT:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
@@ -148,19 +148,15 @@ class Config:
         return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
-class StreamConfig(Config):
-    """Settings of `MhcStream`."""
+class BulkConfig(Config):
+    """Settings of `MhcBulk`: as `Config`; ``cluster`` CTAs, 4 to 32, share a token, d at most 256 ``cluster``.
 
-    name = "MhcStream"
-    streaming = True
-    again = True
-
-
-class BulkConfig(StreamConfig):
-    """Settings of `MhcBulk`: as `Config`, d at most 256 ``cluster``."""
+    They are no cluster of the hardware, but meet in global memory.
+    """
 
     name = "MhcBulk"
-    again = False
+    streaming = meets = True
+    sizes = 4, 8, 16, 32
 
     def __init__(
         self,
@@ -175,11 +171,20 @@ class BulkConfig(StreamConfig):
         if self.warps > BULK_WARPS:
             raise ConfigError("d", d, f"at most {BULK_WARPS * UNIT * cluster}: two parts of fn lie in registers")
         self.threads = self.workers + 4 * LANES
-        self.barriers = 10 + 2 * IN_FLIGHT
         self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
-        self.stage_bytes = TILE * (N + 1) * ROW_BYTES  # of a warp
-        self.half_bytes = self.stage_bytes // 2  # of eight tokens
-        self.held_floats = self.warps * STAGES * self.stage_bytes // 4
         self.coefficient_floats = 2 * TILE * PIECES
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ConfigError("cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes at d={d}")
+        self.barriers = 10 + 2 * IN_FLIGHT
+        self.inbox_floats = 0
+        self.trace_floats = self.pre_floats = 2 * self.slots
+        self.stage_bytes = TILE * N * ROW_BYTES  # of a warp, or of f of four warps
+        self.half_bytes = self.stage_bytes // 2  # of eight tokens
+        self.quads = -(-self.warps // N) if post else 0
+        for self.lag in (3, 2, 1):  # tiles from a projection to its mixture
+            self.stages = self.lag + 2
+            self.held_floats = (self.warps * self.stages + 2 * self.quads) * self.stage_bytes // 4
+            if self.smem_bytes <= SMEM_LIMIT:
+                break
+
+    def space(self, groups: int) -> int:
+        """Floats of global memory in which the CTAs of so many groups meet."""
+        return groups * RING * TILE * self.cluster * (self.sum_pitch + MIX)

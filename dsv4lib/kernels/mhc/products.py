@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients, sigmoid
-from dsv4lib.kernels.mhc.config import FOURS, TILE, WORDS, N
-from dsv4lib.kernels.mhc.words import multiply
+from dsv4lib.kernels.mhc.config import FOURS, N
 
 # Streams of A (rows 0-7, rows 8-15) and of B, and where the two products lie among the 16 sums of a token.
 PAIRS = (((0, 1), 0, (1, 2)), ((2, 3), 0, (5, 9)), ((1, 2), 1, (3, 6)), ((2, 3), 2, (7, 11)), ((1, 3), 3, (10, 13)))
@@ -52,44 +51,21 @@ class Products(Coefficients):
                     cute.autovec_copy(rPair, cute.local_tile(line, (2,), (2 * FOURS - 2 + 4 * n + four,)))
 
     @cute.jit
-    def multiply_streams(self, rZ: cute.Tensor, sSum: cute.Tensor, rows: Int32):
-        """This warp's part of G, for all 16 tokens."""
+    def store_squares(self, rG: cute.Tensor, sSum: cute.Tensor, h: cutlass.Constexpr):
+        """The diagonals of the blocks, for eight tokens."""
         group, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        odd = group % 2 == 1
-        for h in cutlass.range_constexpr(2):
-            if rows > TILE // 2 * h:
-                rG = cute.make_rmem_tensor((4, len(PAIRS)), Float32)
-                rG.fill(0.0)
-                for word in cutlass.range_constexpr(0, WORDS, 2):
-                    for n, ((i, j), k, _) in enumerate(PAIRS):
-                        a = [rZ[word, i, h], rZ[word, j, h], rZ[word + 1, i, h], rZ[word + 1, j, h]]
-                        multiply(a, [rZ[word, k, h], rZ[word + 1, k, h]], rG[None, n], pairs=True)
-                if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
-                    line, trace = sSum[group + 8 * h, None], Float32(0.0)
-                    for n, (streams, k, places) in enumerate(PAIRS):
-                        for row in cutlass.range_constexpr(2):
-                            value = cutlass.select_(odd, rG[2 * row + 1, n], rG[2 * row, n])
-                            if cutlass.const_expr(streams[row] == k):
-                                trace = trace + value
-                                line[places[row]] = value
-                            else:
-                                line[places[row]] = value + value
-                    line[TRACE] = trace
-                    line[ZERO] = Float32(0.0)
-
-    @cute.jit
-    def over_all(self, sLines: cute.Tensor, rSum: cute.Tensor):
-        """This lane's four sums of a token over what the CTAs sent: four side by side, then in pairs."""
-        rParts = cute.make_rmem_tensor((N, 4), Float32)
-        rOne = cute.make_rmem_tensor((N, 4), Float32)
-        rParts.fill(0.0)
-        four = cute.arch.lane_idx() % 4
-        for first in cutlass.range(0, self.cluster, 4, unroll=1):
-            for k in cutlass.range_constexpr(4):
-                cute.autovec_copy(cute.local_tile(sLines[first + k, None], (N,), (four,)), rOne[None, k])
-            rParts.store(rParts.load() + rOne.load())
-        for v in cutlass.range_constexpr(N):
-            rSum[v] = (rParts[v, 0] + rParts[v, 1]) + (rParts[v, 2] + rParts[v, 3])
+        if four == group // 2:  # columns 2 four and the next: this lane has the diagonal
+            line, trace = sSum[group + 8 * h, None], Float32(0.0)
+            for n, (streams, k, places) in enumerate(PAIRS):
+                for row in cutlass.range_constexpr(2):
+                    value = cutlass.select_(group % 2 == 1, rG[2 * row + 1, n], rG[2 * row, n])
+                    if cutlass.const_expr(streams[row] == k):
+                        trace = trace + value
+                        line[places[row]] = value
+                    else:
+                        line[places[row]] = value + value
+            line[TRACE] = trace
+            line[ZERO] = Float32(0.0)
 
     @cute.jit
     def weights(self, rSum: cute.Tensor, scale: Float32, base: Float32, eps: tuple, rPre: cute.Tensor) -> Float32:

@@ -86,13 +86,6 @@ def store_async(place: Int32, values: list, barrier: Int32, *, loc: Any = None, 
 
 
 @dsl_user_op
-def prefetch_bulk(source: cute.Pointer, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Ask for ``size`` bytes, a multiple of 16, in L2."""
-    text = "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};"
-    cute.arch.inline_ptx(text, read_only_args=[source, size], loc=loc, ip=ip)
-
-
-@dsl_user_op
 def load_matrices(place: Int32, turned: bool = False, *, loc: Any = None, ip: Any = None) -> list:
     """Four 8 x 8 matrices of 16 bits from shared memory, rows of matrix k at the addresses of lanes 8 k and up."""
     kind = "ldmatrix.sync.aligned.m8n8.x4.trans" if turned else "ldmatrix.sync.aligned.m8n8.x4"
@@ -112,13 +105,6 @@ def load_words(place: Int32, *, loc: Any = None, ip: Any = None) -> list:
     """Four words from shared memory."""
     text = "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[place], loc=loc, ip=ip))
-
-
-@dsl_user_op
-def load_two(place: Int32, *, loc: Any = None, ip: Any = None) -> list:
-    """Two words from shared memory."""
-    text = "ld.shared.v2.b32 {{$w0}, {$w1}}, [{$r0}];"
-    return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[place], loc=loc, ip=ip))
 
 
 @dsl_user_op
