@@ -22,9 +22,9 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.bulk import MhcBulk
-from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
+from dsv4lib.kernels.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
 from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
-from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.plain import MhcPlain
 from dsv4lib.kernels.mhc.stream import MhcStream
 from dsv4lib.ops import launching
 
@@ -287,10 +287,13 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
+    if chosen.form is Form.PLAIN:
+        once = chosen.rows * chosen.clusters >= call.streams.shape[0]
+        settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.PLAIN: MhcPlain, Form.STREAM: MhcStream, Form.BULK: MhcBulk}[chosen.form]
     launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 

@@ -1,8 +1,8 @@
-"""How parameters are fetched, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
+"""How fn is fetched at once, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
 
 Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
-chain of 2 iters - 1 steps of about 60 cycles in one lane a token, which the other warps fill with the mixture, the
-norm and the next tile.
+chain of 2 iters - 1 steps, which the other warps fill with the mixture, the norm and the next tile; a warp issues an
+instruction every other cycle, so a matrix is four lanes' work: 9 instructions a step instead of 24.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsv4lib.kernels.common.bulk import load_bulk
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, Config, N
+from dsv4lib.kernels.mhc.config import LANES, OWNED, Config, N
+from dsv4lib.kernels.mhc.words import copy_four
 
 LOG2_E = 1.4426950408889634
 
@@ -72,33 +73,43 @@ class Coefficients(Config):
         rank, first, step, rows, tokens = place
         sSquares, sOwned, sCoefficients = sSmall
         sums, ready = barriers
-        rFour = cute.make_rmem_tensor((4, self.pieces), Float32)
-        rFour.fill(0.0)
-        rLogit = cute.make_rmem_tensor(self.slots, Float32)
-        rC = cute.make_rmem_tensor((N, N), Float32)
-        if cutlass.const_expr(self.post):
-            self.load_coefficients(mPost, mComb, first, rows, tokens, rFour)
-            self.keep_coefficients(rFour, sCoefficients[0, None, None])
+        self.request_coefficients(mPost, mComb, first, tokens, sCoefficients[0, None, None])
+        scale, base = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(not self.head):
+            value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+            scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        cute.arch.cp_async_wait_group(0)
         self.arrive(ready)
-        if cutlass.const_expr(self.post):
-            self.load_coefficients(mPost, mComb, first + step, rows, tokens, rFour)
-        tile, begin = Int32(0), first
-        while begin < tokens:
-            cute.arch.mbarrier_wait(sums, tile & 1)
-            if cutlass.const_expr(not self.head):
-                small = sSquares[tile & 1, None, None], sOwned[tile & 1, None, None, None]
-                self.logits(mScale, mBase, *small, rank, rows, eps[1], rLogit)
-            tile = tile + 1
-            if cutlass.const_expr(self.post):  # the workers are done with those of the tile before the last
-                self.keep_coefficients(rFour, sCoefficients[tile & 1, None, None])
-            self.arrive(ready)
-            if cutlass.const_expr(self.post):
-                self.load_coefficients(mPost, mComb, begin + 2 * step, rows, tokens, rFour)
-            if cutlass.const_expr(not self.head):
-                self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
-                self.sinkhorn(rLogit, rC, eps[0])
-                self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
-            begin = begin + step
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        if cutlass.const_expr(self.once):
+            cute.arch.mbarrier_wait(sums, 0)
+            small = sSquares[0, None, None], sOwned[0, None, None, None]
+            self.logits(scale, base, *small, rank, rows, eps[1], rLogit)
+            self.finish(rLogit, mPostNew, mCombNew, first, place, eps[0])
+        else:
+            self.request_coefficients(mPost, mComb, first + step, tokens, sCoefficients[1, None, None])
+            tile, begin = Int32(0), first
+            while begin < tokens:
+                buffer = tile & 1
+                cute.arch.mbarrier_wait(sums, buffer)
+                small = sSquares[buffer, None, None], sOwned[buffer, None, None, None]
+                self.logits(scale, base, *small, rank, rows, eps[1], rLogit)
+                cute.arch.cp_async_wait_group(0)
+                self.arrive(ready)  # the sums of the next tile but one may come
+                self.request_coefficients(mPost, mComb, begin + 2 * step, tokens, sCoefficients[buffer, None, None])
+                self.finish(rLogit, mPostNew, mCombNew, begin, place, eps[0])
+                tile = tile + 1
+                begin = begin + step
+
+    @cute.jit
+    def finish(self, rLogit: cute.Tensor, mPostNew: Any, mCombNew: Any, begin: Int32, place: tuple, eps: Float32):
+        """post and comb of a tile's tokens that this CTA owns."""
+        rank, _, _, rows, tokens = place
+        if cutlass.const_expr(not self.head):
+            rRow = cute.make_rmem_tensor(N, Float32)
+            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+            self.sinkhorn(rLogit, rRow, eps)
+            self.store_comb(mCombNew, rRow, begin, rank, rows, tokens)
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -108,34 +119,23 @@ class Coefficients(Config):
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def load_coefficients(
-        self, mPost: cute.Tensor, mComb: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, rFour: cute.Tensor
-    ):
-        """This lane's pieces of a tile's post (piece 0 of a token) and comb (pieces 1 to 4)."""
-        for k in cutlass.range_constexpr(self.pieces):
-            item = cute.arch.lane_idx() + LANES * k
-            t, piece = item // (N + 1), item % (N + 1)
-            token = begin + t
-            if t < rows and token < tokens:
-                if piece == 0:
-                    cute.autovec_copy(cute.local_tile(mPost[token, None], (4,), (0,)), rFour[None, k])
-                else:
-                    cute.autovec_copy(cute.local_tile(mComb[token, None], (4,), (piece - 1,)), rFour[None, k])
-
-    @cute.jit
-    def keep_coefficients(self, rFour: cute.Tensor, sOne: cute.Tensor):
-        """Into shared memory, [token][post, comb]."""
-        for k in cutlass.range_constexpr(self.pieces):
-            item = cute.arch.lane_idx() + LANES * k
-            if item < self.tile * COEFFICIENTS // 4:
-                line = sOne[item // (N + 1), None]
-                cute.autovec_copy(rFour[None, k], cute.local_tile(line, (4,), (item % (N + 1),)))
+    def request_coefficients(self, mPost: Any, mComb: Any, begin: Int32, tokens: Int32, sOne: cute.Tensor):
+        """A tile's post and comb on their way to [token][post, comb]; those of the last token for what is behind it."""
+        if cutlass.const_expr(self.post):
+            if begin < tokens:
+                for item in cutlass.range(cute.arch.lane_idx(), (N + 1) * self.tile, LANES, unroll=1):
+                    t, piece = item // (N + 1), item % (N + 1)
+                    token = cutlass.min(begin + t, tokens - 1)
+                    source = mComb[token, None].iterator.toint() + 4 * N * (piece - 1)
+                    source = cutlass.select_(piece == 0, mPost[token, None].iterator.toint(), source)
+                    copy_four(cute.local_tile(sOne[t, None], (N,), (piece,)).iterator.toint(), source)
+            cute.arch.cp_async_commit_group()
 
     @cute.jit
     def logits(
         self,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
+        scale: Float32,
+        base: Float32,
         sSquares: cute.Tensor,
         sOwned: cute.Tensor,
         rank: Int32,
@@ -144,16 +144,16 @@ class Coefficients(Config):
         rLogit: cute.Tensor,
     ):
         """Lane v gets logit v of post and comb, of every token that this CTA owns."""
-        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
-        scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
-        rSums = cute.make_rmem_tensor(2, Float32)
-        for s in cutlass.range_constexpr(self.slots):
-            t = s * self.cluster + rank
-            rSums.fill(0.0)
-            if t < rows:  # nobody sends the others
-                self.over_sources((sOwned[s, None, value], sSquares[t, None]), rSums)
-            norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
-            rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
+        if cutlass.const_expr(not self.head):
+            value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+            rSums = cute.make_rmem_tensor(2, Float32)
+            for s in cutlass.range_constexpr(self.slots):
+                t = s * self.cluster + rank
+                rSums.fill(0.0)
+                if t < rows:  # nobody sends the others
+                    self.over_sources((sOwned[s, None, value], sSquares[t, None]), rSums)
+                norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
+                rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
 
     @cute.jit
     def over_sources(self, lines: tuple, rSums: cute.Tensor):
@@ -182,45 +182,56 @@ class Coefficients(Config):
                 mPostNew[begin + t, lane] = 2.0 * sigmoid(rLogit[s])
 
     @cute.jit
-    def sinkhorn(self, rLogit: cute.Tensor, rC: cute.Tensor, eps: Float32):
-        """Lane s: the matrix of this CTA's token s (lanes behind the last: of the last)."""
+    def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
+        """Lanes 4 s to 4 s + 3: a row each of the matrix of this CTA's token s, column (lane mod 4) ^ x at x.
+
+        The matrix is u_i K_ij v_j with a K that stays: u_i is 1 over w_i = sum_j K_ij v_j + eps w_i (of the step
+        before), and v alike, which is what dividing by sums + eps comes to. A lane has row and column of K, u and v.
+        """
         lane = cute.arch.lane_idx()
-        for i in cutlass.range_constexpr(N):
-            for j in cutlass.range_constexpr(N):
-                found = cute.arch.shuffle_sync(rLogit[0], N + N * i + j)
-                for s in cutlass.range_constexpr(1, self.slots):
-                    other = cute.arch.shuffle_sync(rLogit[s], N + N * i + j)
-                    found = cutlass.select_(lane >= s, other, found)
-                rC[i, j] = found
-        for i in cutlass.range_constexpr(N):
-            top = cute.arch.fmax(cute.arch.fmax(rC[i, 0], rC[i, 1]), cute.arch.fmax(rC[i, 2], rC[i, 3]))
-            for j in cutlass.range_constexpr(N):
-                rC[i, j] = cute.math.exp2((rC[i, j] - top) * LOG2_E, fastmath=True)
-            inverse = cute.arch.rcp_approx((rC[i, 0] + rC[i, 1]) + (rC[i, 2] + rC[i, 3]))
-            for j in cutlass.range_constexpr(N):
-                rC[i, j] = cute.math.fma(rC[i, j], inverse, eps)
-        self.normalise(rC, eps, rows=False)
+        i = lane % 4
+        rColumn = cute.make_rmem_tensor(N, Float32)
+        for x in cutlass.range_constexpr(N):
+            value = N + N * i + (i ^ x)
+            rRow[x] = cute.arch.shuffle_sync(rLogit[0], value)
+            for s in cutlass.range_constexpr(1, self.slots):
+                other = cute.arch.shuffle_sync(rLogit[s], value)
+                rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
+        top = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = cute.math.exp2((rRow[x] - top) * LOG2_E, fastmath=True)
+        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = cute.math.fma(rRow[x], inverse, eps)
+            rColumn[x] = self.of_lane(rRow[x], x)
+        one = Float32(1.0)
+        u, over_u = one, one
+        v, over_v = self.factor(rColumn, u, one, eps)
         for _ in cutlass.range(self.iters - 1, unroll=1):
-            self.normalise(rC, eps, rows=True)
-            self.normalise(rC, eps, rows=False)
+            u, over_u = self.factor(rRow, v, over_u, eps)
+            v, over_v = self.factor(rColumn, u, over_v, eps)
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = rRow[x] * u * self.of_lane(v, x)
 
     @cute.jit
-    def normalise(self, rC: cute.Tensor, eps: Float32, rows: cutlass.Constexpr):
-        """Divide rows or columns by their sums + eps."""
-        for a in cutlass.range_constexpr(N):
-            line = rC[a, None] if rows else rC[None, a]
-            inverse = cute.arch.rcp_approx(((line[0] + line[1]) + (line[2] + line[3])) + eps)
-            for b in cutlass.range_constexpr(N):
-                line[b] = line[b] * inverse
+    def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
+        """(This line's factor, 1 over it) from the factors of the lines that cross it."""
+        total = over * eps
+        for x in cutlass.range_constexpr(N):
+            total = cute.math.fma(rLine[x], self.of_lane(given, x), total)
+        return cute.arch.rcp_approx(total), total
+
+    def of_lane(self, value: Float32, x: int) -> Float32:
+        """What lane ^ x has."""
+        return cute.arch.shuffle_sync_bfly(value, x) if x else value
 
     @cute.jit
-    def store_comb(self, mCombNew: cute.Tensor, rC: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
-        """Lane s: its matrix."""
-        t = cute.arch.lane_idx() * self.cluster + rank
+    def store_comb(
+        self, mCombNew: cute.Tensor, rRow: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32
+    ):
+        """Lanes 4 s to 4 s + 3: their rows."""
+        lane = cute.arch.lane_idx()
+        i, t = lane % 4, lane // 4 * self.cluster + rank
         if t < rows and begin + t < tokens:
-            line = mCombNew[begin + t, None]
-            for i in cutlass.range_constexpr(N):
-                rRow = cute.make_rmem_tensor(N, Float32)
-                for j in cutlass.range_constexpr(N):
-                    rRow[j] = rC[i, j]
-                cute.autovec_copy(rRow, cute.local_tile(line, (N,), (i,)))
+            for x in cutlass.range_constexpr(N):
+                mCombNew[begin + t, N * i + (i ^ x)] = rRow[x]

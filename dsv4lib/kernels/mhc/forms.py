@@ -6,14 +6,13 @@ from contextlib import suppress
 from enum import Enum
 
 from dsv4lib.errors import ConfigError
-from dsv4lib.kernels.mhc.config import TILE, UNIT, BulkConfig, Config, StreamConfig
+from dsv4lib.kernels.mhc.config import GROUPS, UNIT, BulkConfig, Config, StreamConfig
 
-FEW = 64  # tokens of a call for `PLAIN`; with its wide tiles as many as clusters take at once:
 ROUND = 7  # clusters of 16 CTAs that an H200 holds
 
 
 class Form(Enum):
-    """Which kernel: `simt.Mhc`, `stream.MhcStream`, or `bulk.MhcBulk`."""
+    """Which kernel: `plain.MhcPlain`, `stream.MhcStream`, or `bulk.MhcBulk`."""
 
     PLAIN = "plain"
     STREAM = "stream"
@@ -35,9 +34,8 @@ def form_of(tokens: int, d: int, keep: bool = True) -> Form:
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of
     100,000) round to the other side, and y, post and comb follow.
     """
-    fit, tile = forms(d), tile_of(Form.PLAIN, d)
-    few = FEW if tile == TILE else ROUND * tile
-    if tokens <= few:
+    fit = forms(d)
+    if tokens <= ROUND * tile_of(Form.PLAIN, d):
         return Form.PLAIN
     if Form.BULK in fit:
         return Form.BULK
@@ -56,7 +54,11 @@ def forms(d: int) -> list[Form]:
 
 def tile_of(form: Form, d: int) -> int:
     """Tokens that a cluster takes at most at once."""
-    return CONFIGS[form](d=d, cluster=cluster_of(d)).tile
+    kind, cluster = CONFIGS[form], cluster_of(d)
+    for groups in range(GROUPS if form is Form.PLAIN else 1, 1, -1):
+        with suppress(ConfigError):
+            return kind(d=d, cluster=cluster, groups=groups).tile
+    return kind(d=d, cluster=cluster).tile
 
 
 def cluster_of(d: int) -> int:
