@@ -1,8 +1,7 @@
 """How fn is fetched at once, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
 
 Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
-chain of 2 iters - 1 steps, which the other warps fill with the mixture, the norm and the next tile; a warp issues an
-instruction every other cycle, so a matrix is four lanes' work: 9 instructions a step instead of 24.
+chain of 2 iters - 1 steps, which the other warps fill with the mixture, the norm and the next tile.
 """
 
 from __future__ import annotations
@@ -102,16 +101,6 @@ class Coefficients(Config):
                 begin = begin + step
 
     @cute.jit
-    def finish(self, rLogit: cute.Tensor, mPostNew: Any, mCombNew: Any, begin: Int32, place: tuple, eps: Float32):
-        """post and comb of a tile's tokens that this CTA owns."""
-        rank, _, _, rows, tokens = place
-        if cutlass.const_expr(not self.head):
-            rRow = cute.make_rmem_tensor(N, Float32)
-            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
-            self.sinkhorn(rLogit, rRow, eps)
-            self.store_comb(mCombNew, rRow, begin, rank, rows, tokens)
-
-    @cute.jit
     def arrive(self, barrier: cute.Pointer):
         """This warp has done what the others wait for."""
         cute.arch.sync_warp()
@@ -182,56 +171,45 @@ class Coefficients(Config):
                 mPostNew[begin + t, lane] = 2.0 * sigmoid(rLogit[s])
 
     @cute.jit
-    def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
-        """Lanes 4 s to 4 s + 3: a row each of the matrix of this CTA's token s, column (lane mod 4) ^ x at x.
-
-        The matrix is u_i K_ij v_j with a K that stays: u_i is 1 over w_i = sum_j K_ij v_j + eps w_i (of the step
-        before), and v alike, which is what dividing by sums + eps comes to. A lane has row and column of K, u and v.
-        """
+    def sinkhorn(self, rLogit: cute.Tensor, rC: cute.Tensor, eps: Float32):
+        """Lane s: the matrix of this CTA's token s (lanes behind the last: of the last)."""
         lane = cute.arch.lane_idx()
-        i = lane % 4
-        rColumn = cute.make_rmem_tensor(N, Float32)
-        for x in cutlass.range_constexpr(N):
-            value = N + N * i + (i ^ x)
-            rRow[x] = cute.arch.shuffle_sync(rLogit[0], value)
-            for s in cutlass.range_constexpr(1, self.slots):
-                other = cute.arch.shuffle_sync(rLogit[s], value)
-                rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
-        top = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
-        for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.exp2((rRow[x] - top) * LOG2_E, fastmath=True)
-        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
-        for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.fma(rRow[x], inverse, eps)
-            rColumn[x] = self.of_lane(rRow[x], x)
-        one = Float32(1.0)
-        u, over_u = one, one
-        v, over_v = self.factor(rColumn, u, one, eps)
+        for i in cutlass.range_constexpr(N):
+            for j in cutlass.range_constexpr(N):
+                found = cute.arch.shuffle_sync(rLogit[0], N + N * i + j)
+                for s in cutlass.range_constexpr(1, self.slots):
+                    other = cute.arch.shuffle_sync(rLogit[s], N + N * i + j)
+                    found = cutlass.select_(lane >= s, other, found)
+                rC[i, j] = found
+        for i in cutlass.range_constexpr(N):
+            top = cute.arch.fmax(cute.arch.fmax(rC[i, 0], rC[i, 1]), cute.arch.fmax(rC[i, 2], rC[i, 3]))
+            for j in cutlass.range_constexpr(N):
+                rC[i, j] = cute.math.exp2((rC[i, j] - top) * LOG2_E, fastmath=True)
+            inverse = cute.arch.rcp_approx((rC[i, 0] + rC[i, 1]) + (rC[i, 2] + rC[i, 3]))
+            for j in cutlass.range_constexpr(N):
+                rC[i, j] = cute.math.fma(rC[i, j], inverse, eps)
+        self.normalise(rC, eps, rows=False)
         for _ in cutlass.range(self.iters - 1, unroll=1):
-            u, over_u = self.factor(rRow, v, over_u, eps)
-            v, over_v = self.factor(rColumn, u, over_v, eps)
-        for x in cutlass.range_constexpr(N):
-            rRow[x] = rRow[x] * u * self.of_lane(v, x)
+            self.normalise(rC, eps, rows=True)
+            self.normalise(rC, eps, rows=False)
 
     @cute.jit
-    def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
-        """(This line's factor, 1 over it) from the factors of the lines that cross it."""
-        total = over * eps
-        for x in cutlass.range_constexpr(N):
-            total = cute.math.fma(rLine[x], self.of_lane(given, x), total)
-        return cute.arch.rcp_approx(total), total
-
-    def of_lane(self, value: Float32, x: int) -> Float32:
-        """What lane ^ x has."""
-        return cute.arch.shuffle_sync_bfly(value, x) if x else value
+    def normalise(self, rC: cute.Tensor, eps: Float32, rows: cutlass.Constexpr):
+        """Divide rows or columns by their sums + eps."""
+        for a in cutlass.range_constexpr(N):
+            line = rC[a, None] if rows else rC[None, a]
+            inverse = cute.arch.rcp_approx(((line[0] + line[1]) + (line[2] + line[3])) + eps)
+            for b in cutlass.range_constexpr(N):
+                line[b] = line[b] * inverse
 
     @cute.jit
-    def store_comb(
-        self, mCombNew: cute.Tensor, rRow: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32
-    ):
-        """Lanes 4 s to 4 s + 3: their rows."""
-        lane = cute.arch.lane_idx()
-        i, t = lane % 4, lane // 4 * self.cluster + rank
+    def store_comb(self, mCombNew: cute.Tensor, rC: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32):
+        """Lane s: its matrix."""
+        t = cute.arch.lane_idx() * self.cluster + rank
         if t < rows and begin + t < tokens:
-            for x in cutlass.range_constexpr(N):
-                mCombNew[begin + t, N * i + (i ^ x)] = rRow[x]
+            line = mCombNew[begin + t, None]
+            for i in cutlass.range_constexpr(N):
+                rRow = cute.make_rmem_tensor(N, Float32)
+                for j in cutlass.range_constexpr(N):
+                    rRow[j] = rC[i, j]
+                cute.autovec_copy(rRow, cute.local_tile(line, (N,), (i,)))

@@ -25,11 +25,11 @@ CONFIGS = {Form.PLAIN: Config, Form.STREAM: StreamConfig, Form.BULK: BulkConfig}
 def form_of(tokens: int, d: int, keep: bool = True) -> Form:
     """The form that a call of so many tokens uses: the only place that chooses. ``keep``: the streams are stored.
 
-    Timed on an H200 (us). d 4096: `PLAIN` 6.3, 6.9, 7.4 and 10.1 with 1, 32, 48 and 64 tokens, where `STREAM` takes
-    9.5 and 10.0 with 1 and 32, 10.5 with 64; 14.1 and 14.7 with 128 and 160, where `BULK` takes 14.8 and 15.1, which
-    takes 18.7, 44.3 and 146 with 256, 1024 and 4096. d 7168, where `BULK` does not fit and `PLAIN` has eight tokens a
-    cluster: `PLAIN` 8.2, 9.7, 10.8, 16.7 and 23.1 with 1, 32, 48, 64 and 128, `STREAM` 14.5, 19.6 and 313 with 64, 128
-    and 4096.
+    Timed on an H200 (us). d 4096: `PLAIN` 6.3, 6.8, 7.3, 9.4, 13.1 and 14.1 with 1, 32, 48, 64, 128 and 160 tokens,
+    where `STREAM` takes 9.4, 9.9, 10.1, 10.5, 15.2 and 15.6, and `BULK` with 128 and 160 14.7 and 15.2; `BULK` 15.4,
+    18.8 and 147 with 192, 256 and 4096, `PLAIN` 18.1 and 22.3 with 192 and 256. d 7168, where `BULK` does not fit and
+    `PLAIN` has eight tokens a cluster: `PLAIN` 8.1, 9.5, 10.7, 15.5 and 22.1 with 1, 32, 48, 64 and 128, `STREAM` 14.6,
+    19.7 and 312 with 64, 128 and 4096.
 
     ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of

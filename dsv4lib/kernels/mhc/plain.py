@@ -41,7 +41,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from dsv4lib.kernels.common.bulk import load_bulk
-from dsv4lib.kernels.mhc.coefficients import sigmoid
+from dsv4lib.kernels.mhc.coefficients import LOG2_E, sigmoid
 from dsv4lib.kernels.mhc.config import COLUMNS, LANES, OWNED, PARTS, ROWS_N, UNIT, WORDS, N
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.kernels.mhc.words import TF32, copy_four, floats, halves, multiply, pair, send
@@ -411,3 +411,70 @@ class MhcPlain(Mhc):
             rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
         line = cute.local_tile(mY[token, None], (COLUMNS,), (column,))
         cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
+
+    @cute.jit
+    def finish(self, rLogit: cute.Tensor, mPostNew: Any, mCombNew: Any, begin: Int32, place: tuple, eps: Float32):
+        """post and comb of a tile's tokens that this CTA owns."""
+        rank, _, _, rows, tokens = place
+        if cutlass.const_expr(not self.head):
+            rRow = cute.make_rmem_tensor(N, Float32)
+            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
+            self.sinkhorn(rLogit, rRow, eps)
+            self.store_comb(mCombNew, rRow, begin, rank, rows, tokens)
+
+    @cute.jit
+    def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
+        """Lanes 4 s to 4 s + 3: a row each of the matrix of this CTA's token s, column (lane mod 4) ^ x at x.
+
+        The matrix is u_i K_ij v_j with a K that stays: u_i is 1 over w_i = sum_j K_ij v_j + eps w_i (of the step
+        before), and v alike, which is what dividing by sums + eps comes to. A lane has row and column of K, u and v.
+        A step is shorter than as one lane's work (one token on an H200: 6.6 us instead of 6.9), but `bulk` with 4096
+        tokens takes 161 us with it instead of 147.
+        """
+        lane = cute.arch.lane_idx()
+        i = lane % 4
+        rColumn = cute.make_rmem_tensor(N, Float32)
+        for x in cutlass.range_constexpr(N):
+            value = N + N * i + (i ^ x)
+            rRow[x] = cute.arch.shuffle_sync(rLogit[0], value)
+            for s in cutlass.range_constexpr(1, self.slots):
+                other = cute.arch.shuffle_sync(rLogit[s], value)
+                rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
+        top = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = cute.math.exp2((rRow[x] - top) * LOG2_E, fastmath=True)
+        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = cute.math.fma(rRow[x], inverse, eps)
+            rColumn[x] = self.of_lane(rRow[x], x)
+        one = Float32(1.0)
+        u, over_u = one, one
+        v, over_v = self.factor(rColumn, u, one, eps)
+        for _ in cutlass.range(self.iters - 1, unroll=1):
+            u, over_u = self.factor(rRow, v, over_u, eps)
+            v, over_v = self.factor(rColumn, u, over_v, eps)
+        for x in cutlass.range_constexpr(N):
+            rRow[x] = rRow[x] * u * self.of_lane(v, x)
+
+    @cute.jit
+    def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
+        """(This line's factor, 1 over it) from the factors of the lines that cross it."""
+        total = over * eps
+        for x in cutlass.range_constexpr(N):
+            total = cute.math.fma(rLine[x], self.of_lane(given, x), total)
+        return cute.arch.rcp_approx(total), total
+
+    def of_lane(self, value: Float32, x: int) -> Float32:
+        """What lane ^ x has."""
+        return cute.arch.shuffle_sync_bfly(value, x) if x else value
+
+    @cute.jit
+    def store_comb(
+        self, mCombNew: cute.Tensor, rRow: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32
+    ):
+        """Lanes 4 s to 4 s + 3: their rows."""
+        lane = cute.arch.lane_idx()
+        i, t = lane % 4, lane // 4 * self.cluster + rank
+        if t < rows and begin + t < tokens:
+            for x in cutlass.range_constexpr(N):
+                mCombNew[begin + t, N * i + (i ^ x)] = rRow[x]
