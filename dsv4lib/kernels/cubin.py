@@ -22,12 +22,17 @@ _SYMTAB = 2
 
 @dataclass(frozen=True)
 class CubinInfo:
-    """Resources of one kernel: symbol name, registers a thread, local bytes a thread, threads a CTA (0: any number)."""
+    """Resources of one kernel.
+
+    Attributes:
+        name: symbol. registers, local_bytes: a thread. threads: a CTA, 0: any number. code_bytes: machine code.
+    """
 
     name: str
     registers: int
     local_bytes: int
     threads: int
+    code_bytes: int
 
 
 def read_cubin(cubin: bytes) -> CubinInfo:
@@ -60,7 +65,9 @@ def _read(cubin: bytes) -> CubinInfo:
     }
     shape = dict(_attributes(cubin, *sections[f".nv.info.{name}"][:2])).get(_REQUIRED_CTA)
     threads = math.prod(struct.unpack("<III", shape)) if shape else 0
-    return CubinInfo(name, per_symbol[_REGISTERS, name], per_symbol[_FRAME_SIZE, name], threads)
+    return CubinInfo(
+        name, per_symbol[_REGISTERS, name], per_symbol[_FRAME_SIZE, name], threads, sections[f".text.{name}"][1]
+    )
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, tuple[int, int, int]]]:

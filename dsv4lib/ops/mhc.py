@@ -28,13 +28,12 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.kernels.mhc import arguments
 from dsv4lib.kernels.mhc.bulk import MhcBulk
-from dsv4lib.kernels.mhc.config import MAX_WARPS, UNIT, N
-from dsv4lib.kernels.mhc.forms import Form, cluster_of, form_of, tile_of
-from dsv4lib.kernels.mhc.simt import Mhc
+from dsv4lib.kernels.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
+from dsv4lib.kernels.mhc.forms import SM_COUNT, Form, cluster_of, form_of, tile_of
+from dsv4lib.kernels.mhc.plain import MhcPlain
 from dsv4lib.ops import launching
 from dsv4lib.ops.typed import typed
 
-SM_COUNT = 132  # of an H200; a B200 has 148
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
 ITERS, MAX_ITERS = 20, 1000
@@ -311,10 +310,13 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
+    if chosen.form is Form.PLAIN:
+        once = chosen.rows * chosen.clusters >= call.streams.shape[0]
+        settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: Mhc, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.PLAIN: MhcPlain, Form.BULK: MhcBulk}[chosen.form]
     args = arguments.launch_args
     if chosen.form is Form.BULK:
         args = functools.partial(args, space=_space(call))

@@ -9,9 +9,11 @@ from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.kernels.compile import compile_for
+from dsv4lib.kernels.cubin import read_cubin
 from dsv4lib.kernels.mhc.arguments import fake_args, launch_args
 from dsv4lib.kernels.mhc.bulk import MhcBulk
 from dsv4lib.kernels.mhc.forms import Form, cluster_of
+from dsv4lib.kernels.mhc.plain import MhcPlain
 from dsv4lib.kernels.mhc.simt import Mhc
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
@@ -19,7 +21,7 @@ from tests.kernels.budget import quick
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
-FORMS = {"plain": Mhc, "bulk": MhcBulk}
+FORMS = {"plain": MhcPlain, "bulk": MhcBulk}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
@@ -60,6 +62,9 @@ def outputs(tokens, d, post, head, keep=True):
 
 
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
+    if settings.get("form", "plain") == "plain":
+        settings = {"groups": -(-rows // 8), **settings}
+    rows = min(rows, 24 if "groups" in settings else 16)  # most that a tile holds
     kernel, code = compiled(arch, **settings)
     streams, before, parameters = given
     after = outputs(streams.shape[0], kernel.d, kernel.post, kernel.head, settings.get("keep", True))
@@ -110,8 +115,6 @@ def check(after, given, post=True, head=False):
 )
 def test_boundary(arch, tokens, rows, clusters, form):
     given = case(tokens, 128, seed=tokens)
-    if rows > 16 and form != "plain":  # whose tiles are of 16 tokens
-        rows = 16
     check(run(given, rows, clusters, arch, form=form), given)
 
 
@@ -164,7 +167,7 @@ def test_first_site_and_head(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tokens_bits_do_not_depend_on_its_place(form):
     given = case(21, 128)
-    whole = run(given, 21, 1, form=form) if form == "plain" else run(given, 16, 2, form=form)
+    whole = run(given, 16, 2, form=form)
     streams, before, parameters = given
     part = run((streams[4:9], tuple(x[4:9] for x in before), parameters), 2, 1, form=form)
     assert all(torch.equal(a[4:9], b) for a, b in zip(whole, part, strict=True))
@@ -227,18 +230,36 @@ def test_the_check_notices(mistake, form, monkeypatch):
         check(after, given)
 
 
-SPILLS = pytest.mark.xfail(strict=True, reason="ptxas keeps a few registers in local memory on sm_100a")
-CASES = [(arch, d, form) for d in (4096, 7168) for form in FORMS for arch in ARCHS]
+CASES = [(arch, d, form, {}) for d in (4096, 7168) for form in FORMS for arch in ARCHS]
+CASES += [(arch, 4096, "plain", {"groups": groups, "once": True}) for groups in (1, 2, 3) for arch in ARCHS]
 
 
-@pytest.mark.parametrize(
-    ("arch", "d", "form"),
-    [pytest.param(*one, marks=SPILLS if one[0] == "sm_100a" and one[2] == "plain" else ()) for one in CASES],
-)
-def test_budget(arch, d, form):
-    kernel, code = compiled(arch, cluster=cluster_of(d, Form(form)), d=d, form=form)
+@pytest.mark.parametrize(("arch", "d", "form", "settings"), CASES)
+def test_budget(arch, d, form, settings):
+    kernel, code = compiled(arch, cluster=cluster_of(d, Form(form)), d=d, form=form, **settings)
     assert kernel.smem_bytes == -(-code.smem_bytes // 1024) * 1024
     assert code.registers * 32 * (4 * -(-code.threads // 128)) <= 65536
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("d", (4096, 7168))
+def test_code_of_few_tokens_is_short(d, arch):
+    """It comes from memory when a kernel starts cold: of 78 KB, one token saw 1.6 us."""
+    for groups in (1, 2, 3)[: 3 if d == 4096 else 1]:
+        _, code = compiled(arch, cluster=16, d=d, groups=groups, once=True)
+        assert read_cubin(code.cubin).code_bytes <= 24 << 10
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("groups", "tokens", "rows", "clusters"), [(1, 1, 1, 1), (1, 9, 5, 2), (2, 31, 16, 2), (3, 47, 24, 2)]
+)
+def test_one_tile(arch, groups, tokens, rows, clusters):
+    given = case(tokens, 128, seed=tokens)
+    first = run(given, rows, clusters, arch, groups=groups, once=True)
+    check(first, given)
+    again = run(given, rows, clusters, arch, {"schedule": "adversarial"}, groups=groups, once=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_bad_arguments_are_named():
@@ -254,7 +275,7 @@ def test_bad_arguments_are_named():
         Mhc(keep=False)
     with pytest.raises(ConfigError, match="d"):
         MhcBulk(d=7168, cluster=16)
-    kernel, kernel_of_groups = Mhc(128, 4), MhcBulk(128, 4)
+    kernel, kernel_of_groups = MhcPlain(128, 4), MhcBulk(128, 4)
     streams, before, parameters = case(3, 128)
     after = outputs(3, 128, True, False)
     good = {"streams": streams, "before": before, "parameters": parameters, "after": after, "rows": 2, "clusters": 2}
@@ -265,7 +286,7 @@ def test_bad_arguments_are_named():
         ({"before": (before[0], before[1], before[2][:2])}, "comb"),
         ({"parameters": (parameters[0][:4], *parameters[1:])}, "fn"),
         ({"after": (None, *after[1:])}, "out"),
-        ({"rows": 25}, "rows"),
+        ({"rows": 9}, "rows"),
         ({"clusters": 3}, "clusters"),
     ):
         with pytest.raises(ArgumentError, match=name):

@@ -79,6 +79,8 @@ def launch_args(
     tokens = streams.shape[0]
     if not 1 <= clusters <= -(-tokens // rows):
         raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")
+    if kernel.once and rows * clusters < tokens:
+        raise ArgumentError("clusters", clusters, f"{-(-tokens // rows)}: a cluster has one tile")
     values, wide = kernel.values, N * kernel.d
     if kernel.meets and (space is None or space.numel() < kernel.space(clusters)):
         given = None if space is None else f"{space.numel()} floats"

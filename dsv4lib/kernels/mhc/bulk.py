@@ -29,11 +29,11 @@ mixture, two or three tiles long. All MMAs are of bf16 with exact products, on o
                   d 7168 (32 CTAs, lag 3): fn 43,008  stages 159,744  coefficients 8,192  sums 16,128  weights 1,024
     launch        (CTAs of a group, groups) CTAs of 32 (d / 32 CTAs + 4) threads, all of which must run at the same time
 
-Sums and weights take as long as two tiles, polls wait behind what the SM has asked for; so a mixture a tile later was
-slower (H200, 4096 tokens: d 4096 159 us instead of 145, d 7168 259 instead of 236). With parts left out 130 and 220 us
-where nobody waits for another CTA, of these 22 and 37 for the write-back, 20 and 32 for the projection; loads, stores
-and mixtures alone 97 and 171. Write-backs by one MMA of k = 16, from twice the ldmatrix, took 147 and 241, although 125
-and 210 where nobody waits.
+Sums and weights take as long as two tiles (perhaps because polls wait behind what the SM has asked for): a mixture a
+tile later was slower (H200, 4096 tokens: d 4096 159 us instead of 145, d 7168 259 instead of 236). With parts left out
+130 and 220 us where nobody waits for another CTA, of these 22 and 37 for the write-back, 20 and 32 for the projection;
+loads, stores and mixtures alone 97 and 171. With write-backs by one MMA of k = 16, from twice the ldmatrix, and a
+balancer that looks ahead 147 and 241, although 125 and 210 where nobody waits.
 
 Infinite inputs give NaN. Orders of sums are fixed as in `simt`.
 

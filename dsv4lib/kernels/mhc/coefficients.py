@@ -1,8 +1,7 @@
-"""How parameters are fetched, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
+"""How fn is fetched at once, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
 
 Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
-chain of 2 iters - 1 steps of about 60 cycles in one lane a token, which the other warps fill with the mixture, the
-norm and the next tile.
+chain of 2 iters - 1 steps, which the other warps fill with the mixture, the norm and the next tile.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from dsv4lib.kernels.common.bulk import load_bulk
-from dsv4lib.kernels.mhc.config import COEFFICIENTS, LANES, OWNED, Config, N
+from dsv4lib.kernels.mhc.config import LANES, OWNED, Config, N
+from dsv4lib.kernels.mhc.words import copy_four
 
 LOG2_E = 1.4426950408889634
 
@@ -72,33 +72,33 @@ class Coefficients(Config):
         rank, first, step, rows, tokens = place
         sSquares, sOwned, sCoefficients = sSmall
         sums, ready = barriers
-        rFour = cute.make_rmem_tensor((4, self.pieces), Float32)
-        rFour.fill(0.0)
-        rLogit = cute.make_rmem_tensor(self.slots, Float32)
-        rC = cute.make_rmem_tensor((N, N), Float32)
-        if cutlass.const_expr(self.post):
-            self.load_coefficients(mPost, mComb, first, rows, tokens, rFour)
-            self.keep_coefficients(rFour, sCoefficients[0, None, None])
+        self.request_coefficients(mPost, mComb, first, tokens, sCoefficients[0, None, None])
+        scale, base = Float32(0.0), Float32(0.0)
+        if cutlass.const_expr(not self.head):
+            value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+            scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
+        cute.arch.cp_async_wait_group(0)
         self.arrive(ready)
-        if cutlass.const_expr(self.post):
-            self.load_coefficients(mPost, mComb, first + step, rows, tokens, rFour)
-        tile, begin = Int32(0), first
-        while begin < tokens:
-            cute.arch.mbarrier_wait(sums, tile & 1)
-            if cutlass.const_expr(not self.head):
-                small = sSquares[tile & 1, None, None], sOwned[tile & 1, None, None, None]
-                self.logits(mScale, mBase, *small, rank, rows, eps[1], rLogit)
-            tile = tile + 1
-            if cutlass.const_expr(self.post):  # the workers are done with those of the tile before the last
-                self.keep_coefficients(rFour, sCoefficients[tile & 1, None, None])
-            self.arrive(ready)
-            if cutlass.const_expr(self.post):
-                self.load_coefficients(mPost, mComb, begin + 2 * step, rows, tokens, rFour)
-            if cutlass.const_expr(not self.head):
-                self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
-                self.sinkhorn(rLogit, rC, eps[0])
-                self.store_comb(mCombNew, rC, begin, rank, rows, tokens)
-            begin = begin + step
+        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        if cutlass.const_expr(self.once):
+            cute.arch.mbarrier_wait(sums, 0)
+            small = sSquares[0, None, None], sOwned[0, None, None, None]
+            self.logits(scale, base, *small, rank, rows, eps[1], rLogit)
+            self.finish(rLogit, mPostNew, mCombNew, first, place, eps[0])
+        else:
+            self.request_coefficients(mPost, mComb, first + step, tokens, sCoefficients[1, None, None])
+            tile, begin = Int32(0), first
+            while begin < tokens:
+                buffer = tile & 1
+                cute.arch.mbarrier_wait(sums, buffer)
+                small = sSquares[buffer, None, None], sOwned[buffer, None, None, None]
+                self.logits(scale, base, *small, rank, rows, eps[1], rLogit)
+                cute.arch.cp_async_wait_group(0)
+                self.arrive(ready)  # the sums of the next tile but one may come
+                self.request_coefficients(mPost, mComb, begin + 2 * step, tokens, sCoefficients[buffer, None, None])
+                self.finish(rLogit, mPostNew, mCombNew, begin, place, eps[0])
+                tile = tile + 1
+                begin = begin + step
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -108,34 +108,23 @@ class Coefficients(Config):
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def load_coefficients(
-        self, mPost: cute.Tensor, mComb: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, rFour: cute.Tensor
-    ):
-        """This lane's pieces of a tile's post (piece 0 of a token) and comb (pieces 1 to 4)."""
-        for k in cutlass.range_constexpr(self.pieces):
-            item = cute.arch.lane_idx() + LANES * k
-            t, piece = item // (N + 1), item % (N + 1)
-            token = begin + t
-            if t < rows and token < tokens:
-                if piece == 0:
-                    cute.autovec_copy(cute.local_tile(mPost[token, None], (4,), (0,)), rFour[None, k])
-                else:
-                    cute.autovec_copy(cute.local_tile(mComb[token, None], (4,), (piece - 1,)), rFour[None, k])
-
-    @cute.jit
-    def keep_coefficients(self, rFour: cute.Tensor, sOne: cute.Tensor):
-        """Into shared memory, [token][post, comb]."""
-        for k in cutlass.range_constexpr(self.pieces):
-            item = cute.arch.lane_idx() + LANES * k
-            if item < self.tile * COEFFICIENTS // 4:
-                line = sOne[item // (N + 1), None]
-                cute.autovec_copy(rFour[None, k], cute.local_tile(line, (4,), (item % (N + 1),)))
+    def request_coefficients(self, mPost: Any, mComb: Any, begin: Int32, tokens: Int32, sOne: cute.Tensor):
+        """A tile's post and comb on their way to [token][post, comb]; those of the last token for what is behind it."""
+        if cutlass.const_expr(self.post):
+            if begin < tokens:
+                for item in cutlass.range(cute.arch.lane_idx(), (N + 1) * self.tile, LANES, unroll=1):
+                    t, piece = item // (N + 1), item % (N + 1)
+                    token = cutlass.min(begin + t, tokens - 1)
+                    source = mComb[token, None].iterator.toint() + 4 * N * (piece - 1)
+                    source = cutlass.select_(piece == 0, mPost[token, None].iterator.toint(), source)
+                    copy_four(cute.local_tile(sOne[t, None], (N,), (piece,)).iterator.toint(), source)
+            cute.arch.cp_async_commit_group()
 
     @cute.jit
     def logits(
         self,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
+        scale: Float32,
+        base: Float32,
         sSquares: cute.Tensor,
         sOwned: cute.Tensor,
         rank: Int32,
@@ -144,16 +133,16 @@ class Coefficients(Config):
         rLogit: cute.Tensor,
     ):
         """Lane v gets logit v of post and comb, of every token that this CTA owns."""
-        value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
-        scale, base = mScale[cutlass.select_(value < N, Int32(1), Int32(2))], mBase[N + value]
-        rSums = cute.make_rmem_tensor(2, Float32)
-        for s in cutlass.range_constexpr(self.slots):
-            t = s * self.cluster + rank
-            rSums.fill(0.0)
-            if t < rows:  # nobody sends the others
-                self.over_sources((sOwned[s, None, value], sSquares[t, None]), rSums)
-            norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
-            rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
+        if cutlass.const_expr(not self.head):
+            value = cutlass.min(cute.arch.lane_idx(), Int32(OWNED - 1))
+            rSums = cute.make_rmem_tensor(2, Float32)
+            for s in cutlass.range_constexpr(self.slots):
+                t = s * self.cluster + rank
+                rSums.fill(0.0)
+                if t < rows:  # nobody sends the others
+                    self.over_sources((sOwned[s, None, value], sSquares[t, None]), rSums)
+                norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps, fastmath=True)
+                rLogit[s] = cute.math.fma(scale, rSums[0] * norm, base)
 
     @cute.jit
     def over_sources(self, lines: tuple, rSums: cute.Tensor):

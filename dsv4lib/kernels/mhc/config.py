@@ -7,7 +7,6 @@ from dsv4lib.kernels.common.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 
 N = 4  # streams
 TILE = 16  # tokens of an MMA
-WIDE_TILE = 24  # tokens that a lane's registers hold in the plain form
 LANES = 32
 COLUMNS = 8  # of a lane: 16 bytes of a row
 WORDS = COLUMNS // 2
@@ -15,12 +14,13 @@ UNIT = 32  # columns of a warp: 4 lanes side by side
 ROWS_N = 8  # outputs of an MMA
 OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
 COEFFICIENTS = N + N * N  # of the site before, a token
-MAX_WARPS = 15  # workers; with one more (of a stream two), 512 threads of at most 128 registers
+MAX_WARPS = 14  # columns of a CTA over 32; with two more of a stream, 512 threads of at most 128 registers
 PARTS = 4  # threads that send to all CTAs
 IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
 MIX = 4  # floats that a token's mixture needs: pre / rms
 BULK_WARPS = 8  # with four more, 168 registers a thread
-FEW_WARPS = 8  # with one more, 224
+GROUP_WARPS = 24  # workers of the plain form in groups; with one more, 72 registers
+GROUPS = 3  # of eight tokens, at most
 INPUTS = N + 1  # of a write-back
 RING = 8  # tiles whose sums or weights have room in global memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
@@ -38,6 +38,8 @@ class Config:
         head: collapse before the head: 4 coefficients, no post, no comb.
         keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
         iters: Sinkhorn row/column pairs.
+        groups: of warps, each with eight tokens of a tile; of the plain form alone, as `once`.
+        once: a cluster has one tile, which is less code.
 
     Raises:
         ConfigError: a value that is not allowed, or too much shared memory.
@@ -56,10 +58,12 @@ class Config:
         head: bool = False,
         keep: bool = True,
         iters: int = 20,
+        groups: int = 1,
+        once: bool = False,
     ):
         if cluster not in self.sizes:
             raise ConfigError("cluster", cluster, f"one of {self.sizes}")
-        most = UNIT * cluster * (MAX_WARPS - int(self.streaming))
+        most = UNIT * cluster * MAX_WARPS
         if d <= 0 or d % (UNIT * cluster) or d > most:
             raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
         if iters < 1:
@@ -67,43 +71,40 @@ class Config:
         if not (keep or head):
             raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
         self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
-        self.keep = keep and post
+        self.keep, self.groups, self.once = keep and post, groups, once
 
         # Work of a CTA: a slice of the columns, a warp 32 of them
         self.columns = d // cluster
         self.warps = self.columns // UNIT
-        self.workers = LANES * self.warps
-        self.threads = self.workers + LANES * (2 if self.streaming else 1)
+        if not 1 <= groups <= max(1, min(GROUPS, GROUP_WARPS // self.warps)):
+            raise ConfigError("groups", groups, f"at most {GROUPS}, and {GROUP_WARPS} warps")
+        self.workers = LANES * self.warps * groups
+        self.threads = self.workers + LANES
         self.values = N if head else N + OWNED
         self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
-        few = not self.streaming and self.warps <= FEW_WARPS
-        self.tile = WIDE_TILE if few else TILE
+        self.tile = TILE if self.streaming else ROWS_N * groups
         self.eights = self.tile // ROWS_N
         self.slots = -(-self.tile // cluster)  # tokens of a tile that a CTA owns
-        self.pieces = -(-self.tile * COEFFICIENTS // (4 * LANES))  # of 16 bytes, of a tile's coefficients, a lane
 
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
         self.fn_pitch = N * self.columns + 4
-        self.sum_pitch = ROWS_N * self.tiles + 4  # the squares behind the products
+        self.sum_pitch = ROWS_N * self.tiles + 4
         if self.streaming:
             self.sum_pitch = 4 * FOURS + (4 if head else OWNED)
         self.pre_pitch = N * cluster + 4
-        self.square_pitch = cluster + 4
 
         # Shared memory in floats
-        self.barriers = 5 + (2 * IN_FLIGHT if self.streaming else 0)
+        self.barriers = 4 + N
         plain, streaming = int(not self.streaming), int(self.streaming)
         self.fn_floats = self.values * self.fn_pitch
         self.sum_floats = self.warps * self.tile * self.sum_pitch
         self.coefficient_floats = 2 * self.tile * COEFFICIENTS
         self.pre_floats = plain * 2 * self.tile * self.pre_pitch  # two tiles each
-        self.square_floats = plain * 2 * self.tile * self.square_pitch
-        self.mixed_floats = plain * 2 * cluster * self.tile
-        self.mine_floats = plain * self.warps * self.tile
+        self.square_floats = self.mixed_floats = plain * 2 * cluster * self.tile
+        self.mine_floats = plain * 2 * self.warps * self.tile
         self.owned_floats = plain * 2 * self.slots * cluster * OWNED
-        self.inbox_floats = streaming * IN_FLIGHT * self.slots * cluster * self.sum_pitch
         self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
-        self.held_floats = 0
+        self.held_floats = plain * self.workers * (N + 1) * WORDS  # 16 bytes of each stream and of f
         if self.smem_bytes > SMEM_LIMIT:
             raise ConfigError(
                 "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
@@ -120,7 +121,7 @@ class Config:
             ("fn", self.fn_floats, f"{self.values} rows"),
             ("sums of warps", self.sum_floats, f"{self.warps} warps, {self.tile} tokens, {self.sum_pitch}"),
             ("pre for all", self.pre_floats, f"2 tiles of {self.tile} tokens, {N} sums of {self.cluster} CTAs"),
-            ("squares for all", self.square_floats, f"2 tiles of {self.tile} tokens, of {self.cluster} CTAs"),
+            ("squares for all", self.square_floats, f"2 tiles of {self.tile} tokens of {self.cluster} CTAs"),
             (
                 "sums of owned tokens",
                 self.owned_floats,
@@ -129,12 +130,7 @@ class Config:
             (
                 "squares of x",
                 self.mixed_floats + self.mine_floats,
-                f"2 tiles of {self.tile} tokens of {self.cluster} CTAs, {self.warps} warps",
-            ),
-            (
-                "sums of owned tokens",
-                self.inbox_floats,
-                f"{IN_FLIGHT} tiles of {self.slots} tokens, {self.sum_pitch} sums of {self.cluster} CTAs",
+                f"2 tiles of {self.tile} tokens of {self.cluster} CTAs; 2 of {self.warps} warps",
             ),
             ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {self.tile} tokens, {MIX}"),
             ("streams", self.held_floats, f"{self.workers} lanes, {self.held_floats // self.workers} words"),
@@ -145,6 +141,8 @@ class Config:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         options = [name for name in ("post", "head", "keep") if vars(self)[name]]
+        if not self.streaming:
+            options += [f"{self.groups} groups", *(["once"] if self.once else [])]
         return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
 
 
@@ -174,7 +172,6 @@ class BulkConfig(Config):
         self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
         self.coefficient_floats = 2 * TILE * PIECES
         self.barriers = 10 + 2 * IN_FLIGHT
-        self.inbox_floats = 0
         self.trace_floats = self.pre_floats = 2 * self.slots
         self.stage_bytes = TILE * N * ROW_BYTES  # of a warp, or of f of four warps
         self.half_bytes = self.stage_bytes // 2  # of eight tokens
