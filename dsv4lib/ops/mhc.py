@@ -95,7 +95,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams)[1:] if out is None else out
-    torch.ops.dsv4.mhc_site(streams, None, None, None, *site, None, *out, iters, *eps, backend, space)
+    torch.ops.dsv4.mhc_site(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
     return out
 
 
@@ -125,7 +125,7 @@ def mhc_post_pre(
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams) if out is None else out
-    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, iters, *eps, backend, space)
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
     return out
 
 
@@ -155,7 +155,7 @@ def mhc_head(
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, None, None, ITERS, *eps, backend, space)
+    torch.ops.dsv4.mhc_site(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
     return out[1]
 
 
@@ -214,11 +214,11 @@ class Call(NamedTuple):
     y: Tensor
     post_new: Tensor | None
     comb_new: Tensor | None
+    space: Tensor | None
     iters: int
     hc_eps: float
     rms_eps: float
     backend: str
-    space: Tensor | None = None
 
     @property
     def head(self) -> bool:
@@ -274,8 +274,8 @@ class Call(NamedTuple):
 
 SCHEMA = (
     "(Tensor streams, Tensor? f, Tensor? post, Tensor? comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, "
-    "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, int iters, float hc_eps, "
-    "float rms_eps, str backend, Tensor(e!)? space=None) -> ()"
+    "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, Tensor(e!)? space, "
+    "int iters, float hc_eps, float rms_eps, str backend) -> ()"
 )
 
 

@@ -88,7 +88,7 @@ def test_schemas_and_fakes():
     out = [torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16(), torch.zeros(5, 4), torch.zeros(5, 4, 4)]
     with torch.no_grad():
         for before, new in ((tuple(BEFORE.values()), out[0]), ((None,) * 3, None)):
-            given = STREAMS, *before, *SITE, new, *out[1:], 20, 1e-6, 1e-6, "reference"
+            given = STREAMS, *before, *SITE, new, *out[1:], None, 20, 1e-6, 1e-6, "reference"
             result = torch.library.opcheck(torch.ops.dsv4.mhc_site.default, given)
             assert set(result.values()) == {"SUCCESS"}, result
     with FakeTensorMode():

@@ -106,7 +106,7 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     from dsv4lib.ops.mhc import Call
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
-    return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), ITERS, EPS, EPS, backend)
+    return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, ITERS, EPS, EPS, backend)
 
 
 def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
@@ -115,7 +115,7 @@ def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outp
 
     out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
-    run(Call(streams, None, None, None, *parameters, None, *out.values(), ITERS, EPS, EPS, backend), Form.PLAIN)
+    run(Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend), Form.PLAIN)
     return out
 
 
