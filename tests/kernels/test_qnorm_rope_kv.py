@@ -189,7 +189,7 @@ def test_bad_arguments_are_named():
         ({"q": q.half()}, "q"),
         ({"kv": kv[1:]}, r"kv\.shape"),
         ({"kv": kv.float()}, "kv"),
-        ({"weight": weight}, "weight"),
+        ({"weight": weight}, "kv_norm"),  # as the op calls it
         ({"positions": torch.zeros(3).long()}, "positions"),
         ({"out": q[1:]}, "out"),
         ({"indices": indices[1:]}, "indices"),
