@@ -1,4 +1,4 @@
-"""How fn is fetched at once, and the warp of a CTA that computes post and comb of the tokens that the CTA owns.
+"""The warp of a CTA that computes post and comb of the tokens that the CTA owns.
 
 Nobody waits for it but the next launch: the mixture needs only pre, which every CTA computes for itself. Sinkhorn is a
 chain of 2 iters - 1 steps, which the other warps fill with the mixture, the norm and the next tile.
@@ -12,7 +12,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsv4lib.kernels.common.bulk import load_bulk
 from dsv4lib.kernels.mhc.config import LANES, OWNED, Config, N
 from dsv4lib.kernels.mhc.words import copy_four
 
@@ -26,26 +25,6 @@ def sigmoid(x: Float32) -> Float32:
 
 class Coefficients(Config):
     """Role of the last warp; see the module docstring."""
-
-    @cute.jit
-    def fetch_fn(
-        self,
-        mFn: cute.Tensor,
-        rank: Int32,
-        sFn: cute.Tensor,
-        barrier: cute.Pointer,
-        part: Int32,
-        parts: cutlass.Constexpr,
-    ):
-        """A part of this CTA's columns of fn: a bulk copy for every row and stream."""
-        lane, size, copies = cute.arch.lane_idx(), 4 * self.columns, self.values * N
-        if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, (copies - part + parts - 1) // parts * size)
-        cute.arch.sync_warp()
-        for item in cutlass.range(part + parts * lane, copies, parts * LANES, unroll=1):
-            row, stream = item // N, item % N
-            source = cute.domain_offset((stream * self.d + rank * self.columns,), mFn[row, None]).iterator
-            load_bulk(sFn.iterator + (row * self.fn_pitch + stream * self.columns), source, Int32(size), barrier)
 
     @cute.jit
     def own(

@@ -14,9 +14,9 @@ UNIT = 32  # columns of a warp: 4 lanes side by side
 ROWS_N = 8  # outputs of an MMA
 OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
 COEFFICIENTS = N + N * N  # of the site before, a token
-MAX_WARPS = 14  # columns of a CTA over 32; with two more of a stream, 512 threads of at most 128 registers
+MAX_WARPS = 14  # columns of a CTA over 32: d 7168 on 16 CTAs
 PARTS = 4  # threads that send to all CTAs
-IN_FLIGHT = 4  # tiles whose sums or weights may be on their way in a stream
+IN_FLIGHT = 4  # tiles of `bulk` whose sums or weights may be on their way
 MIX = 4  # floats that a token's mixture needs: pre / rms
 BULK_WARPS = 8  # with four more, 168 registers a thread
 GROUP_WARPS = 24  # workers of the plain form in groups; with one more, 72 registers
@@ -25,7 +25,7 @@ INPUTS = N + 1  # of a write-back
 RING = 8  # tiles whose sums or weights have room in global memory
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
 PIECES = 16 * N  # words of a token's coefficients: three parts (and nothing), pairs of 8 inputs, streams
-FOURS = 4  # of 16 bytes that a stream sums up before its mixture, a token: pre, products of streams, squares
+FOURS = 4  # of 16 bytes that `bulk` sums up before its mixture, a token: pre, products of streams, squares
 
 
 class Config:

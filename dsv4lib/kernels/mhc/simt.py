@@ -20,7 +20,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, memory
+from cutlass import Float32, Int32, Int64, Uint32, memory
 
 from dsv4lib.kernels.mhc.coefficients import Coefficients
 from dsv4lib.kernels.mhc.config import COEFFICIENTS, COLUMNS, ROWS_N, WORDS, N
@@ -184,20 +184,6 @@ class Mhc(Coefficients):
                 for i in cutlass.range_constexpr(N):
                     z = [cute.math.fma(x[i][k], rC[j, 1 + i], z[k]) for k in range(2)]
                 rZ[w, j] = pair(*z)
-
-    @cute.jit
-    def store_streams(
-        self, mNew: cute.Tensor, rZ: cute.Tensor, begin: Int32, rows: Int32, tokens: Int32, column: Int32
-    ):
-        """X' to global memory."""
-        rOut = cute.recast_tensor(rZ, BFloat16)
-        for h in cutlass.range_constexpr(self.eights):
-            t = cute.arch.lane_idx() // 4 + 8 * h
-            token = begin + t
-            if t < rows and token < tokens:
-                for i in cutlass.range_constexpr(N):
-                    place = column + i * (self.d // COLUMNS)
-                    cute.autovec_copy(rOut[None, i, h], cute.local_tile(mNew[token, None], (COLUMNS,), (place,)))
 
     @cute.jit
     def over_warps(self, sLines: cute.Tensor, fours: Int32, rSum: cute.Tensor):
