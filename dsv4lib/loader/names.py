@@ -2,13 +2,13 @@
 
 Roles decide how a weight is stored (sources: the released Pro listing; NVIDIA's NVFP4 checkpoints):
 
-| role   | which                                                              | mxfp4, nvfp4 | fp8 (``-Base``) | bf16 |
-|--------|--------------------------------------------------------------------|--------------|-----------------|------|
-| linear | attention, indexer queries, shared experts, ``e_proj``, ``h_proj``   | FP8 + scale  | FP8 + scale     | bf16 |
-| expert | routed experts                                                     | see `stored` | FP8 + scale     | bf16 |
-| plain  | embedding, head, norms, gate, compressors, ``weights_proj``          | bf16         | bf16            | bf16 |
-| exact  | mHC, sinks, ``ape``, gate bias                                       | fp32         | fp32            | fp32 |
-| table  | ``tid2eid``                                                          | int64        | int64           | int64 |
+| role   | which                                                             | mxfp4, nvfp4 | fp8 (``-Base``) | bf16 |
+|--------|-------------------------------------------------------------------|--------------|-----------------|------|
+| linear | attention, indexer queries, shared experts, ``e_proj``, ``h_proj``  | FP8 + scale  | FP8 + scale     | bf16 |
+| expert | routed experts                                                    | see `stored` | FP8 + scale     | bf16 |
+| plain  | embedding, head, norms, gate, compressors, ``weights_proj``         | bf16         | bf16            | bf16 |
+| exact  | mHC, sinks, ``ape``, gate bias                                      | fp32         | fp32            | fp32 |
+| table  | ``tid2eid``                                                         | int64        | int64           | int64|
 
 NVFP4 is the format of the backbone's routed experts only: those of ``mtp.*`` stay MXFP4.
 """

@@ -1,1 +1,1 @@
-"""What surrounds the layers of a whole DeepSeek-V4: sampling, drafts' verification, tokenizers and the chat encoding."""
+"""What surrounds the layers of DeepSeek-V4: sampling, verification of drafts, tokenizers and the chat encoding."""

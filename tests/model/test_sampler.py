@@ -1,4 +1,4 @@
-"""Sampling: filters and penalties against transformers' processors, draws by chi-square, rows independent of a batch."""
+"""Sampling: filters and penalties against transformers' processors, draws by chi-square, rows and batches."""
 
 from __future__ import annotations
 
