@@ -3,7 +3,7 @@
 | to    | linear                          | routed expert from MXFP4            | from NVFP4          | from FP8, bf16 |
 |-------|---------------------------------|-------------------------------------|---------------------|----------------|
 | mxfp4 | FP8 as stored; bf16: quantised  | as stored                           | requantised (lossy) | quantised      |
-| nvfp4 | likewise                        | exact: the global scale is 2^n       | as stored           | quantised      |
+| nvfp4 | likewise                        | exact: global scale 2^n             | as stored           | quantised      |
 | bf16  | dequantised                     | exact                               | rounded once        | dequantised    |
 
 MXFP4 to NVFP4 by the recipe's amax / (6 * 448) would round every block scale a second time; a power of two loses

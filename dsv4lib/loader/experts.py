@@ -153,7 +153,7 @@ def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, widt
 def read_projection(
     checkpoint: Checkpoint, kind: str, stem: str, rows: int, cols: int
 ) -> tuple[Stored, torch.Tensor | None]:
-    """Read one quantised weight [rows, cols] in format ``kind`` (nvfp4, mxfp4 or fp8), and its input scale if it has one.
+    """Read a quantised weight [rows, cols] of format ``kind``: (weight, input scale of NVFP4 or None).
 
     Raises:
         CheckpointError: see `read_experts`.

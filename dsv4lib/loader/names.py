@@ -1,4 +1,4 @@
-"""Every tensor of a DeepSeek-V4 checkpoint by name, shape and type, derived from the dimensions.
+"""List every tensor of a DeepSeek-V4 checkpoint by name, shape and type.
 
 Roles decide how a weight is stored (sources: the released Pro listing; NVIDIA's NVFP4 checkpoints):
 

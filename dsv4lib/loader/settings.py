@@ -1,4 +1,4 @@
-"""config.json of a checkpoint <-> ModelConfig: every field is known, needed or contradicted, and all faults come at once.
+"""Translate config.json to a ModelConfig and back, naming all faults at once.
 
 Source of the names: the released Flash and Pro config.json. A field that would change the arithmetic may only have the
 value that this lab implements; a field that says nothing about it (``transformers_version``) is let through by name;

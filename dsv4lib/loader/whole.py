@@ -109,7 +109,11 @@ class Listed:
         return cls(checkpoint, config, form)
 
     def stored(self, weight: names.Weight) -> Stored:
-        """Read one weight as it is stored; CheckpointError for values that cannot be (a NaN, an expert past the end)."""
+        """Read one weight as it is stored.
+
+        Raises:
+            CheckpointError: values that cannot be: a NaN, a scale of 0, an expert past the end.
+        """
         kind = names.stored_as(weight, self.form)
         if kind in ("mxfp4", "nvfp4", "fp8"):
             return experts.read_projection(self.checkpoint, kind, weight.name.removesuffix(".weight"), *weight.shape)[0]

@@ -1,4 +1,4 @@
-"""Write a checkpoint folder tensor by tensor: shards, index and config.json appear together under their name or not at all.
+"""Write a checkpoint folder tensor by tensor, all of it or nothing.
 
 Everything is written into a hidden folder beside the destination, flushed to the disk, and renamed at the end. A run
 that is killed leaves only that hidden folder; one that fails removes it. Headers are known before the data, so no
