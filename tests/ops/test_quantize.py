@@ -110,12 +110,9 @@ def flat(backend="reference"):
     return X, ROWS, None, codes, scales, torch.zeros(()), None, "nvfp4", False, False, backend
 
 
-def test_the_schemas_name_the_calls():
-    schema = torch.ops.dsv4.quantize.default._schema
-    assert tuple(x.name for x in schema.arguments) == op.Call._fields
-    written = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
-    assert written == ["codes", "scales", "derived", "workspace"]
-    assert tuple(x.name for x in torch.ops.dsv4.quantize_kv_entries.default._schema.arguments) == op.EntryCall._fields
+def test_the_schema_says_what_is_written():
+    written = [x.name for x in torch.ops.dsv4.quantize.default._schema.arguments if x.alias_info]
+    assert written == ["out_codes", "out_scales", "out_global_scale", "workspace"]
 
 
 def test_schema_and_fake_implementation_agree_with_the_op():

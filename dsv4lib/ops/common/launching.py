@@ -16,10 +16,8 @@ wait what that one writes. The emulator's race detector reports such reads.
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,60 +27,10 @@ from dsv4lib import backends
 from dsv4lib.dsl.tensors import DeviceTensor, leaves
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import compile_cache, native, plans
-from dsv4lib.ops.common.plans import Op
 
 ARCHS = ("sm_100a", "sm_103a", "sm_90a")
 MOST_EXTENT = 1 << 31  # kernels count in 32 bits, with 64-bit strides
 MOST_EPS = 2.0**62  # a finite fp32, and an int that torch takes
-
-
-def custom_op(
-    name: str,
-    body: Callable[..., None],
-    *,
-    mutates_args: tuple[str, ...],
-    schema: str,
-    names: Mapping[str, str] = MappingProxyType({}),
-    in_place: Iterable[tuple[str, str]] = (),
-) -> Op:
-    """Register a torch op and make what eager code calls in its place.
-
-    Args:
-        name: "dsv4::op". body: what the op does on any device. mutates_args, schema: as torch takes them.
-        names: what errors call an argument of the schema, where it is not its name there.
-        in_place: (output, input) that may be the same memory.
-    """
-
-    def checked(*args: Any) -> None:
-        op.check(args)
-        body(*args)
-
-    op = Op(_registered(name, checked, mutates_args, schema), body, mutates_args, names, in_place)
-    return op
-
-
-def _registered(
-    name: str, body: Callable[..., None], mutates_args: tuple[str, ...], schema: str
-) -> torch.library.CustomOpDef:
-    """``torch.library.custom_op`` whose first call does not import torch._dynamo, 1 s in every process.
-
-    torch keeps dynamo out of a custom op's body by `torch._dynamo.disable`, which it imports for it. While nothing
-    else has imported dynamo, nothing traces: the body is called as it is, and as torch would call it from then on.
-    """
-    made = torch.library.custom_op(name, body, mutates_args=mutates_args, schema=schema)
-    guarded = getattr(made, "_backend_fns", {}).get(None)  # torch._compile._disable_dynamo's: keeps what it imports
-    inner: Any = getattr(guarded, "__wrapped__", None)
-    if inner is None:  # a torch that is made otherwise: right, and a second slower
-        return made
-
-    def untraced(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return inner(*args, **kwargs)
-        del inner.__dynamo_disable  # torch makes its own
-        return guarded(*args, **kwargs)
-
-    inner.__dynamo_disable = untraced
-    return made
 
 
 def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,24 +52,28 @@ class Op:
     """A custom op that is called directly where nothing watches, and through torch where something does.
 
     What the registered op has, this has, too.
+
+    Args:
+        registered: torch's op. body: what it does on a device. types: what it does to fake tensors.
+        names: what errors call the arguments of its schema.
+        written: places of its outputs. in_place: places of (output, input) that may be the same memory.
+        flatten: makes arguments of the schema of those of a call; None: they are the same.
     """
 
     def __init__(
         self,
-        registered: torch.library.CustomOpDef,
+        registered: Any,
         body: Callable[..., None],
-        written: Iterable[str],
-        names: Mapping[str, str],
-        in_place: Iterable[tuple[str, str]],
+        types: Callable[..., None],
+        names: Sequence[str],
+        written: Sequence[int],
+        in_place: Iterable[tuple[int, int]],
+        flatten: Callable[[tuple], tuple] | None = None,
     ):
-        arguments = [one.name for one in registered._opoverload._schema.arguments]
-        self.registered, self.body = registered, body
-        self._types: Callable[..., None] | None = None
+        self.registered, self.body, self.names, self.written = registered, body, names, written
+        self._types, self._flatten = types, flatten
         self._namespace, self._name = registered._namespace, registered._name
-        self.names = [names.get(name, name) for name in arguments]
-        self.written = [arguments.index(name) for name in written]
-        pairs = [(arguments.index(out), arguments.index(given)) for out, given in in_place]
-        self.overlaps = Overlaps(self.names, self.written, pairs)
+        self.overlaps = Overlaps(names, written, in_place)
         schema = registered._opoverload._schema.arguments
         tensors = [i for i, one in enumerate(schema) if "Tensor" in str(one.type)]
         others = sorted(set(range(len(schema))) - set(tensors))
@@ -83,11 +87,13 @@ class Op:
         return getattr(self.registered, name)
 
     def __call__(self, *args: Any) -> None:
-        """Check, choose the back end, launch; the arguments of the schema, in order.
+        """Check, choose the back end, launch; the fields of the op's record, in order.
 
         Raises:
             ArgumentError: an argument of the wrong type, shape, stride, device, alignment or memory.
         """
+        if self._flatten is not None:
+            args = self._flatten(args)
         if _compiling() or _functions() or _profiled():
             return self._through_torch(args)
         given = self._tensors(args)
@@ -163,14 +169,8 @@ class Op:
         try:
             self.overlaps.check(args)
         except ArgumentError:
-            if self._types is not None:
-                self._types(*args)  # what is of the wrong type or shape is said first
+            self._types(*args)  # what is of the wrong type or shape is said first
             raise
-
-    def register_fake(self, check: Callable[..., None]) -> None:
-        """What looks at types and shapes: all that the op does to fake tensors."""
-        self._types = check
-        self.registered.register_fake(check)
 
     def forget(self) -> None:
         """Drop all plans."""

@@ -78,11 +78,29 @@ def _fit(exact: Iterable[Exact | None], values: Iterable[Any]) -> bool:
     return True
 
 
+def members_of(hint: Any) -> tuple:
+    """The members of a union, None among them as its type; of another annotation itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def parts_of(hint: Any) -> tuple[type, str, dict[str, Any]] | None:
+    """Of a `NamedTuple` or ``tuple[A, B]``: its type, in words, and its members' annotations; None: it is neither.
+
+    Members are keyed by what follows the name of the whole: ".ape", "[0]".
+    """
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        return hint, f"a {hint.__name__}", {f".{name}": hints.get(name) for name in hint._fields}
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and inner and ... not in inner:
+        return tuple, f"{len(inner)} in a tuple", {f"[{i}]": one for i, one in enumerate(inner)}
+    return None
+
+
 def _exact_of(hint: Any) -> Exact:
     """Exact types that an annotation takes: True: no more to look at; else those of the fields."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     found: dict[type, Any] = {}
-    for one in members:
+    for one in members_of(hint):
         group = _group_of(one)
         if group is not None:
             found[group.kind] = group.exact
@@ -95,7 +113,7 @@ def _exact_of(hint: Any) -> Exact:
 
 def _check_of(hint: Any) -> Check | None:
     """What looks at an argument of this annotation; None: nothing does."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    members = members_of(hint)
     plain = [_PLAIN[one] for one in members if one in _PLAIN]
     groups = [group for one in members if (group := _group_of(one)) is not None]
     if len(plain) + len(groups) < len(members):
@@ -134,17 +152,11 @@ class _Group(NamedTuple):
 
 
 def _group_of(hint: Any) -> _Group | None:
-    """Of the annotation of a `NamedTuple` or ``tuple[A, B]``; None: another."""
-    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        hints = typing.get_type_hints(hint)
-        return _grouped(hint, f"a {hint.__name__}", {f".{f}": hints.get(f) for f in hint._fields})
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple and inner and ... not in inner:
-        return _grouped(tuple, f"{len(inner)} in a tuple", {f"[{i}]": one for i, one in enumerate(inner)})
-    return None
-
-
-def _grouped(kind: type, words: str, hints: dict[str, Any]) -> _Group:
-    checks = {name: _check_of(hint) for name, hint in hints.items()}
-    exact = tuple(None if checks[name] is None else _exact_of(hint) for name, hint in hints.items())
+    """Checks of the members of a `NamedTuple` or ``tuple[A, B]``; None: another annotation."""
+    parts = parts_of(hint)
+    if parts is None:
+        return None
+    kind, words, hints = parts
+    checks = {name: _check_of(one) for name, one in hints.items()}
+    exact = tuple(None if checks[name] is None else _exact_of(one) for name, one in hints.items())
     return _Group(kind, words, tuple(checks.items()), exact)

@@ -19,7 +19,7 @@ Source: DSV4 paper, mHC section.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching, plans
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mhc import arguments
 from dsv4lib.ops.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
@@ -95,7 +96,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams)[1:] if out is None else out
-    _site(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
+    Call.op(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
     return out
 
 
@@ -125,7 +126,7 @@ def mhc_post_pre(
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams) if out is None else out
-    _site(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
+    Call.op(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
     return out
 
 
@@ -155,7 +156,7 @@ def mhc_head(
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    _site(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
+    Call.op(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
     return out[1]
 
 
@@ -199,8 +200,13 @@ def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(streams), y, post, comb
 
 
+_NAMES = {name: f"site.{name}" for name in Site._fields}
+_NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
+
+
+@op("mhc_site", mutates=("new", "y", "post_new", "comb_new", "space"), names=_NAMES)
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of the site between two sublayers."""
 
     streams: Tensor
     f: Tensor | None
@@ -226,11 +232,7 @@ class Call(NamedTuple):
         return self.post_new is None and self.comb_new is None
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `mhc_pre`.
-        """
+        """Check types, shapes and devices."""
         shape, least = tuple(self.streams.shape), UNIT * 4
         if self.streams.dim() != 3 or shape[1] != N or shape[2] == 0 or shape[2] % least:
             raise ArgumentError("streams.shape", shape, f"[T, {N}, d] with d a multiple of {least}")
@@ -271,33 +273,21 @@ class Call(NamedTuple):
             }
         )
 
-
-SCHEMA = (
-    "(Tensor streams, Tensor? f, Tensor? post, Tensor? comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, "
-    "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, Tensor(e!)? space, "
-    "int iters, float hc_eps, float rms_eps, str backend) -> ()"
-)
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.mhc_site` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    run(call)
+    def run(self, backend: str, form: Form | None = None) -> None:
+        """Launch the kernel, or ask the oracle; ``form``: None: `form_of`."""
+        if self.streams.shape[0] == 0:
+            return
+        if backend == "reference":
+            return _reference(self)
+        sm_count = launching.sm_count(self.streams.device) if backend == "native" else SM_COUNT
+        if form is None:
+            form = form_of(*self.streams.shape[::2])
+        launch(self, backend, plan(self.streams.shape[0], self.streams.shape[2], sm_count, form))
 
 
-def run(call: Call, form: Form | None = None) -> None:
-    """Choose the back end and queue a checked call; ``form``: None: `form_of`."""
-    name = launching.resolve(call.backend, "streams", call.streams)
-    if call.streams.shape[0] == 0:
-        return
-    if name == "reference":
-        return _reference(call)
-    sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
-    if form is None:
-        form = form_of(*call.streams.shape[::2])
-    chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
-    launch(call, name, chosen)
+def run(call: Call, form: Form) -> None:
+    """Choose the back end and queue a checked call in this form."""
+    call.run(launching.resolve(call.backend, "streams", call.streams), form)
 
 
 def launch(call: Call, name: str, chosen: Plan) -> None:
@@ -336,17 +326,6 @@ def _space(call: Call) -> Tensor:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             _SPACES[place] = space
     return plans.constant(space)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_MUTATED = "new", "y", "post_new", "comb_new", "space"
-_NAMES = {name: f"site.{name}" for name in Site._fields}
-_NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
-_site = launching.custom_op("dsv4::mhc_site", _run, mutates_args=_MUTATED, names=_NAMES, schema=SCHEMA)
-_site.register_fake(_fake)
 
 
 def _reference(call: Call) -> None:
