@@ -68,7 +68,7 @@ class Op:
         names: Sequence[str],
         written: Sequence[int],
         in_place: Iterable[tuple[int, int]],
-        flatten: Callable[[tuple], tuple] | None = None,
+        flatten: Callable[[tuple], list] | None = None,
     ):
         self.registered, self.body, self.names, self.written = registered, body, names, written
         self._types, self._flatten = types, flatten
@@ -86,14 +86,14 @@ class Op:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registered, name)
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *fields: Any) -> None:
         """Check, choose the back end, launch; the fields of the op's record, in order.
 
         Raises:
             ArgumentError: an argument of the wrong type, shape, stride, device, alignment or memory.
         """
-        if self._flatten is not None:
-            args = self._flatten(args)
+        flatten = self._flatten
+        args: Sequence[Any] = fields if flatten is None else flatten(fields)
         if _compiling() or _functions() or _profiled():
             return self._through_torch(args)
         given = self._tensors(args)
@@ -107,7 +107,7 @@ class Op:
             return self._by_signature(args, soon)
         return self._through_torch(args)
 
-    def _by_signature(self, args: tuple, soon: tuple) -> None:
+    def _by_signature(self, args: Sequence[Any], soon: tuple) -> None:
         """A call whose plan, if there is one, is found by all that its body may look at."""
         if _dispatches() or _transforms() is not None:
             return self._through_torch(args)
@@ -144,12 +144,12 @@ class Op:
             _changed([args[i] for i in self.written if args[i] is not None])
         return None
 
-    def _through_torch(self, args: tuple) -> None:
+    def _through_torch(self, args: Sequence[Any]) -> None:
         if _grad():
             self._refuse_grad(args)
         getattr(getattr(torch.ops, self._namespace), self._name)(*args)
 
-    def _refuse_grad(self, args: tuple) -> None:
+    def _refuse_grad(self, args: Sequence[Any]) -> None:
         for name, x in zip(self.names, args, strict=True):
             if isinstance(x, Tensor) and x.requires_grad:
                 allowed = "False: there is no backward pass; call under torch.no_grad(), or detach it"
@@ -177,11 +177,11 @@ class Op:
         self.plans.clear()
         self._recent.clear()
 
-    def _whole(self, args: tuple) -> None:
+    def _whole(self, args: Sequence[Any]) -> None:
         self.check(args)
         self.body(*args)
 
-    def _first(self, signature: tuple, args: tuple) -> None:
+    def _first(self, signature: tuple, args: Sequence[Any]) -> None:
         """A call without a plan; the second of its signature makes one."""
         if args[0].is_meta:
             return self._through_torch(args)
@@ -229,7 +229,7 @@ class Recording:
         other: the first torch op that is no view; empty: the launches are all that the body did.
     """
 
-    args: tuple
+    args: Sequence[Any]
     launches: list[tuple[Any, list[Any]]] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
@@ -267,7 +267,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def _recorded(args: tuple) -> Iterator[Recording]:
+def _recorded(args: Sequence[Any]) -> Iterator[Recording]:
     _state.recording = found = Recording(args)
     try:
         with _Watch(found):
@@ -331,7 +331,7 @@ class _NoPlan:
     def __init__(self, op: Op):
         self.op = op
 
-    def run(self, args: tuple, pointers: list[int]) -> bool:
+    def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
         """The whole way."""
         self.op.check(args)
         self.op.body(*args)
@@ -344,7 +344,7 @@ class Plan:
     Keeps kernels and the op's own memory alive, but no argument.
     """
 
-    def __init__(self, op: Op, args: tuple, found: Recording):
+    def __init__(self, op: Op, args: Sequence[Any], found: Recording):
         tensors = [x for x in args if isinstance(x, Tensor)]
         place = {i: n for n, i in enumerate(i for i, x in enumerate(args) if isinstance(x, Tensor))}
         ends = {i: _extent(args[i])[1] for i in place}
@@ -393,7 +393,7 @@ class Plan:
                 return True
         return False
 
-    def guard(self, args: tuple) -> bool:
+    def guard(self, args: Sequence[Any]) -> bool:
         """Have guards for calls such as this one; False: this torch has none, or they do not take it."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         made = guards(tensors)
@@ -403,7 +403,7 @@ class Plan:
         self._guards.append(made)
         return True
 
-    def run(self, args: tuple, pointers: list[int]) -> bool:
+    def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
         """Launch over these arguments, at ``pointers``; False: they lie otherwise to each other, nothing was done.
 
         Raises:

@@ -125,7 +125,7 @@ class Signature:
 
     Attributes:
         leaves: the arguments, in order.
-        flatten: arguments of values of the fields, both tuples; None: they are the same.
+        flatten: makes arguments of the values of the fields; None: they are the same.
 
     Raises:
         TypeError: an annotation that a schema cannot hold.
@@ -138,8 +138,8 @@ class Signature:
         self._fields = [self._field(name, hints[name]) for name in inspect.signature(record).parameters]
         grouped = [(i, field) for i, field in enumerate(self._fields) if field.groups]
         # From the last to the first: places in front of a group stay what they are.
-        self._spread = [(i, (None,) * field.count, _sides(field)) for i, field in reversed(grouped)]
-        self.flatten = self._flatten if grouped else None
+        spread = [(i, (None,) * field.count, _sides(field)) for i, field in reversed(grouped)]
+        self.flatten = _flattener(spread) if spread else None
 
     def _field(self, name: str, hint: Any) -> _Field:
         start, members = len(self.leaves), [one for one in members_of(hint) if one is not types.NoneType]
@@ -186,18 +186,6 @@ class Signature:
         )
         return f"({', '.join(texts)}) -> ()"
 
-    def _flatten(self, values: tuple) -> tuple:
-        flat = [*values]
-        for place, blank, sides in self._spread:
-            value = flat[place]
-            if value is None:
-                value = blank
-            elif sides is not None:
-                before, after = sides[type(value)]
-                value = (*before, *value, *after)
-            flat[place : place + 1] = value
-        return tuple(flat)
-
     def build(self, flat: tuple) -> Any:
         """The record of arguments of the schema.
 
@@ -232,6 +220,24 @@ def _type_of(path: str, members: list[Any], optional: bool) -> str:
         if found is not None:
             return found + "?" * optional
     raise TypeError(f"{path}: {members} is nothing that a schema has")
+
+
+def _flattener(spread: list[tuple[int, tuple, Any]]) -> Callable[[tuple], list]:
+    """Spread groups: (place, what stands for None, `_sides`) of each, the last first. Every call passes here."""
+
+    def flatten(values: tuple) -> list:
+        flat = [*values]
+        for place, blank, sides in spread:
+            value = flat[place]
+            if value is None:
+                value = blank
+            elif sides is not None:
+                before, after = sides[type(value)]
+                value = (*before, *value, *after)
+            flat[place : place + 1] = value
+        return flat
+
+    return flatten
 
 
 def _sides(field: _Field) -> dict[type, tuple[tuple, tuple]] | None:

@@ -1,4 +1,4 @@
-"""Arguments of the ops against their annotations, before torch's own schema or an attribute of None is in the way."""
+"""Check op arguments against their annotations, so that errors name the argument."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Check = Callable[[str, Any], None]
 Exact = dict[type, Any]
 
+_compiling = torch.compiler.is_compiling
 _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in words)
     Tensor: ((Tensor,), "a tensor"),
     int: ((int, torch.SymInt), "an int"),
@@ -29,11 +30,10 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in wo
 
 
 def typed(function: Function) -> Function:
-    """``function`` that looks at the types of its arguments first: tensors, numbers, texts, tuples of them.
+    """Check the types of a function's arguments before it runs: tensors, numbers, texts, groups of them.
 
-    True and False are no numbers; of a `NamedTuple` or ``tuple[A, B]`` every field is looked at ("weights.ape",
-    "out[0]"). Annotations of other kinds are not looked at. Exact types pass in about a microsecond a call; only what
-    is of none of them is looked at closer. Passes torch.compile.
+    True and False are no numbers. Every member of a `NamedTuple` or ``tuple[A, B]`` is checked ("weights.ape",
+    "out[0]"). Annotations of other kinds are not checked. What fitted once is known by its types. Passes torch.compile.
 
     Raises:
         ArgumentError: an argument is of a type that its annotation does not have (by the function that comes back).
@@ -43,11 +43,20 @@ def typed(function: Function) -> Function:
     checks = {name: check for name in names if (check := _check_of(hints.get(name))) is not None}
     exact = {name: _exact_of(hints[name]) if name in checks else None for name in names}
     in_order = tuple(exact.values())
+    known: dict[tuple, tuple[tuple[int, set], ...]] = {}  # by types and names: (place, types that fit) of each group
+    members: dict[tuple, set] = {}  # types that fit, by name and kind of a group
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not (_fit(in_order, args) and _fit(map(exact.get, kwargs), kwargs.values())):
-            closer(args, kwargs)
+        values = (*args, *kwargs.values())
+        groups = None if _compiling() else known.get((*map(type, values), *kwargs))
+        if groups is None:
+            look(args, kwargs)
+        else:
+            for place, kinds in groups:
+                if tuple(map(type, values[place])) not in kinds:
+                    look(args, kwargs)
+                    break
         try:
             return function(*args, **kwargs)
         except DSV4Error:
@@ -55,6 +64,25 @@ def typed(function: Function) -> Function:
         except Exception:
             closer(args, kwargs)  # a tensor that is not strided, for which torch has words of its own
             raise
+
+    def look(args: tuple, kwargs: dict[str, Any]) -> None:
+        if not (_fit(in_order, args) and _fit(map(exact.get, kwargs), kwargs.values())):
+            closer(args, kwargs)
+        elif not _compiling():
+            remember([*zip(names, args, strict=False), *kwargs.items()], (*args, *kwargs.values()), kwargs)
+
+    def remember(given: list[tuple[str, Any]], values: tuple, kwargs: dict[str, Any]) -> None:
+        groups = []
+        for place, (name, value) in enumerate(given):
+            fields = (exact.get(name) or {}).get(type(value), True)
+            if fields is True:
+                continue
+            if any(one is not None and one[type(x)] is not True for one, x in zip(fields, value, strict=True)):
+                return  # a group in a group
+            kinds = members.setdefault((name, type(value)), set())
+            kinds.add(tuple(map(type, value)))
+            groups.append((place, kinds))
+        known[(*map(type, values), *kwargs)] = tuple(groups)
 
     def closer(args: tuple, kwargs: dict[str, Any]) -> None:
         for i, value in enumerate(args[: len(names)]):  # more than there are: Python's own TypeError
