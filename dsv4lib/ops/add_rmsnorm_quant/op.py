@@ -2,9 +2,9 @@
 
     h = bf16(x + residual); y = bf16(weight * h / sqrt(mean(h^2) + eps)); codes, scales = recipe(y)
 
-One launch of `dsv4::add_rmsnorm_quant`, outputs written in place, nothing read by the host: the bits of `add_rmsnorm`
-and `quantize`, without y on its way through memory. NVFP4 takes a calibrated global scale: one derived from y would
-need all rows first. The oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
+One launch of `dsv4::add_rmsnorm_quant`. Outputs are written in place; the host reads nothing. Bits are those of
+`add_rmsnorm` and `quantize`, but y does not pass through memory. NVFP4 takes a calibrated global scale: one derived
+from y would need all rows first. The oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
 """
 
 from __future__ import annotations

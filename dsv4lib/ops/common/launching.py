@@ -1,16 +1,20 @@
-"""What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue.
+"""Check tensors by name, choose the back end, compile once, launch: for all ops.
 
-Launches overlap (programmatic dependent launch): a kernel starts while the one before ends, and waits for it before it
-touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor, a router's gate)
-are read earlier: the kernel that writes them may not be the one right before; a synchronisation or any other launch in
-between is enough, but for one of attention (below).
+Launches overlap (programmatic dependent launch): a kernel starts while its predecessor ends, and waits for it before it
+touches what that one may have written. Only weights are read before that wait: of norms, mHC's fn, the norm of a
+compressor, a router's gate. So the kernel that writes them may not be the predecessor. A synchronisation or any other
+launch in between is enough, except one of attention (below).
 
-A kernel starts early only if the one before asks for it (`griddepcontrol.launch_dependents`), else when that one's CTAs
-have left. Those that stand before attention in a layer (`qnorm_rope_kv`, `kv_append`, `topk`) and attention's combine
-ask right behind their own wait: the kernel that they waited for has ended, so never more than two overlap. The GEMMs of
-the experts ask behind their last load. Attention asks when it has its tensor memory, ahead of its wait: the kernel
-behind may be there before the one before attention has ended, and then waits for both, but must not read ahead of its
-wait what that one writes. The emulator's race detector reports such reads.
+A kernel starts early only if its predecessor asks for it (`griddepcontrol.launch_dependents`), else when the
+predecessor's CTAs have left.
+
+    kernel                                               asks
+    `qnorm_rope_kv`, `kv_append`, `topk`, fmha's combine   right after its own wait, so at most two kernels overlap
+    GEMMs of experts                                     after their last load
+    attention                                            once it has its tensor memory, before its wait
+
+The successor of attention may start before the predecessor of attention has ended. It then waits for both, and must not
+read before its wait what that one writes. The emulator's race detector reports such reads.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ MOST_EPS = 2.0**62  # a finite fp32, and an int that torch takes
 
 
 def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
-    """Types, shapes and devices; they are known of fake tensors too.
+    """Check types, shapes and devices; they are known of fake tensors too.
 
     Args:
         wanted: by name, (tensor or None, type, shape with None for any extent).
@@ -59,7 +63,7 @@ def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
 
 
 def check_eps(**given: float) -> None:
-    """Numbers that are added below a square root or a fraction bar.
+    """Check numbers that are added below a square root or a fraction bar.
 
     Raises:
         ArgumentError: one is negative, too large or NaN.
@@ -70,7 +74,7 @@ def check_eps(**given: float) -> None:
 
 
 def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) -> str:
-    """The back end, on whose device ``x`` must be.
+    """Choose the back end, on whose device ``x`` must be.
 
     Raises:
         ArgumentError: it is not, or there is no such back end.
@@ -83,20 +87,23 @@ def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) 
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether looking at the values of ``x`` costs no wait."""
+    """Tell whether reading the values of ``x`` costs no wait."""
     return x.device.type == "cpu"
 
 
 @functools.cache
 def arch(backend: str, archs: tuple[str, ...] = ARCHS) -> str:
-    """The architecture to compile for: the first of ``archs`` that a GPU here runs, else the first."""
+    """Choose the architecture to compile for.
+
+    The first of ``archs`` that a GPU here runs, else the first.
+    """
     if backend in ("auto", "native"):
         return next((one for one in archs if backends.status("native", one).available), archs[0])
     return archs[0]
 
 
 def stream(name: str, x: Tensor) -> int:
-    """Handle of torch's current stream on the device of ``x``; 0 in the emulator."""
+    """Get the handle of torch's current stream on the device of ``x``; 0 in the emulator."""
     return torch.cuda.current_stream(x.device).cuda_stream if name == "native" else 0
 
 
@@ -107,7 +114,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def enqueue(name: str, code: Any, args: tuple) -> None:
-    """`backends.enqueue`; what the emulator reports of hazards becomes a warning.
+    """Do `backends.enqueue`; what the emulator reports of hazards becomes a warning.
 
     On a GPU the kernel is launched from words that a plan of the op can write again.
     """

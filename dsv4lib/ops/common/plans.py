@@ -364,7 +364,7 @@ class Plan:
         sources = [_extent(x) for x in (*tensors, *found.scratch)]
         fixed = [_extent(x) for x in found.constants]
         self._aliases: list[tuple[int, int, int]] = []  # (i, j, bytes from i's start to j's) that this plan rests on
-        self._writes: list[tuple[int, int, int]] = []  # (word, source, bytes behind its start)
+        self._writes: list[tuple[int, int, int]] = []  # (word, source, bytes after its start)
         self._block = native.Block([words for _, words in found.launches])
         for word, address, nbytes in self._block.pointers:
             at = [i for i, (start, size) in enumerate(sources) if start <= address and address + nbytes <= start + size]
@@ -425,8 +425,8 @@ class Plan:
                         self._op.check(args)
                         break
                 words = self._block.words
-                for word, source, behind in self._writes:
-                    words[word] = pointers[source] + behind
+                for word, source, offset in self._writes:
+                    words[word] = pointers[source] + offset
                 self._at = pointers
             if self._many and self.device != _device():
                 with torch.cuda.device(self.device):

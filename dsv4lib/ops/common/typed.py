@@ -96,7 +96,7 @@ def typed(function: Function) -> Function:
 
 
 def _fit(exact: Iterable[Exact | None], values: Iterable[Any]) -> bool:
-    """Whether every value is of an exact type that needs no closer look."""
+    """Tell whether every value is of an exact type that needs no closer look."""
     for kinds, value in zip(exact, values):  # noqa: B905 (fewer values than parameters)
         if kinds is None:
             continue
@@ -126,7 +126,7 @@ def parts_of(hint: Any) -> tuple[type, str, dict[str, Any]] | None:
 
 
 def _exact_of(hint: Any) -> Exact:
-    """Exact types that an annotation takes: True: no more to look at; else those of the fields."""
+    """Collect the exact types that an annotation takes: True, or those of its members."""
     found: dict[type, Any] = {}
     for one in members_of(hint):
         group = _group_of(one)
@@ -140,7 +140,7 @@ def _exact_of(hint: Any) -> Exact:
 
 
 def _check_of(hint: Any) -> Check | None:
-    """What looks at an argument of this annotation; None: nothing does."""
+    """Make the check of an argument of this annotation; None: it has none."""
     members = members_of(hint)
     plain = [_PLAIN[one] for one in members if one in _PLAIN]
     groups = [group for one in members if (group := _group_of(one)) is not None]
@@ -170,7 +170,7 @@ class _Group(NamedTuple):
     """A `NamedTuple`, or a tuple of so many.
 
     Attributes:
-        fields: (name behind that of the whole, check or None) of each. exact: what `_exact_of` says of each, or None.
+        fields: (what follows the name of the whole, check or None) of each. exact: of each, `_exact_of` or None.
     """
 
     kind: type

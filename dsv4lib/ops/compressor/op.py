@@ -1,17 +1,19 @@
-"""Compress projected rows to packed entries, with a state between calls: the torch op `dsv4::compressor`.
+"""Compress projected rows to packed entries: the torch op `dsv4::compressor`.
 
     batch = Batch(plan(offsets, starts, places), slots)                  once a step, for all layers
     compressor(kv, gate, Weights(ape, norm, cos, sin), batch, Ring(k, z), Pages(pages, 64, "kv"))       CSA
     compressor(kv, gate, weights, batch, Running(parts), Pages(pages, 2, "kv"))                          HCA
     compressor(kv, gate, weights, batch, Ring(k, z), Pages(keys, 64, "fp4"))                             indexer keys
 
-One launch, for prefill, decode and any mixture of chunks; nothing is read by the host, so it can be captured in a CUDA
-graph after one call of its size has compiled it. Twice as many columns as the norm has elements mean overlap (CSA).
+One launch serves prefill, decode and any mixture of chunks. The host reads nothing, so a CUDA graph can capture it
+after one call of its size has compiled it. Twice as many columns as the norm has elements mean overlap (CSA).
 
-**State.** `Ring` keeps rows, 2 x rate (CSA) or rate of them. `Running` keeps of HCA's open window the softmax alone, 6
-KiB a request instead of 512: a step moves 16 KiB, and the step that closes a window costs the same, where a ring
-reads 512 KiB. Going back some tokens (speculative decoding) needs a copy of it from before; a ring goes back as far as
-its rows were not overwritten. Neither needs to be cleared for a new request.
+**State.** `Ring` keeps rows, 2 x rate (CSA) or rate of them. `Running` keeps of HCA's open
+window the softmax alone, 6 KiB a request instead of 512. A step moves 16 KiB, and a step that closes a window no more;
+there a ring reads 512 KiB.
+
+To go back some tokens (speculative decoding), `Running` needs a copy of it from before; a ring goes back as far as its
+rows were not overwritten. Neither needs to be cleared for a new request.
 
 **Rounding.** Pooling is fp32. A quantised entry ("kv", "fp8", "fp4") is rounded to bf16 where the released code stores
 it: after pooling, after the norm, after RoPE and after the Hadamard rotation, then quantised. A dense one ("bf16",
@@ -45,7 +47,10 @@ DENSE = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Weights(NamedTuple):
-    """ape fp32 ``[rate, width]``, norm fp32 ``[dim]``, cos and sin fp32 ``[P, 32]`` by position."""
+    """Parameters: ape fp32 ``[rate, width]``, norm fp32 ``[dim]``.
+
+    cos and sin are fp32 ``[P, 32]`` by position.
+    """
 
     ape: Tensor
     norm: Tensor
@@ -54,8 +59,12 @@ class Weights(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """requests int32 ``[B, 4]`` (`ops.requests.plan`), slots int32 ``[T]``: page * page_size + slot of the entry that a
-    token closes, negative: it is not stored. single: every request has one row or none (a decode step).
+    """Requests of a batch, and where their entries go.
+
+    Attributes:
+        requests: int32 ``[B, 4]``, see `ops.common.requests.plan`.
+        slots: int32 ``[T]``, page * page_size + slot of the entry that a token closes; negative: it is not stored.
+        single: every request has one row or none (a decode step).
     """
 
     requests: Tensor
@@ -64,21 +73,31 @@ class Batch(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """k, z fp32 ``[S, rows, width]``, z with bias; 2 x rate rows with overlap, else rate: position p at p mod rows."""
+    """State of rows: k, z fp32 ``[S, rows, width]``, z with bias.
+
+    2 x rate rows with overlap, else rate; position p is at p mod rows.
+    """
 
     k: Tensor
     z: Tensor
 
 
 class Running(NamedTuple):
-    """parts fp32 ``[S, 3, dim]``: maximum of the gates, sum of exponentials, weighted sum of the open window."""
+    """State of softmax: parts fp32 ``[S, 3, dim]`` of the open window.
+
+    They are the maximum of the gates, the sum of exponentials and the weighted sum.
+    """
 
     parts: Tensor
 
 
 class Pages(NamedTuple):
-    """data uint8 ``[P, page bytes]`` of form "kv" (584 bytes an entry), "fp8" (132) or "fp4" (68); or rows ``[N, dim]``
-    of form "bf16" or "fp32", of which page_size says nothing.
+    """Where entries go.
+
+    Attributes:
+        data: uint8 ``[P, page bytes]`` of form "kv" (584 bytes an entry), "fp8" (132) or "fp4" (68).
+            Or rows ``[N, dim]`` of form "bf16" or "fp32", of which page_size says nothing.
+        page_size: entries of a page.
     """
 
     data: Tensor
@@ -99,7 +118,7 @@ def compressor(
     rotate: bool | None = None,
     backend: str = "auto",
 ) -> None:
-    """Compress the rows of a batch: entries into ``out``, the state brought up to date.
+    """Compress the rows of a batch into ``out``, and update the state.
 
     Args:
         kv, gate: fp32 ``[T, width]``, rows on 16 bytes (columns of one matrix will do); the gate without bias.
@@ -131,7 +150,7 @@ def cut(rate: int, overlap: bool, running: bool, single: bool, requests: int = 1
 
 
 def streamed(rate: int, requests: int) -> dict[str, int]:
-    """Cut a decode step whose rows come through shared memory: few requests get more CTAs each."""
+    """Cut a decode step through shared memory: few requests get more CTAs each."""
     slices, stages, teams = (2, 3, 1) if requests >= MANY else (4, 4, 2)
     groups = rate // 8 // slices  # of a CTA
     teams = min(teams, groups)

@@ -1,22 +1,23 @@
-"""Attend to selected entries, window keys and a sink, as DeepSeek-V4 does: a torch op.
+"""Attend to selected entries, window keys and a sink: the torch op `dsv4::fmha`.
 
     s_j = scale * (q . kv_j)                       j over {entries} u {window}
     o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})
     lse = ln sum_j e^{s_j}                         without the sink; -inf, and o = 0, where a token has no keys
 
-`fmha` takes the arguments in the model's terms and calls `torch.ops.dsv4.fmha`, which writes o and lse in place. The op
-reads no value of a tensor on the GPU, waits for nothing, launches on torch's current stream, and allocates by shapes
-alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has compiled and loaded its kernels. It has a
-fake implementation, so `torch.compile` passes it whole.
+`fmha` takes the arguments in the model's terms; the op writes o and lse in place. On a GPU the host reads no value of a
+tensor, waits for nothing, and allocates by shapes alone. So a CUDA graph can capture it, after one call (or `warm_up`)
+has compiled and loaded its kernels. `torch.compile` passes it whole.
 
 Padded rows: a token whose counts are 0 or negative, or whose request in a `Ring` is negative, has no keys. Nothing of
 its lists, of a pool or of its q reaches a number: o is 0 and lse is -inf. A padded group has 0 tokens or fewer.
 
-One kernel launch, `Fmha`; where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split
-into parts that `Combine` joins, in a fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share
-tiles. A token's bits depend on its own keys and on the parts of the keys, never on its neighbours or its place: with
-``splits`` given they do not depend on the batch; by default its size (not what is in it) chooses the parts. Only
-``groups`` lets tokens share tiles, which moves tile borders.
+One kernel launch, `Fmha`. Where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split.
+`Combine` adds the splits up in a fixed order (`ops.common.splits`). Above 64 heads, and for ``groups``, two CTAs share
+tiles.
+
+A token's bits depend on its own keys and on the splits, never on its neighbours or its place. With ``splits`` given
+they do not depend on the batch; by default its size (not what is in it) chooses them. Only ``groups`` lets tokens
+share tiles, which moves tile borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """
@@ -155,7 +156,9 @@ def choose_parts(
     splits: int | None = None,
     by_range: bool = False,
 ) -> Parts:
-    """Choose parts of the keys and of the dimensions of O; the second never changes a bit.
+    """Choose splits of the keys and of the dimensions of O.
+
+    The second never changes a bit.
 
     Args:
         head_dim: D; only 512 dimensions have parts, and not those of groups.
@@ -175,7 +178,9 @@ def choose_parts(
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
-    """Count the CTAs that share tiles: 2 above 64 heads and for ``groups``, where the kernel can.
+    """Count the CTAs that share tiles.
+
+    2 above 64 heads and for ``groups``, where the kernel can.
 
     A pair reads a key once for its 128 rows and has 2.5 times the room for keys; data/bench/fmha_design.md.
     """
@@ -190,7 +195,7 @@ def workspace_size(tokens: int, heads: int, head_dim: int, splits: int) -> int:
 def warm_up(
     wanted: Iterable[dict[str, Any]], heads: int = 64, head_dim: int = 512, dtype: str = "bf16"
 ) -> dict[str, float]:
-    """Compile (or read from disk) and load what calls will need, with and without parts.
+    """Compile (or read from disk) and load what calls will need.
 
     Args:
         wanted: options of each kind of layer: entries "none", "index" or "range"; window, sink, inverse_rope,
@@ -376,7 +381,7 @@ class Call(NamedTuple):
 
 
 def _launch(name: str, call: Call) -> None:
-    """One launch, or the parts and their join."""
+    """Launch once, or the splits and their combination."""
     q, o, lse, splits = call.q, call.o, call.lse, call.splits
     stream = launching.stream(name, q)
     source, window = call.entries, call.window
@@ -422,7 +427,7 @@ def _launch(name: str, call: Call) -> None:
 
 
 def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
-    """(o [splits, T, H, D], lse [splits, T, H]) in the workspace."""
+    """Lay o [splits, T, H, D] and lse [splits, T, H] out in the workspace."""
     (tokens, heads, depth), room = call.q.shape, splits * call.q.numel()
     needed, space = workspace_size(tokens, heads, depth, splits), call.workspace
     if space is None:
@@ -438,7 +443,7 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 def _reference(call: Call) -> None:
     """Ask the oracle in fp64, over lists of rows of both pools, one after the other."""
-    pools, lists, behind = [], [], 0
+    pools, lists, rows = [], [], 0
     for name, (table, first, count, page, _) in call.sources.items():
         index = call.index if name == "entries" else None
         if page:
@@ -446,13 +451,13 @@ def _reference(call: Call) -> None:
         longest = max(int(count.max()), 0) if index is None else index.shape[1]
         place = torch.arange(longest, device=table.device)
         numbers = first[:, None] + place if index is None else index
-        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + behind, -1))
+        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + rows, -1))
         # A row that no list names may hold anything, NaN too; it must not reach a product, where 0 x NaN is NaN.
         pools.append(torch.nan_to_num(table.double()))
-        behind += len(table)
-    rows, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
+        rows += len(table)
+    keys, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
     sink = None if call.sink is None else call.sink.double()
-    (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], rows, index, sink, call.scale)
+    (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], keys, index, sink, call.scale)
     if call.rope is not None:
         cos, sin = (x.double()[:, None] for x in call.rope)
         tail = 2 * ROPE_PAIRS

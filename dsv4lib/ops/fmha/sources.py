@@ -1,4 +1,4 @@
-"""What `fmha` reads keys from: pools of entries by index or in a row, gathered entries, the ring of a decode step."""
+"""Describe what `fmha` reads keys from: pools, gathered entries, rings."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Gathered(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The window of a decode step: slot = position mod S. Two small kernels turn it into `Rows`; `rows` does it once
+    """The window of a decode step: slot = position mod S. Two small kernels make `Rows` of it; `rows` does it once
     for all layers of a step.
 
     Attributes:
         rings: [B, S, D], or `Fp8Pages` of S entries, a page a request; S <= 128.
         request_ids: int32 [T], whose ring token t reads; negative: a padded row, without keys.
-        swa_lens: int32 [B], keys in each ring: min(position + 1, S), not positive: none; rings behind the last of them
+        swa_lens: int32 [B], keys in each ring: min(position + 1, S), not positive: none; rings after the last of them
             are spare.
     """
 

@@ -90,7 +90,7 @@ def indexer_q(
 
 
 def shape_of(tokens: int, heads: int, fp4: bool, hadamard: bool) -> dict[str, int]:
-    """Choose how heads are spread: few over many warps; many in rounds, a token's 64 heads a CTA."""
+    """Choose how heads are spread: few over many warps; many in rounds."""
     if tokens * heads <= 32768:
         lanes, passes, warps, rounds = 8, 1, 4, 1
     elif fp4:

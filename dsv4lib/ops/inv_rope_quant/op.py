@@ -1,4 +1,4 @@
-"""Quantise attention's output for an FP8 output projection, after inverse RoPE, as a torch op.
+"""Rotate attention's output back and quantise it: `dsv4::inv_rope_quant`.
 
     x = o, its last 64 dims rotated back by the token's angles, fp32
     codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims
@@ -104,7 +104,7 @@ def _new_scales(o: Tensor, layout: str, groups: int | None) -> Tensor:
 
 
 def shape_of(tokens: int, heads: int) -> dict[str, int]:
-    """Choose heads a warp and warps a CTA: single heads spread widely, or several loads in flight."""
+    """Choose heads a warp and warps a CTA: few are spread widely."""
     if tokens * heads <= 4096 or heads < 16:
         return {"heads": 1, "warps": 4}
     return {"heads": 2 if tokens * heads <= 32768 else 4, "warps": 4}

@@ -1,4 +1,4 @@
-"""Store KV rows of new tokens in rings of the attention window: the torch op `dsv4::kv_append`.
+"""Store KV rows of new tokens in rings of the window: the op `dsv4::kv_append`.
 
     kv_append(kv, ring, plan(offsets, starts, places))               bf16 rings, for `ops.fmha.Ring`
 
@@ -24,7 +24,9 @@ from dsv4lib.ops.kv_append.kernel import DIM, KvAppend
 
 @typed
 def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "auto") -> None:
-    """Store the last ``window`` rows of every request, position p at slot p mod window of its ring.
+    """Store the last ``window`` rows of every request in its ring.
+
+    Position p is at slot p mod window.
 
     Args:
         kv: bf16 ``[T, 512]``, rows on 16 bytes.
@@ -41,7 +43,7 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
 
 
 def settings_for(tokens: int, requests: int, window: int) -> dict[str, int | bool]:
-    """Choose the kernel: by slots where a batch has more rows than the rings of its requests hold."""
+    """Choose the kernel: by slots where a batch has more rows than its rings."""
     return {"window": window, "by_slot": tokens > requests * window}
 
 

@@ -1,4 +1,4 @@
-"""Gather 584-byte entries of a paged pool as dense bf16 rows: the torch op `dsv4::kv_gather`.
+"""Gather 584-byte entries of pages as bf16 rows: the torch op `dsv4::kv_gather`.
 
 For attention that knows no pages. One launch, written in place, nothing read by the host: it can be captured in a CUDA
 graph after one call has compiled it. The oracle, bit by bit, is `dsv4lib.formats.kv_entry.gather`.

@@ -1,4 +1,4 @@
-"""Apply linear layers over quantised weights, as a torch op: NVFP4, MXFP8 (DSV4's FP8), W4A8 and bf16.
+"""Apply linear layers over NVFP4, MXFP8 (DSV4's FP8), W4A8 or bf16 weights.
 
     y = alpha * (x @ W^T)                                          [T, N]; or of G groups side by side, [G, T, N]
     h = silu(min(g, limit)) * clip(u, -limit, limit)               swiglu: the shared expert's first GEMM
@@ -80,7 +80,9 @@ def linear(
 
 
 def mxfp8_of(codes: Tensor, scales: Tensor) -> Operand:
-    """Make FP8 with E8M0 scales of larger tiles an operand of mode "mxfp8": each scale is repeated.
+    """Make FP8 with E8M0 scales of larger tiles an operand of mode "mxfp8".
+
+    Each scale is repeated.
 
     Args:
         codes: E4M3 bytes [.., R, K], K a multiple of 128.

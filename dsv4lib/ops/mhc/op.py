@@ -77,7 +77,7 @@ def mhc_pre(
     space: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input of a sublayer, and the coefficients of the write-back behind it.
+    """Make the input of a sublayer, and the coefficients of the write-back after it.
 
     Args:
         streams: bf16 [T, 4, d], a token's streams side by side, d a multiple of 128.
@@ -143,12 +143,12 @@ def mhc_head(
     space: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Collapse the streams and normalise, behind the write-back of the last sublayer where f is given.
+    """Collapse the streams and normalise, after a write-back where f is given.
 
     Args:
         site: fn [4, 4 d], scale [1], base [4], weight [d].
         f, post, comb: as in `mhc_post_pre`, all or none.
-        out: (streams or None, y): streams behind the write-back are stored only where there is memory for them (a
+        out: (streams or None, y): streams after the write-back are stored only where there is memory for them (a
             draft block needs them); None: only y, a new tensor.
         streams, eps, space, backend: as in `mhc_pre`, which also says what is raised.
 

@@ -1,4 +1,4 @@
-"""Multiply ragged groups of tokens with quantised weights, with SwiGLU and requantisation: a torch op.
+"""Multiply ragged groups of tokens with the quantised weights of experts.
 
     y[r] = alpha_e * (x[r] @ W_e^T)                                   rows r of group e
     h[r] = silu(min(g, limit)) * clip(u, -limit, limit) * routing_r   swiglu: g, u = alpha_e, alpha_up_e * gate, up sums
@@ -32,7 +32,7 @@ from dsv4lib.ops.moe_gemm.config import MODES, OUTPUTS, PLAIN, TILE_M
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
 ARCHS = ("sm_100a", "sm_103a")
-TILES = (64, 128, 192)  # those with two accumulators: a tile's epilogue hides behind the next one's MMAs
+TILES = (64, 128, 192)  # those with two accumulators: a tile's epilogue overlaps the next one's MMAs
 PAIR_TOKENS = 128  # a tile of which a pair of CTAs takes
 EXPECTED = (1, 64, 128)  # tokens of a group, one for each tile
 
@@ -75,7 +75,7 @@ def moe_gemm(
 
     Args:
         x: [R, K], rows sorted by group.
-        w: [E, N, K]; with ``swiglu`` rows of gate and up by turns of 8. Scales [E, bytes].
+        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes].
         offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16".
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
@@ -110,18 +110,22 @@ def moe_gemm(
 
 
 def largest(expected: int) -> int:
-    """Estimate the largest of some hundred groups of ``expected`` tokens each: three deviations more."""
+    """Estimate the largest of groups of ``expected`` tokens: three deviations more."""
     return expected + math.ceil(3 * math.sqrt(expected))
 
 
 def tile_of(tokens: int, features: int) -> tuple[int, int]:
-    """Choose (tokens of a tile, CTAs that share it) for groups of up to ``tokens`` tokens.
+    """Choose (tokens of a tile, CTAs that share it) for groups of ``tokens`` or fewer.
 
-    The model of `bench.moe_tiles` argues for it: a tile that is too small brings weights from L2 once more (up to 1.7
-    times the time), one that is larger than the group costs nothing, but 192 brings more scales. A pair brings tokens
-    once for 256 features: up to a third less time with tiles of 128 and 192; below, at most 3 %. For 192 to 240 tokens
-    a group a tile of 256 would take up to a fifth less; for all others its single accumulator costs more. For 256 one
-    of 128 would take 1 % less: tiles start at multiples of 64, so 192 splits less evenly.
+    A tile that is too small brings weights from L2 once more; one that is larger than the group costs nothing. A pair
+    of CTAs brings tokens once for 256 features. What `predict.moe_tiles` says of other choices:
+
+        choice instead                       groups of       time
+        the next smaller tile                any             up to 1.7 times
+        one CTA with tiles of 128 and 192    any             up to 1.5 times
+        a pair with a tile of 64             64 or fewer     3 % less at most
+        a tile of 256, one accumulator       192 to 240      up to a fifth less; others take longer
+        a tile of 128                        256             1 % less
     """
     tile = next((n for n in TILES if n >= tokens), TILES[-1])
     return tile, 2 if tile >= PAIR_TOKENS and features >= 2 * TILE_M else 1
@@ -229,7 +233,7 @@ class Call(arguments.Call):
         return {"mode": self.formats, "tile_n": tile_n, "ctas": ctas, "out": self.out_format, **flags}
 
     def check_values(self) -> None:
-        """Check that groups start at blocks of scales, lie in x and apart; check global scales of the output."""
+        """Check that groups start at blocks of scales and lie apart; check out_global."""
         i32 = torch.int32
         launching.check({"offsets": (self.offsets, i32, (None,)), "counts": (self.counts, i32, (None,))})
         check_global(self.out_global)
@@ -283,7 +287,7 @@ def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> T
 
 
 def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Finish the fp64 sums y of group e: codes, and the scales of rows where the output has any.
+    """Finish the fp64 sums y of group e: codes, and scales where the output has any.
 
     Args:
         call: of `moe_gemm` or of `dsv4lib.ops.linear`: its factors and its output's format.

@@ -70,7 +70,7 @@ def qnorm_rope_kv(
 
 
 def shape_of(tokens: int, heads: int) -> dict[str, int]:
-    """Choose heads a warp and warps a CTA: single heads spread widely, or several loads in flight."""
+    """Choose heads a warp and warps a CTA: few are spread widely."""
     if tokens * heads <= 4096 or heads < 16:
         return {"heads": 1, "warps": 4}
     return {"heads": 2, "warps": 2}
@@ -128,7 +128,7 @@ class Call(NamedTuple):
 
 
 def _reference(call: Call) -> None:
-    """Ask the oracles: norms in fp64, rotations in fp32 for the entry, as in the kernel, in fp64 for the queries."""
+    """Ask the oracles in fp64; entries are rotated in fp32, as in the kernel."""
     norm, rope = backends.oracle("rmsnorm").rmsnorm, backends.oracle("rope")
     cos, sin = rotary.cosines_sines(call.positions, call.cos_sin)
     nope = DIM - rotary.WIDTH
@@ -136,6 +136,6 @@ def _reference(call: Call) -> None:
     call.out.copy_(torch.cat((q[..., :nope], rope.rotate(q[..., nope:], cos, sin)), -1))
     kv = call.kv if call.kv_norm is None else norm(call.kv.double(), call.kv_norm.double(), call.eps).bfloat16()
     wide = kv.float()[:, None]
-    turned = torch.cat((wide[..., :nope], rope.rotate(wide[..., nope:], cos, sin)), -1)[:, 0].bfloat16()
+    rotated = torch.cat((wide[..., :nope], rope.rotate(wide[..., nope:], cos, sin)), -1)[:, 0].bfloat16()
     kept = call.indices if call.positions is None else call.indices.masked_fill(call.positions < 0, -1)
-    backends.oracle("quantize").kv_entries(call.pages, call.page_size, kept.clamp_min(-1), turned)
+    backends.oracle("quantize").kv_entries(call.pages, call.page_size, kept.clamp_min(-1), rotated)

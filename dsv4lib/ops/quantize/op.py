@@ -1,4 +1,4 @@
-"""Quantise with the bits of `dsv4lib.formats`: rows to a block format, entries into a paged pool.
+"""Quantise rows to a block format, entries into pages, as `dsv4lib.formats` does.
 
     quantize(x, "nvfp4")                           dynamic: the global scale is amax / 2688 of x, found on the device
     quantize(x, "nvfp4", global_scale=s)           calibrated
@@ -7,11 +7,12 @@
     quantize_kv_entries(kv, pages, page_size, indices)                  584-byte entries
     quantize_indexer_keys(keys, pages, page_size, indices)              68-byte FP4 keys, rotated
 
-They call `torch.ops.dsv4.quantize`, `.quantize_kv_entries` and `.quantize_indexer_keys`, which write in place, have
-fake implementations, read no value of a tensor on the GPU, wait for nothing and launch on torch's current stream: they
-can be captured in a CUDA graph after one call has compiled their kernels. One launch each; a derived global scale takes
-two. Values are checked where looking costs no wait: on the CPU. On a GPU a row or index that is out of range counts as
--1, and a global scale that is not positive and finite makes every block NaN.
+They call `torch.ops.dsv4.quantize`, `.quantize_kv_entries` and `.quantize_indexer_keys`, which write in place. On a GPU
+the host reads no value of a tensor and waits for nothing. So a CUDA graph can capture them after one call has compiled
+their kernels. One launch each; a derived global scale takes two.
+
+Values are checked on the CPU, where reading costs no wait. On a GPU a row or index out of range counts as -1. A global
+scale that is not positive and finite makes every block NaN.
 
 Source: `dsv4lib.ops.quantize`; the oracle is `dsv4lib.reference.quantize`.
 """
@@ -41,7 +42,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Quantized(NamedTuple):
-    """A quantised matrix; with ``deinterleave`` codes and scales have a first dimension of 2, gate and up.
+    """A quantised matrix.
+
+    With ``deinterleave`` codes and scales have a first dimension of 2, gate and up.
 
     Attributes:
         codes: uint8 [R, K/2] (E2M1, low nibble first) or [R, K] (E4M3).
@@ -124,10 +127,11 @@ def workspace_size(tokens: int, columns: int) -> int:
 
 
 def bytes_at_once(elements: int, element_size: int, deinterleave: bool = False) -> int:
-    """What a thread of `Quantize` takes.
+    """Choose the bytes that a thread of `Quantize` takes. On an H200, cold, rows of 4096:
 
-    Measured on an H200, cold: 8 rows of 4096 take 1.6 us at 16 bytes and 2.0 to 2.9 at 64; 4096 rows take 15.5 us at 32
-    in FP8 (15.9 at 16, 16.7 at 64), and within 1 % of the best in FP4.
+    rows, recipe     16 bytes    32         64
+    8                1.6 us                 2.0 to 2.9
+    4096, FP8        15.9 us     15.5       16.7
     """
     least = PIECE * element_size * (1 + deinterleave)
     return least if elements * element_size < FULL else max(32, least)
@@ -212,7 +216,7 @@ def _check_input(name: str, x: Tensor, dims: int, columns: int | None = None) ->
 
 
 def _check_rows(name: str, x: Tensor, align: int) -> None:
-    """What vectors need, of a matrix that has elements: known of fake tensors, and so of every back end, too."""
+    """Check what vectors need of a matrix that has elements, fake or not."""
     if not x.numel():
         return
     if x.shape[1] > 1 and x.stride(1) != 1:
@@ -224,7 +228,7 @@ def _check_rows(name: str, x: Tensor, align: int) -> None:
 
 
 def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
-    """Raise ArgumentError unless ``x`` is None or a tensor of this kind, beside ``like``; None is any extent."""
+    """Check a tensor, if there is one, beside ``like``; None is any extent."""
     if x is None:
         return
     same = x.dim() == len(shape) and all(want in (None, have) for have, want in zip(x.shape, shape, strict=True))
@@ -292,7 +296,9 @@ def _reference(call: Call) -> None:
 
 @typed
 def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tensor, backend: str = "auto") -> None:
-    """Store entries as 448 E4M3, 64 bf16 and 7 UE8M0 (`formats.kv_entry`) in a paged pool, in place.
+    """Store entries in a paged pool, in place.
+
+    An entry is 448 E4M3, 64 bf16 and 7 UE8M0, see `formats.kv_entry`.
 
     Args:
         kv: bf16 or fp32 [T, 512], RoPE applied; rows start on 16 bytes.
@@ -311,7 +317,9 @@ def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tens
 def quantize_indexer_keys(
     keys: Tensor, pages: Tensor, page_size: int, indices: Tensor, rotate: bool = True, backend: str = "auto"
 ) -> None:
-    """Store indexer keys as 128 E2M1 and 4 UE8M0 (`formats.indexer_key`, "fp4") in a paged pool, in place.
+    """Store indexer keys in a paged pool, in place.
+
+    A key is 128 E2M1 and 4 UE8M0, "fp4" of `formats.indexer_key`.
 
     Args:
         keys: bf16 or fp32 [T, 128], RoPE applied; rows start on 16 bytes.

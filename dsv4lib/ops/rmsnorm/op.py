@@ -1,4 +1,4 @@
-"""Normalise bf16 rows: the torch op `dsv4::rmsnorm`, and `dsv4::add_rmsnorm` with the residual's addition before it.
+"""Normalise bf16 rows: `dsv4::rmsnorm`; after an addition: `dsv4::add_rmsnorm`.
 
     h = bf16(x + residual)                        `add_rmsnorm` only, written too
     y = bf16(weight * h / sqrt(mean(h^2) + eps))

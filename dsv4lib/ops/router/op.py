@@ -82,7 +82,9 @@ def router(
     space: Workspace | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Experts and weights of each token, the best first (by score) or as the table has them.
+    """Choose experts and weights of each token.
+
+    Experts are the best first (by score), or as the table has them.
 
     Args:
         x: bf16 [T, d], d a multiple of 64; without ``weight``: logits fp32 [T, E].
@@ -117,12 +119,12 @@ def router(
 
 
 def shares_of(d: int) -> int:
-    """Parts of d: the same for every number of tokens, whose bits depend on it."""
+    """Choose parts of d: the same for every number of tokens, whose bits depend on it."""
     return 8 if d <= 4096 else 16
 
 
 def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
-    """Form of `FusedRouter` for a launch of this size: the best of sweeps on an H200, 256 and 384 experts."""
+    """Choose the form of `FusedRouter`: the best of sweeps on an H200."""
     shares = shares_of(d)
     narrow = shares == 8
     units = min(8, -(-d // (shares * UNIT)))
@@ -259,7 +261,7 @@ def _parts(call: Call) -> Tensor:
 
 
 def _reference(call: Call) -> None:
-    """The oracle in fp64."""
+    """Ask the oracle in fp64."""
     (chosen, given), oracle = call.out, backends.oracle("router")
     logits = call.x.double() if call.weight is None else call.x.double() @ call.weight.double().T
     # Without the threshold of torch's softplus, beyond which it is x: fp64 sees the difference.

@@ -1,4 +1,4 @@
-"""Pick the exact top-k of fp32 scores: `topk` calls `torch.ops.dsv4.topk`, which writes int32 indices in place.
+"""Pick the exact top-k of fp32 scores: the torch op `dsv4::topk`.
 
     picks[b] = indices of the k best of scores[b, :lengths[b]], ascending or the best first, then -1
 
@@ -40,7 +40,7 @@ def topk(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Indices of the best scores of each row.
+    """Pick the indices of the best scores of each row.
 
     Args:
         scores: fp32 [B, L], L up to 1,048,576; rows may lie apart.
