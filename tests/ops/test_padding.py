@@ -41,7 +41,9 @@ NAN = float("nan")
 
 # Arguments of ops that say which rows, how many, or where; all others are data.
 NAMES = set("entries_first entries_count index window_first window_count groups batch_requests batch_slots".split())
-NAMES |= set("positions requests indices row_of experts hashed_tokens lengths rows offsets counts".split())
+NAMES |= set(
+    "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
+)
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -209,7 +211,7 @@ def turning():
     return torch.cat((x.cos(), x.sin()), -1), torch.tensor([5, 2])
 
 
-@covers("qnorm_rope_kv", "positions", "indices")
+@covers("qnorm_rope_kv", "positions", "slots_indices")
 def queries_and_entries(backend):
     """A negative slot drops an entry and so does a negative position; queries of padded rows are not turned."""
     table, positions = turning()
@@ -358,12 +360,12 @@ def sums_of_experts(backend):
     return ((found, spread(wanted, 0.0)),)
 
 
-@covers("quantize_kv_entries", "indices")
+@covers("quantize_kv_entries", "slots_indices")
 def entries_into_pages(backend):
     return into_pages(backend, quantize_kv_entries, kv_entry.LAYOUT, 512)
 
 
-@covers("quantize_indexer_keys", "indices")
+@covers("quantize_indexer_keys", "slots_indices")
 def keys_into_pages(backend):
     return into_pages(backend, quantize_indexer_keys, indexer_key.FP4_LAYOUT, 128)
 

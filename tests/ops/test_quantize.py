@@ -117,8 +117,8 @@ def test_the_schema_says_what_is_written():
 
 def test_schema_and_fake_implementation_agree_with_the_op():
     indices = torch.arange(3, dtype=torch.int32)
-    entries = torch.randn(3, 512), kv_entry.LAYOUT.allocate(1, 4), indices, 4, "reference"
-    keys = torch.randn(3, 128), indexer_key.FP4_LAYOUT.allocate(1, 4), indices, 4, True, "reference"
+    entries = torch.randn(3, 512), kv_entry.LAYOUT.allocate(1, 4), 4, indices, "reference"
+    keys = torch.randn(3, 128), indexer_key.FP4_LAYOUT.allocate(1, 4), 4, indices, True, "reference"
     for name, given in (("quantize", flat()), ("quantize_kv_entries", entries), ("quantize_indexer_keys", keys)):
         with torch.no_grad():
             found = torch.library.opcheck(getattr(torch.ops.dsv4, name).default, given)

@@ -24,7 +24,7 @@ from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.qnorm_rope_kv import arguments
 from dsv4lib.ops.qnorm_rope_kv.kernel import QnormRopeKv
 from dsv4lib.ops.quantize.entries import KvEntries
-from dsv4lib.ops.quantize.op import check_entries, check_indices
+from dsv4lib.ops.quantize.op import SLOTS, Slots
 
 
 @typed
@@ -65,7 +65,7 @@ def qnorm_rope_kv(
     """
     launching.check_eps(eps=eps)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    Call.op(q, kv, kv_norm, positions, cos_sin, out, pages, page_size, indices, eps, backend)
+    Call.op(q, kv, kv_norm, positions, cos_sin, out, (pages, page_size, indices), eps, backend)
     return out
 
 
@@ -76,7 +76,7 @@ def shape_of(tokens: int, heads: int) -> dict[str, int]:
     return {"heads": 2, "warps": 2}
 
 
-@op("qnorm_rope_kv", mutates=("out", "pages"))
+@op("qnorm_rope_kv", mutates=("out", "slots.pages"), names=SLOTS)
 class Call(NamedTuple):
     """A call of `qnorm_rope_kv`."""
 
@@ -86,9 +86,7 @@ class Call(NamedTuple):
     positions: Tensor | None
     cos_sin: Tensor
     out: Tensor
-    pages: Tensor
-    page_size: int
-    indices: Tensor
+    slots: Slots
     eps: float
     backend: str
 
@@ -106,25 +104,25 @@ class Call(NamedTuple):
                 "out": (self.out, bf16, shape),
             }
         )
-        check_entries(KvEntries, self.kv, self.pages, self.indices, self.page_size)
+        self.slots.check(KvEntries, self.kv)
 
     def check_values(self) -> None:
         """Check positions and indices."""
         rotary.check_values(self.positions, self.cos_sin)
-        check_indices(self.pages, self.indices, self.page_size)
+        self.slots.check_values()
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
         if len(self.q) == 0:
             return
-        if self.q.shape[1] == 0 or len(self.pages) == 0:  # there is no launch that does one half alone
+        if self.q.shape[1] == 0 or len(self.slots.pages) == 0:  # there is no launch that does one half alone
             allowed = "a head, and a page among pages, where there are tokens"
             raise ArgumentError("q.shape", tuple(self.q.shape), allowed)
         if backend == "reference":
             return _reference(self)
         flags = {"gathered": self.positions is not None, "normed": self.kv_norm is not None}
-        settings = {**shape_of(*self.q.shape[:2]), **flags}
-        launching.launch(backend, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, *self[:-1])
+        settings, given = {**shape_of(*self.q.shape[:2]), **flags}, (*self[:6], *self.slots, self.eps)
+        launching.launch(backend, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _reference(call: Call) -> None:
@@ -137,5 +135,6 @@ def _reference(call: Call) -> None:
     kv = call.kv if call.kv_norm is None else norm(call.kv.double(), call.kv_norm.double(), call.eps).bfloat16()
     wide = kv.float()[:, None]
     rotated = torch.cat((wide[..., :nope], rope.rotate(wide[..., nope:], cos, sin)), -1)[:, 0].bfloat16()
-    kept = call.indices if call.positions is None else call.indices.masked_fill(call.positions < 0, -1)
-    backends.oracle("quantize").kv_entries(call.pages, call.page_size, kept.clamp_min(-1), rotated)
+    pages, page_size, indices = call.slots
+    kept = indices if call.positions is None else indices.masked_fill(call.positions < 0, -1)
+    backends.oracle("quantize").kv_entries(pages, page_size, kept.clamp_min(-1), rotated)

@@ -310,7 +310,7 @@ def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tens
     Raises:
         ArgumentError, BackendUnavailable, EmulatorError: as in `quantize`.
     """
-    KvCall.op(kv, pages, indices, page_size, backend)
+    KvCall.op(kv, (pages, page_size, indices), backend)
 
 
 @typed
@@ -330,94 +330,92 @@ def quantize_indexer_keys(
     Raises:
         ArgumentError, BackendUnavailable, EmulatorError: as in `quantize`.
     """
-    KeysCall.op(keys, pages, indices, page_size, rotate, backend)
+    KeysCall.op(keys, (pages, page_size, indices), rotate, backend)
 
 
-@op("quantize_kv_entries", mutates=("pages",))
+class Slots(NamedTuple):
+    """Slots of a paged pool: int32 indices [T], page * page_size + slot; negative: none."""
+
+    pages: Tensor
+    page_size: int
+    indices: Tensor
+
+    def check(self, kernel: type[Entries], x: Tensor) -> None:
+        """Check types, shapes and devices, as this kernel wants them of entries ``x``.
+
+        Raises:
+            ArgumentError: see `quantize_kv_entries`.
+        """
+        _check_input(kernel.given, x, 2, kernel.dim)
+        _check("indices", self.indices, torch.int32, (len(x),), x)
+        _check("pages", self.pages, torch.uint8, (None, None), x)
+        needed = kernel.layout.page_bytes(self.page_size)
+        if self.pages.shape[1] != needed:
+            allowed = f"[P, {needed}] for page_size={self.page_size}"
+            raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
+        _check_rows("pages", self.pages, arguments.page_align(kernel.layout))
+
+    def check_values(self) -> None:
+        """Check indices, where reading them costs no wait.
+
+        Raises:
+            ArgumentError: an index out of range or given twice.
+        """
+        entries, kept = len(self.pages) * self.page_size, self.indices[self.indices >= 0]
+        if bool((kept >= entries).any()):
+            raise ArgumentError("indices", kept[kept >= entries].tolist()[:8], f"negative (drop) or 0..{entries - 1}")
+        if len(kept.unique()) != len(kept):
+            raise ArgumentError("indices", kept.tolist()[:8], "each index at most once")
+
+
+SLOTS = {f"slots.{name}": name for name in Slots._fields}  # what errors call them
+
+
+@op("quantize_kv_entries", mutates=("slots.pages",), names=SLOTS)
 class KvCall(NamedTuple):
     """A call of `quantize_kv_entries`."""
 
     kv: Tensor
-    pages: Tensor
-    indices: Tensor
-    page_size: int
+    slots: Slots
     backend: str
 
     def check(self) -> None:
         """Check types, shapes and devices."""
-        check_entries(KvEntries, *self[:4])
+        self.slots.check(KvEntries, self.kv)
 
     def check_values(self) -> None:
         """Check indices."""
-        check_indices(*self[1:4])
+        self.slots.check_values()
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        _append(backend, "kv_entries", KvEntries, {}, *self[:4])
+        _append(backend, KvEntries, "kv_entries", self.kv, self.slots)
 
 
-@op("quantize_indexer_keys", mutates=("pages",))
+@op("quantize_indexer_keys", mutates=("slots.pages",), names=SLOTS)
 class KeysCall(NamedTuple):
     """A call of `quantize_indexer_keys`."""
 
     keys: Tensor
-    pages: Tensor
-    indices: Tensor
-    page_size: int
+    slots: Slots
     rotate: bool
     backend: str
 
     def check(self) -> None:
         """Check types, shapes and devices."""
-        check_entries(IndexerKeys, *self[:4])
+        self.slots.check(IndexerKeys, self.keys)
 
     def check_values(self) -> None:
         """Check indices."""
-        check_indices(*self[1:4])
+        self.slots.check_values()
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        _append(backend, "indexer_keys", IndexerKeys, {"rotate": self.rotate}, *self[:4])
+        _append(backend, IndexerKeys, "indexer_keys", self.keys, self.slots, rotate=self.rotate)
 
 
-def check_entries(kernel: type[Entries], x: Tensor, pages: Tensor, indices: Tensor, page_size: int) -> None:
-    """Check types, shapes and devices, as this kernel wants them.
-
-    Raises:
-        ArgumentError: see `quantize_kv_entries`.
-    """
-    _check_input(kernel.given, x, 2, kernel.dim)
-    _check("indices", indices, torch.int32, (len(x),), x)
-    _check("pages", pages, torch.uint8, (None, None), x)
-    needed = kernel.layout.page_bytes(page_size)
-    if pages.shape[1] != needed:
-        raise ArgumentError("pages.shape", tuple(pages.shape), f"[P, {needed}] for page_size={page_size}")
-    _check_rows("pages", pages, arguments.page_align(kernel.layout))
-
-
-def check_indices(pages: Tensor, indices: Tensor, page_size: int) -> None:
-    """Check the values of indices, where reading them costs no wait.
-
-    Raises:
-        ArgumentError: an index out of range or given twice.
-    """
-    entries, kept = len(pages) * page_size, indices[indices >= 0]
-    if bool((kept >= entries).any()):
-        raise ArgumentError("indices", kept[kept >= entries].tolist()[:8], f"negative (drop) or 0..{entries - 1}")
-    if len(kept.unique()) != len(kept):
-        raise ArgumentError("indices", kept.tolist()[:8], "each index at most once")
-
-
-def _append(
-    backend: str,
-    oracle: str,
-    kernel_type: type[Entries],
-    settings: dict[str, Any],
-    x: Tensor,
-    pages: Tensor,
-    indices: Tensor,
-    page_size: int,
-) -> None:
+def _append(backend: str, kernel_type: type[Entries], oracle: str, x: Tensor, slots: Slots, **settings: Any) -> None:
+    pages, page_size, indices = slots
     if len(x) == 0 or len(pages) == 0:
         return
     if backend == "reference":
