@@ -1,4 +1,6 @@
-"""The boundary between two sublayers as torch ops: what one leaves in the residual streams, what the next reads.
+"""Write a sublayer's output to the residual streams and read the next one's input.
+
+The boundary between two sublayers, as torch ops.
 
     mhc_pre       streams -> y, post, comb                               before the first sublayer
     mhc_post_pre  streams, its output f, post, comb -> the same, and streams     between two sublayers

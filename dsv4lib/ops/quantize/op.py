@@ -127,7 +127,9 @@ def workspace_size(tokens: int, columns: int) -> int:
 
 
 def bytes_at_once(elements: int, element_size: int, deinterleave: bool = False) -> int:
-    """Choose the bytes that a thread of `Quantize` takes. On an H200, cold, rows of 4096:
+    """Choose the bytes that a thread of `Quantize` takes.
+
+    On an H200, cold, rows of 4096:
 
     rows, recipe     16 bytes    32         64
     8                1.6 us                 2.0 to 2.9
@@ -334,7 +336,12 @@ def quantize_indexer_keys(
 
 
 class Slots(NamedTuple):
-    """Slots of a paged pool: int32 indices [T], page * page_size + slot; negative: none."""
+    """Slots of a paged pool.
+
+    Attributes:
+        pages: uint8 [P, bytes]. page_size: entries of a page.
+        indices: int32 [T], page * page_size + slot; negative: none.
+    """
 
     pages: Tensor
     page_size: int
