@@ -42,7 +42,7 @@ ALIGN = 127  # mask of the bits of an address that belong to a signature
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _profiled = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
 _compiling, _grad, _inference = torch.compiler.is_compiling, torch.is_grad_enabled, torch.is_inference_mode_enabled
-_changed = torch._C._increment_version
+_changed, _pointer = torch._C._increment_version, Tensor.data_ptr
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build for CPUs has none
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _OPS: list[Op] = []
@@ -100,7 +100,8 @@ class Op:
         if type(first := given[0]) in _PLAIN:
             soon = first.shape, self._others(args), stream_of(first)
             for plan in self._recent.get(soon, ()):
-                if plan.fits(given) and plan.run(args, [x.data_ptr() for x in given if x is not None]):
+                tensors = plan.fits(given)
+                if tensors is not None and plan.run(args, [*map(_pointer, tensors)]):
                     if not _inference():  # what autograd would notice
                         _changed([args[i] for i in plan.written])
                     return None
@@ -380,18 +381,19 @@ class Plan:
             self._calls.append((native.entry(function), address, result))
             self._keep.append(function)
 
-    def fits(self, given: tuple) -> bool:
-        """Whether these tensors of the op's are such as the plan was made for, wherever they lie: by torch's guards."""
-        for n in self._none:
-            if given[n] is not None:
-                return False
-        tensors = [x for x in given if x is not None] if self._none else given
-        if len(tensors) != self._given:
-            return False
-        for one in self._guards:
-            if one.check(*tensors):
-                return True
-        return False
+    def fits(self, given: tuple) -> Sequence[Tensor] | None:
+        """Tensors of these that are given, if torch's guards say that the plan was made for such; else None."""
+        tensors: Sequence[Tensor] = given
+        if self._none:
+            for n in self._none:
+                if given[n] is not None:
+                    return None
+            tensors = [x for x in given if x is not None]
+        if len(tensors) == self._given:
+            for one in self._guards:
+                if one.check(*tensors):
+                    return tensors
+        return None
 
     def guard(self, args: Sequence[Any]) -> bool:
         """Have guards for calls such as this one; False: this torch has none, or they do not take it."""
