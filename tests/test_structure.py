@@ -110,6 +110,27 @@ def test_public_functions_are_annotated():
     assert bare == []
 
 
+def test_ops_are_registered_from_records_alone():
+    """`schema.op` is the one way to torch: each op.py has a record, its name is used once, nothing else registers."""
+    names, others = [], []
+    for path in sorted((PACKAGE / "ops").rglob("*.py")):
+        text, tree = path.read_text(), ast.parse(path.read_text())
+        calls = [
+            one.args[0].value
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            for one in node.decorator_list
+            if isinstance(one, ast.Call) and getattr(one.func, "id", None) == "op"
+        ]
+        names += calls
+        if path.name == "op.py":
+            assert calls, f"{path.relative_to(PACKAGE)} has no record with @op"
+        if path != PACKAGE / "ops" / "common" / "schema.py" and re.search(r"torch\.library|custom_op|\bOp\(\w", text):
+            others.append(str(path.relative_to(PACKAGE)))
+    assert others == []
+    assert names and len(set(names)) == len(names)
+
+
 def test_style():
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

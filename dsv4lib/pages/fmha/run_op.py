@@ -87,7 +87,7 @@ def replaced(kernel_type: type) -> Iterator[None]:
 
 
 @contextmanager
-def native_path(custom: Any = op._fmha, **device: Any) -> Iterator[Any]:
+def native_path(custom: Any = op.Call.op, **device: Any) -> Iterator[Any]:
     """A custom op as it runs on a GPU, on an emulated one: torch believes in CUDA, its streams and its graphs.
 
     The op is called without torch's dispatcher, so that a graph that is being captured sees every torch call inside it

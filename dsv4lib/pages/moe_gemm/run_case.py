@@ -186,7 +186,8 @@ def mode_case(mode: str, counts: list[int], features: int, k: int, seed: int = 0
     operand = Weights(tuple(planes), torch.stack([one.alpha for one in converted])).operand()
     x_codes, x_scales, numbers, factor = _activations(x, recipe)
     copies = len(planes)
-    call = Call(x_codes.repeat(1, copies), operand.codes, x, offsets[:-1].int(), torch.tensor(counts).int())
+    groups = {"offsets": offsets[:-1].int(), "counts": torch.tensor(counts).int()}
+    call = Call(x_codes.repeat(1, copies), operand.codes, x, **groups)
     call.alpha = torch.stack([one.alpha for one in converted]) * factor
     if x_scales is not None:
         call.x_scales, call.w_scales = scale_swizzle.swizzle(x_scales.repeat(1, copies)), operand.scales
