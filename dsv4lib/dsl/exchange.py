@@ -15,12 +15,12 @@ Source: PTX ISA, "Memory Consistency Model"; NCCL's LL protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 FOUR = 4  # slots of a 16-byte access
 
@@ -43,11 +43,11 @@ def _store(address: Any, values: list, offset: int = 0) -> None:
 
 
 @cute.jit
-def receive(slots: Callable[[int], Any], wanted: cutlass.Boolean, rFours: cute.Tensor):
+def receive(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, rFours: cute.Tensor):
     """Load fours of slots, repeatedly until none of them is empty; all lanes of the warp call it.
 
     Args:
-        slots: address of this lane's four number k.
+        first: address of this lane's first four. stride: bytes from one four to the next.
         wanted: whether this lane has any; else its values are 0.
         rFours: [4, fours] fp32, overwritten.
     """
@@ -60,7 +60,7 @@ def receive(slots: Callable[[int], Any], wanted: cutlass.Boolean, rFours: cute.T
         for k in cutlass.range_constexpr(count):
             if rEmpty[k] != 0:
                 text = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-                four = cute.arch.inline_ptx(text, write_only_types=[Float32] * FOUR, read_only_args=[slots(k)])
+                four = cute.arch.inline_ptx(text, write_only_types=[Float32] * FOUR, read_only_args=[first + Int64(stride * k)])
                 for v in cutlass.range_constexpr(FOUR):
                     rFours[v, k] = four[v]
         any_empty = Int32(0)
@@ -74,17 +74,17 @@ def receive(slots: Callable[[int], Any], wanted: cutlass.Boolean, rFours: cute.T
 
 
 @cute.jit
-def reset(slots: Callable[[int], Any], wanted: cutlass.Boolean, count: cutlass.Constexpr):
+def reset(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, count: cutlass.Constexpr):
     """Empty the fours of slots that this lane received: ``count`` of them, if ``wanted``."""
     if wanted:
         for k in cutlass.range_constexpr(count):
-            _store(slots(k), [Float32(0.0)] * FOUR)
+            _store(first + Int64(stride * k), [Float32(0.0)] * FOUR)
 
 
 @cute.jit
-def wait(slot: Callable[[], Any], wanted: cutlass.Boolean):
+def wait(slot: Any, wanted: cutlass.Boolean):
     """Load one slot until it is not empty, if ``wanted``; the slot keeps its value."""
     word = cutlass.select_(wanted, Int32(0), Int32(1))
     while word == 0:
         text = "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];"
-        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[slot()])
+        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[slot])

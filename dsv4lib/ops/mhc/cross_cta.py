@@ -180,8 +180,7 @@ class CrossCta(Mhc):
                 t = s * self.cluster + owned
                 if t < cta.rows:
                     mine = self.sum_slots(cta.slots.sums, tile, t) + Int64(source * pitch + lane % 4 * 16)
-                    fours = lambda k: mine + Int64(8 * pitch * k)  # noqa: E731, B023
-                    exchange.receive(fours, source < self.cluster, rFours)
+                    exchange.receive(mine, 8 * pitch, source < self.cluster, rFours)
                     for v in cutlass.range_constexpr(N):
                         total = rFours[v, 0]
                         for k in cutlass.range_constexpr(1, count):
@@ -195,7 +194,7 @@ class CrossCta(Mhc):
                         exchange.send(slot, [rPre[i] * rstd for i in range(N)])
                     if lane == 3:
                         smem.squares[tile & 1, s] = rSum[3]
-                    exchange.reset(fours, source < self.cluster, count)
+                    exchange.reset(mine, 8 * pitch, source < self.cluster, count)
             if cutlass.const_expr(not self.head):
                 self.arrive(bar.sent + (tile & 1))
             cute.arch.fence_acq_rel_gpu()  # resets precede what a CTA sends that has received pre
@@ -249,9 +248,8 @@ class CrossCta(Mhc):
                 if t < cta.rows:
                     mine = self.sum_slots(cta.slots.sums, tile, t)
                     mine = mine + Int64(lane // pieces * pitch + 16 * (MIX_FOURS + piece))
-                    fours = lambda k: mine + Int64(sources * pitch * k)  # noqa: E731, B023
-                    exchange.receive(fours, there, rFours)
-                    exchange.reset(fours, there, count)
+                    exchange.receive(mine, sources * pitch, there, rFours)
+                    exchange.reset(mine, sources * pitch, there, count)
                     found = Float32(0.0)
                     for v in cutlass.range_constexpr(N):
                         total = rFours[v, 0]
@@ -345,12 +343,12 @@ class CrossCta(Mhc):
             if tile >= self.lag:
                 before = tile - self.lag
                 buffer, mine = before & (IN_FLIGHT - 1), self.pre_slots(cta.slots.pre, before, cta.rank, lane)
-                exchange.receive(lambda k: mine, lane < cta.rows, rPre)  # noqa: B023
+                exchange.receive(mine, 0, lane < cta.rows, rPre)
                 cute.arch.mbarrier_wait(bar.mixed + buffer, (before // IN_FLIGHT) & 1)
                 if lane < cta.rows:
                     cute.autovec_copy(rPre[None, 0], smem.pre[buffer, lane, None])
                 self.arrive(bar.weighed + buffer)
-                exchange.reset(lambda k: mine, lane < cta.rows, 1)  # noqa: B023
+                exchange.reset(mine, 0, lane < cta.rows, 1)
                 cute.arch.fence_acq_rel_gpu()  # what was received and reset precedes what this CTA sends later
             tile = tile + 1
             begin = begin + cta.step

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4lib.dsl import exchange
 from dsv4lib.errors import ConfigError
@@ -118,11 +118,11 @@ class Picker(Router):
         there = column < self.padded
         if cutlass.const_expr(self.patient):
             begin = number // LANES * LANES
-            exchange.wait(lambda: self.part(mPart, Int32(self.parts - 1), begin), begin < self.padded)
+            exchange.wait(self.part(mPart, Int32(self.parts - 1), begin), begin < self.padded)
         rPart = cute.make_rmem_tensor((QUAD, each), Float32)
-        fours = lambda p: self.part(mPart, group * each + p, column)  # noqa: E731
-        exchange.receive(fours, there, rPart)
-        exchange.reset(fours, there, each)
+        first, stride = self.part(mPart, group * each, column), Int64(mPart.stride[0]) * 4
+        exchange.receive(first, stride, there, rPart)
+        exchange.reset(first, stride, there, each)
         mine = Float32(0.0)
         for i in cutlass.range_constexpr(QUAD):
             total = added([rPart[i, p] for p in range(each)])
@@ -131,9 +131,9 @@ class Picker(Router):
             mine = cutlass.select_(group == i, total, mine)
         return mine
 
-    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> cute.Pointer:
+    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> Int64:
         """Address of a part of four experts."""
-        return cute.domain_offset((column,), mPart[share, None]).iterator
+        return cute.domain_offset((column,), mPart[share, None]).iterator.toint()
 
 
 def added(values: list) -> Float32:
