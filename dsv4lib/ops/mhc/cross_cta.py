@@ -50,7 +50,7 @@ from dsv4lib.ops.mhc.config import (
     TILE,
     N,
 )
-from dsv4lib.ops.mhc.kernel import LOG2_E, Cta, Mhc, sigmoid
+from dsv4lib.ops.mhc.kernel import Cta, Mhc, sigmoid
 from dsv4lib.ops.mhc.ptx import pack, unpack
 
 
@@ -234,7 +234,7 @@ class CrossCta(Mhc):
         piece, there = lane % pieces, lane < pieces * sources
         rFours = cute.make_rmem_tensor((N, count), Float32)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
-        rComb = cute.make_rmem_tensor((N, N), Float32)
+        rComb = cute.make_rmem_tensor(cute.make_layout((N, N), stride=(N, 1)), Float32)
         rLogit.fill(0.0)
         value = cutlass.min(lane, Int32(COEFFICIENTS - 1))
         cute.arch.griddepcontrol_wait()
@@ -284,12 +284,7 @@ class CrossCta(Mhc):
                     found = cutlass.select_(lane >= s, other, found)
                 rComb[i, j] = found
         for i in cutlass.range_constexpr(N):
-            row_max = cute.arch.fmax(cute.arch.fmax(rComb[i, 0], rComb[i, 1]), cute.arch.fmax(rComb[i, 2], rComb[i, 3]))
-            for j in cutlass.range_constexpr(N):
-                rComb[i, j] = cute.math.exp2((rComb[i, j] - row_max) * LOG2_E, fastmath=True)
-            inverse = cute.arch.rcp_approx((rComb[i, 0] + rComb[i, 1]) + (rComb[i, 2] + rComb[i, 3]))
-            for j in cutlass.range_constexpr(N):
-                rComb[i, j] = cute.math.fma(rComb[i, j], inverse, eps)
+            self.softmax(rComb[i, None], eps)
         self.normalise(rComb, eps, rows=False)
         for _ in cutlass.range(self.iters - 1, unroll=1):
             self.normalise(rComb, eps, rows=True)
@@ -311,10 +306,7 @@ class CrossCta(Mhc):
         if t < cta.rows and begin + t < cta.tokens:
             line = cta.gmem.comb_new[begin + t, None]
             for i in cutlass.range_constexpr(N):
-                rRow = cute.make_rmem_tensor(N, Float32)
-                for j in cutlass.range_constexpr(N):
-                    rRow[j] = rComb[i, j]
-                cute.autovec_copy(rRow, cute.local_tile(line, (N,), (i,)))
+                cute.autovec_copy(rComb[i, None], cute.local_tile(line, (N,), (i,)))
 
     # -------------------------------------------------------- feed_workers
 

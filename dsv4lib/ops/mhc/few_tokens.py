@@ -44,7 +44,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from dsv4lib.dsl.bulk import load_bulk
 from dsv4lib.dsl.warp_mma import mma
 from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, LANES, ROWS_N, UNIT, WORDS, FewConfig, N
-from dsv4lib.ops.mhc.kernel import LOG2_E, Cta, Mhc, fragment_place, sigmoid, view
+from dsv4lib.ops.mhc.kernel import Cta, Mhc, fragment_place, sigmoid, view
 from dsv4lib.ops.mhc.ptx import copy_16_bytes, pack, send_to_cta, unpack, unpack_bits
 
 TF32 = 0xFFFFE000  # the bits that an MMA reads
@@ -198,7 +198,7 @@ class MhcFewTokens(FewConfig, Mhc):
         self.mix(cta, smem, mine, sHeld, buffer, scale, base, rX)
         if cutlass.const_expr(not self.once):
             self.fetch(cta, mine, sHeld, begin + cta.step)
-        cute.autovec_copy(cute.local_tile(gmem.weight, (COLUMNS,), (mine.column,)), rWeight)
+        cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
         # exchange 2: x^2 over all columns
         self.sync_workers()
         if tidx == 0:
@@ -234,10 +234,10 @@ class MhcFewTokens(FewConfig, Mhc):
         token = begin + mine.t
         if mine.t < cta.rows and token < cta.tokens:
             for i in cutlass.range_constexpr(N):
-                source = cute.local_tile(cta.gmem.x[token, None], (COLUMNS,), (mine.column + i * (self.d // COLUMNS),))
+                source = self.stream_columns(cta.gmem.x[token, None], mine.column, i)
                 copy_16_bytes(sHeld[None, i].iterator.toint(), source.iterator)
             if cutlass.const_expr(self.post):
-                source = cute.local_tile(cta.gmem.f[token, None], (COLUMNS,), (mine.column,))
+                source = self.stream_columns(cta.gmem.f[token, None], mine.column)
                 copy_16_bytes(sHeld[None, N].iterator.toint(), source.iterator)
         cute.arch.cp_async_commit_group()
 
@@ -273,10 +273,7 @@ class MhcFewTokens(FewConfig, Mhc):
             if there:
                 rOut = cute.recast_tensor(rNew, BFloat16)
                 for i in cutlass.range_constexpr(N):
-                    column = mine.column + i * (self.d // COLUMNS)
-                    cute.autovec_copy(
-                        rOut[None, i], cute.local_tile(cta.gmem.x_new[token, None], (COLUMNS,), (column,))
-                    )
+                    cute.autovec_copy(rOut[None, i], self.stream_columns(cta.gmem.x_new[token, None], mine.column, i))
 
     @cute.jit
     def project(
@@ -427,7 +424,7 @@ class MhcFewTokens(FewConfig, Mhc):
         for w in cutlass.range_constexpr(WORDS):
             x = unpack(rMix[w])
             rWords[w] = pack(x[0] * rstd * rWeight[2 * w], x[1] * rstd * rWeight[2 * w + 1])
-        line = cute.local_tile(cta.gmem.y[token, None], (COLUMNS,), (mine.column,))
+        line = self.stream_columns(cta.gmem.y[token, None], mine.column)
         cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
     @cute.jit
@@ -540,12 +537,8 @@ class MhcFewTokens(FewConfig, Mhc):
             for s in cutlass.range_constexpr(1, self.slots):
                 other = cute.arch.shuffle_sync(rLogit[s], value)
                 rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
-        row_max = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        self.softmax(rRow, eps)
         for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.exp2((rRow[x] - row_max) * LOG2_E, fastmath=True)
-        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
-        for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.fma(rRow[x], inverse, eps)
             rColumn[x] = self.of_lane(rRow[x], x)
         one = Float32(1.0)
         u, over_u = one, one

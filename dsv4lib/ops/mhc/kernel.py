@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, memory
 
-from dsv4lib.ops.mhc.config import COEFFICIENTS, Config, N
+from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, Config, N
 
 LOG2_E = 1.4426950408889634
 
@@ -160,6 +160,20 @@ class Mhc(Config):
         """Scale and base of logit ``lane`` of post and comb; of the last one for further lanes."""
         value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
         return gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value]
+
+    def stream_columns(self, mRow: cute.Tensor, column: Int32, stream: int = 0) -> cute.Tensor:
+        """Eight columns of a token's stream, from ``8 column``."""
+        return cute.local_tile(mRow, (COLUMNS,), (column + stream * (self.d // COLUMNS),))
+
+    @cute.jit
+    def softmax(self, rRow: cute.Tensor, eps: Float32):
+        """softmax of a row of four + eps, in place."""
+        row_max = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        for j in cutlass.range_constexpr(N):
+            rRow[j] = cute.math.exp2((rRow[j] - row_max) * LOG2_E, fastmath=True)
+        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
+        for j in cutlass.range_constexpr(N):
+            rRow[j] = cute.math.fma(rRow[j], inverse, eps)
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):

@@ -146,7 +146,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
         rFn = cute.make_rmem_tensor((2, self.tiles, 2 * N, 2), Uint32)
         rX = cute.make_rmem_tensor((WORDS, N), Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
-        weight = cute.local_tile(cta.gmem.weight, (COLUMNS,), (column,))
+        weight = self.stream_columns(cta.gmem.weight, column)
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weight.iterator])
         sFnLo = smem.fn_lo[None, cute.arch.lane_idx(), None, None, warp]
         self.split_fn(cta, warp, rFn, sFnLo)
@@ -393,7 +393,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
                     z = unpack(rX[w, i])
                     x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
                 rWords[w] = pack(x[0] * rWeight[2 * w], x[1] * rWeight[2 * w + 1])
-            line = cute.local_tile(cta.gmem.y[begin + t, None], (COLUMNS,), (column,))
+            line = self.stream_columns(cta.gmem.y[begin + t, None], column)
             cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
     @cute.jit
@@ -403,5 +403,5 @@ class MhcManyTokens(ManyConfig, CrossCta):
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < cta.rows and begin + t < cta.tokens:
             for i in cutlass.range_constexpr(N):
-                line = cute.local_tile(cta.gmem.x_new[begin + t, None], (COLUMNS,), (column + i * (self.d // COLUMNS),))
+                line = self.stream_columns(cta.gmem.x_new[begin + t, None], column, i)
                 cute.autovec_copy(rOut[None, i], line)
