@@ -1,4 +1,4 @@
-"""Exchange fp32 values between CTAs through global memory, with the flag in the data.
+"""Exchange fp32 values between CTAs in global memory, the flag in the data.
 
 Cross-CTA reduction with the flag in the data, as NCCL's LL protocol: a slot is empty when its bits are 0; a value 0.0
 is sent as -0.0; the consumer resets the slot.
@@ -31,7 +31,7 @@ def send(address: Any, values: Iterable, offset: int = 0) -> None:
 
 
 def nonzero(value: Float32) -> Float32:
-    """The same number with other bits than those of an empty slot."""
+    """Return the same number, -0.0 for 0.0."""
     return cutlass.select_(value == 0.0, Float32(-0.0), value)
 
 
@@ -60,7 +60,9 @@ def receive(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, rFours: 
         for k in cutlass.range_constexpr(count):
             if rEmpty[k] != 0:
                 text = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
-                four = cute.arch.inline_ptx(text, write_only_types=[Float32] * FOUR, read_only_args=[first + Int64(stride * k)])
+                four = cute.arch.inline_ptx(
+                    text, write_only_types=[Float32] * FOUR, read_only_args=[first + Int64(stride * k)]
+                )
                 for v in cutlass.range_constexpr(FOUR):
                     rFours[v, k] = four[v]
         any_empty = Int32(0)

@@ -1,4 +1,4 @@
-"""Sizes of the mHC kernels, derived from their settings and checked."""
+"""Derive the sizes of the mHC kernels from their settings and check them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Region(NamedTuple):
 
 
 class Config:
-    """Settings of both kernels, and what follows from them.
+    """Hold the settings of both kernels and what follows from them.
 
     Args:
         d: columns of a stream, a multiple of 32 ``cluster``.
@@ -93,35 +93,35 @@ class Config:
             raise ConfigError("cluster", cluster, f"more CTAs: {used}")
 
     def derive(self) -> None:
-        """Work out the sizes of a variant."""
+        """Derive the sizes of a variant."""
 
     def regions(self) -> list[Region]:
-        """Shared memory in the order of its addresses."""
+        """List shared memory in the order of its addresses."""
         return []
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory that the launch asks for."""
+        """Return the bytes of shared memory of a launch."""
         return whole_atoms(sum(row.used for row in self.budget()))
 
     def budget(self) -> list[BudgetRow]:
-        """What lies in shared memory."""
+        """List what lies in shared memory, with its limit."""
         return [BudgetRow(part.name, 4 * part.floats, SMEM_LIMIT, "B", part.why) for part in self.regions()]
 
     def space(self, groups: int) -> int:
-        """Floats of the workspace of so many groups of CTAs."""
+        """Return the floats of a workspace for so many groups of CTAs."""
         return 0
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *self.options()])})"
 
     def options(self) -> list[str]:
-        """Settings that the kernel's name tells."""
+        """Name settings for the kernel's symbol."""
         return [name for name in ("post", "head", "keep") if vars(self)[name]]
 
 
 class FewConfig(Config):
-    """Settings of `few_tokens.MhcFewTokens`: as `Config`, and groups and once.
+    """Hold the settings of `few_tokens.MhcFewTokens`: as `Config`, and groups and once.
 
     Args:
         groups: of warps, each with eight tokens of a tile.
@@ -145,7 +145,7 @@ class FewConfig(Config):
         super().__init__(d, cluster, post, head, keep, iters)
 
     def derive(self) -> None:
-        """Work out sizes."""
+        """Derive sizes."""
         groups = self.groups
         if not 1 <= groups <= max(1, min(GROUPS, GROUP_WARPS // self.warps)):
             raise ConfigError("groups", groups, f"at most {GROUPS}, and {GROUP_WARPS} warps")
@@ -158,7 +158,7 @@ class FewConfig(Config):
         self.pre_pitch = N * self.cluster + 4
 
     def regions(self) -> list[Region]:
-        """Shared memory in the order of its addresses."""
+        """List shared memory in the order of its addresses."""
         tile, ctas = f"{self.tile} tokens", f"{self.cluster} CTAs"
         tokens = 2 * self.tile
         return [
@@ -177,12 +177,12 @@ class FewConfig(Config):
         ]
 
     def options(self) -> list[str]:
-        """Settings that the kernel's name tells."""
+        """Name settings for the kernel's symbol."""
         return [*super().options(), f"{self.groups} groups", *(["once"] if self.once else [])]
 
 
 class ManyConfig(Config):
-    """Settings of `many_tokens.MhcManyTokens`: as `Config`; d is at most 256 ``cluster``.
+    """Hold the settings of `many_tokens.MhcManyTokens`: as `Config`; d is at most 256 ``cluster``.
 
     The 4 to 32 CTAs that share a token are no cluster of the hardware.
     """
@@ -192,7 +192,7 @@ class ManyConfig(Config):
     once = False
 
     def derive(self) -> None:
-        """Work out sizes."""
+        """Derive sizes."""
         if self.warps > MANY_WARPS:
             most = MANY_WARPS * UNIT * self.cluster
             raise ConfigError("d", self.d, f"at most {most}: two parts of fn lie in registers")
@@ -210,7 +210,7 @@ class ManyConfig(Config):
                 break
 
     def regions(self) -> list[Region]:
-        """Shared memory in the order of its addresses."""
+        """List shared memory in the order of its addresses."""
         stages, coefficients = self.warps * self.stages + 2 * self.f_stages, 2 * TILE * COEFFICIENT_WORDS
         return [
             Region("fn", self.workers * N * 4 * self.tiles, 128, "the last of three limbs, in pairs"),
@@ -223,5 +223,5 @@ class ManyConfig(Config):
         ]
 
     def space(self, groups: int) -> int:
-        """Floats of the workspace of so many groups of CTAs."""
+        """Return the floats of a workspace for so many groups of CTAs."""
         return groups * RING * TILE * self.cluster * (self.sum_pitch + N)

@@ -1,4 +1,4 @@
-"""Roles of the four warps of `many_tokens` that exchange sums between the CTAs of a group and touch no streams.
+"""Exchange sums between the CTAs of a group: four warps of `many_tokens` that touch no streams.
 
     send_sums       adds up what the workers left of a tile and sends each token's 36 sums (`head`: 20) to the CTA that
                     owns it: token t of tile n is that of CTA t + 16 n, modulo the group
@@ -101,25 +101,25 @@ class Slots(NamedTuple):
 
 
 class CrossCta(Mhc):
-    """Roles of the warps that do not touch streams; see the module docstring."""
+    """Run the warps that do not touch streams; see the module docstring."""
 
     def sum_slots(self, slots: Int64, tile: Int32, token: Int32) -> Int64:
-        """Address of a token's sums of the first CTA."""
+        """Return the address of a token's sums of the first CTA."""
         return slots + Int64(((tile & (RING - 1)) * TILE + token) * (4 * self.cluster * self.sum_pitch))
 
     def pre_slots(self, slots: Int64, tile: Int32, receiver: Int32, token: Int32) -> Int64:
-        """Address of a token's pre / rms(x) for a CTA."""
+        """Return the address of a token's pre / rms(x) for a CTA."""
         return slots + Int64((((tile & (RING - 1)) * self.cluster + receiver) * TILE + token) * (4 * N))
 
     def first_owned(self, cta: Cta, tile: Int32) -> Int32:
-        """The first token of a tile that this CTA owns; the others follow ``cluster`` apart."""
+        """Return the first token of a tile that this CTA owns; the others follow ``cluster`` apart."""
         return (cta.rank + TILE * tile) & (self.cluster - 1)
 
     # ----------------------------------------------------------- send_sums
 
     @cute.jit
     def send_sums(self, cta: Cta, smem: Smem):
-        """Role: what the workers left of a tile, to the CTAs that own its tokens."""
+        """Send the workers' sums of a tile to the CTAs that own its tokens."""
         bar = cta.bar
         mine = cta.slots.sums + Int64(4 * self.sum_pitch * cta.rank)
         cute.arch.griddepcontrol_wait()
@@ -144,7 +144,7 @@ class CrossCta(Mhc):
         first: cutlass.Constexpr,
         count: cutlass.Constexpr,
     ):
-        """``count`` fours of sums from four ``first``, of each token."""
+        """Send ``count`` fours of sums from four ``first``, of each token."""
         rounds = -(-count * TILE // LANES)
         rSum = cute.make_rmem_tensor((N, rounds), Float32)
         for k in cutlass.range_constexpr(rounds):
@@ -161,7 +161,7 @@ class CrossCta(Mhc):
 
     @cute.jit
     def send_pre(self, cta: Cta, smem: Smem):
-        """Role: pre / rms(x) of owned tokens to every CTA."""
+        """Send pre / rms(x) of owned tokens to every CTA."""
         bar, lane, pitch = cta.bar, cute.arch.lane_idx(), 4 * self.sum_pitch
         source = lane // 4  # of eight CTAs
         count = max(1, self.cluster // 8)
@@ -203,7 +203,7 @@ class CrossCta(Mhc):
 
     @cute.jit
     def pre(self, cta: Cta, rSum: cute.Tensor, scale: Float32, base: Float32, rPre: cute.Tensor) -> Float32:
-        """pre of a token, and 1 / rms(x); all four lanes get all of it."""
+        """Compute pre of a token, and return 1 / rms(x), in all of its four lanes."""
         member, first = cute.arch.lane_idx() % 4, cute.arch.lane_idx() // 4 * 4
         # pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
         squares = cute.arch.shuffle_sync(rSum[3], first + 3)
@@ -228,13 +228,13 @@ class CrossCta(Mhc):
 
     @cute.jit
     def post_comb(self, cta: Cta, smem: Smem):
-        """Role: post and comb of owned tokens, after send_pre."""
+        """Compute post and comb of owned tokens, after send_pre."""
         bar, pieces, sources, pitch = cta.bar, COEFFICIENTS // N, 4, 4 * self.sum_pitch
         lane, count = cute.arch.lane_idx(), self.cluster // 4
         piece, there = lane % pieces, lane < pieces * sources
         rFours = cute.make_rmem_tensor((N, count), Float32)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
-        rComb = cute.make_rmem_tensor(cute.make_layout((N, N), stride=(N, 1)), Float32)
+        rComb = cute.make_rmem_tensor((N, N), Float32)
         rLogit.fill(0.0)
         value = cutlass.min(lane, Int32(COEFFICIENTS - 1))
         cute.arch.griddepcontrol_wait()
@@ -271,7 +271,7 @@ class CrossCta(Mhc):
 
     @cute.jit
     def sinkhorn(self, rLogit: cute.Tensor, rComb: cute.Tensor, eps: Float32):
-        """Lane s: comb of this CTA's token s, of the last one in further lanes.
+        """Compute comb of owned token s in lane s, of the last one in further lanes.
 
         softmax of rows + eps, then columns and rows divided by their sums + eps in turns.
         """
@@ -301,18 +301,21 @@ class CrossCta(Mhc):
 
     @cute.jit
     def store_comb(self, cta: Cta, rComb: cute.Tensor, begin: Int32, owned: Int32):
-        """Lane s: its matrix."""
+        """Store comb of owned token s from lane s."""
         t = cute.arch.lane_idx() * self.cluster + owned
         if t < cta.rows and begin + t < cta.tokens:
             line = cta.gmem.comb_new[begin + t, None]
             for i in cutlass.range_constexpr(N):
-                cute.autovec_copy(rComb[i, None], cute.local_tile(line, (N,), (i,)))
+                rRow = cute.make_rmem_tensor(N, Float32)
+                for j in cutlass.range_constexpr(N):
+                    rRow[j] = rComb[i, j]
+                cute.autovec_copy(rRow, cute.local_tile(line, (N,), (i,)))
 
     # -------------------------------------------------------- feed_workers
 
     @cute.jit
     def feed_workers(self, cta: Cta, smem: Smem):
-        """Role: B of the write-backs, and pre / rms(x) of what the workers mix next."""
+        """Feed the workers B of the write-backs, and pre / rms(x) of what they mix next."""
         bar, lane = cta.bar, cute.arch.lane_idx()
         rFour = cute.make_rmem_tensor((N, INPUTS), Float32)
         rWords = cute.make_rmem_tensor((4, 8), Uint32)
@@ -347,7 +350,7 @@ class CrossCta(Mhc):
 
     @cute.jit
     def load_coefficients(self, cta: Cta, begin: Int32, rFour: cute.Tensor):
-        """comb and post of this lane's token."""
+        """Load comb and post of this lane's token."""
         if cutlass.const_expr(self.post):
             token = cutlass.min(begin + cute.arch.lane_idx() // 2, cta.tokens - 1)
             for i in cutlass.range_constexpr(N):
@@ -356,7 +359,7 @@ class CrossCta(Mhc):
 
     @cute.jit
     def split_coefficients(self, rFour: cute.Tensor, rWords: cute.Tensor):
-        """[stream, pair of inputs][limb] of two streams of a token."""
+        """Split coefficients of two streams of a token: [stream, pair of inputs][limb]."""
         even = cute.arch.lane_idx() % 2 == 0
         for s in cutlass.range_constexpr(2):
             values = [cutlass.select_(even, rFour[s, i], rFour[2 + s, i]) for i in range(INPUTS)]
@@ -367,7 +370,7 @@ class CrossCta(Mhc):
 
 
 def limbs(left: list) -> list:
-    """Three pairs of bf16 that add up to two values."""
+    """Split two values into three pairs of bf16 that add up to them."""
     words = []
     for _ in range(LIMBS):
         words.append(pack(*left))

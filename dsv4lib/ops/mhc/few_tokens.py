@@ -1,4 +1,4 @@
-"""Compute a site boundary for few tokens: clusters of CTAs, short code, one wait after another at most.
+"""Compute a site boundary for few tokens, by clusters of CTAs.
 
 The streams are read once and written once. A group of warps has eight tokens, four lanes a token: what a lane loads,
 16 bytes a stream, is what it writes back, what MMAs read as B, and what it mixes. X' replaces X in shared memory.
@@ -67,7 +67,7 @@ class Barriers(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Tensors in shared memory, fp32 unless said; leading 2: buffers of two tiles.
+    """Tensors in shared memory, fp32 unless said; a leading 2 is two tiles.
 
     Attributes:
         fn: [values, 4 columns]. held: [4 words, 5, thread] 32-bit, streams and f of a thread.
@@ -102,18 +102,18 @@ class Lane(NamedTuple):
 
 
 class MhcFewTokens(FewConfig, Mhc):
-    """A site boundary by clusters; see the module docstring. Settings: `config.FewConfig`."""
+    """Compute a site boundary by clusters; see the module docstring. Settings: `config.FewConfig`."""
 
     in_cluster = True
 
     @property
     def barriers(self) -> Barriers:
-        """(how many, arrivals) of the mbarriers."""
+        """Return (how many, arrivals) of the mbarriers."""
         return Barriers(fn=(N, 1), sums=(1, 1), squares=(1, 1), ready=(1, 1), free=(1, self.cluster))
 
     @cute.jit
     def roles(self, cta: Cta, storage: Any, warp: Int32):
-        """What each warp does."""
+        """Start each warp's role."""
         tile, cluster = self.tile, self.cluster
         by_cta = (2, tile, cluster), (cluster * tile, 1, tile)
         held = cute.make_layout((WORDS, N + 1, self.workers), stride=(1, WORDS * self.workers, WORDS))
@@ -141,7 +141,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def work(self, cta: Cta, smem: Smem):
-        """Role of the workers: tile after tile, all but post and comb."""
+        """Run the workers: tile after tile, all but post and comb."""
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, group = warp % self.warps, warp // self.warps
@@ -163,7 +163,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def boundary(self, cta: Cta, smem: Smem, mine: Lane, tile: Int32, begin: Int32):
-        """One tile: all but post and comb."""
+        """Compute all of a tile but post and comb."""
         gmem, bar, rows = cta.gmem, cta.bar, cta.rows
         tidx, _, _ = cute.arch.thread_idx()
         buffer, there = tile & 1, (mine.t < rows) & (begin + mine.t < cta.tokens)
@@ -192,7 +192,7 @@ class MhcFewTokens(FewConfig, Mhc):
         self.send_sums(cta, smem, buffer)
         scale, base = gmem.scale[0], gmem.base[tidx % 4]
         cute.arch.mbarrier_wait(bar.sums, buffer)
-        # x = bf16(sum_i pre_i X'_i), pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
+        # x = bf16(sum_i pre_i X'_i) and x^2, over this warp's columns
         rX = cute.make_rmem_tensor(WORDS, Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
         self.mix(cta, smem, mine, sHeld, buffer, scale, base, rX)
@@ -205,18 +205,17 @@ class MhcFewTokens(FewConfig, Mhc):
             cute.arch.mbarrier_arrive_and_expect_tx(bar.squares, 16 * self.cluster * cute.ceil_div(rows, 4))
         self.send_squares(cta, smem.warp_squares[1, None, None], smem.x_squares[buffer, None, None], bar.squares)
         cute.arch.mbarrier_wait(bar.squares, buffer)
-        # y = bf16(weight x / sqrt(mean(x^2) + eps))
         if there:
             self.scale(cta, mine, rX, rWeight, smem.x_squares[buffer, mine.t, None], begin + mine.t)
 
     @cute.jit
     def sync_workers(self):
-        """Barrier of all workers."""
+        """Wait for all workers."""
         cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     @cute.jit
     def fetch_fn(self, cta: Cta, smem: Smem, warp: Int32):
-        """Copy this CTA's columns of fn in bulk, stream after stream, a row a copy; all warps issue, one at a time."""
+        """Start the bulk copies of this CTA's columns of fn: stream after stream, a row a copy, by all warps."""
         lane, size, warps = cute.arch.lane_idx(), 4 * self.columns, self.workers // LANES
         if warp == 0 and lane < N:
             cute.arch.mbarrier_arrive_and_expect_tx(cta.bar.fn + lane, self.values * size)
@@ -245,7 +244,7 @@ class MhcFewTokens(FewConfig, Mhc):
     def write_back(
         self, cta: Cta, mine: Lane, sHeld: cute.Tensor, sLine: cute.Tensor, token: Int32, there: cutlass.Boolean
     ):
-        """X' of this lane's token in place of X, zeros where there is none, and to global memory."""
+        """Replace X of this lane's token by X', by zeros where there is none, and store it."""
         rOld = cute.make_rmem_tensor((WORDS, N + 1), Uint32)
         rNew = cute.make_rmem_tensor((WORDS, N), Uint32)
         rOld.fill(0)
@@ -256,6 +255,7 @@ class MhcFewTokens(FewConfig, Mhc):
             rC = cute.make_rmem_tensor((N, N + 1), Float32)  # post, then rows of comb
             for i in cutlass.range_constexpr(N + 1):
                 cute.autovec_copy(cute.local_tile(sLine, (N,), (i,)), rC[None, i])
+            # X'_j = bf16(post_j f + sum_i comb_ij X_i), a pair of columns at a time
             for w in cutlass.range(WORDS, unroll_full=True):
                 f = unpack(rOld[w, N])
                 x = [unpack(rOld[w, i]) for i in range(N)]
@@ -285,7 +285,7 @@ class MhcFewTokens(FewConfig, Mhc):
         sSum: cute.Tensor,
         sSquares: cute.Tensor,
     ):
-        """fn z and z^2 over this warp's columns, for this group's eight tokens.
+        """Multiply fn z and z^2 over this warp's columns, for this group's eight tokens.
 
         A: rows group and group + 8 of fn, k = member (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and below
         it lo. B: the same k, token group; sums: tokens 2 member and the next. k and k + 4 of MMA w are columns 2 w and
@@ -328,7 +328,7 @@ class MhcFewTokens(FewConfig, Mhc):
         self.store_squares(rSquares[0] + rSquares[1], sSquares, group)
 
     def low_bits(self, value: Float32) -> Uint32:
-        """lo of a value: what an MMA does not read of it."""
+        """Return lo of a value: what an MMA does not read of it."""
         return (value - (value.bitcast(Uint32) & Uint32(TF32)).bitcast(Float32)).bitcast(Uint32)
 
     @cute.jit
@@ -340,13 +340,13 @@ class MhcFewTokens(FewConfig, Mhc):
             sSquares[t] = squares
 
     def sum_bytes(self, rank: Int32, rows: Int32) -> Int32:
-        """Bytes of exchange 1 that this CTA gets."""
+        """Return the bytes of exchange 1 that this CTA receives."""
         owned = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
         return 4 * self.cluster * (4 * cute.ceil_div(rows, 4) + N * rows + self.owned * owned)
 
     @cute.jit
     def send_squares(self, cta: Cta, sWarps: cute.Tensor, sTarget: cute.Tensor, barrier: cute.Pointer):
-        """Squares of this CTA's columns to every CTA, four tokens a thread."""
+        """Send the squares of this CTA's columns to every CTA, four tokens a thread."""
         tidx, _, _ = cute.arch.thread_idx()
         rSum = cute.make_rmem_tensor(4, Float32)
         for item in cutlass.range(tidx, self.cluster * (self.tile // 4), self.workers, unroll=1):
@@ -358,7 +358,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def send_sums(self, cta: Cta, smem: Smem, buffer: Int32):
-        """Sums of this CTA's warps to the CTAs that need them, four of a token a thread."""
+        """Send the sums of this CTA's warps to the CTAs that need them, four of a token a thread."""
         sPre, sOwned = smem.pre[buffer, None, None, None], smem.owned[buffer, None, None, None]
         tidx, _, _ = cute.arch.thread_idx()
         rSum = cute.make_rmem_tensor(N, Float32)
@@ -388,15 +388,17 @@ class MhcFewTokens(FewConfig, Mhc):
         base: Float32,
         rMix: cute.Tensor,
     ):
-        """x of this lane's columns, and the sum of its squares over the warp's columns."""
+        """Mix x of this lane's columns, and sum its squares over the warp's columns."""
         sPre, sSquares = smem.pre[buffer, mine.t, None, None], smem.squares[buffer, mine.t, None]
         first, member = cute.arch.lane_idx() // 4 * 4, cute.arch.lane_idx() % 4
+        # pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
         rSums = cute.make_rmem_tensor(2, Float32)
         rSums.fill(0.0)
         if mine.t < cta.rows:  # no CTA sends the others
             self.sum_ctas([sPre[None, member], sSquares], rSums)
         rstd = self.rsqrt_mean(rSums[1], N * self.d, cta.rms_eps)
         pre = sigmoid(cute.math.fma(scale, rSums[0] * rstd, base)) + cta.hc_eps  # number ``member``
+        # x = bf16(sum_i pre_i X'_i)
         rX = cute.make_rmem_tensor((2, WORDS), Float32)
         rX.fill(0.0)
         rZ = cute.make_rmem_tensor(WORDS, Uint32)
@@ -416,7 +418,8 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def scale(self, cta: Cta, mine: Lane, rMix: cute.Tensor, rWeight: cute.Tensor, sSquares: cute.Tensor, token: Int32):
-        """y of this lane's columns."""
+        """Store y of this lane's columns."""
+        # y = bf16(weight x / sqrt(mean(x^2) + eps))
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
         self.sum_ctas([sSquares], rSum)
@@ -446,7 +449,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def prefetch_weight(self, cta: Cta):
-        """Ask L2 for the norm's weight of this CTA's columns."""
+        """Prefetch the norm's weight of this CTA's columns into L2."""
         lane, line = cute.arch.lane_idx(), 128 // 4  # floats
         if lane < self.columns // line:
             weight = cute.domain_offset((cta.rank * self.columns + lane * line,), cta.gmem.weight).iterator
@@ -454,7 +457,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def post_comb(self, cta: Cta, smem: Smem):
-        """Role of the last warp: coefficients of the site before to shared memory; post and comb of owned tokens."""
+        """Run the last warp: fetch the coefficients of the site before; post and comb of owned tokens."""
         bar = cta.bar
         self.fetch_coefficients(cta, cta.first, smem.coefficients[0, None, None])
         scale, base = Float32(0.0), Float32(0.0)
@@ -483,7 +486,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def fetch_coefficients(self, cta: Cta, begin: Int32, sTile: cute.Tensor):
-        """Start the copies of a tile's post and comb to [token][post, comb]; past the end those of the last token."""
+        """Start the copies of a tile's post and comb to [token][post, comb]; past the end the last token's."""
         if cutlass.const_expr(self.post):
             if begin < cta.tokens:
                 for item in cutlass.range(cute.arch.lane_idx(), (N + 1) * self.tile, LANES, unroll=1):
@@ -496,7 +499,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def logits(self, cta: Cta, smem: Smem, buffer: Int32, scale: Float32, base: Float32, rLogit: cute.Tensor):
-        """Lane v: s m + b of value v of post and comb, of every token that this CTA owns."""
+        """Compute s m + b of every owned token; lane v has value v of post and comb."""
         if cutlass.const_expr(not self.head):
             value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
             rSums = cute.make_rmem_tensor(2, Float32)
@@ -511,7 +514,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def store_post_comb(self, cta: Cta, rLogit: cute.Tensor, begin: Int32):
-        """post and comb of a tile's tokens that this CTA owns; lanes 4 s to 4 s + 3 have the rows of token s."""
+        """Store post and comb of a tile's owned tokens; lanes 4 s to 4 s + 3 have the rows of token s."""
         if cutlass.const_expr(not self.head):
             rRow = cute.make_rmem_tensor(N, Float32)
             self.store_post(cta, rLogit, begin, cta.rank)
@@ -523,7 +526,7 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
-        """Lanes 4 s to 4 s + 3: a row each of the matrix of this CTA's token s, column (lane mod 4) ^ x at x.
+        """Compute comb of owned tokens: lanes 4 s to 4 s + 3 a row each, column (lane mod 4) ^ x at x.
 
         comb_ij = u_i K_ij v_j with constant K = softmax_j(logit) + eps. Dividing rows by their sums + eps is u_i = 1 /
         w_i, w_i = sum_j K_ij v_j + eps w_i of the step before; v alike. A lane has row and column of K, u and v.
@@ -551,12 +554,12 @@ class MhcFewTokens(FewConfig, Mhc):
 
     @cute.jit
     def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
-        """(This line's factor, 1 over it) from the factors of the lines that cross it."""
+        """Return (this line's factor, 1 over it) from the factors of the lines that cross it."""
         total = over * eps
         for x in cutlass.range_constexpr(N):
             total = cute.math.fma(rLine[x], self.of_lane(given, x), total)
         return cute.arch.rcp_approx(total), total
 
     def of_lane(self, value: Float32, x: int) -> Float32:
-        """What lane ^ x has."""
+        """Return the value of lane ^ x."""
         return cute.arch.shuffle_sync_bfly(value, x) if x else value

@@ -1,4 +1,4 @@
-"""Compute one boundary between two sublayers in one launch: what both variants share.
+"""Compute the boundary between two sublayers in one launch.
 
     X'_j = bf16(post_j f + sum_i comb_ij X_i)                `post`; else X' = X
     m    = (fn z) / sqrt(mean(z^2) + eps),  z = flatten(X')  4 pre, 4 post, 16 comb (`head`: 4 pre)
@@ -6,9 +6,10 @@
     y    = bf16(weight x / sqrt(mean(x^2) + eps))
     post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back after the sublayer
 
-Variants: `few_tokens` (clusters of CTAs) and `many_tokens` (groups of CTAs that are no cluster). The CTAs of a group
-share a tile of tokens, a CTA has a slice of the columns of all four streams, a warp 32 of them, a lane 8: 16 bytes.
-Of the sums over all columns a token needs pre and the squares in every CTA, post and comb in the CTA that owns it.
+Variants: `few_tokens` (clusters of CTAs) and `many_tokens` (groups of CTAs that are no cluster); here is what they
+share. The CTAs of a group share a tile of tokens. A CTA has a slice of the columns of all four streams, a warp 32 of
+them, a lane 8: 16 bytes. Of the sums over all columns, every CTA needs pre and the squares of a token; only the CTA
+that owns the token needs post and comb.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
 """
@@ -79,7 +80,7 @@ class Cta(NamedTuple):
 
 
 class Mhc(Config):
-    """A site boundary; see the module docstring. Settings: `config.Config`."""
+    """Compute a site boundary; see the module docstring. Settings: `config.Config`."""
 
     barriers: Any = None  # a NamedTuple, of each kind (how many, arrivals)
     in_cluster = False  # whether a group of CTAs is a cluster
@@ -107,7 +108,7 @@ class Mhc(Config):
         )
 
     def storage(self) -> Any:
-        """The layout of shared memory, a field a region."""
+        """Lay out shared memory, a field a region."""
         fields = {}
         for part in self.regions():
             floats = cute.struct.Align[cute.struct.MemRange[Float32, part.floats], part.align]
@@ -117,7 +118,7 @@ class Mhc(Config):
 
     @cute.kernel
     def kernel(self, gmem: Gmem, rows: Int32, hc_eps: Float32, rms_eps: Float32):
-        """Set-up, then the roles of the variant's warps."""
+        """Set up, then start the roles of the variant's warps."""
         rank, group, _ = cute.arch.block_idx()
         _, groups, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
@@ -149,25 +150,25 @@ class Mhc(Config):
         self.roles(cta, storage, warp)
 
     def slots_of(self, gmem: Gmem, group: Int32, groups: Int32) -> Any:
-        """Where the group of CTAs has its slots in the workspace."""
+        """Locate the group's slots in the workspace."""
         return None
 
     def rsqrt_mean(self, squares: Float32, count: int, eps: Float32) -> Float32:
-        """1 / sqrt(squares / count + eps)."""
+        """Return 1 / sqrt(squares / count + eps)."""
         return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
     def post_comb_parameters(self, gmem: Gmem) -> tuple[Float32, Float32]:
-        """Scale and base of logit ``lane`` of post and comb; of the last one for further lanes."""
+        """Load scale and base of logit ``lane`` of post and comb; further lanes those of the last."""
         value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
         return gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value]
 
     def stream_columns(self, mRow: cute.Tensor, column: Int32, stream: int = 0) -> cute.Tensor:
-        """Eight columns of a token's stream, from ``8 column``."""
+        """View eight columns of a token's stream from ``8 column``."""
         return cute.local_tile(mRow, (COLUMNS,), (column + stream * (self.d // COLUMNS),))
 
     @cute.jit
     def softmax(self, rRow: cute.Tensor, eps: Float32):
-        """softmax of a row of four + eps, in place."""
+        """Replace a row of four by softmax + eps."""
         row_max = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
         for j in cutlass.range_constexpr(N):
             rRow[j] = cute.math.exp2((rRow[j] - row_max) * LOG2_E, fastmath=True)
@@ -193,7 +194,7 @@ class Mhc(Config):
 
     @cute.jit
     def store_post(self, cta: Cta, rLogit: cute.Tensor, begin: Int32, owned: Int32):
-        """post = 2 sigmoid(logit), in lanes 0 to 3; the CTA's first token is ``owned`` of the tile."""
+        """Store post = 2 sigmoid(logit) from lanes 0 to 3; ``owned``: the CTA's first token of the tile."""
         lane = cute.arch.lane_idx()
         for s in cutlass.range_constexpr(self.slots):
             t = s * self.cluster + owned
@@ -202,16 +203,16 @@ class Mhc(Config):
 
 
 def sigmoid(x: Float32) -> Float32:
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
 
 
 def fragment_place() -> tuple[Int32, Int32]:
-    """(group, member) of this lane in MMA fragments: lane = 4 group + member."""
+    """Return (group, member) of this lane in MMA fragments: lane = 4 group + member."""
     return cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
 
 
 def view(region: Any, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> cute.Tensor:
-    """A region of shared memory as a tensor, row-major unless ``stride`` says otherwise."""
+    """View a region of shared memory as a tensor, row-major unless ``stride`` says otherwise."""
     compact = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return region.get_tensor(cute.make_layout(shape, stride=stride or tuple(compact)))

@@ -1,9 +1,9 @@
-"""Compute a site boundary for many tokens: tensor cores for fn and comb, tiles under way while sums are exchanged.
+"""Compute a site boundary for many tokens, by groups of CTAs that are no cluster.
 
-A group of CTAs shares a tile of up to 16 tokens. A group has as many CTAs as fn needs to stay in registers and shared
-memory: 16 (d 4096), 32 (d 7168). They are no cluster and exchange sums in global memory (`cross_cta`), which takes
-longer than a tile does: a tile's streams wait in shared memory for their mixture, two or three tiles long. All MMAs are
-of bf16 with exact products:
+A group of CTAs shares a tile of up to 16 tokens. It has as many CTAs as fn needs to stay in registers and shared
+memory: 16 (d 4096) or 32 (d 7168). The CTAs exchange sums in global memory (`cross_cta`), which takes longer than a
+tile does: a tile's streams wait in shared memory for their mixture, two or three tiles long. All MMAs are of bf16 with
+exact products:
 
     write-back    a token at a time, k = 8. A: 16 columns of (X_0, .., X_3, f), by ldmatrix; B: comb and post, three
                   bf16 limbs a value (24 bits, as fp32), an MMA for each. No other token takes part: a NaN stays in its
@@ -30,8 +30,10 @@ of bf16 with exact products:
                   d 7168 (32 CTAs, lag 3): fn 43,008  stages 159,744  coefficients 8,192  sums 16,128  pre 1,024
     launch        (CTAs of a group, groups) CTAs of 32 (d / 32 CTAs + 4) threads, all of which must be resident
 
-Limit: bytes cross the memory once; beyond that workers wait for the sums of other CTAs, and for issue slots of the
-write-back and the projection (figures: data/bench/mhc.md). Infinite inputs give NaN. Orders of sums are fixed.
+Limit: bytes cross the memory once, but loads, stores and mixtures alone take two thirds of the time. The rest are the
+write-back, the projection and waits for sums of other CTAs (data/bench/mhc.md).
+
+Infinite inputs give NaN. Orders of sums are fixed: k within a warp, warps, CTAs.
 """
 
 from __future__ import annotations
@@ -97,18 +99,18 @@ class Stage(NamedTuple):
 
 
 class MhcManyTokens(ManyConfig, CrossCta):
-    """A site boundary by groups of CTAs; see the module docstring. Settings: `config.ManyConfig`."""
+    """Compute a site boundary by groups of CTAs; see the module docstring. Settings: `config.ManyConfig`."""
 
     @property
     def barriers(self) -> Barriers:
-        """(how many, arrivals) of the mbarriers."""
+        """Return (how many, arrivals) of the mbarriers."""
         workers = self.warps
         each = IN_FLIGHT, 1
         return Barriers((1, workers), (1, 1), each, each, full=(2, 1), written=(2, workers), sent=(2, 1), read=(2, 1))
 
     @cute.jit
     def roles(self, cta: Cta, storage: Any, warp: Int32):
-        """What each warp does."""
+        """Start each warp's role."""
         fn_lo = cute.make_ordered_layout((2, LANES, self.tiles, 2 * N, self.warps), order=(0, 1, 2, 3, 4))
         coefficients = cute.make_layout((4, 2 * TILE * COEFFICIENT_WORDS // 4), stride=(1, 4))
         smem = Smem(
@@ -132,17 +134,18 @@ class MhcManyTokens(ManyConfig, CrossCta):
             self.work(cta, smem)
 
     def slots_of(self, gmem: Gmem, group: Int32, groups: Int32) -> Slots:
-        """Where the group of CTAs has its slots in the workspace."""
+        """Locate the group's slots in the workspace."""
         sums, pre = (4 * RING * TILE * self.cluster * floats for floats in (self.sum_pitch, N))
         workspace = gmem.workspace.iterator.toint()
         return Slots(workspace + Int64(group * sums), workspace + Int64(groups * sums + group * pre))
 
     @cute.jit
     def work(self, cta: Cta, smem: Smem):
-        """Role of the workers: a tile's write-back and projection, and the mixture of an earlier one."""
+        """Run the workers: a tile's write-back and projection, and the mixture of an earlier one."""
         bar, rows = cta.bar, cta.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        column = (cta.rank * self.columns + warp * UNIT) // COLUMNS + cute.arch.lane_idx() % 4  # in units of 8
+        member = cute.arch.lane_idx() % 4
+        column = (cta.rank * self.columns + warp * UNIT) // COLUMNS + member  # in units of 8
         rFn = cute.make_rmem_tensor((2, self.tiles, 2 * N, 2), Uint32)
         rX = cute.make_rmem_tensor((WORDS, N), Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
@@ -179,7 +182,6 @@ class MhcManyTokens(ManyConfig, CrossCta):
             after = here + 2 * self.stage_bytes
             after = cutlass.select_(after >= end, after - self.stages * self.stage_bytes, after)
             if tile >= self.lag:
-                # y = bf16(weight sum_i (pre_i / rms(x)) X'_i)
                 before, buffer = begin - self.lag * cta.step, (tile - self.lag) & (IN_FLIGHT - 1)
                 cute.autovec_copy(weight, rWeight)
                 cute.arch.mbarrier_wait(bar.weighed + buffer, ((tile - self.lag) // IN_FLIGHT) & 1)
@@ -199,7 +201,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
     # -------------------------------------------------- places in a stage
 
     def piece(self, stage: Int32, token: Int32, stream: Int32, piece: Int32) -> Int32:
-        """Address of 16 bytes of a token's stream in a stage, or of f of warp ``stream`` mod 4.
+        """Return the address of 16 bytes of a token's stream in a stage, or of f of warp ``stream`` mod 4.
 
         Stages begin at multiples of 256 bytes, so other pieces, streams and tokens are at ``address ^ 16 piece``,
         `at_stream` and `at_token`.
@@ -208,15 +210,15 @@ class MhcManyTokens(ManyConfig, CrossCta):
         return stage + ROW_BYTES * line + 16 * ((piece ^ (token // 2) ^ (stream // 2)) & 3)
 
     def at_stream(self, address: Int32, stream: int) -> Int32:
-        """Address of the same piece of the stream whose number differs in these bits."""
+        """Return the address of the same piece of the stream whose number differs in these bits."""
         return address ^ (ROW_BYTES * stream + 16 * (stream // 2))
 
     def at_token(self, address: Int32, token: int) -> Int32:
-        """Address of the same piece so many tokens on, at most 7 (from token 0, or at most 3 from token 4)."""
+        """Return the address of the same piece so many tokens on: at most 7 from token 0, 3 from token 4."""
         return (address ^ (ROW_BYTES * (token % 2) + 16 * (token // 2))) + ROW_BYTES * N * token
 
     def f_piece(self, stage: Int32, token: Int32, piece: Int32) -> Int32:
-        """Address of 16 bytes of f of this warp: not in the banks of its streams 0 and 2, or 1 and 3."""
+        """Return the address of 16 bytes of f of this warp: not in the banks of its streams 0 and 2, or 1 and 3."""
         mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % N
         return self.piece(stage, token, mine, piece ^ (mine // 2) ^ 2)
 
@@ -224,7 +226,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def fetch(self, cta: Cta, begin: Int32, column: Int32, there: Stage):
-        """Start the copies of this lane's columns of its two tokens; past the end those of the last token."""
+        """Start the copies of this lane's columns of its two tokens; past the end the last token's."""
         if begin < cta.tokens:
             group, member = fragment_place()
             target = self.piece(there.x, group, Int32(0), member)
@@ -240,7 +242,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def split_fn(self, cta: Cta, warp: Int32, rFn: cute.Tensor, sFnLo: cute.Tensor):
-        """B of the projection in three limbs: k = 2 member and the next (+ 8) of an MMA's 16, row group of eight."""
+        """Split fn into B of the projection, three limbs: k = 2 member and the next (+ 8) of 16, row group of eight."""
         group, member = fragment_place()
         column = (cta.rank * self.columns + warp * UNIT) // 2 + member  # in units of 2
         rTwo = cute.make_rmem_tensor(2, Float32)
@@ -260,7 +262,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def write_back(self, stage: Stage, coefficients: Int32):
-        """X' over X, this warp's columns of all 16 tokens.
+        """Write X' over X, this warp's columns of all 16 tokens: X'_j = bf16(post_j f + sum_i comb_ij X_i).
 
         A: column group (+ 8), inputs 2 member and the next (of eight: the first three again, times nothing). B: a limb
         of their coefficients, of stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere. Sums:
@@ -268,10 +270,8 @@ class MhcManyTokens(ManyConfig, CrossCta):
         elsewhere.
         """
         lane, zero = cute.arch.lane_idx(), Int32(0)
-        coefficients, one_of = (
-            coefficients + 4 * COEFFICIENT_WORDS * N * (lane // TILE) + 16 * (lane % TILE),
-            lane % 8 % INPUTS,
-        )
+        coefficients = coefficients + 4 * COEFFICIENT_WORDS * N * (lane // TILE) + 16 * (lane % TILE)
+        one_of = lane % 8 % INPUTS
         source = self.piece(stage.x, zero, one_of % N, lane // 8)
         source = cutlass.select_(one_of == N, self.f_piece(stage.f, zero, lane // 8), source)
         target = self.piece(stage.x, lane % 8 // N * N, lane % N, lane // 8)
@@ -290,17 +290,16 @@ class MhcManyTokens(ManyConfig, CrossCta):
                             for c in cutlass.range_constexpr(2):
                                 two = columns[2 * k + t][2 * c : 2 * c + 2]
                                 mma(two, words[k][limb : limb + 1], rSums[None, c, t])
-                    pairs = [(2 * k, c) for c in range(2) for k in range(2)]
+                    address, pairs = self.at_token(target, one), [(2 * k, c) for c in range(2) for k in range(2)]
                     both = [[pack(rSums[r, c, t], rSums[r + 1, c, t]) for r, c in pairs] for t in range(2)]
-                    packed = [cutlass.select_(first, *word) for word in zip(*both, strict=True)]
-                    stmatrix(self.at_token(target, one), packed)
+                    stmatrix(address, [cutlass.select_(first, *words_of) for words_of in zip(*both, strict=True)])
             source, target = source + self.half_bytes, target + self.half_bytes
             coefficients = coefficients + 4 * COEFFICIENT_WORDS * (TILE // 2)
         cute.arch.sync_warp()
 
     @cute.jit
     def project(self, here: Int32, rFn: cute.Tensor, sFnLo: cute.Tensor, sSum: cute.Tensor):
-        """fn z over this warp's columns, for all 16 tokens; operands are loaded a step ahead."""
+        """Multiply fn z over this warp's columns, for all 16 tokens; operands are loaded a step ahead."""
         rC = cute.make_rmem_tensor((4, self.tiles, 2), Float32)
         rC.fill(0.0)
         rLo = cute.make_rmem_tensor((2, self.tiles, 2), Uint32)
@@ -336,7 +335,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def products(self, here: Int32, sSum: cute.Tensor, h: cutlass.Constexpr):
-        """X'_i . X'_j over this warp's columns, for eight tokens: diagonals of blocks."""
+        """Multiply X'_i . X'_j over this warp's columns, for eight tokens: diagonals of blocks."""
         lane = cute.arch.lane_idx()
         rG = cute.make_rmem_tensor((4, len(PRODUCTS)), Float32)
         rG.fill(0.0)
@@ -362,7 +361,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def load_streams(self, stage: Int32, rX: cute.Tensor, h: cutlass.Constexpr):
-        """X' of this lane's columns and one of its tokens."""
+        """Load X' of this lane's columns and one of its tokens."""
         group, member = fragment_place()
         address = self.piece(stage, group, Int32(0), member)
         for i in cutlass.range_constexpr(N):
@@ -381,11 +380,12 @@ class MhcManyTokens(ManyConfig, CrossCta):
         begin: Int32,
         column: Int32,
     ):
-        """y of this lane's columns and one of its tokens."""
+        """Store y of this lane's columns and one of its tokens."""
         rPre = cute.make_rmem_tensor(N, Float32)
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < cta.rows and begin + t < cta.tokens:  # the others have no pre
+            # y = bf16(weight sum_i (pre_i / rms(x)) X'_i)
             cute.autovec_copy(sPre[t, None], rPre)
             for w in cutlass.range_constexpr(WORDS):
                 x = [rPre[0] * z for z in unpack(rX[w, 0])]
@@ -398,7 +398,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def store_streams(self, cta: Cta, rX: cute.Tensor, h: cutlass.Constexpr, begin: Int32, column: Int32):
-        """X' of this lane's columns and one of its tokens to global memory."""
+        """Store X' of this lane's columns and one of its tokens."""
         rOut = cute.recast_tensor(rX, BFloat16)
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < cta.rows and begin + t < cta.tokens:

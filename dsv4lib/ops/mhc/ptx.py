@@ -1,4 +1,4 @@
-"""Instructions of the mHC kernels that the DSL has no form for: bf16 pairs, copies, stores to other CTAs.
+"""Spell instructions that the DSL has no form for: bf16 pairs, copies, stores to other CTAs.
 
 Source: PTX ISA, "cvt", "cp.async", "mapa", "st.async".
 """
@@ -14,19 +14,19 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 @dsl_user_op
 def unpack_bits(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """Both bf16 of a pair as bits of fp32; opaque to the compiler, which would keep them instead of the pair."""
+    """Unpack both bf16 of a pair as bits of fp32; opaque to the compiler, which would keep them, not the pair."""
     text = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word], loc=loc, ip=ip)
 
 
 def unpack(word: Uint32) -> list:
-    """Both bf16 of a pair as fp32."""
+    """Unpack both bf16 of a pair as fp32."""
     return [bits.bitcast(Float32) for bits in unpack_bits(word)]
 
 
 @dsl_user_op
 def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Two values rounded to a pair of bf16."""
+    """Round two values to a pair of bf16."""
     text = "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32], read_only_args=[low, high], loc=loc, ip=ip)
 

@@ -1,4 +1,4 @@
-"""Select experts of tokens whose logits arrive in parts, from CTAs that compute them at the same time.
+"""Select experts of tokens whose logits arrive in parts from other CTAs.
 
 Cross-CTA reduction with the flag in the data (`dsl.exchange`): a CTA a token receives the parts of its logits, adds
 them up, a thread an expert, and resets their slots for the next launch; its first warp selects.
@@ -69,7 +69,7 @@ class Picker(Router):
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
-        """Experts of one token, once its parts are there: a thread an expert, then one warp."""
+        """Select the experts of one token once its parts have arrived: a thread an expert, then one warp."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rounds = -(-LANES * QUAD * self.quads // self.threads)
@@ -109,7 +109,7 @@ class Picker(Router):
 
     @cute.jit
     def logit(self, mPart: cute.Tensor, number: Int32) -> Float32:
-        """Logit of expert ``number``, the sum of its parts once they have arrived; their slots are reset.
+        """Sum the parts of expert ``number``'s logit once they have arrived, and reset their slots.
 
         Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the parts.
         """
@@ -132,7 +132,7 @@ class Picker(Router):
         return mine
 
     def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> Int64:
-        """Address of a part of four experts."""
+        """Return the address of a part of four experts."""
         return cute.domain_offset((column,), mPart[share, None]).iterator.toint()
 
 
