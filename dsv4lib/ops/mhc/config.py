@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from dsv4lib.dsl.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 from dsv4lib.errors import ConfigError
 
@@ -31,19 +29,6 @@ ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
 COEFFICIENT_WORDS = 16 * N  # a token: three limbs (and nothing), pairs of 8 inputs, streams
 
 
-class Region(NamedTuple):
-    """A part of shared memory.
-
-    Attributes:
-        name: of the field in the kernel's storage. floats: its size. align: in bytes. why: what the size follows from.
-    """
-
-    name: str
-    floats: int
-    align: int
-    why: str
-
-
 class Config:
     """Hold the settings of both kernels and what follows from them.
 
@@ -60,6 +45,7 @@ class Config:
     """
 
     name = "Mhc"
+    held_align = 64  # bytes
     sizes: tuple[int, ...] = (4, 8, 16)  # of a cluster
 
     def __init__(
@@ -95,9 +81,9 @@ class Config:
     def derive(self) -> None:
         """Derive the sizes of a variant."""
 
-    def regions(self) -> list[Region]:
-        """List shared memory in the order of its addresses."""
-        return []
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        return {}
 
     @property
     def smem_bytes(self) -> int:
@@ -106,7 +92,7 @@ class Config:
 
     def budget(self) -> list[BudgetRow]:
         """List what lies in shared memory, with its limit."""
-        return [BudgetRow(part.name, 4 * part.floats, SMEM_LIMIT, "B", part.why) for part in self.regions()]
+        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, (floats, why) in self.floats().items()]
 
     def space(self, groups: int) -> int:
         """Return the floats of a workspace for so many groups of CTAs."""
@@ -157,24 +143,22 @@ class FewConfig(Config):
         self.fn_pitch, self.sum_pitch = N * self.columns + 4, ROWS_N * self.tiles + 4
         self.pre_pitch = N * self.cluster + 4
 
-    def regions(self) -> list[Region]:
-        """List shared memory in the order of its addresses."""
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
         tile, ctas = f"{self.tile} tokens", f"{self.cluster} CTAs"
         tokens = 2 * self.tile
-        return [
-            Region("fn", self.values * self.fn_pitch, 128, f"{self.values} rows"),
-            Region("held", self.workers * (N + 1) * WORDS, 64, f"{self.workers} lanes, 16 B of each stream and f"),
-            Region("sums", self.warps * self.tile * self.sum_pitch, 16, f"{self.warps} warps, {tile}"),
-            Region("pre", tokens * self.pre_pitch, 16, f"2 tiles of {tile}, {N} sums of {ctas}"),
-            Region("squares", tokens * self.cluster, 16, f"2 tiles of {tile}, {ctas}: of X'"),
-            Region(
-                "owned", 2 * self.slots * self.cluster * COEFFICIENTS, 16, f"2 tiles of {self.slots} tokens, {ctas}"
-            ),
-            Region("x_squares", tokens * self.cluster, 16, f"2 tiles of {tile}, {ctas}: of x"),
-            Region("warp_squares", tokens * self.warps, 16, f"{self.warps} warps, {tile}: of X', of x"),
-            Region("coefficients", tokens * COEFFICIENTS, 16, f"2 tiles of {tile}"),
-            Region("barriers", 2 * (N + 4), 8, f"{N + 4} of 8 bytes"),
-        ]
+        return {
+            "fn": (self.values * self.fn_pitch, f"{self.values} rows"),
+            "held": (self.workers * (N + 1) * WORDS, f"{self.workers} lanes, 16 B of each stream and f"),
+            "sums": (self.warps * self.tile * self.sum_pitch, f"{self.warps} warps, {tile}"),
+            "pre": (tokens * self.pre_pitch, f"2 tiles of {tile}, {N} sums of {ctas}"),
+            "squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of X'"),
+            "owned": (2 * self.slots * self.cluster * COEFFICIENTS, f"2 tiles of {self.slots} tokens, {ctas}"),
+            "x_squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of x"),
+            "warp_squares": (tokens * self.warps, f"{self.warps} warps, {tile}: of X', of x"),
+            "coefficients": (tokens * COEFFICIENTS, f"2 tiles of {tile}"),
+            "barriers": (2 * (N + 4), f"{N + 4} of 8 bytes"),
+        }
 
     def options(self) -> list[str]:
         """Name settings for the kernel's symbol."""
@@ -188,6 +172,7 @@ class ManyConfig(Config):
     """
 
     name = "MhcManyTokens"
+    held_align = 256  # bytes: places in a stage are XORed
     sizes = 4, 8, 16, 32
     once = False
 
@@ -209,18 +194,18 @@ class ManyConfig(Config):
             if self.smem_bytes <= SMEM_LIMIT:
                 break
 
-    def regions(self) -> list[Region]:
-        """List shared memory in the order of its addresses."""
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
         stages, coefficients = self.warps * self.stages + 2 * self.f_stages, 2 * TILE * COEFFICIENT_WORDS
-        return [
-            Region("fn", self.workers * N * 4 * self.tiles, 128, "the last of three limbs, in pairs"),
-            Region("held", stages * self.stage_bytes // 4, 256, f"{stages} stages of {self.stage_bytes} B"),
-            Region("sums", self.warps * TILE * self.sum_pitch, 16, f"{self.warps} warps, {TILE} tokens"),
-            Region("pre", IN_FLIGHT * TILE * N, 16, f"{IN_FLIGHT} tiles of {TILE} tokens"),
-            Region("coefficients", coefficients, 16, f"2 tiles of {TILE} tokens"),
-            Region("squares", 2 * self.slots, 8, f"2 tiles of {self.slots} tokens: of X'"),
-            Region("barriers", 2 * (10 + 2 * IN_FLIGHT), 8, f"{10 + 2 * IN_FLIGHT} of 8 bytes"),
-        ]
+        return {
+            "fn": (self.workers * N * 4 * self.tiles, "the last of three limbs, in pairs"),
+            "held": (stages * self.stage_bytes // 4, f"{stages} stages of {self.stage_bytes} B"),
+            "sums": (self.warps * TILE * self.sum_pitch, f"{self.warps} warps, {TILE} tokens"),
+            "pre": (IN_FLIGHT * TILE * N, f"{IN_FLIGHT} tiles of {TILE} tokens"),
+            "coefficients": (coefficients, f"2 tiles of {TILE} tokens"),
+            "squares": (2 * self.slots, f"2 tiles of {self.slots} tokens: of X'"),
+            "barriers": (2 * (10 + 2 * IN_FLIGHT), f"{10 + 2 * IN_FLIGHT} of 8 bytes"),
+        }
 
     def space(self, groups: int) -> int:
         """Return the floats of a workspace for so many groups of CTAs."""

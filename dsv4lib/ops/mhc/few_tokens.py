@@ -205,6 +205,7 @@ class MhcFewTokens(FewConfig, Mhc):
             cute.arch.mbarrier_arrive_and_expect_tx(bar.squares, 16 * self.cluster * cute.ceil_div(rows, 4))
         self.send_squares(cta, smem.warp_squares[1, None, None], smem.x_squares[buffer, None, None], bar.squares)
         cute.arch.mbarrier_wait(bar.squares, buffer)
+        # y = bf16(weight x / sqrt(mean(x^2) + eps))
         if there:
             self.scale(cta, mine, rX, rWeight, smem.x_squares[buffer, mine.t, None], begin + mine.t)
 
@@ -419,7 +420,6 @@ class MhcFewTokens(FewConfig, Mhc):
     @cute.jit
     def scale(self, cta: Cta, mine: Lane, rMix: cute.Tensor, rWeight: cute.Tensor, sSquares: cute.Tensor, token: Int32):
         """Store y of this lane's columns."""
-        # y = bf16(weight x / sqrt(mean(x^2) + eps))
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
         self.sum_ctas([sSquares], rSum)

@@ -109,11 +109,10 @@ class Mhc(Config):
 
     def storage(self) -> Any:
         """Lay out shared memory, a field a region."""
-        fields = {}
-        for part in self.regions():
-            floats = cute.struct.Align[cute.struct.MemRange[Float32, part.floats], part.align]
-            barriers = cute.struct.MemRange[Int64, part.floats // 2]
-            fields[part.name] = barriers if part.name == "barriers" else floats
+        fields, aligns = {}, {"fn": 128, "held": self.held_align}
+        for name, (floats, _) in self.floats().items():
+            region = cute.struct.Align[cute.struct.MemRange[Float32, floats], aligns.get(name, 16)]
+            fields[name] = cute.struct.MemRange[Int64, floats // 2] if name == "barriers" else region
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
     @cute.kernel
