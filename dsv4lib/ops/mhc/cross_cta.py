@@ -50,7 +50,7 @@ from dsv4lib.ops.mhc.config import (
     TILE,
     N,
 )
-from dsv4lib.ops.mhc.kernel import Cta, Mhc, sigmoid
+from dsv4lib.ops.mhc.kernel import Affine, Cta, Mhc, sigmoid
 from dsv4lib.ops.mhc.ptx import pack, unpack
 
 
@@ -126,34 +126,26 @@ class CrossCta(Mhc):
         tile, begin = Int32(0), cta.first
         while begin < cta.tokens:
             cute.arch.mbarrier_wait(bar.projected, tile & 1)
-            self.send_fours(smem.sums, mine, tile, cta.rows, 0, MIX_FOURS)  # first what a mixture waits for
+            self.send_fours(cta, smem, mine, tile, 0, MIX_FOURS)  # first what a mixture waits for
             if cutlass.const_expr(not self.head):
-                self.send_fours(smem.sums, mine, tile, cta.rows, MIX_FOURS, COEFFICIENTS // N)
+                self.send_fours(cta, smem, mine, tile, MIX_FOURS, COEFFICIENTS // N)
             self.arrive(bar.taken)
             self.arrive(bar.mixed + (tile & (IN_FLIGHT - 1)))
             tile = tile + 1
             begin = begin + cta.step
 
     @cute.jit
-    def send_fours(
-        self,
-        sSums: cute.Tensor,
-        mine: Int64,
-        tile: Int32,
-        rows: Int32,
-        first: cutlass.Constexpr,
-        count: cutlass.Constexpr,
-    ):
+    def send_fours(self, cta: Cta, smem: Smem, mine: Int64, tile: Int32, first: int, count: int):
         """Send ``count`` fours of sums from four ``first``, of each token."""
         rounds = -(-count * TILE // LANES)
         rSum = cute.make_rmem_tensor((N, rounds), Float32)
         for k in cutlass.range_constexpr(rounds):
             item = cute.arch.lane_idx() + LANES * k
-            if item < count * rows:
-                self.sum_warps(sSums[None, item // count, None], first + item % count, rSum[None, k])
+            if item < count * cta.rows:
+                self.sum_warps(smem.sums[None, item // count, None], first + item % count, rSum[None, k])
         for k in cutlass.range_constexpr(rounds):
             item = cute.arch.lane_idx() + LANES * k
-            if item < count * rows:
+            if item < count * cta.rows:
                 slot = self.sum_slots(mine, tile, item // count) + Int64(16 * (first + item % count))
                 exchange.send(slot, [rSum[v, k] for v in range(N)])
 
@@ -169,7 +161,7 @@ class CrossCta(Mhc):
         rSum = cute.make_rmem_tensor(N, Float32)
         rPre = cute.make_rmem_tensor(N, Float32)
         cute.arch.griddepcontrol_wait()
-        scale, base = cta.gmem.scale[0], cta.gmem.base[lane % 4]
+        logit = Affine(cta.gmem.scale[0], cta.gmem.base[lane % 4])
         tile, begin = Int32(0), cta.first
         while begin < cta.tokens:
             owned = self.first_owned(cta, tile)
@@ -188,7 +180,7 @@ class CrossCta(Mhc):
                         for lanes in (4, 8, 16):
                             total = total + cute.arch.shuffle_sync_bfly(total, lanes)
                         rSum[v] = total
-                    rstd = self.pre(cta, rSum, scale, base, rPre)
+                    rstd = self.pre(cta, rSum, logit, rPre)
                     if lane < self.cluster:
                         slot = self.pre_slots(cta.slots.pre, tile, lane, t)
                         exchange.send(slot, [rPre[i] * rstd for i in range(N)])
@@ -202,13 +194,13 @@ class CrossCta(Mhc):
             begin = begin + cta.step
 
     @cute.jit
-    def pre(self, cta: Cta, rSum: cute.Tensor, scale: Float32, base: Float32, rPre: cute.Tensor) -> Float32:
+    def pre(self, cta: Cta, rSum: cute.Tensor, logit: Affine, rPre: cute.Tensor) -> Float32:
         """Compute pre of a token, and return 1 / rms(x), in all of its four lanes."""
         member, first = cute.arch.lane_idx() % 4, cute.arch.lane_idx() // 4 * 4
         # pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
         squares = cute.arch.shuffle_sync(rSum[3], first + 3)
         rstd = self.rsqrt_mean(squares, N * self.d, cta.rms_eps)
-        mine = sigmoid(cute.math.fma(scale, rSum[0] * rstd, base)) + cta.hc_eps
+        mine = sigmoid(logit(rSum[0] * rstd)) + cta.hc_eps
         p = [cute.arch.shuffle_sync(mine, first + i) for i in range(N)]
         for i in cutlass.range_constexpr(N):
             rPre[i] = p[i]
@@ -238,7 +230,7 @@ class CrossCta(Mhc):
         rLogit.fill(0.0)
         value = cutlass.min(lane, Int32(COEFFICIENTS - 1))
         cute.arch.griddepcontrol_wait()
-        scale, base = self.post_comb_parameters(cta.gmem)
+        logit = self.post_comb_logit(cta.gmem)
         tile, begin = Int32(0), cta.first
         while begin < cta.tokens:
             owned = self.first_owned(cta, tile)
@@ -260,7 +252,7 @@ class CrossCta(Mhc):
                         other = cute.arch.shuffle_sync(total, value // N)
                         found = cutlass.select_(value % N == v, other, found)
                     rstd = self.rsqrt_mean(smem.squares[tile & 1, s], N * self.d, cta.rms_eps)
-                    rLogit[s] = cute.math.fma(scale, found * rstd, base)
+                    rLogit[s] = logit(found * rstd)
             self.arrive(bar.read + (tile & 1))
             if owned < cta.rows:
                 self.store_post(cta, rLogit, begin, owned)

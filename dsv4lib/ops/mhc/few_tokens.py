@@ -44,7 +44,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from dsv4lib.dsl.bulk import load_bulk
 from dsv4lib.dsl.warp_mma import mma
 from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, LANES, ROWS_N, UNIT, WORDS, FewConfig, N
-from dsv4lib.ops.mhc.kernel import Cta, Mhc, fragment_place, sigmoid, view
+from dsv4lib.ops.mhc.kernel import Affine, Cta, Mhc, fragment_place, sigmoid, view
 from dsv4lib.ops.mhc.ptx import copy_16_bytes, pack, send_to_cta, unpack, unpack_bits
 
 TF32 = 0xFFFFE000  # the bits that an MMA reads
@@ -142,14 +142,13 @@ class MhcFewTokens(FewConfig, Mhc):
     @cute.jit
     def work(self, cta: Cta, smem: Smem):
         """Run the workers: tile after tile, all but post and comb."""
-        tidx, _, _ = cute.arch.thread_idx()
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, group = warp % self.warps, warp // self.warps
         t = ROWS_N * group + lane // 4
         column = (cta.rank * self.columns + part * UNIT) // COLUMNS + lane % 4
         mine = Lane(part, group, t, column)
         cute.arch.griddepcontrol_wait()
-        self.fetch(cta, mine, smem.held[None, None, tidx], cta.first)
+        self.fetch(cta, smem, mine, cta.first)
         self.fetch_fn(cta, smem, warp)
         cute.arch.cluster_wait()
         if cutlass.const_expr(self.once):
@@ -167,16 +166,13 @@ class MhcFewTokens(FewConfig, Mhc):
         gmem, bar, rows = cta.gmem, cta.bar, cta.rows
         tidx, _, _ = cute.arch.thread_idx()
         buffer, there = tile & 1, (mine.t < rows) & (begin + mine.t < cta.tokens)
-        sHeld = smem.held[None, None, tidx]
         cute.arch.cp_async_wait_group(0)
         cute.arch.mbarrier_wait(bar.ready, buffer)
         # X'_j = bf16(post_j f + sum_i comb_ij X_i)
-        self.write_back(cta, mine, sHeld, smem.coefficients[buffer, mine.t, None], begin + mine.t, there)
+        self.write_back(cta, smem, mine, buffer, begin + mine.t, there)
         # fn z and z^2, over this warp's columns
         if ROWS_N * mine.group < rows:
-            sSum = cute.local_tile(smem.sums[mine.part, None, None], (ROWS_N, self.sum_pitch), (mine.group, 0))
-            sSquares = cute.local_tile(smem.warp_squares[0, mine.part, None], (ROWS_N,), (mine.group,))
-            self.project(mine, sHeld, smem.fn, bar.fn, sSum, sSquares)
+            self.project(cta, smem, mine)
         # exchange 1: the same over all columns
         if cutlass.const_expr(not self.once):
             if begin > cta.first:  # all CTAs have read the tile before the last, whose buffer this is
@@ -190,14 +186,14 @@ class MhcFewTokens(FewConfig, Mhc):
             cute.arch.mbarrier_arrive_and_expect_tx(bar.sums, self.sum_bytes(cta.rank, rows))
         self.send_squares(cta, smem.warp_squares[0, None, None], smem.squares[buffer, None, None], bar.sums)
         self.send_sums(cta, smem, buffer)
-        scale, base = gmem.scale[0], gmem.base[tidx % 4]
+        logit = Affine(gmem.scale[0], gmem.base[tidx % 4])
         cute.arch.mbarrier_wait(bar.sums, buffer)
         # x = bf16(sum_i pre_i X'_i) and x^2, over this warp's columns
         rX = cute.make_rmem_tensor(WORDS, Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
-        self.mix(cta, smem, mine, sHeld, buffer, scale, base, rX)
+        self.mix(cta, smem, mine, buffer, logit, rX)
         if cutlass.const_expr(not self.once):
-            self.fetch(cta, mine, sHeld, begin + cta.step)
+            self.fetch(cta, smem, mine, begin + cta.step)
         cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
         # exchange 2: x^2 over all columns
         self.sync_workers()
@@ -207,7 +203,12 @@ class MhcFewTokens(FewConfig, Mhc):
         cute.arch.mbarrier_wait(bar.squares, buffer)
         # y = bf16(weight x / sqrt(mean(x^2) + eps))
         if there:
-            self.scale(cta, mine, rX, rWeight, smem.x_squares[buffer, mine.t, None], begin + mine.t)
+            self.scale(cta, smem, mine, buffer, rX, rWeight, begin + mine.t)
+
+    def held(self, smem: Smem) -> cute.Tensor:
+        """View this thread's streams and f in shared memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        return smem.held[None, None, tidx]
 
     @cute.jit
     def sync_workers(self):
@@ -229,9 +230,9 @@ class MhcFewTokens(FewConfig, Mhc):
             load_bulk(target, source, Int32(size), cta.bar.fn + stream)
 
     @cute.jit
-    def fetch(self, cta: Cta, mine: Lane, sHeld: cute.Tensor, begin: Int32):
+    def fetch(self, cta: Cta, smem: Smem, mine: Lane, begin: Int32):
         """Start the copies of this lane's columns of its token's streams and f."""
-        token = begin + mine.t
+        token, sHeld = begin + mine.t, self.held(smem)
         if mine.t < cta.rows and token < cta.tokens:
             for i in cutlass.range_constexpr(N):
                 source = self.stream_columns(cta.gmem.x[token, None], mine.column, i)
@@ -242,10 +243,9 @@ class MhcFewTokens(FewConfig, Mhc):
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def write_back(
-        self, cta: Cta, mine: Lane, sHeld: cute.Tensor, sLine: cute.Tensor, token: Int32, there: cutlass.Boolean
-    ):
+    def write_back(self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, token: Int32, there: cutlass.Boolean):
         """Replace X of this lane's token by X', by zeros where there is none, and store it."""
+        sHeld, sLine = self.held(smem), smem.coefficients[buffer, mine.t, None]
         rOld = cute.make_rmem_tensor((WORDS, N + 1), Uint32)
         rNew = cute.make_rmem_tensor((WORDS, N), Uint32)
         rOld.fill(0)
@@ -277,21 +277,16 @@ class MhcFewTokens(FewConfig, Mhc):
                     cute.autovec_copy(rOut[None, i], self.stream_columns(cta.gmem.x_new[token, None], mine.column, i))
 
     @cute.jit
-    def project(
-        self,
-        mine: Lane,
-        sHeld: cute.Tensor,
-        sFn: cute.Tensor,
-        barrier: cute.Pointer,
-        sSum: cute.Tensor,
-        sSquares: cute.Tensor,
-    ):
+    def project(self, cta: Cta, smem: Smem, mine: Lane):
         """Multiply fn z and z^2 over this warp's columns, for this group's eight tokens.
 
         A: rows group and group + 8 of fn, k = member (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and below
         it lo. B: the same k, token group; sums: tokens 2 member and the next. k and k + 4 of MMA w are columns 2 w and
         2 w + 1 of a lane's eight.
         """
+        sHeld, sSums = self.held(smem), smem.sums[mine.part, None, None]
+        sSum = cute.local_tile(sSums, (ROWS_N, self.sum_pitch), (mine.group, 0))
+        sSquares = cute.local_tile(smem.warp_squares[0, mine.part, None], (ROWS_N,), (mine.group,))
         group, member = fragment_place()
         row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
         rC = cute.make_rmem_tensor((4, 3), Float32)  # rows 0 to 15 of hi, of lo; the last
@@ -302,11 +297,11 @@ class MhcFewTokens(FewConfig, Mhc):
         rZ = cute.make_rmem_tensor(WORDS, Uint32)
         for stream in cutlass.range(N, unroll=1):
             cute.autovec_copy(sHeld[None, stream], rZ)
-            cute.arch.mbarrier_wait(barrier + stream, 0)
+            cute.arch.mbarrier_wait(cta.bar.fn + stream, 0)
             for half in cutlass.range_constexpr(2):
                 four = stream * (self.columns // 4) + mine.part * (UNIT // 4) + 2 * member + half
                 for n in cutlass.range_constexpr(self.tiles):
-                    line = sFn[ROWS_N * n + row, None]
+                    line = smem.fn[ROWS_N * n + row, None]
                     cute.autovec_copy(cute.local_tile(line, (4,), (four,)), rFn[None, n])
                 for w in cutlass.range_constexpr(2):
                     # fn = hi + lo
@@ -378,18 +373,9 @@ class MhcFewTokens(FewConfig, Mhc):
                         send_to_cta(target, piece * (self.cluster // SENDERS) + k, values, cta.bar.sums)
 
     @cute.jit
-    def mix(
-        self,
-        cta: Cta,
-        smem: Smem,
-        mine: Lane,
-        sHeld: cute.Tensor,
-        buffer: Int32,
-        scale: Float32,
-        base: Float32,
-        rMix: cute.Tensor,
-    ):
+    def mix(self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, logit: Affine, rMix: cute.Tensor):
         """Mix x of this lane's columns, and sum its squares over the warp's columns."""
+        sHeld = self.held(smem)
         sPre, sSquares = smem.pre[buffer, mine.t, None, None], smem.squares[buffer, mine.t, None]
         first, member = cute.arch.lane_idx() // 4 * 4, cute.arch.lane_idx() % 4
         # pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
@@ -398,7 +384,7 @@ class MhcFewTokens(FewConfig, Mhc):
         if mine.t < cta.rows:  # no CTA sends the others
             self.sum_ctas([sPre[None, member], sSquares], rSums)
         rstd = self.rsqrt_mean(rSums[1], N * self.d, cta.rms_eps)
-        pre = sigmoid(cute.math.fma(scale, rSums[0] * rstd, base)) + cta.hc_eps  # number ``member``
+        pre = sigmoid(logit(rSums[0] * rstd)) + cta.hc_eps  # number ``member``
         # x = bf16(sum_i pre_i X'_i)
         rX = cute.make_rmem_tensor((2, WORDS), Float32)
         rX.fill(0.0)
@@ -418,11 +404,13 @@ class MhcFewTokens(FewConfig, Mhc):
         self.store_squares(squares, smem.warp_squares[1, mine.part, None], mine.t)
 
     @cute.jit
-    def scale(self, cta: Cta, mine: Lane, rMix: cute.Tensor, rWeight: cute.Tensor, sSquares: cute.Tensor, token: Int32):
+    def scale(
+        self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, rMix: cute.Tensor, rWeight: cute.Tensor, token: Int32
+    ):
         """Store y of this lane's columns."""
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
-        self.sum_ctas([sSquares], rSum)
+        self.sum_ctas([smem.x_squares[buffer, mine.t, None]], rSum)
         rstd = self.rsqrt_mean(rSum[0], self.d, cta.rms_eps)
         for w in cutlass.range_constexpr(WORDS):
             x = unpack(rMix[w])
@@ -460,15 +448,13 @@ class MhcFewTokens(FewConfig, Mhc):
         """Run the last warp: fetch the coefficients of the site before; post and comb of owned tokens."""
         bar = cta.bar
         self.fetch_coefficients(cta, cta.first, smem.coefficients[0, None, None])
-        scale, base = Float32(0.0), Float32(0.0)
-        if cutlass.const_expr(not self.head):
-            scale, base = self.post_comb_parameters(cta.gmem)
+        logit = None if self.head else self.post_comb_logit(cta.gmem)
         cute.arch.cp_async_wait_group(0)
         self.arrive(bar.ready)
         rLogit = cute.make_rmem_tensor(self.slots, Float32)
         if cutlass.const_expr(self.once):
             cute.arch.mbarrier_wait(bar.sums, 0)
-            self.logits(cta, smem, Int32(0), scale, base, rLogit)
+            self.logits(cta, smem, Int32(0), logit, rLogit)
             self.store_post_comb(cta, rLogit, cta.first)
         else:
             self.fetch_coefficients(cta, cta.first + cta.step, smem.coefficients[1, None, None])
@@ -476,7 +462,7 @@ class MhcFewTokens(FewConfig, Mhc):
             while begin < cta.tokens:
                 buffer = tile & 1
                 cute.arch.mbarrier_wait(bar.sums, buffer)
-                self.logits(cta, smem, buffer, scale, base, rLogit)
+                self.logits(cta, smem, buffer, logit, rLogit)
                 cute.arch.cp_async_wait_group(0)
                 self.arrive(bar.ready)  # the sums of the next tile but one may come
                 self.fetch_coefficients(cta, begin + 2 * cta.step, smem.coefficients[buffer, None, None])
@@ -498,7 +484,7 @@ class MhcFewTokens(FewConfig, Mhc):
             cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def logits(self, cta: Cta, smem: Smem, buffer: Int32, scale: Float32, base: Float32, rLogit: cute.Tensor):
+    def logits(self, cta: Cta, smem: Smem, buffer: Int32, logit: Any, rLogit: cute.Tensor):
         """Compute s m + b of every owned token; lane v has value v of post and comb."""
         if cutlass.const_expr(not self.head):
             value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
@@ -510,7 +496,7 @@ class MhcFewTokens(FewConfig, Mhc):
                 if t < cta.rows:  # no CTA sends the others
                     self.sum_ctas([sOwned[s, None, value], sSquares[t, None]], rSums)
                 rstd = self.rsqrt_mean(rSums[1], N * self.d, cta.rms_eps)
-                rLogit[s] = cute.math.fma(scale, rSums[0] * rstd, base)
+                rLogit[s] = logit(rSums[0] * rstd)
 
     @cute.jit
     def store_post_comb(self, cta: Cta, rLogit: cute.Tensor, begin: Int32):

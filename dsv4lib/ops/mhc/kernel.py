@@ -57,6 +57,17 @@ class Gmem(NamedTuple):
     workspace: Any
 
 
+class Affine(NamedTuple):
+    """Parameters of a logit, scale m + base."""
+
+    scale: Float32
+    base: Float32
+
+    def __call__(self, m: Float32) -> Float32:
+        """Return the logit."""
+        return cute.math.fma(self.scale, m, self.base)
+
+
 class Cta(NamedTuple):
     """What a CTA works with.
 
@@ -156,10 +167,10 @@ class Mhc(Config):
         """Return 1 / sqrt(squares / count + eps)."""
         return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
-    def post_comb_parameters(self, gmem: Gmem) -> tuple[Float32, Float32]:
+    def post_comb_logit(self, gmem: Gmem) -> Affine:
         """Load scale and base of logit ``lane`` of post and comb; further lanes those of the last."""
         value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
-        return gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value]
+        return Affine(gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value])
 
     def stream_columns(self, mRow: cute.Tensor, column: Int32, stream: int = 0) -> cute.Tensor:
         """View eight columns of a token's stream from ``8 column``."""

@@ -334,7 +334,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
                     cute.autovec_copy(rPair, cute.local_tile(line, (2,), (2 * MIX_FOURS - 2 + 4 * n + member,)))
 
     @cute.jit
-    def products(self, here: Int32, sSum: cute.Tensor, h: cutlass.Constexpr):
+    def products(self, here: Int32, sSum: cute.Tensor, h: int):
         """Multiply X'_i . X'_j over this warp's columns, for eight tokens: diagonals of blocks."""
         lane = cute.arch.lane_idx()
         rG = cute.make_rmem_tensor((4, len(PRODUCTS)), Float32)
@@ -360,7 +360,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
             line[ZERO] = Float32(0.0)
 
     @cute.jit
-    def load_streams(self, stage: Int32, rX: cute.Tensor, h: cutlass.Constexpr):
+    def load_streams(self, stage: Int32, rX: cute.Tensor, h: int):
         """Load X' of this lane's columns and one of its tokens."""
         group, member = fragment_place()
         address = self.piece(stage, group, Int32(0), member)
@@ -371,14 +371,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def mix(
-        self,
-        cta: Cta,
-        rX: cute.Tensor,
-        rWeight: cute.Tensor,
-        sPre: cute.Tensor,
-        h: cutlass.Constexpr,
-        begin: Int32,
-        column: Int32,
+        self, cta: Cta, rX: cute.Tensor, rWeight: cute.Tensor, sPre: cute.Tensor, h: int, begin: Int32, column: Int32
     ):
         """Store y of this lane's columns and one of its tokens."""
         rPre = cute.make_rmem_tensor(N, Float32)
@@ -397,7 +390,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
             cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
     @cute.jit
-    def store_streams(self, cta: Cta, rX: cute.Tensor, h: cutlass.Constexpr, begin: Int32, column: Int32):
+    def store_streams(self, cta: Cta, rX: cute.Tensor, h: int, begin: Int32, column: Int32):
         """Store X' of this lane's columns and one of its tokens."""
         rOut = cute.recast_tensor(rX, BFloat16)
         t = cute.arch.lane_idx() // 4 + 8 * h
