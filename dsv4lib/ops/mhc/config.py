@@ -70,8 +70,8 @@ class Config:
         self.keep = keep and post
         self.columns = d // cluster  # of a CTA
         self.warps = self.columns // UNIT
-        self.owned = 0 if head else COEFFICIENTS  # sums that only the CTA that owns the token needs
-        self.values = N + self.owned  # rows of fn
+        self.coefficients = 0 if head else COEFFICIENTS  # sums that only the CTA that owns the token needs
+        self.values = N + self.coefficients  # rows of fn
         self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
         self.derive()
         if self.smem_bytes > SMEM_LIMIT:
@@ -136,7 +136,7 @@ class FewConfig(Config):
         if not 1 <= groups <= max(1, min(GROUPS, GROUP_WARPS // self.warps)):
             raise ConfigError("groups", groups, f"at most {GROUPS}, and {GROUP_WARPS} warps")
         self.tile = ROWS_N * groups  # tokens
-        self.slots = -(-self.tile // self.cluster)  # tokens of a tile that a CTA owns
+        self.owned_tokens = -(-self.tile // self.cluster)  # tokens of a tile that a CTA owns
         self.workers = LANES * self.warps * groups  # threads
         self.threads = self.workers + LANES
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
@@ -153,7 +153,10 @@ class FewConfig(Config):
             "sums": (self.warps * self.tile * self.sum_pitch, f"{self.warps} warps, {tile}"),
             "pre": (tokens * self.pre_pitch, f"2 tiles of {tile}, {N} sums of {ctas}"),
             "squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of X'"),
-            "owned": (2 * self.slots * self.cluster * COEFFICIENTS, f"2 tiles of {self.slots} tokens, {ctas}"),
+            "owned": (
+                2 * self.owned_tokens * self.cluster * COEFFICIENTS,
+                f"2 tiles of {self.owned_tokens} tokens, {ctas}",
+            ),
             "x_squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of x"),
             "warp_squares": (tokens * self.warps, f"{self.warps} warps, {tile}: of X', of x"),
             "coefficients": (tokens * COEFFICIENTS, f"2 tiles of {tile}"),
@@ -182,7 +185,7 @@ class ManyConfig(Config):
             most = MANY_WARPS * UNIT * self.cluster
             raise ConfigError("d", self.d, f"at most {most}: two parts of fn lie in registers")
         self.tile = TILE
-        self.slots = -(-TILE // self.cluster)  # tokens of a tile that a CTA owns
+        self.owned_tokens = -(-TILE // self.cluster)  # tokens of a tile that a CTA owns
         self.workers = LANES * self.warps
         self.threads = self.workers + 4 * LANES
         self.sum_pitch = 4 * MIX_FOURS + (4 if self.head else COEFFICIENTS)
@@ -203,7 +206,7 @@ class ManyConfig(Config):
             "sums": (self.warps * TILE * self.sum_pitch, f"{self.warps} warps, {TILE} tokens"),
             "pre": (IN_FLIGHT * TILE * N, f"{IN_FLIGHT} tiles of {TILE} tokens"),
             "coefficients": (coefficients, f"2 tiles of {TILE} tokens"),
-            "squares": (2 * self.slots, f"2 tiles of {self.slots} tokens: of X'"),
+            "squares": (2 * self.owned_tokens, f"2 tiles of {self.owned_tokens} tokens: of X'"),
             "barriers": (2 * (10 + 2 * IN_FLIGHT), f"{10 + 2 * IN_FLIGHT} of 8 bytes"),
         }
 

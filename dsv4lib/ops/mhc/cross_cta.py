@@ -55,23 +55,23 @@ from dsv4lib.ops.mhc.ptx import pack, unpack
 
 
 class Barriers(NamedTuple):
-    """mbarriers: first (how many, arrivals), in the kernel the first's address.
+    """mbarriers: in the configuration (how many, arrivals), in the kernel the address of the first.
 
     Attributes:
-        projected: the workers' sums of a tile are in shared memory. taken: send_sums has read them.
-        weighed: pre / rms(x) is in shared memory. mixed: send_sums lets it be replaced.
-        full: coefficients are in shared memory. written: the workers have read them.
-        sent: send_pre is done with a tile's sums. read: post_comb is.
+        sums_ready, sums_free: the workers' sums of a tile; send_sums has read them.
+        pre_ready, pre_free: pre / rms(x) of a tile; send_sums has seen that the workers mixed with it.
+        coefficients_ready, coefficients_free: limbs of post and comb; the workers have read them.
+        squares_ready, squares_free: send_pre has a tile's squares; post_comb has read them.
     """
 
-    projected: Any
-    taken: Any
-    weighed: Any
-    mixed: Any
-    full: Any
-    written: Any
-    sent: Any
-    read: Any
+    sums_ready: Any
+    sums_free: Any
+    pre_ready: Any
+    pre_free: Any
+    coefficients_ready: Any
+    coefficients_free: Any
+    squares_ready: Any
+    squares_free: Any
 
 
 class Smem(NamedTuple):
@@ -80,7 +80,7 @@ class Smem(NamedTuple):
     Attributes:
         fn_lo: [2 words, lane, 8 rows, k step, warp], the third limb of fn in pairs.
         sums: [warp, token, sum] fp32. pre: [4 tiles, token, stream] fp32, pre / rms(x).
-        squares: [2 tiles, slot] fp32, sum of X'^2.
+        squares: [2 tiles, owned token] fp32, sum of X'^2.
         coefficients: [4 words, 2 tiles x 16 tokens x 16] limbs of post and comb.
         stages: address of the workers' stages.
     """
@@ -125,12 +125,12 @@ class CrossCta(Mhc):
         cute.arch.griddepcontrol_wait()
         tile, begin = Int32(0), cta.first
         while begin < cta.tokens:
-            cute.arch.mbarrier_wait(bar.projected, tile & 1)
+            cute.arch.mbarrier_wait(bar.sums_ready, tile & 1)
             self.send_fours(cta, smem, mine, tile, 0, MIX_FOURS)  # first what a mixture waits for
             if cutlass.const_expr(not self.head):
                 self.send_fours(cta, smem, mine, tile, MIX_FOURS, COEFFICIENTS // N)
-            self.arrive(bar.taken)
-            self.arrive(bar.mixed + (tile & (IN_FLIGHT - 1)))
+            self.arrive(bar.sums_free)
+            self.arrive(bar.pre_free + (tile & (IN_FLIGHT - 1)))
             tile = tile + 1
             begin = begin + cta.step
 
@@ -167,8 +167,8 @@ class CrossCta(Mhc):
             owned = self.first_owned(cta, tile)
             if cutlass.const_expr(not self.head):
                 if tile > 1:
-                    cute.arch.mbarrier_wait(bar.read + (tile & 1), (tile >> 1) + 1 & 1)
-            for s in cutlass.range_constexpr(self.slots):
+                    cute.arch.mbarrier_wait(bar.squares_free + (tile & 1), (tile >> 1) + 1 & 1)
+            for s in cutlass.range_constexpr(self.owned_tokens):
                 t = s * self.cluster + owned
                 if t < cta.rows:
                     mine = self.sum_slots(cta.slots.sums, tile, t) + Int64(source * pitch + lane % 4 * 16)
@@ -188,7 +188,7 @@ class CrossCta(Mhc):
                         smem.squares[tile & 1, s] = rSum[3]
                     exchange.reset(mine, 8 * pitch, source < self.cluster, count)
             if cutlass.const_expr(not self.head):
-                self.arrive(bar.sent + (tile & 1))
+                self.arrive(bar.squares_ready + (tile & 1))
             cute.arch.fence_acq_rel_gpu()  # resets precede what a CTA sends that has received pre
             tile = tile + 1
             begin = begin + cta.step
@@ -225,7 +225,7 @@ class CrossCta(Mhc):
         lane, count = cute.arch.lane_idx(), self.cluster // 4
         piece, there = lane % pieces, lane < pieces * sources
         rFours = cute.make_rmem_tensor((N, count), Float32)
-        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        rLogit = cute.make_rmem_tensor(self.owned_tokens, Float32)
         rComb = cute.make_rmem_tensor((N, N), Float32)
         rLogit.fill(0.0)
         value = cutlass.min(lane, Int32(COEFFICIENTS - 1))
@@ -234,8 +234,8 @@ class CrossCta(Mhc):
         tile, begin = Int32(0), cta.first
         while begin < cta.tokens:
             owned = self.first_owned(cta, tile)
-            cute.arch.mbarrier_wait(bar.sent + (tile & 1), (tile >> 1) & 1)
-            for s in cutlass.range_constexpr(self.slots):
+            cute.arch.mbarrier_wait(bar.squares_ready + (tile & 1), (tile >> 1) & 1)
+            for s in cutlass.range_constexpr(self.owned_tokens):
                 t = s * self.cluster + owned
                 if t < cta.rows:
                     mine = self.sum_slots(cta.slots.sums, tile, t)
@@ -253,7 +253,7 @@ class CrossCta(Mhc):
                         found = cutlass.select_(value % N == v, other, found)
                     rstd = self.rsqrt_mean(smem.squares[tile & 1, s], N * self.d, cta.rms_eps)
                     rLogit[s] = logit(found * rstd)
-            self.arrive(bar.read + (tile & 1))
+            self.arrive(bar.squares_free + (tile & 1))
             if owned < cta.rows:
                 self.store_post(cta, rLogit, begin, owned)
                 self.sinkhorn(rLogit, rComb, cta.hc_eps)
@@ -271,7 +271,7 @@ class CrossCta(Mhc):
         for i in cutlass.range_constexpr(N):
             for j in cutlass.range_constexpr(N):
                 found = cute.arch.shuffle_sync(rLogit[0], N + N * i + j)
-                for s in cutlass.range_constexpr(1, self.slots):
+                for s in cutlass.range_constexpr(1, self.owned_tokens):
                     other = cute.arch.shuffle_sync(rLogit[s], N + N * i + j)
                     found = cutlass.select_(lane >= s, other, found)
                 rComb[i, j] = found
@@ -322,19 +322,19 @@ class CrossCta(Mhc):
                     self.split_coefficients(rFour, rWords)
                     self.load_coefficients(cta, begin + cta.step, rFour)
                     if tile > 1:
-                        cute.arch.mbarrier_wait(bar.written + (tile & 1), (tile >> 1) + 1 & 1)
+                        cute.arch.mbarrier_wait(bar.coefficients_free + (tile & 1), (tile >> 1) + 1 & 1)
                     for k in cutlass.range_constexpr(8):
                         at = (tile & 1) * (TILE * COEFFICIENT_WORDS // 4) + 8 * lane + k
                         cute.autovec_copy(rWords[None, k], smem.coefficients[None, at])
-                    self.arrive(bar.full + (tile & 1))
+                    self.arrive(bar.coefficients_ready + (tile & 1))
             if tile >= self.lag:
                 before = tile - self.lag
                 buffer, mine = before & (IN_FLIGHT - 1), self.pre_slots(cta.slots.pre, before, cta.rank, lane)
                 exchange.receive(mine, 0, lane < cta.rows, rPre)
-                cute.arch.mbarrier_wait(bar.mixed + buffer, (before // IN_FLIGHT) & 1)
+                cute.arch.mbarrier_wait(bar.pre_free + buffer, (before // IN_FLIGHT) & 1)
                 if lane < cta.rows:
                     cute.autovec_copy(rPre[None, 0], smem.pre[buffer, lane, None])
-                self.arrive(bar.weighed + buffer)
+                self.arrive(bar.pre_ready + buffer)
                 exchange.reset(mine, 0, lane < cta.rows, 1)
                 cute.arch.fence_acq_rel_gpu()  # what was received and reset precedes what this CTA sends later
             tile = tile + 1

@@ -20,7 +20,7 @@ The streams are read once and written once. A group of warps has eight tokens, f
     fn             bulk copies, one a stream     workers                  4, once
     sums           exchange 1 of all CTAs        workers, last warp       2
     squares        exchange 2 of all CTAs        workers                  2
-    ready          last warp: coefficients       workers                  2
+    coefficients   last warp                     workers                  2
     free           CTAs that read the buffers    workers before sending   2
 
     SMEM (d 4096, 16 CTAs, 3 groups)   fn 98,688  held 61,440  sums 21,504  pre 13,056  squares 3,072  owned 5,120
@@ -52,17 +52,17 @@ SENDERS = 4  # threads that send a token's pre to all CTAs
 
 
 class Barriers(NamedTuple):
-    """mbarriers: first (how many, arrivals), in the kernel the first's address.
+    """mbarriers: in the configuration (how many, arrivals), in the kernel the address of the first.
 
     Attributes:
         fn: bytes of a stream's columns of fn. sums, squares: bytes of exchanges 1 and 2.
-        ready: the last warp is done with a tile's coefficients and sums. free: all CTAs have read a buffer.
+        coefficients: the last warp has a tile's coefficients, and has read its sums. free: all CTAs have read a buffer.
     """
 
     fn: Any
     sums: Any
     squares: Any
-    ready: Any
+    coefficients: Any
     free: Any
 
 
@@ -72,7 +72,7 @@ class Smem(NamedTuple):
     Attributes:
         fn: [values, 4 columns]. held: [4 words, 5, thread] 32-bit, streams and f of a thread.
         sums: [warp, token, values] of this CTA. coefficients: [2, token, 20] of the site before.
-        pre: [2, token, CTA, 4]. squares: [2, token, CTA], of X'. owned: [2, slot, CTA, 20].
+        pre: [2, token, CTA, 4]. squares: [2, token, CTA], of X'. owned: [2, owned token, CTA, 20].
         x_squares: [2, token, CTA], of x. warp_squares: [X' or x, warp, token].
     """
 
@@ -109,7 +109,7 @@ class MhcFewTokens(FewConfig, Mhc):
     @property
     def barriers(self) -> Barriers:
         """Return (how many, arrivals) of the mbarriers."""
-        return Barriers(fn=(N, 1), sums=(1, 1), squares=(1, 1), ready=(1, 1), free=(1, self.cluster))
+        return Barriers(fn=(N, 1), sums=(1, 1), squares=(1, 1), coefficients=(1, 1), free=(1, self.cluster))
 
     @cute.jit
     def roles(self, cta: Cta, storage: Any, warp: Int32):
@@ -125,7 +125,7 @@ class MhcFewTokens(FewConfig, Mhc):
             coefficients=view(storage.coefficients, (2, tile, COEFFICIENTS)),
             pre=view(storage.pre, (2, tile, cluster, N), pre),
             squares=view(storage.squares, *by_cta),
-            owned=view(storage.owned, (2, self.slots, cluster, COEFFICIENTS)),
+            owned=view(storage.owned, (2, self.owned_tokens, cluster, COEFFICIENTS)),
             x_squares=view(storage.x_squares, *by_cta),
             warp_squares=view(storage.warp_squares, (2, self.warps, tile)),
         )
@@ -167,7 +167,7 @@ class MhcFewTokens(FewConfig, Mhc):
         tidx, _, _ = cute.arch.thread_idx()
         buffer, there = tile & 1, (mine.t < rows) & (begin + mine.t < cta.tokens)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.mbarrier_wait(bar.ready, buffer)
+        cute.arch.mbarrier_wait(bar.coefficients, buffer)
         # X'_j = bf16(post_j f + sum_i comb_ij X_i)
         self.write_back(cta, smem, mine, buffer, begin + mine.t, there)
         # fn z and z^2, over this warp's columns
@@ -338,7 +338,7 @@ class MhcFewTokens(FewConfig, Mhc):
     def sum_bytes(self, rank: Int32, rows: Int32) -> Int32:
         """Return the bytes of exchange 1 that this CTA receives."""
         owned = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
-        return 4 * self.cluster * (4 * cute.ceil_div(rows, 4) + N * rows + self.owned * owned)
+        return 4 * self.cluster * (4 * cute.ceil_div(rows, 4) + N * rows + self.coefficients * owned)
 
     @cute.jit
     def send_squares(self, cta: Cta, sWarps: cute.Tensor, sTarget: cute.Tensor, barrier: cute.Pointer):
@@ -358,7 +358,7 @@ class MhcFewTokens(FewConfig, Mhc):
         sPre, sOwned = smem.pre[buffer, None, None, None], smem.owned[buffer, None, None, None]
         tidx, _, _ = cute.arch.thread_idx()
         rSum = cute.make_rmem_tensor(N, Float32)
-        for item in cutlass.range(tidx, (SENDERS + self.owned // N) * self.tile, self.workers, unroll=1):
+        for item in cutlass.range(tidx, (SENDERS + self.coefficients // N) * self.tile, self.workers, unroll=1):
             t, piece = item % self.tile, item // self.tile
             if t < cta.rows:
                 four = cutlass.max(piece - (SENDERS - 1), Int32(0))
@@ -450,8 +450,8 @@ class MhcFewTokens(FewConfig, Mhc):
         self.fetch_coefficients(cta, cta.first, smem.coefficients[0, None, None])
         logit = None if self.head else self.post_comb_logit(cta.gmem)
         cute.arch.cp_async_wait_group(0)
-        self.arrive(bar.ready)
-        rLogit = cute.make_rmem_tensor(self.slots, Float32)
+        self.arrive(bar.coefficients)
+        rLogit = cute.make_rmem_tensor(self.owned_tokens, Float32)
         if cutlass.const_expr(self.once):
             cute.arch.mbarrier_wait(bar.sums, 0)
             self.logits(cta, smem, Int32(0), logit, rLogit)
@@ -464,7 +464,7 @@ class MhcFewTokens(FewConfig, Mhc):
                 cute.arch.mbarrier_wait(bar.sums, buffer)
                 self.logits(cta, smem, buffer, logit, rLogit)
                 cute.arch.cp_async_wait_group(0)
-                self.arrive(bar.ready)  # the sums of the next tile but one may come
+                self.arrive(bar.coefficients)  # the sums of the next tile but one may come
                 self.fetch_coefficients(cta, begin + 2 * cta.step, smem.coefficients[buffer, None, None])
                 self.store_post_comb(cta, rLogit, begin)
                 tile = tile + 1
@@ -490,7 +490,7 @@ class MhcFewTokens(FewConfig, Mhc):
             value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
             rSums = cute.make_rmem_tensor(2, Float32)
             sOwned, sSquares = smem.owned[buffer, None, None, None], smem.squares[buffer, None, None]
-            for s in cutlass.range_constexpr(self.slots):
+            for s in cutlass.range_constexpr(self.owned_tokens):
                 t = s * self.cluster + cta.rank
                 rSums.fill(0.0)
                 if t < cta.rows:  # no CTA sends the others
@@ -523,7 +523,7 @@ class MhcFewTokens(FewConfig, Mhc):
         for x in cutlass.range_constexpr(N):
             value = N + N * i + (i ^ x)
             rRow[x] = cute.arch.shuffle_sync(rLogit[0], value)
-            for s in cutlass.range_constexpr(1, self.slots):
+            for s in cutlass.range_constexpr(1, self.owned_tokens):
                 other = cute.arch.shuffle_sync(rLogit[s], value)
                 rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
         self.softmax(rRow, eps)

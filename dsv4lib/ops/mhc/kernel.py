@@ -206,7 +206,7 @@ class Mhc(Config):
     def store_post(self, cta: Cta, rLogit: cute.Tensor, begin: Int32, owned: Int32):
         """Store post = 2 sigmoid(logit) from lanes 0 to 3; ``owned``: the CTA's first token of the tile."""
         lane = cute.arch.lane_idx()
-        for s in cutlass.range_constexpr(self.slots):
+        for s in cutlass.range_constexpr(self.owned_tokens):
             t = s * self.cluster + owned
             if lane < N and t < cta.rows and begin + t < cta.tokens:
                 cta.gmem.post_new[begin + t, lane] = 2.0 * sigmoid(rLogit[s])

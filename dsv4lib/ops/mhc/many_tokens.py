@@ -20,11 +20,11 @@ exact products:
     workers       write_back -> project -> products of tile n; mix, store X' and y of n - lag; fetch tile n + 2
     four warps    send_sums, send_pre, post_comb, feed_workers (`cross_cta`)
 
-    pipeline      producer                        consumer                      stages
-    projected     workers: sums of a tile         send_sums                     1 (free again: taken)
-    full          feed_workers: coefficients      workers                       2 (written)
-    weighed       feed_workers: pre / rms(x)      workers                       4 (mixed)
-    sent          send_pre: a tile's squares      post_comb                     2 (read)
+    pipeline      producer         consumer     stages
+    sums          workers          send_sums    1
+    coefficients  feed_workers     workers      2
+    pre           feed_workers     workers      4
+    squares       send_pre         post_comb    2
 
     SMEM          d 4096 (16 CTAs, lag 2): fn 49,152  stages 147,456  coefficients 8,192  sums 18,432  pre 1,024
                   d 7168 (32 CTAs, lag 3): fn 43,008  stages 159,744  coefficients 8,192  sums 16,128  pre 1,024
@@ -104,9 +104,8 @@ class MhcManyTokens(ManyConfig, CrossCta):
     @property
     def barriers(self) -> Barriers:
         """Return (how many, arrivals) of the mbarriers."""
-        workers = self.warps
-        each = IN_FLIGHT, 1
-        return Barriers((1, workers), (1, 1), each, each, full=(2, 1), written=(2, workers), sent=(2, 1), read=(2, 1))
+        one, two, each, workers = (1, 1), (2, 1), (IN_FLIGHT, 1), self.warps
+        return Barriers((1, workers), one, each, each, two, (2, workers), two, two)
 
     @cute.jit
     def roles(self, cta: Cta, storage: Any, warp: Int32):
@@ -117,7 +116,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
             fn_lo=cute.make_tensor(cute.recast_ptr(storage.fn.data_ptr(), dtype=Uint32), fn_lo),
             sums=view(storage.sums, (self.warps, TILE, self.sum_pitch)),
             pre=view(storage.pre, (IN_FLIGHT, TILE, N)),
-            squares=view(storage.squares, (2, self.slots)),
+            squares=view(storage.squares, (2, self.owned_tokens)),
             coefficients=cute.make_tensor(cute.recast_ptr(storage.coefficients.data_ptr(), dtype=Uint32), coefficients),
             stages=storage.held.data_ptr().toint(),
         )
@@ -167,24 +166,24 @@ class MhcManyTokens(ManyConfig, CrossCta):
                 cute.arch.sync_warp()
                 # X'_j = bf16(post_j f + sum_i comb_ij X_i)
                 if cutlass.const_expr(self.post):
-                    cute.arch.mbarrier_wait(bar.full + (tile & 1), (tile >> 1) & 1)
+                    cute.arch.mbarrier_wait(bar.coefficients_ready + (tile & 1), (tile >> 1) & 1)
                     stage = Stage(here, f_stages + (tile & 1) * self.stage_bytes)
                     self.write_back(stage, coefficients + (tile & 1) * (4 * TILE * COEFFICIENT_WORDS))
-                    self.arrive(bar.written + (tile & 1))
+                    self.arrive(bar.coefficients_free + (tile & 1))
                 if tile > 0:
-                    cute.arch.mbarrier_wait(bar.taken, (tile + 1) & 1)
+                    cute.arch.mbarrier_wait(bar.sums_free, (tile + 1) & 1)
                 # fn z and X'_i . X'_j, over this warp's columns
                 self.project(here, rFn, sFnLo, smem.sums[warp, None, None])
                 for h in cutlass.range_constexpr(2):
                     if rows > TILE // 2 * h:
                         self.products(here, smem.sums[warp, None, None], h)
-                self.arrive(bar.projected)
+                self.arrive(bar.sums_ready)
             after = here + 2 * self.stage_bytes
             after = cutlass.select_(after >= end, after - self.stages * self.stage_bytes, after)
             if tile >= self.lag:
                 before, buffer = begin - self.lag * cta.step, (tile - self.lag) & (IN_FLIGHT - 1)
                 cute.autovec_copy(weight, rWeight)
-                cute.arch.mbarrier_wait(bar.weighed + buffer, ((tile - self.lag) // IN_FLIGHT) & 1)
+                cute.arch.mbarrier_wait(bar.pre_ready + buffer, ((tile - self.lag) // IN_FLIGHT) & 1)
                 for h in cutlass.range_constexpr(2):
                     cute.arch.sync_warp()  # or both tokens come at once, and registers spill
                     self.load_streams(after, rX, h)
