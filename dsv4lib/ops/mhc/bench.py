@@ -1,7 +1,7 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stands the form of the kernel that the op does not choose, "ours, plain" or "ours, bulk"
-(`kernels.mhc.forms`).
+Beside "ours" stands the form of the kernel that the op does not choose, "ours, few_tokens" or "ours,
+many_tokens" (`ops.mhc.variants`).
 """
 
 from __future__ import annotations
@@ -105,12 +105,15 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
 
 
 def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
-    """What the plain form makes of streams that are written back already."""
+    """What few_tokens makes of streams that are written back already."""
     from dsv4lib.ops.mhc.op import Call, run
 
     out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
-    run(Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend), Form.PLAIN)
+    run(
+        Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend),
+        Form.FEW_TOKENS,
+    )
     return out
 
 

@@ -10,8 +10,8 @@ y is normalised: what the sublayer (or the head) multiplies with. Everything is 
 which writes into outputs in place, reads nothing on the host and can be captured in a CUDA graph after one call has
 compiled its kernel. The oracle is `dsv4lib.reference.mhc`.
 
-With many tokens the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch, and wait for each
-other: all must run at the same time. Without a ``space`` the op keeps that memory for each stream; a capture that comes
+With many tokens the kernel's CTAs exchange sums in a workspace that must be 0 before and is 0 after a launch, and wait
+for each other: all must be resident. Without a ``space`` the op keeps that memory for each stream; a capture that comes
 first records a memset instead. Two launches that may run at the same time, captured in two graphs from one stream for
 example, need one each (`workspace`).
 
@@ -33,8 +33,8 @@ from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mhc import arguments
 from dsv4lib.ops.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
-from dsv4lib.ops.mhc.few_tokens import MhcPlain
-from dsv4lib.ops.mhc.many_tokens import MhcBulk
+from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
+from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
 from dsv4lib.ops.mhc.variants import SM_COUNT, Form, cluster_of, form_of, tile_of
 
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
@@ -178,14 +178,14 @@ class Plan(NamedTuple):
     cluster: int
     rows: int
     clusters: int
-    form: Form = Form.PLAIN
+    form: Form = Form.FEW_TOKENS
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
     """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
     form = form_of(tokens, d) if form is None else form
     cluster = cluster_of(d, form)
-    most = max(1, sm_count // cluster if form is Form.BULK else sm_count // GPC * (GPC // cluster))
+    most = max(1, sm_count // cluster if form is Form.MANY_TOKENS else sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
     rounds = -(-tokens // (few * tile_of(form, d)))
     rows = -(-tokens // (few * rounds))
@@ -302,21 +302,21 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
-    if chosen.form is Form.PLAIN:
+    if chosen.form is Form.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: MhcPlain, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.FEW_TOKENS: MhcFewTokens, Form.MANY_TOKENS: MhcManyTokens}[chosen.form]
     args = arguments.launch_args
-    if chosen.form is Form.BULK:
+    if chosen.form is Form.MANY_TOKENS:
         args = functools.partial(args, space=_space(call))
     launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
 
 
 def _space(call: Call) -> Tensor:
-    """Zeros where the CTAs of a call meet: the caller's, or the op's own."""
+    """The workspace of a call: the caller's, or the op's own."""
     if call.space is not None:
         return call.space
     device = call.streams.device

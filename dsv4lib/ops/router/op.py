@@ -7,9 +7,9 @@ weights in place. One launch: `FusedRouter` (decode; one for each 128 tokens) or
 `Router`. The op reads no value of a tensor on the GPU, waits for nothing, and can be captured in a CUDA graph after one
 call has compiled its kernel.
 
-With x, the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch. Without a `Workspace` the op
-keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run at the
-same time, captured in two graphs from one stream for example, need workspaces of their own.
+With x, the kernel's CTAs exchange sums in memory that must be 0 before and is 0 after a launch. Without a `Workspace`
+the op keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run
+at the same time, captured in two graphs from one stream for example, need workspaces of their own.
 
 Source: DSV4 paper, MoE section; the oracle is `dsv4lib.reference.router`.
 """
