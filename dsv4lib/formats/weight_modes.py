@@ -31,7 +31,7 @@ where no bit is lost, with the exception of FP8 scales that are no powers of two
 | `e4m3_split`  | exact; the second plane is zeros                | as `e4m3_expand`; the second plane is zeros       |
 | `bf16`        | exact; `alpha` is 4 if a scale is above 2^125   | exact; rounded once if scales are no powers of    |
 |               |                                                 | two; refused where bf16's range ends              |
-| `ue8m0_naive` | refused: the mistake is one of NVFP4's scales   | refused, likewise                                 |
+| `ue8m0_naive` | refused: the fault is one of NVFP4's scales   | refused, likewise                                 |
 """
 
 from __future__ import annotations

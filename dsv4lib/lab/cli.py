@@ -52,7 +52,7 @@ def run(
     backend: Annotated[str | None, typer.Option(help="auto, native, emulator or reference")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="notebooks at a time [default: usable cores]")] = None,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="memory limit of a run [default: 90 %]")] = None,
-    negatives: Annotated[bool, typer.Option("--negatives", help="run the planted faults instead")] = False,
+    negatives: Annotated[bool, typer.Option("--negatives", help="run the injected faults instead")] = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="run again what a signal, a crash or a full disk ended"),

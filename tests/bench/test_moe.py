@@ -143,7 +143,7 @@ def test_a_long_epilogue_is_not_hidden():
     assert single == pytest.approx(epilogue + steps)  # with one accumulator nothing of it is hidden
 
 
-def test_a_planted_error_is_seen(monkeypatch):
+def test_an_injected_error_is_seen(monkeypatch):
     """Without the fourfold rate the peak is not the data sheet's; the test above would be red."""
     monkeypatch.setitem(static_model.FASTER, "mxf4nvf4", 1)
     card = rates.gpu("B200")

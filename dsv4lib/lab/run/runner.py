@@ -55,8 +55,8 @@ class Options:
         memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
         figures: draw them; without, a page shows their alt texts.
         fork: fork runs from a process with their imports (`forkserver`); without, each starts processes of its own.
-        slices: of a planted fault run only the cells that its gate depends on (`slices`), and judge no other gate. Its
-            record says how many cells were left out, its notebook which. A gate that such a run leaves green failed.
+        slices: of an injected fault run only the cells that its gate depends on (`slices`), and judge no other gate.
+            Its record says how many cells were left out, its notebook which. A gate left green has failed.
     """
 
     out: Path | None = None
@@ -109,7 +109,7 @@ def run_stage(stage: Stage, set_name: str = "quick", options: Options | None = N
 
 
 def run_negative(stage: Stage, name: str, options: Options | None = None) -> Record:
-    """Run one planted fault; the record is `passed` only if the named gate turned red."""
+    """Run one injected fault; the record is `passed` only if the named gate turned red."""
     return run([for_negative(stage, name)], stage.root, "negatives", options).records[0]
 
 
@@ -270,7 +270,7 @@ class Supervisor:
             task["slice"] = asdict(part)
         (private / "job.json").write_text(json.dumps(task))
         environment = self._environment(job, folder, private, token, device)
-        environment[slices.ONLY] = job.reds if part is not None else ""
+        environment[slices.ONLY] = job.expect_fail if part is not None else ""
         started, began, oom = datetime.now(UTC), time.monotonic(), processes.oom_kills()
         worker = self._worker(private, environment, stage.notebook_path)
         meter = Meter(worker.pid, began)
@@ -395,8 +395,9 @@ class Supervisor:
     ) -> None:
         record = Record(
             run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
-            kind=job.kind, negative=job.negative, reds=job.reds, overrides=job.overrides, parameters=job.parameters,
-            backend=job.backend, arch=stage.arch if stage.kernel else "", fingerprint=self.plan.fingerprint,
+            kind=job.kind, negative=job.negative, expect_fail=job.expect_fail, overrides=job.overrides,
+            parameters=job.parameters, backend=job.backend, arch=stage.arch if stage.kernel else "",
+            fingerprint=self.plan.fingerprint,
             stage_fingerprint=job.stage_fingerprint, versions=self.versions, machine=self.machine,
             verdict=kind or Verdict.PASSED, reason=reason, started=started, seconds=seconds,
             time_limit_s=job.time_limit_s,
@@ -441,7 +442,7 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     if told.get("stage") != stage.name:
         reason = f"its verdict is that of stage {told.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
-    asked = [gate for gate in stage.gates if part is None or gate.metric == record.reds]
+    asked = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
     gates = judge(asked, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
@@ -454,12 +455,12 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
 
 
 def _negative(record: Record, gates: Sequence[Any], verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-    states = {gate.state for gate in gates if gate.metric == record.reds}
+    states = {gate.state for gate in gates if gate.metric == record.expect_fail}
     if "failed" in states:
-        return Verdict.PASSED, f"the planted fault turned the gate on {record.reds} red, as it must ({reason})"
+        return Verdict.PASSED, f"the injected fault turned the gate on {record.expect_fail} red, as it must ({reason})"
     if verdict is Verdict.SKIPPED:
         return verdict, reason
-    return Verdict.STAYED_GREEN, f"the planted fault {record.negative} left the gate on {record.reds} green"
+    return Verdict.STAYED_GREEN, f"the injected fault {record.negative} left the gate on {record.expect_fail} green"
 
 
 @contextlib.contextmanager

@@ -147,8 +147,8 @@ def kept_bytes() -> None:
     show_table(head, lines)
 
 
-def mistakes(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
-    """Show which checks see which broken kernel; returns how many kernels none of them sees."""
+def show_faults(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
+    """Show which checks see which faulty kernel; returns how many kernels none of them sees."""
 
     def said(kernels: Kernels) -> str:
         return injected.said_of(kernels, run_case.RIGHT) or "The right kernels."
@@ -157,5 +157,5 @@ def mistakes(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: st
 
 
 def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
-    """The broken kernels to show."""
+    """The faulty kernels to show."""
     return injected.listed(run_case.FAULTS, run_case.RIGHT, "PagesTransposed", every, harmless)

@@ -1,7 +1,7 @@
 """Keys into the window's rings and the paged pool and back: inputs, runs of the ops, and what speaks against them.
 
-For the notebook and its stage. Every count is of kernels that ran; a planted mistake is a class of one of the three
-`broken` modules in place of its kernel. Rings are NaN and pages noise before anything is stored.
+For the notebook and its stage. Every count is of kernels that ran; an injected fault is a class of one of the three
+`faults` modules in place of its kernel. Rings are NaN and pages noise before anything is stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARK = 8  # first dims of a row, by which it is recognised
 
 
 class Kernels(NamedTuple):
-    """The three kernels of this page; a mistake takes the place of one, or of two that agree with each other."""
+    """The three kernels of this page; a fault takes the place of one, or of two that agree with each other."""
 
     append: type = KvAppend
     store: type = KvEntries
@@ -53,7 +53,7 @@ FAULTS = {
 
 
 def kernels_of(fault: str) -> Kernels:
-    """The kernels to run; the right ones where the mistake is none of theirs."""
+    """The kernels to run; the right ones where the fault is none of theirs."""
     return FAULTS.get(fault, RIGHT)
 
 
@@ -291,7 +291,7 @@ def not_finite_wrong(found: torch.Tensor, kv: torch.Tensor) -> int:
 
 
 def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page on a small case: what does not belong to a mistake is 0, `nope_error` at most 1."""
+    """Every check of the page on a small case: what does not belong to a fault is 0, `nope_error` at most 1."""
     batch, pool, odd = ragged(prefill, seed), pool_of((19, 5, 33), seed), no_numbers(seed)
     ring, first = append(batch, backend, kernels.append)
     pages, second = store(pool, backend, kernels.store)

@@ -1,4 +1,4 @@
-"""Kernels planted in place of an op's, what the checks of a page make of them, and launches whose bytes are counted."""
+"""Inject kernels in place of an op's, show which checks of a page see them, and count the bytes of launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTOR = 32  # bytes of memory that are moved together
 
 
 def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) -> int:
-    """Call ops with kernels planted, each as (module of the op, name there, class); no two such calls at once.
+    """Call ops with kernels injected, each as (module of the op, name there, class); no two such calls at once.
 
     Returns:
         hazards, which only the emulator sees.
@@ -77,14 +77,14 @@ def seen_by(
     judged: Callable[[Any], Mapping[str, float]],
     allowed: Mapping[str, float],
 ) -> int:
-    """Show which checks see which mistake.
+    """Show which checks see which fault.
 
     Args:
-        faults: mistakes by name. said: what one does. judged: every check's value of a page with it.
+        faults: faults by name. said: what one does. judged: every check's value of a page with it.
         allowed: the value up to which a check has found nothing, where that is not 0.
 
     Returns:
-        how many mistakes no check sees.
+        how many faults no check sees.
     """
     lines, unseen = [], 0
     for name, fault in faults.items():
@@ -92,12 +92,12 @@ def seen_by(
         unseen += not seen
         counts = ", ".join(f"{check} {value:,.4g}" for check, value in seen.items())
         lines.append((name, said(fault), counts or "nothing"))
-    show_table(("mistake", "what it does", "seen by"), lines)
+    show_table(("fault", "what it does", "seen by"), lines)
     return unseen
 
 
 def listed(faults: Mapping[str, Any], right: Any, one: str, every: bool, harmless: bool) -> dict[str, Any]:
-    """The mistakes to show: ``every`` one, or ``one``; with ``harmless`` what is right in their place."""
+    """The faults to show: ``every`` one, or ``one``; with ``harmless`` what is right in their place."""
     if harmless:
         return {"harmless": right}
     return {name: faults[name] for name in (faults if every else [one])}

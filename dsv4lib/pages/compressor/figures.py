@@ -153,8 +153,8 @@ def step_bytes() -> dict[str, int]:
     return sums
 
 
-def mistakes(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
-    """Show what broken kernels do to CSA (of the running state: to HCA); returns how many go unnoticed."""
+def show_faults(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
+    """Show what faulty kernels do to CSA (of the running state: to HCA); returns how many go unnoticed."""
     lines, unseen = [], 0
     for kernel in kernels:
         kind = HCA if kernel in faults.RUNNING else CSA

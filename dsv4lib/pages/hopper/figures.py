@@ -37,12 +37,12 @@ LAST = (1 << 20) - 1  # the largest position
 
 
 def recorded(fault: str = "none") -> list[Result]:
-    """The committed rows; with a planted fault those of somebody who counted or compared badly."""
+    """The committed rows; with an injected fault those of somebody who counted or compared badly."""
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
     if fault == "wrong_hidden":  # a way of ours that failed its check, timed all the same
-        ours = dataclasses.replace(rows[0].found[0], state=results.WRONG, detail="planted")
+        ours = dataclasses.replace(rows[0].found[0], state=results.WRONG, detail="injected")
         return [dataclasses.replace(rows[0], found=(ours, *rows[0].found[1:])), *rows[1:]]
     return rows
 
@@ -123,7 +123,7 @@ def missed(rows: Sequence[Result]) -> None:
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
-    """What the GPU's counters said of ours, by (op, shape); with a planted fault as if everything were read twice."""
+    """What the GPU's counters said of ours, by (op, shape); with an injected fault as if everything were read twice."""
     ours = {key[:2]: one for key, one in counters.load().items() if key[2] == OURS}
     if fault == "read_twice":
         return {key: dataclasses.replace(one, hbm_read=2 * one.hbm_read) for key, one in ours.items()}

@@ -142,8 +142,8 @@ def seen_table(one: Step, found: torch.Tensor) -> None:
     show_table(("position", "entries it sees", "picks", "-1", "first and last"), lines)
 
 
-def mistakes(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, backend: str) -> int:
-    """Show which checks see which mistake; returns how many none of them sees."""
+def show_faults(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, backend: str) -> int:
+    """Show which checks see which fault; returns how many none of them sees."""
 
     def said(kernels: Kernels) -> str:
         right = "The right kernels." if kernels.rotate_keys else "Keys are stored without their rotation."
@@ -153,7 +153,7 @@ def mistakes(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, bac
 
 
 def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
-    """The mistakes to show."""
+    """The faults to show."""
     return injected.listed(run_case.FAULTS, run_case.RIGHT, "WeightsAsTheyCome", every, harmless)
 
 

@@ -1,7 +1,7 @@
 """The lightning indexer of a CSA layer: inputs, runs of its ops, and what speaks against them; for notebook and stage.
 
 Queries and keys go through the kernels (`indexer_q`, `quantize_indexer_keys`, `topk`); the scores between them are the
-oracle's, from the codes that the kernels left. A planted mistake is a class of one of the `broken` modules in place of
+oracle's, from the codes that the kernels left. An injected fault is a class of one of the `faults` modules in place of
 its kernel, or keys that were stored without their rotation.
 """
 
@@ -61,7 +61,7 @@ FAULTS = {
 
 
 def kernels_of(fault: str) -> Kernels:
-    """The kernels to run; the right ones where the mistake is none of theirs."""
+    """The kernels to run; the right ones where the fault is none of theirs."""
     return FAULTS.get(fault, RIGHT)
 
 
@@ -323,7 +323,7 @@ def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
 
 
 def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page: what does not belong to a mistake is 0, or at most as `figures.ALLOWED` has it."""
+    """Every check of the page: what does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
     one = step(entries, k, seed)
     found, hazards = {}, 0
     for variant in ("fp4", "fp8"):

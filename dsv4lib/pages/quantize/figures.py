@@ -179,8 +179,8 @@ def exact_difference(mode: str, lo: bool = True, twice: bool = False) -> float:
 
     Args:
         mode: key of `MODES`.
-        lo: False plants a mistake: only the first plane is multiplied.
-        twice: True plants another: through E4M3 on the way.
+        lo: False injects a fault: only the first plane is multiplied.
+        twice: True injects another: through E4M3 on the way.
     """
     first, second = torch.meshgrid(torch.arange(127), torch.arange(127), indexing="ij")
     scales = torch.stack([first.flatten(), second.flatten()], dim=-1).to(torch.uint8)
@@ -211,7 +211,7 @@ def operand_differences(sample: Sample, scales_in_order: bool = False) -> int:
 
     Args:
         sample: at least 16 rows; the first 2 I of them are used, I a multiple of 8.
-        scales_in_order: a planted mistake: the scales do not follow their rows.
+        scales_in_order: an injected fault: the scales do not follow their rows.
     """
     from dsv4lib.formats import scale_swizzle
     from dsv4lib.loader import operands

@@ -1,7 +1,7 @@
 """The boundary between two sublayers and the router behind it: run in the emulator, judged in fp64, drawn.
 
-A planted mistake (one of `FAULTS`) is made either in what an op is given or in the rule it is judged by: both differ by
-exactly what a kernel with that mistake would be wrong by.
+An injected fault (one of `FAULTS`) is made either in what an op is given or in the rule it is judged by: both differ by
+exactly what a kernel with that fault would be wrong by.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The page on rings and pages: its inputs, counts and figures without a kernel, and every mistake found with one."""
+"""The page on rings and pages: its inputs, counts and figures without a kernel, and every fault found with one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4lib.pages.cache.run_case import DIM, NOPE, PAGE, WINDOW, Kernels
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.viz.style import alt_text
 
-# The checks that see a mistake, and those that do not although they look at the same bytes.
+# The checks that see a fault, and those that do not although they look at the same bytes.
 SEEN = {
     "OneSlotLate": ({"slots_wrong"}, {"hazards"}),
     "SlotOfTheRow": ({"slots_wrong"}, {"hazards"}),
@@ -31,16 +31,16 @@ SEEN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the mistakes
+@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the faults
 @pytest.mark.parametrize("fault", ["none", *SEEN])
-def test_a_mistake_is_seen_by_its_checks_alone(fault):
+def test_a_fault_is_seen_by_its_checks_alone(fault):
     seen, blind = SEEN.get(fault, (set(), set()))
     found = run_case.judged(run_case.kernels_of(fault), 300, 0, "emulator")
     red = {check for check, value in found.items() if value > figures.ALLOWED.get(check, 0)}
     assert seen <= red and not blind & red and bool(red) == bool(seen), found
 
 
-def test_every_mistake_is_among_them():
+def test_every_fault_is_among_them():
     modules = kv_append_faults, quantize_faults, kv_gather_faults
     assert {name for module in modules for name in module.BROKEN} == set(SEEN) == set(run_case.FAULTS)
     for name, kernels in run_case.FAULTS.items():
