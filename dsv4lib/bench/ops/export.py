@@ -171,7 +171,7 @@ class _Recorded:
         self.given = harness.inputs(row, "cuda", seed)
         graph = torch.cuda.CUDAGraph()
         with _Filled(fill):
-            call, outputs = row.ways[0].bind(self.given)
+            call, outputs = row.providers[0].bind(self.given)
             try:
                 call()  # compiles; memory that the op makes at its first call is there
             except NotImplementedError as error:  # a kernel of torch's that only a GPU has

@@ -2,7 +2,7 @@
 
 A pack (`export` writes it) is a folder with `index.json`, a file for each cubin, and files for memory with contents.
 For each row it has the launches of our op as the op itself made them: kernel, grid, parameters, and where among the
-parameters are addresses of inputs, outputs or other memory. A way of a pack is checked and timed like any other.
+parameters are addresses of inputs, outputs or other memory. A provider of a pack is checked and timed like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way, tensors
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row, tensors
 from dsv4lib.bench.ops.results import OURS
 from dsv4lib.errors import DSV4Error
 
@@ -86,8 +86,8 @@ class Pack:
             raise ReplayError(f"{path} has format {index.get('format')}, not {FORMAT}: export it anew")
         return index
 
-    def way(self, row: Row, launcher: Launcher) -> Way:
-        """Our way of a row; binding it raises `Absent` where the pack does not have the row."""
+    def provider(self, row: Row, launcher: Launcher) -> Provider:
+        """Our provider of a row; binding it raises `Absent` where the pack does not have the row."""
 
         def bind(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
             name = f"{row.op} {row.shape}"
@@ -96,7 +96,7 @@ class Pack:
                 raise Absent(self.index["refused"].get(name, "not in the pack"))
             return self._bound(entry, given, launcher)
 
-        return Way(OURS, bind, hosted=False)
+        return Provider(OURS, bind, hosted=False)
 
     def _bound(
         self, entry: dict[str, Any], given: Given, launcher: Launcher

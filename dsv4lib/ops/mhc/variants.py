@@ -32,7 +32,8 @@ def form_of(tokens: int, d: int) -> Form:
     1, 32, 48, 64 and 128; `BULK` 10.3, 11.3, 11.9, 14.7, 16.5, 24.8, 38.8, 66.7 and 236 with 1, 32, 48, 65, 128, 256,
     512, 1024 and 4096.
 
-    ``python -m dsv4lib.bench.ops.harness --only mhc --ways ours --ahead 8`` times all. streams, post and comb are the
+    ``python -m dsv4lib.bench.ops.harness --only mhc --providers ours --ahead 8`` times all.
+    streams, post and comb are the
     same to fp32; to choose another form changes y by about what the rounding of x does. With `BULK`, some streams (2 of
     100,000) round to the other side, and y, post and comb follow.
     """

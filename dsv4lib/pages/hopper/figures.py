@@ -41,19 +41,19 @@ def recorded(fault: str = "none") -> list[Result]:
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
-    if fault == "wrong_hidden":  # a way of ours that failed its check, timed all the same
+    if fault == "wrong_hidden":  # a provider of ours that failed its check, timed all the same
         ours = dataclasses.replace(rows[0].found[0], state=results.WRONG, detail="injected")
         return [dataclasses.replace(rows[0], found=(ours, *rows[0].found[1:])), *rows[1:]]
     return rows
 
 
 def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """(op, shape, way) of every time that is shorter than the row's bytes take: somebody has miscounted."""
+    """(op, shape, provider) of every time that is shorter than the row's bytes take: somebody has miscounted."""
     return [
-        (row.op, row.shape, way.way)
+        (row.op, row.shape, provider.provider)
         for row in rows
-        for way in row.found
-        if way.us is not None and row.floor_us is not None and way.us < row.floor_us
+        for provider in row.found
+        if provider.us is not None and row.floor_us is not None and provider.us < row.floor_us
     ]
 
 
@@ -93,7 +93,7 @@ def times(rows: Sequence[Result]) -> Figure:
     series = {
         "ours": [(row.bytes, row.ours_us) for row in both],
         "best other": [(row.bytes, row.peer.us) for row in both if row.peer],
-        COPY: [(row.bytes, way.us) for row in both if (way := row.named(COPY)) is not None and way.us],
+        COPY: [(row.bytes, provider.us) for row in both if (provider := row.named(COPY)) is not None and provider.us],
     }
     speeds = {"data sheet": SHEET, "large copies": COPIED}
     levels = {"one small kernel": ONE, "two, one behind the other": TWO}
@@ -108,7 +108,7 @@ def panels(rows: Sequence[Result], ops: Sequence[str], containing: str = "") -> 
 
 def _case(row: Result) -> Case:
     peer, good = row.peer, {"reached": True, "missed": False}.get(row.verdict)
-    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.way if peer else "", good)
+    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.provider if peer else "", good)
 
 
 def missed(rows: Sequence[Result]) -> None:
@@ -169,7 +169,7 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
 
     Args:
         tokens, heads: of the attention output. seed: of its values.
-        fault: "forward": the table turns the other way.
+        fault: "forward": the table turns the other provider.
 
     Returns:
         (bytes of codes and scales that differ between the architectures, from the oracle, hazards).

@@ -65,7 +65,7 @@ HEADER = (
 COUNTED = (
     "op",
     "shape",
-    "way",
+    "provider",
     "least MB",
     "HBM MB read",
     "HBM MB written",
@@ -99,17 +99,17 @@ def cells(rows: list[Result], notes: dict[tuple[str, str], str]) -> list[tuple[A
 
 def _cells(row: Result, note: str) -> tuple[str, ...]:
     ours, peer, graph_peer = row.named(OURS), row.peer, row.graph_peer
-    absent = [one.way for one in row.found if one.state == ABSENT]
+    absent = [one.provider for one in row.found if one.state == ABSENT]
     over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
     return (
         row.op,
         row.shape,
         _us(row.ours_us) if ours is None or ours.us else f"{ours.state}: {ours.detail}",
-        peer.way if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
+        peer.provider if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
         _us(peer.us if peer else None),
         _ratios(row.ratio, row.copy_ratio),
         _us(ours.warm_us if ours else None),
-        "" if graph_peer is None else "the same" if graph_peer is peer else graph_peer.way,
+        "" if graph_peer is None else "the same" if graph_peer is peer else graph_peer.provider,
         _us(graph_peer.warm_us if graph_peer else None),
         _ratios(row.graph_ratio, row.graph_copy_ratio),
         _us(ours.host_us if ours else None),
@@ -146,7 +146,7 @@ def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
         for key, one in runs.items()
         if key in used
     ]
-    return "\n".join(["Measured on:", "", *lines, "", "Every way and its spread: `ops/rows.csv`."])
+    return "\n".join(["Measured on:", "", *lines, "", "Every provider and its spread: `ops/rows.csv`."])
 
 
 def markdown(folder: Path = results.FOLDER, notes: Path = LIMITS) -> str:
@@ -172,7 +172,7 @@ def counted(folder: Path = results.FOLDER) -> str:
 def _counted(one: Counted, row: Result) -> tuple[str, ...]:
     megabytes = (f"{size / 1e6:.3g}" for size in (row.bytes, one.hbm_read, one.hbm_write, one.l2))
     slots = f"{one.instructions / 1e3:.4g}", f"{one.issue:.0f}", f"{one.warps:.0f}"
-    return (one.op, one.shape, one.way, *megabytes, *slots, f"{one.stall} ({one.stalled:.0f} %)")
+    return (one.op, one.shape, one.provider, *megabytes, *slots, f"{one.stall} ({one.stalled:.0f} %)")
 
 
 def extract(folder: Path = results.FOLDER) -> str:
@@ -184,7 +184,7 @@ def extract(folder: Path = results.FOLDER) -> str:
     ]
     for key in EXTRACT:
         row = rows[key]
-        other = (row.peer.way, _us(row.peer.us), f"{row.ratio:.2f}") if row.peer else ("none", "", "")
+        other = (row.peer.provider, _us(row.peer.us), f"{row.ratio:.2f}") if row.peer else ("none", "", "")
         graph = "" if row.graph_ratio is None else f"{row.graph_ratio:.2f}"
         said = f"{row.promise}: {row.verdict}" if row.promise else ""
         lines.append(f"| {' | '.join((*key, _us(row.ours_us), *other, graph, said))} |")
@@ -205,7 +205,7 @@ def figure(folder: Path = results.FOLDER) -> Figure:
 
 def _case(row: Result) -> Case:
     peer, good = row.peer, {"reached": True, "missed": False}.get(row.verdict)
-    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.way if peer else "", good)
+    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.provider if peer else "", good)
 
 
 def main() -> None:
