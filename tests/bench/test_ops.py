@@ -474,20 +474,26 @@ def test_a_folder_of_another_version_is_refused(tmp_path):
 def test_the_table_shows_what_is_missed_and_why(tmp_path):
     recorded(tmp_path)
     notes = tmp_path / "notes.csv"
-    notes.write_text("op,shape,limit\ndouble,T 8,latency of one load\ndouble,T 1,nothing\n")
+    notes.write_text("op,shape,limit,tried\ndouble,T 8,latency of one load,two polls 4.5\ndouble,T 1,nothing,\n")
     lines = ops_table.markdown(tmp_path, notes).splitlines()
     reached, missed, copied = lines[2:5]
     times = "3 | peer | 5 | 0.60 | 1.5 | the same | 2.5 | 0.60 | 30 | 50"
     assert reached.startswith(f"| double | T 1 | {times} | <= 0.6x | reached | reached | 1 | 3.0 |")
     assert (
-        "**missed** | **missed**" in missed and missed.endswith("| latency of one load |") and "nothing" not in reached
+        "**missed** | **missed**" in missed
+        and missed.endswith("| latency of one load | two polls 4.5 |")
+        and "nothing" not in reached
     )
     assert "none (absent: gone)" in copied and "copy 1.12" in copied and "reached" in copied
     assert "driver 1" in lines[-3] and "`bench`" in lines[-3]
-    notes.write_text("op,shape,limit\n")
+    notes.write_text("op,shape,limit,tried\n")
     assert "not looked into yet" in ops_table.markdown(tmp_path, notes)
-    with pytest.raises(DSV4Error, match="op, shape, limit"):
-        ops_table.limits(tmp_path / "no.csv")
+    with pytest.raises(DSV4Error, match="op, shape, limit, tried"):
+        ops_table.notes(tmp_path / "no.csv")
+    for text, words in (("op,shape,limit\n", "other columns"), ("op,shape,limit,tried\na,b,,c\n", "a b has no limit")):
+        notes.write_text(text)
+        with pytest.raises(DSV4Error, match=words):
+            ops_table.notes(notes)
 
 
 def test_the_figure_says_every_time(tmp_path):
@@ -507,11 +513,11 @@ def test_the_recorded_command_names_no_folder_of_the_machine():
 
 
 def test_the_page_is_that_of_the_recorded_rows():
-    written = peer_pages.written(ops_table.NOTES, ops_table.MODULE)
+    written = peer_pages.written(ops_table.PAGE, ops_table.MODULE)
     if not (results.FOLDER / "rows.csv").is_file():
-        assert written == "" and ops_table.limits() == {}
+        assert written == "" and ops_table.notes() == {}
         pytest.skip("no rows are recorded yet")
     assert written == ops_table.markdown(), "python -m dsv4lib.pages.hopper.ops_table writes it"
     assert peer_pages.written(ops_table.README, ops_table.MODULE) == ops_table.extract()
     missed = {(one.op, one.shape) for one in results.load() if one.verdict == "missed"}
-    assert missed == set(ops_table.limits()), "a missed row, and no other, has a line in ops_notes.csv"
+    assert missed == set(ops_table.notes()), "a missed row, and no other, has a line in ops_notes.csv"

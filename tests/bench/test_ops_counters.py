@@ -93,7 +93,7 @@ def test_without_a_gpu_nothing_is_counted(capsys):
 
 
 def test_the_committed_counters_are_the_ones_shown():
-    assert peer_pages.written(ops_table.NOTES, ops_table.COUNTERS) == ops_table.counted()
+    assert peer_pages.written(ops_table.PAGE, ops_table.COUNTERS) == ops_table.counted()
 
 
 def test_counted_rows_are_rows_of_the_bench():

@@ -63,8 +63,8 @@ def wrong(rows: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def unexplained(rows: Sequence[Result], fault: str = "none") -> list[tuple[str, str]]:
-    """(op, shape) of missed rows that nobody has said a word about."""
-    notes = {} if fault == "silent" else ops_table.limits()
+    """(op, shape) of missed rows without a note."""
+    notes = {} if fault == "silent" else ops_table.notes()
     return [(r.op, r.shape) for r in rows if r.verdict == "missed" and not notes.get((r.op, r.shape))]
 
 
@@ -112,14 +112,14 @@ def _case(row: Result) -> Case:
 
 
 def missed(rows: Sequence[Result]) -> None:
-    """The rows that miss their goal, by how much, and what is known of why."""
-    notes = ops_table.limits()
+    """Show the rows that miss their goal: by how much, what bounds them, what was tried."""
+    notes = ops_table.notes()
     lines = [
-        (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", why)
+        (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", *note)
         for r in rows
-        if r.verdict == "missed" and (why := notes.get((r.op, r.shape), "")) is not None
+        if r.verdict == "missed" and (note := notes.get((r.op, r.shape), ops_table.UNKNOWN))
     ]
-    show_table(("op", "shape", "ours us", "goal", "reached", "what limits it"), lines)
+    show_table(("op", "shape", "ours us", "goal", "reached", "limit", "tried"), lines)
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
