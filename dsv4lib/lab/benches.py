@@ -53,7 +53,7 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         "shape",
         "pool",
         "keys",
-        "form",
+        "variant",
         "parts",
         "modelled us",
         "alone us",
@@ -71,7 +71,7 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         numbers = *times, error, row.bound, f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
         met = f"[{'green' if row.met == 'yes' else 'red'}]{row.met}[/]"
         parts = f"{row.splits} x {row.dims}" if row.dims > 1 else str(row.splits)
-        table.add_row(shape, row.pool, str(row.keys), row.form, parts, *numbers, row.target, met, row.published)
+        table.add_row(shape, row.pool, str(row.keys), row.variant, parts, *numbers, row.target, met, row.published)
     console.print(table)
     if record is not None:
         fmha.record(rows, record)

@@ -310,10 +310,10 @@ def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted
     table = []
     for name, c in found.items():
         for rows in (1, c.tile_n):
-            step, turn = c.step_of(rows), c.turn_of(rows)
+            step, transition = c.step_of(rows), c.transition_of(rows)
             (form, mmas), *_ = step.mma.items()
-            line = [step.load_bytes / 1024, step.smem_mma_bytes / 1024, step.instructions, turn.instructions]
-            line += [turn.tmem_load_bytes / 1024, turn.smem_thread_bytes / 1024, turn.convert]
+            line = [step.load_bytes / 1024, step.smem_mma_bytes / 1024, step.instructions, transition.instructions]
+            line += [transition.tmem_load_bytes / 1024, transition.smem_thread_bytes / 1024, transition.convert]
             table.append((name, rows, f"{mmas:g} x {form.n}", *map(round, line)))
     heads = ["MMAs x N a step", "TMA KiB", "SMEM read KiB", "instructions"]
     heads += ["instructions a tile", "TMEM KiB", "exchange KiB", "conversions"]
