@@ -508,7 +508,7 @@ def test_the_tiles_that_the_op_chooses_by_are_the_models(kind, options):
 def test_the_recorded_table_has_a_line_for_every_shape():
     with fmha.RESULTS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    built = [r for r in rows if r["form"] == fmha.BUILT and r["pool"] == "bf16"]
+    built = [r for r in rows if r["variant"] == fmha.BUILT and r["pool"] == "bf16"]
     keys = {(r["model"], r["kind"], r["phase"], int(r["batch"]), int(r["context"])) for r in built}
     assert keys == {(s.model, s.kind, s.phase, s.batch, s.context) for s in fmha.shapes()} and len(keys) == len(built)
     for row in rows:
