@@ -64,7 +64,7 @@ class Mode:
         name: key of `MODES`.
         bits: stored bits a weight, scales included (the global scale is one number a matrix).
         activations: ``nvfp4`` (E4M3 scale per 16), ``mxfp8`` (E8M0 per 32) or ``bf16``.
-        mma: instruction kind and scale granularity of the GEMM; the spelling that every SM10x target takes.
+        mma: instruction kind and scale granularity of the GEMM; the variant that every SM10x target takes.
         planes: operands that are multiplied one after the other into one accumulator.
         exact: dequantises to exactly the NVFP4 weights that it was made from.
     """

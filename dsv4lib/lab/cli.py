@@ -1,4 +1,4 @@
-"""The command line of the lab, behind `./dsv4`: run, stages, report, test, lint, doctor, lab.
+"""The command line of the lab, called by `./dsv4`: run, stages, report, test, lint, doctor, lab.
 
 `run` decides its exit code by the table in `verdicts.py`; every other refusal is one red line and exit code 2.
 """
@@ -179,7 +179,7 @@ def emulate(
         int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
     ] = None,
 ) -> None:
-    """Run somebody's CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
+    """Run a CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
 
     The script itself runs on this machine with your rights: it can read and write whatever you can. Limits hold for
     each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all.

@@ -180,14 +180,14 @@ def _unit(body: Sequence[ast.stmt], imported: dict[str, bool], late: _Late) -> _
                 unit.changes |= {_root(part) for part in given} - outside
             case ast.Call(func=ast.Attribute(attr=attr, value=value)) if attr.endswith("_") and not attr.endswith("__"):
                 unit.changes |= {_root(value)} - outside  # PyTorch's name for "in place"
-    unit.changes &= _names(tree) | unit.binds  # a function's own variables are nobody else's
+    unit.changes &= _names(tree) | unit.binds  # a function's own variables are private
     unit.changes |= late.changes(_names(tree))
     unit.reads, unit.always = _flow(body, set(), late)
     return unit
 
 
 def _flow(body: Sequence[ast.stmt], bound: set[str], late: _Late) -> tuple[set[str], set[str]]:
-    """(names that ``body`` reads as others left them, names bound for certain behind it); ``bound``: those before."""
+    """(names that ``body`` reads as others left them, names bound for certain after it); ``bound``: those before."""
     reads, bound = set(), set(bound)
     for statement in body:
         inner: list[tuple[Sequence[ast.stmt], set[str]]] = []

@@ -296,7 +296,8 @@ def attention(
             send: instructions of the warp that issues the loads, of a tile and a transition: no work of softmax warps;
         transition: what persistent CTAs do between two items: the next Q comes through the ring of keys, in
             ``q_stages`` of its stages. It is copied after the last P V, or with ``q_ahead`` before it; the first Q K^T
-            follows the copy; parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
+            follows the copy.
+            parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
             blocks: of O, a multiple of ``parts``: P V goes block after block, and waits for each until the O of the
             item before is read. `groups` is 1 then.
         stored: of a transition, what as many warps of their own as softmax warps do with O: until they hand its blocks

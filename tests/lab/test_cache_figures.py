@@ -112,7 +112,7 @@ def test_figures(capsys):
     wide = run_case.keys(64, 0, octaves=24)
     words = alt_text(figures.octave_error(wide, kv_entry.fake_quantize(wide)))
     assert "to 100; 4 significant bits goes from 6.25" in words
-    assert "5 request 1" in alt_text(figures.pool_map(pool)) and "39 nobody's" in alt_text(figures.pool_map(pool))
+    assert "5 request 1" in alt_text(figures.pool_map(pool)) and "39 unused" in alt_text(figures.pool_map(pool))
     pages, every = run_case.all_pairs()
     found, _ = kv_entry.gather(pages, PAGE, every)
     assert "24 x 256 cells" in alt_text(figures.pair_map(found)) and "302 NaN" in alt_text(figures.pair_map(found))

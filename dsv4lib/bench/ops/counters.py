@@ -63,7 +63,7 @@ NO_PROFILER = 21  # the exit code where ncu is missing
 
 
 class CounterError(DSV4Error, RuntimeError):
-    """Nsight Compute is missing, fails, or prints something else than the counters that were asked for."""
+    """Nsight Compute is missing, fails, or prints something else than the requested counters."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
     for row in rows:
         given = harness.inputs(row, "cuda")
         for provider in harness.taken(row, providers):
-            with suppress(Exception):  # who cannot run is absent here; the bench says why
+            with suppress(Exception):  # a provider that cannot run is absent here; the bench says why
                 call, _ = provider.bind(given)
                 call()
                 torch.cuda.synchronize()

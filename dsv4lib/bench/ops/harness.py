@@ -79,7 +79,7 @@ def measure(
     for name, one in _times(calls, clock).items():
         found[name] = dataclasses.replace(one, host_us=None) if name in replayed else one
     ours = found.get(OURS)
-    if ours and ours.state == TIMED:  # right too after many launches in a row, with nobody waiting in between
+    if ours and ours.state == TIMED:  # right too after many launches in a row, without a wait in between
         again = _compared(OURS, bound[OURS][1], row, given)
         found[OURS] = ours if again is None else Found(OURS, WRONG, detail=f"after many launches: {again.detail}")
     order = [provider.name for provider in candidates] + [COPY] * (COPY in found)
@@ -139,7 +139,7 @@ def _compared(name: str, outputs: Mapping[str, torch.Tensor], row: Row, given: G
 
 
 def _times(calls: Mapping[str, Call], clock: Clock) -> dict[str, Found]:
-    """Times of all calls in turns; if they cannot be timed together, of each alone, so that the culprit shows."""
+    """Times of all calls in turns; if they cannot be timed in one session, of each alone, so that the culprit shows."""
     names = list(calls)
     try:
         cold = clock.cold(list(calls.values())) if calls else []
@@ -275,7 +275,7 @@ def listed(rows: Iterable[Row]) -> list[str]:
 
 
 def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
-    """The command as it is recorded: where its ``folders`` lay is nobody's business, and no time depends on it."""
+    """The command as it is recorded: paths of its ``folders`` are left out: no time depends on them."""
     words = ["DIR" if Path(word) in folders else shlex.quote(word) for word in arguments]
     return " ".join(["python -m dsv4lib.bench.ops.harness", *words])
 
@@ -285,8 +285,8 @@ def facts(command: str) -> dict[str, str]:
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
     query = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
     try:
-        asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-        smi = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
+        smi = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):
         smi = []
     driver, sm, memory, power = smi if len(smi) == 4 else [""] * 4

@@ -78,7 +78,7 @@ def _wait() -> None:
 
 
 def layer(device: str = "cuda") -> Call:
-    """The ops of `LAYER`, ours, one behind the other on the current stream.
+    """The ops of `LAYER`, ours, one after the other on the current stream.
 
     Raises:
         ArgumentError: a row that is not there.

@@ -23,7 +23,7 @@ from dsv4lib.bench.ops.results import OURS
 from dsv4lib.errors import DSV4Error
 
 FORMAT = 1
-PORTABLE_CLUSTER = 8  # CTAs; a larger one must be asked for
+PORTABLE_CLUSTER = 8  # CTAs; a larger one must be allowed explicitly
 
 
 class ReplayError(DSV4Error, RuntimeError):
@@ -37,7 +37,7 @@ class Launch:
     Attributes:
         cubin: name of its file. kernel: symbol in there.
         grid, block, cluster: x first. smem: bytes of dynamic shared memory. programmatic: it may start early.
-        params: parameter block; pointers: (offset in there, whose address, bytes behind its start).
+        params: parameter block; pointers: (offset in there, whose address, bytes from its start).
     """
 
     cubin: str
@@ -53,8 +53,8 @@ class Launch:
     def filled(self, memory: Mapping[str, torch.Tensor]) -> bytes:
         """The parameters with addresses of this memory."""
         block = bytearray(self.params)
-        for offset, name, behind in self.pointers:
-            block[offset : offset + 8] = (memory[name].data_ptr() + behind).to_bytes(8, "little")
+        for offset, name, start in self.pointers:
+            block[offset : offset + 8] = (memory[name].data_ptr() + start).to_bytes(8, "little")
         return bytes(block)
 
 

@@ -8,7 +8,7 @@ Cold, one call after the other, all providers in turns under one profiler sessio
 The spin kernel lets the host run ahead, so that no kernel waits to be queued; its length follows from the host time
 of the call. The time is from the start of the call's first kernel to the end of its last one (copies and memsets
 count). Warm: a CUDA graph of `NODES` calls, replayed between two events. Host: the caller's time to queue `BURST` calls
-in a row behind a kernel that spins, so that none waits for the GPU or for room in its queue; a call's share of it.
+in a row after a kernel that spins, so that none waits for the GPU or for room in its queue; a call's share of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How fast a warp sends tiles of scattered rows to shared memory, by the way it issues its copies; for a Hopper GPU.
 
 A tile is 64 keys x 512 dimensions, 128 copies of 4 rows x 128 bytes, as `kernels.fmha.load` gathers it (`gather4` is
-Blackwell's; here boxes of 4 rows that lie together). Loader warps bring tile after tile into three stages, and
+Blackwell's; here boxes of 4 adjacent rows). Loader warps bring tile after tile into three stages, and
 use a stage again when its bytes have landed: nothing but loads.
 
     lanes     16 lanes have 4 rows each and issue 8 copies. A copy takes its operands from uniform registers, so the

@@ -59,7 +59,7 @@ class Before:
     Args:
         trigger: launch dependents at once (`griddepcontrol.launch_dependents`); else they come when all CTAs have left.
         room: ask for an SM's memory as shared memory, in percent; None: the driver's choice. If an SM has to be idle to
-            change the division, a CTA of `After` cannot join one that runs with little shared memory.
+            change the division, a CTA of `After` cannot share an SM with one that has little shared memory.
     """
 
     def __init__(self, trigger: bool, room: int | None = None):
@@ -310,7 +310,7 @@ class Exposed:
 
     Attributes:
         l2: "cold" (flushed before the pair) or "warm"; ctas, cluster: of `After`; before_us: how long `before` ran.
-        pdl, trigger, prefetch, variant, room: as of `After` and `Before`; room 0: none asked for.
+        pdl, trigger, prefetch, variant, room: as of `After` and `Before`; room 0: none reserved.
         entered_us .. end_us: of the marks, from the end of `before`; first_byte_clk: the same at ``clock_ghz``.
         total_us: from the end of `before` to the end of the last CTA.
     """
@@ -413,7 +413,7 @@ class Bench:
             raise RuntimeError("the dependent kernel read what its predecessor had not written")
 
     def _read(self) -> dict[str, float]:
-        """Of the last pair: marks of the median CTA behind the end of `before`, ns."""
+        """Of the last pair: marks of the median CTA after the end of `before`, ns."""
         before, after = self.before.cpu(), self.after.cpu()
         end = int(before[:, 1].max())
         out = {name: statistics.median((after[:, i] - end).tolist()) for i, name in enumerate(MARKS)}

@@ -97,8 +97,8 @@ class Active:
     def cell(self) -> tuple[int, int] | None:
         """Index of the running cell and number of cells, once known."""
         try:
-            told = json.loads(read_own(self.private / "progress.json"))
-            return int(told["cell"]), int(told["cells"])
+            stored = json.loads(read_own(self.private / "progress.json"))
+            return int(stored["cell"]), int(stored["cells"])
         except UNREADABLE:
             return None
 
@@ -204,7 +204,7 @@ class Supervisor:
             raise troubles[0]
 
     def _clean_up_after_a_killed_runner(self) -> None:
-        """End processes and remove private folders that an earlier try at this command left behind."""
+        """End processes and remove private folders that an earlier attempt of this command left."""
         for folder in self.plan.folder.glob("*/"):
             processes.end(self._token(folder))
         for folder in own_folders(Path(_short_temporary()), "dsv4-"):
@@ -344,9 +344,9 @@ class Supervisor:
     def _outcome(self, run: Active) -> tuple[Verdict | None, str]:
         """What the worker says; a class of None means that the notebook ran to its end."""
         try:
-            told = json.loads(read_own(run.private / "outcome.json"))
-            run.meter.cpu_s = max(run.meter.cpu_s, told["cpu_s"])  # to its very end, where samples stop before
-            return (Verdict(told["class"]) if told["class"] else None), str(told["reason"])
+            stored = json.loads(read_own(run.private / "outcome.json"))
+            run.meter.cpu_s = max(run.meter.cpu_s, stored["cpu_s"])  # to its very end, where samples stop before
+            return (Verdict(stored["class"]) if stored["class"] else None), str(stored["reason"])
         except UNREADABLE:
             code = run.worker.returncode
             if code == -signal.SIGKILL and processes.oom_kills() > run.oom_before:
@@ -373,7 +373,7 @@ class Supervisor:
                 run.lock.release()
 
     def _keep_log(self, run: Active) -> None:
-        """What the worker and the kernel printed outside of cells, for whoever looks into a failure."""
+        """What the worker and the kernel printed outside of cells, for debugging a failure."""
         with contextlib.suppress(OSError):
             said = (run.private / "worker.log").read_text(errors="replace")[-LOG_CHARACTERS:]
             if said.strip():
@@ -432,15 +432,15 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     Of a slice only the gates on its metric are judged: it says nothing about the others.
     """
     try:
-        told = json.loads(read_own(path))
-        metrics = {str(k): float(v) for k, v in told["metrics"].items()}
-        skipped = {str(k): str(v) for k, v in told["skipped"].items()}
+        stored = json.loads(read_own(path))
+        metrics = {str(k): float(v) for k, v in stored["metrics"].items()}
+        skipped = {str(k): str(v) for k, v in stored["skipped"].items()}
     except FileNotFoundError:
         return replace(record, verdict=Verdict.NO_VERDICT, reason="the notebook ended without calling lab.verdict")
     except (*UNREADABLE, AttributeError) as error:
         return replace(record, verdict=Verdict.NO_VERDICT, reason=f"its verdict cannot be read: {error}")
-    if told.get("stage") != stage.name:
-        reason = f"its verdict is that of stage {told.get('stage')!r}"
+    if stored.get("stage") != stage.name:
+        reason = f"its verdict is that of stage {stored.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
     asked = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
     gates = judge(asked, metrics, skipped)

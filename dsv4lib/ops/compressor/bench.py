@@ -53,7 +53,7 @@ LAYOUTS = {"kv": kv_entry.LAYOUT, "fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_
 
 
 def layout(given: Given) -> PageLayout:
-    """Of the pages that are asked for."""
+    """Of the requested pages."""
     return LAYOUTS[given["format"]]
 
 
@@ -156,8 +156,8 @@ def check(given: Given, outputs: Mapping[str, torch.Tensor]) -> None:
     """Every stored element is a nearest value of its format to the oracle's, up to bf16 before it; the state to fp32.
 
     The released code's two steps to bf16 before the format, after pooling and after the norm, move a value by up to
-    2^-8 each (half a unit of the last of 8 bits), of it or of the pair that RoPE turns; in what is rotated such errors
-    of 128 values meet. Ours is held to the bytes in tests/ops/compressor/test_kernel.py.
+    2^-8 each (half a unit of the last of 8 bits), of it or of the pair that RoPE rotates. The Hadamard
+    rotation adds such errors of 128 values. Ours is held to the bytes in tests/ops/compressor/test_kernel.py.
     """
     want, slots, state = expected(given)
     near = want.abs()

@@ -84,7 +84,7 @@ def paged_state(given: Given, block: int) -> tuple[torch.Tensor, torch.Tensor, t
     """The state in pages: (cache fp32 [N, block, 2 W], table int32 [B, pages], slot of every new token int64 [T]).
 
     A request has pages for the positions of its ring before the call and for its new ones; the rest of its table says
-    page 0, which nobody reads. Pages come in an order that is not that of the positions.
+    page 0, which is never read. Pages come in an order that is not that of the positions.
     """
     ring = given["state"]  # [B, R, 2 W]
     device, batch, rows = ring.device, len(ring), ring.shape[1]

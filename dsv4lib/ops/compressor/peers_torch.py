@@ -1,8 +1,8 @@
 """The rows of `compressor` in a few lines of torch, for torch.compile: pooled, normed, turned, packed, stored.
 
-As much as somebody would write who has no kernel: a decode step pools every request's window, closed or not, because
-shapes must not depend on values; what closes none goes to a page of its own behind the pool. Prefill is one prompt of
-whole windows from position 0, as the rows have it.
+What one writes without a kernel: a decode step pools every request's window, closed or not, because shapes must not
+depend on values. What closes none goes to a page of its own past the end of the pool. Prefill is one prompt of whole
+windows from position 0, as the rows have it.
 """
 
 from __future__ import annotations

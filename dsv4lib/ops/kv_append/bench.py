@@ -66,7 +66,7 @@ def _ours(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
 
 
 def _put(kv: Tensor, ring: Tensor, requests: Tensor, kept: Tensor) -> None:
-    """In torch, in place, told which rows stay."""
+    """Write in place with torch, given which rows stay."""
     row, _, start, place = requests[torch.searchsorted(requests[:, 0].contiguous(), kept, right=True) - 1].unbind(1)
     ring[place, (start + kept - row) % WINDOW] = kv[kept]
 

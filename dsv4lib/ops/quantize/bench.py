@@ -19,7 +19,7 @@ from dsv4lib.ops.quantize import op, peers
 from dsv4lib.ops.quantize.config import RECIPES, ROW_RECIPES
 from dsv4lib.reference import quantize as oracle
 
-CLOSE = 1e-4  # part of the bytes: who divides in fp32 takes the other neighbour at a few ties
+CLOSE = 1e-4  # part of the bytes: a division in fp32 rounds a few ties to the other neighbour
 
 
 def rows() -> list[Row]:

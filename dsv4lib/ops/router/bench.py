@@ -1,4 +1,4 @@
-"""Rows of `router`: gate GEMM and selection together.
+"""Rows of `router`: gate GEMM and selection.
 
 given: x bf16 [T, d], weight bf16 [E, d], bias fp32 [E], k int, factor float. Outputs: experts int [T, k] (best score
 first, or in any order), weights fp32 [T, k] of the same order. Logits are sums in fp32, not rounded to bf16.
@@ -44,7 +44,7 @@ def _row(model: str, tokens: int) -> Row:
         given=given,
         check=_check,
         providers=(
-            Provider("ours", _fused if tokens in inputs.DECODE else _behind_a_gemm),
+            Provider("ours", _fused if tokens in inputs.DECODE else _after_a_gemm),
             providers.functional("cuBLAS + torch.topk", _plain),
             Provider("cuBLAS + torch.compile", _compiled),
             *peers.providers(),
@@ -80,7 +80,7 @@ def _fused(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     return lambda: op.router(x, weight, **options, out=both, space=space), out
 
 
-def _behind_a_gemm(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
+def _after_a_gemm(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     out, options = _new(given), {"k": given["k"], "factor": given["factor"], "bias": given["bias"]}
     both = out["experts"], out["weights"]
     return lambda: op.router(_logits(given), **options, out=both), out

@@ -17,7 +17,7 @@ from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.table import show_table
 
 ARCH, ARCHS = "sm_100a", ("sm_100a", "sm_90a")
-SECTOR = 32  # bytes of memory that are moved together
+SECTOR = 32  # bytes of one memory transaction
 
 
 def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) -> int:
@@ -37,7 +37,7 @@ def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) 
 def sectors(
     arch: str, kernel_type: type, settings: Mapping[str, Any], fake: Callable, args: Callable, *given: Any
 ) -> int:
-    """Run a kernel in the emulator, wherever the page runs; returns the sectors that its warps asked for."""
+    """Run a kernel in the emulator, wherever the page runs; returns the sectors that its warps requested."""
     kernel, code = compile_cache.default().get(kernel_type, dict(settings), fake, arch)
     gpu = make(arch, checks="all")
     launch(code, *args(kernel, *given), gpu=gpu)
@@ -45,21 +45,21 @@ def sectors(
 
 
 class Traffic(NamedTuple):
-    """A launch: what it must move at least, and what its warps asked for, in bytes; items that it is for."""
+    """A launch: what it must move at least, and what its warps requested, in bytes; items that it is for."""
 
     floor: int
-    asked: int
+    requested: int
     items: int
 
 
 def traffic(launches: Mapping[str, Traffic], item: str) -> Figure:
     """Bytes an ``item`` that warps ask for, the floor as a tick."""
     names, items = list(launches), [one.items for one in launches.values()]
-    asked = [one.asked / n for one, n in zip(launches.values(), items, strict=True)]
+    requested = [one.requested / n for one, n in zip(launches.values(), items, strict=True)]
     floor = [one.floor / n for one, n in zip(launches.values(), items, strict=True)]
-    ratio = [one.asked / one.floor for one in launches.values()]
+    ratio = [one.requested / one.floor for one in launches.values()]
     panels = [
-        Panel(f"bytes a {item}; tick: what must be moved", asked, "{:,.1f}", bounds=floor),
+        Panel(f"bytes a {item}; tick: what must be moved", requested, "{:,.1f}", bounds=floor),
         Panel("over the floor", ratio, "{:.2f}"),
     ]
     return side_by_side(names, panels, [True] * len(names), "sectors of 32 bytes that warps ask for, counted")

@@ -35,7 +35,7 @@ class Outcome:
         hazards: what the checks reported; error: what stopped it.
         trace: of the launch; result: of the launch, None if it stopped.
         output: C; operands: A and B.
-        padding: nothing was written behind the rows of C.
+        padding: nothing was written past the end of C.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Outcome:
         if self.error is None and not self.record.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.record.rel_l2:.2g}"))
         if not self.padding:
-            out.append(("wrong numbers", "", "padding behind the rows of C was written"))
+            out.append(("wrong numbers", "", "padding past the end of C was written"))
         return out
 
 

@@ -82,7 +82,7 @@ def draw(kind: Kind, tokens: int, seed: int) -> Tokens:
 
 
 def _tables(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin; one window more than the entries turn by, for the fault that reads it."""
+    """cos and sin; one window more than the entries are rotated by, for the fault that reads it."""
     positions = torch.arange(tokens + 2 * HCA.rate)
     return rope.cos_sin(positions, rope.layer_freqs(FLASH, LayerKind.CSA), torch.float32)
 

@@ -24,14 +24,14 @@ Finding = tuple[str, str, str]
 
 
 def stale_cache(case: Case, inject: bool = True) -> list[Finding]:
-    """A cache whose key forgets the sources: yesterday's join, repaired since, is served from disk."""
+    """A cache whose key forgets the sources: the combine as it was before a repair is served from disk."""
     right, usual = compile_cache.key, compile_cache.default()
 
     def forgetful(kernel_type: type, settings: dict, arch: str) -> str | None:
         return right(Combine if issubclass(kernel_type, Combine) else kernel_type, settings, arch)
 
     class Fresh(compile_cache.CompileCache):
-        """What a new process has: nothing in memory; only joins are of interest here."""
+        """What a new process has: nothing in memory; only the combine matters here."""
 
         def get(self, kernel_type: type, *others: Any) -> tuple:
             return (

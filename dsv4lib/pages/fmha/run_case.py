@@ -47,7 +47,7 @@ class Outcome:
         inputs: (q, keys, ...), the tensors it read.
         never: boxes of each operand that no CTA loaded; unread: bytes that TMA loaded and no product read; only with a
             trace.
-        guards_written: values written behind the last head of a token.
+        guards_written: values written past the last head of a token.
     """
 
     kernel: Any
@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, every box of the operands loaded and read, nothing written behind the last head."""
+        """Right, no hazard, every box of the operands loaded and read, nothing written past the last head."""
         found = self.hazards or any(self.never.values()) or self.unread or self.guards_written or self.early()
         return self.right and not found
 
@@ -128,7 +128,7 @@ class Outcome:
             places = "; ".join(loads_of(self.trace, operand) for operand in self.inputs[:2])
             out.append(("bytes never read", places, f"{self.unread:,} bytes were loaded and no product read them"))
         if self.guards_written:
-            out.append(("pad rows leaked", "", f"{self.guards_written} values behind the last head"))
+            out.append(("pad rows leaked", "", f"{self.guards_written} values past the last head"))
         if self.error is None and not self.factor.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.rel_l2:.2g}; {self.factor}"))
         if self.lse_error is not None and self.lse_error > LSE_TOLERANCE:
@@ -349,7 +349,7 @@ def run_split(
     tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> Outcome:
-    """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE.
+    """Run the splits of an attention and combine them with ``combine_type``, with sink and inverse RoPE.
 
     A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``,
     ``tail``: see `arguments.launch_args`.
@@ -358,9 +358,9 @@ def run_split(
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards
-        join, join_code = compiled(combine_type, (case.q.shape[2], made[0].dtype, True, True))
-        joined = arguments.combine_args(join, parts, lses, case.sink, (case.cos, case.sin), o, lse)
-        gpu, error = _run(join_code, joined, "emulator", **device)
+        combine, combine_code = compiled(combine_type, (case.q.shape[2], made[0].dtype, True, True))
+        given = arguments.combine_args(combine, parts, lses, case.sink, (case.cos, case.sin), o, lse)
+        gpu, error = _run(combine_code, given, "emulator", **device)
         gpu.launches[0].result.hazards[:0] = hazards
     peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
     truth = oracle(case, entries, window, True, True)

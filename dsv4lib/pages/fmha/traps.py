@@ -64,7 +64,7 @@ TRAPS = (
     Trap(
         "P is stored at a column offset that the second MMA's descriptor lacks",
         "NaN, zeros, or numbers of another launch",
-        "the emulator: read of columns that nobody wrote",
+        "the emulator: read of columns that were never written",
         "fmha_b",
         _found("ShiftedWeights"),
         ("ShiftedWeights",),

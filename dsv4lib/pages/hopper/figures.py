@@ -37,7 +37,7 @@ LAST = (1 << 20) - 1  # the largest position
 
 
 def recorded(fault: str = "none") -> list[Result]:
-    """The committed rows; with an injected fault those of somebody who counted or compared badly."""
+    """The committed rows; with an injected fault as if bytes or verdicts were miscounted."""
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
@@ -48,7 +48,7 @@ def recorded(fault: str = "none") -> list[Result]:
 
 
 def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """(op, shape, provider) of every time that is shorter than the row's bytes take: somebody has miscounted."""
+    """(op, shape, provider) of every time that is shorter than the row's bytes take: the bytes are miscounted."""
     return [
         (row.op, row.shape, provider.provider)
         for row in rows
@@ -96,7 +96,7 @@ def times(rows: Sequence[Result]) -> Figure:
         COPY: [(row.bytes, provider.us) for row in both if (provider := row.named(COPY)) is not None and provider.us],
     }
     speeds = {"data sheet": SHEET, "large copies": COPIED}
-    levels = {"one small kernel": ONE, "two, one behind the other": TWO}
+    levels = {"one small kernel": ONE, "two, one after the other": TWO}
     return over_bytes(series, speeds, levels, "H200, cold L2: time over bytes")
 
 

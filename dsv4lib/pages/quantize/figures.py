@@ -67,7 +67,7 @@ def error_by_code(sample: Sample, modes: Sequence[str]) -> Figure:
 
 
 def scale_ratios(sample: Sample) -> Figure:
-    """What the naive conversion multiplies each block of 16 by, without being asked."""
+    """The factor by which the naive conversion changes each block of 16."""
     q = sample.quantized
     was = e4m3.decode(q.scales, torch.float64) * q.global_scale.to(torch.float64)
     pair = was.unflatten(-1, (-1, 2))
@@ -154,11 +154,11 @@ def expert_table(one: Expert, rows: Sequence[str], activations: Sequence[str]) -
     return out
 
 
-def spellings(targets: Mapping[str, str]) -> int:
-    """Show which target takes which spelling; returns how many answers differ from what NVIDIA's tools emit today.
+def instruction_variants(targets: Mapping[str, str]) -> int:
+    """Show which MMA variants ptxas accepts for each target; return how many answers are not as recorded.
 
     Args:
-        targets: heading -> target that is asked.
+        targets: heading -> target.
     """
     rows, wrong = [], 0
     for kind, blocks in block_scale_probe.KINDS.items():
