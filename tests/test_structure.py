@@ -168,7 +168,7 @@ def test_no_private_paths_or_big_files():
     for path in tracked():
         size = path.stat().st_size
         assert size <= 1 << 20, f"{path.name} has {size} bytes"
-        # Tests plant such paths on purpose: reports and lints must find them.
+        # Tests inject such paths on purpose: reports and lints must find them.
         if "tests" not in path.parts and private.search(path.read_text(errors="replace")):
             hits.append(str(path.relative_to(ROOT)))
     assert hits == []

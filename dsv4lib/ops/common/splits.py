@@ -40,7 +40,7 @@ Half a tile of a range is 1,160 where few SMs read, 1,388 where 128 do, and SAVE
 best in between.
 
 JOIN and EACH are a fit, within 17 %, of what combining adds on an H200 after a kernel that writes the parts
-(`bench.join_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
+(`bench.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
 (16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PART, 0.026 us
 there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within 3 % of the
 best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
-from dsv4lib.bench.ops.ways import Outputs, compiled, in_place
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
+from dsv4lib.bench.ops.providers import Outputs, compiled, in_place
 from dsv4lib.ops.mhc import peers
 from dsv4lib.ops.mhc.variants import Form, form_of, forms
 from dsv4lib.reference import mhc as oracle
@@ -126,7 +126,7 @@ def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
     return write
 
 
-def _forms(tokens: int, d: int) -> tuple[Way, ...]:
+def _forms(tokens: int, d: int) -> tuple[Provider, ...]:
     """Ours in the forms that fit and that the op does not choose for this many tokens."""
     others = [form for form in forms(d) if form != form_of(tokens, d)]
     return tuple(in_place(f"ours, {form.value}", _outputs, _in_form(form)) for form in others)
@@ -148,7 +148,7 @@ def _goal(tokens: int) -> float | None:
 def rows() -> list[Row]:
     """Flash and Pro, decode and 4096 tokens."""
     names = ("streams", "f", "post", "comb", "fn", "scale", "base", "weight")
-    ours, others = Way("ours", _ours), (compiled(_plain, *names), *peers.ways())
+    ours, others = Provider("ours", _ours), (compiled(_plain, *names), *peers.providers())
     return [
         Row(
             op="mhc",
@@ -157,7 +157,7 @@ def rows() -> list[Row]:
             flops=tokens * 2 * d * (N * WIDTH + N * (N + 1) + N),
             given=partial(make, tokens, d),
             check=check,
-            ways=(ours, *_forms(tokens, d), *others),
+            providers=(ours, *_forms(tokens, d), *others),
             goal=_goal(tokens) if model == "Flash" or tokens == 4096 else None,
         )
         for model, d in MODELS

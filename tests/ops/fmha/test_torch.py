@@ -200,7 +200,7 @@ def test_auto_is_native_else_emulator_and_never_falls_back(monkeypatch):
 
 
 def test_hazards_do_not_pass_in_silence():
-    """A broken kernel in place of the right one: its race is told even to those who do not look at the device."""
+    """A faulty kernel in place of the right one: its race is told even to those who do not look at the device."""
     with emulator.device("sm_100a", shims=False, checks="race"), replaced(BROKEN["SumOverMaximum"]):
         with pytest.warns(UserWarning, match="the emulator reports .* hazards, first: "):
             op.fmha(**arguments(splits=1))

@@ -1,4 +1,4 @@
-"""mHC's kernel in the emulator: against the oracle, all schedules alike, no hazards, planted mistakes noticed."""
+"""mHC's kernel in the emulator: against the oracle, all schedules alike, no hazards, injected faults noticed."""
 
 from functools import cache
 
@@ -229,7 +229,7 @@ def test_nan_stays_in_its_token(form):
     check([x[rest] for x in after], (streams[rest], tuple(x[rest] for x in before), parameters))
 
 
-MISTAKES = {
+FAULTS = {
     "comb not transposed": ("post", lambda y, x, p, c: p.unsqueeze(-1) * y.unsqueeze(-2) + c @ x),
     "post without 2": ("post_weights", torch.sigmoid),
     "pre with an eps of 0.01": ("pre_weights", lambda logits, eps: torch.sigmoid(logits) + 0.01),
@@ -245,12 +245,12 @@ def three_tokens(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_check_notices(mistake, form, monkeypatch):
-    """The oracle with a mistake is not what the kernel computes."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_notices(fault, form, monkeypatch):
+    """The oracle with a fault is not what the kernel computes."""
     given = case(3, 128)
     after = three_tokens(form)
-    monkeypatch.setattr(oracle, *MISTAKES[mistake])
+    monkeypatch.setattr(oracle, *FAULTS[fault])
     with pytest.raises(AssertionError):
         check(after, given)
 
