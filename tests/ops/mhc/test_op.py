@@ -60,7 +60,7 @@ def test_forms_that_fit():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
         others = [form for form in forms(d) if form is not form_of(int(tokens), d)]
-        assert [way.name for way in row.ways[1 : len(forms(d))]] == [f"ours, {form.value}" for form in others]
+        assert [one.name for one in row.providers[1 : len(forms(d))]] == [f"ours, {form.value}" for form in others]
 
 
 def test_outputs_of_the_caller_and_no_tokens():
