@@ -110,6 +110,27 @@ def test_public_functions_are_annotated():
     assert bare == []
 
 
+def test_ops_are_registered_from_records_alone():
+    """`schema.op` is the one way to torch: each op.py has a record, its name is used once, nothing else registers."""
+    names, others = [], []
+    for path in sorted((PACKAGE / "ops").rglob("*.py")):
+        text, tree = path.read_text(), ast.parse(path.read_text())
+        calls = [
+            one.args[0].value
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            for one in node.decorator_list
+            if isinstance(one, ast.Call) and getattr(one.func, "id", None) == "op"
+        ]
+        names += calls
+        if path.name == "op.py":
+            assert calls, f"{path.relative_to(PACKAGE)} has no record with @op"
+        if path != PACKAGE / "ops" / "common" / "schema.py" and re.search(r"torch\.library|custom_op|\bOp\(\w", text):
+            others.append(str(path.relative_to(PACKAGE)))
+    assert others == []
+    assert names and len(set(names)) == len(names)
+
+
 def test_style():
     done = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
@@ -147,7 +168,7 @@ def test_no_private_paths_or_big_files():
     for path in tracked():
         size = path.stat().st_size
         assert size <= 1 << 20, f"{path.name} has {size} bytes"
-        # Tests plant such paths on purpose: reports and lints must find them.
+        # Tests inject such paths on purpose: reports and lints must find them.
         if "tests" not in path.parts and private.search(path.read_text(errors="replace")):
             hits.append(str(path.relative_to(ROOT)))
     assert hits == []

@@ -129,7 +129,7 @@ def compare(
     error = (a0 - e0).abs()
     larger = torch.maximum(a0.abs(), e0.abs())
     allowed = torch.maximum(tol.abs * row_scale(a0, e0), tol.rel * larger).clamp(min=tol.floor)
-    ratio = torch.where(error > 0, error / allowed, 0.0)  # allowed 0 gives inf: exactness was asked for
+    ratio = torch.where(error > 0, error / allowed, 0.0)  # allowed 0 gives inf: exactness was required
     cosine = _cosine_difference(a0, e0)
     step = tolerances.spacing(larger, name)
     max_ulp = None if step is None else float((error / step).max())

@@ -191,14 +191,14 @@ def block_transposed(x: Array, rng: np.random.Generator) -> Array:
     return out
 
 
-def nan_planted(x: Array, rng: np.random.Generator) -> Array:
+def nan_injected(x: Array, rng: np.random.Generator) -> Array:
     """One element is NaN."""
     out, view = _matrix(x, rng)
     view[int(rng.integers(view.shape[0])), int(rng.integers(view.shape[1]))] = float("nan")
     return out
 
 
-def inf_planted(x: Array, rng: np.random.Generator) -> Array:
+def inf_injected(x: Array, rng: np.random.Generator) -> Array:
     """One element overflowed."""
     out, view = _matrix(x, rng)
     view[int(rng.integers(view.shape[0])), int(rng.integers(view.shape[1]))] = float("inf")
@@ -273,8 +273,8 @@ CORRUPTIONS: dict[str, Corruption] = {
         block_doubled,
         block_halved,
         block_transposed,
-        nan_planted,
-        inf_planted,
+        nan_injected,
+        inf_injected,
         nan_masked,
         inf_clamped,
         inf_sign,

@@ -1,4 +1,4 @@
-"""Encode and decode of any small float: one exact algorithm behind E2M1, E2M3, E3M2, E4M3 and E5M2.
+"""Encode and decode of any small float: one exact algorithm for E2M1, E2M3, E3M2, E4M3 and E5M2.
 
 A minifloat is sign, exponent, mantissa with gradual underflow (OCP 8-bit Floating Point Specification 1.0 and
 OCP Microscaling Formats 1.0). Its non-negative codes, read as integers, are in the order of their values, so
@@ -103,7 +103,7 @@ class MiniFloat:
 
         int_dtype, mantissa_bits, bias = _LAYOUT[work.dtype]
         max_field = self.max_code >> self.mantissa_bits
-        beyond = 2.0 ** (self.min_exponent + max_field)  # the binade behind the last one: certainly an overflow
+        beyond = 2.0 ** (self.min_exponent + max_field)  # the binade past the last one: certainly an overflow
         magnitude = torch.where(nan, 0.0, work.abs()).clamp(max=beyond)
         exponent = ((magnitude.view(int_dtype) >> mantissa_bits) - bias).clamp(min=self.min_exponent)
         inverse_step = ((self.mantissa_bits - exponent + bias) << mantissa_bits).view(work.dtype)

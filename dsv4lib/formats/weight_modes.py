@@ -31,7 +31,7 @@ where no bit is lost, with the exception of FP8 scales that are no powers of two
 | `e4m3_split`  | exact; the second plane is zeros                | as `e4m3_expand`; the second plane is zeros       |
 | `bf16`        | exact; `alpha` is 4 if a scale is above 2^125   | exact; rounded once if scales are no powers of    |
 |               |                                                 | two; refused where bf16's range ends              |
-| `ue8m0_naive` | refused: the mistake is one of NVFP4's scales   | refused, likewise                                 |
+| `ue8m0_naive` | refused: the fault is one of NVFP4's scales   | refused, likewise                                 |
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Mode:
         name: key of `MODES`.
         bits: stored bits a weight, scales included (the global scale is one number a matrix).
         activations: ``nvfp4`` (E4M3 scale per 16), ``mxfp8`` (E8M0 per 32) or ``bf16``.
-        mma: instruction kind and scale granularity of the GEMM; the spelling that every SM10x target takes.
+        mma: instruction kind and scale granularity of the GEMM; the variant that every SM10x target takes.
         planes: operands that are multiplied one after the other into one accumulator.
         exact: dequantises to exactly the NVFP4 weights that it was made from.
     """

@@ -53,7 +53,7 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         "shape",
         "pool",
         "keys",
-        "form",
+        "variant",
         "parts",
         "modelled us",
         "alone us",
@@ -71,7 +71,7 @@ def fmha(record: Path | None, figure: Path | None) -> None:
         numbers = *times, error, row.bound, f"{row.floor_us:.2f}", f"{row.fraction:.2f}"
         met = f"[{'green' if row.met == 'yes' else 'red'}]{row.met}[/]"
         parts = f"{row.splits} x {row.dims}" if row.dims > 1 else str(row.splits)
-        table.add_row(shape, row.pool, str(row.keys), row.form, parts, *numbers, row.target, met, row.published)
+        table.add_row(shape, row.pool, str(row.keys), row.variant, parts, *numbers, row.target, met, row.published)
     console.print(table)
     if record is not None:
         fmha.record(rows, record)
@@ -103,19 +103,19 @@ def moe(record: Path | None, figure: Path | None) -> None:
         figure.write_bytes(to_png(figures.rooflines(rows)))
 
 
-def ops(only: list[str], shape: str, ways: str, ahead: int, seconds: float | None, record: Path | None) -> int:
+def ops(only: list[str], shape: str, providers: str, ahead: int, seconds: float | None, record: Path | None) -> int:
     """Time ops on this machine's GPU; the exit code of `bench.ops.harness.main`, whose options these are."""
     from dsv4lib.bench.ops import harness
 
-    lines = {"ways": ways, "ahead": ahead, "seconds": seconds, "record": record}
+    lines = {"providers": providers, "ahead": ahead, "seconds": seconds, "record": record}
     return harness.main(_options(only, shape, **lines))
 
 
-def count_ops(only: list[str], shape: str, ways: str, record: Path | None) -> int:
+def count_ops(only: list[str], shape: str, providers: str, record: Path | None) -> int:
     """The GPU's counters of ops; the exit code of `bench.ops.counters.main`, whose options these are."""
     from dsv4lib.bench.ops import counters
 
-    return counters.main(_options(only, shape, ways=ways, record=record))
+    return counters.main(_options(only, shape, providers=providers, record=record))
 
 
 def _options(only: list[str], shape: str, **others: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""The command line of the lab, behind `./dsv4`: run, stages, report, test, lint, doctor, lab.
+"""The command line of the lab, called by `./dsv4`: run, stages, report, test, lint, doctor, lab.
 
 `run` decides its exit code by the table in `verdicts.py`; every other refusal is one red line and exit code 2.
 """
@@ -52,7 +52,7 @@ def run(
     backend: Annotated[str | None, typer.Option(help="auto, native, emulator or reference")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="notebooks at a time [default: usable cores]")] = None,
     memory_gb: Annotated[float | None, typer.Option(min=0.1, help="memory limit of a run [default: 90 %]")] = None,
-    negatives: Annotated[bool, typer.Option("--negatives", help="run the planted faults instead")] = False,
+    negatives: Annotated[bool, typer.Option("--negatives", help="run the injected faults instead")] = False,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="run again what a signal, a crash or a full disk ended"),
@@ -179,7 +179,7 @@ def emulate(
         int | None, typer.Option(help="bytes that the device allocates by itself [default: this machine's memory]")
     ] = None,
 ) -> None:
-    """Run somebody's CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
+    """Run a CuTeDSL script, unmodified, on an emulated GPU. The exit code is the script's (90: a hazard).
 
     The script itself runs on this machine with your rights: it can read and write whatever you can. Limits hold for
     each launch; DSV4_EMULATOR_SECONDS, _INSTRUCTIONS and _BYTES set them for all.
@@ -200,7 +200,7 @@ def bench(
     figure: Annotated[Path | None, typer.Option(help="fmha, moe: draw the roofline into this PNG file")] = None,
     only: Annotated[list[str] | None, typer.Option(help="peers: this kernel, ops: this op (repeatable)")] = None,
     shape: Annotated[str, typer.Option(help="ops: rows whose shape contains this")] = "",
-    ways: Annotated[str, typer.Option(help="ops: peers whose name contains one of these, with commas")] = "",
+    providers: Annotated[str, typer.Option(help="ops: peers whose name contains one of these, with commas")] = "",
     ahead: Annotated[int, typer.Option(min=0, help="ops: compile first, in so many processes")] = 0,
     seconds: Annotated[float | None, typer.Option(min=1, help="ops: no row starts later")] = None,
     export: Annotated[Path | None, typer.Option(help="ops: pack our kernels into this zip file, time nothing")] = None,
@@ -214,8 +214,8 @@ def bench(
 
     ops: times of the memory-bound ops on this machine's GPU beside other people's kernels (exit 1 if one of ours is
     wrong, 20 without a GPU: rows are listed, nothing is timed). With --counters: bytes of HBM and L2, issue slots and
-    what warps wait for, of ours and of --ways, by Nsight Compute (exit 21 without it). With --export: compile and pack
-    our kernels here, for a machine that has a GPU and torch, not the CuTe DSL (there: unzip it, run what it prints).
+    stall reasons of ours and of --providers, by Nsight Compute (exit 21 without it). With --export: compile and
+    pack our kernels here, for a machine with a GPU and torch but no CuTe DSL (there: unzip it, run what it prints).
     """
     if what not in ("emulator", "fmha", "moe", "peers", "ops"):
         raise ArgumentError("what", what, "emulator, fmha, moe, peers or ops")
@@ -236,9 +236,9 @@ def bench(
     if what == "ops" and export is not None:
         raise typer.Exit(benches.export_ops(export, arch, only or [], shape))
     if what == "ops" and counters:
-        raise typer.Exit(benches.count_ops(only or [], shape, ways, record))
+        raise typer.Exit(benches.count_ops(only or [], shape, providers, record))
     if what == "ops":
-        raise typer.Exit(benches.ops(only or [], shape, ways, ahead, seconds, record))
+        raise typer.Exit(benches.ops(only or [], shape, providers, ahead, seconds, record))
     if what in ("fmha", "moe"):
         getattr(benches, what)(record, figure)
     else:

@@ -64,7 +64,7 @@ def token() -> str:
 
 
 def free_port(first: int) -> int:
-    """The first port on 127.0.0.1 from ``first`` on that nobody listens on.
+    """The first port on 127.0.0.1 from ``first`` on that is free.
 
     Raises:
         DSV4Error: none of `PORTS` is free.

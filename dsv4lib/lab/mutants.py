@@ -259,8 +259,8 @@ class Score:
         self.known: dict[str, str] = {}
         if record.is_file():
             for line in record.read_text().splitlines():
-                told = json.loads(line)
-                self.known[told["mutant"]] = told["verdict"]
+                stored = json.loads(line)
+                self.known[stored["mutant"]] = stored["verdict"]
         self.tests = Tests(root)
         self.baselines: dict[tuple[str, ...], tuple[str, float]] = {}
 

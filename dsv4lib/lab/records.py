@@ -36,7 +36,7 @@ class Record:
         attempt: 0, or how often a resumed command had tried it before.
         stage, title, set: which stage and parameter set.
         kind: run or negative.
-        negative, reds: for a negative, its name and the metric whose gate must fail.
+        negative, expect_fail: for a negative, its name and the metric whose gate must fail.
         overrides, parameters: as in the set, and all parameters as passed.
         backend: resolved back end; empty where none could be resolved.
         arch: target of the stage's kernels; empty for a stage without one.
@@ -58,7 +58,7 @@ class Record:
     set: str
     kind: str
     negative: str
-    reds: str
+    expect_fail: str
     overrides: dict[str, Any]
     parameters: dict[str, Any]
     backend: str
@@ -104,7 +104,7 @@ def schema() -> pa.Schema:
     )
     fields = [(name, text) for name in ("run_id", "job")] + [("attempt", pa.int32())]
     fields += [
-        (name, text) for name in ("stage", "title", "set", "kind", "negative", "reds", "overrides", "parameters")
+        (name, text) for name in ("stage", "title", "set", "kind", "negative", "expect_fail", "overrides", "parameters")
     ]
     fields += [(name, text) for name in ("backend", "arch", "fingerprint", "stage_fingerprint", "versions", "machine")]
     fields += [("verdict", text), ("reason", text), ("started", pa.timestamp("us", tz="UTC")), ("seconds", number)]
@@ -170,7 +170,10 @@ def _files(runs_folder: Path) -> list[Path]:
 
 
 def _table(file: Path) -> pa.Table | None:
-    """The rows of one file in today's schema, or None. Columns that older records lack are null."""
+    """The rows of one file in today's schema, or None. Columns that older records lack are null.
+
+    Older records call ``expect_fail`` ``reds``.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -178,6 +181,7 @@ def _table(file: Path) -> pa.Table | None:
         table = pq.read_table(io.BytesIO(read_own(file, RECORD_BYTES, anybody=True)))
         if "run_id" not in table.column_names or "verdict" not in table.column_names:
             raise ValueError("it has no run and no verdict")
+        table = table.rename_columns(["expect_fail" if name == "reds" else name for name in table.column_names])
         columns = [
             table[f.name].cast(f.type) if f.name in table.column_names else pa.nulls(len(table), f.type)
             for f in schema()

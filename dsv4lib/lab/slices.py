@@ -1,6 +1,6 @@
 """The cells of a notebook that one metric depends on: a backward slice over the names that cells bind, change and read.
 
-A planted fault must turn one gate red. What the notebook does beside the computation of that gate's metric, other
+An injected fault must turn one gate red. What the notebook does beside the computation of that gate's metric, other
 experiments, figures and other metrics, says nothing about it, so a run of the fault may leave it out (`Options.slices`
 of the runner). Cells are kept or left out whole and run as they are written; only the call of `lab.verdict` in the
 last cell is reduced to the one metric.
@@ -8,7 +8,7 @@ last cell is reduced to the one metric.
 Working backwards from the metric's value, a cell is needed if it binds a name that is needed, or may change the object
 behind one: it stores to an item or an attribute, calls a method for its effect, or hands the object to a call whose
 result it drops. Always needed are the parameters, the cell with the card (imports, settings) and a cell in which a
-parameter of the fault meets such an effect: it may be what plants it. Names that a function reads count where the
+parameter of the fault meets such an effect: it may be what injects it. Names that a function reads count where the
 function is named. What cannot be read statically (magics, a verdict without a literal) means that nothing is left out.
 
 Not seen are changes of an object through a second name for it, or by a call whose result is kept. A slice that misses
@@ -55,11 +55,11 @@ class Slice:
 
 
 def of_notebook(path: Path, fault: Negative) -> Slice | None:
-    """The slice of a planted fault's gate in the notebook at ``path``, or None if the whole notebook has to run."""
+    """The slice of an injected fault's gate in the notebook at ``path``, or None if the whole notebook has to run."""
     cells = json.loads(path.read_text())["cells"]
     sources = ["".join(cell["source"]) if cell["cell_type"] == "code" else None for cell in cells]
     switches = [name for name, value in fault.parameters.items() if isinstance(value, str | bool)]  # no sizes
-    return slice_for(sources, fault.reds, switches)
+    return slice_for(sources, fault.expect_fail, switches)
 
 
 def apply(cells: Sequence[Any], part: Slice) -> None:
@@ -93,7 +93,7 @@ def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]
     Args:
         cells: source of each code cell, None for any other cell.
         metric: whose gate is judged.
-        changed: parameters that switch the fault on; a cell that reads one and acts may plant it.
+        changed: parameters that switch the fault on; a cell that reads one and acts may inject it.
     """
     try:
         trees = {number: ast.parse(source) for number, source in enumerate(cells) if source is not None}
@@ -127,8 +127,8 @@ def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]
 
 def _step(unit: _Unit, needed: set[str], changed: Collection[str], fixed: bool = False) -> tuple[set[str], bool]:
     """Names needed before ``unit``, and whether it is needed itself."""
-    plants = unit.acts and not unit.reads.isdisjoint(changed)
-    if not (fixed or plants or needed & (unit.binds | unit.changes)):
+    injects = unit.acts and not unit.reads.isdisjoint(changed)
+    if not (fixed or injects or needed & (unit.binds | unit.changes)):
         return needed, False
     return (needed - unit.always) | unit.reads | unit.changes, True
 
@@ -180,14 +180,14 @@ def _unit(body: Sequence[ast.stmt], imported: dict[str, bool], late: _Late) -> _
                 unit.changes |= {_root(part) for part in given} - outside
             case ast.Call(func=ast.Attribute(attr=attr, value=value)) if attr.endswith("_") and not attr.endswith("__"):
                 unit.changes |= {_root(value)} - outside  # PyTorch's name for "in place"
-    unit.changes &= _names(tree) | unit.binds  # a function's own variables are nobody else's
+    unit.changes &= _names(tree) | unit.binds  # a function's own variables are private
     unit.changes |= late.changes(_names(tree))
     unit.reads, unit.always = _flow(body, set(), late)
     return unit
 
 
 def _flow(body: Sequence[ast.stmt], bound: set[str], late: _Late) -> tuple[set[str], set[str]]:
-    """(names that ``body`` reads as others left them, names bound for certain behind it); ``bound``: those before."""
+    """(names that ``body`` reads as others left them, names bound for certain after it); ``bound``: those before."""
     reads, bound = set(), set(bound)
     for statement in body:
         inner: list[tuple[Sequence[ast.stmt], set[str]]] = []

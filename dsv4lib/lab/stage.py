@@ -1,7 +1,7 @@
 """The contract of a stage: what `stages/<name>/stage.toml` may say, and how its parameters are checked.
 
 A stage is one notebook with typed, bounded parameters, three parameter sets (`quick`, `nightly`, `b200`), gates on the
-metrics its verdict reports, and negative sets: planted faults that must turn a named gate red. Parameters are checked
+metrics its verdict reports, and negative sets: injected faults that must turn a named gate red. Parameters are checked
 here, before a kernel starts, because papermill itself accepts unknown names and wrong types.
 """
 
@@ -180,11 +180,18 @@ class Gate(_Strict):
 
 
 class Negative(_Strict):
-    """A planted fault: with ``parameters`` the gate on metric ``reds`` must fail."""
+    """An injected fault: with ``parameters`` the gate on metric ``expect_fail`` must fail."""
 
     name: Identifier
     parameters: dict[str, Value] = Field(min_length=1)
-    reds: Identifier
+    expect_fail: Identifier
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys_have_todays_names(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and "reds" in raw:
+            raise ValueError("the key reds is called expect_fail now: the metric whose gate must fail")
+        return raw
 
 
 class Stage(_Strict):
@@ -345,10 +352,10 @@ def _check_consistency(stage: Stage) -> None:
     except (UnknownParameter, WrongType, OutOfBounds) as error:
         raise StageError(f"stages/{stage.name}/stage.toml contradicts itself: {error}") from None
     for negative in stage.negatives:
-        if negative.reds not in metrics:
+        if negative.expect_fail not in metrics:
             raise StageError(
                 f"stage {stage.name}: negative {negative.name} must turn a gate red, and there is no gate on "
-                f"{negative.reds}{_nearest(negative.reds, metrics)}"
+                f"{negative.expect_fail}{_nearest(negative.expect_fail, metrics)}"
             )
 
 

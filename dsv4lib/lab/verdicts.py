@@ -49,7 +49,7 @@ LOOKS: dict[Verdict, Look] = {
     Verdict.SKIPPED: Look(20, "skipped", "nothing was verified, for a stated reason", "cyan", "#0b4f71", "#dbeef8"),
     Verdict.GATE_FAILED: Look(10, "gate failed", "a metric is outside its bound", "red", "#8f1d14", "#fbe3e0"),
     Verdict.STAYED_GREEN: Look(
-        21, "stayed green", "a planted fault did not turn its gate red", "magenta", "#86195f", "#fae1f1"
+        21, "stayed green", "an injected fault did not turn its gate red", "magenta", "#86195f", "#fae1f1"
     ),
     Verdict.ASSERTION: Look(11, "assertion", "an assertion in a cell failed", "red", "#8a2f00", "#fde6da"),
     Verdict.ERROR: Look(12, "error", "a cell raised an exception", "red", "#7d1128", "#fbe1e7"),

@@ -73,7 +73,7 @@ class Experts(NamedTuple):
     """Experts of one width: the layer's routed ones, or its shared one.
 
     Attributes:
-        first: gate and up, rows by turns of 8, [E, 2 I, d]. second: [E, d, I].
+        first: gate and up, alternating in runs of 8 rows, [E, 2 I, d]. second: [E, d, I].
         input_scales: fp32 [E, 2], calibrated scale of what enters each expert's first and second GEMM; for mode
             ``nvfp4`` only.
     """
@@ -191,7 +191,7 @@ class Moe(torch.nn.Module):
 
     Raises:
         ArgumentError: an unknown mode; operands of another type or shape than their mode has; input scales missing or
-            not positive and finite; planes that do not join; not one of bias and table; tensors on several devices;
+            not positive and finite; planes of different shapes; not one of bias and table; tensors on several devices;
             numbers out of range. On another device than the CPU the last look costs a wait.
     """
 

@@ -1,4 +1,4 @@
-"""A folder of safetensors files as one set of named tensors, each read on its own when it is asked for."""
+"""A folder of safetensors files as one set of named tensors, each read on demand."""
 
 from __future__ import annotations
 

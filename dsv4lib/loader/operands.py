@@ -49,7 +49,7 @@ class GemmWeights:
         mode: key of `weight_modes.MODES`.
         planes: operands to multiply one after the other into the same accumulator.
         alphas: float32 [E, 2] (gate, up) or [E, 1] (down): the weight's global scale. The calibrated scale of NVFP4
-            activations is not in it: whoever quantises them (`layers.moe`) knows the scale that it used.
+            activations is not in it: the quantiser (`layers.moe`) knows the scale that it used.
         interleaved: rows per run of gate and up; 0 if the rows are in the checkpoint's order.
     """
 

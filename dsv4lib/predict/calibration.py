@@ -1,10 +1,10 @@
-"""The static model on Hopper kernels whose times are known: how far off it is, before anybody believes a prediction.
+"""Measure the error of the static model on Hopper kernels whose times are known.
 
 data/bench/hopper_work.csv: what a CTA of each kernel does per tile and once, counted in the emulator on the compiled
 SM90 code (two launches of different length subtracted). data/bench/hopper_times.csv: launches of the same code, timed
-on an H200 (``clocks``: sm__cycles_elapsed.max of Nsight Compute, caches cold, clocks as they are; of the combine,
-microseconds x 1.98 GHz that it adds behind a kernel that writes the parts, by `join_probe`: join_times.csv has the
-record). Clocks are compared, not seconds: under load the power limit takes the clock of this card down to 1.1-1.7 GHz.
+on an H200. ``clocks`` is sm__cycles_elapsed.max of Nsight Compute, caches cold, clocks not locked; for the combine
+it is the time added after a kernel that writes the splits (`combine_probe`, combine_times.csv), times 1.98 GHz.
+Clocks are compared, not seconds: under load the power limit lowers the clock of this card to 1.1-1.7 GHz.
 
 A regime is what limits a launch; the error of a regime stands beside the predictions of the same regime.
 """

@@ -119,8 +119,8 @@ class Counted:
 
     Attributes:
         tile, once: work of a CTA per KV tile, and besides; qk, pv: the MMAs of a tile; bring: work of warps that bring
-            keys, where TMA does not; send: of the load warps, in a tile and in a turn (copies:
-            of the busiest); turn: work between two tokens, None: a CTA has one; stages: KV tiles in shared
+            keys, where TMA does not; send: of the load warps, in a tile and in a transition (copies:
+            of the busiest); transition: work between two tokens, None: a CTA has one; stages: KV tiles in shared
             memory; parts: that a tile is loaded and freed in, a stage each; q_stages: that Q takes; rows: heads of a
             CTA; cluster: CTAs of a cluster; tokens: that share tiles; key_bytes: of an entry in the pool; blocks,
             q_ahead, stored: see `static_model.attention`; window: what the same kernel does with tiles of the window,
@@ -134,7 +134,7 @@ class Counted:
     stages: int
     bring: Work = Work()
     send: tuple[Work, Work] = (Work(), Work())
-    turn: Work | None = None
+    transition: Work | None = None
     parts: int = 1
     q_stages: int = 1
     rows: int = 64
@@ -182,7 +182,7 @@ def counted(short: int = 256, long: int = 768, of_window: bool = False, **option
     tile = (works[1] - works[0]) * (1 / tiles)
     qk, pv = ((roles[1][i] - roles[0][i]) * (1 / tiles) for i in range(2))
     two = _traced(kernel, code, short, long, 2, of_window)
-    turn = count(two) - works[0] - tile * (short / TILE_N)
+    transition = count(two) - works[0] - tile * (short / TILE_N)
     once = works[0] - tile * (short / TILE_N)
     sending = (sent[1] - sent[0]) * (1 / tiles)
     send = sending, count_lines(two, _of_load_warps) - sent[0] - sending * (short / TILE_N)
@@ -198,14 +198,17 @@ def counted(short: int = 256, long: int = 768, of_window: bool = False, **option
     # of the warps that send copies: gathers of groups of rows, or the boxes of a stage
     gathers, boxes = (-(-n // kernel.load_warps) / n for n in (GROUPS, kernel.stage_bytes // CHUNK_BYTES))
     of_q, of_tile = (gathers if kernel.groups else boxes), (boxes if of_window or kernel.box_entries else gathers)
-    tile, once, turn = (
-        replace(work, copies=work.copies * busiest) for work, busiest in ((tile, of_tile), (once, of_q), (turn, of_q))
+    tile, once, transition = (
+        replace(work, copies=work.copies * busiest)
+        for work, busiest in ((tile, of_tile), (once, of_q), (transition, of_q))
     )
-    return Counted(tile, once, qk, pv, stages, turn=turn, cluster=kernel.cluster, tokens=_shared(kernel), **ring)
+    return Counted(
+        tile, once, qk, pv, stages, transition=transition, cluster=kernel.cluster, tokens=_shared(kernel), **ring
+    )
 
 
 def _stored(trace: Any, kernel: Any) -> tuple[Work, Work]:
-    """(until a block of O is handed back, behind that): what the lines of the epilogue do."""
+    """(until a block of O is handed back, after that): what the lines of the epilogue do."""
     from dsv4lib.ops.fmha import epilogue
 
     def lines(function: Any) -> range:
@@ -281,7 +284,7 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1, of_windo
 def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
     """The kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
-    options = {"cluster": c.cluster, "active": active, "turn": c.turn, "parts": c.parts}
+    options = {"cluster": c.cluster, "active": active, "transition": c.transition, "parts": c.parts}
     options |= {"bring": c.bring, "send": c.send}
     options |= {"q_stages": c.q_stages, "blocks": c.blocks, "q_ahead": c.q_ahead, "stored": c.stored}
     return static_model.attention("fmha", *roles, c.stages, card, **options)
@@ -291,7 +294,7 @@ def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
 class Row:
     """One line of the table: a shape, its modelled time, and what stands beside it.
 
-    ``splits``, ``dims``: parts of the keys and of the dimensions of O; ``share``: of the keys in the last part, 0: all
+    ``splits``, ``dims``: of the keys and of the dimensions of O; ``share``: of the keys in the last split, 0: all
     are equal. ``modelled_us`` of decode is from the end of the kernel before (a dependent launch); ``alone_us`` is the
     same launch with nothing before it. Prefill is modelled alone.
     """
@@ -303,7 +306,7 @@ class Row:
     context: int
     pool: str
     keys: int
-    form: str
+    variant: str
     splits: int
     dims: int
     share: float
@@ -347,15 +350,15 @@ def predict(
     parts: Counted,
     card: Gpu,
     errors: dict[str, tuple[float, float]],
-    form: str = BUILT,
+    variant: str = BUILT,
     half: tuple[Counted, Counted] | None = None,
 ) -> Row:
-    """The line of a shape: in as many parts as the op chooses, or in the best number where it is a question asked.
+    """The row of a shape: with the splits that the op chooses, or with the best number of splits.
 
     Args:
         single, parts: the kernel that normalises, and the one that writes parts for `combine`.
         card, errors: the GPU; (smallest, largest) error of the calibration, by regime.
-        form: name of the configuration.
+        variant: name of the configuration.
         half: both with half of the dimensions; None: there are none.
     """
     items = -(-shape.tokens // single.tokens)
@@ -371,7 +374,7 @@ def predict(
 
     times = {one: time(one) for one in choices}
     chosen = None
-    if form == BUILT:
+    if variant == BUILT:
         most = shape.keys(max(shape.positions()))
         given = shape.tokens, shape.heads, *most, sms
         chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES, by_range=shape.kind != "CSA")
@@ -383,7 +386,7 @@ def predict(
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
     whole = chosen.splits - (chosen.tail != (0, 0))
     ctas = groups * chosen.dims * whole + _ctas(shape, single, chosen.tail[0])
-    return _row(shape, pool, form, chosen, times[chosen], time(chosen, True), ctas, errors, (best, times[best].us))
+    return _row(shape, pool, variant, chosen, times[chosen], time(chosen, True), ctas, errors, (best, times[best].us))
 
 
 def timed(
@@ -396,7 +399,7 @@ def timed(
     alone: bool = False,
     tail: tuple[int, int] = (0, 0),
 ) -> Time:
-    """The time of a shape in so many parts.
+    """The time of a shape with ``splits`` splits.
 
     Args:
         groups: tokens x CTAs of a token, of one part of the keys.
@@ -415,17 +418,17 @@ def timed(
         beside = last, -(-shape.tokens // tail[0])
         lengths, ctas = [-(-(whole[0] - last) // (splits - 1))], groups * (splits - 1) + _ctas(shape, c, tail[0])
     hbm = shape.tokens * shape.heads * 2 * KEY_BYTES + _pool_bytes(shape, c.key_bytes)
-    join = 0.0
+    combine = 0.0
     if splits > 1:
-        join = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
+        combine = card.microseconds(static_model.combine_clocks(card, *combine_work(splits, shape.tokens, shape.heads)))
     tiles = lengths[0] if len(lengths) == 1 else lengths
     dependent = shape.phase == "decode" and not alone
 
     def of_part(share: float) -> Time:
         model = model_of(c.mixed(share), card, min(ctas, sms))
-        return static_model.modelled(model, card, ctas, tiles, hbm, join, dependent=dependent, beside=beside)
+        return static_model.modelled(model, card, ctas, tiles, hbm, combine, dependent=dependent, beside=beside)
 
-    # Tiles of the window: all stand at the end of the keys, so parts have different shares of them.
+    # Tiles of the window: all stand at the end of the keys, so splits have different shares of them.
     ends = [n - -(-entries // TILE_N) for n, (entries, _) in zip(whole, unions, strict=True)]
     shares = {sum(ends) / sum(whole)}
     if splits > 1:
@@ -440,14 +443,14 @@ def _ctas(shape: Shape, c: Counted, items: int) -> int:
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
-    """(parts, bytes) of `kernels.fmha.combine`."""
+    """(splits, bytes) of `ops.fmha.combine`."""
     return splits, tokens * heads * DIM * (4 * splits + 2)
 
 
 def _row(
     shape: Shape,
     pool: str,
-    form: str,
+    variant: str,
     chosen: Parts,
     time: Time,
     alone: Time,
@@ -461,7 +464,7 @@ def _row(
         **asdict(shape),
         pool=pool,
         keys=sum(shape.keys(shape.context)),
-        form=form,
+        variant=variant,
         splits=chosen.splits,
         dims=chosen.dims,
         share=chosen.tail[1] / SHARES,
@@ -494,7 +497,7 @@ def _pool_bytes(shape: Shape, key_bytes: int) -> float:
 
 
 def _split_choices(tiles: int, groups: int, sms: int) -> Iterable[int]:
-    """Numbers of parts worth trying: every one that shortens the longest part, up to about one wave."""
+    """Numbers of splits worth trying: each that shortens the longest split, up to about one wave."""
     shares = {-(-tiles // s): s for s in range(min(tiles, max(1, 2 * sms // groups)), 0, -1)}
     return sorted(shares.values())
 
@@ -521,12 +524,12 @@ def run(card: Gpu | None = None) -> list[Row]:
     index, ranges, pages = {}, {}, {}
     for key in itertools.product(set(clusters.values()), (1, 2)):
         options = dict(zip(("cluster", "dim_parts"), key, strict=True))
-        forms = options, {**options, **ends}
-        by_index = [counted(**form) for form in forms]
-        ranges[key] = tuple(counted(**form, entries="range") for form in forms)
+        variants = options, {**options, **ends}
+        by_index = [counted(**one) for one in variants]
+        ranges[key] = tuple(counted(**one, entries="range") for one in variants)
         index[key] = tuple(replace(c, window=r) for c, r in zip(by_index, ranges[key], strict=True))
         window = fp8(ranges[key][0], of_window=True, **options)
-        pages[key] = tuple(replace(fp8(c, **form), window=window) for c, form in zip(by_index, forms, strict=True))
+        pages[key] = tuple(replace(fp8(c, **one), window=window) for c, one in zip(by_index, variants, strict=True))
     shared = counted(cluster=2, entries="range", groups=True)  # two tokens of 64 heads
 
     def line(shape: Shape, fp8_entries: bool) -> Row:
@@ -543,7 +546,7 @@ def run(card: Gpu | None = None) -> list[Row]:
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
     """Model -> series -> (FLOP a byte of HBM by the floor's count, modelled TFLOP/s, label), for a roofline.
 
-    Series: decode by batch, prefill; other forms by their name. Labels only where they stay apart.
+    Series: decode by batch, prefill; other variants by name. Labels only where they stay apart.
     """
     out: dict[str, dict[str, list[tuple[float, float, str]]]] = {model: {} for model in MODELS}
     for row in rows:
@@ -552,9 +555,9 @@ def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]
             continue
         name = f"decode B{row.batch}" if row.phase == "decode" else "prefill"
         long = f" {row.context >> 10}K" if row.kind == "HCA" or row.phase == "prefill" else ""
-        apart = row.form == BUILT and row.context in (4096, 1048576)
+        apart = row.variant == BUILT and row.context in (4096, 1048576)
         apart = apart and (row.kind == "CSA" if row.phase == "prefill" else row.batch == 128)
-        series = out[row.model].setdefault(name if row.form == BUILT else row.form, [])
+        series = out[row.model].setdefault(name if row.variant == BUILT else row.variant, [])
         point = (shape.intensity, row.tflops, f"{row.kind}{long}" if apart else "")
         if point not in series:
             series.append(point)

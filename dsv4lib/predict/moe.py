@@ -6,7 +6,7 @@ that takes is modelled with the rates of data/bench/rates.csv:
     GEMM    = launch + set-up + the longest CTA: walk to its first tile + load latency + its tiles + the last epilogue
               at least what HBM needs
     tile    = the longest of: its K steps as load and MMA follow each other, its epilogue, any resource for both
-    layer   = router + dispatch + quantise + GEMM 1 + GEMM 2 + combine, one behind the other
+    layer   = router + dispatch + quantise + GEMM 1 + GEMM 2 + combine, one after the other
 
 Which CTA gets which tile is computed (`tiles`), for the loads that experts have when every expert is as likely
 (`loads`). Of the other four launches only latency and bytes are modelled, not what they compute.
@@ -68,8 +68,8 @@ RECIPES = {
     "nvfp4": Recipe("nvfp4", "nvfp4", 0.5 + 1 / 16, 0.5 + 1 / 16, 9e15),
     "mxfp4": Recipe("w4a8", "mxfp8", 0.5 + 1 / 32, 1 + 1 / 32, 4.5e15),
 }
-# The other launches: loads one behind the other, counted by hand in kernels/{router,moe_dispatch,quantize,moe_combine}.
-# The router's are its operands, the parts' way into L2, and the look that finds them there.
+# The other launches: loads one after the other, counted by hand in kernels/{router,moe_dispatch,quantize,moe_combine}.
+# The router's are its operands, the splits' path into L2, and the poll that finds them there.
 WAITS = {"router": 3, "dispatch": 4, "quantise": 3, "combine": 3}
 
 
@@ -166,14 +166,14 @@ class Counted:
     """What a configuration of the GEMM does.
 
     Attributes:
-        step: work of a CTA a K step, with 16 rows and with a full tile; turn: the same a tile, besides its steps.
+        step: work of a CTA a K step, with 16 rows and with a full tile; transition: the same a tile, besides its steps.
         once: besides, of a launch.
         tile_n, tile_m, step_k: of a tile (of a pair), of a step; chunk: rows that the epilogue takes at once.
         ctas, stages, accumulators: of the configuration.
     """
 
     step: tuple[Work, Work]
-    turn: tuple[Work, Work]
+    transition: tuple[Work, Work]
     once: Work
     tile_n: int
     tile_m: int
@@ -190,10 +190,10 @@ class Counted:
         work = _between(few, full, (n - N_STEP) / max(1, self.tile_n - N_STEP))
         return replace(work, mma=Counter({replace(form, n=n): many for form, many in few.mma.items()}))
 
-    def turn_of(self, rows: int) -> Work:
+    def transition_of(self, rows: int) -> Work:
         """The epilogue goes by chunks of rows."""
         chunks, all_chunks = -(-rows // self.chunk), -(-self.tile_n // self.chunk)
-        return _between(*self.turn, (chunks - 1) / max(1, all_chunks - 1))
+        return _between(*self.transition, (chunks - 1) / max(1, all_chunks - 1))
 
 
 def _between(low: Work, high: Work, share: float) -> Work:
@@ -220,14 +220,14 @@ def counted(**options: Any) -> Counted:
         launch(code, *launch_args(kernel, made.call, 1), gpu=device)
         return count(device.trace)
 
-    steps, turns = [], []
+    steps, transitions = [], []
     for rows in (N_STEP, kernel.tile_n):
         one = work(rows, 1, short)
         steps.append((work(rows, 1, long) - one) * (1 / (long - short)))
-        turns.append(work(rows, 2, short) - one - steps[-1] * short)
-    once = one - steps[1] * short - turns[1]
+        transitions.append(work(rows, 2, short) - one - steps[-1] * short)
+    once = one - steps[1] * short - transitions[1]
     sizes = kernel.tile_n, kernel.pair_m, kernel.step_k, kernel.chunk, kernel.ctas, kernel.stages, kernel.acc_stages
-    return Counted(tuple(steps), tuple(turns), once, *sizes)
+    return Counted(tuple(steps), tuple(transitions), once, *sizes)
 
 
 def configurations(shape: Shape, shared: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -263,7 +263,7 @@ def tile_clocks(c: Counted, rows: int, steps: int, card: Gpu, l2: float) -> tupl
     Args:
         rows: tokens of the tile; steps: of K; l2: B a clock that an SM gets.
     """
-    step, turn = c.step_of(rows), c.turn_of(rows)
+    step, transition = c.step_of(rows), c.transition_of(rows)
     needs = resources(step, card, l2)
     tasks = (
         Task("mma", "tensor core", max(needs["tensor core"], needs["SMEM"]), 0, (("load", 0),)),
@@ -271,9 +271,9 @@ def tile_clocks(c: Counted, rows: int, steps: int, card: Gpu, l2: float) -> tupl
             "load", "TMA", max(needs["TMA in"], needs["L2"]), card["load_latency_clk"], (("mma", c.stages),), c.stages
         ),
     )
-    loop = slope(Kernel("k", step, turn, tasks))
-    epilogue = chain(replace(turn, mma=Counter()), card, len(EPILOGUE_WARPS))
-    both = resources(step * steps + turn, card, l2)
+    loop = slope(Kernel("k", step, transition, tasks))
+    epilogue = chain(replace(transition, mma=Counter()), card, len(EPILOGUE_WARPS))
+    both = resources(step * steps + transition, card, l2)
     both |= {"latency of loads": loop * steps, "epilogue": epilogue}
     if loop <= longest(needs)[1] * 1.001:
         del both["latency of loads"]
@@ -296,7 +296,7 @@ def timed(c: Counted, counts: Sequence[int], features: int, k: int, card: Gpu, h
     latest, its_tiles, what = 0.0, 0.0, ""
     for first in range(min(grid, len(work))):
         mine = work[first::grid]
-        # Each role finds its first tile by walking through windows of experts, a load behind the other.
+        # Each role finds its first tile by walking through windows of experts, one load after the other.
         walk = (mine[0].expert // WINDOW + 1) * card["load_wait_clk"]
         body = sum(costs[tile.rows][0] for tile in mine)
         _, epilogue, limit = costs[mine[-1].rows]

@@ -25,8 +25,9 @@ class Task:
         clocks: how long its unit is busy; latency: from then until others see the result.
         after: (task, lag): instance j waits for instance j - lag of that task; none where j < lag.
         lead: tiles that it is issued ahead of tasks with lead 0.
-        freed: task that frees the stage that this one fills, of the ring of `stay`; "": it fills none.
-        holds: of a turn's task in `stay`: the task of the next item's first tile that waits for it; "": none does.
+        freed: task that frees the stage that this one fills, of the ring of `persistent_end`; "": it fills none.
+        holds: of a transition's task in `persistent_end`: the task of the next item's first tile that waits for it;
+            "": none does.
     """
 
     name: str
@@ -72,27 +73,29 @@ def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
     return max([*ends, *(ready or {}).values(), 0.0])
 
 
-def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: int = 0, across: bool = False) -> float:
-    """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one behind the other on the same units.
+def persistent_end(
+    tasks: list[Task], transition: list[Task], tiles: int, items: int, stages: int = 0, across: bool = False
+) -> float:
+    """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one after the other on the same units.
 
     A unit goes through its tasks in the order of `run`, item after item, without waiting for other units to get there:
     loads of the next item run ahead as far as stages are free.
 
     Args:
         tasks: of every tile, counted through over all items.
-        turn: of every item, behind its tiles; their ``after`` names tasks of its last tile, or each other.
-        stages: of a ring that tasks with ``freed`` fill, of tiles and of the turn, in the order in which they stand.
-        across: tasks are issued ahead of those of the item before too: a task of the turn by its ``lead`` before the
-            next item's first tile; else an item's tasks, and its turn, all come before those of the next.
+        transition: of every item, after its tiles; their ``after`` names tasks of its last tile, or each other.
+        stages: of a ring that tasks with ``freed`` fill, of tiles and of the transition, in the order of the lists.
+        across: tasks are issued ahead of those of the item before too: a task of the transition by its ``lead`` before
+            the next item's first tile; else an item's tasks, and its transition, all come before those of the next.
 
     Raises:
         ArgumentError: a task waits for one that its unit would do later.
     """
-    latency = {task.name: task.latency for task in (*tasks, *turn)}
-    queues: dict[str, deque[tuple[Task, int]]] = {task.unit: deque() for task in (*tasks, *turn)}
+    latency = {task.name: task.latency for task in (*tasks, *transition)}
+    queues: dict[str, deque[tuple[Task, int]]] = {task.unit: deque() for task in (*tasks, *transition)}
     fills: list[tuple[str, int]] = []  # what frees each stage that is filled, in order
     held: dict[tuple[str, int], list[tuple[str, int]]] = {}  # what a task waits for besides
-    for task, tile in _in_items(tasks, turn, tiles, items, across):
+    for task, tile in _in_items(tasks, transition, tiles, items, across):
         queues[task.unit].append((task, tile))
         if task.holds:
             held.setdefault((task.holds, tile + 1), []).append((task.name, tile))
@@ -121,12 +124,14 @@ def stay(tasks: list[Task], turn: list[Task], tiles: int, items: int, stages: in
     return max((end + latency[name] for (name, _), end in done.items()), default=0.0)
 
 
-def _in_items(tasks: list[Task], turn: list[Task], tiles: int, items: int, across: bool) -> Iterator[tuple[Task, int]]:
-    """(task, tile) of all items in the order in which units issue them; a turn's task has the last tile of its item."""
+def _in_items(
+    tasks: list[Task], transition: list[Task], tiles: int, items: int, across: bool
+) -> Iterator[tuple[Task, int]]:
+    """(task, tile) of all items in the order of issue; a transition's task has the last tile of its item."""
     if across:
-        most = max(task.lead for task in (*tasks, *turn))
+        most = max(task.lead for task in (*tasks, *transition))
         for step in range(-most, tiles * items + 1):
-            for task in turn:
+            for task in transition:
                 if (step + task.lead) % tiles == 0 and 0 < step + task.lead <= tiles * items:
                     yield task, step + task.lead - 1
             for task in tasks:
@@ -135,7 +140,7 @@ def _in_items(tasks: list[Task], turn: list[Task], tiles: int, items: int, acros
         return
     for item in range(items):
         yield from ((task, item * tiles + tile) for task, tile in _in_order(tasks, tiles))
-        yield from ((task, (item + 1) * tiles - 1) for task in turn)
+        yield from ((task, (item + 1) * tiles - 1) for task in transition)
 
 
 def _in_order(tasks: list[Task], tiles: int) -> Iterator[tuple[Task, int]]:

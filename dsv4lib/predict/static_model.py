@@ -1,13 +1,13 @@
 """How long a kernel would take on a GPU, from what it does and what the GPU can do; no run on that GPU is needed.
 
     modelled time = launch + waves x (set-up + tile schedule + what a CTA does once) [+ combine], at least HBM's time
-                    launch + set-up + tile schedule + what a CTA does once + further items x (tiles + turn)
+                    launch + set-up + tile schedule + what a CTA does once + further items x (tiles + transition)
 
-The second form is of CTAs that stay: a turn is what its warps do between the tiles of two items, and what of it hides
-behind tiles comes out of the schedule.
+The second form is of persistent CTAs: a transition is what its warps do between the tiles of two items. The schedule
+yields how much of it overlaps with tiles.
 
 Launch and set-up are those of a launch on its own (``launch_us``, ``first_byte_clk``), or of a programmatic dependent
-one behind another kernel (``first_byte_pdl_clk``): then the time counts from the end of that kernel, whose last
+one after another kernel (``first_byte_pdl_clk``): then the time counts from the end of that kernel, whose last
 microseconds cover what of the set-up they can.
 
 The tile schedule (schedule.py) runs the tasks of a tile on their units; a task takes the longest of its resources. A
@@ -103,8 +103,8 @@ class Kernel:
         name: of it; tile, once: work of a CTA per tile, and besides.
         tasks: of the schedule; first: unit that the set-up delays further (a staged operand), and by how much.
         cluster: CTAs that belong together; shared: neighbours read the same lines of L2 at nearly the same time.
-        turn: of a CTA that stays, its work between two items; turns: the same as tasks of the schedule; ring: stages
-            that its loads share, see `schedule.stay`.
+        transition: of a persistent CTA, its work between two items; transitions: the same as tasks of the schedule;
+            ring: stages that its loads share, see `schedule.persistent_end`.
     """
 
     name: str
@@ -114,8 +114,8 @@ class Kernel:
     first: tuple[str, float] = ("", 0.0)
     cluster: int = 1
     shared: bool = False
-    turn: Work | None = None
-    turns: tuple[Task, ...] = ()
+    transition: Work | None = None
+    transitions: tuple[Task, ...] = ()
     ring: int = 0
     across: bool = False
 
@@ -128,7 +128,7 @@ class Time:
         clocks: of the whole launch, without ``launch_us``; us: of all, of a dependent launch from the end of the
             kernel before.
         tiles: clocks of the tile schedule in the steady state; exposed: of set-up, fill, drain and epilogue;
-            combine_us: of the kernel that joins parts; hbm: clocks that HBM needs.
+            combine_us: of the kernel that combines splits; hbm: clocks that HBM needs.
         bound: what the largest part of the time is; resource: the longest resource of a tile.
         waves: how often every SM gets a CTA.
     """
@@ -161,16 +161,16 @@ def cta_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, persistent: bool
 
 
 def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, many: int = 5) -> float:
-    """Clocks that one more item of ``tiles`` tiles costs a CTA that stays.
+    """Clocks that one more item of ``tiles`` tiles costs a persistent CTA.
 
-    No less than each resource needs for the tiles and the turn together; without tiles only the turn.
+    No less than each resource needs for the tiles and the transition together; without tiles only the transition.
     """
-    work = kernel.tile * tiles + kernel.turn
+    work = kernel.tile * tiles + kernel.transition
     needed = longest(resources(work, gpu, l2))[1]
     if tiles == 0:
-        return max(needed, sum(task.clocks + task.latency for task in kernel.turns))
-    lists, how = (list(kernel.tasks), list(kernel.turns), tiles), (kernel.ring, kernel.across)
-    more = schedule.stay(*lists, many, *how) - schedule.stay(*lists, few, *how)
+        return max(needed, sum(task.clocks + task.latency for task in kernel.transitions))
+    lists, how = (list(kernel.tasks), list(kernel.transitions), tiles), (kernel.ring, kernel.across)
+    more = schedule.persistent_end(*lists, many, *how) - schedule.persistent_end(*lists, few, *how)
     return max(needed, more / (many - few))
 
 
@@ -205,8 +205,8 @@ def modelled(
 
     Args:
         ctas: of the grid; tiles: of each CTA, or of CTAs of different length in equal numbers.
-        hbm_bytes: that must cross HBM once; combine_us: of a second kernel that joins the parts.
-        persistent: CTAs stay: the next row's first loads run under this row's end. A kernel with ``turns`` is one.
+        hbm_bytes: that must cross HBM once; combine_us: of a second kernel that combines the splits.
+        persistent: the next row's first loads run under this row's end. A kernel with ``transitions`` is persistent.
         per_sm: CTAs that share an SM, alternating on its units.
         dependent: a programmatic dependent launch, timed from the end of the kernel before.
         beside: (tiles, items): some of the CTAs, in a single wave, take so many items of so many tiles instead.
@@ -222,7 +222,7 @@ def modelled(
     # CTAs of different length fill SMs one after the other: the sum over an SM, and no less than the longest.
     rounds = ctas / sms if len(lengths) > 1 else waves * per_sm
     body = max(rounds * mean, max(total for total, _ in each))
-    stays = kernel.turn is not None
+    stays = kernel.transition is not None
     if stays:
         further = {n: item_clocks(kernel, n, gpu, l2) if rounds > 1 else 0.0 for n in by_length}
         more = sum(further[n] for n in lengths) / len(lengths)
@@ -277,7 +277,7 @@ def attention(
     shared: bool = False,
     bring: Work | None = None,
     send: tuple[Work, Work] = (Work(), Work()),
-    turn: Work | None = None,
+    transition: Work | None = None,
     parts: int = 1,
     q_stages: int = 1,
     blocks: int = 1,
@@ -293,14 +293,15 @@ def attention(
         separate: K and V are loaded apart, each with ``stages``; ahead: Q K^T of a tile goes out before P V of the one
             before; active: SMs that load at the same time, all if not
             given; shared: see `Kernel`; bring: the part of ``tile`` that as many other warps do to bring the keys;
-            send: instructions of the warp that issues the loads, of a tile and of a turn: no work of the softmax warps;
-        turn: what CTAs that stay do between two items: the next Q comes through the ring of keys, in ``q_stages``
-            of its stages, and is copied behind the last P V, or with ``q_ahead`` before it, the first Q K^T behind it;
+            send: instructions of the warp that issues the loads, of a tile and a transition: no work of softmax warps;
+        transition: what persistent CTAs do between two items: the next Q comes through the ring of keys, in
+            ``q_stages`` of its stages. It is copied after the last P V, or with ``q_ahead`` before it; the first Q K^T
+            follows the copy.
             parts: that a tile is loaded in and freed in, each of as many dimensions of all keys, a stage of the ring;
             blocks: of O, a multiple of ``parts``: P V goes block after block, and waits for each until the O of the
             item before is read. `groups` is 1 then.
-        stored: of a turn, what as many warps of their own as softmax warps do with O: until they hand its blocks back,
-            and behind that; None: the softmax warps store O, and hand it back behind that.
+        stored: of a transition, what as many warps of their own as softmax warps do with O: until they hand its blocks
+            back, and after that; None: the softmax warps store O, and hand it back after that.
     """
     bring = bring or Work()
     alu = replace(tile, mma=Work().mma) - bring - send[0]
@@ -332,28 +333,30 @@ def attention(
         tasks.append(Task(f"load k{_of(i)}", "TMA", share / (1 + separate), latency, ((freed, stages),), stages, freed))
         after = ((f"pv {groups - 1}{read}", stages),)
         tasks.append(Task(f"load v{_of(i)}", "TMA", share / 2 if separate else 0, latency, after, stages))
-    kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, turn)
-    if turn is None:
+    kernel = Kernel(name, tile, once, tuple(tasks), ("tensor core", latency), cluster, shared, transition)
+    if transition is None:
         return kernel
-    placed = turn.smem_mma_bytes / gpu["smem_bytes"]
-    asked = max(turn.load_bytes / l2, turn.copies * gpu["copy_clk"]) / q_stages
+    placed = transition.smem_mma_bytes / gpu["smem_bytes"]
+    asked = max(transition.load_bytes / l2, transition.copies * gpu["copy_clk"]) / q_stages
     copied = tuple((f"load q{_of(i)}", 0) for i in range(q_stages))
-    turns = [Task(name, "TMA", asked, latency, freed="q in place", lead=stages) for name, _ in copied]
+    transitions = [Task(name, "TMA", asked, latency, freed="q in place", lead=stages) for name, _ in copied]
     before = ((f"qk 0{last}", 0),) if q_ahead else ()  # reads the Q that is overwritten
-    turns.append(Task("q in place", "tensor core", placed, 0, (*copied, *before), int(q_ahead)))
-    sent = turn.store_bytes / l2
+    transitions.append(Task("q in place", "tensor core", placed, 0, (*copied, *before), int(q_ahead)))
+    sent = transition.store_bytes / l2
     if stored is None:
         after = ((f"pv 0{last_block}", 0),)
-        turns.append(Task("o", "warps 0", max(sent, chain(turn - send[1], gpu, warps)), 0, after, holds="pv 0"))
+        transitions.append(
+            Task("o", "warps 0", max(sent, chain(transition - send[1], gpu, warps)), 0, after, holds="pv 0")
+        )
     else:
         read = chain(stored[0], gpu, warps)
         rest = max(sent, chain(stored[0] + stored[1], gpu, warps)) - read
         for i in range(blocks):
             name = f"pv 0{_of(i)}"
-            turns.append(Task(f"o{_of(i)}", "epilogue", read / blocks, 0, ((name, 0),), holds=name))
-            turns.append(Task(f"o out{_of(i)}", "epilogue", rest / blocks, 0))
+            transitions.append(Task(f"o{_of(i)}", "epilogue", read / blocks, 0, ((name, 0),), holds=name))
+            transitions.append(Task(f"o out{_of(i)}", "epilogue", rest / blocks, 0))
     first = "tensor core", latency + placed
-    return replace(kernel, turns=tuple(turns), ring=stages * parts, first=first, across=q_ahead)
+    return replace(kernel, transitions=tuple(transitions), ring=stages * parts, first=first, across=q_ahead)
 
 
 def _of(part: int) -> str:
@@ -362,10 +365,10 @@ def _of(part: int) -> str:
 
 
 def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
-    """Clocks that a kernel which joins parts adds behind the one that writes them: set-up, parts, the bytes it moves.
+    """Clocks that the combine adds after the kernel that writes the splits: set-up, splits, bytes.
 
     Args:
-        splits: parts; nbytes: read and written, from L2 if they fit.
+        splits: of the keys; nbytes: read and written, from L2 if they fit.
     """
     rate = gpu["combine_bytes_sm"] * gpu["sms"]
     if nbytes > gpu["l2_size"]:
@@ -377,7 +380,7 @@ def short_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
     """Clocks of a short dependent launch: set-up, loads that wait for each other, and the bytes it moves.
 
     Args:
-        waits: loads one behind the other; nbytes: read and written, from L2 if they fit.
+        waits: loads one after the other; nbytes: read and written, from L2 if they fit.
     """
     rate = gpu.l2_clk_bytes if nbytes <= gpu["l2_size"] else gpu.hbm_clk_bytes
     return gpu["short_setup_clk"] + waits * gpu["load_wait_clk"] + nbytes / rate

@@ -5,5 +5,5 @@ fp64), are differentiable, and take tensors and return tensors; the only state i
 Speed is not a goal, being obviously right is.
 
 Modules call each other through module attributes (``mhc.sinkhorn(...)``), so a test can replace one decision of the
-architecture by a mistake and see who notices.
+architecture by a fault and see which check notices.
 """

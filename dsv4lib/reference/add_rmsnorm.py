@@ -1,4 +1,4 @@
-"""The residual's addition and the norm behind it."""
+"""Add the residual, then apply RMSNorm."""
 
 from __future__ import annotations
 

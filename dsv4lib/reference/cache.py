@@ -115,7 +115,7 @@ def new_cache(config: ModelConfig, batch: int, dtype: torch.dtype, device: torch
 
 
 def append_window(ring: torch.Tensor, kv: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put the KV vectors of positions ``start ..`` behind those the ring still holds.
+    """Put the KV vectors of positions ``start ..`` after those the ring still holds.
 
     Args:
         ring: ``[B, window, D]``, slot of position t is t mod window.

@@ -103,7 +103,7 @@ def fmha(
 def sparse(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sink: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over index lists, the form kernels take: indices int64 ``[B, T, K]`` into kv ``[B, S, D]``, -1 skipped.
+    """Attention over index lists, as kernels take them: indices int64 ``[B, T, K]`` into kv ``[B, S, D]``, -1 skipped.
 
     An index listed twice counts twice. Returns as :func:`attend`.
     """
@@ -128,8 +128,8 @@ def merge_raw(
     weights = (reference - largest.masked_fill(largest.isinf(), 0.0)).exp()
     sums = (weights * total).sum(0)
     below = sums if sink is None else sums + (sink - largest).exp()
-    joined = (weights[..., None] * o).sum(0) / below[..., None]
-    return joined.masked_fill((sums == 0)[..., None], 0.0), largest + sums.log()
+    combined = (weights[..., None] * o).sum(0) / below[..., None]
+    return combined.masked_fill((sums == 0)[..., None], 0.0), largest + sums.log()
 
 
 def merge(

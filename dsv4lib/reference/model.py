@@ -5,7 +5,7 @@ and buffer names are those of the released checkpoints (``layers.3.attn.wkv.weig
 dequantisation: no ``.scale`` tensors. One code path serves every chunk size; without a cache it
 starts an empty one.
 
-A dict given as ``capture`` is filled with these tensors, each name behind ``layers.N.`` or ``mtp.0.`` (B requests, T
+A dict given as ``capture`` is filled with these tensors, each name after ``layers.N.`` or ``mtp.0.`` (B requests, T
 new tokens, n streams):
 
 * ``hc_attn_post`` ``[B, T, n]``, ``hc_attn_comb`` ``[B, T, n, n]``: mHC coefficients; ``hc_ffn_post``, ``hc_ffn_comb``

@@ -11,7 +11,7 @@ def moe_combine(
     """``out[t] = sum_s weights[t, s] y[row_of[t, s]] + shared[t]``, slots in order.
 
     Args:
-        y: ``[R, d]``; a row that nobody names may hold anything.
+        y: ``[R, d]``; a row that no slot names may hold anything.
         row_of: ``[T, k]``; numbers outside 0 .. R - 1 are skipped.
         weights: ``[T, k]``; None: ones.
         shared: ``[T, d]`` or None.

@@ -30,13 +30,13 @@ class Dispatch(NamedTuple):
 def moe_dispatch(
     experts: torch.Tensor, weights: torch.Tensor | None, count: int, rows: int, align: int = 128, max_m: int = 0
 ) -> Dispatch:
-    """Rows of the experts one behind the other, each expert's in token order (of one token: in slot order).
+    """Rows of the experts one after the other, each expert's in token order (of one token: in slot order).
 
     Args:
         experts: ``[T, k]``; a number outside 0 .. count - 1 goes nowhere.
         weights: ``[T, k]`` or None.
         count: E.
-        rows: R; rows behind the last expert's are empty.
+        rows: R; rows past the last expert's are empty.
         align: an expert's first row is a multiple of it.
         max_m: not 0: every expert has so many rows, and starts at a multiple of it.
 

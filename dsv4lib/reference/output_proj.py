@@ -1,4 +1,4 @@
-"""From attention output to the layer's hidden size: turn the rope back, project groups of heads, then mix the groups.
+"""Project attention output to the hidden size: inverse RoPE, a product per group of heads, a product over groups.
 
     o   = inverse_rope(o, query position)          the values carried their keys' rotation
     u_g = wo_a[g] concat(heads of group g)         H / G consecutive heads per group

@@ -1,6 +1,6 @@
 """Random weights under which every mechanism of the model matters.
 
-Default initialisations leave sinks, position biases, router biases and mHC offsets at zero, which hides mistakes there.
+Default initialisations leave sinks, position biases, router biases and mHC offsets at zero, which hides faults there.
 Here every tensor is drawn, with scales that keep the logits near a standard deviation of 1.
 """
 

@@ -89,7 +89,7 @@ def side_by_side(
     return set_alt(fig, f"Bars for {', '.join(names)}. {smallest}.")
 
 
-# Dark and light in turn: neighbours in a stack stay apart in grey, too.
+# Dark and light alternate: neighbours in a stack stay apart in grey, too.
 _STACK = (0, 4, 2, 6, 5, 1, 3, 7)
 
 

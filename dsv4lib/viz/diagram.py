@@ -50,5 +50,5 @@ def pipeline(lanes: Mapping[str, Sequence[tuple[str, str, str]]], title: str = "
     ax.set(xlim=(-0.05, longest * (BOX + GAP) - GAP + 0.05), ylim=(-(len(lanes) - 1) * PITCH - 0.08, HEIGHT + 0.32))
     ax.set_title(title)
     ax.set_axis_off()
-    told = "; ".join(f"{lane}: " + ", then ".join(f"{n} ({w})" for n, w, _ in steps) for lane, steps in lanes.items())
-    return style.set_alt(fig, f"{title or 'Pipeline'}. {told}.")
+    said = "; ".join(f"{lane}: " + ", then ".join(f"{n} ({w})" for n, w, _ in steps) for lane, steps in lanes.items())
+    return style.set_alt(fig, f"{title or 'Pipeline'}. {said}.")

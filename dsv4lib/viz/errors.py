@@ -1,6 +1,6 @@
 """`error_map`: where a result is wrong, as a picture.
 
-A kernel's mistakes have places: one element, one tile, one TMEM lane, everything from some KV iteration on. Each way of
+A kernel's faults have places: one element, one tile, one TMEM lane, everything from some KV iteration on. Each way of
 looking folds the same errors along another axis, and folds by the maximum, so that a single wrong element of a large
 array stays visible. Errors are in units of the RMS of the expected row, because rows differ in scale.
 

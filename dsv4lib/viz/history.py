@@ -1,4 +1,4 @@
-"""On-chip memories over time: who owns which cell of tensor memory, and which part of shared memory, at chosen moments.
+"""On-chip memories over time: the owner of each cell of tensor and shared memory at chosen moments.
 
 Everything is arrays: codes of owners, ages from 0 (old) to 1 (just now). Old content is pale.
 """
@@ -62,7 +62,7 @@ def tmem_over_time(
     columns: int = 3,
     regions: Sequence[tuple[str, int, int]] = (),
 ) -> Figure:
-    """Tensor memory at several moments: 128 lanes x 512 columns each, coloured by who touched a cell last.
+    """Tensor memory at several moments: 128 lanes x 512 columns each, coloured by the warp that accessed a cell last.
 
     Args:
         codes: integer [moments, 128, 512], index into ``names``, -1 = untouched.
@@ -210,7 +210,7 @@ def smem_over_time(
     chunk_bytes: int = 16,
     now: float | None = None,
 ) -> Figure:
-    """Shared memory (upwards) against time: who touched each chunk last.
+    """Shared memory (upwards) against time: the warp that accessed each chunk last.
 
     Args:
         codes: integer [chunks, times], index into ``names``, -1 = untouched.
@@ -277,7 +277,7 @@ def _against_time(
 def tmem_against_time(
     codes: Any, times: Any, names: Sequence[str], title: str, regions: Sequence[tuple[str, int, int]] = ()
 ) -> Figure:
-    """The columns of tensor memory (upwards) against time: who touched a lane's cell of each column last.
+    """The columns of tensor memory (upwards) against time: the warp that accessed a lane's cell of each column last.
 
     Args:
         codes: integer [512, times], index into ``names``, -1 = untouched.

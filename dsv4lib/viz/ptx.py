@@ -36,14 +36,14 @@ class Family:
         unit: the unit that runs it; families of one unit share a colour.
         pattern: regular expression at the start of the opcode.
         what: what the instruction does, one line.
-        who: who issues it.
+        issuer: what issues it.
     """
 
     name: str
     unit: str
     pattern: str
     what: str
-    who: str
+    issuer: str
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class FamilyCount:
-    """A family, how many instructions of it a kernel holds, and the spellings seen with their counts."""
+    """A family, how many instructions of it a kernel holds, and the instruction variants seen with their counts."""
 
     family: Family
     count: int
     opcodes: tuple[tuple[str, int], ...]
 
 
-# First match wins, so a special form comes before its family. (name, opcode pattern, who issues it, what it does)
+# First match wins, so a special case comes before its family. (name, opcode pattern, issuer, what it does)
 _TABLE = {
     "tensor core": (
         ("tcgen05.mma", r"tcgen05\.mma", THREAD, "multiply SMEM by SMEM, add into TMEM, asynchronously"),
@@ -116,7 +116,7 @@ _TABLE = {
     ),
 }
 FAMILIES = tuple(
-    Family(name, unit, pattern, what, who) for unit, rows in _TABLE.items() for name, pattern, who, what in rows
+    Family(name, unit, pattern, what, issuer) for unit, rows in _TABLE.items() for name, pattern, issuer, what in rows
 )
 UNITS = tuple(_TABLE)
 
@@ -158,7 +158,7 @@ def family_of(opcode: str) -> Family:
 
 
 def instruction_table(ptx: str) -> list[FamilyCount]:
-    """The families present in ``ptx`` in the order of `FAMILIES`, with counts and spellings."""
+    """The families present in ``ptx`` in the order of `FAMILIES`, with counts and instruction variants."""
     seen: dict[Family, Counter[str]] = {}
     for instruction in instructions(ptx):
         seen.setdefault(family_of(instruction.opcode), Counter())[instruction.opcode] += 1

@@ -1,6 +1,6 @@
 """Shared memory as banks: which bank group every 16-byte chunk of a tile lands in, and what an access then costs.
 
-32 banks of 4 bytes serve 128 bytes a turn: eight groups of 16 bytes, one colour each. A read of one chunk from eight
+32 banks of 4 bytes serve 128 bytes a pass: eight groups of 16 bytes, one colour each. A read of one chunk from eight
 rows is free exactly when the eight rows show eight colours in that column. That is all a swizzle is for.
 """
 
@@ -46,7 +46,7 @@ def chunk_groups(offsets: Any, element_bytes: float) -> tuple[np.ndarray, bool]:
 
 
 def bank_words(addresses: Any, chunk_bytes: int = CHUNK_BYTES) -> np.ndarray:
-    """How many different 4-byte words of each bank one access touches; the largest is its number of turns.
+    """How many different 4-byte words of each bank one access touches; the largest is its number of passes.
 
     Args:
         addresses: integer [lanes], first byte of each thread's chunk.
@@ -125,7 +125,7 @@ def _column_ways(groups: np.ndarray) -> int:
 
 @styled
 def bank_conflicts(accesses: Mapping[str, Any], title: str, chunk_bytes: int = CHUNK_BYTES) -> Figure:
-    """Words each bank must deliver for one access, a bar a bank: the tallest bar is the number of turns.
+    """Words each bank must deliver for one access, a bar a bank: the tallest bar is the number of passes.
 
     Args:
         accesses: name -> integer [lanes], first byte of each thread's chunk.

@@ -58,7 +58,7 @@ def set_alt(fig: Figure, alt: str) -> Figure:
 
 
 def alt_text(fig: Figure) -> str:
-    """The alt text of ``fig``; raises ValueError if nobody wrote one."""
+    """The alt text of ``fig``; raises ValueError where there is none."""
     text = getattr(fig, "dsv4_alt", "")
     if not text:
         raise ValueError("a figure needs alt text before it is shown: viz.set_alt(fig, '...')")

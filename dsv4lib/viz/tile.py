@@ -67,9 +67,9 @@ def tile_picture(
     used, clash = draw_map(right, tmem)
     right.set_title(f"tensor memory: {used} of 512 columns" + (f", {clash} cells claimed twice" if clash else ""))
     fig.suptitle(title, fontsize=10, fontweight="bold", color=INK, x=0.01, ha="left")
-    told = "; ".join(f"{a.name} [{a.rows}, {a.columns}] x {b.name} = {d.name}" for a, b, d in products)
+    said = "; ".join(f"{a.name} [{a.rows}, {a.columns}] x {b.name} = {d.name}" for a, b, d in products)
     bytes_of = ", ".join(f"{name} {size:,} bytes" for name, size in smem)
-    return set_alt(fig, f"Tile picture, {title}. Products: {told}. Shared memory: {bytes_of}. TMEM: {listing(tmem)}.")
+    return set_alt(fig, f"Tile picture, {title}. Products: {said}. Shared memory: {bytes_of}. TMEM: {listing(tmem)}.")
 
 
 def _product(ax: Axes, product: tuple[Part, Part, Part]) -> None:

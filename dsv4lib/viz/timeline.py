@@ -155,7 +155,7 @@ def barrier_phases(barriers: Sequence[Phases], end: float, title: str, now: floa
     handles = [
         Patch(facecolor=_EVEN, label="even phase"),
         Patch(facecolor=_ODD, label="odd phase"),
-        Patch(facecolor=PALETTE[5], label="somebody waits for it"),
+        Patch(facecolor=PALETTE[5], label="a warp waits for it"),
     ]
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     return set_alt(fig, f"Barrier phases, {title}. " + " ".join(sentences))

@@ -61,7 +61,7 @@ def _quarters(ax: Axes, columns: int) -> None:
 
 
 def draw_map(ax: Axes, regions: Sequence[Region]) -> tuple[int, int]:
-    """Draw who owns which part of tensor memory; cells claimed twice are marked.
+    """Draw the owner of each part of tensor memory; cells claimed twice are marked.
 
     Returns:
         (columns used, cells claimed twice).

@@ -28,7 +28,7 @@ def _coordinates(rows: Any, columns: Any, tile: tuple[int, int]) -> tuple[np.nda
 
 
 def owners(rows: Any, columns: Any, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse map: (thread, value) of every tile element, int64 [rows, columns] each, -1 where nobody holds it."""
+    """Invert the map: (thread, value) of every tile element, int64 [rows, columns] each, -1 where no thread has it."""
     r, c = _coordinates(rows, columns, tile)
     thread = np.full(tile, -1, dtype=np.int64)
     value = thread.copy()

@@ -18,16 +18,16 @@ def small(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "pdl", "prefetch", "way"),
+    ("cluster", "pdl", "prefetch", "variant"),
     [(1, True, True, "lanes"), (2, True, False, "lanes"), (2, False, True, "lanes")]
     + [(1, True, True, "elected"), (2, True, True, "whole"), (1, True, True, "three")],
 )
-def test_a_graph_of_pairs(small, kernels, cluster, pdl, prefetch, way):
+def test_a_graph_of_pairs(small, kernels, cluster, pdl, prefetch, variant):
     """`measure` itself refuses an O that is not made of what `before` wrote."""
     before, after = kernels
     with emulator.device("sm_90a") as gpu:
         bench = launch_probe.Bench(2, cluster)
-        codes, flags = (before[True, None], after[pdl, prefetch, cluster, way]), (pdl, True, prefetch, way, 0)
+        codes, flags = (before[True, None], after[pdl, prefetch, cluster, variant]), (pdl, True, prefetch, variant, 0)
         row = bench.measure(codes, 10, False, flags)
         assert not any(launch.result.hazards for launch in gpu.launches)
         marks = bench.after.tolist()

@@ -23,7 +23,7 @@ def step(n, stored=18432):
 
 MADE = moe.Counted(
     step=(step(16), step(64)),
-    turn=(Work(instructions=400), Work(instructions=1600)),
+    transition=(Work(instructions=400), Work(instructions=1600)),
     once=Work(),
     tile_n=64,
     tile_m=128,
@@ -112,7 +112,7 @@ def test_work_grows_with_the_rows():
     assert MADE.step_of(1) == MADE.step_of(16) and MADE.step_of(64).mma == {form(64): 4}
     middle = MADE.step_of(33)
     assert middle.mma == {form(48): 4} and middle.load_bytes == pytest.approx(18432 + 128 * 48)
-    assert [MADE.turn_of(rows).instructions for rows in (1, 16, 17, 64)] == [400, 400, 800, 1600]
+    assert [MADE.transition_of(rows).instructions for rows in (1, 16, 17, 64)] == [400, 400, 800, 1600]
 
 
 def test_a_launch_by_hand():
@@ -135,15 +135,15 @@ def test_a_launch_by_hand():
 
 def test_a_long_epilogue_is_not_hidden():
     card = rates.gpu("B200")
-    slow = replace(MADE, turn=(Work(instructions=40000),) * 2)
+    slow = replace(MADE, transition=(Work(instructions=40000),) * 2)
     clocks, epilogue, what = moe.tile_clocks(slow, 16, 2, card, 48)
     assert clocks == epilogue == 40000 / 4 / 0.5 and what == "epilogue"
     single, *_ = moe.tile_clocks(replace(slow, accumulators=1), 16, 2, card, 48)
-    steps, *_ = moe.tile_clocks(replace(MADE, turn=(Work(),) * 2), 16, 2, card, 48)
+    steps, *_ = moe.tile_clocks(replace(MADE, transition=(Work(),) * 2), 16, 2, card, 48)
     assert single == pytest.approx(epilogue + steps)  # with one accumulator nothing of it is hidden
 
 
-def test_a_planted_error_is_seen(monkeypatch):
+def test_an_injected_error_is_seen(monkeypatch):
     """Without the fourfold rate the peak is not the data sheet's; the test above would be red."""
     monkeypatch.setitem(static_model.FASTER, "mxf4nvf4", 1)
     card = rates.gpu("B200")
@@ -161,7 +161,7 @@ def test_counts_are_those_of_the_configuration():
         assert found.mma == {form(n): 4}
         assert found.load_bytes == 128 * 128 + 128 * n + 2 * 2048  # weights, tokens, scales of both
         assert found.smem_mma_bytes == 4 * (128 + n) * 32 + 2 * 2048
-    few, full = c.turn_of(1), c.turn_of(32)
+    few, full = c.transition_of(1), c.transition_of(32)
     assert few.tmem_load_bytes == 128 * 16 * 4 and full.tmem_load_bytes == 128 * 32 * 4
     assert full.store_bytes == 128 * 32 * 4 and full.mma == {}
     assert 2 * few.smem_thread_bytes == pytest.approx(full.smem_thread_bytes, rel=0.02)

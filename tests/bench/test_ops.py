@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4lib.bench.ops import harness, inputs, modules, results, timing, ways
-from dsv4lib.bench.ops.case import Absent, Row, Way
+from dsv4lib.bench.ops import harness, inputs, modules, providers, results, timing
+from dsv4lib.bench.ops.case import Absent, Provider, Row
 from dsv4lib.bench.ops.results import ABSENT, COPY, FAILED, OURS, TIMED, WRONG, Found, Result
 from dsv4lib.bench.ops.timing import Cold, TimingError, Work
 from dsv4lib.config import FLASH, PRO
@@ -26,7 +26,7 @@ FACTS |= {"command": "bench", "method": "a clock"}
 
 
 class FakeClock:
-    """Calls every way as often as asked, in turns, and says times by the order of the ways."""
+    """Calls every provider as often as asked, in turns, and says times by the order of the providers."""
 
     def __init__(self, *us, broken=()):
         self.us, self.broken, self.seen = us, broken, []
@@ -45,8 +45,8 @@ class FakeClock:
         return [us + 10 for us, _ in zip(self.us, calls, strict=False)]
 
 
-def way(name, compute):
-    return ways.in_place(
+def provider(name, compute):
+    return providers.in_place(
         name, lambda g: {"y": torch.empty_like(g["x"])}, lambda g, out: out["y"].copy_(compute(g["x"]))
     )
 
@@ -59,12 +59,12 @@ def row(*others, goal=None, copy_goal=None, ours=lambda x: x * 2, checked=check)
     def given(generator):
         return {"x": torch.randn(7, 5, generator=generator), "more": (torch.randn(3, generator=generator), 4)}
 
-    taken = (way(OURS, ours), *others)
+    taken = (provider(OURS, ours), *others)
     return Row("double", "T 7", 280, 0, given, checked, taken, goal, copy_goal)
 
 
 def states(result):
-    return {one.way: one.state for one in result.found}
+    return {one.provider: one.state for one in result.found}
 
 
 # ------------------------------------------------------------------- the harness
@@ -80,13 +80,13 @@ def broken(given):
 
 def test_only_what_is_right_is_timed():
     clock = FakeClock(2.0, 4.0)
-    triple = way("triple", lambda x: x * 3)
+    triple = provider("triple", lambda x: x * 3)
     result = harness.measure(
-        row(triple, way("twice", lambda x: x + x), Way("gone", gone), Way("bad", broken)), clock, "cpu"
+        row(triple, provider("twice", lambda x: x + x), Provider("gone", gone), Provider("bad", broken)), clock, "cpu"
     )
     assert states(result) == {OURS: TIMED, "triple": WRONG, "twice": TIMED, "gone": ABSENT, "bad": FAILED}
     assert clock.seen == [2]
-    by_name = {one.way: one for one in result.found}
+    by_name = {one.provider: one for one in result.found}
     assert by_name["gone"].detail == "package missing" and "no such kernel" in by_name["bad"].detail
     assert re.search(r"y: \d+ of 140 bytes differ", by_name["triple"].detail)
     ours = by_name[OURS]
@@ -98,16 +98,18 @@ def test_only_what_is_right_is_timed():
 
 
 def test_a_replayed_call_has_no_host_time():
-    made = row(way("peer", lambda x: x * 2))
-    replayed = dataclasses.replace(made.ways[0], hosted=False)
-    result = harness.measure(dataclasses.replace(made, ways=(replayed, *made.ways[1:])), FakeClock(2.0, 4.0), "cpu")
+    made = row(provider("peer", lambda x: x * 2))
+    replayed = dataclasses.replace(made.providers[0], hosted=False)
+    result = harness.measure(
+        dataclasses.replace(made, providers=(replayed, *made.providers[1:])), FakeClock(2.0, 4.0), "cpu"
+    )
     assert result.named(OURS).host_us is None and result.named(OURS).us == 2.0
     assert result.named("peer").host_us == 14.0
 
 
 def test_ours_that_is_wrong_is_not_timed_and_misses_its_goal():
     result = harness.measure(
-        row(way("peer", lambda x: x * 2), goal=0.9, ours=lambda x: x * 2.001), FakeClock(9.0), "cpu"
+        row(provider("peer", lambda x: x * 2), goal=0.9, ours=lambda x: x * 2.001), FakeClock(9.0), "cpu"
     )
     assert states(result) == {OURS: WRONG, "peer": TIMED}
     assert result.verdict == "missed" and result.ratio is None
@@ -129,25 +131,27 @@ def test_a_way_that_changes_its_inputs_is_wrong_and_harms_nobody():
         out = {"y": torch.empty_like(given["x"])}
         return lambda: (out["y"].copy_(given["x"] * 2), given["more"][0].zero_()), out
 
-    result = harness.measure(row(Way("greedy", bind), way("peer", lambda x: x * 2)), FakeClock(1.0, 2.0), "cpu")
+    result = harness.measure(
+        row(Provider("greedy", bind), provider("peer", lambda x: x * 2)), FakeClock(1.0, 2.0), "cpu"
+    )
     assert states(result) == {OURS: TIMED, "greedy": WRONG, "peer": TIMED}
     assert result.named("greedy").detail == "it changed its input more[0]"
 
 
 def test_a_way_that_writes_nothing_is_wrong():
-    """Even where its memory held the answers of somebody before: every way is bound before the first runs."""
+    """Even where its memory held the answers of somebody before: every provider is bound before the first runs."""
 
     def lazy(given):
         return (lambda: None), {"y": torch.full_like(given["x"], float("nan"))}
 
-    assert states(harness.measure(row(Way("lazy", lazy)), FakeClock(1.0), "cpu"))["lazy"] == WRONG
+    assert states(harness.measure(row(Provider("lazy", lazy)), FakeClock(1.0), "cpu"))["lazy"] == WRONG
 
 
 def test_outputs_that_the_check_cannot_read_are_wrong():
     def bind(given):
         return (lambda: None), {"z": given["x"] * 2}
 
-    found = harness.measure(row(Way("other", bind)), FakeClock(1.0), "cpu").named("other")
+    found = harness.measure(row(Provider("other", bind)), FakeClock(1.0), "cpu").named("other")
     assert found.state == WRONG and "the check stops: KeyError" in found.detail
 
 
@@ -167,21 +171,21 @@ def test_who_breaks_when_called_often_does_not_spoil_the_others():
             raise RuntimeError("out of breath")
         return x * 2
 
-    result = harness.measure(row(way("tired", tired)), Picky(1.0, 2.0), "cpu")
+    result = harness.measure(row(provider("tired", tired)), Picky(1.0, 2.0), "cpu")
     assert states(result) == {OURS: TIMED, "tired": FAILED}
     assert "out of breath" in result.named("tired").detail
 
 
 def test_a_copy_is_timed_where_it_is_the_goal():
     result = harness.measure(row(copy_goal=0.9), FakeClock(2.0, 1.9), "cpu")
-    assert [one.way for one in result.found] == [OURS, COPY]
+    assert [one.provider for one in result.found] == [OURS, COPY]
     assert result.copy_ratio == pytest.approx(0.95) and result.verdict == "reached" and result.peer is None
 
 
 def test_names_must_differ_and_peers_can_be_chosen():
     with pytest.raises(ArgumentError, match="names that differ"):
-        harness.measure(row(way("a", lambda x: x), way("a", lambda x: x)), FakeClock(1.0), "cpu")
-    both = row(way("torch.compile", lambda x: x * 2), way("vLLM Triton", lambda x: x * 2))
+        harness.measure(row(provider("a", lambda x: x), provider("a", lambda x: x)), FakeClock(1.0), "cpu")
+    both = row(provider("torch.compile", lambda x: x * 2), provider("vLLM Triton", lambda x: x * 2))
     assert list(states(harness.measure(both, FakeClock(1.0, 2.0), "cpu", ["Triton"]))) == [OURS, "vLLM Triton"]
 
 
@@ -303,9 +307,9 @@ def test_goals_are_judged_by_graph_times_too(ours, peer, slow, cold, graph):
 def test_the_best_peer_is_neither_ours_nor_the_copy():
     one = result(3.0, 5.0, 1.0)
     slower = Found("slower", TIMED, 6.0)
-    wrong, second = Found("wrong", WRONG, None), Found("ours, another way", TIMED, 2.0)
+    wrong, second = Found("wrong", WRONG, None), Found("ours, a second one", TIMED, 2.0)
     one = dataclasses.replace(one, found=(*one.found, slower, wrong, second))
-    assert one.peer.way == "peer" and one.ratio == 0.6
+    assert one.peer.provider == "peer" and one.ratio == 0.6
 
 
 def test_bandwidth_is_known_by_the_gpus_name():
@@ -325,7 +329,7 @@ def test_every_module_can_be_imported():
 
 @pytest.mark.parametrize("made", ALL, ids=lambda made: f"{made.op} {made.shape}")
 def test_rows_are_complete(made):
-    assert made.ways[0].name == OURS and len({way.name for way in made.ways}) == len(made.ways)
+    assert made.providers[0].name == OURS and len({provider.name for provider in made.providers}) == len(made.providers)
     assert made.bytes > 0 and made.flops >= 0
     assert re.search(r"\bT \d+\b", made.shape)
     assert made.goal is None or 0 < made.goal <= 1
@@ -357,7 +361,7 @@ def test_bytes_are_those_of_the_formulas(model, config):
         assert by_name[key] == pytest.approx(size, rel=0.01), key
 
 
-# A row of an op at a size that a CPU has time for: the plain torch way, and inputs that are not trivial.
+# A row of an op at a size that a CPU has time for: in plain torch, and inputs that are not trivial.
 SMALL = {
     "rmsnorm": "_plain",
     "add_rmsnorm": "_plain",
@@ -423,8 +427,8 @@ def test_the_chain_of_a_layer_is_checked_op_by_op(monkeypatch):
             out = {}
             return lambda: out.update({name: factor * given["x"]}), out
 
-        ways_of = (Way(OURS, partial(bind, 2)), Way("fast", partial(bind, 2 if op == "mhc" else 3)))
-        return dataclasses.replace(row(checked=checked), op=op, ways=ways_of)
+        providers_of = (Provider(OURS, partial(bind, 2)), Provider("fast", partial(bind, 2 if op == "mhc" else 3)))
+        return dataclasses.replace(row(checked=checked), op=op, providers=providers_of)
 
     monkeypatch.setattr(layer_chain, "CHAIN", (("mhc", "", "fast"), ("topk", "", "fast")))
     monkeypatch.setattr(layer_chain, "_row", small)
@@ -470,20 +474,26 @@ def test_a_folder_of_another_version_is_refused(tmp_path):
 def test_the_table_shows_what_is_missed_and_why(tmp_path):
     recorded(tmp_path)
     notes = tmp_path / "notes.csv"
-    notes.write_text("op,shape,limit\ndouble,T 8,latency of one load\ndouble,T 1,nothing\n")
+    notes.write_text("op,shape,limit,tried\ndouble,T 8,latency of one load,two polls 4.5\ndouble,T 1,nothing,\n")
     lines = ops_table.markdown(tmp_path, notes).splitlines()
     reached, missed, copied = lines[2:5]
     times = "3 | peer | 5 | 0.60 | 1.5 | the same | 2.5 | 0.60 | 30 | 50"
     assert reached.startswith(f"| double | T 1 | {times} | <= 0.6x | reached | reached | 1 | 3.0 |")
     assert (
-        "**missed** | **missed**" in missed and missed.endswith("| latency of one load |") and "nothing" not in reached
+        "**missed** | **missed**" in missed
+        and missed.endswith("| latency of one load | two polls 4.5 |")
+        and "nothing" not in reached
     )
     assert "none (absent: gone)" in copied and "copy 1.12" in copied and "reached" in copied
     assert "driver 1" in lines[-3] and "`bench`" in lines[-3]
-    notes.write_text("op,shape,limit\n")
+    notes.write_text("op,shape,limit,tried\n")
     assert "not looked into yet" in ops_table.markdown(tmp_path, notes)
-    with pytest.raises(DSV4Error, match="op, shape, limit"):
-        ops_table.limits(tmp_path / "no.csv")
+    with pytest.raises(DSV4Error, match="op, shape, limit, tried"):
+        ops_table.notes(tmp_path / "no.csv")
+    for text, words in (("op,shape,limit\n", "other columns"), ("op,shape,limit,tried\na,b,,c\n", "a b has no limit")):
+        notes.write_text(text)
+        with pytest.raises(DSV4Error, match=words):
+            ops_table.notes(notes)
 
 
 def test_the_figure_says_every_time(tmp_path):
@@ -503,11 +513,11 @@ def test_the_recorded_command_names_no_folder_of_the_machine():
 
 
 def test_the_page_is_that_of_the_recorded_rows():
-    written = peer_pages.written(ops_table.NOTES, ops_table.MODULE)
+    written = peer_pages.written(ops_table.PAGE, ops_table.MODULE)
     if not (results.FOLDER / "rows.csv").is_file():
-        assert written == "" and ops_table.limits() == {}
+        assert written == "" and ops_table.notes() == {}
         pytest.skip("no rows are recorded yet")
     assert written == ops_table.markdown(), "python -m dsv4lib.pages.hopper.ops_table writes it"
     assert peer_pages.written(ops_table.README, ops_table.MODULE) == ops_table.extract()
     missed = {(one.op, one.shape) for one in results.load() if one.verdict == "missed"}
-    assert missed == set(ops_table.limits()), "a missed row, and no other, has a line in ops_notes.csv"
+    assert missed == set(ops_table.notes()), "a missed row, and no other, has a line in ops_notes.csv"

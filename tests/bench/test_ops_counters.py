@@ -38,7 +38,7 @@ def test_kernels_of_a_call_are_added_and_means_are_weighted_by_time():
     two = {TIME: "3,000", INSTRUCTIONS: "12", ISSUE: "50.0", L2: "3", STALL.format("long_scoreboard"): "9"}
     text = report(("dsv4|mhc|Flash T 8|ours, other", one), ("dsv4|mhc|Flash T 8|ours, other", two))
     (found,) = counters.parsed(text, "now")
-    assert (found.op, found.shape, found.way, found.run) == ("mhc", "Flash T 8", "ours, other", "now")
+    assert (found.op, found.shape, found.provider, found.run) == ("mhc", "Flash T 8", "ours, other", "now")
     assert (found.kernels, found.us, found.instructions) == (2, 4.0, 42)
     assert (found.hbm_read, found.hbm_write, found.l2) == (1601, 2, 10 * 32)
     assert found.issue == 40.0
@@ -46,10 +46,10 @@ def test_kernels_of_a_call_are_added_and_means_are_weighted_by_time():
     assert (found.stall, found.stalled) == ("long scoreboard", round(100 * 7 / (7 + others), 1))
 
 
-def test_ways_of_a_row_stay_apart():
+def test_providers_of_a_row_stay_apart():
     names = "ours", "vLLM post + pre + norm", "TileKernels post, vLLM pre, norm"
     found = counters.parsed(report(*((f"dsv4|mhc|Pro T 1|{name}", {}) for name in names)))
-    assert [one.way for one in found] == list(names)
+    assert [one.provider for one in found] == list(names)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_without_a_gpu_nothing_is_counted(capsys):
 
 
 def test_the_committed_counters_are_the_ones_shown():
-    assert peer_pages.written(ops_table.NOTES, ops_table.COUNTERS) == ops_table.counted()
+    assert peer_pages.written(ops_table.PAGE, ops_table.COUNTERS) == ops_table.counted()
 
 
 def test_counted_rows_are_rows_of_the_bench():
     from dsv4lib.bench.ops import results
 
-    rows = {(row.op, row.shape, one.way) for row in results.load() for one in row.found}
+    rows = {(row.op, row.shape, one.provider) for row in results.load() for one in row.found}
     assert set(counters.load()) <= rows

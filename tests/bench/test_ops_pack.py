@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4lib.bench.ops import export, replay
-from dsv4lib.bench.ops.case import Absent, Row, Way
+from dsv4lib.bench.ops.case import Absent, Provider, Row
 from dsv4lib.bench.ops.replay import Launch, Pack, ReplayError
 from dsv4lib.emulator.driver import binary
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from dsv4lib.bench.ops import export, harness, replay
-from dsv4lib.bench.ops.case import Row, Way
+from dsv4lib.bench.ops.case import Row, Provider
 from dsv4lib.bench.ops.timing import Cold
 from dsv4lib.emulator.driver import binary
 from dsv4lib.emulator.machine.request import LaunchRequest
@@ -54,14 +54,14 @@ def odd(name, bind):
     def given(generator):
         return {"x": torch.randn(4, 4, generator=generator, device=generator.device)}
 
-    return Row("odd", name, 1, 0, given, None, (Way("ours", bind),))
+    return Row("odd", name, 1, 0, given, None, (Provider("ours", bind),))
 
 
 def states(folder):
     found = {}
     for row in rows:
-        way = replay.Pack(folder).way(row, Emulated())
-        result = harness.measure(Row(**{**vars(row), "ways": (way,)}), Clock(), "cuda")
+        provider = replay.Pack(folder).provider(row, Emulated())
+        result = harness.measure(Row(**{**vars(row), "providers": (provider,)}), Clock(), "cuda")
         found[row.op] = [result.found[0].state, result.found[0].detail]
     return found
 
@@ -72,9 +72,9 @@ with export.recording("sm_90a") as gpu:
     strange = [
         odd("torch", lambda g: (lambda: g["x"].add_(1), {})),
         odd("nothing", lambda g: (lambda: None, {})),
-        odd("alias", lambda g: (rows[0].ways[0].bind(harness.inputs(rows[0], "cuda"))[0], {"y": g["x"]})),
+        odd("alias", lambda g: (rows[0].providers[0].bind(harness.inputs(rows[0], "cuda"))[0], {"y": g["x"]})),
     ]
-    norm = next(row for row in rows if row.op == "rmsnorm").ways[0]
+    norm = next(row for row in rows if row.op == "rmsnorm").providers[0]
 
     def derived(g):  # it normalises numbers that are made of its input when it is bound
         x = (2 * g["x"]).bfloat16().repeat(2, 1024)
@@ -191,7 +191,7 @@ def test_without_the_dsl_rows_are_there_and_ours_is_absent():
         "    if row.op in ('rmsnorm', 'quantize', 'router', 'moe_dispatch'):",
         "        given = row.given(torch.Generator().manual_seed(0))",
         "        try:",
-        "            row.ways[0].bind(given)[0]()",
+        "            row.providers[0].bind(given)[0]()",
         "        except Absent as reason:",
         "            assert 'needs the CuTe DSL' in str(reason)",
         "        else:",
@@ -248,7 +248,7 @@ def pack(folder, **row):
 
 
 def row(shape="T 1"):
-    return Row("op", shape, 1, 0, None, None, (Way("ours", None), Way("peer", None)))
+    return Row("op", shape, 1, 0, None, None, (Provider("ours", None), Provider("peer", None)))
 
 
 LAUNCH = {
@@ -280,8 +280,8 @@ class Seen:
 
 def test_addresses_are_those_of_the_memory_here(tmp_path):
     seen, x = Seen(), torch.arange(6.0).view(2, 3)
-    way = pack(tmp_path, memory={"out y": OUT, "memory 0": OWN}, launches=[LAUNCH, LAUNCH]).way(row(), seen)
-    call, outputs = way.bind({"x": x, "n": 3})
+    provider = pack(tmp_path, memory={"out y": OUT, "memory 0": OWN}, launches=[LAUNCH, LAUNCH]).provider(row(), seen)
+    call, outputs = provider.bind({"x": x, "n": 3})
     y = outputs["y"]
     assert y.shape == (2, 3) and y.dtype == torch.int16 and not y.any() and seen.cubin == b"cubin"
     first, number, second, third = (int.from_bytes(seen.params[i : i + 8], "little") for i in range(0, 32, 8))
@@ -294,18 +294,18 @@ def test_addresses_are_those_of_the_memory_here(tmp_path):
 def test_an_output_that_starts_as_an_input_does(tmp_path):
     x = torch.randn(2, 3)
     out = {**OUT, "bytes": 24, "as": "x", "dtype": "float32"}
-    outputs = pack(tmp_path, memory={"out y": out}).way(row(), Seen()).bind({"x": x})[1]
+    outputs = pack(tmp_path, memory={"out y": out}).provider(row(), Seen()).bind({"x": x})[1]
     assert torch.equal(outputs["y"], x) and outputs["y"].data_ptr() != x.data_ptr()
 
 
 def test_what_does_not_fit_is_absent(tmp_path):
     packed = pack(tmp_path)
     with pytest.raises(Absent, match=r"x is \[3, 2\]"):
-        packed.way(row(), Seen()).bind({"x": torch.zeros(3, 2)})
+        packed.provider(row(), Seen()).bind({"x": torch.zeros(3, 2)})
     with pytest.raises(Absent, match="why"):
-        packed.way(row("T 2"), Seen()).bind({"x": torch.zeros(2, 3)})
+        packed.provider(row("T 2"), Seen()).bind({"x": torch.zeros(2, 3)})
     with pytest.raises(Absent, match="not in the pack"):
-        packed.way(row("T 3"), Seen()).bind({"x": torch.zeros(2, 3)})
+        packed.provider(row("T 3"), Seen()).bind({"x": torch.zeros(2, 3)})
     with pytest.raises(ReplayError, match="index.json is missing"):
         _ = Pack(tmp_path / "no").index
     (tmp_path / "index.json").write_text('{"format": 0}')

@@ -16,24 +16,24 @@ OPS = Path(dsv4lib.ops.__file__).parent
 MODULES = [
     f"dsv4lib.ops.{path.parent.name}.{path.stem}" for path in OPS.glob("*/peers*.py") if path.stem != "peers_torch"
 ]
-WAYS = [
-    pytest.param(way, id=f"{name.split('.')[2]}: {way.name}")
+PROVIDERS = [
+    pytest.param(provider, id=f"{name.split('.')[2]}: {provider.name}")
     for name in MODULES
-    for way in importlib.import_module(name).ways()
+    for provider in importlib.import_module(name).providers()
 ]
 WIDE = 32  # characters of a name that the table shows
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_absent_without_its_package(way, monkeypatch):
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_absent_without_its_package(provider, monkeypatch):
     monkeypatch.setattr(peers, "installed", lambda package: False)
     with pytest.raises(Absent, match="package [a-z-]+ is not installed"):
-        way.bind({})
+        provider.bind({})
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_names_are_unique_and_fit(name):
-    names = [way.name for way in importlib.import_module(name).ways()]
+    names = [provider.name for provider in importlib.import_module(name).providers()]
     assert names
     assert len(set(names)) == len(names)
     assert max(map(len, names)) <= WIDE

@@ -19,8 +19,8 @@ def test_main_records_the_rows_that_run_gives(tmp_path, monkeypatch, capsys):
     probes.main(issue_probe.__doc__, issue_probe.Rate, run)
     assert asked == [3]
     (row,) = table.recorded(issue_probe.Rate, path)
-    assert (row.way, row.warps, row.ctas, row.issue_clk) == ("elected", 2, 132, 31.25)
-    assert capsys.readouterr().out.split() == ["way", "warps", "lists", "ctas", "issue_cl", "tile_clk", "bytes_cl"]
+    assert (row.variant, row.warps, row.ctas, row.issue_clk) == ("elected", 2, 132, 31.25)
+    assert capsys.readouterr().out.split() == ["variant", "warps", "lists", "ctas", "issue_cl", "tile_clk", "bytes_cl"]
 
 
 def test_a_line_stands_under_its_heads():

@@ -148,7 +148,7 @@ def test_a_schedule_by_hand():
     assert done["load"] == [(0, 10), (10, 20), (20, 30), (30, 40)]
     assert done["mma"] == [(15, 19), (25, 29), (35, 39), (45, 49)]
     assert schedule.end([MMA, LOAD], 4) == 50
-    # a core that is ready at 100 frees the first stage at 105: load 2 there, load 3 behind it, used at 130
+    # a core that is ready at 100 frees the first stage at 105: load 2 there, load 3 after it, used at 130
     assert schedule.end([MMA, LOAD], 4, {"core": 100}) == 105 + 10 + 10 + 5 + 4 + 1
     assert schedule.end([MMA, LOAD], 0) == 0
 
@@ -165,23 +165,23 @@ def test_an_order_that_waits_for_what_comes_later_is_refused():
 
 
 def test_items_follow_each_other():
-    """Two of two tiles: loads run on as in one of four; behind each a turn, on the core or beside it."""
+    """Two of two tiles: loads run on as in one of four; after each a transition, on the core or beside it."""
     tasks = [MMA, LOAD]
-    assert schedule.stay(tasks, [], 2, 2) == schedule.end(tasks, 4) == 50
+    assert schedule.persistent_end(tasks, [], 2, 2) == schedule.end(tasks, 4) == 50
     # products 0, 1 end at 29 and are seen at 30; 3 clocks on the core delay nobody, 10 delay product 2 from 35 to 40
-    assert schedule.stay(tasks, [Task("store", "core", 3, 0, (("mma", 0),))], 2, 2) == 50 + 3
-    assert schedule.stay(tasks, [Task("store", "core", 12, 0, (("mma", 0),))], 2, 2) == 51 + 12
+    assert schedule.persistent_end(tasks, [Task("store", "core", 3, 0, (("mma", 0),))], 2, 2) == 50 + 3
+    assert schedule.persistent_end(tasks, [Task("store", "core", 12, 0, (("mma", 0),))], 2, 2) == 51 + 12
     beside = [Task("store", "out", 20, 0, (("mma", 0),))]
-    assert schedule.stay(tasks, beside, 2, 2) == 30 + 20 + 20
+    assert schedule.persistent_end(tasks, beside, 2, 2) == 30 + 20 + 20
     # an operand through the same two stages: it takes stage 0, which product 0 frees at 20, is there at 35 and placed
     # at 47, which is when load 3 has the stage; the second is asked for behind load 3, at 57, and placed from 72 on
     ring = [MMA, dataclasses.replace(LOAD, freed="mma")]
     operand = [Task("operand", "TMA", 10, 5, freed="placed"), Task("placed", "core", 12, 0, (("operand", 0),))]
-    assert schedule.stay(ring, [], 2, 2, 2) == 50
-    assert schedule.stay(ring, operand, 2, 2, 2) == 84
-    assert schedule.stay(ring, operand, 2, 2, 3) == 77  # load 3 behind load 2, the second operand at 50
+    assert schedule.persistent_end(ring, [], 2, 2, 2) == 50
+    assert schedule.persistent_end(ring, operand, 2, 2, 2) == 84
+    assert schedule.persistent_end(ring, operand, 2, 2, 3) == 77  # load 3 after load 2, the second operand at 50
     with pytest.raises(ArgumentError, match="order of tasks"):
-        schedule.stay(tasks, [Task("store", "out", 1, 0, (("nobody", 0),))], 2, 2)
+        schedule.persistent_end(tasks, [Task("store", "out", 1, 0, (("nobody", 0),))], 2, 2)
 
 
 def test_a_turn_goes_ahead_of_the_item_before():
@@ -190,7 +190,7 @@ def test_a_turn_goes_ahead_of_the_item_before():
     operand = Task("operand", "core", 3, 0, (("score", 0),), 1)  # overwrites what the last score read
     # score 0 [0, 4], score 1 [4, 8], product 0 [8, 14], operand [14, 17] (score 1 is seen at 9), score 2 [17, 21],
     # product 1 [21, 27], score 3 [27, 31], products 2 and 3 [31, 43], operand again [37, 40]
-    assert schedule.stay([score, product], [operand], 2, 2, across=True) == 47
+    assert schedule.persistent_end([score, product], [operand], 2, 2, across=True) == 47
     order = [(task.name, tile) for task, tile in schedule._in_items([score, product], [operand], 2, 2, True)]
     assert order == [
         *(("score", 0), ("score", 1), ("product", 0), ("operand", 1), ("score", 2), ("product", 1), ("score", 3)),
@@ -199,9 +199,11 @@ def test_a_turn_goes_ahead_of_the_item_before():
     # a store of 20 behind product 1 (27 + 1) ends at 48, and only then product 2 may overwrite: [48, 54], operand,
     # product 3 [57, 63], the last store from 64 on
     store = Task("store", "out", 20, 0, (("product", 0),), holds="product")
-    assert schedule.stay([score, product], [operand, store], 2, 2, across=True) == 64 + 20
+    assert schedule.persistent_end([score, product], [operand, store], 2, 2, across=True) == 64 + 20
     free = dataclasses.replace(store, holds="")
-    assert schedule.stay([score, product], [operand, free], 2, 2, across=True) == 48 + 20  # one store behind the other
+    assert (
+        schedule.persistent_end([score, product], [operand, free], 2, 2, across=True) == 48 + 20
+    )  # one store after the other
 
 
 # --- launches
@@ -231,12 +233,14 @@ def test_a_dependent_launch_is_timed_from_the_end_of_the_kernel_before():
 
 
 def test_ctas_that_stay_take_a_turn():
-    turns = (Task("store", "core", 3, 0, (("mma", 0),)),)
-    kernel = Kernel("k", Work(load_bytes=80), Work(instructions=7), (MMA, LOAD), turn=Work(), turns=turns)
+    transitions = (Task("store", "core", 3, 0, (("mma", 0),)),)
+    kernel = Kernel(
+        "k", Work(load_bytes=80), Work(instructions=7), (MMA, LOAD), transition=Work(), transitions=transitions
+    )
     # the first of three items alone: tiles end at 30, 7 clocks once; each further one costs its two loads
     time = static_model.modelled(kernel, toy(), 6, 2)
     assert time.waves == 3 and time.clocks == 100 + (30 + 7) + 2 * 20
-    slow = dataclasses.replace(kernel, turn=Work(store_bytes=200))  # 50 clocks of L2
+    slow = dataclasses.replace(kernel, transition=Work(store_bytes=200))  # 50 clocks of L2
     assert static_model.modelled(slow, toy(), 6, 2).clocks == 100 + (30 + 7) + 2 * 50
     assert static_model.modelled(kernel, toy(), 2, 2).clocks == 100 + (30 + 7)
     assert static_model.item_clocks(kernel, 0, toy(), 4) == 3
@@ -352,7 +356,7 @@ def test_a_prediction_adds_up():
     one = fmha.timed(shape, c, c, card, 1, 1)
     model = fmha.model_of(c, card, 1)
     clocks = card["first_byte_pdl_clk"] + static_model.cta_clocks(model, 8 + 2, card, card["tma_in_bytes"])[0]
-    assert one.us == pytest.approx(card.microseconds(clocks))  # behind another kernel
+    assert one.us == pytest.approx(card.microseconds(clocks))  # after another kernel
     more = card.microseconds(card["first_byte_clk"] - card["first_byte_pdl_clk"]) + card["launch_us"]
     assert fmha.timed(shape, c, c, card, 1, 1, alone=True).us == pytest.approx(one.us + more)
     # five parts: two tiles a CTA, 122 B a clock still for each of the five, and the combine
@@ -385,15 +389,15 @@ def test_what_is_built_runs_in_the_parts_that_the_op_chooses():
 def test_a_last_part_of_another_length_adds_up():
     """128 CTAs with 118 of 130 tiles, 20 (or 8) that take 12 of each of 7 (16) tokens; then the join of two parts."""
     card = rates.gpu("B200")
-    turn = Work(load_bytes=65536, l2_bytes=65536, smem_mma_bytes=65536, store_bytes=131072, instructions=400)
-    c = dataclasses.replace(made(), turn=turn, key_bytes=584)
+    transition = Work(load_bytes=65536, l2_bytes=65536, smem_mma_bytes=65536, store_bytes=131072, instructions=400)
+    c = dataclasses.replace(made(), transition=transition, key_bytes=584)
     shape = fmha.Shape("Flash", "HCA", "decode", 128, 1048576)
     join = static_model.combine_clocks(card, *fmha.combine_work(2, 128, 64))
     longest = []
-    for beside, turns in ((20, 7), (8, 16)):
+    for beside, transitions in ((20, 7), (8, 16)):
         model, l2 = fmha.model_of(c, card, 128 + beside), static_model.l2_share(card, 128 + beside)
         long, short = (static_model.cta_clocks(model, n, card, l2)[0] for n in (118, 12))
-        both = long, short + (turns - 1) * static_model.item_clocks(model, 12, card, l2)
+        both = long, short + (transitions - 1) * static_model.item_clocks(model, 12, card, l2)
         clocks = card["first_byte_pdl_clk"] + max(both) + join
         found = fmha.timed(shape, c, c, card, 128, 2, tail=(beside, 95)).us
         assert found == pytest.approx(card.microseconds(clocks))
@@ -439,9 +443,9 @@ def test_the_count_of_the_compiled_kernel_is_what_its_docstring_says():
     assert c.tile.smem_mma_bytes == 16 * 4096 + 8 * (2048 + 8192)
     # 64 x 64 scores and the corrections of heads with large scores; two 32-column loads of a half tile by four warps
     assert 128 <= c.tile.exp <= 160 and c.tile.tmem_load_bytes >= 2 * 128 * 32 * 4
-    for work in (c.once, c.turn):  # Q through the ring and on to tensor memory, O out
+    for work in (c.once, c.transition):  # Q through the ring and on to tensor memory, O out
         assert work.mma == {} and work.load_bytes == work.smem_mma_bytes == 64 * 1024 <= work.store_bytes
-    assert c.turn.instructions < c.once.instructions and c.q_stages == c.parts == 2  # no set-up
+    assert c.transition.instructions < c.once.instructions and c.q_stages == c.parts == 2  # no set-up
 
 
 def test_a_pair_brings_each_key_once():
@@ -449,7 +453,7 @@ def test_a_pair_brings_each_key_once():
     qk, pv = Form("f16", 128, 128, 16, 2, a="tmem"), Form("f16", 128, 256, 16, 2)
     assert c.cluster == 2 and c.stages == 6 and c.tile.mma == {qk: 16, pv: 8}  # of both CTAs, for all 128 heads
     assert c.tile.load_bytes == c.tile.l2_bytes == 32 * 1024
-    assert c.turn.load_bytes == c.turn.smem_mma_bytes == 64 * 1024 and (c.q_stages, c.parts) == (2, 1)
+    assert c.transition.load_bytes == c.transition.smem_mma_bytes == 64 * 1024 and (c.q_stages, c.parts) == (2, 1)
 
 
 def test_a_tile_of_consecutive_rows_is_a_box_for_64_dimensions():
@@ -504,7 +508,7 @@ def test_the_tiles_that_the_op_chooses_by_are_the_models(kind, options):
 def test_the_recorded_table_has_a_line_for_every_shape():
     with fmha.RESULTS.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    built = [r for r in rows if r["form"] == fmha.BUILT and r["pool"] == "bf16"]
+    built = [r for r in rows if r["variant"] == fmha.BUILT and r["pool"] == "bf16"]
     keys = {(r["model"], r["kind"], r["phase"], int(r["batch"]), int(r["context"])) for r in built}
     assert keys == {(s.model, s.kind, s.phase, s.batch, s.context) for s in fmha.shapes()} and len(keys) == len(built)
     for row in rows:

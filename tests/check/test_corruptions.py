@@ -9,25 +9,25 @@ from dsv4lib import check
 from dsv4lib.check import corrupt
 from dsv4lib.errors import ArgumentError
 
-PLANTED = {float("nan"): corrupt.NEEDS_NAN, float("inf"): corrupt.NEEDS_INF}
+INJECTED = {float("nan"): corrupt.NEEDS_NAN, float("inf"): corrupt.NEEDS_INF}
 SHAPES = {"ragged": (131, 197), "tall_batch": (2, 3, 290, 77), "one_tile": (66, 72)}
 
 
-def pair(fmt: str, shape: str, seed: int, planted: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the oracle rounded once to ``fmt``, the fp64 oracle), with ``planted`` at one place of both."""
+def pair(fmt: str, shape: str, seed: int, injected: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the oracle rounded once to ``fmt``, the fp64 oracle), with ``injected`` at one place of both."""
     oracle = rows_of_different_scale(SHAPES[shape], seed)
-    if planted is not None:
-        oracle.view(-1)[oracle.numel() // 3] = planted
+    if injected is not None:
+        oracle.view(-1)[oracle.numel() // 3] = injected
     return round_to(oracle, fmt), oracle
 
 
 @pytest.mark.parametrize("name", corrupt.CORRUPTIONS)
 @pytest.mark.parametrize("fmt", FLOATS)
 def test_corruption_is_rejected(name, fmt):
-    planted = next((v for v, names in PLANTED.items() if name in names), None)
+    injected = next((v for v, names in INJECTED.items() if name in names), None)
     for shape in SHAPES:
         for seed in range(3):
-            good, oracle = pair(fmt, shape, seed, planted)
+            good, oracle = pair(fmt, shape, seed, injected)
             clean = check.compare(good, oracle, dtype=fmt)
             assert clean.passed, f"false alarm before the corruption: {clean}"
             bad = corrupt.CORRUPTIONS[name](good, np.random.default_rng(seed))

@@ -138,7 +138,7 @@ def test_kernel_of_a_stranger(case: Case, processes: Processes) -> None:
     assert row["unstable"] == case.unstable, (row["wrong"], row["differ"], texts)
 
 
-PLANTED = """
+INJECTED = """
 import json, os, sys, time
 
 for line in sys.stdin:
@@ -153,7 +153,7 @@ for line in sys.stdin:
 
 
 def test_a_case_that_takes_its_process_down_fails_alone(tmp_path: Path) -> None:
-    made = Processes(tmp_path, lambda arch: [sys.executable, "-c", PLANTED], limit=4)
+    made = Processes(tmp_path, lambda arch: [sys.executable, "-c", INJECTED], limit=4)
     try:
         first, other = made.row("a", "x")["process"], made.row("b", "y")["process"]
         assert made.row("c", "x")["process"] == first

@@ -65,7 +65,7 @@ def all_bf16() -> torch.Tensor:
 
 
 def _scaled_normals(rows: int, cols: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normals whose rows differ in scale by up to 2^24, so that no shared scale hides a mistake."""
+    """Normals whose rows differ in scale by up to 2^24, so that no shared scale hides a fault."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.exp2(torch.rand(rows, 1, generator=generator) * 24 - 12)
     return (torch.randn(rows, cols, generator=generator) * scale).to(dtype)

@@ -13,7 +13,7 @@ import pytest
 from dsv4lib.lab.stage import Stage, load
 
 PARAMETERS = (
-    'backend: str = "auto"  # back end\nseed: int = 0  # of every random input\nfault: str = "none"  # planted fault'
+    'backend: str = "auto"  # back end\nseed: int = 0  # of every random input\nfault: str = "none"  # injected fault'
 )
 
 TOML = {
@@ -26,11 +26,11 @@ TOML = {
             "choices": ["auto", "native", "emulator", "reference"],
         },
         "seed": {"type": "int", "default": 0, "min": 0, "max": 100, "help": "of every random input"},
-        "fault": {"type": "str", "default": "none", "choices": ["none", "planted"], "help": "planted fault"},
+        "fault": {"type": "str", "default": "none", "choices": ["none", "injected"], "help": "injected fault"},
     },
     "sets": {name: {"time_limit_s": 60, "runs": [{}]} for name in ("quick", "nightly", "b200")},
     "gates": [{"metric": "wrong", "op": "==", "bound": 0, "last_seen": 0, "reason": "nothing may be wrong"}],
-    "negatives": [{"name": "planted", "parameters": {"fault": "planted"}, "reds": "wrong"}],
+    "negatives": [{"name": "injected", "parameters": {"fault": "injected"}, "expect_fail": "wrong"}],
 }  # fmt: skip
 
 VERDICT = 'from dsv4lib import lab\n\nlab.verdict("{name}", metrics={{"wrong": 0 if fault == "none" else 3}})'

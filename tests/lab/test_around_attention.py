@@ -1,4 +1,4 @@
-"""The section on the launches around attention: its mistakes, its claims about rotations, its figures."""
+"""The section on the launches around attention: its faults, its claims about rotations, its figures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BOUNDS = {"query_error": 1, "entry_bytes": 0, "output_bytes": 0, "home_error": 0
         ("turned_on", {"output_bytes", "home_error"}),
     ],
 )
-def test_mistakes_and_what_sees_them(fault, red):
+def test_faults_and_what_sees_them(fault, red):
     found = around.run(3, fault)
     assert {name for name, bound in BOUNDS.items() if found.metrics[name] > bound} == red, found.metrics
     assert found.hazards == 0 and set(found.metrics) == set(BOUNDS)
 
 
-def test_every_mistake_is_tried():
+def test_every_fault_is_tried():
     assert set(around.FAULTS) == {"position_late", "kv_unnormed", "turned_on"}
 
 

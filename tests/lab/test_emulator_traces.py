@@ -1,4 +1,4 @@
-"""Traces of a whole kernel: counts that follow from the tile, and what finds each broken kernel."""
+"""Traces of a whole kernel: counts that follow from the tile, and what finds each faulty kernel."""
 
 import functools
 import json
@@ -11,8 +11,8 @@ from dsv4lib.emulator.trace.trace import TMEM_KINDS, unpack_lanes
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.gemm_tile.faults import BROKEN
 from dsv4lib.ops.gemm_tile.sm100 import GemmTile
-from dsv4lib.pages.common import run_gemm as trial
-from dsv4lib.pages.common.run_gemm import gemm_trial
+from dsv4lib.pages.common import run_gemm as run_gemm_module
+from dsv4lib.pages.common.run_gemm import run_gemm
 from dsv4lib.pages.emulator import figures as emulator_figures
 from dsv4lib.viz.style import alt_text, to_png
 
@@ -22,11 +22,11 @@ CTAS, STEPS = 4, 8
 
 @functools.cache
 def clean():
-    return gemm_trial(GemmTile, SHAPE, SETTINGS, seed=3)
+    return run_gemm(GemmTile, SHAPE, SETTINGS, seed=3)
 
 
 def test_tracing_changes_nothing():
-    traced, plain = clean(), gemm_trial(GemmTile, SHAPE, SETTINGS, seed=3, trace=False)
+    traced, plain = clean(), run_gemm(GemmTile, SHAPE, SETTINGS, seed=3, trace=False)
     assert traced.clean and plain.right and plain.trace is None
     assert np.array_equal(traced.output.numpy(), plain.output.numpy())
     for name in ("schedule_hash", "instructions", "reordered", "stats"):
@@ -58,15 +58,15 @@ def test_operations_complete_after_they_are_issued_and_events_are_unique():
 
 
 def test_every_box_is_loaded_once_by_the_cta_that_needs_it():
-    trial = clean()
-    for number, tensor in enumerate(trial.trace.tensors):
-        rows = trial.operands["ab".index("a" if tensor.address == trial.operands[0].data_ptr() else "b")].shape[0]
+    outcome = clean()
+    for number, tensor in enumerate(outcome.trace.tensors):
+        rows = outcome.operands["ab".index("a" if tensor.address == outcome.operands[0].data_ptr() else "b")].shape[0]
         assert rows == tensor.dims[1]
         for cta in range(CTAS):
             first = 128 * (cta % 2 if rows == SHAPE[0] else cta // 2)
-            assert trial.trace.loads(number, cta).tolist() == [[64 * step, first] for step in range(STEPS)]
+            assert outcome.trace.loads(number, cta).tolist() == [[64 * step, first] for step in range(STEPS)]
     with pytest.raises(ArgumentError, match=r"tensor.*0\.\.1"):
-        trial.trace.loads(2)
+        outcome.trace.loads(2)
 
 
 def test_tensor_memory_at_any_moment():
@@ -84,8 +84,8 @@ def test_tensor_memory_at_any_moment():
 
 
 def test_shared_memory_and_barriers():
-    trial, kernel = clean(), GemmTile(*SETTINGS)
-    trace, names = trial.trace, emulator_figures.barrier_names(kernel)
+    outcome, kernel = clean(), GemmTile(*SETTINGS)
+    trace, names = outcome.trace, emulator_figures.barrier_names(kernel)
     state = trace.mbarriers_at(trace.events - 1)
     phases = {names[o]: int(row["phase"]) + int(row["done"]) for o, row in state.items()}
     assert phases == {"full 0": 4, "full 1": 4, "empty 0": 4, "empty 1": 4, "acc full": 1}
@@ -145,8 +145,8 @@ def test_a_broken_kernel_is_found_where_it_is_broken(name):
     import sys
 
     kind, text = FOUND_BY[name]
-    trial = gemm_trial(BROKEN[name], SHAPE, SETTINGS, seed=3)
-    where = {at.split(",")[0] for found, at, _ in trial.findings() if found == kind}
+    outcome = run_gemm(BROKEN[name], SHAPE, SETTINGS, seed=3)
+    where = {at.split(",")[0] for found, at, _ in outcome.findings() if found == kind}
     lines = set()
     for at in where:
         file, _, line = at.partition(":")
@@ -154,21 +154,21 @@ def test_a_broken_kernel_is_found_where_it_is_broken(name):
         source = inspect.getsource(sys.modules[f"dsv4lib.ops.gemm_tile.{module}"]).splitlines()
         lines.add(source[int(line) - 1].strip())
     assert any(text in line for line in lines), (where, lines)
-    assert not trial.clean
+    assert not outcome.clean
 
 
 def test_half_of_each_k_step_is_found_as_bytes_nobody_reads():
     def halve(kernel):
         kernel.tile_k //= 2
 
-    trial = gemm_trial(GemmTile, SHAPE, SETTINGS, seed=3, change=halve)
-    assert not trial.right and not trial.hazards
-    assert trial.trace.unread_bytes() == CTAS * STEPS * 2 * 128 * 64
+    outcome = run_gemm(GemmTile, SHAPE, SETTINGS, seed=3, change=halve)
+    assert not outcome.right and not outcome.hazards
+    assert outcome.trace.unread_bytes() == CTAS * STEPS * 2 * 128 * 64
 
 
 def test_a_race_has_other_bits_under_other_schedules_and_the_right_kernel_has_not():
     def bits(kernel):
-        runs = [gemm_trial(kernel, SHAPE, SETTINGS, schedule=s, trace=False) for s in ("oldest_first", "adversarial")]
+        runs = [run_gemm(kernel, SHAPE, SETTINGS, schedule=s, trace=False) for s in ("oldest_first", "adversarial")]
         return {run.output.numpy().tobytes() for run in runs}
 
     assert len(bits(GemmTile)) == 1 and len(bits(BROKEN["early_release"])) == 2
@@ -178,21 +178,21 @@ def test_a_launch_that_fails_leaves_its_trace():
     def deaf(kernel):
         kernel.a_stage_bytes += 16  # more bytes are announced than ever come
 
-    trial = gemm_trial(GemmTile, SHAPE, SETTINGS, change=deaf)
-    assert type(trial.error).__name__ == "Deadlock" and trial.record is None
-    assert trial.trace.boxes.size and (trial.trace.states["state"] == "wait").any()
-    assert trial.findings()[0][0] == "Deadlock" or any(f[0] == "Deadlock" for f in trial.findings())
+    outcome = run_gemm(GemmTile, SHAPE, SETTINGS, change=deaf)
+    assert type(outcome.error).__name__ == "Deadlock" and outcome.record is None
+    assert outcome.trace.boxes.size and (outcome.trace.states["state"] == "wait").any()
+    assert outcome.findings()[0][0] == "Deadlock" or any(f[0] == "Deadlock" for f in outcome.findings())
 
 
 def test_figures_of_the_notebook():
-    trial, kernel = clean(), GemmTile(*SETTINGS)
-    trace, names = trial.trace, emulator_figures.barrier_names(kernel)
+    outcome, kernel = clean(), GemmTile(*SETTINGS)
+    trace, names = outcome.trace, emulator_figures.barrier_names(kernel)
     figures = [
         emulator_figures.warp_timeline(trace),
         emulator_figures.barrier_chart(trace, names),
         emulator_figures.tmem_panels(trace),
         emulator_figures.smem_map(trace, kernel),
-        emulator_figures.box_iterations(trace, trial.operands[0], "A"),
+        emulator_figures.box_iterations(trace, outcome.operands[0], "A"),
         emulator_figures.swizzle(trace),
         emulator_figures.moment(trace, names, trace.events // 8)[0],
     ]
@@ -202,9 +202,9 @@ def test_figures_of_the_notebook():
 
 
 def test_lines_of_notebook_cells_are_told_by_their_number():
-    assert trial._where("/tmp/ipykernel_77/2998427574.py:7", 527) == "notebook cell, line 7, PTX line 527"
-    assert trial._where("/home/somebody/kernel.py:7", 527) == "kernel.py:7, PTX line 527"
-    assert trial._where("", 527) == "PTX line 527"
+    assert run_gemm_module._where("/tmp/ipykernel_77/2998427574.py:7", 527) == "notebook cell, line 7, PTX line 527"
+    assert run_gemm_module._where("/home/somebody/kernel.py:7", 527) == "kernel.py:7, PTX line 527"
+    assert run_gemm_module._where("", 527) == "PTX line 527"
 
 
 def test_many_copies_at_once_are_one_track():

@@ -38,7 +38,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]
             kind, reason = overall(gates)
             record = Record(
                 run_id=self.plan.run_id, job=job.name, attempt=0, stage=job.stage, title="t", set=job.set,
-                kind=job.kind, negative="", reds="", overrides=job.overrides, parameters=job.parameters,
+                kind=job.kind, negative="", expect_fail="", overrides=job.overrides, parameters=job.parameters,
                 backend=job.backend, arch="", fingerprint="", stage_fingerprint="", versions={}, machine={},
                 verdict=kind, reason=reason,
                 started=runner.datetime.now(runner.UTC), seconds=1.0, time_limit_s=9.0, gates=gates,

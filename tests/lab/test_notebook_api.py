@@ -99,7 +99,8 @@ def test_what_is_written_survives_json_and_is_judged_again(tiny: Stage, tmp_path
 def _record(stage: Stage) -> Record:
     job = plan_make([stage], "quick", backend="reference")[0]
     return Record(
-        run_id="r", job=job.name, attempt=0, stage="tiny", title="t", set="quick", kind="run", negative="", reds="",
+        run_id="r", job=job.name, attempt=0, stage="tiny", title="t", set="quick", kind="run", negative="",
+        expect_fail="",
         overrides={}, parameters={}, backend="reference", arch="", fingerprint="", stage_fingerprint="", versions={},
         machine={}, verdict=Verdict.PASSED, reason="", started=datetime.now(UTC), seconds=1.0, time_limit_s=9.0,
     )  # fmt: skip

@@ -43,7 +43,8 @@ def written(folder: Path, pictures: list[str], metrics: dict[str, float]) -> dic
     outputs = [{"output_type": "display_data", "data": {"image/png": picture}} for picture in pictures]
     (folder / "n.ipynb").write_text(json.dumps({"cells": [{"outputs": outputs}, {"source": "prose"}]}))
     record = Record(
-        run_id="r", job="one-00", attempt=0, stage="one", title="t", set="quick", kind="run", negative="", reds="",
+        run_id="r", job="one-00", attempt=0, stage="one", title="t", set="quick", kind="run", negative="",
+        expect_fail="",
         overrides={}, parameters={}, backend="", arch="", fingerprint="", stage_fingerprint="", versions={}, machine={},
         verdict=Verdict.PASSED, reason="", started=datetime.now(UTC), seconds=1.0, time_limit_s=9.0,
         notebook="n.ipynb", metrics=metrics,

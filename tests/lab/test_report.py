@@ -34,7 +34,7 @@ SECRET = "hf_" + "a1B2" * 8
 
 RECORD = Record(
     run_id="20260101T000000.000000Z-abcd", job="one-00", attempt=0, stage="one", title=f"Stage {EVIL}", set="quick",
-    kind="run", negative="", reds="", overrides={}, parameters={"name": EVIL}, backend="reference", arch="",
+    kind="run", negative="", expect_fail="", overrides={}, parameters={"name": EVIL}, backend="reference", arch="",
     fingerprint="0123456789ab", stage_fingerprint="ba9876543210", versions={"python": "3.11"}, machine={"cores": "2"},
     verdict=Verdict.PASSED, reason=f"fine {EVIL}", started=datetime(2026, 1, 1, tzinfo=UTC), seconds=1.5,
     time_limit_s=60.0, notebook="one-00/notebook.ipynb", metrics={"wrong": 0.0, "kv_bytes": 584.0},

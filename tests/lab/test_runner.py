@@ -166,8 +166,8 @@ def test_the_memory_limit_counts_what_is_resident(finished: dict[str, Any]) -> N
 
 def test_negatives_pass_only_if_the_named_gate_turns_red(make: Callable[..., Stage]) -> None:
     two = [
-        {"name": "planted", "parameters": {"fault": "planted"}, "reds": "wrong"},
-        {"name": "missed", "parameters": {"fault": "planted"}, "reds": "other"},
+        {"name": "injected", "parameters": {"fault": "injected"}, "expect_fail": "wrong"},
+        {"name": "missed", "parameters": {"fault": "injected"}, "expect_fail": "other"},
     ]
     gates = [
         {"metric": name, "op": "==", "bound": 0, "last_seen": 0, "reason": "x"} for name in ("wrong", "other")
@@ -176,14 +176,14 @@ def test_negatives_pass_only_if_the_named_gate_turns_red(make: Callable[..., Sta
     stage = make(negatives=two, gates=gates, verdict=cell)
     found = runner.run(plan.make([stage], "quick", negatives=True), stage.root, "negatives").records
     assert [(record.negative, record.verdict) for record in found] == [
-        ("planted", Verdict.PASSED),
+        ("injected", Verdict.PASSED),
         ("missed", Verdict.STAYED_GREEN),
     ]
 
 
 def test_a_negative_that_crashes_did_not_turn_its_gate_red(make: Callable[..., Stage]) -> None:
     stage = make(body="assert fault == 'none'")
-    assert runner.run_negative(stage, "planted").verdict is Verdict.ASSERTION
+    assert runner.run_negative(stage, "injected").verdict is Verdict.ASSERTION
 
 
 def test_eight_parallel_runs_do_not_mix(make: Callable[..., Stage]) -> None:

@@ -1,4 +1,4 @@
-"""Slices of notebooks: which cells one metric needs, and runs of planted faults that leave the others out."""
+"""Slices of notebooks: which cells one metric needs, and runs of injected faults that leave the others out."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_every_fault_of_the_workspace_has_a_slice(stage: Stage) -> None:
 BODY = ["right = 0 if fault == 'none' else 3", "assert fault == 'none', 'drawn for a reader'", "other = 0"]
 TWO = {
     "negatives": [
-        {"name": "planted", "parameters": {"fault": "planted"}, "reds": "wrong"},
-        {"name": "missed", "parameters": {"fault": "planted"}, "reds": "other"},
+        {"name": "injected", "parameters": {"fault": "injected"}, "expect_fail": "wrong"},
+        {"name": "missed", "parameters": {"fault": "injected"}, "expect_fail": "other"},
     ],
     "gates": [{"metric": m, "op": "==", "bound": 0, "last_seen": 0, "reason": "x"} for m in ("wrong", "other")],
     "verdict": 'from dsv4lib import lab\n\nlab.verdict("{name}", metrics={{"wrong": right, "other": other}})',
@@ -119,11 +119,11 @@ def test_a_run_of_a_slice(make: Callable[..., Stage]) -> None:
     """It runs and judges what the gate needs, and says so; a gate that stays green fails; whole runs see the rest."""
     stage = make(body=BODY, **TWO)
     only = runner.Options(slices=True)
-    red, green = (runner.run_negative(stage, name, only) for name in ("planted", "missed"))
+    red, green = (runner.run_negative(stage, name, only) for name in ("injected", "missed"))
     assert (red.verdict, green.verdict) == (Verdict.PASSED, Verdict.STAYED_GREEN)
     assert [gate.metric for gate in red.gates] == ["wrong"] and red.metrics == {"wrong": 3.0}
     assert red.reason.endswith("; 2 cells were left out, which this gate does not depend on")
-    assert runner.run_negative(stage, "planted").verdict is Verdict.ASSERTION
+    assert runner.run_negative(stage, "injected").verdict is Verdict.ASSERTION
     assert runner.run_stage(stage, "quick", only)[0].metrics == {"wrong": 0.0, "other": 0.0}
 
     page = stage.root / "data" / "runs" / red.run_id / red.notebook
@@ -141,5 +141,5 @@ def test_a_slice_that_misses_what_it_needs_does_not_pass(make: Callable[..., Sta
         "right = len([w for w in wrongs if w != 'none'])",
     ]
     stage = make(body=hidden, **TWO | {"verdict": TWO["verdict"].replace('"other": other', '"other": 0')})
-    assert runner.run_negative(stage, "planted", runner.Options(slices=True)).verdict is Verdict.STAYED_GREEN
-    assert runner.run_negative(stage, "planted").verdict is Verdict.PASSED
+    assert runner.run_negative(stage, "injected", runner.Options(slices=True)).verdict is Verdict.STAYED_GREEN
+    assert runner.run_negative(stage, "injected").verdict is Verdict.PASSED

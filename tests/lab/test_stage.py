@@ -26,10 +26,10 @@ TILE = {"type": "int", "default": 128, "min": 16, "max": 256, "multiple_of": 16,
 
 
 def parameters(**extra: Any) -> dict[str, Any]:
-    return {"fault": {"type": "str", "default": "none", "choices": ["none", "planted"], "help": "fault"}, **extra}
+    return {"fault": {"type": "str", "default": "none", "choices": ["none", "injected"], "help": "fault"}, **extra}
 
 
-def test_four_mistakes_give_four_messages(make: Callable[..., Stage], tmp_path: Path) -> None:
+def test_four_faults_give_four_messages(make: Callable[..., Stage], tmp_path: Path) -> None:
     stage = make("layouts", parameters=parameters(tile_n=TILE))
     said = {}
     with pytest.raises(UnknownStage) as caught:
@@ -91,8 +91,8 @@ def test_multiple_of_and_choices(make: Callable[..., Stage]) -> None:
     stage = make(parameters=parameters(tile_n=TILE))
     with pytest.raises(OutOfBounds, match="multiple of 16"):
         resolve_parameters(stage, {"tile_n": 24})
-    with pytest.raises(OutOfBounds, match="nearest choice is planted"):
-        resolve_parameters(stage, {"fault": "plantd"})
+    with pytest.raises(OutOfBounds, match="nearest choice is injected"):
+        resolve_parameters(stage, {"fault": "injectd"})
     assert resolve_parameters(stage, {"tile_n": 64}, {"tile_n": "32"})["tile_n"] == 32
 
 
@@ -102,8 +102,15 @@ def test_multiple_of_and_choices(make: Callable[..., Stage]) -> None:
         ({"surprise": 1}, "surprise"),
         ({"gates": []}, "gates"),
         ({"sets": {"quick": {"time_limit_s": 60, "runs": [{"sed": 1}]}}}, "no parameter 'sed'"),
-        ({"negatives": [{"name": "n", "parameters": {"fault": "planted"}, "reds": "wring"}]}, "nearest name is wrong"),
-        ({"negatives": [{"name": "n", "parameters": {"fault": "other"}, "reds": "wrong"}]}, "out of bounds"),
+        (
+            {"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "expect_fail": "wring"}]},
+            "nearest name is wrong",
+        ),
+        ({"negatives": [{"name": "n", "parameters": {"fault": "other"}, "expect_fail": "wrong"}]}, "out of bounds"),
+        (
+            {"negatives": [{"name": "n", "parameters": {"fault": "injected"}, "reds": "wrong"}]},
+            "called expect_fail now",
+        ),
         ({"kernel": "yes"}, "kernel"),
         ({"notebook": "/etc/passwd"}, "inside the workspace"),
         ({"parameters": parameters(tile_n={**TILE, "default": 17})}, "out of bounds"),

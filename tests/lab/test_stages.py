@@ -1,4 +1,4 @@
-"""Every stage of the workspace through the runner: its quick set is green, each planted fault turns its gate red.
+"""Every stage of the workspace through the runner: its quick set is green, each injected fault turns its gate red.
 
 Items come from `discover()`; the last test compares them with the folders under stages/.
 """
@@ -42,7 +42,7 @@ def test_quick(stage: Stage, tmp_path: Path) -> None:
 def test_negative(stage: Stage, name: str, tmp_path: Path) -> None:
     record = runner.run_negative(stage, name, runner.Options(out=tmp_path, workers=1, figures=False, slices=True))
     verified(record)
-    states = {gate.state for gate in record.gates if gate.metric == stage.negative(name).reds}
+    states = {gate.state for gate in record.gates if gate.metric == stage.negative(name).expect_fail}
     assert "failed" in states
 
 

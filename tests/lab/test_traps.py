@@ -1,4 +1,4 @@
-"""The table of traps: everything it names exists, and each break is shown by the notebook of its stage."""
+"""The table of traps: everything it names exists, and each fault is shown by the notebook of its stage."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def source(stage: str) -> str:
 
 
 def test_the_table_is_whole():
-    assert len(TRAPS) == 15 and len({trap.mistake for trap in TRAPS}) == 15
+    assert len(TRAPS) == 15 and len({trap.fault for trap in TRAPS}) == 15
     assert all(trap.tests and trap.looks and trap.catch for trap in TRAPS)
 
 
@@ -41,19 +41,19 @@ def test_a_named_test_exists(name):
         )
 
 
-@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.mistake[:40])
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.fault[:40])
 def test_a_trap_is_shown_by_its_stage(trap):
     text = source(trap.stage)
     assert f'traps.show("{trap.stage}")' in text
     assert set(trap.gates) <= {gate.metric for gate in STAGES[trap.stage].gates}
-    for name in trap.breaks:
+    for name in trap.classes:
         assert re.search(rf"\b{name}\b", text), f"{name} is not in the notebook of {trap.stage}"
         if name in BROKEN:
             owner = CAUGHT_BY.get(name) or REFUSED[name]
             assert f"fmha_{owner[0]}" == trap.stage
 
 
-def test_every_break_is_shown_by_its_stage():
+def test_every_fault_is_shown_by_its_stage():
     for name, (stage, _) in {**CAUGHT_BY, **REFUSED}.items():
         if stage in LADDER:  # later stages have pages of another make; tests/ops/fmha/test_faults.py runs them all
             assert re.search(rf"\b{name}\b", source(f"fmha_{stage}")), name

@@ -103,7 +103,7 @@ def good(rng):
 
 
 def change(rng, header):
-    """Plant one mistake in a header that has at least one tensor."""
+    """Inject one fault in a header that has at least one tensor."""
     name = rng.choice([n for n in header if n != "__metadata__"])
     fields = header[name]
     kind = rng.randrange(17)

@@ -13,7 +13,7 @@ import torch
 
 import dsv4lib.ops
 from dsv4lib.formats import indexer_key, kv_entry
-from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.plans import Op
 from dsv4lib.ops.compressor.op import Batch, Pages, compressor
 from dsv4lib.ops.fmha import op as attention
 from dsv4lib.ops.fmha.inputs import case as attention_case
@@ -40,9 +40,10 @@ NOWHERE = 1 << 30  # a row that no pool has: who reads it is stopped by the emul
 NAN = float("nan")
 
 # Arguments of ops that say which rows, how many, or where; all others are data.
-NAMES = set("requests slots index first count window_first window_count groups positions indices row_of".split())
-NAMES |= set("experts tokens lengths rows offsets counts".split())
-WRITTEN = {"moe_dispatch": {"counts", "offsets", "rows", "row_of"}, "router": {"experts"}, "fmha": {"rows"}}
+NAMES = set("entries_first entries_count index window_first window_count groups batch_requests batch_slots".split())
+NAMES |= set(
+    "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
+)
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -109,22 +110,22 @@ def compare_lists(backend, one, splits):
     )
 
 
-@covers("fmha", "index", "count", "window_first", "window_count")
+@covers("fmha", "index", "entries_count", "window_first", "window_count")
 def attention_by_index(backend):
     return compare_lists(backend, attention_case(4, [70, 0], [20, 100]), 1)
 
 
-@covers("fmha", "index", "count", "window_first", "window_count")
+@covers("fmha", "index", "entries_count", "window_first", "window_count")
 def attention_in_parts(backend):
     return compare_lists(backend, attention_case(4, [70, 0], [20, 100]), 3)
 
 
-@covers("fmha", "index", "count", "window_first", "window_count")
+@covers("fmha", "index", "entries_count", "window_first", "window_count")
 def attention_over_fp8_pages(backend):
     return compare_lists(backend, paged(attention_case(4, [70, 0], [20, 100]), 7), 1)
 
 
-@covers("fmha", "first", "count", "window_first", "window_count", "groups")
+@covers("fmha", "entries_first", "entries_count", "window_first", "window_count", "groups")
 def attention_in_groups(backend):
     """Padded tokens in a group with a real one, and in one of their own; groups without tokens."""
     one = attention_case(4, [70, 0], [20, 100])
@@ -210,7 +211,7 @@ def turning():
     return torch.cat((x.cos(), x.sin()), -1), torch.tensor([5, 2])
 
 
-@covers("qnorm_rope_kv", "positions", "indices")
+@covers("qnorm_rope_kv", "positions", "slots_indices")
 def queries_and_entries(backend):
     """A negative slot drops an entry and so does a negative position; queries of padded rows are not turned."""
     table, positions = turning()
@@ -255,7 +256,7 @@ def compress(backend, one, padded):
     return zip(*reversed(found), strict=True)
 
 
-@covers("compressor", "requests", "slots")
+@covers("compressor", "batch_requests", "batch_slots")
 def compress_chunks(backend):
     one = compressor_cases.make(4, [5, 6], [3, 5], drop=(0,))
     table, slots = one.batch.requests, one.batch.slots
@@ -274,12 +275,12 @@ def step(backend, running):
     return compress(backend, one, one._replace(kv=kv.contiguous(), gate=gate.contiguous(), batch=batch))
 
 
-@covers("compressor", "requests", "slots")
+@covers("compressor", "batch_requests", "batch_slots")
 def compress_a_step(backend):
     return step(backend, False)
 
 
-@covers("compressor", "requests", "slots")
+@covers("compressor", "batch_requests", "batch_slots")
 def compress_a_step_of_running_state(backend):
     return step(backend, True)
 
@@ -323,12 +324,12 @@ def route(backend, *given):
     return (out[0], spread(experts, -1)), (out[1], spread(weights, 0.0))
 
 
-@covers("router", "tokens")
+@covers("router", "hashed_tokens")
 def routes_of_logits(backend):
     return route(backend, normal(2, E))
 
 
-@covers("router", "tokens")
+@covers("router", "hashed_tokens")
 def routes_of_x(backend):
     return route(backend, normal(2, WEIGHT.shape[1]).bfloat16(), WEIGHT)
 
@@ -359,12 +360,12 @@ def sums_of_experts(backend):
     return ((found, spread(wanted, 0.0)),)
 
 
-@covers("quantize_kv_entries", "indices")
+@covers("quantize_kv_entries", "slots_indices")
 def entries_into_pages(backend):
     return into_pages(backend, quantize_kv_entries, kv_entry.LAYOUT, 512)
 
 
-@covers("quantize_indexer_keys", "indices")
+@covers("quantize_indexer_keys", "slots_indices")
 def keys_into_pages(backend):
     return into_pages(backend, quantize_indexer_keys, indexer_key.FP4_LAYOUT, 128)
 
@@ -404,10 +405,9 @@ def test_every_op_that_takes_rows_or_places_has_a_case():
         covered[op] = covered.get(op, set()) | arguments
     for path in sorted(Path(dsv4lib.ops.__path__[0]).glob("*/op.py")):
         for value in vars(importlib.import_module(f"dsv4lib.ops.{path.parent.name}.op")).values():
-            if isinstance(value, launching.Op):
-                schema = getattr(torch.ops.dsv4, value._name).default._schema
-                name = value._name
+            if isinstance(found := getattr(value, "op", None), Op):
+                schema, name = found._opoverload._schema, found._name
                 given = {a.name for a in schema.arguments if "Tensor" in str(a.type)}
-                needed[name] = (given & NAMES) - WRITTEN.get(name, set()) - EXEMPT.get(name, set())
+                needed[name] = (given & NAMES) - EXEMPT.get(name, set())
     assert {name for name, arguments in needed.items() if arguments} == set(covered)
     assert {name: needed[name] - covered[name] for name in covered if needed[name] - covered[name]} == {}

@@ -7,7 +7,7 @@ import torch
 
 from dsv4lib.config import LayerKind
 from dsv4lib.errors import ArgumentError
-from dsv4lib.pages.fmha.parity import _consecutive, peer_trial
+from dsv4lib.pages.fmha.parity import _consecutive, run_peer
 from dsv4lib.reference import rope
 from dsv4lib.reference.transformers_attention import SCHEDULE, attention_calls, real_attention
 
@@ -44,26 +44,26 @@ def test_the_peer_attends_as_the_model_says():
 @pytest.mark.parametrize("name", CALLS)
 def test_the_op_agrees_with_transformers(name, kind):
     """Error against fp64 below that of the peer's own bf16, and its fp32 output within the rounding of q and kv."""
-    trial = peer_trial(call_of(name, kind), torch.tensor(TOKENS[name]))
-    assert trial.factor.passed, trial.factor
-    assert trial.rel_l2 < min(2.7e-3, trial.peer_rel_l2)
-    assert trial.unrounded_rel_l2 < 6e-3
+    outcome = run_peer(call_of(name, kind), torch.tensor(TOKENS[name]))
+    assert outcome.factor.passed, outcome.factor
+    assert outcome.rel_l2 < min(2.7e-3, outcome.peer_rel_l2)
+    assert outcome.unrounded_rel_l2 < 6e-3
 
 
 def test_128_heads_and_parts():
     """A decode step with Pro's heads, split over its keys."""
     call = attention_calls(real_attention(heads=128), (200, 1), seed=1)[1][SCHEDULE.index(LayerKind.CSA)]
     for splits in (None, 3):
-        trial = peer_trial(call, torch.tensor([0]), splits=splits)
-        assert call.q.shape[1] == 128 and trial.factor.passed, trial.factor
+        outcome = run_peer(call, torch.tensor([0]), splits=splits)
+        assert call.q.shape[1] == 128 and outcome.factor.passed, outcome.factor
 
 
 @pytest.mark.parametrize("wrong", ["sink", "scale", "rope"])
 def test_a_wrong_argument_is_seen(wrong):
     """The comparison can fail: no sink, a scale that is off by 2 %, no rotation."""
     given = {"sink": None, "scale": 1 / 23, "rope": None}
-    trial = peer_trial(call_of("decode", LayerKind.CSA), torch.tensor([0]), **{wrong: given[wrong]})
-    assert not trial.factor.passed
+    outcome = run_peer(call_of("decode", LayerKind.CSA), torch.tensor([0]), **{wrong: given[wrong]})
+    assert not outcome.factor.passed
 
 
 def test_masks_with_holes_in_the_window_are_refused():

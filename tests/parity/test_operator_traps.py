@@ -1,7 +1,7 @@
-"""Planted mistakes that the end-to-end check cannot see, or in operators outside its path, one operator at a time.
+"""Injected faults that the end-to-end check cannot see, or in operators outside its path, one operator at a time.
 
 Each check compares one operator with an oracle that is not ours: a module of transformers' DeepseekV4, or arithmetic on
-Python fractions. It holds as the library is, and fails by a wide margin once the mistake is planted.
+Python fractions. It holds as the library is, and fails by a wide margin once the fault is injected.
 """
 
 import copy
@@ -18,7 +18,7 @@ from dsv4lib.formats import fp8_block, kv_entry, mxfp4, paged, ue8m0
 from dsv4lib.reference import fmha, mhc
 from dsv4lib.reference import transformers_parity as tp
 
-MARGIN = 3  # a planted mistake must exceed the bound by this factor
+MARGIN = 3  # an injected fault must exceed the bound by this factor
 
 
 @dataclass(frozen=True)
@@ -217,19 +217,19 @@ TRAPS: list[tuple[str, ModuleType | type, str, object, Check]] = [
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_without_a_mistake_nothing_is_reported(name):
+def test_without_a_fault_nothing_is_reported(name):
     assert CHECKS[name].error() <= CHECKS[name].bound, CHECKS[name].reason
 
 
 @pytest.mark.parametrize(("name", "where", "attribute", "wrong", "check"), TRAPS, ids=[t[0] for t in TRAPS])
-def test_mistake_is_noticed(name, where, attribute, wrong, check, monkeypatch):
+def test_fault_is_noticed(name, where, attribute, wrong, check, monkeypatch):
     if callable(wrong):
         right = getattr(where, attribute)
         # A plain function, not a partial: as an attribute of a class it has to become a method.
-        planted = lambda *args, **kwargs: wrong(right, *args, **kwargs)  # noqa: E731
+        injected = lambda *args, **kwargs: wrong(right, *args, **kwargs)  # noqa: E731
     else:
-        planted = wrong
-    monkeypatch.setattr(where, attribute, planted)
+        injected = wrong
+    monkeypatch.setattr(where, attribute, injected)
     error = check.error()
     print(f"{name:40} error {error:.1e}, bound {check.bound:.0e}")
     assert error > MARGIN * check.bound

@@ -1,7 +1,7 @@
 """Our reference model against transformers' DeepseekV4, same random weights, fp32, logits and every layer.
 
 Inner tensors are held to a fraction of their own RMS (``LAYER_BOUND``), logits of standard deviation 1 to an absolute
-bound: a mistake in one layer shows at that layer, before later layers blur it.
+bound: a fault in one layer shows at that layer, before later layers blur it.
 """
 
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_logits_and_layers(variant, mode):
 @pytest.mark.parametrize("mode", tp.MODES)
 @pytest.mark.parametrize("variant", tp.VARIANTS)
 def test_every_mode_gives_what_the_peer_gives_without_a_cache(variant, mode):
-    """A mistake that both caches share would not show when each mode is compared with itself."""
+    """A fault that both caches share would not show when each mode is compared with itself."""
     peer = peer_of(variant)
     with torch.no_grad():
         whole = peer.model(input_ids=peer.tokens, use_cache=False).logits

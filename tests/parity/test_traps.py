@@ -1,8 +1,8 @@
-"""Known mistakes in DSV4 implementations, planted one at a time: does the end-to-end check notice each of them?
+"""Known faults in DSV4 implementations, injected one at a time: does the end-to-end check notice each of them?
 
 Every trap replaces one function of the reference package by a wrong one that somebody has written or will write. The
 judge is transformers' model on the same weights: logits of standard deviation 1 must agree to ``LOGITS_BOUND``, and a
-planted mistake must exceed three times that. Run with ``-s`` to see how loud each mistake is: with bf16 rounding in the
+injected fault must exceed three times that. Run with ``-s`` to see how loud each fault is: with bf16 rounding in the
 way, the quiet ones would pass unseen. What is too quiet even for fp32 is in ``test_operator_traps.py``.
 """
 
@@ -33,20 +33,20 @@ from dsv4lib.reference import transformers_parity as tp
 
 VARIANT = "tiny_yarn"
 CONFIG = tp.VARIANTS[VARIANT].config
-MARGIN = 3  # a planted mistake must exceed the bound by this factor
+MARGIN = 3  # an injected fault must exceed the bound by this factor
 
 Patch = tuple[ModuleType, str, Callable]
 
 
 @dataclass(frozen=True)
 class Trap:
-    """One mistake: functions to replace (each wrong one gets the right one as first argument), and where to look."""
+    """One fault: functions to replace (each wrong one gets the right one as first argument), and where to look."""
 
     name: str
     patches: tuple[Patch, ...]
     mode: str
 
-    def plant(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def inject(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module, attribute, wrong in self.patches:
             monkeypatch.setattr(module, attribute, functools.partial(wrong, getattr(module, attribute)))
 
@@ -358,7 +358,7 @@ def shared_unclamped(original, x, w1, w2, w3, limit, routing_weight=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Changes that are no mistakes in exact arithmetic: they must stay silent, or the check would cry wolf
+# Changes that are no faults in exact arithmetic: they must stay silent, or the check would cry wolf
 
 HARMLESS: list[Trap] = []
 
@@ -433,7 +433,7 @@ def model():
 
 
 def run(mode: str) -> Loudness:
-    """Our model as it is now, possibly with a mistake in it."""
+    """Our model as it is now, possibly with a fault in it."""
     return loudness(tp.reference_trace(model(), peer().tokens, tp.call_sizes(VARIANT, mode))["logits"])
 
 
@@ -441,43 +441,43 @@ def run(mode: str) -> Loudness:
 def table():
     rows: list[tuple[str, str, Loudness]] = []
     yield rows
-    print(f"\n{'planted mistake':53} {'mode':14} {'max abs':>8} {'rel-L2':>8} {'min cos':>8} argmax")
+    print(f"\n{'injected fault':53} {'mode':14} {'max abs':>8} {'rel-L2':>8} {'min cos':>8} argmax")
     for name, mode, seen in sorted(rows, key=lambda row: row[2].rel_l2):
         figures = f"{seen.max_abs:8.1e} {seen.rel_l2:8.1e} {seen.min_cos:8.4f} {seen.argmax_agree:6.2f}"
         print(f"{name:53} {mode:14} {figures}")
 
 
 @pytest.mark.parametrize("mode", tp.MODES)
-def test_without_a_mistake_nothing_is_reported(mode, table):
+def test_without_a_fault_nothing_is_reported(mode, table):
     seen = run(mode)
     table.append(("(none)", mode, seen))
     assert seen.max_abs <= tp.LOGITS_BOUND
 
 
-@pytest.mark.parametrize("mistake", TRAPS, ids=lambda mistake: mistake.name)
-def test_mistake_is_noticed(mistake, monkeypatch, table):
-    mistake.plant(monkeypatch)
-    seen = run(mistake.mode)
-    table.append((mistake.name, mistake.mode, seen))
+@pytest.mark.parametrize("fault", TRAPS, ids=lambda fault: fault.name)
+def test_fault_is_noticed(fault, monkeypatch, table):
+    fault.inject(monkeypatch)
+    seen = run(fault.mode)
+    table.append((fault.name, fault.mode, seen))
     assert seen.max_abs > MARGIN * tp.LOGITS_BOUND
 
 
 @pytest.mark.parametrize("change", HARMLESS, ids=lambda change: change.name)
 def test_harmless_change_stays_silent(change, monkeypatch, table):
-    change.plant(monkeypatch)
+    change.inject(monkeypatch)
     seen = run(change.mode)
     table.append((f"(harmless) {change.name}", change.mode, seen))
     assert seen.max_abs <= tp.LOGITS_BOUND
 
 
-# Mistakes with a state that only several calls have: where each of them hides.
+# Faults with a state that only several calls have: where each of them hides.
 STATE_TRAPS = [t for t in TRAPS if t.mode == "chunked"]
 
 
-@pytest.mark.parametrize("mistake", STATE_TRAPS, ids=lambda mistake: mistake.name)
-def test_state_mistakes_hide_from_a_one_shot_test(mistake, monkeypatch):
+@pytest.mark.parametrize("fault", STATE_TRAPS, ids=lambda fault: fault.name)
+def test_state_faults_hide_from_a_one_shot_test(fault, monkeypatch):
     """Why parity is measured in chunks too: one call never reads the state."""
-    mistake.plant(monkeypatch)
+    fault.inject(monkeypatch)
     assert run("one-shot").max_abs <= tp.LOGITS_BOUND
 
 

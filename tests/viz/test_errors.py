@@ -10,7 +10,7 @@ from dsv4lib.viz import errors, style
 from dsv4lib.viz.arrays import compact
 
 
-def planted(shape=(300, 200)) -> tuple[np.ndarray, np.ndarray]:
+def injected(shape=(300, 200)) -> tuple[np.ndarray, np.ndarray]:
     """(expected with rows of different scale, a copy with small errors everywhere)."""
     rng = np.random.default_rng(0)
     expected = rng.standard_normal(shape) * np.exp2(rng.uniform(-6, 6, shape[:-1]))[..., None]
@@ -26,7 +26,7 @@ def image(fig, axes=0):
 
 
 def test_element_map_draws_every_error_in_units_of_its_row():
-    expected, actual = planted()
+    expected, actual = injected()
     actual[0, 0] = expected[0, 0]
     fig = errors.error_map(actual, expected)
     drawn, norm = image(fig), fig.axes[0].images[0].norm
@@ -38,7 +38,7 @@ def test_element_map_draws_every_error_in_units_of_its_row():
 
 
 def test_worst_element_is_named_in_title_and_alt_text():
-    expected, actual = planted((2, 3, 90, 70))
+    expected, actual = injected((2, 3, 90, 70))
     actual[1, 2, 60, 33] += 5 * np.sqrt((expected[1, 2, 60] ** 2).mean())
     fig = errors.error_map(actual, expected)
     assert "[1, 2, 60, 33]" in fig._suptitle.get_text()
@@ -47,7 +47,7 @@ def test_worst_element_is_named_in_title_and_alt_text():
 
 
 def test_a_single_wrong_element_survives_the_folding_of_a_large_array():
-    expected, _ = planted((3000, 2000))
+    expected, _ = injected((3000, 2000))
     actual = expected.copy()
     actual[2718, 1414] *= -3
     drawn = image(errors.error_map(actual, expected, zoom=None))
@@ -59,7 +59,7 @@ def test_a_single_wrong_element_survives_the_folding_of_a_large_array():
 
 
 def test_tile_map_holds_the_relative_error_of_each_tile_and_names_the_worst():
-    expected, _ = planted((100, 96))
+    expected, _ = injected((100, 96))
     actual = expected.copy()
     actual[64:100, 32:64] *= 0.75
     grid = errors.error_grid(actual, expected, by="tile", tile=(64, 32))
@@ -71,7 +71,7 @@ def test_tile_map_holds_the_relative_error_of_each_tile_and_names_the_worst():
 
 
 def test_lane_map_shows_one_broken_lane_of_every_tile():
-    expected, actual = planted((2, 300, 200))
+    expected, actual = injected((2, 300, 200))
     actual[:, 41::128] = 0
     grid = errors.error_grid(actual, expected, by="lane")
     assert grid.values.shape == (128, 128)
@@ -80,7 +80,7 @@ def test_lane_map_shows_one_broken_lane_of_every_tile():
 
 
 def test_kv_iteration_map_shows_where_it_starts():
-    expected, _ = planted((9, 20, 64))
+    expected, _ = injected((9, 20, 64))
     actual = expected.copy()
     actual[5:, 3] += 1.0
     grid = errors.error_grid(actual, expected, by="kv_iteration")
@@ -91,7 +91,7 @@ def test_kv_iteration_map_shows_where_it_starts():
 
 @pytest.mark.parametrize("zoom,origin", [("worst", (282, 0)), ("corner", (0, 0)), ((17, 5), (17, 5))])
 def test_zoom_shows_signed_numbers_of_the_chosen_corner(zoom, origin):
-    expected, actual = planted()
+    expected, actual = injected()
     actual[290, 3] -= 9 * np.sqrt((expected[290] ** 2).mean())
     fig = errors.error_map(actual, expected, zoom=zoom)
     panel = next(i for i, ax in enumerate(fig.axes) if "signed" in ax.get_title(loc="left"))
@@ -105,7 +105,7 @@ def test_zoom_shows_signed_numbers_of_the_chosen_corner(zoom, origin):
 
 @pytest.mark.parametrize("by", errors.WAYS)
 def test_nan_difference_is_the_worst_and_has_its_own_colour(by):
-    expected, actual = planted((4, 40, 50))
+    expected, actual = injected((4, 40, 50))
     actual[2, 30, 20] = np.nan
     grid = errors.error_grid(actual, expected, by=by, tile=(16, 16))
     assert grid.worst == (2, 30, 20) and np.isnan(grid.worst_error)
@@ -116,7 +116,7 @@ def test_nan_difference_is_the_worst_and_has_its_own_colour(by):
 
 
 def test_equal_nonfinite_values_and_equal_arrays_are_no_error():
-    expected, _ = planted()
+    expected, _ = injected()
     expected[3, 4], expected[5, 6] = np.nan, -np.inf
     grid = errors.error_grid(expected.copy(), expected)
     assert not grid.values.any() and grid.worst_error == 0
@@ -124,7 +124,7 @@ def test_equal_nonfinite_values_and_equal_arrays_are_no_error():
 
 
 def test_record_goes_into_the_title():
-    expected, actual = planted()
+    expected, actual = injected()
     record = check.compare(actual, expected)
     title = errors.error_map(actual, expected, record=record, name="q")._suptitle.get_text()
     assert title.startswith("q: worst element") and "FAILED: elements" in title
@@ -135,7 +135,7 @@ def test_record_goes_into_the_title():
 
 @pytest.mark.parametrize("by", errors.WAYS)
 def test_png_is_reproducible_and_takes_torch(by):
-    expected, actual = planted((30, 40))
+    expected, actual = injected((30, 40))
     pictures = {
         style.to_png(errors.error_map(torch.from_numpy(actual).float(), torch.from_numpy(expected), by=by, tile=(8, 8)))
         for _ in range(2)
@@ -155,14 +155,14 @@ def test_png_is_reproducible_and_takes_torch(by):
     ],
 )
 def test_bad_input_names_the_argument(options, named):
-    expected, actual = planted()
+    expected, actual = injected()
     with pytest.raises(ArgumentError) as caught:
         errors.error_map(**{"actual": actual, "expected": expected, **options})
     assert caught.value.name == named
 
 
 def test_axes_are_named_as_asked():
-    expected, actual = planted((30, 40))
+    expected, actual = injected((30, 40))
     fig = errors.error_map(actual, expected, axes=("position", "token id"))
     named = [(ax.get_ylabel(), ax.get_xlabel()) for ax in fig.axes if ax.get_title(loc="left")]
     assert named == [("position", "token id")] * 2

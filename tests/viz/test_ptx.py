@@ -140,7 +140,7 @@ def test_family_of(opcode, family):
 def test_families_are_named_once_and_explained():
     names = [family.name for family in ptx.FAMILIES]
     assert len(names) == len(set(names))
-    assert all(family.what and family.who for family in ptx.FAMILIES)
+    assert all(family.what and family.issuer for family in ptx.FAMILIES)
     assert len(ptx.UNITS) <= len(style.PALETTE)
 
 

@@ -1,7 +1,7 @@
-"""One row of the bench of ops: inputs, our way and others' to compute them, and what must hold before anybody is timed.
+"""Define a row of the bench of ops: inputs, providers (ours and the peers'), and the check before timing.
 
-The module `bench` beside each op lists its rows in `rows()`; the harness makes the inputs, checks every way against
-the reference, and only then times them in turns.
+The module `bench` beside each op lists its rows in `rows()`. The harness makes the inputs, checks every provider
+against the reference, and only then times them in turns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Absent(Exception):
 
 
 @dataclass(frozen=True)
-class Way:
+class Provider:
     """One implementation of a row.
 
     Attributes:
@@ -47,8 +47,8 @@ class Row:
         bytes: HBM bytes that the work needs at least, each input read once, each output written once.
         flops: of the useful work, 0 where none count.
         given: makes the inputs from a seeded generator of the device.
-        check: raises AssertionError, naming what differs, unless a way's outputs are right for these inputs.
-        ways: ours first, then the peers.
+        check: raises AssertionError, naming what differs, unless a provider's outputs are right for these inputs.
+        providers: ours first, then the peers.
         goal: bound of (our time / best peer's time), both with a cold L2; None: nothing was promised.
         copy_goal: bound from below of (time of a copy of the same bytes / our time); None: nothing was promised.
     """
@@ -59,7 +59,7 @@ class Row:
     flops: int
     given: Callable[[torch.Generator], Given]
     check: Callable[[Given, Mapping[str, torch.Tensor]], None]
-    ways: tuple[Way, ...]
+    providers: tuple[Provider, ...]
     goal: float | None = None
     copy_goal: float | None = None
 

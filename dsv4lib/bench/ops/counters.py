@@ -1,6 +1,7 @@
-"""What the GPU's own counters say of the rows: bytes of HBM and of L2, issue slots, what warps wait for.
+"""Read the GPU's counters for the rows: bytes of HBM and of L2, issue slots, stall reasons.
 
-    python -m dsv4lib.bench.ops.counters [--only mhc] [--shape "T 4096"] [--ways vLLM] [--all] [--record data/bench/ops]
+    python -m dsv4lib.bench.ops.counters [--only mhc] [--shape "T 4096"] [--providers vLLM] [--all]
+        [--record data/bench/ops]
 
 It runs itself under Nsight Compute (`ncu`), which repeats every kernel of a call for each group of counters, caches
 flushed before and clocks left alone. A call of several kernels is counted kernel by kernel: what one leaves in L2 for
@@ -32,7 +33,7 @@ from dsv4lib.errors import DSV4Error
 
 FILE = "counters.csv"
 SECTOR = 32  # bytes
-RANGE = "dsv4"  # begins the name of a range: RANGE|op|shape|way
+RANGE = "dsv4"  # begins the name of a range: RANGE|op|shape|provider
 BYTES = {"hbm_read": "dram__bytes_read.sum", "hbm_write": "dram__bytes_write.sum"}
 L2 = "lts__t_sectors_srcunit_tex.sum"  # of loads, stores, atomics and bulk copies of the SMs
 TIME = "gpu__time_duration.sum"  # ns
@@ -62,12 +63,12 @@ NO_PROFILER = 21  # the exit code where ncu is missing
 
 
 class CounterError(DSV4Error, RuntimeError):
-    """Nsight Compute is missing, fails, or prints something else than the counters that were asked for."""
+    """Nsight Compute is missing, fails, or prints something else than the requested counters."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The counters of one call of one way of a row.
+    """The counters of one call of one provider of a row.
 
     Attributes:
         kernels: that the call launches. us: the sum of their times while profiled.
@@ -80,7 +81,7 @@ class Counted:
 
     op: str
     shape: str
-    way: str
+    provider: str
     kernels: int
     us: float
     hbm_read: int
@@ -102,16 +103,16 @@ def command(report: Path, arguments: Sequence[str]) -> list[str]:
     return ["ncu", *flags, "--log-file", str(report), *inner]
 
 
-def calls(rows: Iterable[Row], ways: Sequence[str]) -> None:
-    """Under the profiler: every way of every row, first unseen, then once in a range of its name."""
+def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
+    """Under the profiler: every provider of every row, first unseen, then once in a range of its name."""
     for row in rows:
         given = harness.inputs(row, "cuda")
-        for way in harness.taken(row, ways):
-            with suppress(Exception):  # who cannot run is absent here; the bench says why
-                call, _ = way.bind(given)
+        for provider in harness.taken(row, providers):
+            with suppress(Exception):  # a provider that cannot run is absent here; the bench says why
+                call, _ = provider.bind(given)
                 call()
                 torch.cuda.synchronize()
-                name = "|".join((RANGE, row.op, row.shape, way.name))
+                name = "|".join((RANGE, row.op, row.shape, provider.name))
                 with torch.cuda.profiler.profile(), torch.cuda.nvtx.range(name):
                     call()
                     torch.cuda.synchronize()
@@ -172,7 +173,7 @@ def _counted(key: tuple[str, ...], kernels: Sequence[Mapping[str, str]], run: st
 
 
 def load(folder: Path = FOLDER) -> dict[tuple[str, str, str], Counted]:
-    """The recorded counters by op, shape and way; none if nothing was recorded yet.
+    """The recorded counters by op, shape and provider; none if nothing was recorded yet.
 
     Raises:
         DSV4Error: the file has other columns.
@@ -186,12 +187,12 @@ def load(folder: Path = FOLDER) -> dict[tuple[str, str, str], Counted]:
             raise DSV4Error(f"{path} has other columns than this version writes: record it anew")
         types = {"int": int, "float": float, "str": str}
         lines = [{field.name: types[field.type](line[field.name]) for field in fields(Counted)} for line in reader]
-    return {(line["op"], line["shape"], line["way"]): Counted(**line) for line in lines}
+    return {(line["op"], line["shape"], line["provider"]): Counted(**line) for line in lines}
 
 
 def record(counted: Iterable[Counted], folder: Path) -> None:
-    """Write the counters into a folder; those of other ways and rows that it has stay."""
-    known = load(folder) | {(one.op, one.shape, one.way): one for one in counted}
+    """Write the counters into a folder; those of other providers and rows that it has stay."""
+    known = load(folder) | {(one.op, one.shape, one.provider): one for one in counted}
     folder.mkdir(exist_ok=True)
     with (folder / FILE).open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Counted)], lineterminator="\n")
@@ -203,7 +204,7 @@ def line(one: Counted) -> str:
     """The counters of a call in a line."""
     moved = f"HBM {one.hbm_read / 1e6:.4g} + {one.hbm_write / 1e6:.4g} MB, L2 {one.l2 / 1e6:.4g} MB"
     slots = f"{one.instructions / 1e3:.4g}k warp-instructions, issue {one.issue:.0f} %, warps {one.warps:.0f} %"
-    return f"{one.op} {one.shape} | {one.way}: {moved}, {slots}, {one.stall} {one.stalled:.0f} %, {one.us:.1f} us"
+    return f"{one.op} {one.shape} | {one.provider}: {moved}, {slots}, {one.stall} {one.stalled:.0f} %, {one.us:.1f} us"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.counters", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="ops, with commas between them")
     parser.add_argument("--shape", default="", help="rows whose shape contains this")
-    parser.add_argument("--ways", default="ours", help="peers whose name contains one of these; ours always")
+    parser.add_argument("--providers", default="ours", help="peers whose name contains one of these; ours always")
     parser.add_argument("--all", action="store_true", help="rows that promise nothing, too")
     parser.add_argument("--record", type=Path, help=f"write {FILE} into this folder")
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)  # under the profiler
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: cannot be imported: {reason}")
         if given.inner:
             rows = [row for row in rows if given.all or (row.goal, row.copy_goal) != (None, None)]
-            calls(rows, harness.parts(given.ways))
+            calls(rows, harness.parts(given.providers))
             return 0
         if shutil.which("ncu") is None:
             print("no ncu on the path: nothing counted")

@@ -121,7 +121,7 @@ def entry(row: Row, gpu: Any, files: dict[str, bytes]) -> dict[str, Any]:
 
 
 def _addresses(a: bytes, b: bytes, one: _Recorded, two: _Recorded) -> tuple[bytes, list[list]]:
-    """Parameters with zeros for addresses, and where those are: (offset, whose memory, bytes behind its start)."""
+    """Parameters with zeros for addresses, and where those are: (offset, whose memory, bytes from its start)."""
     params, pointers = bytearray(a), []
     for offset in range(0, len(a), 8):
         words = [int.from_bytes(block[offset : offset + 8], "little") for block in (a, b)]
@@ -171,7 +171,7 @@ class _Recorded:
         self.given = harness.inputs(row, "cuda", seed)
         graph = torch.cuda.CUDAGraph()
         with _Filled(fill):
-            call, outputs = row.ways[0].bind(self.given)
+            call, outputs = row.providers[0].bind(self.given)
             try:
                 call()  # compiles; memory that the op makes at its first call is there
             except NotImplementedError as error:  # a kernel of torch's that only a GPU has
@@ -194,7 +194,7 @@ class _Recorded:
         self.launches = [_launch(request) for request in graph.launches]
 
     def place(self, address: int) -> tuple[str, int] | None:
-        """Whose memory an address is in, and how far behind its start; None if it is no address."""
+        """Whose memory an address is in, and the offset from its start; None if it is no address."""
         for start, size, name in self._ranges:
             if start <= address < start + size:
                 return name, address - start

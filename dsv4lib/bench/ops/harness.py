@@ -1,10 +1,11 @@
-"""Time the rows of the ops' bench modules on a GPU, a table as it goes.
+"""Time the rows of the ops' bench modules on a GPU, and print each row when it is done.
 
-    python -m dsv4lib.bench.ops.harness [--only rmsnorm,router] [--shape "T 4096"] [--ways ours,Triton] [--seconds 60]
+    python -m dsv4lib.bench.ops.harness [--only rmsnorm,router] [--shape "T 4096"] [--providers ours,Triton]
+        [--seconds 60]
 
-For every row: inputs from a seed; every way is bound, run once and compared with the reference by the row's check;
-only what is right is timed, all ways in turns in this process (`timing`). A way that cannot run is listed with the
-reason, a wrong one with what differs. It needs torch, numpy and the DSL, nothing else of the lab.
+Inputs of a row come from a seed. Every provider is bound, run once and compared with the reference by the row's check.
+Only right providers are timed, in turns in this process (`timing`). A provider that cannot run is listed with the
+reason, a wrong one with the difference. The harness needs torch, numpy and the DSL, nothing else of the lab.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 from dsv4lib import env
 from dsv4lib.bench.ops import replay, timing
-from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way, tensors
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row, tensors
 from dsv4lib.bench.ops.modules import modules
 from dsv4lib.bench.ops.results import ABSENT, COPY, FAILED, HEAD, OURS, TIMED, WRONG, Found, Result, lines, record
 from dsv4lib.errors import ArgumentError, DSV4Error
@@ -52,36 +53,36 @@ class Clock(Protocol):
 
 
 def measure(
-    row: Row, clock: Clock, device: str = "cuda", ways: Sequence[str] = (), rate: float | None = None
+    row: Row, clock: Clock, device: str = "cuda", providers: Sequence[str] = (), rate: float | None = None
 ) -> Result:
-    """Make the inputs of a row, check its ways, time what is right.
+    """Make the inputs of a row, check its providers, time what is right.
 
     Args:
-        ways: parts of the names of the peers to take; ours always. rate: bytes/s of the GPU's memory.
+        providers: parts of the names of the peers to take; ours always. rate: bytes/s of the GPU's memory.
     """
-    given, chosen_ways = inputs(row, device), taken(row, ways)
+    given, candidates = inputs(row, device), taken(row, providers)
     found: dict[str, Found] = {}
     bound: dict[str, tuple[Call, Mapping[str, torch.Tensor]]] = {}
-    for way in chosen_ways:  # all before the first runs: nobody gets memory that holds another's results
+    for provider in candidates:  # all before the first runs: no output may lie where an earlier result was
         try:
-            bound[way.name] = way.bind(given)
+            bound[provider.name] = provider.bind(given)
         except Absent as reason:
-            found[way.name] = Found(way.name, ABSENT, detail=str(reason))
+            found[provider.name] = Found(provider.name, ABSENT, detail=str(reason))
         except Exception as error:  # a peer's own, of any kind
-            found[way.name] = Found(way.name, FAILED, detail=timing.first_line(error))
+            found[provider.name] = Found(provider.name, FAILED, detail=timing.first_line(error))
     for name, (call, outputs) in bound.items():
         found[name] = _tried(name, call, outputs, row, given, device)
     calls = {name: call for name, (call, _) in bound.items() if found[name].state == TIMED}
     if calls and row.copy_goal is not None:
         calls[COPY] = _copy(row.bytes, device)
-    replayed = {way.name for way in chosen_ways if not way.hosted}
+    replayed = {provider.name for provider in candidates if not provider.hosted}
     for name, one in _times(calls, clock).items():
         found[name] = dataclasses.replace(one, host_us=None) if name in replayed else one
     ours = found.get(OURS)
-    if ours and ours.state == TIMED:  # right too after many launches in a row, with nobody waiting in between
+    if ours and ours.state == TIMED:  # right too after many launches in a row, without a wait in between
         again = _compared(OURS, bound[OURS][1], row, given)
         found[OURS] = ours if again is None else Found(OURS, WRONG, detail=f"after many launches: {again.detail}")
-    order = [way.name for way in chosen_ways] + [COPY] * (COPY in found)
+    order = [provider.name for provider in candidates] + [COPY] * (COPY in found)
     return _result(row, [found[name] for name in order], rate)
 
 
@@ -90,12 +91,16 @@ def inputs(row: Row, device: str, seed: int = 0) -> Given:
     return row.given(torch.Generator(device).manual_seed(zlib.crc32(f"{row.op} {row.shape}".encode()) + seed))
 
 
-def taken(row: Row, ways: Sequence[str]) -> list[Way]:
-    """Ours, and the peers whose name contains one of ``ways`` (all if none is named)."""
-    names = [way.name for way in row.ways]
+def taken(row: Row, providers: Sequence[str]) -> list[Provider]:
+    """Ours, and the peers whose name contains one of ``providers`` (all if none is named)."""
+    names = [provider.name for provider in row.providers]
     if len(set(names)) < len(names):
-        raise ArgumentError("ways", names, "names that differ")
-    return [way for way in row.ways if way.name == OURS or not ways or any(part in way.name for part in ways)]
+        raise ArgumentError("providers", names, "names that differ")
+    return [
+        provider
+        for provider in row.providers
+        if provider.name == OURS or not providers or any(part in provider.name for part in providers)
+    ]
 
 
 def _result(row: Row, found: Sequence[Found], rate: float | None) -> Result:
@@ -104,7 +109,7 @@ def _result(row: Row, found: Sequence[Found], rate: float | None) -> Result:
 
 
 def _tried(name: str, call: Call, outputs: Mapping[str, torch.Tensor], row: Row, given: Given, device: str) -> Found:
-    """A first call of a way, and whether it is right and left its inputs alone."""
+    """A first call of a provider, and whether it is right and left its inputs alone."""
     before = {key: x.clone() for key, x in tensors(given).items()}
     try:
         call()
@@ -134,13 +139,13 @@ def _compared(name: str, outputs: Mapping[str, torch.Tensor], row: Row, given: G
 
 
 def _times(calls: Mapping[str, Call], clock: Clock) -> dict[str, Found]:
-    """Times of all calls in turns; if they cannot be timed together, of each alone, so that the culprit shows."""
+    """Times of all calls in turns; if they cannot be timed in one session, of each alone, so that the culprit shows."""
     names = list(calls)
     try:
         cold = clock.cold(list(calls.values())) if calls else []
         warm = clock.warm(list(calls.values())) if calls else []
         host = clock.host(list(calls.values())) if calls else []
-    except Exception as error:  # a way that breaks only when called often
+    except Exception as error:  # a provider that breaks only when called often
         if len(names) == 1:
             return {names[0]: Found(names[0], FAILED, detail=timing.first_line(error))}
         return {name: one for name in names for one in _times({name: calls[name]}, clock).values()}
@@ -175,7 +180,7 @@ def peak(name: str) -> float | None:
 
 
 def run(
-    rows: Iterable[Row], clock: Clock, device: str = "cuda", ways: Sequence[str] = (), seconds: float = 1e9
+    rows: Iterable[Row], clock: Clock, device: str = "cuda", providers: Sequence[str] = (), seconds: float = 1e9
 ) -> list:
     """Measure rows and print each when it is done; those that find no time are named.
 
@@ -193,7 +198,7 @@ def run(
             late.append(f"{row.op} {row.shape}")
             continue
         try:
-            results.append(measure(row, clock, device, ways, rate))
+            results.append(measure(row, clock, device, providers, rate))
         except Exception as error:  # of the row itself: its inputs, or the GPU's memory
             results.append(_result(row, [Found(OURS, FAILED, detail=timing.first_line(error))], rate))
         print("\n".join(lines(results[-1])), flush=True)
@@ -216,13 +221,13 @@ def _alive() -> bool:
     return True
 
 
-def first_calls(rows: Iterable[Row], ways: Sequence[str] = (), device: str = "cuda") -> None:
-    """Call every way once, so that what it compiles is on disk; what fails says so when it is measured."""
+def first_calls(rows: Iterable[Row], providers: Sequence[str] = (), device: str = "cuda") -> None:
+    """Call every provider once, so that what it compiles is on disk; what fails says so when it is measured."""
     for row in rows:
         given = inputs(row, device)
-        for way in taken(row, ways):
+        for provider in taken(row, providers):
             with suppress(Exception):
-                way.bind(given)[0]()
+                provider.bind(given)[0]()
 
 
 def ahead(processes: int, arguments: Sequence[str]) -> None:
@@ -251,25 +256,26 @@ def chosen(only: Sequence[str], shape: str) -> tuple[list[Row], dict[str, str]]:
 
 
 def packed(rows: Iterable[Row], folder: Path) -> list[Row]:
-    """The rows with our way from a pack.
+    """The rows with our provider from a pack.
 
     Raises:
         ReplayError: it is no pack.
     """
     pack, driver = replay.Pack(folder), replay.Driver()
     print(f"our kernels: {len(pack.index['rows'])} rows compiled for {pack.index['arch']}, {pack.index['kernels']}")
-    return [dataclasses.replace(row, ways=(pack.way(row, driver), *row.ways[1:])) for row in rows]
+    return [dataclasses.replace(row, providers=(pack.provider(row, driver), *row.providers[1:])) for row in rows]
 
 
 def listed(rows: Iterable[Row]) -> list[str]:
     """Rows without times: what a machine without a GPU can say of them."""
     return [
-        f"{row.op} {row.shape}: {row.bytes / 1e6:.3g} MB, {', '.join(way.name for way in row.ways)}" for row in rows
+        f"{row.op} {row.shape}: {row.bytes / 1e6:.3g} MB, {', '.join(provider.name for provider in row.providers)}"
+        for row in rows
     ]
 
 
 def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
-    """The command as it is recorded: where its ``folders`` lay is nobody's business, and no time depends on it."""
+    """The command as it is recorded: paths of its ``folders`` are left out: no time depends on them."""
     words = ["DIR" if Path(word) in folders else shlex.quote(word) for word in arguments]
     return " ".join(["python -m dsv4lib.bench.ops.harness", *words])
 
@@ -279,8 +285,8 @@ def facts(command: str) -> dict[str, str]:
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
     query = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
     try:
-        asked = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-        smi = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
+        smi = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):
         smi = []
     driver, sm, memory, power = smi if len(smi) == 4 else [""] * 4
@@ -312,14 +318,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line.
 
     Returns:
-        the exit code: 0; 1 where a module cannot be imported or a way of ours is not timed; 2 for bad arguments;
+        the exit code: 0; 1 where a module cannot be imported or a provider of ours is not timed; 2 for bad arguments;
         `NOTHING_TIMED` without a GPU.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.harness", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="ops, with commas between them")
     parser.add_argument("--shape", default="", help="rows whose shape contains this")
-    parser.add_argument("--ways", default="", help="peers whose name contains one of these, with commas between them")
+    parser.add_argument("--providers", default="", help="peers whose name contains one of these (commas)")
     parser.add_argument("--seconds", type=float, default=1e9, help="no row starts later")
     parser.add_argument("--ahead", type=int, default=0, help="first make all first calls, in so many processes at once")
     parser.add_argument("--part", default="", help=argparse.SUPPRESS)  # of `ahead`: which rows
@@ -344,11 +350,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if given.part:
         one, count = map(int, given.part.split("/"))
-        first_calls(rows[one::count], parts(given.ways))
+        first_calls(rows[one::count], parts(given.providers))
         return 0
     if given.ahead:
         ahead(min(given.ahead, len(rows)), arguments)
-    results = run(rows, timing.GpuClock(), ways=parts(given.ways), seconds=given.seconds)
+    results = run(rows, timing.GpuClock(), providers=parts(given.providers), seconds=given.seconds)
     if given.record is not None:
         record(results, facts(command_line(arguments, given.record, given.pack)), given.record)
     ours = [result.named(OURS) for result in results]

@@ -78,7 +78,7 @@ def _wait() -> None:
 
 
 def layer(device: str = "cuda") -> Call:
-    """The ops of `LAYER`, ours, one behind the other on the current stream.
+    """The ops of `LAYER`, ours, one after the other on the current stream.
 
     Raises:
         ArgumentError: a row that is not there.
@@ -98,8 +98,8 @@ def layer(device: str = "cuda") -> Call:
 
 
 def bound(row: Row, device: str = "cuda") -> Call:
-    """Our way of a row over inputs and outputs of its own."""
-    call, outputs = row.ways[0].bind(harness.inputs(row, device))
+    """Our provider of a row over inputs and outputs of its own."""
+    call, outputs = row.providers[0].bind(harness.inputs(row, device))
 
     def kept() -> None:
         call()

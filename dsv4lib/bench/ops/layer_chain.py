@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from dsv4lib.bench.ops import modules
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 
 TOKENS = 8
-# In the order of a layer: op, shape of its row, and the public way of the peers' chain.
+# In the order of a layer: op, shape of its row, and the public provider of the peers' chain.
 CHAIN = (
     ("mhc", "Flash T 8", "vLLM post + pre + norm"),
     ("rmsnorm", "Flash T 8", "vLLM CUDA"),
@@ -34,7 +34,7 @@ OURS, PUBLIC = "ours", "public kernels"
 
 
 def rows() -> list[Row]:
-    """One row; its bytes are those of the twelve rows together."""
+    """One row; its bytes are the sum of the twelve rows."""
     links = [_row(op, shape) for op, shape, _ in CHAIN]
 
     def given(generator: torch.Generator) -> Given:
@@ -47,8 +47,8 @@ def rows() -> list[Row]:
     def chain(names: Mapping[str, str], given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         bound = {}
         for row in links:
-            way = next(way for way in row.ways if way.name == names[row.op])
-            bound[row.op] = way.bind(_part(given, row.op))
+            provider = next(provider for provider in row.providers if provider.name == names[row.op])
+            bound[row.op] = provider.bind(_part(given, row.op))
         calls = [call for call, _ in bound.values()]
 
         def call() -> None:
@@ -57,10 +57,10 @@ def rows() -> list[Row]:
 
         return call, _Joined({op: outputs for op, (_, outputs) in bound.items()})
 
-    ours, public = dict.fromkeys((op for op, *_ in CHAIN), OURS), {op: way for op, _, way in CHAIN}
-    ways = (Way(OURS, lambda given: chain(ours, given)), Way(PUBLIC, lambda given: chain(public, given)))
+    ours, public = dict.fromkeys((op for op, *_ in CHAIN), OURS), {op: provider for op, _, provider in CHAIN}
+    providers = (Provider(OURS, lambda given: chain(ours, given)), Provider(PUBLIC, lambda given: chain(public, given)))
     shape = f"Flash T {TOKENS}, {len(CHAIN)} ops"
-    return [Row("layer_chain", shape, sum(row.bytes for row in links), 0, given, check, ways)]
+    return [Row("layer_chain", shape, sum(row.bytes for row in links), 0, given, check, providers)]
 
 
 def _row(op: str, shape: str) -> Row:
@@ -74,7 +74,7 @@ def _part(whole: Mapping, op: str) -> dict:
 
 
 class _Joined(Mapping[str, torch.Tensor]):
-    """Outputs of all ops as "op/name"; looked up when they are read, since a way may convert them then."""
+    """Outputs of all ops as "op/name"; looked up when they are read, since a provider may convert them then."""
 
     def __init__(self, outputs: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self._outputs = outputs

@@ -1,4 +1,4 @@
-"""Public kernels of others as ways of the rows: a module an op, `ways()` in each; nothing of theirs is in here.
+"""Bind public kernels as providers of the rows: a module an op, `providers()` in each; no code of theirs is here.
 
 How to have them, on a machine with an sm_90 GPU and CUDA's compiler, in an environment of Python 3.12 and torch 2.11
 (the release that vLLM 0.26 was built for)::
@@ -15,8 +15,8 @@ tile-kernels           DeepSeek's TileKernels; its metadata ask for a newer torc
 quack-kernels          RMSNorm in CuTe DSL, and what vLLM's CuTe DSL kernels import
 =====================  =====================================================================================
 
-A way whose package is missing raises `Absent`, and so does one that cannot do what the row asks for (the reason says
-what). TileLang and DeepGEMM compile at the first call, up to a minute a kernel; both keep what they compiled
+A provider whose package is missing raises `Absent`. So does one that lacks what the row needs; the reason says what.
+TileLang and DeepGEMM compile at the first call, up to a minute a kernel; both keep what they compiled
 (`TILELANG_CACHE_DIR`, `DG_JIT_CACHE_DIR`). Importing quack adds its indexing to CuTe's tensors in the whole process.
 """
 
@@ -115,7 +115,7 @@ Bound = tuple[Call, Mapping[str, torch.Tensor]]
 
 
 def bound(run: Callable[[], Any], **read: Read) -> Bound:
-    """What `Way.bind` returns; see `Late`."""
+    """What `Provider.bind` returns; see `Late`."""
     outputs = Late(run, **read)
     return outputs.call, outputs
 

@@ -2,7 +2,7 @@
 
 A pack (`export` writes it) is a folder with `index.json`, a file for each cubin, and files for memory with contents.
 For each row it has the launches of our op as the op itself made them: kernel, grid, parameters, and where among the
-parameters are addresses of inputs, outputs or other memory. A way of a pack is checked and timed like any other.
+parameters are addresses of inputs, outputs or other memory. A provider of a pack is checked and timed like any other.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way, tensors
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row, tensors
 from dsv4lib.bench.ops.results import OURS
 from dsv4lib.errors import DSV4Error
 
 FORMAT = 1
-PORTABLE_CLUSTER = 8  # CTAs; a larger one must be asked for
+PORTABLE_CLUSTER = 8  # CTAs; a larger one must be allowed explicitly
 
 
 class ReplayError(DSV4Error, RuntimeError):
@@ -37,7 +37,7 @@ class Launch:
     Attributes:
         cubin: name of its file. kernel: symbol in there.
         grid, block, cluster: x first. smem: bytes of dynamic shared memory. programmatic: it may start early.
-        params: parameter block; pointers: (offset in there, whose address, bytes behind its start).
+        params: parameter block; pointers: (offset in there, whose address, bytes from its start).
     """
 
     cubin: str
@@ -53,8 +53,8 @@ class Launch:
     def filled(self, memory: Mapping[str, torch.Tensor]) -> bytes:
         """The parameters with addresses of this memory."""
         block = bytearray(self.params)
-        for offset, name, behind in self.pointers:
-            block[offset : offset + 8] = (memory[name].data_ptr() + behind).to_bytes(8, "little")
+        for offset, name, start in self.pointers:
+            block[offset : offset + 8] = (memory[name].data_ptr() + start).to_bytes(8, "little")
         return bytes(block)
 
 
@@ -86,8 +86,8 @@ class Pack:
             raise ReplayError(f"{path} has format {index.get('format')}, not {FORMAT}: export it anew")
         return index
 
-    def way(self, row: Row, launcher: Launcher) -> Way:
-        """Our way of a row; binding it raises `Absent` where the pack does not have the row."""
+    def provider(self, row: Row, launcher: Launcher) -> Provider:
+        """Our provider of a row; binding it raises `Absent` where the pack does not have the row."""
 
         def bind(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
             name = f"{row.op} {row.shape}"
@@ -96,7 +96,7 @@ class Pack:
                 raise Absent(self.index["refused"].get(name, "not in the pack"))
             return self._bound(entry, given, launcher)
 
-        return Way(OURS, bind, hosted=False)
+        return Provider(OURS, bind, hosted=False)
 
     def _bound(
         self, entry: dict[str, Any], given: Given, launcher: Launcher

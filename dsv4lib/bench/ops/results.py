@@ -1,7 +1,7 @@
-"""What was found of a row: times of its ways, ratios, verdict; as lines of text, and in the committed tables.
+"""Store and print what was measured of a row: times of its providers, ratios, verdict.
 
-Two files in a folder: `rows.csv`, a line for each way of each row, and `runs.csv`, a line for each run that rows are
-from: the machine, versions, the command. Reading them needs neither torch nor a GPU.
+A folder has two files: `rows.csv`, a line for each provider of each row, and `runs.csv`, a line for each run that rows
+are from (machine, versions, command). Reading them needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FOLDER = Path(__file__).resolve().parents[3] / "data" / "bench" / "ops"
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one way of a row.
+    """What became of one provider of a row.
 
     Attributes:
-        way: its name. state: "timed", "absent", "wrong" or "failed".
+        provider: its name. state: "timed", "absent", "wrong" or "failed".
         us: median with a cold L2 of ``calls`` calls, None where not timed; low_us, high_us: least and largest.
         kernels: that a call launches, copies and memsets among them.
         warm_us: as a node of a graph, None where not timed.
@@ -33,7 +33,7 @@ class Found:
         detail: why it was not timed, or what is missing of its times.
     """
 
-    way: str
+    provider: str
     state: str
     us: float | None = None
     low_us: float | None = None
@@ -51,7 +51,7 @@ class Result:
 
     Attributes:
         floor_us: the bytes at the data sheet's bandwidth; None where that is not known.
-        found: its ways, ours first. run: which one it is from, a key of `runs.csv`.
+        found: its providers, ours first. run: which one it is from, a key of `runs.csv`.
     """
 
     op: str
@@ -64,9 +64,9 @@ class Result:
     found: tuple[Found, ...]
     run: str = ""
 
-    def named(self, way: str) -> Found | None:
-        """The way of this name."""
-        return next((one for one in self.found if one.way == way), None)
+    def named(self, provider: str) -> Found | None:
+        """The provider of this name."""
+        return next((one for one in self.found if one.provider == provider), None)
 
     @property
     def ours_us(self) -> float | None:
@@ -75,8 +75,8 @@ class Result:
         return None if ours is None else ours.us
 
     def _others(self) -> list[Found]:
-        """Ways of others that were timed; further ways of ours ("ours, ...") are not among them."""
-        return [one for one in self.found if one.us is not None and not one.way.startswith((OURS, COPY))]
+        """Providers of others that were timed; further providers of ours ("ours, ...") are not among them."""
+        return [one for one in self.found if one.us is not None and not one.provider.startswith((OURS, COPY))]
 
     @property
     def peer(self) -> Found | None:
@@ -115,7 +115,7 @@ class Result:
     def verdict(self) -> str:
         """By cold times, in a word.
 
-        "reached"; "missed", which a way of ours that is wrong has too; "not judged": a time is missing; "" where
+        "reached"; "missed", which a provider of ours that is wrong has too; "not judged": a time is missing; "" where
         nothing was promised.
         """
         return self._verdict(self.ratio, self.copy_ratio)
@@ -146,41 +146,41 @@ class Result:
     @property
     def summary(self) -> str:
         """Ratios and verdict in a line."""
-        parts = [] if self.ratio is None else [f"{self.ratio:.2f}x of {self.peer.way}"]
+        parts = [] if self.ratio is None else [f"{self.ratio:.2f}x of {self.peer.provider}"]
         if self.graph_ratio is not None:
-            parts.append(f"{self.graph_ratio:.2f}x of {self.graph_peer.way} in a graph")
+            parts.append(f"{self.graph_ratio:.2f}x of {self.graph_peer.provider} in a graph")
         if self.copy_ratio is not None:
             parts.append(f"{self.copy_ratio:.2f} of a copy")
         said = f"{self.verdict}, in a graph {self.graph_verdict} (goal {self.promise})" if self.promise else ""
         return ", ".join(parts + [said] * bool(said)) or "no peer"
 
 
-HEAD = f"  {'way':<32}{'cold us':>9}{'graph us':>9}{'host us':>9}{'GB/s':>7}{'TFLOPS':>8}{'x floor':>9}  kernels"
+HEAD = f"  {'provider':<32}{'cold us':>9}{'graph us':>9}{'host us':>9}{'GB/s':>7}{'TFLOPS':>8}{'x floor':>9}  kernels"
 
 
 def lines(result: Result) -> list[str]:
-    """A row as text: its title, a line a way, and what became of its goals."""
+    """A row as text: its title, a line a provider, and what became of its goals."""
     floor = result.floor_us
     shown = "" if floor is None else f", floor {floor:.2f} us"
     out = [f"{result.op} {result.shape}: {result.bytes / 1e6:.3g} MB{shown}"]
     for one in result.found:
         if one.us is None:
-            out.append(f"  {one.way:<32}  {one.state}: {one.detail}")
+            out.append(f"  {one.provider:<32}  {one.state}: {one.detail}")
             continue
         warm, host = ("-" if us is None else f"{us:.2f}" for us in (one.warm_us, one.host_us))
         tera = f"{result.flops / one.us / 1e6:.1f}" if result.flops else ""
         ratio = "" if floor is None else f"{one.us / floor:.2f}"
         speed = f"{result.bytes / one.us / 1e3:.0f}"
         times = f"{one.us:>9.2f}{warm:>9}{host:>9}{speed:>7}{tera:>8}{ratio:>9}"
-        out.append(f"  {one.way:<32}{times}  {one.kernels} {one.detail}".rstrip())
+        out.append(f"  {one.provider:<32}{times}  {one.kernels} {one.detail}".rstrip())
     return [*out, f"  => {result.summary}"]
 
 
 # ------------------------------------------------------------------- files
 
 _OF_ROW = tuple(field.name for field in fields(Result) if field.name not in ("found", "run"))
-_OF_WAY = tuple(field.name for field in fields(Found))
-COLUMNS = (*_OF_ROW, *_OF_WAY, "run")
+_OF_PROVIDER = tuple(field.name for field in fields(Found))
+COLUMNS = (*_OF_ROW, *_OF_PROVIDER, "run")
 _COUNTS = ("bytes", "flops", "calls", "kernels")
 _NUMBERS = ("goal", "copy_goal", "floor_us", "us", "low_us", "high_us", "warm_us", "host_us")
 
@@ -194,7 +194,7 @@ def load(folder: Path = FOLDER) -> list[Result]:
     path, results = folder / "rows.csv", {}
     for line in _read(path, COLUMNS):
         values = {key: _value(key, text) for key, text in line.items()}
-        one = Found(**{key: values[key] for key in _OF_WAY})
+        one = Found(**{key: values[key] for key in _OF_PROVIDER})
         key = values["op"], values["shape"]
         if key not in results:
             results[key] = Result(**{name: values[name] for name in (*_OF_ROW, "run")}, found=(one,))
@@ -228,7 +228,7 @@ def record(results: Iterable[Result], facts: dict[str, str], folder: Path) -> No
     table = []
     for one in kept:
         base = {name: getattr(one, name) for name in (*_OF_ROW, "run")}
-        table += [{name: _text(name, ({**base, **vars(way)})[name]) for name in COLUMNS} for way in one.found]
+        table += [{name: _text(name, ({**base, **vars(provider)})[name]) for name in COLUMNS} for provider in one.found]
     _write(folder / "rows.csv", COLUMNS, table)
     past[facts["run"]] = facts
     used = {one.run for one in kept}

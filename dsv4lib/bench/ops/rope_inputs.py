@@ -38,7 +38,7 @@ def power_scale(amax: torch.Tensor, largest: float, floor: float) -> torch.Tenso
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Scales as fp32, whether a way keeps bytes of UE8M0 or fp32."""
+    """Scales as fp32, whether a provider keeps bytes of UE8M0 or fp32."""
     return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
 
 

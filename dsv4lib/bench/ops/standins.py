@@ -57,7 +57,7 @@ def install() -> bool:
     """Let stand-ins take the place of ops that are imported from now on, if the DSL is missing; whether it is."""
     try:
         missing = importlib.util.find_spec("cutlass") is None
-    except ValueError:  # somebody has blocked it
+    except ValueError:  # its import is blocked
         missing = True
     if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,6 +1,6 @@
 """Times of calls on a GPU: with a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
 
-Cold, one call after the other, all ways in turns under one profiler session:
+Cold, one call after the other, all providers in turns under one profiler session:
 
     flush (in place, over more than L2)  |  spin  |  the call's kernels      |  flush  |  spin  | ...
                                                   ^---- the time of it ----^
@@ -8,7 +8,7 @@ Cold, one call after the other, all ways in turns under one profiler session:
 The spin kernel lets the host run ahead, so that no kernel waits to be queued; its length follows from the host time
 of the call. The time is from the start of the call's first kernel to the end of its last one (copies and memsets
 count). Warm: a CUDA graph of `NODES` calls, replayed between two events. Host: the caller's time to queue `BURST` calls
-in a row behind a kernel that spins, so that none waits for the GPU or for room in its queue; a call's share of it.
+in a row after a kernel that spins, so that none waits for the GPU or for room in its queue; a call's share of it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import torch
 from dsv4lib.errors import DSV4Error
 
 FLUSH_BYTES = 384 << 20
-ROUNDS = 21  # cold calls of a way; fewer where they take longer than SECONDS, never under FEWEST
+ROUNDS = 21  # cold calls of a provider; fewer where they take longer than SECONDS, never under FEWEST
 FEWEST = 5
-SECONDS = 0.5  # of a way
+SECONDS = 0.5  # of a provider
 NODES = 20  # calls in a graph
 REPLAYS = 9
 BURST = 64  # calls queued in a row: fewer kernels than a stream's queue holds
@@ -35,7 +35,7 @@ SPIN = "spin_kernel"  # what torch calls it
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # activities that count
 METHOD = (
     f"us: cold L2 ({FLUSH_BYTES >> 20} MiB in place before each call), median of {ROUNDS} calls (fewer if over "
-    f"{SECONDS} s), ways in turns, first start to last end by CUPTI; warm_us: graph of {NODES} calls, median of "
+    f"{SECONDS} s), providers in turns, first start to last end by CUPTI; warm_us: graph of {NODES} calls, median of "
     f"{REPLAYS} replays; host_us: of the caller, a call of {BURST} queued in a row, median of {BURSTS}"
 )
 
@@ -47,7 +47,7 @@ class TimingError(DSV4Error, RuntimeError):
 
 
 class Cold(NamedTuple):
-    """Times of one way, in us, one a call."""
+    """Times of one provider, in us, one a call."""
 
     us: tuple[float, ...]
     kernels: int  # of a call, copies and memsets among them
@@ -67,7 +67,7 @@ class Work(NamedTuple):
 
 
 def turns(count: int, rounds: int) -> list[list[int]]:
-    """Who goes when: each round has every way once, odd rounds the other way round, the first one shifted."""
+    """Order the calls: each round has every provider once, odd rounds in reverse, the first one shifted."""
     order = []
     for i in range(rounds):
         shifted = [(i // 2 + j) % count for j in range(count)]
@@ -89,18 +89,18 @@ def split(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def by_way(works: Sequence[Work], order: Sequence[Sequence[int]]) -> list[Cold]:
-    """Times of every way from what one session recorded; a flush and a spin come last.
+    """Times of every provider from what one session recorded; a flush and a spin come last.
 
     Raises:
         TimingError: the record has another number of calls than were made.
     """
     calls = split(sorted(works, key=lambda work: work.start))
-    flat = [way for one in order for way in one]
+    flat = [provider for one in order for provider in one]
     if len(calls) != len(flat):
         raise TimingError(f"the profiler saw {len(calls)} of {len(flat)} calls")
     found: list[list[list[Work]]] = [[] for _ in order[0]]
-    for way, call in zip(flat, calls, strict=True):
-        found[way].append(call)
+    for provider, call in zip(flat, calls, strict=True):
+        found[provider].append(call)
     return [
         Cold(
             tuple((max(w.end for w in call) - call[0].start) / 1e3 for call in calls),
@@ -148,8 +148,8 @@ class GpuClock:
         graphs: list[torch.cuda.CUDAGraph | str] = [self._capture(call) for call in calls]
         times: list[list[float]] = [[] for _ in calls]
         for order in turns(len(calls), REPLAYS + 1):
-            for way in order:
-                graph = graphs[way]
+            for provider in order:
+                graph = graphs[provider]
                 if isinstance(graph, str):
                     continue
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -158,7 +158,7 @@ class GpuClock:
                 graph.replay()
                 end.record()
                 end.synchronize()
-                times[way].append(start.elapsed_time(end) * 1e3 / NODES)
+                times[provider].append(start.elapsed_time(end) * 1e3 / NODES)
         return [g if isinstance(g, str) else statistics.median(t[1:]) for g, t in zip(graphs, times, strict=True)]
 
     def host(self, calls: Sequence[Call]) -> list[float]:
@@ -168,12 +168,12 @@ class GpuClock:
         torch.cuda.synchronize()
         times: list[list[float]] = [[] for _ in calls]
         for order in turns(len(calls), BURSTS):
-            for way in order:
+            for provider in order:
                 torch.cuda._sleep(int(20 * self._cycles))
                 start = time.perf_counter()
                 for _ in range(BURST):
-                    calls[way]()
-                times[way].append((time.perf_counter() - start) / BURST * 1e6)
+                    calls[provider]()
+                times[provider].append((time.perf_counter() - start) / BURST * 1e6)
                 torch.cuda.synchronize()
         return [statistics.median(one) for one in times]
 
@@ -182,9 +182,9 @@ class GpuClock:
         torch.cuda.synchronize()
         kinds = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=kinds, acc_events=True) as session:
-            for way in (way for one in order for way in one):
-                self._flush(spins[way])
-                calls[way]()
+            for provider in (provider for one in order for provider in one):
+                self._flush(spins[provider])
+                calls[provider]()
             self._flush(1)
             torch.cuda.synchronize()
         events = session.profiler.kineto_results.events()

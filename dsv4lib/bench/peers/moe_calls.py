@@ -139,7 +139,7 @@ class Problem:
         return torch.tensor(out, dtype=torch.int32)
 
     def alternating(self, block: int, first: str) -> Matrix:
-        """The weights with blocks of gate and up rows in turn, those of ``first`` first."""
+        """The weights with alternating blocks of gate and up rows, those of ``first`` first."""
         half = self.weights.codes.shape[-2] // 2
         index = torch.arange(2 * half).reshape(2, -1, block)
         index = (index if first == "gate" else index.flip(0)).transpose(0, 1).flatten()
@@ -456,7 +456,7 @@ def _row(
     out: str = "bf16",
     refused: str = "",
 ) -> Kernel:
-    """A row of the table; ``given``: what ``call`` gets behind the problem."""
+    """A row of the table; ``given``: further arguments of ``call``, after the problem."""
     return Kernel(name, *package, case, forms, out, call and (lambda problem: call(problem, *given)), refused)
 
 

@@ -1,1 +1,1 @@
-"""Small kernels that measure one limit of a GPU: issue of copies, joins, launches."""
+"""Small kernels that measure one limit of a GPU: issue of copies, combines, launches."""

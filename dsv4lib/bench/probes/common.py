@@ -1,4 +1,4 @@
-"""What the probes of a GPU share: `issue_probe`, `join_probe`, `launch_probe` compile, print and record alike."""
+"""What the probes of a GPU share: `issue_probe`, `combine_probe`, `launch_probe` compile, print and record alike."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How fast a warp sends tiles of scattered rows to shared memory, by the way it issues its copies; for a Hopper GPU.
 
 A tile is 64 keys x 512 dimensions, 128 copies of 4 rows x 128 bytes, as `kernels.fmha.load` gathers it (`gather4` is
-Blackwell's; here boxes of 4 rows that lie together). Loader warps bring tile after tile into three stages, and
+Blackwell's; here boxes of 4 adjacent rows). Loader warps bring tile after tile into three stages, and
 use a stage again when its bytes have landed: nothing but loads.
 
     lanes     16 lanes have 4 rows each and issue 8 copies. A copy takes its operands from uniform registers, so the
@@ -47,14 +47,14 @@ class Loads:
     """Loader warps alone; see the module docstring.
 
     Args:
-        way: "lanes", "elected" or "whole"; warps: that load, a share of every tile each; lists: one of `LISTS`.
+        variant: "lanes", "elected" or "whole"; warps: that load, a share of every tile each; lists: one of `LISTS`.
     """
 
-    def __init__(self, way: str, warps: int, lists: str):
-        self.way, self.warps, self.lists = way, warps, lists
+    def __init__(self, variant: str, warps: int, lists: str):
+        self.variant, self.warps, self.lists = variant, warps, lists
 
     def __repr__(self) -> str:
-        return f"Loads({self.way}, {self.warps}, {self.lists})"
+        return f"Loads({self.variant}, {self.warps}, {self.lists})"
 
     def fake_args(self) -> tuple:
         """What it is compiled with."""
@@ -77,7 +77,7 @@ class Loads:
         self.storage = Storage
         count, depth = mKeys.shape
         columns_first = cute.make_tensor(mKeys.iterator, cute.make_layout((depth, count), stride=(1, mKeys.stride[0])))
-        rows = ROWS if cutlass.const_expr(self.way == "whole") else BOX_ROWS
+        rows = ROWS if cutlass.const_expr(self.variant == "whole") else BOX_ROWS
         atom = boxes.box_atom(columns_first, (CHUNK, rows))
         self.kernel(atom, mIndex, mLast, mClocks).launch(
             grid=(mClocks.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream
@@ -151,11 +151,11 @@ class Loads:
     def issue(self, atom: cute.CopyAtom, target: Int32, barrier: cute.Pointer, row: Int32, first: Int32, share: Int32):
         """This warp's copies of a tile: of ``share`` groups of 4 rows from ``first`` on."""
         lane = cute.arch.lane_idx()
-        if cutlass.const_expr(self.way == "whole"):
+        if cutlass.const_expr(self.variant == "whole"):
             with cute.arch.elect_one():
                 for chunk in cutlass.range_constexpr(CHUNKS):
                     boxes.load_box(atom, target + chunk * CHUNK_BYTES, barrier, (Int32(chunk * CHUNK), row))
-        elif cutlass.const_expr(self.way == "lanes"):
+        elif cutlass.const_expr(self.variant == "lanes"):
             if lane < share:
                 self.group(atom, target + (first + lane) * (BOX_ROWS * 2 * CHUNK), barrier, row)
         else:
@@ -175,7 +175,7 @@ class Loads:
 class Rate:
     """Clocks a tile of `TILES`, of the median CTA; issued: until the last copy was sent; B/clk: of a tile's 64 KiB."""
 
-    way: str
+    variant: str
     warps: int
     lists: str
     ctas: int
@@ -206,7 +206,7 @@ class Bench:
         code.function(keys, index, last, wrap("clocks", self.clocks, Int64, (None, 3)), probes.stream())
         torch.cuda.synchronize()
 
-    def check(self, way: str, lists: str) -> None:
+    def check(self, variant: str, lists: str) -> None:
         """The last tile is what its rows say, swizzled.
 
         Raises:
@@ -219,14 +219,14 @@ class Bench:
             first = self.index[0].long()
             for _ in range(self.tiles - 1):
                 first = (first + 52) % (POOL - ROWS)
-        count = ROWS if way == "whole" else BOX_ROWS
-        first = first[:1] if way == "whole" else first
+        count = ROWS if variant == "whole" else BOX_ROWS
+        first = first[:1] if variant == "whole" else first
         rows = (first[:, None] + torch.arange(count, device=first.device)).flatten()
         tile = self.keys[rows].view(ROWS, CHUNKS, 8, 8).transpose(0, 1)
         place = torch.arange(8, device=first.device)[None] ^ (torch.arange(ROWS, device=first.device) % 8)[:, None]
         wanted = tile.gather(2, place[None, :, :, None].expand(CHUNKS, ROWS, 8, 8)).reshape(CHUNKS, -1)
         if not torch.equal(self.last, wanted.expand_as(self.last)):
-            raise RuntimeError(f"{way}: the last tile is not what its rows say")
+            raise RuntimeError(f"{variant}: the last tile is not what its rows say")
         self.last.zero_()
 
     def measure(self, case: tuple[str, int, str], code: Any) -> Rate:
@@ -243,7 +243,7 @@ class Bench:
 
 def compiled(arch: str = "sm_90a", processes: int = 1, cases: tuple = CASES) -> dict[tuple[str, int, str], Any]:
     """`Loads` by case, from the cache of compiled kernels."""
-    names = "way", "warps", "lists"
+    names = "variant", "warps", "lists"
     wanted = [(Loads, dict(zip(names, case, strict=True)), Loads.fake_args, arch) for case in cases]
     return dict(zip(cases, probes.get_all(wanted, processes), strict=True))
 

@@ -5,7 +5,7 @@
 `After` sets up what `kernels.fmha.sm100` does, as far as Hopper has it: 226 KiB of shared memory, 26 mbarriers, tensor
 maps, 384 threads, alone or in pairs; then a count, one box of Q ahead of all, Q, an index list and its keys, a little
 work on each element, and O. Q and keys come by 128 copies of 4 rows x 128 bytes each, as the kernel gathers them (or
-see `WAYS`). Tensor memory, and the `tcgen05` copies of Q, are missing. Every CTA notes %globaltimer at
+see `VARIANTS`). Tensor memory, and the `tcgen05` copies of Q, are missing. Every CTA notes %globaltimer at
 
     entered | ready (set-up done) | released (griddepcontrol.wait) | counted | first byte (of Q) | Q | keys | end
 
@@ -40,7 +40,7 @@ TILE_BYTES, STAGES, BARRIERS, THREADS = ROWS * DIM * 2, 3, 26, 384
 PADDING = 226 * 1024 - STAGES * TILE_BYTES - 8 * BARRIERS
 MARKS = ("entered", "ready", "released", "counted", "first byte", "Q", "keys", "end")
 # Who sends copies: 16 lanes, 4 rows each; one lane all; the same, Q by boxes of 64 rows; three warps share the keys.
-WAYS = ("lanes", "elected", "whole", "three")
+VARIANTS = ("lanes", "elected", "whole", "three")
 FLUSH_BYTES, REPLAYS, FIRST, NODES = 384 << 20, 25, 3, 20  # the first replays do not count
 LOAD_WARP, WATCHERS = 5, (8, 9, 10)
 
@@ -59,7 +59,7 @@ class Before:
     Args:
         trigger: launch dependents at once (`griddepcontrol.launch_dependents`); else they come when all CTAs have left.
         room: ask for an SM's memory as shared memory, in percent; None: the driver's choice. If an SM has to be idle to
-            change the division, a CTA of `After` cannot join one that runs with little shared memory.
+            change the division, a CTA of `After` cannot share an SM with one that has little shared memory.
     """
 
     def __init__(self, trigger: bool, room: int | None = None):
@@ -124,16 +124,16 @@ class After:
 
     Args:
         pdl: a programmatic dependent launch; prefetch: of the tensor maps, in the set-up; cluster: CTAs of a token.
-        way: one of `WAYS`.
+        variant: one of `VARIANTS`.
     """
 
-    def __init__(self, pdl: bool, prefetch: bool, cluster: int = 1, way: str = "lanes"):
-        self.pdl, self.prefetch, self.cluster, self.way = pdl, prefetch, cluster, way
-        self.q_rows = ROWS if way in ("whole", "three") else BOX_ROWS
-        self.warps = 3 if way == "three" else 1
+    def __init__(self, pdl: bool, prefetch: bool, cluster: int = 1, variant: str = "lanes"):
+        self.pdl, self.prefetch, self.cluster, self.variant = pdl, prefetch, cluster, variant
+        self.q_rows = ROWS if variant in ("whole", "three") else BOX_ROWS
+        self.warps = 3 if variant == "three" else 1
 
     def __repr__(self) -> str:
-        return f"After({self.pdl}, {self.prefetch}, {self.cluster}, {self.way})"
+        return f"After({self.pdl}, {self.prefetch}, {self.cluster}, {self.variant})"
 
     def fake_args(self) -> tuple:
         """What it is compiled with."""
@@ -267,7 +267,7 @@ class After:
     ):
         """64 rows in boxes of so many, a warp's share of them; ``row``: the first of the four of this lane, of 16."""
         lane = cute.arch.lane_idx()
-        if cutlass.const_expr(self.way == "lanes"):
+        if cutlass.const_expr(self.variant == "lanes"):
             if lane < ROWS // BOX_ROWS:
                 self.rows(atom, tile + lane * (BOX_ROWS * 2 * CHUNK), barrier, row)
         else:
@@ -310,7 +310,7 @@ class Exposed:
 
     Attributes:
         l2: "cold" (flushed before the pair) or "warm"; ctas, cluster: of `After`; before_us: how long `before` ran.
-        pdl, trigger, prefetch, way, room: as of `After` and `Before`; room 0: none asked for.
+        pdl, trigger, prefetch, variant, room: as of `After` and `Before`; room 0: none reserved.
         entered_us .. end_us: of the marks, from the end of `before`; first_byte_clk: the same at ``clock_ghz``.
         total_us: from the end of `before` to the end of the last CTA.
     """
@@ -322,7 +322,7 @@ class Exposed:
     pdl: int
     trigger: int
     prefetch: int
-    way: str
+    variant: str
     room: int
     clock_ghz: float
     entered_us: float
@@ -376,7 +376,7 @@ class Bench:
         """One combination: a graph of flush (or none) and `NODES` or one pair, replayed.
 
         Args:
-            codes: (before, after), compiled; flags: (pdl, trigger, prefetch, way, room).
+            codes: (before, after), compiled; flags: (pdl, trigger, prefetch, variant, room).
 
         Raises:
             RuntimeError: O is not what the kernels should have made of what `before` wrote.
@@ -410,10 +410,10 @@ class Bench:
         rows = (self.index[:, :, None] + torch.arange(BOX_ROWS, device=self.index.device)).flatten().long()
         wanted = self.keys[rows].view(self.tokens, ROWS, DIM // CHUNK, CHUNK) + 1
         if not torch.equal(self.o, wanted.transpose(1, 2).reshape(self.o.shape)) or not bool((self.after > 0).all()):
-            raise RuntimeError("the kernel behind read what the one before had not written")
+            raise RuntimeError("the dependent kernel read what its predecessor had not written")
 
     def _read(self) -> dict[str, float]:
-        """Of the last pair: marks of the median CTA behind the end of `before`, ns."""
+        """Of the last pair: marks of the median CTA after the end of `before`, ns."""
         before, after = self.before.cpu(), self.after.cpu()
         end = int(before[:, 1].max())
         out = {name: statistics.median((after[:, i] - end).tolist()) for i, name in enumerate(MARKS)}
@@ -427,7 +427,7 @@ class Bench:
         m = {name: statistics.median(one[name] for one in found) for name in found[0]}
         us = {name: m[name] / 1e3 for name in m}
         ghz = m["ghz"]
-        pdl, trigger, prefetch, way, room = flags
+        pdl, trigger, prefetch, variant, room = flags
         names = "entered", "ready", "released", "counted", "first byte", "worst", "Q", "keys", "total"
         return Exposed(
             "cold" if cold else "warm",
@@ -435,7 +435,7 @@ class Bench:
             self.cluster,
             us["before"],
             *map(int, (pdl, trigger, prefetch)),
-            way,
+            variant,
             room,
             ghz,
             *(us[name] for name in names),
@@ -444,12 +444,12 @@ class Bench:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
-    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, way)), from the cache of compiled kernels."""
+    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, variant)), from the compile cache."""
     truth = False, True
     before = {key: (Before, {"trigger": key[0], "room": key[1]}) for key in itertools.product(truth, (None, 100))}
-    names = "pdl", "prefetch", "cluster", "way"
-    keys = [(*key, WAYS[0]) for key in itertools.product(truth, truth, (1, 2))]
-    keys += [(True, True, cluster, way) for cluster, way in itertools.product((1, 2), WAYS[1:])]
+    names = "pdl", "prefetch", "cluster", "variant"
+    keys = [(*key, VARIANTS[0]) for key in itertools.product(truth, truth, (1, 2))]
+    keys += [(True, True, cluster, variant) for cluster, variant in itertools.product((1, 2), VARIANTS[1:])]
     after = {key: (After, dict(zip(names, key, strict=True))) for key in keys}
     codes = probes.get_all(
         [(kind, settings, kind.fake_args, arch) for kind, settings in (*before.values(), *after.values())], processes
@@ -464,13 +464,13 @@ def run(processes: int) -> list[Exposed]:
     for tokens, cluster in ((132, 1), (64, 2), (8, 1)):
         bench = Bench(tokens, cluster)
         truth = False, True
-        launches = [(False, False, False, WAYS[0])]  # (pdl, trigger, prefetch, way)
-        launches += [(True, *flags, WAYS[0]) for flags in itertools.product(truth, truth)]
-        launches += [(True, True, True, way) for way in WAYS[1:]]
+        launches = [(False, False, False, VARIANTS[0])]  # (pdl, trigger, prefetch, variant)
+        launches += [(True, *flags, VARIANTS[0]) for flags in itertools.product(truth, truth)]
+        launches += [(True, True, True, variant) for variant in VARIANTS[1:]]
         for cold, spin, room in itertools.product((True, False), (2000, 8000, 20000), (None, 100)):
-            for pdl, trigger, prefetch, way in launches:
-                codes = before[trigger, room], after[pdl, prefetch, cluster, way]
-                rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, way, room or 0)))
+            for pdl, trigger, prefetch, variant in launches:
+                codes = before[trigger, room], after[pdl, prefetch, cluster, variant]
+                rows.append(bench.measure(codes, spin, cold, (pdl, trigger, prefetch, variant, room or 0)))
                 print(probes.line(rows[-1]), flush=True)
     return rows
 

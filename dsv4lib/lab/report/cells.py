@@ -113,7 +113,7 @@ def render(path: Path, title: str, clean: Callable[[str], str]) -> Page:
 
 @contextlib.contextmanager
 def _contained(page: Page, what: str) -> Iterator[None]:
-    """Whatever goes wrong inside costs one line of the page: outputs are what anybody's cell has made of them."""
+    """Whatever goes wrong inside costs one line of the page: outputs come from arbitrary cells."""
     try:
         yield
     except Exception as error:

@@ -51,7 +51,7 @@ IPV6 = re.compile(r"(?<![\w:.])(?:[23][0-9a-f]{3}|f[c-f][0-9a-f]{2}):[0-9a-f:]*[
 _INSIDE = ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16")
 INSIDE = [ipaddress.IPv4Network(network) for network in _INSIDE]
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-BORDER = "\ue000"  # stands behind each colour code, whose last letter else would belong to the next word
+BORDER = "\ue000"  # stands after each colour code, whose last letter else would belong to the next word
 PICTURES = ("image/png", "image/jpeg")  # base64
 
 

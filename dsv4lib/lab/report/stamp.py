@@ -1,7 +1,7 @@
 """The saved notebook says what really happened: verdict on top, cell states corrected, no private path.
 
 papermill 2.7 marks a notebook `completed`, exception null, after a timeout or when its kernel died; this puts the
-runner's verdict into the file, so that nobody who opens it alone is misled.
+runner's verdict into the file, so that the file alone does not mislead.
 """
 
 from __future__ import annotations

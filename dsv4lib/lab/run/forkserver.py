@@ -120,12 +120,12 @@ class Server:
         try:
             self.socket.sendall(json.dumps({**task, "imports": list(imports)}).encode() + b"\n")
             while not self._gone:
-                for told in self._read(PATIENCE_S):
-                    if "pid" in told:
-                        self._forked.add(told["pid"])
-                        return Worker(self, told["pid"])
-                    if "refused" in told:
-                        raise Refused(told["refused"])
+                for message in self._read(PATIENCE_S):
+                    if "pid" in message:
+                        self._forked.add(message["pid"])
+                        return Worker(self, message["pid"])
+                    if "refused" in message:
+                        raise Refused(message["refused"])
         except OSError as error:
             self.close()
             raise Refused(f"the fork server does not answer ({error})") from error
@@ -150,7 +150,7 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be asked."""
+        """Whether it answers."""
         return not self._gone and self.process.poll() is None
 
     @property
@@ -172,7 +172,7 @@ class Server:
             self._gone = True
         *lines, self._buffer = (self._buffer + got).split(b"\n")
         messages = [json.loads(line) for line in lines]
-        self._codes.update({told["ended"]: told["code"] for told in messages if "ended" in told})
+        self._codes.update({message["ended"]: message["code"] for message in messages if "ended" in message})
         yield from messages
 
 
@@ -362,7 +362,7 @@ class IdleKernel:
     """A child forked before anything runs here, which becomes the notebook's kernel when papermill starts one."""
 
     def __init__(self) -> None:
-        self.arguments: list[str] | None = None  # in the child: the kernel's command line, once it is asked for
+        self.arguments: list[str] | None = None  # in the child: the kernel's command line, once it is requested
         self.returncode: int | None = None
         self.stdin = self.stdout = self.stderr = None
         wait, self._go = os.pipe2(os.O_CLOEXEC)
@@ -374,10 +374,10 @@ class IdleKernel:
         os.setsid()
         processes.die_with_parent()
         with os.fdopen(wait) as pipe:
-            told = pipe.read()
-        if not told:  # no kernel was wanted
+            message = pipe.read()
+        if not message:  # no kernel was wanted
             os._exit(0)
-        task = json.loads(told)
+        task = json.loads(message)
         set_environment(task["environment"])
         os.chdir(task["cwd"])
         self.arguments = task["arguments"]

@@ -1,6 +1,6 @@
 """The Jupyter kernel of a notebook run, ipykernel made cheaper: ``python -m`` this module ``-f <connection file>``.
 
-A planted fault's run computes for a second in a process that needs five: most of its time are imports and the end of
+An injected fault's run computes for a second in a process that needs five: most of its time are imports and the end of
 the interpreter. Two things are left out, neither of which a cell can see:
 
 - The collector of cyclic garbage looks through the young objects every 50,000 allocations and not every 700. Imports

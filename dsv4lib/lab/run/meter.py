@@ -1,6 +1,6 @@
 """Measure what a run uses: CPU time, time asleep and memory of all its processes.
 
-Limits must not depend on who else uses the machine, so they count what the run does, not what the clock shows:
+Limits must not depend on other users of the machine, so they count what the run does, not what the clock shows:
 
 - computing: CPU seconds; threads that run side by side count once, so on a quiet machine this is wall time.
 - asleep: wall seconds in which the run used no CPU although no thread of it waited for a core,

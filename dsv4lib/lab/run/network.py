@@ -1,4 +1,4 @@
-"""No network in a run: what a notebook shows must not depend on who answers.
+"""No network in a run: what a notebook shows must not depend on a server.
 
 The runner asks for it (`CLOSED`), the kernel's process gets an audit hook that refuses every connection and look-up but
 those of this machine: AF_UNIX, loopback and its own name. What was refused stands in `REFUSED` in the run's folder, so
@@ -34,7 +34,7 @@ def close_if_asked() -> None:
     if os.environ.get(CLOSED) != "off":
         return
     folder = os.environ.get("DSV4_RUN_DIR")
-    here = {socket.gethostname(), "localhost"}  # asked now: this is a system call, not a look-up
+    here = {socket.gethostname(), "localhost"}  # read now: this is a system call, not a look-up
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in EVENTS and not _is_here(arguments[EVENTS[event]], here):

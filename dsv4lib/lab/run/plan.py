@@ -27,7 +27,7 @@ class Job:
     set: str
     kind: str
     negative: str
-    reds: str
+    expect_fail: str
     overrides: dict[str, Any]
     parameters: dict[str, Any]
     backend: str
@@ -52,7 +52,7 @@ def make(
     backend: str | None = None,
     negatives: bool = False,
 ) -> list[Job]:
-    """Jobs for a set (or, with ``negatives``, for the planted faults) of each stage.
+    """Jobs for a set (or, with ``negatives``, for the injected faults) of each stage.
 
     Args:
         stages: what to run, in this order.
@@ -75,15 +75,15 @@ def make(
         wanted = {k: v for k, v in texts.items() if k != "backend" or "backend" in stage.parameters}
         if "backend" in texts and "backend" not in wanted:
             raise UnknownParameter(f"stage {stage.name} has no parameter 'backend', so its back end cannot be chosen")
-        for negative, reds, overrides in _wishes(stage, set_name, negatives):
-            job = _job(stage, set_name, overrides, wanted, negative, reds, len(jobs))
+        for negative, expect_fail, overrides in _wishes(stage, set_name, negatives):
+            job = _job(stage, set_name, overrides, wanted, negative, expect_fail, len(jobs))
             if all(job.key() != other.key() for other in jobs):
                 jobs.append(job)
     return _named(jobs)
 
 
 def for_negative(stage: Stage, name: str) -> Job:
-    """The job of one planted fault, at the quick set's size."""
+    """The job of one injected fault, at the quick set's size."""
     stage.negative(name)
     return next(job for job in make([stage], "quick", negatives=True) if job.negative == name)
 
@@ -91,7 +91,7 @@ def for_negative(stage: Stage, name: str) -> Job:
 def _wishes(stage: Stage, set_name: str, negatives: bool) -> list[tuple[str, str, dict[str, Any]]]:
     runs = stage.parameter_set(set_name).runs
     if negatives:
-        return [(n.name, n.reds, {**runs[0], **n.parameters}) for n in stage.negatives]
+        return [(n.name, n.expect_fail, {**runs[0], **n.parameters}) for n in stage.negatives]
     return [("", "", dict(run)) for run in runs]
 
 
@@ -101,7 +101,7 @@ def _job(
     overrides: dict[str, Any],
     texts: Mapping[str, str],
     negative: str,
-    reds: str,
+    expect_fail: str,
     number: int,
 ) -> Job:
     parameters = resolve_parameters(stage, overrides, texts)
@@ -117,7 +117,7 @@ def _job(
         set=set_name,
         kind="negative" if negative else "run",
         negative=negative,
-        reds=reds,
+        expect_fail=expect_fail,
         overrides=overrides,
         parameters=parameters,
         backend=resolved,
@@ -128,7 +128,7 @@ def _job(
 
 
 def _named(jobs: list[Job]) -> list[Job]:
-    """Give each job its name: stage and number, or stage and planted fault."""
+    """Give each job its name: stage and number, or stage and injected fault."""
     count: dict[str, int] = {}
     named = []
     for job in jobs:

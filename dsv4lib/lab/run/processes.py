@@ -1,4 +1,4 @@
-"""Processes of one run: started in their own session, marked, and ended together, wherever they went.
+"""Processes of one run: started in their own session, marked, and ended as one, wherever they went.
 
 A Jupyter kernel starts a session of its own, so a process group is not enough to end a run. Every process of a run
 inherits a mark of its own in its environment; `end` kills what carries the mark until nothing does.

@@ -55,8 +55,8 @@ class Options:
         memory_mb: a run whose processes hold more than this is ended as out of memory; default 90 % of the machine.
         figures: draw them; without, a page shows their alt texts.
         fork: fork runs from a process with their imports (`forkserver`); without, each starts processes of its own.
-        slices: of a planted fault run only the cells that its gate depends on (`slices`), and judge no other gate. Its
-            record says how many cells were left out, its notebook which. A gate that such a run leaves green failed.
+        slices: of an injected fault run only the cells that its gate depends on (`slices`), and judge no other gate.
+            Its record says how many cells were left out, its notebook which. A gate left green has failed.
     """
 
     out: Path | None = None
@@ -97,8 +97,8 @@ class Active:
     def cell(self) -> tuple[int, int] | None:
         """Index of the running cell and number of cells, once known."""
         try:
-            told = json.loads(read_own(self.private / "progress.json"))
-            return int(told["cell"]), int(told["cells"])
+            stored = json.loads(read_own(self.private / "progress.json"))
+            return int(stored["cell"]), int(stored["cells"])
         except UNREADABLE:
             return None
 
@@ -109,7 +109,7 @@ def run_stage(stage: Stage, set_name: str = "quick", options: Options | None = N
 
 
 def run_negative(stage: Stage, name: str, options: Options | None = None) -> Record:
-    """Run one planted fault; the record is `passed` only if the named gate turned red."""
+    """Run one injected fault; the record is `passed` only if the named gate turned red."""
     return run([for_negative(stage, name)], stage.root, "negatives", options).records[0]
 
 
@@ -204,7 +204,7 @@ class Supervisor:
             raise troubles[0]
 
     def _clean_up_after_a_killed_runner(self) -> None:
-        """End processes and remove private folders that an earlier try at this command left behind."""
+        """End processes and remove private folders that an earlier attempt of this command left."""
         for folder in self.plan.folder.glob("*/"):
             processes.end(self._token(folder))
         for folder in own_folders(Path(_short_temporary()), "dsv4-"):
@@ -270,7 +270,7 @@ class Supervisor:
             task["slice"] = asdict(part)
         (private / "job.json").write_text(json.dumps(task))
         environment = self._environment(job, folder, private, token, device)
-        environment[slices.ONLY] = job.reds if part is not None else ""
+        environment[slices.ONLY] = job.expect_fail if part is not None else ""
         started, began, oom = datetime.now(UTC), time.monotonic(), processes.oom_kills()
         worker = self._worker(private, environment, stage.notebook_path)
         meter = Meter(worker.pid, began)
@@ -344,9 +344,9 @@ class Supervisor:
     def _outcome(self, run: Active) -> tuple[Verdict | None, str]:
         """What the worker says; a class of None means that the notebook ran to its end."""
         try:
-            told = json.loads(read_own(run.private / "outcome.json"))
-            run.meter.cpu_s = max(run.meter.cpu_s, told["cpu_s"])  # to its very end, where samples stop before
-            return (Verdict(told["class"]) if told["class"] else None), str(told["reason"])
+            stored = json.loads(read_own(run.private / "outcome.json"))
+            run.meter.cpu_s = max(run.meter.cpu_s, stored["cpu_s"])  # to its very end, where samples stop before
+            return (Verdict(stored["class"]) if stored["class"] else None), str(stored["reason"])
         except UNREADABLE:
             code = run.worker.returncode
             if code == -signal.SIGKILL and processes.oom_kills() > run.oom_before:
@@ -373,7 +373,7 @@ class Supervisor:
                 run.lock.release()
 
     def _keep_log(self, run: Active) -> None:
-        """What the worker and the kernel printed outside of cells, for whoever looks into a failure."""
+        """What the worker and the kernel printed outside of cells, for debugging a failure."""
         with contextlib.suppress(OSError):
             said = (run.private / "worker.log").read_text(errors="replace")[-LOG_CHARACTERS:]
             if said.strip():
@@ -395,8 +395,9 @@ class Supervisor:
     ) -> None:
         record = Record(
             run_id=self.plan.run_id, job=job.name, attempt=attempt, stage=job.stage, title=stage.title, set=job.set,
-            kind=job.kind, negative=job.negative, reds=job.reds, overrides=job.overrides, parameters=job.parameters,
-            backend=job.backend, arch=stage.arch if stage.kernel else "", fingerprint=self.plan.fingerprint,
+            kind=job.kind, negative=job.negative, expect_fail=job.expect_fail, overrides=job.overrides,
+            parameters=job.parameters, backend=job.backend, arch=stage.arch if stage.kernel else "",
+            fingerprint=self.plan.fingerprint,
             stage_fingerprint=job.stage_fingerprint, versions=self.versions, machine=self.machine,
             verdict=kind or Verdict.PASSED, reason=reason, started=started, seconds=seconds,
             time_limit_s=job.time_limit_s,
@@ -431,17 +432,17 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     Of a slice only the gates on its metric are judged: it says nothing about the others.
     """
     try:
-        told = json.loads(read_own(path))
-        metrics = {str(k): float(v) for k, v in told["metrics"].items()}
-        skipped = {str(k): str(v) for k, v in told["skipped"].items()}
+        stored = json.loads(read_own(path))
+        metrics = {str(k): float(v) for k, v in stored["metrics"].items()}
+        skipped = {str(k): str(v) for k, v in stored["skipped"].items()}
     except FileNotFoundError:
         return replace(record, verdict=Verdict.NO_VERDICT, reason="the notebook ended without calling lab.verdict")
     except (*UNREADABLE, AttributeError) as error:
         return replace(record, verdict=Verdict.NO_VERDICT, reason=f"its verdict cannot be read: {error}")
-    if told.get("stage") != stage.name:
-        reason = f"its verdict is that of stage {told.get('stage')!r}"
+    if stored.get("stage") != stage.name:
+        reason = f"its verdict is that of stage {stored.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
-    asked = [gate for gate in stage.gates if part is None or gate.metric == record.reds]
+    asked = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
     gates = judge(asked, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
@@ -454,12 +455,12 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
 
 
 def _negative(record: Record, gates: Sequence[Any], verdict: Verdict, reason: str) -> tuple[Verdict, str]:
-    states = {gate.state for gate in gates if gate.metric == record.reds}
+    states = {gate.state for gate in gates if gate.metric == record.expect_fail}
     if "failed" in states:
-        return Verdict.PASSED, f"the planted fault turned the gate on {record.reds} red, as it must ({reason})"
+        return Verdict.PASSED, f"the injected fault turned the gate on {record.expect_fail} red, as it must ({reason})"
     if verdict is Verdict.SKIPPED:
         return verdict, reason
-    return Verdict.STAYED_GREEN, f"the planted fault {record.negative} left the gate on {record.reds} green"
+    return Verdict.STAYED_GREEN, f"the injected fault {record.negative} left the gate on {record.expect_fail} green"
 
 
 @contextlib.contextmanager

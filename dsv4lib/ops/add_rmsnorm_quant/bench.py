@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops import inputs, rope_inputs, ways
-from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers, rope_inputs
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row
 from dsv4lib.formats import e2m1, e4m3
 from dsv4lib.ops.add_rmsnorm_quant import peers
 from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
@@ -38,7 +38,7 @@ def _given(generator: torch.Generator, tokens: int, d: int, recipe: str) -> Give
 
 
 def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-    """The sum to a unit of bf16, then the codes: half a step at the way's own scales, and bf16 before them."""
+    """The sum to a unit of bf16, then the codes: half a step at the provider's own scales, and bf16 before them."""
     total = given["x"].float() + given["residual"].float()
     wrong = (out["h"].float() - total).abs() > 2.0**-8 * total.abs()
     assert not bool(wrong.any()), f"h: {int(wrong.sum())} of {wrong.numel()}"
@@ -87,7 +87,7 @@ def _compiled(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         codes = (groups / scale).flatten(-2).to(torch.float8_e4m3fn)
         return {"h": total, "codes": codes, "scales": scale[..., 0]}
 
-    return ways.compiled(plain, "x", "residual", "weight").bind(given)
+    return providers.compiled(plain, "x", "residual", "weight").bind(given)
 
 
 def rows() -> list[Row]:
@@ -101,7 +101,7 @@ def rows() -> list[Row]:
             flops=0,
             given=lambda generator, t=tokens, n=d, r=recipe: _given(generator, t, n, r),
             check=_check,
-            ways=(Way("ours", _ours), Way("torch.compile", _compiled), *peers.ways()),
+            providers=(Provider("ours", _ours), Provider("torch.compile", _compiled), *peers.providers()),
         )
         for model, d in MODELS.items()
         for recipe, block in BLOCKS.items()

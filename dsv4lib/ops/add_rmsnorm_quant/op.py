@@ -1,15 +1,15 @@
-"""Residual addition, RMSNorm and quantisation of the normed rows, as a torch op.
+"""Add rows to the residual stream, normalise and quantise them, as a torch op.
 
     h = bf16(x + residual); y = bf16(weight * h / sqrt(mean(h^2) + eps)); codes, scales = recipe(y)
 
-One launch of `dsv4::add_rmsnorm_quant`, outputs written in place, nothing read by the host: the bits of `add_rmsnorm`
-and `quantize`, without y on its way through memory. NVFP4 takes a calibrated global scale: one derived from y would
-need all rows first. The oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
+One launch of `dsv4::add_rmsnorm_quant`. Outputs are written in place; the host reads nothing. Bits are those of
+`add_rmsnorm` and `quantize`, but y does not pass through memory. NVFP4 takes a calibrated global scale: one derived
+from y would need all rows first. The oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.add_rmsnorm_quant import arguments
 from dsv4lib.ops.add_rmsnorm_quant.kernel import AddRmsnormQuant
 from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.quantize.config import RECIPES, ROW_RECIPES, has_fp4_conversion
 from dsv4lib.ops.quantize.op import output_shapes
@@ -87,32 +88,26 @@ def add_rmsnorm_quant(
         )
         out = Normed(torch.empty_like(x), codes, scales, torch.empty_like(x) if keep else None)
     launching.check_eps(eps=eps)
-    _op(x, residual, weight, global_scale, *out, recipe, eps, swizzled, backend)
+    Call.op(x, residual, weight, global_scale, out, recipe, eps, swizzled, backend)
     return out
 
 
+@op("add_rmsnorm_quant", mutates=("out",))
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `add_rmsnorm_quant`."""
 
     x: Tensor
     residual: Tensor
     weight: Tensor | None
     global_scale: Tensor | None
-    h: Tensor
-    codes: Tensor
-    scales: Tensor
-    y: Tensor | None
+    out: Normed
     recipe: str
     eps: float
     swizzled: bool
     backend: str
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `add_rmsnorm_quant`.
-        """
+        """Check types, shapes and devices."""
         x, bf16, u8 = self.x, torch.bfloat16, torch.uint8
         if self.recipe not in ROW_RECIPES:
             raise ArgumentError("recipe", self.recipe, "one of " + ", ".join(ROW_RECIPES))
@@ -129,66 +124,41 @@ class Call(NamedTuple):
                 "residual": (self.residual, bf16, tuple(x.shape)),
                 "weight": (self.weight, torch.float32, tuple(x.shape[1:])),
                 "global_scale": (self.global_scale, torch.float32, (1,)),
-                "out.h": (self.h, bf16, tuple(x.shape)),
-                "out.codes": (self.codes, u8, codes),
-                "out.scales": (self.scales, u8, scales),
-                "out.y": (self.y, bf16, tuple(x.shape)),
+                "out.h": (self.out.h, bf16, tuple(x.shape)),
+                "out.codes": (self.out.codes, u8, codes),
+                "out.scales": (self.out.scales, u8, scales),
+                "out.y": (self.out.y, bf16, tuple(x.shape)),
             }
         )
 
     def check_values(self) -> None:
-        """The global scale, where looking at it costs no wait.
-
-        Raises:
-            ArgumentError: it is not positive and finite.
-        """
+        """Check the global scale."""
         if self.global_scale is not None and not 0 < float(self.global_scale) < float("inf"):
             raise ArgumentError("global_scale", float(self.global_scale), "positive and finite")
 
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.add_rmsnorm_quant` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "x", call.x)
-    if launching.on_host(call.x):
-        call.check_values()
-    if len(call.x) == 0:
-        return
-    if name == "reference":
-        return _reference(call)
-    settings = {"recipe": call.recipe, "d": call.x.shape[1], "weighted": call.weight is not None}
-    settings |= {"keep": call.y is not None, "fp4_conversion": has_fp4_conversion(launching.arch(name))}
-    settings["swizzled"] = call.swizzled
-    given = *call[:4], call.h, call.y, call.codes, call.scales, call.eps
-    launching.launch(name, AddRmsnormQuant, settings, arguments.fake_args, arguments.launch_args, *given)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_op = launching.custom_op(
-    "dsv4::add_rmsnorm_quant",
-    _run,
-    mutates_args=("h", "codes", "scales", "y"),
-    names={name: f"out.{name}" for name in ("h", "codes", "scales", "y")},
-    schema="(Tensor x, Tensor residual, Tensor? weight, Tensor? global_scale, Tensor(a!) h, Tensor(b!) codes, "
-    "Tensor(c!) scales, Tensor(d!)? y, str recipe, float eps, bool swizzled, str backend) -> ()",
-)
-_op.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        if len(self.x) == 0:
+            return
+        if backend == "reference":
+            return _reference(self)
+        settings = {"recipe": self.recipe, "d": self.x.shape[1], "weighted": self.weight is not None}
+        settings |= {"keep": self.out.y is not None, "fp4_conversion": has_fp4_conversion(launching.arch(backend))}
+        settings["swizzled"] = self.swizzled
+        given = *self[:4], self.out.h, self.out.y, self.out.codes, self.out.scales, self.eps
+        launching.launch(backend, AddRmsnormQuant, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _reference(call: Call) -> None:
-    """The oracles, y rounded to bf16 in between."""
+    """Ask the oracles, y rounded to bf16 in between."""
     weight = None if call.weight is None else call.weight.double()
     add = backends.oracle("add_rmsnorm").add_rmsnorm
     h, y = add(call.x.double(), call.residual.double(), weight, call.eps, torch.bfloat16)
-    call.h.copy_(h)
+    call.out.h.copy_(h)
     y = y.bfloat16()
-    if call.y is not None:
-        call.y.copy_(y)
+    if call.out.y is not None:
+        call.out.y.copy_(y)
     options = {"global_scale": call.global_scale, "swizzled": call.swizzled}
     codes, scales, _ = backends.oracle("quantize").quantize(y, call.recipe, **options)
-    call.codes.copy_(codes[0])
-    call.scales.copy_(scales[0])
+    call.out.codes.copy_(codes[0])
+    call.out.scales.copy_(scales[0])

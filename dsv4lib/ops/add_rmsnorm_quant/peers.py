@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 from dsv4lib.ops.quantize.peers import vllm_cast
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """Pairs of a norm and a cast, vLLM's one kernel with exact scales, TileKernels' one kernel for MXFP8."""
     return (
-        Way("vLLM norm, vLLM cast", lambda given: _two(given, tile_kernels=False)),
-        Way("vLLM norm, TileKernels cast", lambda given: _two(given, tile_kernels=True)),
-        Way("TileKernels norm, its cast", _tile_kernels_pair),
-        Way("vLLM fused, scales as they are", _vllm),
-        Way("TileKernels fused", _tile_kernels),
+        Provider("vLLM norm, vLLM cast", lambda given: _two(given, tile_kernels=False)),
+        Provider("vLLM norm, TileKernels cast", lambda given: _two(given, tile_kernels=True)),
+        Provider("TileKernels norm, its cast", _tile_kernels_pair),
+        Provider("vLLM fused, scales as they are", _vllm),
+        Provider("TileKernels fused", _tile_kernels),
     )
 
 

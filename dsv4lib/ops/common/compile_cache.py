@@ -37,7 +37,7 @@ from dsv4lib.dsl.compile import ARCHS, OPTIONS, Compiled, compile_for
 from dsv4lib.errors import ArgumentError
 from dsv4lib.folders import cache_root, own_folder
 
-STALE_SECONDS = 24 * 3600  # a temporary file that old belongs to nobody any more
+STALE_SECONDS = 24 * 3600  # a temporary file that old has no owner any more
 _STATIC = (type(None), bool, int, float, str)
 
 

@@ -1,25 +1,27 @@
-"""What ops over kernels for any architecture share: check tensors by name, choose the back end, compile once, queue.
+"""Check tensors by name, choose the back end, compile once, launch: for all ops.
 
-Launches overlap (programmatic dependent launch): a kernel starts while the one before ends, and waits for it before it
-touches what that one may have written. Weights alone (of norms, mHC's fn, the norm of a compressor, a router's gate)
-are read earlier: the kernel that writes them may not be the one right before; a synchronisation or any other launch in
-between is enough, but for one of attention (below).
+Launches overlap (programmatic dependent launch): a kernel starts while its predecessor ends, and waits for it before it
+touches what that one may have written. Only weights are read before that wait: of norms, mHC's fn, the norm of a
+compressor, a router's gate. So the kernel that writes them may not be the predecessor. A synchronisation or any other
+launch in between is enough, except one of attention (below).
 
-A kernel starts early only if the one before asks for it (`griddepcontrol.launch_dependents`), else when that one's CTAs
-have left. Those that stand before attention in a layer (`qnorm_rope_kv`, `kv_append`, `topk`) and attention's combine
-ask right behind their own wait: the kernel that they waited for has ended, so never more than two overlap. The GEMMs of
-the experts ask behind their last load. Attention asks when it has its tensor memory, ahead of its wait: the kernel
-behind may be there before the one before attention has ended, and then waits for both, but must not read ahead of its
-wait what that one writes. The emulator's race detector reports such reads.
+A kernel starts early only if its predecessor asks for it (`griddepcontrol.launch_dependents`), else when the
+predecessor's CTAs have left.
+
+    kernel                                               asks
+    `qnorm_rope_kv`, `kv_append`, `topk`, fmha's combine   right after its own wait, so at most two kernels overlap
+    GEMMs of experts                                     after their last load
+    attention                                            once it has its tensor memory, before its wait
+
+The successor of attention may start before the predecessor of attention has ended. It then waits for both, and must not
+read before its wait what that one writes. The emulator's race detector reports such reads.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,64 +31,14 @@ from dsv4lib import backends
 from dsv4lib.dsl.tensors import DeviceTensor, leaves
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import compile_cache, native, plans
-from dsv4lib.ops.common.plans import Op
 
 ARCHS = ("sm_100a", "sm_103a", "sm_90a")
 MOST_EXTENT = 1 << 31  # kernels count in 32 bits, with 64-bit strides
 MOST_EPS = 2.0**62  # a finite fp32, and an int that torch takes
 
 
-def custom_op(
-    name: str,
-    body: Callable[..., None],
-    *,
-    mutates_args: tuple[str, ...],
-    schema: str,
-    names: Mapping[str, str] = MappingProxyType({}),
-    in_place: Iterable[tuple[str, str]] = (),
-) -> Op:
-    """Register a torch op and make what eager code calls in its place.
-
-    Args:
-        name: "dsv4::op". body: what the op does on any device. mutates_args, schema: as torch takes them.
-        names: what errors call an argument of the schema, where it is not its name there.
-        in_place: (output, input) that may be the same memory.
-    """
-
-    def checked(*args: Any) -> None:
-        op.check(args)
-        body(*args)
-
-    op = Op(_registered(name, checked, mutates_args, schema), body, mutates_args, names, in_place)
-    return op
-
-
-def _registered(
-    name: str, body: Callable[..., None], mutates_args: tuple[str, ...], schema: str
-) -> torch.library.CustomOpDef:
-    """``torch.library.custom_op`` whose first call does not import torch._dynamo, 1 s in every process.
-
-    torch keeps dynamo out of a custom op's body by `torch._dynamo.disable`, which it imports for it. While nothing
-    else has imported dynamo, nothing traces: the body is called as it is, and as torch would call it from then on.
-    """
-    made = torch.library.custom_op(name, body, mutates_args=mutates_args, schema=schema)
-    guarded = getattr(made, "_backend_fns", {}).get(None)  # torch._compile._disable_dynamo's: keeps what it imports
-    inner: Any = getattr(guarded, "__wrapped__", None)
-    if inner is None:  # a torch that is made otherwise: right, and a second slower
-        return made
-
-    def untraced(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return inner(*args, **kwargs)
-        del inner.__dynamo_disable  # torch makes its own
-        return guarded(*args, **kwargs)
-
-    inner.__dynamo_disable = untraced
-    return made
-
-
 def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
-    """Types, shapes and devices; they are known of fake tensors too.
+    """Check types, shapes and devices; they are known of fake tensors too.
 
     Args:
         wanted: by name, (tensor or None, type, shape with None for any extent).
@@ -111,7 +63,7 @@ def check(wanted: dict[str, tuple[Tensor | None, torch.dtype, tuple]]) -> None:
 
 
 def check_eps(**given: float) -> None:
-    """Numbers that are added below a square root or a fraction bar.
+    """Check numbers that are added below a square root or a fraction bar.
 
     Raises:
         ArgumentError: one is negative, too large or NaN.
@@ -122,7 +74,7 @@ def check_eps(**given: float) -> None:
 
 
 def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) -> str:
-    """The back end, on whose device ``x`` must be.
+    """Choose the back end, on whose device ``x`` must be.
 
     Raises:
         ArgumentError: it is not, or there is no such back end.
@@ -135,20 +87,23 @@ def resolve(backend: str, name: str, x: Tensor, archs: tuple[str, ...] = ARCHS) 
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether looking at the values of ``x`` costs no wait."""
+    """Tell whether reading the values of ``x`` costs no wait."""
     return x.device.type == "cpu"
 
 
 @functools.cache
 def arch(backend: str, archs: tuple[str, ...] = ARCHS) -> str:
-    """The architecture to compile for: the first of ``archs`` that a GPU here runs, else the first."""
+    """Choose the architecture to compile for.
+
+    The first of ``archs`` that a GPU here runs, else the first.
+    """
     if backend in ("auto", "native"):
         return next((one for one in archs if backends.status("native", one).available), archs[0])
     return archs[0]
 
 
 def stream(name: str, x: Tensor) -> int:
-    """Handle of torch's current stream on the device of ``x``; 0 in the emulator."""
+    """Get the handle of torch's current stream on the device of ``x``; 0 in the emulator."""
     return torch.cuda.current_stream(x.device).cuda_stream if name == "native" else 0
 
 
@@ -159,7 +114,7 @@ def sm_count(device: torch.device) -> int:
 
 
 def enqueue(name: str, code: Any, args: tuple) -> None:
-    """`backends.enqueue`; what the emulator reports of hazards becomes a warning.
+    """Do `backends.enqueue`; what the emulator reports of hazards becomes a warning.
 
     On a GPU the kernel is launched from words that a plan of the op can write again.
     """

@@ -27,7 +27,7 @@ class LaunchFailed(DSV4Error, RuntimeError):
 
 
 class Block:
-    """Arguments of launches, one behind the other.
+    """Arguments of launches, one after the other.
 
     Attributes:
         words: the memory, 8 bytes a word.

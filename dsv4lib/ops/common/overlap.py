@@ -1,8 +1,8 @@
 """Refuse outputs in memory that a launch reads or writes elsewhere: every CTA would see what another has written.
 
-Two tensors overlap if they have a byte in common. Told apart exactly are tensors whose extents do not meet, and those
-that are rows of the same pitch at other columns of one buffer (of a fused projection, of pages that layers share);
-anything else whose extents meet counts as overlapping.
+Two tensors overlap if they have a byte in common. The answer is exact where their extents are apart, and for rows of
+the same pitch at other columns of one buffer (of a fused projection, of pages that layers share). Anything else whose
+extents have bytes in common counts as overlapping.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Overlaps:
         self._names, self._written, self._in_place = names, written, frozenset(in_place)
 
     def pairs(self, args: Sequence[Any]) -> list[tuple[int, int]]:
-        """Places of the tensors that must not meet, an output first."""
+        """Places of the tensors that must not overlap, an output first."""
         tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.numel()]
         found = []
         for out in (i for i in tensors if i in self._written):

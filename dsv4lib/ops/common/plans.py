@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ ALIGN = 127  # mask of the bits of an address that belong to a signature
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _profiled = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
 _compiling, _grad, _inference = torch.compiler.is_compiling, torch.is_grad_enabled, torch.is_inference_mode_enabled
-_changed = torch._C._increment_version
+_changed, _pointer = torch._C._increment_version, Tensor.data_ptr
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build for CPUs has none
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _OPS: list[Op] = []
@@ -52,24 +52,28 @@ class Op:
     """A custom op that is called directly where nothing watches, and through torch where something does.
 
     What the registered op has, this has, too.
+
+    Args:
+        registered: torch's op. body: what it does on a device. types: what it does to fake tensors.
+        names: what errors call the arguments of its schema.
+        written: places of its outputs. in_place: places of (output, input) that may be the same memory.
+        flatten: makes arguments of the schema of those of a call; None: they are the same.
     """
 
     def __init__(
         self,
-        registered: torch.library.CustomOpDef,
+        registered: Any,
         body: Callable[..., None],
-        written: Iterable[str],
-        names: Mapping[str, str],
-        in_place: Iterable[tuple[str, str]],
+        types: Callable[..., None],
+        names: Sequence[str],
+        written: Sequence[int],
+        in_place: Iterable[tuple[int, int]],
+        flatten: Callable[[tuple], list] | None = None,
     ):
-        arguments = [one.name for one in registered._opoverload._schema.arguments]
-        self.registered, self.body = registered, body
-        self._types: Callable[..., None] | None = None
+        self.registered, self.body, self.names, self.written = registered, body, names, written
+        self._types, self._flatten = types, flatten
         self._namespace, self._name = registered._namespace, registered._name
-        self.names = [names.get(name, name) for name in arguments]
-        self.written = [arguments.index(name) for name in written]
-        pairs = [(arguments.index(out), arguments.index(given)) for out, given in in_place]
-        self.overlaps = Overlaps(self.names, self.written, pairs)
+        self.overlaps = Overlaps(names, written, in_place)
         schema = registered._opoverload._schema.arguments
         tensors = [i for i, one in enumerate(schema) if "Tensor" in str(one.type)]
         others = sorted(set(range(len(schema))) - set(tensors))
@@ -82,26 +86,29 @@ class Op:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.registered, name)
 
-    def __call__(self, *args: Any) -> None:
-        """Check, choose the back end, launch; the arguments of the schema, in order.
+    def __call__(self, *fields: Any) -> None:
+        """Check, choose the back end, launch; the fields of the op's record, in order.
 
         Raises:
             ArgumentError: an argument of the wrong type, shape, stride, device, alignment or memory.
         """
+        flatten = self._flatten
+        args: Sequence[Any] = fields if flatten is None else flatten(fields)
         if _compiling() or _functions() or _profiled():
             return self._through_torch(args)
         given = self._tensors(args)
         if type(first := given[0]) in _PLAIN:
             soon = first.shape, self._others(args), stream_of(first)
             for plan in self._recent.get(soon, ()):
-                if plan.fits(given) and plan.run(args, [x.data_ptr() for x in given if x is not None]):
+                tensors = plan.fits(given)
+                if tensors is not None and plan.run(args, [*map(_pointer, tensors)]):
                     if not _inference():  # what autograd would notice
                         _changed([args[i] for i in plan.written])
                     return None
             return self._by_signature(args, soon)
         return self._through_torch(args)
 
-    def _by_signature(self, args: tuple, soon: tuple) -> None:
+    def _by_signature(self, args: Sequence[Any], soon: tuple) -> None:
         """A call whose plan, if there is one, is found by all that its body may look at."""
         if _dispatches() or _transforms() is not None:
             return self._through_torch(args)
@@ -138,12 +145,12 @@ class Op:
             _changed([args[i] for i in self.written if args[i] is not None])
         return None
 
-    def _through_torch(self, args: tuple) -> None:
+    def _through_torch(self, args: Sequence[Any]) -> None:
         if _grad():
             self._refuse_grad(args)
         getattr(getattr(torch.ops, self._namespace), self._name)(*args)
 
-    def _refuse_grad(self, args: tuple) -> None:
+    def _refuse_grad(self, args: Sequence[Any]) -> None:
         for name, x in zip(self.names, args, strict=True):
             if isinstance(x, Tensor) and x.requires_grad:
                 allowed = "False: there is no backward pass; call under torch.no_grad(), or detach it"
@@ -163,25 +170,19 @@ class Op:
         try:
             self.overlaps.check(args)
         except ArgumentError:
-            if self._types is not None:
-                self._types(*args)  # what is of the wrong type or shape is said first
+            self._types(*args)  # what is of the wrong type or shape is said first
             raise
-
-    def register_fake(self, check: Callable[..., None]) -> None:
-        """What looks at types and shapes: all that the op does to fake tensors."""
-        self._types = check
-        self.registered.register_fake(check)
 
     def forget(self) -> None:
         """Drop all plans."""
         self.plans.clear()
         self._recent.clear()
 
-    def _whole(self, args: tuple) -> None:
+    def _whole(self, args: Sequence[Any]) -> None:
         self.check(args)
         self.body(*args)
 
-    def _first(self, signature: tuple, args: tuple) -> None:
+    def _first(self, signature: tuple, args: Sequence[Any]) -> None:
         """A call without a plan; the second of its signature makes one."""
         if args[0].is_meta:
             return self._through_torch(args)
@@ -229,7 +230,7 @@ class Recording:
         other: the first torch op that is no view; empty: the launches are all that the body did.
     """
 
-    args: tuple
+    args: Sequence[Any]
     launches: list[tuple[Any, list[Any]]] = field(default_factory=list)
     scratch: list[Tensor] = field(default_factory=list)
     constants: list[Tensor] = field(default_factory=list)
@@ -267,7 +268,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def _recorded(args: tuple) -> Iterator[Recording]:
+def _recorded(args: Sequence[Any]) -> Iterator[Recording]:
     _state.recording = found = Recording(args)
     try:
         with _Watch(found):
@@ -331,7 +332,7 @@ class _NoPlan:
     def __init__(self, op: Op):
         self.op = op
 
-    def run(self, args: tuple, pointers: list[int]) -> bool:
+    def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
         """The whole way."""
         self.op.check(args)
         self.op.body(*args)
@@ -344,7 +345,7 @@ class Plan:
     Keeps kernels and the op's own memory alive, but no argument.
     """
 
-    def __init__(self, op: Op, args: tuple, found: Recording):
+    def __init__(self, op: Op, args: Sequence[Any], found: Recording):
         tensors = [x for x in args if isinstance(x, Tensor)]
         place = {i: n for n, i in enumerate(i for i, x in enumerate(args) if isinstance(x, Tensor))}
         ends = {i: _extent(args[i])[1] for i in place}
@@ -364,7 +365,7 @@ class Plan:
         sources = [_extent(x) for x in (*tensors, *found.scratch)]
         fixed = [_extent(x) for x in found.constants]
         self._aliases: list[tuple[int, int, int]] = []  # (i, j, bytes from i's start to j's) that this plan rests on
-        self._writes: list[tuple[int, int, int]] = []  # (word, source, bytes behind its start)
+        self._writes: list[tuple[int, int, int]] = []  # (word, source, bytes after its start)
         self._block = native.Block([words for _, words in found.launches])
         for word, address, nbytes in self._block.pointers:
             at = [i for i, (start, size) in enumerate(sources) if start <= address and address + nbytes <= start + size]
@@ -380,20 +381,21 @@ class Plan:
             self._calls.append((native.entry(function), address, result))
             self._keep.append(function)
 
-    def fits(self, given: tuple) -> bool:
-        """Whether these tensors of the op's are such as the plan was made for, wherever they lie: by torch's guards."""
-        for n in self._none:
-            if given[n] is not None:
-                return False
-        tensors = [x for x in given if x is not None] if self._none else given
-        if len(tensors) != self._given:
-            return False
-        for one in self._guards:
-            if one.check(*tensors):
-                return True
-        return False
+    def fits(self, given: tuple) -> Sequence[Tensor] | None:
+        """Tensors of these that are given, if torch's guards say that the plan was made for such; else None."""
+        tensors: Sequence[Tensor] = given
+        if self._none:
+            for n in self._none:
+                if given[n] is not None:
+                    return None
+            tensors = [x for x in given if x is not None]
+        if len(tensors) == self._given:
+            for one in self._guards:
+                if one.check(*tensors):
+                    return tensors
+        return None
 
-    def guard(self, args: tuple) -> bool:
+    def guard(self, args: Sequence[Any]) -> bool:
         """Have guards for calls such as this one; False: this torch has none, or they do not take it."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         made = guards(tensors)
@@ -403,7 +405,7 @@ class Plan:
         self._guards.append(made)
         return True
 
-    def run(self, args: tuple, pointers: list[int]) -> bool:
+    def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
         """Launch over these arguments, at ``pointers``; False: they lie otherwise to each other, nothing was done.
 
         Raises:
@@ -425,8 +427,8 @@ class Plan:
                         self._op.check(args)
                         break
                 words = self._block.words
-                for word, source, behind in self._writes:
-                    words[word] = pointers[source] + behind
+                for word, source, offset in self._writes:
+                    words[word] = pointers[source] + offset
                 self._at = pointers
             if self._many and self.device != _device():
                 with torch.cuda.device(self.device):

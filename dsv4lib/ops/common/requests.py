@@ -1,4 +1,6 @@
-"""The table of a packed batch of requests, made once a step for all layers; `compressor` and `kv_append` take it.
+"""Make the table of a packed batch of requests, once a step for all layers.
+
+`compressor` and `kv_append` take it.
 
 Padding: a request without rows (0, or any negative number of them) may hold anything else; one with a negative position
 or place is left out. Neither is read or written.

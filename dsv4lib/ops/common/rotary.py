@@ -1,9 +1,9 @@
-"""The table of angles that the ops with a rotary embedding take, checked.
+"""Check the table of angles that ops with a rotary embedding take.
 
 ``cos_sin`` is fp32 [P, 64]: 32 cosines, then 32 sines, of position x freq_i (fp32 products). With ``positions`` int64
 [T] token t has row ``positions[t]``; without, row t: a step gathers its rows once and gives them to every layer, whose
 kernels then need not wait for a position before they can ask for its row. A negative position is a padded row's: no row
-of the table is read, and nothing turns (angle 0).
+of the table is read, and nothing is rotated (angle 0).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
 
-WIDTH = 64  # of a row: the dims that turn
+WIDTH = 64  # of a row: the dims that are rotated
 
 
 def wanted(tokens: int, positions: Tensor | None, cos_sin: Tensor) -> dict[str, tuple]:

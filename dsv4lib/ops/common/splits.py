@@ -1,8 +1,8 @@
-"""Into how many parts to split the keys of an attention, and its dimensions, from shapes alone.
+"""Choose splits of the keys of an attention and of its dimensions, from shapes alone.
 
 With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Parts of its keys can run
-beside each other; a second kernel joins them. And two CTAs can weigh the same keys, each for half of the dimensions of
-O (``dims`` 2): nothing to join, and the bits are the same. In microseconds:
+beside each other; a second kernel combines them. And two CTAs can weigh the same keys, each for half of the dimensions
+of O (``dims`` 2): nothing to combine, and the bits are the same. In microseconds:
 
     time(s, dims) = tile * ceil(tiles / s) - [dims = 2] SAVED + START * blocks * s * dims
                   + [s > 1] (JOIN + EACH * s + PART * blocks * (s + 1/2))                    units * s * dims <= slots
@@ -14,12 +14,12 @@ O (``dims`` 2): nothing to join, and the bits are the same. In microseconds:
     tile    of 64 keys, the mean of those of the list (`Tile`, `mean_tile`)
     SAVED   at the ends: half of the dimensions of the first product with values, and of O to store
     START   Q of 64 heads once more from L2, which all CTAs share
-    JOIN    the second launch: it is there early but waits for the last part
-    EACH    it adds the parts one behind the other
+    JOIN    the second launch: it starts early but waits for the last part
+    EACH    it adds the parts one after the other
     PART    writing and reading 64 heads x 512 x 4 bytes once more; O itself is half as much
 
 Where whole parts leave SMs idle that are too few for a part more, a last part of another length may use them: a share
-of every token's keys, worked on by fewer CTAs, which take one token behind the other (`kernels.fmha.work.Split`). How
+of every token's keys, worked on by fewer CTAs, which take one token after the other (`ops.fmha.work.Split`). How
 much follows from shapes, so a token's bits do not depend on its place among the others.
 
     time = max(tile * ceil((tiles - last) / (s - 1)), turns * (tile * last + TURN) - TURN, HBM) + join
@@ -39,8 +39,8 @@ the dimensions save of a single tile, less what they save of a tile further on):
 Half a tile of a range is 1,160 where few SMs read, 1,388 where 128 do, and SAVED then 435: what stands there chooses
 best in between.
 
-JOIN and EACH are a fit, within 17 %, of what the join adds on an H200 behind a kernel that writes the parts
-(`bench.join_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
+JOIN and EACH are a fit, within 17 %, of what combining adds on an H200 after a kernel that writes the parts
+(`bench.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
 (16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PART, 0.026 us
 there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within 3 % of the
 best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.
@@ -146,7 +146,7 @@ def _unequal(units: int, tiles: int, slots: int, blocks: int, tile_us: float, hb
     """The best parts with a last one of another length, None if no SM is idle, and their time; arguments of `choose`.
 
     Args:
-        hbm: no time is shorter, us, the join apart.
+        hbm: no time is shorter, us, combining apart.
     """
     found: tuple[Parts | None, float] = None, float("inf")
     for s in range(2, slots // units + 2):

@@ -1,4 +1,4 @@
-"""Arguments of the ops against their annotations, before torch's own schema or an attribute of None is in the way."""
+"""Check op arguments against their annotations, so that errors name the argument."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Check = Callable[[str, Any], None]
 Exact = dict[type, Any]
 
+_compiling = torch.compiler.is_compiling
 _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in words)
     Tensor: ((Tensor,), "a tensor"),
     int: ((int, torch.SymInt), "an int"),
@@ -29,11 +30,10 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in wo
 
 
 def typed(function: Function) -> Function:
-    """``function`` that looks at the types of its arguments first: tensors, numbers, texts, tuples of them.
+    """Check the types of a function's arguments before it runs: tensors, numbers, texts, groups of them.
 
-    True and False are no numbers; of a `NamedTuple` or ``tuple[A, B]`` every field is looked at ("weights.ape",
-    "out[0]"). Annotations of other kinds are not looked at. Exact types pass in about a microsecond a call; only what
-    is of none of them is looked at closer. Passes torch.compile.
+    True and False are no numbers. Every member of a `NamedTuple` or ``tuple[A, B]`` is checked ("weights.ape",
+    "out[0]"). Annotations of other kinds are not checked. What fitted once is known by its types. Passes torch.compile.
 
     Raises:
         ArgumentError: an argument is of a type that its annotation does not have (by the function that comes back).
@@ -43,11 +43,20 @@ def typed(function: Function) -> Function:
     checks = {name: check for name in names if (check := _check_of(hints.get(name))) is not None}
     exact = {name: _exact_of(hints[name]) if name in checks else None for name in names}
     in_order = tuple(exact.values())
+    known: dict[tuple, tuple[tuple[int, set], ...]] = {}  # by types and names: (place, types that fit) of each group
+    members: dict[tuple, set] = {}  # types that fit, by name and kind of a group
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not (_fit(in_order, args) and _fit(map(exact.get, kwargs), kwargs.values())):
-            closer(args, kwargs)
+        values = (*args, *kwargs.values())
+        groups = None if _compiling() else known.get((*map(type, values), *kwargs))
+        if groups is None:
+            look(args, kwargs)
+        else:
+            for place, kinds in groups:
+                if tuple(map(type, values[place])) not in kinds:
+                    look(args, kwargs)
+                    break
         try:
             return function(*args, **kwargs)
         except DSV4Error:
@@ -55,6 +64,25 @@ def typed(function: Function) -> Function:
         except Exception:
             closer(args, kwargs)  # a tensor that is not strided, for which torch has words of its own
             raise
+
+    def look(args: tuple, kwargs: dict[str, Any]) -> None:
+        if not (_fit(in_order, args) and _fit(map(exact.get, kwargs), kwargs.values())):
+            closer(args, kwargs)
+        elif not _compiling():
+            remember([*zip(names, args, strict=False), *kwargs.items()], (*args, *kwargs.values()), kwargs)
+
+    def remember(given: list[tuple[str, Any]], values: tuple, kwargs: dict[str, Any]) -> None:
+        groups = []
+        for place, (name, value) in enumerate(given):
+            fields = (exact.get(name) or {}).get(type(value), True)
+            if fields is True:
+                continue
+            if any(one is not None and one[type(x)] is not True for one, x in zip(fields, value, strict=True)):
+                return  # a group in a group
+            kinds = members.setdefault((name, type(value)), set())
+            kinds.add(tuple(map(type, value)))
+            groups.append((place, kinds))
+        known[(*map(type, values), *kwargs)] = tuple(groups)
 
     def closer(args: tuple, kwargs: dict[str, Any]) -> None:
         for i, value in enumerate(args[: len(names)]):  # more than there are: Python's own TypeError
@@ -68,7 +96,7 @@ def typed(function: Function) -> Function:
 
 
 def _fit(exact: Iterable[Exact | None], values: Iterable[Any]) -> bool:
-    """Whether every value is of an exact type that needs no closer look."""
+    """Tell whether every value is of an exact type that needs no closer look."""
     for kinds, value in zip(exact, values):  # noqa: B905 (fewer values than parameters)
         if kinds is None:
             continue
@@ -78,11 +106,29 @@ def _fit(exact: Iterable[Exact | None], values: Iterable[Any]) -> bool:
     return True
 
 
+def members_of(hint: Any) -> tuple:
+    """The members of a union, None among them as its type; of another annotation itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def parts_of(hint: Any) -> tuple[type, str, dict[str, Any]] | None:
+    """Of a `NamedTuple` or ``tuple[A, B]``: its type, in words, and its members' annotations; None: it is neither.
+
+    Members are keyed by what follows the name of the whole: ".ape", "[0]".
+    """
+    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        hints = typing.get_type_hints(hint)
+        return hint, f"a {hint.__name__}", {f".{name}": hints.get(name) for name in hint._fields}
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and inner and ... not in inner:
+        return tuple, f"{len(inner)} in a tuple", {f"[{i}]": one for i, one in enumerate(inner)}
+    return None
+
+
 def _exact_of(hint: Any) -> Exact:
-    """Exact types that an annotation takes: True: no more to look at; else those of the fields."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """Collect the exact types that an annotation takes: True, or those of its members."""
     found: dict[type, Any] = {}
-    for one in members:
+    for one in members_of(hint):
         group = _group_of(one)
         if group is not None:
             found[group.kind] = group.exact
@@ -94,8 +140,8 @@ def _exact_of(hint: Any) -> Exact:
 
 
 def _check_of(hint: Any) -> Check | None:
-    """What looks at an argument of this annotation; None: nothing does."""
-    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    """Make the check of an argument of this annotation; None: it has none."""
+    members = members_of(hint)
     plain = [_PLAIN[one] for one in members if one in _PLAIN]
     groups = [group for one in members if (group := _group_of(one)) is not None]
     if len(plain) + len(groups) < len(members):
@@ -124,7 +170,7 @@ class _Group(NamedTuple):
     """A `NamedTuple`, or a tuple of so many.
 
     Attributes:
-        fields: (name behind that of the whole, check or None) of each. exact: what `_exact_of` says of each, or None.
+        fields: (what follows the name of the whole, check or None) of each. exact: of each, `_exact_of` or None.
     """
 
     kind: type
@@ -134,17 +180,11 @@ class _Group(NamedTuple):
 
 
 def _group_of(hint: Any) -> _Group | None:
-    """Of the annotation of a `NamedTuple` or ``tuple[A, B]``; None: another."""
-    if isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
-        hints = typing.get_type_hints(hint)
-        return _grouped(hint, f"a {hint.__name__}", {f".{f}": hints.get(f) for f in hint._fields})
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) is tuple and inner and ... not in inner:
-        return _grouped(tuple, f"{len(inner)} in a tuple", {f"[{i}]": one for i, one in enumerate(inner)})
-    return None
-
-
-def _grouped(kind: type, words: str, hints: dict[str, Any]) -> _Group:
-    checks = {name: _check_of(hint) for name, hint in hints.items()}
-    exact = tuple(None if checks[name] is None else _exact_of(hint) for name, hint in hints.items())
+    """Checks of the members of a `NamedTuple` or ``tuple[A, B]``; None: another annotation."""
+    parts = parts_of(hint)
+    if parts is None:
+        return None
+    kind, words, hints = parts
+    checks = {name: _check_of(one) for name, one in hints.items()}
+    exact = tuple(None if checks[name] is None else _exact_of(one) for name, one in hints.items())
     return _Group(kind, words, tuple(checks.items()), exact)

@@ -10,7 +10,7 @@ Peers keep the rows, and so does "HCA, state of rows" (`Ring`), which is the sam
 closes a window 512 KiB a request are read. What a step costs on average is in the rows called ``steps``.
 torch.compile's few lines (`compressor_plain`) keep either state.
 
-Every way starts from projected rows without the gate's bias and ends with the entries in their pages and the state
+Every provider starts from projected rows without the gate's bias and ends with the entries in their pages and the state
 brought up to date: peers that do this in two kernels (save the partial states, then compress) are timed with both.
 
 What `given` holds (W = 2 D with overlap, else D; R = 2 rate with overlap, else rate; E the state's rows)::
@@ -27,8 +27,8 @@ What `given` holds (W = 2 D with overlap, else D; R = 2 rate with overlap, else 
     pages      uint8 [N, bytes] shape and type of the output; page_size, rate, overlap, dim, format
 
 Outputs that `check` reads: ``pages`` in the layout of `formats.kv_entry` (or `.indexer_key`, FP8 or FP4) and, where a
-way gives them, ``state_k`` and ``state_z``. Calls are repeated on the same inputs, so a way must not need the old state
-after its call: writing the newest rows again changes nothing.
+provider gives them, ``state_k`` and ``state_z``. Calls are repeated on the same inputs, so a provider must not need the
+old state after its call: writing the newest rows again changes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.formats import hadamard, indexer_key, kv_entry
 from dsv4lib.formats.paged import PageLayout
 from dsv4lib.ops.compressor import op, peers
@@ -53,7 +53,7 @@ LAYOUTS = {"kv": kv_entry.LAYOUT, "fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_
 
 
 def layout(given: Given) -> PageLayout:
-    """Of the pages that are asked for."""
+    """Of the requested pages."""
     return LAYOUTS[given["format"]]
 
 
@@ -156,8 +156,8 @@ def check(given: Given, outputs: Mapping[str, torch.Tensor]) -> None:
     """Every stored element is a nearest value of its format to the oracle's, up to bf16 before it; the state to fp32.
 
     The released code's two steps to bf16 before the format, after pooling and after the norm, move a value by up to
-    2^-8 each (half a unit of the last of 8 bits), of it or of the pair that RoPE turns; in what is rotated such errors
-    of 128 values meet. Ours is held to the bytes in tests/ops/compressor/test_kernel.py.
+    2^-8 each (half a unit of the last of 8 bits), of it or of the pair that RoPE rotates. The Hadamard
+    rotation adds such errors of 128 values. Ours is held to the bytes in tests/ops/compressor/test_kernel.py.
     """
     want, slots, state = expected(given)
     near = want.abs()
@@ -203,7 +203,7 @@ def _row(name: str, tokens: int, rate: int, dim: int, form: str, kind: str, goal
         flops=0,
         given=functools.partial(given, *args),
         check=check,
-        ways=ways(running),
+        providers=providers(running),
         goal=goal,
     )
 
@@ -227,29 +227,29 @@ def _ours(given: Given, out: Mapping[str, torch.Tensor], state: op.Ring | op.Run
     return functools.partial(op.compressor, *call, eps=given["eps"])
 
 
-def _ring(name: str) -> Way:
+def _ring(name: str) -> Provider:
     """Our op with a state of rows."""
 
     def bind(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         out = _outputs(given)
         return _ours(given, out, op.Ring(out["state_k"], out["state_z"])), out
 
-    return Way(name, bind)
+    return Provider(name, bind)
 
 
-def _running(name: str) -> Way:
+def _running(name: str) -> Provider:
     """Our op with the softmax of the open window as its state."""
 
     def bind(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         out, parts = {"pages": given["pages"].clone()}, given["online"].clone()
         return _ours(given, out, op.Running(parts)), out
 
-    return Way(name, bind)
+    return Provider(name, bind)
 
 
-def ways(running: bool) -> tuple[Way, ...]:
+def providers(running: bool) -> tuple[Provider, ...]:
     """Ours, then the peers."""
-    return _running("ours") if running else _ring("ours"), compressor_plain.way(running), *peers.ways()
+    return _running("ours") if running else _ring("ours"), compressor_plain.provider(running), *peers.providers()
 
 
 def rows() -> list[Row]:

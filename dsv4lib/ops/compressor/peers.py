@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 
 STATE_PAGE = {4: 4, 128: 8}  # positions of a page of the state, by rate
 ROPE = 64
@@ -22,9 +22,9 @@ ENTRY = {"kv": (64, 576, 8), "fp8": (128, 128, 4), "fp4": (32, 64, 4)}
 OPS = "vllm.models.deepseek_v4.common.ops."
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """Triton's compression, and CuTe DSL's for heads of 512, which is the one vLLM takes."""
-    return Way("vLLM Triton", partial(_bind, dsl=False)), Way("vLLM CuTe DSL", partial(_bind, dsl=True))
+    return Provider("vLLM Triton", partial(_bind, dsl=False)), Provider("vLLM CuTe DSL", partial(_bind, dsl=True))
 
 
 def _bind(given: Given, dsl: bool) -> peers.Bound:
@@ -84,7 +84,7 @@ def paged_state(given: Given, block: int) -> tuple[torch.Tensor, torch.Tensor, t
     """The state in pages: (cache fp32 [N, block, 2 W], table int32 [B, pages], slot of every new token int64 [T]).
 
     A request has pages for the positions of its ring before the call and for its new ones; the rest of its table says
-    page 0, which nobody reads. Pages come in an order that is not that of the positions.
+    page 0, which is never read. Pages come in an order that is not that of the positions.
     """
     ring = given["state"]  # [B, R, 2 W]
     device, batch, rows = ring.device, len(ring), ring.shape[1]

@@ -1,8 +1,8 @@
 """The rows of `compressor` in a few lines of torch, for torch.compile: pooled, normed, turned, packed, stored.
 
-As much as somebody would write who has no kernel: a decode step pools every request's window, closed or not, because
-shapes must not depend on values; what closes none goes to a page of its own behind the pool. Prefill is one prompt of
-whole windows from position 0, as the rows have it.
+What one writes without a kernel: a decode step pools every request's window, closed or not, because shapes must not
+depend on values. What closes none goes to a page of its own past the end of the pool. Prefill is one prompt of whole
+windows from position 0, as the rows have it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import ways
-from dsv4lib.bench.ops.case import Call, Given, Way
+from dsv4lib.bench.ops import providers
+from dsv4lib.bench.ops.case import Call, Given, Provider
 from dsv4lib.formats import hadamard, indexer_key, kv_entry
 from dsv4lib.ops.quantize.bench import blocks_of
 
@@ -22,15 +22,15 @@ LAYOUTS = {"kv": kv_entry.LAYOUT, "fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_
 ROPE = 64
 
 
-def way(running: bool) -> Way:
+def provider(running: bool) -> Provider:
     """What torch.compile makes of it; ``running``: the state is a softmax of the open window."""
 
     def bind(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
         step, out = plain(given, running)
-        call, _ = ways.compiled(step, *NAMES).bind(given)
+        call, _ = providers.compiled(step, *NAMES).bind(given)
         return call, out
 
-    return Way("torch.compile", bind)
+    return Provider("torch.compile", bind)
 
 
 def plain(given: Given, running: bool) -> tuple[Callable[..., dict[str, Tensor]], dict[str, Tensor]]:

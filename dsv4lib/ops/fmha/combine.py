@@ -10,8 +10,8 @@ for the kernel that writes the parts, for the LSEs and for the parts. So it is l
 launch) and waits itself; the loads of 4 or 8 parts, of the sink and of the angles are on their way before the first LSE
 is looked at; each LSE is read once, by one lane, and handed round.
 
-On an H200 (`bench.join_probe`, data/bench/join_times.csv; one behind the other, warm, and what it adds behind a kernel
-that writes the parts):
+On an H200 (`bench.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds after a
+kernel that writes the parts):
 
     parts, tokens x heads      4 loads at once           8 loads at once
     5, 1 x 64                  1.80  behind 1.69 us      1.74  behind 1.58 us

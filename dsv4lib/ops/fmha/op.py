@@ -1,22 +1,23 @@
-"""Attention of DeepSeek-V4 as a torch op: heads of a token against selected entries, window keys and a sink.
+"""Attend to selected entries, window keys and a sink: the torch op `dsv4::fmha`.
 
     s_j = scale * (q . kv_j)                       j over {entries} u {window}
     o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})
     lse = ln sum_j e^{s_j}                         without the sink; -inf, and o = 0, where a token has no keys
 
-`fmha` takes the arguments in the model's terms and calls `torch.ops.dsv4.fmha`, which writes o and lse in place. The op
-reads no value of a tensor on the GPU, waits for nothing, launches on torch's current stream, and allocates by shapes
-alone: it can be captured in a CUDA graph, after one call (or `warm_up`) has compiled and loaded its kernels. It has a
-fake implementation, so `torch.compile` passes it whole.
+`fmha` takes the arguments in the model's terms; the op writes o and lse in place. On a GPU the host reads no value of a
+tensor, waits for nothing, and allocates by shapes alone. So a CUDA graph can capture it, after one call (or `warm_up`)
+has compiled and loaded its kernels. `torch.compile` passes it whole.
 
 Padded rows: a token whose counts are 0 or negative, or whose request in a `Ring` is negative, has no keys. Nothing of
 its lists, of a pool or of its q reaches a number: o is 0 and lse is -inf. A padded group has 0 tokens or fewer.
 
-One kernel launch, `Fmha`; where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split
-into parts that `Combine` joins, in a fixed order (`ops.splits`). Above 64 heads, and for ``groups``, two CTAs share
-tiles. A token's bits depend on its own keys and on the parts of the keys, never on its neighbours or its place: with
-``splits`` given they do not depend on the batch; by default its size (not what is in it) chooses the parts. Only
-``groups`` lets tokens share tiles, which moves tile borders.
+One kernel launch, `Fmha`. Where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split.
+`Combine` adds the splits up in a fixed order (`ops.common.splits`). Above 64 heads, and for ``groups``, two CTAs share
+tiles.
+
+A token's bits depend on its own keys and on the splits, never on its neighbours or its place. With ``splits`` given
+they do not depend on the batch; by default its size (not what is in it) chooses them. Only ``groups`` lets tokens
+share tiles, which moves tile borders.
 
 Source: DSV4 paper eq. 27; the oracle is `dsv4lib.reference.fmha`.
 """
@@ -35,6 +36,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import compile_cache, launching, plans
 from dsv4lib.ops.common import splits as split_choice
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import Parts
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.fmha import arguments
@@ -42,7 +44,7 @@ from dsv4lib.ops.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.ops.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.sources import Fp8Pages as Fp8Pages  # for callers, as the others
-from dsv4lib.ops.fmha.sources import Gathered, Ring, Rows, Selected, entries_of, window_of
+from dsv4lib.ops.fmha.sources import Gathered, Keys, Ring, Rows, Selected, entries_of, window_of
 
 ARCHS = ("sm_100a", "sm_103a")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -68,7 +70,7 @@ def fmha(
     workspace: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention over {entries} u {window} with the sink in the denominator.
+    """Attend to {entries} u {window} with the sink in the denominator.
 
     Args:
         q: [T, H, D] bf16 or fp16, H any number, D one of `HEAD_DIMS`.
@@ -100,18 +102,15 @@ def fmha(
         raise ArgumentError("q", tuple(q.shape), "a tensor [T, H, D]")
     if splits is not None and not 1 <= splits <= MAX_SPLITS:
         raise ArgumentError("splits", splits, f"1 to {MAX_SPLITS}, or None")
-    pool, page, index, first, count, most = entries_of(entries, q)
-    rows, window_page, window_first, window_count, window_most = window_of(window)
-    cos, sin = (None, None) if rope is None else rope
+    keys, index = entries_of(entries, q)
     if o is None:
         o = torch.empty(q.shape, dtype=q.dtype if normalise else torch.float32, device=q.device)
     if lse is None:
         lse = torch.empty((*q.shape[:2], *(() if normalise else (2,))), dtype=torch.float32, device=q.device)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     _check_scale(scale)  # before the schema, which has no room for all ints
-    given = pool, index, first, count, rows, window_first, window_count, groups, sink, cos, sin
-    numbers = scale, page, window_page, most, window_most, normalise, 0 if splits is None else splits, backend
-    _fmha(q, *given, o, lse, workspace, *numbers)
+    outputs, numbers = (o, lse, workspace), (scale, normalise, 0 if splits is None else splits)
+    Call.op(q, keys, index, window_of(window), groups, sink, rope, *outputs, *numbers, backend)
     return o, lse
 
 
@@ -134,7 +133,7 @@ def choose_splits(
     head_dim: int = 512,
     by_range: bool = False,
 ) -> int:
-    """Parts of the keys for a call of this shape: `choose_parts` with this kernel's tiles and clusters.
+    """Choose parts of the keys for a call of this shape, see `choose_parts`.
 
     Args:
         tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
@@ -157,7 +156,9 @@ def choose_parts(
     splits: int | None = None,
     by_range: bool = False,
 ) -> Parts:
-    """Parts of the keys and of the dimensions of O, see `choose_splits`; the second never changes a bit.
+    """Choose splits of the keys and of the dimensions of O.
+
+    The second never changes a bit.
 
     Args:
         head_dim: D; only 512 dimensions have parts, and not those of groups.
@@ -177,7 +178,9 @@ def choose_parts(
 
 
 def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
-    """CTAs that share the tiles of a token or group: 2 above 64 heads and for ``groups``, where the kernel can.
+    """Count the CTAs that share tiles.
+
+    2 above 64 heads and for ``groups``, where the kernel can.
 
     A pair reads a key once for its 128 rows and has 2.5 times the room for keys; data/bench/fmha_design.md.
     """
@@ -185,14 +188,14 @@ def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
 
 
 def workspace_size(tokens: int, heads: int, head_dim: int, splits: int) -> int:
-    """Elements of fp32 that a call with this many parts needs; 0 for one part."""
+    """Count the fp32 elements that a call with this many parts needs; 0 for one part."""
     return splits * tokens * heads * (head_dim + 1) if splits > 1 else 0
 
 
 def warm_up(
     wanted: Iterable[dict[str, Any]], heads: int = 64, head_dim: int = 512, dtype: str = "bf16"
 ) -> dict[str, float]:
-    """Compile (or read from disk) and load what calls will need, with and without parts.
+    """Compile (or read from disk) and load what calls will need.
 
     Args:
         wanted: options of each kind of layer: entries "none", "index" or "range"; window, sink, inverse_rope,
@@ -219,72 +222,49 @@ def warm_up(
 # ------------------------------------------------------------------ arguments
 
 
+@op("fmha", mutates=("o", "lse", "workspace"), names={"index": "entries.index"}, archs=ARCHS)
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `fmha`; splits 0: the op chooses."""
 
     q: Tensor
-    pool: Tensor | None
+    entries: Keys | None
     index: Tensor | None
-    first: Tensor | None
-    count: Tensor | None
-    rows: Tensor | None
-    window_first: Tensor | None
-    window_count: Tensor | None
+    window: Keys | None
     groups: Tensor | None
     sink: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
+    rope: tuple[Tensor, Tensor] | None
     o: Tensor
     lse: Tensor
     workspace: Tensor | None
     scale: float
-    page: int
-    window_page: int
-    most: int
-    window_most: int
     normalise: bool
     splits: int
     backend: str
 
     @property
-    def rope(self) -> tuple[Tensor, Tensor] | None:
-        """(cos, sin) or None."""
-        return None if self.cos is None else (self.cos, self.sin)
-
-    @property
-    def pool_rows(self) -> tuple[int, int]:
-        """Rows of both pools, through all pages."""
-        return tuple(0 if x is None else len(x) * max(n, 1) for x, n in self.pools)
-
-    @property
-    def pools(self) -> tuple[tuple[Tensor | None, int], ...]:
-        """(pool or None, entries of its FP8 pages or 0) of entries and window."""
-        return (self.pool, self.page), (self.rows, self.window_page)
+    def sources(self) -> dict[str, Keys]:
+        """Keys by what errors call them."""
+        return {name: keys for name, keys in (("entries", self.entries), ("window", self.window)) if keys is not None}
 
     def check(self) -> None:
-        """Types, shapes and devices; they are known of fake tensors too.
-
-        Raises:
-            ArgumentError: see `fmha`.
-        """
+        """Check types, shapes and devices."""
         q, i32, fp32 = self.q, torch.int32, torch.float32
         if q.dim() != 3 or q.dtype not in DTYPES or q.shape[2] not in HEAD_DIMS:
             dims = ", ".join(map(str, HEAD_DIMS))
             raise ArgumentError("q", f"{q.dtype}{list(q.shape)}", f"[T, H, D] bf16 or fp16 with D one of {dims}")
         (t, h, d), out = q.shape, (q.dtype, ()) if self.normalise else (fp32, (2,))
-        pools = [((None, d), q.dtype) if page == 0 else ((None, None), torch.uint8) for _, page in self.pools]
-        wanted = {
-            "entries.pool": (self.pool, *pools[0][::-1]),
+        wanted = {}
+        for name, keys in self.sources.items():
+            pool = (torch.uint8, (None, None)) if keys.page else (q.dtype, (None, d))
+            wanted |= {f"{name}.pool": (keys.pool, *pool), f"{name}.first": (keys.first, i32, (t,))}
+            wanted[f"{name}.count"] = keys.count, i32, (t,)
+        cos, sin = self.rope or (None, None)
+        wanted |= {
             "entries.index": (self.index, i32, (t, None)),
-            "entries.first": (self.first, i32, (t,)),
-            "entries.count": (self.count, i32, (t,)),
-            "window.pool": (self.rows, *pools[1][::-1]),
-            "window.first": (self.window_first, i32, (t,)),
-            "window.count": (self.window_count, i32, (t,)),
             "groups": (self.groups, i32, (None, 2)),
             "sink": (self.sink, fp32, (h,)),
-            "rope": (self.cos, fp32, (t, ROPE_PAIRS)),
-            "rope[1]": (self.sin, fp32, (t, ROPE_PAIRS)),
+            "rope": (cos, fp32, (t, ROPE_PAIRS)),
+            "rope[1]": (sin, fp32, (t, ROPE_PAIRS)),
             "o": (self.o, out[0], (t, h, d)),
             "lse": (self.lse, fp32, (t, h, *out[1])),
             "workspace": (self.workspace, fp32, (None,)),
@@ -310,13 +290,13 @@ class Call(NamedTuple):
                 raise ArgumentError(f"{name}.stride()", x.stride(), "stride 1 in the last dimension")
             if any(step == 0 and extent > 1 for step, extent in zip(x.stride(), x.shape, strict=True)):
                 raise ArgumentError(f"{name}.stride()", x.stride(), "no stride 0: an expanded tensor must be copied")
-        for name, (x, page) in zip(("entries.pool", "window.pool"), self.pools, strict=True):
-            if x is None or page == 0:
+        for name, (x, *_, page, _) in self.sources.items():
+            if page == 0:
                 continue
             needed = page * kv_entry.LAYOUT.entry_bytes
             if x.shape[1] < needed or len(x) * page >= 1 << 31 or not 0 <= x.stride(0) < 1 << 32:
                 allowed = f"{needed} bytes or more for {page} entries, less than 2^32 apart, fewer than 2^31 entries"
-                raise ArgumentError(f"{name}.pages", (tuple(x.shape), x.stride()), allowed)
+                raise ArgumentError(f"{name}.pool.pages", (tuple(x.shape), x.stride()), allowed)
 
     def check_memory(self) -> None:
         """Check that rows that are copied 16 bytes at a time start on 16 bytes.
@@ -324,7 +304,7 @@ class Call(NamedTuple):
         Raises:
             ArgumentError: they do not.
         """
-        rows = {"q": self.q, "entries.pool": self.pool, "window.pool": self.rows, "o": self.o}
+        rows = {"q": self.q, **{f"{name}.pool": keys.pool for name, keys in self.sources.items()}, "o": self.o}
         for name, x in {**rows, "workspace": self.workspace}.items():
             if x is None or x.numel() == 0:
                 continue
@@ -338,7 +318,7 @@ class Call(NamedTuple):
             raise ArgumentError("splits", self.splits, f"1 to {MAX_SPLITS}, or 0: the op chooses")
         _check_scale(self.scale)
         if not self.normalise:
-            for name, value in (("sink", self.sink), ("rope", self.cos)):
+            for name, value in (("sink", self.sink), ("rope", self.rope)):
                 if value is not None:
                     raise ArgumentError(name, "given", "None unless normalised: it belongs to the union of parts")
             if self.splits > 1:
@@ -355,25 +335,18 @@ class Call(NamedTuple):
             raise ArgumentError("workspace.shape", tuple(self.workspace.shape), allowed)
 
     def check_values(self) -> None:
-        """Row numbers and counts, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: a row outside its pool, or a count out of bounds.
-        """
-        entries = "entries", self.pool_rows[0], self.first, self.count, self.most
-        window = "window", self.pool_rows[1], self.window_first, self.window_count, self.window_most
-        for kind, size, start, length, limit in (entries, window):
-            if length is None:
-                continue
+        """Check row numbers, counts and groups."""
+        for kind, keys in self.sources.items():
+            size, (_, start, length, _, limit) = keys.rows, keys
             if bool((length > limit).any()):
                 raise ArgumentError(f"{kind}.count", length[length > limit].tolist(), f"{limit} or fewer")
             if start is not None and bool(((start < 0) | (start.long() + length > size))[length > 0].any()):
                 raise ArgumentError(f"{kind}.first", start.tolist(), f"rows that are among the pool's {size}")
         if self.index is not None:
-            seen = self.index[torch.arange(self.index.shape[1]) < self.count[:, None]]
-            wrong = seen[seen >= self.pool_rows[0]]
+            seen = self.index[torch.arange(self.index.shape[1]) < self.entries.count[:, None]]
+            wrong = seen[seen >= self.entries.rows]
             if len(wrong):
-                allowed = f"negative or a row of the pool, below {self.pool_rows[0]}"
+                allowed = f"negative or a row of the pool, below {self.entries.rows}"
                 raise ArgumentError("entries.index", wrong.tolist()[:8], allowed)
         if self.groups is not None:
             first, tokens = self.groups[self.groups[:, 1] > 0].long().unbind(1)  # the others are padding
@@ -388,81 +361,55 @@ class Call(NamedTuple):
         """CTAs that share tiles."""
         return cluster_of(self.q.shape[1], self.q.shape[2], self.groups is not None)
 
-
-# ------------------------------------------------------------------- the op
-
-SCHEMA = (
-    "(Tensor q, Tensor? pool, Tensor? index, Tensor? first, Tensor? count, Tensor? rows, Tensor? window_first, "
-    "Tensor? window_count, Tensor? groups, Tensor? sink, Tensor? cos, Tensor? sin, Tensor(a!) o, Tensor(b!) lse, "
-    "Tensor(c!)? workspace, float scale, int page, int window_page, int most, int window_most, bool normalise, "
-    "int splits, str backend) -> ()"
-)
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.fmha` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    call.check_memory()
-    name = launching.resolve(call.backend, "q", call.q, ARCHS)
-    if launching.on_host(call.q):
-        call.check_values()
-    if call.q.numel() == 0:
-        return
-    if call.most == 0 or call.pool_rows[0] == 0:
-        call = call._replace(pool=None, index=None, first=None, count=None)
-    if call.window_most == 0 or call.pool_rows[1] == 0:
-        call = call._replace(rows=None, window_first=None, window_count=None)
-    if call.pool is None and call.rows is None:
-        call.o.zero_()
-        call.lse.fill_(-float("inf"))
-        if not call.normalise:
-            call.lse[..., 1].zero_()
-    elif name == "reference":
-        _reference(call)
-    else:
-        _launch(name, call)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_NAMES = {name: f"entries.{name}" for name in ("pool", "index", "first", "count")}
-_NAMES |= {"rows": "window.pool", "window_first": "window.first", "window_count": "window.count"}
-_NAMES |= {"cos": "rope[0]", "sin": "rope[1]"}
-_fmha = launching.custom_op("dsv4::fmha", _run, mutates_args=("o", "lse", "workspace"), names=_NAMES, schema=SCHEMA)
-_fmha.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernels, or ask the oracle."""
+        self.check_memory()
+        if self.q.numel() == 0:
+            return
+        call = self
+        if call.entries is not None and 0 in (call.entries.most, call.entries.rows):
+            call = call._replace(entries=None, index=None)
+        if call.window is not None and 0 in (call.window.most, call.window.rows):
+            call = call._replace(window=None)
+        if not call.sources:
+            self.o.zero_()
+            self.lse.fill_(-float("inf"))
+            if not self.normalise:
+                self.lse[..., 1].zero_()
+        else:
+            _reference(call) if backend == "reference" else _launch(backend, call)
 
 
 def _launch(name: str, call: Call) -> None:
-    """One launch, or the parts and their join."""
+    """Launch once, or the splits and their combination."""
     q, o, lse, splits = call.q, call.o, call.lse, call.splits
     stream = launching.stream(name, q)
-    kind = "none" if call.pool is None else "range" if call.index is None else "index"
+    source, window = call.entries, call.window
+    kind = "none" if source is None else "range" if call.index is None else "index"
     ends = {"head_dim": q.shape[2], "dtype": DTYPES[q.dtype], "sink": call.sink is not None}
-    ends["inverse_rope"] = call.cos is not None
+    ends["inverse_rope"] = call.rope is not None
     keys = {
         "entries": kind,
-        "window": call.rows is not None,
-        "fp8_entries": call.pool is not None and call.page > 0,
-        "fp8_window": call.rows is not None and call.window_page > 0,
+        "window": window is not None,
+        "fp8_entries": source is not None and source.page > 0,
+        "fp8_window": window is not None and window.page > 0,
         "cluster": call.cluster,
         "groups": call.groups is not None,
     }
-    pool, rows = ((x, page) if page else x for x, page in call.pools)
-    entries = None if call.pool is None else (pool, call.index, call.first, call.count)
-    window = None if call.rows is None else (rows, call.window_first, call.window_count)
+    pools = {name: (one.pool, one.page) if one.page else one.pool for name, one in call.sources.items()}
+    entries = None if source is None else (pools["entries"], call.index, source.first, source.count)
+    most = tuple(0 if one is None else one.most for one in (source, window))
+    span = None if window is None else (pools["window"], window.first, window.count)
     sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if not call.normalise:
         splits = 1
     groups = None if call.groups is None else call.groups.shape[0]
-    given = *q.shape[:2], call.most, call.window_most, sms, groups, keys["fp8_entries"]
+    given = *q.shape[:2], *most, sms, groups, keys["fp8_entries"]
     splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None, kind == "range")
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
-        given = q, entries, window, sink, rope, o, lse, call.scale, splits
+        given = q, entries, span, sink, rope, o, lse, call.scale, splits
         split = {"sms": sms, "tail": tail}
         launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, **split))
 
@@ -480,7 +427,7 @@ def _launch(name: str, call: Call) -> None:
 
 
 def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
-    """(o [splits, T, H, D], lse [splits, T, H]) in the workspace."""
+    """Lay o [splits, T, H, D] and lse [splits, T, H] out in the workspace."""
     (tokens, heads, depth), room = call.q.shape, splits * call.q.numel()
     needed, space = workspace_size(tokens, heads, depth, splits), call.workspace
     if space is None:
@@ -495,24 +442,22 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 
 def _reference(call: Call) -> None:
-    """The oracle in fp64, over lists of rows of both pools behind each other."""
-    pools, lists, behind = [], [], 0
-    sources = (*call.pools[0], call.index, call.first, call.count), (*call.pools[1], None, *call[6:8])
-    for table, page, index, first, count in sources:
-        if table is None:
-            continue
+    """Ask the oracle in fp64, over lists of rows of both pools, one after the other."""
+    pools, lists, rows = [], [], 0
+    for name, (table, first, count, page, _) in call.sources.items():
+        index = call.index if name == "entries" else None
         if page:
             table, _ = kv_entry.gather(table, page, torch.arange(len(table) * page, device=table.device))
         longest = max(int(count.max()), 0) if index is None else index.shape[1]
         place = torch.arange(longest, device=table.device)
         numbers = first[:, None] + place if index is None else index
-        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + behind, -1))
-        # A row that nobody names may hold anything, NaN too; it must not reach a product, where 0 x NaN is NaN.
+        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + rows, -1))
+        # A row that no list names may hold anything, NaN too; it must not reach a product, where 0 x NaN is NaN.
         pools.append(torch.nan_to_num(table.double()))
-        behind += len(table)
-    rows, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
+        rows += len(table)
+    keys, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
     sink = None if call.sink is None else call.sink.double()
-    (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], rows, index, sink, call.scale)
+    (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], keys, index, sink, call.scale)
     if call.rope is not None:
         cos, sin = (x.double()[:, None] for x in call.rope)
         tail = 2 * ROPE_PAIRS

@@ -1,4 +1,4 @@
-"""What `fmha` reads keys from: pools of entries by index or in a row, gathered entries, the ring of a decode step."""
+"""Describe what `fmha` reads keys from: pools, gathered entries, rings."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Gathered(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The window of a decode step: slot = position mod S. Two small kernels turn it into `Rows`; `rows` does it once
+    """The window of a decode step: slot = position mod S. Two small kernels make `Rows` of it; `rows` does it once
     for all layers of a step.
 
     Attributes:
         rings: [B, S, D], or `Fp8Pages` of S entries, a page a request; S <= 128.
         request_ids: int32 [T], whose ring token t reads; negative: a padded row, without keys.
-        swa_lens: int32 [B], keys in each ring: min(position + 1, S), not positive: none; rings behind the last of them
+        swa_lens: int32 [B], keys in each ring: min(position + 1, S), not positive: none; rings after the last of them
             are spare.
     """
 
@@ -132,10 +132,30 @@ def _flat(name: str, pool: Tensor | Fp8Pages) -> tuple[Tensor, int]:
     return pool, 0
 
 
-def entries_of(entries: Selected | Rows | Gathered | None, q: Tensor) -> tuple:
-    """(pool, page, index, first, count, most) as the op takes them."""
+class Keys(NamedTuple):
+    """A source of keys as the op takes it: row r of a pool counts through all pages.
+
+    Attributes:
+        pool: rows [R, D], or bytes of pages. page: entries of an FP8 page; 0: the pool has rows.
+        first, count: int32 [T], a token's first row (None with an index) and rows. most: no count is larger.
+    """
+
+    pool: Tensor
+    first: Tensor | None
+    count: Tensor
+    page: int
+    most: int
+
+    @property
+    def rows(self) -> int:
+        """Of the pool, through all pages."""
+        return len(self.pool) * max(self.page, 1)
+
+
+def entries_of(entries: Selected | Rows | Gathered | None, q: Tensor) -> tuple[Keys | None, Tensor | None]:
+    """Make keys of entries, and their index."""
     if entries is None:
-        return None, 0, None, None, None, 0
+        return None, None
     if isinstance(entries, Gathered):
         if entries.kv.dim() != 3 or entries.kv.shape[0] != q.shape[0]:
             raise ArgumentError("entries.kv.shape", tuple(entries.kv.shape), f"[{q.shape[0]}, K, D]")
@@ -145,24 +165,25 @@ def entries_of(entries: Selected | Rows | Gathered | None, q: Tensor) -> tuple:
         entries = Rows(entries.kv, first, count, width)
     if isinstance(entries, Rows):
         pool, page = _flat("entries.pool", entries.pool)
-        return pool, page, None, entries.first, entries.count, _most("entries", entries.most, pool, page)
+        return Keys(pool, entries.first, entries.count, page, _most("entries", entries.most, pool, page)), None
     if entries.index.dim() != 2:
         raise ArgumentError("entries.index.shape", tuple(entries.index.shape), "[T, K]")
     width, count = entries.index.shape[1], entries.count
     if count is None:
         count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
-    return *_flat("entries.pool", entries.pool), entries.index, None, count, width
+    pool, page = _flat("entries.pool", entries.pool)
+    return Keys(pool, None, count, page, width), entries.index
 
 
-def window_of(window: Ring | Rows | None) -> tuple:
-    """(rows, page, first, count, most) as the op takes them."""
+def window_of(window: Ring | Rows | None) -> Keys | None:
+    """Make keys of a window."""
     if window is None:
-        return None, 0, None, None, 0
+        return None
     if isinstance(window, Ring):
         window = window.rows()
     pool, page = _flat("window.pool", window.pool)
     most = WINDOW if window.most is None else _most("window", window.most, pool, page)
-    return pool, page, window.first, window.count, most
+    return Keys(pool, window.first, window.count, page, most)
 
 
 def _most(name: str, given: int | None, pool: Tensor, page: int) -> int:

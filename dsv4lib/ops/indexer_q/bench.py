@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops import inputs, rope_inputs, ways
-from dsv4lib.bench.ops.case import Absent, Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers, rope_inputs
+from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row
 from dsv4lib.formats import e2m1, hadamard
 from dsv4lib.ops.indexer_q import peers
 from dsv4lib.ops.indexer_q.op import indexer_q
@@ -86,7 +86,7 @@ def _compiled(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         scale = rope_inputs.power_scale(x.abs().amax(-1, keepdim=True), 448.0, 1e-4)
         return {"codes": (x / scale).to(torch.float8_e4m3fn), "weights": w.float() * scale[..., 0] * FACTOR}
 
-    return ways.compiled(plain, "q", "weights", "positions", "cos_sin").bind(given)
+    return providers.compiled(plain, "q", "weights", "positions", "cos_sin").bind(given)
 
 
 def rows() -> list[Row]:
@@ -100,7 +100,7 @@ def rows() -> list[Row]:
             flops=0,
             given=lambda generator, t=tokens, v=variant, r=rotated: _given(generator, t, v, r),
             check=_check,
-            ways=(Way("ours", _ours), Way("torch.compile", _compiled), *peers.ways()),
+            providers=(Provider("ours", _ours), Provider("torch.compile", _compiled), *peers.providers()),
             goal=GOAL if tokens == inputs.PREFILL else None,
         )
         for variant, rotated in KINDS

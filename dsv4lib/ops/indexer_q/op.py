@@ -1,4 +1,4 @@
-"""Queries of the lightning indexer as its scoring kernels read them, from their projection, as a torch op.
+"""Rotate and quantise queries of the lightning indexer, as a torch op.
 
     x = rope(q[t, h]) H / sqrt(128)                               fp32; H only with ``hadamard``, and keys alike
     "fp8": codes E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of a head; weights' = weights (128 H)^-0.5 s
@@ -10,7 +10,7 @@ does not have makes its heads NaN. The oracles are `dsv4lib.reference.rope` and 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from dsv4lib.formats import fp8_block, mxfp4, ue8m0
 from dsv4lib.formats import hadamard as hadamard_format
 from dsv4lib.formats.indexer_key import DIM
 from dsv4lib.ops.common import launching, rotary
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.indexer_q import arguments
 from dsv4lib.ops.indexer_q.arguments import SCALES
@@ -84,12 +85,12 @@ def indexer_q(
             torch.empty(*lead, SCALES, dtype=u8, device=q.device) if variant == "fp4" else None,
             torch.empty(lead, dtype=torch.float32, device=q.device),
         )
-    _op(q, weights, positions, cos_sin, *out, variant, hadamard, backend)
+    Call.op(q, weights, positions, cos_sin, out, variant, hadamard, backend)
     return out
 
 
 def shape_of(tokens: int, heads: int, fp4: bool, hadamard: bool) -> dict[str, int]:
-    """How heads are spread, as an H200 likes it: few over many warps; many in rounds, a token's 64 heads a CTA."""
+    """Choose how heads are spread: few over many warps; many in rounds."""
     if tokens * heads <= 32768:
         lanes, passes, warps, rounds = 8, 1, 4, 1
     elif fp4:
@@ -99,78 +100,57 @@ def shape_of(tokens: int, heads: int, fp4: bool, hadamard: bool) -> dict[str, in
     return {"lanes": lanes, "passes": passes, "warps": warps, "rounds": rounds}
 
 
+@op("indexer_q", mutates=("out",))
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `indexer_q`."""
 
     q: Tensor
     weights: Tensor
     positions: Tensor | None
     cos_sin: Tensor
-    codes: Tensor
-    scales: Tensor | None
-    out: Tensor
+    out: IndexerQueries
     variant: str
     hadamard: bool
     backend: str
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `indexer_q`.
-        """
+        """Check types, shapes and devices."""
         if self.q.dim() != 3:
             raise ArgumentError("q.shape", tuple(self.q.shape), f"[T, H, {DIM}]")
         if self.variant not in FORMATS:
             raise ArgumentError("variant", self.variant, "one of " + ", ".join(FORMATS))
         if self.weights.dtype not in DTYPES:
             raise ArgumentError("weights.dtype", self.weights.dtype, "bf16 or fp32")
-        if (self.scales is None) != (self.variant == "fp8"):
-            raise ArgumentError("out.scales", self.scales, "None for fp8, a tensor for fp4")
+        if (self.out.scales is None) != (self.variant == "fp8"):
+            raise ArgumentError("out.scales", self.out.scales, "None for fp8, a tensor for fp4")
         u8, lead = torch.uint8, tuple(self.q.shape[:2])
         launching.check(
             {
                 "q": (self.q, torch.bfloat16, (*lead, DIM)),
                 "weights": (self.weights, self.weights.dtype, lead),
                 **rotary.wanted(len(self.q), self.positions, self.cos_sin),
-                "out.codes": (self.codes, u8, (*lead, DIM * FORMATS[self.variant].bits // 8)),
-                "out.scales": (self.scales, u8, (*lead, SCALES)),
-                "out.weights": (self.out, torch.float32, lead),
+                "out.codes": (self.out.codes, u8, (*lead, DIM * FORMATS[self.variant].bits // 8)),
+                "out.scales": (self.out.scales, u8, (*lead, SCALES)),
+                "out.weights": (self.out.weights, torch.float32, lead),
             }
         )
 
+    def check_values(self) -> None:
+        """Check positions."""
+        rotary.check_values(self.positions, self.cos_sin)
 
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.indexer_q` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "q", call.q)
-    if launching.on_host(call.q):
-        rotary.check_values(call.positions, call.cos_sin)
-    if call.q.numel() == 0:
-        return
-    if name == "reference":
-        return _reference(call)
-    settings = {"variant": call.variant, "hadamard": call.hadamard}
-    settings |= shape_of(*call.q.shape[:2], call.variant == "fp4", call.hadamard)
-    settings |= {"gathered": call.positions is not None, "weights": DTYPES[call.weights.dtype]}
-    settings["fp4_conversion"] = has_fp4_conversion(launching.arch(name))
-    launching.launch(name, IndexerQ, settings, arguments.fake_args, arguments.launch_args, *call[:7])
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_op = launching.custom_op(
-    "dsv4::indexer_q",
-    _run,
-    mutates_args=("codes", "scales", "out"),
-    names={"codes": "out.codes", "scales": "out.scales", "out": "out.weights"},
-    schema="(Tensor q, Tensor weights, Tensor? positions, Tensor cos_sin, Tensor(a!) codes, Tensor(b!)? scales, "
-    "Tensor(c!) out, str variant, bool hadamard, str backend) -> ()",
-)
-_op.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        if self.q.numel() == 0:
+            return
+        if backend == "reference":
+            return _reference(self)
+        settings = {"variant": self.variant, "hadamard": self.hadamard}
+        settings |= shape_of(*self.q.shape[:2], self.variant == "fp4", self.hadamard)
+        settings |= {"gathered": self.positions is not None, "weights": DTYPES[self.weights.dtype]}
+        settings["fp4_conversion"] = has_fp4_conversion(launching.arch(backend))
+        given = *self[:4], *self.out
+        launching.launch(backend, IndexerQ, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _reference(call: Call) -> None:
@@ -182,10 +162,10 @@ def _reference(call: Call) -> None:
     weights = call.weights.float() * (DIM * call.q.shape[1]) ** -0.5
     if call.variant == "fp4":
         q = mxfp4.quantize(x)
-        call.codes.copy_(q.packed)
-        call.scales.copy_(q.scales)
+        call.out.codes.copy_(q.packed)
+        call.out.scales.copy_(q.scales)
     else:
         q = fp8_block.quantize_activation(x)
-        call.codes.copy_(q.codes)
+        call.out.codes.copy_(q.codes)
         weights = weights * ue8m0.decode(q.scales[..., 0])
-    call.out.copy_(weights)
+    call.out.weights.copy_(weights)

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """Both of vLLM's; it takes CuTe DSL's where that is installed."""
-    return Way("vLLM Triton", partial(_vllm, dsl=False)), Way("vLLM CuTe DSL", partial(_vllm, dsl=True))
+    return Provider("vLLM Triton", partial(_vllm, dsl=False)), Provider("vLLM CuTe DSL", partial(_vllm, dsl=True))
 
 
 def _vllm(given: Given, dsl: bool) -> peers.Bound:

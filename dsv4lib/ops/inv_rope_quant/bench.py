@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops import inputs, rope_inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers, rope_inputs
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.ops.inv_rope_quant import peers
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 
@@ -30,7 +30,7 @@ def _given(generator: torch.Generator, tokens: int, heads: int) -> Given:
 
 
 def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-    """Half a step of E4M3 at the way's own scale, which may be any that neither saturates nor wastes two bits."""
+    """Half a step of E4M3 at the provider's own scale, which may be any that neither saturates nor wastes two bits."""
     want = rope_inputs.rotate(given["o"].float(), given["cos_sin"][given["positions"]], inverse=True)
     amax = want.unflatten(-1, (-1, GROUP)).abs().amax(-1).clamp_min(1e-4)
     scale = rope_inputs.scale_values(out["scales"])
@@ -62,7 +62,7 @@ def _plain(o: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> d
 
 def rows() -> list[Row]:
     """The cells of the issue's table, and decode."""
-    compiled = ways.compiled(_plain, "o", "positions", "cos_sin")
+    compiled = providers.compiled(_plain, "o", "positions", "cos_sin")
     return [
         Row(
             op="inv_rope_quant",
@@ -71,7 +71,7 @@ def rows() -> list[Row]:
             flops=0,
             given=lambda generator, t=tokens, h=heads: _given(generator, t, h),
             check=_check,
-            ways=(Way("ours", _ours), compiled, *peers.ways()),
+            providers=(Provider("ours", _ours), compiled, *peers.providers()),
             goal=GOAL if tokens == inputs.PREFILL else None,
         )
         for model, heads in MODELS.items()

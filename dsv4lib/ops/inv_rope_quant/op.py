@@ -1,6 +1,6 @@
-"""Attention's output for an FP8 grouped output projection: inverse RoPE and E4M3 1x128, as a torch op.
+"""Rotate attention's output back and quantise it: `dsv4::inv_rope_quant`.
 
-    x = o, its last 64 dims turned back by the token's angles, fp32
+    x = o, its last 64 dims rotated back by the token's angles, fp32
     codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims
 
 One launch of `dsv4::inv_rope_quant`, outputs written in place, nothing read by the host; on a GPU a position that the
@@ -25,6 +25,8 @@ pad the tokens to 128. Column-major rows start on 16 bytes, as a TMA tensor's mu
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from dsv4lib.dsl.head_rows import DIM
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.common import launching, rotary
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.inv_rope_quant import arguments
 from dsv4lib.ops.inv_rope_quant.kernel import GROUPS, LAYOUTS, InvRopeQuant
@@ -49,7 +52,7 @@ def inv_rope_quant(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Turn heads back and quantise them.
+    """Rotate heads back and quantise them.
 
     Args:
         o: bf16 [T, H, 512], heads on 16 bytes.
@@ -80,12 +83,12 @@ def inv_rope_quant(
     if layout == "swizzled" and scales.dim() != (1 if groups is None else 2):
         raise ArgumentError("out[1].shape", tuple(scales.shape), "[bytes]" if groups is None else "[groups, bytes]")
     images = scales[None] if layout == "swizzled" and groups is None else scales
-    _op(o, positions, cos_sin, codes, images, layout, backend)
+    Call.op(o, positions, cos_sin, (codes, images), layout, backend)
     return out
 
 
 def _new_scales(o: Tensor, layout: str, groups: int | None) -> Tensor:
-    """Memory for the scales of o."""
+    """Allocate the scales of o."""
     tokens, heads, _ = o.shape
     rows = -(-tokens // 4) * 4
     if layout == "colmajor":
@@ -101,84 +104,78 @@ def _new_scales(o: Tensor, layout: str, groups: int | None) -> Tensor:
 
 
 def shape_of(tokens: int, heads: int) -> dict[str, int]:
-    """Heads a warp and warps a CTA, as an H200 likes them: single heads spread widely, or several loads in flight."""
+    """Choose heads a warp and warps a CTA: few are spread widely."""
     if tokens * heads <= 4096 or heads < 16:
         return {"heads": 1, "warps": 4}
     return {"heads": 2 if tokens * heads <= 32768 else 4, "warps": 4}
 
 
-def _check(o: Tensor, positions: Tensor | None, cos_sin: Tensor, codes: Tensor, scales: Tensor, layout: str) -> None:
-    if o.dim() != 3:
-        raise ArgumentError("o.shape", tuple(o.shape), f"[T, H, {DIM}]")
-    if layout not in LAYOUTS:
-        raise ArgumentError("layout", layout, "one of " + ", ".join(LAYOUTS))
-    u8, lead = torch.uint8, tuple(o.shape[:2])
-    wanted = {
-        "rowmajor": (u8, (*lead, GROUPS)),
-        "swizzled": (u8, (None, None)),
-        "colmajor": (torch.float32, (*lead, GROUPS)),
-        "colmajor_ue8m0": (torch.int32, lead),
-    }[layout]
-    if layout == "swizzled" and scales.dim() == 2:
-        images = len(scales)
-        if not images or lead[1] % images:
-            raise ArgumentError("out[1].shape", tuple(scales.shape), f"a divisor of the {lead[1]} heads, and bytes")
-        wanted = u8, (images, scale_swizzle.swizzled_bytes(lead[0], lead[1] // images * DIM // 32))
-    launching.check(
-        {
-            "o": (o, torch.bfloat16, (*lead, DIM)),
-            **rotary.wanted(len(o), positions, cos_sin),
-            "out[0]": (codes, u8, (*lead, DIM)),
-            "out[1]": (scales, *wanted),
-        }
-    )
+@op("inv_rope_quant", mutates=("out",))
+class Call(NamedTuple):
+    """A call of `inv_rope_quant`; swizzled scales are [images, bytes]."""
 
+    o: Tensor
+    positions: Tensor | None
+    cos_sin: Tensor
+    out: tuple[Tensor, Tensor]
+    layout: str
+    backend: str
 
-def _run(
-    o: Tensor,
-    positions: Tensor | None,
-    cos_sin: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    layout: str,
-    backend: str,
-) -> None:
-    """Check, choose the back end, launch."""
-    _check(o, positions, cos_sin, codes, scales, layout)
-    name = launching.resolve(backend, "o", o)
-    if launching.on_host(o):
-        rotary.check_values(positions, cos_sin)
-    if o.numel() == 0:
-        return
-    if name == "reference":
-        cos, sin = rotary.cosines_sines(positions, cos_sin)
-        wide = o.float()
-        turned = backends.oracle("rope").rotate(wide[..., -rotary.WIDTH :], cos, -sin)
-        q = fp8_block.quantize_activation(torch.cat((wide[..., : -rotary.WIDTH], turned), -1))
-        codes.copy_(q.codes)
-        scales.copy_(_laid_out(q.scales, layout, scales))
-        return
-    settings = {**shape_of(*o.shape[:2]), "gathered": positions is not None, "layout": layout}
-    given = o, positions, cos_sin, codes, scales
-    launching.launch(name, InvRopeQuant, settings, arguments.fake_args, arguments.launch_args, *given)
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        o, layout, (codes, scales) = self.o, self.layout, self.out
+        if o.dim() != 3:
+            raise ArgumentError("o.shape", tuple(o.shape), f"[T, H, {DIM}]")
+        if layout not in LAYOUTS:
+            raise ArgumentError("layout", layout, "one of " + ", ".join(LAYOUTS))
+        u8, lead = torch.uint8, tuple(o.shape[:2])
+        wanted = {
+            "rowmajor": (u8, (*lead, GROUPS)),
+            "swizzled": (u8, (None, None)),
+            "colmajor": (torch.float32, (*lead, GROUPS)),
+            "colmajor_ue8m0": (torch.int32, lead),
+        }[layout]
+        if layout == "swizzled" and scales.dim() == 2:
+            images = len(scales)
+            if not images or lead[1] % images:
+                raise ArgumentError("out[1].shape", tuple(scales.shape), f"a divisor of the {lead[1]} heads, and bytes")
+            wanted = u8, (images, scale_swizzle.swizzled_bytes(lead[0], lead[1] // images * DIM // 32))
+        launching.check(
+            {
+                "o": (o, torch.bfloat16, (*lead, DIM)),
+                **rotary.wanted(len(o), self.positions, self.cos_sin),
+                "out[0]": (codes, u8, (*lead, DIM)),
+                "out[1]": (scales, *wanted),
+            }
+        )
+
+    def check_values(self) -> None:
+        """Check positions."""
+        rotary.check_values(self.positions, self.cos_sin)
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        o, positions, cos_sin, (codes, scales), layout, _ = self
+        if o.numel() == 0:
+            return
+        if backend == "reference":
+            cos, sin = rotary.cosines_sines(positions, cos_sin)
+            wide = o.float()
+            rotated = backends.oracle("rope").rotate(wide[..., -rotary.WIDTH :], cos, -sin)
+            q = fp8_block.quantize_activation(torch.cat((wide[..., : -rotary.WIDTH], rotated), -1))
+            codes.copy_(q.codes)
+            scales.copy_(_laid_out(q.scales, layout, scales))
+            return
+        settings = {**shape_of(*o.shape[:2]), "gathered": positions is not None, "layout": layout}
+        given = o, positions, cos_sin, codes, scales
+        launching.launch(backend, InvRopeQuant, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _laid_out(scales: Tensor, layout: str, like: Tensor) -> Tensor:
-    """UE8M0 scales [T, H, 4] in their layout, by torch."""
+    """Lay UE8M0 scales [T, H, 4] out, by torch."""
     if layout == "swizzled":
         by_group = scales.reshape(len(scales), len(like), -1).transpose(0, 1)
         return scale_swizzle.swizzle(by_group.repeat_interleave(4, -1))
     if layout == "colmajor":
         return ue8m0.decode(scales)
     return scales.contiguous().view(torch.int32)[..., 0] if layout == "colmajor_ue8m0" else scales
-
-
-_op = launching.custom_op(
-    "dsv4::inv_rope_quant",
-    _run,
-    mutates_args=("codes", "scales"),
-    names={"codes": "out[0]", "scales": "out[1]"},
-    schema="(Tensor o, Tensor? positions, Tensor cos_sin, Tensor(a!) codes, Tensor(b!) scales, str layout, "
-    "str backend) -> ()",
-)
-_op.register_fake(lambda *given: _check(*given[:-1]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Given, Way
+from dsv4lib.bench.ops.case import Given, Provider
 
 HEADS = 8  # of a group, in both models
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """vLLM's."""
-    return (Way("vLLM Triton", _vllm),)
+    return (Provider("vLLM Triton", _vllm),)
 
 
 def _vllm(given: Given) -> peers.Bound:

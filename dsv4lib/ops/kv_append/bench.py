@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.ops.kv_append.op import kv_append
 from dsv4lib.reference.cache import append_window
 
@@ -47,7 +47,9 @@ def _row(shape: str, requests: int, count: int) -> Row:
         }
 
     size = requests * (stay * 2 * 2 * DIM + 16)
-    return Row("kv_append", shape, size, 0, given, _check, (Way("ours", _ours), Way("torch.compile", _compiled)))
+    return Row(
+        "kv_append", shape, size, 0, given, _check, (Provider("ours", _ours), Provider("torch.compile", _compiled))
+    )
 
 
 def _check(given: Given, outputs: Mapping[str, Tensor]) -> None:
@@ -64,7 +66,7 @@ def _ours(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
 
 
 def _put(kv: Tensor, ring: Tensor, requests: Tensor, kept: Tensor) -> None:
-    """In torch, in place, told which rows stay."""
+    """Write in place with torch, given which rows stay."""
     row, _, start, place = requests[torch.searchsorted(requests[:, 0].contiguous(), kept, right=True) - 1].unbind(1)
     ring[place, (start + kept - row) % WINDOW] = kv[kept]
 
@@ -82,5 +84,5 @@ def _compiled(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
         _put(kv, ring, requests, kept)
         return {}
 
-    call, _ = ways.compiled(put, "kv", "requests", "kept").bind(given)
+    call, _ = providers.compiled(put, "kv", "requests", "kept").bind(given)
     return call, {"ring": ring}

@@ -1,4 +1,4 @@
-"""KV rows of new tokens into the rings of the attention window, as a torch op: `dsv4::kv_append`.
+"""Store KV rows of new tokens in rings of the window: the op `dsv4::kv_append`.
 
     kv_append(kv, ring, plan(offsets, starts, places))               bf16 rings, for `ops.fmha.Ring`
 
@@ -8,12 +8,15 @@ One launch for any mixture of chunks, in place, nothing read by the host. Entrie
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.ops.common import launching
 from dsv4lib.ops.common.requests import check_values, used_of
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.kv_append import arguments
 from dsv4lib.ops.kv_append.kernel import DIM, KvAppend
@@ -21,7 +24,9 @@ from dsv4lib.ops.kv_append.kernel import DIM, KvAppend
 
 @typed
 def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "auto") -> None:
-    """Store the last ``window`` rows of every request, position p at slot p mod window of its ring.
+    """Store the last ``window`` rows of every request in its ring.
+
+    Position p is at slot p mod window.
 
     Args:
         kv: bf16 ``[T, 512]``, rows on 16 bytes.
@@ -34,42 +39,43 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
         BackendUnavailable: the back end cannot run here.
     """
-    _op(kv, ring, requests, backend)
+    Call.op(kv, ring, requests, backend)
 
 
 def settings_for(tokens: int, requests: int, window: int) -> dict[str, int | bool]:
-    """Of the kernel: by slots where the batch has more rows than the rings of its requests, most are not kept then."""
+    """Choose the kernel: by slots where a batch has more rows than its rings."""
     return {"window": window, "by_slot": tokens > requests * window}
 
 
-def _check(kv: Tensor, ring: Tensor, requests: Tensor) -> None:
-    bf16 = torch.bfloat16
-    wanted = {"kv": (kv, bf16, (None, DIM)), "ring": (ring, bf16, (None, None, DIM))}
-    launching.check(wanted | {"requests": (requests, torch.int32, (None, 4))})
+@op("kv_append", mutates=("ring",))
+class Call(NamedTuple):
+    """A call of `kv_append`."""
 
+    kv: Tensor
+    ring: Tensor
+    requests: Tensor
+    backend: str
 
-def _run(kv: Tensor, ring: Tensor, requests: Tensor, backend: str) -> None:
-    """Check, choose the back end, launch."""
-    _check(kv, ring, requests)
-    name = launching.resolve(backend, "kv", kv)
-    if launching.on_host(kv):
-        check_values(requests, len(kv), len(ring))
-    if 0 in (len(kv), ring.numel(), len(requests)):
-        return
-    if name != "reference":
-        settings, given = settings_for(len(kv), len(requests), ring.shape[1]), (kv, ring, requests)
-        return launching.launch(name, KvAppend, settings, arguments.fake_args, arguments.launch_args, *given)
-    for row, count, start, place in used_of(requests).tolist():
-        own = slice(place, place + 1)
-        oracle = backends.oracle("cache").append_window
-        ring[own] = oracle(ring[own], kv[None, row : row + count], start)[2]
-    return None
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        bf16 = torch.bfloat16
+        wanted = {"kv": (self.kv, bf16, (None, DIM)), "ring": (self.ring, bf16, (None, None, DIM))}
+        launching.check(wanted | {"requests": (self.requests, torch.int32, (None, 4))})
 
+    def check_values(self) -> None:
+        """Check the table of requests."""
+        check_values(self.requests, len(self.kv), len(self.ring))
 
-_op = launching.custom_op(
-    "dsv4::kv_append",
-    _run,
-    mutates_args=("ring",),
-    schema="(Tensor kv, Tensor(a!) ring, Tensor requests, str backend) -> ()",
-)
-_op.register_fake(lambda kv, ring, requests, backend: _check(kv, ring, requests))
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        kv, ring, requests, _ = self
+        if 0 in (len(kv), ring.numel(), len(requests)):
+            return None
+        if backend != "reference":
+            settings, args = settings_for(len(kv), len(requests), ring.shape[1]), arguments.launch_args
+            return launching.launch(backend, KvAppend, settings, arguments.fake_args, args, *self[:3])
+        for row, count, start, place in used_of(requests).tolist():
+            own = slice(place, place + 1)
+            oracle = backends.oracle("cache").append_window
+            ring[own] = oracle(ring[own], kv[None, row : row + count], start)[2]
+        return None

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops.case import Given, Row, Way
-from dsv4lib.bench.ops.ways import compiled, in_place
+from dsv4lib.bench.ops.case import Given, Provider, Row
+from dsv4lib.bench.ops.providers import compiled, in_place
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.kv_gather.op import kv_gather
 
@@ -59,7 +59,7 @@ def _ours(given: Given, out: Mapping[str, torch.Tensor]) -> None:
     kv_gather(given["pages"], given["page_size"], given["indices"], out=out["kv"])
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """Ours, and what torch.compile makes of it; no public kernel gathers this layout to dense rows."""
     return in_place("ours", _outputs, _ours), compiled(_plain, "pages", "indices")
 
@@ -73,5 +73,5 @@ def rows() -> list[Row]:
             read = (count - count // 8) * kv_entry.LAYOUT.entry_bytes
             make = functools.partial(given, tokens, selected)
             size = read + 4 * count + 1024 * count
-            out.append(Row("kv_gather", f"{name} K {selected} T {tokens}", size, 0, make, check, ways()))
+            out.append(Row("kv_gather", f"{name} K {selected} T {tokens}", size, 0, make, check, providers()))
     return out

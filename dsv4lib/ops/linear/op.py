@@ -1,4 +1,4 @@
-"""Linear layers over quantised weights as a torch op: dense NVFP4, MXFP8 (DSV4's FP8), W4A8 and bf16 ones.
+"""Apply linear layers over NVFP4, MXFP8 (DSV4's FP8), W4A8 or bf16 weights.
 
     y = alpha * (x @ W^T)                                          [T, N]; or of G groups side by side, [G, T, N]
     h = silu(min(g, limit)) * clip(u, -limit, limit)               swiglu: the shared expert's first GEMM
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block, scale_swizzle
 from dsv4lib.ops.common import compile_cache, launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.linear.sm100 import Linear
@@ -45,11 +47,11 @@ def linear(
     out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
-    """A linear layer, or G of them on G inputs.
+    """Apply a linear layer, or G of them on G inputs.
 
     Args:
         x: [T, K] or [G, T, K], rows on 16 bytes and at any distance. Scales: one image, or [G, bytes].
-        w: [N, K] or [G, N, K]; with ``swiglu`` rows of gate and up by turns of 8.
+        w: [N, K] or [G, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; see `mxfp8_of` for FP8 in larger tiles.
         alpha: fp32 [G] (G = 1 for one), product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of
             up.
@@ -72,12 +74,15 @@ def linear(
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[T, K], [N, K] or both with [G, ..]")
     if out is None:
         out = moe_gemm.new_output(x.codes, w.codes.shape[-2] // (2 if swiglu else 1), out_format)
-    _linear(*x, *w, alpha, alpha_up, *out, out_global, mode, out_format, swiglu, limit, backend)
+    tensors = x.codes, w.codes, out.codes, x.scales, w.scales, alpha, alpha_up, out.scales, out_global, limit
+    Call.op(*tensors, mode, out_format, swiglu, backend)
     return out
 
 
 def mxfp8_of(codes: Tensor, scales: Tensor) -> Operand:
-    """FP8 with E8M0 scales of larger tiles as an operand of mode "mxfp8": the same numbers, each scale repeated.
+    """Make FP8 with E8M0 scales of larger tiles an operand of mode "mxfp8".
+
+    Each scale is repeated.
 
     Args:
         codes: E4M3 bytes [.., R, K], K a multiple of 128.
@@ -95,62 +100,35 @@ def mxfp8_of(codes: Tensor, scales: Tensor) -> Operand:
 
 
 def warm_up(wanted: Iterable[dict[str, Any]], tokens: Iterable[int] = TILES) -> dict[str, float]:
-    """`moe_gemm.warm_up` for calls of `linear` with about so many ``tokens``."""
+    """Do `moe_gemm.warm_up` for calls of `linear` with about so many ``tokens``."""
     return moe_gemm.warm_up(wanted, tokens, Linear)
 
 
 # ------------------------------------------------------------------- the op
 
-SCHEMA = (
-    "(Tensor x, Tensor? x_scales, Tensor w, Tensor? w_scales, Tensor? alpha, Tensor? alpha_up, Tensor(a!) out, "
-    "Tensor(b!)? out_scales, Tensor? out_global, str formats, str out_format, bool swiglu, float limit, "
-    "str backend) -> ()"
-)
 
+@op("linear", mutates=("out", "out_scales"), names={"formats": "mode"}, archs=ARCHS)
+@dataclass(kw_only=True)
+class Call(arguments.Gemm):
+    """A call of `linear`, with or without a dimension of groups."""
 
-class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
-
-    x: Tensor
-    x_scales: Tensor | None
-    w: Tensor
-    w_scales: Tensor | None
-    alpha: Tensor | None
-    alpha_up: Tensor | None
-    out: Tensor
-    out_scales: Tensor | None
-    out_global: Tensor | None
     formats: str  # `mode`: torch.compile has an argument of that name
     out_format: str
     swiglu: bool
-    limit: float
     backend: str
 
-    def named(self) -> dict[str, Tensor | None]:
-        """The tensors."""
-        return dict(zip(self._fields[:9], self[:9], strict=True))
+    def check(self) -> None:
+        """Check devices; `arguments.launch_args` checks the rest."""
+        moe_gemm.check_devices(vars(self))
 
-    def grouped(self) -> Call:
-        """With a dimension of groups."""
-        if self.x.dim() == 3:
-            return self
-        names = "x", "x_scales", "w", "w_scales", "out", "out_scales"
-        return self._replace(**{name: x[None] for name in names if (x := getattr(self, name)) is not None})
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        names = ("x", "x_scales", "w", "w_scales", "out", "out_scales") if self.x.dim() == 2 else ()
+        launch(replace(self, **{n: x[None] for n in names if (x := getattr(self, n)) is not None}), backend)
 
 
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.linear` does."""
-    launch(Call(*given).grouped())
-
-
-def launch(call: Call) -> None:
-    """Check, choose the back end, launch.
-
-    Args:
-        call: with a dimension of groups.
-    """
-    name = launching.resolve(call.backend, "x", call.x, ARCHS)
-    moe_gemm.check_devices(call.named())
+def launch(call: Call, backend: str) -> None:
+    """Check and launch a call with a dimension of groups."""
     (groups, tokens, _), features = call.x.shape, call.w.shape[1]
     tile_n, ctas = tile_of(tokens, features)
     flags = {"swiglu": call.swiglu, "alpha": call.alpha is not None}
@@ -158,31 +136,25 @@ def launch(call: Call) -> None:
     plan = Linear(**settings)
     if not tokens:
         return
-    if call.x.device.type == "cpu":
+    if launching.on_host(call.x):
         moe_gemm.check_global(call.out_global)
-    tensors = arguments.Call(**call.named(), limit=call.limit)
-    if name == "reference":
-        arguments.launch_args(plan, tensors, 1)  # checks: what one back end takes all take
+    if backend == "reference":
+        arguments.launch_args(plan, call, 1)  # checks: what one back end takes all take
         _reference(call)
         return
-    count = launching.sm_count(call.x.device) if name == "native" else SM_COUNT
+    count = launching.sm_count(call.x.device) if backend == "native" else SM_COUNT
     tiles = groups * math.ceil(tokens / tile_n) * math.ceil(features / plan.pair_m)
     grid = max(1, min(tiles, count // ctas))
-    given = arguments.launch_args(
-        plan, tensors, grid, launching.stream(name, call.x)
-    )  # what is refused is not compiled
-    _, code = compile_cache.default().get(Linear, settings, arguments.fake_args, launching.arch(name, ARCHS))
-    launching.enqueue(name, code, given)
+    given = arguments.launch_args(plan, call, grid, launching.stream(backend, call.x))  # refused: not compiled
+    _, code = compile_cache.default().get(Linear, settings, arguments.fake_args, launching.arch(backend, ARCHS))
+    launching.enqueue(backend, code, given)
 
 
 def _reference(call: Call) -> None:
-    """The oracle in fp64."""
-    x, w = (moe_gemm.numbers(*call[at : at + 2], call.formats, at > 0) for at in (0, 2))
+    """Ask the oracle in fp64."""
+    x = moe_gemm.numbers(call.x, call.x_scales, call.formats, False)
+    w = moe_gemm.numbers(call.w, call.w_scales, call.formats, True)
     for g, y in enumerate(backends.oracle("linear").linear(x, w)):
         call.out[g], scales = moe_gemm.finished(y, call, g)
         if scales is not None:
             call.out_scales[g] = scale_swizzle.swizzle(scales)
-
-
-_linear = launching.custom_op("dsv4::linear", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
-_linear.register_fake(lambda *given: moe_gemm.check_devices(Call(*given).named()))

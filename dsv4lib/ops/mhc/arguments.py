@@ -11,7 +11,7 @@ import torch
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.mhc.config import N
-from dsv4lib.ops.mhc.kernel import Mhc
+from dsv4lib.ops.mhc.kernel import Gmem, Mhc
 
 BF16, FP32, I32, WIDE = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, 16
 
@@ -20,8 +20,8 @@ def fake_args(kernel: Mhc) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake = Fakes()
     before = (fake(BF16, "TD", WIDE), fake(FP32, "TN", WIDE), fake(FP32, "TC", WIDE)) if kernel.post else (None,) * 3
-    ends = (None, None) if kernel.head else (fake(FP32, "TN"), fake(FP32, "TC", WIDE))
-    return (
+    after = (None, None) if kernel.head else (fake(FP32, "TN"), fake(FP32, "TC", WIDE))
+    gmem = Gmem(
         fake(BF16, "TZ", WIDE),
         *before,
         fake(FP32, "VZ", WIDE),
@@ -30,14 +30,10 @@ def fake_args(kernel: Mhc) -> tuple:
         fake(FP32, "D", WIDE),
         fake(BF16, "TZ", WIDE) if kernel.keep else None,
         fake(BF16, "TD", WIDE),
-        *ends,
-        *([fake(FP32, "W", WIDE)] if kernel.meets else []),
-        I32(1),
-        I32(1),
-        FP32(1.0),
-        FP32(1.0),
-        cuda.CUstream(0),
+        *after,
+        fake(FP32, "W", WIDE) if kernel.space(1) else None,
     )
+    return gmem, I32(1), I32(1), FP32(1.0), FP32(1.0), cuda.CUstream(0)
 
 
 def launch_args(
@@ -63,7 +59,7 @@ def launch_args(
         after: (streams or None, y [T, d] bf16, post, comb, or None with ``kernel.head``).
         rows, clusters, hc_eps, rms_eps: as in `Mhc.__call__`.
         stream: a handle.
-        space: fp32 [W], zeros, with ``kernel.meets``: `kernel.space` of ``clusters`` or more.
+        space: fp32 [W], zeros: `kernel.space` of ``clusters`` or more, where that is not 0.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
@@ -82,14 +78,14 @@ def launch_args(
     if kernel.once and rows * clusters < tokens:
         raise ArgumentError("clusters", clusters, f"{-(-tokens // rows)}: a cluster has one tile")
     values, wide = kernel.values, N * kernel.d
-    if kernel.meets and (space is None or space.numel() < kernel.space(clusters)):
+    if kernel.space(clusters) and (space is None or space.numel() < kernel.space(clusters)):
         given = None if space is None else f"{space.numel()} floats"
         raise ArgumentError("space", given, f"at least {kernel.space(clusters)} floats, zeros")
 
     def optional(name: str, dtype: Any, shape: tuple, align: int) -> Any:
         return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
 
-    return (
+    gmem = Gmem(
         wrap("streams", flat("streams", streams), BF16, (None, wide), WIDE),
         optional("f", BF16, (tokens, kernel.d), WIDE),
         optional("post", FP32, (tokens, N), WIDE),
@@ -102,13 +98,9 @@ def launch_args(
         wrap("out: y", y, BF16, (tokens, kernel.d), WIDE),
         optional("out: post", FP32, (tokens, N), 0),
         optional("out: comb", FP32, (tokens, N * N), WIDE),
-        *([wrap("space", space, FP32, (None,), WIDE)] if kernel.meets else []),
-        I32(rows),
-        I32(clusters),
-        FP32(hc_eps),
-        FP32(rms_eps),
-        cuda.CUstream(stream),
+        wrap("space", space, FP32, (None,), WIDE) if kernel.space(clusters) else None,
     )
+    return gmem, I32(rows), I32(clusters), FP32(hc_eps), FP32(rms_eps), cuda.CUstream(stream)
 
 
 def flat(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stands the form of the kernel that the op does not choose, "ours, plain" or "ours, bulk"
-(`kernels.mhc.forms`).
+Beside "ours" stands the form of the kernel that the op does not choose, "ours, few_tokens" or "ours,
+many_tokens" (`ops.mhc.variants`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
-from dsv4lib.bench.ops.ways import Outputs, compiled, in_place
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
+from dsv4lib.bench.ops.providers import Outputs, compiled, in_place
 from dsv4lib.ops.mhc import peers
 from dsv4lib.ops.mhc.variants import Form, form_of, forms
 from dsv4lib.reference import mhc as oracle
@@ -105,12 +105,15 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
 
 
 def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
-    """What the plain form makes of streams that are written back already."""
+    """What few_tokens makes of streams that are written back already."""
     from dsv4lib.ops.mhc.op import Call, run
 
     out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
-    run(Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend), Form.PLAIN)
+    run(
+        Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend),
+        Form.FEW_TOKENS,
+    )
     return out
 
 
@@ -123,7 +126,7 @@ def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
     return write
 
 
-def _forms(tokens: int, d: int) -> tuple[Way, ...]:
+def _forms(tokens: int, d: int) -> tuple[Provider, ...]:
     """Ours in the forms that fit and that the op does not choose for this many tokens."""
     others = [form for form in forms(d) if form != form_of(tokens, d)]
     return tuple(in_place(f"ours, {form.value}", _outputs, _in_form(form)) for form in others)
@@ -145,7 +148,7 @@ def _goal(tokens: int) -> float | None:
 def rows() -> list[Row]:
     """Flash and Pro, decode and 4096 tokens."""
     names = ("streams", "f", "post", "comb", "fn", "scale", "base", "weight")
-    ours, others = Way("ours", _ours), (compiled(_plain, *names), *peers.ways())
+    ours, others = Provider("ours", _ours), (compiled(_plain, *names), *peers.providers())
     return [
         Row(
             op="mhc",
@@ -154,7 +157,7 @@ def rows() -> list[Row]:
             flops=tokens * 2 * d * (N * WIDTH + N * (N + 1) + N),
             given=partial(make, tokens, d),
             check=check,
-            ways=(ours, *_forms(tokens, d), *others),
+            providers=(ours, *_forms(tokens, d), *others),
             goal=_goal(tokens) if model == "Flash" or tokens == 4096 else None,
         )
         for model, d in MODELS

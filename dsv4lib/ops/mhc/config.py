@@ -1,4 +1,4 @@
-"""Sizes of the mHC kernel, derived from its settings and checked."""
+"""Derive the sizes of the mHC kernels from their settings and check them."""
 
 from __future__ import annotations
 
@@ -6,49 +6,115 @@ from dsv4lib.dsl.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 from dsv4lib.errors import ConfigError
 
 N = 4  # streams
-TILE = 16  # tokens of an MMA
 LANES = 32
 COLUMNS = 8  # of a lane: 16 bytes of a row
 WORDS = COLUMNS // 2
 UNIT = 32  # columns of a warp: 4 lanes side by side
-ROWS_N = 8  # outputs of an MMA
-OWNED = N + N * N  # sums that only the CTA that owns the token needs: post and comb
-COEFFICIENTS = N + N * N  # of the site before, a token
+ROWS_N = 8  # N of an MMA: outputs, or tokens
+COEFFICIENTS = N + N * N  # a token's post and comb
+
+# few_tokens
 MAX_WARPS = 14  # columns of a CTA over 32: d 7168 on 16 CTAs
-PARTS = 4  # threads that send to all CTAs
-IN_FLIGHT = 4  # tiles of `bulk` whose sums or weights may be on their way
-MIX = 4  # floats that a token's mixture needs: pre / rms
-BULK_WARPS = 8  # with four more, 168 registers a thread
-GROUP_WARPS = 24  # workers of the plain form in groups; with one more, 72 registers
-GROUPS = 3  # of eight tokens, at most
-INPUTS = N + 1  # of a write-back
-RING = 8  # tiles whose sums or weights have room in global memory
+GROUPS, GROUP_WARPS = 3, 24  # groups of eight tokens; their warps: with one more, 72 registers a thread
+
+# many_tokens
+TILE = 16  # tokens: M of an MMA
+MANY_WARPS = 8  # workers; with four more warps, 168 registers a thread
+IN_FLIGHT = 4  # tiles whose sums or pre may be on their way
+RING = 8  # tiles that have slots in the workspace
+MIX_FOURS = 4  # of 16 bytes a token: sums of pre, of products of streams, of squares
+INPUTS = N + 1  # of a write-back: four streams and f
+LIMBS = 3  # bf16 that add up to fp32
 ROW_BYTES = 2 * UNIT  # of a token's stream, or of f, in a warp's stage
-PIECES = 16 * N  # words of a token's coefficients: three parts (and nothing), pairs of 8 inputs, streams
-FOURS = 4  # of 16 bytes that `bulk` sums up before its mixture, a token: pre, products of streams, squares
+COEFFICIENT_WORDS = 16 * N  # a token: three limbs (and nothing), pairs of 8 inputs, streams
 
 
 class Config:
-    """Settings of a kernel, and what follows from them.
+    """Hold the settings of both kernels and what follows from them.
 
     Args:
         d: columns of a stream, a multiple of 32 ``cluster``.
-        cluster: CTAs that share a token: 4, 8 or 16.
+        cluster: CTAs that share a token, one of `sizes`.
         post: write the sublayer's output back first; else the streams are taken as they are.
         head: collapse before the head: 4 coefficients, no post, no comb.
         keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
         iters: Sinkhorn row/column pairs.
-        groups: of warps, each with eight tokens of a tile; of the plain form alone, as `once`.
-        once: a cluster has one tile, which is less code.
 
     Raises:
         ConfigError: a value that is not allowed, or too much shared memory.
     """
 
     name = "Mhc"
-    streaming = False  # whether the mixture lags behind the projection
-    sizes = 4, 8, 16  # of a cluster
-    meets = False  # whether its CTAs meet in global memory
+    held_align = 64  # bytes
+    sizes: tuple[int, ...] = (4, 8, 16)  # of a cluster
+
+    def __init__(
+        self,
+        d: int = 4096,
+        cluster: int = 16,
+        post: bool = True,
+        head: bool = False,
+        keep: bool = True,
+        iters: int = 20,
+    ):
+        if cluster not in self.sizes:
+            raise ConfigError("cluster", cluster, f"one of {self.sizes}")
+        most = UNIT * cluster * MAX_WARPS
+        if d <= 0 or d % (UNIT * cluster) or d > most:
+            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
+        if iters < 1:
+            raise ConfigError("iters", iters, "at least 1")
+        if not (keep or head):
+            raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
+        self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
+        self.keep = keep and post
+        self.columns = d // cluster  # of a CTA
+        self.warps = self.columns // UNIT
+        self.coefficients = 0 if head else COEFFICIENTS  # sums that only the CTA that owns the token needs
+        self.values = N + self.coefficients  # rows of fn
+        self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
+        self.derive()
+        if self.smem_bytes > SMEM_LIMIT:
+            used = f"{self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
+            raise ConfigError("cluster", cluster, f"more CTAs: {used}")
+
+    def derive(self) -> None:
+        """Derive the sizes of a variant."""
+
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        return {}
+
+    @property
+    def smem_bytes(self) -> int:
+        """Return the bytes of shared memory of a launch."""
+        return whole_atoms(sum(row.used for row in self.budget()))
+
+    def budget(self) -> list[BudgetRow]:
+        """List what lies in shared memory, with its limit."""
+        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, (floats, why) in self.floats().items()]
+
+    def space(self, groups: int) -> int:
+        """Return the floats of a workspace for so many groups of CTAs."""
+        return 0
+
+    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
+        return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *self.options()])})"
+
+    def options(self) -> list[str]:
+        """Name settings for the kernel's symbol."""
+        return [name for name in ("post", "head", "keep") if vars(self)[name]]
+
+
+class FewConfig(Config):
+    """Hold the settings of `few_tokens.MhcFewTokens`: as `Config`, and groups and once.
+
+    Args:
+        groups: of warps, each with eight tokens of a tile.
+        once: a cluster has one tile, which is less code.
+    """
+
+    name = "MhcFewTokens"
 
     def __init__(
         self,
@@ -61,127 +127,89 @@ class Config:
         groups: int = 1,
         once: bool = False,
     ):
-        if cluster not in self.sizes:
-            raise ConfigError("cluster", cluster, f"one of {self.sizes}")
-        most = UNIT * cluster * MAX_WARPS
-        if d <= 0 or d % (UNIT * cluster) or d > most:
-            raise ConfigError("d", d, f"a multiple of {UNIT * cluster}, at most {most}")
-        if iters < 1:
-            raise ConfigError("iters", iters, "at least 1")
-        if not (keep or head):
-            raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
-        self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
-        self.keep, self.groups, self.once = keep and post, groups, once
+        self.groups, self.once = groups, once
+        super().__init__(d, cluster, post, head, keep, iters)
 
-        # Work of a CTA: a slice of the columns, a warp 32 of them
-        self.columns = d // cluster
-        self.warps = self.columns // UNIT
+    def derive(self) -> None:
+        """Derive sizes."""
+        groups = self.groups
         if not 1 <= groups <= max(1, min(GROUPS, GROUP_WARPS // self.warps)):
             raise ConfigError("groups", groups, f"at most {GROUPS}, and {GROUP_WARPS} warps")
-        self.workers = LANES * self.warps * groups
+        self.tile = ROWS_N * groups  # tokens
+        self.owned_tokens = -(-self.tile // self.cluster)  # tokens of a tile that a CTA owns
+        self.workers = LANES * self.warps * groups  # threads
         self.threads = self.workers + LANES
-        self.values = N if head else N + OWNED
-        self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
-        self.tile = TILE if self.streaming else ROWS_N * groups
-        self.eights = self.tile // ROWS_N
-        self.slots = -(-self.tile // cluster)  # tokens of a tile that a CTA owns
-
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
-        self.fn_pitch = N * self.columns + 4
-        self.sum_pitch = ROWS_N * self.tiles + 4
-        if self.streaming:
-            self.sum_pitch = 4 * FOURS + (4 if head else OWNED)
-        self.pre_pitch = N * cluster + 4
+        self.fn_pitch, self.sum_pitch = N * self.columns + 4, ROWS_N * self.tiles + 4
+        self.pre_pitch = N * self.cluster + 4
 
-        # Shared memory in floats
-        self.barriers = 4 + N
-        plain, streaming = int(not self.streaming), int(self.streaming)
-        self.fn_floats = self.values * self.fn_pitch
-        self.sum_floats = self.warps * self.tile * self.sum_pitch
-        self.coefficient_floats = 2 * self.tile * COEFFICIENTS
-        self.pre_floats = plain * 2 * self.tile * self.pre_pitch  # two tiles each
-        self.square_floats = self.mixed_floats = plain * 2 * cluster * self.tile
-        self.mine_floats = plain * 2 * self.warps * self.tile
-        self.owned_floats = plain * 2 * self.slots * cluster * OWNED
-        self.mix_floats = streaming * IN_FLIGHT * self.tile * MIX
-        self.held_floats = plain * self.workers * (N + 1) * WORDS  # 16 bytes of each stream and of f
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ConfigError(
-                "cluster", cluster, f"more CTAs: {self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
-            )
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory that the launch asks for."""
-        return whole_atoms(sum(row.used for row in self.budget()))
-
-    def budget(self) -> list[BudgetRow]:
-        """What lies in shared memory."""
-        rows = (
-            ("fn", self.fn_floats, f"{self.values} rows"),
-            ("sums of warps", self.sum_floats, f"{self.warps} warps, {self.tile} tokens, {self.sum_pitch}"),
-            ("pre for all", self.pre_floats, f"2 tiles of {self.tile} tokens, {N} sums of {self.cluster} CTAs"),
-            ("squares for all", self.square_floats, f"2 tiles of {self.tile} tokens of {self.cluster} CTAs"),
-            (
-                "sums of owned tokens",
-                self.owned_floats,
-                f"2 tiles of {self.slots} tokens, {OWNED} sums of {self.cluster} CTAs",
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        tile, ctas = f"{self.tile} tokens", f"{self.cluster} CTAs"
+        tokens = 2 * self.tile
+        return {
+            "fn": (self.values * self.fn_pitch, f"{self.values} rows"),
+            "held": (self.workers * (N + 1) * WORDS, f"{self.workers} lanes, 16 B of each stream and f"),
+            "sums": (self.warps * self.tile * self.sum_pitch, f"{self.warps} warps, {tile}"),
+            "pre": (tokens * self.pre_pitch, f"2 tiles of {tile}, {N} sums of {ctas}"),
+            "squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of X'"),
+            "owned": (
+                2 * self.owned_tokens * self.cluster * COEFFICIENTS,
+                f"2 tiles of {self.owned_tokens} tokens, {ctas}",
             ),
-            (
-                "squares of x",
-                self.mixed_floats + self.mine_floats,
-                f"2 tiles of {self.tile} tokens of {self.cluster} CTAs; 2 of {self.warps} warps",
-            ),
-            ("pre and norms", self.mix_floats, f"{IN_FLIGHT} tiles of {self.tile} tokens, {MIX}"),
-            ("streams", self.held_floats, f"{self.workers} lanes, {self.held_floats // self.workers} words"),
-            ("coefficients", self.coefficient_floats, f"2 tiles of {self.tile} tokens"),
-            ("barriers", 2 * self.barriers, f"{self.barriers} of 8 bytes"),
-        )
-        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, floats, why in rows if floats]
+            "x_squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of x"),
+            "warp_squares": (tokens * self.warps, f"{self.warps} warps, {tile}: of X', of x"),
+            "coefficients": (tokens * COEFFICIENTS, f"2 tiles of {tile}"),
+            "barriers": (2 * (N + 4), f"{N + 4} of 8 bytes"),
+        }
 
-    def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        options = [name for name in ("post", "head", "keep") if vars(self)[name]]
-        if not self.streaming:
-            options += [f"{self.groups} groups", *(["once"] if self.once else [])]
-        return f"{self.name}({', '.join([str(self.d), f'{self.cluster}x', *options])})"
+    def options(self) -> list[str]:
+        """Name settings for the kernel's symbol."""
+        return [*super().options(), f"{self.groups} groups", *(["once"] if self.once else [])]
 
 
-class BulkConfig(Config):
-    """Settings of `MhcBulk`: as `Config`; ``cluster`` CTAs, 4 to 32, share a token, d at most 256 ``cluster``.
+class ManyConfig(Config):
+    """Hold the settings of `many_tokens.MhcManyTokens`: as `Config`; d is at most 256 ``cluster``.
 
-    They are no cluster of the hardware, but meet in global memory.
+    The 4 to 32 CTAs that share a token are no cluster of the hardware.
     """
 
-    name = "MhcBulk"
-    streaming = meets = True
+    name = "MhcManyTokens"
+    held_align = 256  # bytes: places in a stage are XORed
     sizes = 4, 8, 16, 32
+    once = False
 
-    def __init__(
-        self,
-        d: int = 4096,
-        cluster: int = 16,
-        post: bool = True,
-        head: bool = False,
-        keep: bool = True,
-        iters: int = 20,
-    ):
-        super().__init__(d, cluster, post, head, keep, iters)
-        if self.warps > BULK_WARPS:
-            raise ConfigError("d", d, f"at most {BULK_WARPS * UNIT * cluster}: two parts of fn lie in registers")
+    def derive(self) -> None:
+        """Derive sizes."""
+        if self.warps > MANY_WARPS:
+            most = MANY_WARPS * UNIT * self.cluster
+            raise ConfigError("d", self.d, f"at most {most}: two parts of fn lie in registers")
+        self.tile = TILE
+        self.owned_tokens = -(-TILE // self.cluster)  # tokens of a tile that a CTA owns
+        self.workers = LANES * self.warps
         self.threads = self.workers + 4 * LANES
-        self.fn_floats = self.workers * N * 4 * self.tiles  # the last of three parts, in pairs
-        self.coefficient_floats = 2 * TILE * PIECES
-        self.barriers = 10 + 2 * IN_FLIGHT
-        self.trace_floats = self.pre_floats = 2 * self.slots
+        self.sum_pitch = 4 * MIX_FOURS + (4 if self.head else COEFFICIENTS)
         self.stage_bytes = TILE * N * ROW_BYTES  # of a warp, or of f of four warps
         self.half_bytes = self.stage_bytes // 2  # of eight tokens
-        self.quads = -(-self.warps // N) if post else 0
+        self.f_stages = -(-self.warps // N) if self.post else 0  # a tile
         for self.lag in (3, 2, 1):  # tiles from a projection to its mixture
             self.stages = self.lag + 2
-            self.held_floats = (self.warps * self.stages + 2 * self.quads) * self.stage_bytes // 4
             if self.smem_bytes <= SMEM_LIMIT:
                 break
 
+    def floats(self) -> dict[str, tuple[int, str]]:
+        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        stages, coefficients = self.warps * self.stages + 2 * self.f_stages, 2 * TILE * COEFFICIENT_WORDS
+        return {
+            "fn": (self.workers * N * 4 * self.tiles, "the last of three limbs, in pairs"),
+            "held": (stages * self.stage_bytes // 4, f"{stages} stages of {self.stage_bytes} B"),
+            "sums": (self.warps * TILE * self.sum_pitch, f"{self.warps} warps, {TILE} tokens"),
+            "pre": (IN_FLIGHT * TILE * N, f"{IN_FLIGHT} tiles of {TILE} tokens"),
+            "coefficients": (coefficients, f"2 tiles of {TILE} tokens"),
+            "squares": (2 * self.owned_tokens, f"2 tiles of {self.owned_tokens} tokens: of X'"),
+            "barriers": (2 * (10 + 2 * IN_FLIGHT), f"{10 + 2 * IN_FLIGHT} of 8 bytes"),
+        }
+
     def space(self, groups: int) -> int:
-        """Floats of global memory in which the CTAs of so many groups meet."""
-        return groups * RING * TILE * self.cluster * (self.sum_pitch + MIX)
+        """Return the floats of a workspace for so many groups of CTAs."""
+        return groups * RING * TILE * self.cluster * (self.sum_pitch + N)

@@ -1,435 +1,521 @@
-"""The form of mHC for few tokens: short code, and nothing that waits behind something else.
+"""Compute a site boundary for few tokens, by clusters of CTAs.
 
-The streams are read once and written once. A group of warps has eight tokens, a token a lane (`config.Config.groups`):
-what the lane loads, 16 bytes a stream, is what it writes back, what MMAs read as B (tokens are N; a sum does not care
-which k comes first, so 8 consecutive columns serve as the k of four MMAs), and what it mixes. X' waits in shared memory
-in place of X.
+The streams are read once and written once. A group of warps has eight tokens, four lanes a token: what a lane loads,
+16 bytes a stream, is what it writes back, what MMAs read as B, and what it mixes. X' replaces X in shared memory.
 
-The slice of fn (24 rows) stays in shared memory for all tiles of a CTA: clusters are persistent, and fn is read from L2
-once a cluster. X' is exact in TF32, fn = hi + lo is exact to 2^-22 (hi: its first 11 bits, which is what an MMA reads
-of it; lo: the next 11): two MMAs give the products of fp32.
+    projection     tokens are N of the MMA, rows of fn M. A sum does not care which k comes first, so 8 consecutive
+                   columns of a lane serve as the k of four MMAs. X' is exact in TF32, fn = hi + lo is exact to 2^-22
+                   (hi: the 11 bits that an MMA reads of it; lo: the next 11): two MMAs give the products of fp32
+    fn             a CTA's slice (24 rows) stays in shared memory for all of its tiles
 
-    worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; the next tile's loads are
-                   on their way since mix
-    last warp      coefficients of the site before; post and comb of the tokens that this CTA owns (`coefficients`)
+    worker warps   write_back -> project -> exchange 1 -> mix -> exchange 2 -> scale; copies of the next tile are under
+                   way since mix
+    last warp      coefficients of the site before; post and comb of the tokens that this CTA owns
 
-    exchange 1     sums of a CTA's warps go to where they are needed: 4 pre and the squares to every CTA of the
-                   cluster, 20 others to the CTA that owns the token (t mod cluster); `st.async`, whose bytes an
-                   mbarrier of the receiver counts
+    exchange 1     sums of a CTA's warps: 4 pre and the squares to every CTA of the cluster, 20 others to the CTA that
+                   owns the token (t mod cluster), by `st.async`
     exchange 2     squares of x, to every CTA
 
-    barriers       fn [4] (copies of a stream); sums, squares (bytes of the exchanges); ready: the last warp has left a
-                   tile's coefficients; free: a CTA's buffers, two tiles deep, have been read
+    pipeline       producer                      consumer                 stages
+    fn             bulk copies, one a stream     workers                  4, once
+    sums           exchange 1 of all CTAs        workers, last warp       2
+    squares        exchange 2 of all CTAs        workers                  2
+    coefficients   last warp                     workers                  2
+    free           CTAs that read the buffers    workers before sending   2
 
-    SMEM (d 4096, 16 CTAs, 3 groups)   fn 98,688  streams 61,440  sums 21,504  pre 13,056  squares 7,680  owned 5,120
+    SMEM (d 4096, 16 CTAs, 3 groups)   fn 98,688  held 61,440  sums 21,504  pre 13,056  squares 3,072  owned 5,120
+                                       x squares 3,072  squares of warps 1,536  coefficients 3,840
     launch                             (cluster, clusters) CTAs of 32 (groups d / 32 cluster + 1) threads
 
-Seen on an H200 (d 4096, one token): X comes ahead of fn, whose bulk copies take 25 cycles each to issue, one after the
-other (by 16-byte copies 6.6 us instead of 6.3, with fn ahead 7.6). Code comes from memory the first time, as slowly as
-anything else: 78 KB of it took 9.1 us, 7.5 if they were near. So streams are a loop, not four copies of its body, and a
-kernel for one tile (`once`) has nothing for a second (7.6 us with it, 6.6 without).
+Limit: latency. At one token fn comes from L2 or memory once a cluster, code comes from memory once; so streams are a
+loop, not four copies of its body, and a kernel for one tile (`once`) has no code for a second.
 
 Orders of sums are fixed: k within a warp, warps, CTAs. Neither the number of tokens nor a token's place changes them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from dsv4lib.dsl.bulk import load_bulk
-from dsv4lib.ops.mhc.coefficients import LOG2_E, sigmoid
-from dsv4lib.ops.mhc.config import COLUMNS, LANES, OWNED, PARTS, ROWS_N, UNIT, WORDS, N
-from dsv4lib.ops.mhc.kernel import Mhc
-from dsv4lib.ops.mhc.words import TF32, copy_four, floats, halves, multiply, pair, send
+from dsv4lib.dsl.warp_mma import mma
+from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, LANES, ROWS_N, UNIT, WORDS, FewConfig, N
+from dsv4lib.ops.mhc.kernel import Affine, Cta, Mhc, fragment_place, sigmoid, view
+from dsv4lib.ops.mhc.ptx import copy_16_bytes, pack, send_to_cta, unpack, unpack_bits
+
+TF32 = 0xFFFFE000  # the bits that an MMA reads
+SENDERS = 4  # threads that send a token's pre to all CTAs
 
 
-class MhcPlain(Mhc):
-    """A site boundary of few tokens; see the module docstring. Settings: `config.Config`."""
+class Barriers(NamedTuple):
+    """mbarriers: in the configuration (how many, arrivals), in the kernel the address of the first.
 
-    name = "MhcPlain"
+    Attributes:
+        fn: bytes of a stream's columns of fn. sums, squares: bytes of exchanges 1 and 2.
+        coefficients: the last warp has a tile's coefficients, and has read its sums. free: all CTAs have read a buffer.
+    """
 
-    def arrivals(self) -> list[int]:
-        """How many arrivals each barrier waits for: fn, sums, squares, ready, free."""
-        return [1] * N + [1, 1, 1, self.cluster]
+    fn: Any
+    sums: Any
+    squares: Any
+    coefficients: Any
+    free: Any
+
+
+class Smem(NamedTuple):
+    """Tensors in shared memory, fp32 unless said; a leading 2 is two tiles.
+
+    Attributes:
+        fn: [values, 4 columns]. held: [4 words, 5, thread] 32-bit, streams and f of a thread.
+        sums: [warp, token, values] of this CTA. coefficients: [2, token, 20] of the site before.
+        pre: [2, token, CTA, 4]. squares: [2, token, CTA], of X'. owned: [2, owned token, CTA, 20].
+        x_squares: [2, token, CTA], of x. warp_squares: [X' or x, warp, token].
+    """
+
+    fn: cute.Tensor
+    held: cute.Tensor
+    sums: cute.Tensor
+    coefficients: cute.Tensor
+    pre: cute.Tensor
+    squares: cute.Tensor
+    owned: cute.Tensor
+    x_squares: cute.Tensor
+    warp_squares: cute.Tensor
+
+
+class Lane(NamedTuple):
+    """Work of a worker's lane.
+
+    Attributes:
+        part: 32 columns of the CTA's. group: eight tokens of the tile. t: token of the tile.
+        column: first column over 8.
+    """
+
+    part: Int32
+    group: Int32
+    t: Int32
+    column: Int32
+
+
+class MhcFewTokens(FewConfig, Mhc):
+    """Compute a site boundary by clusters; see the module docstring. Settings: `config.FewConfig`."""
+
+    in_cluster = True
+
+    @property
+    def barriers(self) -> Barriers:
+        """Return (how many, arrivals) of the mbarriers."""
+        return Barriers(fn=(N, 1), sums=(1, 1), squares=(1, 1), coefficients=(1, 1), free=(1, self.cluster))
 
     @cute.jit
-    def roles(self, warp: Int32, given: tuple, storage: Any, shared: tuple, barriers: list, place: tuple, eps: tuple):
-        """What each warp does."""
-        (mX, (mF, mPost, mComb), mFn, mScale, mBase, mWeight, (mNew, mY, mPostNew, mCombNew)) = given
-        sFn, sSums, sCoefficients = shared
-        sums, _, ready, _ = barriers[N:]
-        shape, pitch = (2, self.slots, self.cluster, OWNED), self.cluster * OWNED
-        sOwned = storage.owned.get_tensor(cute.make_layout(shape, stride=(self.slots * pitch, pitch, OWNED, 1)))
-        shape = (2, self.tile, self.cluster)
-        sSquares = storage.squares.get_tensor(cute.make_layout(shape, stride=(self.cluster * self.tile, 1, self.tile)))
+    def roles(self, cta: Cta, storage: Any, warp: Int32):
+        """Start each warp's role."""
+        tile, cluster = self.tile, self.cluster
+        by_cta = (2, tile, cluster), (cluster * tile, 1, tile)
+        held = cute.make_layout((WORDS, N + 1, self.workers), stride=(1, WORDS * self.workers, WORDS))
+        pre = tile * self.pre_pitch, self.pre_pitch, N, 1
+        smem = Smem(
+            fn=view(storage.fn, (self.values, N * self.columns), (self.fn_pitch, 1)),
+            held=cute.make_tensor(cute.recast_ptr(storage.held.data_ptr(), dtype=Uint32), held),
+            sums=view(storage.sums, (self.warps, tile, self.sum_pitch)),
+            coefficients=view(storage.coefficients, (2, tile, COEFFICIENTS)),
+            pre=view(storage.pre, (2, tile, cluster, N), pre),
+            squares=view(storage.squares, *by_cta),
+            owned=view(storage.owned, (2, self.owned_tokens, cluster, COEFFICIENTS)),
+            x_squares=view(storage.x_squares, *by_cta),
+            warp_squares=view(storage.warp_squares, (2, self.warps, tile)),
+        )
         if warp < self.workers // LANES:
-            small = sFn, sSums, sOwned, sCoefficients, sSquares, self.exchanged(storage)
-            self.work((mX, mF, mFn), (mScale, mBase, mWeight), (mNew, mY), small, barriers, place, eps)
+            self.work(cta, smem)
         else:
             cute.arch.griddepcontrol_wait()
-            lane, line = cute.arch.lane_idx(), 128 // 4  # floats
-            if lane < self.columns // line:
-                weights = cute.domain_offset((place[0] * self.columns + lane * line,), mWeight).iterator
-                cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weights])
-            small = sSquares, sOwned, sCoefficients
-            self.own(mPost, mComb, mScale, mBase, mPostNew, mCombNew, small, (sums, ready), place, eps)
+            self.prefetch_weight(cta)
+            self.post_comb(cta, smem)
             cute.arch.cluster_wait()
 
-    @cute.jit
-    def exchanged(self, storage: Any) -> tuple:
-        """The workers' own: sums of pre and of squares of x of all CTAs, squares of warps, streams of lanes."""
-        shape, pitch = (2, self.tile, self.cluster, N), self.pre_pitch
-        sPre = storage.pre.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, N, 1)))
-        shape = (2, self.tile, self.cluster)
-        sMixed = storage.mixed.get_tensor(cute.make_layout(shape, stride=(self.cluster * self.tile, 1, self.tile)))
-        shape = (2, self.warps, self.tile)
-        sMine = storage.mine.get_tensor(cute.make_layout(shape, stride=(self.warps * self.tile, self.tile, 1)))
-        layout = cute.make_layout((WORDS, N + 1, self.workers), stride=(1, WORDS * self.workers, WORDS))
-        sHeld = cute.make_tensor(cute.recast_ptr(storage.held.data_ptr(), dtype=Uint32), layout)
-        return sPre, sMixed, sMine, sHeld
+    # ------------------------------------------------------- worker warps
 
     @cute.jit
-    def work(
-        self, given: tuple, parameters: tuple, out: tuple, small: tuple, barriers: tuple, place: tuple, eps: tuple
-    ):
-        """Role of the other warps: tile after tile, all but post and comb."""
-        (mX, mF, mFn), (mScale, mBase, mWeight), (mNew, mY) = given, parameters, out
-        rank, first, step, rows, tokens = place
-        sHeld = small[-1][-1]
-        tidx, _, _ = cute.arch.thread_idx()
+    def work(self, cta: Cta, smem: Smem):
+        """Run the workers: tile after tile, all but post and comb."""
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, group = warp % self.warps, warp // self.warps
-        t = ROWS_N * group + lane // 4  # of the tile
-        column = (rank * self.columns + part * UNIT) // COLUMNS + lane % 4  # in units of 8
+        t = ROWS_N * group + lane // 4
+        column = (cta.rank * self.columns + part * UNIT) // COLUMNS + lane % 4
+        mine = Lane(part, group, t, column)
         cute.arch.griddepcontrol_wait()
-        self.request((mX, mF), first, t, rows, tokens, column, sHeld[None, None, tidx])
-        self.fetch_streams(mFn, rank, small[0], barriers[0], warp)
+        self.fetch(cta, smem, mine, cta.first)
+        self.fetch_fn(cta, smem, warp)
         cute.arch.cluster_wait()
-        mine = part, group, t, column
-        given, out = (mX, mF), (mNew, mY, mScale, mBase, mWeight)
         if cutlass.const_expr(self.once):
-            self.boundary(given, out, small, barriers, place, eps, mine, Int32(0), first)
+            self.boundary(cta, smem, mine, Int32(0), cta.first)
         else:
-            tile, begin = Int32(0), first
-            while begin < tokens:
-                self.boundary(given, out, small, barriers, place, eps, mine, tile, begin)
+            tile, begin = Int32(0), cta.first
+            while begin < cta.tokens:
+                self.boundary(cta, smem, mine, tile, begin)
                 tile = tile + 1
-                begin = begin + step
+                begin = begin + cta.step
 
     @cute.jit
-    def boundary(
-        self,
-        given: tuple,
-        out: tuple,
-        small: tuple,
-        barriers: tuple,
-        place: tuple,
-        eps: tuple,
-        mine: tuple,
-        tile: Int32,
-        begin: Int32,
-    ):
-        """All but post and comb of one tile."""
-        (mNew, mY, mScale, mBase, mWeight), (sFn, sSums, sOwned, sCoefficients, sSquares, sRest) = out, small
-        sPre, sMixed, sMine, sAll = sRest
-        sums, squares, ready, free = barriers[N:]
-        rank, first, step, rows, tokens = place
-        part, group, t, column = mine
+    def boundary(self, cta: Cta, smem: Smem, mine: Lane, tile: Int32, begin: Int32):
+        """Compute all of a tile but post and comb."""
+        gmem, bar, rows = cta.gmem, cta.bar, cta.rows
         tidx, _, _ = cute.arch.thread_idx()
-        buffer, there = tile & 1, (t < rows) & (begin + t < tokens)
-        sHeld = sAll[None, None, tidx]
+        buffer, there = tile & 1, (mine.t < rows) & (begin + mine.t < cta.tokens)
         cute.arch.cp_async_wait_group(0)
-        cute.arch.mbarrier_wait(ready, buffer)
-        self.write_held(sHeld, sCoefficients[buffer, t, None], mNew, begin + t, there, column)
-        if ROWS_N * group < rows:
-            sMany = cute.local_tile(sSums[part, None, None], (ROWS_N, self.sum_pitch), (group, 0))
-            sEight = cute.local_tile(sMine[0, part, None], (ROWS_N,), (group,))
-            self.project(sHeld, sFn, barriers[0], sMany, sEight, part)
+        cute.arch.mbarrier_wait(bar.coefficients, buffer)
+        # X'_j = bf16(post_j f + sum_i comb_ij X_i)
+        self.write_back(cta, smem, mine, buffer, begin + mine.t, there)
+        # fn z and z^2, over this warp's columns
+        if ROWS_N * mine.group < rows:
+            self.project(cta, smem, mine)
+        # exchange 1: the same over all columns
         if cutlass.const_expr(not self.once):
-            if begin > first:  # buffers are for two tiles: all CTAs have read the one before the last
-                cute.arch.mbarrier_wait(free, 1 - buffer)
-        self.meet()
+            if begin > cta.first:  # all CTAs have read the tile before the last, whose buffer this is
+                cute.arch.mbarrier_wait(bar.free, 1 - buffer)
+        self.sync_workers()
         if cutlass.const_expr(not self.once):
-            # Behind the last tile nobody waits, and a CTA that has ended hears nothing.
-            if begin + step < tokens and tidx < self.cluster:
-                cute.arch.mbarrier_arrive(free, tidx)  # the tile before has been read here
+            # After the last tile no CTA waits, and a CTA that has ended cannot be signalled.
+            if begin + cta.step < cta.tokens and tidx < self.cluster:
+                cute.arch.mbarrier_arrive(bar.free, tidx)  # the tile before has been read here
         if tidx == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(sums, self.coming(rank, rows))
-        self.send_squares(sMine[0, None, None], sSquares[buffer, None, None], sums, rank, rows)
-        self.send_sums(sSums, sPre[buffer, None, None, None], sOwned[buffer, None, None, None], sums, rank, rows)
-        numbers = mScale[0], mBase[tidx % 4]
-        cute.arch.mbarrier_wait(sums, buffer)
-        rMix = cute.make_rmem_tensor(WORDS, Uint32)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar.sums, self.sum_bytes(cta.rank, rows))
+        self.send_squares(cta, smem.warp_squares[0, None, None], smem.squares[buffer, None, None], bar.sums)
+        self.send_sums(cta, smem, buffer)
+        logit = Affine(gmem.scale[0], gmem.base[tidx % 4])
+        cute.arch.mbarrier_wait(bar.sums, buffer)
+        # x = bf16(sum_i pre_i X'_i) and x^2, over this warp's columns
+        rX = cute.make_rmem_tensor(WORDS, Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
-        lines = sPre[buffer, t, None, None], sSquares[buffer, t, None]
-        self.mix(sHeld, lines, numbers, eps, t < rows, rMix, sMine[1, part, None], t)
+        self.mix(cta, smem, mine, buffer, logit, rX)
         if cutlass.const_expr(not self.once):
-            self.request(given, begin + step, t, rows, tokens, column, sHeld)
-        cute.autovec_copy(cute.local_tile(mWeight, (COLUMNS,), (column,)), rWeight)
-        self.meet()
+            self.fetch(cta, smem, mine, begin + cta.step)
+        cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
+        # exchange 2: x^2 over all columns
+        self.sync_workers()
         if tidx == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(squares, 16 * self.cluster * cute.ceil_div(rows, 4))
-        self.send_squares(sMine[1, None, None], sMixed[buffer, None, None], squares, rank, rows)
-        cute.arch.mbarrier_wait(squares, buffer)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar.squares, 16 * self.cluster * cute.ceil_div(rows, 4))
+        self.send_squares(cta, smem.warp_squares[1, None, None], smem.x_squares[buffer, None, None], bar.squares)
+        cute.arch.mbarrier_wait(bar.squares, buffer)
+        # y = bf16(weight x / sqrt(mean(x^2) + eps))
         if there:
-            self.scale(mY, rMix, rWeight, sMixed[buffer, t, None], begin + t, column, eps[1])
+            self.scale(cta, smem, mine, buffer, rX, rWeight, begin + mine.t)
+
+    def held(self, smem: Smem) -> cute.Tensor:
+        """View this thread's streams and f in shared memory."""
+        tidx, _, _ = cute.arch.thread_idx()
+        return smem.held[None, None, tidx]
 
     @cute.jit
-    def meet(self):
-        """All workers."""
+    def sync_workers(self):
+        """Wait for all workers."""
         cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     @cute.jit
-    def fetch_streams(self, mFn: cute.Tensor, rank: Int32, sFn: cute.Tensor, barrier: cute.Pointer, warp: Int32):
-        """This CTA's columns of fn, stream after stream: a bulk copy a row; a warp issues one at a time, so all do."""
-        lane, size, parts = cute.arch.lane_idx(), 4 * self.columns, self.workers // LANES
+    def fetch_fn(self, cta: Cta, smem: Smem, warp: Int32):
+        """Start the bulk copies of this CTA's columns of fn: stream after stream, a row a copy, by all warps."""
+        lane, size, warps = cute.arch.lane_idx(), 4 * self.columns, self.workers // LANES
         if warp == 0 and lane < N:
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier + lane, self.values * size)
+            cute.arch.mbarrier_arrive_and_expect_tx(cta.bar.fn + lane, self.values * size)
         cute.arch.sync_warp()
-        for item in cutlass.range(warp + parts * lane, self.values * N, parts * LANES, unroll=1):
+        for item in cutlass.range(warp + warps * lane, self.values * N, warps * LANES, unroll=1):
             row, stream = item % self.values, item // self.values
-            source = cute.domain_offset((stream * self.d + rank * self.columns,), mFn[row, None]).iterator
-            place = sFn.iterator + (row * self.fn_pitch + stream * self.columns)
-            load_bulk(place, source, Int32(size), barrier + stream)
+            column = stream * self.d + cta.rank * self.columns
+            source = cute.domain_offset((column,), cta.gmem.fn[row, None]).iterator
+            target = smem.fn.iterator + (row * self.fn_pitch + stream * self.columns)
+            load_bulk(target, source, Int32(size), cta.bar.fn + stream)
 
     @cute.jit
-    def request(
-        self, given: tuple, begin: Int32, t: Int32, rows: Int32, tokens: Int32, column: Int32, sHeld: cute.Tensor
-    ):
-        """This lane's columns of its token, on their way into shared memory."""
-        mX, mF = given
-        token = begin + t
-        if t < rows and token < tokens:
+    def fetch(self, cta: Cta, smem: Smem, mine: Lane, begin: Int32):
+        """Start the copies of this lane's columns of its token's streams and f."""
+        token, sHeld = begin + mine.t, self.held(smem)
+        if mine.t < cta.rows and token < cta.tokens:
             for i in cutlass.range_constexpr(N):
-                source = cute.local_tile(mX[token, None], (COLUMNS,), (column + i * (self.d // COLUMNS),))
-                copy_four(sHeld[None, i].iterator.toint(), source.iterator)
+                source = self.stream_columns(cta.gmem.x[token, None], mine.column, i)
+                copy_16_bytes(sHeld[None, i].iterator.toint(), source.iterator)
             if cutlass.const_expr(self.post):
-                source = cute.local_tile(mF[token, None], (COLUMNS,), (column,))
-                copy_four(sHeld[None, N].iterator.toint(), source.iterator)
+                source = self.stream_columns(cta.gmem.f[token, None], mine.column)
+                copy_16_bytes(sHeld[None, N].iterator.toint(), source.iterator)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def write_held(
-        self,
-        sHeld: cute.Tensor,
-        sLine: cute.Tensor,
-        mNew: Any,
-        token: Int32,
-        there: cutlass.Boolean,
-        column: Int32,
-    ):
-        """X' of this lane's token in place of X, zeros where there is none."""
+    def write_back(self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, token: Int32, there: cutlass.Boolean):
+        """Replace X of this lane's token by X', by zeros where there is none, and store it."""
+        sHeld, sLine = self.held(smem), smem.coefficients[buffer, mine.t, None]
         rOld = cute.make_rmem_tensor((WORDS, N + 1), Uint32)
-        rZ = cute.make_rmem_tensor((WORDS, N), Uint32)
+        rNew = cute.make_rmem_tensor((WORDS, N), Uint32)
         rOld.fill(0)
         if there:
             for i in cutlass.range_constexpr(N + 1 if self.post else N):
                 cute.autovec_copy(sHeld[None, i], rOld[None, i])
         if cutlass.const_expr(self.post):
-            self.write_token(rOld[None, None], rOld[None, N], sLine, rZ)
+            rC = cute.make_rmem_tensor((N, N + 1), Float32)  # post, then rows of comb
+            for i in cutlass.range_constexpr(N + 1):
+                cute.autovec_copy(cute.local_tile(sLine, (N,), (i,)), rC[None, i])
+            # X'_j = bf16(post_j f + sum_i comb_ij X_i), a pair of columns at a time
+            for w in cutlass.range(WORDS, unroll_full=True):
+                f = unpack(rOld[w, N])
+                x = [unpack(rOld[w, i]) for i in range(N)]
+                for j in cutlass.range_constexpr(N):
+                    z = [f[k] * rC[j, 0] for k in range(2)]
+                    for i in cutlass.range_constexpr(N):
+                        z = [cute.math.fma(x[i][k], rC[j, 1 + i], z[k]) for k in range(2)]
+                    rNew[w, j] = pack(*z)
         else:
             for i in cutlass.range_constexpr(N):
-                rZ[None, i].store(rOld[None, i].load())
+                rNew[None, i].store(rOld[None, i].load())
         for i in cutlass.range_constexpr(N):
-            cute.autovec_copy(rZ[None, i], sHeld[None, i])
+            cute.autovec_copy(rNew[None, i], sHeld[None, i])
         if cutlass.const_expr(self.keep):
             if there:
-                rOut = cute.recast_tensor(rZ, BFloat16)
+                rOut = cute.recast_tensor(rNew, BFloat16)
                 for i in cutlass.range_constexpr(N):
-                    target = cute.local_tile(mNew[token, None], (COLUMNS,), (column + i * (self.d // COLUMNS),))
-                    cute.autovec_copy(rOut[None, i], target)
+                    cute.autovec_copy(rOut[None, i], self.stream_columns(cta.gmem.x_new[token, None], mine.column, i))
 
     @cute.jit
-    def project(
-        self,
-        sHeld: cute.Tensor,
-        sFn: cute.Tensor,
-        barrier: cute.Pointer,
-        sSum: cute.Tensor,
-        sMine: cute.Tensor,
-        part: Int32,
-    ):
-        """A part of fn z and of the squares, of this warp's tokens.
+    def project(self, cta: Cta, smem: Smem, mine: Lane):
+        """Multiply fn z and z^2 over this warp's columns, for this group's eight tokens.
 
-        A: rows lane / 4 and 8 further of fn, k lane mod 4 (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and
-        below it lo. B: the same k, token lane / 4; sums: tokens 2 (lane mod 4) and the next. k and k + 4 of MMA w are
-        columns 2 w and 2 w + 1 of a lane's eight.
+        A: rows group and group + 8 of fn, k = member (+ 4), hi, then lo; of rows 16 to 23 (`head`: 0 to 3) hi and below
+        it lo. B: the same k, token group; sums: tokens 2 member and the next. k and k + 4 of MMA w are columns 2 w and
+        2 w + 1 of a lane's eight.
         """
-        eight, four = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
-        row = cutlass.min(eight, Int32(self.values - 1)) if self.head else eight
+        sHeld, sSums = self.held(smem), smem.sums[mine.part, None, None]
+        sSum = cute.local_tile(sSums, (ROWS_N, self.sum_pitch), (mine.group, 0))
+        sSquares = cute.local_tile(smem.warp_squares[0, mine.part, None], (ROWS_N,), (mine.group,))
+        group, member = fragment_place()
+        row = cutlass.min(group, Int32(self.values - 1)) if self.head else group
         rC = cute.make_rmem_tensor((4, 3), Float32)  # rows 0 to 15 of hi, of lo; the last
         rSquares = cute.make_rmem_tensor(2, Float32)
         rC.fill(0.0)
         rSquares.fill(0.0)
-        rB = cute.make_rmem_tensor((4, self.tiles), Float32)
+        rFn = cute.make_rmem_tensor((4, self.tiles), Float32)
         rZ = cute.make_rmem_tensor(WORDS, Uint32)
         for stream in cutlass.range(N, unroll=1):
             cute.autovec_copy(sHeld[None, stream], rZ)
-            cute.arch.mbarrier_wait(barrier + stream, 0)
+            cute.arch.mbarrier_wait(cta.bar.fn + stream, 0)
             for half in cutlass.range_constexpr(2):
-                place = stream * (self.columns // 4) + part * (UNIT // 4) + 2 * four + half
+                four = stream * (self.columns // 4) + mine.part * (UNIT // 4) + 2 * member + half
                 for n in cutlass.range_constexpr(self.tiles):
-                    line = sFn[ROWS_N * n + row, None]
-                    cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rB[None, n])
+                    line = smem.fn[ROWS_N * n + row, None]
+                    cute.autovec_copy(cute.local_tile(line, (4,), (four,)), rFn[None, n])
                 for w in cutlass.range_constexpr(2):
-                    whole = [[rB[2 * w + k, n] for k in range(2)] for n in range(self.tiles)]
-                    high = [[value.bitcast(Uint32) for value in one] for one in whole]
-                    low = [[self.rest(value) for value in one] for one in whole]
-                    z = halves(rZ[2 * half + w])
+                    # fn = hi + lo
+                    fn = [[rFn[2 * w + k, n] for k in range(2)] for n in range(self.tiles)]
+                    hi = [[value.bitcast(Uint32) for value in one] for one in fn]
+                    lo = [[self.low_bits(value) for value in one] for one in fn]
+                    z = unpack_bits(rZ[2 * half + w])
                     for k in cutlass.range_constexpr(2):
                         value = z[k].bitcast(Float32)
                         rSquares[k] = cute.math.fma(value, value, rSquares[k])
                     if cutlass.const_expr(not self.head):
-                        for n, cut in enumerate((high, low)):
-                            multiply([cut[m][k] for k in range(2) for m in range(2)], z, rC[None, n])
-                    multiply([cut[-1][k] for k in range(2) for cut in (high, low)], z, rC[None, 2])
+                        for n, cut in enumerate((hi, lo)):
+                            mma([cut[m][k] for k in range(2) for m in range(2)], z, rC[None, n], "tf32")
+                    mma([cut[-1][k] for k in range(2) for cut in (hi, lo)], z, rC[None, 2], "tf32")
         for k in cutlass.range_constexpr(2):
-            line = sSum[2 * four + k, None]
+            line = sSum[2 * member + k, None]
             sums = (rC[k, 0] + rC[k, 1], rC[2 + k, 0] + rC[2 + k, 1], rC[k, 2] + rC[2 + k, 2])
             for n, value in enumerate(sums[-self.tiles :]):
-                line[ROWS_N * n + eight] = value
-        self.keep_squares(rSquares[0] + rSquares[1], sMine, eight)
+                line[ROWS_N * n + group] = value
+        self.store_squares(rSquares[0] + rSquares[1], sSquares, group)
 
-    def rest(self, value: Float32) -> Uint32:
-        """lo of a value: what an MMA does not read of it."""
+    def low_bits(self, value: Float32) -> Uint32:
+        """Return lo of a value: what an MMA does not read of it."""
         return (value - (value.bitcast(Uint32) & Uint32(TF32)).bitcast(Float32)).bitcast(Uint32)
 
     @cute.jit
-    def keep_squares(self, squares: Float32, sMine: cute.Tensor, t: Int32):
-        """Squares of a token's lanes."""
+    def store_squares(self, squares: Float32, sSquares: cute.Tensor, t: Int32):
+        """Add up the squares of a token's four lanes."""
         for lanes in (1, 2):
             squares = squares + cute.arch.shuffle_sync_bfly(squares, lanes)
         if cute.arch.lane_idx() % 4 == 0:
-            sMine[t] = squares
+            sSquares[t] = squares
 
-    def coming(self, rank: Int32, rows: Int32) -> Int32:
-        """Bytes of exchange 1 that this CTA gets."""
-        owned = 0 if self.head else OWNED
-        mine = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
-        return 4 * self.cluster * (4 * cute.ceil_div(rows, 4) + N * rows + owned * mine)
+    def sum_bytes(self, rank: Int32, rows: Int32) -> Int32:
+        """Return the bytes of exchange 1 that this CTA receives."""
+        owned = (rows - rank + self.cluster - 1) // self.cluster  # tokens below rows that this CTA owns
+        return 4 * self.cluster * (4 * cute.ceil_div(rows, 4) + N * rows + self.coefficients * owned)
 
     @cute.jit
-    def send_squares(self, sMine: cute.Tensor, sTarget: cute.Tensor, barrier: cute.Pointer, rank: Int32, rows: Int32):
-        """Squares of this CTA's columns to every CTA, four tokens a thread."""
+    def send_squares(self, cta: Cta, sWarps: cute.Tensor, sTarget: cute.Tensor, barrier: cute.Pointer):
+        """Send the squares of this CTA's columns to every CTA, four tokens a thread."""
         tidx, _, _ = cute.arch.thread_idx()
         rSum = cute.make_rmem_tensor(4, Float32)
         for item in cutlass.range(tidx, self.cluster * (self.tile // 4), self.workers, unroll=1):
-            fours, peer = item % (self.tile // 4), item // (self.tile // 4)
-            if 4 * fours < rows:
-                self.over_warps(sMine, fours, rSum)
-                place = cute.domain_offset((4 * fours, rank), sTarget).iterator
-                send(place, peer, [rSum[v] for v in range(4)], barrier)
+            four, peer = item % (self.tile // 4), item // (self.tile // 4)
+            if 4 * four < cta.rows:
+                self.sum_warps(sWarps, four, rSum)
+                target = cute.domain_offset((4 * four, cta.rank), sTarget).iterator
+                send_to_cta(target, peer, [rSum[v] for v in range(4)], barrier)
 
     @cute.jit
-    def send_sums(
-        self,
-        sSums: cute.Tensor,
-        sPre: cute.Tensor,
-        sOwned: cute.Tensor,
-        barrier: cute.Pointer,
-        rank: Int32,
-        rows: Int32,
-    ):
-        """The sums of this CTA's warps, in order, to the CTAs that need them: four of a token a thread."""
+    def send_sums(self, cta: Cta, smem: Smem, buffer: Int32):
+        """Send the sums of this CTA's warps to the CTAs that need them, four of a token a thread."""
+        sPre, sOwned = smem.pre[buffer, None, None, None], smem.owned[buffer, None, None, None]
         tidx, _, _ = cute.arch.thread_idx()
-        owned = 0 if self.head else OWNED // N
         rSum = cute.make_rmem_tensor(N, Float32)
-        for item in cutlass.range(tidx, (PARTS + owned) * self.tile, self.workers, unroll=1):
+        for item in cutlass.range(tidx, (SENDERS + self.coefficients // N) * self.tile, self.workers, unroll=1):
             t, piece = item % self.tile, item // self.tile
-            if t < rows:
-                fours = cutlass.max(piece - (PARTS - 1), Int32(0))
-                self.over_warps(sSums[None, t, None], fours, rSum)
+            if t < cta.rows:
+                four = cutlass.max(piece - (SENDERS - 1), Int32(0))
+                self.sum_warps(smem.sums[None, t, None], four, rSum)
                 values = [rSum[v] for v in range(N)]
-                if piece >= PARTS:
-                    place = cute.domain_offset((t // self.cluster, rank, N * (fours - 1)), sOwned).iterator
-                    send(place, t % self.cluster, values, barrier)
+                if piece >= SENDERS:
+                    target = cute.domain_offset((t // self.cluster, cta.rank, N * (four - 1)), sOwned).iterator
+                    send_to_cta(target, t % self.cluster, values, cta.bar.sums)
                 else:
-                    place = cute.domain_offset((t, rank, 0), sPre).iterator
-                    for k in cutlass.range_constexpr(self.cluster // PARTS):
-                        send(place, piece * (self.cluster // PARTS) + k, values, barrier)
+                    target = cute.domain_offset((t, cta.rank, 0), sPre).iterator
+                    for k in cutlass.range_constexpr(self.cluster // SENDERS):
+                        send_to_cta(target, piece * (self.cluster // SENDERS) + k, values, cta.bar.sums)
 
     @cute.jit
-    def mix(
-        self,
-        sHeld: cute.Tensor,
-        lines: tuple,
-        numbers: tuple,
-        eps: tuple,
-        there: cutlass.Boolean,
-        rMix: cute.Tensor,
-        sMine: cute.Tensor,
-        t: Int32,
-    ):
-        """x of this lane's columns, and the sum of its squares over the warp's columns."""
-        (sPre, sSquares), (scale, base) = lines, numbers
-        first, four = cute.arch.lane_idx() // 4 * 4, cute.arch.lane_idx() % 4
+    def mix(self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, logit: Affine, rMix: cute.Tensor):
+        """Mix x of this lane's columns, and sum its squares over the warp's columns."""
+        sHeld = self.held(smem)
+        sPre, sSquares = smem.pre[buffer, mine.t, None, None], smem.squares[buffer, mine.t, None]
+        first, member = cute.arch.lane_idx() // 4 * 4, cute.arch.lane_idx() % 4
+        # pre = sigmoid(s_pre m + b) + hc_eps, m = fn z / sqrt(mean(z^2) + eps)
         rSums = cute.make_rmem_tensor(2, Float32)
         rSums.fill(0.0)
-        if there:  # nobody sends the others
-            self.over_sources((sPre[None, four], sSquares), rSums)
-        norm = cute.math.rsqrt(rSums[1] * (1.0 / (N * self.d)) + eps[1], fastmath=True)
-        mine = sigmoid(cute.math.fma(scale, rSums[0] * norm, base)) + eps[0]
+        if mine.t < cta.rows:  # no CTA sends the others
+            self.sum_ctas([sPre[None, member], sSquares], rSums)
+        rstd = self.rsqrt_mean(rSums[1], N * self.d, cta.rms_eps)
+        pre = sigmoid(logit(rSums[0] * rstd)) + cta.hc_eps  # number ``member``
+        # x = bf16(sum_i pre_i X'_i)
         rX = cute.make_rmem_tensor((2, WORDS), Float32)
         rX.fill(0.0)
         rZ = cute.make_rmem_tensor(WORDS, Uint32)
         for i in cutlass.range(N, unroll=1):
-            pre = cute.arch.shuffle_sync(mine, first + i)
+            pre_i = cute.arch.shuffle_sync(pre, first + i)
             cute.autovec_copy(sHeld[None, i], rZ)
             for w in cutlass.range_constexpr(WORDS):
-                z = floats(rZ[w])
+                z = unpack(rZ[w])
                 for k in cutlass.range_constexpr(2):
-                    rX[k, w] = cute.math.fma(pre, z[k], rX[k, w])
+                    rX[k, w] = cute.math.fma(pre_i, z[k], rX[k, w])
         squares = Float32(0.0)
         for w in cutlass.range_constexpr(WORDS):
-            rMix[w] = pair(rX[0, w], rX[1, w])
-            for value in floats(rMix[w]):
+            rMix[w] = pack(rX[0, w], rX[1, w])
+            for value in unpack(rMix[w]):
                 squares = cute.math.fma(value, value, squares)
-        self.keep_squares(squares, sMine, t)
+        self.store_squares(squares, smem.warp_squares[1, mine.part, None], mine.t)
 
     @cute.jit
     def scale(
-        self,
-        mY: cute.Tensor,
-        rMix: cute.Tensor,
-        rWeight: cute.Tensor,
-        sMixed: cute.Tensor,
-        token: Int32,
-        column: Int32,
-        eps: Float32,
+        self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, rMix: cute.Tensor, rWeight: cute.Tensor, token: Int32
     ):
-        """y of this lane's columns."""
+        """Store y of this lane's columns."""
         rWords = cute.make_rmem_tensor(WORDS, Uint32)
         rSum = cute.make_rmem_tensor(1, Float32)
-        self.over_sources((sMixed,), rSum)
-        norm = cute.math.rsqrt(rSum[0] * (1.0 / self.d) + eps, fastmath=True)
+        self.sum_ctas([smem.x_squares[buffer, mine.t, None]], rSum)
+        rstd = self.rsqrt_mean(rSum[0], self.d, cta.rms_eps)
         for w in cutlass.range_constexpr(WORDS):
-            x = floats(rMix[w])
-            rWords[w] = pair(x[0] * norm * rWeight[2 * w], x[1] * norm * rWeight[2 * w + 1])
-        line = cute.local_tile(mY[token, None], (COLUMNS,), (column,))
+            x = unpack(rMix[w])
+            rWords[w] = pack(x[0] * rstd * rWeight[2 * w], x[1] * rstd * rWeight[2 * w + 1])
+        line = self.stream_columns(cta.gmem.y[token, None], mine.column)
         cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
 
     @cute.jit
-    def finish(self, rLogit: cute.Tensor, mPostNew: Any, mCombNew: Any, begin: Int32, place: tuple, eps: Float32):
-        """post and comb of a tile's tokens that this CTA owns."""
-        rank, _, _, rows, tokens = place
+    def sum_ctas(self, sLines: list, rSums: cute.Tensor):
+        """Add up the values of each line, one a CTA: four sums side by side, then in pairs.
+
+        A loop, or the values wait in registers that the next tile needs.
+        """
+        rParts = cute.make_rmem_tensor((4, len(sLines)), Float32)
+        rParts.fill(0.0)
+        for first in cutlass.range(0, self.cluster, 4, unroll=1):
+            for k in cutlass.range_constexpr(4):
+                for n in cutlass.range_constexpr(len(sLines)):
+                    rParts[k, n] = rParts[k, n] + sLines[n][first + k]
+        for n in cutlass.range_constexpr(len(sLines)):
+            rSums[n] = (rParts[0, n] + rParts[1, n]) + (rParts[2, n] + rParts[3, n])
+
+    # ---------------------------------------------------------- last warp
+
+    @cute.jit
+    def prefetch_weight(self, cta: Cta):
+        """Prefetch the norm's weight of this CTA's columns into L2."""
+        lane, line = cute.arch.lane_idx(), 128 // 4  # floats
+        if lane < self.columns // line:
+            weight = cute.domain_offset((cta.rank * self.columns + lane * line,), cta.gmem.weight).iterator
+            cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weight])
+
+    @cute.jit
+    def post_comb(self, cta: Cta, smem: Smem):
+        """Run the last warp: fetch the coefficients of the site before; post and comb of owned tokens."""
+        bar = cta.bar
+        self.fetch_coefficients(cta, cta.first, smem.coefficients[0, None, None])
+        logit = None if self.head else self.post_comb_logit(cta.gmem)
+        cute.arch.cp_async_wait_group(0)
+        self.arrive(bar.coefficients)
+        rLogit = cute.make_rmem_tensor(self.owned_tokens, Float32)
+        if cutlass.const_expr(self.once):
+            cute.arch.mbarrier_wait(bar.sums, 0)
+            self.logits(cta, smem, Int32(0), logit, rLogit)
+            self.store_post_comb(cta, rLogit, cta.first)
+        else:
+            self.fetch_coefficients(cta, cta.first + cta.step, smem.coefficients[1, None, None])
+            tile, begin = Int32(0), cta.first
+            while begin < cta.tokens:
+                buffer = tile & 1
+                cute.arch.mbarrier_wait(bar.sums, buffer)
+                self.logits(cta, smem, buffer, logit, rLogit)
+                cute.arch.cp_async_wait_group(0)
+                self.arrive(bar.coefficients)  # the sums of the next tile but one may come
+                self.fetch_coefficients(cta, begin + 2 * cta.step, smem.coefficients[buffer, None, None])
+                self.store_post_comb(cta, rLogit, begin)
+                tile = tile + 1
+                begin = begin + cta.step
+
+    @cute.jit
+    def fetch_coefficients(self, cta: Cta, begin: Int32, sTile: cute.Tensor):
+        """Start the copies of a tile's post and comb to [token][post, comb]; past the end the last token's."""
+        if cutlass.const_expr(self.post):
+            if begin < cta.tokens:
+                for item in cutlass.range(cute.arch.lane_idx(), (N + 1) * self.tile, LANES, unroll=1):
+                    t, piece = item // (N + 1), item % (N + 1)
+                    token = cutlass.min(begin + t, cta.tokens - 1)
+                    source = cta.gmem.comb[token, None].iterator.toint() + 4 * N * (piece - 1)
+                    source = cutlass.select_(piece == 0, cta.gmem.post[token, None].iterator.toint(), source)
+                    copy_16_bytes(cute.local_tile(sTile[t, None], (N,), (piece,)).iterator.toint(), source)
+            cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def logits(self, cta: Cta, smem: Smem, buffer: Int32, logit: Any, rLogit: cute.Tensor):
+        """Compute s m + b of every owned token; lane v has value v of post and comb."""
+        if cutlass.const_expr(not self.head):
+            value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
+            rSums = cute.make_rmem_tensor(2, Float32)
+            sOwned, sSquares = smem.owned[buffer, None, None, None], smem.squares[buffer, None, None]
+            for s in cutlass.range_constexpr(self.owned_tokens):
+                t = s * self.cluster + cta.rank
+                rSums.fill(0.0)
+                if t < cta.rows:  # no CTA sends the others
+                    self.sum_ctas([sOwned[s, None, value], sSquares[t, None]], rSums)
+                rstd = self.rsqrt_mean(rSums[1], N * self.d, cta.rms_eps)
+                rLogit[s] = logit(rSums[0] * rstd)
+
+    @cute.jit
+    def store_post_comb(self, cta: Cta, rLogit: cute.Tensor, begin: Int32):
+        """Store post and comb of a tile's owned tokens; lanes 4 s to 4 s + 3 have the rows of token s."""
         if cutlass.const_expr(not self.head):
             rRow = cute.make_rmem_tensor(N, Float32)
-            self.store_post(mPostNew, rLogit, begin, rank, rows, tokens)
-            self.sinkhorn(rLogit, rRow, eps)
-            self.store_comb(mCombNew, rRow, begin, rank, rows, tokens)
+            self.store_post(cta, rLogit, begin, cta.rank)
+            self.sinkhorn(rLogit, rRow, cta.hc_eps)
+            i, t = cute.arch.lane_idx() % 4, cute.arch.lane_idx() // 4 * self.cluster + cta.rank
+            if t < cta.rows and begin + t < cta.tokens:
+                for x in cutlass.range_constexpr(N):
+                    cta.gmem.comb_new[begin + t, N * i + (i ^ x)] = rRow[x]
 
     @cute.jit
     def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
-        """Lanes 4 s to 4 s + 3: a row each of the matrix of this CTA's token s, column (lane mod 4) ^ x at x.
+        """Compute comb of owned tokens: lanes 4 s to 4 s + 3 a row each, column (lane mod 4) ^ x at x.
 
-        The matrix is u_i K_ij v_j with a K that stays: u_i is 1 over w_i = sum_j K_ij v_j + eps w_i (of the step
-        before), and v alike, which is what dividing by sums + eps comes to. A lane has row and column of K, u and v.
-        A step is shorter than as one lane's work (one token on an H200: 6.6 us instead of 6.9), but `bulk` with 4096
-        tokens takes 161 us with it instead of 147.
+        comb_ij = u_i K_ij v_j with constant K = softmax_j(logit) + eps. Dividing rows by their sums + eps is u_i = 1 /
+        w_i, w_i = sum_j K_ij v_j + eps w_i of the step before; v alike. A lane has row and column of K, u and v.
         """
         lane = cute.arch.lane_idx()
         i = lane % 4
@@ -437,15 +523,11 @@ class MhcPlain(Mhc):
         for x in cutlass.range_constexpr(N):
             value = N + N * i + (i ^ x)
             rRow[x] = cute.arch.shuffle_sync(rLogit[0], value)
-            for s in cutlass.range_constexpr(1, self.slots):
+            for s in cutlass.range_constexpr(1, self.owned_tokens):
                 other = cute.arch.shuffle_sync(rLogit[s], value)
                 rRow[x] = cutlass.select_(lane >= 4 * s, other, rRow[x])
-        top = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        self.softmax(rRow, eps)
         for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.exp2((rRow[x] - top) * LOG2_E, fastmath=True)
-        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
-        for x in cutlass.range_constexpr(N):
-            rRow[x] = cute.math.fma(rRow[x], inverse, eps)
             rColumn[x] = self.of_lane(rRow[x], x)
         one = Float32(1.0)
         u, over_u = one, one
@@ -458,23 +540,12 @@ class MhcPlain(Mhc):
 
     @cute.jit
     def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
-        """(This line's factor, 1 over it) from the factors of the lines that cross it."""
+        """Return (this line's factor, 1 over it) from the factors of the lines that cross it."""
         total = over * eps
         for x in cutlass.range_constexpr(N):
             total = cute.math.fma(rLine[x], self.of_lane(given, x), total)
         return cute.arch.rcp_approx(total), total
 
     def of_lane(self, value: Float32, x: int) -> Float32:
-        """What lane ^ x has."""
+        """Return the value of lane ^ x."""
         return cute.arch.shuffle_sync_bfly(value, x) if x else value
-
-    @cute.jit
-    def store_comb(
-        self, mCombNew: cute.Tensor, rRow: cute.Tensor, begin: Int32, rank: Int32, rows: Int32, tokens: Int32
-    ):
-        """Lanes 4 s to 4 s + 3: their rows."""
-        lane = cute.arch.lane_idx()
-        i, t = lane % 4, lane // 4 * self.cluster + rank
-        if t < rows and begin + t < tokens:
-            for x in cutlass.range_constexpr(N):
-                mCombNew[begin + t, N * i + (i ^ x)] = rRow[x]

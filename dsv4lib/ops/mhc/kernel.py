@@ -1,195 +1,228 @@
-"""What the forms of mHC share: one site boundary in one launch, its set-up, and what a lane does with its columns.
+"""Compute the boundary between two sublayers in one launch.
 
-    X'_j = bf16(post_j f + sum_i C[i, j] X_i)               `post`; else X' = X
+    X'_j = bf16(post_j f + sum_i comb_ij X_i)                `post`; else X' = X
     m    = (fn z) / sqrt(mean(z^2) + eps),  z = flatten(X')  4 pre, 4 post, 16 comb (`head`: 4 pre)
     x    = bf16(sum_i pre_i X'_i),  pre = sigmoid(s_pre m + b) + hc_eps
     y    = bf16(weight x / sqrt(mean(x^2) + eps))
-    post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back behind the sublayer
+    post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back after the sublayer
 
-A cluster of CTAs owns a tile of tokens, a CTA a slice of the columns of all four streams, a warp 32 of them, a lane 8
-of one token or more: 16 bytes a stream. Forms: `plain` for few tokens, `bulk` for many, whose
-CTAs are no cluster.
+Variants: `few_tokens` (clusters of CTAs) and `many_tokens` (groups of CTAs that are no cluster); here is what they
+share. The CTAs of a group share a tile of tokens. A CTA has a slice of the columns of all four streams, a warp 32 of
+them, a lane 8: 16 bytes. Of the sums over all columns, every CTA needs pre and the squares of a token; only the CTA
+that owns the token needs post and comb.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, memory
+from cutlass import Float32, Int32, Int64, memory
 
-from dsv4lib.ops.mhc.coefficients import Coefficients
-from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, ROWS_N, WORDS, N
-from dsv4lib.ops.mhc.words import floats, pair
+from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, Config, N
+
+LOG2_E = 1.4426950408889634
 
 
-class Mhc(Coefficients):
-    """What the forms share; see the module docstring. Settings: `config.Config`."""
+class Gmem(NamedTuple):
+    """Tensors of a boundary in global memory.
+
+    Attributes:
+        x: [T, 4 d] bf16, a token's streams side by side.
+        f, post, comb: [T, d] bf16, [T, 4] and [T, 16] fp32; None without `post`.
+        fn, scale, base, weight: [24, 4 d], [3], [24], [d] fp32; with `head` fn [4, 4 d], scale [1], base [4].
+        x_new: [T, 4 d] bf16, X'; may be ``x`` itself; None: not written.
+        y: [T, d] bf16; may be ``f`` itself.
+        post_new, comb_new: [T, 4] and [T, 16] fp32, other memory than ``post``, ``comb``; None with `head`.
+        workspace: [`space`] fp32, zeros before and after; None for `few_tokens`.
+    """
+
+    x: cute.Tensor
+    f: Any
+    post: Any
+    comb: Any
+    fn: cute.Tensor
+    scale: cute.Tensor
+    base: cute.Tensor
+    weight: cute.Tensor
+    x_new: Any
+    y: cute.Tensor
+    post_new: Any
+    comb_new: Any
+    workspace: Any
+
+
+class Affine(NamedTuple):
+    """Parameters of a logit, scale m + base."""
+
+    scale: Float32
+    base: Float32
+
+    def __call__(self, m: Float32) -> Float32:
+        """Return the logit."""
+        return cute.math.fma(self.scale, m, self.base)
+
+
+class Cta(NamedTuple):
+    """What a CTA works with.
+
+    Attributes:
+        gmem: see `Gmem`. bar: the variant's mbarriers. slots: of the group in the workspace; None for `few_tokens`.
+        rank: of the CTA in its group.
+        first: token of its first tile. step: tokens from a tile to the next. rows: tokens a tile. tokens: T.
+        hc_eps, rms_eps: of pre and Sinkhorn; of both norms.
+    """
+
+    gmem: Gmem
+    bar: Any
+    slots: Any
+    rank: Int32
+    first: Int32
+    step: Int32
+    rows: Int32
+    tokens: Int32
+    hc_eps: Float32
+    rms_eps: Float32
+
+
+class Mhc(Config):
+    """Compute a site boundary; see the module docstring. Settings: `config.Config`."""
+
+    barriers: Any = None  # a NamedTuple, of each kind (how many, arrivals)
+    in_cluster = False  # whether a group of CTAs is a cluster
 
     @cute.jit
     def __call__(
-        self,
-        mX: cute.Tensor,
-        mF: Any,
-        mPost: Any,
-        mComb: Any,
-        mFn: cute.Tensor,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
-        mWeight: cute.Tensor,
-        mNew: Any,
-        mY: cute.Tensor,
-        mPostNew: Any,
-        mCombNew: Any,
-        rows: Int32,
-        clusters: Int32,
-        hc_eps: Float32,
-        rms_eps: Float32,
-        stream: cuda.CUstream,
+        self, gmem: Gmem, rows: Int32, groups: Int32, hc_eps: Float32, rms_eps: Float32, stream: cuda.CUstream
     ):
-        """Launch ``clusters`` clusters.
+        """Launch ``groups`` groups of CTAs.
 
         Args:
-            mX: [T, 4 d] bf16, a token's streams side by side.
-            mF: [T, d] bf16, or None without `post`, as mPost [T, 4] and mComb [T, 16] fp32.
-            mFn: [24, 4 d] fp32 (`head`: [4, 4 d]).
-            mScale: [3] fp32 (`head`: [1]).
-            mBase: [24] fp32 (`head`: [4]).
-            mWeight: [d] fp32.
-            mNew: [T, 4 d] bf16, X'; may be ``mX`` itself; None: not written (always without `post`).
-            mY: [T, d] bf16; may be ``mF`` itself.
-            mPostNew: [T, 4] fp32, mCombNew: [T, 16] fp32, or None with `head`; may not be ``mPost``, ``mComb``.
+            gmem: see there.
             rows: tokens a tile, 1 to `tile`.
-            clusters: at most the number of tiles.
+            groups: at most the number of tiles.
             hc_eps, rms_eps: eps of pre and Sinkhorn; of both norms.
             stream: where the launch is queued.
         """
 
-        @cute.struct
-        class Storage:
-            fn: cute.struct.Align[cute.struct.MemRange[Float32, self.fn_floats], 128]
-            held: cute.struct.Align[cute.struct.MemRange[Float32, self.held_floats], 64]
-            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_floats], 16]
-            pre: cute.struct.Align[cute.struct.MemRange[Float32, self.pre_floats], 16]
-            squares: cute.struct.Align[cute.struct.MemRange[Float32, self.square_floats], 16]
-            owned: cute.struct.Align[cute.struct.MemRange[Float32, self.owned_floats], 16]
-            mixed: cute.struct.Align[cute.struct.MemRange[Float32, self.mixed_floats], 16]
-            mine: cute.struct.Align[cute.struct.MemRange[Float32, self.mine_floats], 16]
-            coefficients: cute.struct.Align[cute.struct.MemRange[Float32, self.coefficient_floats], 16]
-            barriers: cute.struct.MemRange[Int64, self.barriers]
-
-        self.storage = Storage
-        before, after = (mF, mPost, mComb), (mNew, mY, mPostNew, mCombNew)
-        self.kernel(mX, before, mFn, mScale, mBase, mWeight, after, rows, hc_eps, rms_eps).launch(
-            grid=(self.cluster, clusters, 1),
+        self.kernel(gmem, rows, hc_eps, rms_eps).launch(
+            grid=(self.cluster, groups, 1),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
+            cluster=(self.cluster, 1, 1) if self.in_cluster else None,
             stream=stream,
             use_pdl=True,
         )
 
+    def storage(self) -> Any:
+        """Lay out shared memory, a field a region."""
+        fields, aligns = {}, {"fn": 128, "held": self.held_align}
+        for name, (floats, _) in self.floats().items():
+            region = cute.struct.Align[cute.struct.MemRange[Float32, floats], aligns.get(name, 16)]
+            fields[name] = cute.struct.MemRange[Int64, floats // 2] if name == "barriers" else region
+        return cute.struct(type("Storage", (), {"__annotations__": fields}))
+
     @cute.kernel
-    def kernel(
-        self,
-        mX: cute.Tensor,
-        before: tuple,
-        mFn: cute.Tensor,
-        mScale: cute.Tensor,
-        mBase: cute.Tensor,
-        mWeight: cute.Tensor,
-        after: tuple,
-        rows: Int32,
-        hc_eps: Float32,
-        rms_eps: Float32,
-    ):
-        """Set-up that all forms have, then their roles."""
-        rank, first, _ = cute.arch.block_idx()
-        _, step, _ = cute.arch.grid_dim()
+    def kernel(self, gmem: Gmem, rows: Int32, hc_eps: Float32, rms_eps: Float32):
+        """Set up, then start the roles of the variant's warps."""
+        rank, group, _ = cute.arch.block_idx()
+        _, groups, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        storage = memory.SmemAllocator().allocate(self.storage)
-        sFn = storage.fn.get_tensor(cute.make_layout((self.values, N * self.columns), stride=(self.fn_pitch, 1)))
-        shape, pitch = (self.warps, self.tile, self.sum_pitch), self.sum_pitch
-        sSums = storage.sums.get_tensor(cute.make_layout(shape, stride=(self.tile * pitch, pitch, 1)))
-        shape = (2, self.tile, COEFFICIENTS)
-        sCoefficients = storage.coefficients.get_tensor(
-            cute.make_layout(shape, stride=(self.tile * COEFFICIENTS, COEFFICIENTS, 1))
-        )
-        barriers = [storage.barriers.data_ptr() + k for k in range(self.barriers)]
+        storage = memory.SmemAllocator().allocate(self.storage())
+        counts = [count for count, _ in self.barriers]
+        places = [storage.barriers.data_ptr() + k for k in range(sum(counts))]
+        arrivals = [each for count, each in self.barriers for _ in range(count)]
         if tidx == 0:
-            for barrier, arrivals in zip(barriers, self.arrivals(), strict=True):
-                cute.arch.mbarrier_init(barrier, arrivals)
+            for place, each in zip(places, arrivals, strict=True):
+                cute.arch.mbarrier_init(place, each)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        cute.arch.cluster_arrive_relaxed()  # the others may send when everybody waited
-        place = rank, first * rows, step * rows, rows, mX.shape[0]
-        given, shared = (mX, before, mFn, mScale, mBase, mWeight, after), (sFn, sSums, sCoefficients)
-        self.roles(warp, given, storage, shared, barriers, place, (hc_eps, rms_eps))
+        if cutlass.const_expr(self.in_cluster):
+            cute.arch.cluster_arrive_relaxed()  # a CTA is sent to only after all of them waited
+        bar = type(self.barriers)(*(places[sum(counts[:k])] for k in range(len(counts))))
+        cta = Cta(
+            gmem,
+            bar,
+            self.slots_of(gmem, group, groups),
+            rank,
+            group * rows,
+            groups * rows,
+            rows,
+            gmem.x.shape[0],
+            hc_eps,
+            rms_eps,
+        )
+        self.roles(cta, storage, warp)
+
+    def slots_of(self, gmem: Gmem, group: Int32, groups: Int32) -> Any:
+        """Locate the group's slots in the workspace."""
+        return None
+
+    def rsqrt_mean(self, squares: Float32, count: int, eps: Float32) -> Float32:
+        """Return 1 / sqrt(squares / count + eps)."""
+        return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
+
+    def post_comb_logit(self, gmem: Gmem) -> Affine:
+        """Load scale and base of logit ``lane`` of post and comb; further lanes those of the last."""
+        value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
+        return Affine(gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value])
+
+    def stream_columns(self, mRow: cute.Tensor, column: Int32, stream: int = 0) -> cute.Tensor:
+        """View eight columns of a token's stream from ``8 column``."""
+        return cute.local_tile(mRow, (COLUMNS,), (column + stream * (self.d // COLUMNS),))
 
     @cute.jit
-    def fetch(
-        self,
-        mX: cute.Tensor,
-        mF: Any,
-        begin: Int32,
-        rows: Int32,
-        tokens: Int32,
-        column: Int32,
-        rX: cute.Tensor,
-        rF: cute.Tensor,
-    ):
-        """This lane's columns of its tokens, zeros where there is none (and nothing to keep until then)."""
-        group = cute.arch.lane_idx() // 4
-        rX.fill(0.0)
-        rF.fill(0.0)
-        for h in cutlass.range_constexpr(self.eights):
-            t = group + 8 * h
-            token = begin + t
-            if t < rows and token < tokens:
-                for i in cutlass.range_constexpr(N):
-                    place = column + i * (self.d // COLUMNS)
-                    cute.autovec_copy(cute.local_tile(mX[token, None], (COLUMNS,), (place,)), rX[None, i, h])
-                if cutlass.const_expr(self.post):
-                    cute.autovec_copy(cute.local_tile(mF[token, None], (COLUMNS,), (column,)), rF[None, h])
+    def softmax(self, rRow: cute.Tensor, eps: Float32):
+        """Replace a row of four by softmax + eps."""
+        row_max = cute.arch.fmax(cute.arch.fmax(rRow[0], rRow[1]), cute.arch.fmax(rRow[2], rRow[3]))
+        for j in cutlass.range_constexpr(N):
+            rRow[j] = cute.math.exp2((rRow[j] - row_max) * LOG2_E, fastmath=True)
+        inverse = cute.arch.rcp_approx((rRow[0] + rRow[1]) + (rRow[2] + rRow[3]))
+        for j in cutlass.range_constexpr(N):
+            rRow[j] = cute.math.fma(rRow[j], inverse, eps)
 
     @cute.jit
-    def write_back(self, rX: cute.Tensor, rF: cute.Tensor, sCoefficients: cute.Tensor, rows: Int32, rZ: cute.Tensor):
-        """X' in words of two columns; the second and third token only where a tile has them."""
-        rOld, rNew, group = cute.recast_tensor(rX, Uint32), cute.recast_tensor(rF, Uint32), cute.arch.lane_idx() // 4
-        if cutlass.const_expr(not self.post):
-            rZ.store(rOld.load())
-        else:
-            self.write_token(rOld[None, None, 0], rNew[None, 0], sCoefficients[group, None], rZ[None, None, 0])
-            for h in cutlass.range_constexpr(1, self.eights):
-                rZ[None, None, h].fill(0)
-                if rows > ROWS_N * h:
-                    line = sCoefficients[group + ROWS_N * h, None]
-                    self.write_token(rOld[None, None, h], rNew[None, h], line, rZ[None, None, h])
+    def arrive(self, barrier: cute.Pointer):
+        """Arrive once for this warp, after all of its lanes."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def write_token(self, rOld: cute.Tensor, rNew: cute.Tensor, sLine: cute.Tensor, rZ: cute.Tensor):
-        """X' of one token."""
-        rC = cute.make_rmem_tensor((N, N + 1), Float32)
-        for i in cutlass.range_constexpr(N + 1):
-            cute.autovec_copy(cute.local_tile(sLine, (N,), (i,)), rC[None, i])
-        for w in cutlass.range(WORDS, unroll_full=True):
-            f = floats(rNew[w])
-            x = [floats(rOld[w, i]) for i in range(N)]
-            for j in cutlass.range_constexpr(N):
-                z = [f[k] * rC[j, 0] for k in range(2)]
-                for i in cutlass.range_constexpr(N):
-                    z = [cute.math.fma(x[i][k], rC[j, 1 + i], z[k]) for k in range(2)]
-                rZ[w, j] = pair(*z)
-
-    @cute.jit
-    def over_warps(self, sLines: cute.Tensor, fours: Int32, rSum: cute.Tensor):
-        """Four values of each warp, added in order."""
-        cute.autovec_copy(cute.local_tile(sLines[0, None], (N,), (fours,)), rSum)
+    def sum_warps(self, sLines: cute.Tensor, four: Int32, rSum: cute.Tensor):
+        """Add four values of each warp in order."""
+        cute.autovec_copy(cute.local_tile(sLines[0, None], (N,), (four,)), rSum)
         for w in cutlass.range_constexpr(1, self.warps):
             rOne = cute.make_rmem_tensor(N, Float32)
-            cute.autovec_copy(cute.local_tile(sLines[w, None], (N,), (fours,)), rOne)
+            cute.autovec_copy(cute.local_tile(sLines[w, None], (N,), (four,)), rOne)
             rSum.store(rSum.load() + rOne.load())
+
+    @cute.jit
+    def store_post(self, cta: Cta, rLogit: cute.Tensor, begin: Int32, owned: Int32):
+        """Store post = 2 sigmoid(logit) from lanes 0 to 3; ``owned``: the CTA's first token of the tile."""
+        lane = cute.arch.lane_idx()
+        for s in cutlass.range_constexpr(self.owned_tokens):
+            t = s * self.cluster + owned
+            if lane < N and t < cta.rows and begin + t < cta.tokens:
+                cta.gmem.post_new[begin + t, lane] = 2.0 * sigmoid(rLogit[s])
+
+
+def sigmoid(x: Float32) -> Float32:
+    """Return 1 / (1 + exp(-x))."""
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -LOG2_E, fastmath=True))
+
+
+def fragment_place() -> tuple[Int32, Int32]:
+    """Return (group, member) of this lane in MMA fragments: lane = 4 group + member."""
+    return cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+
+
+def view(region: Any, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> cute.Tensor:
+    """View a region of shared memory as a tensor, row-major unless ``stride`` says otherwise."""
+    compact = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return region.get_tensor(cute.make_layout(shape, stride=stride or tuple(compact)))

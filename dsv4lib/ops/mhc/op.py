@@ -1,4 +1,6 @@
-"""The boundary between two sublayers as torch ops: what one leaves in the residual streams, what the next reads.
+"""Write a sublayer's output to the residual streams and read the next one's input.
+
+The boundary between two sublayers, as torch ops.
 
     mhc_pre       streams -> y, post, comb                               before the first sublayer
     mhc_post_pre  streams, its output f, post, comb -> the same, and streams     between two sublayers
@@ -8,8 +10,8 @@ y is normalised: what the sublayer (or the head) multiplies with. Everything is 
 which writes into outputs in place, reads nothing on the host and can be captured in a CUDA graph after one call has
 compiled its kernel. The oracle is `dsv4lib.reference.mhc`.
 
-With many tokens the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch, and wait for each
-other: all must run at the same time. Without a ``space`` the op keeps that memory for each stream; a capture that comes
+With many tokens the kernel's CTAs exchange sums in a workspace that must be 0 before and is 0 after a launch, and wait
+for each other: all must be resident. Without a ``space`` the op keeps that memory for each stream; a capture that comes
 first records a memset instead. Two launches that may run at the same time, captured in two graphs from one stream for
 example, need one each (`workspace`).
 
@@ -19,7 +21,7 @@ Source: DSV4 paper, mHC section.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +29,12 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching, plans
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mhc import arguments
 from dsv4lib.ops.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
-from dsv4lib.ops.mhc.few_tokens import MhcPlain
-from dsv4lib.ops.mhc.many_tokens import MhcBulk
+from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
+from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
 from dsv4lib.ops.mhc.variants import SM_COUNT, Form, cluster_of, form_of, tile_of
 
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
@@ -76,7 +79,7 @@ def mhc_pre(
     space: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Input of a sublayer, and the coefficients of the write-back behind it.
+    """Make the input of a sublayer, and the coefficients of the write-back after it.
 
     Args:
         streams: bf16 [T, 4, d], a token's streams side by side, d a multiple of 128.
@@ -95,7 +98,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams)[1:] if out is None else out
-    _site(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
+    Call.op(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
     return out
 
 
@@ -125,7 +128,7 @@ def mhc_post_pre(
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams) if out is None else out
-    _site(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
+    Call.op(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
     return out
 
 
@@ -142,12 +145,12 @@ def mhc_head(
     space: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Collapse the streams and normalise, behind the write-back of the last sublayer where f is given.
+    """Collapse the streams and normalise, after a write-back where f is given.
 
     Args:
         site: fn [4, 4 d], scale [1], base [4], weight [d].
         f, post, comb: as in `mhc_post_pre`, all or none.
-        out: (streams or None, y): streams behind the write-back are stored only where there is memory for them (a
+        out: (streams or None, y): streams after the write-back are stored only where there is memory for them (a
             draft block needs them); None: only y, a new tensor.
         streams, eps, space, backend: as in `mhc_pre`, which also says what is raised.
 
@@ -155,7 +158,7 @@ def mhc_head(
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    _site(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
+    Call.op(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
     return out[1]
 
 
@@ -175,14 +178,14 @@ class Plan(NamedTuple):
     cluster: int
     rows: int
     clusters: int
-    form: Form = Form.PLAIN
+    form: Form = Form.FEW_TOKENS
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
     """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
     form = form_of(tokens, d) if form is None else form
     cluster = cluster_of(d, form)
-    most = max(1, sm_count // cluster if form is Form.BULK else sm_count // GPC * (GPC // cluster))
+    most = max(1, sm_count // cluster if form is Form.MANY_TOKENS else sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
     rounds = -(-tokens // (few * tile_of(form, d)))
     rows = -(-tokens // (few * rounds))
@@ -199,8 +202,13 @@ def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(streams), y, post, comb
 
 
+_NAMES = {name: f"site.{name}" for name in Site._fields}
+_NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
+
+
+@op("mhc_site", mutates=("new", "y", "post_new", "comb_new", "space"), names=_NAMES)
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of the site between two sublayers."""
 
     streams: Tensor
     f: Tensor | None
@@ -226,11 +234,7 @@ class Call(NamedTuple):
         return self.post_new is None and self.comb_new is None
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `mhc_pre`.
-        """
+        """Check types, shapes and devices."""
         shape, least = tuple(self.streams.shape), UNIT * 4
         if self.streams.dim() != 3 or shape[1] != N or shape[2] == 0 or shape[2] % least:
             raise ArgumentError("streams.shape", shape, f"[T, {N}, d] with d a multiple of {least}")
@@ -271,33 +275,21 @@ class Call(NamedTuple):
             }
         )
 
-
-SCHEMA = (
-    "(Tensor streams, Tensor? f, Tensor? post, Tensor? comb, Tensor fn, Tensor scale, Tensor base, Tensor weight, "
-    "Tensor(a!)? new, Tensor(b!) y, Tensor(c!)? post_new, Tensor(d!)? comb_new, Tensor(e!)? space, "
-    "int iters, float hc_eps, float rms_eps, str backend) -> ()"
-)
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.mhc_site` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    run(call)
+    def run(self, backend: str, form: Form | None = None) -> None:
+        """Launch the kernel, or ask the oracle; ``form``: None: `form_of`."""
+        if self.streams.shape[0] == 0:
+            return
+        if backend == "reference":
+            return _reference(self)
+        sm_count = launching.sm_count(self.streams.device) if backend == "native" else SM_COUNT
+        if form is None:
+            form = form_of(*self.streams.shape[::2])
+        launch(self, backend, plan(self.streams.shape[0], self.streams.shape[2], sm_count, form))
 
 
-def run(call: Call, form: Form | None = None) -> None:
-    """Choose the back end and queue a checked call; ``form``: None: `form_of`."""
-    name = launching.resolve(call.backend, "streams", call.streams)
-    if call.streams.shape[0] == 0:
-        return
-    if name == "reference":
-        return _reference(call)
-    sm_count = launching.sm_count(call.streams.device) if name == "native" else SM_COUNT
-    if form is None:
-        form = form_of(*call.streams.shape[::2])
-    chosen = plan(call.streams.shape[0], call.streams.shape[2], sm_count, form)
-    launch(call, name, chosen)
+def run(call: Call, form: Form) -> None:
+    """Choose the back end and queue a checked call in this form."""
+    call.run(launching.resolve(call.backend, "streams", call.streams), form)
 
 
 def launch(call: Call, name: str, chosen: Plan) -> None:
@@ -310,21 +302,21 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
-    if chosen.form is Form.PLAIN:
+    if chosen.form is Form.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.PLAIN: MhcPlain, Form.BULK: MhcBulk}[chosen.form]
+    kernel = {Form.FEW_TOKENS: MhcFewTokens, Form.MANY_TOKENS: MhcManyTokens}[chosen.form]
     args = arguments.launch_args
-    if chosen.form is Form.BULK:
+    if chosen.form is Form.MANY_TOKENS:
         args = functools.partial(args, space=_space(call))
     launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
 
 
 def _space(call: Call) -> Tensor:
-    """Zeros where the CTAs of a call meet: the caller's, or the op's own."""
+    """The workspace of a call: the caller's, or the op's own."""
     if call.space is not None:
         return call.space
     device = call.streams.device
@@ -336,17 +328,6 @@ def _space(call: Call) -> Tensor:
         if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             _SPACES[place] = space
     return plans.constant(space)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_MUTATED = "new", "y", "post_new", "comb_new", "space"
-_NAMES = {name: f"site.{name}" for name in Site._fields}
-_NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
-_site = launching.custom_op("dsv4::mhc_site", _run, mutates_args=_MUTATED, names=_NAMES, schema=SCHEMA)
-_site.register_fake(_fake)
 
 
 def _reference(call: Call) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Given, Way
+from dsv4lib.bench.ops.case import Given, Provider
 
 ITERS, EPS, POST = 20, 1e-6, 2.0
 MODULE = "vllm.model_executor.kernels.mhc.tilelang"
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """Write-back, then coefficients, mixture and norm; and vLLM's call for all of it."""
     return (
-        Way("vLLM post, pre + norm", _pair),
-        Way("TileKernels post, vLLM pre, norm", _mixed),
-        Way("vLLM post + pre + norm", _fused),
+        Provider("vLLM post, pre + norm", _pair),
+        Provider("TileKernels post, vLLM pre, norm", _mixed),
+        Provider("vLLM post + pre + norm", _fused),
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
+from dsv4lib.bench.ops import inputs, providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.moe_combine import op
 from dsv4lib.reference import moe_combine as oracle
@@ -41,9 +41,9 @@ def _row(model: str, tokens: int) -> Row:
         flops=0,
         given=given,
         check=_check,
-        ways=(
-            ways.in_place("ours", lambda g: {"out": torch.empty_like(g["shared"])}, _ours),
-            ways.compiled(_plain, "y", "row_of", "weights", "shared"),
+        providers=(
+            providers.in_place("ours", lambda g: {"out": torch.empty_like(g["shared"])}, _ours),
+            providers.compiled(_plain, "y", "row_of", "weights", "shared"),
         ),
     )
 

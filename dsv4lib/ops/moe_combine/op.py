@@ -1,4 +1,4 @@
-"""The sum over a token's experts and the shared expert, as a torch op.
+"""Add up a token's experts and the shared expert, as a torch op.
 
 `moe_combine` calls `torch.ops.dsv4.moe_combine`, which writes the sum in place: one launch, no value of a tensor read
 by the host. The oracle is `dsv4lib.reference.moe_combine`.
@@ -6,7 +6,7 @@ by the host. The oracle is `dsv4lib.reference.moe_combine`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_combine import arguments
 from dsv4lib.ops.moe_combine.kernel import COLUMNS, MAX_K, MoeCombine
@@ -29,10 +30,12 @@ def moe_combine(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """``out[t] = sum_s weights[t, s] y[row_of[t, s]] + shared[t]``, slots in order, in fp32, rounded once.
+    """Add up a token's experts, slots in order, in fp32, rounded once.
+
+    ``out[t] = sum_s weights[t, s] y[row_of[t, s]] + shared[t]``
 
     Args:
-        y: bf16 [R, d], d a multiple of 8, rows on 16 bytes; a row that nobody names may hold anything.
+        y: bf16 [R, d], d a multiple of 8, rows on 16 bytes; a row that no route names may hold anything.
         row_of: int32 [T, k]; a number outside 0 .. R - 1 (-1) is skipped.
         weights: fp32 [T, k]; None: ones.
         shared: bf16 [T, d] or None.
@@ -51,12 +54,13 @@ def moe_combine(
             raise ArgumentError(f"{name}.shape", tuple(x.shape), "two dimensions")
     if out is None:
         out = torch.empty(row_of.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
-    _combine(y, row_of, weights, shared, out, backend)
+    Call.op(y, row_of, weights, shared, out, backend)
     return out
 
 
+@op("moe_combine", mutates=("out",), in_place=[("out", "shared")])
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `moe_combine`."""
 
     y: Tensor
     row_of: Tensor
@@ -66,11 +70,7 @@ class Call(NamedTuple):
     backend: str
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `moe_combine`.
-        """
+        """Check types, shapes and devices."""
         for name, x in (("y", self.y), ("row_of", self.row_of), ("out", self.out)):
             if x.dim() != 2:
                 raise ArgumentError(f"{name}.shape", tuple(x.shape), "two dimensions")
@@ -89,34 +89,18 @@ class Call(NamedTuple):
         if d % COLUMNS or d == 0:
             raise ArgumentError("y.shape", tuple(self.y.shape), f"[R, d] with d a multiple of {COLUMNS}")
 
-
-SCHEMA = "(Tensor y, Tensor row_of, Tensor? weights, Tensor? shared, Tensor(a!) out, str backend) -> ()"
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.moe_combine` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "y", call.y)
-    if call.out.shape[0] == 0:
-        return
-    if call.y.shape[0] == 0:  # no expert has a row here
-        call.out.zero_() if call.shared is None else call.out.copy_(call.shared)
-        return
-    settings = {"k": call.row_of.shape[1], "weighted": call.weights is not None, "shared": call.shared is not None}
-    if name == "reference":
-        arguments.launch_args(MoeCombine(**settings), *call[:5])  # checks: what one back end takes all take
-        wide = (None if x is None else x.double() for x in (call.weights, call.shared))
-        call.out.copy_(backends.oracle("moe_combine").moe_combine(call.y.double(), call.row_of, *wide))
-    else:
-        launching.launch(name, MoeCombine, settings, arguments.fake_args, arguments.launch_args, *call[:5])
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_combine = launching.custom_op(
-    "dsv4::moe_combine", _run, mutates_args=("out",), schema=SCHEMA, in_place=[("out", "shared")]
-)
-_combine.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        y, row_of, weights, shared, out, _ = self
+        if out.shape[0] == 0:
+            return
+        if y.shape[0] == 0:  # no expert has a row here
+            out.zero_() if shared is None else out.copy_(shared)
+            return
+        settings = {"k": row_of.shape[1], "weighted": weights is not None, "shared": shared is not None}
+        if backend == "reference":
+            arguments.launch_args(MoeCombine(**settings), *self[:5])  # checks: what one back end takes all take
+            wide = (None if x is None else x.double() for x in (weights, shared))
+            out.copy_(backends.oracle("moe_combine").moe_combine(y.double(), row_of, *wide))
+        else:
+            launching.launch(backend, MoeCombine, settings, arguments.fake_args, arguments.launch_args, *self[:5])

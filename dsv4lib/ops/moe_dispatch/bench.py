@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.ops.moe_dispatch import op
 from dsv4lib.ops.moe_dispatch.size import max_rows
 from dsv4lib.reference import moe_dispatch as oracle
@@ -43,9 +43,9 @@ def _row(model: str, tokens: int) -> Row:
         flops=0,
         given=given,
         check=_check,
-        ways=(
-            Way("ours", _ours),
-            ways.compiled(_plain, "experts", "weights", "count", "align", "size", name="torch.compile (sort)"),
+        providers=(
+            Provider("ours", _ours),
+            providers.compiled(_plain, "experts", "weights", "count", "align", "size", name="torch.compile (sort)"),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Routes in the order of their experts, as a torch op: what a grouped GEMM reads its rows by.
+"""Sort routes by expert, as a torch op: what a grouped GEMM reads its rows by.
 
 `moe_dispatch` calls `torch.ops.dsv4.moe_dispatch`, which writes five tensors in place with one launch. Their sizes
 follow from T, k and E alone: the host never waits for a count. The result is defined to the last row, padding included.
@@ -7,7 +7,7 @@ The oracle is `dsv4lib.reference.moe_dispatch`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_dispatch import arguments
 from dsv4lib.ops.moe_dispatch.kernel import MAX_EXPERTS, MAX_K, QUAD, MoeDispatch
@@ -52,7 +53,9 @@ def moe_dispatch(
     out: Dispatch | None = None,
     backend: str = "auto",
 ) -> Dispatch:
-    """Rows of the experts one behind the other, each expert's in token order (of one token: in slot order).
+    """Lay the rows of experts out one after the other.
+
+    Each expert's are in token order, those of one token in slot order.
 
     Args:
         experts: int32 [T, k], contiguous; a number outside 0 .. count - 1 (-1) is a masked route and goes nowhere.
@@ -84,7 +87,7 @@ def moe_dispatch(
         size = count * max_m if max_m else max_rows(*experts.shape, count, align)
         row_weight = None if weights is None else new(size, dtype=torch.float32)
         out = Dispatch(new(count), new(count + 1), new(size), new(*experts.shape), row_weight)
-    _dispatch(experts, weights, *out, align, max_m, backend)
+    Call.op(experts, weights, out, align, max_m, backend)
     return out
 
 
@@ -104,30 +107,23 @@ def check_rows(tokens: int, k: int, count: int, align: int, max_m: int) -> None:
         raise ArgumentError(name, value, f"so small that {count} experts have at most {MAX_ROWS} rows, not {rows}")
 
 
+@op("moe_dispatch", mutates=("out",))
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `moe_dispatch`."""
 
     experts: Tensor
     weights: Tensor | None
-    counts: Tensor
-    offsets: Tensor
-    rows: Tensor
-    row_of: Tensor
-    row_weight: Tensor | None
+    out: Dispatch
     align: int
     max_m: int
     backend: str
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `moe_dispatch`.
-        """
-        for name, x in (("out.counts", self.counts), ("out.rows", self.rows)):
+        """Check types, shapes and devices."""
+        for name, x in (("out.counts", self.out.counts), ("out.rows", self.out.rows)):
             if x.dim() != 1:
                 raise ArgumentError(f"{name}.shape", tuple(x.shape), "one dimension")
-        fp32, i32, count = torch.float32, torch.int32, self.counts.shape[0]
+        fp32, i32, count = torch.float32, torch.int32, self.out.counts.shape[0]
         if self.experts.dim() != 2 or not 1 <= self.experts.shape[1] <= MAX_K:
             raise ArgumentError("experts.shape", tuple(self.experts.shape), f"[T, k] with k 1 to {MAX_K}")
         shape = tuple(self.experts.shape)
@@ -135,75 +131,51 @@ class Call(NamedTuple):
             {
                 "experts": (self.experts, i32, shape),
                 "weights": (self.weights, fp32, shape),
-                "out.counts": (self.counts, i32, (None,)),
-                "out.offsets": (self.offsets, i32, (count + 1,)),
-                "out.rows": (self.rows, i32, (None,)),
-                "out.row_of": (self.row_of, i32, shape),
-                "out.row_weight": (self.row_weight, fp32, (self.rows.shape[0],)),
+                "out.counts": (self.out.counts, i32, (None,)),
+                "out.offsets": (self.out.offsets, i32, (count + 1,)),
+                "out.rows": (self.out.rows, i32, (None,)),
+                "out.row_of": (self.out.row_of, i32, shape),
+                "out.row_weight": (self.out.row_weight, fp32, (self.out.rows.shape[0],)),
             }
         )
-        for name, x in (("experts", self.experts), ("weights", self.weights), ("out.row_of", self.row_of)):
+        for name, x in (("experts", self.experts), ("weights", self.weights), ("out.row_of", self.out.row_of)):
             if x is not None and not x.is_contiguous():
                 raise ArgumentError(name, x.stride(), "contiguous")
-        if (self.weights is None) != (self.row_weight is None):
-            raise ArgumentError("out.row_weight", None if self.row_weight is None else "given", "with weights, only")
+        if (self.weights is None) != (self.out.row_weight is None):
+            raise ArgumentError(
+                "out.row_weight", None if self.out.row_weight is None else "given", "with weights, only"
+            )
         check_rows(*shape, count, self.align, self.max_m)
         least = count * self.max_m if self.max_m else max_rows(*shape, count, self.align)
-        if self.rows.shape[0] < least or self.rows.shape[0] % QUAD:
-            raise ArgumentError("out.rows.shape", tuple(self.rows.shape), f"a multiple of {QUAD}, at least {least}")
+        if self.out.rows.shape[0] < least or self.out.rows.shape[0] % QUAD:
+            raise ArgumentError("out.rows.shape", tuple(self.out.rows.shape), f"a multiple of {QUAD}, at least {least}")
 
     def check_values(self) -> None:
-        """Numbers, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: more routes to an expert than it has rows.
-        """
+        """Check that an expert has rows for its routes."""
         if self.max_m:
-            routed = self.experts[(self.experts >= 0) & (self.experts < len(self.counts))]
+            routed = self.experts[(self.experts >= 0) & (self.experts < len(self.out.counts))]
             most = int(routed.bincount(minlength=1).max())
             if most > self.max_m:
                 raise ArgumentError("max_m", self.max_m, f"at least {most}, the routes of one expert")
 
-
-SCHEMA = (
-    "(Tensor experts, Tensor? weights, Tensor(a!) counts, Tensor(b!) offsets, Tensor(c!) rows, Tensor(d!) row_of, "
-    "Tensor(e!)? row_weight, int align, int max_m, str backend) -> ()"
-)
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.moe_dispatch` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "experts", call.experts)
-    count, outputs = len(call.counts), call[2:7]
-    if launching.on_host(call.experts):
-        call.check_values()
-    settings = {"experts": count, "k": call.experts.shape[1], "align": call.align}
-    settings |= {"masked": call.max_m > 0, "weighted": call.weights is not None}
-    given = call.experts, call.weights, *outputs, call.max_m
-    if call.experts.shape[0] == 0:
-        call.counts.zero_()
-        call.rows.fill_(-1)
-        torch.arange(0, (count + 1) * call.max_m, call.max_m, out=call.offsets) if call.max_m else call.offsets.zero_()
-        if call.row_weight is not None:
-            call.row_weight.zero_()
-    elif name == "reference":
-        arguments.launch_args(MoeDispatch(**settings), *given)  # checks: what one back end takes all take
-        sizes = count, len(call.rows), call.align, call.max_m
-        found = backends.oracle("moe_dispatch").moe_dispatch(call.experts, call.weights, *sizes)
-        for target, source in zip(outputs, found, strict=True):
-            if target is not None:
-                target.copy_(source)
-    else:
-        launching.launch(name, MoeDispatch, settings, arguments.fake_args, arguments.launch_args, *given)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_WRITTEN = ("counts", "offsets", "rows", "row_of", "row_weight")
-_NAMES = {name: f"out.{name}" for name in _WRITTEN}
-_dispatch = launching.custom_op("dsv4::moe_dispatch", _run, mutates_args=_WRITTEN, names=_NAMES, schema=SCHEMA)
-_dispatch.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        experts, weights, out, align, max_m, _ = self
+        count = len(out.counts)
+        settings = {"experts": count, "k": experts.shape[1], "align": align}
+        settings |= {"masked": max_m > 0, "weighted": weights is not None}
+        given = experts, weights, *out, max_m
+        if experts.shape[0] == 0:
+            out.counts.zero_()
+            out.rows.fill_(-1)
+            torch.arange(0, (count + 1) * max_m, max_m, out=out.offsets) if max_m else out.offsets.zero_()
+            if out.row_weight is not None:
+                out.row_weight.zero_()
+        elif backend == "reference":
+            arguments.launch_args(MoeDispatch(**settings), *given)  # checks: what one back end takes all take
+            found = backends.oracle("moe_dispatch").moe_dispatch(experts, weights, count, len(out.rows), align, max_m)
+            for target, source in zip(out, found, strict=True):
+                if target is not None:
+                    target.copy_(source)
+        else:
+            launching.launch(backend, MoeDispatch, settings, arguments.fake_args, arguments.launch_args, *given)

@@ -1,7 +1,6 @@
 """The experts' GEMMs as a torch op: ragged groups of tokens times quantised weights, with SwiGLU and requantisation."""
 
 from dsv4lib.ops.moe_gemm.op import (
-    Call,
     Operand,
     check_devices,
     check_formats,
@@ -16,7 +15,6 @@ from dsv4lib.ops.moe_gemm.op import (
 )
 
 __all__ = [
-    "Call",
     "Operand",
     "check_devices",
     "check_formats",

@@ -47,16 +47,14 @@ def fake_args(kernel: MoeGemm) -> tuple:
 
 
 @dataclass
-class Call:
-    """Tensors of a call; for `Linear` x, x_scales, out and out_scales begin with a dimension [E], and offsets and
-    counts are None.
+class Gemm:
+    """Tensors of a call of `Linear`; x, x_scales, out and out_scales begin with a dimension [E].
 
     Attributes:
         x: codes [R, bytes of K] uint8 (bf16 mode: bf16 [R, K]); x_scales: their swizzled scales, uint8 bytes.
         w: codes [E, N, bytes of K] uint8 (bf16 mode: bf16 [E, N, K]); w_scales: [E, bytes].
         out: [R, F] bf16 or fp32, or codes uint8.
-        offsets, counts: int32 [E].
-        alpha, alpha_up: fp32 [E]. routing: fp32 [R].
+        alpha, alpha_up: fp32 [E].
         out_scales: uint8 bytes, swizzled. out_global: fp32 [E].
         limit: of the SwiGLU clamp.
     """
@@ -64,16 +62,26 @@ class Call:
     x: torch.Tensor
     w: torch.Tensor
     out: torch.Tensor
-    offsets: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
     x_scales: torch.Tensor | None = None
     w_scales: torch.Tensor | None = None
     alpha: torch.Tensor | None = None
     alpha_up: torch.Tensor | None = None
-    routing: torch.Tensor | None = None
     out_scales: torch.Tensor | None = None
     out_global: torch.Tensor | None = None
     limit: float = 10.0
+
+
+@dataclass
+class Call(Gemm):
+    """Tensors of a call of `MoeGemm`, without a dimension [E] in front.
+
+    Attributes:
+        offsets, counts: int32 [E]. routing: fp32 [R].
+    """
+
+    offsets: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    routing: torch.Tensor | None = None
 
 
 def _blocks(name: str, x: torch.Tensor | None, lead: tuple, blocks: int) -> Any:
@@ -86,7 +94,7 @@ def _blocks(name: str, x: torch.Tensor | None, lead: tuple, blocks: int) -> Any:
     return DeviceTensor(x.view(*lead, blocks, umma.SCALE_BLOCK), cutlass.Uint8)
 
 
-def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tuple:
+def launch_args(kernel: MoeGemm, call: Gemm, grid: int, stream: int = 0) -> tuple:
     """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
@@ -132,7 +140,7 @@ def launch_args(kernel: MoeGemm, call: Call, grid: int, stream: int = 0) -> tupl
     out_blocks = -(-width // (4 * (16 if kernel.out == "nvfp4" else 32)))
 
     def optional(name: str, wanted: bool, wrapped: Any) -> Any:
-        value = getattr(call, name)
+        value = getattr(call, name, None)
         if not wanted and value is not None:
             raise ArgumentError(name, "given", f"None for {kernel!r}")
         return wrapped(name, value) if wanted else None

@@ -1,4 +1,4 @@
-"""The experts' GEMMs as a torch op: ragged groups of tokens times quantised weights, with SwiGLU and requantisation.
+"""Multiply ragged groups of tokens with the quantised weights of experts.
 
     y[r] = alpha_e * (x[r] @ W_e^T)                                   rows r of group e
     h[r] = silu(min(g, limit)) * clip(u, -limit, limit) * routing_r   swiglu: g, u = alpha_e, alpha_up_e * gate, up sums
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.common import compile_cache, launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_gemm import arguments
@@ -30,7 +32,7 @@ from dsv4lib.ops.moe_gemm.config import MODES, OUTPUTS, PLAIN, TILE_M
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
 ARCHS = ("sm_100a", "sm_103a")
-TILES = (64, 128, 192)  # those with two accumulators: a tile's epilogue hides behind the next one's MMAs
+TILES = (64, 128, 192)  # those with two accumulators: a tile's epilogue overlaps the next one's MMAs
 PAIR_TOKENS = 128  # a tile of which a pair of CTAs takes
 EXPECTED = (1, 64, 128)  # tokens of a group, one for each tile
 
@@ -69,11 +71,11 @@ def moe_gemm(
     out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
-    """Grouped GEMM.
+    """Multiply groups of rows with the weights of their experts.
 
     Args:
         x: [R, K], rows sorted by group.
-        w: [E, N, K]; with ``swiglu`` rows of gate and up by turns of 8. Scales [E, bytes].
+        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes].
         offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16".
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
@@ -102,24 +104,28 @@ def moe_gemm(
         expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
     elif not 0 <= expected < 2**31:
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more, below 2^31")
-    given = *x, *w, offsets, counts, alpha, alpha_up, routing, *out, out_global
-    _moe_gemm(*given, mode, out_format, swiglu, limit, expected, backend)
+    tensors = x.codes, w.codes, out.codes, x.scales, w.scales, alpha, alpha_up, out.scales, out_global, limit, routing
+    Call.op(*tensors, offsets, counts, mode, out_format, swiglu, expected, backend)
     return out
 
 
 def largest(expected: int) -> int:
-    """Tokens of the largest of some hundred groups that have ``expected`` each on average: three deviations more."""
+    """Estimate the largest of groups of ``expected`` tokens: three deviations more."""
     return expected + math.ceil(3 * math.sqrt(expected))
 
 
 def tile_of(tokens: int, features: int) -> tuple[int, int]:
-    """(tokens of a tile, CTAs that share it) for groups of up to ``tokens`` tokens.
+    """Choose (tokens of a tile, CTAs that share it) for groups of ``tokens`` or fewer.
 
-    The model of `bench.moe_tiles` argues for it: a tile that is too small brings weights from L2 once more (up to 1.7
-    times the time), one that is larger than the group costs nothing, but 192 brings more scales. A pair brings tokens
-    once for 256 features: up to a third less time with tiles of 128 and 192; below, at most 3 %. For 192 to 240 tokens
-    a group a tile of 256 would take up to a fifth less; for all others its single accumulator costs more. For 256 one
-    of 128 would take 1 % less: tiles start at multiples of 64, so 192 splits less evenly.
+    A tile that is too small brings weights from L2 once more; one that is larger than the group costs nothing. A pair
+    of CTAs brings tokens once for 256 features. What `predict.moe_tiles` says of other choices:
+
+        choice instead                       groups of       time
+        the next smaller tile                any             up to 1.7 times
+        one CTA with tiles of 128 and 192    any             up to 1.5 times
+        a pair with a tile of 64             64 or fewer     3 % less at most
+        a tile of 256, one accumulator       192 to 240      up to a fifth less; others take longer
+        a tile of 128                        256             1 % less
     """
     tile = next((n for n in TILES if n >= tokens), TILES[-1])
     return tile, 2 if tile >= PAIR_TOKENS and features >= 2 * TILE_M else 1
@@ -151,7 +157,7 @@ def warm_up(
 
 
 def check_formats(mode: str, out_format: str) -> None:
-    """There are such formats.
+    """Check that there are such formats.
 
     Raises:
         ArgumentError: there are not.
@@ -162,20 +168,20 @@ def check_formats(mode: str, out_format: str) -> None:
         raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
 
 
-def check_devices(tensors: dict[str, Tensor | None]) -> None:
-    """All tensors where the first is.
+def check_devices(values: dict[str, Any]) -> None:
+    """Check that all tensors are where the first is.
 
     Raises:
         ArgumentError: one is elsewhere.
     """
-    first, x = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ArgumentError(f"{name}.device", str(tensor.device), f"that of {first}, {x.device}")
+    first, x = next(iter(values.items()))
+    for name, one in values.items():
+        if isinstance(one, Tensor) and one.device != x.device:
+            raise ArgumentError(f"{name}.device", str(one.device), f"that of {first}, {x.device}")
 
 
 def check_global(scale: Tensor | None) -> None:
-    """Global scales of an output, where looking at them costs no wait.
+    """Check the global scales of an output, where reading them costs no wait.
 
     Raises:
         ArgumentError: one is not positive and finite.
@@ -185,7 +191,7 @@ def check_global(scale: Tensor | None) -> None:
 
 
 def new_output(x: Tensor, width: int, out_format: str) -> Operand:
-    """Memory for ``width`` features of every row of x [.., R, K]; scales are zeros."""
+    """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros."""
     *lead, rows, _ = x.shape
     if out_format in PLAIN:
         dtype = torch.bfloat16 if out_format == "bf16" else torch.float32
@@ -198,37 +204,26 @@ def new_output(x: Tensor, width: int, out_format: str) -> Operand:
 
 # ------------------------------------------------------------------- the op
 
-SCHEMA = (
-    "(Tensor x, Tensor? x_scales, Tensor w, Tensor? w_scales, Tensor offsets, Tensor counts, Tensor? alpha, "
-    "Tensor? alpha_up, Tensor? routing, Tensor(a!) out, Tensor(b!)? out_scales, Tensor? out_global, str formats, "
-    "str out_format, bool swiglu, float limit, int expected, str backend) -> ()"
-)
 
+@op("moe_gemm", mutates=("out", "out_scales"), names={"formats": "mode"}, archs=ARCHS)
+@dataclass(kw_only=True)
+class Call(arguments.Call):
+    """A call of `moe_gemm`."""
 
-class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
-
-    x: Tensor
-    x_scales: Tensor | None
-    w: Tensor
-    w_scales: Tensor | None
     offsets: Tensor
     counts: Tensor
-    alpha: Tensor | None
-    alpha_up: Tensor | None
-    routing: Tensor | None
-    out: Tensor
-    out_scales: Tensor | None
-    out_global: Tensor | None
     formats: str  # `mode`: torch.compile has an argument of that name
     out_format: str
     swiglu: bool
-    limit: float
     expected: int
     backend: str
 
+    def check(self) -> None:
+        """Check devices; `arguments.launch_args` checks the rest."""
+        check_devices(vars(self))
+
     def settings(self) -> dict[str, Any]:
-        """Options of the kernel."""
+        """Make options of the kernel."""
         tile_n, ctas = tile_of(largest(self.expected), self.w.shape[1])
         flags = {
             "swiglu": self.swiglu,
@@ -237,21 +232,8 @@ class Call(NamedTuple):
         }
         return {"mode": self.formats, "tile_n": tile_n, "ctas": ctas, "out": self.out_format, **flags}
 
-    def tensors(self) -> arguments.Call:
-        """What `arguments.launch_args` takes."""
-        return arguments.Call(**self.named(), limit=self.limit)
-
-    def named(self) -> dict[str, Tensor | None]:
-        """The tensors."""
-        return dict(zip(self._fields[:12], self[:12], strict=True))
-
     def check_values(self) -> None:
-        """Groups, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: a group that starts inside a block of scales, ends outside of x, or overlaps another; a
-                global scale of the output that is not positive and finite.
-        """
+        """Check that groups start at blocks of scales and lie apart; check out_global."""
         i32 = torch.int32
         launching.check({"offsets": (self.offsets, i32, (None,)), "counts": (self.counts, i32, (None,))})
         check_global(self.out_global)
@@ -267,46 +249,33 @@ class Call(NamedTuple):
         if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
             raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
 
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.moe_gemm` does: check, choose the back end, launch."""
-    call = Call(*given)
-    name = launching.resolve(call.backend, "x", call.x, ARCHS)
-    check_devices(call.named())
-    settings = call.settings()
-    plan = MoeGemm(**settings)
-    if launching.on_host(call.x):
-        call.check_values()
-    if not call.x.shape[0]:
-        return
-    if name == "reference":
-        arguments.launch_args(plan, call.tensors(), 1)  # checks: what one back end takes all take
-        _reference(call)
-        return
-    features = -(-call.w.shape[1] // plan.pair_m)
-    if name == "native":
-        grid = max(1, launching.sm_count(call.x.device) // plan.ctas)
-    else:
-        tiles = features * int((-(-call.counts // plan.tile_n)).sum())
-        grid = max(1, min(tiles, SM_COUNT // plan.ctas))
-    given = arguments.launch_args(plan, call.tensors(), grid, launching.stream(name, call.x))  # refused: not compiled
-    _, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, launching.arch(name, ARCHS))
-    launching.enqueue(name, code, given)
-
-
-def _fake(*given: Any) -> None:
-    check_devices(Call(*given).named())
-
-
-_moe_gemm = launching.custom_op("dsv4::moe_gemm", _run, mutates_args=("out", "out_scales"), schema=SCHEMA)
-_moe_gemm.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        settings = self.settings()
+        plan = MoeGemm(**settings)
+        if not self.x.shape[0]:
+            return
+        if backend == "reference":
+            arguments.launch_args(plan, self, 1)  # checks: what one back end takes all take
+            _reference(self)
+            return
+        features = -(-self.w.shape[1] // plan.pair_m)
+        if backend == "native":
+            grid = max(1, launching.sm_count(self.x.device) // plan.ctas)
+        else:
+            tiles = features * int((-(-self.counts // plan.tile_n)).sum())
+            grid = max(1, min(tiles, SM_COUNT // plan.ctas))
+        given = arguments.launch_args(plan, self, grid, launching.stream(backend, self.x))  # refused: not compiled
+        arch = launching.arch(backend, ARCHS)
+        _, code = compile_cache.default().get(MoeGemm, settings, arguments.fake_args, arch)
+        launching.enqueue(backend, code, given)
 
 
 # ---------------------------------------------------------------- reference
 
 
 def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> Tensor:
-    """What codes [.., rows, K] and their swizzled scales stand for, fp64, without a global scale."""
+    """Decode [.., rows, K] and their swizzled scales to fp64, without a global scale."""
     m = MODES[mode]
     if not m.block:
         return codes.double()
@@ -318,7 +287,7 @@ def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> T
 
 
 def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """What becomes of the sums y of group e, fp64: codes, and the scales of rows where the output has any.
+    """Finish the fp64 sums y of group e: codes, and scales where the output has any.
 
     Args:
         call: of `moe_gemm` or of `dsv4lib.ops.linear`: its factors and its output's format.
@@ -343,7 +312,7 @@ def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tup
 
 
 def _reference(call: Call) -> None:
-    """The oracle in fp64, group by group."""
+    """Ask the oracle in fp64, group by group."""
     x, w = numbers(call.x, call.x_scales, call.formats, False), numbers(call.w, call.w_scales, call.formats, True)
     scales = None
     if call.out_scales is not None:

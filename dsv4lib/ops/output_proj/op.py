@@ -1,4 +1,4 @@
-"""The grouped output projection of attention as a torch op: groups of heads, each with weights of its own.
+"""Project groups of heads of attention, each with weights of its own: a torch op.
 
     u[t, g] = wo_a[g] @ concat(heads of group g of o[t])           8 heads of 512 a group in DSV4
 
@@ -10,11 +10,13 @@ Source: DSV4 paper, grouped output projection; the oracle is `dsv4lib.reference.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.linear import op as linear
 from dsv4lib.ops.moe_gemm import op as moe_gemm
@@ -49,42 +51,44 @@ def output_proj(
     if out is None:
         width = w.codes.shape[0] * w.codes.shape[1]
         out = torch.empty(o.codes.shape[0], width, dtype=torch.bfloat16, device=o.codes.device)
-    _output_proj(*o, *w, out, mode, backend)
+    Call.op(*o, *w, out, mode, backend)
     return out
 
 
 def _side_by_side(codes: Tensor) -> Tensor:
-    """[T, H, D] as [T, H * D]: another view, never a copy."""
+    """View [T, H, D] as [T, H * D], never a copy."""
     tokens, heads, dim = codes.shape
     if heads > 1 and dim and (codes.stride(1) != dim * codes.stride(2) or codes.stride(2) != 1):
         raise ArgumentError("o.stride()", codes.stride(), f"heads side by side: strides {dim} and 1")
     return codes.view(tokens, heads * dim)
 
 
-def _run(
-    o: Tensor, o_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, out: Tensor, mode: str, backend: str
-) -> None:
-    """What `torch.ops.dsv4.output_proj` does: groups as a dimension, then `linear`."""
-    _check(o, o_scales, w, w_scales, out)
-    x, u = (t.unflatten(1, (w.shape[0], -1)).transpose(0, 1) for t in (o, out))
-    call = linear.Call(x, o_scales, w, w_scales, None, None, u, None, None, mode, "bf16", False, 0.0, backend)
-    try:
-        linear.launch(call)
-    except ArgumentError as error:  # what `linear` calls x is o here
-        name = "o" + error.name.removeprefix("x") if error.name.startswith("x") else error.name
-        raise ArgumentError(name, error.value, error.allowed) from None
+@op("output_proj", mutates=("out",), names={"formats": "mode"}, archs=moe_gemm.ARCHS)
+class Call(NamedTuple):
+    """A call of `output_proj`, o [T, H * D]."""
 
+    o: Tensor
+    o_scales: Tensor | None
+    w: Tensor
+    w_scales: Tensor | None
+    out: Tensor
+    formats: str  # `mode`: torch.compile has an argument of that name
+    backend: str
 
-def _check(o: Tensor, o_scales: Tensor | None, w: Tensor, w_scales: Tensor | None, out: Tensor) -> None:
-    if tuple(out.shape) != (o.shape[0], w.shape[0] * w.shape[1]):
-        raise ArgumentError("out.shape", tuple(out.shape), (o.shape[0], w.shape[0] * w.shape[1]))
-    moe_gemm.check_devices({"o": o, "o_scales": o_scales, "w": w, "w_scales": w_scales, "out": out})
+    def check(self) -> None:
+        """Check the output's shape, and devices."""
+        o, w, out = self.o, self.w, self.out
+        if tuple(out.shape) != (o.shape[0], w.shape[0] * w.shape[1]):
+            raise ArgumentError("out.shape", tuple(out.shape), (o.shape[0], w.shape[0] * w.shape[1]))
+        moe_gemm.check_devices(self._asdict())
 
-
-_output_proj = launching.custom_op(
-    "dsv4::output_proj",
-    _run,
-    mutates_args=("out",),
-    schema=("(Tensor o, Tensor? o_scales, Tensor w, Tensor? w_scales, Tensor(a!) out, str formats, str backend) -> ()"),
-)
-_output_proj.register_fake(lambda o, o_scales, w, w_scales, out, mode, backend: _check(o, o_scales, w, w_scales, out))
+    def run(self, backend: str) -> None:
+        """Make groups a dimension, then launch `linear`."""
+        x, u = (t.unflatten(1, (self.w.shape[0], -1)).transpose(0, 1) for t in (self.o, self.out))
+        scales = {"x_scales": self.o_scales, "w_scales": self.w_scales}
+        flags = {"formats": self.formats, "out_format": "bf16", "swiglu": False, "backend": backend}
+        try:
+            linear.launch(linear.Call(x, self.w, u, **scales, **flags), backend)
+        except ArgumentError as error:  # what `linear` calls x is o here
+            name = "o" + error.name.removeprefix("x") if error.name.startswith("x") else error.name
+            raise ArgumentError(name, error.value, error.allowed) from None

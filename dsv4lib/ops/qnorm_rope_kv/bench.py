@@ -2,7 +2,7 @@
 
 Given: q bf16 [T, H, 512]; kv bf16 [T, 512], normed already; positions int64 [T]; cos_sin fp32 [131072, 64];
 pages uint8 [P, bytes of 64 entries (37440 padded)]; page_size 64; indices int32 [T], page * 64 + slot; eps.
-Outputs: q bf16 [T, H, 512]; pages uint8 as given (a way may work on a copy).
+Outputs: q bf16 [T, H, 512]; pages uint8 as given (a provider may work on a copy).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4lib.bench.ops import inputs, rope_inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers, rope_inputs
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.qnorm_rope_kv import peers
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
@@ -89,7 +89,7 @@ def _compiled(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
         scales[page, slot, : kv_entry.GROUPS] = (torch.log2(scale[..., 0]) + 127).to(torch.uint8)
         return {"q": rope_inputs.rotate(normed, rows).bfloat16()}
 
-    call, out = ways.compiled(plain, "q", "kv", "positions", "cos_sin").bind(given)
+    call, out = providers.compiled(plain, "q", "kv", "positions", "cos_sin").bind(given)
     return call, ChainMap(out, {"pages": pages})
 
 
@@ -103,7 +103,7 @@ def rows() -> list[Row]:
             flops=0,
             given=lambda generator, t=tokens, h=heads: _given(generator, t, h),
             check=_check,
-            ways=(Way("ours", _ours), Way("torch.compile", _compiled), *peers.ways()),
+            providers=(Provider("ours", _ours), Provider("torch.compile", _compiled), *peers.providers()),
             goal=GOAL if tokens == inputs.PREFILL else None,
         )
         for model, heads in MODELS.items()

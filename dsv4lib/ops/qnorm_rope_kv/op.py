@@ -1,16 +1,16 @@
-"""From the projections of tokens to their queries and cache entries, as a torch op.
+"""Make queries and cache entries of the projections of tokens, as a torch op.
 
-    q' = bf16(rope(q / sqrt(mean(q^2) + eps)))            each head, no weight, last 64 dims turned
+    q' = bf16(rope(q / sqrt(mean(q^2) + eps)))            each head, no weight, last 64 dims rotated
     entry at indices[t] = quantised(bf16(rope(kv[t])))    584 bytes; with ``kv_norm`` kv is normed first
 
 One launch of `dsv4::qnorm_rope_kv`, outputs written in place, nothing read by the host; on a GPU an index out of range
-counts as -1, and a position that the table does not have makes what turns NaN. The window's ring and the paged cache
-are filled alike: an index says where. The oracles are `dsv4lib.reference.rmsnorm`, `.rope` and `.quantize`.
+counts as -1, and a position that the table does not have makes rotated values NaN. The window's ring and the paged
+cache are filled alike: an index says where. The oracles are `dsv4lib.reference.rmsnorm`, `.rope` and `.quantize`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from dsv4lib import backends
 from dsv4lib.dsl.head_rows import DIM
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching, rotary
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.qnorm_rope_kv import arguments
 from dsv4lib.ops.qnorm_rope_kv.kernel import QnormRopeKv
 from dsv4lib.ops.quantize.entries import KvEntries
-from dsv4lib.ops.quantize.op import EntryCall
+from dsv4lib.ops.quantize.op import SLOTS, Slots
 
 
 @typed
@@ -50,7 +51,7 @@ def qnorm_rope_kv(
         pages: uint8 [P, `kv_entry.LAYOUT.page_bytes(page_size)`], pages on 16 bytes, any distance apart; changed.
         page_size: entries of a page.
         indices: int32 [T], page * page_size + slot, none twice; a negative number, or position, drops the entry.
-        kv_norm: fp32 [512]: kv is normed with this weight, and rounded to bf16, before it turns; None: it came normed.
+        kv_norm: fp32 [512]: kv is normed with this weight, and rounded to bf16, before RoPE; None: it came normed.
         eps: added to means of squares.
         out: bf16 [T, H, 512] to write into; None: a new tensor.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
@@ -64,19 +65,20 @@ def qnorm_rope_kv(
     """
     launching.check_eps(eps=eps)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    _op(q, kv, kv_norm, positions, cos_sin, out, pages, page_size, indices, eps, backend)
+    Call.op(q, kv, kv_norm, positions, cos_sin, out, (pages, page_size, indices), eps, backend)
     return out
 
 
 def shape_of(tokens: int, heads: int) -> dict[str, int]:
-    """Heads a warp and warps a CTA, as an H200 likes them: single heads spread widely, or several loads in flight."""
+    """Choose heads a warp and warps a CTA: few are spread widely."""
     if tokens * heads <= 4096 or heads < 16:
         return {"heads": 1, "warps": 4}
     return {"heads": 2, "warps": 2}
 
 
+@op("qnorm_rope_kv", mutates=("out", "slots.pages"), names=SLOTS)
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `qnorm_rope_kv`."""
 
     q: Tensor
     kv: Tensor
@@ -84,23 +86,12 @@ class Call(NamedTuple):
     positions: Tensor | None
     cos_sin: Tensor
     out: Tensor
-    pages: Tensor
-    page_size: int
-    indices: Tensor
+    slots: Slots
     eps: float
     backend: str
 
-    @property
-    def entries(self) -> EntryCall:
-        """The append alone."""
-        return EntryCall(self.kv, self.pages, self.indices, self.page_size, self.backend)
-
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `qnorm_rope_kv`.
-        """
+        """Check types, shapes and devices."""
         if self.q.dim() != 3:
             raise ArgumentError("q.shape", tuple(self.q.shape), f"[T, H, {DIM}]")
         bf16, shape = torch.bfloat16, (*self.q.shape[:2], DIM)
@@ -113,52 +104,29 @@ class Call(NamedTuple):
                 "out": (self.out, bf16, shape),
             }
         )
-        self.entries.check(KvEntries)
+        self.slots.check(KvEntries, self.kv)
 
     def check_values(self) -> None:
-        """Positions and indices, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: one out of range, an index given twice.
-        """
+        """Check positions and indices."""
         rotary.check_values(self.positions, self.cos_sin)
-        self.entries.check_values()
+        self.slots.check_values()
 
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.qnorm_rope_kv` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "q", call.q)
-    if launching.on_host(call.q):
-        call.check_values()
-    if len(call.q) == 0:
-        return
-    if call.q.shape[1] == 0 or len(call.pages) == 0:  # there is no launch that does one half alone
-        raise ArgumentError("q.shape", tuple(call.q.shape), "a head, and a page among pages, where there are tokens")
-    if name == "reference":
-        return _reference(call)
-    flags = {"gathered": call.positions is not None, "normed": call.kv_norm is not None}
-    settings = {**shape_of(*call.q.shape[:2]), **flags}
-    launching.launch(name, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, *call[:-1])
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_op = launching.custom_op(
-    "dsv4::qnorm_rope_kv",
-    _run,
-    mutates_args=("out", "pages"),
-    schema="(Tensor q, Tensor kv, Tensor? kv_norm, Tensor? positions, Tensor cos_sin, Tensor(a!) out, "
-    "Tensor(b!) pages, int page_size, Tensor indices, float eps, str backend) -> ()",
-)
-_op.register_fake(_fake)
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        if len(self.q) == 0:
+            return
+        if self.q.shape[1] == 0 or len(self.slots.pages) == 0:  # there is no launch that does one half alone
+            allowed = "a head, and a page among pages, where there are tokens"
+            raise ArgumentError("q.shape", tuple(self.q.shape), allowed)
+        if backend == "reference":
+            return _reference(self)
+        flags = {"gathered": self.positions is not None, "normed": self.kv_norm is not None}
+        settings, given = {**shape_of(*self.q.shape[:2]), **flags}, (*self[:6], *self.slots, self.eps)
+        launching.launch(backend, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def _reference(call: Call) -> None:
-    """Norms in fp64, rotations in fp32 for the entry as the kernel has them, in fp64 for the queries."""
+    """Ask the oracles in fp64; entries are rotated in fp32, as in the kernel."""
     norm, rope = backends.oracle("rmsnorm").rmsnorm, backends.oracle("rope")
     cos, sin = rotary.cosines_sines(call.positions, call.cos_sin)
     nope = DIM - rotary.WIDTH
@@ -166,6 +134,7 @@ def _reference(call: Call) -> None:
     call.out.copy_(torch.cat((q[..., :nope], rope.rotate(q[..., nope:], cos, sin)), -1))
     kv = call.kv if call.kv_norm is None else norm(call.kv.double(), call.kv_norm.double(), call.eps).bfloat16()
     wide = kv.float()[:, None]
-    turned = torch.cat((wide[..., :nope], rope.rotate(wide[..., nope:], cos, sin)), -1)[:, 0].bfloat16()
-    kept = call.indices if call.positions is None else call.indices.masked_fill(call.positions < 0, -1)
-    backends.oracle("quantize").kv_entries(call.pages, call.page_size, kept.clamp_min(-1), turned)
+    rotated = torch.cat((wide[..., :nope], rope.rotate(wide[..., nope:], cos, sin)), -1)[:, 0].bfloat16()
+    pages, page_size, indices = call.slots
+    kept = indices if call.positions is None else indices.masked_fill(call.positions < 0, -1)
+    backends.oracle("quantize").kv_entries(pages, page_size, kept.clamp_min(-1), rotated)

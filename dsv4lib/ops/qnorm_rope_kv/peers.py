@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Given, Way
+from dsv4lib.bench.ops.case import Given, Provider
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """vLLM's."""
-    return (Way("vLLM CUDA", _vllm),)
+    return (Provider("vLLM CUDA", _vllm),)
 
 
 def _vllm(given: Given) -> peers.Bound:

@@ -1,8 +1,6 @@
 """Quantise on the GPU, with the bits of `dsv4lib.formats`: rows to a block format, entries into a paged pool."""
 
 from dsv4lib.ops.quantize.op import (
-    Call,
-    EntryCall,
     Quantized,
     bytes_at_once,
     output_shapes,
@@ -13,8 +11,6 @@ from dsv4lib.ops.quantize.op import (
 )
 
 __all__ = [
-    "Call",
-    "EntryCall",
     "Quantized",
     "bytes_at_once",
     "output_shapes",

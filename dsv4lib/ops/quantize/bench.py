@@ -12,14 +12,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.formats import nvfp4
 from dsv4lib.ops.quantize import op, peers
 from dsv4lib.ops.quantize.config import RECIPES, ROW_RECIPES
 from dsv4lib.reference import quantize as oracle
 
-CLOSE = 1e-4  # part of the bytes: who divides in fp32 takes the other neighbour at a few ties
+CLOSE = 1e-4  # part of the bytes: a division in fp32 rounds a few ties to the other neighbour
 
 
 def rows() -> list[Row]:
@@ -44,7 +44,11 @@ def _row(model: str, recipe: str, tokens: int) -> Row:
         flops=0,
         given=given,
         check=_check,
-        ways=(Way("ours", _ours), ways.compiled(_plain, "x", "recipe", "global_scale"), *peers.ways()),
+        providers=(
+            Provider("ours", _ours),
+            providers.compiled(_plain, "x", "recipe", "global_scale"),
+            *peers.providers(),
+        ),
     )
 
 

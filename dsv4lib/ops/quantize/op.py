@@ -1,4 +1,4 @@
-"""Quantise on the GPU, with the bits of `dsv4lib.formats`: rows to a block format, entries into a paged pool.
+"""Quantise rows to a block format, entries into pages, as `dsv4lib.formats` does.
 
     quantize(x, "nvfp4")                           dynamic: the global scale is amax / 2688 of x, found on the device
     quantize(x, "nvfp4", global_scale=s)           calibrated
@@ -7,11 +7,12 @@
     quantize_kv_entries(kv, pages, page_size, indices)                  584-byte entries
     quantize_indexer_keys(keys, pages, page_size, indices)              68-byte FP4 keys, rotated
 
-They call `torch.ops.dsv4.quantize`, `.quantize_kv_entries` and `.quantize_indexer_keys`, which write in place, have
-fake implementations, read no value of a tensor on the GPU, wait for nothing and launch on torch's current stream: they
-can be captured in a CUDA graph after one call has compiled their kernels. One launch each; a derived global scale takes
-two. Values are checked where looking costs no wait: on the CPU. On a GPU a row or index that is out of range counts as
--1, and a global scale that is not positive and finite makes every block NaN.
+They call `torch.ops.dsv4.quantize`, `.quantize_kv_entries` and `.quantize_indexer_keys`, which write in place. On a GPU
+the host reads no value of a tensor and waits for nothing. So a CUDA graph can capture them after one call has compiled
+their kernels. One launch each; a derived global scale takes two.
+
+Values are checked on the CPU, where reading costs no wait. On a GPU a row or index out of range counts as -1. A global
+scale that is not positive and finite makes every block NaN.
 
 Source: `dsv4lib.ops.quantize`; the oracle is `dsv4lib.reference.quantize`.
 """
@@ -27,6 +28,7 @@ from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.ops.common import compile_cache, launching, plans
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.quantize import arguments
 from dsv4lib.ops.quantize.amax import Amax
@@ -40,7 +42,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Quantized(NamedTuple):
-    """A quantised matrix; with ``deinterleave`` codes and scales have a first dimension of 2, gate and up.
+    """A quantised matrix.
+
+    With ``deinterleave`` codes and scales have a first dimension of 2, gate and up.
 
     Attributes:
         codes: uint8 [R, K/2] (E2M1, low nibble first) or [R, K] (E4M3).
@@ -92,19 +96,18 @@ def quantize(
         raise ArgumentError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
     if rows is not None and rows.dim() != 1:
         raise ArgumentError("rows", tuple(rows.shape), "a tensor [R]")
-    if out is not None:
-        out = Quantized(*out)
     derived = None
     if recipe == "nvfp4" and global_scale is None:
-        given = None if out is None else out.global_scale
+        given = None if out is None else out[2]
         derived = torch.empty((), dtype=torch.float32, device=x.device) if given is None else given
     if out is None:
         count = len(x) if rows is None else len(rows)
         shapes = output_shapes(recipe, count, x.shape[1], deinterleave, swizzled)
-        out = Quantized(*(torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes), None)
-    flags = recipe, deinterleave, swizzled, backend
-    _op(x, rows, global_scale, out.codes, out.scales, derived, workspace, *flags)
-    return Quantized(out.codes, out.scales, global_scale if derived is None else derived)
+        codes, scales = (torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes)
+    else:
+        codes, scales, _ = out
+    Call.op(x, rows, global_scale, (codes, scales, derived), workspace, recipe, deinterleave, swizzled, backend)
+    return Quantized(codes, scales, global_scale if derived is None else derived)
 
 
 def output_shapes(
@@ -124,24 +127,26 @@ def workspace_size(tokens: int, columns: int) -> int:
 
 
 def bytes_at_once(elements: int, element_size: int, deinterleave: bool = False) -> int:
-    """What a thread of `Quantize` takes.
+    """Choose the bytes that a thread of `Quantize` takes.
 
-    Measured on an H200, cold: 8 rows of 4096 take 1.6 us at 16 bytes and 2.0 to 2.9 at 64; 4096 rows take 15.5 us at 32
-    in FP8 (15.9 at 16, 16.7 at 64), and within 1 % of the best in FP4.
+    On an H200, cold, rows of 4096:
+
+    rows, recipe     16 bytes    32         64
+    8                1.6 us                 2.0 to 2.9
+    4096, FP8        15.9 us     15.5       16.7
     """
     least = PIECE * element_size * (1 + deinterleave)
     return least if elements * element_size < FULL else max(32, least)
 
 
+@op("quantize", mutates=("out", "workspace"))
 class Call(NamedTuple):
-    """Arguments of `torch.ops.dsv4.quantize`, in the order of its schema."""
+    """A call of `quantize`; ``out`` has a global scale where one is derived."""
 
     x: Tensor
     rows: Tensor | None
-    given: Tensor | None
-    codes: Tensor
-    scales: Tensor
-    derived: Tensor | None
+    global_scale: Tensor | None
+    out: Quantized
     workspace: Tensor | None
     recipe: str
     deinterleave: bool
@@ -154,11 +159,7 @@ class Call(NamedTuple):
         return len(self.x) if self.rows is None else len(self.rows)
 
     def check(self) -> None:
-        """Types, shapes and devices; they are known of fake tensors too.
-
-        Raises:
-            ArgumentError: see `quantize`.
-        """
+        """Check types, shapes and devices."""
         x, fp32, i32, u8 = self.x, torch.float32, torch.int32, torch.uint8
         if self.recipe not in ROW_RECIPES:
             raise ArgumentError("recipe", self.recipe, "one of " + ", ".join(ROW_RECIPES))
@@ -171,40 +172,42 @@ class Call(NamedTuple):
         _check("rows", self.rows, i32, (None,), x)
         if self.rows is not None and not self.rows.is_contiguous():
             raise ArgumentError("rows.stride()", self.rows.stride(), "contiguous")
-        _check("out.codes", self.codes, u8, codes, x)
-        _check("out.scales", self.scales, u8, scales, x)
-        for name, target in (("out.codes", self.codes), ("out.scales", self.scales)):
+        _check("out.codes", self.out.codes, u8, codes, x)
+        _check("out.scales", self.out.scales, u8, scales, x)
+        for name, target in (("out.codes", self.out.codes), ("out.scales", self.out.scales)):
             if not target.is_contiguous():
                 raise ArgumentError(f"{name}.stride()", target.stride(), "contiguous")
         stored = PIECE * RECIPES[self.recipe].bits // 8  # bytes at once
-        if self.codes.numel() and self.codes.storage_offset() % stored:
+        if self.out.codes.numel() and self.out.codes.storage_offset() % stored:
             raise ArgumentError(
-                "out.codes", f"{self.codes.storage_offset()} bytes into its memory", f"on {stored} bytes"
+                "out.codes", f"{self.out.codes.storage_offset()} bytes into its memory", f"on {stored} bytes"
             )
-        for name, scale in (("global_scale", self.given), ("out.global_scale", self.derived)):
+        for name, scale in (("global_scale", self.global_scale), ("out.global_scale", self.out.global_scale)):
             if scale is not None and self.recipe != "nvfp4":
                 raise ArgumentError(name, "given", f"None for {self.recipe}: it has no global scale")
             if scale is not None and (scale.dtype != fp32 or scale.numel() != 1 or scale.device != x.device):
                 found = f"{scale.dtype}{list(scale.shape)} on {scale.device}"
                 raise ArgumentError(name, found, f"one fp32 element on {x.device}")
-        if self.recipe == "nvfp4" and (self.given is None) == (self.derived is None):
-            raise ArgumentError("global_scale", self.given, "for nvfp4 a given scale, or a place for a derived one")
+        if self.recipe == "nvfp4" and (self.global_scale is None) == (self.out.global_scale is None):
+            raise ArgumentError(
+                "global_scale", self.global_scale, "for nvfp4 a given scale, or a place for a derived one"
+            )
         _check("workspace", self.workspace, i32, (None,), x)
         needed = workspace_size(*x.shape)
         if self.workspace is not None and len(self.workspace) < needed:
             raise ArgumentError("workspace.shape", tuple(self.workspace.shape), f"at least [{needed}]")
 
     def check_values(self) -> None:
-        """Row numbers and the given scale, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: a row outside x, a scale that is not positive and finite.
-        """
+        """Check row numbers and the given scale."""
         if self.rows is not None and bool((self.rows >= len(self.x)).any()):
             wrong = self.rows[self.rows >= len(self.x)].tolist()[:8]
             raise ArgumentError("rows", wrong, f"negative, or a row of x, below {len(self.x)}")
-        if self.given is not None and not 0 < float(self.given) < float("inf"):
-            raise ArgumentError("global_scale", float(self.given), "positive and finite")
+        if self.global_scale is not None and not 0 < float(self.global_scale) < float("inf"):
+            raise ArgumentError("global_scale", float(self.global_scale), "positive and finite")
+
+    def run(self, backend: str) -> None:
+        """Launch the kernels, or ask the oracle."""
+        _reference(self) if backend == "reference" else _launch(backend, self)
 
 
 def _check_input(name: str, x: Tensor, dims: int, columns: int | None = None) -> None:
@@ -215,7 +218,7 @@ def _check_input(name: str, x: Tensor, dims: int, columns: int | None = None) ->
 
 
 def _check_rows(name: str, x: Tensor, align: int) -> None:
-    """What vectors need, of a matrix that has elements: known of fake tensors, and so of every back end, too."""
+    """Check what vectors need of a matrix that has elements, fake or not."""
     if not x.numel():
         return
     if x.shape[1] > 1 and x.stride(1) != 1:
@@ -227,7 +230,7 @@ def _check_rows(name: str, x: Tensor, align: int) -> None:
 
 
 def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
-    """Raise ArgumentError unless ``x`` is None or a tensor of this kind, beside ``like``; None is any extent."""
+    """Check a tensor, if there is one, beside ``like``; None is any extent."""
     if x is None:
         return
     same = x.dim() == len(shape) and all(want in (None, have) for have, want in zip(x.shape, shape, strict=True))
@@ -246,46 +249,17 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 # ------------------------------------------------------------------- rows
 
-SCHEMA = (
-    "(Tensor x, Tensor? rows, Tensor? given, Tensor(a!) codes, Tensor(b!) scales, Tensor(c!)? derived, "
-    "Tensor(d!)? workspace, str recipe, bool deinterleave, bool swizzled, str backend) -> ()"
-)
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.quantize` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    name = launching.resolve(call.backend, "x", call.x)
-    if launching.on_host(call.x):
-        call.check_values()
-    if name == "reference":
-        _reference(call)
-    else:
-        _launch(name, call)
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_NAMES = {"given": "global_scale", "codes": "out.codes", "scales": "out.scales", "derived": "out.global_scale"}
-_op = launching.custom_op(
-    "dsv4::quantize", _run, mutates_args=("codes", "scales", "derived", "workspace"), names=_NAMES, schema=SCHEMA
-)
-_op.register_fake(_fake)
-
 
 def _launch(name: str, call: Call) -> None:
     """One launch, or two where the global scale is derived."""
     x, partials, stream = call.x, None, launching.stream(name, call.x)
     if x.numel() == 0:  # nothing to look at: the oracle's answer for no numbers
-        call.codes.zero_()
-        call.scales.zero_()
-        if call.derived is not None:
-            call.derived.fill_(nvfp4.MIN_GLOBAL_SCALE)
+        call.out.codes.zero_()
+        call.out.scales.zero_()
+        if call.out.global_scale is not None:
+            call.out.global_scale.fill_(nvfp4.MIN_GLOBAL_SCALE)
         return
-    if call.derived is not None:
+    if call.out.global_scale is not None:
         room, needed = call.workspace, workspace_size(*x.shape)
         partials = plans.scratch(needed, dtype=torch.int32, like=x) if room is None else room[:needed]
         kernel, code = _code(name, Amax, {"dtype": DTYPES[x.dtype]})
@@ -296,14 +270,14 @@ def _launch(name: str, call: Call) -> None:
         rows = torch.full((1,), -1, dtype=torch.int32, device=x.device)  # a row of padding, for its global scale
         shapes = output_shapes(call.recipe, 1, x.shape[1], call.deinterleave, call.swizzled)
         codes, scales = (torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes)
-        call = call._replace(rows=rows, codes=codes, scales=scales)
+        call = call._replace(rows=rows, out=call.out._replace(codes=codes, scales=scales))
     settings = {"recipe": call.recipe, "dtype": DTYPES[x.dtype], "gather": call.rows is not None}
     settings |= {"deinterleave": call.deinterleave, "swizzled": call.swizzled}
     settings["bytes_at_once"] = bytes_at_once(call.count * x.shape[1], x.element_size(), call.deinterleave)
-    scale = call.given if partials is None else call.derived
+    scale = call.global_scale if partials is None else call.out.global_scale
     settings["scale"] = None if scale is None else "given" if partials is None else "derived"
     kernel, code = _code(name, Quantize, settings)
-    codes, scales = (t if call.deinterleave else t[None] for t in (call.codes, call.scales))
+    codes, scales = (t if call.deinterleave else t[None] for t in (call.out.codes, call.out.scales))
     scale = None if scale is None else scale.reshape(1)
     given = x, call.rows, partials, scale, codes, scales
     launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream))
@@ -312,56 +286,21 @@ def _launch(name: str, call: Call) -> None:
 def _reference(call: Call) -> None:
     options = {"rows": call.rows, "deinterleave": call.deinterleave, "swizzled": call.swizzled}
     oracle = backends.oracle("quantize").quantize
-    codes, scales, scale = oracle(call.x, call.recipe, global_scale=call.given, **options)
-    call.codes.copy_(codes.view(call.codes.shape))
-    call.scales.copy_(scales.view(call.scales.shape))
-    if call.derived is not None:
-        call.derived.copy_(scale.view(call.derived.shape))
+    codes, scales, scale = oracle(call.x, call.recipe, global_scale=call.global_scale, **options)
+    call.out.codes.copy_(codes.view(call.out.codes.shape))
+    call.out.scales.copy_(scales.view(call.out.scales.shape))
+    if call.out.global_scale is not None:
+        call.out.global_scale.copy_(scale.view(call.out.global_scale.shape))
 
 
 # ---------------------------------------------------------------- entries
 
 
-class EntryCall(NamedTuple):
-    """Arguments of the ops that fill pages, in the order of their schemas."""
-
-    x: Tensor
-    pages: Tensor
-    indices: Tensor
-    page_size: int
-    backend: str
-
-    def check(self, kernel: type[Entries]) -> None:
-        """Types, shapes and devices, as this kernel wants them.
-
-        Raises:
-            ArgumentError: see `quantize_kv_entries`.
-        """
-        _check_input(kernel.given, self.x, 2, kernel.dim)
-        _check("indices", self.indices, torch.int32, (len(self.x),), self.x)
-        _check("pages", self.pages, torch.uint8, (None, None), self.x)
-        needed = kernel.layout.page_bytes(self.page_size)
-        if self.pages.shape[1] != needed:
-            allowed = f"[P, {needed}] for page_size={self.page_size}"
-            raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
-        _check_rows("pages", self.pages, arguments.page_align(kernel.layout))
-
-    def check_values(self) -> None:
-        """Indices, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: an index out of range or given twice.
-        """
-        entries, kept = len(self.pages) * self.page_size, self.indices[self.indices >= 0]
-        if bool((kept >= entries).any()):
-            raise ArgumentError("indices", kept[kept >= entries].tolist()[:8], f"negative (drop) or 0..{entries - 1}")
-        if len(kept.unique()) != len(kept):
-            raise ArgumentError("indices", kept.tolist()[:8], "each index at most once")
-
-
 @typed
 def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tensor, backend: str = "auto") -> None:
-    """Store entries as 448 E4M3, 64 bf16 and 7 UE8M0 (`formats.kv_entry`) in a paged pool, in place.
+    """Store entries in a paged pool, in place.
+
+    An entry is 448 E4M3, 64 bf16 and 7 UE8M0, see `formats.kv_entry`.
 
     Args:
         kv: bf16 or fp32 [T, 512], RoPE applied; rows start on 16 bytes.
@@ -373,14 +312,16 @@ def quantize_kv_entries(kv: Tensor, pages: Tensor, page_size: int, indices: Tens
     Raises:
         ArgumentError, BackendUnavailable, EmulatorError: as in `quantize`.
     """
-    _kv_op(kv, pages, indices, page_size, backend)
+    KvCall.op(kv, (pages, page_size, indices), backend)
 
 
 @typed
 def quantize_indexer_keys(
     keys: Tensor, pages: Tensor, page_size: int, indices: Tensor, rotate: bool = True, backend: str = "auto"
 ) -> None:
-    """Store indexer keys as 128 E2M1 and 4 UE8M0 (`formats.indexer_key`, "fp4") in a paged pool, in place.
+    """Store indexer keys in a paged pool, in place.
+
+    A key is 128 E2M1 and 4 UE8M0, "fp4" of `formats.indexer_key`.
 
     Args:
         keys: bf16 or fp32 [T, 128], RoPE applied; rows start on 16 bytes.
@@ -391,57 +332,103 @@ def quantize_indexer_keys(
     Raises:
         ArgumentError, BackendUnavailable, EmulatorError: as in `quantize`.
     """
-    _keys_op(keys, pages, indices, page_size, rotate, backend)
+    KeysCall.op(keys, (pages, page_size, indices), rotate, backend)
 
 
-def _append(call: EntryCall, kernel_type: type[Entries], settings: dict[str, Any], oracle: str, options: tuple) -> None:
-    call.check(kernel_type)
-    name = launching.resolve(call.backend, kernel_type.given, call.x)
-    if launching.on_host(call.x):
-        call.check_values()
-    if len(call.x) == 0 or len(call.pages) == 0:
+class Slots(NamedTuple):
+    """Slots of a paged pool.
+
+    Attributes:
+        pages: uint8 [P, bytes]. page_size: entries of a page.
+        indices: int32 [T], page * page_size + slot; negative: none.
+    """
+
+    pages: Tensor
+    page_size: int
+    indices: Tensor
+
+    def check(self, kernel: type[Entries], x: Tensor) -> None:
+        """Check types, shapes and devices, as this kernel wants them of entries ``x``.
+
+        Raises:
+            ArgumentError: see `quantize_kv_entries`.
+        """
+        _check_input(kernel.given, x, 2, kernel.dim)
+        _check("indices", self.indices, torch.int32, (len(x),), x)
+        _check("pages", self.pages, torch.uint8, (None, None), x)
+        needed = kernel.layout.page_bytes(self.page_size)
+        if self.pages.shape[1] != needed:
+            allowed = f"[P, {needed}] for page_size={self.page_size}"
+            raise ArgumentError("pages.shape", tuple(self.pages.shape), allowed)
+        _check_rows("pages", self.pages, arguments.page_align(kernel.layout))
+
+    def check_values(self) -> None:
+        """Check indices, where reading them costs no wait.
+
+        Raises:
+            ArgumentError: an index out of range or given twice.
+        """
+        entries, kept = len(self.pages) * self.page_size, self.indices[self.indices >= 0]
+        if bool((kept >= entries).any()):
+            raise ArgumentError("indices", kept[kept >= entries].tolist()[:8], f"negative (drop) or 0..{entries - 1}")
+        if len(kept.unique()) != len(kept):
+            raise ArgumentError("indices", kept.tolist()[:8], "each index at most once")
+
+
+SLOTS = {f"slots.{name}": name for name in Slots._fields}  # what errors call them
+
+
+@op("quantize_kv_entries", mutates=("slots.pages",), names=SLOTS)
+class KvCall(NamedTuple):
+    """A call of `quantize_kv_entries`."""
+
+    kv: Tensor
+    slots: Slots
+    backend: str
+
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        self.slots.check(KvEntries, self.kv)
+
+    def check_values(self) -> None:
+        """Check indices."""
+        self.slots.check_values()
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        _append(backend, KvEntries, "kv_entries", self.kv, self.slots)
+
+
+@op("quantize_indexer_keys", mutates=("slots.pages",), names=SLOTS)
+class KeysCall(NamedTuple):
+    """A call of `quantize_indexer_keys`."""
+
+    keys: Tensor
+    slots: Slots
+    rotate: bool
+    backend: str
+
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        self.slots.check(IndexerKeys, self.keys)
+
+    def check_values(self) -> None:
+        """Check indices."""
+        self.slots.check_values()
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        _append(backend, IndexerKeys, "indexer_keys", self.keys, self.slots, rotate=self.rotate)
+
+
+def _append(backend: str, kernel_type: type[Entries], oracle: str, x: Tensor, slots: Slots, **settings: Any) -> None:
+    pages, page_size, indices = slots
+    if len(x) == 0 or len(pages) == 0:
         return
-    if name == "reference":
-        kept = call.indices.clamp_min(-1)
-        getattr(backends.oracle("quantize"), oracle)(call.pages, call.page_size, kept, call.x, *options)
+    if backend == "reference":
+        kept = indices.clamp_min(-1)
+        getattr(backends.oracle("quantize"), oracle)(pages, page_size, kept, x, *settings.values())
         return
-    kernel, code = _code(name, kernel_type, {"dtype": DTYPES[call.x.dtype], **settings})
-    given = call.x, call.indices, call.pages, call.page_size, launching.stream(name, call.x)
-    launching.enqueue(name, code, arguments.entry_args(kernel, *given))
-
-
-def _run_kv(*given: Any) -> None:
-    _append(EntryCall(*given), KvEntries, {}, "kv_entries", ())
-
-
-def _fake_kv(*given: Any) -> None:
-    EntryCall(*given).check(KvEntries)
-
-
-def _run_keys(*given: Any) -> None:
-    *call, rotate, backend = given
-    _append(EntryCall(*call, backend), IndexerKeys, {"rotate": rotate}, "indexer_keys", (rotate,))
-
-
-def _fake_keys(*given: Any) -> None:
-    *call, _, backend = given
-    EntryCall(*call, backend).check(IndexerKeys)
-
-
-_ENTRY_SCHEMA = "(Tensor x, Tensor(a!) pages, Tensor indices, int page_size{}, str backend) -> ()"
-_kv_op = launching.custom_op(
-    "dsv4::quantize_kv_entries",
-    _run_kv,
-    mutates_args=("pages",),
-    names={"x": "kv"},
-    schema=_ENTRY_SCHEMA.format(""),
-)
-_kv_op.register_fake(_fake_kv)
-_keys_op = launching.custom_op(
-    "dsv4::quantize_indexer_keys",
-    _run_keys,
-    mutates_args=("pages",),
-    names={"x": "keys"},
-    schema=_ENTRY_SCHEMA.format(", bool rotate"),
-)
-_keys_op.register_fake(_fake_keys)
+    kernel, code = _code(backend, kernel_type, {"dtype": DTYPES[x.dtype], **settings})
+    given = x, indices, pages, page_size, launching.stream(backend, x)
+    launching.enqueue(backend, code, arguments.entry_args(kernel, *given))

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 
 CASTS = {"fp8": ("e4m3", 128), "mxfp8": ("e4m3", 32), "mxfp4": ("e2m1", 32)}
 LARGEST, LEAST = 448.0, 1e-10
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """vLLM's CUDA, and TileKernels."""
-    return Way("vLLM CUDA", _vllm), Way("TileKernels", _tile_kernels)
+    return Provider("vLLM CUDA", _vllm), Provider("TileKernels", _tile_kernels)
 
 
 def vllm_cast(x: torch.Tensor) -> tuple[peers.Call, torch.Tensor, torch.Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
+from dsv4lib.bench.ops import inputs, providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.rmsnorm import op, peers
 from dsv4lib.reference import rmsnorm as oracle
@@ -35,11 +35,11 @@ def _row(model: str, tokens: int) -> Row:
         flops=0,
         given=given,
         check=_check,
-        ways=(
-            ways.in_place("ours", lambda g: {"y": torch.empty_like(g["x"])}, _ours),
-            ways.compiled(_plain, "x", "weight", "eps"),
-            ways.functional("torch rms_norm", _library),
-            *peers.ways(),
+        providers=(
+            providers.in_place("ours", lambda g: {"y": torch.empty_like(g["x"])}, _ours),
+            providers.compiled(_plain, "x", "weight", "eps"),
+            providers.functional("torch rms_norm", _library),
+            *peers.providers(),
         ),
         copy_goal=0.9 if tokens == inputs.PREFILL else None,
     )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, ways
+from dsv4lib.bench.ops import inputs, providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.rmsnorm import op
 from dsv4lib.ops.rmsnorm import peers_add_rmsnorm as peers
@@ -38,10 +38,10 @@ def _row(model: str, tokens: int) -> Row:
         flops=0,
         given=given,
         check=_check,
-        ways=(
-            ways.in_place("ours", lambda g: {name: torch.empty_like(g["x"]) for name in "hy"}, _ours),
-            ways.compiled(_plain, "x", "residual", "weight", "eps"),
-            *peers.ways(),
+        providers=(
+            providers.in_place("ours", lambda g: {name: torch.empty_like(g["x"]) for name in "hy"}, _ours),
+            providers.compiled(_plain, "x", "residual", "weight", "eps"),
+            *peers.providers(),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""RMSNorm of bf16 rows as torch ops: `dsv4::rmsnorm`, and `dsv4::add_rmsnorm` with the residual's addition before it.
+"""Normalise bf16 rows: `dsv4::rmsnorm`; after an addition: `dsv4::add_rmsnorm`.
 
     h = bf16(x + residual)                        `add_rmsnorm` only, written too
     y = bf16(weight * h / sqrt(mean(h^2) + eps))
@@ -11,12 +11,15 @@ One launch, outputs written in place, nothing read by the host. `add_rmsnorm` gi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.rmsnorm import arguments
 from dsv4lib.ops.rmsnorm.kernel import COLUMNS, MAX_D, RmsNorm
@@ -44,7 +47,7 @@ def rmsnorm(
     """
     out = torch.empty_like(x) if out is None else out
     launching.check_eps(eps=eps)
-    _norm(x, weight, out, eps, backend)
+    Norm.op(x, weight, out, eps, backend)
     return out
 
 
@@ -70,80 +73,78 @@ def add_rmsnorm(
     """
     out = (torch.empty_like(x), torch.empty_like(x)) if out is None else out
     launching.check_eps(eps=eps)
-    _add(x, residual, weight, *out, eps, backend)
+    AddNorm.op(x, residual, weight, out, eps, backend)
     return out
 
 
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, total: Tensor | None, y: Tensor) -> None:
+@op("rmsnorm", mutates=("out",), in_place=[("out", "x")])
+class Norm(NamedTuple):
+    """A call of `rmsnorm`."""
+
+    x: Tensor
+    weight: Tensor | None
+    out: Tensor
+    eps: float
+    backend: str
+
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        launching.check(_wanted(self.x, self.weight) | {"out": _like(self.out, self.x)})
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        x, weight = self.x, self.weight
+        if backend != "reference":
+            return _launch(backend, x, None, weight, None, self.out, self.eps)
+        wide = None if weight is None else weight.double()
+        self.out.copy_(backends.oracle("rmsnorm").rmsnorm(x.double(), wide, self.eps))
+        return None
+
+
+@op("add_rmsnorm", mutates=("out",), in_place=[("out", "x"), ("out", "residual")])
+class AddNorm(NamedTuple):
+    """A call of `add_rmsnorm`."""
+
+    x: Tensor
+    residual: Tensor
+    weight: Tensor | None
+    out: tuple[Tensor, Tensor]
+    eps: float
+    backend: str
+
+    def check(self) -> None:
+        """Check types, shapes and devices."""
+        outputs = {f"out[{i}]": _like(one, self.x) for i, one in reversed([*enumerate(self.out)])}
+        launching.check(_wanted(self.x, self.weight, residual=self.residual) | outputs)
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        x, residual, weight = self.x, self.residual, self.weight
+        if backend != "reference":
+            return _launch(backend, x, residual, weight, *self.out, self.eps)
+        wide = None if weight is None else weight.double()
+        add = backends.oracle("add_rmsnorm").add_rmsnorm
+        for target, source in zip(
+            self.out, add(x.double(), residual.double(), wide, self.eps, torch.bfloat16), strict=True
+        ):
+            target.copy_(source)
+        return None
+
+
+def _like(y: Tensor, x: Tensor) -> tuple:
+    return y, torch.bfloat16, tuple(x.shape)
+
+
+def _wanted(x: Tensor, weight: Tensor | None, **others: Tensor) -> dict[str, tuple]:
+    """What `launching.check` is to find of the inputs; ``others`` are like x."""
     if x.dim() != 2 or not 0 < x.shape[1] <= MAX_D or x.shape[1] % COLUMNS:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {COLUMNS}, at most {MAX_D}")
-    bf16, shape = torch.bfloat16, tuple(x.shape)
-    launching.check(
-        {
-            "x": (x, bf16, shape),
-            "residual": (residual, bf16, shape),
-            "weight": (weight, torch.float32, shape[1:]),
-            "out" if total is None else "out[1]": (y, bf16, shape),
-            "out[0]": (total, bf16, shape),
-        }
-    )
+    like = {name: _like(one, x) for name, one in others.items()}
+    return {"x": _like(x, x), **like, "weight": (weight, torch.float32, tuple(x.shape[1:]))}
 
 
-def _launch(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    total: Tensor | None,
-    y: Tensor,
-    eps: float,
-    backend: str,
-) -> None:
-    """Check, choose the back end, launch."""
-    _check(x, residual, weight, total, y)
-    name = launching.resolve(backend, "x", x)
-    if x.shape[0] == 0:
-        return
-    if name != "reference":
+def _launch(backend: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, *given: Any) -> None:
+    if x.shape[0]:
         settings = {"d": x.shape[1], "add": residual is not None, "weighted": weight is not None}
-        given = x, residual, weight, total, y, eps
-        return launching.launch(name, RmsNorm, settings, arguments.fake_args, arguments.launch_args, *given)
-    wide = None if weight is None else weight.double()
-    if residual is None:
-        y.copy_(backends.oracle("rmsnorm").rmsnorm(x.double(), wide, eps))
-        return None
-    oracle = backends.oracle("add_rmsnorm")
-    for target, source in zip(
-        (total, y), oracle.add_rmsnorm(x.double(), residual.double(), wide, eps, torch.bfloat16), strict=True
-    ):
-        target.copy_(source)
-    return None
-
-
-def _run_norm(x: Tensor, weight: Tensor | None, y: Tensor, eps: float, backend: str) -> None:
-    _launch(x, None, weight, None, y, eps, backend)
-
-
-def _run_add(
-    x: Tensor, residual: Tensor, weight: Tensor | None, total: Tensor, y: Tensor, eps: float, backend: str
-) -> None:
-    _launch(x, residual, weight, total, y, eps, backend)
-
-
-_norm = launching.custom_op(
-    "dsv4::rmsnorm",
-    _run_norm,
-    mutates_args=("y",),
-    names={"y": "out"},
-    in_place=[("y", "x")],
-    schema="(Tensor x, Tensor? weight, Tensor(a!) y, float eps, str backend) -> ()",
-)
-_norm.register_fake(lambda x, weight, y, eps, backend: _check(x, None, weight, None, y))
-_add = launching.custom_op(
-    "dsv4::add_rmsnorm",
-    _run_add,
-    mutates_args=("total", "y"),
-    names={"total": "out[0]", "y": "out[1]"},
-    in_place=[(out, given) for out in ("total", "y") for given in ("x", "residual")],
-    schema="(Tensor x, Tensor residual, Tensor? weight, Tensor(a!) total, Tensor(b!) y, float eps, str backend) -> ()",
-)
-_add.register_fake(lambda x, residual, weight, total, y, eps, backend: _check(x, residual, weight, total, y))
+        args = arguments.fake_args, arguments.launch_args
+        launching.launch(backend, RmsNorm, settings, *args, x, residual, weight, *given)

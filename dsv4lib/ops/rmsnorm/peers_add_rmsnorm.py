@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Given, Way
+from dsv4lib.bench.ops.case import Given, Provider
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """vLLM (in place, on copies of its own: its second call normalises what the first left), quack, TileKernels."""
-    return Way("vLLM CUDA", _vllm), Way("quack", _quack), Way("TileKernels", _tile_kernels)
+    return Provider("vLLM CUDA", _vllm), Provider("quack", _quack), Provider("TileKernels", _tile_kernels)
 
 
 def _vllm(given: Given) -> peers.Bound:

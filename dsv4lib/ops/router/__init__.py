@@ -1,5 +1,5 @@
 """The router of DeepSeek-V4 as a torch op: which experts a token goes to, with what weights."""
 
-from dsv4lib.ops.router.op import Call, Hashed, Workspace, router, shares_of, tile_of, workspace
+from dsv4lib.ops.router.op import Hashed, Workspace, router, shares_of, tile_of, workspace
 
-__all__ = ["Call", "Hashed", "Workspace", "router", "shares_of", "tile_of", "workspace"]
+__all__ = ["Hashed", "Workspace", "router", "shares_of", "tile_of", "workspace"]

@@ -11,7 +11,7 @@ import torch
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.router.fused import UNIT, FusedRouter
-from dsv4lib.ops.router.kernel import Router
+from dsv4lib.ops.router.kernel import Router, Table
 from dsv4lib.ops.router.picks import Picks, padded
 
 BF16, FP32, I32, I64 = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, cutlass.Int64
@@ -21,7 +21,7 @@ def fake_args(kernel: Router) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake = Fakes()
     rows = 4 * kernel.width
-    chosen = (fake(I64, "VK"), fake(I64, "T")) if kernel.hashed else fake(FP32, "E", rows)
+    chosen = Table(fake(I64, "VK"), fake(I64, "T")) if kernel.hashed else fake(FP32, "E", rows)
     ends, stream = (fake(I32, "TK"), fake(FP32, "TK"), FP32(1.0)), cuda.CUstream(0)
     if not isinstance(kernel, FusedRouter):
         return fake(FP32, "TE", rows), chosen, *ends, stream
@@ -87,7 +87,7 @@ def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
         raise ArgumentError("chosen", type(chosen).__name__, "(table, tokens)" if kernel.hashed else "a bias")
     if kernel.hashed:
         table, ids = chosen
-        return wrap("hashed.table", table, I64, (None, kernel.k)), wrap("hashed.tokens", ids, I64, (tokens,))
+        return Table(wrap("hashed.table", table, I64, (None, kernel.k)), wrap("hashed.tokens", ids, I64, (tokens,)))
     return wrap("bias", chosen, FP32, (kernel.experts,), 4 * kernel.width)
 
 

@@ -1,4 +1,4 @@
-"""Rows of `router`: gate GEMM and selection together.
+"""Rows of `router`: gate GEMM and selection.
 
 given: x bf16 [T, d], weight bf16 [E, d], bias fp32 [E], k int, factor float. Outputs: experts int [T, k] (best score
 first, or in any order), weights fp32 [T, k] of the same order. Logits are sums in fp32, not rounded to bf16.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from dsv4lib.bench.ops import inputs, ways
-from dsv4lib.bench.ops.case import Call, Given, Row, Way
+from dsv4lib.bench.ops import inputs, providers
+from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.ops.router import op, peers
 from dsv4lib.reference import router as oracle
 
@@ -43,11 +43,11 @@ def _row(model: str, tokens: int) -> Row:
         flops=2 * tokens * d * experts,
         given=given,
         check=_check,
-        ways=(
-            Way("ours", _fused if tokens in inputs.DECODE else _behind_a_gemm),
-            ways.functional("cuBLAS + torch.topk", _plain),
-            Way("cuBLAS + torch.compile", _compiled),
-            *peers.ways(),
+        providers=(
+            Provider("ours", _fused if tokens in inputs.DECODE else _after_a_gemm),
+            providers.functional("cuBLAS + torch.topk", _plain),
+            Provider("cuBLAS + torch.compile", _compiled),
+            *peers.providers(),
         ),
         goal=0.6 if tokens in inputs.DECODE else None,
     )
@@ -80,7 +80,7 @@ def _fused(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     return lambda: op.router(x, weight, **options, out=both, space=space), out
 
 
-def _behind_a_gemm(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
+def _after_a_gemm(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     out, options = _new(given), {"k": given["k"], "factor": given["factor"], "bias": given["bias"]}
     both = out["experts"], out["weights"]
     return lambda: op.router(_logits(given), **options, out=both), out
@@ -102,7 +102,7 @@ def _plain(given: Given) -> dict[str, Tensor]:
 
 def _compiled(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
     logits = _logits(given)
-    select, out = ways.compiled(_select, "logits", "bias", "k", "factor").bind({**given, "logits": logits})
+    select, out = providers.compiled(_select, "logits", "bias", "k", "factor").bind({**given, "logits": logits})
 
     def call() -> None:
         torch.mm(given["x"], given["weight"].T, out_dtype=torch.float32, out=logits)

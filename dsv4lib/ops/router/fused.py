@@ -1,33 +1,29 @@
-"""The gate and the selection of its experts in one launch, for decode: x [T, d] and the gate's weight [E, d] in bf16.
+"""Compute the gate and select its experts in one launch, for decode.
 
-    logits = x W^T (fp32 sums), then all of `router.simt`
+    logits = x W^T (fp32 sums) of x [T, d] and the gate's weight W [E, d] in bf16, then all of `router.kernel`
 
-What there is to move: W, 2 MiB (Flash: 256 x 4096) or 5.3 MiB (Pro: 384 x 7168); 0.44 and 1.15 us of an H200's
-memory, so latencies decide, and every SM has to fetch, at once and only once. With an L2 full of what must be written
-back, kernels that only read as much took 2.1 and 3.5 us, gates 2.6 and 4.1, all of this 3.75 and 5.3 (1 token).
+Limit: latency. W is 2 MiB (Flash: 256 x 4096) or 5.3 MiB (Pro: 384 x 7168), 0.44 and 1.15 us of an H200's memory, so
+every SM has to fetch, at once and only once (figures: data/bench/router.md).
 
     gate   a CTA has 16 M tokens (or 8), 8 N A experts and one or more (``deep``) neighbours of 8 or 16 shares of d. Two
            warps have a piece of that tile and a share: each has 32 of every 64 values, by `mma.m16n8k16` (tokens are
            its M, experts its N). The sum of these warps, a team, goes to a workspace in global memory
-    pick   behind those CTAs in the grid comes one for each token (`picks`). It waits for the token's parts, adds
-           them, and selects
+    pick   after those CTAs in the grid comes one for each token (`picks`). It receives the token's parts, adds them,
+           and selects
 
-Gates never wait, and come first in the grid, so the waiting ends wherever they run.
+Gates never wait and precede picks in the grid, so every part is sent eventually.
 
 Operands of few tokens go from global memory to registers, all 16-byte loads of a warp at once: the compiler is told
-that an SM needs room for one CTA, else it saves registers and loads wait for products (0.2 us). Of more (``staged``)
-they are staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they come. A sum does not care
-which k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both operands.
+that an SM needs room for one CTA, else it saves registers and loads wait for products. Of more (``staged``) they are
+staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they arrive. A sum does not care which
+k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both operands.
 
 W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`, or (``early``)
-its copies. Loads to registers ahead of the wait gained nothing.
+its copies.
 
-What picks wait for are parts: 8 instead of 16 of them (Pro, 1 token) took 5.3 us instead of 5.7. Several looks at them
-on their way at once took 0.3 to 2 us more, 16 parts instead of 8 (Flash) 0.2.
-
-Latency is what a launch costs, so addresses are made once, and those of units differ by constants. Where every share
-has the same ``units`` of d (``whole``), no load or product asks whether it is one of this share's. Picks have a thread
-an expert: a gate of fewer warps gets more, which leave at once.
+Addresses are made once, and those of units differ by constants. Where every share has the same ``units`` of d
+(``whole``), no load or product tests whether it belongs to this share. Picks have a thread an expert: a gate of fewer
+warps gets more, which exit at once.
 
 The order of every sum is fixed: with k = 64 u + 32 h + 8 p + 4 q + i, over u in each of four chains (h, q); chains 00 +
 01, 10 + 11, both; of shares neighbours, then neighbours of these. Neither T, nor a token's place, nor M, N, A and
@@ -50,8 +46,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, memory
 
+from dsv4lib.dsl import exchange
+from dsv4lib.dsl.warp_mma import mma
 from dsv4lib.errors import ConfigError
-from dsv4lib.ops.router.picks import Picker, Picks, added, marked
+from dsv4lib.ops.router.picks import Picker, Picks, added
 from dsv4lib.ops.router.selection import LANES, QUAD
 
 UNIT = 64  # of d: what is fetched at once, a line of 128 bytes a row
@@ -60,10 +58,6 @@ CHUNK = 8  # values of 16 bytes
 ROWS_M, ROWS_N = 16, 8  # of an MMA: tokens, experts
 SHARES = 8, 16  # of d
 CHAINS = 2  # sums a warp keeps apart: an MMA waits for the one before the last
-_MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-    "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};"
-)
 
 
 class Place(NamedTuple):
@@ -78,6 +72,19 @@ class Place(NamedTuple):
     tile: Int32
     first: Int32
     end: Int32
+
+
+class WarpPlace(NamedTuple):
+    """What a warp of the gate multiplies.
+
+    Attributes:
+        half: of a unit. share: of the CTA's. right: place along experts. below: place along tokens.
+    """
+
+    half: Int32
+    share: Int32
+    right: Int32
+    below: Int32
 
 
 class FusedRouter(Picker):
@@ -220,20 +227,20 @@ class FusedRouter(Picker):
         at = Place(column, tile, first, end)
         if cutlass.const_expr(self.staged):
             self.open(storage)
-        turn = self.through_smem if self.staged else self.direct
+        multiply_units = self.through_smem if self.staged else self.direct
         if cutlass.const_expr(self.whole):
-            turn(mX, mW, storage, rC, at, first)
+            multiply_units(mX, mW, storage, rC, at, first)
         else:
-            if first == end:  # no sums, but who clears the parts of the launch before must have done so
+            if first == end:  # no sums, but the launch before must have reset the slots
                 cute.arch.griddepcontrol_wait()
             for start in cutlass.range(first, end, self.units, unroll=1):
-                turn(mX, mW, storage, rC, at, start)
+                multiply_units(mX, mW, storage, rC, at, start)
         rC[None, None, None, 0].store(rC[None, None, None, 0].load() + rC[None, None, None, 1].load())
         self.publish(rC[None, None, None, 0], storage, mParts[part, None, None], at)
 
     @cute.jit
     def request(self, mW: cute.Tensor, column: Int32, first: Int32, end: Int32):
-        """Ask for this CTA's lines of W."""
+        """Prefetch this CTA's lines of W into L2."""
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(tidx, self.columns * (end - first), self.workers, unroll=1):
             row = cutlass.min(column * self.columns + i % self.columns, Int32(self.experts - 1))
@@ -244,8 +251,8 @@ class FusedRouter(Picker):
     def direct(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
         """Sums of this warp from global memory: rows of x times rows of W over its half of every unit from ``start``.
 
-        Row and column of a fragment's element: lane / 4 (and + 8), and 2 (lane mod 4). Rows behind the last expert are
-        those of the last, behind the last token 0; what comes of them is not stored.
+        Row and column of a fragment's element: lane / 4 (and + 8), and 2 (lane mod 4). Rows past the last expert are
+        those of the last, past the last token 0; their sums are not stored.
         """
         half, own, _, below = self.place()
         group, chunk = cute.arch.lane_idx() // 4, half * (STEP // CHUNK) + cute.arch.lane_idx() % 4
@@ -294,11 +301,11 @@ class FusedRouter(Picker):
         if tidx < self.deep * self.units:
             cute.arch.mbarrier_init(storage.ready.data_ptr() + tidx, self.workers)
         cute.arch.mbarrier_init_fence()
-        self.meet()
+        self.sync_gate()
 
     @cute.jit
     def through_smem(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
-        """Sums of this warp as in `direct`, from rows in shared memory; all units are requested before the first comes.
+        """Sums of this warp as in `direct`, from rows in shared memory; all units are requested first.
 
         Chunk c of an odd row is at place c xor 4: a quarter of a warp reads two rows from different banks.
         """
@@ -316,7 +323,7 @@ class FusedRouter(Picker):
         if cutlass.const_expr(not self.whole):
             phase = (start - at.first) // self.units % 2
             if start > at.first:
-                self.meet()  # what is there was read
+                self.sync_gate()  # what is there was read
         expert, token = at.column * self.columns, at.tile * self.tokens
         if cutlass.const_expr(self.early):
             self.stage(mW, sRows, ready, expert, Int32(self.experts - 1), start, at.end, True)
@@ -349,7 +356,7 @@ class FusedRouter(Picker):
         end: Int32,
         weights: cutlass.Constexpr,
     ):
-        """Request units from ``start`` of rows from ``at``, not behind ``last``; tokens come last, and tell."""
+        """Request units from ``start`` of rows from ``at`` up to ``last``; tokens come last and arrive at ``ready``."""
         tidx, _, _ = cute.arch.thread_idx()
         chunks = UNIT // CHUNK
         first, chunk, step = tidx // chunks, tidx % chunks, self.workers // chunks
@@ -371,25 +378,25 @@ class FusedRouter(Picker):
                     cute.arch.cp_async_mbarrier_arrive_noinc(ready + u)
 
     def opens(self, start: Int32, first: Int32) -> Any:
-        """Whether a turn is the first."""
+        """Whether these are the first units."""
         return True if self.whole else start == first
 
     def has(self, unit: Int32, end: Int32) -> Any:
-        """Whether a unit is of this share."""
+        """Whether a unit belongs to this share."""
         return True if self.whole else unit < end
 
-    def meet(self) -> None:
-        """All threads of a gate."""
+    def sync_gate(self) -> None:
+        """Barrier of all threads of a gate."""
         if self.workers == self.threads:
             cute.arch.barrier()
         else:
             cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
-    def place(self) -> tuple:
-        """(half of a unit, share of the CTA's, place along experts, place along tokens) of this warp."""
+    def place(self) -> WarpPlace:
+        """What this warp multiplies."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         team = warp // self.team
-        return warp % 2, warp // 2 % self.deep, team % self.across, team // self.across
+        return WarpPlace(warp % 2, warp // 2 % self.deep, team % self.across, team // self.across)
 
     def multiply(self, rX: cute.Tensor, rW: cute.Tensor, rC: cute.Tensor) -> None:
         """rC += x W^T over 32 of d: registers q and q + 1 of a lane's four are its pairs in one MMA."""
@@ -400,14 +407,11 @@ class FusedRouter(Picker):
             for i in range(self.m):
                 for j in range(self.n):
                     a = [rA[q, 0, i], rA[q, 1, i], rA[q + 1, 0, i], rA[q + 1, 1, i]]
-                    b, c = [rB[q, j], rB[q + 1, j]], [rC[r, i, j, chain] for r in range(4)]
-                    sums = cute.arch.inline_ptx(_MMA, write_only_types=[Float32] * 4, read_only_args=a + b + c)
-                    for r in range(4):
-                        rC[r, i, j, chain] = sums[r]
+                    mma(a, [rB[q, j], rB[q + 1, j]], rC[None, i, j, chain])
 
     @cute.jit
     def publish(self, rC: cute.Tensor, storage: Any, mPart: cute.Tensor, at: Place):
-        """The sums of all warps of a team into this CTA's part, none of them 0."""
+        """Send the sums of all warps of a team to this CTA's part (`dsl.exchange`)."""
         half, own, right, below = self.place()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         token = at.tile * self.tokens + below * self.m * ROWS_M + lane // 4
@@ -417,7 +421,7 @@ class FusedRouter(Picker):
         layout = cute.make_ordered_layout(shape, order=(0, 2, 3, 1, 4, 5))
         room = storage.sums.data_ptr()
         if cutlass.const_expr(self.reuse):
-            self.meet()
+            self.sync_gate()
             room = cute.recast_ptr(storage.rows.data_ptr(), dtype=Float32)
         sSum = cute.make_tensor(room, layout)[None, None, None, lane, None, warp // self.team]
         first = half + own == 0
@@ -425,7 +429,7 @@ class FusedRouter(Picker):
             for i in cutlass.range_constexpr(self.m):
                 for j in cutlass.range_constexpr(self.n):
                     cute.autovec_copy(rC[None, i, j], sSum[None, j, i, warp % self.team])
-        self.meet()
+        self.sync_gate()
         if first:
             rOther = cute.make_rmem_tensor((4, self.n, self.team), Float32)
             for i in cutlass.range_constexpr(self.m):
@@ -439,6 +443,4 @@ class FusedRouter(Picker):
                         for j in cutlass.range_constexpr(self.n):
                             if expert + j * ROWS_N < self.padded:
                                 two = [[rOther[2 * high + r, j, w] for w in range(self.team)] for r in range(2)]
-                                two = [marked(added(one)) for one in two]
-                                text = f"st.relaxed.gpu.global.v2.f32 [{{$r0}}+{4 * ROWS_N * j}], {{{{$r1}}, {{$r2}}}};"
-                                cute.arch.inline_ptx(text, read_only_args=[row, *two])
+                                exchange.send(row, (added(one) for one in two), offset=4 * ROWS_N * j)

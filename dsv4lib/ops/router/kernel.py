@@ -5,11 +5,11 @@
     hash:   experts = tid2eid[token id]
     weights = a[experts] / sum(a[experts]) * factor          the bias is in the selection only
 
-A warp owns a token, eight a CTA, no shared memory; `selection` tells how it selects. A lane holds the logits of 4, 8,
+A warp owns a token, eight a CTA, no shared memory; how it selects: `selection`. A lane holds the logits of 4, 8,
 12 or 16 experts in a row (16-byte loads where E is a multiple of 4).
 
-A NaN score ranks behind every number; a NaN anywhere in a row of a score layer makes all weights of that row NaN, so
-that it is seen behind the experts too. Experts stay valid and distinct.
+A NaN score ranks after every number; a NaN anywhere in a row of a score layer makes all weights of that row NaN, so
+that it is seen after the experts too. Experts stay valid and distinct.
 
 Bytes: T E 4 in, T k 8 out, one launch: latency is what it costs.
 Source: DSV4 paper, MoE section; `dsv4lib.reference.router`.
@@ -17,7 +17,7 @@ Source: DSV4 paper, MoE section; `dsv4lib.reference.router`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,6 +29,17 @@ from dsv4lib.ops.router.selection import LANES, NAN, QUAD, affinity, best, sort_
 
 MAX_EXPERTS, MAX_K = 512, 16
 WARPS = 8
+
+
+class Table(NamedTuple):
+    """Experts by a table.
+
+    Attributes:
+        table: int64 [V, k], experts of a token id. tokens: int64 [T], token ids.
+    """
+
+    table: cute.Tensor
+    tokens: cute.Tensor
 
 
 class Router:
@@ -70,7 +81,7 @@ class Router:
 
         Args:
             mLogits: [T, E] fp32.
-            chosen: bias [E] fp32, or (tid2eid int64 [V, k], token ids int64 [T]).
+            chosen: bias [E] fp32, or a `Table`.
             mExperts: [T, k] int32.
             mWeights: [T, k] fp32.
             factor: the sum of a token's weights.
@@ -103,8 +114,7 @@ class Router:
         """All of one token, by one warp: lane r ends with pick r."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.hashed):
-            mTable, mTokens = chosen
-            expert, poison = self.of_table(mTable, mTokens, token), Float32(0.0)
+            expert, poison = self.of_table(chosen, token), Float32(0.0)
         else:
             rKey = cute.make_rmem_tensor((QUAD, self.quads), Uint32)
             poison = self.keys(mLogits[token, None], chosen, rKey)
@@ -115,11 +125,11 @@ class Router:
         self.write(expert, a, poison, mExperts[token, None], mWeights[token, None], factor)
 
     @cute.jit
-    def of_table(self, mTable: cute.Tensor, mTokens: cute.Tensor, token: Int32) -> Int32:
+    def of_table(self, chosen: Table, token: Int32) -> Int32:
         """Lane r: the table's expert r of a token; -1 where the token's id, or the expert, is none that there is."""
-        lane, expert, number = cute.arch.lane_idx(), Int32(-1), mTokens[token]
-        if (lane < self.k) & (Uint64(number) < Uint64(mTable.shape[0])):
-            found = mTable[number, lane]
+        lane, expert, number = cute.arch.lane_idx(), Int32(-1), chosen.tokens[token]
+        if (lane < self.k) & (Uint64(number) < Uint64(chosen.table.shape[0])):
+            found = chosen.table[number, lane]
             expert = Int32(cutlass.select_(Uint64(found) < Uint64(self.experts), Int32(found), Int32(-1)))
         return expert
 
@@ -127,7 +137,7 @@ class Router:
     def write(
         self, expert: Int32, a: Float32, poison: Float32, mExpert: cute.Tensor, mWeight: cute.Tensor, factor: Float32
     ):
-        """Pick r and its weight from lane r, whose affinity is ``a`` (0 behind the last pick)."""
+        """Pick r and its weight from lane r, whose affinity is ``a`` (0 past the last pick)."""
         lane = cute.arch.lane_idx()
         total = a
         for step in cutlass.range_constexpr((self.k - 1).bit_length()):
@@ -142,7 +152,7 @@ class Router:
 
     @cute.jit
     def keys(self, mLogit: cute.Tensor, mBias: cute.Tensor, rKey: cute.Tensor) -> Float32:
-        """Keys of this lane's experts (0 behind the last); NaN if the row has one, else 0."""
+        """Keys of this lane's experts (0 past the last); NaN if the row has one, else 0."""
         lane, width = cute.arch.lane_idx(), self.width
         across = QUAD // width
         rLogit = cute.make_rmem_tensor((width, across, self.quads), Float32)

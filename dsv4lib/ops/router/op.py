@@ -1,4 +1,4 @@
-"""The router of DeepSeek-V4 as a torch op: which experts a token goes to, with what weights.
+"""Route tokens to experts, as DeepSeek-V4 does: a torch op.
 
     a = sqrt(softplus(x W^T)); experts = top-k of a + bias, or tid2eid[token id]; weights = a / sum(a) * factor
 
@@ -7,9 +7,9 @@ weights in place. One launch: `FusedRouter` (decode; one for each 128 tokens) or
 `Router`. The op reads no value of a tensor on the GPU, waits for nothing, and can be captured in a CUDA graph after one
 call has compiled its kernel.
 
-With x, the kernel's CTAs meet in memory that must be 0 before and is 0 after a launch. Without a `Workspace` the op
-keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run at the
-same time, captured in two graphs from one stream for example, need workspaces of their own.
+With x, the kernel's CTAs exchange sums in memory that must be 0 before and is 0 after a launch. Without a `Workspace`
+the op keeps that memory for each stream; a capture that comes first records a memset instead. Two launches that may run
+at the same time, captured in two graphs from one stream for example, need workspaces of their own.
 
 Source: DSV4 paper, MoE section; the oracle is `dsv4lib.reference.router`.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import launching, plans
+from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.router import arguments
 from dsv4lib.ops.router.fused import SHARES, UNIT, FusedRouter
@@ -81,7 +82,9 @@ def router(
     space: Workspace | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Experts and weights of each token, the best first (by score) or as the table has them.
+    """Choose experts and weights of each token.
+
+    Experts are the best first (by score), or as the table has them.
 
     Args:
         x: bf16 [T, d], d a multiple of 64; without ``weight``: logits fp32 [T, E].
@@ -111,19 +114,17 @@ def router(
         out = experts, torch.empty(x.shape[0], k, dtype=torch.float32, device=x.device)
     if tuple(out[0].shape) != (x.shape[0], k):
         raise ArgumentError("out[0].shape", tuple(out[0].shape), f"[{x.shape[0]}, {k}]")
-    table, tokens = (None, None) if hashed is None else hashed
-    parts = None if space is None else space.parts
-    _router(x, weight, bias, table, tokens, *out, parts, factor, backend)
+    Call.op(x, weight, bias, hashed, out, space, factor, backend)
     return out
 
 
 def shares_of(d: int) -> int:
-    """Parts of d: the same for every number of tokens, whose bits depend on it."""
+    """Choose parts of d: the same for every number of tokens, whose bits depend on it."""
     return 8 if d <= 4096 else 16
 
 
 def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
-    """Form of `FusedRouter` for a launch of this size: the best of sweeps on an H200, 256 and 384 experts."""
+    """Choose the form of `FusedRouter`: the best of sweeps on an H200."""
     shares = shares_of(d)
     narrow = shares == 8
     units = min(8, -(-d // (shares * UNIT)))
@@ -139,17 +140,16 @@ def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
     return {**form, "m": 4, "n": n, "across": max(1, experts // 128), "early": n == 4}
 
 
+@op("router", mutates=("out", "space"))
 class Call(NamedTuple):
-    """The op's arguments, in the order of its schema."""
+    """A call of `router`."""
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    tid2eid: Tensor | None
-    tokens: Tensor | None
-    experts: Tensor
-    weights: Tensor
-    parts: Tensor | None
+    hashed: Hashed | None
+    out: tuple[Tensor, Tensor]
+    space: Workspace | None
     factor: float
     backend: str
 
@@ -161,122 +161,95 @@ class Call(NamedTuple):
     @property
     def routed(self) -> Tensor:
         """Of a table, bool [T]: the tokens that have an id; the others are padded rows."""
-        return (self.tokens >= 0) & (self.tokens < len(self.tid2eid))
+        table, tokens = self.hashed
+        return (tokens >= 0) & (tokens < len(table))
 
     def check(self) -> None:
-        """Types, shapes and devices.
-
-        Raises:
-            ArgumentError: see `router`.
-        """
+        """Check types, shapes and devices."""
         if self.weight is not None and self.weight.dim() != 2:
             raise ArgumentError("weight.shape", tuple(self.weight.shape), "[E, d]")
         fp32, bf16, i32, i64 = torch.float32, torch.bfloat16, torch.int32, torch.int64
-        if self.x.dim() != 2 or self.experts.dim() != 2:
+        if self.x.dim() != 2 or self.out[0].dim() != 2:
             raise ArgumentError("x.shape", tuple(self.x.shape), "[T, d], or logits [T, E]; experts [T, k]")
-        (t, d), k = self.x.shape, self.experts.shape[1]
+        (t, d), k = self.x.shape, self.out[0].shape[1]
+        table, tokens = self.hashed or (None, None)
+        parts = None if self.space is None else self.space.parts
         launching.check(
             {
                 "x": (self.x, fp32 if self.weight is None else bf16, (t, d)),
                 "weight": (self.weight, bf16, (None, d)),
                 "bias": (self.bias, fp32, (self.size,)),
-                "hashed.table": (self.tid2eid, i64, (None, k)),
-                "hashed.tokens": (self.tokens, i64, (t,)),
-                "out[0]": (self.experts, i32, (t, k)),
-                "out[1]": (self.weights, fp32, (t, k)),
-                "space.parts": (self.parts, fp32, (None,)),
+                "hashed.table": (table, i64, (None, k)),
+                "hashed.tokens": (tokens, i64, (t,)),
+                "out[0]": (self.out[0], i32, (t, k)),
+                "out[1]": (self.out[1], fp32, (t, k)),
+                "space.parts": (parts, fp32, (None,)),
             }
         )
         if not 1 <= self.size <= MAX_EXPERTS:
             raise ArgumentError("x" if self.weight is None else "weight", self.size, f"1 to {MAX_EXPERTS} experts")
         if not 1 <= k <= min(MAX_K, self.size):
             raise ArgumentError("k", k, f"1 to {min(MAX_K, self.size)}")
-        if (self.bias is None) == (self.tid2eid is None) or (self.tid2eid is None) != (self.tokens is None):
+        if (self.bias is None) == (self.hashed is None):
             raise ArgumentError("bias", None if self.bias is None else "given", "either a bias or hashed")
         if self.weight is not None and d % UNIT:
             raise ArgumentError("x.shape", (t, d), f"[T, d] with d a multiple of {UNIT}")
-        if self.weight is not None and self.parts is not None and self.parts.shape[0] < _words(t, self.size):
-            raise ArgumentError("space.parts.shape", tuple(self.parts.shape), f"at least [{_words(t, self.size)}]")
+        if self.weight is not None and parts is not None and parts.shape[0] < _words(t, self.size):
+            raise ArgumentError("space.parts.shape", tuple(parts.shape), f"at least [{_words(t, self.size)}]")
 
     def check_values(self) -> None:
-        """Numbers, where looking at them costs no wait.
-
-        Raises:
-            ArgumentError: NaN, or experts that do not exist.
-        """
-        x = self.x if self.tokens is None else self.x[self.routed]
+        """Check for NaN, and for experts that do not exist."""
+        x = self.x if self.hashed is None else self.x[self.routed]
         for name, numbers in (("x", x), ("weight", self.weight)):
             if numbers is not None and not bool(numbers.isfinite().all()):
                 raise ArgumentError(name, "a tensor with NaN or Inf", "finite numbers")
         if self.bias is not None and bool(self.bias.isnan().any()):
             raise ArgumentError("bias", "a tensor with NaN", "numbers")
-        table = self.tid2eid
+        table = None if self.hashed is None else self.hashed.table
         if table is not None and bool(((table < 0) | (table >= self.size)).any()):
             raise ArgumentError("hashed.table", f"{int(table.min())} to {int(table.max())}", f"0 to {self.size - 1}")
 
+    def run(self, backend: str) -> None:
+        """Launch the kernels, or ask the oracle."""
+        if not math.isfinite(self.factor):
+            raise ArgumentError("factor", self.factor, "a finite number")
+        if self.x.shape[0] == 0:
+            return
+        if backend == "reference":
+            kernel_type, settings, args, given = next(_launches(self))
+            args(kernel_type(**settings), *given)  # checks: what one back end takes all take
+            return _reference(self)
+        for kernel_type, settings, args, given in _launches(self):
+            launching.launch(backend, kernel_type, settings, arguments.fake_args, args, *given)
 
-SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? tid2eid, Tensor? tokens, Tensor(a!) experts, Tensor(b!) weights, "
-    "Tensor(c!)? parts, float factor, str backend) -> ()"
-)
+
 _PARTS: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
-
-
-def _run(*given: Any) -> None:
-    """What `torch.ops.dsv4.router` does: check, choose the back end, launch."""
-    call = Call(*given)
-    call.check()
-    if not math.isfinite(call.factor):
-        raise ArgumentError("factor", call.factor, "a finite number")
-    name = launching.resolve(call.backend, "x", call.x)
-    if launching.on_host(call.x):
-        call.check_values()
-    if call.x.shape[0] == 0:
-        return
-    if name == "reference":
-        kernel_type, settings, args, given = next(_launches(call))
-        args(kernel_type(**settings), *given)  # checks: what one back end takes all take
-        return _reference(call)
-    for kernel_type, settings, args, given in _launches(call):
-        launching.launch(name, kernel_type, settings, arguments.fake_args, args, *given)
-    return None
 
 
 def _launches(call: Call) -> Iterator[tuple[type, dict[str, Any], Callable[..., tuple], tuple]]:
     """(kernel, its options, what makes its arguments, of what) of every launch."""
-    settings = {"experts": call.size, "k": call.experts.shape[1], "hashed": call.bias is None}
-    chosen = call.bias if call.tid2eid is None else (call.tid2eid, call.tokens)
+    settings = {"experts": call.size, "k": call.out[0].shape[1], "hashed": call.bias is None}
+    chosen = call.bias if call.hashed is None else tuple(call.hashed)
+    experts, weights = call.out
     if call.weight is None:
-        yield Router, settings, arguments.launch_args, (call.x, chosen, call.experts, call.weights, call.factor)
+        yield Router, settings, arguments.launch_args, (call.x, chosen, experts, weights, call.factor)
         return
     parts, (tokens, d) = _parts(call), call.x.shape
     for rows in (slice(first, min(first + TOGETHER, tokens)) for first in range(0, tokens, TOGETHER)):
         count, of = rows.stop - rows.start, chosen
-        if call.tid2eid is not None:
-            of = call.tid2eid, call.tokens[rows]
+        if call.hashed is not None:
+            of = call.hashed.table, call.hashed.tokens[rows]
         tile = tile_of(count, call.size, d)
         shape = tile["shares"] // tile["deep"], count, padded(call.size)
         memory = parts[: math.prod(shape)].view(shape)
-        given = call.x[rows], call.weight, of, memory, call.experts[rows], call.weights[rows], call.factor
+        given = call.x[rows], call.weight, of, memory, experts[rows], weights[rows], call.factor
         yield FusedRouter, {**settings, **tile}, arguments.fused_args, given
-
-
-def _fake(*given: Any) -> None:
-    Call(*given).check()
-
-
-_NAMES = {"tid2eid": "hashed.table", "tokens": "hashed.tokens"}
-_NAMES |= {"experts": "out[0]", "weights": "out[1]", "parts": "space.parts"}
-_router = launching.custom_op(
-    "dsv4::router", _run, mutates_args=("experts", "weights", "parts"), names=_NAMES, schema=SCHEMA
-)
-_router.register_fake(_fake)
 
 
 def _parts(call: Call) -> Tensor:
     """Zeros for the parts: the caller's, or the op's own."""
-    if call.parts is not None:
-        return call.parts
+    if call.space is not None:
+        return call.space.parts
     place = call.x.device.index, launching.stream("native", call.x) if call.x.device.type == "cuda" else 0
     parts = _PARTS.get(place)
     if parts is None:
@@ -288,20 +261,20 @@ def _parts(call: Call) -> Tensor:
 
 
 def _reference(call: Call) -> None:
-    """The oracle in fp64."""
-    oracle = backends.oracle("router")
+    """Ask the oracle in fp64."""
+    (chosen, given), oracle = call.out, backends.oracle("router")
     logits = call.x.double() if call.weight is None else call.x.double() @ call.weight.double().T
     # Without the threshold of torch's softplus, beyond which it is x: fp64 sees the difference.
     a = torch.nn.functional.softplus(logits, threshold=1e9).sqrt()
-    if call.tid2eid is None:
-        experts = oracle.select_by_score(a, call.bias.double(), call.experts.shape[1])
-        call.experts.copy_(experts)
-        call.weights.copy_(oracle.expert_weights(a, experts, call.factor))
+    if call.hashed is None:
+        experts = oracle.select_by_score(a, call.bias.double(), chosen.shape[1])
+        chosen.copy_(experts)
+        given.copy_(oracle.expert_weights(a, experts, call.factor))
         return
     routed = call.routed
-    call.experts.fill_(-1)
-    call.weights.zero_()
+    chosen.fill_(-1)
+    given.zero_()
     if bool(routed.any()):
-        experts = oracle.select_by_hash(call.tokens[routed], call.tid2eid)
-        call.experts[routed] = experts.int()
-        call.weights[routed] = oracle.expert_weights(a[routed], experts, call.factor).float()
+        experts = oracle.select_by_hash(call.hashed.tokens[routed], call.hashed.table)
+        chosen[routed] = experts.int()
+        given[routed] = oracle.expert_weights(a[routed], experts, call.factor).float()

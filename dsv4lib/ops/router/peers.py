@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 
 Product = Callable[[], Tensor]
 FEW = 16  # tokens that vLLM's own GEMMs take
 CUDA_SHAPES = {(7168, 256), (7168, 384), (6144, 256)}  # (d, E) that vLLM has its CUDA GEMM for
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """cuBLAS with each selection, and vLLM's two GEMMs for few tokens."""
     return (
-        Way("cuBLAS + vLLM Triton", lambda given: _triton(_cublas, given)),
-        Way("cuBLAS + vLLM CUDA", _cuda_selection),
-        Way("cuBLAS + TileKernels", _tile_kernels),
-        Way("vLLM CuTe DSL + Triton", lambda given: _triton(_cute_dsl, given)),
-        Way("vLLM CUDA + Triton", lambda given: _triton(_cuda, given)),
+        Provider("cuBLAS + vLLM Triton", lambda given: _triton(_cublas, given)),
+        Provider("cuBLAS + vLLM CUDA", _cuda_selection),
+        Provider("cuBLAS + TileKernels", _tile_kernels),
+        Provider("vLLM CuTe DSL + Triton", lambda given: _triton(_cute_dsl, given)),
+        Provider("vLLM CUDA + Triton", lambda given: _triton(_cuda, given)),
     )
 
 

@@ -1,12 +1,7 @@
-"""The picks of tokens whose logits come in parts, from CTAs that compute them at the same time.
+"""Select experts of tokens whose logits arrive in parts from other CTAs.
 
-Nobody counts: a part that has come is not 0 (0 is written as -0), and who has read it writes 0 again for the next
-launch. So a part takes one way to L2 and one way back, without a fence or an atomic. Each word tells for itself that it
-is there: relaxed accesses do, and nothing else is ordered by them. Who waits asks again only for what has not come.
-
-A CTA has a token, a thread an expert of it; the first warp selects.
-
-Source: PTX ISA, "Memory Consistency Model".
+Cross-CTA reduction with the flag in the data (`dsl.exchange`): a CTA a token receives the parts of its logits, adds
+them up, a thread an expert, and resets their slots for the next launch; its first warp selects.
 """
 
 from __future__ import annotations
@@ -15,24 +10,22 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
+from dsv4lib.dsl import exchange
 from dsv4lib.errors import ConfigError
 from dsv4lib.ops.router.kernel import Router
 from dsv4lib.ops.router.selection import LANES, NAN, QUAD, affinity, soonest, sort_key
 
 PARTS = 4, 8, 16  # of a logit
 GROUPS = 4  # lanes that add up a token's parts
-_CLEAR = "st.relaxed.gpu.global.v4.f32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};"
-_GLANCE = "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];"
-_LOOK = "ld.relaxed.gpu.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
 
 
 class Picks(NamedTuple):
     """What selects, the logits in parts, and where the picks go.
 
     Attributes:
-        chosen: bias [E] fp32, or (tid2eid int64 [V, k], token ids int64 [T]).
+        chosen: bias [E] fp32, or a `Table`.
         parts: [parts, T, E to a multiple of 4] fp32, zeros before and after.
         experts: [T, k] int32. weights: [T, k] fp32.
         factor: the sum of a token's weights.
@@ -51,7 +44,7 @@ class Picker(Router):
     Args:
         experts, k, hashed: as in `Router`.
         parts: of a logit, 4, 8 or 16.
-        patient: look at one word until it has come, for many tokens.
+        patient: load one slot until it is not empty, then all; for many tokens, whose loads keep L2 busy.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -76,23 +69,22 @@ class Picker(Router):
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
-        """Experts of one token, once its parts are there: a thread an expert, then one warp."""
+        """Select the experts of one token once its parts have arrived: a thread an expert, then one warp."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        turns = -(-LANES * QUAD * self.quads // self.threads)
+        rounds = -(-LANES * QUAD * self.quads // self.threads)
         sKeys = storage.keys.get_tensor(cute.make_layout(LANES * QUAD * self.quads))
         sA = storage.affinities.get_tensor(cute.make_layout(LANES * QUAD * self.quads))
-        rBias = cute.make_rmem_tensor(turns, Float32)
+        rBias = cute.make_rmem_tensor(rounds, Float32)
         rBias.fill(0.0)
         expert, poison = Int32(0), Float32(0.0)
         if cutlass.const_expr(self.hashed):
-            mTable, mTokens = picks.chosen
-            expert = self.of_table(mTable, mTokens, token)
+            expert = self.of_table(picks.chosen, token)
         else:
-            for i in cutlass.range_constexpr(turns):
+            for i in cutlass.range_constexpr(rounds):
                 if tidx + i * self.threads < self.experts:
                     rBias[i] = picks.chosen[tidx + i * self.threads]
-        for i in cutlass.range_constexpr(turns):
+        for i in cutlass.range_constexpr(rounds):
             number = tidx + i * self.threads
             if number < LANES * QUAD * self.quads:
                 a = affinity(self.logit(picks.parts[None, token, None], number))
@@ -117,44 +109,20 @@ class Picker(Router):
 
     @cute.jit
     def logit(self, mPart: cute.Tensor, number: Int32) -> Float32:
-        """Logit of expert ``number``, the sum of its parts once they are there; then they become 0 again.
+        """Sum the parts of expert ``number``'s logit once they have arrived, and reset their slots.
 
-        Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the parts. With
-        ``patient`` a warp looks at one word until that has come, then at all: many tokens' looks keep L2 busy.
+        Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the parts.
         """
         group, column = number % GROUPS, number // QUAD * QUAD
         each = self.parts // GROUPS
         there = column < self.padded
         if cutlass.const_expr(self.patient):
             begin = number // LANES * LANES
-            seen = cutlass.select_(begin < self.padded, Int32(0), Int32(1))
-            while seen == 0:
-                word = self.part(mPart, Int32(self.parts - 1), begin)
-                seen = cute.arch.inline_ptx(_GLANCE, write_only_types=[Int32], read_only_args=[word])
+            exchange.wait(self.part(mPart, Int32(self.parts - 1), begin), begin < self.padded)
         rPart = cute.make_rmem_tensor((QUAD, each), Float32)
-        rPart.fill(0.0)
-        rLack = cute.make_rmem_tensor(each, Int32)
-        rLack.fill(cutlass.select_(there, Int32(1), Int32(0)))
-        missing = there
-        while cute.arch.vote_any_sync(missing):
-            for p in cutlass.range_constexpr(each):
-                if rLack[p] != 0:
-                    at = self.part(mPart, group * each + p, column)
-                    four = cute.arch.inline_ptx(_LOOK, write_only_types=[Float32] * 4, read_only_args=[at])
-                    for i in cutlass.range_constexpr(QUAD):
-                        rPart[i, p] = four[i]
-            lacks = Int32(0)
-            for p in cutlass.range_constexpr(each):
-                lack = Int32(0)
-                for i in cutlass.range_constexpr(QUAD):
-                    lack = cutlass.select_(rPart[i, p].bitcast(Int32) == 0, Int32(1), lack)
-                rLack[p] = cutlass.select_(there, lack, Int32(0))
-                lacks = lacks | rLack[p]
-            missing = lacks != 0
-        if there:
-            for p in cutlass.range_constexpr(each):
-                at = self.part(mPart, group * each + p, column)
-                cute.arch.inline_ptx(_CLEAR, read_only_args=[at, Float32(0.0)])
+        first, stride = self.part(mPart, group * each, column), Int64(mPart.stride[0]) * 4
+        exchange.receive(first, stride, there, rPart)
+        exchange.reset(first, stride, there, each)
         mine = Float32(0.0)
         for i in cutlass.range_constexpr(QUAD):
             total = added([rPart[i, p] for p in range(each)])
@@ -163,9 +131,9 @@ class Picker(Router):
             mine = cutlass.select_(group == i, total, mine)
         return mine
 
-    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> cute.Pointer:
-        """Where a part of four experts is."""
-        return cute.domain_offset((column,), mPart[share, None]).iterator
+    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> Int64:
+        """Return the address of a part of four experts."""
+        return cute.domain_offset((column,), mPart[share, None]).iterator.toint()
 
 
 def added(values: list) -> Float32:
@@ -178,8 +146,3 @@ def added(values: list) -> Float32:
 def padded(experts: int) -> int:
     """Experts of a part's row, to whole 16 bytes."""
     return -(-experts // QUAD) * QUAD
-
-
-def marked(value: Float32) -> Float32:
-    """The same number, -0 for 0: its bits are not those of an empty word."""
-    return cutlass.select_(value == 0.0, Float32(-0.0), value)

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from dsv4lib.bench.ops import ways
-from dsv4lib.bench.ops.case import Given, Row, Way
+from dsv4lib.bench.ops import providers
+from dsv4lib.bench.ops.case import Given, Provider, Row
 from dsv4lib.ops.topk import op, peers
 
 LENGTHS, BATCHES = (1024, 8192, 32768, 262144), (1, 8, 32, 128)
@@ -78,7 +78,7 @@ def _row(model: str, batch: int, length: int, kind: str = "") -> Row:
         flops=0,
         given=partial(_given, batch, length, k, kind),
         check=_check,
-        ways=(_ours(), ways.functional("torch.topk", _torch_topk), *peers.ways()),
+        providers=(_ours(), providers.functional("torch.topk", _torch_topk), *peers.providers()),
         goal=None if batch == PREFILL[0] else 0.5 if big else 1.0,
     )
 
@@ -105,7 +105,7 @@ def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
     assert not bool(wrong.any()), f"indices: {int(wrong.sum())} rows do not have the best {k}"
 
 
-def _ours() -> Way:
+def _ours() -> Provider:
     def outputs(given: Given) -> Mapping[str, torch.Tensor]:
         scores = given["scores"]
         return {"indices": torch.empty(len(scores), given["k"], dtype=torch.int32, device=scores.device)}
@@ -113,7 +113,7 @@ def _ours() -> Way:
     def write(given: Given, out: Mapping[str, torch.Tensor]) -> None:
         op.topk(given["scores"], given["k"], given["lengths"], out=out["indices"], backend="native")
 
-    return ways.in_place("ours", outputs, write)
+    return providers.in_place("ours", outputs, write)
 
 
 def _torch_topk(given: Given) -> Mapping[str, torch.Tensor]:

@@ -7,16 +7,16 @@ from functools import partial
 import torch
 
 from dsv4lib.bench.ops import peers
-from dsv4lib.bench.ops.case import Absent, Given, Way
+from dsv4lib.bench.ops.case import Absent, Given, Provider
 
 PICKS = 512, 1024, 2048  # that they are compiled for
 COOPERATIVE_ROWS = 32  # above it vLLM takes the other
 WORKSPACE = 1 << 20  # bytes; what vLLM gives them
 
 
-def ways() -> tuple[Way, ...]:
+def providers() -> tuple[Provider, ...]:
     """vLLM's for few rows, and for many."""
-    return tuple(Way(f"vLLM {name}", partial(_bind, f"{name}_topk")) for name in ("cooperative", "persistent"))
+    return tuple(Provider(f"vLLM {name}", partial(_bind, f"{name}_topk")) for name in ("cooperative", "persistent"))
 
 
 def _bind(name: str, given: Given) -> peers.Bound:

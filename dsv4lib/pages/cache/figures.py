@@ -53,8 +53,8 @@ def owners(batch: Batch, ring: torch.Tensor) -> Figure:
         codes[(found >= row) & (found < row + count)] = number
     names = [name for name, *_ in batch.requests]
     labels = [f"ring {i}" for i in range(batch.rings)]
-    title = f"one launch of {len(batch.kv)} rows: who is in which slot"
-    return viz.grids.category_map(codes, names, ("", "slot"), title, labels, "nobody")
+    title = f"one launch of {len(batch.kv)} rows: row of each slot"
+    return viz.grids.category_map(codes, names, ("", "slot"), title, labels, "empty")
 
 
 def stored_error(found: torch.Tensor, kv: torch.Tensor) -> Figure:
@@ -91,7 +91,7 @@ def pool_map(pool: Pool) -> Figure:
     labels = [f"page {i}" for i in range(pool.pages)]
     columns = "slot of the page"
     return viz.grids.category_map(
-        codes.view(-1, PAGE), names, ("", columns), "a pool of pages, shared", labels, "nobody's"
+        codes.view(-1, PAGE), names, ("", columns), "a pool of pages, shared", labels, "unused"
     )
 
 
@@ -103,9 +103,9 @@ def index_table(picked: torch.Tensor, found: torch.Tensor, count: int = 7) -> No
         if index < 0:
             parts = "none", "", "nothing is read", "", "zeros"
         else:
-            start, behind = slot * data, kv_entry.LAYOUT.scale_offset(PAGE, slot, 0)
+            start, scales = slot * data, kv_entry.LAYOUT.scale_offset(PAGE, slot, 0)
             dims = ", ".join(f"{float(v):.3g}" for v in (*row[:2], *row[-2:]))
-            parts = page, slot, f"{start:,}..{start + data - 1:,}", f"{behind:,}..{behind + 6:,}", dims
+            parts = page, slot, f"{start:,}..{start + data - 1:,}", f"{scales:,}..{scales + 6:,}", dims
         lines.append((index, *parts))
     show_table(("index", "page", "slot", "data bytes of the page", "scale bytes", "dims 0, 1, 510, 511"), lines)
 
@@ -136,19 +136,19 @@ def odd_table(kv: torch.Tensor, found: torch.Tensor) -> None:
 
 
 def kept_bytes() -> None:
-    """Show what a key costs in each form, and what a window and a pool of 1M tokens' entries cost in it."""
+    """Show the bytes of a key, a window and a pool of 1M tokens in each format."""
     entry, row, million = kv_entry.LAYOUT.entry_bytes, 2 * DIM, 1 << 20
     lines = [
         (name, size, f"{WINDOW * size / 1024:.0f}", f"{million // 4 * size / 2**20:.0f}")
         for name, size in (("bf16 row", row), ("584-byte entry", entry))
     ]
     lines.append(("entry / row", f"{entry / row:.3f}", "", ""))
-    head = "form", "bytes a key", "window, KiB a request and layer", "CSA entries of 1M tokens, MiB a layer"
+    head = "format", "bytes a key", "window, KiB a request and layer", "CSA entries of 1M tokens, MiB a layer"
     show_table(head, lines)
 
 
-def mistakes(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
-    """Show which checks see which broken kernel; returns how many kernels none of them sees."""
+def show_faults(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
+    """Show which checks see which faulty kernel; returns how many kernels none of them sees."""
 
     def said(kernels: Kernels) -> str:
         return injected.said_of(kernels, run_case.RIGHT) or "The right kernels."
@@ -157,5 +157,5 @@ def mistakes(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: st
 
 
 def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
-    """The broken kernels to show."""
+    """The faulty kernels to show."""
     return injected.listed(run_case.FAULTS, run_case.RIGHT, "PagesTransposed", every, harmless)

@@ -1,7 +1,7 @@
 """Keys into the window's rings and the paged pool and back: inputs, runs of the ops, and what speaks against them.
 
-For the notebook and its stage. Every count is of kernels that ran; a planted mistake is a class of one of the three
-`broken` modules in place of its kernel. Rings are NaN and pages noise before anything is stored.
+For the notebook and its stage. Every count is of kernels that ran; an injected fault is a class of one of the three
+`faults` modules in place of its kernel. Rings are NaN and pages noise before anything is stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MARK = 8  # first dims of a row, by which it is recognised
 
 
 class Kernels(NamedTuple):
-    """The three kernels of this page; a mistake takes the place of one, or of two that agree with each other."""
+    """The three kernels of this page; a fault takes the place of one, or of two that agree with each other."""
 
     append: type = KvAppend
     store: type = KvEntries
@@ -53,7 +53,7 @@ FAULTS = {
 
 
 def kernels_of(fault: str) -> Kernels:
-    """The kernels to run; the right ones where the mistake is none of theirs."""
+    """The kernels to run; the right ones where the fault is none of theirs."""
     return FAULTS.get(fault, RIGHT)
 
 
@@ -102,7 +102,7 @@ def ragged(prefill: int, seed: int) -> Batch:
 
 
 def empty(rings: int) -> torch.Tensor:
-    """Rings that nobody has written."""
+    """Rings that were never written."""
     return torch.full((rings, WINDOW, DIM), float("nan"), dtype=torch.bfloat16)
 
 
@@ -151,7 +151,7 @@ def newest(pieces: Sequence[int]) -> torch.Tensor:
 
 
 def slots_wrong(batch: Batch, ring: torch.Tensor) -> int:
-    """Slots whose bits are not those of `reference.cache.append_window`, NaN of nobody included."""
+    """Slots whose bits are not those of `reference.cache.append_window`, NaN of unwritten slots included."""
     want = empty(batch.rings)
     for row, count, start, place in batch.table.tolist():
         if start >= 0:
@@ -178,7 +178,7 @@ class Pool(NamedTuple):
 
 
 def pool_of(counts: Sequence[int], seed: int, spare: int = 3) -> Pool:
-    """Requests with so many entries each; pages come in any order, ``spare`` of the pool are nobody's."""
+    """Requests with so many entries each; pages come in any order, ``spare`` of the pool belong to no request."""
     needed = [-(-count // PAGE) for count in counts]
     order = torch.randperm(sum(needed) + spare, generator=torch.Generator().manual_seed(seed))
     tables = order[: sum(needed)].split(needed)
@@ -291,7 +291,7 @@ def not_finite_wrong(found: torch.Tensor, kv: torch.Tensor) -> int:
 
 
 def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page on a small case: what does not belong to a mistake is 0, `nope_error` at most 1."""
+    """Every check of the page on a small case: what does not belong to a fault is 0, `nope_error` at most 1."""
     batch, pool, odd = ragged(prefill, seed), pool_of((19, 5, 33), seed), no_numbers(seed)
     ring, first = append(batch, backend, kernels.append)
     pages, second = store(pool, backend, kernels.store)
@@ -342,7 +342,7 @@ def _gathered(arch: str, pages: torch.Tensor, indices: torch.Tensor, kernel: typ
 
 
 def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]:
-    """Bytes of five launches, counted in sectors by the emulator; ``by_row``: the prefill without its own form."""
+    """Bytes of five launches, counted in sectors by the emulator; ``by_row``: the prefill by the kernel for decode."""
     step = Batch(keys(8, seed), tuple((f"r{i}", 1, 97 * i, i) for i in range(8)), 8)
     long = Batch(keys(prefill, seed), (("r0", prefill, 0, 0),), 1)
     pool = pool_of((64,), seed)
@@ -350,10 +350,10 @@ def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]
     skipped = pool.indices.clone()
     skipped[::8] = -1
     row, entry, picked = 2 * DIM, kv_entry.LAYOUT.entry_bytes, int((skipped >= 0).sum())
-    forms = {"by_slot": False} if by_row else {}
+    options = {"by_slot": False} if by_row else {}
     asked = {
         "append, 8 requests, a token each": (2 * 8 * row + 8 * 16, _appended(ARCH, step)[1], 8),
-        f"append, a prefill of {prefill}": (2 * WINDOW * row + 16, _appended(ARCH, long, **forms)[1], WINDOW),
+        f"append, a prefill of {prefill}": (2 * WINDOW * row + 16, _appended(ARCH, long, **options)[1], WINDOW),
         "quantise and store 64": (64 * (row + entry + 4), stored, 64),
         "gather 64": (64 * (entry + 4 + row), _gathered(ARCH, pages, pool.indices)[1], 64),
         "gather 64, 8 of them skipped": (picked * entry + 64 * (4 + row), _gathered(ARCH, pages, skipped)[1], 64),

@@ -1,4 +1,4 @@
-"""Kernels planted in place of an op's, what the checks of a page make of them, and launches whose bytes are counted."""
+"""Inject kernels in place of an op's, show which checks of a page see them, and count the bytes of launches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dsv4lib.viz.bars import Panel, side_by_side
 from dsv4lib.viz.table import show_table
 
 ARCH, ARCHS = "sm_100a", ("sm_100a", "sm_90a")
-SECTOR = 32  # bytes of memory that are moved together
+SECTOR = 32  # bytes of one memory transaction
 
 
 def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) -> int:
-    """Call ops with kernels planted, each as (module of the op, name there, class); no two such calls at once.
+    """Call ops with kernels injected, each as (module of the op, name there, class); no two such calls at once.
 
     Returns:
         hazards, which only the emulator sees.
@@ -37,7 +37,7 @@ def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) 
 def sectors(
     arch: str, kernel_type: type, settings: Mapping[str, Any], fake: Callable, args: Callable, *given: Any
 ) -> int:
-    """Run a kernel in the emulator, wherever the page runs; returns the sectors that its warps asked for."""
+    """Run a kernel in the emulator, wherever the page runs; returns the sectors that its warps requested."""
     kernel, code = compile_cache.default().get(kernel_type, dict(settings), fake, arch)
     gpu = make(arch, checks="all")
     launch(code, *args(kernel, *given), gpu=gpu)
@@ -45,21 +45,21 @@ def sectors(
 
 
 class Traffic(NamedTuple):
-    """A launch: what it must move at least, and what its warps asked for, in bytes; items that it is for."""
+    """A launch: what it must move at least, and what its warps requested, in bytes; items that it is for."""
 
     floor: int
-    asked: int
+    requested: int
     items: int
 
 
 def traffic(launches: Mapping[str, Traffic], item: str) -> Figure:
     """Bytes an ``item`` that warps ask for, the floor as a tick."""
     names, items = list(launches), [one.items for one in launches.values()]
-    asked = [one.asked / n for one, n in zip(launches.values(), items, strict=True)]
+    requested = [one.requested / n for one, n in zip(launches.values(), items, strict=True)]
     floor = [one.floor / n for one, n in zip(launches.values(), items, strict=True)]
-    ratio = [one.asked / one.floor for one in launches.values()]
+    ratio = [one.requested / one.floor for one in launches.values()]
     panels = [
-        Panel(f"bytes a {item}; tick: what must be moved", asked, "{:,.1f}", bounds=floor),
+        Panel(f"bytes a {item}; tick: what must be moved", requested, "{:,.1f}", bounds=floor),
         Panel("over the floor", ratio, "{:.2f}"),
     ]
     return side_by_side(names, panels, [True] * len(names), "sectors of 32 bytes that warps ask for, counted")
@@ -77,14 +77,14 @@ def seen_by(
     judged: Callable[[Any], Mapping[str, float]],
     allowed: Mapping[str, float],
 ) -> int:
-    """Show which checks see which mistake.
+    """Show which checks see which fault.
 
     Args:
-        faults: mistakes by name. said: what one does. judged: every check's value of a page with it.
+        faults: faults by name. said: what one does. judged: every check's value of a page with it.
         allowed: the value up to which a check has found nothing, where that is not 0.
 
     Returns:
-        how many mistakes no check sees.
+        how many faults no check sees.
     """
     lines, unseen = [], 0
     for name, fault in faults.items():
@@ -92,12 +92,12 @@ def seen_by(
         unseen += not seen
         counts = ", ".join(f"{check} {value:,.4g}" for check, value in seen.items())
         lines.append((name, said(fault), counts or "nothing"))
-    show_table(("mistake", "what it does", "seen by"), lines)
+    show_table(("fault", "what it does", "seen by"), lines)
     return unseen
 
 
 def listed(faults: Mapping[str, Any], right: Any, one: str, every: bool, harmless: bool) -> dict[str, Any]:
-    """The mistakes to show: ``every`` one, or ``one``; with ``harmless`` what is right in their place."""
+    """The faults to show: ``every`` one, or ``one``; with ``harmless`` what is right in their place."""
     if harmless:
         return {"harmless": right}
     return {name: faults[name] for name in (faults if every else [one])}

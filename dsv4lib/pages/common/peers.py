@@ -14,7 +14,7 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.viz import style
 
 BEGIN, END = "<!-- peers: written by python -m dsv4lib.pages.{} -->", "<!-- /peers -->"
-# Classes of instructions, joined for the eye.
+# Classes of instructions, grouped for display.
 GROUPS = {
     "exp2, max, convert": ("exp2", "maximum", "convert"),
     "float arithmetic": ("float",),

@@ -26,7 +26,7 @@ from dsv4lib.viz import tma
 
 
 @dataclass
-class Trial:
+class Outcome:
     """What one run says.
 
     Attributes:
@@ -35,7 +35,7 @@ class Trial:
         hazards: what the checks reported; error: what stopped it.
         trace: of the launch; result: of the launch, None if it stopped.
         output: C; operands: A and B.
-        padding: nothing was written behind the rows of C.
+        padding: nothing was written past the end of C.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Trial:
         if self.error is None and not self.record.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.record.rel_l2:.2g}"))
         if not self.padding:
-            out.append(("wrong numbers", "", "padding behind the rows of C was written"))
+            out.append(("wrong numbers", "", "padding past the end of C was written"))
         return out
 
 
@@ -134,7 +134,7 @@ def _here(kernel_type: type, settings: tuple, fake_args: Any, change: Any) -> tu
     return kernel, compile_for(kernel, fake_args(kernel), "sm_100a")
 
 
-def gemm_trial(
+def run_gemm(
     kernel_type: type,
     shape: tuple[int, int, int],
     settings: tuple = (),
@@ -144,7 +144,7 @@ def gemm_trial(
     checks: str = "race",
     trace: bool = True,
     change: Any = None,
-) -> Trial:
+) -> Outcome:
     """Run a `GemmTile` (or a variant of it) on M, N, K = ``shape``.
 
     Args:
@@ -166,12 +166,12 @@ def gemm_trial(
         error = caught
     record = None if error is not None else check.compare(c, gemm_tile(a, b))
     result = gpu.launches[-1].result if gpu.launches else None
-    trial = Trial(
+    outcome = Outcome(
         kernel_type.__name__, record, gpu.hazards, error, gpu.trace, result, c, (a, b), inputs.padding_untouched(c)
     )
     if trace and error is None:
-        trial.never = never_loaded(gpu.trace, {"A": a, "B": b})
-    return trial
+        outcome.never = never_loaded(gpu.trace, {"A": a, "B": b})
+    return outcome
 
 
 def never_loaded(trace: Any, operands: dict[str, torch.Tensor]) -> dict[str, int]:

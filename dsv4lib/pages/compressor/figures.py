@@ -73,7 +73,7 @@ def channels(tokens: Tokens, entry: int, count: int = 12) -> Figure:
 def leaders(kinds: dict[str, tuple[Tokens, int]]) -> Figure:
     """Histogram over channels of the largest share that one position has."""
     panels = {name: {"channels": run_case.shares(*given).amax(0)} for name, given in kinds.items()}
-    return viz.grids.histograms(panels, "largest share of one slot", "who decides a channel", 32)
+    return viz.grids.histograms(panels, "largest share of one slot", "largest weight of each channel", 32)
 
 
 def held(tokens: Tokens, steps: Run) -> torch.Tensor:
@@ -113,10 +113,10 @@ def page_map() -> Figure:
     offsets = torch.arange(size)
     codes = torch.full((size,), -1)
     data, scales = kv_entry.LAYOUT.data_bytes, kv_entry.LAYOUT.scale_bytes
-    behind = offsets - PAGE * data
-    codes = torch.where(behind < 0, (offsets % data >= kv_entry.NOPE).int(), codes)
-    inside = (behind >= 0) & (behind < PAGE * scales)
-    codes = torch.where(inside, 2 + (behind % scales >= kv_entry.GROUPS).int(), codes)
+    past = offsets - PAGE * data
+    codes = torch.where(past < 0, (offsets % data >= kv_entry.NOPE).int(), codes)
+    inside = (past >= 0) & (past < PAGE * scales)
+    codes = torch.where(inside, 2 + (past % scales >= kv_entry.GROUPS).int(), codes)
     return viz.grids.byte_map(codes, BYTES, f"a page of {PAGE} entries: {size:,} bytes")
 
 
@@ -153,8 +153,8 @@ def step_bytes() -> dict[str, int]:
     return sums
 
 
-def mistakes(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
-    """Show what broken kernels do to CSA (of the running state: to HCA); returns how many go unnoticed."""
+def show_faults(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
+    """Show what faulty kernels do to CSA (of the running state: to HCA); returns how many go unnoticed."""
     lines, unseen = [], 0
     for kernel in kernels:
         kind = HCA if kernel in faults.RUNNING else CSA

@@ -1,7 +1,7 @@
 """The compressor op on one request that starts at position 0: what went in, what came out, and what speaks against it.
 
 For the notebook and its stage. A state is NaN before the first token: nothing of it may reach an entry. Every count is
-of a kernel that ran; a planted mistake is a class of `kernels.compressor.broken` in place of the kernel.
+of a kernel that ran; an injected fault is a class of `ops.compressor.faults` in place of the kernel.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def draw(kind: Kind, tokens: int, seed: int) -> Tokens:
 
 
 def _tables(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin; one window more than the entries turn by, for the mistake that reads it."""
+    """cos and sin; one window more than the entries are rotated by, for the fault that reads it."""
     positions = torch.arange(tokens + 2 * HCA.rate)
     return rope.cos_sin(positions, rope.layer_freqs(FLASH, LayerKind.CSA), torch.float32)
 
 
 def kernel_of(fault: str, kind: Kind) -> type:
-    """The kernel for a kind of compressor: the broken one where the mistake is about it."""
+    """The kernel for a kind of compressor: the faulty one where the fault is about it."""
     wrong = faults.BROKEN.get(fault)
     return Compressor if wrong is None or kind == INDEXER or (wrong in faults.RUNNING) == kind.overlap else wrong
 
@@ -219,7 +219,7 @@ def encoded(tokens: Tokens, form: str, entries: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(pages: torch.Tensor, indices: torch.Tensor, backend: str, adjacent: bool = False) -> torch.Tensor:
-    """bf16 ``[n, 512]`` by the op; ``adjacent`` plants a reader's mistake: 584 bytes in a row are an entry."""
+    """bf16 ``[n, 512]`` by the op; ``adjacent`` injects a reader's error: 584 bytes in a row are an entry."""
     if not adjacent:
         where = backends.device(backend)
         return kv_gather(pages.to(where), PAGE, indices.to(where), backend=backend).cpu()

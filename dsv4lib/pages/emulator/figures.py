@@ -63,7 +63,7 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
     for unit, name in (("tma", "TMA"), ("tensor", "tensor core")):
         rows = np.nonzero((trace.ops["cta"] == cta) & (trace.ops["unit"] == unit))[0]
         starts = trace.ops["time"][rows]
-        if unit == "tensor":  # a queue: an operation's turn comes when the one before it is done
+        if unit == "tensor":  # a queue: an operation starts when the one before it is done
             starts = np.maximum(starts, np.append(0, ends[rows][:-1]))
         starts, stops = starts - born, ends[rows] - born
         lanes = lanes_of(starts, stops)
@@ -78,7 +78,7 @@ def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: d
             kinds = ["commit" if c else _UNITS[unit] for c in commits]
             label = f"{name} {lane}" if lanes.any() else name
             tracks.append(Track(label, starts[mine], stops[mine], kinds))
-    return viz.timeline.timeline(tracks, f"CTA {cta}: who runs, who waits", COLOURS, now)
+    return viz.timeline.timeline(tracks, f"CTA {cta}: running and waiting warps", COLOURS, now)
 
 
 def _union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +90,7 @@ def _union(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float | None = None) -> Figure:
-    """Phases of every mbarrier of one CTA, and who waits."""
+    """Show the phases of every mbarrier of one CTA, and the warps that wait."""
     born, end = trace.life(cta)
     rows = trace.mbarriers[trace.mbarriers["cta"] == cta]
     waits = trace.states[(trace.states["cta"] == cta) & (trace.states["state"] == "wait")]
@@ -173,21 +173,21 @@ def box_iterations(
 def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
     """Rows of an operand that one CTA loads, by TMA gather4 or in boxes, in the order of the loop; -1: no key.
 
-    Warps that share the stages may be some of them apart: each sends something to every stage, which counts the turns.
+    Warps that share the stages may be in different iterations: each sends something to every stage, which counts them.
     """
     numbers = [i for i, t in enumerate(trace.tensors) if t.address == operand.data_ptr()]
     if not numbers:
         return np.empty(0, np.int64)
     boxes = trace.boxes[(trace.boxes["kind"] == "load") & (trace.boxes["cta"] == cta)]
     boxes = boxes[np.argsort(trace.ops["event"][boxes["op"]], kind="stable")]
-    warps, turn = trace.ops["warp"][boxes["op"]], np.zeros(len(boxes), np.int64)
+    warps, iteration = trace.ops["warp"][boxes["op"]], np.zeros(len(boxes), np.int64)
     for warp in np.unique(warps):
         stages = boxes["barrier"][warps == warp]
-        turn[warps == warp] = np.cumsum(np.diff(stages, prepend=stages[0]) != 0)
+        iteration[warps == warp] = np.cumsum(np.diff(stages, prepend=stages[0]) != 0)
     mine = np.isin(boxes["tensor"], numbers) & (boxes["coords"][:, 0] == 0)  # a row's first chunk stands for all of it
-    boxes, turn = boxes[mine], turn[mine]
+    boxes, iteration = boxes[mine], iteration[mine]
     rows = [np.empty(0, np.int64)]
-    for box in boxes[np.lexsort((boxes["first"], turn))]:
+    for box in boxes[np.lexsort((boxes["first"], iteration))]:
         size = trace.tensors[box["tensor"]].box[1]
         rows.append(box["coords"][1:5] if size == 1 else box["coords"][1] + np.arange(size))
     rows = np.concatenate(rows)
@@ -216,7 +216,7 @@ def swizzle(trace: Trace, rows: int = 128) -> Figure:
 def moment(
     trace: Trace, names: dict[int, str], event: int, cta: int = 0, roles: dict[int, str] = ROLES
 ) -> tuple[Figure, str]:
-    """Tensor memory, shared memory and barriers at one event, and one line on who waits."""
+    """Tensor memory, shared memory and barriers at one event, and one line on the warps that wait."""
     time = trace.time_of(event)
     cells, _ = trace.tmem_state(event, cta)
     chunks, kinds = trace.smem_history(np.array([event]), cta)

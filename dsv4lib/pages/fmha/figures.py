@@ -14,7 +14,7 @@ from dsv4lib.dsl.compile import CompileError
 from dsv4lib.ops.fmha import config, faults, ladder
 from dsv4lib.ops.fmha.ladder import Ladder
 from dsv4lib.pages.emulator import figures
-from dsv4lib.pages.fmha.run_case import Trial, bits
+from dsv4lib.pages.fmha.run_case import Outcome, bits
 from dsv4lib.viz.style import PALETTE, show
 from dsv4lib.viz.table import show_table
 from dsv4lib.viz.tile import Part
@@ -108,8 +108,8 @@ def budget(kernel: Any, compiled: Any) -> None:
     print(f"compiled in {compiled.seconds:.1f} s")
 
 
-def schedules(run: Callable[[str], Trial]) -> list[Trial]:
-    """Run under every schedule of the emulator, show what came out, and return the trials."""
+def schedules(run: Callable[[str], Outcome]) -> list[Outcome]:
+    """Run under every schedule of the emulator, show what came out, and return the outcomes."""
     runs = [run(name) for name in SCHEDULES]
     hashes = [f"{r.result.schedule_hash & 0xFFFFFFFF:08x}" if r.result else "" for r in runs]
     same = [r.error is None and bits(r.output) == bits(runs[0].output) for r in runs]
@@ -118,43 +118,43 @@ def schedules(run: Callable[[str], Trial]) -> list[Trial]:
     return runs
 
 
-def different(runs: Iterable[Trial]) -> int:
+def different(runs: Iterable[Outcome]) -> int:
     """How many results differ from the first in any bit."""
     first, *rest = (bits(run.output) for run in runs)
     return sum(other != first for other in rest)
 
 
-def breaks(
+def show_faults(
     stage: str,
-    run: Callable[[type], Trial],
+    run: Callable[[type], Outcome],
     sound: type | None = None,
-    others: Mapping[str, tuple[Trial, str]] | None = None,
+    others: Mapping[str, tuple[Outcome, str]] | None = None,
 ) -> int:
-    """Run every planted mistake of a stage, show what finds it, and return how many were found as they should be.
+    """Run every injected fault of a stage, show what finds it, and return how many were found as they should be.
 
     Args:
-        stage: as in `broken.CAUGHT_BY`.
-        run: from a kernel class to a trial.
-        sound: run this class instead of the broken ones: nothing may be found.
-        others: further mistakes, of the caller's: name -> (trial, what finds it).
+        stage: as in `faults.CAUGHT_BY`.
+        run: from a kernel class to an outcome.
+        sound: run this class instead of the faulty ones: nothing may be found.
+        others: further faults, of the caller's: name -> (outcome, what finds it).
     """
     table = []
     for name, (owner, kind) in {**faults.CAUGHT_BY, **faults.REFUSED}.items():
         if owner == stage:
             table.append(_tried(name, kind, run, sound or faults.BROKEN[name]))
-    for name, (trial, kind) in (others or {}).items():
-        table.append(_tried(name, kind, lambda _, trial=trial: trial, Ladder))
-    show_table(("break", "numbers right", "found as", "where", "what the lab says"), table)
+    for name, (outcome, kind) in (others or {}).items():
+        table.append(_tried(name, kind, lambda _, outcome=outcome: outcome, Ladder))
+    show_table(("fault", "numbers right", "found as", "where", "what the lab says"), table)
     return sum(row[2] != NOT_FOUND for row in table)
 
 
-def _tried(name: str, kind: str, run: Callable[[type], Trial], kernel_type: type) -> tuple:
-    """(break, numbers right, found as, where, what) of one mistake; ``kind`` of one that is refused: words of it."""
+def _tried(name: str, kind: str, run: Callable[[type], Outcome], kernel_type: type) -> tuple:
+    """(fault, numbers right, found as, where, what) of one fault; ``kind`` of one that is refused: words of it."""
     try:
-        trial = run(kernel_type)
+        outcome = run(kernel_type)
     except CompileError as error:
         message, _, place = str(error).rpartition(" (")
         found = [("CompileError", place.rstrip(")"), message)] if kind in message else []
         return name, "does not compile", *(found or [(NOT_FOUND, "", str(error))])[0]
-    found = [finding for finding in trial.findings() if finding[0] == kind]
-    return name, trial.right, *(found or [(NOT_FOUND, "", "")])[0]
+    found = [finding for finding in outcome.findings() if finding[0] == kind]
+    return name, outcome.right, *(found or [(NOT_FOUND, "", "")])[0]

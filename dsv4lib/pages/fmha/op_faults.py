@@ -1,6 +1,6 @@
-"""Mistakes around a kernel, not in it: each made on purpose, and what finds it.
+"""Faults around a kernel, not in it: each made on purpose, and what finds it.
 
-Every function takes ``broken``: with False it does the same thing right, and must find nothing.
+Every function takes ``inject``: with False it does the same thing right, and must find nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.fmha import faults, op
 from dsv4lib.ops.fmha.combine import Combine
 from dsv4lib.ops.fmha.inputs import Case
-from dsv4lib.pages.fmha.run_op import native_path, op_arguments, op_trial, replaced
+from dsv4lib.pages.fmha.run_op import native_path, op_arguments, replaced, run_fmha_op
 
 Finding = tuple[str, str, str]
 
 
-def stale_cache(case: Case, broken: bool = True) -> list[Finding]:
-    """A cache whose key forgets the sources: yesterday's join, repaired since, is served from disk."""
+def stale_cache(case: Case, inject: bool = True) -> list[Finding]:
+    """A cache whose key forgets the sources: the combine as it was before a repair is served from disk."""
     right, usual = compile_cache.key, compile_cache.default()
 
     def forgetful(kernel_type: type, settings: dict, arch: str) -> str | None:
         return right(Combine if issubclass(kernel_type, Combine) else kernel_type, settings, arch)
 
     class Fresh(compile_cache.CompileCache):
-        """What a new process has: nothing in memory; only joins are of interest here."""
+        """What a new process has: nothing in memory; only the combine matters here."""
 
         def get(self, kernel_type: type, *others: Any) -> tuple:
             return (
@@ -40,20 +40,20 @@ def stale_cache(case: Case, broken: bool = True) -> list[Finding]:
                 else usual.get(kernel_type, *others)
             )
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(compile_cache, "key", forgetful if broken else right):
+    with tempfile.TemporaryDirectory() as folder, patch.object(compile_cache, "key", forgetful if inject else right):
         for kernel_type in (faults.BROKEN["FirstPartLeads"], Combine):  # yesterday, today
             cache = Fresh(Path(folder))
             with replaced(kernel_type), patch.object(compile_cache, "default", lambda cache=cache: cache):
-                trial = op_trial(case, "index", True, rope=True, splits=8)
-    return trial.findings()
+                outcome = run_fmha_op(case, "index", True, rope=True, splits=8)
+    return outcome.findings()
 
 
-def hidden_write(case: Case, broken: bool = True) -> list[Finding]:
+def hidden_write(case: Case, inject: bool = True) -> list[Finding]:
     """An op that writes into its output and does not say so: torch.compile may reorder or drop the call."""
-    name = "dsv4_broken::" + ("silent" if broken else "honest")
+    name = "dsv4_fault::" + ("silent" if inject else "honest")
     o = torch.zeros_like(case.q)
     try:
-        torch.library.opcheck(_registered(name, () if broken else ("o",)), (case.q, o), test_utils="test_schema")
+        torch.library.opcheck(_registered(name, () if inject else ("o",)), (case.q, o), test_utils="test_schema")
     except Exception as error:
         return [(type(error).__name__, "", str(error).strip().splitlines()[0])]
     return []
@@ -67,7 +67,7 @@ def _registered(name: str, mutates: tuple[str, ...]) -> Any:
     return torch.library.custom_op(name, copy, mutates_args=mutates, schema=None)
 
 
-def read_count(case: Case, broken: bool = True) -> list[Finding]:
+def read_count(case: Case, inject: bool = True) -> list[Finding]:
     """A caller that reads the longest list from the GPU while a CUDA graph is captured."""
     op.warm_up([{"entries": "range", "window": True, "inverse_rope": True}], case.q.shape[1])
     o, lse = case.outputs()
@@ -77,14 +77,14 @@ def read_count(case: Case, broken: bool = True) -> list[Finding]:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
-                most = int(there.count.max()) if broken else there.index.shape[1]
+                most = int(there.count.max()) if inject else there.index.shape[1]
                 op.fmha(**{**given, "entries": op.Rows(there.pool, there.first, there.count, most)})
         except LaunchError as error:
             return [(type(error).__name__, "", str(error).splitlines()[0])]
     return []
 
 
-BREAKS = {
+FAULTS = {
     "stale_cache": (stale_cache, "wrong numbers"),
     "hidden_write": (hidden_write, "OpCheckError"),
     "read_count": (read_count, "LaunchError"),

@@ -15,7 +15,7 @@ from dsv4lib.reference.transformers_attention import AttentionCall
 
 
 @dataclass(frozen=True)
-class PeerTrial:
+class PeerOutcome:
     """The op beside the peer on the same inputs.
 
     Attributes:
@@ -66,7 +66,7 @@ def _consecutive(name: str, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return first.int(), count.int()
 
 
-def peer_trial(call: AttentionCall, tokens: torch.Tensor, backend: str = "emulator", **changed: Any) -> PeerTrial:
+def run_peer(call: AttentionCall, tokens: torch.Tensor, backend: str = "emulator", **changed: Any) -> PeerOutcome:
     """Run the op on some tokens of a call, with the inverse rotation, and compare; ``changed``: its arguments."""
 
     def turned(o: torch.Tensor) -> torch.Tensor:
@@ -81,4 +81,4 @@ def peer_trial(call: AttentionCall, tokens: torch.Tensor, backend: str = "emulat
     def rel(x: torch.Tensor, expected: torch.Tensor) -> float:
         return float((x.double() - expected).norm() / expected.norm())
 
-    return PeerTrial(o, truth, check.within_factor(o, peer, truth), rel(o, truth), rel(peer, truth), rel(o, whole))
+    return PeerOutcome(o, truth, check.within_factor(o, peer, truth), rel(o, truth), rel(peer, truth), rel(o, whole))

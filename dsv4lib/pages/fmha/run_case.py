@@ -32,7 +32,7 @@ LSE_TOLERANCE = 5e-7
 
 
 @dataclass
-class Trial:
+class Outcome:
     """What one run says.
 
     Attributes:
@@ -47,7 +47,7 @@ class Trial:
         inputs: (q, keys, ...), the tensors it read.
         never: boxes of each operand that no CTA loaded; unread: bytes that TMA loaded and no product read; only with a
             trace.
-        guards_written: values written behind the last head of a token.
+        guards_written: values written past the last head of a token.
     """
 
     kernel: Any
@@ -73,7 +73,7 @@ class Trial:
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, every box of the operands loaded and read, nothing written behind the last head."""
+        """Right, no hazard, every box of the operands loaded and read, nothing written past the last head."""
         found = self.hazards or any(self.never.values()) or self.unread or self.guards_written or self.early()
         return self.right and not found
 
@@ -128,7 +128,7 @@ class Trial:
             places = "; ".join(loads_of(self.trace, operand) for operand in self.inputs[:2])
             out.append(("bytes never read", places, f"{self.unread:,} bytes were loaded and no product read them"))
         if self.guards_written:
-            out.append(("pad rows leaked", "", f"{self.guards_written} values behind the last head"))
+            out.append(("pad rows leaked", "", f"{self.guards_written} values past the last head"))
         if self.error is None and not self.factor.passed:
             out.append(("wrong numbers", "", f"rel L2 {self.rel_l2:.2g}; {self.factor}"))
         if self.lse_error is not None and self.lse_error > LSE_TOLERANCE:
@@ -176,7 +176,7 @@ def judge(
     truth: tuple,
     inputs: tuple,
     unit: torch.Tensor | float = 1.0,
-) -> Trial:
+) -> Outcome:
     """A run's verdict: ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
     (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
@@ -184,7 +184,7 @@ def judge(
         factor = check.within_factor(out, peer.to(out.dtype), truth[0])
         lse_error = None if lse is None else _lse_error(lse, truth[1], unit)
     result = gpu.launches[-1].result if gpu.launches else None
-    return Trial(kernel, code, factor, lse_error, gpu.hazards, error, gpu.trace, result, out, lse, truth[0], inputs)
+    return Outcome(kernel, code, factor, lse_error, gpu.hazards, error, gpu.trace, result, out, lse, truth[0], inputs)
 
 
 def score_size(case: Case) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _lse_error(lse: torch.Tensor, truth: torch.Tensor, unit: torch.Tensor | floa
     return float(errors[finite].max()) if bool(finite.any()) else 0.0
 
 
-def ladder_trial(
+def run_ladder(
     kernel_type: type,
     settings: tuple,
     rows: int,
@@ -209,7 +209,7 @@ def ladder_trial(
     spread: float = 5.0,
     backend: str = "emulator",
     **device: Any,
-) -> Trial:
+) -> Outcome:
     """Run a `Ladder` (or a variant) on random q [rows, D] and kv [keys, D].
 
     Args:
@@ -245,12 +245,12 @@ def ladder_trial(
 
     # Scores stay in fp32, so their peer is fp32 too.
     peer = torch_says(torch.float32 if kernel.stage == "a" else dtype)[0]
-    trial = judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
+    outcome = judge(made, gpu, error, (out, lse), peer, torch_says(torch.float64), (q, kv))
     if gpu.trace is not None and error is None:
         never = never_loaded(gpu.trace, {"q": q, "kv": kv})
-        trial.never = {name: never.get(name, 0) for name in ("q", "kv")}
-        trial.unread = gpu.trace.unread_bytes()
-    return trial
+        outcome.never = {name: never.get(name, 0) for name in ("q", "kv")}
+        outcome.unread = gpu.trace.unread_bytes()
+    return outcome
 
 
 def oracle(
@@ -267,7 +267,7 @@ def oracle(
     return o, lse
 
 
-def fmha_trial(
+def run_fmha(
     kernel_type: type,
     settings: tuple,
     case: Case,
@@ -275,14 +275,14 @@ def fmha_trial(
     judge_by: Case | None = None,
     sms: int | None = None,
     **device: Any,
-) -> Trial:
+) -> Outcome:
     """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
 
     Args:
         kernel_type: the class; settings: its arguments in order.
         case: from `kernels.fmha.inputs.case`.
         backend: "emulator" or "native"; device: options of `emulator.device`.
-        judge_by: the case whose oracle is the truth, where ``case`` carries a mistake of the caller's.
+        judge_by: the case whose oracle is the truth, where ``case`` carries a fault of the caller's.
         sms: CTAs at once, as `arguments.launch_args` takes it: fewer than tokens, and a CTA takes several.
     """
     made = kernel, code = compiled(kernel_type, settings)
@@ -295,9 +295,9 @@ def fmha_trial(
     options = kernel.entries, kernel.window, kernel.sink, kernel.inverse_rope
     case = judge_by or case
     peer, _ = oracle(case, *options, dtype=case.q.dtype)
-    trial = judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), score_size(case))
-    trial.guards_written = guards_written(o, lse)
-    return trial
+    outcome = judge(made, gpu, error, (o, lse), peer, oracle(case, *options), (case,), score_size(case))
+    outcome.guards_written = guards_written(o, lse)
+    return outcome
 
 
 def parts(
@@ -338,7 +338,7 @@ def _run_parts(
     return made, *_run(code, args, "emulator", **device), o, lse
 
 
-def split_trial(
+def run_split(
     case: Case,
     entries: str,
     window: bool,
@@ -348,8 +348,8 @@ def split_trial(
     sms: int | None = None,
     tail: tuple[int, int] = (0, 0),
     **device: Any,
-) -> Trial:
-    """Run the parts of an attention and join them with ``combine_type``, with sink and inverse RoPE.
+) -> Outcome:
+    """Run the splits of an attention and combine them with ``combine_type``, with sink and inverse RoPE.
 
     A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``,
     ``tail``: see `arguments.launch_args`.
@@ -358,9 +358,9 @@ def split_trial(
     o, lse = case.outputs()
     if error is None:
         hazards = gpu.hazards
-        join, join_code = compiled(combine_type, (case.q.shape[2], made[0].dtype, True, True))
-        joined = arguments.combine_args(join, parts, lses, case.sink, (case.cos, case.sin), o, lse)
-        gpu, error = _run(join_code, joined, "emulator", **device)
+        combine, combine_code = compiled(combine_type, (case.q.shape[2], made[0].dtype, True, True))
+        given = arguments.combine_args(combine, parts, lses, case.sink, (case.cos, case.sin), o, lse)
+        gpu, error = _run(combine_code, given, "emulator", **device)
         gpu.launches[0].result.hazards[:0] = hazards
     peer, _ = oracle(case, entries, window, True, True, dtype=case.q.dtype)
     truth = oracle(case, entries, window, True, True)

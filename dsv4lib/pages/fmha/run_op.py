@@ -1,6 +1,6 @@
 """Try the attention op as its callers see it: run it on a case, compare with fp64, collect what speaks against it.
 
-For notebooks, exercises and tests; `fmha_trial` does the same for the kernel alone.
+For notebooks, exercises and tests; `run_fmha` does the same for the kernel alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.ops.fmha import op
 from dsv4lib.ops.fmha.combine import Combine
 from dsv4lib.ops.fmha.inputs import Case, guards_written
-from dsv4lib.pages.fmha.run_case import Native, Trial, judge, oracle, score_size
+from dsv4lib.pages.fmha.run_case import Native, Outcome, judge, oracle, score_size
 
 KINDS = ("none", "index", "range")
 
@@ -41,7 +41,7 @@ def op_arguments(case: Case, kind: str, windowed: bool, sink: bool = True, rope:
     }
 
 
-def op_trial(
+def run_fmha_op(
     case: Case,
     kind: str,
     windowed: bool,
@@ -50,7 +50,7 @@ def op_trial(
     backend: str = "emulator",
     device: dict[str, Any] | None = None,
     **changed: Any,
-) -> Trial:
+) -> Outcome:
     """Run the op on a case and judge it by the case's oracle.
 
     Args:
@@ -74,20 +74,20 @@ def op_trial(
                 error = caught
     peer, _ = oracle(case, kind, windowed, sink, rope, dtype=case.q.dtype)
     truth = oracle(case, kind, windowed, sink, rope)
-    trial = judge((None, None), gpu, error, (o, lse), peer, truth, (case,), score_size(case))
-    trial.guards_written = guards_written(o, lse)
-    return trial
+    outcome = judge((None, None), gpu, error, (o, lse), peer, truth, (case,), score_size(case))
+    outcome.guards_written = guards_written(o, lse)
+    return outcome
 
 
 @contextmanager
 def replaced(kernel_type: type) -> Iterator[None]:
-    """The op launches a variant of one of its kernels, a broken one for example."""
+    """The op launches a variant of one of its kernels, a faulty one for example."""
     with patch.object(op, "Combine" if issubclass(kernel_type, Combine) else "Fmha", kernel_type):
         yield
 
 
 @contextmanager
-def native_path(custom: Any = op._fmha, **device: Any) -> Iterator[Any]:
+def native_path(custom: Any = op.Call.op, **device: Any) -> Iterator[Any]:
     """A custom op as it runs on a GPU, on an emulated one: torch believes in CUDA, its streams and its graphs.
 
     The op is called without torch's dispatcher, so that a graph that is being captured sees every torch call inside it

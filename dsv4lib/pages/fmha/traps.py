@@ -1,7 +1,7 @@
 """The traps that cost days on attention kernels: how each looks, what catches it, where that is shown and tested.
 
-A trap is shown in the notebook of its stage, broken on purpose where it can be broken in code; a test checks that every
-break, gate and test named here exists.
+A trap is shown in the notebook of its stage, injected where code can; a test checks that every
+fault, gate and test named here exists.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dsv4lib.viz.table import show_table
 
 @dataclass(frozen=True)
 class Trap:
-    """One mistake.
+    """One fault.
 
     Attributes:
-        mistake: what is wrong; looks: how it looks from outside; catch: what finds it.
+        fault: what is wrong; looks: how it looks from outside; catch: what finds it.
         stage: whose notebook shows it.
-        breaks: classes of `kernels.fmha.broken` that make it; gates: metrics of the stage that turn red.
+        classes: names of classes of `ops.fmha.faults` that make it; gates: metrics of the stage that turn red.
         tests: as file::name, a parameter in brackets.
     """
 
-    mistake: str
+    fault: str
     looks: str
     catch: str
     stage: str
     tests: tuple[str, ...]
-    breaks: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
     gates: tuple[str, ...] = ()
 
 
@@ -64,7 +64,7 @@ TRAPS = (
     Trap(
         "P is stored at a column offset that the second MMA's descriptor lacks",
         "NaN, zeros, or numbers of another launch",
-        "the emulator: read of columns that nobody wrote",
+        "the emulator: read of columns that were never written",
         "fmha_b",
         _found("ShiftedWeights"),
         ("ShiftedWeights",),
@@ -182,5 +182,5 @@ TRAPS = (
 
 def show(stage: str) -> None:
     """Show the traps of a stage as a table."""
-    rows = [(t.mistake, t.looks, t.catch, ", ".join(t.breaks)) for t in TRAPS if t.stage == stage]
+    rows = [(t.fault, t.looks, t.catch, ", ".join(t.classes)) for t in TRAPS if t.stage == stage]
     show_table(("trap", "how it looks", "what catches it", "shown as"), rows)

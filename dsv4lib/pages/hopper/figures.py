@@ -37,23 +37,23 @@ LAST = (1 << 20) - 1  # the largest position
 
 
 def recorded(fault: str = "none") -> list[Result]:
-    """The committed rows; with a planted fault those of somebody who counted or compared badly."""
+    """The committed rows; with an injected fault as if bytes or verdicts were miscounted."""
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
-    if fault == "wrong_hidden":  # a way of ours that failed its check, timed all the same
-        ours = dataclasses.replace(rows[0].found[0], state=results.WRONG, detail="planted")
+    if fault == "wrong_hidden":  # a provider of ours that failed its check, timed all the same
+        ours = dataclasses.replace(rows[0].found[0], state=results.WRONG, detail="injected")
         return [dataclasses.replace(rows[0], found=(ours, *rows[0].found[1:])), *rows[1:]]
     return rows
 
 
 def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """(op, shape, way) of every time that is shorter than the row's bytes take: somebody has miscounted."""
+    """(op, shape, provider) of every time that is shorter than the row's bytes take: the bytes are miscounted."""
     return [
-        (row.op, row.shape, way.way)
+        (row.op, row.shape, provider.provider)
         for row in rows
-        for way in row.found
-        if way.us is not None and row.floor_us is not None and way.us < row.floor_us
+        for provider in row.found
+        if provider.us is not None and row.floor_us is not None and provider.us < row.floor_us
     ]
 
 
@@ -63,8 +63,8 @@ def wrong(rows: Sequence[Result]) -> list[tuple[str, str]]:
 
 
 def unexplained(rows: Sequence[Result], fault: str = "none") -> list[tuple[str, str]]:
-    """(op, shape) of missed rows that nobody has said a word about."""
-    notes = {} if fault == "silent" else ops_table.limits()
+    """(op, shape) of missed rows without a note."""
+    notes = {} if fault == "silent" else ops_table.notes()
     return [(r.op, r.shape) for r in rows if r.verdict == "missed" and not notes.get((r.op, r.shape))]
 
 
@@ -93,10 +93,10 @@ def times(rows: Sequence[Result]) -> Figure:
     series = {
         "ours": [(row.bytes, row.ours_us) for row in both],
         "best other": [(row.bytes, row.peer.us) for row in both if row.peer],
-        COPY: [(row.bytes, way.us) for row in both if (way := row.named(COPY)) is not None and way.us],
+        COPY: [(row.bytes, provider.us) for row in both if (provider := row.named(COPY)) is not None and provider.us],
     }
     speeds = {"data sheet": SHEET, "large copies": COPIED}
-    levels = {"one small kernel": ONE, "two, one behind the other": TWO}
+    levels = {"one small kernel": ONE, "two, one after the other": TWO}
     return over_bytes(series, speeds, levels, "H200, cold L2: time over bytes")
 
 
@@ -108,22 +108,22 @@ def panels(rows: Sequence[Result], ops: Sequence[str], containing: str = "") -> 
 
 def _case(row: Result) -> Case:
     peer, good = row.peer, {"reached": True, "missed": False}.get(row.verdict)
-    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.way if peer else "", good)
+    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.provider if peer else "", good)
 
 
 def missed(rows: Sequence[Result]) -> None:
-    """The rows that miss their goal, by how much, and what is known of why."""
-    notes = ops_table.limits()
+    """Show the rows that miss their goal: by how much, what bounds them, what was tried."""
+    notes = ops_table.notes()
     lines = [
-        (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", why)
+        (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", *note)
         for r in rows
-        if r.verdict == "missed" and (why := notes.get((r.op, r.shape), "")) is not None
+        if r.verdict == "missed" and (note := notes.get((r.op, r.shape), ops_table.UNKNOWN))
     ]
-    show_table(("op", "shape", "ours us", "goal", "reached", "what limits it"), lines)
+    show_table(("op", "shape", "ours us", "goal", "reached", "limit", "tried"), lines)
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
-    """What the GPU's counters said of ours, by (op, shape); with a planted fault as if everything were read twice."""
+    """What the GPU's counters said of ours, by (op, shape); with an injected fault as if everything were read twice."""
     ours = {key[:2]: one for key, one in counters.load().items() if key[2] == OURS}
     if fault == "read_twice":
         return {key: dataclasses.replace(one, hbm_read=2 * one.hbm_read) for key, one in ours.items()}
@@ -169,7 +169,7 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
 
     Args:
         tokens, heads: of the attention output. seed: of its values.
-        fault: "forward": the table turns the other way.
+        fault: "forward": the table turns the other provider.
 
     Returns:
         (bytes of codes and scales that differ between the architectures, from the oracle, hazards).

@@ -1,8 +1,8 @@
-"""The bench of ops as a table and a figure, from the committed measurements: no GPU is needed.
+"""Write the bench of ops as a table and a figure, from the committed measurements: no GPU is needed.
 
 `python -m dsv4lib.pages.hopper.ops_table` rewrites the table in data/bench/ops.md, its extract in README.md, and
-data/figures/ops.png. `./dsv4 bench ops --record data/bench/ops` measures anew. What limits a row that misses its goal,
-and what was tried, is written by hand into data/bench/ops_notes.csv.
+data/figures/ops.png. `./dsv4 bench ops --record data/bench/ops` measures anew. data/bench/ops_notes.csv is written by
+hand: for each row that misses its goal what bounds it (limit) and what was tried, with numbers (tried).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -24,8 +24,8 @@ from dsv4lib.viz.dumbbells import Case, dumbbells
 
 MODULE = "hopper.ops_table"
 COUNTERS = "hopper.ops_table (counters)"
-NOTES = results.FOLDER.with_suffix(".md")
-LIMITS = results.FOLDER.with_name("ops_notes.csv")
+PAGE = results.FOLDER.with_suffix(".md")
+NOTES = results.FOLDER.with_name("ops_notes.csv")
 FIGURE = env.root() / "data" / "figures" / "ops.png"
 README = env.root() / "README.md"
 # What README shows of it, by op and shape.
@@ -60,12 +60,13 @@ HEADER = (
     "in a graph",
     "floor us",
     "x floor",
-    "what limits it",
+    "limit",
+    "tried",
 )
 COUNTED = (
     "op",
     "shape",
-    "way",
+    "provider",
     "least MB",
     "HBM MB read",
     "HBM MB written",
@@ -77,39 +78,58 @@ COUNTED = (
 )
 
 
-def limits(path: Path = LIMITS) -> dict[tuple[str, str], str]:
-    """What limits a row, by op and shape.
+class Note(NamedTuple):
+    """What is known of a row that misses its goal.
+
+    Attributes:
+        limit: what bounds the row now, one short phrase. tried: what was tried, with its numbers.
+    """
+
+    limit: str
+    tried: str
+
+
+UNKNOWN = Note("not looked into yet", "")
+
+
+def notes(path: Path = NOTES) -> dict[tuple[str, str], Note]:
+    """Read the notes of rows that miss their goal, by op and shape.
 
     Raises:
-        DSV4Error: the file is missing or has other columns.
+        DSV4Error: the file is missing, has other columns, or a line without limit.
     """
+    columns = ["op", "shape", *Note._fields]
     if not path.is_file():
-        raise DSV4Error(f"{path} is missing: it has the columns op, shape, limit")
+        raise DSV4Error(f"{path} is missing: it has the columns {', '.join(columns)}")
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames != ["op", "shape", "limit"]:
-            raise DSV4Error(f"{path} has other columns than op, shape, limit")
-        return {(line["op"], line["shape"]): line["limit"] for line in reader}
+        if reader.fieldnames != columns:
+            raise DSV4Error(f"{path} has other columns than {', '.join(columns)}")
+        found = {(line["op"], line["shape"]): Note(line["limit"], line["tried"]) for line in reader}
+    for (op, shape), note in found.items():
+        if not note.limit:
+            raise DSV4Error(f"{path}: {op} {shape} has no limit; say what bounds the row")
+    return found
 
 
-def cells(rows: list[Result], notes: dict[tuple[str, str], str]) -> list[tuple[Any, ...]]:
-    """What the table shows of each row, see `HEADER`."""
-    return [_cells(row, notes.get((row.op, row.shape), "")) for row in rows]
+def cells(rows: list[Result], known: dict[tuple[str, str], Note]) -> list[tuple[Any, ...]]:
+    """The cells of each row, by the columns of `HEADER`."""
+    return [_cells(row, known.get((row.op, row.shape), UNKNOWN)) for row in rows]
 
 
-def _cells(row: Result, note: str) -> tuple[str, ...]:
+def _cells(row: Result, note: Note) -> tuple[str, ...]:
     ours, peer, graph_peer = row.named(OURS), row.peer, row.graph_peer
-    absent = [one.way for one in row.found if one.state == ABSENT]
+    absent = [one.provider for one in row.found if one.state == ABSENT]
     over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
     return (
         row.op,
         row.shape,
         _us(row.ours_us) if ours is None or ours.us else f"{ours.state}: {ours.detail}",
-        peer.way if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
+        peer.provider if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
         _us(peer.us if peer else None),
         _ratios(row.ratio, row.copy_ratio),
         _us(ours.warm_us if ours else None),
-        "" if graph_peer is None else "the same" if graph_peer is peer else graph_peer.way,
+        "" if graph_peer is None else "the same" if graph_peer is peer else graph_peer.provider,
         _us(graph_peer.warm_us if graph_peer else None),
         _ratios(row.graph_ratio, row.graph_copy_ratio),
         _us(ours.host_us if ours else None),
@@ -119,7 +139,7 @@ def _cells(row: Result, note: str) -> tuple[str, ...]:
         _marked(row.graph_verdict),
         _us(row.floor_us),
         over,
-        (note or "not looked into yet") if row.verdict == "missed" else "",
+        *(note if row.verdict == "missed" else ("", "")),
     )
 
 
@@ -146,13 +166,13 @@ def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
         for key, one in runs.items()
         if key in used
     ]
-    return "\n".join(["Measured on:", "", *lines, "", "Every way and its spread: `ops/rows.csv`."])
+    return "\n".join(["Measured on:", "", *lines, "", "Every provider and its spread: `ops/rows.csv`."])
 
 
-def markdown(folder: Path = results.FOLDER, notes: Path = LIMITS) -> str:
+def markdown(folder: Path = results.FOLDER, noted: Path = NOTES) -> str:
     """The table of a folder of recorded rows, with its source below."""
     rows = results.load(folder)
-    return peer_pages.markdown(HEADER, cells(rows, limits(notes)), source(rows, results.runs(folder)))
+    return peer_pages.markdown(HEADER, cells(rows, notes(noted)), source(rows, results.runs(folder)))
 
 
 def counted(folder: Path = results.FOLDER) -> str:
@@ -172,7 +192,7 @@ def counted(folder: Path = results.FOLDER) -> str:
 def _counted(one: Counted, row: Result) -> tuple[str, ...]:
     megabytes = (f"{size / 1e6:.3g}" for size in (row.bytes, one.hbm_read, one.hbm_write, one.l2))
     slots = f"{one.instructions / 1e3:.4g}", f"{one.issue:.0f}", f"{one.warps:.0f}"
-    return (one.op, one.shape, one.way, *megabytes, *slots, f"{one.stall} ({one.stalled:.0f} %)")
+    return (one.op, one.shape, one.provider, *megabytes, *slots, f"{one.stall} ({one.stalled:.0f} %)")
 
 
 def extract(folder: Path = results.FOLDER) -> str:
@@ -184,7 +204,7 @@ def extract(folder: Path = results.FOLDER) -> str:
     ]
     for key in EXTRACT:
         row = rows[key]
-        other = (row.peer.way, _us(row.peer.us), f"{row.ratio:.2f}") if row.peer else ("none", "", "")
+        other = (row.peer.provider, _us(row.peer.us), f"{row.ratio:.2f}") if row.peer else ("none", "", "")
         graph = "" if row.graph_ratio is None else f"{row.graph_ratio:.2f}"
         said = f"{row.promise}: {row.verdict}" if row.promise else ""
         lines.append(f"| {' | '.join((*key, _us(row.ours_us), *other, graph, said))} |")
@@ -205,13 +225,13 @@ def figure(folder: Path = results.FOLDER) -> Figure:
 
 def _case(row: Result) -> Case:
     peer, good = row.peer, {"reached": True, "missed": False}.get(row.verdict)
-    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.way if peer else "", good)
+    return Case(row.shape, row.floor_us, row.ours_us, peer.us if peer else None, peer.provider if peer else "", good)
 
 
 def main() -> None:
     """Rewrite the table in the notes, its extract, and the figure."""
-    peer_pages.rewrite(NOTES, MODULE, markdown(), FIGURE, figure())
-    peer_pages.replace(NOTES, COUNTERS, counted())
+    peer_pages.rewrite(PAGE, MODULE, markdown(), FIGURE, figure())
+    peer_pages.replace(PAGE, COUNTERS, counted())
     peer_pages.replace(README, MODULE, extract())
 
 

@@ -43,7 +43,7 @@ def flow() -> Figure:
             ("count", "a histogram of scores", ORANGE),
             ("bound", "the bin of the k-th best", PINK),
             ("rank", "the few in that bin", PINK),
-            ("picks", "k indices, -1 behind", GREEN),
+            ("picks", "k indices, then -1", GREEN),
         ],
     }
     return pipeline(lanes, "which entries a query of a CSA layer attends to")
@@ -127,7 +127,7 @@ def counted(score: torch.Tensor, k: int, bins: int = 1024) -> Figure:
 
 
 def hard_table(wrong: Mapping[str, Mapping[str, int]]) -> None:
-    """Show how many picks are wrong, by form and kind of row."""
+    """Show how many picks are wrong, by variant and kind of row."""
     names = list(next(iter(wrong.values())))
     show_table(("row", *wrong), [(name, *(line[name] for line in wrong.values())) for name in names])
 
@@ -142,8 +142,8 @@ def seen_table(one: Step, found: torch.Tensor) -> None:
     show_table(("position", "entries it sees", "picks", "-1", "first and last"), lines)
 
 
-def mistakes(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, backend: str) -> int:
-    """Show which checks see which mistake; returns how many none of them sees."""
+def show_faults(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, backend: str) -> int:
+    """Show which checks see which fault; returns how many none of them sees."""
 
     def said(kernels: Kernels) -> str:
         right = "The right kernels." if kernels.rotate_keys else "Keys are stored without their rotation."
@@ -153,16 +153,16 @@ def mistakes(faults: Mapping[str, Kernels], entries: int, k: int, seed: int, bac
 
 
 def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
-    """The mistakes to show."""
+    """The faults to show."""
     return injected.listed(run_case.FAULTS, run_case.RIGHT, "WeightsAsTheyCome", every, harmless)
 
 
 def sizes(one: Step) -> None:
-    """Show what a query and an entry cost in each form."""
+    """Show what a query and an entry cost in each format."""
     million = 1 << 20
     lines = [
         ("bf16", 2 * DIM, f"{HEADS * 2 * DIM / 1024:.1f}", f"{million // RATE * 2 * DIM / 2**20:.0f}"),
         ("FP8", DIM + 4, f"{HEADS * (DIM + 4) / 1024:.1f}", f"{million // RATE * (DIM + 4) / 2**20:.0f}"),
         ("FP4", DIM // 2 + 4, f"{HEADS * (DIM // 2 + 4) / 1024:.1f}", f"{million // RATE * 68 / 2**20:.0f}"),
     ]
-    show_table(("form", "bytes a key", "KiB a query", "keys of 1M tokens, MiB a layer"), lines)
+    show_table(("format", "bytes a key", "KiB a query", "keys of 1M tokens, MiB a layer"), lines)

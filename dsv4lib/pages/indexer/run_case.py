@@ -1,7 +1,7 @@
 """The lightning indexer of a CSA layer: inputs, runs of its ops, and what speaks against them; for notebook and stage.
 
 Queries and keys go through the kernels (`indexer_q`, `quantize_indexer_keys`, `topk`); the scores between them are the
-oracle's, from the codes that the kernels left. A planted mistake is a class of one of the `broken` modules in place of
+oracle's, from the codes that the kernels left. An injected fault is a class of one of the `faults` modules in place of
 its kernel, or keys that were stored without their rotation.
 """
 
@@ -61,7 +61,7 @@ FAULTS = {
 
 
 def kernels_of(fault: str) -> Kernels:
-    """The kernels to run; the right ones where the mistake is none of theirs."""
+    """The kernels to run; the right ones where the fault is none of theirs."""
     return FAULTS.get(fault, RIGHT)
 
 
@@ -226,9 +226,9 @@ def unseen_picked(found: torch.Tensor, visible: torch.Tensor) -> int:
 
 
 def padding_wrong(found: torch.Tensor, visible: torch.Tensor) -> int:
-    """Places behind a row's last entry that are not -1."""
-    behind = torch.arange(found.shape[1]) >= visible[:, None]
-    return int((found[behind] != -1).sum())
+    """Count places past a row's last entry that are not -1."""
+    past = torch.arange(found.shape[1]) >= visible[:, None]
+    return int((found[past] != -1).sum())
 
 
 def recall(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -260,8 +260,8 @@ def hard_rows(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-# The op's forms, made for rows of 2,048 scores, so that all of them have something to do.
-FORMS: Mapping[str, Mapping[str, Any]] = {
+# The op's variants, made for rows of 2,048 scores, so that all of them have something to do.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "one CTA": {"threads": 128, "vectors": 4, "bins": 1024},
     "one CTA, maxima first": {"threads": 128, "vectors": 4, "bins": 1024, "maxima": 2},
     "a cluster of 4": {"threads": 64, "vectors": 2, "ctas": 4},
@@ -277,16 +277,16 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _kernel_of(form: str, kernel: type = TopK) -> type:
-    """``kernel`` if it is of that form's kind, the right one of that kind otherwise."""
-    right = ClusterTopK if "ctas" in FORMS[form] else TopK
+def _kernel_of(variant: str, kernel: type = TopK) -> type:
+    """``kernel`` if it is of that variant's kind, the right one of that kind otherwise."""
+    right = ClusterTopK if "ctas" in VARIANTS[variant] else TopK
     return kernel if issubclass(kernel, ClusterTopK) == (right is ClusterTopK) else right
 
 
-def hard_picks(form: str, rows: torch.Tensor, kernel: type = TopK, arch: str = ARCH) -> tuple[torch.Tensor, int]:
-    """(int32 picks of a form of the kernel in the emulator, wherever this page runs; hazards)."""
+def hard_picks(variant: str, rows: torch.Tensor, kernel: type = TopK, arch: str = ARCH) -> tuple[torch.Tensor, int]:
+    """(int32 picks of a variant of the kernel in the emulator, wherever this page runs; hazards)."""
     fake = pick_arguments.fake_args
-    made, code = compile_cache.default().get(_kernel_of(form, kernel), dict(FORMS[form]), fake, arch)
+    made, code = compile_cache.default().get(_kernel_of(variant, kernel), dict(VARIANTS[variant]), fake, arch)
     gpu, found = make(arch, checks="race"), torch.full((len(rows), HARD_K), -7, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     launch(code, *pick_arguments.launch_args(made, rows, lengths, found), gpu=gpu)
@@ -294,13 +294,13 @@ def hard_picks(form: str, rows: torch.Tensor, kernel: type = TopK, arch: str = A
 
 
 def hard_wrong(seed: int, kernel: type = TopK) -> tuple[dict[str, dict[str, int]], int]:
-    """({form: {row: picks that are wrong}}, hazards)."""
+    """({variant: {row: picks that are wrong}}, hazards)."""
     rows = hard_rows(seed)
     stacked, wrong, hazards = torch.stack(list(rows.values())), {}, 0
     want = wanted_picks(stacked, torch.full((len(rows),), HARD), HARD_K)
-    for form in FORMS:
-        found, reported = hard_picks(form, stacked, kernel)
-        wrong[form] = dict(zip(rows, (found != want).sum(-1).tolist(), strict=True))
+    for variant in VARIANTS:
+        found, reported = hard_picks(variant, stacked, kernel)
+        wrong[variant] = dict(zip(rows, (found != want).sum(-1).tolist(), strict=True))
         hazards += reported
     return wrong, hazards
 
@@ -323,7 +323,7 @@ def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
 
 
 def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page: what does not belong to a mistake is 0, or at most as `figures.ALLOWED` has it."""
+    """Every check of the page: what does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
     one = step(entries, k, seed)
     found, hazards = {}, 0
     for variant in ("fp4", "fp8"):
@@ -359,24 +359,24 @@ def _asked_queries(one: Step, variant: str) -> Traffic:
     out = torch.empty(tokens, HEADS)
     given = one.q, one.weights, one.positions, one.table, codes, scales, out
     fake, args = query_arguments.fake_args, query_arguments.launch_args
-    asked = injected.sectors(ARCH, IndexerQ, settings, fake, args, *given)
+    requested = injected.sectors(ARCH, IndexerQ, settings, fake, args, *given)
     head = 2 * DIM + 2 + codes.shape[-1] + (DIM // BLOCK if fp4 else 0) + 4
-    return Traffic(tokens * (HEADS * head + 8 + 4 * one.table.shape[1]), asked * SECTOR, tokens * HEADS)
+    return Traffic(tokens * (HEADS * head + 8 + 4 * one.table.shape[1]), requested * SECTOR, tokens * HEADS)
 
 
-def _asked_picks(form: str, rows: torch.Tensor, kernel: type) -> Traffic:
+def _requested_picks(variant: str, rows: torch.Tensor, kernel: type) -> Traffic:
     found = torch.empty(len(rows), HARD_K, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     fake, args = pick_arguments.fake_args, pick_arguments.launch_args
-    asked = injected.sectors(ARCH, _kernel_of(form, kernel), FORMS[form], fake, args, rows, lengths, found)
-    return Traffic(4 * (rows.numel() + len(rows) * (HARD_K + 1)), asked * SECTOR, rows.numel())
+    requested = injected.sectors(ARCH, _kernel_of(variant, kernel), VARIANTS[variant], fake, args, rows, lengths, found)
+    return Traffic(4 * (rows.numel() + len(rows) * (HARD_K + 1)), requested * SECTOR, rows.numel())
 
 
 def traffic(one: Step, seed: int, kernel: type = TopK) -> tuple[dict[str, Traffic], dict[str, Traffic]]:
-    """Bytes of launches, counted in sectors by the emulator: (of queries, of picks from four such rows a form)."""
+    """Bytes of launches, counted in sectors by the emulator: (of queries, of picks from four such rows a variant)."""
     rows = hard_rows(seed)["normal"].expand(4, -1).contiguous()
     coded = {f"queries, {variant}": _asked_queries(one, variant) for variant in ("fp4", "fp8")}
-    return coded, {f"picks, {form}": _asked_picks(form, rows, kernel) for form in FORMS}
+    return coded, {f"picks, {variant}": _requested_picks(variant, rows, kernel) for variant in VARIANTS}
 
 
 def arch_bytes(one: Step, seed: int, hopper: Kernels = RIGHT) -> int:
@@ -387,7 +387,7 @@ def arch_bytes(one: Step, seed: int, hopper: Kernels = RIGHT) -> int:
         left = []
         for variant in ("fp4", "fp8"):
             left += _coded(arch, one, variant, kernels.queries)
-        left += [hard_picks(form, rows, kernels.picks, arch)[0] for form in ("one CTA", "tile after tile")]
+        left += [hard_picks(variant, rows, kernels.picks, arch)[0] for variant in ("one CTA", "tile after tile")]
         results.append([x.contiguous().view(torch.uint8) for x in left])
     return sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
 

@@ -18,7 +18,7 @@ from dsv4lib.layers.moe import FORMS
 from dsv4lib.ops.moe_gemm import config, faults
 from dsv4lib.ops.moe_gemm.inputs import Case, case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
-from dsv4lib.pages.moe_gemm.run_case import Trial, expected, mode_case, moe_gemm_trial
+from dsv4lib.pages.moe_gemm.run_case import Outcome, expected, mode_case, run_moe_gemm
 from dsv4lib.predict import moe
 from dsv4lib.reference.router import score_route
 from dsv4lib.viz.bars import Panel
@@ -33,10 +33,10 @@ NOT_FOUND = "not found"
 L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 L2 = {"mode": "w4a8", "out": "fp32"}
 # One of each kind of report first.
-BREAKS = ("NoTailMask", "OneBuffer", "FirstAccumulates", "FirstScales")
-BREAKS += tuple(name for name in faults.BROKEN if name not in BREAKS)
-# Where each planted mistake shows: scales and rows in the plain GEMM, whose output is not quantised.
-BROKEN_IN = {
+FAULT_NAMES = ("NoTailMask", "OneBuffer", "FirstAccumulates", "FirstScales")
+FAULT_NAMES += tuple(name for name in faults.BROKEN if name not in FAULT_NAMES)
+# Where each injected fault shows: scales and rows in the plain GEMM, whose output is not quantised.
+FAULT_SHAPES = {
     name: L2 if name in ("FirstScales", "OneScaleId", "FirstRows", "NoTailMask") else L1 for name in faults.BROKEN
 }
 
@@ -230,36 +230,36 @@ def swiglu_curves(limit: float) -> Figure:
 
 def modes(
     counts: list[int], features: int, k: int, seed: int, backend: str, mode_type: type = MoeGemm
-) -> dict[str, tuple[Trial, Case, float]]:
-    """Run every precision mode on the same tokens and weights: mode -> (trial, its case, error of the format)."""
+) -> dict[str, tuple[Outcome, Case, float]]:
+    """Run every precision mode on the same tokens and weights: mode -> (outcome, its case, error of the format)."""
     out = {}
     for mode in FORMS:
         settings, made, exact = mode_case(mode, counts, features, k, seed)
-        trial = moe_gemm_trial(mode_type if settings["mode"] == "w4a8" else MoeGemm, settings, made, backend=backend)
+        outcome = run_moe_gemm(mode_type if settings["mode"] == "w4a8" else MoeGemm, settings, made, backend=backend)
         rows = made.rows()
-        truth, exact = expected(trial.kernel, made)[rows], exact[rows]
-        out[mode] = trial, made, float((truth - exact).norm() / exact.norm())
+        truth, exact = expected(outcome.kernel, made)[rows], exact[rows]
+        out[mode] = outcome, made, float((truth - exact).norm() / exact.norm())
     return out
 
 
-def modes_table(done: Mapping[str, tuple[Trial, Case, float]]) -> None:
+def modes_table(done: Mapping[str, tuple[Outcome, Case, float]]) -> None:
     """Show what each mode multiplies, and both of its errors."""
     rows = []
-    for name, (trial, _, format_error) in done.items():
+    for name, (outcome, _, format_error) in done.items():
         mode = weight_modes.MODES[name]
-        line = mode.activations, trial.kernel.mode.kind, mode.planes, f"{mode.bytes_per_weight:.3f}"
-        rows.append((name, *line, f"{trial.error_over_fp32:.2f}", trial.clean, f"{format_error:.3f}"))
+        line = mode.activations, outcome.kernel.mode.kind, mode.planes, f"{mode.bytes_per_weight:.3f}"
+        rows.append((name, *line, f"{outcome.error_over_fp32:.2f}", outcome.clean, f"{format_error:.3f}"))
     heads = "activations", "MMA", "planes", "bytes a weight", "kernel error / fp32's", "clean", "format's error"
     show_table(("mode", *heads), rows)
 
 
-def mode_errors(done: Mapping[str, tuple[Trial, Case, float]]) -> Figure:
+def mode_errors(done: Mapping[str, tuple[Outcome, Case, float]]) -> Figure:
     """Errors of the largest group against fp64 of the same operands, in units of each row's size, mode by mode."""
     maps = {}
-    for name, (trial, made, _) in done.items():
+    for name, (outcome, made, _) in done.items():
         counts = made.call.counts
         first, n = (int(x[counts.argmax()]) for x in (made.call.offsets, counts))
-        truth = expected(trial.kernel, made)[first : first + n]
+        truth = expected(outcome.kernel, made)[first : first + n]
         size = truth.square().mean(1, keepdim=True).sqrt()
         maps[name] = ((made.call.out[first : first + n].double() - truth).abs() / size).numpy()
     return viz.grids.block_maps(maps, ("token", "feature", "error / row RMS"), "against fp64 of the same operands")
@@ -271,8 +271,8 @@ def output_bytes(made: Case) -> bytes:
     return b"".join(x.view(torch.uint8).numpy().tobytes() for x in (call.out, call.out_scales) if x is not None)
 
 
-def schedules(run: Callable[[str], Trial], made: Case) -> tuple[list[Trial], int]:
-    """Run under every schedule of the emulator and show what came out: (trials, outputs that differ from the first)."""
+def schedules(run: Callable[[str], Outcome], made: Case) -> tuple[list[Outcome], int]:
+    """Run under every schedule of the emulator and show the results: (outcomes, outputs that differ from the first)."""
     runs, outputs = [], []
     for name in SCHEDULES:
         runs.append(run(name))
@@ -284,20 +284,20 @@ def schedules(run: Callable[[str], Trial], made: Case) -> tuple[list[Trial], int
     return runs, same.count(False)
 
 
-def breaks(names: Sequence[str], sound: bool = False) -> int:
-    """Run planted mistakes, show what finds them, and return how many were missed.
+def show_faults(names: Sequence[str], sound: bool = False) -> int:
+    """Run injected faults, show what finds them, and return how many were missed.
 
     Args:
-        sound: run the kernel without the mistake instead: nothing may be found.
+        sound: run the kernel without the fault instead: nothing may be found.
     """
     table = []
     for name in names:
-        options = BROKEN_IN[name]
+        options = FAULT_SHAPES[name]
         made = case(MoeGemm(**options), [33, 0, 1, 2], 128, 384)  # a second tile, an empty group, one token
-        trial = moe_gemm_trial(MoeGemm if sound else faults.BROKEN[name], options, made, schedule="adversarial")
-        found = [finding for finding in trial.findings() if finding[0] == faults.CAUGHT_BY[name]]
-        table.append((name, trial.right, *(found or [(NOT_FOUND, "", "")])[0]))
-    show_table(("break", "numbers right", "found as", "where", "what the lab says"), table)
+        outcome = run_moe_gemm(MoeGemm if sound else faults.BROKEN[name], options, made, schedule="adversarial")
+        found = [finding for finding in outcome.findings() if finding[0] == faults.CAUGHT_BY[name]]
+        table.append((name, outcome.right, *(found or [(NOT_FOUND, "", "")])[0]))
+    show_table(("fault", "numbers right", "found as", "where", "what the lab says"), table)
     return sum(row[2] == NOT_FOUND for row in table)
 
 
@@ -310,10 +310,10 @@ def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted
     table = []
     for name, c in found.items():
         for rows in (1, c.tile_n):
-            step, turn = c.step_of(rows), c.turn_of(rows)
+            step, transition = c.step_of(rows), c.transition_of(rows)
             (form, mmas), *_ = step.mma.items()
-            line = [step.load_bytes / 1024, step.smem_mma_bytes / 1024, step.instructions, turn.instructions]
-            line += [turn.tmem_load_bytes / 1024, turn.smem_thread_bytes / 1024, turn.convert]
+            line = [step.load_bytes / 1024, step.smem_mma_bytes / 1024, step.instructions, transition.instructions]
+            line += [transition.tmem_load_bytes / 1024, transition.smem_thread_bytes / 1024, transition.convert]
             table.append((name, rows, f"{mmas:g} x {form.n}", *map(round, line)))
     heads = ["MMAs x N a step", "TMA KiB", "SMEM read KiB", "instructions"]
     heads += ["instructions a tile", "TMEM KiB", "exchange KiB", "conversions"]

@@ -86,7 +86,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
         Panel("PTX warp-instructions a tile, besides", [row["tile_wi"] for row in rows]),
         Panel("Operands and scales loaded a step, KiB", [moe_peers.loaded(row) for row in rows], "{:.1f}"),
         Panel("Operands that tensor cores read, KiB", operands, "{:.1f}"),
-        Panel("Multiplied, of what was asked for", [row["waste"] for row in rows], "{:.2f}"),
+        Panel("Multiplied over useful products", [row["waste"] for row in rows], "{:.2f}"),
         Panel("Error against fp64, relative L2 x 1000", [1e3 * row["rel_l2"] for row in rows], "{:.2f}"),
     ]
     names = [f"{row['kernel']} ({row['case']})" for row in rows]
@@ -95,7 +95,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
 
 
 def command(record: Path | None, only: list[str]) -> int:
-    """`dsv4 bench peers moe`: measure, print, perhaps record; the exit code (1: ours is missing, or behind unknown).
+    """Run `dsv4 bench peers moe` and return its exit code (1: ours is missing, or slower for no known reason).
 
     Args:
         record: the table to update. only: names of kernels, empty: all.

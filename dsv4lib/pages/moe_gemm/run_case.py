@@ -33,7 +33,7 @@ TIES = 1e-3  # share of codes that may differ from those of the fp64 result
 
 
 @dataclass
-class Trial:
+class Outcome:
     """What one run says.
 
     Attributes:
@@ -122,9 +122,9 @@ def _here(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
     return kernel, compile_for(kernel, fake_args(kernel), "sm_100a")
 
 
-def moe_gemm_trial(
+def run_moe_gemm(
     kernel_type: type, settings: dict[str, Any], made: Case, grid: int = 2, backend: str = "emulator", **device: Any
-) -> Trial:
+) -> Outcome:
     """Run a `MoeGemm` (or a variant) on a case.
 
     Args:
@@ -145,7 +145,7 @@ def moe_gemm_trial(
             error = caught
     over, wrong = judge(kernel, made) if error is None else (float("inf"), 1.0)
     result = gpu.launches[-1].result if gpu.launches else None
-    return Trial(kernel, code, over, wrong, stray_bytes(made), gpu.hazards, error, gpu.trace, result)
+    return Outcome(kernel, code, over, wrong, stray_bytes(made), gpu.hazards, error, gpu.trace, result)
 
 
 def _native(kernel: MoeGemm, code: Compiled, made: Case, grid: int) -> Native:
@@ -186,7 +186,8 @@ def mode_case(mode: str, counts: list[int], features: int, k: int, seed: int = 0
     operand = Weights(tuple(planes), torch.stack([one.alpha for one in converted])).operand()
     x_codes, x_scales, numbers, factor = _activations(x, recipe)
     copies = len(planes)
-    call = Call(x_codes.repeat(1, copies), operand.codes, x, offsets[:-1].int(), torch.tensor(counts).int())
+    groups = {"offsets": offsets[:-1].int(), "counts": torch.tensor(counts).int()}
+    call = Call(x_codes.repeat(1, copies), operand.codes, x, **groups)
     call.alpha = torch.stack([one.alpha for one in converted]) * factor
     if x_scales is not None:
         call.x_scales, call.w_scales = scale_swizzle.swizzle(x_scales.repeat(1, copies)), operand.scales
@@ -214,7 +215,7 @@ def _activations(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, Any, torch
 
 
 def judge(kernel: MoeGemm, made: Case) -> tuple[float, float]:
-    """(`Trial.error_over_fp32`, `Trial.wrong_codes`) of the output that is in ``made.call``."""
+    """(`Outcome.error_over_fp32`, `Outcome.wrong_codes`) of the output that is in ``made.call``."""
     rows = made.rows()
     truth = expected(kernel, made)[rows]
     if kernel.quantised:

@@ -67,7 +67,7 @@ def error_by_code(sample: Sample, modes: Sequence[str]) -> Figure:
 
 
 def scale_ratios(sample: Sample) -> Figure:
-    """What the naive conversion multiplies each block of 16 by, without being asked."""
+    """The factor by which the naive conversion changes each block of 16."""
     q = sample.quantized
     was = e4m3.decode(q.scales, torch.float64) * q.global_scale.to(torch.float64)
     pair = was.unflatten(-1, (-1, 2))
@@ -154,11 +154,11 @@ def expert_table(one: Expert, rows: Sequence[str], activations: Sequence[str]) -
     return out
 
 
-def spellings(targets: Mapping[str, str]) -> int:
-    """Show which target takes which spelling; returns how many answers differ from what NVIDIA's tools emit today.
+def instruction_variants(targets: Mapping[str, str]) -> int:
+    """Show which MMA variants ptxas accepts for each target; return how many answers are not as recorded.
 
     Args:
-        targets: heading -> target that is asked.
+        targets: heading -> target.
     """
     rows, wrong = [], 0
     for kind, blocks in block_scale_probe.KINDS.items():
@@ -179,8 +179,8 @@ def exact_difference(mode: str, lo: bool = True, twice: bool = False) -> float:
 
     Args:
         mode: key of `MODES`.
-        lo: False plants a mistake: only the first plane is multiplied.
-        twice: True plants another: through E4M3 on the way.
+        lo: False injects a fault: only the first plane is multiplied.
+        twice: True injects another: through E4M3 on the way.
     """
     first, second = torch.meshgrid(torch.arange(127), torch.arange(127), indexing="ij")
     scales = torch.stack([first.flatten(), second.flatten()], dim=-1).to(torch.uint8)
@@ -211,7 +211,7 @@ def operand_differences(sample: Sample, scales_in_order: bool = False) -> int:
 
     Args:
         sample: at least 16 rows; the first 2 I of them are used, I a multiple of 8.
-        scales_in_order: a planted mistake: the scales do not follow their rows.
+        scales_in_order: an injected fault: the scales do not follow their rows.
     """
     from dsv4lib.formats import scale_swizzle
     from dsv4lib.loader import operands

@@ -1,7 +1,7 @@
 """The two launches around attention: queries normed and turned, a key stored; the output turned back and quantised.
 
 Run in the emulator, judged in fp64, drawn. Attention itself is left out: every token attends to itself alone, so its
-output is its own stored row, in every head. A planted mistake (one of `FAULTS`) is made in what an op is given.
+output is its own stored row, in every head. An injected fault (one of `FAULTS`) is made in what an op is given.
 """
 
 from __future__ import annotations

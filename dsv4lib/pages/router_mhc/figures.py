@@ -1,7 +1,7 @@
-"""The boundary between two sublayers and the router behind it: run in the emulator, judged in fp64, drawn.
+"""The boundary between two sublayers and the router after it: run in the emulator, judged in fp64, drawn.
 
-A planted mistake (one of `FAULTS`) is made either in what an op is given or in the rule it is judged by: both differ by
-exactly what a kernel with that mistake would be wrong by.
+An injected fault (one of `FAULTS`) is made either in what an op is given or in the rule it is judged by: both differ by
+exactly what a kernel with that fault would be wrong by.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def fusion(given: Boundary, fault: str = "none") -> Fusion:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
         h, y = add_rmsnorm(x, residual, weight, backend="emulator")
         codes, scales, _ = quantize(y, "fp8", backend="emulator")
-    if fault == "y_unrounded":  # the chain of somebody who keeps y in registers, in fp32
+    if fault == "y_unrounded":  # a chain that keeps y in registers, in fp32
         wide = rmsnorm(h.float(), weight, NORMAL.rms)
         codes, scales, _ = quantize_oracle.quantize(wide, "fp8")
         codes, scales = codes[0], scales[0]
@@ -231,7 +231,7 @@ def flow() -> Figure:
     blue, orange, green, pink = PALETTE[:4]
     return diagram.pipeline(
         {
-            "mhc_post_pre, one launch: from the streams behind one sublayer to the input of the next": [
+            "mhc_post_pre, one launch: from the streams after one sublayer to the input of the next": [
                 ("X, F", "4 streams, last output", blue),
                 ("write-back", "post F + comb^T X", orange),
                 ("project", "24 rows of fn on all 4 d values", orange),
@@ -374,7 +374,7 @@ class Step(NamedTuple):
 
 
 def mhc_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
-    """The boundary in four launches, and what is still wanted behind them."""
+    """The boundary in four launches, and what later launches still read."""
     wide, row, mat, vec = tokens * N * d * 2, tokens * d * 2, tokens * N * N * 4, tokens * N * 4
     return [
         Step("write-back", {"X": wide, "F": row, "post": vec, "comb": mat}, {"X'": wide}),
@@ -389,7 +389,7 @@ def mhc_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
 
 
 def norm_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
-    """Addition with norm, then quantisation to FP8, and what is wanted behind them."""
+    """Addition with norm, then quantisation to FP8, and what later launches read."""
     row = tokens * d * 2
     return [
         Step("add, norm", {"x": row, "residual": row, "weight": d * 4}, {"h": row, "y": row}),
@@ -403,7 +403,7 @@ def chain_bytes(steps: list[Step]) -> int:
 
 
 def fused_bytes(steps: list[Step], wanted: set[str]) -> int:
-    """What one launch moves: each input once, and only what is wanted behind it."""
+    """What one launch moves: each input once, and only what later launches read."""
     made = {name: size for step in steps for name, size in step.writes.items()}
     read = {name: size for step in steps for name, size in step.reads.items() if name not in made}
     return sum(read.values()) + sum(size for name, size in made.items() if name in wanted)

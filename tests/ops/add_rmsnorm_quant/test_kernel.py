@@ -149,7 +149,7 @@ def test_nan_and_inf_stay_in_their_row():
     assert all(torch.equal(a[clean], b) for a, b in zip((h, codes, scales), want, strict=False))
 
 
-def test_every_mistake_is_found():
+def test_every_fault_is_found():
     """What a wrong kernel would give differs from what this one gives."""
     x, residual, weight, g = case(3, 1024)
     found = run(("mxfp8", 1024), "sm_90a", x, residual, weight, g)

@@ -20,17 +20,26 @@ from dsv4lib.ops.topk.take_all import TakeAll
 CALLS = """
 import sys
 import torch
-from dsv4lib.ops.common import launching
+from typing import NamedTuple
+from dsv4lib.ops.common.schema import op
 
-def body(x, y):
-    hooks.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
-    y.copy_(x + 1)
+@op("a_test", mutates=("y",))
+class Call(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+    backend: str
+
+    def check(self):
+        pass
+
+    def run(self, backend):
+        hooks.append(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+        self.y.copy_(self.x + 1)
 
 hooks = []
-launching.custom_op("dsv4::a_test", body, mutates_args=("y",), schema="(Tensor x, Tensor(a!) y) -> ()")
 def called():
     y = torch.zeros(3)
-    torch.ops.dsv4.a_test(torch.ones(3), y)
+    torch.ops.dsv4.a_test(torch.ones(3), y, "reference")
     assert y.tolist() == [2, 2, 2]
     return y
 

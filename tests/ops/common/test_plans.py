@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from typing import NamedTuple
 from unittest.mock import patch
 
 import cutlass
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from dsv4lib.bench.ops import harness, host
 from dsv4lib.dsl.tensors import DeviceTensor, leaf_bytes, leaves
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.common import launching, native, plans
+from dsv4lib.ops.common import native, plans, schema
 from dsv4lib.ops.common.overlap import meet, span
 from dsv4lib.ops.common.requests import plan as requests_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Weights, compressor
@@ -207,35 +208,50 @@ def test_a_stream_has_plans_of_its_own(launches):
 def test_a_body_that_does_more_than_launch_is_never_replayed(launches):
     """Whole every time: what it does besides would be lost."""
 
-    def body(x, y, backend):
-        y.copy_(x + 1)
+    @schema.op("test_more", mutates=("y",))
+    class Call(NamedTuple):
+        x: torch.Tensor
+        y: torch.Tensor
+        backend: str
 
-    op = launching.custom_op(
-        "dsv4test::more", body, mutates_args=("y",), schema="(Tensor x, Tensor(a!) y, str backend) -> ()"
-    )
+        def check(self):
+            pass
+
+        def run(self, backend):
+            self.y.copy_(self.x + 1)
+
     y = torch.zeros(3)
     for n in range(6):
-        op(torch.full((3,), float(n)), y, "native")
+        Call.op(torch.full((3,), float(n)), y, "native")
         assert y.tolist() == [n + 1.0] * 3
-    plans._OPS.remove(op)
+    plans._OPS.remove(Call.op)
 
 
 def test_an_argument_that_is_left_out_is_not_another(launches):
     """As many tensors, of the same kinds."""
     code = host.Uncompiled("kernel", (cutlass.Int32(0), cutlass.Int32(0)))
 
-    def body(x, a, b, y, backend):
-        values = [cutlass.Int32(int(a is None)), cutlass.Int32(int(b is None))]
-        plans.note(code.function, values)
-        native.launch(code.function, values)
+    @schema.op("test_either", mutates=("y",))
+    class Call(NamedTuple):
+        x: torch.Tensor
+        a: torch.Tensor | None
+        b: torch.Tensor | None
+        y: torch.Tensor
+        backend: str
 
-    schema = "(Tensor x, Tensor? a, Tensor? b, Tensor(a!) y, str backend) -> ()"
-    op = launching.custom_op("dsv4test::either", body, mutates_args=("y",), schema=schema)
+        def check(self):
+            pass
+
+        def run(self, backend):
+            values = [cutlass.Int32(int(self.a is None)), cutlass.Int32(int(self.b is None))]
+            plans.note(code.function, values)
+            native.launch(code.function, values)
+
     x, a, y = (torch.zeros(3) for _ in range(3))
     for given_a, given_b in [(a, None)] * 4 + [(None, a)] * 4 + [(a, None), (None, a)]:
-        ((_, words),) = launches.of(lambda: op(x, given_a, given_b, y, "native"))  # noqa: B023 (called here)
+        ((_, words),) = launches.of(lambda: Call.op(x, given_a, given_b, y, "native"))  # noqa: B023 (called here)
         assert [int.from_bytes(one, "little") for one in words] == [given_a is None, given_b is None]
-    plans._OPS.remove(op)
+    plans._OPS.remove(Call.op)
 
 
 # ------------------------------------------------------------------ cost

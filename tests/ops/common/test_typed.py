@@ -20,6 +20,7 @@ INDEX = torch.zeros(2, 3, dtype=torch.int32)
 PAGES = torch.zeros(1, 1088, dtype=torch.uint8)
 SITE = Site(*(torch.zeros(shape) for shape in ((24, 512), (3,), (24,), (128,))))
 STREAMS = torch.zeros(1, 4, 128, dtype=torch.bfloat16)
+Pair = tuple[torch.Tensor, torch.Tensor | None] | None
 WEIGHTS = Weights(*(torch.zeros(1) for _ in range(4)))
 
 
@@ -82,6 +83,24 @@ def test_what_is_not_looked_at_and_what_python_says_itself():
     for call in (lambda: op(), lambda: op(X, 1, None, 1), lambda: op(X, other=1)):
         with pytest.raises(TypeError):
             call()
+
+
+def test_what_fitted_once_says_nothing_of_other_calls():
+    @typed
+    def op(x: torch.Tensor, site: Site | None = None, *, count: int = 1, text: str = "", pair: Pair = None) -> int:
+        return count
+
+    for _ in range(2):
+        assert op(X, SITE, count=2, text="") == op(X, text="", count=2) == op(X, None, pair=(X, None)) + 1 == 2
+    for name, call in (
+        ("site.base", lambda: op(X, SITE._replace(base=0.0), count=2, text="")),
+        ("count", lambda: op(X, count="", text=2)),
+        ("pair[0]", lambda: op(X, None, pair=(None, X))),
+        ("pair", lambda: op(X, None, pair=(X,))),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.name == name
 
 
 def test_compiles_without_a_break():

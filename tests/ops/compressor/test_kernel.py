@@ -1,4 +1,4 @@
-"""The compressor in the emulator on both architectures: any chunks and positions, formats, schedules, mistakes."""
+"""The compressor in the emulator on both architectures: any chunks and positions, formats, schedules, faults."""
 
 from functools import cache
 
@@ -32,7 +32,7 @@ BATCHES = {
     "indexer": (4, *RAGGED, {"dim": 128}),
     "indexer decode": (4, [1] * 5, [0, 3, 7, 1_048_575, -1], {"dim": 128, "single": True}),
 }
-MISTAKES = [kernel for kernel in faults.WINDOWS if kernel is not faults.ScalesFourApart]  # fp32 rows have none
+FAULTS = [kernel for kernel in faults.WINDOWS if kernel is not faults.ScalesFourApart]  # fp32 rows have none
 ROWS = {"rate": 128, "overlap": False, "single": True, "split": 16}  # what may be streamed
 LIMITS = cases.blank("kv", 9, 512), cases.PAGE, cases.EPS  # pages, entries of a page, eps
 FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
@@ -136,11 +136,11 @@ def run_states(case):
     return state
 
 
-@pytest.mark.parametrize("mistake", [compressor_kernel.Compressor, *MISTAKES])
-def test_planted_mistakes_are_found(mistake):
+@pytest.mark.parametrize("fault", [compressor_kernel.Compressor, *FAULTS])
+def test_injected_faults_are_found(fault):
     case = cases.make(4, [4, 3], [0, 6], seed=5)
-    found = run(case, "fp32", "sm_90a", mistake)
-    if mistake is compressor_kernel.Compressor:
+    found = run(case, "fp32", "sm_90a", fault)
+    if fault is compressor_kernel.Compressor:
         cases.verify(case, lambda _: found)
         return
     with pytest.raises(AssertionError):
@@ -215,11 +215,11 @@ def test_a_decode_step_gives_the_bits_of_a_prefill(slices):
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, state, strict=True))
 
 
-@pytest.mark.parametrize("mistake", faults.STREAMED)
-def test_planted_mistakes_of_streamed_rows_are_found(mistake):
+@pytest.mark.parametrize("fault", faults.STREAMED)
+def test_injected_faults_of_streamed_rows_are_found(fault):
     case = streamed_case(seed=8)
     with pytest.raises((AssertionError, Deadlock)):
-        cases.verify(case, lambda form: run(case, form, "sm_90a", mistake, slices=1))
+        cases.verify(case, lambda form: run(case, form, "sm_90a", fault, slices=1))
 
 
 def test_gates_of_minus_infinity_count_for_nothing():

@@ -104,9 +104,9 @@ def test_plan():
 
 
 def test_schema_and_fake():
-    given = (CSA.kv, CSA.gate, *CSA.weights, *CSA.batch[:2], *(x.nan_to_num() for x in CSA.state))
+    given = (CSA.kv, CSA.gate, *CSA.weights, *CSA.batch, *(x.nan_to_num() for x in CSA.state), None)
     pages = cases.blank("kv", 8, 512)
-    flags = cases.PAGE, "kv", cases.EPS, False, False, "reference"
+    flags = cases.PAGE, "kv", cases.EPS, False, "reference"
     result = torch.library.opcheck(torch.ops.dsv4.compressor.default, (*given, pages, *flags))
     assert set(result.values()) == {"SUCCESS"}, result
     with FakeTensorMode():

@@ -12,7 +12,7 @@ from dsv4lib.ops.fmha.config import REGION, TILE_N, count_tiles
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import Work
-from dsv4lib.pages.fmha.run_case import bits, fmha_trial
+from dsv4lib.pages.fmha.run_case import bits, run_fmha
 
 BOX, GATHERED, Q = 8, 128, 8  # copies of a tile in boxes, of one row by row, and of Q: 512 dims in 64s
 ENDS = [0, 1, 63, 64, 65, 128, 200]
@@ -46,19 +46,19 @@ def test_copies_of_every_length(entries):
     """Entries and window keys of 0, 1, 63, 64, 65, 128 and 200 in all combinations, rows that start anywhere."""
     pairs = [(n, w) for n in ENDS for w in ENDS]
     one = case(64, [n for n, _ in pairs], [w for _, w in pairs])
-    trial = fmha_trial(Fmha, settings(entries), one)
-    assert trial.clean, trial.findings()
-    assert trial.result.stats["tma_loads"] == copies(one, entries == "range")
+    outcome = run_fmha(Fmha, settings(entries), one)
+    assert outcome.clean, outcome.findings()
+    assert outcome.result.stats["tma_loads"] == copies(one, entries == "range")
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_a_ring_in_boxes(cluster):
     """Full and half-filled rings of 128 slots, wrapped too; of a pair each CTA brings its half of every tile."""
     one = decode_case(64 * cluster, [49, 100, 127, 5000])
-    trial = fmha_trial(Fmha, settings("none", cluster), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("none", cluster), one)
+    assert outcome.clean, outcome.findings()
     q = Q * cluster  # 64 heads a CTA
-    assert trial.result.stats["tma_loads"] == 4 * q + GATHERED + (BOX + GATHERED) + 2 * (BOX + BOX)
+    assert outcome.result.stats["tma_loads"] == 4 * q + GATHERED + (BOX + GATHERED) + 2 * (BOX + BOX)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -67,10 +67,10 @@ def test_the_bits_of_gathered_rows(cluster):
     one = case(40, [200, 64, 63, 130], [128, 0, 65, 64])
     listed = one.first[:, None] + torch.arange(int(one.count.max())).int()
     listed = replace(one, index=torch.where(torch.arange(listed.shape[1]) < one.count[:, None], listed, -1))
-    trials = [fmha_trial(Fmha, settings(entries, cluster), listed) for entries in ("range", "index")]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert bits(trials[0].output) == bits(trials[1].output) and bits(trials[0].lse) == bits(trials[1].lse)
-    loads = [trial.result.stats["tma_loads"] for trial in trials]
+    outcomes = [run_fmha(Fmha, settings(entries, cluster), listed) for entries in ("range", "index")]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert bits(outcomes[0].output) == bits(outcomes[1].output) and bits(outcomes[0].lse) == bits(outcomes[1].lse)
+    loads = [outcome.result.stats["tma_loads"] for outcome in outcomes]
     assert loads[0] < loads[1]
 
 
@@ -78,21 +78,21 @@ def test_the_bits_of_gathered_rows(cluster):
 def test_a_window_beside_entries_in_pages(cluster):
     """One warp brings it: 16 copies of a full window and none of the entries."""
     one = paged(case(64 * cluster, [128, 64], [128, 128]), 48)
-    trial = fmha_trial(Fmha, settings("index", cluster, False, (True, False)), one)
-    assert trial.clean, trial.findings()
-    assert trial.result.stats["tma_loads"] == 2 * (Q * cluster + 2 * BOX)
+    outcome = run_fmha(Fmha, settings("index", cluster, False, (True, False)), one)
+    assert outcome.clean, outcome.findings()
+    assert outcome.result.stats["tma_loads"] == 2 * (Q * cluster + 2 * BOX)
 
 
 def test_groups_in_boxes():
     """Two tokens in a pair: the union of their windows, 129 keys, is two boxed tiles and one that is not."""
     one = prefill_case(64, [300], 4)
-    trial = fmha_trial(Fmha, settings("range", 2, True), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("range", 2, True), one)
+    assert outcome.clean, outcome.findings()
     gathered_q = 2 * GATHERED
     unions = [(int(one.count[i + 1]), 129) for i in (0, 2)]
     found = [whole(*union, True) for union in unions]
     expected = sum(gathered_q + boxes * BOX + (tiles - boxes) * GATHERED for boxes, tiles in found)
-    assert trial.result.stats["tma_loads"] == expected and any(boxes for boxes, _ in found)
+    assert outcome.result.stats["tma_loads"] == expected and any(boxes for boxes, _ in found)
 
 
 class BehindTheEnd(Fmha):
@@ -114,8 +114,8 @@ class OtherPool(Fmha):
         Fmha.load_tile(self, sources, cutlass.Boolean(False), *rest)  # WRONG: of_entries
 
 
-@pytest.mark.parametrize("mistake", [BehindTheEnd, OtherPool])
-def test_mistakes_are_found(mistake):
+@pytest.mark.parametrize("fault", [BehindTheEnd, OtherPool])
+def test_faults_are_found(fault):
     one = case(64, [64, 100], [128, 100])
-    assert fmha_trial(Fmha, settings("range"), one).clean
-    assert "wrong numbers" in {f[0] for f in fmha_trial(mistake, settings("range"), one).findings()}
+    assert run_fmha(Fmha, settings("range"), one).clean
+    assert "wrong numbers" in {f[0] for f in run_fmha(fault, settings("range"), one).findings()}

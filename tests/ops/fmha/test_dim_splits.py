@@ -5,7 +5,7 @@ import pytest
 from dsv4lib.errors import ConfigError
 from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.pages.fmha.run_case import bits, compiled, fmha_trial, parts, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, parts, run_fmha, run_split
 from tests.budget import quick
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -29,17 +29,15 @@ FORMS = {
 }
 
 
-def same(trials):
-    return len({(bits(trial.output), bits(trial.lse)) for trial in trials}) == 1
+def same(outcomes):
+    return len({(bits(outcome.output), bits(outcome.lse)) for outcome in outcomes}) == 1
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_bits_of_whole_rows(name):
     """A CTA a token, and few that stay: the grid has twice the CTAs, each output is written once."""
     options, one = FORMS[name]
-    whole, *halves = (
-        fmha_trial(Fmha, settings(n, **options), one, sms=sms) for n, sms in ((1, None), (2, None), (2, 4))
-    )
+    whole, *halves = (run_fmha(Fmha, settings(n, **options), one, sms=sms) for n, sms in ((1, None), (2, None), (2, 4)))
     for half in halves:
         assert half.clean, half.findings()
     assert same([whole, *halves])
@@ -52,18 +50,18 @@ def test_every_schedule_gives_the_same_bits(options):
     one = case(heads, [150, 0, 70], [1, 0, 33])
     one = paged(one, 48) if options.get("fp8") else one
     sms = 2 * options.get("cluster", 1)  # one CTA (or pair) takes all tokens
-    trials = [fmha_trial(Fmha, settings(2, **options), one, schedule=s, sms=sms) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert same(trials) and len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, settings(2, **options), one, schedule=s, sms=sms) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert same(outcomes) and len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 @pytest.mark.parametrize(("splits", "cluster"), [(3, 1), (2, 2)])
 def test_with_parts_of_the_keys(splits, cluster):
     one = case(64 * cluster, [300, 0, 20], [128, 90, 0])
     both = (cluster, False, False, 2)
-    trials = [split_trial(one, "index", True, splits, sharing=sharing) for sharing in ((cluster,), both)]
-    assert trials[1].clean, trials[1].findings()
-    assert same(trials)
+    outcomes = [run_split(one, "index", True, splits, sharing=sharing) for sharing in ((cluster,), both)]
+    assert outcomes[1].clean, outcomes[1].findings()
+    assert same(outcomes)
 
 
 def test_raw_parts():

@@ -1,4 +1,4 @@
-"""Every planted mistake is found by the means that the notebooks name, and the kernel without it by none."""
+"""Every injected fault is found by the means that the notebooks name, and the kernel without it by none."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from dsv4lib.ops.fmha.faults import BROKEN, CAUGHT_BY, REFUSED, UnrolledTiles, U
 from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.ladder import STAGES, Ladder
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.pages.fmha.run_case import compiled, fmha_trial, ladder_trial, split_trial
+from dsv4lib.pages.fmha.run_case import compiled, run_fmha, run_ladder, run_split
 
 FP8_PAIR = (512, "bf16", "index", False, False, False, False, True, False, 2)
 FP8 = (512, "bf16", "index", True, False, False, False, True, True)
@@ -51,11 +51,11 @@ def late_start():
 def test_found(name):
     stage, kind = CAUGHT_BY[name]
     if stage in STAGES:
-        found = ladder_trial(BROKEN[name], (stage, 128, "bf16"), *SHAPE, trace=True).findings()
+        found = run_ladder(BROKEN[name], (stage, 128, "bf16"), *SHAPE, trace=True).findings()
     elif issubclass(BROKEN[name], Combine):
-        found = split_trial(late_start(), "index", True, 5, BROKEN[name]).findings()
+        found = run_split(late_start(), "index", True, 5, BROKEN[name]).findings()
     else:
-        found = fmha_trial(BROKEN[name], *FMHA_RUNS[name], sms=sms(name)).findings()
+        found = run_fmha(BROKEN[name], *FMHA_RUNS[name], sms=sms(name)).findings()
     assert kind in {f[0] for f in found}
     if kind not in ("wrong numbers", "pad rows leaked", "Deadlock"):  # the last is in many places
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
@@ -64,7 +64,7 @@ def test_found(name):
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, head_dim):
-    """The compiler says what is wrong and names the line; the kernel without the mistake compiles (`test_found`)."""
+    """The compiler says what is wrong and names the line; the kernel without the fault compiles (`test_found`)."""
     stage, words = REFUSED[name]
     with pytest.raises(CompileError, match=rf"{words}.*\(faults\.py:\d+\)"):
         compiled(BROKEN[name], (stage, head_dim, "bf16"))
@@ -75,22 +75,22 @@ def test_unrolled_code_grows_with_the_tiles():
     looped, three, six = (
         len(compiled(kind, ("b", 128, "bf16"))[1].ptx.splitlines()) for kind in (Ladder, UnrolledTiles, UnrolledTwice)
     )
-    assert ladder_trial(UnrolledTiles, ("b", 128, "bf16"), *SHAPE, trace=True).clean, "right for its three tiles"
+    assert run_ladder(UnrolledTiles, ("b", 128, "bf16"), *SHAPE, trace=True).clean, "right for its three tiles"
     assert looped < three and six - three > 3 * 150
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 def test_nothing_is_found_in_the_right_kernel(stage):
-    trial = ladder_trial(Ladder, (stage, 128, "bf16"), *SHAPE, trace=True)
-    assert trial.clean and not trial.findings()
+    outcome = run_ladder(Ladder, (stage, 128, "bf16"), *SHAPE, trace=True)
+    assert outcome.clean and not outcome.findings()
 
 
 @pytest.mark.parametrize("name", FMHA_RUNS)
-def test_nothing_is_found_without_the_mistake(name):
-    trial = fmha_trial(Fmha, *FMHA_RUNS[name], sms=sms(name))
-    assert trial.clean and not trial.findings()
+def test_nothing_is_found_without_the_fault(name):
+    outcome = run_fmha(Fmha, *FMHA_RUNS[name], sms=sms(name))
+    assert outcome.clean and not outcome.findings()
 
 
-def test_an_empty_first_part_is_no_mistake():
-    trial = split_trial(late_start(), "index", True, 5)
-    assert trial.clean and not trial.findings()
+def test_an_empty_first_part_is_no_fault():
+    outcome = run_split(late_start(), "index", True, 5)
+    assert outcome.clean and not outcome.findings()

@@ -10,7 +10,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.fmha.arguments import launch_args
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.pages.fmha.run_case import bits, compiled, fmha_trial, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, run_fmha, run_split
 from dsv4lib.viz import ptx
 from tests.budget import quick
 
@@ -26,46 +26,46 @@ def test_the_bits_of_the_dequantised_rows(switches, cluster):
     """FP8 entries, window or both, in one CTA or two: dequantisation is exact, so nothing may differ from the 16-bit
     kernel."""
     one = paged(case(100, [200, 77, 0], [128, 50, 0]), 48)
-    trial, plain = (fmha_trial(Fmha, (*ALL, *fp8, cluster), one) for fp8 in (switches, (False, False)))
-    assert trial.clean, trial.findings()
-    assert bits(trial.output) == bits(plain.output) and bits(trial.lse) == bits(plain.lse)
+    outcome, plain = (run_fmha(Fmha, (*ALL, *fp8, cluster), one) for fp8 in (switches, (False, False)))
+    assert outcome.clean, outcome.findings()
+    assert bits(outcome.output) == bits(plain.output) and bits(outcome.lse) == bits(plain.lse)
 
 
 @pytest.mark.parametrize(("page_size", "padding"), [(1, 0), (2, 16), (32, 0), (48, 1024 + 16), (64, 0), (100, 64)])
 def test_any_page_and_stride(page_size, padding):
     one = paged(case(64, [150, 70], [33, 90]), page_size, 7, padding)
-    trial = fmha_trial(Fmha, BOTH, one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, BOTH, one)
+    assert outcome.clean, outcome.findings()
 
 
 def test_pages_in_any_order_give_the_same_bits():
     """Only the numbers of the pages change, and with them the index lists."""
-    trials = [fmha_trial(Fmha, BOTH, paged(case(64, [150, 70], [33, 90]), 32, seed=seed)) for seed in (None, 1, 2)]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({bits(trial.inputs[0].index) for trial in trials}) == 3
+    outcomes = [run_fmha(Fmha, BOTH, paged(case(64, [150, 70], [33, 90]), 32, seed=seed)) for seed in (None, 1, 2)]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({bits(outcome.inputs[0].index) for outcome in outcomes}) == 3
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513, 2048])
 def test_any_number_of_entries(top_k):
-    trial = fmha_trial(Fmha, BOTH, paged(case(64, [top_k], [5], seed=top_k), 64))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, BOTH, paged(case(64, [top_k], [5], seed=top_k), 64))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("heads", [1, 16, 37, 100, 128])
 def test_any_number_of_heads(heads):
-    trial = fmha_trial(Fmha, BOTH, paged(case(heads, [70, 0, 3], [3, 0, 128], seed=heads), 2, 64))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, BOTH, paged(case(heads, [70, 0, 3], [3, 0, 128], seed=heads), 2, 64))
+    assert outcome.clean, outcome.findings()
 
 
 def test_rings_and_spans_of_entries():
     """The window alone in decode (rings of 128 slots, some never written) and with ranges of entries in prefill."""
     rings = paged(decode_case(64, [-1, 0, 49, 126, 127, 5000]), 64)
-    trial = fmha_trial(Fmha, (512, "bf16", "none", True, True, False, False, False, True), rings)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "none", True, True, False, False, False, True), rings)
+    assert outcome.clean, outcome.findings()
     chunks = paged(prefill_case(64, [0, 127, 5000], 2), 2, 64)
-    trial = fmha_trial(Fmha, (512, "bf16", "range", True, True, False, False, True, True), chunks)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "range", True, True, False, False, True, True), chunks)
+    assert outcome.clean, outcome.findings()
 
 
 def test_nothing_is_read_that_is_not_selected():
@@ -74,31 +74,31 @@ def test_nothing_is_read_that_is_not_selected():
     kept = one.index[0, one.index[0] >= 0][:2]
     index = torch.full_like(one.index, -1)
     index[0, 5], index[0, 129] = kept
-    trial = fmha_trial(Fmha, (*ALL[:3], False, False, False, False, True), replace(one, index=index))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (*ALL[:3], False, False, False, False, True), replace(one, index=index))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 2), (7, 1)])
 def test_parts_join_to_the_whole(splits, cluster):
     one = paged(case(64, [300, 0, 20], [128, 90, 0]), 48)
-    trial = split_trial(one, "index", True, splits, sharing=(cluster,))
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "index", True, splits, sharing=(cluster,))
+    assert outcome.clean, outcome.findings()
 
 
 def test_tokens_of_a_chunk_share_tiles_of_entries():
     """Rows of several tokens in a tile, over two CTAs: 16 heads, 8 tokens."""
     chunks = paged(prefill_case(16, [0, 120, 5000], 10), 2, 64)
-    trial = fmha_trial(Fmha, (512, "bf16", "range", True, True, False, False, True, True, 2, True), chunks)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "range", True, True, False, False, True, True, 2, True), chunks)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_every_schedule_gives_the_same_bits(cluster):
     one = paged(case(100, [230, 70], [128, 33]), 48)
-    trials = [fmha_trial(Fmha, (*BOTH, cluster), one, schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, (*BOTH, cluster), one, schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 def test_what_128_keys_cost():
@@ -115,7 +115,7 @@ def test_what_128_keys_cost():
             for keys in (512, 1024):
                 one = case(64 * cluster, [keys], [0])
                 one = paged(replace(one, index=torch.arange(keys, dtype=torch.int32)[None]), 64)
-                runs.append(fmha_trial(Fmha, settings, one).result.instructions)
+                runs.append(run_fmha(Fmha, settings, one).result.instructions)
             cost[cluster, fp8] = (runs[1] - runs[0]) / 4
     more = [cost[cluster, True] - cost[cluster, False] for cluster in (1, 2)]
     assert cost[1, True] < 6_000 and 796 < more[0] < 2_200

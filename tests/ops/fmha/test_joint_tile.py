@@ -12,7 +12,7 @@ from dsv4lib.ops.fmha.config import REGION, TILE_N, count_tiles
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import Row, Work
-from dsv4lib.pages.fmha.run_case import bits, fmha_trial, split_trial
+from dsv4lib.pages.fmha.run_case import bits, run_fmha, run_split
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 MMAS = 24  # a tile of one CTA or pair, D 512: 16 of Q K^T, 8 of P V
@@ -42,9 +42,9 @@ def test_how_many_tiles():
 def test_any_number_of_entries_beside_any_window(entries, window):
     """One launch over lists of 0, 13, .. 195 entries; as many tiles as `count_tiles` says."""
     one = case(5, list(LENGTHS), [window] * len(LENGTHS), seed=window)
-    trial = fmha_trial(Fmha, settings(entries), one)
-    assert trial.clean, trial.findings()
-    assert trial.result.stats["mma"] == MMAS * sum(count_tiles(n, window) for n in LENGTHS)
+    outcome = run_fmha(Fmha, settings(entries), one)
+    assert outcome.clean, outcome.findings()
+    assert outcome.result.stats["mma"] == MMAS * sum(count_tiles(n, window) for n in LENGTHS)
 
 
 @pytest.mark.parametrize("positions", [[40, 126, 127, 128], [129, 190, 255, 5000]])
@@ -54,23 +54,23 @@ def test_rings_at_any_rotation_behind_selected_entries(positions, cluster):
     counts = [100, 23, 61, 64]
     rings, lists = decode_case(37, positions), case(37, counts, [0] * 4, top_k=103)
     one = replace(lists, span=rings.span, window_first=rings.window_first, window_count=rings.window_count)
-    trial = fmha_trial(Fmha, settings("index", cluster), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("index", cluster), one)
+    assert outcome.clean, outcome.findings()
     expected = sum(count_tiles(n, int(w)) for n, w in zip(counts, rings.window_count, strict=True))
-    assert trial.result.stats["mma"] == MMAS * expected
+    assert outcome.result.stats["mma"] == MMAS * expected
 
 
 @pytest.mark.parametrize("starts", [[0, 1, 127], [128, 5000, 8190]])
 def test_a_pair_of_tokens_takes_a_tile_less(starts):
     """HCA prefill, two tokens of 64 heads in a pair: 129 window keys, behind entries under a limit a query."""
     one = prefill_case(64, starts, 6)
-    trial = fmha_trial(Fmha, settings("range", 2, True), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("range", 2, True), one)
+    assert outcome.clean, outcome.findings()
     union = (one.window_first[1::2] + one.window_count[1::2] - one.window_first[::2]).tolist()
     entries = one.count[1::2].tolist()
     assert max(union) == 129
     tiles = [count_tiles(n, w) for n, w in zip(entries, union, strict=True)]
-    assert trial.result.stats["mma"] == MMAS * sum(tiles)
+    assert outcome.result.stats["mma"] == MMAS * sum(tiles)
     assert sum(tiles) < sum(-(-n // TILE_N) - (-w // TILE_N) for n, w in zip(entries, union, strict=True)) or not any(
         entries
     )
@@ -80,7 +80,7 @@ def test_a_pair_of_tokens_takes_a_tile_less(starts):
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_tokens_with_and_without_it_in_turn(sms, cluster):
     one = case(37 * cluster, ENTRIES, KEYS)
-    few, many = (fmha_trial(Fmha, settings("index", cluster), one, sms=n and n * cluster) for n in (sms, None))
+    few, many = (run_fmha(Fmha, settings("index", cluster), one, sms=n and n * cluster) for n in (sms, None))
     assert few.clean, few.findings()
     assert bits(few.output) == bits(many.output)
     assert few.result.stats["mma"] == MMAS * sum(map(count_tiles, ENTRIES, KEYS))
@@ -90,16 +90,16 @@ def test_neighbours_with_disjoint_selections_get_their_own_keys():
     one = case(64, [40, 40], [20, 20])
     half = torch.arange(one.pool.shape[0] - 8)
     one.index[0], one.index[1] = half[:20].repeat(2), half[-20:].repeat(2)
-    trial = fmha_trial(Fmha, settings("index"), one)
-    assert trial.clean and trial.result.stats["mma"] == 2 * MMAS, trial.findings()
+    outcome = run_fmha(Fmha, settings("index"), one)
+    assert outcome.clean and outcome.result.stats["mma"] == 2 * MMAS, outcome.findings()
 
 
 def test_no_entry_is_there():
     """A list of -1 alone beside window keys of the same tile, and a list of -1 alone."""
     one = case(64, [40, 40], [20, 0])
-    trial = fmha_trial(Fmha, settings("index"), replace(one, index=torch.full_like(one.index, -1)))
-    assert trial.clean, trial.findings()
-    assert not trial.output[1].any() and bool((trial.lse[1] == -float("inf")).all())
+    outcome = run_fmha(Fmha, settings("index"), replace(one, index=torch.full_like(one.index, -1)))
+    assert outcome.clean, outcome.findings()
+    assert not outcome.output[1].any() and bool((outcome.lse[1] == -float("inf")).all())
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,10 @@ def test_no_entry_is_there():
     ],
 )
 def test_every_schedule_gives_the_same_bits(which, one):
-    trials = [fmha_trial(Fmha, which, one, schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, which, one, schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
@@ -124,9 +124,9 @@ def test_every_schedule_gives_the_same_bits(which, one):
 def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
     """Of a tile of which TMA brings one part and dequantising warps the other, or these both from two pools."""
     one = paged(case(40, ENTRIES, KEYS), page, 64)
-    trial, plain = (fmha_trial(Fmha, settings("index", cluster, False, fp8), one) for fp8 in (switches, (False,) * 2))
-    assert trial.clean, trial.findings()
-    assert bits(trial.output) == bits(plain.output) and bits(trial.lse) == bits(plain.lse)
+    outcome, plain = (run_fmha(Fmha, settings("index", cluster, False, fp8), one) for fp8 in (switches, (False,) * 2))
+    assert outcome.clean, outcome.findings()
+    assert bits(outcome.output) == bits(plain.output) and bits(outcome.lse) == bits(plain.lse)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5])
@@ -134,8 +134,8 @@ def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
 def test_parts_join_to_the_whole(splits, sharing):
     """It is the last tile of a part, the first, one of its own."""
     one = case(64, ENTRIES, KEYS) if len(sharing) == 1 else prefill_case(64, [127, 5000], 4)
-    trial = split_trial(one, "index" if len(sharing) == 1 else "range", True, splits, sharing=sharing)
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "index" if len(sharing) == 1 else "range", True, splits, sharing=sharing)
+    assert outcome.clean, outcome.findings()
 
 
 class OneMoreEntry(Fmha):
@@ -192,7 +192,7 @@ class TooManyBytes(Fmha):
         return Int32(self.key_bytes * self.cluster) * cutlass.select_(of_entries > 0, 0, 1)  # WRONG: by rows
 
 
-MISTAKES = {
+FAULTS = {
     OneMoreEntry: "wrong numbers",
     LateRegion: "wrong numbers",
     AnyPlace: "wrong numbers",
@@ -201,15 +201,15 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("entries", ["index", "range"])
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_found(mistake, entries):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, entries):
     one = case(64, [41, 9], [20, 30])
-    found = fmha_trial(mistake, settings(entries), one).findings()
-    assert MISTAKES[mistake] in {f[0] for f in found}, found
+    found = run_fmha(fault, settings(entries), one).findings()
+    assert FAULTS[fault] in {f[0] for f in found}, found
 
 
 def test_bytes_of_a_mixed_tile_are_counted():
     """Window keys from TMA, entries from pages: a stage that counts no byte is full before the window is there."""
     one = paged(case(64, [41, 9], [20, 30]), 48)
-    found = fmha_trial(TooManyBytes, settings("index", 1, False, (True, False)), one).findings()
-    assert found and not fmha_trial(Fmha, settings("index", 1, False, (True, False)), one).findings()
+    found = run_fmha(TooManyBytes, settings("index", 1, False, (True, False)), one).findings()
+    assert found and not run_fmha(Fmha, settings("index", 1, False, (True, False)), one).findings()

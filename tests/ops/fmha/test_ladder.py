@@ -6,7 +6,7 @@ import torch
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.fmha.arguments import ladder_args
 from dsv4lib.ops.fmha.ladder import Ladder
-from dsv4lib.pages.fmha.run_case import bits, compiled, ladder_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, run_ladder
 from dsv4lib.viz import ptx
 from tests.budget import quick
 
@@ -18,31 +18,31 @@ SHAPES = [(1, 1), (128, 128), (130, 333), (77, 600), (300, 129)]
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
 def test_numbers(stage, shape):
-    trial = ladder_trial(Ladder, (stage, 128, "bf16"), *shape)
-    assert trial.clean, trial.findings()
+    outcome = run_ladder(Ladder, (stage, 128, "bf16"), *shape)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bf16"), (128, "fp16"), (192, "bf16"), (256, "bf16")])
 def test_head_dimensions_and_types(stage, head_dim, dtype):
-    trial = ladder_trial(Ladder, (stage, head_dim, dtype), 130, 270)
-    assert trial.clean, trial.findings()
+    outcome = run_ladder(Ladder, (stage, head_dim, dtype), 130, 270)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("keys", [128, 256, 384, 1024, 4096])
 def test_nothing_is_lost_from_tile_to_tile(keys):
     """One tolerance from 1 to 32 KV tiles: O is rescaled in place, not carried through conversions."""
-    trial = ladder_trial(Ladder, ("c", 128, "bf16"), 64, keys)
-    assert trial.clean, trial.findings()
-    assert trial.rel_l2 < 2.5e-3  # bf16 of P and O: 1.7e-3 each rounding
+    outcome = run_ladder(Ladder, ("c", 128, "bf16"), 64, keys)
+    assert outcome.clean, outcome.findings()
+    assert outcome.rel_l2 < 2.5e-3  # bf16 of P and O: 1.7e-3 each rounding
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])
 def test_every_schedule_gives_the_same_bits(stage):
-    trials = [ladder_trial(Ladder, (stage, 128, "bf16"), 130, 520, schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials)
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_ladder(Ladder, (stage, 128, "bf16"), 130, 520, schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes)
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 @pytest.mark.parametrize("stage", ["a", "b", "c"])

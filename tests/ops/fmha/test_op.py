@@ -10,7 +10,7 @@ from dsv4lib.ops.fmha import op
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.window import token_groups
 from dsv4lib.pages.fmha.run_case import bits
-from dsv4lib.pages.fmha.run_op import op_arguments, op_trial
+from dsv4lib.pages.fmha.run_op import op_arguments, run_fmha_op
 from dsv4lib.reference import fmha as reference
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -31,41 +31,41 @@ def rows_of(one, tokens):
 @pytest.mark.parametrize("entries", ["index", "range", "none"])
 def test_kinds_of_keys(entries, splits):
     """Lists of different length, an empty one among them; windows of no tile, one and two."""
-    trial = op_trial(case(64, [200, 0, 77], [128, 0, 50]), entries, True, rope=True, splits=splits)
-    assert trial.clean, trial.findings()
-    assert not trial.output[1].any() and bool((trial.lse[1] == -float("inf")).all())
+    outcome = run_fmha_op(case(64, [200, 0, 77], [128, 0, 50]), entries, True, rope=True, splits=splits)
+    assert outcome.clean, outcome.findings()
+    assert not outcome.output[1].any() and bool((outcome.lse[1] == -float("inf")).all())
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_without_window_sink_and_rotation(dtype):
-    trial = op_trial(case(64, [100, 20], [0, 0], dtype=dtype), "index", False, sink=False)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(case(64, [100, 20], [0, 0], dtype=dtype), "index", False, sink=False)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 5), (5, 2), (37, 1), (100, 1), (128, 3)])
 def test_heads_and_tokens(heads, tokens):
-    trial = op_trial(case(heads, [70 - 3 * t for t in range(tokens)], [3] * tokens, seed=heads), "index", True)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(case(heads, [70 - 3 * t for t in range(tokens)], [3] * tokens, seed=heads), "index", True)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513, 2048])
 def test_any_number_of_entries(top_k):
-    trial = op_trial(case(64, [top_k], [5], seed=top_k), "index", True)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(case(64, [top_k], [5], seed=top_k), "index", True)
+    assert outcome.clean, outcome.findings()
 
 
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window, split as the op chooses."""
     assert op.choose_splits(4, 128, 1024, 128) > 1
-    trial = op_trial(case(128, [1024] * 4, [128] * 4), "index", True, rope=True)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(case(128, [1024] * 4, [128] * 4), "index", True, rope=True)
+    assert outcome.clean, outcome.findings()
 
 
 def test_flash_prefill():
     """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up."""
     one = case(64, [512] * 64, [min(t + 100, 128) for t in range(64)])
-    trial = op_trial(one, "index", True, rope=True, device={"checks": "default"})
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "index", True, rope=True, device={"checks": "default"})
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -75,14 +75,14 @@ def test_rings_of_requests_in_any_order(splits):
     order = torch.tensor([2, 0, 3, 1])
     ring = op.Ring(one.span.view(4, 128, 512), order.int(), one.window_count)
     moved = dataclasses.replace(one, window_first=one.window_first[order], window_count=one.window_count[order])
-    trial = op_trial(moved, "none", True, window=ring, splits=splits)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(moved, "none", True, window=ring, splits=splits)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("starts", [[0, 127], [1, 128, 5000]])
 def test_chunks_of_a_prefill(starts):
-    trial = op_trial(prefill_case(64, starts, 3), "range", True)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(prefill_case(64, starts, 3), "range", True)
+    assert outcome.clean, outcome.findings()
 
 
 def test_gathered_entries_are_the_same_bits_as_a_list():
@@ -121,20 +121,20 @@ def test_the_order_of_keys_does_not_matter():
     for row, count in zip(mixed, one.count, strict=True):
         row[:count] = row[:count][torch.randperm(int(count), generator=torch.Generator().manual_seed(2))]
     other = dataclasses.replace(one, index=mixed)
-    trials = [op_trial(x, "index", True, rope=True) for x in (one, other)]
-    assert all(trial.clean for trial in trials)
-    assert trials[0].rel_l2 < 2.7e-3
-    assert (trials[0].output.double() - trials[1].output.double()).norm() <= 2.7e-3 * trials[0].truth.norm()
-    assert bits(trials[0].output) != bits(trials[1].output)  # the test sees that something changed
+    outcomes = [run_fmha_op(x, "index", True, rope=True) for x in (one, other)]
+    assert all(outcome.clean for outcome in outcomes)
+    assert outcomes[0].rel_l2 < 2.7e-3
+    assert (outcomes[0].output.double() - outcomes[1].output.double()).norm() <= 2.7e-3 * outcomes[0].truth.norm()
+    assert bits(outcomes[0].output) != bits(outcomes[1].output)  # the test sees that something changed
 
 
 def test_the_number_of_parts_does_not_matter():
     one = case(64, [300, 0, 20], [128, 90, 0])
-    trials = {n: op_trial(one, "index", True, rope=True, splits=n) for n in (1, 2, 4, 7, 16, None)}
-    for n, trial in trials.items():
-        assert trial.clean, (n, trial.findings())
-        assert trial.rel_l2 < 2.7e-3
-    assert len({bits(trial.output) for trial in trials.values()}) > 1
+    outcomes = {n: run_fmha_op(one, "index", True, rope=True, splits=n) for n in (1, 2, 4, 7, 16, None)}
+    for n, outcome in outcomes.items():
+        assert outcome.clean, (n, outcome.findings())
+        assert outcome.rel_l2 < 2.7e-3
+    assert len({bits(outcome.output) for outcome in outcomes.values()}) > 1
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -173,10 +173,10 @@ def test_a_last_part_of_another_length(monkeypatch):
     monkeypatch.setattr(op.split_choice, "SM_COUNT", 4)
     assert op.choose_parts(3, 64, 2048, 128, 4).tail[0] == 1
     one = case(64, [2048, 300, 2000], [128, 33, 128])
-    trial = op_trial(one, "index", True, rope=True)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "index", True, rope=True)
+    assert outcome.clean, outcome.findings()
     o, lse = run(rows_of(one, [2, 0, 1]))
-    assert bits(o) == bits(trial.output[[2, 0, 1]]) and bits(lse) == bits(trial.lse[[2, 0, 1]])
+    assert bits(o) == bits(outcome.output[[2, 0, 1]]) and bits(lse) == bits(outcome.lse[[2, 0, 1]])
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -184,28 +184,28 @@ def test_a_last_part_of_another_length(monkeypatch):
 def test_sinks_at_the_ends(sink, splits):
     one = case(64, [70, 0], [30, 0])
     one.sink[::2] = sink
-    trial = op_trial(one, "index", True, splits=splits)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "index", True, splits=splits)
+    assert outcome.clean, outcome.findings()
 
 
 def test_neighbours_with_disjoint_selections():
     one = case(64, [64, 64], [0, 0])
     rows = torch.arange(len(one.pool) - 8)
     one.index[0], one.index[1] = rows[:32].repeat(2), rows[-32:].repeat(2)
-    trial = op_trial(one, "index", False)
-    assert trial.clean, trial.findings()
-    alone = [op_trial(rows_of(one, [t]), "index", False) for t in (0, 1)]
-    assert [bits(x.output[0]) for x in alone] == [bits(x) for x in trial.output]
-    assert bits(trial.output[0]) != bits(trial.output[1])
+    outcome = run_fmha_op(one, "index", False)
+    assert outcome.clean, outcome.findings()
+    alone = [run_fmha_op(rows_of(one, [t]), "index", False) for t in (0, 1)]
+    assert [bits(x.output[0]) for x in alone] == [bits(x) for x in outcome.output]
+    assert bits(outcome.output[0]) != bits(outcome.output[1])
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_every_schedule_gives_the_same_bits(splits):
     one = case(64, [150, 70], [128, 33])
-    trials = [op_trial(one, "index", True, rope=True, splits=splits, device={"schedule": s}) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4 - 2 * (splits > 1)
+    outcomes = [run_fmha_op(one, "index", True, rope=True, splits=splits, device={"schedule": s}) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4 - 2 * (splits > 1)
 
 
 def test_nothing_to_attend_to():
@@ -226,25 +226,25 @@ def test_nothing_to_attend_to():
 def test_entries_of_584_bytes(kind, splits):
     """Pages of an odd size, out of order where entries are read by index, gaps between them, window pages too."""
     one = paged(case(64, [150, 33], [20, 100]), 7, 5, padding=48, seed=3 if kind == "index" else None)
-    trial = op_trial(one, kind, True, rope=True, splits=splits)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, kind, True, rope=True, splits=splits)
+    assert outcome.clean, outcome.findings()
     o, _ = op.fmha(**op_arguments(one, kind, True, rope=True), backend="reference")
-    assert (o.double() - trial.truth).norm() <= 2e-3 * trial.truth.norm()
+    assert (o.double() - outcome.truth).norm() <= 2e-3 * outcome.truth.norm()
 
 
 def test_entries_of_584_bytes_for_128_heads():
     """Two CTAs, each of which brings half of a tile's keys, in parts."""
     one = paged(case(128, [150], [20]), 64, 64, seed=1)
-    trial = op_trial(one, "index", True, rope=True, splits=2)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "index", True, rope=True, splits=2)
+    assert outcome.clean, outcome.findings()
 
 
 def test_rings_of_584_bytes():
     """A page a request."""
     one = paged(decode_case(64, [0, 127, 300]), 1, 128)
     ring = op.Ring(op.Fp8Pages(*one.span_pages), torch.arange(3).int(), one.window_count)
-    trial = op_trial(one, "none", True, window=ring)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "none", True, window=ring)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -257,11 +257,11 @@ def test_two_ctas_give_the_bits_of_one(splits):
     one = case(128, [150, 33], [20, 100])
     halves = {name: (getattr(one, name) * 2).round() / 2 for name in ("q", "pool", "span")}
     one = dataclasses.replace(one, **{**halves, "q": halves["q"].clamp(-0.5, 0.5)})
-    trial = op_trial(one, "index", True, rope=True, splits=splits)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha_op(one, "index", True, rope=True, splits=splits)
+    assert outcome.clean, outcome.findings()
     for half in (slice(0, 64), slice(64, 128)):
         o, lse = run(dataclasses.replace(one, q=one.q[:, half], sink=one.sink[half]), splits=splits)
-        assert bits(o) == bits(trial.output[:, half]) and bits(lse) == bits(trial.lse[:, half])
+        assert bits(o) == bits(outcome.output[:, half]) and bits(lse) == bits(outcome.lse[:, half])
 
 
 @pytest.mark.parametrize(("heads", "splits"), [(16, 1), (16, 2), (5, 1), (50, 1), (64, 1)])
@@ -271,8 +271,8 @@ def test_tokens_that_share_tiles(heads, splits):
     groups = token_groups([7, 7], heads, op.cluster_of(heads, groups=True))
     assert len(groups) == 2 * -(-7 // min(7, 128 // heads))
     for kind in ("range", "none"):
-        trial = op_trial(one, kind, True, rope=True, splits=splits, groups=groups)
-        assert trial.clean, trial.findings()
+        outcome = run_fmha_op(one, kind, True, rope=True, splits=splits, groups=groups)
+        assert outcome.clean, outcome.findings()
 
 
 def test_parts_that_are_not_normalised():
@@ -285,9 +285,9 @@ def test_parts_that_are_not_normalised():
     ]
     o, stats = (torch.stack(x).double() for x in zip(*parts, strict=True))
     joined, lse = reference.merge_raw(o, stats[..., 0], stats[..., 1], one.sink.double())
-    trial = op_trial(one, "index", True)
-    assert trial.clean and (joined - trial.truth).norm() < 1.5e-3 * trial.truth.norm()
-    torch.testing.assert_close(lse.float(), trial.lse, atol=3e-6, rtol=1e-6)
+    outcome = run_fmha_op(one, "index", True)
+    assert outcome.clean and (joined - outcome.truth).norm() < 1.5e-3 * outcome.truth.norm()
+    torch.testing.assert_close(lse.float(), outcome.lse, atol=3e-6, rtol=1e-6)
     assert not joined[1].any() and bool((lse[1] == -float("inf")).all())
     empty = op.fmha(one.q, normalise=False, backend="emulator")
     assert not empty[0].any() and bool((empty[1][..., 0] == -float("inf")).all()) and not empty[1][..., 1].any()

@@ -6,7 +6,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.fmha.arguments import launch_args
 from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.pages.fmha.run_case import bits, compiled, fmha_trial, parts, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, parts, run_fmha, run_split
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 ENTRIES, KEYS = [70, 0, 150, 0, 0, 64, 9], [33, 0, 0, 5, 0, 0, 65]  # 2, 0, 3, 1, 0, 1, 2 tiles
@@ -16,8 +16,8 @@ def settings(entries, cluster=1, groups=False, fp8=False):
     return (512, "bf16", entries, True, True, True, False, fp8, fp8, cluster, groups)
 
 
-def same(trials):
-    return len({(bits(trial.output), bits(trial.lse)) for trial in trials}) == 1
+def same(outcomes):
+    return len({(bits(outcome.output), bits(outcome.lse)) for outcome in outcomes}) == 1
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def same(trials):
 )
 def test_a_cta_takes_several_tokens(which, one, sms, ctas):
     """The bits of a CTA a token, also where tokens have no keys at all."""
-    few, many = (fmha_trial(Fmha, which, one, sms=n) for n in (sms, None))
+    few, many = (run_fmha(Fmha, which, one, sms=n) for n in (sms, None))
     assert few.clean, few.findings()
     assert same([few, many]) and few.result.stats["ctas"] == ctas < many.result.stats["ctas"]
 
@@ -49,17 +49,17 @@ def test_a_cta_takes_several_tokens(which, one, sms, ctas):
     ],
 )
 def test_every_schedule_gives_the_same_bits(which, one):
-    trials = [fmha_trial(Fmha, which, one, schedule=s, sms=which[9]) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert same(trials) and len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, which, one, schedule=s, sms=which[9]) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert same(outcomes) and len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 @pytest.mark.parametrize(("splits", "sharing"), [(3, (1,)), (2, (2, True))])
 def test_a_cta_keeps_its_part(splits, sharing):
     """Parts of the keys of several tokens; some parts are empty."""
     one = prefill_case(40, [300, 0], 2) if len(sharing) > 1 else case(64, [150, 0, 9], [33, 0, 0])
-    trial = split_trial(one, "range" if len(sharing) > 1 else "index", True, splits, sharing=sharing, sms=splits)
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "range" if len(sharing) > 1 else "index", True, splits, sharing=sharing, sms=splits)
+    assert outcome.clean, outcome.findings()
 
 
 def test_raw_parts_of_several_tokens():

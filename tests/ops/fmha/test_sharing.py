@@ -13,7 +13,7 @@ from dsv4lib.ops.fmha.arguments import launch_args
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.window import token_groups
-from dsv4lib.pages.fmha.run_case import bits, compiled, fmha_trial, oracle, parts, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, oracle, parts, run_fmha, run_split
 from dsv4lib.reference import fmha as reference
 from dsv4lib.viz import ptx
 from tests.budget import quick
@@ -29,18 +29,18 @@ def settings(entries, cluster=1, groups=False, window=True, sink=True, inverse_r
 
 def counts(one, *which):
     """(warp-instructions, bytes read from L2, bytes into SMEM, MMAs) of a launch without checks."""
-    trial = fmha_trial(Fmha, settings(*which), one, checks="off")
-    assert trial.right, trial.findings()
-    stats = trial.result.stats
-    return trial.result.instructions, stats["tma_read_bytes"], stats["tma_load_bytes"], stats["mma"]
+    outcome = run_fmha(Fmha, settings(*which), one, checks="off")
+    assert outcome.right, outcome.findings()
+    stats = outcome.result.stats
+    return outcome.result.instructions, stats["tma_read_bytes"], stats["tma_load_bytes"], stats["mma"]
 
 
 @pytest.mark.parametrize("heads", [1, 65, 127, *(pytest.param(n, marks=FULL) for n in (37, 64, 100, 128))])
 def test_a_pair_takes_any_number_of_heads(heads):
     """Up to 128 rows over two CTAs; pad rows never leak, also where the second CTA has no head at all."""
-    trial = fmha_trial(Fmha, settings("index", 2), case(heads, [150, 0], [33, 0], seed=heads))
-    assert trial.clean, trial.findings()
-    assert not trial.output[1].any() and bool((trial.lse[1] == -float("inf")).all())
+    outcome = run_fmha(Fmha, settings("index", 2), case(heads, [150, 0], [33, 0], seed=heads))
+    assert outcome.clean, outcome.findings()
+    assert not outcome.output[1].any() and bool((outcome.lse[1] == -float("inf")).all())
 
 
 @pytest.mark.parametrize("entries", ["index", *(pytest.param(e, marks=FULL) for e in ("range", "none"))])
@@ -48,7 +48,7 @@ def test_a_pair_gives_the_bits_of_two_ctas(entries):
     """Scores are sums over other halves of the dimensions; where sums are exact, all bits are those of a CTA alone."""
     one = case(100, [200, 77], [128, 50])
     one = replace(one, q=(one.q * 2).round() / 2, pool=(one.pool * 2).round() / 2, span=(one.span * 2).round() / 2)
-    pair, alone = (fmha_trial(Fmha, settings(entries, c), one) for c in (2, 1))
+    pair, alone = (run_fmha(Fmha, settings(entries, c), one) for c in (2, 1))
     assert pair.clean and alone.clean, pair.findings() + alone.findings()
     assert bits(pair.output) == bits(alone.output) and bits(pair.lse) == bits(alone.lse)
 
@@ -56,21 +56,21 @@ def test_a_pair_gives_the_bits_of_two_ctas(entries):
 @pytest.mark.parametrize("head_dim", [128, pytest.param(256, marks=FULL)])
 def test_head_dimensions_of_a_pair(head_dim):
     which = (head_dim, "fp16", "index", True, True, True, False, False, False, 2)
-    trial = fmha_trial(Fmha, which, case(100, [200, 77], [128, 50], head_dim=head_dim, dtype="fp16"))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, which, case(100, [200, 77], [128, 50], head_dim=head_dim, dtype="fp16"))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("heads", [130, pytest.param(200, marks=FULL)])
 def test_two_pairs_for_more_heads(heads):
-    trial = fmha_trial(Fmha, settings("index", 2), case(heads, [150], [33]))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("index", 2), case(heads, [150], [33]))
+    assert outcome.clean, outcome.findings()
 
 
 @FULL
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window, a pair a token."""
-    trial = fmha_trial(Fmha, settings("index", 2), case(128, [1024] * 4, [128] * 4))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("index", 2), case(128, [1024] * 4, [128] * 4))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_pro_decode():
     ],
 )
 def test_every_schedule_gives_the_same_bits(which, one):
-    trials = [fmha_trial(Fmha, which, one, schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, which, one, schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 def test_a_pair_reads_each_key_once():
@@ -113,8 +113,8 @@ def test_a_pair_reads_each_key_once():
 def test_tokens_of_a_chunk_share_tiles(heads, cluster):
     """Chunks at all starts in one launch, seven tokens each: rings have wrapped, groups are not all full, rows are
     left over, and every token sees its own window and its own entries."""
-    trial = fmha_trial(Fmha, settings("range", cluster, True), prefill_case(heads, STARTS, 7))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("range", cluster, True), prefill_case(heads, STARTS, 7))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=FULL)])
@@ -123,22 +123,22 @@ def test_tokens_without_keys_in_a_group(cluster):
     one = replace(prefill_case(20, [0, 128], 4), chunks=(4, 4))
     one.window_count[:2], one.window_first[:2] = 0, 10**6
     one.count[4:], one.window_count[4:] = 0, 0
-    trial = fmha_trial(Fmha, settings("range", cluster, True), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings("range", cluster, True), one)
+    assert outcome.clean, outcome.findings()
     for nothing in (slice(0, 2), slice(4, 8)):
-        assert not trial.output[nothing].any() and bool((trial.lse[nothing] == -float("inf")).all())
+        assert not outcome.output[nothing].any() and bool((outcome.lse[nothing] == -float("inf")).all())
 
 
 def test_tokens_share_tiles_of_fp8_entries():
     which = (*settings("range")[:7], True, True, 1, True)
-    trial = fmha_trial(Fmha, which, paged(prefill_case(20, [127, 5000], 5), 2, 64))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, which, paged(prefill_case(20, [127, 5000], 5), 2, 64))
+    assert outcome.clean, outcome.findings()
 
 
 def test_single_tokens_are_groups():
     """Requests in decode share nothing: groups of one, rings of every fill, the bits of the kernel without groups."""
     one = decode_case(20, [-1, 0, 49, 127, 5000])
-    grouped, alone = (fmha_trial(Fmha, settings("none", 1, g), one) for g in (True, False))
+    grouped, alone = (run_fmha(Fmha, settings("none", 1, g), one) for g in (True, False))
     assert grouped.clean, grouped.findings()
     assert bits(grouped.output) == bits(alone.output)
 
@@ -158,8 +158,8 @@ def test_what_sharing_saves():
 def test_parts_join_to_the_whole(cluster, groups):
     """More splits than tiles leave parts empty."""
     one = prefill_case(40, [300, 0], 3)
-    trial = split_trial(one, "range", True, 5, sharing=(cluster, groups))
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "range", True, 5, sharing=(cluster, groups))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("splits", [1, 9, pytest.param(3, marks=FULL)])
@@ -187,12 +187,12 @@ def test_dense_rows(cluster):
         dense[token, :count] = one.pool[:count] * (token + 1)
     kernel, code = compiled(Fmha, (512, "bf16", "range", False, False, False, False, False, False, cluster))
     ranged = replace(one, pool=dense.flatten(0, 1), first=(torch.arange(3) * width).int())
-    trial = fmha_trial(Fmha, (512, "bf16", "range", False, False, False, False, False, False, cluster), ranged)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "range", False, False, False, False, False, False, cluster), ranged)
+    assert outcome.clean, outcome.findings()
     o, lse = one.outputs()
     args = {"q": one.q, "window": None, "sink": None, "rope": None, "o": o, "lse": lse, "scale": one.scale}
     launch(code, *launch_args(kernel, entries=(dense, None, None, one.count), **args), gpu=make("sm_100a"))
-    assert bits(o) == bits(trial.output) and bits(lse) == bits(trial.lse)
+    assert bits(o) == bits(outcome.output) and bits(lse) == bits(outcome.lse)
     for rows in (dense[:2], dense[:, 0], dense[:, :80]):
         with pytest.raises(ArgumentError, match="entries.rows"):
             launch_args(kernel, entries=(rows, None, None, one.count), **args)

@@ -10,7 +10,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.fmha.arguments import launch_args
 from dsv4lib.ops.fmha.inputs import case
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.pages.fmha.run_case import bits, compiled, fmha_trial, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, run_fmha, run_split
 from dsv4lib.viz import ptx
 from tests.budget import quick
 
@@ -23,48 +23,48 @@ FULL = (512, "bf16", "index", True, True, True)  # all that a CSA layer needs
 )
 def test_kinds_of_keys(settings):
     """Two tokens with lists of different length that share some rows; windows of one tile and of two."""
-    trial = fmha_trial(Fmha, settings, case(64, [200, 77], [128, 50], dtype=settings[1]))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, settings, case(64, [200, 77], [128, 50], dtype=settings[1]))
+    assert outcome.clean, outcome.findings()
 
 
 def test_window_only():
     """Mixed fills in one launch, none among them: zeros and -inf."""
-    trial = fmha_trial(Fmha, (512, "bf16", "none", True, True), case(64, [0] * 5, [0, 1, 50, 127, 128]))
-    assert trial.clean, trial.findings()
-    assert not trial.output[0].any() and bool((trial.lse[0] == -float("inf")).all())
+    outcome = run_fmha(Fmha, (512, "bf16", "none", True, True), case(64, [0] * 5, [0, 1, 50, 127, 128]))
+    assert outcome.clean, outcome.findings()
+    assert not outcome.output[0].any() and bool((outcome.lse[0] == -float("inf")).all())
 
 
 @pytest.mark.parametrize("heads", [1, 16, 37, 100, 128])
 def test_any_number_of_heads(heads):
-    trial = fmha_trial(Fmha, FULL, case(heads, [70], [3], seed=heads))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, case(heads, [70], [3], seed=heads))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513])
 def test_any_number_of_entries(top_k):
-    trial = fmha_trial(Fmha, FULL, case(64, [top_k], [5], seed=top_k))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, case(64, [top_k], [5], seed=top_k))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_head_dimensions(head_dim):
-    trial = fmha_trial(Fmha, (head_dim, *FULL[1:]), case(64, [200, 77], [128, 50], head_dim=head_dim))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (head_dim, *FULL[1:]), case(64, [200, 77], [128, 50], head_dim=head_dim))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("keys", [128, 256, 1024, 4096])
 def test_nothing_is_lost_from_tile_to_tile(keys):
-    trial = fmha_trial(Fmha, (512, "bf16", "range", False, False), case(64, [keys], [0]))
-    assert trial.clean, trial.findings()
-    assert trial.rel_l2 < 2.7e-3  # bf16 of P and O: 1.7e-3 each rounding
+    outcome = run_fmha(Fmha, (512, "bf16", "range", False, False), case(64, [keys], [0]))
+    assert outcome.clean, outcome.findings()
+    assert outcome.rel_l2 < 2.7e-3  # bf16 of P and O: 1.7e-3 each rounding
 
 
 def test_neighbours_with_disjoint_selections_get_their_own_keys():
     one = case(64, [64, 64], [1, 1])
     half = torch.arange(one.pool.shape[0] - 8)
     one.index[0], one.index[1] = half[:32].repeat(2), half[-32:].repeat(2)
-    trial = fmha_trial(Fmha, FULL, one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, one)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("sink", [float("-inf"), 80.0, 1e4, float("inf")])
@@ -72,8 +72,8 @@ def test_sinks_at_the_ends(sink):
     """-inf is no sink, a large one takes everything: 0, never NaN."""
     one = case(64, [70], [30])
     one.sink[::2] = sink
-    trial = fmha_trial(Fmha, FULL, one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, one)
+    assert outcome.clean, outcome.findings()
 
 
 def apart(q, how):
@@ -94,8 +94,8 @@ def test_q_is_read_where_it_lies(how, cluster):
     one = case(37, [70, 64, 9], [33, 0, 3])
     one = replace(one, q=apart(one.q, how))
     assert not one.q.is_contiguous()
-    trial = fmha_trial(Fmha, (*FULL, False, False, False, cluster), one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (*FULL, False, False, False, cluster), one)
+    assert outcome.clean, outcome.findings()
 
 
 def test_a_rising_maximum_rescales():
@@ -103,27 +103,27 @@ def test_a_rising_maximum_rescales():
     one = case(64, [320], [0], top_k=320)
     one.pool[:-1] *= torch.linspace(0.01, 8, one.pool.shape[0] - 1)[:, None]
     one.index[0] = torch.arange(320)
-    trial = fmha_trial(Fmha, FULL, one)
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, one)
+    assert outcome.clean, outcome.findings()
 
 
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window."""
-    trial = fmha_trial(Fmha, FULL, case(128, [1024] * 4, [128] * 4))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, case(128, [1024] * 4, [128] * 4))
+    assert outcome.clean, outcome.findings()
 
 
 def test_flash_prefill():
     """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up from the first token on."""
-    trial = fmha_trial(Fmha, FULL, case(64, [512] * 64, [min(t + 100, 128) for t in range(64)]), checks="default")
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, FULL, case(64, [512] * 64, [min(t + 100, 128) for t in range(64)]), checks="default")
+    assert outcome.clean, outcome.findings()
 
 
 def test_every_schedule_gives_the_same_bits():
-    trials = [fmha_trial(Fmha, FULL, case(64, [150, 70], [128, 33]), schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
-    assert len({trial.result.schedule_hash for trial in trials}) >= 4
+    outcomes = [run_fmha(Fmha, FULL, case(64, [150, 70], [128, 33]), schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
+    assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
 def test_a_token_does_not_depend_on_its_batch():
@@ -131,16 +131,16 @@ def test_a_token_does_not_depend_on_its_batch():
     both = case(64, [150, 70], [128, 33])
     rows = {name: getattr(both, name)[1:] for name in ("q", "index", "first", "count", "window_first", "window_count")}
     alone = type(both)(**{**vars(both), **rows, "cos": both.cos[1:], "sin": both.sin[1:]})
-    together = fmha_trial(Fmha, FULL, both)
-    single = fmha_trial(Fmha, FULL, alone)
+    together = run_fmha(Fmha, FULL, both)
+    single = run_fmha(Fmha, FULL, alone)
     assert bits(single.output[0]) == bits(together.output[1])
 
 
 @pytest.mark.parametrize(("entries", "splits"), [("index", 1), ("index", 3), ("range", 7)])
 def test_parts_join_to_the_whole(entries, splits):
     """More splits than tiles leave parts empty."""
-    trial = split_trial(case(64, [300, 0, 20], [128, 90, 0]), entries, True, splits)
-    assert trial.clean, trial.findings()
+    outcome = run_split(case(64, [300, 0, 20], [128, 90, 0]), entries, True, splits)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("head_dim", [64, 256, 512])
@@ -209,14 +209,14 @@ def test_bad_arguments_are_named():
 def test_nan_stays_where_it_belongs():
     """A NaN in Q reaches its head, a NaN in a key every head of the tokens that read it; LSE says so as well."""
     one = case(64, [70, 66], [40, 128], seed=5)
-    alone = fmha_trial(Fmha, FULL, one)
+    alone = run_fmha(Fmha, FULL, one)
     bad = one.to("cpu")
     bad.q[0, 3, 100] = float("nan")
     bad.span[int(bad.window_first[1]) + int(bad.window_count[1]) - 1, 7] = float("nan")
-    trial = fmha_trial(Fmha, FULL, bad)
-    assert trial.error is None and not trial.hazards
-    assert bool(trial.output[0, 3].isnan().all()) and bool(trial.lse[0, 3].isnan())
-    assert bool(trial.output[1].isnan().any(-1).all()) and bool(trial.lse[1].isnan().all())
+    outcome = run_fmha(Fmha, FULL, bad)
+    assert outcome.error is None and not outcome.hazards
+    assert bool(outcome.output[0, 3].isnan().all()) and bool(outcome.lse[0, 3].isnan())
+    assert bool(outcome.output[1].isnan().any(-1).all()) and bool(outcome.lse[1].isnan().all())
     others = [head for head in range(64) if head != 3]
-    assert torch.equal(trial.output[0, others], alone.output[0, others])
-    assert torch.equal(trial.lse[0, others], alone.lse[0, others])
+    assert torch.equal(outcome.output[0, others], alone.output[0, others])
+    assert torch.equal(outcome.lse[0, others], alone.lse[0, others])

@@ -26,18 +26,16 @@ def arguments(one=ONE, kind="index", **changed):
 def flat(splits=1, backend="emulator"):
     """Arguments of `torch.ops.dsv4.fmha`."""
     o, lse = torch.zeros_like(ONE.q), torch.zeros(2, 64)
-    entries = ONE.pool, ONE.index, None, ONE.count
-    window = ONE.span, ONE.window_first, ONE.window_count
-    numbers = ONE.scale, 0, 0, 70, 128, True, splits, backend
-    return ONE.q, *entries, *window, None, ONE.sink, ONE.cos, ONE.sin, o, lse, None, *numbers
+    entries = ONE.pool, None, ONE.count, 0, 70, ONE.index
+    window = ONE.span, ONE.window_first, ONE.window_count, 0, 128
+    return ONE.q, *entries, *window, None, ONE.sink, ONE.cos, ONE.sin, o, lse, None, ONE.scale, True, splits, backend
 
 
 # -------------------------------------------------------------- what torch knows
 
 
-def test_the_schema_names_the_call():
+def test_the_schema_says_what_is_written():
     schema = torch.ops.dsv4.fmha.default._schema
-    assert tuple(x.name for x in schema.arguments) == op.Call._fields
     assert [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write] == ["o", "lse", "workspace"]
 
 
@@ -202,7 +200,7 @@ def test_auto_is_native_else_emulator_and_never_falls_back(monkeypatch):
 
 
 def test_hazards_do_not_pass_in_silence():
-    """A broken kernel in place of the right one: its race is told even to those who do not look at the device."""
+    """A faulty kernel in place of the right one: its race is told even to those who do not look at the device."""
     with emulator.device("sm_100a", shims=False, checks="race"), replaced(BROKEN["SumOverMaximum"]):
         with pytest.warns(UserWarning, match="the emulator reports .* hazards, first: "):
             op.fmha(**arguments(splits=1))

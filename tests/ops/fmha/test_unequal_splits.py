@@ -9,7 +9,7 @@ from dsv4lib.ops.fmha.arguments import launch_args
 from dsv4lib.ops.fmha.inputs import case, paged
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha import run_case
-from dsv4lib.pages.fmha.run_case import bits, compiled, split_trial
+from dsv4lib.pages.fmha.run_case import bits, compiled, run_split
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 LISTS = [700, 0, 77, 300], [128, 0, 50, 128]
@@ -30,8 +30,8 @@ PER_TOKEN = "q", "index", "first", "count", "window_first", "window_count", "cos
 def test_any_share(splits, tail, sms, ctas, cluster):
     one = case(64 * cluster, *LISTS)
     sms = None if sms is None else sms * cluster
-    trial = split_trial(one, "index", True, splits, sharing=(cluster,), sms=sms, tail=tail)
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "index", True, splits, sharing=(cluster,), sms=sms, tail=tail)
+    assert outcome.clean, outcome.findings()
     _, gpu, _, made, state = run_case._run_parts(one, "index", True, (splits, tail), (cluster,), sms)
     empty = state.isinf().all(-1)
     assert not gpu.hazards and not made[empty].any()
@@ -42,25 +42,25 @@ def test_any_share(splits, tail, sms, ctas, cluster):
 
 def test_entries_of_584_bytes():
     one = paged(case(64, *LISTS), 48)
-    trial = split_trial(one, "range", True, 2, tail=(1, 130))
-    assert trial.clean, trial.findings()
+    outcome = run_split(one, "range", True, 2, tail=(1, 130))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize("cluster", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_every_schedule_gives_the_same_bits(cluster):
     one = case(64 * cluster, [150, 0, 200], [1, 0, 33])
-    trials = [split_trial(one, "index", True, 2, sharing=(cluster,), tail=(1, 400), schedule=s) for s in SCHEDULES]
-    assert all(trial.clean for trial in trials), [trial.findings() for trial in trials]
-    assert len({bits(trial.output) for trial in trials}) == 1
+    outcomes = [run_split(one, "index", True, 2, sharing=(cluster,), tail=(1, 400), schedule=s) for s in SCHEDULES]
+    assert all(outcome.clean for outcome in outcomes), [outcome.findings() for outcome in outcomes]
+    assert len({bits(outcome.output) for outcome in outcomes}) == 1
 
 
 def test_a_token_does_not_depend_on_its_place():
     """Alone, or behind others in the same CTA of the last part."""
     one = case(64, *LISTS)
-    whole = split_trial(one, "index", True, 2, tail=(1, 200))
+    whole = run_split(one, "index", True, 2, tail=(1, 200))
     for token in (0, 3):
         own = {name: getattr(one, name)[[token]] for name in PER_TOKEN}
-        alone = split_trial(replace(one, **own), "index", True, 2, tail=(1, 200))
+        alone = run_split(replace(one, **own), "index", True, 2, tail=(1, 200))
         assert bits(alone.output[0]) == bits(whole.output[token]) and bits(alone.lse[0]) == bits(whole.lse[token])
 
 

@@ -10,7 +10,7 @@ from dsv4lib.ops.fmha.faults import last_keys_only
 from dsv4lib.ops.fmha.inputs import decode_case, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.window import append, entry_limit, ring_rows, span, span_rows
-from dsv4lib.pages.fmha.run_case import fmha_trial
+from dsv4lib.pages.fmha.run_case import run_fmha
 from dsv4lib.reference import compressor, fmha
 
 STARTS = [0, 1, 127, 128, 5000]
@@ -66,10 +66,10 @@ def test_bad_arguments_are_named():
 
 def test_prefill_and_decode_in_the_kernel():
     """Chunks at all starts in one launch; rings of every fill in one launch."""
-    trial = fmha_trial(Fmha, (512, "bf16", "range"), prefill_case(64, STARTS, 2))
-    assert trial.clean, trial.findings()
-    trial = fmha_trial(Fmha, (512, "bf16", "none"), decode_case(64, [-1, 0, 49, 126, 127, 5000]))
-    assert trial.clean, trial.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "range"), prefill_case(64, STARTS, 2))
+    assert outcome.clean, outcome.findings()
+    outcome = run_fmha(Fmha, (512, "bf16", "none"), decode_case(64, [-1, 0, 49, 126, 127, 5000]))
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize(("tokens", "right"), [(1, True), (2, False), (200, False)])
@@ -87,5 +87,5 @@ def test_dropped_keys_are_found():
     first, count = last_keys_only(one.window_first, one.window_count, 3)
     cut = replace(one, window_first=first, window_count=count)
     settings = (512, "bf16", "range")
-    assert fmha_trial(Fmha, settings, cut).clean
-    assert not fmha_trial(Fmha, settings, cut, judge_by=one).right
+    assert run_fmha(Fmha, settings, cut).clean
+    assert not run_fmha(Fmha, settings, cut, judge_by=one).right

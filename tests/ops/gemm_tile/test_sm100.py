@@ -161,7 +161,7 @@ def test_operands_tma_cannot_read(name, args):
     assert caught.value.name == name
 
 
-def test_inputs_expose_mistakes():
+def test_inputs_expose_faults():
     a, b, c = operands(37, 20, 51, "fp16", "fp16", seed=3)
     assert (a.stride(), b.stride(), c.stride()) == ((56, 1), (56, 1), (24, 1))
     assert bool(torch.isnan(a.as_strided((37, 56), (56, 1))[:, 51:]).all())

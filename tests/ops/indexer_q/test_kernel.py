@@ -105,7 +105,7 @@ def test_positions_choose_rows_of_the_table():
     assert torch.equal(codes[3], still[0][3])
 
 
-def test_every_mistake_is_found():
+def test_every_fault_is_found():
     """What a wrong kernel would give differs from what this one gives."""
     q, weights, positions = case(3, 5)
     found = run(("fp4", True, 8, 2, 2), "sm_90a", q, weights, table(positions))

@@ -1,4 +1,4 @@
-"""Inverse RoPE and FP8 on both architectures: the oracle's bits; the mistakes one makes here are found."""
+"""Inverse RoPE and FP8 on both architectures: the oracle's bits; the faults one makes here are found."""
 
 from functools import cache
 
@@ -115,7 +115,7 @@ def test_positions_choose_rows_of_the_table():
     assert torch.equal(codes[3], still.codes[3]) and torch.equal(scales[3], still.scales[3])
 
 
-def test_every_mistake_is_found():
+def test_every_fault_is_found():
     """What a wrong kernel would give differs from what this one gives."""
     o, positions = heads(3, 5), positions_of(3)
     found = run((4, 2, False), "sm_90a", o, table(positions))

@@ -7,7 +7,7 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.ops.linear.sm100 import Linear
-from dsv4lib.ops.moe_gemm.arguments import Call, fake_args, launch_args
+from dsv4lib.ops.moe_gemm.arguments import Gemm, fake_args, launch_args
 from dsv4lib.reference.linear import linear
 from tests.budget import quick
 
@@ -23,7 +23,7 @@ def test_every_schedule_gives_the_same_bits():
     x, w = (torch.randn(2, n, 320, generator=generator) for n in (70, 208))
     qx, qw = nvfp4.quantize(x, 0.01), nvfp4.quantize(w, 0.01)
     images = (scale_swizzle.swizzle(q.scales) for q in (qx, qw))
-    call = Call(qx.packed, qw.packed, torch.empty(0), None, None, *images, torch.tensor([1e-4, 2e-4]))
+    call = Gemm(qx.packed, qw.packed, torch.empty(0), *images, torch.tensor([1e-4, 2e-4]))
     outputs, hashes = [], set()
     for schedule in SCHEDULES:
         call.out = torch.zeros(2, 70, 208)

@@ -1,4 +1,4 @@
-"""mHC's kernel in the emulator: against the oracle, all schedules alike, no hazards, planted mistakes noticed."""
+"""mHC's kernel in the emulator: against the oracle, all schedules alike, no hazards, injected faults noticed."""
 
 from functools import cache
 
@@ -10,9 +10,9 @@ from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.mhc.arguments import fake_args, launch_args
-from dsv4lib.ops.mhc.few_tokens import MhcPlain
+from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.kernel import Mhc
-from dsv4lib.ops.mhc.many_tokens import MhcBulk
+from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
 from dsv4lib.ops.mhc.variants import Form, cluster_of
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
@@ -21,13 +21,13 @@ from tests.budget import built, quick
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
 FULL = pytest.mark.full
-FORMS = {"plain": MhcPlain, "bulk": MhcBulk}
+FORMS = {"few_tokens": MhcFewTokens, "many_tokens": MhcManyTokens}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
 
 @cache
-def compiled(arch="sm_90a", form="plain", **settings):
+def compiled(arch="sm_90a", form="few_tokens", **settings):
     kernel, code = built(FORMS[form], fake_args, arch, **{"d": 128, "cluster": 4, **settings})
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
@@ -61,7 +61,7 @@ def outputs(tokens, d, post, head, keep=True):
 
 
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
-    if settings.get("form", "plain") == "plain":
+    if settings.get("form", "few_tokens") == "few_tokens":
         settings = {"groups": -(-rows // 8), **settings}
     rows = min(rows, 24 if "groups" in settings else 16)  # most that a tile holds
     kernel, code = compiled(arch, **settings)
@@ -69,7 +69,7 @@ def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     after = outputs(streams.shape[0], kernel.d, kernel.post, kernel.head, settings.get("keep", True))
     before = before if kernel.post else (None, None, None)
     gpu = make(arch, **{"checks": "race", **(device or {})})
-    space = torch.zeros(kernel.space(clusters)) if kernel.meets else None
+    space = torch.zeros(kernel.space(clusters)) if kernel.space(clusters) else None
     given = streams, before, parameters, after, rows, clusters, EPS, EPS
     launch(code, *launch_args(kernel, *given, space=space), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
@@ -133,7 +133,7 @@ def test_parts_keep_all_bits_of_fn():
     fn = torch.stack([whole, -first - (whole - first).bfloat16().float()], -1).flatten(1)
     assert 0 < float((fn[:, 0::2] + fn[:, 1::2]).abs().max()) <= 2.0**-17
     given = torch.ones_like(streams), before, (fn, torch.full((3,), 2.0**13), base, weight)
-    check(run(given, 2, 1, form="bulk", post=False), given, post=False)
+    check(run(given, 2, 1, form="many_tokens", post=False), given, post=False)
 
 
 def test_parts_keep_all_bits_of_comb_and_post():
@@ -146,17 +146,17 @@ def test_parts_keep_all_bits_of_comb_and_post():
     streams[:, 1], comb[:], post[:] = streams[:, 0], 0, 0
     comb[:, 0], comb[:, 1] = whole, -first
     given = streams, (f, post, comb), parameters
-    check(run(given, 5, 1, form="bulk"), given)
+    check(run(given, 5, 1, form="many_tokens"), given)
     comb[:, 1], post[:] = 0, -first
     given = streams, (streams[:, 0].clone(), post, comb), parameters
-    check(run(given, 5, 1, form="bulk"), given)
+    check(run(given, 5, 1, form="many_tokens"), given)
 
 
-LARGE = ("plain", 8), ("bulk", 16)
+LARGE = ("few_tokens", 8), ("many_tokens", 16)
 
 
 @pytest.mark.parametrize(
-    ("form", "cluster"), [("plain", 16), ("bulk", 8), *(pytest.param(*x, marks=FULL) for x in LARGE)]
+    ("form", "cluster"), [("few_tokens", 16), ("many_tokens", 8), *(pytest.param(*x, marks=FULL) for x in LARGE)]
 )
 def test_many_warps_and_large_clusters(form, cluster):
     """d 1024 over 16 CTAs of two workers each, or over 8 of four."""
@@ -193,9 +193,9 @@ def test_streams_that_cancel():
     fn[:N] = 0  # all pre alike
     streams[:, 1], streams[:, 2], streams[:, 3] = -streams[:, 0], streams[:, 0], (-0.98 * streams[:, 0]).bfloat16()
     given = streams, before, (fn, scale, base, weight)
-    check(run(given, 6, 1, post=False, form="bulk"), given, post=False)
+    check(run(given, 6, 1, post=False, form="many_tokens"), given, post=False)
     streams[:, 3] = -streams[:, 0]
-    y = run(given, 6, 1, post=False, form="bulk")[1]
+    y = run(given, 6, 1, post=False, form="many_tokens")[1]
     noise = 2.0**-22 * streams.float().abs().sum(1) * weight.abs()  # of x, in fp32; its norm is at least sqrt(eps)
     assert bool((y.float().abs() <= noise * EPS**-0.5).all())
 
@@ -229,7 +229,7 @@ def test_nan_stays_in_its_token(form):
     check([x[rest] for x in after], (streams[rest], tuple(x[rest] for x in before), parameters))
 
 
-MISTAKES = {
+FAULTS = {
     "comb not transposed": ("post", lambda y, x, p, c: p.unsqueeze(-1) * y.unsqueeze(-2) + c @ x),
     "post without 2": ("post_weights", torch.sigmoid),
     "pre with an eps of 0.01": ("pre_weights", lambda logits, eps: torch.sigmoid(logits) + 0.01),
@@ -245,18 +245,18 @@ def three_tokens(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_check_notices(mistake, form, monkeypatch):
-    """The oracle with a mistake is not what the kernel computes."""
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_check_notices(fault, form, monkeypatch):
+    """The oracle with a fault is not what the kernel computes."""
     given = case(3, 128)
     after = three_tokens(form)
-    monkeypatch.setattr(oracle, *MISTAKES[mistake])
+    monkeypatch.setattr(oracle, *FAULTS[fault])
     with pytest.raises(AssertionError):
         check(after, given)
 
 
 CASES = [(arch, d, form, {}) for d in (4096, 7168) for form in FORMS for arch in ARCHS]
-CASES += [(arch, 4096, "plain", {"groups": groups, "once": True}) for groups in (1, 2, 3) for arch in ARCHS]
+CASES += [(arch, 4096, "few_tokens", {"groups": groups, "once": True}) for groups in (1, 2, 3) for arch in ARCHS]
 
 
 @pytest.mark.parametrize(("arch", "d", "form", "settings"), CASES)
@@ -299,8 +299,8 @@ def test_bad_arguments_are_named():
     with pytest.raises(ConfigError, match="keep"):
         Mhc(keep=False)
     with pytest.raises(ConfigError, match="d"):
-        MhcBulk(d=7168, cluster=16)
-    kernel, kernel_of_groups = MhcPlain(128, 4), MhcBulk(128, 4)
+        MhcManyTokens(d=7168, cluster=16)
+    kernel, kernel_of_groups = MhcFewTokens(128, 4), MhcManyTokens(128, 4)
     streams, before, parameters = case(3, 128)
     after = outputs(3, 128, True, False)
     good = {"streams": streams, "before": before, "parameters": parameters, "after": after, "rows": 2, "clusters": 2}

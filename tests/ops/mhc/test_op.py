@@ -34,7 +34,7 @@ def test_back_ends_agree():
 
 
 def test_forms_agree():
-    """Streams to the bit (`BULK`: to a rounding), post and comb to fp32, y to a rounding; all right by the bench."""
+    """Streams to the bit (`MANY_TOKENS`: to a rounding), post and comb to fp32, y to a rounding; right by the bench."""
     names, found = ("streams", "y", "post", "comb"), {}
     for form in forms(128):
         out = {name: torch.full_like(GIVEN["f" if name == "y" else name], float("nan")) for name in names}
@@ -43,8 +43,8 @@ def test_forms_agree():
         found[form] = out
     assert list(found) == list(Form)
     for form in forms(128):
-        want = found[Form.PLAIN]
-        if form is Form.BULK:  # whose tensor cores add up in another order: some streams round to the other side
+        want = found[Form.FEW_TOKENS]
+        if form is Form.MANY_TOKENS:  # whose tensor cores add up in another order: some streams round to the other side
             want = want | bench.behind(GIVEN, found[form]["streams"], "emulator")
         for name in names:
             same([found[form][name]], [want[name]])
@@ -54,13 +54,13 @@ def test_forms_that_fit():
     assert forms(4096) == list(Form) == forms(7168) and forms(7680) == []
     assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 5120, 7168))
     chosen = {tokens: form_of(tokens, 4096) for tokens in (1, 112, 113, 128, 129, 168, 169, 4096)}
-    assert [tokens for tokens, form in chosen.items() if form == Form.PLAIN] == [1, 112, 129, 168]
-    assert form_of(56, 7168) == Form.PLAIN and form_of(57, 7168) == form_of(4096, 7168) == Form.BULK
+    assert [tokens for tokens, form in chosen.items() if form == Form.FEW_TOKENS] == [1, 112, 129, 168]
+    assert form_of(56, 7168) == Form.FEW_TOKENS and form_of(57, 7168) == form_of(4096, 7168) == Form.MANY_TOKENS
     for row in bench.rows():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
         others = [form for form in forms(d) if form is not form_of(int(tokens), d)]
-        assert [way.name for way in row.ways[1 : len(forms(d))]] == [f"ours, {form.value}" for form in others]
+        assert [one.name for one in row.providers[1 : len(forms(d))]] == [f"ours, {form.value}" for form in others]
 
 
 def test_outputs_of_the_caller_and_no_tokens():

@@ -1,11 +1,11 @@
-"""Every planted mistake is found by the means that it names, and the kernel without it by none."""
+"""Every injected fault is found by the means that it names, and the kernel without it by none."""
 
 import pytest
 
 from dsv4lib.ops.moe_gemm.faults import BROKEN, CAUGHT_BY
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
-from dsv4lib.pages.moe_gemm.run_case import moe_gemm_trial
+from dsv4lib.pages.moe_gemm.run_case import run_moe_gemm
 
 L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 W4A8 = {"mode": "w4a8", "out": "fp32"}
@@ -15,7 +15,7 @@ RUNS = dict.fromkeys(BROKEN, L1) | {"OneScaleId": W4A8, "FirstScales": W4A8, "No
 
 def run(kind, options):
     made = case(MoeGemm(**options), COUNTS, 128, 384)
-    return moe_gemm_trial(kind, options, made, grid=2, schedule="adversarial")
+    return run_moe_gemm(kind, options, made, grid=2, schedule="adversarial")
 
 
 @pytest.mark.parametrize("name", CAUGHT_BY)
@@ -23,6 +23,6 @@ def test_found(name):
     assert CAUGHT_BY[name] in {found[0] for found in run(BROKEN[name], RUNS[name]).findings()}
 
 
-def test_nothing_is_found_without_a_mistake():
-    trial = run(MoeGemm, L1)
-    assert trial.clean and not trial.findings()
+def test_nothing_is_found_without_a_fault():
+    outcome = run(MoeGemm, L1)
+    assert outcome.clean and not outcome.findings()

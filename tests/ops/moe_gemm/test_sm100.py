@@ -13,7 +13,7 @@ from dsv4lib.ops.moe_gemm.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.config import MODES, OUTPUTS, TILES_N
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
-from dsv4lib.pages.moe_gemm.run_case import moe_gemm_trial
+from dsv4lib.pages.moe_gemm.run_case import run_moe_gemm
 from dsv4lib.predict.moe import tiles
 from tests.budget import quick
 
@@ -38,11 +38,11 @@ def test_numbers(name):
     options, *sizes = RUNS[name]
     kernel = MoeGemm(**options)
     made = case(kernel, *sizes)
-    trial = moe_gemm_trial(MoeGemm, options, made)
-    assert trial.clean, trial.findings()
+    outcome = run_moe_gemm(MoeGemm, options, made)
+    assert outcome.clean, outcome.findings()
     if kernel.quantised:
         assert len(made.call.out[made.rows()].unique()) > 100  # not all zero, not all saturated
-    done = trial.compiled
+    done = outcome.compiled
     assert (done.local_bytes, done.spills) == (0, 0)
     assert quick(kernel, done)
     assert set(re.findall(r"tcgen05\.mma\.cta_group::\d\.kind::([\w.:]+) ", done.ptx)) == {kernel.mode.kind}
@@ -59,27 +59,27 @@ def test_every_schedule_gives_the_same_bits(ctas, tile_n, counts):
     made = case(MoeGemm(**options), counts, 128 * ctas, 320)
     outputs, hashes = set(), set()
     for schedule in SCHEDULES:
-        trial = moe_gemm_trial(MoeGemm, options, made, schedule=schedule)
-        assert trial.clean, trial.findings()
+        outcome = run_moe_gemm(MoeGemm, options, made, schedule=schedule)
+        assert outcome.clean, outcome.findings()
         outputs.add(made.call.out.numpy().tobytes() + made.call.out_scales.numpy().tobytes())
-        hashes.add(trial.result.schedule_hash)
+        hashes.add(outcome.result.schedule_hash)
     assert len(outputs) == 1 and len(hashes) >= 4
 
 
 def test_masked_layout_and_no_tokens():
     """Groups at multiples of max_m, most rows empty; and a call whose groups are all empty writes nothing."""
     for counts in ([3, 0, 130], [0, 0]):
-        trial = moe_gemm_trial(MoeGemm, {}, made := case(MoeGemm(), counts, 48, 64, max_rows=256))
+        outcome = run_moe_gemm(MoeGemm, {}, made := case(MoeGemm(), counts, 48, 64, max_rows=256))
         assert made.call.offsets.tolist() == [256 * i for i in range(len(counts))]
-        assert not trial.hazards and not trial.stray and trial.error is None
-        assert trial.right or not sum(counts)
+        assert not outcome.hazards and not outcome.stray and outcome.error is None
+        assert outcome.right or not sum(counts)
 
 
 def test_more_experts_than_a_window():
     """The walk over the experts goes by windows of 32."""
     counts = [0] * 30 + [1, 2, 0, 0, 3] + [0] * 35 + [4]
-    trial = moe_gemm_trial(MoeGemm, {}, case(MoeGemm(), counts, 16, 64), grid=3)
-    assert trial.clean, trial.findings()
+    outcome = run_moe_gemm(MoeGemm, {}, case(MoeGemm(), counts, 16, 64), grid=3)
+    assert outcome.clean, outcome.findings()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_scales_in_tensor_memory_start_where_cutlass_starts_them(monkeypatch, ti
         return read(self, cta, address, rows, data_id, what, groups)
 
     monkeypatch.setattr(Mma, "_scales", recorded)
-    trial = moe_gemm_trial(MoeGemm, options, case(kernel, counts, 128 * ctas, 64))
-    assert trial.clean, trial.findings()
+    outcome = run_moe_gemm(MoeGemm, options, case(kernel, counts, 128 * ctas, 64))
+    assert outcome.clean, outcome.findings()
     assert starts == {"A": {kernel.sfw_column}, "B": {kernel.sfx_column, kernel.sfx_column + 2}}
 
 

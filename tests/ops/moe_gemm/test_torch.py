@@ -1,5 +1,7 @@
 """The GEMM ops as PyTorch sees them: schema, fake tensors, torch.compile, CUDA graphs, compilation ahead."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -35,23 +37,24 @@ def flat(given, backend="reference"):
     """Arguments of `torch.ops.dsv4.moe_gemm`."""
     out = op.new_output(given["x"], 64, "nvfp4")
     tensors = {**given, "out": torch.zeros_like(out.codes), "out_scales": out.scales}
-    return *(tensors[name] for name in op.Call._fields[:12]), "nvfp4", "nvfp4", True, 10.0, 20, backend
+    rest = {"limit": 10.0, "formats": "nvfp4", "out_format": "nvfp4", "swiglu": True, "expected": 20}
+    made = op.Call(**tensors, **rest, backend=backend)
+    return tuple(getattr(made, name) for name in inspect.signature(op.Call).parameters)
 
 
-def test_schemas_name_the_calls():
-    for name, kind in (("moe_gemm", op.Call), ("linear", linear_op.Call)):
+def test_schemas_say_what_is_written():
+    for name in ("moe_gemm", "linear"):
         schema = getattr(torch.ops.dsv4, name).default._schema
-        assert tuple(x.name for x in schema.arguments) == kind._fields
         assert [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write] == ["out", "out_scales"]
 
 
 def test_schema_and_fake_implementation_agree_with_the_ops():
     """torch's own check: what is mutated, that fakes and reals behave alike, that tracing works."""
     x, w = torch.randn(5, 64).bfloat16(), torch.randn(2, 16, 32).bfloat16()
-    dense = x, None, w[0], None, None, None, torch.zeros(5, 16).bfloat16(), None, None
+    dense = w[0], torch.zeros(5, 16).bfloat16(), *(None,) * 6, 0.0
     calls = {
         "moe_gemm": flat(call()),
-        "linear": (x[:, :32].contiguous(), *dense[1:], "bf16", "bf16", False, 0.0, "reference"),
+        "linear": (x[:, :32].contiguous(), *dense, "bf16", "bf16", False, "reference"),
         "output_proj": (x, None, w, None, torch.zeros(5, 32).bfloat16(), "bf16", "reference"),
     }
     for name, given in calls.items():
@@ -104,7 +107,7 @@ def test_a_cuda_graph_holds_it(monkeypatch):
     monkeypatch.setattr(launching, "sm_count", lambda device: 3)
     given = call()
     first(**given)
-    with native_path(op._moe_gemm) as gpu:
+    with native_path(op.Call.op) as gpu:
         there = {name: x.to("cuda") for name, x in given.items()}
         out = op.new_output(there["x"], 64, "nvfp4")
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

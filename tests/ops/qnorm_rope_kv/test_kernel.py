@@ -131,7 +131,7 @@ def test_in_place_and_positions_in_a_table():
     assert torch.equal(pages, wanted_pages(kv, chosen * 149796, indices))
 
 
-def test_every_mistake_is_found():
+def test_every_fault_is_found():
     """What a wrong kernel would give differs from what this one gives."""
     q, kv, weight, positions, indices = case(3, 5)
     _, pages = run((2, 2), "sm_90a", (q, kv, weight, positions, indices))

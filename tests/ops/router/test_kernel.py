@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
+from dsv4lib.dsl import exchange
 from dsv4lib.dsl.compile import compile_for
 from dsv4lib.emulator import launch
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.errors import Deadlock
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.ops.router import fused
 from dsv4lib.ops.router.arguments import fake_args, fused_args, launch_args
 from dsv4lib.ops.router.fused import FusedRouter
 from dsv4lib.ops.router.kernel import Router
@@ -259,7 +259,7 @@ def broken_run(checks="race", d=128):
     return gpu.hazards, out[1], parts
 
 
-def planted(monkeypatch, old, new):
+def injected(monkeypatch, old, new):
     """PTX of the kernel with another spelling; at least one instruction must have it."""
     real, seen = cute.arch.inline_ptx, []
 
@@ -275,21 +275,22 @@ def planted(monkeypatch, old, new):
 
 @pytest.mark.parametrize("weak", ["st.relaxed.gpu.global.v2", "ld.relaxed.gpu.global.v4", "st.relaxed.gpu.global.v4"])
 def test_parts_that_are_not_exchanged_by_strong_accesses_are_found(monkeypatch, weak):
-    """Planted: numbers are right here, but nothing says that another CTA will see them, or only them."""
-    hazards, weights, _ = planted(monkeypatch, weak, weak.replace(".relaxed.gpu", ""))
+    """Injected: numbers are right here, but nothing says that another CTA will see them, or only them."""
+    hazards, weights, _ = injected(monkeypatch, weak, weak.replace(".relaxed.gpu", ""))
     assert {hazard.kind for hazard in hazards} == {"race_global"} and not weights.isnan().any()
 
 
 def test_a_zero_that_is_not_marked_is_waited_for(monkeypatch):
-    """Planted: a share without any of d says 0, as if it had not come."""
-    monkeypatch.setattr(fused, "marked", lambda value: value)
+    """Injected: a share without any of d says 0, as if it had not come."""
+    monkeypatch.setattr(exchange, "nonzero", lambda value: value)
     with pytest.raises(Deadlock):
         broken_run(checks="default")
 
 
 def test_parts_that_stay_are_seen(monkeypatch):
-    """Planted: nobody clears them; the next launch would not wait for its own."""
-    _, _, parts = planted(monkeypatch, "{{$r1}, {$r1}, {$r1}, {$r1}}", f"{{{', '.join(4 * ['0f3F800000'])}}}")
+    """Injected: slots are not reset; the next launch would not wait for its own."""
+    monkeypatch.setattr(exchange, "reset", lambda *given: None)
+    _, _, parts = broken_run()
     assert bool(parts.view(torch.int32).any())
 
 

@@ -196,7 +196,7 @@ def test_a_cluster_meets_once():
     assert meetings["normal"] == 1 < meetings["one octave"]
 
 
-# ------------------------------------------------------------------ mistakes
+# ------------------------------------------------------------------ faults
 
 
 class SentTooSoon(ClusterTopK):
@@ -224,7 +224,7 @@ class CandidatesUnawaited(ClusterTopK):
         (DropsItsBound, STREAM, "one octave"),
     ],
 )
-def test_mistakes_are_found(kind, settings, name):
+def test_faults_are_found(kind, settings, name):
     kernel = kind(**settings)
     code = compile_for(kernel, fake_args(kernel), "sm_90a")
     # 50 scores of each value, so that ties are candidates.

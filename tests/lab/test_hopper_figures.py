@@ -1,4 +1,4 @@
-"""The page on what an H200 measured: its checks hold for what was recorded, and each notices its mistake."""
+"""The page on what an H200 measured: its checks hold for what was recorded, and each notices its fault."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_the_shortest_launch_is_the_one_that_the_page_names():
     assert min(row.ours_us for row in ROWS if row.ours_us) == pytest.approx(figures.ONE, rel=0.01)
 
 
-def test_each_mistake_is_noticed_by_its_check_alone():
+def test_each_fault_is_noticed_by_its_check_alone():
     doubled, hidden = figures.recorded("bytes_doubled"), figures.recorded("wrong_hidden")
     assert figures.impossible(doubled) and not figures.wrong(doubled) and not figures.unexplained(doubled)
     assert figures.wrong(hidden) == [(ROWS[0].op, ROWS[0].shape)] and not figures.impossible(hidden)

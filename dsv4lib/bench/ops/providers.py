@@ -1,4 +1,4 @@
-"""Ways that several ops have: our op with its outputs allocated, and what torch.compile makes of a few lines."""
+"""Providers that several ops have: our op with its outputs allocated, and what torch.compile makes of a few lines."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable, Mapping
 import torch
 import torch._dynamo
 
-from dsv4lib.bench.ops.case import Call, Given, Way
+from dsv4lib.bench.ops.case import Call, Given, Provider
 
 Outputs = Mapping[str, torch.Tensor]
 
 
-def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Given, Outputs], None]) -> Way:
-    """A way that writes into outputs that are allocated once."""
+def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Given, Outputs], None]) -> Provider:
+    """A provider that writes into outputs that are allocated once."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         out = outputs(given)
         return lambda: write(given, out), out
 
-    return Way(name, bind)
+    return Provider(name, bind)
 
 
-def functional(name: str, compute: Callable[[Given], Outputs]) -> Way:
-    """A way whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
+def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:
+    """A provider whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         out: dict[str, torch.Tensor] = {}
         return lambda: out.update(compute(given)), out
 
-    return Way(name, bind)
+    return Provider(name, bind)
 
 
-def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.compile") -> Way:
+def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.compile") -> Provider:
     """What torch.compile makes of ``compute(*(given[n] for n in names))``, for the shapes of the row alone."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
@@ -42,4 +42,4 @@ def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.co
         fast, out = torch.compile(compute, dynamic=False, fullgraph=True), {}
         return lambda: out.update(fast(*(given[n] for n in names))), out
 
-    return Way(name, bind)
+    return Provider(name, bind)

@@ -10,7 +10,7 @@ from dsv4lib.layers.moe import FORMS
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 from dsv4lib.pages.moe_gemm import figures
-from dsv4lib.pages.moe_gemm.run_case import expected, mode_case, moe_gemm_trial
+from dsv4lib.pages.moe_gemm.run_case import expected, mode_case, run_moe_gemm
 from dsv4lib.predict import moe
 from dsv4lib.viz.style import alt_text
 
@@ -20,7 +20,7 @@ COUNTS = [72, 0, 1, 65]
 @pytest.fixture(scope="module")
 def traced():
     made = case(MoeGemm(**figures.L1), COUNTS, 192, 320)
-    return moe_gemm_trial(MoeGemm, figures.L1, made, grid=3, trace=True), made
+    return run_moe_gemm(MoeGemm, figures.L1, made, grid=3, trace=True), made
 
 
 @pytest.mark.parametrize("options", [{}, {"tile_n": 192}, {"tile_n": 256, "mode": "bf16"}, {"mode": "w4a8"}], ids=str)
@@ -35,19 +35,19 @@ def test_no_column_of_a_plan_is_claimed_twice_and_the_budget_agrees(options):
 
 
 def test_the_schedule_is_that_of_the_rule_and_another_is_seen(traced):
-    trial, made = traced
-    found = figures.loaded_tiles(trial.trace, made, trial.kernel)
+    outcome, made = traced
+    found = figures.loaded_tiles(outcome.trace, made, outcome.kernel)
     assert sum(map(len, found.values())) == (2 + 1 + 2) * 2
     assert found[0][0] == moe.Tile(0, 0, 0, 0) and found[1][0] == moe.Tile(0, 0, 64, 0)
-    assert figures.schedule_mismatches(trial.trace, made, trial.kernel, 3) == 0
-    assert figures.schedule_mismatches(trial.trace, made, trial.kernel, 3, tile_n=128) > 0
-    assert figures.schedule_mismatches(trial.trace, made, trial.kernel, 2) > 0
-    assert "CTA 2: expert 0, 72 tokens" in alt_text(figures.schedule_timeline(trial.trace, made, trial.kernel))
+    assert figures.schedule_mismatches(outcome.trace, made, outcome.kernel, 3) == 0
+    assert figures.schedule_mismatches(outcome.trace, made, outcome.kernel, 3, tile_n=128) > 0
+    assert figures.schedule_mismatches(outcome.trace, made, outcome.kernel, 2) > 0
+    assert "CTA 2: expert 0, 72 tokens" in alt_text(figures.schedule_timeline(outcome.trace, made, outcome.kernel))
 
 
 def test_scales_lie_where_an_mma_looks_for_them(traced):
-    trial, _ = traced
-    held = figures.scales_in_tmem(trial.trace, trial.kernel).axes[0].images[0].get_array()
+    outcome, _ = traced
+    held = figures.scales_in_tmem(outcome.trace, outcome.kernel).axes[0].images[0].get_array()
     for row in (0, 31, 32, 100, 127):
         assert (held[row % 32 :: 32, row // 32] == row).all()
     byte = figures.scale_block().axes[0].images[0].get_array()
@@ -55,9 +55,9 @@ def test_scales_lie_where_an_mma_looks_for_them(traced):
 
 
 def test_the_output_is_what_the_format_makes_of_the_truth(traced):
-    trial, made = traced
-    assert trial.clean
-    h, truth = figures.hidden(trial.kernel, made), expected(trial.kernel, made)[made.rows()]
+    outcome, made = traced
+    assert outcome.clean
+    h, truth = figures.hidden(outcome.kernel, made), expected(outcome.kernel, made)[made.rows()]
     alone = slice(COUNTS[0], COUNTS[0] + 1)
     want = nvfp4.dequantize(nvfp4.quantize(truth[alone], made.call.out_global[2]), torch.float64)
     assert torch.allclose(h[alone], want, rtol=1e-6)
@@ -82,10 +82,10 @@ def test_loads_of_random_tokens(capsys):
     assert "32 tokens, routed: median" in alt_text(figures.load_histogram(even, "loads"))
 
 
-def test_breaks_are_counted_only_where_they_are_missed(capsys):
-    assert set(figures.BREAKS) == set(figures.BROKEN_IN)
-    assert figures.breaks(figures.BREAKS[:1]) == 0
-    assert figures.breaks(figures.BREAKS[:1], sound=True) == 1
+def test_faults_are_counted_only_where_they_are_missed(capsys):
+    assert set(figures.FAULT_NAMES) == set(figures.FAULT_SHAPES)
+    assert figures.show_faults(figures.FAULT_NAMES[:1]) == 0
+    assert figures.show_faults(figures.FAULT_NAMES[:1], sound=True) == 1
 
 
 def test_costs_follow_the_configuration(capsys):

@@ -1,4 +1,4 @@
-"""The page on the lightning indexer: its inputs, counts and figures without a kernel, every mistake with one."""
+"""The page on the lightning indexer: its inputs, counts and figures without a kernel, every fault with one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 from dsv4lib.ops.indexer_q import faults as indexer_q_faults
 from dsv4lib.ops.topk import faults as topk_faults
-from dsv4lib.pages.common import faults as planted
+from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.indexer import figures, run_case
 from dsv4lib.pages.indexer.run_case import HARD, RATE
 from dsv4lib.reference.topk import topk
 from dsv4lib.viz.style import alt_text
 
-# The checks that see a mistake, and those that do not although they look at the same numbers.
+# The checks that see a fault, and those that do not although they look at the same numbers.
 SEEN = {
     "TurnsBackwards": ({"codes_wrong", "score_error"}, {"picks_wrong"}),
     "RotatesFirst": ({"codes_wrong", "score_error", "lost"}, {"picks_wrong"}),
@@ -31,20 +31,20 @@ ALWAYS = "none", "NoMeeting", "TiesAnyhow", "KeysNotRotated"  # the default run 
 ENTRIES, K = 640, 100
 
 
-@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the mistakes
+@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the faults
 @pytest.mark.parametrize(
     "fault", [*ALWAYS, *(pytest.param(f, marks=pytest.mark.full) for f in SEEN if f not in ALWAYS)]
 )
-def test_a_mistake_is_seen_by_its_checks_alone(fault):
+def test_a_fault_is_seen_by_its_checks_alone(fault):
     seen, blind = SEEN.get(fault, (set(), set()))
     found = run_case.judged(run_case.kernels_of(fault), ENTRIES, K, 0, "emulator")
     red = {check for check, value in found.items() if value > figures.ALLOWED.get(check, 0)}
     assert seen <= red and not blind & red and bool(red) == bool(seen), found
 
 
-def test_every_mistake_is_among_them():
-    planted = {name for module in (indexer_q_faults, topk_faults) for name in module.BROKEN}
-    assert planted | {"KeysNotRotated"} == set(SEEN) == set(run_case.FAULTS)
+def test_every_fault_is_among_them():
+    injected = {name for module in (indexer_q_faults, topk_faults) for name in module.BROKEN}
+    assert injected | {"KeysNotRotated"} == set(SEEN) == set(run_case.FAULTS)
 
 
 def test_what_a_query_sees():
@@ -113,8 +113,8 @@ def test_figures(capsys):
     words = alt_text(figures.pick_map(one, swapped, right))
     assert "1 picked instead" in words and "1 lost by rounding" in words
     assert "scores over bin, the best first" in alt_text(figures.counted(exact[-1], K))
-    launches = {"one": planted.Traffic(1024, 2048, 2), "two": planted.Traffic(100, 101, 1)}
-    assert "over the floor: two has least, 1.01" in alt_text(planted.traffic(launches, "score"))
+    launches = {"one": injected.Traffic(1024, 2048, 2), "two": injected.Traffic(100, 101, 1)}
+    assert "over the floor: two has least, 1.01" in alt_text(injected.traffic(launches, "score"))
     figures.hard_table({"one CTA": {"normal": 0, "rising": 3}})
     figures.seen_table(one, right)
     figures.sizes(one)

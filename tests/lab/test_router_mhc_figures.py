@@ -28,7 +28,7 @@ def found(given):
     )
 
 
-def test_the_reference_passes_and_mistakes_in_the_rule_do_not(given, found):
+def test_the_reference_passes_and_faults_in_the_rule_do_not(given, found):
     right = router_mhc_figures.judge(given, found).metrics
     assert right["experts_wrong"] == 0 and right["stream_error"] <= 1 and right["y_error"] <= 1
     exact = {"coefficient_error": 1e-6, "weight_error": 6e-7, "hash_weight_error": 6e-7, "row_sum_error": 4e-6}

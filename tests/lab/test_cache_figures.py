@@ -1,4 +1,4 @@
-"""The page on rings and pages: its inputs, counts and figures without a kernel, and every mistake found with one."""
+"""The page on rings and pages: its inputs, counts and figures without a kernel, and every fault found with one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsv4lib.pages.cache.run_case import DIM, NOPE, PAGE, WINDOW, Kernels
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.viz.style import alt_text
 
-# The checks that see a mistake, and those that do not although they look at the same bytes.
+# The checks that see a fault, and those that do not although they look at the same bytes.
 SEEN = {
     "OneSlotLate": ({"slots_wrong"}, {"hazards"}),
     "SlotOfTheRow": ({"slots_wrong"}, {"hazards"}),
@@ -31,16 +31,16 @@ SEEN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the mistakes
+@pytest.mark.filterwarnings("ignore:the emulator reports")  # of a race, which is one of the faults
 @pytest.mark.parametrize("fault", ["none", *SEEN])
-def test_a_mistake_is_seen_by_its_checks_alone(fault):
+def test_a_fault_is_seen_by_its_checks_alone(fault):
     seen, blind = SEEN.get(fault, (set(), set()))
     found = run_case.judged(run_case.kernels_of(fault), 300, 0, "emulator")
     red = {check for check, value in found.items() if value > figures.ALLOWED.get(check, 0)}
     assert seen <= red and not blind & red and bool(red) == bool(seen), found
 
 
-def test_every_mistake_is_among_them():
+def test_every_fault_is_among_them():
     modules = kv_append_faults, quantize_faults, kv_gather_faults
     assert {name for module in modules for name in module.BROKEN} == set(SEEN) == set(run_case.FAULTS)
     for name, kernels in run_case.FAULTS.items():
@@ -112,7 +112,7 @@ def test_figures(capsys):
     wide = run_case.keys(64, 0, octaves=24)
     words = alt_text(figures.octave_error(wide, kv_entry.fake_quantize(wide)))
     assert "to 100; 4 significant bits goes from 6.25" in words
-    assert "5 request 1" in alt_text(figures.pool_map(pool)) and "39 nobody's" in alt_text(figures.pool_map(pool))
+    assert "5 request 1" in alt_text(figures.pool_map(pool)) and "39 unused" in alt_text(figures.pool_map(pool))
     pages, every = run_case.all_pairs()
     found, _ = kv_entry.gather(pages, PAGE, every)
     assert "24 x 256 cells" in alt_text(figures.pair_map(found)) and "302 NaN" in alt_text(figures.pair_map(found))

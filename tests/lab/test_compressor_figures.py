@@ -22,7 +22,7 @@ def csa() -> run_case.Tokens:
 
 @pytest.mark.parametrize("kind", [CSA, HCA, INDEXER], ids=["csa", "hca", "indexer"])
 def test_a_run_in_pieces_against_the_oracle(kind):
-    """By the back end without a kernel: states, slots and pages of the trial fit together."""
+    """By the back end without a kernel: states, slots and pages of the outcome fit together."""
     tokens = run_case.draw(kind, 2 * kind.rate + 3, 1)
     exact, ring = run_case.truth(tokens)
     assert exact.shape == (2, kind.dim)
@@ -62,7 +62,7 @@ def test_shares_add_up_and_are_those_of_the_oracle(csa):
     torch.testing.assert_close(norm[:448], run_case.truth(csa)[0][2, :448])
 
 
-def test_a_mistake_is_planted_where_it_belongs():
+def test_a_fault_is_injected_where_it_belongs():
     for name, kernel in BROKEN.items():
         about = HCA if kernel in RUNNING else CSA
         assert run_case.kernel_of(name, about) is kernel

@@ -1,15 +1,15 @@
-"""What the join of attention parts costs on a GPU, alone and behind a kernel that writes the parts.
+"""Time the combine of KV splits on a GPU, alone and after a kernel that writes the splits.
 
-    chain    join | join | ...                 caches warm: us a join
-    behind   (writer, join) | ...  less  writer | ...        what a join adds, dependent launches
-    cold     flush L2 | writer, join   less   flush L2 | writer       first start to last end
+    chain    combine | combine | ...                              us a combine, caches warm
+    after    (writer, combine) | ...  less  writer | ...          us that a combine adds, dependent launches
+    cold     flush L2 | writer, combine  less  flush L2 | writer  first start to last end
 
-The writer occupies every SM it runs on (227 KiB of shared memory), as attention does, waits a while, writes the parts
-and LSEs, and lets its dependents come at its start.
+The writer occupies every SM that it runs on (227 KiB of shared memory), as attention does. It waits, writes partial
+outputs and LSEs, and triggers its dependents at its start.
 
-    python -m dsv4lib.bench.probes.join_probe --record join_times.csv        (on the GPU)
+    python -m dsv4lib.bench.probes.combine_probe --record combine_times.csv        (on the GPU)
 
-data/bench/join_times.csv is the record of an H200.
+data/bench/combine_times.csv is the record of an H200.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CASES = (
 
 
 class Writer:
-    """Parts [S, T, H, 512] of value 1 + s, LSEs [S, T, H] of s / 8: a CTA a part and 64 heads of a token."""
+    """Write partial outputs [S, T, H, 512] of value 1 + s and LSEs [S, T, H] of s / 8; a CTA a split and 64 heads."""
 
     def __repr__(self) -> str:
         return "Writer()"
@@ -86,8 +86,8 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Join:
-    """Times of the join of ``splits`` parts, us; see the module's docstring. at_once: parts that it loads at once.
+class CombineTimes:
+    """Times of the combine of ``splits`` splits, us; see the module. at_once: splits that it loads at once.
 
     writer_us, cold_writer_us: of the writer, already taken off.
     """
@@ -97,7 +97,7 @@ class Join:
     heads: int
     at_once: int
     chain_us: float
-    behind_us: float
+    after_us: float
     cold_us: float
     writer_us: float
     cold_writer_us: float
@@ -126,8 +126,8 @@ class Bench:
 
         return call
 
-    def join(self, at_once: int, code: Any) -> Call:
-        """A call of the join that loads so many parts at once."""
+    def combine(self, at_once: int, code: Any) -> Call:
+        """A call of the combine that loads ``at_once`` splits at once."""
         kernel = Combine(**ENDS, at_once=at_once)
 
         def call() -> None:
@@ -137,7 +137,7 @@ class Bench:
         return call
 
     def check(self) -> None:
-        """What a join of the writer's parts must give.
+        """Compare with the combine of what the writer wrote, computed in fp64.
 
         Raises:
             RuntimeError: it did not.
@@ -151,7 +151,7 @@ class Bench:
         o = float((self.o.double() / want - 1).abs().max())
         lse = float((self.lse.double() - weights.sum().log().item()).abs().max())
         if not (o < 2**-7 and lse < 1e-4):
-            raise RuntimeError(f"join of {self.splits} parts: O is off by {o}, LSE by {lse}")
+            raise RuntimeError(f"combine of {self.splits} splits: O is off by {o}, LSE by {lse}")
         self.o.zero_()
         self.lse.zero_()
 
@@ -167,37 +167,37 @@ def in_turn(*calls: Call) -> Call:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[Any, dict[int, Any]]:
-    """(the writer, `Combine` by parts at once), with a sink and inverse RoPE, from the cache of compiled kernels."""
+    """(the writer, `Combine` by splits at once), with a sink and inverse RoPE, from the cache of compiled kernels."""
     wanted = [(Writer, {}, Writer.fake_args, arch)]
     wanted += [(Combine, {**ENDS, "at_once": n}, arguments.fake_args, arch) for n in AT_ONCE]
-    writer, *joins = probes.get_all(wanted, processes)
-    return writer, dict(zip(AT_ONCE, joins, strict=True))
+    writer, *combines = probes.get_all(wanted, processes)
+    return writer, dict(zip(AT_ONCE, combines, strict=True))
 
 
-def run(processes: int) -> list[Join]:
-    """All cases on the GPU here, each form checked before it is timed."""
-    writer, joins = compiled(processes=processes)
+def run(processes: int) -> list[CombineTimes]:
+    """All cases on the GPU here, each variant checked before it is timed."""
+    writer, combines = compiled(processes=processes)
     clock, rows = GpuClock(), []
     for splits, tokens, heads in CASES:
         bench = Bench(splits, tokens, heads)
         write = bench.writer(writer)
         write()
-        alone = {n: bench.join(n, code) for n, code in joins.items()}
-        for join in alone.values():
-            join()
+        alone = {n: bench.combine(n, code) for n, code in combines.items()}
+        for combine in alone.values():
+            combine()
             bench.check()
-        behind = [in_turn(write, join) for join in alone.values()]
-        warm_writer, *warm = clock.warm([write, *alone.values(), *behind])
-        cold_writer, *cold = clock.cold([write, *behind])
+        after = [in_turn(write, combine) for combine in alone.values()]
+        warm_writer, *warm = clock.warm([write, *alone.values(), *after])
+        cold_writer, *cold = clock.cold([write, *after])
         bench.check()
-        for i, n in enumerate(joins):
-            more = warm[len(joins) + i] - warm_writer, cold[i].median - cold_writer.median
-            rows.append(Join(splits, tokens, heads, n, warm[i], *more, warm_writer, cold_writer.median))
+        for i, n in enumerate(combines):
+            more = warm[len(combines) + i] - warm_writer, cold[i].median - cold_writer.median
+            rows.append(CombineTimes(splits, tokens, heads, n, warm[i], *more, warm_writer, cold_writer.median))
             print(probes.line(rows[-1]), flush=True)
     return rows
 
 
 if __name__ == "__main__":
-    from dsv4lib.bench.probes import join_probe  # what another process compiles must not be of __main__
+    from dsv4lib.bench.probes import combine_probe  # what another process compiles must not be of __main__
 
-    probes.main(__doc__, join_probe.Join, join_probe.run)
+    probes.main(__doc__, combine_probe.CombineTimes, combine_probe.run)

@@ -10,7 +10,7 @@ from dsv4lib.ops.fmha.ladder import Ladder
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.emulator import figures as emulator_figures
 from dsv4lib.pages.fmha import figures as fmha_figures
-from dsv4lib.pages.fmha.run_case import fmha_trial, ladder_trial
+from dsv4lib.pages.fmha.run_case import run_fmha, run_ladder
 from dsv4lib.viz.style import alt_text
 from dsv4lib.viz.tmem import LANES
 
@@ -32,28 +32,28 @@ def test_no_cell_of_a_plan_is_claimed_twice_and_the_budget_agrees(kernel):
 
 def test_gathered_rows_are_those_of_the_lists():
     one = case(3, [70, 9], [5, 33], seed=2)
-    trial = fmha_trial(Fmha, (512, "bf16", "index"), one, trace=True)
+    outcome = run_fmha(Fmha, (512, "bf16", "index"), one, trace=True)
     for token, (count, first, window) in enumerate(zip(one.count, one.window_first, one.window_count, strict=True)):
         listed = one.index[token, :count].tolist()
-        got = emulator_figures.gathered(trial.trace, one.pool, token)
+        got = emulator_figures.gathered(outcome.trace, one.pool, token)
         assert got.tolist() == listed + [-1] * (-len(listed) % REGION)  # the window follows in the same tile
-        assert emulator_figures.gathered(trial.trace, one.span, token)[:window].tolist() == list(
+        assert emulator_figures.gathered(outcome.trace, one.span, token)[:window].tolist() == list(
             range(first, first + window)
         )
-    assert "2 tiles of 64" in alt_text(fmha_figures.gathers(trial.trace, trial.kernel, one))
+    assert "2 tiles of 64" in alt_text(fmha_figures.gathers(outcome.trace, outcome.kernel, one))
 
 
 def test_the_swizzle_of_gathered_rows_is_that_of_whole_boxes():
-    boxed = ladder_trial(Ladder, ("a", 64, "bf16"), 5, 70, trace=True)
-    rows = fmha_trial(Fmha, (512, "bf16", "index"), case(3, [70], [5]), trace=True)
+    boxed = run_ladder(Ladder, ("a", 64, "bf16"), 5, 70, trace=True)
+    rows = run_fmha(Fmha, (512, "bf16", "index"), case(3, [70], [5]), trace=True)
     shown = [emulator_figures.swizzle(trace, 64).axes[2].images[0].get_array() for trace in (boxed.trace, rows.trace)]
     assert np.array_equal(*shown) and not np.array_equal(shown[0][0], shown[0][1])
 
 
-def test_breaks_are_counted_only_where_they_are_found(capsys):
+def test_faults_are_counted_only_where_they_are_found(capsys):
     def run(kind):
-        return ladder_trial(kind, ("a", 128, "bf16"), 5, 333, trace=True)
+        return run_ladder(kind, ("a", 128, "bf16"), 5, 333, trace=True)
 
-    assert fmha_figures.breaks("a", run) == 2
-    assert fmha_figures.breaks("a", run, sound=Ladder) == 0
-    assert fmha_figures.breaks("none of these", run, others={"extra": (run(Ladder), "wrong numbers")}) == 0
+    assert fmha_figures.show_faults("a", run) == 2
+    assert fmha_figures.show_faults("a", run, sound=Ladder) == 0
+    assert fmha_figures.show_faults("none of these", run, others={"extra": (run(Ladder), "wrong numbers")}) == 0
