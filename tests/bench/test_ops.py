@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -285,6 +286,23 @@ def result(ours=None, peer=None, copied=None, goal=None, copy_goal=None, op="dou
 )
 def test_goals(given, verdict):
     assert result(**given).verdict == verdict
+
+
+@pytest.mark.parametrize(("state", "reached"), [("failed", "not judged"), ("absent", "reached"), ("wrong", "reached")])
+def test_no_goal_is_reached_where_a_peer_failed(state, reached):
+    without = Found("faster", state, detail="why")
+    reaches, misses = result(ours=3.0, peer=5.0, goal=0.6), result(ours=3.1, peer=5.0, goal=0.6)
+    reaches, misses = (dataclasses.replace(one, found=(*one.found, without)) for one in (reaches, misses))
+    assert (reaches.verdict, reaches.graph_verdict) == (reached, reached)
+    assert (misses.verdict, misses.graph_verdict) == ("missed", "missed")
+
+
+def test_a_run_is_recorded_with_its_command(monkeypatch):
+    card = SimpleNamespace(stdout="580.1, 1980 MHz, 3201 MHz, 700.00 W\n")
+    monkeypatch.setattr(harness.subprocess, "run", lambda *args, **options: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    found = harness.facts("python -m harness --only topk")
+    assert found["command"] == "python -m harness --only topk" and found["driver"] == "580.1"
 
 
 @pytest.mark.parametrize(

@@ -283,10 +283,10 @@ def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
 def facts(command: str) -> dict[str, str]:
     """What times of this machine depend on, and ``command``, which took them: a line of `runs.csv`."""
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
-    query = "driver_version,clocks.max.sm,clocks.max.memory,power.limit"
+    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit"]
+    query += ["--format=csv,noheader", "-i", "0"]
     try:
-        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-        smi = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
+        smi = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().split(", ")
     except (OSError, subprocess.SubprocessError):
         smi = []
     driver, sm, memory, power = smi if len(smi) == 4 else [""] * 4

@@ -115,8 +115,8 @@ class Result:
     def verdict(self) -> str:
         """By cold times, in a word.
 
-        "reached"; "missed", which a provider of ours that is wrong has too; "not judged": a time is missing; "" where
-        nothing was promised.
+        "reached"; "missed", which a provider of ours that is wrong has too; "not judged": a time is missing, or the
+        goal would be reached but a peer failed, which might be faster; "" where nothing was promised.
         """
         return self._verdict(self.ratio, self.copy_ratio)
 
@@ -132,7 +132,8 @@ class Result:
         if ours is None or ours.state in (WRONG, FAILED):
             return "missed"
         if self.goal is not None:
-            judged.append(None if ratio is None else ratio <= self.goal)
+            unknown = any(one.state == FAILED for one in self.found)
+            judged.append(None if ratio is None or (unknown and ratio <= self.goal) else ratio <= self.goal)
         if self.copy_goal is not None:
             judged.append(None if copy_ratio is None else copy_ratio >= self.copy_goal)
         return "missed" if False in judged else "not judged" if None in judged else "reached"
