@@ -246,6 +246,18 @@ def bench(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="folder of a checkpoint")],
+    folder: Annotated[Path, typer.Argument(help="folder to make")],
+    to: Annotated[str, typer.Option(help="mxfp4, nvfp4 or bf16: of the routed experts")],
+) -> None:
+    """Write a checkpoint in another released format: DeepSeek's MXFP4, NVIDIA's NVFP4 or bf16."""
+    from dsv4lib.pages.checkpoint import convert as conversion
+
+    conversion.command(source, folder, to, Console(stderr=True, highlight=False))
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
     from dsv4lib.lab import doctor as checks

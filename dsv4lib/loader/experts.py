@@ -133,13 +133,12 @@ def _check_sizes(hidden: int, width: int) -> None:
 def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, width: int) -> Experts:
     """Experts by the beginning of their tensors' names."""
     shapes = {GATE: (width, hidden), UP: (width, hidden), DOWN: (hidden, width)}
-    read = {"nvfp4": _read_nvfp4, "mxfp4": _read_mxfp4, "fp8": _read_fp8}[kind]
     parts: dict[str, list] = {GATE: [], UP: [], DOWN: []}
     inputs = []
     for stem in stems:
         scales = {}
         for projection, shape in shapes.items():
-            tensor, scales[projection] = read(checkpoint, f"{stem}.{projection}", *shape)
+            tensor, scales[projection] = read_projection(checkpoint, kind, f"{stem}.{projection}", *shape)
             parts[projection].append(tensor)
         if kind == "nvfp4":
             if scales[GATE] != scales[UP]:
@@ -149,6 +148,18 @@ def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, widt
             inputs.append(torch.stack([scales[GATE], scales[DOWN]]))
     stacked = torch.stack(inputs) if inputs else None
     return Experts(kind, tuple(parts[GATE]), tuple(parts[UP]), tuple(parts[DOWN]), stacked)
+
+
+def read_projection(
+    checkpoint: Checkpoint, kind: str, stem: str, rows: int, cols: int
+) -> tuple[Stored, torch.Tensor | None]:
+    """Read a quantised weight [rows, cols] of format ``kind``: (weight, input scale of NVFP4 or None).
+
+    Raises:
+        CheckpointError: see `read_experts`.
+    """
+    read = {"nvfp4": _read_nvfp4, "mxfp4": _read_mxfp4, "fp8": _read_fp8}[kind]
+    return read(checkpoint, stem, rows, cols)
 
 
 def _read_mxfp4(checkpoint: Checkpoint, stem: str, rows: int, cols: int) -> tuple[MXFP4Tensor, None]:
