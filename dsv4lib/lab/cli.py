@@ -146,12 +146,15 @@ def test(context: typer.Context) -> None:
 
 @app.command()
 def lint() -> None:
-    """Check every stage's contract and notebook."""
-    from dsv4lib.lab.lint import lint_all
+    """Check every stage's contract and notebook, and the code by ruff; warn of words to avoid (exit 1: a problem)."""
+    from dsv4lib.lab import lint as linting
 
-    problems = lint_all()
-    for problem in problems:
-        print(problem)
+    problems = 0
+    for report in linting.reports():
+        for line in report.lines:
+            print(line)
+        print(report.summary)
+        problems += report.problems
     raise typer.Exit(1 if problems else 0)
 
 

@@ -10,15 +10,18 @@ import ast
 import builtins
 import io
 import re
+import subprocess
 import symtable
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.lab import words
 from dsv4lib.lab.run.quick_nbformat import nbformat
-from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover
+from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover, workspace
 
 LOOSEST = 4.0  # a bound may be this many times looser than the value last seen
 CELL_LINES = 25
@@ -36,6 +39,40 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.stage}: {self.rule}: {self.message}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One kind of check: its findings, a line that says what was checked, and how many findings are problems."""
+
+    lines: list[str]
+    summary: str
+    problems: int
+
+
+def reports(root: Path | None = None) -> Iterator[Report]:
+    """Run every check: ruff's rules, ruff's format, stages, words."""
+    root = root or workspace()
+    yield _ruff("check", ["check", "--output-format", "concise", "."], root)
+    yield _ruff("format", ["format", "--check", "."], root)
+    found = [str(problem) for problem in lint_all(root)]
+    count = len(list((root / "stages").glob("*/stage.toml")))
+    yield Report(found, f"stages: {count} contracts and their notebooks, {_counted(found, 'problem')}", len(found))
+    paths = list(words.files(root))
+    hits = words.in_tree(root, paths)
+    yield Report([str(hit) for hit in hits], f"words: {len(paths)} files, {_counted(hits, 'warning')}", 0)
+
+
+def _ruff(name: str, arguments: list[str], root: Path) -> Report:
+    """What ruff finds; a ruff that cannot run is a problem."""
+    done = subprocess.run([sys.executable, "-m", "ruff", *arguments], cwd=root, capture_output=True, text=True)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    said = lines[-1] if lines else f"exit code {done.returncode}"
+    return Report(lines[:-1], f"ruff {name}: {said}", int(done.returncode != 0))
+
+
+def _counted(found: list, what: str) -> str:
+    return f"{len(found)} {what}{'' if len(found) == 1 else 's'}"
 
 
 def lint_all(root: Path | None = None) -> list[Problem]:

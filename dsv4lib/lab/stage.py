@@ -58,13 +58,13 @@ class _Strict(BaseModel):
 class Parameter(_Strict):
     """One typed, bounded parameter of a notebook."""
 
-    type: Literal["int", "float", "bool", "str", "path"]
-    default: Value
-    help: str = Field(min_length=1)
-    min: Number | None = None
-    max: Number | None = None
-    multiple_of: int | None = Field(default=None, gt=0)
-    choices: list[str] | None = Field(default=None, min_length=1)
+    type: Literal["int", "float", "bool", "str", "path"] = Field(description="of the value; a bool is no int")
+    default: Value = Field(description="the value in the notebook's `parameters` cell, word for word")
+    help: str = Field(min_length=1, description="what it sets, with its unit; shown by `./dsv4 stages --json`")
+    min: Number | None = Field(default=None, description="least value, int and float only")
+    max: Number | None = Field(default=None, description="largest value, int and float only")
+    multiple_of: int | None = Field(default=None, gt=0, description="what the value must divide by, int only")
+    choices: list[str] | None = Field(default=None, min_length=1, description="the allowed values, str only")
 
     @model_validator(mode="after")
     def _options_fit_the_type(self) -> Parameter:
@@ -161,18 +161,22 @@ class ParameterSet(_Strict):
         runs: parameter overrides.
     """
 
-    time_limit_s: float = Field(gt=0, le=86400)
-    runs: list[dict[str, Value]] = Field(min_length=1)
+    time_limit_s: float = Field(gt=0, le=86400, description="CPU seconds of one run; waiting for a core never counts")
+    runs: list[dict[str, Value]] = Field(
+        min_length=1, description="a run each: parameters that differ from their defaults, `{}` for none"
+    )
 
 
 class Gate(_Strict):
     """A bound on one metric. ``last_seen`` is the value it had when the bound was chosen."""
 
-    metric: Identifier
-    op: Literal["==", "<=", "<", ">=", ">"]
-    bound: Number
-    last_seen: Number
-    reason: str = Field(min_length=1)
+    metric: Identifier = Field(description="a metric that the notebook's `lab.verdict` reports")
+    op: Literal["==", "<=", "<", ">=", ">"] = Field(description="how the metric compares with the bound")
+    bound: Number = Field(description="the bound; NaN and infinite metrics never pass")
+    last_seen: Number = Field(
+        description="the metric when the bound was chosen; a bound over 4 times looser is refused"
+    )
+    reason: str = Field(min_length=1, description="why this bound, in a line")
 
     def passes(self, value: float) -> bool:
         """True if ``value`` is finite and inside the bound; NaN and infinities never pass."""
@@ -182,9 +186,9 @@ class Gate(_Strict):
 class Negative(_Strict):
     """An injected fault: with ``parameters`` the gate on metric ``expect_fail`` must fail."""
 
-    name: Identifier
-    parameters: dict[str, Value] = Field(min_length=1)
-    expect_fail: Identifier
+    name: Identifier = Field(description="of the fault; `./dsv4 run --negatives` runs all faults")
+    parameters: dict[str, Value] = Field(min_length=1, description="what injects the fault")
+    expect_fail: Identifier = Field(description="the metric whose gate must fail")
 
     @model_validator(mode="before")
     @classmethod
@@ -197,15 +201,17 @@ class Negative(_Strict):
 class Stage(_Strict):
     """One `stage.toml`, checked. ``name`` is the folder's name, ``root`` the workspace it was read from."""
 
-    title: str = Field(min_length=1)
-    summary: str = Field(min_length=1)
-    notebook: str
-    kernel: bool
-    arch: str = "sm_100a"
-    parameters: dict[Identifier, Parameter]
-    sets: dict[Literal["quick", "nightly", "b200"], ParameterSet] = {}
-    gates: list[Gate] = Field(min_length=1)
-    negatives: list[Negative] = []
+    title: str = Field(min_length=1, description="a heading in reports")
+    summary: str = Field(min_length=1, description="one sentence in `./dsv4 stages`")
+    notebook: str = Field(description="path inside the workspace; it decides the place in the reading order")
+    kernel: bool = Field(description="whether the stage runs a kernel; if so it is skipped under `reference`")
+    arch: str = Field(default="sm_100a", description="the architecture whose code the stage runs")
+    parameters: dict[Identifier, Parameter] = Field(description="by name; exactly those of the notebook")
+    sets: dict[Literal["quick", "nightly", "b200"], ParameterSet] = Field(
+        default={}, description="`quick` on any CPU, `nightly` for longer, `b200` on that GPU; all three are needed"
+    )
+    gates: list[Gate] = Field(min_length=1, description="bounds on metrics; the runner alone decides by them")
+    negatives: list[Negative] = Field(default=[], description="injected faults, each with the gate it must turn red")
 
     _name: str = PrivateAttr("")
     _root: Path = PrivateAttr(Path())
