@@ -1,8 +1,8 @@
 """Where compiled code is kept between processes, and whether that place may be trusted.
 
 Whoever can write a folder of compiled code decides what its user runs. So the folder must belong to the user, and
-nobody else may write it or a folder above it. Group-writable counts as "others may write", also where the group is the
-user's own: an access control list shows in the same bit, and members can be added later.
+no other user may write it or a folder above it. Group-writable counts as "others may write", also where the group is
+the user's own: an access control list shows in the same bit, and members can be added later.
 
     DSV4_CACHE      the folder; "off": nothing is kept; default: dsv4 in XDG_CACHE_HOME or ~/.cache
 """
@@ -44,7 +44,7 @@ def own_folder(folder: Path) -> Path:
     Whatever is made, parents included, gets mode 0700 under any umask.
 
     Returns:
-        The folder without symbolic links: nobody else can make this path lead elsewhere afterwards.
+        The folder without symbolic links: no other user can make this path lead elsewhere afterwards.
 
     Raises:
         CacheError: it cannot be made, is not a folder or another user's, or others may write it or a folder above it.

@@ -45,7 +45,7 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
 def prefetch_box(
     atom: cute.CopyAtom, barrier: cute.Pointer, coordinates: tuple, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Bring one box to L2, see `load_box`; nobody is told when it is there (the atom wants some mbarrier)."""
+    """Bring one box to L2, see `load_box`; no mbarrier completes when it is there (the atom wants some address)."""
     rank = len(coordinates)
     places = ", ".join(f"{{$r{1 + i}}}" for i in range(rank))
     text = f"cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [{{$r0}}, {{{places}}}];"

@@ -25,7 +25,7 @@ def load_bulk(
 ) -> None:
     """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them.
 
-    once: nobody reads them again soon: L2 gives their room away first, rather than what others left there.
+    once; they are not read again soon: L2 gives their room away first, rather than what others left there.
     """
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
     if once:

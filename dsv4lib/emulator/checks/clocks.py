@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ALWAYS = 0xFFFFFFFF  # an epoch later than all
 STRICT, CARRIED = 0, 1
-UNKNOWN = -1  # an entry that nobody keeps: accesses under it are not recorded
+UNKNOWN = -1  # an entry without an owner: accesses under it are not recorded
 _BARRIERS = 128  # mbarriers per CTA that get an entry
 _GROUPS = 16  # groups of wgmma operations of a warp whose issue is remembered
 
@@ -35,8 +35,8 @@ class SyncPoint:
         arrivals: epoch of each entry that has arrived at the current phase; before: those of the phase before, as
             (entry, epoch).
         looked: epoch and instruction of the warps that have seen the phase before complete.
-        blind: somebody arrived whose clock nobody keeps.
-        completing: called when a phase is over; None = nobody asks.
+        blind: an arrival came from a thread without a clock.
+        completing: called when a phase is over; None: not needed.
     """
 
     __slots__ = ("arrivals", "before", "blind", "completing", "done", "gathering", "looked")

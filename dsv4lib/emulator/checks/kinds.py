@@ -86,7 +86,7 @@ _TABLE = (
     ("mbarrier_tx_overflow", ERROR, "barrier",
      "the transaction count leaves its range: bytes are expected or delivered that the other side does not know of",
      "make expect_tx equal to the bytes of the copies of one phase"),
-    # Nobody waits any more: harmless. FlashAttention 4 ends a pipeline by acquiring (and expecting) one more stage.
+    # No thread waits any more: harmless. FlashAttention 4 ends a pipeline by acquiring (and expecting) one more stage.
     ("mbarrier_tx_leftover", LINT, "barrier",
      "a CTA exits while a barrier still expects bytes",
      "make expect_tx equal to the bytes of the copies of one phase"),

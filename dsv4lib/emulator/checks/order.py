@@ -115,7 +115,7 @@ class Order:
         """tcgen05.fence::after_thread_sync."""
 
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
+        """An asynchronous copy overwrites 16-byte chunks that threads wrote without a fence."""
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
         """griddepcontrol.wait, or else .launch_dependents."""

@@ -154,7 +154,7 @@ class Detector(Order):
         self._code.executed(warp, instr)
 
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """An asynchronous copy overwrites 16-byte chunks that threads wrote and nobody fenced."""
+        """An asynchronous copy overwrites 16-byte chunks that threads wrote without a fence."""
         if self.op is not None:
             text = f"{self.op.label} overwrites shared memory of {cta} that threads wrote without fence.proxy.async"
             owner = self.writer_of(cta, chunks)

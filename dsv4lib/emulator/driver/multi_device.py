@@ -97,7 +97,7 @@ class Together:
         """Run until every queue is empty.
 
         Raises:
-            Deadlock: the launches wait for each other, or a stream for an event that nobody records any more.
+            Deadlock: the launches wait for each other, or a stream for an event that is not recorded any more.
             Other EmulatorErrors: what stopped one launch; the others end with it.
         """
         streams, self._streams = self._streams, _Streams()  # what is queued from here on is the next run's

@@ -7,7 +7,7 @@ so ctypes callbacks are all that is needed: no driver, no shared object of ours.
 An exception cannot cross generated code. A callback stores it in `pending` and answers "success" (generated code turns
 other answers into misleading messages, or aborts the process); what comes after it in the same host function is
 skipped, and whoever called the host function raises it (`raise_pending`). Only where no device is active, a callback
-answers with an error, because then nobody is there to raise it.
+answers with an error, because then no Python frame is there to raise it.
 """
 
 from __future__ import annotations

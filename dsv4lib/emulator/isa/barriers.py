@@ -28,7 +28,7 @@ class NamedBarrier:
     """One of a CTA's 16 named barriers.
 
     Attributes:
-        phase: completed uses; expected: threads of the current use, 0 = nobody is there yet.
+        phase: completed uses; expected: threads of the current use, 0: none has arrived yet.
         arrived: threads that have arrived; who: which lanes of each warp. A warp whose live lanes have all arrived
             counts as 32 threads, whatever its number of live lanes, and has the full mask here.
         explicit: the current use gave its thread count.
@@ -79,7 +79,7 @@ def _arrive(
 
     Barriers count arrivals and do not ask whose: a warp that has arrived may still ``waits`` (sync, red) in the same
     phase, and counts twice then. FlashAttention's warp groups start that way: the one whose turn is first arrives for
-    the other. Further arrivals of a warp in one phase count too, all of them, also towards a phase that nobody else
+    the other. Further arrivals of a warp in one phase count too, all of them, also towards a phase that no other warp
     has come to; measured on an H200, with and without ``aligned``, ahead of a waiting warp and behind it. They are
     reported: one may stand for a warp that is missing.
 

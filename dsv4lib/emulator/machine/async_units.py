@@ -50,7 +50,7 @@ class AsyncOp:
         reads, writes: the CTA whose shared memory is read or written; checked when that CTA exits.
         lanes: mask of the issuing lanes, set at issue; pending: issued and not complete.
         signals: the mbarrier that counts its bytes.
-        clock, entry, epoch: of the race detector; clock_address: of ``clock``, 0 = nobody has asked.
+        clock, entry, epoch: of the race detector; clock_address: of ``clock``, 0: not looked up yet.
     """
 
     unit: str
@@ -227,7 +227,7 @@ class AsyncUnits:
     def cta_exited(self, cta: Cta) -> None:
         """The last warp of a CTA has exited: its shared memory is gone for what is still in flight.
 
-        A pending write into it is an error; a pending read (bulk store that nobody waited for) is reported as its own
+        A pending write into it is an error; a pending read (a bulk store without a wait) is reported as its own
         kind, because hardware keeps the memory until bulk reads are done in practice, but nothing promises that.
         """
         for warp in cta.warps:

@@ -11,7 +11,7 @@ operands that native handlers see as registers. What is in the pool:
 * special registers (``special``; filled when a warp is created);
 * addresses of variables and parameters (``symbols``; filled when a warp is created, because a shared address carries
   the CTA's rank and a parameter's address is that of the launch's parameter block);
-* a scratch slot where results go that nobody wants (``_``).
+* a scratch slot for results that are not used (``_``).
 
 Three conventions for implementations:
 

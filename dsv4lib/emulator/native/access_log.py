@@ -15,7 +15,7 @@ from dsv4lib.emulator.native.irtools import HELPERS, Emitter, Value
 LOG = np.dtype([("pc", "<i4"), ("mask", "<u4"), ("code", "<u8"), ("addresses", "<u8", abi.LANES)])
 CAPACITY = 4096  # more than a policy's quantum
 # Bits of ``code``; the low ones are the bytes of a lane's access.
-# COUNTS: an atomic of floating-point type; nobody synchronises by one. SAME: a store to shared memory changed no byte.
+# COUNTS: an atomic of floating-point type; it synchronises nothing. SAME: a store to shared memory changed no byte.
 BYTES, READ, WRITE, STRONG, GENERIC, GLOBAL, COUNTS, SAME = 0xFF, *(1 << bit for bit in range(8, 15))
 
 _APPEND = """

@@ -231,9 +231,9 @@ scan:
 finish:
   store i32 %low, ptr %pwatch, align 4
   %parked = load i32, ptr %pparked, align 4
-  %nobody = icmp eq i32 %parked, 0
+  %none_parked = icmp eq i32 %parked, 0
   %free = icmp slt i32 %bk, $LATE
-  %ok = or i1 %nobody, %free
+  %ok = or i1 %none_parked, %free
   %go = zext i1 %ok to i32
   ret i32 %go
 }
@@ -357,8 +357,8 @@ predicate:
   %flip = sub i32 0, %negated
   %q = xor i32 %p, %flip
   %on = and i32 %group, %q
-  %nobody = icmp eq i32 %on, 0
-  br i1 %nobody, label %advance, label %execute
+  %none_on = icmp eq i32 %on, 0
+  br i1 %none_on, label %advance, label %execute
 execute:
   %mask = phi i32 [ %group, %guard ], [ %on, %predicate ]
   store i32 %mask, ptr %pmask, align 4

@@ -11,7 +11,7 @@ one item per PTX operand, separated by spaces:
     32        a register of 32 bits (8, 16, 32, 64, 128; 1 = predicate)
     !1        a negated predicate
     i         an immediate, special register or symbol: it has no width of its own
-    _         the sink, a result nobody wants
+    _         the sink, a result that is not used
     {32,32}   a vector; 32|1 a pair of destinations; [64] a memory operand (its base)
 
 Operands are numbered after flattening. By loading and storing them the emitter also *declares* their widths, which is

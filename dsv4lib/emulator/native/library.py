@@ -5,9 +5,9 @@
     handlers["add.s32", "32 32 i"].address
 
 Spellings whose IR is the same share their code (``mov.b32`` and ``mov.f32``; ``add.s32`` with a register or a constant
-as operand). Compiled code is cached per batch in the folder ``native`` of the cache (``dsv4lib.folders``), which nobody
-else may write: that is checked each time before files are read or written. The key covers the IR, the processor and
-LLVM's version. A damaged file is removed and compiled again; a foreign one is ignored.
+as operand). Compiled code is cached per batch in the folder ``native`` of the cache (``dsv4lib.folders``), which no
+other user may write: that is checked each time before files are read or written. The key covers the IR, the
+processor and LLVM's version. A damaged file is removed and compiled again; a foreign one is ignored.
 """
 
 from __future__ import annotations

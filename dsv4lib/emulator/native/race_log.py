@@ -379,7 +379,7 @@ def enter(code: _Code, table: Any, number: Any, *columns: Any) -> None:
 
 
 def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
-    """i1: has nobody read a cell since access ``number``?
+    """i1: was a cell not read since access ``number``?
 
     A write that comes after all reads since the one before comes after that one too, though its clock may not say so.
     """

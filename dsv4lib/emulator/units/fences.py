@@ -3,10 +3,10 @@
 ``Smem.dirty`` names, for every 16-byte chunk, the warp that wrote it through the generic proxy and has not fenced it.
 An asynchronous-proxy fence clears the marks of the warp that executes it, and of the warps that it is ordered after:
 the memory model lets a thread fence on behalf of writers that it has synchronised with (checks/order.py). With all
-checks off nobody keeps that order, and a fence clears its own warp's marks alone.
+checks off that order is not kept, and a fence clears its own warp's marks alone.
 
 A tensor map that the device changes in global memory must be released by its writer and acquired by its user. Copies
-through a changed map that nobody has acquired are reported (tma.py).
+through a changed map without an acquire are reported (tma.py).
 
 Source: PTX ISA, ``fence.proxy`` and ``membar.proxy``, "Async Proxy". Plain fences are in barriers.py.
 """

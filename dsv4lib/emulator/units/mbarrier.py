@@ -170,7 +170,7 @@ class MBarrier:
             self.cta.smem.written.clear()
 
     def same_init(self, warp: Warp, instr: Instr, count: int) -> bool:
-        """Is this what other lanes of the warp have just done, and has nobody used the barrier since?"""
+        """Is this what other lanes of the warp have just done, and was the barrier not used since?"""
         place = self.place
         same = place is not None and (place.ptx_line, place.warp) == (instr.line, warp.warp_id)
         unused = self.phase == 0 and self.expected == self.pending == count and not self.tx and not self.waited()
@@ -238,7 +238,7 @@ def _before(count: int, lanes: int) -> np.ndarray:
 
 
 def check_exit(cta: Cta) -> None:
-    """Report barriers of an exiting CTA that expect bytes or got bytes nobody expected."""
+    """Report barriers of an exiting CTA that expect bytes or got unexpected bytes."""
     for barrier in cta.mbarriers.values():
         barrier.check_image(lambda: None)
         if barrier.tx:

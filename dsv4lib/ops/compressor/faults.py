@@ -1,4 +1,4 @@
-"""Mistakes of a compressor, planted one at a time: every class is the kernel with one thing replaced, and compiles.
+"""Mistakes of a compressor, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
 `BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
 of `STREAMED` are of the form for decode steps of many requests.

@@ -1,7 +1,7 @@
 """A decode step of a compressor that keeps rows (HCA): a window comes through shared memory, by bulk copies.
 
 Where a window closes, 512 KiB a request are read. `simt` has them in registers, in as many CTAs as fit, one behind the
-other. Here a warp asks for rows, `stages` groups of them ahead; nobody else waits for memory.
+other. Here a warp asks for rows, `stages` groups of them ahead; no other warp waits for memory.
 
     slices   CTAs (a cluster) share a request's rows; each has neighbouring ones, of all channels
     fetcher  a warp: a group of 8 neighbouring rows is a stage, a copy of 16 KiB for k and one for z where the state's

@@ -1,4 +1,4 @@
-"""The mistakes that cost days on real attention kernels, planted one at a time; each is marked ``WRONG``.
+"""The mistakes that cost days on real attention kernels, injected one at a time; each is marked ``WRONG``.
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes

@@ -90,7 +90,7 @@ def paged(
 ) -> Case:
     """The same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
 
-    Rows that are NaN (nobody may read them), the ends of last pages, two further pages and the padding are 0xFF: NaN.
+    Rows that are NaN (they must not be read), the ends of last pages, two further pages and the padding are 0xFF: NaN.
 
     Args:
         one: a bf16 case with D 512.

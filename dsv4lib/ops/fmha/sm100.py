@@ -65,10 +65,10 @@ Several tokens in a tile: `groups`. Rows are heads of adjacent tokens that read 
 chunk, HCA under the limit per query), 64 // H of them, or 128 // H over a cluster. A CTA walks over the union of their
 ranges; a row masks what its own token does not see. Never for index lists: in CSA each token selects its own entries.
 
-CTAs stay. The grid has as many CTAs as run at once; each keeps its heads and its part of the keys and takes every n-th
-token (or group), one behind the other, without a pause in its pipelines: tiles of the next token are loaded while this
-one's are multiplied, and the turn from token to token runs under both. In a pair (alone, Q' and S 0' come behind
-P V n-1: the ring has no room for two tiles and Q'):
+CTAs are persistent. The grid has as many CTAs as run at once; each keeps its heads and its part of the keys and takes
+every n-th token (or group), one after the other, without a pause in its pipelines: tiles of the next token are loaded
+while this one's are multiplied, and the transition from token to token runs under both. In a pair (alone, Q' and S 0'
+come behind P V n-1: the ring has no room for two tiles and Q'):
 
     tensor core   .. S n-1 | P V n-2 | Q' -> TMEM | S 0' | P V n-1 | S 1' | P V 0'    | S 2' ..
     softmax       .. n-2 ..| ........ n-1 .........      | ....... 0' ....| ..... 1' .....

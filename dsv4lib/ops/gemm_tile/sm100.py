@@ -306,7 +306,7 @@ class GemmTile(TileGemm):
             if row < mC.shape[0]:
                 self.store_row(tTR_rC, tTR_gC[None, None, None, 0, i], columns)
             cute.arch.sync_warp()  # the next tcgen05.ld needs all 32 threads of the warp together again
-        pipeline.NamedBarrier(TMEM_DONE, 32 * len(EPILOGUE_WARPS)).arrive_and_wait()  # nobody reads TMEM any more
+        pipeline.NamedBarrier(TMEM_DONE, 32 * len(EPILOGUE_WARPS)).arrive_and_wait()  # TMEM has been read
         tmem.free(address)
 
     @cute.jit

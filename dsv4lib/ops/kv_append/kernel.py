@@ -9,7 +9,7 @@ newer row of the call goes to the same slot: no two rows are written to one plac
 **A warp a slot** (``by_slot``; more rows than the rings have slots): warp w mod window of a request has that many rows
 behind its own, so rows that nobody keeps are not loaded; the row waits for its request.
 
-A place outside the rings is nobody's: nothing is stored.
+A place outside the rings is skipped: nothing is stored.
 
 Bytes: 2 x 1024 a stored row; a decode step is the latency of two loads and a store.
 

@@ -1,6 +1,6 @@
 """Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
 
-Beside "ours" stands the form of the kernel that the op does not choose, "ours, few_tokens" or "ours,
+Beside "ours" stands the variant of the kernel that the op does not choose, "ours, few_tokens" or "ours,
 many_tokens" (`ops.mhc.variants`).
 """
 
@@ -16,7 +16,7 @@ import torch
 from dsv4lib.bench.ops.case import Call, Given, Provider, Row
 from dsv4lib.bench.ops.providers import Outputs, compiled, in_place
 from dsv4lib.ops.mhc import peers
-from dsv4lib.ops.mhc.variants import Form, form_of, forms
+from dsv4lib.ops.mhc.variants import Variant, variant_of, variants
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 
@@ -97,7 +97,7 @@ def _ours(given: Given) -> tuple[Call, Outputs]:
 
 
 def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
-    """The op's own call of a row, for a form of the kernel that the op would not choose."""
+    """The op's own call of a row, for a variant of the kernel that the op would not choose."""
     from dsv4lib.ops.mhc.op import Call
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
@@ -112,24 +112,24 @@ def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outp
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
     run(
         Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend),
-        Form.FEW_TOKENS,
+        Variant.FEW_TOKENS,
     )
     return out
 
 
-def _in_form(form: Form) -> Callable[[Given, Outputs], None]:
+def _as_variant(variant: Variant) -> Callable[[Given, Outputs], None]:
     def write(given: Given, out: Outputs) -> None:
         from dsv4lib.ops.mhc.op import run
 
-        run(call_of(given, out), form)
+        run(call_of(given, out), variant)
 
     return write
 
 
 def _forms(tokens: int, d: int) -> tuple[Provider, ...]:
-    """Ours in the forms that fit and that the op does not choose for this many tokens."""
-    others = [form for form in forms(d) if form != form_of(tokens, d)]
-    return tuple(in_place(f"ours, {form.value}", _outputs, _in_form(form)) for form in others)
+    """Ours in the variants that fit and that the op does not choose for this many tokens."""
+    others = [variant for variant in variants(d) if variant != variant_of(tokens, d)]
+    return tuple(in_place(f"ours, {variant.value}", _outputs, _as_variant(variant)) for variant in others)
 
 
 def _plain(streams, f, post, comb, fn, scale, base, weight) -> Outputs:

@@ -35,7 +35,7 @@ from dsv4lib.ops.mhc import arguments
 from dsv4lib.ops.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
-from dsv4lib.ops.mhc.variants import SM_COUNT, Form, cluster_of, form_of, tile_of
+from dsv4lib.ops.mhc.variants import SM_COUNT, Variant, cluster_of, tile_of, variant_of
 
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
@@ -172,24 +172,24 @@ class Plan(NamedTuple):
 
     Attributes:
         cluster: CTAs that share a token. rows: tokens that a cluster takes at once. clusters: of the
-            launch. form: of the kernel.
+            launch. variant: of the kernel.
     """
 
     cluster: int
     rows: int
     clusters: int
-    form: Form = Form.FEW_TOKENS
+    variant: Variant = Variant.FEW_TOKENS
 
 
-def plan(tokens: int, d: int, sm_count: int = SM_COUNT, form: Form | None = None) -> Plan:
-    """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``form``: None: `form_of`."""
-    form = form_of(tokens, d) if form is None else form
-    cluster = cluster_of(d, form)
-    most = max(1, sm_count // cluster if form is Form.MANY_TOKENS else sm_count // GPC * (GPC // cluster))
+def plan(tokens: int, d: int, sm_count: int = SM_COUNT, variant: Variant | None = None) -> Plan:
+    """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``variant``: None: `variant_of`."""
+    variant = variant_of(tokens, d) if variant is None else variant
+    cluster = cluster_of(d, variant)
+    most = max(1, sm_count // cluster if variant is Variant.MANY_TOKENS else sm_count // GPC * (GPC // cluster))
     few = most if tokens > FEW * FEW_ROWS else min(FEW, most)
-    rounds = -(-tokens // (few * tile_of(form, d)))
+    rounds = -(-tokens // (few * tile_of(variant, d)))
     rows = -(-tokens // (few * rounds))
-    return Plan(cluster, rows, min(most, -(-tokens // rows)), form)
+    return Plan(cluster, rows, min(most, -(-tokens // rows)), variant)
 
 
 def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -275,21 +275,21 @@ class Call(NamedTuple):
             }
         )
 
-    def run(self, backend: str, form: Form | None = None) -> None:
-        """Launch the kernel, or ask the oracle; ``form``: None: `form_of`."""
+    def run(self, backend: str, variant: Variant | None = None) -> None:
+        """Launch the kernel, or ask the oracle; ``variant``: None: `variant_of`."""
         if self.streams.shape[0] == 0:
             return
         if backend == "reference":
             return _reference(self)
         sm_count = launching.sm_count(self.streams.device) if backend == "native" else SM_COUNT
-        if form is None:
-            form = form_of(*self.streams.shape[::2])
-        launch(self, backend, plan(self.streams.shape[0], self.streams.shape[2], sm_count, form))
+        if variant is None:
+            variant = variant_of(*self.streams.shape[::2])
+        launch(self, backend, plan(self.streams.shape[0], self.streams.shape[2], sm_count, variant))
 
 
-def run(call: Call, form: Form) -> None:
-    """Choose the back end and queue a checked call in this form."""
-    call.run(launching.resolve(call.backend, "streams", call.streams), form)
+def run(call: Call, variant: Variant) -> None:
+    """Choose the back end and queue a checked call in this variant."""
+    call.run(launching.resolve(call.backend, "streams", call.streams), variant)
 
 
 def launch(call: Call, name: str, chosen: Plan) -> None:
@@ -302,15 +302,15 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
-    if chosen.form is Form.FEW_TOKENS:
+    if chosen.variant is Variant.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
     before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
-    kernel = {Form.FEW_TOKENS: MhcFewTokens, Form.MANY_TOKENS: MhcManyTokens}[chosen.form]
+    kernel = {Variant.FEW_TOKENS: MhcFewTokens, Variant.MANY_TOKENS: MhcManyTokens}[chosen.variant]
     args = arguments.launch_args
-    if chosen.form is Form.MANY_TOKENS:
+    if chosen.variant is Variant.MANY_TOKENS:
         args = functools.partial(args, space=_space(call))
     launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
 

@@ -100,7 +100,7 @@ class Epilogue(Schedule):
             self.release(acc, state)
             state.advance()
             place = self.next_place(groups, place)
-        self.turned().arrive_and_wait()  # nobody reads TMEM any more
+        self.turned().arrive_and_wait()  # TMEM has been read
         allocator.free(address)
 
     def turned(self) -> pipeline.NamedBarrier:
@@ -182,7 +182,7 @@ class Epilogue(Schedule):
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):
-        """Whether the tile has this token: what an MMA computed behind the last one belongs to nobody."""
+        """Whether the tile has this token: rows of an MMA past the last token are not stored."""
         return token < tile.rows
 
     def features_of(self, ends: Ends) -> Int32:

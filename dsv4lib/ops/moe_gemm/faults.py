@@ -1,4 +1,4 @@
-"""Mistakes of grouped block-scaled GEMMs, planted one at a time; each is marked ``WRONG``.
+"""Mistakes of grouped block-scaled GEMMs, injected one at a time; each is marked ``WRONG``.
 
 Every class is the `MoeGemm` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds
 each: a kind of the emulator's reports, "stray bytes" (the output holds a sentinel where no token is) or "wrong numbers"

@@ -253,7 +253,7 @@ class ClusterTopK(TopK):
             for i in cutlass.range(lane, own, LANES, unroll=1):
                 s.all_pairs[2 * (before + i)] = self.read(s.key, i, peer)
                 s.all_pairs[2 * (before + i) + 1] = self.read(s.index, i, peer)
-        self.meet()  # nobody leaves before all have read
+        self.meet()  # no CTA exits before all have read
         sure = cute.arch.warp_redux_sync(cutlass.select_(lane < rank, sure, Int32(0)), "add")
         return sure, cute.arch.warp_redux_sync(cutlass.select_(lane < rank, size, Int32(0)), "add")
 

@@ -1,4 +1,4 @@
-"""Mistakes of a top-k, planted one at a time: every class is the kernel with one thing replaced, and compiles.
+"""Mistakes of a top-k, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
 `BROKEN` holds them by name.
 """

@@ -13,7 +13,7 @@ from dsv4lib.ops.mhc.arguments import fake_args, launch_args
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.kernel import Mhc
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
-from dsv4lib.ops.mhc.variants import Form, cluster_of
+from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.budget import built, quick
@@ -21,14 +21,14 @@ from tests.budget import built, quick
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
 FULL = pytest.mark.full
-FORMS = {"few_tokens": MhcFewTokens, "many_tokens": MhcManyTokens}
+VARIANTS = {"few_tokens": MhcFewTokens, "many_tokens": MhcManyTokens}
 N, EPS, UNIT = 4, 1e-6, 2.0**-8  # UNIT: half of what separates two bf16
 FP32 = 2.0**-24
 
 
 @cache
-def compiled(arch="sm_90a", form="few_tokens", **settings):
-    kernel, code = built(FORMS[form], fake_args, arch, **{"d": 128, "cluster": 4, **settings})
+def compiled(arch="sm_90a", variant="few_tokens", **settings):
+    kernel, code = built(VARIANTS[variant], fake_args, arch, **{"d": 128, "cluster": 4, **settings})
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
@@ -61,7 +61,7 @@ def outputs(tokens, d, post, head, keep=True):
 
 
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
-    if settings.get("form", "few_tokens") == "few_tokens":
+    if settings.get("variant", "few_tokens") == "few_tokens":
         settings = {"groups": -(-rows // 8), **settings}
     rows = min(rows, 24 if "groups" in settings else 16)  # most that a tile holds
     kernel, code = compiled(arch, **settings)
@@ -111,7 +111,7 @@ SHAPES = [(1, 1, 1), (3, 2, 2), (33, 16, 2), (37, 5, 2), (41, 2, 1), (41, 21, 1)
 ON_BOTH = SHAPES[1]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("arch", "tokens", "rows", "clusters"),
     [
@@ -120,9 +120,9 @@ ON_BOTH = SHAPES[1]
         for shape in SHAPES
     ],
 )
-def test_boundary(arch, tokens, rows, clusters, form):
+def test_boundary(arch, tokens, rows, clusters, variant):
     given = case(tokens, 128, seed=tokens)
-    check(run(given, rows, clusters, arch, form=form), given)
+    check(run(given, rows, clusters, arch, variant=variant), given)
 
 
 def test_parts_keep_all_bits_of_fn():
@@ -133,7 +133,7 @@ def test_parts_keep_all_bits_of_fn():
     fn = torch.stack([whole, -first - (whole - first).bfloat16().float()], -1).flatten(1)
     assert 0 < float((fn[:, 0::2] + fn[:, 1::2]).abs().max()) <= 2.0**-17
     given = torch.ones_like(streams), before, (fn, torch.full((3,), 2.0**13), base, weight)
-    check(run(given, 2, 1, form="many_tokens", post=False), given, post=False)
+    check(run(given, 2, 1, variant="many_tokens", post=False), given, post=False)
 
 
 def test_parts_keep_all_bits_of_comb_and_post():
@@ -146,41 +146,41 @@ def test_parts_keep_all_bits_of_comb_and_post():
     streams[:, 1], comb[:], post[:] = streams[:, 0], 0, 0
     comb[:, 0], comb[:, 1] = whole, -first
     given = streams, (f, post, comb), parameters
-    check(run(given, 5, 1, form="many_tokens"), given)
+    check(run(given, 5, 1, variant="many_tokens"), given)
     comb[:, 1], post[:] = 0, -first
     given = streams, (streams[:, 0].clone(), post, comb), parameters
-    check(run(given, 5, 1, form="many_tokens"), given)
+    check(run(given, 5, 1, variant="many_tokens"), given)
 
 
 LARGE = ("few_tokens", 8), ("many_tokens", 16)
 
 
 @pytest.mark.parametrize(
-    ("form", "cluster"), [("few_tokens", 16), ("many_tokens", 8), *(pytest.param(*x, marks=FULL) for x in LARGE)]
+    ("variant", "cluster"), [("few_tokens", 16), ("many_tokens", 8), *(pytest.param(*x, marks=FULL) for x in LARGE)]
 )
-def test_many_warps_and_large_clusters(form, cluster):
+def test_many_warps_and_large_clusters(variant, cluster):
     """d 1024 over 16 CTAs of two workers each, or over 8 of four."""
     given = case(5, 1024)
     rows, clusters = (3, 2) if cluster == 16 else (5, 1)
-    check(run(given, rows, clusters, d=1024, cluster=cluster, form=form), given)
+    check(run(given, rows, clusters, d=1024, cluster=cluster, variant=variant), given)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_first_site_and_head(form):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_first_site_and_head(variant):
     given = case(19, 128)
-    check(run(given, 16, 2, form=form, post=False), given, post=False)
-    given, settings = case(19, 256, head=True), {"form": form, "d": 256, "cluster": 8, "head": True}
+    check(run(given, 16, 2, variant=variant, post=False), given, post=False)
+    given, settings = case(19, 256, head=True), {"variant": variant, "d": 256, "cluster": 8, "head": True}
     check(run(given, 16, 1, post=False, **settings), given, post=False, head=True)
     check(run(given, 7, 2, keep=False, **settings), given, head=True)
     check(run(given, 3, 1, **settings), given, head=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_tokens_bits_do_not_depend_on_its_place(form):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_tokens_bits_do_not_depend_on_its_place(variant):
     given = case(21, 128)
-    whole = run(given, 16, 2, form=form)
+    whole = run(given, 16, 2, variant=variant)
     streams, before, parameters = given
-    part = run((streams[4:9], tuple(x[4:9] for x in before), parameters), 2, 1, form=form)
+    part = run((streams[4:9], tuple(x[4:9] for x in before), parameters), 2, 1, variant=variant)
     assert all(torch.equal(a[4:9], b) for a, b in zip(whole, part, strict=True))
 
 
@@ -193,19 +193,19 @@ def test_streams_that_cancel():
     fn[:N] = 0  # all pre alike
     streams[:, 1], streams[:, 2], streams[:, 3] = -streams[:, 0], streams[:, 0], (-0.98 * streams[:, 0]).bfloat16()
     given = streams, before, (fn, scale, base, weight)
-    check(run(given, 6, 1, post=False, form="many_tokens"), given, post=False)
+    check(run(given, 6, 1, post=False, variant="many_tokens"), given, post=False)
     streams[:, 3] = -streams[:, 0]
-    y = run(given, 6, 1, post=False, form="many_tokens")[1]
+    y = run(given, 6, 1, post=False, variant="many_tokens")[1]
     noise = 2.0**-22 * streams.float().abs().sum(1) * weight.abs()  # of x, in fp32; its norm is at least sqrt(eps)
     assert bool((y.float().abs() <= noise * EPS**-0.5).all())
 
 
 @cache
-def by_turns(arch, form):
-    return run(case(7, 128), 2, 2, arch, form=form)
+def by_turns(arch, variant):
+    return run(case(7, 128), 2, 2, arch, variant=variant)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("arch", "schedule"),
     [
@@ -214,16 +214,16 @@ def by_turns(arch, form):
         for schedule in SCHEDULES
     ],
 )
-def test_all_schedules_give_the_same_bits(arch, schedule, form):
-    found = run(case(7, 128), 2, 2, arch, {"schedule": schedule, "seed": 3}, form=form)
-    assert all(torch.equal(a, b) for a, b in zip(found, by_turns(arch, form), strict=True))
+def test_all_schedules_give_the_same_bits(arch, schedule, variant):
+    found = run(case(7, 128), 2, 2, arch, {"schedule": schedule, "seed": 3}, variant=variant)
+    assert all(torch.equal(a, b) for a, b in zip(found, by_turns(arch, variant), strict=True))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nan_stays_in_its_token(form):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nan_stays_in_its_token(variant):
     streams, before, parameters = case(5, 128)
     streams[2, 1, 100] = float("nan")
-    after = run((streams, before, parameters), 5, 1, form=form)
+    after = run((streams, before, parameters), 5, 1, variant=variant)
     assert all(bool(x[2].isnan().any()) for x in after)
     rest = [0, 1, 3, 4]
     check([x[rest] for x in after], (streams[rest], tuple(x[rest] for x in before), parameters))
@@ -240,28 +240,28 @@ SINKHORN = oracle.sinkhorn
 
 
 @cache
-def three_tokens(form):
-    return run(case(3, 128), 3, 1, form=form)
+def three_tokens(variant):
+    return run(case(3, 128), 3, 1, variant=variant)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_check_notices(fault, form, monkeypatch):
+def test_the_check_notices(fault, variant, monkeypatch):
     """The oracle with a fault is not what the kernel computes."""
     given = case(3, 128)
-    after = three_tokens(form)
+    after = three_tokens(variant)
     monkeypatch.setattr(oracle, *FAULTS[fault])
     with pytest.raises(AssertionError):
         check(after, given)
 
 
-CASES = [(arch, d, form, {}) for d in (4096, 7168) for form in FORMS for arch in ARCHS]
+CASES = [(arch, d, variant, {}) for d in (4096, 7168) for variant in VARIANTS for arch in ARCHS]
 CASES += [(arch, 4096, "few_tokens", {"groups": groups, "once": True}) for groups in (1, 2, 3) for arch in ARCHS]
 
 
-@pytest.mark.parametrize(("arch", "d", "form", "settings"), CASES)
-def test_budget(arch, d, form, settings):
-    kernel, code = compiled(arch, cluster=cluster_of(d, Form(form)), d=d, form=form, **settings)
+@pytest.mark.parametrize(("arch", "d", "variant", "settings"), CASES)
+def test_budget(arch, d, variant, settings):
+    kernel, code = compiled(arch, cluster=cluster_of(d, Variant(variant)), d=d, variant=variant, **settings)
     assert kernel.smem_bytes == -(-code.smem_bytes // 1024) * 1024
     assert code.registers * 32 * (4 * -(-code.threads // 128)) <= 65536
 

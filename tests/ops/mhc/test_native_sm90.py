@@ -6,7 +6,7 @@ import torch
 from dsv4lib import backends
 from dsv4lib.ops.mhc import bench
 from dsv4lib.ops.mhc.op import Site, mhc_head, mhc_post_pre, run
-from dsv4lib.ops.mhc.variants import Form, forms
+from dsv4lib.ops.mhc.variants import Variant, variants
 
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
@@ -23,28 +23,29 @@ def call(given, site, part=slice(None)):
     return mhc_post_pre(*before, site, backend="native")
 
 
-def in_form(given, form, part=slice(None)):
+def as_variant(given, variant, part=slice(None)):
     given = {**given, **{name: given[name][part] for name in ("streams", "f", "post", "comb")}}
     out = {name: torch.full_like(given["f" if name == "y" else name], float("nan")) for name in NAMES}
-    run(bench.call_of(given, out), form)
+    run(bench.call_of(given, out), variant)
     return out
 
 
 @pytest.mark.parametrize(
-    ("form", "d"), [(form, d) for d in (4096, 7168) for form in forms(d) if form is not Form.FEW_TOKENS]
+    ("variant", "d"),
+    [(variant, d) for d in (4096, 7168) for variant in variants(d) if variant is not Variant.FEW_TOKENS],
 )
 @pytest.mark.parametrize("tokens", [1, 3, 33, 129, 1000, 4096])
-def test_streams(tokens, form, d):
+def test_streams(tokens, variant, d):
     """Right, the same bits in 20 calls and at another place of a batch; post and comb as few_tokens' of the same
     streams, some of which round to the other side."""
     given, _ = case(tokens, d)
-    found = in_form(given, form)
+    found = as_variant(given, variant)
     bench.check(given, found)
     for _ in range(20):
-        again = in_form(given, form)
+        again = as_variant(given, variant)
         assert all(torch.equal(found[name], again[name]) for name in NAMES)
     part = slice(tokens // 2, tokens)
-    again = in_form(given, form, part)
+    again = as_variant(given, variant, part)
     assert all(torch.equal(found[name][part], again[name]) for name in NAMES)
     plain = bench.behind(given, found["streams"])
     torch.testing.assert_close(found["post"], plain["post"], rtol=0, atol=2.0**-18)

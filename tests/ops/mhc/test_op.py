@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.mhc import bench
 from dsv4lib.ops.mhc.op import Site, mhc_head, mhc_post_pre, mhc_pre, plan, run
-from dsv4lib.ops.mhc.variants import Form, form_of, forms, tile_of
+from dsv4lib.ops.mhc.variants import Variant, tile_of, variant_of, variants
 
 GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
 SITE = Site(*(GIVEN[name] for name in ("fn", "scale", "base", "weight")))
@@ -36,31 +36,38 @@ def test_back_ends_agree():
 def test_forms_agree():
     """Streams to the bit (`MANY_TOKENS`: to a rounding), post and comb to fp32, y to a rounding; right by the bench."""
     names, found = ("streams", "y", "post", "comb"), {}
-    for form in forms(128):
+    for variant in variants(128):
         out = {name: torch.full_like(GIVEN["f" if name == "y" else name], float("nan")) for name in names}
-        run(bench.call_of(GIVEN, out, "emulator"), form)
+        run(bench.call_of(GIVEN, out, "emulator"), variant)
         bench.check(GIVEN, out)
-        found[form] = out
-    assert list(found) == list(Form)
-    for form in forms(128):
-        want = found[Form.FEW_TOKENS]
-        if form is Form.MANY_TOKENS:  # whose tensor cores add up in another order: some streams round to the other side
-            want = want | bench.behind(GIVEN, found[form]["streams"], "emulator")
+        found[variant] = out
+    assert list(found) == list(Variant)
+    for variant in variants(128):
+        want = found[Variant.FEW_TOKENS]
+        if (
+            variant is Variant.MANY_TOKENS
+        ):  # whose tensor cores add up in another order: some streams round to the other side
+            want = want | bench.behind(GIVEN, found[variant]["streams"], "emulator")
         for name in names:
-            same([found[form][name]], [want[name]])
+            same([found[variant][name]], [want[name]])
 
 
 def test_forms_that_fit():
-    assert forms(4096) == list(Form) == forms(7168) and forms(7680) == []
-    assert all(form_of(tokens, d) in forms(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 5120, 7168))
-    chosen = {tokens: form_of(tokens, 4096) for tokens in (1, 112, 113, 128, 129, 168, 169, 4096)}
-    assert [tokens for tokens, form in chosen.items() if form == Form.FEW_TOKENS] == [1, 112, 129, 168]
-    assert form_of(56, 7168) == Form.FEW_TOKENS and form_of(57, 7168) == form_of(4096, 7168) == Form.MANY_TOKENS
+    assert variants(4096) == list(Variant) == variants(7168) and variants(7680) == []
+    assert all(variant_of(tokens, d) in variants(d) for tokens in (1, 32, 128, 4096) for d in (128, 4096, 5120, 7168))
+    chosen = {tokens: variant_of(tokens, 4096) for tokens in (1, 112, 113, 128, 129, 168, 169, 4096)}
+    assert [tokens for tokens, variant in chosen.items() if variant == Variant.FEW_TOKENS] == [1, 112, 129, 168]
+    assert (
+        variant_of(56, 7168) == Variant.FEW_TOKENS
+        and variant_of(57, 7168) == variant_of(4096, 7168) == Variant.MANY_TOKENS
+    )
     for row in bench.rows():
         model, _, tokens = row.shape.split()
         d = dict(bench.MODELS)[model]
-        others = [form for form in forms(d) if form is not form_of(int(tokens), d)]
-        assert [one.name for one in row.providers[1 : len(forms(d))]] == [f"ours, {form.value}" for form in others]
+        others = [variant for variant in variants(d) if variant is not variant_of(int(tokens), d)]
+        assert [one.name for one in row.providers[1 : len(variants(d))]] == [
+            f"ours, {variant.value}" for variant in others
+        ]
 
 
 def test_outputs_of_the_caller_and_no_tokens():
@@ -74,11 +81,11 @@ def test_outputs_of_the_caller_and_no_tokens():
 def test_plans_share_a_call_out():
     for tokens in (1, 3, 8, 129, 4096):
         for d in (4096, 7168, 128):
-            for form in forms(d):
-                cluster, rows, clusters, chosen = plan(tokens, d, form=form)
-                assert chosen == form and d % cluster == 0
-                assert 1 <= rows <= tile_of(form, d) and 1 <= clusters <= -(-tokens // rows)
-    assert plan(129, 4096).form == form_of(129, 4096)
+            for variant in variants(d):
+                cluster, rows, clusters, chosen = plan(tokens, d, variant=variant)
+                assert chosen == variant and d % cluster == 0
+                assert 1 <= rows <= tile_of(variant, d) and 1 <= clusters <= -(-tokens // rows)
+    assert plan(129, 4096).variant == variant_of(129, 4096)
     assert plan(4096, 4096)[:3] == (16, 16, 8) and plan(4096, 7168)[:3] == (32, 16, 4)  # 128 SMs
     assert plan(160, 4096)[1:3] == (23, 7) and plan(50, 7168)[1:3] == (8, 7)  # not one tile of 24 and one of a few
     assert plan(128, 4096)[:3] == (16, 16, 8)
