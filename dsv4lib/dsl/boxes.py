@@ -26,7 +26,7 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
     Args:
         tensor: modes from the contiguous one outwards, 2 or 3 of them.
         box: extents in the same order.
-        swizzle: the 128-byte swizzle, where a row of the box is 128 bytes in SMEM; else row after row.
+        swizzle: the swizzle of a row of the box in SMEM, which is 64 or 128 bytes; else row after row.
         padded: 4-bit values arrive as 16 values in the first 8 of every 16 bytes (the form of kind::mxf8f6f4).
     """
     strides, size = [], 1
@@ -35,7 +35,8 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
         size *= extent
     layout = cute.make_layout(box, stride=tuple(strides))
     if swizzle:
-        layout = cute.make_composed_layout(cute.make_swizzle(3, 4, 3), 0, layout)
+        bits = 2 if box[0] * tensor.element_type.width == 8 * 64 else 3
+        layout = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
     operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
     kind = cutlass.Uint8 if padded else None
     return cpasync.make_tiled_tma_atom(operation, tensor, layout, box, internal_type=kind)[0]

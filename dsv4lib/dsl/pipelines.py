@@ -25,19 +25,21 @@ def cluster_layout(ctas: int) -> cute.Layout:
 
 
 def tma_to_umma(
-    stages: int, stage_bytes: int, barriers: cute.Pointer, producers: int = 1, ctas: int = 1
+    stages: int, stage_bytes: int, barriers: cute.Pointer, producers: int = 1, ctas: int = 1, readers: int = 0
 ) -> pipeline.PipelineTmaUmma:
     """Full when ``stage_bytes`` have landed in each CTA, empty when the MMAs issued before the release are done.
 
     Full also asks for an arrival of each of ``producers`` warps; one that stores by itself goes by `wait_empty` and
     arrives at the full barrier when its stores are visible.
 
+    Empty also asks for an arrival of each of ``readers`` warps, which read the stage by themselves (`arrive_empty`).
+
     With ``ctas`` 2 both producers wait for an empty stage, and only the first says how many bytes both will bring.
     """
     made = pipeline.PipelineTmaUmma.create(
         num_stages=stages,
         producer_group=_group(producers),
-        consumer_group=_group(1),
+        consumer_group=_group(1 + readers),
         tx_count=stage_bytes * ctas,
         barrier_storage=barriers,
         cta_layout_vmnk=cluster_layout(ctas),
@@ -89,3 +91,8 @@ def warps_to_warps(stages: int, producers: int, consumers: int, barriers: cute.P
 def wait_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
     """A producer that is not TMA waits for its stage."""
     ring.sync_object_empty.wait(state.index, state.phase)
+
+
+def arrive_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState) -> None:
+    """Arrive at the empty barrier of a stage, for a warp that has read it; one thread calls it."""
+    cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(state.index))

@@ -15,32 +15,32 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-SWIZZLE_128B = 2  # layout type of a matrix descriptor
+LAYOUT_TYPES = {64: 4, 128: 2}  # of a matrix descriptor, by the bytes of a swizzled row
 SWIZZLE_ATOM = 1024  # bytes: 8 rows of 128 B, the period of the 128-byte swizzle
-_FORMAT = {"fp16": 0, "bf16": 1}
+_FORMAT = {"fp16": 0, "bf16": 1, "e4m3": 0}  # of kind::f16, and of kind::f8f6f4
 SCALE_BLOCK = 512  # bytes of the scales of 128 rows and 4 blocks, as `formats.scale_swizzle` and tcgen05.cp have them
 SCALE_COLUMNS = 4  # of tensor memory that such a block takes
 
 
 def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False) -> int:
-    """The 32-bit descriptor of a kind::f16 MMA: fp32 accumulator, A K-major, A and B of ``dtype``.
+    """The 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
 
     Args:
         m, n: shape of the instruction.
-        dtype: "fp16" or "bf16".
+        dtype: "fp16" or "bf16" of kind::f16, "e4m3" of kind::f8f6f4.
         b_mn_major: B is stored with N contiguous (a transposed B).
     """
     f = _FORMAT[dtype]
     return 1 << 4 | f << 7 | f << 10 | int(b_mn_major) << 16 | (n // 8) << 17 | (m // 16) << 24
 
 
-def matrix_descriptor(leading_bytes: int, stride_bytes: int) -> int:
-    """The 64-bit descriptor of an operand in SMEM with the 128-byte swizzle, without its address (`at` adds it).
+def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 128) -> int:
+    """The 64-bit descriptor of an operand in SMEM with the swizzle of ``row_bytes``, 64 or 128, without its address.
 
-    K-major: rows of 128 B in groups of 8; ``stride_bytes`` from group to group, ``leading_bytes`` unused.
+    `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group, ``leading_bytes`` unused.
     MN-major: runs of 128 B along MN; ``leading_bytes`` from run to run, ``stride_bytes`` from 8 K rows to the next 8.
     """
-    return (leading_bytes >> 4) << 16 | (stride_bytes >> 4) << 32 | 1 << 46 | SWIZZLE_128B << 61
+    return (leading_bytes >> 4) << 16 | (stride_bytes >> 4) << 32 | 1 << 46 | LAYOUT_TYPES[row_bytes] << 61
 
 
 def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id: int = 0) -> int:
@@ -86,6 +86,7 @@ def mma(
     *,
     ws: bool = False,
     ctas: int = 1,
+    kind: str = "f16",
     loc: Any = None,
     ip: Any = None,
 ) -> None:
@@ -102,12 +103,13 @@ def mma(
         ctas: 2: a pair multiplies together. Each CTA has half of the rows of A and of D and brings half of the N rows
             of B, from the same place in its SMEM. With M 128 the lanes are as with ``ws`` and M 64 (layout B), A in
             TMEM too.
+        kind: "f16" or "f8f6f4".
     """
     form = "mma.ws" if ws else "mma"
     operand = "{$r1}" if isinstance(a, cutlass.Int64) else "[{$r1}]"
     text = (
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
-        f"tcgen05.{form}.cta_group::{ctas}.kind::f16 [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
+        f"tcgen05.{form}.cta_group::{ctas}.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
     )
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
