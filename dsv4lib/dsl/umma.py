@@ -37,7 +37,8 @@ def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False)
 def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 128) -> int:
     """The 64-bit descriptor of an operand in SMEM with the swizzle of ``row_bytes``, 64 or 128, without its address.
 
-    `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group, ``leading_bytes`` unused.
+    `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group,
+    ``leading_bytes`` unused.
     MN-major: runs of 128 B along MN; ``leading_bytes`` from run to run, ``stride_bytes`` from 8 K rows to the next 8.
     """
     return (leading_bytes >> 4) << 16 | (stride_bytes >> 4) << 32 | 1 << 46 | LAYOUT_TYPES[row_bytes] << 61

@@ -25,9 +25,19 @@ SEEN = {
     "OneEntryTooMany": ({"unseen_picked", "picks_wrong"}, {"hard_wrong"}),
     "ReadsTwice": (set(), {"hard_wrong", "picks_wrong", "hazards"}),  # right picks: its traffic gives it away
     "PaddedWithZero": ({"padding_wrong"}, {"hard_wrong"}),
+    "NoRelu": ({"logits_over_torch"}, {"logits_stray", "picks_wrong"}),
+    "PagesInOrder": ({"logits_over_torch"}, {"logits_stray", "picks_wrong"}),
+    "OneScoreTooMany": ({"logits_stray"}, {"logits_over_torch", "picks_wrong"}),
+    "KeyScalesInRows": ({"logits_over_torch"}, {"logits_stray", "picks_wrong"}),
     "KeysNotRotated": ({"score_error", "lost"}, {"codes_wrong", "picks_wrong"}),
 }
-ALWAYS = "none", "NoMeeting", "TiesAnyhow", "KeysNotRotated"  # the default run has each as a fault of the stage, too
+ALWAYS = (
+    "none",
+    "OneScoreTooMany",
+    "NoMeeting",
+    "TiesAnyhow",
+    "KeysNotRotated",
+)  # the default run has each as a fault of the stage, too
 ENTRIES, K = 640, 100
 
 
@@ -44,7 +54,7 @@ def test_a_fault_is_seen_by_its_checks_alone(fault):
 
 def test_every_fault_is_among_them():
     injected = {name for module in (indexer_q_faults, topk_faults) for name in module.BROKEN}
-    assert injected | {"KeysNotRotated"} == set(SEEN) == set(run_case.FAULTS)
+    assert injected | {"KeysNotRotated", *run_case.SCORE_FAULTS} == set(SEEN) == set(run_case.FAULTS)
 
 
 def test_what_a_query_sees():
@@ -92,7 +102,7 @@ def test_rounding_on_one_side_is_noise():
     one = run_case.step(ENTRIES, K, 0)
     exact = run_case.exact_scores(one)
     found, _ = run_case.queries(one, "fp4", "reference")
-    keys = [run_case.stored_keys(one, "reference", rotate) for rotate in (True, False)]
+    keys = [run_case.stored_keys(one, "reference", rotate).values for rotate in (True, False)]
     good, bad = (run_case.scores(run_case.values(found), stored, found.weights) for stored in keys)
     assert run_case.score_error(good, exact) < 0.2 < 1 < run_case.score_error(bad, exact)
     assert run_case.folded_error(one, run_case.queries(one, "fp8", "reference")[0], keys[0]) < 6e-8

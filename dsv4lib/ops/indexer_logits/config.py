@@ -54,7 +54,7 @@ class Config:
 
     Args:
         form: "fp8" or "fp4".
-        heads: of a query, 32, 64 or 128.
+        heads: of a query, 64 or 128.
         tokens: consecutive tokens of a tile, 1 to 4.
         page_size: keys of a page: 32, 64 or a multiple of 128.
 
@@ -65,8 +65,8 @@ class Config:
     def __init__(self, form: str = "fp8", heads: int = 64, tokens: int = 1, page_size: int = 64):
         if form not in FORMS:
             raise ConfigError("form", form, "one of " + ", ".join(FORMS))
-        if heads not in (32, 64, 128):
-            raise ConfigError("heads", heads, "32, 64 or 128")
+        if heads not in (64, 128):
+            raise ConfigError("heads", heads, "64 or 128")
         if page_size not in (32, 64) and (page_size < 1 or page_size % TILE_KEYS):
             raise ConfigError("page_size", page_size, "32, 64 or a multiple of 128")
         self.form_name, self.heads, self.tokens, self.page_size = form, heads, tokens, page_size

@@ -33,7 +33,7 @@ from dsv4lib.ops.indexer_q.op import IndexerQueries
 
 ARCHS = ("sm_100a", "sm_103a")
 LAYOUTS = {"fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_key.FP4_LAYOUT}
-HEADS = (32, 64, 128)
+HEADS = (64, 128)
 
 
 class KeyPages(NamedTuple):
@@ -77,7 +77,7 @@ def indexer_logits(
 
     Args:
         queries: of `indexer_q`: codes [T, H, 128] (fp8) or [T, H, 64] (fp4, with scales), weights [T, H];
-            H 32, 64 or 128.
+            H 64 or 128.
         keys: of the same format, RoPE and Hadamard rotation as the queries; scales of FP8 keys are not negative.
         visible: see there.
         out: fp32 [T, L] to write into, L at least every length; None: a new tensor with L = W * page_size.
@@ -156,7 +156,7 @@ class Call(NamedTuple):
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        (codes, scales, weights), (pages, page_size) = self.queries, self.keys
+        (codes, _, weights), (pages, page_size) = self.queries, self.keys
         tokens, heads = codes.shape[:2]
         if 0 in (tokens, self.out.shape[1], *self.visible.table.shape, len(pages)):
             return

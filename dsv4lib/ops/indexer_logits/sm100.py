@@ -21,10 +21,10 @@ columns: a thread owns one key, sums over heads in its registers, and a warp sto
   | runs, mbarriers, TMEM address     |
   +-----------------------------------+
 
-Work. A CTA takes ``tokens`` consecutive tokens and one of ``splits`` equal parts of their keys' tiles. Neighbours of one
-request are a run: they share the tiles of its keys, up to the longest of their lengths. A tile of several runs goes
-through them one after another and stores of each only its own tokens. Each score is made alone, so neither `tokens`
-nor `splits` changes a bit.
+Work. A CTA takes ``tokens`` consecutive tokens and one of ``splits`` equal parts of their keys' tiles. Neighbours of
+one request are a run: they share the tiles of its keys, up to the longest of their lengths. A CTA with several runs
+goes through them one after another and stores of each only its own tokens. Each score is computed alone, so neither
+``tokens`` nor ``splits`` changes a bit.
 
 Roles (10 warps, 320 threads)
 
@@ -106,7 +106,8 @@ class Shared(NamedTuple):
 
     Attributes:
         keys, scales, queries, query_scales: addresses; of the first stage of rings.
-        words: int32 [128, stages], the same scales. query_words: int32 [words], or None. weights: fp32 [4, columns / 4].
+        words: int32 [128, stages], the same scales. query_words: int32 [words], or None.
+        weights: fp32 [4, columns / 4].
         runs: int32 [4, tokens]: request, longest length (0: no run begins here), first token of the run that token i
             belongs to, its own length.
     """
@@ -194,9 +195,7 @@ class IndexerLogits(Config):
         block, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
         readers = 0 if self.form.scaled else GROUP_WARPS
-        keys = pipelines.tma_to_umma(
-            self.stages, self.stage_bytes, storage.key_barriers.data_ptr(), readers=readers
-        )
+        keys = pipelines.tma_to_umma(self.stages, self.stage_bytes, storage.key_barriers.data_ptr(), readers=readers)
         queries = pipelines.tma_to_umma(1, self.query_bytes, storage.query_barriers.data_ptr())
         acc = pipelines.umma_to_warps(GROUPS, GROUP_WARPS, storage.acc_barriers.data_ptr())
         allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, THREADS - 32, 0)
@@ -329,10 +328,11 @@ class IndexerLogits(Config):
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.form.scaled):
-            self.arrange_query_scales(mQs, work, shared, base)
+            self.arrange_query_scales(mQs, work, shared)
         queries.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
         sums = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, GROUPS)
+        fresh = cutlass.Boolean(True)
         for run in cutlass.range(self.tokens, unroll=1):
             start, end = self.tiles(work, shared, run)
             for _ in cutlass.range(start, end, unroll=1):
@@ -342,7 +342,8 @@ class IndexerLogits(Config):
                 acc.producer_acquire(sums)
                 umma.fence_after_thread_sync()
                 with cute.arch.elect_one():
-                    self.multiply(base, sums.index, shared, full.index)
+                    self.multiply(base, sums.index, shared, full.index, fresh)
+                fresh = cutlass.Boolean(False)
                 keys.consumer_release(full)
                 acc.producer_commit(sums)
                 full.advance()
@@ -350,8 +351,8 @@ class IndexerLogits(Config):
         acc.producer_tail(sums)
 
     @cute.jit
-    def arrange_query_scales(self, mQs: cute.Tensor, work: Work, shared: Shared, base: Int32):
-        """Scales of the CTA's heads to tensor memory, once: row r to lane r % 32, column r / 32 of a block."""
+    def arrange_query_scales(self, mQs: cute.Tensor, work: Work, shared: Shared):
+        """Fetch the scales of the CTA's heads as `tcgen05.cp` reads them: row r at row r % 32, word r / 32."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(4 * self.query_blocks):
             row, word = i * 32 + lane, Int32(0)
@@ -361,10 +362,6 @@ class IndexerLogits(Config):
             shared.query_words[i // 4 * 128 + lane * 4 + i % 4] = word
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.query_blocks):
-                source = umma.at(umma.scales_descriptor(), shared.query_scales + i * umma.SCALE_BLOCK)
-                umma.copy_scales(base + self.query_column + i * umma.SCALE_COLUMNS, source)
 
     @cute.jit
     def arrange_key_scales(self, shared: Shared, stage: Int32):
@@ -380,8 +377,8 @@ class IndexerLogits(Config):
         cute.arch.sync_warp()
 
     @cute.jit
-    def multiply(self, base: Int32, accumulator: Int32, shared: Shared, stage: Int32):
-        """S = K @ Q^T of a tile."""
+    def multiply(self, base: Int32, accumulator: Int32, shared: Shared, stage: Int32, fresh: cutlass.Boolean):
+        """S = K @ Q^T of a tile; with the first one the scales of the queries come to tensor memory, to stay."""
         d = base + accumulator * self.columns
         k = umma.at(self.operand, shared.keys + stage * self.key_bytes)
         q = umma.at(self.operand, shared.queries)
@@ -389,6 +386,10 @@ class IndexerLogits(Config):
         if cutlass.const_expr(self.form.scaled):
             source = umma.at(umma.scales_descriptor(), shared.scales + stage * self.scale_bytes)
             umma.copy_scales(columns[0], source)
+            if fresh:
+                for i in cutlass.range_constexpr(self.query_blocks):
+                    source = umma.at(umma.scales_descriptor(), shared.query_scales + i * umma.SCALE_BLOCK)
+                    umma.copy_scales(columns[1] + i * umma.SCALE_COLUMNS, source)
         for i in cutlass.range_constexpr(self.form.mmas):
             operands = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
             if cutlass.const_expr(self.form.scaled):
@@ -420,10 +421,7 @@ class IndexerLogits(Config):
                     scale = Float32(1.0)
                     if cutlass.const_expr(not self.form.scaled):
                         keys.consumer_wait(full)
-                        scale = shared.words[lane, full.index].bitcast(Float32)
-                        cute.arch.sync_warp()
-                        with cute.arch.elect_one():
-                            pipelines.arrive_empty(keys, full)
+                        scale = self.key_scale(shared, lane, keys, full)
                     acc.consumer_wait(sums)
                     umma.fence_after_thread_sync()
                     column = sums.index * self.columns
@@ -438,6 +436,21 @@ class IndexerLogits(Config):
                 sums.advance()
         pipeline.NamedBarrier(TMEM_READ, GROUPS * GROUP_THREADS).arrive_and_wait()
         allocator.free(address)
+
+    def key_scale(
+        self, shared: Shared, lane: Int32, keys: pipeline.PipelineTmaUmma, full: pipeline.PipelineState
+    ) -> Float32:
+        """Read the scale of the thread's key, then give the stage back."""
+        scale = shared.words[lane, full.index].bitcast(Float32)
+        cute.arch.sync_warp()
+        self.release(keys, full)
+        return scale
+
+    @cute.jit
+    def release(self, keys: pipeline.PipelineTmaUmma, full: pipeline.PipelineState):
+        """Arrive once for the warp: the stage's scales have been read."""
+        with cute.arch.elect_one():
+            pipelines.arrive_empty(keys, full)
 
     @cute.jit
     def score(self, address: cute.Pointer, column: Int32, lane: Int32, shared: Shared, token: Int32):

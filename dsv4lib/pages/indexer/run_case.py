@@ -1,8 +1,8 @@
 """The lightning indexer of a CSA layer: inputs, runs of its ops, and what speaks against them; for notebook and stage.
 
-Queries and keys go through the kernels (`indexer_q`, `quantize_indexer_keys`, `topk`); the scores between them are the
-oracle's, from the codes that the kernels left. An injected fault is a class of one of the `faults` modules in place of
-its kernel, or keys that were stored without their rotation.
+Queries, keys, scores and picks go through the kernels (`indexer_q`, `quantize_indexer_keys`, `indexer_logits`,
+`topk`). An injected fault is a class of one of the `faults` modules in place of its kernel, or keys that were stored
+without their rotation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.formats import e4m3, hadamard, indexer_key, mxfp4
 from dsv4lib.ops.common import compile_cache
+from dsv4lib.ops.indexer_logits import faults as logits_faults
+from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
 from dsv4lib.ops.indexer_q import arguments as query_arguments
 from dsv4lib.ops.indexer_q import faults as indexer_q_faults
 from dsv4lib.ops.indexer_q import op as query_op
 from dsv4lib.ops.indexer_q.kernel import IndexerQ
 from dsv4lib.ops.indexer_q.op import IndexerQueries
-from dsv4lib.ops.quantize import op as key_op
 from dsv4lib.ops.topk import arguments as pick_arguments
 from dsv4lib.ops.topk import faults as topk_faults
 from dsv4lib.ops.topk import op as pick_op
@@ -31,10 +32,12 @@ from dsv4lib.ops.topk.cluster import ClusterTopK
 from dsv4lib.ops.topk.kernel import TopK
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.pages.common.faults import ARCH, ARCHS, SECTOR, Traffic
+from dsv4lib.pages.indexer import scoring
+from dsv4lib.pages.indexer.scoring import Scored, Stored
 from dsv4lib.reference import indexer, rope
 from dsv4lib.reference import topk as oracle
 
-DIM, HEADS, RATE, PAGE = indexer_key.DIM, FLASH.index_heads, 4, 64
+DIM, HEADS, RATE = indexer_key.DIM, FLASH.index_heads, 4
 OUTLIERS = (3, 40, 70, 99)  # dims in which queries and keys are large, as trained ones are
 LOUD = 12.0
 BLOCK = mxfp4.BLOCK
@@ -42,20 +45,23 @@ HARD, HARD_K = 2000, 75  # scores of a hard row, and how many are picked
 
 
 class Kernels(NamedTuple):
-    """The kernels of this page, and whether keys are rotated as queries are.
+    """The kernels of this page, and whether keys are rotated as queries are (`rotate_keys`).
 
     One for picks is that of a CTA a row or of a cluster; the other one is the right one then.
     """
 
     queries: type = IndexerQ
     picks: type = TopK
+    scores: type = IndexerLogits
     rotate_keys: bool = True
 
 
 RIGHT = Kernels()
+SCORE_FAULTS = "NoRelu", "PagesInOrder", "OneScoreTooMany", "KeyScalesInRows"  # those that one FP4 request shows
 FAULTS = {
     **{name: Kernels(queries=kernel) for name, kernel in indexer_q_faults.BROKEN.items()},
     **{name: Kernels(picks=kernel) for name, kernel in topk_faults.BROKEN.items()},
+    **{name: Kernels(scores=logits_faults.FAULTS[name]) for name in SCORE_FAULTS},
     "KeysNotRotated": Kernels(rotate_keys=False),
 }
 
@@ -148,14 +154,9 @@ def values(found: IndexerQueries) -> torch.Tensor:
     return mxfp4.dequantize(mxfp4.MXFP4Tensor(found.codes, found.scales), torch.float64)
 
 
-def stored_keys(one: Step, backend: str, rotate: bool = True) -> torch.Tensor:
-    """fp64 ``[S, 128]``: keys through `dsv4::quantize_indexer_keys` into pages, and read from there."""
-    count, where = len(one.keys), backends.device(backend)
-    pages = indexer_key.FP4_LAYOUT.allocate(-(-count // PAGE), PAGE).to(where)
-    index = torch.arange(count, dtype=torch.int32)
-    given = pages, PAGE, index.to(where), rotate, backend
-    injected.run(backend, lambda: key_op.quantize_indexer_keys(one.keys.to(where), *given))
-    return indexer_key.gather(pages.cpu(), PAGE, index, "fp4", torch.float64)[0]
+def stored_keys(one: Step, backend: str, rotate: bool = True) -> Stored:
+    """Keys through `dsv4::quantize_indexer_keys` into pages."""
+    return scoring.stored(one.keys, backend, rotate)
 
 
 def block_error(x: torch.Tensor, rotate: bool) -> torch.Tensor:
@@ -172,6 +173,11 @@ def block_error(x: torch.Tensor, rotate: bool) -> torch.Tensor:
 def scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """fp64 ``[T, S]`` by the oracle: a weighted sum over heads of ReLU(q . k)."""
     return indexer.scores(q[None], keys[None].double(), weights[None].double())[0]
+
+
+def kernel_scores(one: Step, found: IndexerQueries, keys: Stored, backend: str, kernel: type = IndexerLogits) -> Scored:
+    """Scores of FP4 queries by `dsv4::indexer_logits`."""
+    return scoring.scored(found, values(found), keys, one.visible, backend, kernel)
 
 
 def exact_scores(one: Step) -> torch.Tensor:
@@ -331,20 +337,23 @@ def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> d
         hazards += reported
     wrong = [bytes_wrong(q, queries(one, variant, "reference")[0]) for variant, q in found.items()]
     keys = stored_keys(one, backend, kernels.rotate_keys)
-    exact, coded = exact_scores(one), scores(values(found["fp4"]), keys, found["fp4"].weights)
-    picked, reported = picks(coded, one.visible, k, backend, kernels.picks)
+    exact, coded = exact_scores(one), scores(values(found["fp4"]), keys.values, found["fp4"].weights)
+    ours = kernel_scores(one, found["fp4"], keys, backend, kernels.scores)
+    picked, reported = picks(ours.scores, one.visible, k, backend, kernels.picks)
     table, raced = hard_wrong(seed, kernels.picks)
     return {
         "codes_wrong": sum(a for a, _ in wrong),
         "weights_wrong": sum(b for _, b in wrong),
         "score_error": score_error(coded, exact),
-        "folded_error": folded_error(one, found["fp8"], keys),
+        "folded_error": folded_error(one, found["fp8"], keys.values),
+        "logits_over_torch": ours.over_torch,
+        "logits_stray": ours.stray,
         "lost": 1 - float(recall(picked, wanted_picks(exact, one.visible, k)).mean()),
-        "picks_wrong": int((picked != wanted_picks(coded, one.visible, k)).sum()),
+        "picks_wrong": int((picked != wanted_picks(ours.scores, one.visible, k)).sum()),
         "unseen_picked": unseen_picked(picked, one.visible),
         "padding_wrong": padding_wrong(picked, one.visible),
         "hard_wrong": wrong_in(table),
-        "hazards": hazards + reported + raced,
+        "hazards": hazards + ours.hazards + reported + raced,
     }
 
 
