@@ -56,7 +56,7 @@ def test_what_others_may_write_is_refused_with_the_fix(tmp_path, mode, below):
 
 
 def test_sticky_folders_are_good_above_and_no_cache_themselves(tmp_path):
-    sticky = tmp_path / "sticky"  # as /tmp: nobody can replace what another user has put there
+    sticky = tmp_path / "sticky"  # as /tmp: no user can replace what another has put there
     sticky.mkdir()
     sticky.chmod(0o1777)
     assert own_folder(sticky / "own") == sticky / "own"

@@ -1,4 +1,4 @@
-"""Which tests run: those marked full only with --all, by name, or in the tenth that is asked for."""
+"""Which tests run: those marked full only with --all, by name, or in the tenth that an option names."""
 
 from __future__ import annotations
 

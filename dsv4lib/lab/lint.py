@@ -234,7 +234,7 @@ def _order(stage: Stage, notebook: Any) -> Iterator[tuple[str, str]]:
         for name in sorted(reader.unknown | later):
             yield "order", f"cell {number} uses {name} before it is defined"
         if reader.star:
-            yield "order", f"cell {number} imports *: nobody can see which names that defines"
+            yield "order", f"cell {number} imports *: which names that defines is not visible"
         defined = reader.defined
 
 

@@ -151,10 +151,10 @@ def _metrics(call: ast.Call) -> ast.keyword:
 
 
 def _only(call: ast.Call, metric: str) -> bool:
-    """Reduce the verdict to ``metric``; False where its value cannot be told from the others'."""
+    """Reduce the verdict to ``metric``; False where its value cannot be separated from the others'."""
     given = _metrics(call)
     if isinstance(given.value, ast.Name):
-        return True  # a dict filled on the way; only items with a literal key can be told apart
+        return True  # a dict filled on the way; only items with a literal key can be separated
     if not isinstance(given.value, ast.Dict):
         return False
     pairs = list(zip(given.value.keys, given.value.values, strict=True))

@@ -29,7 +29,7 @@ SETTINGS = {
 }
 
 
-ROOT = os.geteuid() == 0  # in containers; browsers and Jupyter want to be told
+ROOT = os.geteuid() == 0  # in containers; browsers and Jupyter need a flag
 
 
 @pytest.fixture

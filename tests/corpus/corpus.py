@@ -79,7 +79,7 @@ class Case:
         slow: takes more than 30 s.
         schedule: of the first run; another than round robin only for a kernel that is wrong under it.
         lints: kinds of lint that the kernel shows under some schedule; errors: kinds of error. Exactly these: what they
-            come from is told in data/emulator/findings.md.
+            come from is said in data/emulator/findings.md.
         unstable: how results depend on the schedule: not at all (""), by the order of floating-point additions alone
             ("bits"), or some schedules give wrong results ("wrong").
     """

@@ -63,7 +63,7 @@ def test_the_ragged_batch_is_one_the_op_takes():
     check_values(batch.table, len(batch.kv), batch.rings)
     ring, _ = run_case.append(batch, "reference")
     assert run_case.slots_wrong(batch, ring) == 0
-    ring[1, 7, 3] = 1.0  # nobody's
+    ring[1, 7, 3] = 1.0  # of no request
     ring[5, 9, 511] = 0.0
     assert run_case.slots_wrong(batch, ring) == 2
     words = alt_text(figures.owners(batch, ring))
@@ -75,7 +75,7 @@ def test_pools_and_page_tables():
     assert len(pool.indices.unique()) == 57 and pool.pages == 12 and [len(t) for t in pool.tables] == [3, 1, 5]
     pages, _ = run_case.store(pool, "reference")
     assert run_case.page_bytes(pool, pages) == 0
-    pages[0, -1] ^= 1  # padding of the page: nobody's
+    pages[0, -1] ^= 1  # padding of the page
     assert run_case.page_bytes(pool, pages) == 1
     picked = run_case.selection(pool, 2, 24, 0)
     assert int((picked < 0).sum()) == 4 and bool(torch.isin(picked[picked >= 0] // PAGE, pool.tables[2]).all())

@@ -1,4 +1,4 @@
-"""Mutation score on a small tree: what is checked is killed, what is not survives, what never runs is told apart."""
+"""Mutation score on a small tree: what is checked is killed, what is not survives, what never runs is listed apart."""
 
 from __future__ import annotations
 

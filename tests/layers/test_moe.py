@@ -42,7 +42,7 @@ def layer(mode, backend, shared=True, table=None, shared_mode=None):
 def router_weights():
     generator = torch.Generator().manual_seed(2)
     bias = torch.randn(E, generator=generator) * 0.1
-    bias[3] = -50  # nobody's choice: an expert without a token
+    bias[3] = -50  # never chosen: an expert without a token
     return (torch.randn(E, D, generator=generator) * D**-0.5).bfloat16(), bias
 
 
@@ -107,7 +107,7 @@ def test_few_tokens(count):
 
 
 def test_all_tokens_on_one_expert():
-    """With a second that nobody needs: its weight is not zero, its tokens are the same."""
+    """With a second, superfluous one: its weight is not zero, its tokens are the same."""
     given = [layer("nvfp4", backend) for backend in ("emulator", "reference")]
     for one in given:
         one.bias = torch.tensor([-50.0, 50.0, -50.0, -50.0, 20.0])
@@ -137,7 +137,7 @@ def test_experts_by_a_table():
 
 
 def test_torch_compile_takes_any_number_of_tokens():
-    """One graph for all of them: no shape is asked on the way."""
+    """One graph for all of them: no guard on a shape is made on the way."""
     one = layer("nvfp4", "reference", shared=False)
     torch._dynamo.reset()
     fast = torch.compile(one, fullgraph=True, backend="aot_eager", dynamic=True)

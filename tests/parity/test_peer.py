@@ -68,7 +68,7 @@ def test_bad_input_is_refused():
 
 
 def test_flash_has_the_dimensions_transformers_knows():
-    """transformers' defaults are Flash's; only its default schedule is nobody's, so the released ratios are passed."""
+    """transformers' defaults are Flash's; only its default schedule is not released: those ratios are passed."""
     from transformers import DeepseekV4Config
 
     yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536}

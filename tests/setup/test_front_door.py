@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Stands in for python3 and for .venv/bin/python: makes a "venv" by copying itself, logs what it is asked to do, fails
+# Stands in for python3 and for .venv/bin/python: makes a "venv" by copying itself, logs its arguments, fails
 # or hangs on the pip step whose arguments contain the word in the file `fail` or `hang`.
 FAKE_PYTHON = """#!/bin/bash
 here=$(dirname "$0")

@@ -72,7 +72,7 @@ def _replacements(root: str) -> tuple[tuple[re.Pattern[str], str], ...]:
             pairs.append((re.compile(r"(?<![\w.-])" + re.escape(path) + r"(?![\w.-])"), paths[path]))
     host = socket.gethostname()
     for name in (host, host.partition(".")[0]):
-        # A host called "main" cannot be told from the word; distinctive names can.
+        # A host called "main" looks like the word; distinctive names do not.
         if len(name) >= 8 or (len(name) >= 4 and re.search(r"[\d.-]", name)):
             pairs.append((re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])"), "<host>"))
     return tuple(pairs)
