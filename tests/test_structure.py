@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "ops": {"formats", "dsl", "cache"},
     "layers": {"ops"},
     "model": {"layers", "ops", "cache"},
-    "loader": {"formats", "layers"},
+    "loader": {"formats", "ops", "layers", "model"},
     "emulator": set(),
     "check": set(),
     "viz": set(),

@@ -1,0 +1,192 @@
+"""Attention of one layer of DeepSeek-V4, of any kind, on ops alone.
+
+    qr, kv   = wq_a x, wkv x                                  one GEMM
+    q        = rope(rmsnorm(wq_b rmsnorm(qr)));  kv entry = fp8(rope(rmsnorm(kv)))            qnorm_rope_kv
+    entries += compress(wkv_c x, wgate_c x)                   CSA, HCA: compressor
+    picks    = topk(scores of the indexer)                    CSA: indexer_q, compressor, indexer_logits, topk
+    o        = fmha(q, {entries} u {window}, sink)
+    y        = wo_b (wo_a inv_rope(o))                        inv_rope_quant, output_proj
+
+The indexer's wq_b is joined to the attention's, and all projections that stay bf16 (compressors, weights of index
+heads) are one GEMM with fp32 output. The oracle is `dsv4lib.reference.model.Attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib.config import LayerKind, ModelConfig
+from dsv4lib.formats import indexer_key, kv_entry
+from dsv4lib.formats.fp8_block import FP8Tensor
+from dsv4lib.layers.dense import Dense, GroupedDense
+from dsv4lib.layers.step import PAGE, Layout, Step
+from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
+from dsv4lib.ops.fmha.op import Fp8Pages, Rows, Selected, fmha
+from dsv4lib.ops.indexer_logits.op import KeyPages, Visible, indexer_logits
+from dsv4lib.ops.indexer_q.op import indexer_q
+from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
+from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
+from dsv4lib.ops.rmsnorm.op import rmsnorm
+from dsv4lib.ops.topk.op import topk
+
+KEYS = {"fp4": indexer_key.FP4_LAYOUT, "fp8": indexer_key.FP8_LAYOUT}
+
+
+class Caches(NamedTuple):
+    """What a layer keeps of all requests; the fields that a kind does not have are None.
+
+    Attributes:
+        capacity: tokens that a place holds.
+        window: uint8 [places, page bytes], a page of ``capacity`` 584-byte rows a place.
+        entries: uint8 [places * pages, page bytes] of 584-byte entries. state: of their compressor.
+        keys: uint8 [places * pages, page bytes], indexer keys. key_state: of their compressor.
+    """
+
+    capacity: int
+    window: Tensor
+    entries: Tensor | None = None
+    state: Ring | Running | None = None
+    keys: Tensor | None = None
+    key_state: Ring | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        parts = (self.window, self.entries, self.keys, *(self.state or ()), *(self.key_state or ()))
+        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+
+
+def new_caches(
+    config: ModelConfig, kind: LayerKind, layout: Layout, keys: str = "fp4", device: str | torch.device = "cpu"
+) -> Caches:
+    """Allocate a layer's caches; nothing in them needs to be cleared between requests."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def ring(rows: int, width: int) -> Ring:
+        return Ring(*(zeros(layout.places, rows, width, dtype=torch.float32) for _ in range(2)))
+
+    window = zeros(layout.places, kv_entry.LAYOUT.page_bytes(layout.capacity))
+    if kind is LayerKind.SWA:
+        return Caches(layout.capacity, window)
+    rate, dim = config.rate(kind), config.head_dim
+    pages = layout.places * layout.pages(rate)
+    entries = zeros(pages, kv_entry.LAYOUT.page_bytes(PAGE))
+    if kind is LayerKind.HCA:
+        return Caches(layout.capacity, window, entries, Running(zeros(layout.places, 3, dim, dtype=torch.float32)))
+    key_pages = zeros(pages, KEYS[keys].page_bytes(PAGE))
+    return Caches(layout.capacity, window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim))
+
+
+class Attention(torch.nn.Module):
+    """Attention of one layer. All tensors are buffers.
+
+    Args:
+        config: dimensions. kind: of the layer.
+        tensors: weights by their name after ``layers.N.attn.``: tensors, or `FP8Tensor` of linear layers.
+        precision: of linear layers stored in FP8, see `Dense`. keys: format of indexer keys and queries, "fp4" or "fp8".
+        backend: of every op.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kind: LayerKind,
+        tensors: Mapping[str, Tensor | FP8Tensor],
+        *,
+        precision: str = "fp8",
+        keys: str = "fp4",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.config, self.kind, self.keys, self.backend = config, kind, keys, backend
+        indexed = kind is LayerKind.CSA
+        self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, backend=backend)
+        queries = [tensors["wq_b.weight"], *([tensors["indexer.wq_b.weight"]] if indexed else [])]
+        self.queries = Dense(queries, precision, backend=backend)
+        self.wo_a = GroupedDense(tensors["wo_a.weight"], config.o_groups, precision, backend)
+        self.wo_b = Dense([tensors["wo_b.weight"]], precision, backend=backend)
+        self.register_buffer("q_norm", tensors["q_norm.weight"].float())
+        self.register_buffer("kv_norm", tensors["kv_norm.weight"].float())
+        self.register_buffer("sink", tensors["attn_sink"].float())
+        exact = []
+        for stem in ("compressor", "indexer.compressor"):
+            if f"{stem}.ape" in tensors:
+                exact += [tensors[f"{stem}.wkv.weight"], tensors[f"{stem}.wgate.weight"]]
+                name = stem.replace(".", "_")
+                self.register_buffer(f"{name}_ape", tensors[f"{stem}.ape"].float().contiguous())
+                self.register_buffer(f"{name}_norm", tensors[f"{stem}.norm.weight"].float())
+        if indexed:
+            exact.append(tensors["indexer.weights_proj.weight"])
+        self.exact = Dense(exact, out="fp32", backend=backend) if exact else None
+
+    def forward(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
+        """x bf16 [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on."""
+        c, angles, common = self.config, step.angles[self.kind], {"backend": self.backend}
+        qr, kv = self.inputs(x)
+        qr = rmsnorm(qr, self.q_norm, c.rms_eps, out=torch.empty(qr.shape, dtype=qr.dtype, device=qr.device), **common)
+        q, *index_q = self.queries(qr)
+        q = qnorm_rope_kv(
+            q.unflatten(1, (c.n_heads, c.head_dim)),
+            kv,
+            None,
+            angles.rows,
+            caches.window,
+            caches.capacity,
+            step.window_slots,
+            kv_norm=self.kv_norm,
+            eps=c.rms_eps,
+            out=torch.empty(len(x), c.n_heads, c.head_dim, dtype=x.dtype, device=x.device),
+            **common,
+        )
+        entries = self.attended(x, index_q, step, caches)
+        window = Rows(Fp8Pages(caches.window, caches.capacity), step.window_first, step.window_count, c.window)
+        return self.output(q, entries, window, angles.rows)
+
+    def output(self, q: Tensor, entries: Selected | Rows | None, window: Rows, rows: Tensor) -> Tensor:
+        """Attend, rotate back, project."""
+        given = {"sink": self.sink, "scale": self.config.head_dim**-0.5, "backend": self.backend}
+        if self.wo_a.mode == "mxfp8":
+            o, _ = fmha(q, entries, window, **given)
+            groups = {"layout": "swizzled", "groups": self.config.o_groups}
+            heads = Operand(*inv_rope_quant(o, None, rows, **groups, backend=self.backend))
+        else:
+            half = rows.shape[1] // 2
+            rope = rows[:, :half].contiguous(), rows[:, half:].contiguous()
+            heads = Operand(fmha(q, entries, window, rope=rope, **given)[0])
+        return self.wo_b(self.wo_a(heads))[0]
+
+    def attended(self, x: Tensor, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | Rows | None:
+        """Add the entries that this step closes; return those that its tokens attend to."""
+        if self.kind is LayerKind.SWA:
+            return None
+        exact, own = self.exact(x), step.entries[self.kind]
+        batch = Batch(step.requests, own.slots, step.single)
+        pages = Pages(caches.entries, PAGE, "kv")
+        self.compress("compressor", exact[0], exact[1], batch, caches.state, pages, step)
+        pool = Fp8Pages(caches.entries, PAGE)
+        if self.kind is LayerKind.HCA:
+            return Rows(pool, own.first, own.visible, own.table.shape[1] * PAGE)
+        keys = Pages(caches.keys, PAGE, self.keys)
+        self.compress("indexer_compressor", exact[2], exact[3], batch, caches.key_state, keys, step)
+        c, common = self.config, {"backend": self.backend}
+        heads = index_q[0].unflatten(1, (c.index_heads, c.index_dim))
+        coded = indexer_q(heads, exact[4], None, step.angles[self.kind].rows, variant=self.keys, **common)
+        seen = Visible(own.table, step.places, own.visible)
+        scores = indexer_logits(coded, KeyPages(caches.keys, PAGE), seen, **common)
+        picks = topk(scores, c.index_topk, own.visible, **common)
+        return Selected(pool, torch.where(picks >= 0, picks + own.first[:, None], -1))
+
+    def compress(
+        self, name: str, kv: Tensor, gate: Tensor, batch: Batch, state: Ring | Running, pages: Pages, step: Step
+    ) -> None:
+        """Run one compressor."""
+        angles = step.angles[self.kind]
+        weights = Weights(getattr(self, f"{name}_ape"), getattr(self, f"{name}_norm"), angles.cos, angles.sin)
+        compressor(kv, gate, weights, batch, state, pages, eps=self.config.rms_eps, backend=self.backend)

@@ -1,0 +1,91 @@
+"""One layer of DeepSeek-V4: attention and MoE, each between the mHC sites that read and write the residual streams.
+
+    y, post, comb = mhc_pre(streams, attn_site);            f = attention(y)
+    streams, y, post, comb = mhc_post_pre(streams, f, post, comb, ffn_site);   f = moe(y)
+
+The write-back after the MoE belongs to the launch of the site that follows: the next layer's, or the head's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4lib.config import ModelConfig
+from dsv4lib.layers.attention import Attention, Caches
+from dsv4lib.layers.moe import Moe
+from dsv4lib.layers.step import Step
+from dsv4lib.ops.mhc.op import Eps, Site, mhc_post_pre, mhc_pre
+
+
+class Pending(NamedTuple):
+    """Streams whose last write-back is still to be done: bf16 [T, 4, d], f bf16 [T, d], post, comb.
+
+    ``f`` is None before the first layer: there is nothing to write back.
+    """
+
+    streams: Tensor
+    f: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+
+class MhcSite(torch.nn.Module):
+    """Parameters of one mHC site as buffers.
+
+    Args:
+        tensors: fn, scale, base and the weight of the norm that follows. config: dimensions. backend: of the op.
+    """
+
+    def __init__(self, tensors: Site, config: ModelConfig, backend: str = "auto") -> None:
+        super().__init__()
+        for name, tensor in tensors._asdict().items():
+            self.register_buffer(name, tensor.float().contiguous())
+        self.iters, self.eps, self.backend = config.sinkhorn_iters, Eps(config.hc_eps, config.rms_eps), backend
+
+    @property
+    def site(self) -> Site:
+        """The tensors as the op takes them."""
+        return Site(self.fn, self.scale, self.base, self.weight)
+
+    def forward(self, pending: Pending) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Write back what is pending, then read: (streams, y, post, comb)."""
+        options = {"iters": self.iters, "eps": self.eps, "backend": self.backend}
+        if pending.f is None:
+            return pending.streams, *mhc_pre(pending.streams, self.site, **options)
+        return mhc_post_pre(pending.streams, pending.f, pending.post, pending.comb, self.site, **options)
+
+
+class DecoderLayer(torch.nn.Module):
+    """Attention and MoE between mHC sites.
+
+    Args:
+        attention, moe: of the layer. tensors: mHC and norms by their name after ``layers.N.``.
+        config: dimensions. backend: of the mHC ops.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        moe: Moe,
+        tensors: Mapping[str, Tensor],
+        config: ModelConfig,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.attn, self.ffn = attention, moe
+        for site in ("attn", "ffn"):
+            parts = (tensors[f"hc_{site}_{name}"] for name in ("fn", "scale", "base"))
+            found = Site(*parts, tensors[f"{site}_norm.weight"])
+            setattr(self, f"{site}_site", MhcSite(found, config, backend))
+
+    def forward(self, pending: Pending, step: Step, caches: Caches) -> Pending:
+        """Run the layer on the tokens of a step; its caches move on."""
+        streams, y, post, comb = self.attn_site(pending)
+        f = self.attn(y, step, caches)
+        streams, y, post, comb = self.ffn_site(Pending(streams, f, post, comb))
+        tokens = None if self.ffn.table is None else step.tokens
+        return Pending(streams, self.ffn(y, tokens), post, comb)

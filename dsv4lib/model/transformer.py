@@ -1,0 +1,151 @@
+"""DeepSeek-V4 whole, on ops: embedding, layers, head; one path for prefill in chunks, decode and mixtures of both.
+
+    model = transformer(Listed.of(Checkpoint(folder)), places=4, capacity=2048)       # dsv4lib.loader.model
+    logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])                    # fp32 [2, vocab]: the last tokens
+
+Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. The
+embedding and the copies into four streams are PyTorch's; every other product, norm and choice is an op of this lab.
+The oracle is `dsv4lib.reference.model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dsv4lib import backends
+from dsv4lib.config import LayerKind, ModelConfig
+from dsv4lib.errors import ArgumentError
+from dsv4lib.layers.attention import Caches, new_caches
+from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
+from dsv4lib.layers.dense import Dense
+from dsv4lib.layers.step import Layout, Step, make_step
+from dsv4lib.ops.mhc.op import mhc_head
+
+
+class Transformer(torch.nn.Module):
+    """A model and the caches of its requests.
+
+    Args:
+        config: dimensions. layers: of the backbone. embed: bf16 [V, d]. head: [V, d].
+        collapse: mHC site of the head. angles: cosines and sines fp32 [P, 32] by kind of layer.
+        layout: of the caches: requests at a time, tokens of each. keys: format of indexer keys.
+        backend: of every op.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: Sequence[DecoderLayer],
+        embed: Tensor,
+        head: Tensor,
+        collapse: MhcSite,
+        angles: dict[LayerKind, tuple[Tensor, Tensor]],
+        layout: Layout,
+        keys: str = "fp4",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if layout.capacity > config.max_positions:
+            raise ArgumentError("capacity", layout.capacity, f"at most the model's {config.max_positions} positions")
+        self.config, self.layout, self.keys, self.backend = config, layout, keys, backend
+        self.layers = torch.nn.ModuleList(layers)
+        self.register_buffer("embed", embed.bfloat16())
+        self.head = Dense([head], out="fp32", backend=backend)
+        self.collapse = collapse
+        for kind, (cos, sin) in angles.items():
+            self.register_buffer(f"cos_{kind}", cos.contiguous())
+            self.register_buffer(f"sin_{kind}", sin.contiguous())
+        self.caches: list[Caches] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embed.device
+
+    def allocate(self) -> None:
+        """Allocate the caches where the weights are; `forward` does so at its first call."""
+        kinds = self.config.layer_kinds
+        self.caches = [new_caches(self.config, kind, self.layout, self.keys, self.device) for kind in kinds]
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(caches.nbytes for caches in self.caches)
+
+    def step(
+        self,
+        tokens: Sequence[Sequence[int]],
+        places: Sequence[int],
+        starts: Sequence[int],
+        rows: int | None = None,
+    ) -> Step:
+        """Make the arrays of a step, see `make_step`.
+
+        Raises:
+            ArgumentError: no token, a token that the vocabulary does not have, or what `make_step` refuses.
+        """
+        flat = [t for one in tokens for t in one]
+        if not flat:
+            raise ArgumentError("tokens", list(tokens), "at least one token")
+        if min(flat) < 0 or max(flat) >= self.config.vocab:
+            raise ArgumentError("tokens", [min(flat), max(flat)], f"ids 0..{self.config.vocab - 1}")
+        tables = {k: (getattr(self, f"cos_{k}"), getattr(self, f"sin_{k}")) for k in LayerKind}
+        return make_step(self.config, self.layout, tables, tokens, places, starts, rows, self.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Sequence[Sequence[int]],
+        places: Sequence[int],
+        starts: Sequence[int],
+        *,
+        rows: int | None = None,
+        all_logits: bool = False,
+    ) -> Tensor:
+        """Run a step.
+
+        Args:
+            tokens: of each request: a prompt, a chunk of it, or the last token; none: the request is padding.
+            places: where its caches are. starts: position of its first token here.
+            rows: pad the step to so many tokens.
+            all_logits: of every token of the step instead of the last of each request.
+
+        Returns:
+            fp32 [B, vocab], of requests without tokens 0; or [T, vocab].
+        """
+        if not self.caches:
+            self.allocate()
+        step = self.step(tokens, places, starts, rows)
+        pending = self.hidden(step)
+        y = self.collapsed(pending)
+        if all_logits:
+            return self.head(y)[0]
+        counts = torch.tensor([len(one) for one in tokens])
+        last = (counts.cumsum(0) - 1).clamp(min=0).to(y.device)
+        logits = self.head(y[last].contiguous())[0]
+        return logits.masked_fill((counts == 0).to(y.device)[:, None], 0.0)
+
+    def hidden(self, step: Step) -> Pending:
+        """Run all layers on a step."""
+        x = self.embed[step.tokens]
+        pending = Pending(x[:, None].expand(-1, self.config.hc_mult, -1).contiguous())
+        for layer, caches in zip(self.layers, self.caches, strict=True):
+            pending = layer(pending, step, caches)
+        return pending
+
+    def collapsed(self, pending: Pending) -> Tensor:
+        """Collapse the streams and norm: bf16 [T, d]."""
+        given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
+        return mhc_head(pending.streams, self.collapse.site, **given, backend=self.backend)
+
+
+def resolve_backend(backend: str) -> str:
+    """Choose the back end for SM100 kernels.
+
+    Raises:
+        BackendUnavailable: it cannot run here.
+    """
+    return backends.resolve(backend, "sm_100a")
