@@ -35,7 +35,7 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
         size *= extent
     layout = cute.make_layout(box, stride=tuple(strides))
     if swizzle:
-        bits = 2 if box[0] * tensor.element_type.width == 8 * 64 else 3
+        bits = 2 if box[0] * tensor.element_type.width == 8 * 64 and not padded else 3
         layout = cute.make_composed_layout(cute.make_swizzle(bits, 4, 3), 0, layout)
     operation = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
     kind = cutlass.Uint8 if padded else None
