@@ -62,9 +62,17 @@ class Caches(NamedTuple):
 
 
 def new_caches(
-    config: ModelConfig, kind: LayerKind, layout: Layout, keys: str = "fp4", device: str | torch.device = "cpu"
+    config: ModelConfig,
+    kind: LayerKind,
+    layout: Layout,
+    keys: str = "fp4",
+    drafts: bool = False,
+    device: str | torch.device = "cpu",
 ) -> Caches:
-    """Allocate a layer's caches; nothing in them needs to be cleared between requests."""
+    """Allocate a layer's caches; nothing in them needs to be cleared between requests.
+
+    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do; its state then has rows.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
@@ -79,7 +87,8 @@ def new_caches(
     pages = layout.places * layout.pages(rate)
     entries = zeros(pages, kv_entry.LAYOUT.page_bytes(PAGE))
     if kind is LayerKind.HCA:
-        return Caches(layout.capacity, window, entries, Running(zeros(layout.places, 3, dim, dtype=torch.float32)))
+        state = ring(rate, dim) if drafts else Running(zeros(layout.places, 3, dim, dtype=torch.float32))
+        return Caches(layout.capacity, window, entries, state)
     key_pages = zeros(pages, KEYS[keys].page_bytes(PAGE))
     return Caches(layout.capacity, window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim))
 

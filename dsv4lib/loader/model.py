@@ -15,6 +15,7 @@ from dsv4lib.layers.step import Layout
 from dsv4lib.loader import names
 from dsv4lib.loader.moe import moe_layer
 from dsv4lib.loader.whole import Listed, Progress, Stored
+from dsv4lib.model.mtp import MtpBlock
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.mhc.op import Site
 
@@ -27,6 +28,7 @@ def transformer(
     capacity: int = 2048,
     precision: str = "fp8",
     keys: str = "fp4",
+    mtp: bool = False,
     backend: str = "auto",
     progress: Progress | None = None,
 ) -> Transformer:
@@ -35,7 +37,7 @@ def transformer(
     Args:
         listed: the checkpoint. places, capacity: requests at a time, and tokens of each.
         precision: of linear layers stored in FP8, see `layers.dense`. keys: format of indexer keys, "fp4" or "fp8".
-        backend: of every op. progress: called after each layer.
+        mtp: read the draft block, too. backend: of every op. progress: called after each layer.
 
     Raises:
         CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take.
@@ -53,18 +55,22 @@ def transformer(
         return {w.name.removeprefix(f"{prefix}." if prefix else ""): listed.stored(w) for w in own}
 
     layers = []
-    for number, kind in enumerate(config.layer_kinds):
-        prefix = f"layers.{number}"
-        layers.append(_layer(read(prefix), listed, prefix, kind, precision, keys, backend))
+    blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
+    for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
+        tensors = read(prefix)
+        layers.append(_layer(tensors, listed, prefix, kind, precision, keys, backend))
         done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
         if progress is not None:
             progress(done, listed.nbytes, prefix)
-    top = read("")
-    site = Site(top["hc_head_fn"], top["hc_head_scale"], top["hc_head_base"], top["norm.weight"])
-    collapse = MhcSite(site, config, backend)
-    layout = Layout(places, capacity)
-    given = config, layers, top["embed.weight"], top["head.weight"], collapse, angles(config, capacity), layout
-    return Transformer(*given, keys, backend)
+    block = MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend)if mtp else None
+    top, layout = read(""), Layout(places, capacity)
+    given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), angles(config, capacity), layout
+    return Transformer(config, layers, *given, keys, block, backend)
+
+
+def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str) -> MhcSite:
+    parts = (tensors[f"hc_head_{name}"] for name in ("fn", "scale", "base"))
+    return MhcSite(Site(*parts, tensors["norm.weight"]), config, backend)
 
 
 def _layer(

@@ -22,6 +22,7 @@ from dsv4lib.layers.attention import Caches, new_caches
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
 from dsv4lib.layers.dense import Dense
 from dsv4lib.layers.step import Layout, Step, make_step
+from dsv4lib.model.mtp import MtpBlock
 from dsv4lib.ops.mhc.op import mhc_head
 
 
@@ -32,6 +33,7 @@ class Transformer(torch.nn.Module):
         config: dimensions. layers: of the backbone. embed: bf16 [V, d]. head: [V, d].
         collapse: mHC site of the head. angles: cosines and sines fp32 [P, 32] by kind of layer.
         layout: of the caches: requests at a time, tokens of each. keys: format of indexer keys.
+        mtp: block that drafts; None: `draft` is refused.
         backend: of every op.
     """
 
@@ -45,6 +47,7 @@ class Transformer(torch.nn.Module):
         angles: dict[LayerKind, tuple[Tensor, Tensor]],
         layout: Layout,
         keys: str = "fp4",
+        mtp: MtpBlock | None = None,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Transformer(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.register_buffer("embed", embed.bfloat16())
         self.head = Dense([head], out="fp32", backend=backend)
-        self.collapse = collapse
+        self.collapse, self.mtp = collapse, mtp
         for kind, (cos, sin) in angles.items():
             self.register_buffer(f"cos_{kind}", cos.contiguous())
             self.register_buffer(f"sin_{kind}", sin.contiguous())
@@ -67,8 +70,9 @@ class Transformer(torch.nn.Module):
 
     def allocate(self) -> None:
         """Allocate the caches where the weights are; `forward` does so at its first call."""
-        kinds = self.config.layer_kinds
-        self.caches = [new_caches(self.config, kind, self.layout, self.keys, self.device) for kind in kinds]
+        kinds = [*self.config.layer_kinds, *([self.config.mtp_kind] if self.mtp is not None else [])]
+        given = self.layout, self.keys, self.mtp is not None, self.device
+        self.caches = [new_caches(self.config, kind, *given) for kind in kinds]
 
     @property
     def cache_bytes(self) -> int:
@@ -116,30 +120,45 @@ class Transformer(torch.nn.Module):
         Returns:
             fp32 [B, vocab], of requests without tokens 0; or [T, vocab].
         """
+        hidden, _ = self.hidden(self.step(tokens, places, starts, rows))
+        if all_logits:
+            return self.head(hidden)[0]
+        counts = torch.tensor([len(one) for one in tokens])
+        last = (counts.cumsum(0) - 1).clamp(min=0).to(hidden.device)
+        logits = self.head(hidden[last].contiguous())[0]
+        return logits.masked_fill((counts == 0).to(hidden.device)[:, None], 0.0)
+
+    @torch.no_grad()
+    def hidden(self, step: Step, keep_streams: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Run all layers on a step.
+
+        Returns:
+            (bf16 [T, d], what the head reads; streams bf16 [T, 4, d] if wanted, what a draft block reads).
+        """
         if not self.caches:
             self.allocate()
-        step = self.step(tokens, places, starts, rows)
-        pending = self.hidden(step)
-        y = self.collapsed(pending)
-        if all_logits:
-            return self.head(y)[0]
-        counts = torch.tensor([len(one) for one in tokens])
-        last = (counts.cumsum(0) - 1).clamp(min=0).to(y.device)
-        logits = self.head(y[last].contiguous())[0]
-        return logits.masked_fill((counts == 0).to(y.device)[:, None], 0.0)
-
-    def hidden(self, step: Step) -> Pending:
-        """Run all layers on a step."""
         x = self.embed[step.tokens]
         pending = Pending(x[:, None].expand(-1, self.config.hc_mult, -1).contiguous())
-        for layer, caches in zip(self.layers, self.caches, strict=True):
+        for layer, caches in zip(self.layers, self.caches, strict=False):
             pending = layer(pending, step, caches)
-        return pending
-
-    def collapsed(self, pending: Pending) -> Tensor:
-        """Collapse the streams and norm: bf16 [T, d]."""
+        streams = torch.empty_like(pending.streams) if keep_streams else None
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
-        return mhc_head(pending.streams, self.collapse.site, **given, backend=self.backend)
+        out = streams, torch.empty_like(x)
+        return mhc_head(pending.streams, self.collapse.site, **given, out=out, backend=self.backend), streams
+
+    @torch.no_grad()
+    def draft(self, streams: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Run the draft block.
+
+        Args:
+            streams: bf16 [T, 4, d] at each position. step: whose tokens are those after each position.
+
+        Returns:
+            (hidden bf16 [T, d] for the head, streams for the next draft).
+        """
+        if self.mtp is None:
+            raise ArgumentError("mtp", None, "a model that was loaded with its draft block")
+        return self.mtp(streams, self.embed[step.tokens], step, self.caches[-1])
 
 
 def resolve_backend(backend: str) -> str:
