@@ -261,6 +261,25 @@ def convert(
 
 
 @app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="what the model continues")],
+    model: Annotated[Path | None, typer.Option(help="folder of a checkpoint [default: data/nano]")] = None,
+    tokens: Annotated[int, typer.Option(help="how many tokens follow")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="draw from the smallest set of tokens with this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
+    speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 8")] = 0,
+) -> None:
+    """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles."""
+    from dsv4lib.pages.generation import command
+
+    folder = workspace() / "data" / "nano" if model is None else model
+    options = command.Options(folder, tokens, temperature, top_p, seed, backend, speculate)
+    command.command(text, options, Console(stderr=True, highlight=False))
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
     from dsv4lib.lab import doctor as checks

@@ -90,7 +90,9 @@ def new_caches(
         state = ring(rate, dim) if drafts else Running(zeros(layout.places, 3, dim, dtype=torch.float32))
         return Caches(layout.capacity, window, entries, state)
     key_pages = zeros(pages, KEYS[keys].page_bytes(PAGE))
-    return Caches(layout.capacity, window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim))
+    return Caches(
+        layout.capacity, window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim)
+    )
 
 
 class Attention(torch.nn.Module):
@@ -99,7 +101,8 @@ class Attention(torch.nn.Module):
     Args:
         config: dimensions. kind: of the layer.
         tensors: weights by their name after ``layers.N.attn.``: tensors, or `FP8Tensor` of linear layers.
-        precision: of linear layers stored in FP8, see `Dense`. keys: format of indexer keys and queries, "fp4" or "fp8".
+        precision: of linear layers stored in FP8, see `Dense`.
+        keys: format of indexer keys and queries, "fp4" or "fp8".
         backend: of every op.
     """
 

@@ -1,6 +1,6 @@
 """A whole checkpoint as a model on ops, one tensor after the other.
 
-    model = transformer(Listed.of(Checkpoint(folder)), places=1, capacity=512, backend="emulator")
+model = transformer(Listed.of(Checkpoint(folder)), places=1, capacity=512, backend="emulator")
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.mhc.op import Site
 
 
-
 def transformer(
     listed: Listed,
     *,
     places: int = 1,
     capacity: int = 2048,
     precision: str = "fp8",
+    experts: str | None = None,
     keys: str = "fp4",
     mtp: bool = False,
     backend: str = "auto",
@@ -36,7 +36,9 @@ def transformer(
 
     Args:
         listed: the checkpoint. places, capacity: requests at a time, and tokens of each.
-        precision: of linear layers stored in FP8, see `layers.dense`. keys: format of indexer keys, "fp4" or "fp8".
+        precision: of linear layers stored in FP8, see `layers.dense`.
+        experts: mode of routed and shared experts, a key of `layers.moe.FORMS`; None: that of their format, without
+            loss. keys: format of indexer keys, "fp4" or "fp8".
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
 
     Raises:
@@ -58,11 +60,15 @@ def transformer(
     blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
     for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
         tensors = read(prefix)
-        layers.append(_layer(tensors, listed, prefix, kind, precision, keys, backend))
+        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend))
         done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
         if progress is not None:
             progress(done, listed.nbytes, prefix)
-    block = MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend)if mtp else None
+    block = (
+        MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend)
+        if mtp
+        else None
+    )
     top, layout = read(""), Layout(places, capacity)
     given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), angles(config, capacity), layout
     return Transformer(config, layers, *given, keys, block, backend)
@@ -79,13 +85,15 @@ def _layer(
     prefix: str,
     kind: LayerKind,
     precision: str,
+    experts: str | None,
     keys: str,
     backend: str,
 ) -> DecoderLayer:
     config = listed.config
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
     attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend)
-    moe = moe_layer(listed.checkpoint, prefix, config, backend=backend)
+    modes = {"precision": experts, "shared_precision": experts}
+    moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend)
     return DecoderLayer(attention, moe, tensors, config, backend)
 
 

@@ -4,9 +4,9 @@
         ...
 
 Without drafts a step is one token. With ``drafts`` K a step is the last token and up to K drafts; those that the model
-would not have drawn are taken back. Positions do it: the next step writes its tokens over them, and no reader looks past
-its own position. Rings of compressor rows have no row to spare, so a chain of drafts ends with the first one that closes
-a window of CSA: what a later one overwrote would be missing when the window is closed again.
+would not have drawn are taken back. Positions do it: the next step writes its tokens over them, and no reader looks
+past its own position. Rings of compressor rows have no row to spare, so a chain of drafts ends with the first one that
+closes a window: what a later one overwrote would be missing when the window is closed again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     X'_i = h_proj rmsnorm(X_i; hnorm) + e_proj rmsnorm(embed(token t + 1); enorm)       each of the four streams
     X''  = one SWA layer with a window of its own;   logits = head(collapse(X''))
 
-X are the streams after the last layer, before they are collapsed. A second draft takes X'' at t + 1 and the first draft.
+X are the streams after the last layer, before they are collapsed. A second draft takes X'' and the first draft.
 The oracle is `dsv4lib.reference.model.ReferenceModel.mtp_logits`.
 """
 

@@ -1,7 +1,7 @@
 """DeepSeek-V4 whole, on ops: embedding, layers, head; one path for prefill in chunks, decode and mixtures of both.
 
     model = transformer(Listed.of(Checkpoint(folder)), places=4, capacity=2048)       # dsv4lib.loader.model
-    logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])                    # fp32 [2, vocab]: the last tokens
+    logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])              # fp32 [2, vocab], of the last tokens
 
 Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. The
 embedding and the copies into four streams are PyTorch's; every other product, norm and choice is an op of this lab.

@@ -99,6 +99,11 @@ class CompileCache:
         self.counts.from_memory += 1
         return found
 
+    def loaded(self) -> list[str]:
+        """Names of the kernels' classes that this process has compiled or read, in order."""
+        with self._lock:
+            return sorted({type(kernel).__name__ for kernel, _ in self._memory.values()})
+
     def warm_up(self, wanted: Iterable[tuple], arch: str = "sm_100a") -> dict[str, float]:
         """Get many kernels ahead of their first call.
 

@@ -1,0 +1,1 @@
+"""What the command line shows of a model that continues a text."""

@@ -1,0 +1,177 @@
+"""The model on ops: against the oracle and transformers' rounding, chunks, batches, padding, both back ends, drafts."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import hadamard, kv_entry, mxfp4
+from dsv4lib.lab import cli
+from dsv4lib.layers.step import Layout, make_step
+from dsv4lib.loader.model import angles, transformer
+from dsv4lib.loader.whole import load_into
+from dsv4lib.model.generate import Request
+from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.reference import transformers_parity
+from dsv4lib.reference.model import ReferenceModel
+from tests.whole_model import SMALL, listed  # noqa: F401  a fixture
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def ids(count, seed=0):
+    return torch.randint(SMALL.vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def model(listed, backend="reference", **options):  # noqa: F811
+    return transformer(listed, **{"places": 3, "capacity": 384, "backend": backend, **options})
+
+
+def oracle(listed):  # noqa: F811
+    """fp32 arithmetic; caches hold what their formats hold."""
+
+    def key(x):
+        return mxfp4.dequantize(mxfp4.quantize(hadamard.transform(x.bfloat16().float())))
+
+    found = ReferenceModel(SMALL, kv_codec=lambda kv: kv_entry.fake_quantize(kv), index_codec=key)
+    load_into(found, listed)
+    return found
+
+
+def token_error(found, want):
+    """Median over tokens of the root mean square error: one flipped choice of a random router moves its token alone."""
+    return float((found - want).square().mean(-1).sqrt().median())
+
+
+@torch.no_grad()
+def test_rounding_is_that_of_bf16(listed):  # noqa: F811
+    """Without quantised activations, at most 1.5 times the error of transformers in bf16 on such weights."""
+    tokens = torch.tensor([ids(150)])
+    peer = transformers_parity.build_model(SMALL, torch.Generator().manual_seed(1))
+    exact = peer(input_ids=tokens, use_cache=False).logits[0]
+    theirs = token_error(peer.bfloat16()(input_ids=tokens, use_cache=False).logits[0].float(), exact)
+    want = oracle(listed)(tokens)[0]
+    given = tokens.tolist(), [0], [0]
+    ours = model(listed, precision="bf16", experts="bf16")(*given, all_logits=True)[:, : SMALL.vocab]
+    assert 0.5 < float(want.std()) < 2 and token_error(ours, want) <= 1.5 * theirs
+    released = model(listed)(*given, all_logits=True)[:, : SMALL.vocab]
+    assert token_error(released, want) < 0.12  # FP8 activations: 8 times the rounding of bf16
+
+
+def test_chunks_of_any_size_give_the_same_bits(listed):  # noqa: F811
+    """Chunks that end inside and at windows of 4 and 128, and one token at a time across the window's end."""
+    tokens = ids(270, 1)
+    whole = model(listed)([tokens], [1], [0], all_logits=True)
+    cuts, parts, chunked = [0, 1, 3, 4, 9, 127, 128, 129, 130, 255, 270], [], model(listed)
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        parts.append(chunked([tokens[start:end]], [2], [start], all_logits=True))
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_requests_do_not_see_each_other(listed):  # noqa: F811
+    """Prefill beside decode, a request without tokens and padded rows: the logits of each alone."""
+    texts = [ids(140, 2), ids(9, 3), ids(33, 4)]
+    alone = [model(listed)([text], [0], [0])[0] for text in texts]
+    together = model(listed)
+    together([texts[0][:139], [], texts[2][:20]], [2, 0, 1], [0, 0, 0], rows=170)
+    found = together([texts[0][139:], texts[1], texts[2][20:]], [2, 0, 1], [139, 0, 20], rows=40)
+    assert all(torch.equal(one, row) for one, row in zip(alone, found, strict=True))
+
+
+def test_padding_is_without_effect(listed):  # noqa: F811
+    """Padded requests and rows write nothing and get zeros."""
+    text, found = ids(12, 5), model(listed)
+    found([text], [1], [0])
+    before = [[t.clone() for t in (c.window, *([c.entries] if c.entries is not None else []))] for c in found.caches]
+    logits = found([[], [7], []], [0, 1, -1], [3, 12, 0], rows=5)
+    assert not logits[0].any() and not logits[2].any() and logits[1].any()
+    for caches, (window, *_) in zip(found.caches, before, strict=True):
+        assert torch.equal(caches.window[0], window[0]) and torch.equal(caches.window[2], window[2])
+
+
+@torch.no_grad()
+def test_kernels_round_as_their_oracles(listed):  # noqa: F811
+    """Every kernel of SM100 in a chunk, then in a decode step beside a prefill: as far from fp32 as the oracles are."""
+    texts, errors = [ids(7, 6), ids(3, 7)], {}
+    want = [oracle(listed)(torch.tensor([text]))[0] for text in texts]
+    for backend in ("emulator", "reference"):
+        one = model(listed, backend)
+        first = one([texts[0][:6]], [0], [0], all_logits=True)
+        second = one([texts[0][6:], texts[1]], [0, 2], [6, 0], all_logits=True)
+        found = torch.cat((first, second))[:, : SMALL.vocab]
+        errors[backend] = token_error(found, torch.cat(want))
+    assert errors["emulator"] <= 1.2 * errors["reference"] < 0.15, errors
+
+
+def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
+    """Any number of drafts, all of which may be wrong, across windows of 4 and 128."""
+    prompt, outs = ids(121, 8), []
+    for drafts in (0, 1, 2, 5):
+        request = Request(model(listed, mtp=drafts > 0), prompt, GREEDY, drafts=drafts, chunk=50)
+        outs.append(list(request.tokens(14)))
+        assert request.sequence[: len(prompt)] == prompt and (request.drafted > 0) == (drafts > 0)
+    assert all(one == outs[0] for one in outs) and len(outs[0]) == 14
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_the_oracle(listed):  # noqa: F811
+    tokens, found = torch.tensor([ids(21, 9)]), model(listed, mtp=True, precision="bf16", experts="bf16")
+    capture = {}
+    oracle(listed)(tokens[:, :-1], capture=capture, mtp=tokens[:, 1:])
+    _, streams = found.hidden(found.step(tokens[:, :-1].tolist(), [0], [0]), keep_streams=True)
+    hidden, _ = found.draft(streams, found.step(tokens[:, 1:].tolist(), [0], [0]))
+    logits, want = found.head(hidden)[0][:, : SMALL.vocab], capture["mtp_logits"][0]
+    assert token_error(logits, want) < 0.05 * float(want.std())
+
+
+def test_a_chain_of_drafts_ends_where_a_window_closes(listed):  # noqa: F811
+    request = Request(model(listed, mtp=True), ids(5), GREEDY, drafts=8)
+    for length, most in ((5, 3), (6, 2), (7, 1), (8, 4), (383, 1), (384, 0)):
+        request.sequence = [0] * length
+        assert request.most_drafts() == most
+
+
+def test_steps_are_checked():
+    layout, tables = Layout(2, 64), angles(SMALL, 64)
+    for wrong, name in (
+        (([[1]], [2], [0]), "places"),
+        (([[1], [2]], [1, 1], [0, 0]), "places"),
+        (([[1] * 9], [0], [60]), "starts"),
+        (([[1]], [0], [-1]), "starts"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            make_step(SMALL, layout, tables, *wrong)
+    with pytest.raises(ArgumentError, match="rows"):
+        make_step(SMALL, layout, tables, [[1, 2]], [0], [0], rows=1)
+
+
+def test_requests_are_checked(listed):  # noqa: F811
+    one = model(listed)
+    for prompt, options, name in (
+        ([], {}, "prompt"),
+        ([1] * 384, {}, "prompt"),
+        ([1], {"drafts": 1}, "drafts"),
+        ([1], {"chunk": 0}, "chunk"),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            Request(one, prompt, GREEDY, **options)
+    with pytest.raises(ArgumentError, match="tokens"):
+        one([[SMALL.vocab]], [0], [0])
+    with pytest.raises(ArgumentError, match="capacity"):
+        model(listed, capacity=1 << 20)
+
+
+def test_the_command(listed):  # noqa: F811
+    runner, folder = CliRunner(), str(listed.checkpoint.folder)
+    found = runner.invoke(cli.app, ["generate", "Ab", "--model", folder, "--tokens", "3", "--backend", "reference"])
+    assert found.exit_code == 0 and found.stdout.startswith("Ab") and "every op ran as its" in found.stderr
+    for options, text in (
+        (["--tokens", "0"], "tokens"),
+        (["--tokens", "9999"], "positions"),
+        (["--backend", "gpu"], "backend"),
+        (["--temperature", "-1"], "temperature"),
+    ):
+        found = runner.invoke(cli.app, ["generate", "Ab", "--model", folder, *options])
+        assert found.exit_code and text in str(found.exception)
+    found = runner.invoke(cli.app, ["generate", "Ab", "--model", str(listed.checkpoint.folder.parent)])
+    assert "safetensors" in str(found.exception)

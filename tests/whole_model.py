@@ -1,0 +1,46 @@
+"""Small models with the real dimensions of a head, and their checkpoints in DeepSeek's format."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsv4lib.config import TINY, YarnConfig, schedule
+from dsv4lib.loader.checkpoint import Checkpoint
+from dsv4lib.loader.convert import save
+from dsv4lib.loader.whole import Listed
+from dsv4lib.reference.model import ReferenceModel
+
+# Every size differs from the others where the architecture allows it; K of wq_b is a multiple of 128, of wo_b is not.
+SMALL = replace(
+    TINY,
+    n_layers=3,
+    compress_ratios=schedule(3, (0,), 4, 128),
+    hidden=256,
+    n_heads=6,
+    head_dim=512,
+    rope_dim=64,
+    q_lora_rank=128,
+    o_groups=2,
+    o_lora_rank=48,
+    window=128,
+    csa_rate=4,
+    hca_rate=128,
+    index_heads=64,
+    index_dim=128,
+    index_topk=24,
+    n_experts=5,
+    experts_per_token=2,
+    expert_width=128,
+    vocab=328,
+    n_hash_layers=1,
+    max_positions=2048,
+    yarn=YarnConfig(),
+)
+
+
+@pytest.fixture(scope="session")
+def listed(tmp_path_factory):
+    """A checkpoint of random weights: SWA with a hash table, CSA, HCA, and the draft block."""
+    folder = tmp_path_factory.mktemp("whole") / "mxfp4"
+    save(ReferenceModel(SMALL).randomize_(11).state_dict(), SMALL, folder, "mxfp4")
+    return Listed.of(Checkpoint(folder))
