@@ -1,14 +1,15 @@
-"""Small models with the real dimensions of a head, and their checkpoints in DeepSeek's format."""
+"""A small model with the real dimensions of a head: transformers' with random weights, and its released format."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from dsv4lib.config import TINY, YarnConfig, schedule
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.convert import save
 from dsv4lib.loader.whole import Listed
-from dsv4lib.reference.model import ReferenceModel
+from dsv4lib.reference import transformers_parity
 
 # Every size differs from the others where the architecture allows it; K of wq_b is a multiple of 128, of wo_b is not.
 SMALL = replace(
@@ -39,8 +40,15 @@ SMALL = replace(
 
 
 @pytest.fixture(scope="session")
-def listed(tmp_path_factory):
-    """A checkpoint of random weights: SWA with a hash table, CSA, HCA, and the draft block."""
+def peer():
+    """transformers' model, fp32: sublayers as large as the streams, so that every write-back counts."""
+    model = transformers_parity.build_model(SMALL, torch.Generator().manual_seed(1))
+    return transformers_parity.Peer("small", 1, SMALL, model, torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.fixture(scope="session")
+def listed(tmp_path_factory, peer):
+    """Its weights in DeepSeek's format: SWA with a hash table, CSA, HCA; and a draft block of ours."""
     folder = tmp_path_factory.mktemp("whole") / "mxfp4"
-    save(ReferenceModel(SMALL).randomize_(11).state_dict(), SMALL, folder, "mxfp4")
+    save(transformers_parity.reference_of(peer).state_dict(), SMALL, folder, "mxfp4")
     return Listed.of(Checkpoint(folder))

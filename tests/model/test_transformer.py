@@ -1,5 +1,7 @@
 """The model on ops: against the oracle and transformers' rounding, chunks, batches, padding, both back ends, drafts."""
 
+import copy
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -12,9 +14,8 @@ from dsv4lib.loader.model import angles, transformer
 from dsv4lib.loader.whole import load_into
 from dsv4lib.model.generate import Request
 from dsv4lib.model.sampler import SamplingParams
-from dsv4lib.reference import transformers_parity
 from dsv4lib.reference.model import ReferenceModel
-from tests.whole_model import SMALL, listed  # noqa: F401  a fixture
+from tests.whole_model import SMALL, listed, peer  # noqa: F401  fixtures
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -44,12 +45,12 @@ def token_error(found, want):
 
 
 @torch.no_grad()
-def test_rounding_is_that_of_bf16(listed):  # noqa: F811
+def test_rounding_is_that_of_bf16(listed, peer):  # noqa: F811
     """Without quantised activations, at most 1.5 times the error of transformers in bf16 on such weights."""
     tokens = torch.tensor([ids(150)])
-    peer = transformers_parity.build_model(SMALL, torch.Generator().manual_seed(1))
-    exact = peer(input_ids=tokens, use_cache=False).logits[0]
-    theirs = token_error(peer.bfloat16()(input_ids=tokens, use_cache=False).logits[0].float(), exact)
+    exact = peer.model(input_ids=tokens, use_cache=False).logits[0]
+    rounded = copy.deepcopy(peer.model).bfloat16()(input_ids=tokens, use_cache=False).logits[0].float()
+    theirs = token_error(rounded, exact)
     want = oracle(listed)(tokens)[0]
     given = tokens.tolist(), [0], [0]
     ours = model(listed, precision="bf16", experts="bf16")(*given, all_logits=True)[:, : SMALL.vocab]
@@ -105,12 +106,16 @@ def test_kernels_round_as_their_oracles(listed):  # noqa: F811
 
 def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
     """Any number of drafts, all of which may be wrong, across windows of 4 and 128."""
-    prompt, outs = ids(121, 8), []
+    prompt, outs, entries = ids(121, 8), [], []
     for drafts in (0, 1, 2, 5):
-        request = Request(model(listed, mtp=drafts > 0), prompt, GREEDY, drafts=drafts, chunk=50)
+        one = model(listed, mtp=drafts > 0)
+        request = Request(one, prompt, GREEDY, drafts=drafts, chunk=50)
         outs.append(list(request.tokens(14)))
         assert request.sequence[: len(prompt)] == prompt and (request.drafted > 0) == (drafts > 0)
-    assert all(one == outs[0] for one in outs) and len(outs[0]) == 14
+        csa, hca = (kv_entry.gather(c.entries, 64, torch.arange(n))[0] for c, n in zip(one.caches[1:], (33, 1)))
+        entries.append(torch.cat((csa, hca)))
+    assert all(tokens == outs[0] for tokens in outs) and len(outs[0]) == 14
+    assert all(torch.equal(found, entries[0]) for found in entries)  # nothing is left of drafts that were taken back
 
 
 @torch.no_grad()
