@@ -59,6 +59,18 @@ def test_rounding_is_that_of_bf16(listed, peer):  # noqa: F811
     assert token_error(released, want) < 0.12  # FP8 activations: 8 times the rounding of bf16
 
 
+@torch.no_grad()
+def test_streams_stay_apart(listed):  # noqa: F811
+    """What tells the four streams from each other is small beside what they share: judged by itself."""
+    tokens, capture = ids(30, 10), {}
+    oracle(listed)(torch.tensor([tokens]), capture=capture)
+    one = model(listed, precision="bf16", experts="bf16")
+    _, streams = one.hidden(one.step([tokens], [0], [0]), keep_streams=True)
+    want = capture[f"layers.{SMALL.n_layers - 1}.streams"][0]
+    ours, theirs = (x - x.mean(1, keepdim=True) for x in (streams.float(), want))
+    assert token_error(ours.flatten(1), theirs.flatten(1)) < 0.1 * float(theirs.square().mean().sqrt())
+
+
 def test_chunks_of_any_size_give_the_same_bits(listed):  # noqa: F811
     """Chunks that end inside and at windows of 4 and 128, and one token at a time across the window's end."""
     tokens = ids(270, 1)
@@ -112,8 +124,8 @@ def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
         request = Request(one, prompt, GREEDY, drafts=drafts, chunk=50)
         outs.append(list(request.tokens(14)))
         assert request.sequence[: len(prompt)] == prompt and (request.drafted > 0) == (drafts > 0)
-        csa, hca = (kv_entry.gather(c.entries, 64, torch.arange(n))[0] for c, n in zip(one.caches[1:], (33, 1)))
-        entries.append(torch.cat((csa, hca)))
+        made = zip(one.caches[1:], (33, 1), strict=True)  # of CSA and HCA
+        entries.append(torch.cat([kv_entry.gather(c.entries, 64, torch.arange(n))[0] for c, n in made]))
     assert all(tokens == outs[0] for tokens in outs) and len(outs[0]) == 14
     assert all(torch.equal(found, entries[0]) for found in entries)  # nothing is left of drafts that were taken back
 
