@@ -33,7 +33,7 @@ from dsv4lib.emulator.trace.trace import Trace
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 
 if TYPE_CHECKING:
-    from dsv4lib.emulator.driver.devices import Devices
+    from dsv4lib.emulator.driver.interfaces import GroupView
 
 ALIGNMENT = 256  # of memory the device allocates, as cudaMalloc's
 CHECKS = {name: select(name).bits for name in PRESETS}
@@ -65,7 +65,7 @@ class Device:
     ):
         self.arch, self.settings, self.ctas = arch, settings, ctas
         self.index, self.count = 0, 1
-        self.group: Devices | None = None
+        self.group: GroupView | None = None
         self.gmem = GlobalMemory()
         self.memory = Tracker(self.gmem)
         self.launches: list[Launch] = []

@@ -20,7 +20,7 @@ from dsv4lib.emulator.machine.request import LaunchRequest
 from dsv4lib.emulator.native import fpenv
 
 if TYPE_CHECKING:
-    from dsv4lib.emulator.driver.device import Device
+    from dsv4lib.emulator.driver.interfaces import DeviceView
 
 Stream = tuple[int, int]  # device, handle
 _BURST = 64  # turns that the others get when a launch that ran alone makes no progress
@@ -37,7 +37,7 @@ class Mark:
 class _Queued:
     """An entry of a stream: a launch (with what keeps its memory alive), an event recorded, or one waited for."""
 
-    device: Device
+    device: DeviceView
     request: LaunchRequest | None = None
     keep: Any = None
     record: Mark | None = None
@@ -66,17 +66,17 @@ class Together:
         self._random = random.Random(seed)
         self._streams = _Streams()
 
-    def launch(self, device: Device, stream: int, request: LaunchRequest, keep: Any) -> None:
+    def launch(self, device: DeviceView, stream: int, request: LaunchRequest, keep: Any) -> None:
         """Queue a launch; ``keep`` holds the memory that it may use."""
         self._add(device, stream, _Queued(device, request, keep))
 
-    def record(self, device: Device, stream: int) -> Mark:
+    def record(self, device: DeviceView, stream: int) -> Mark:
         """An event behind what is queued on a stream now."""
         mark = Mark()
         self._add(device, stream, _Queued(device, record=mark))
         return mark
 
-    def wait(self, device: Device, stream: int, mark: Mark) -> None:
+    def wait(self, device: DeviceView, stream: int, mark: Mark) -> None:
         """What is queued on a stream from now on runs after ``mark``."""
         self._add(device, stream, _Queued(device, wait=mark))
 
@@ -131,7 +131,7 @@ class Together:
             result.trace = item.device.trace
         item.device.ran(item.request, result)
 
-    def _add(self, device: Device, stream: int, item: _Queued) -> None:
+    def _add(self, device: DeviceView, stream: int, item: _Queued) -> None:
         self._streams.queues.setdefault((device.index, stream), deque()).append(item)
 
 
@@ -156,7 +156,7 @@ def _begin(streams: _Streams) -> bool:
     return bool(streams.running)
 
 
-def _leave(device: Device, launch: machine.Machine) -> None:
+def _leave(device: DeviceView, launch: machine.Machine) -> None:
     """A launch is over, or given up."""
     launch.close()
     if launch.trace is not None:

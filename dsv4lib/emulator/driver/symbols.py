@@ -25,7 +25,7 @@ from dsv4lib.emulator.machine.request import LaunchRequest
 from dsv4lib.emulator.ptx.ir import Module
 
 if TYPE_CHECKING:
-    from dsv4lib.emulator.driver.device import Device
+    from dsv4lib.emulator.driver.interfaces import DeviceView
     from dsv4lib.emulator.driver.multi_device import Mark
 
 P, I, U32, SIZE = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_size_t
@@ -53,7 +53,7 @@ class Runtime:
     """State behind the symbols: active devices, handles, the error to raise."""
 
     def __init__(self) -> None:
-        self.devices: list[Device] = []  # the active one last
+        self.devices: list[DeviceView] = []  # the active one last
         self.libraries: dict[int, Module] = {}
         self.kernels: dict[int, LoadedKernel] = {}
         self.pending: BaseException | None = None
@@ -69,7 +69,7 @@ class Runtime:
         self._next += 16
         return self._next
 
-    def device(self) -> Device:
+    def device(self) -> DeviceView:
         """The active device."""
         return self.devices[-1]
 
@@ -81,7 +81,7 @@ class Runtime:
         """
         self.devices[-1] = self.sibling(index)
 
-    def sibling(self, index: int) -> Device:
+    def sibling(self, index: int) -> DeviceView:
         """A device by number: of the active one's group, or the active one itself."""
         gpu = self.device()
         if not 0 <= index < gpu.count:

@@ -23,14 +23,14 @@ from dsv4lib.emulator.ptx.ir import Instr, Operand, Symbol, Variable, Vector
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.isa import Form
-    from dsv4lib.emulator.machine.warp import Warp
+    from dsv4lib.emulator.machine.interfaces import WarpView
 
 MAX_FORMAT = 1 << 16
 STACK = Variable("(stack)", "local", 1 << 14, 16)  # what `stacks` gives out
 _CONVERSION = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(hh|h|ll|l|j|z|t)?([diouxXeEfFgGcsp%])")
 
 
-def local(warp: Warp, lane: int, offset: int, nbytes: int) -> Any:
+def local(warp: WarpView, lane: int, offset: int, nbytes: int) -> Any:
     """Bytes of a lane's local memory."""
     size = int(warp.ctx["local_bytes"])
     if offset + nbytes > size:
@@ -38,7 +38,7 @@ def local(warp: Warp, lane: int, offset: int, nbytes: int) -> Any:
     return (ctypes.c_uint8 * nbytes).from_address(int(warp.ctx["local"]) + lane * size + offset)
 
 
-def _passed(warp: Warp, operand: Operand, sizes: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
+def _passed(warp: WarpView, operand: Operand, sizes: tuple[int, ...]) -> Iterator[tuple[int, list[int]]]:
     """Every active lane with the arguments that it passes, ``sizes`` bytes each."""
     assert isinstance(operand, Vector) and len(operand.items) == len(sizes)
     places = [warp.program.symbol(item.name)[1] for item in operand.items if isinstance(item, Symbol)]
@@ -49,7 +49,7 @@ def _passed(warp: Warp, operand: Operand, sizes: tuple[int, ...]) -> Iterator[tu
         )
 
 
-def vprintf(warp: Warp, instr: Instr, form: Form) -> None:
+def vprintf(warp: WarpView, instr: Instr, form: Form) -> None:
     """``call (result), vprintf, (format, arguments)``: print once per active lane; the result is the argument count."""
     result, _, passed = instr.operands
     assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
@@ -60,7 +60,7 @@ def vprintf(warp: Warp, instr: Instr, form: Form) -> None:
         local(warp, lane, answer, 4)[:] = count.to_bytes(4, "little")
 
 
-def assertfail(warp: Warp, instr: Instr, form: Form) -> None:
+def assertfail(warp: WarpView, instr: Instr, form: Form) -> None:
     """``call __assertfail, (message, file, line, function, char size)``.
 
     Raises:
@@ -72,7 +72,7 @@ def assertfail(warp: Warp, instr: Instr, form: Form) -> None:
         raise EmulatorError(f"assertion {texts[0]!r} failed at {texts[1]}:{line} in {texts[2]} (lane {lane})", place)
 
 
-def malloc(warp: Warp, instr: Instr, form: Form) -> None:
+def malloc(warp: WarpView, instr: Instr, form: Form) -> None:
     """``call (address), malloc, (size)``: for every active lane; 0 where there is no room."""
     result, _, passed = instr.operands
     assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
@@ -81,7 +81,7 @@ def malloc(warp: Warp, instr: Instr, form: Form) -> None:
         local(warp, lane, answer, 8)[:] = warp.cta.machine.gmem.heap.allocate(nbytes).to_bytes(8, "little")
 
 
-def free(warp: Warp, instr: Instr, form: Form) -> None:
+def free(warp: WarpView, instr: Instr, form: Form) -> None:
     """``call free, (address)``.
 
     Raises:
@@ -92,7 +92,7 @@ def free(warp: Warp, instr: Instr, form: Form) -> None:
             raise MemoryFault(f"lane {lane} frees {address:#x}, which malloc did not return", warp.place(instr))
 
 
-def nowhere(warp: Warp, instr: Instr, form: Form) -> None:
+def nowhere(warp: WarpView, instr: Instr, form: Form) -> None:
     """A call of an address, behind all functions that it could have meant (ptx/functions.py).
 
     Raises:
@@ -124,7 +124,7 @@ def fits(instr: Instr, name: str) -> bool:
     )
 
 
-def formatted(warp: Warp, lane: int, pattern: int, buffer: int) -> tuple[str, int]:
+def formatted(warp: WarpView, lane: int, pattern: int, buffer: int) -> tuple[str, int]:
     """What one lane prints, and how many arguments it takes."""
     parts: list[str] = []
     position = offset = count = 0
@@ -145,7 +145,7 @@ def formatted(warp: Warp, lane: int, pattern: int, buffer: int) -> tuple[str, in
     return "".join([*parts, text[position:]]), count
 
 
-def _convert(warp: Warp, lane: int, flags: str, kind: str, raw: bytes) -> str:
+def _convert(warp: WarpView, lane: int, flags: str, kind: str, raw: bytes) -> str:
     if kind in "eEfFgG":
         return f"%{flags}{kind}" % struct.unpack("<d", raw)
     if kind == "s":
@@ -157,19 +157,19 @@ def _convert(warp: Warp, lane: int, flags: str, kind: str, raw: bytes) -> str:
     return f"%{flags}{kind}" % int.from_bytes(raw, "little", signed=kind in "di")
 
 
-def read(warp: Warp, lane: int, address: int, nbytes: int) -> bytes:
+def read(warp: WarpView, lane: int, address: int, nbytes: int) -> bytes:
     """Bytes at a generic address of global memory or of the lane's local memory."""
     if is_local(np.array([address], np.uint64))[0]:
         return bytes(local(warp, lane, address & LOW_32, nbytes))
     return warp.cta.machine.gmem.view(address, nbytes).tobytes()
 
 
-def c_string(warp: Warp, lane: int, address: int) -> str:
+def c_string(warp: WarpView, lane: int, address: int) -> str:
     """A zero-terminated string."""
     return b"".join(_until_zero(warp, lane, address)).decode(errors="replace")
 
 
-def _until_zero(warp: Warp, lane: int, address: int) -> Iterator[bytes]:
+def _until_zero(warp: WarpView, lane: int, address: int) -> Iterator[bytes]:
     for i in range(MAX_FORMAT):
         byte = read(warp, lane, address + i, 1)
         if byte == b"\0":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from dsv4lib.emulator.machine.machine import Machine
-    from dsv4lib.emulator.machine.warp import Warp
+from dsv4lib.emulator.machine.interfaces import MachineView, WarpView
 
 ALIGNMENT = 1024
+# Called with every CTA when it is created and when its last warp has exited: tensor memory, leak checks.
+CTA_CREATED: list[Callable[[Cta], None]] = []
+CTA_EXITED: list[Callable[[Cta], None]] = []
 
 
 def aligned_zeros(nbytes: int, alignment: int = ALIGNMENT) -> np.ndarray:
@@ -65,10 +67,10 @@ class Cta:
 
     def __init__(self, cluster: Cluster, rank: int, ctaid: tuple[int, int, int], smem_bytes: int):
         self.cluster, self.rank, self.ctaid = cluster, rank, ctaid
-        self.machine: Machine = cluster.machine
+        self.machine: MachineView = cluster.machine
         self.smem = Smem(smem_bytes)
         self.tmem: Any = None
-        self.warps: list[Warp] = []
+        self.warps: list[WarpView] = []
         self.mbarriers: dict[int, Any] = {}
         self.barriers: dict[Any, Any] = {}
         self.clc_reads: dict[int, Any] = {}
@@ -82,7 +84,7 @@ class Cta:
 class Cluster:
     """CTAs that see each other's shared memory; a launch without clusters has clusters of one CTA."""
 
-    def __init__(self, machine: Machine, index: int, clusterid: tuple[int, int, int], shape: tuple[int, int, int]):
+    def __init__(self, machine: MachineView, index: int, clusterid: tuple[int, int, int], shape: tuple[int, int, int]):
         self.machine, self.index, self.clusterid, self.shape = machine, index, clusterid, shape
         self.ctas: list[Cta] = []
         self.barrier: Any = None

@@ -17,17 +17,14 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dsv4lib.emulator.errors import Deadlock, MemoryFault
+from dsv4lib.emulator.machine.interfaces import MachineView
 from dsv4lib.emulator.machine.warp import GROUP, GROUP_MASK, GROUP_PC, GROUPS, MASK, PC, Warp
 from dsv4lib.emulator.memory.addressing import is_local, is_shared
 from dsv4lib.emulator.ptx.ir import Instr, Memory
-
-if TYPE_CHECKING:
-    from dsv4lib.emulator.machine.machine import Machine
 
 FIRST = 8  # fruitless rounds (scheduler) of every launch before the first look; then twice as many, and so on
 _TURNS = 64  # that a look lasts, for every warp that can run
@@ -56,10 +53,10 @@ class Watch:
     def __init__(self) -> None:
         self._next = FIRST
         self._memory: int | None = None  # while a look lasts
-        self._turns: Counter[Machine] = Counter()
+        self._turns: Counter[MachineView] = Counter()
         self._warps: dict[Warp, _Seen] = {}
 
-    def look(self, stepped: Machine, running: Sequence[Machine]) -> None:
+    def look(self, stepped: MachineView, running: Sequence[MachineView]) -> None:
         """After a turn of ``stepped``, one of the ``running`` machines.
 
         Raises:
@@ -84,7 +81,7 @@ class Watch:
         elif all(self._turns[m] > _TURNS * max(1, len(m.scheduler.ready)) for m in running):
             self._close(2 * fruitless)
 
-    def _open(self, running: Sequence[Machine]) -> None:
+    def _open(self, running: Sequence[MachineView]) -> None:
         self._memory = memory_of(running)
         self._turns.clear()
         self._warps.clear()
@@ -109,7 +106,7 @@ class Watch:
         seen.again |= state in seen.states
         seen.states.add(state)
 
-    def _judge(self, running: Sequence[Machine]) -> None:
+    def _judge(self, running: Sequence[MachineView]) -> None:
         """All warps repeat themselves.
 
         Raises:
@@ -125,7 +122,7 @@ class Watch:
             raise Deadlock(report(running, loops))
 
 
-def memory_of(machines: Iterable[Machine]) -> int:
+def memory_of(machines: Iterable[MachineView]) -> int:
     """A checksum of all memory that kernels can change: global, and shared of the resident CTAs."""
     total, known = 0, set()
     for machine in machines:
@@ -153,7 +150,7 @@ def state_of(warp: Warp) -> int:
 class _Silence:
     """Whether instructions of loops leave the memory of these machines as it is."""
 
-    def __init__(self, running: Sequence[Machine]) -> None:
+    def __init__(self, running: Sequence[MachineView]) -> None:
         self._running = running
         self._left = _COMPARED
 
@@ -195,7 +192,7 @@ def _harmless(instr: Instr) -> bool:
     return base in _HARMLESS and (base not in _HARMLESS_WITH or any(m in modifiers for m in _HARMLESS_WITH[base]))
 
 
-def report(running: Sequence[Machine], loops: dict[Warp, list[Instr]]) -> str:
+def report(running: Sequence[MachineView], loops: dict[Warp, list[Instr]]) -> str:
     """Who repeats what, and reads which memory; who waits."""
     lines = ["deadlock: every warp that can run repeats the same loop, and no memory changes"]
     for machine in running:
@@ -238,7 +235,7 @@ def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
     return out
 
 
-def _value(machine: Machine, address: int, nbytes: int) -> str:
+def _value(machine: MachineView, address: int, nbytes: int) -> str:
     try:
         value = int.from_bytes(machine.gmem.view(address, nbytes).tobytes(), "little")
     except MemoryFault:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from dsv4lib.emulator.errors import EmulatorError, HazardError, LaunchError, Pla
 from dsv4lib.emulator.isa import calls
 from dsv4lib.emulator.machine import request as limits
 from dsv4lib.emulator.machine.async_units import AsyncUnits
-from dsv4lib.emulator.machine.cta import Cluster, Cta, Smem, aligned_zeros
+from dsv4lib.emulator.machine.cta import CTA_CREATED, CTA_EXITED, Cluster, Cta, Smem, aligned_zeros
 from dsv4lib.emulator.machine.limits import ClusterQueue
 from dsv4lib.emulator.machine.livelock import Watch
 from dsv4lib.emulator.machine.request import Dim3, LaunchRequest, LaunchResult, Settings, check_shape
@@ -34,9 +33,6 @@ from dsv4lib.emulator.trace.recorder import Recorder
 
 __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp", "run"]
 
-# Called with every CTA when it is created and when its last warp has exited: tensor memory, leak checks.
-CTA_CREATED: list[Callable[[Cta], None]] = []
-CTA_EXITED: list[Callable[[Cta], None]] = []
 _NOTES = 5  # hazards that are told with an error
 
 GRID_WORKSPACE = 8  # bytes

@@ -6,21 +6,27 @@ It lives as long as the device's memory: what one launch allocates, another may 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+import numpy as np
 
 from dsv4lib.emulator.machine.cta import aligned_zeros
-
-if TYPE_CHECKING:
-    from dsv4lib.emulator.memory.gmem import GlobalMemory
 
 HEAP_BYTES = 8 << 20
 ALIGN = 16
 
 
+class Registry(Protocol):
+    """Global memory, as the heap needs it."""
+
+    def register_array(self, array: np.ndarray, name: str) -> None:
+        """Make an array of the host a range of global memory."""
+
+
 class Heap:
     """Pieces of ``HEAP_BYTES`` of ``gmem``."""
 
-    def __init__(self, gmem: GlobalMemory):
+    def __init__(self, gmem: Registry):
         self._memory = aligned_zeros(HEAP_BYTES, 256)
         gmem.register_array(self._memory, "heap of malloc")
         self.start = self._memory.ctypes.data

@@ -18,7 +18,7 @@ from dsv4lib.emulator.trace.trace import Trace, pack_lanes
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.async_units import AsyncOp
     from dsv4lib.emulator.machine.cta import Cta
-    from dsv4lib.emulator.machine.machine import Machine
+    from dsv4lib.emulator.machine.interfaces import MachineView
     from dsv4lib.emulator.machine.warp import Block, Warp
     from dsv4lib.emulator.ptx.ir import Instr
     from dsv4lib.emulator.units.mbarrier import MBarrier
@@ -35,7 +35,7 @@ class Recorder:
         machine: whose launch; events: how many records so far.
     """
 
-    def __init__(self, machine: Machine):
+    def __init__(self, machine: MachineView):
         self.machine = machine
         self.events = 0
         self._records: np.ndarray | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.isa import Form
 from dsv4lib.emulator.machine.async_units import AsyncOp
-from dsv4lib.emulator.machine.machine import CTA_EXITED
+from dsv4lib.emulator.machine.cta import CTA_EXITED
 from dsv4lib.emulator.machine.warp import Warp
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, shared_address
 from dsv4lib.emulator.ptx.ir import Instr, Vector

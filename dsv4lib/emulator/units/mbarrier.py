@@ -22,7 +22,7 @@ import numpy as np
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import HazardError, Place, UnsupportedInstruction
 from dsv4lib.emulator.isa import Form
-from dsv4lib.emulator.machine.machine import CTA_EXITED
+from dsv4lib.emulator.machine.cta import CTA_EXITED
 from dsv4lib.emulator.machine.warp import Block, Warp
 from dsv4lib.emulator.memory.addressing import OFFSET_MASK, RANK_SHIFT, shared_address
 from dsv4lib.emulator.native.abi import FULL_MASK, LANES

@@ -13,7 +13,7 @@ import numpy as np
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError, HazardError
 from dsv4lib.emulator.isa import Form
-from dsv4lib.emulator.machine.machine import CTA_EXITED
+from dsv4lib.emulator.machine.cta import CTA_EXITED
 from dsv4lib.emulator.machine.warp import Block, Warp
 from dsv4lib.emulator.ptx.ir import Instr
 from dsv4lib.emulator.units.shared import locate, shared_addresses

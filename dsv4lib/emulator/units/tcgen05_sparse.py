@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from dsv4lib.emulator.units.tmem import tmem_of
 
 if TYPE_CHECKING:
     from dsv4lib.emulator.machine.cta import Cta
-    from dsv4lib.emulator.units.tcgen05_core import Mma
 
 _HALVED = ("f16", "tf32")  # kinds with 32 bits of codes a row
 COLUMNS = 2
@@ -48,7 +47,29 @@ def sparse_descriptor(kind: str, bits: int, cta_group: int) -> tuple[InstrDescri
     return dataclasses.replace(shape, k=2 * shape.k), selector
 
 
-def codes_of(op: Mma, cta: Cta) -> np.ndarray:
+class SparseMma(Protocol):
+    """An MMA whose A is sparse, `tcgen05_core.Mma`, as its metadata are read.
+
+    Attributes:
+        metadata, d: tensor-memory addresses. selector: of the metadata. shape: decoded instruction descriptor.
+        place: of the instruction. regions: of tensor memory, one a CTA.
+    """
+
+    metadata: int
+    selector: int
+    d: int
+    shape: Any
+    place: Any
+    regions: Any
+
+    def reads(self, cta: Cta, column: int, count: int, what: str) -> bool:
+        """Tell whether columns are allocated; report if not."""
+
+    def report(self, kind: str, message: str) -> None:
+        """Report a hazard at the instruction."""
+
+
+def codes_of(op: SparseMma, cta: Cta) -> np.ndarray:
     """uint8 (rows, chunks): where the elements of a CTA's A stand."""
     lane, column = op.metadata >> 16, op.metadata & 0xFFFF
     if lane != op.d >> 16 or column % COLUMNS:
