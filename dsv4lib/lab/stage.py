@@ -202,7 +202,9 @@ class Stage(_Strict):
     """One `stage.toml`, checked. ``name`` is the folder's name, ``root`` the workspace it was read from."""
 
     title: str = Field(min_length=1, description="a heading in reports")
-    summary: str = Field(min_length=1, description="one sentence in `./dsv4 stages`")
+    summary: str = Field(
+        min_length=1, max_length=91, description="one sentence of at most 90 characters and a full stop"
+    )
     notebook: str = Field(description="path inside the workspace; it decides the place in the reading order")
     kernel: bool = Field(description="whether the stage runs a kernel; if so it is skipped under `reference`")
     arch: str = Field(default="sm_100a", description="the architecture whose code the stage runs")
