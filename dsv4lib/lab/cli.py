@@ -280,6 +280,22 @@ def generate(
 
 
 @app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="op or stage")],
+    name: Annotated[str, typer.Argument(help="lower-case words joined by underscores")],
+) -> None:
+    """Write a working op (kernel, oracle, tests, bench rows, stage, notebook) or stage to start from."""
+    from dsv4lib.lab import ladder, scaffold
+
+    root = workspace()
+    for path in scaffold.write(kind, name, root):
+        print(path.relative_to(root))
+    ladder.main(root / "README.md")
+    tests = f"./dsv4 test tests/ops/{name}; " if kind == "op" else ""
+    print(f"\nREADME.md has the stage's row. Next: {tests}./dsv4 run --stage {name}; ./dsv4 lint")
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
     from dsv4lib.lab import doctor as checks

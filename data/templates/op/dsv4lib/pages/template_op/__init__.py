@@ -1,0 +1,1 @@
+"""What the notebook of `template_op` calls."""

@@ -1,0 +1,1 @@
+"""What the notebook of stage `template_op` calls."""
