@@ -124,7 +124,7 @@ def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
         request = Request(one, prompt, GREEDY, drafts=drafts, chunk=50)
         outs.append(list(request.tokens(14)))
         assert request.sequence[: len(prompt)] == prompt and (request.drafted > 0) == (drafts > 0)
-        made = zip(one.caches[1:], (33, 1), strict=True)  # of CSA and HCA
+        made = zip(one.caches[1:3], (33, 1), strict=True)  # of CSA and HCA
         entries.append(torch.cat([kv_entry.gather(c.entries, 64, torch.arange(n))[0] for c, n in made]))
     assert all(tokens == outs[0] for tokens in outs) and len(outs[0]) == 14
     assert all(torch.equal(found, entries[0]) for found in entries)  # nothing is left of drafts that were taken back
