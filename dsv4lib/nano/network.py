@@ -345,9 +345,7 @@ class Network:
             e = rms(F.embedding(following, w["embed.weight"]).to(self.dtype), w["mtp.0.enorm.weight"], eps)
             h = rms(streams, w["mtp.0.hnorm.weight"], eps)
             combined = F.linear(h, w["mtp.0.h_proj.weight"]) + F.linear(e, w["mtp.0.e_proj.weight"])[:, :, None]
-            drafted = self._layer(
-                "mtp.0.", self.config.mtp_kind, combined.to(self.dtype), following, losses, load
-            )
+            drafted = self._layer("mtp.0.", self.config.mtp_kind, combined.to(self.dtype), following, losses, load)
             mtp = self._head("mtp.0.", drafted)
         return Output(logits, mtp, sum(losses, torch.zeros((), device=self.device)), load)
 

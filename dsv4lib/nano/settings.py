@@ -130,7 +130,15 @@ class Run:
 
 
 SMOKE = Run(
-    seconds=70.0, batch=4, length=256, far=0, warmup=10, compiled=False, log_every=20, evaluations=2, eval_windows=4,
+    seconds=70.0,
+    batch=4,
+    length=256,
+    far=0,
+    warmup=10,
+    compiled=False,
+    log_every=20,
+    evaluations=2,
+    eval_windows=4,
     final_windows=16,
 )
 """A run of `SMALL` that ends within two minutes on two CPU cores; it proves the code, not the recipe."""

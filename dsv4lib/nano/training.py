@@ -108,15 +108,11 @@ def _window_bits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """One run; see `train`."""
 
-    def __init__(
-        self, text: Corpus, config: ModelConfig, run: Run, device: torch.device, log: Callable[[str], None]
-    ):
+    def __init__(self, text: Corpus, config: ModelConfig, run: Run, device: torch.device, log: Callable[[str], None]):
         self.config, self.run, self.device, self.log = config, run, device, log
         stream = text.stream()
         counts = torch.bincount(stream.long(), minlength=config.vocab)
-        self.weights = {
-            n: t.to(device) for n, t in recipe.initial_weights(config, counts, run.seed).items()
-        }
+        self.weights = {n: t.to(device) for n, t in recipe.initial_weights(config, counts, run.seed).items()}
         rounding = recipe.roundings(config)
         self.muon = recipe.Muon(self.weights, rounding, run)
         self.rest = [n for n in self.weights if n not in rounding and not n.endswith(recipe.FIXED)]
@@ -236,7 +232,9 @@ class Trainer:
             both.append(bits(Network(self.config, weights), self.held, 4, mtp=False, autocast=False)[0])
         torch.set_float32_matmul_precision(precision)
         judged = self.held.judged.tolist()
-        out.heldout = [(i, n, a, b) for i, (n, a, b) in enumerate(zip(judged, *(t.tolist() for t in both), strict=True))]
+        out.heldout = [
+            (i, n, a, b) for i, (n, a, b) in enumerate(zip(judged, *(t.tolist() for t in both), strict=True))
+        ]
         out.exact, out.shipped = ({n: t.cpu() for n, t in unstack(w).items()} for w in (full, ship))
         out.load = {p: [round(v, 4) for v in (t / step).tolist()] for p, t in self.load.items()}
         out.peak = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
