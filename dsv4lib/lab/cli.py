@@ -296,6 +296,45 @@ def new(
 
 
 @app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="nano: the one that is trained here")],
+    folder: Annotated[Path, typer.Option(help="folder to make")] = Path("nano-trained"),
+    smoke: Annotated[bool, typer.Option("--smoke", help="a smaller model for two minutes, on any CPU")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu [default: cuda; cpu with --smoke]")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="budget of the loop, compilation included")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="of weights, batches and synthetic text")] = 0,
+    text: Annotated[Path | None, typer.Option(help="folder with the tarballs [default: fetch them]")] = None,
+    registry: Annotated[str | None, typer.Option(help="npm registry to fetch from [default: npm's own]")] = None,
+) -> None:
+    """Train the nano model on CC0 text and write its checkpoint, FP8 and MXFP4, with the loss curve."""
+    from dsv4lib.pages.nano import train as page
+
+    console = Console(stderr=True, highlight=False)
+    page.command(
+        model, folder, console, smoke=smoke, device=device, seconds=seconds, seed=seed, text=text, registry=registry
+    )
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path | None, typer.Argument(help="folder of a checkpoint with bytes as tokens")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="held-out windows to judge, 16 at most")] = 1,
+    length: Annotated[int, typer.Option(min=1, max=2048, help="bytes of a window that are used")] = 512,
+    variant: Annotated[list[str] | None, typer.Option(help="only this variant (repeatable)")] = None,
+    table: Annotated[Path | None, typer.Option(help="CSV file to write")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """What each precision and selection costs: bits per byte, KL, greedy agreement, through the reference."""
+    from dsv4lib.pages.nano import evaluate as page
+
+    console = Console(stderr=True, highlight=False)
+    if not page.command(
+        model, console, windows=windows, length=length, names=variant or [], table=table, device=device
+    ):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Print versions, which back ends work here, and the fix for what does not."""
     from dsv4lib.lab import doctor as checks
