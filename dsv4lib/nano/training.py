@@ -130,6 +130,7 @@ class Trainer:
         self.sampler = Sampler(stream, run, device)
         held = corpus.windows(text.held, run.length)
         self.held = (held.some(run.final_windows) if run.final_windows else held).to(device)
+        self.settle = SETTLE if run.compiled else 1
         self.mixed = device.type == "cuda"  # bf16 is slower than fp32 on most CPUs
         dtype = torch.bfloat16 if self.mixed else torch.float32
         self.network = Network(config, self.weights, compiled() if run.compiled else OPERATORS, dtype)
@@ -144,7 +145,7 @@ class Trainer:
         if self.run.steps:
             return min(1.0, step / self.run.steps)
         left = self.run.seconds - (self.settled - self.began)
-        return min(1.0, (time.monotonic() - self.settled) / max(left, 1e-3)) if step >= SETTLE else 0.0
+        return min(1.0, (time.monotonic() - self.settled) / max(left, 1e-3)) if step >= self.settle else 0.0
 
     def go(self) -> Outcome:
         """Train to the end of the budget."""
@@ -155,10 +156,10 @@ class Trainer:
             factor = recipe.rate_factor(step, progress, self.run)
             self._step(factor, rounded)
             step += 1
-            if step == SETTLE:
+            if step == self.settle:
                 self._wait()
                 self.settled = time.monotonic()
-                self.log(f"first {SETTLE} steps, compilation included: {self.settled - self.began:.1f} s")
+                self.log(f"first {self.settle} steps, compilation included: {self.settled - self.began:.1f} s")
             progress = self.progress(step)
             if step % self.run.log_every == 0:
                 self._row(step, factor, rounded, progress)
@@ -200,7 +201,7 @@ class Trainer:
         seconds = time.monotonic() - self.began
         row = (step, seconds, means[0] / LN2, means[1] / LN2, means[2], means[3], factor, int(rounded))
         self.outcome.curve.append(tuple(round(v, 5) for v in row))
-        each = (time.monotonic() - self.settled) / max(step - SETTLE, 1)
+        each = (time.monotonic() - self.settled) / max(step - self.settle, 1)
         self.log(
             f"{progress:4.0%}  step {step}  {seconds:.0f} s  {row[2]:.4f} bits per byte  MTP {row[3]:.4f}  "
             f"indexer KL {row[4]:.3f} nats  {1e3 * each:.0f} ms a step"

@@ -60,6 +60,7 @@ def test_index_loss_is_the_divergence_from_the_attention():
 def test_roundings_are_the_codecs():
     x = torch.randn(3, 130, 160, generator=torch.Generator().manual_seed(4)) * torch.logspace(-4, 3, 130)[:, None]
     x[0, :, :32] = 0.0
+    x[1] *= 1e-8  # below the floor of the scales
     assert torch.equal(recipe.round_mxfp4(x), mxfp4.fake_quantize(x))
     assert torch.equal(recipe.round_fp8(x), fp8_block.dequantize(fp8_block.quantize(x)))
 
@@ -83,14 +84,14 @@ def test_bias_moves_against_the_load():
 def test_muon_moves_exact_weights_and_publishes_rounded_ones():
     weights = {"a": torch.randn(32, 64, generator=torch.Generator().manual_seed(5)), "b": torch.ones(32, 64)}
     before = weights["a"].clone()
-    muon = recipe.Muon(weights, {"a": recipe.round_mxfp4, "b": None}, settings.Run())
+    muon = recipe.Muon(weights, {"a": recipe.round_mxfp4, "b": None}, settings.Run(muon_decay=0.0))
     muon.publish(rounded=True)
     assert torch.equal(weights["a"].detach(), mxfp4.fake_quantize(before))
     assert torch.equal(weights["b"].detach(), torch.ones(32, 64))
     assert torch.equal(muon.exact()["a"], before)
     (weights["a"].sum() + weights["b"].sum()).backward()
     muon.step(weights, 1.0)
-    assert (muon.exact()["a"] < before).float().mean() > 0.9
+    assert (muon.exact()["a"] < before).all()
 
 
 def _tarball(files):
@@ -138,15 +139,15 @@ def test_far_bytes_are_found_only_far_back(kind):
     stream = torch.randint(97, 123, (9000,), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
     found = far.judged_windows(kind, stream, 6, 2048, 1)
     for targets, tokens in zip(found.targets, found.tokens, strict=True):
-        text = bytes([*tokens[1:].tolist(), 0])
+        text = bytes(tokens[1:].tolist())
         judged = (targets != corpus.IGNORED).nonzero().flatten().tolist()
         assert len(judged) >= 100
         for at in judged[:: len(judged) // 7]:
-            before = text[at - 7 if kind == "key_values" else at - 12 : at + 1] if at < 2047 else b""
-            if kind == "key_values":
-                while not before.startswith(tuple(bytes([c]) for c in range(97, 123))) or b" = " not in before:
-                    before = text[at + 1 - len(before) - 1 : at + 1]
-            assert before == b"" or 0 <= text.find(before) <= at - far.GAP
+            line = text.rfind(b"\n", 0, at) + 1
+            cue = text[line : line + 7] if kind == "key_values" else text[at - 12 : at]
+            first = text.find(cue)
+            assert first + far.GAP <= at - len(cue)
+            assert text[first + at - line] == targets[at] if kind == "key_values" else text[first + 12] == targets[at]
 
 
 def test_a_short_run_learns_and_writes_a_checkpoint(tmp_path):

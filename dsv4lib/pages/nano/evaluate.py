@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from dsv4lib import env
 from dsv4lib.errors import ArgumentError
 from dsv4lib.nano import corpus, evaluate, variants
 from dsv4lib.nano.evaluate import Row
@@ -19,7 +20,7 @@ LENGTH = 2048  # bytes of a held-out window
 
 def shipped() -> Path:
     """Folder of the checkpoint that the lab ships."""
-    return Path(__file__).resolve().parents[3] / "data" / "nano"
+    return env.root() / "data" / "nano"
 
 
 def held_windows(count: int, length: int) -> corpus.Windows:
