@@ -1,10 +1,17 @@
-"""Describe the groups of a request's cache: tokens, entries, bytes and what resuming needs of them."""
+"""Describe the groups of a request's cache: tokens, values, bytes and what resuming needs of them.
+
+A group holds one kind of value for all layers that have it. Its blocks are the unit of allocation: a block covers
+`block_tokens` tokens in every layer of the group, and lies in one or more pages of the pool, whole layers in each.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from dsv4lib import config as sizes_of
+from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 
 KINDS = ("entries", "window", "ring")
@@ -14,18 +21,20 @@ class Group(NamedTuple):
     """One group of cached values, for all layers that have it.
 
     Attributes:
-        name: its name in plans, tables and accounts.
-        kind: "entries" (one value for `rate` tokens, kept for the whole request), "window" (one value a token in
-            pages by absolute position, the last `reach` are read) or "ring" (one block a request, position p is at
-            row p mod `rows`).
+        name: its name in tables and accounts.
+        kind: "entries" (a value for `rate` tokens, kept for the whole request), "window" (a value a token, in blocks by
+            absolute position, of which the last `reach` are read) or "ring" (one block a request, position p at row
+            p mod `rows`).
         layers: how many layers have such values.
-        block_tokens: tokens that a block covers; for a ring how far apart its saved copies may lie.
+        block_tokens: tokens that a block covers; for a ring the distance at which copies of it may be saved.
         entry_bytes: bytes of one value of one layer.
-        rate: tokens an entry; for a ring the tokens of the compressor's window (m).
-        reach: values that a step reads, with its own (window).
-        rows: rows of a ring; more than the compressor reads leaves room for drafts.
-        overlap: a ring's compressor reads the window before too (CSA).
-        lookahead: tokens after its own that a value depends on (MTP of depth k: k).
+        rate: tokens an entry; for a compressor's ring the tokens of its window (m).
+        reach: values that a token reads of a window, its own among them; 0 for a compressor's ring.
+        rows: rows of a ring.
+        overlap: a compressor's ring is also read for the window before (CSA).
+        running: the ring is one row that is overwritten in place (a running softmax); it cannot go back.
+        lookahead: tokens after its own that a value depends on (MTP: 1).
+        reserve: tokens past the end of a step for which a window has blocks (drafts of the MTP layer).
         align: bytes to whose multiple a layer's part of a block is rounded up.
     """
 
@@ -38,7 +47,9 @@ class Group(NamedTuple):
     reach: int = 0
     rows: int = 0
     overlap: bool = False
+    running: bool = False
     lookahead: int = 0
+    reserve: int = 0
     align: int = 1
 
     @property
@@ -53,22 +64,40 @@ class Group(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Count the bytes of a block that hold values."""
+        """Count the bytes of a block that can hold values."""
         return self.layers * self.entries * self.entry_bytes
 
+    @property
+    def most_needed(self) -> int:
+        """Count the tokens before any position whose ring rows a step there reads."""
+        return self.reach - 1 if self.reach else self.rate - 1 + self.rate * self.overlap
+
+    @property
+    def most_drafts(self) -> int:
+        """Count the drafts that may be rejected at once without losing a row of a ring that is still read."""
+        return 0 if self.running else self.rows - self.most_needed
+
+    def layers_per_page(self, page_bytes: int) -> int:
+        """Count the layers that a page holds."""
+        return page_bytes // self.layer_bytes
+
     def pages(self, page_bytes: int) -> int:
-        """Count the pages of a block: a page holds whole layers, or a layer takes whole pages."""
-        if self.layer_bytes > page_bytes:
-            return self.layers * -(-self.layer_bytes // page_bytes)
-        return -(-self.layers // (page_bytes // self.layer_bytes))
+        """Count the pages of a block; a page holds whole layers."""
+        return -(-self.layers // self.layers_per_page(page_bytes))
 
     def needed(self, length: int) -> int:
         """Count the tokens before `length` whose values are read when a request goes on there."""
         if self.kind == "entries":
             return length
-        if self.kind == "window":
+        if self.reach:
             return min(length, self.reach - 1)
         return length % self.rate + (self.rate if self.overlap and length >= self.rate else 0)
+
+    def row(self, position: int) -> int:
+        """Locate a position in its block: a row of the ring, or an entry of the block that the position is in."""
+        if self.kind == "ring":
+            return position % self.rows
+        return position % self.block_tokens // self.rate
 
 
 def check_groups(groups: tuple[Group, ...]) -> None:
@@ -85,13 +114,16 @@ def check_groups(groups: tuple[Group, ...]) -> None:
         for field in ("layers", "block_tokens", "entry_bytes", "rate", "align"):
             if getattr(g, field) < 1:
                 raise ArgumentError(f"{g.name}.{field}", getattr(g, field), "positive")
+        for field in ("reach", "rows", "lookahead", "reserve"):
+            if getattr(g, field) < 0:
+                raise ArgumentError(f"{g.name}.{field}", getattr(g, field), "0 or more")
         if g.block_tokens % g.rate:
             raise ArgumentError(f"{g.name}.block_tokens", g.block_tokens, f"a multiple of the rate, {g.rate}")
         if g.kind == "window" and g.reach < 1:
             raise ArgumentError(f"{g.name}.reach", g.reach, "positive")
-        least = g.rate * (2 if g.overlap else 1)
-        if g.kind == "ring" and g.rows < least:
-            raise ArgumentError(f"{g.name}.rows", g.rows, f"at least {least}")
+        least = 1 if g.running else g.reach or g.rate * (1 + g.overlap)
+        if g.kind == "ring" and (g.rows < least or (g.running and g.rows != 1)):
+            raise ArgumentError(f"{g.name}.rows", g.rows, "1" if g.running else f"at least {least}")
 
 
 def granularity(groups: tuple[Group, ...]) -> int:
@@ -99,54 +131,151 @@ def granularity(groups: tuple[Group, ...]) -> int:
     return math.lcm(*(g.block_tokens for g in groups))
 
 
-KV_BYTES = {"fp8": 584, "bf16": 1024, "nvfp4": 384, "mxfp4": 368}
-KEY_BYTES = {"fp8": 132, "fp4": 68, "bf16": 256}
+def best_page_bytes(groups: tuple[Group, ...], most: int = 8) -> int:
+    """Choose a page: the multiple of the largest layer, 1 to `most` times, that wastes the least of a block a group.
+
+    Entries weigh by the tokens of their blocks, so that what grows with a request counts most; rings of live requests
+    are left out unless there is nothing else.
+    """
+    largest = max(g.layer_bytes for g in groups)
+    grown = [g for g in groups if g.kind == "entries"] or groups
+
+    def share(page: int) -> float:
+        used = sum(g.payload_bytes / g.block_tokens for g in grown)
+        return used / sum(g.pages(page) * page / g.block_tokens for g in grown)
+
+    return max((largest * n for n in range(1, most + 1)), key=lambda page: (share(page), -page))
+
+
+class Shape(NamedTuple):
+    """What of a DeepSeek-V4 decides how its caches are grouped.
+
+    Attributes:
+        kinds: of the layers, in order.
+        window: tokens that the sliding window reads.
+        csa_rate, hca_rate: tokens an entry.
+        mtp: draft layers.
+    """
+
+    kinds: Sequence[LayerKind]
+    window: int = 128
+    csa_rate: int = 4
+    hca_rate: int = 128
+    mtp: int = 0
+
+    def count(self, kind: LayerKind) -> int:
+        """Count the layers of a kind."""
+        return sum(one is kind for one in self.kinds)
+
+    def index(self, layer: int) -> dict[str, int]:
+        """Say which layer of each group a layer of the model is; layer len(kinds) is the first draft layer."""
+        if layer >= len(self.kinds):
+            return {"mtp_window": layer - len(self.kinds)}
+        kind = self.kinds[layer]
+        own = sum(one is kind for one in self.kinds[:layer])
+        names = {LayerKind.SWA: (), LayerKind.CSA: ("csa", "keys", "csa_state", "keys_state")}
+        return {"window": layer} | {name: own for name in names.get(kind, ("hca", "hca_state"))}
+
+
+class ValueBytes(NamedTuple):
+    """Bytes of one value of one layer: KV row or entry, indexer key, and rows (k and z) of the three states."""
+
+    kv: int
+    key: int
+    csa_row: int
+    keys_row: int
+    hca_row: int
+    align: int = 1
+
+
+def arrange(
+    shape: Shape,
+    size: ValueBytes,
+    *,
+    block: int,
+    window_block: int | None = None,
+    drafts: int = 0,
+    running: bool = False,
+) -> tuple[Group, ...]:
+    """List the groups of a model.
+
+    Args:
+        shape: layers and rates.
+        size: bytes of values.
+        block: tokens of a block of entries.
+        window_block: tokens of a block of window values; None: a ring a request.
+        drafts: most drafts of a step.
+        running: HCA's state is a running softmax (`ops.compressor.Running`), not rows.
+
+    Raises:
+        ArgumentError: a block that is no multiple of both rates, a window block that does not divide it, drafts with a
+            running state.
+    """
+    unit = math.lcm(shape.csa_rate, shape.hca_rate)
+    if block < 1 or block % unit:
+        raise ArgumentError("block", block, f"a positive multiple of {unit}")
+    if window_block is not None and (window_block < 1 or block % window_block):
+        raise ArgumentError("window_block", window_block, f"a divisor of the block, {block}, or None")
+    if drafts < 0 or (drafts and running):
+        allowed = "0 with a running state, which cannot go back" if running else "0 or more"
+        raise ArgumentError("drafts", drafts, allowed)
+
+    def windows(name: str, layers: int, lookahead: int = 0) -> Group:
+        if window_block is None:
+            rows = shape.window + max(0, drafts + (drafts if lookahead else 0) - 1)
+            given = {"rows": rows, "reach": shape.window, "lookahead": lookahead}
+            return Group(name, "ring", layers, block, size.kv, align=size.align, **given)
+        given = {"reach": shape.window, "lookahead": lookahead, "reserve": drafts if lookahead else 0}
+        return Group(name, "window", layers, window_block, size.kv, align=size.align, **given)
+
+    groups = [windows("window", len(shape.kinds))]
+    more = max(0, drafts - 1)
+    if csa := shape.count(LayerKind.CSA):
+        ring = {"rate": shape.csa_rate, "rows": 2 * shape.csa_rate + more, "overlap": True}
+        groups += [
+            Group("csa", "entries", csa, block, size.kv, rate=shape.csa_rate, align=size.align),
+            Group("keys", "entries", csa, block, size.key, rate=shape.csa_rate),
+            Group("csa_state", "ring", csa, block, size.csa_row, **ring),
+            Group("keys_state", "ring", csa, block, size.keys_row, **ring),
+        ]
+    if hca := shape.count(LayerKind.HCA):
+        rows = 1 if running else shape.hca_rate + more
+        groups += [
+            Group("hca", "entries", hca, block, size.kv, rate=shape.hca_rate, align=size.align),
+            Group("hca_state", "ring", hca, block, size.hca_row, rate=shape.hca_rate, rows=rows, running=running),
+        ]
+    if shape.mtp:
+        groups.append(windows("mtp_window", shape.mtp, lookahead=1))
+    return tuple(groups)
 
 
 def deepseek_v4(
-    swa: int,
-    csa: int,
-    hca: int,
+    config: ModelConfig,
     *,
     mtp: int = 0,
-    drafts: int = 0,
     kv: str = "fp8",
     keys: str = "fp8",
     block: int = 256,
-    save_every: int = 256,
+    window_block: int | None = 64,
+    drafts: int = 0,
+    running: bool = False,
 ) -> tuple[Group, ...]:
-    """List the groups of a DeepSeek-V4.
+    """List the groups of a DeepSeek-V4 in its formats.
 
     Args:
-        swa, csa, hca: layers of each kind.
-        mtp: draft layers.
-        drafts: most drafts of a step; the rings have so many more rows.
-        kv: format of window values and entries.
-        keys: format of indexer keys.
-        block: tokens of a block of entries, a multiple of 128.
-        save_every: tokens between saved states, a multiple of 128: what a hit is cut to, with `block`.
+        config: of the model.
+        mtp: draft layers, 0 or 1.
+        kv, keys: formats of KV rows and indexer keys, as in `dsv4lib.config`.
+        block, window_block, drafts, running: as in `arrange`.
     """
-    for name, value in (("block", block), ("save_every", save_every)):
-        if value < 1 or value % 128:
-            raise ArgumentError(name, value, "a positive multiple of 128")
-    for name, value, table in (("kv", kv, KV_BYTES), ("keys", keys, KEY_BYTES)):
-        if value not in table:
-            raise ArgumentError(name, value, f"one of {sorted(table)}")
-    entry, key, align = KV_BYTES[kv], KEY_BYTES[keys], 576 if kv == "fp8" else 1
-    groups = [Group("window", "window", swa + csa + hca, 64, entry, reach=128, align=align)]
-    if csa:
-        ring = {"rate": 4, "rows": 8 + drafts, "overlap": True}
-        groups += [
-            Group("csa", "entries", csa, block, entry, rate=4, align=align),
-            Group("keys", "entries", csa, block, key, rate=4),
-            Group("csa_state", "ring", csa, save_every, 2 * 1024 * 4, **ring),
-            Group("keys_state", "ring", csa, save_every, 2 * 256 * 4, **ring),
-        ]
-    if hca:
-        groups += [
-            Group("hca", "entries", hca, block, entry, rate=128, align=align),
-            Group("hca_state", "ring", hca, save_every, 2 * 512 * 4, rate=128, rows=128 + drafts),
-        ]
-    if mtp:
-        groups.append(Group("mtp_window", "window", mtp, 64, entry, reach=128, lookahead=1, align=align))
-    return tuple(groups)
+    row, c = 4 * 2, config  # k and z, fp32
+    size = ValueBytes(
+        kv=sizes_of.kv_row_bytes(c, kv),
+        key=sizes_of.index_key_bytes(c, keys),
+        csa_row=row * 2 * c.head_dim,
+        keys_row=row * 2 * c.index_dim,
+        hca_row=4 * 3 * c.head_dim if running else row * c.head_dim,
+        align=c.nope_dim + 2 * c.rope_dim if kv == "fp8" else 1,
+    )
+    shape = Shape(c.layer_kinds, c.window, c.csa_rate, c.hca_rate, mtp)
+    return arrange(shape, size, block=block, window_block=window_block, drafts=drafts, running=running)

@@ -1,41 +1,31 @@
-"""Share one pool of equal pages among all groups: counts of references, an LRU list of what is cached, errors."""
+"""Share one pool of equal pages among all groups: references, and an LRU list of what is cached."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
+from dsv4lib.cache.errors import CacheError, DoubleFree, PoolExhausted
 from dsv4lib.cache.groups import Group
-from dsv4lib.cache.prefix import Index
-from dsv4lib.errors import ArgumentError, DSV4Error
-
-
-class PoolError(DSV4Error):
-    """The pool was used wrongly."""
-
-
-class PoolExhausted(PoolError):
-    """Not enough pages: nothing was changed; preempt or free a request and try again."""
-
-    def __init__(self, wanted: int, free: int, page_bytes: int):
-        self.wanted, self.free = wanted, free
-        super().__init__(
-            f"{wanted} pages ({wanted * page_bytes} bytes) are needed, {free} are free or can be evicted; "
-            "preempt or free a request"
-        )
-
-
-class DoubleFree(PoolError):
-    """A reference was given back that nothing held."""
+from dsv4lib.cache.prefix import Index, Key
+from dsv4lib.errors import ArgumentError
 
 
 class Block:
-    """A block of one group: its pages, its references and, once its content is final, its name."""
+    """A block of one group: its pages, its references and, once its content is final, its name.
 
-    __slots__ = ("group", "key", "pages", "references")
+    Attributes:
+        group: whose values it holds.
+        pages: their numbers; layer l is in page l // layers_per_page of them.
+        references: requests that hold it.
+        key: its name in the index, or None.
+        hits: how often a request found it by its name.
+    """
+
+    __slots__ = ("group", "hits", "key", "pages", "references")
 
     def __init__(self, group: Group, pages: tuple[int, ...]):
-        self.group, self.pages, self.references, self.key = group, pages, 1, None
+        self.group, self.pages, self.references, self.hits = group, pages, 1, 0
+        self.key: Key | None = None
 
     def __repr__(self) -> str:
         return f"Block({self.group.name}, pages {self.pages}, {self.references} references)"
@@ -46,6 +36,9 @@ class Pool:
 
     A block without references keeps its content, and is found by its name, until its pages are needed. Those released
     longest ago go first; a request releases its blocks in reverse order, so its first tokens stay longest.
+
+    Raises:
+        ArgumentError: a size that is not positive.
     """
 
     def __init__(self, count: int, page_bytes: int):
@@ -66,10 +59,10 @@ class Pool:
         return len(self.unused) + self._cached_pages
 
     def require(self, pages: int) -> None:
-        """Check that so many pages could be had.
+        """Check that so many pages can be had.
 
         Raises:
-            PoolExhausted: they could not.
+            PoolExhausted: they cannot.
         """
         if pages > self.available:
             raise PoolExhausted(pages, self.available, self.page_bytes)
@@ -83,25 +76,44 @@ class Pool:
         pages = group.pages(self.page_bytes)
         self.require(pages)
         while len(self.unused) < pages:
-            self._evict()
+            self.evict()
         block = Block(group, tuple(self.unused.pop() for _ in range(pages)))
         self.live.add(block)
         return block
 
-    def _evict(self) -> None:
-        block, _ = self.cached.popitem(last=False)
-        self._cached_pages -= len(block.pages)
-        self.index.drop(block.key)
-        self.unused += block.pages
+    def evict(self) -> bool:
+        """Evict the block that was released longest ago; False: there is none."""
+        if not self.cached:
+            return False
+        block = self._victim()
+        self._uncache(block)
+        self._recycle(block)
         self.evictions += 1
+        return True
+
+    def _victim(self) -> Block:
+        return next(iter(self.cached))
+
+    def _uncache(self, block: Block) -> None:
+        del self.cached[block]
+        self._cached_pages -= len(block.pages)
+
+    def _recycle(self, block: Block) -> None:
+        if block.key is not None:
+            self.index.drop(block.key)
+            block.key = None
+        self.unused += block.pages
 
     def share(self, block: Block) -> Block:
-        """Add a reference."""
+        """Add a reference.
+
+        Raises:
+            CacheError: the block was evicted.
+        """
         if block.references == 0:
             if block not in self.cached:
-                raise PoolError(f"{block} was evicted and cannot be shared")
-            del self.cached[block]
-            self._cached_pages -= len(block.pages)
+                raise CacheError(f"{block} was evicted and cannot be shared")
+            self._uncache(block)
             self.live.add(block)
         block.references += 1
         return block
@@ -119,12 +131,29 @@ class Pool:
             return
         self.live.remove(block)
         if block.key is None:
-            self.unused += block.pages
+            self._recycle(block)
         else:
             self.cached[block] = None
             self._cached_pages += len(block.pages)
 
-    def name(self, block: Block, key: Any) -> None:
+    def name(self, block: Block, key: Key) -> None:
         """Let a block whose content is final be found; a second one of the same content stays without a name."""
         if block.key is None and self.index.add(key, block):
             block.key = key
+
+    def touch(self, key: Key) -> None:
+        """Count a cached block of this name as released just now."""
+        block = self.index.get(key)
+        if block in self.cached:
+            self.cached.move_to_end(block)
+
+    def forget(self, key: Key) -> None:
+        """Take a block's name away, unless a request found it by that name."""
+        block = self.index.get(key)
+        if block is None or block.hits:
+            return
+        self.index.drop(key)
+        block.key = None
+        if block in self.cached:
+            self._uncache(block)
+            self._recycle(block)

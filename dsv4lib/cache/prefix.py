@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4lib.cache.pool import Block
+
+Key = tuple[str, int, bytes]
+"""Name of a block: its group, the token it ends before, the hash of all tokens that its values depend on."""
 
 
 class Chain:
     """Hash the prefixes of one request's tokens, one link for each `unit` tokens.
 
-    Link i names tokens 0..i*unit-1 and everything else that values depend on (`salt`: model, formats, tenant).
+    Link i names tokens 0 .. i*unit - 1 and everything else that values depend on (`salt`: model, formats, tenant).
     """
 
     def __init__(self, unit: int, salt: bytes):
@@ -25,10 +31,10 @@ class Chain:
             text = array("q", tokens[start : start + self.unit]).tobytes()
             self.links.append(hashlib.sha256(self.links[-1] + text).digest())
 
-    def key(self, group: str, end: int, ahead: Sequence[int] = ()) -> tuple[str, bytes]:
+    def key(self, group: str, end: int, ahead: Sequence[int] = ()) -> Key:
         """Name the block of a group that ends before token `end`; `ahead` are the tokens its values look ahead to."""
         link = self.links[end // self.unit]
-        return group, hashlib.sha256(link + array("q", ahead).tobytes()).digest() if ahead else link
+        return group, end, hashlib.sha256(link + array("q", ahead).tobytes()).digest() if ahead else link
 
     def copy(self) -> Chain:
         """Copy for a fork."""
@@ -38,20 +44,19 @@ class Chain:
 
 
 class Index:
-    """Map names to blocks, and count what was looked for and found."""
+    """Map names to blocks."""
 
     def __init__(self) -> None:
-        self.blocks: dict[Any, Any] = {}
-        self.asked = self.hit = 0
+        self.blocks: dict[Key, Block] = {}
 
-    def get(self, key: Any) -> Any:
+    def get(self, key: Key) -> Block | None:
         """Return the block of this name, or None."""
         return self.blocks.get(key)
 
-    def add(self, key: Any, block: Any) -> bool:
+    def add(self, key: Key, block: Block) -> bool:
         """Name a block, if no other has the name."""
         return self.blocks.setdefault(key, block) is block
 
-    def drop(self, key: Any) -> None:
+    def drop(self, key: Key) -> None:
         """Forget a name."""
-        self.blocks.pop(key, None)
+        del self.blocks[key]
