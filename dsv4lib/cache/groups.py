@@ -224,6 +224,7 @@ def arrange(
         if window_block is None:
             rows = shape.window + max(0, drafts + (drafts if lookahead else 0) - 1)
             given = {"rows": rows, "reach": shape.window, "lookahead": lookahead}
+            given["reserve"] = drafts if lookahead else 0
             return Group(name, "ring", layers, block, size.kv, align=size.align, **given)
         given = {"reach": shape.window, "lookahead": lookahead, "reserve": drafts if lookahead else 0}
         return Group(name, "window", layers, window_block, size.kv, align=size.align, **given)

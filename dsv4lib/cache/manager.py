@@ -251,9 +251,6 @@ class Manager:
         step.open = False
         for part in step.parts:
             part.request.state = "running"
-            part.request.written = dict(part.request.extents) | {
-                g.name: max(part.request.extents[g.name], part.request.written[g.name]) for g in self.rings
-            }
             self._trim(part.request)
 
     def copies(self) -> list[Copy]:

@@ -36,7 +36,6 @@ class Request:
         self.chain = Chain(unit, salt)
         self.state = "waiting"
         self.swapped: dict[str, list[Swapped | None]] = {}
-        self.changed: dict[str, set[int]] = {g.name: set() for g in groups}
         self.reset(groups, {}, 0)
 
     def reset(self, groups: tuple[Group, ...], held: dict[str, list[Block | None]], length: int) -> None:
@@ -62,7 +61,7 @@ class Request:
         other.chain = self.chain.copy()
         other.length, other.hit = self.length, self.hit
         other.extents, other.written, other.named = dict(self.extents), dict(self.written), dict(self.named)
-        other.prompt_point = self.prompt_point
+        other.prompt_point, other.points, other.pending = self.prompt_point, list(self.points), list(self.pending)
         return other
 
 
