@@ -85,27 +85,33 @@ def account(manager: Manager) -> Account:
     if sorted(host + manager.host_unused) != list(range(manager.host_pages)):
         faults.append("a page of the host is lost, or in two blocks")
     for request in manager.requests.values():
-        expected = request_bytes(manager, request.length, request.extents) if request.state == "running" else 0
+        expected = 0
+        if request.state == "running":
+            begun = request.length > request.hit
+            expected = request_bytes(manager, request.length, request.extents, begun)
         found = sum(len(b.pages) for b in request.blocks()) * pool.page_bytes
         if request.state != "in a step" and expected != found:
             faults.append(f"request {request.id!r} of {request.length} tokens holds {found} bytes, not {expected}")
     return Account(rows, len(pool.unused) * pool.page_bytes, pool.count * pool.page_bytes, faults)
 
 
-def request_bytes(manager: Manager, length: int, extents: dict[str, int] | None = None) -> int:
+def request_bytes(
+    manager: Manager, length: int, extents: dict[str, int] | None = None, begun: bool = True
+) -> int:
     """Count the bytes of pages that a request of `length` cached tokens holds, shared ones included.
 
     Args:
         manager: whose groups and pages.
         length: tokens.
         extents: final positions by group; None: `length` less the group's lookahead.
+        begun: it has run a step since it was started, so that drafts have blocks.
     """
     pages = 0
     for g in manager.groups:
         extent = max(0, length - g.lookahead) if extents is None else extents[g.name]
         blocks = 1
         if g.kind != "ring":
-            blocks = -(-(extent + g.reserve) // g.block_tokens)
+            blocks = -(-(extent + g.reserve * begun) // g.block_tokens)
             if g.kind == "window":
                 blocks -= max(0, extent - g.reach + 1) // g.block_tokens
         pages += blocks * g.pages(manager.pool.page_bytes)

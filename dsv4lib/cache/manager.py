@@ -522,7 +522,7 @@ class Manager:
     def _trim(self, request: Request) -> None:
         """Release blocks past what is committed and reserved."""
         for g in self.paged:
-            row, count = request.held[g.name], -(-(request.extents[g.name] + g.reserve) // g.block_tokens)
+            row, count = request.held[g.name], -(-(request.extents[g.name] + request.reserve(g)) // g.block_tokens)
             while len(row) > count:
                 request.changed[g.name].add(len(row) - 1)
                 self.pool.release(row.pop())

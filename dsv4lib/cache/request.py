@@ -48,8 +48,11 @@ class Request:
         self.points: list[int] = []
         self.pending: list[tuple[int, Group]] = []
         self.prompt_point = 0
-        for g in groups:
-            self.changed[g.name] = set(range(len(self.held[g.name])))
+        self.changed = {name: set(range(len(row))) for name, row in self.held.items()}
+
+    def reserve(self, group: Group) -> int:
+        """Count the tokens past the extent for which a group keeps blocks: none before the first step."""
+        return group.reserve if self.length > self.hit else 0
 
     def blocks(self) -> list[Block]:
         """List the blocks that are held."""
