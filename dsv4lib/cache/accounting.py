@@ -95,9 +95,7 @@ def account(manager: Manager) -> Account:
     return Account(rows, len(pool.unused) * pool.page_bytes, pool.count * pool.page_bytes, faults)
 
 
-def request_bytes(
-    manager: Manager, length: int, extents: dict[str, int] | None = None, begun: bool = True
-) -> int:
+def request_bytes(manager: Manager, length: int, extents: dict[str, int] | None = None, begun: bool = True) -> int:
     """Count the bytes of pages that a request of `length` cached tokens holds, shared ones included.
 
     Args:

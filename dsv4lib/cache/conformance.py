@@ -21,7 +21,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from dsv4lib.cache.accounting import account
 from dsv4lib.cache.errors import PoolExhausted
@@ -131,7 +138,7 @@ class ManagerAdapter:
         self._copy(self.manager.copies())
 
     def _cell(self, request: Hashable, name: str, layer: int, index: int) -> tuple[int, int]:
-        g = self.groups[name]
+        g, layer = self.groups[name], self.shape.index(layer)[name]
         position = index * g.rate if g.kind == "entries" else index
         per_page = g.layers_per_page(self.manager.pool.page_bytes)
         page = self.manager.block(request, g, position).pages[layer // per_page]
@@ -177,9 +184,11 @@ class _View:
         self.adapter, self.request = adapter, request
 
     def get(self, group: str, layer: int, index: int) -> int:
+        """Read a value."""
         return self.adapter.get(self.request, group, layer, index)
 
     def put(self, group: str, layer: int, index: int, value: int) -> None:
+        """Write a value."""
         self.adapter.put(self.request, group, layer, index, value)
 
 
@@ -240,7 +249,7 @@ class Session:
         if self.shape.mtp:
             one.drafted = max(one.drafted, min(one.length, len(one.tokens) - 1))
             for position in range(one.drafted, one.drafted + self.adapter.drafts):  # as drafting does between steps
-                self.adapter.put(work.request, "mtp_window", 0, position, JUNK + position)
+                self.adapter.put(work.request, "mtp_window", len(self.shape.kinds), position, JUNK + position)
 
     def append(self, name: int, token: int) -> None:
         """Add a sampled token."""
@@ -293,25 +302,32 @@ def machine_of(factory: Callable[[], Adapter]) -> type[RuleBasedStateMachine]:
     """Make the state machine of an adapter: random calls in random order, every value checked."""
 
     class Machine(RuleBasedStateMachine):
+        """Calls and their arguments."""
+
         @initialize()
         def start(self) -> None:
+            """Make a session."""
             self.session = Session(factory())
 
         def names(self, *states: str) -> list[int]:
+            """List requests in these states."""
             return sorted(name for name, one in self.session.live.items() if one.waiting in states)
 
         def has(self, what: str) -> bool:
+            """Say whether the adapter has a call."""
             return what in self.session.adapter.can
 
         @precondition(lambda self: len(self.session.live) < 4)
         @rule(length=st.integers(0, 36), suffix=st.lists(TOKENS, min_size=1, max_size=6), whole=st.booleans())
         def add(self, length: int, suffix: list[int], whole: bool) -> None:
+            """Add a request, and run its prompt or not."""
             if self.session.tried(self.session.add, TEXT[:length] + suffix) and whole:
                 self.session.tried(self.session.prefill, self.session.count - 1)
 
         @precondition(lambda self: self.names(""))
         @rule(data=st.data(), size=st.integers(1, 20), cuts=st.booleans())
         def step(self, data: st.DataObject, size: int, cuts: bool) -> None:
+            """Run chunks, decode steps and drafts of some requests."""
             batch, accepted = [], []
             for name in data.draw(st.lists(st.sampled_from(self.names("")), min_size=1, max_size=4, unique=True)):
                 one = self.session.live[name]
@@ -330,31 +346,37 @@ def machine_of(factory: Callable[[], Adapter]) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.has("fork") and self.names("") and len(self.session.live) < 5)
         @rule(data=st.data())
         def fork(self, data: st.DataObject) -> None:
+            """Fork a request."""
             self.session.fork(data.draw(st.sampled_from(self.names(""))))
 
         @precondition(lambda self: self.names(""))
         @rule(data=st.data(), how=st.sampled_from(("recompute", "swap")))
         def preempt(self, data: st.DataObject, how: str) -> None:
+            """Preempt a request."""
             if self.has(how):
                 self.session.preempt(data.draw(st.sampled_from(self.names(""))), how)
 
         @precondition(lambda self: self.names("recompute", "swap"))
         @rule(data=st.data())
         def resume(self, data: st.DataObject) -> None:
+            """Let one go on."""
             self.session.resume(data.draw(st.sampled_from(self.names("recompute", "swap"))))
 
         @precondition(lambda self: self.session.live)
         @rule(data=st.data())
         def finish(self, data: st.DataObject) -> None:
+            """Finish one."""
             self.session.finish(data.draw(st.sampled_from(sorted(self.session.live))))
 
         @precondition(lambda self: self.has("evict"))
         @rule()
         def evict(self) -> None:
+            """Evict all that is cached."""
             self.session.adapter.evict()
 
         @invariant()
         def adds_up(self) -> None:
+            """Check the adapter."""
             if hasattr(self, "session"):
                 self.session.adapter.check()
 

@@ -16,7 +16,7 @@ PICKS = 2  # entries that the indexer selects
 
 
 class Store(Protocol):
-    """Where values are: by group, layer of the group, and position (of entries: their number)."""
+    """Where values are: by group, layer of the model, and position (of entries: their number)."""
 
     def get(self, group: str, layer: int, index: int) -> int:
         """Read a value."""
@@ -29,26 +29,25 @@ def run_token(shape: Shape, token: int, position: int, store: Store) -> int:
     """Run one token through all layers; returns its last hidden value."""
     x = hash((0, token))
     for layer, kind in enumerate(shape.kinds):
-        at = shape.index(layer)
-        store.put("window", at["window"], position, hash((x, layer, 1)))
-        seen = _window(shape, "window", at["window"], position, store)
+        store.put("window", layer, position, hash((x, layer, 1)))
+        seen = _window(shape, "window", layer, position, store)
         if kind is LayerKind.CSA:
             for name in ("csa", "keys"):
-                _compress(name, at[name], x, position, shape.csa_rate, True, store)
+                _compress(name, layer, x, position, shape.csa_rate, True, store)
             count = (position + 1) // shape.csa_rate
-            keys = [store.get("keys", at["keys"], s) for s in range(count)]
+            keys = [store.get("keys", layer, s) for s in range(count)]
             picks = sorted(range(count), key=lambda s, x=x, keys=keys: hash((x, keys[s])))[:PICKS]
-            seen += keys + [store.get("csa", at["csa"], s) for s in picks]
+            seen += keys + [store.get("csa", layer, s) for s in picks]
         elif kind is LayerKind.HCA:
-            _compress("hca", at["hca"], x, position, shape.hca_rate, False, store)
-            seen += [store.get("hca", at["hca"], s) for s in range((position + 1) // shape.hca_rate)]
+            _compress("hca", layer, x, position, shape.hca_rate, False, store)
+            seen += [store.get("hca", layer, s) for s in range((position + 1) // shape.hca_rate)]
         x = hash((x, layer, *seen))
     return x
 
 
 def run_draft_layer(shape: Shape, hidden: int, following: int, position: int, store: Store) -> int:
     """Run the MTP layer at a position, with the token after it; returns its value."""
-    at = shape.index(len(shape.kinds))["mtp_window"]
+    at = len(shape.kinds)
     store.put("mtp_window", at, position, hash((hidden, following, 2)))
     return hash((hidden, following, *_window(shape, "mtp_window", at, position, store)))
 
@@ -74,9 +73,11 @@ class _Node:
         self.next: dict[int, _Node] = {}
 
     def get(self, group: str, layer: int, index: int) -> int:
+        """Read a value."""
         return self.values[group, layer, index]
 
     def put(self, group: str, layer: int, index: int, value: int) -> None:
+        """Write a value."""
         self.values[group, layer, index] = value
 
 

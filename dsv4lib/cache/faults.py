@@ -139,7 +139,9 @@ FAULTS = {
         _least_rows,
         "check_accepts",
     ),
-    "neighbours_layer": Fault("ds4 #411: a layer uses its neighbour's cache", Shape, "index", _neighbour, "check_edges"),
+    "neighbours_layer": Fault(
+        "ds4 #411: a layer uses its neighbour's cache", Shape, "index", _neighbour, "check_edges"
+    ),
     "first_count_for_all": Fault(
         "llama.cpp #26741: all requests of a batch go back by the first one's count",
         Manager,
@@ -147,9 +149,7 @@ FAULTS = {
         lambda original: lambda self, counts, number: counts[0],
         "check_accepts",
     ),
-    "drafts_named": Fault(
-        "rule: hash only committed tokens", Manager, "_final", _drafts_named, "check_rejected"
-    ),
+    "drafts_named": Fault("rule: hash only committed tokens", Manager, "_final", _drafts_named, "check_rejected"),
     "fork_writes_shared": Fault("copy on write is left out", Manager, "_unshare", _not_shared, "run_machine"),
     "saves_overwritten_rows": Fault(
         "a state is saved after later rows overwrote it", Manager, "_save_ring", _any_time, "run_machine"

@@ -433,7 +433,8 @@ class Manager:
         for g in self.groups:
             one.extents[g.name] = max(one.extents[g.name], min(one.length, len(one.tokens) - g.lookahead))
         if self.prefix_caching:
-            one.chain.extend(one.tokens, self._final(part))
+            final = self._final(part)
+            one.chain.extend(one.tokens, final)
             for g in self.paged:
                 self._name_blocks(one, g)
             first = before // self.unit + 1

@@ -155,9 +155,7 @@ class Tables:
         self._send(torch.from_numpy(flat))
 
 
-def read_slots(
-    blocks: torch.Tensor, request_ids: torch.Tensor, values: torch.Tensor, group: Group
-) -> torch.Tensor:
+def read_slots(blocks: torch.Tensor, request_ids: torch.Tensor, values: torch.Tensor, group: Group) -> torch.Tensor:
     """Turn positions of a window, or numbers of entries, into slots, on the device.
 
     Args:
