@@ -24,8 +24,30 @@ from dsv4lib.cache.metrics import Metrics
 from dsv4lib.cache.request import Copy, Step, Work
 from dsv4lib.cache.tables import Storage, Tables, read_slots, window_positions
 
-__all__ = (
-    "Account CacheError Copy DoubleFree Group Manager Metrics PoolExhausted RequestExists Shape Step Storage Tables "
-    "UnknownRequest ValueBytes Work WrongState account arrange best_page_bytes capacity deepseek_v4 read_slots "
-    "request_bytes window_positions"
-).split()
+__all__ = [
+    "Account",
+    "CacheError",
+    "Copy",
+    "DoubleFree",
+    "Group",
+    "Manager",
+    "Metrics",
+    "PoolExhausted",
+    "RequestExists",
+    "Shape",
+    "Step",
+    "Storage",
+    "Tables",
+    "UnknownRequest",
+    "ValueBytes",
+    "Work",
+    "WrongState",
+    "account",
+    "arrange",
+    "best_page_bytes",
+    "capacity",
+    "deepseek_v4",
+    "read_slots",
+    "request_bytes",
+    "window_positions",
+]

@@ -461,6 +461,16 @@ def check_rejected(factory: Callable[[], Adapter]) -> None:
         serve(session, TEXT[: start + 24])
 
 
+def check_uncut(factory: Callable[[], Adapter]) -> None:
+    """Check that chunks which the manager would cut, run whole, leave nothing wrong to be found."""
+    for length in (20, 40):
+        session = Session(factory())
+        name = session.add(TEXT[:length])
+        session.step([Work(name, length - session.live[name].length)], [0])
+        for end in range(9, length, 4):
+            serve(session, [*TEXT[:end], 5])
+
+
 class Conformance:
     """Properties of a manager; a subclass in a test file says which by `factory`."""
 
@@ -482,6 +492,10 @@ class Conformance:
     def test_rejected_drafts_are_not_found(self):
         """Only committed tokens have names."""
         check_rejected(self.factory)
+
+    def test_whole_chunks_leave_nothing_wrong(self):
+        """Chunks run past the points at which they would be cut."""
+        check_uncut(self.factory)
 
     def test_any_mixture_equals_recomputing(self):
         """Random calls in random order."""

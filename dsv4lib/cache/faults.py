@@ -152,7 +152,7 @@ FAULTS = {
     "drafts_named": Fault("rule: hash only committed tokens", Manager, "_final", _drafts_named, "check_rejected"),
     "fork_writes_shared": Fault("copy on write is left out", Manager, "_unshare", _not_shared, "run_machine"),
     "saves_overwritten_rows": Fault(
-        "a state is saved after later rows overwrote it", Manager, "_save_ring", _any_time, "run_machine"
+        "a state is saved after later rows overwrote it", Manager, "_save_ring", _any_time, "check_uncut"
     ),
     "padding_not_counted": Fault(
         "vllm #51041: capacity by values, not by pages",

@@ -281,11 +281,9 @@ class Manager:
 
     def _start(self, request: Request) -> None:
         rings = sum(g.pages(self.pool.page_bytes) for g in self.rings)
-        for point, found in self._candidates(request):
-            idle = {b for row in found.values() for b in row if b.references == 0}
-            if self.pool.available - sum(len(b.pages) for b in idle) >= rings:
-                break
-        else:
+        fitting = (one for one in self._candidates(request) if self._leaves(one[1]) >= rings)
+        point, found = next(fitting, (0, None))
+        if found is None:
             raise PoolExhausted(rings, self.pool.available, self.pool.page_bytes)
         for row in found.values():
             for block in row:
@@ -304,6 +302,11 @@ class Manager:
         request.points = [p for p in range(self.unit, point + 1, self.unit)]
         request.state = "running"
         self.metrics.count_start(len(request.tokens), point)
+
+    def _leaves(self, found: Found) -> int:
+        """Count the pages that can be had when these blocks are shared."""
+        idle = {b for row in found.values() for b in row if b.references == 0}
+        return self.pool.available - sum(len(b.pages) for b in idle)
 
     def _last_point(self, length: int) -> int:
         """Return the last point at which `length` known tokens can be resumed."""

@@ -67,3 +67,10 @@ class Naive:
 def test_a_naive_manager_fails(check):
     with pytest.raises(AssertionError):
         check(Naive)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", (caches.paged, caches.rings, caches.pro))
+def test_thousands_of_calls_equal_recomputing(factory):
+    run_machine(factory, runs=300, calls=50)
