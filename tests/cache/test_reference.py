@@ -134,7 +134,9 @@ def mixture(oracle, window_block, seed, calls):
                     before = list(one.tokens)
                     start, tokens, logits = served.step(name, count, drafts, draw.randint(0, len(drafts)))
                     for i, found in enumerate(logits):
-                        assert torch.equal(found, oracle.after(before[:start] + tokens[: i + 1])[1]), (name, start + i)
+                        assert torch.equal(found, oracle.after(before[:start] + tokens[: i + 1])[1]), (
+                            f"wrong logits of {name} at {start + i}"
+                        )
                     compared += len(logits)
                 elif what == "fork" and len(names) < 4:
                     manager.fork(name, number)
@@ -150,13 +152,12 @@ def mixture(oracle, window_block, seed, calls):
             manager.evict()
         served.storage.run(manager.copies())
         account(manager).check()
-    assert compared
-    return manager.metrics.tokens_hit
+    return manager.metrics.tokens_hit if compared else 0
 
 
 def test_logits_of_a_mixture_are_bit_equal(oracle):
     assert mixture(oracle, 4, 1, 40) > 0
-    assert sum(mixture(oracle, None, seed, 40) for seed in range(4)) > 0
+    assert sum(mixture(oracle, None, seed, 40) for seed in range(6)) > 0
 
 
 @pytest.mark.full
@@ -167,8 +168,8 @@ def test_logits_of_more_mixtures_are_bit_equal(oracle, seed):
 
 
 def test_a_stale_ring_is_seen_in_logits(oracle):
-    with inject("stale_ring"), pytest.raises(AssertionError):
-        for seed in range(4):
+    with inject("stale_ring"), pytest.raises(AssertionError, match="wrong logits"):
+        for seed in range(6):
             mixture(oracle, None, seed, 40)
 
 
