@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from dsv4lib.cache.pool import Block
+B = TypeVar("B")
 
 Key = tuple[str, int, bytes]
 """Name of a block: its group, the token it ends before, the hash of all tokens that its values depend on."""
@@ -43,17 +42,17 @@ class Chain:
         return other
 
 
-class Index:
+class Index(Generic[B]):
     """Map names to blocks."""
 
     def __init__(self) -> None:
-        self.blocks: dict[Key, Block] = {}
+        self.blocks: dict[Key, B] = {}
 
-    def get(self, key: Key) -> Block | None:
+    def get(self, key: Key) -> B | None:
         """Return the block of this name, or None."""
         return self.blocks.get(key)
 
-    def add(self, key: Key, block: Block) -> bool:
+    def add(self, key: Key, block: B) -> bool:
         """Name a block, if no other has the name."""
         return self.blocks.setdefault(key, block) is block
 

@@ -25,8 +25,9 @@ def check_fields():
     manager = adapter.manager
     made = Tables(manager, 4, 40, 64)
     short = made["blocks.csa"].data_ptr(), made["tokens"].clone
-    step = begun(adapter, 5, 3)
-    made.fill(step)
+    step = begun(adapter, 22, 3)
+    for _ in made.stagings:  # each buffer has held more than the next step has
+        made.fill(step)
     manager.commit(step)
     for name in (0, 1):
         manager.append(name, caches_text(18))
