@@ -7,7 +7,7 @@ import torch
 
 from dsv4lib.bench.ops import results
 from dsv4lib.formats import kv_entry
-from dsv4lib.ops.compressor.faults import BROKEN, RUNNING
+from dsv4lib.ops.compressor.faults import FAULTS, RUNNING
 from dsv4lib.ops.compressor.kernel import Compressor
 from dsv4lib.pages.compressor import figures, run_case
 from dsv4lib.pages.compressor.run_case import CSA, HCA, INDEXER, PAGE
@@ -63,7 +63,7 @@ def test_shares_add_up_and_are_those_of_the_oracle(csa):
 
 
 def test_a_fault_is_injected_where_it_belongs():
-    for name, kernel in BROKEN.items():
+    for name, kernel in FAULTS.items():
         about = HCA if kernel in RUNNING else CSA
         assert run_case.kernel_of(name, about) is kernel
         assert all(run_case.kernel_of(name, kind) is Compressor for kind in (CSA, HCA, INDEXER) if kind != about)

@@ -9,7 +9,7 @@ import pytest
 from dsv4lib.emulator.trace.perfetto import lanes_of, save
 from dsv4lib.emulator.trace.trace import TMEM_KINDS, unpack_lanes
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.gemm_tile.faults import BROKEN
+from dsv4lib.ops.gemm_tile.faults import FAULTS
 from dsv4lib.ops.gemm_tile.sm100 import GemmTile
 from dsv4lib.pages.common import run_gemm as run_gemm_module
 from dsv4lib.pages.common.run_gemm import run_gemm
@@ -145,7 +145,7 @@ def test_a_broken_kernel_is_found_where_it_is_broken(name):
     import sys
 
     kind, text = FOUND_BY[name]
-    outcome = run_gemm(BROKEN[name], SHAPE, SETTINGS, seed=3)
+    outcome = run_gemm(FAULTS[name], SHAPE, SETTINGS, seed=3)
     where = {at.split(",")[0] for found, at, _ in outcome.findings() if found == kind}
     lines = set()
     for at in where:
@@ -171,7 +171,7 @@ def test_a_race_has_other_bits_under_other_schedules_and_the_right_kernel_has_no
         runs = [run_gemm(kernel, SHAPE, SETTINGS, schedule=s, trace=False) for s in ("oldest_first", "adversarial")]
         return {run.output.numpy().tobytes() for run in runs}
 
-    assert len(bits(GemmTile)) == 1 and len(bits(BROKEN["early_release"])) == 2
+    assert len(bits(GemmTile)) == 1 and len(bits(FAULTS["early_release"])) == 2
 
 
 def test_a_launch_that_fails_leaves_its_trace():

@@ -7,7 +7,7 @@ import pytest
 
 from dsv4lib import env
 from dsv4lib.lab.stage import discover
-from dsv4lib.ops.fmha.faults import BROKEN, CAUGHT_BY, REFUSED
+from dsv4lib.ops.fmha.faults import CAUGHT_BY, FAULTS, REFUSED
 from dsv4lib.pages.fmha.traps import TRAPS
 
 STAGES = {stage.name: stage for stage in discover(env.root())}
@@ -48,7 +48,7 @@ def test_a_trap_is_shown_by_its_stage(trap):
     assert set(trap.gates) <= {gate.metric for gate in STAGES[trap.stage].gates}
     for name in trap.classes:
         assert re.search(rf"\b{name}\b", text), f"{name} is not in the notebook of {trap.stage}"
-        if name in BROKEN:
+        if name in FAULTS:
             owner = CAUGHT_BY.get(name) or REFUSED[name]
             assert f"fmha_{owner[0]}" == trap.stage
 

@@ -35,7 +35,7 @@ _KINDS = "checks/test_kinds.py::PAIRS[{}]"
 _RACES = "checks/test_race.py::TWINS[{}]"
 _GLOBAL = "checks/test_global.py::TWINS[{}]"
 _PHASES = "checks/test_phases.py::TWINS[{}]"
-_LETTER = "checks/test_letter.py::TWINS[{}]"
+_PEDANTIC = "checks/test_pedantic.py::TWINS[{}]"
 _DEPENDENT = "checks/test_dependent.py::TWINS[{}]"
 _TRAPS = "checks/test_gemm_traps.py::REPORTED[{}]"
 
@@ -58,7 +58,9 @@ CLAUSES = (
         ("uninitialised_tmem", "scale_factors_not_replicated"),
         (*_pairs("uninitialised_tmem"), _TRAPS.format("accumulation on at the first MMA")),
     ),
-    Clause("registers that nothing has set", ("uninitialised_register",), (_LETTER.format("uninitialised_register"),)),
+    Clause(
+        "registers that nothing has set", ("uninitialised_register",), (_PEDANTIC.format("uninitialised_register"),)
+    ),
     Clause(
         "tensor memory outside the allocation or after free",
         ("tmem_outside_allocation", "tmem_after_free"),
@@ -82,7 +84,7 @@ CLAUSES = (
         ),
         (
             *_pairs("missing_proxy_fence", "missing_proxy_fence_cp_async"),
-            _LETTER.format("missing_proxy_fence_overwrite"),
+            _PEDANTIC.format("missing_proxy_fence_overwrite"),
             _GLOBAL.format("a bulk copy of what threads wrote"),
         ),
     ),
@@ -102,14 +104,14 @@ CLAUSES = (
             *_pairs("missing_tcgen05_wait"),
             _PHASES.format("stores to tensor memory that are handed over before they are waited for"),
             _PHASES.format("loads of tensor memory that are handed over before they are waited for"),
-            _LETTER.format("tcgen05_ld_used_early"),
+            _PEDANTIC.format("tcgen05_ld_used_early"),
         ),
     ),
-    Clause("missing tcgen05 fence", ("missing_tcgen05_fence",), (_LETTER.format("missing_tcgen05_fence"),)),
+    Clause("missing tcgen05 fence", ("missing_tcgen05_fence",), (_PEDANTIC.format("missing_tcgen05_fence"),)),
     Clause(
         "missing wgmma wait or fence",
         ("missing_wgmma_wait", "missing_wgmma_fence"),
-        (_LETTER.format("missing_wgmma_wait"), _LETTER.format("missing_wgmma_fence")),
+        (_PEDANTIC.format("missing_wgmma_wait"), _PEDANTIC.format("missing_wgmma_fence")),
     ),
     Clause(
         "data race between an asynchronous unit and a thread",

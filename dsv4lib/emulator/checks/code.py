@@ -42,17 +42,17 @@ class CodeFindings:
 _known: dict[tuple[int, bool], tuple[weakref.ref, CodeFindings]] = {}
 
 
-def findings_of(program: Program, letter: bool) -> CodeFindings:
-    """The findings of a program, made once; ``letter``: lints too."""
-    key = id(program), letter
+def findings_of(program: Program, pedantic: bool) -> CodeFindings:
+    """The findings of a program, made once; ``pedantic``: lints too."""
+    key = id(program), pedantic
     known = _known.get(key)
     if known is None or known[0]() is not program:
         forget = functools.partial(_known.pop, key, None)
-        known = _known[key] = weakref.ref(program, lambda _: forget()), _analyse(program, letter)
+        known = _known[key] = weakref.ref(program, lambda _: forget()), _analyse(program, pedantic)
     return known[1]
 
 
-def _analyse(program: Program, letter: bool) -> CodeFindings:
+def _analyse(program: Program, pedantic: bool) -> CodeFindings:
     out = CodeFindings()
     kernel = program.kernel
 
@@ -60,7 +60,7 @@ def _analyse(program: Program, letter: bool) -> CodeFindings:
         return program.register(register).name
 
     for found in wgmma_registers.findings(kernel):
-        if found.waited and not letter:
+        if found.waited and not pedantic:
             continue
         where = out.by_instruction.setdefault(found.mma, [])
         if not found.waited:
@@ -71,7 +71,7 @@ def _analyse(program: Program, letter: bool) -> CodeFindings:
         else:
             text = f"{name(found.register)} was accessed since the last wgmma.fence"
             where.append(Finding("missing_wgmma_fence", text, found.mma, found.other))
-    if not letter:
+    if not pedantic:
         return out
     first: dict[int, pending.EarlyUse] = {}
     for use in pending.early_uses(kernel):
@@ -121,9 +121,9 @@ def program_leaves(instr: Instr) -> Any:
 class CodeChecks:
     """Reports of one launch."""
 
-    def __init__(self, machine: Any, letter: bool):
+    def __init__(self, machine: Any, pedantic: bool):
         self.machine = machine
-        self.found = findings_of(machine.program, letter)
+        self.found = findings_of(machine.program, pedantic)
         self._said: set[int] = set()
 
     def begin(self) -> None:

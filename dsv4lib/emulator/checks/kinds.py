@@ -23,7 +23,7 @@ GROUPS = {
     "proxy": "exact for stores of threads into shared memory; a fence counts for every writer it is ordered after",
     "race": "by happens-before, independent of the schedule. No false report unless warps synchronise by something "
     "that no rule of race.py names; misses races within a warp, and in global memory what global_memory.py lists",
-    "letter": "what the PTX ISA asks for and shipped kernels leave out, because the assembler or the hardware copes",
+    "pedantic": "what the PTX ISA asks for and shipped kernels leave out, because the assembler or the hardware copes",
 }
 
 
@@ -169,19 +169,19 @@ _TABLE = (
     ("missing_wgmma_wait", ERROR, "race",
      "registers that a wgmma may still be using are accessed (found in the code, on some path)",
      "wgmma.wait_group before the registers are touched"),
-    ("missing_wgmma_fence", LINT, "letter",
+    ("missing_wgmma_fence", LINT, "pedantic",
      "registers changed hands between other instructions and wgmma without wgmma.fence (found in the code)",
      "wgmma.fence before the first wgmma and after touching its registers"),
-    ("missing_tcgen05_fence", LINT, "letter",
+    ("missing_tcgen05_fence", LINT, "pedantic",
      "tensor memory that another thread's instruction used is used again behind a barrier without tcgen05.fence",
      "tcgen05.fence::before_thread_sync before the barrier (a commit implies it), ::after_thread_sync behind it"),
-    ("tcgen05_ld_used_early", LINT, "letter",
+    ("tcgen05_ld_used_early", LINT, "pedantic",
      "a register that tcgen05.ld fills is used before tcgen05.wait::ld (found in the code); the assembler waits",
      "tcgen05.wait::ld before the first use"),
-    ("missing_proxy_fence_overwrite", LINT, "letter",
+    ("missing_proxy_fence_overwrite", LINT, "pedantic",
      "an asynchronous copy overwrites shared memory that threads wrote, without fence.proxy.async in between",
      "fence.proxy.async after the last store, before the barrier that frees the buffer"),
-    ("uninitialised_register", LINT, "letter",
+    ("uninitialised_register", LINT, "pedantic",
      "a register is used that no instruction has set on any path (found in the code)",
      "set it; the compiler leaves such registers where a value does not matter"),
     ("race_through_completion", LINT, "race",

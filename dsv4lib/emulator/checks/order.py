@@ -35,12 +35,12 @@ class Order:
 
     Attributes:
         warp: the warp whose service runs; op: the asynchronous operation that completes, None outside.
-        full: races are looked for too; letter: also what only the PTX ISA's letter asks for (letter.py).
+        full: races are looked for too; pedantic: also what only the PTX ISA asks for (pedantic.py).
         address: of the access log, 0 = none.
         pending: number of accesses in the log.
     """
 
-    full = letter = False
+    full = pedantic = False
     address = 0
 
     def __init__(self, machine: Any):

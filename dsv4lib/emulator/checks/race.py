@@ -24,8 +24,8 @@ from dsv4lib.emulator.checks.code import CodeChecks
 from dsv4lib.emulator.checks.dependent import Dependence
 from dsv4lib.emulator.checks.flags import Flags
 from dsv4lib.emulator.checks.global_memory import GlobalRaces
-from dsv4lib.emulator.checks.letter import TensorFences
 from dsv4lib.emulator.checks.order import MARK, Order, OrderState
+from dsv4lib.emulator.checks.pedantic import TensorFences
 from dsv4lib.emulator.checks.phases import Phases
 from dsv4lib.emulator.checks.shadow import (
     ALL_BYTES,
@@ -105,10 +105,10 @@ class Detector(Order):
         self._block = Fields(Launch)
         self._block.set(self.address + 8, self._stamps.ctypes.data, 0, self.far.accesses.block.address)
         self._judge, self._sweep, self._box = judge(), sweep(), Fields(Box)
-        self.letter = bool(machine.settings.native_checks & abi.CHECK_LETTER)
-        self._code = CodeChecks(machine, self.letter)
-        self._fences = TensorFences(machine) if self.letter else None
-        if self.letter:
+        self.pedantic = bool(machine.settings.native_checks & abi.CHECK_PEDANTIC)
+        self._code = CodeChecks(machine, self.pedantic)
+        self._fences = TensorFences(machine) if self.pedantic else None
+        if self.pedantic:
             self._code.begin()
 
     # --- clocks -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 ``checks`` is a preset, or names separated by commas, read from left to right. A name is a preset, a group of kinds
 (`Kind.check`), a kind, or ``counters``; a ``-`` in front takes a group or kind away: ``"race,-tmem_lane_quarter"``,
-``"default,letter"``, ``"race_global"``.
+``"default,pedantic"``, ``"race_global"``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BITS = {
     "initialisation": abi.CHECK_INIT,
     "proxy": abi.CHECK_PROXY,
     "race": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE,
-    "letter": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_LETTER,
+    "pedantic": abi.CHECK_INIT | abi.CHECK_PROXY | abi.CHECK_RACE | abi.CHECK_PEDANTIC,
     COUNTERS: abi.CHECK_COUNTERS,
 }
 

@@ -97,8 +97,8 @@ FLAG_CONVERGE, FLAG_MEMBERS = 1, 2
 READ_ONLY = 1 << 63  # set in the end of an allocation table entry that stores must not touch
 PADDED = 1 << 62  # set in the end of an entry that came from an allocator that rounds up
 
-# LETTER: what shipped kernels leave out; REPORT: something is checked, if only in Python.
-CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS, CHECK_LETTER, CHECK_REPORT = 1, 2, 4, 8, 16, 32
+# PEDANTIC: what shipped kernels leave out; REPORT: something is checked, if only in Python.
+CHECK_INIT, CHECK_PROXY, CHECK_RACE, CHECK_COUNTERS, CHECK_PEDANTIC, CHECK_REPORT = 1, 2, 4, 8, 16, 32
 
 # What the driver loop returns. STALLED: the running group must converge with parked lanes first.
 DONE, SERVICE, EXITED, FAULT, STALLED = 0, 1, 2, 3, 4

@@ -1,6 +1,6 @@
 """Registers that an asynchronous tensor-memory load may not have filled yet, found without running the kernel.
 
-``tcgen05.ld`` returns before its data is there. By the letter of the PTX ISA only ``tcgen05.wait::ld`` of the same warp
+``tcgen05.ld`` returns before its data is there. Strictly by the PTX ISA only ``tcgen05.wait::ld`` of the same warp
 makes the destination registers usable. Practice differs: NVVM moves ``mov.b64 %rd, {%r, %r}`` of the destinations in
 front of the wait, and shipped kernels (NVIDIA's FMHA and MLA examples) use them with no wait at all; ptxas makes each
 use wait for its register. So an early use is no error, but a load with one must not be completed later than that use:

@@ -1,6 +1,6 @@
 """Copies of accumulators that stand in front of ``wgmma.wait_group``: they happen behind it.
 
-By the letter of the PTX ISA no other instruction may access the registers of a ``wgmma.mma_async`` before the wait.
+Strictly by the PTX ISA no other instruction may access the registers of a ``wgmma.mma_async`` before the wait.
 CUTLASS and DeepGEMM pin accumulators with an empty ``asm volatile("" : "+f"(d))`` behind ``commit_group``, and where
 the value is wanted as bits later, NVVM puts the ``mov.b32 %r, %f`` right there, in front of the wait. ptxas takes a
 plain ``mov`` as another name of the same value (DeepGEMM's sm90_tf32_hc_prenorm_gemm: its SASS has no such copies and

@@ -145,7 +145,7 @@ def write(cta: Cta, offset: int, data: np.ndarray) -> None:
     """Asynchronous-proxy write of uint8[n] at a byte offset."""
     end = offset + len(data)
     smem, race = cta.smem, cta.machine.race
-    if race is not None and race.letter:
+    if race is not None and race.pedantic:
         _overwrite(cta, np.arange(offset >> 4, end + 15 >> 4))
     smem.data[offset:end] = data
     smem.init[offset:end] = 1
@@ -164,7 +164,7 @@ def _overwrite(cta: Cta, index: np.ndarray) -> None:
 def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int, int] | None = None) -> None:
     """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``; ``span`` if they fill a byte range."""
     smem, race = cta.smem, cta.machine.race
-    if race is not None and race.letter:
+    if race is not None and race.pedantic:
         _overwrite(cta, index)
     whole = len(smem.data) & ~15
     smem.data[:whole].view(CHUNK_TYPE)[index] = data.view(CHUNK_TYPE)

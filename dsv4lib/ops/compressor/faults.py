@@ -1,6 +1,6 @@
 """Mistakes of a compressor, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
-`BROKEN` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
+`FAULTS` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
 of `STREAMED` are of the form for decode steps of many requests.
 """
 
@@ -117,4 +117,4 @@ WINDOWS = (
 )
 RUNNING = (MaximaMixed,)
 STREAMED = (StageFilledTooSoon, NewestRowForgotten)
-BROKEN = {kernel.__name__: kernel for kernel in (*WINDOWS, *RUNNING)}
+FAULTS = {kernel.__name__: kernel for kernel in (*WINDOWS, *RUNNING)}

@@ -578,4 +578,4 @@ REFUSED = {  # break -> (stage, words of the compiler)
     "NarrowStore": ("b", "same element size"),
     "LateVariable": ("c", "last"),
 }
-BROKEN = {name: globals()[name] for name in (*CAUGHT_BY, *REFUSED)}
+FAULTS = {name: globals()[name] for name in (*CAUGHT_BY, *REFUSED)}

@@ -143,7 +143,7 @@ class EarlyRelease(GemmTile):
         acc.commit()
 
 
-BROKEN = {
+FAULTS = {
     "pinned_tile": PinnedTile,
     "first_accumulates": FirstAccumulates,
     "shifted_columns": ShiftedColumns,

@@ -1,6 +1,6 @@
 """Mistakes of the kernel of indexer queries, one at a time: a class is the kernel with one thing replaced.
 
-`BROKEN` holds them by name.
+`FAULTS` holds them by name.
 """
 
 from __future__ import annotations
@@ -70,4 +70,4 @@ class WeightsAsTheyCome(indexer_q_kernel.IndexerQ):
         super().round((*before, Float32(1.0), token), first, last, place, turns, rQ, rWeights)
 
 
-BROKEN = {kernel.__name__: kernel for kernel in (TurnsBackwards, RotatesFirst, ScaleLeftOut, WeightsAsTheyCome)}
+FAULTS = {kernel.__name__: kernel for kernel in (TurnsBackwards, RotatesFirst, ScaleLeftOut, WeightsAsTheyCome)}

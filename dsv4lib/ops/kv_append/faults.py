@@ -1,6 +1,6 @@
 """Mistakes of an append, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
-`BROKEN` holds them by name.
+`FAULTS` holds them by name.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ class OlderRowsToo(kv_append_kernel.KvAppend):
         return behind > 0
 
 
-BROKEN = {kernel.__name__: kernel for kernel in (OneSlotLate, SlotOfTheRow, OlderRowsToo)}
+FAULTS = {kernel.__name__: kernel for kernel in (OneSlotLate, SlotOfTheRow, OlderRowsToo)}

@@ -1,6 +1,6 @@
 """Mistakes of a gather, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
-`BROKEN` holds them by name.
+`FAULTS` holds them by name.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ class PagesTransposed(kv_gather_kernel.KvGather):
         return index % pages, index // pages
 
 
-BROKEN = {
+FAULTS = {
     kernel.__name__: kernel for kernel in (MinusOneIsRowZero, ScaleOfTheNextGroup, NanScaleIsInfinity, PagesTransposed)
 }

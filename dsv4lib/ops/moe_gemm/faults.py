@@ -116,5 +116,5 @@ _ALL = (
     (OneBuffer, "race_shared"),
     (ScaleOfWholeRow, "wrong numbers"),
 )
-BROKEN = {kind.__name__: kind for kind, _ in _ALL}
+FAULTS = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}

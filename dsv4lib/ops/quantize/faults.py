@@ -1,6 +1,6 @@
 """Mistakes of the kernel that stores KV entries, one at a time: a class is the kernel with one thing replaced.
 
-`BROKEN` holds them by name.
+`FAULTS` holds them by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PagesTransposed(entries.KvEntries):
         return index % pages, index // pages
 
 
-BROKEN = {
+FAULTS = {
     kernel.__name__: kernel
     for kernel in (ScaleOneGroupOn, ScaleRoundedDown, NanScaleDropped, RopeQuantised, PagesTransposed)
 }

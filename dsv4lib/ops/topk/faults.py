@@ -1,6 +1,6 @@
 """Mistakes of a top-k, injected one at a time: every class is the kernel with one thing replaced, and compiles.
 
-`BROKEN` holds them by name.
+`FAULTS` holds them by name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReadsTwice(topk_kernel.TopK):
         super().streamed(mRow, mLengths, mOut, s, row, rank)
 
 
-BROKEN = {
+FAULTS = {
     kernel.__name__: kernel
     for kernel in (NoMeeting, TiesAnyhow, DropsItsBound, OneEntryTooMany, PaddedWithZero, ReadsTwice)
 }

@@ -45,9 +45,9 @@ class Kernels(NamedTuple):
 
 RIGHT = Kernels()
 FAULTS = {
-    **{name: Kernels(append=kernel) for name, kernel in kv_append_faults.BROKEN.items()},
-    **{name: Kernels(store=kernel) for name, kernel in quantize_faults.BROKEN.items()},
-    **{name: Kernels(gather=kernel) for name, kernel in kv_gather_faults.BROKEN.items()},
+    **{name: Kernels(append=kernel) for name, kernel in kv_append_faults.FAULTS.items()},
+    **{name: Kernels(store=kernel) for name, kernel in quantize_faults.FAULTS.items()},
+    **{name: Kernels(gather=kernel) for name, kernel in kv_gather_faults.FAULTS.items()},
     "PagesTransposed": Kernels(store=quantize_faults.PagesTransposed, gather=kv_gather_faults.PagesTransposed),
 }
 

@@ -89,7 +89,7 @@ def _tables(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def kernel_of(fault: str, kind: Kind) -> type:
     """The kernel for a kind of compressor: the faulty one where the fault is about it."""
-    wrong = faults.BROKEN.get(fault)
+    wrong = faults.FAULTS.get(fault)
     return Compressor if wrong is None or kind == INDEXER or (wrong in faults.RUNNING) == kind.overlap else wrong
 
 

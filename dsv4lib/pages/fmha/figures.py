@@ -141,7 +141,7 @@ def show_faults(
     table = []
     for name, (owner, kind) in {**faults.CAUGHT_BY, **faults.REFUSED}.items():
         if owner == stage:
-            table.append(_tried(name, kind, run, sound or faults.BROKEN[name]))
+            table.append(_tried(name, kind, run, sound or faults.FAULTS[name]))
     for name, (outcome, kind) in (others or {}).items():
         table.append(_tried(name, kind, lambda _, outcome=outcome: outcome, Ladder))
     show_table(("fault", "numbers right", "found as", "where", "what the lab says"), table)

@@ -41,7 +41,7 @@ def stale_cache(case: Case, inject: bool = True) -> list[Finding]:
             )
 
     with tempfile.TemporaryDirectory() as folder, patch.object(compile_cache, "key", forgetful if inject else right):
-        for kernel_type in (faults.BROKEN["FirstPartLeads"], Combine):  # yesterday, today
+        for kernel_type in (faults.FAULTS["FirstPartLeads"], Combine):  # yesterday, today
             cache = Fresh(Path(folder))
             with replaced(kernel_type), patch.object(compile_cache, "default", lambda cache=cache: cache):
                 outcome = run_fmha_op(case, "index", True, rope=True, splits=8)

@@ -59,8 +59,8 @@ class Kernels(NamedTuple):
 RIGHT = Kernels()
 SCORE_FAULTS = "NoRelu", "PagesInOrder", "OneScoreTooMany", "KeyScalesInRows"  # those that one FP4 request shows
 FAULTS = {
-    **{name: Kernels(queries=kernel) for name, kernel in indexer_q_faults.BROKEN.items()},
-    **{name: Kernels(picks=kernel) for name, kernel in topk_faults.BROKEN.items()},
+    **{name: Kernels(queries=kernel) for name, kernel in indexer_q_faults.FAULTS.items()},
+    **{name: Kernels(picks=kernel) for name, kernel in topk_faults.FAULTS.items()},
     **{name: Kernels(scores=logits_faults.FAULTS[name]) for name in SCORE_FAULTS},
     "KeysNotRotated": Kernels(rotate_keys=False),
 }

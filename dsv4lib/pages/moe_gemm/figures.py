@@ -34,10 +34,10 @@ L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 L2 = {"mode": "w4a8", "out": "fp32"}
 # One of each kind of report first.
 FAULT_NAMES = ("NoTailMask", "OneBuffer", "FirstAccumulates", "FirstScales")
-FAULT_NAMES += tuple(name for name in faults.BROKEN if name not in FAULT_NAMES)
+FAULT_NAMES += tuple(name for name in faults.FAULTS if name not in FAULT_NAMES)
 # Where each injected fault shows: scales and rows in the plain GEMM, whose output is not quantised.
 FAULT_SHAPES = {
-    name: L2 if name in ("FirstScales", "OneScaleId", "FirstRows", "NoTailMask") else L1 for name in faults.BROKEN
+    name: L2 if name in ("FirstScales", "OneScaleId", "FirstRows", "NoTailMask") else L1 for name in faults.FAULTS
 }
 
 
@@ -294,7 +294,7 @@ def show_faults(names: Sequence[str], sound: bool = False) -> int:
     for name in names:
         options = FAULT_SHAPES[name]
         made = case(MoeGemm(**options), [33, 0, 1, 2], 128, 384)  # a second tile, an empty group, one token
-        outcome = run_moe_gemm(MoeGemm if sound else faults.BROKEN[name], options, made, schedule="adversarial")
+        outcome = run_moe_gemm(MoeGemm if sound else faults.FAULTS[name], options, made, schedule="adversarial")
         found = [finding for finding in outcome.findings() if finding[0] == faults.CAUGHT_BY[name]]
         table.append((name, outcome.right, *(found or [(NOT_FOUND, "", "")])[0]))
     show_table(("fault", "numbers right", "found as", "where", "what the lab says"), table)

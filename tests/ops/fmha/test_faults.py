@@ -4,7 +4,7 @@ import pytest
 
 from dsv4lib.dsl.compile import CompileError
 from dsv4lib.ops.fmha.combine import Combine
-from dsv4lib.ops.fmha.faults import BROKEN, CAUGHT_BY, REFUSED, UnrolledTiles, UnrolledTwice
+from dsv4lib.ops.fmha.faults import CAUGHT_BY, FAULTS, REFUSED, UnrolledTiles, UnrolledTwice
 from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.ladder import STAGES, Ladder
 from dsv4lib.ops.fmha.sm100 import Fmha
@@ -51,11 +51,11 @@ def late_start():
 def test_found(name):
     stage, kind = CAUGHT_BY[name]
     if stage in STAGES:
-        found = run_ladder(BROKEN[name], (stage, 128, "bf16"), *SHAPE, trace=True).findings()
-    elif issubclass(BROKEN[name], Combine):
-        found = run_split(late_start(), "index", True, 5, BROKEN[name]).findings()
+        found = run_ladder(FAULTS[name], (stage, 128, "bf16"), *SHAPE, trace=True).findings()
+    elif issubclass(FAULTS[name], Combine):
+        found = run_split(late_start(), "index", True, 5, FAULTS[name]).findings()
     else:
-        found = run_fmha(BROKEN[name], *FMHA_RUNS[name], sms=sms(name)).findings()
+        found = run_fmha(FAULTS[name], *FMHA_RUNS[name], sms=sms(name)).findings()
     assert kind in {f[0] for f in found}
     if kind not in ("wrong numbers", "pad rows leaked", "Deadlock"):  # the last is in many places
         assert any(f[0] == kind and ".py:" in f[1] for f in found)  # with the Python line
@@ -67,7 +67,7 @@ def test_refused(name, head_dim):
     """The compiler says what is wrong and names the line; the kernel without the fault compiles (`test_found`)."""
     stage, words = REFUSED[name]
     with pytest.raises(CompileError, match=rf"{words}.*\(faults\.py:\d+\)"):
-        compiled(BROKEN[name], (stage, head_dim, "bf16"))
+        compiled(FAULTS[name], (stage, head_dim, "bf16"))
 
 
 def test_unrolled_code_grows_with_the_tiles():

@@ -11,7 +11,7 @@ from dsv4lib.emulator.errors import LaunchError
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.fmha import op
-from dsv4lib.ops.fmha.faults import BROKEN
+from dsv4lib.ops.fmha.faults import FAULTS
 from dsv4lib.ops.fmha.inputs import case
 from dsv4lib.pages.fmha.run_case import bits
 from dsv4lib.pages.fmha.run_op import native_path, op_arguments, replaced
@@ -201,7 +201,7 @@ def test_auto_is_native_else_emulator_and_never_falls_back(monkeypatch):
 
 def test_hazards_do_not_pass_in_silence():
     """A faulty kernel in place of the right one: its race is told even to those who do not look at the device."""
-    with emulator.device("sm_100a", shims=False, checks="race"), replaced(BROKEN["SumOverMaximum"]):
+    with emulator.device("sm_100a", shims=False, checks="race"), replaced(FAULTS["SumOverMaximum"]):
         with pytest.warns(UserWarning, match="the emulator reports .* hazards, first: "):
             op.fmha(**arguments(splits=1))
 

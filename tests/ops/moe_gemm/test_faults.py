@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsv4lib.ops.moe_gemm.faults import BROKEN, CAUGHT_BY
+from dsv4lib.ops.moe_gemm.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 from dsv4lib.pages.moe_gemm.run_case import run_moe_gemm
@@ -10,7 +10,7 @@ from dsv4lib.pages.moe_gemm.run_case import run_moe_gemm
 L1 = {"swiglu": True, "routed": True, "out": "nvfp4"}
 W4A8 = {"mode": "w4a8", "out": "fp32"}
 COUNTS = [65, 0, 1, 2]  # a second tile, an empty group, one token
-RUNS = dict.fromkeys(BROKEN, L1) | {"OneScaleId": W4A8, "FirstScales": W4A8, "NoTailMask": W4A8, "FirstRows": W4A8}
+RUNS = dict.fromkeys(FAULTS, L1) | {"OneScaleId": W4A8, "FirstScales": W4A8, "NoTailMask": W4A8, "FirstRows": W4A8}
 
 
 def run(kind, options):
@@ -20,7 +20,7 @@ def run(kind, options):
 
 @pytest.mark.parametrize("name", CAUGHT_BY)
 def test_found(name):
-    assert CAUGHT_BY[name] in {found[0] for found in run(BROKEN[name], RUNS[name]).findings()}
+    assert CAUGHT_BY[name] in {found[0] for found in run(FAULTS[name], RUNS[name]).findings()}
 
 
 def test_nothing_is_found_without_a_fault():

@@ -1,4 +1,4 @@
-"""Checks by the letter of the PTX ISA, which shipped kernels fail without harm. On only when asked for.
+"""Check strict rules of the PTX ISA that shipped kernels violate without harm; off by default.
 
 tcgen05.fence: tensor memory that another thread's instruction has used is used again behind a barrier. The PTX ISA asks
 for ``tcgen05.fence::before_thread_sync`` in front of the barrier and ``::after_thread_sync`` behind it. Looked for is

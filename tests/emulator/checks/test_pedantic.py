@@ -1,4 +1,4 @@
-"""What the code shows without running, what only the letter of the PTX ISA asks for, and how checks are chosen."""
+"""What the code shows without running, what only the PTX ISA asks for, and how checks are chosen."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ TWINS = {
 }
 
 
-def run(body: str, twin: Twin, checks: str = "race,letter"):
+def run(body: str, twin: Twin, checks: str = "race,pedantic"):
     chosen = select(checks)
     settings = Settings(
         arch=twin.arch, native_checks=chosen.bits, muted=chosen.muted, schedule="adversarial", instruction_limit=200_000
@@ -102,8 +102,8 @@ def test_the_repaired_twin_is_silent(kind):
     assert kind not in {h.kind for h in run(TWINS[kind].repaired, TWINS[kind]).hazards}
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TWINS if KINDS[kind].check == "letter"])
-def test_the_letter_is_silent_unless_asked_for(kind):
+@pytest.mark.parametrize("kind", [kind for kind in TWINS if KINDS[kind].check == "pedantic"])
+def test_pedantic_checks_are_off_by_default(kind):
     assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], "all").hazards}
     assert kind in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], kind).hazards}
 
@@ -182,7 +182,7 @@ def test_presets_and_names():
 
 @pytest.mark.parametrize("kind", [kind for kind in TWINS if kind.startswith("missing")])
 def test_each_kind_can_be_taken_away(kind):
-    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], f"race,letter,-{kind}").hazards}
+    assert kind not in {h.kind for h in run(TWINS[kind].broken, TWINS[kind], f"race,pedantic,-{kind}").hazards}
 
 
 # --- the table of demands ---------------------------------------------------------------------------------------------
