@@ -18,7 +18,9 @@ from dsv4lib.ops.compressor.op import Batch, Pages, compressor
 from dsv4lib.ops.fmha import op as attention
 from dsv4lib.ops.fmha.inputs import case as attention_case
 from dsv4lib.ops.fmha.inputs import paged
-from dsv4lib.ops.indexer_q.op import indexer_q
+from dsv4lib.ops.indexer_logits.inputs import case as logits_case
+from dsv4lib.ops.indexer_logits.op import Visible, indexer_logits
+from dsv4lib.ops.indexer_q.op import IndexerQueries, indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.kv_append.op import kv_append
 from dsv4lib.ops.kv_gather.op import kv_gather
@@ -44,6 +46,7 @@ NAMES = set("entries_first entries_count index window_first window_count groups 
 NAMES |= set(
     "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
 )
+NAMES |= {"visible_requests", "visible_lengths"}
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -292,6 +295,29 @@ def pick(backend, size, k):
     found = topk(spread(scores, NAN), k, spread(lengths, *LENGTHS), out=out, backend=backend)
     real = topk(scores.nan_to_num(-9.0), k, lengths, backend="reference")
     return ((found, spread(real, -1)),)
+
+
+def logits(backend, requests, lengths):
+    """Padded by one of both; weights of padded tokens are NaN, their other argument is a real one's."""
+    made = logits_case("fp8", [1, 0], [70, 33])
+    wanted = torch.full((2, 128), 7.0)
+    indexer_logits(*made[:3], out=wanted, backend=backend)
+    codes, weights = torch.full((T, 64, 128), 0x7F, dtype=torch.uint8), torch.full((T, 64), NAN)
+    codes[REAL], weights[REAL] = made.queries.codes, made.queries.weights
+    seen = Visible(made.visible.table, spread(made.visible.requests, *requests), spread(made.visible.lengths, *lengths))
+    found = torch.full((T, 128), 7.0)
+    indexer_logits(IndexerQueries(codes, None, weights), made.keys, seen, out=found, backend=backend)
+    return (found[REAL], wanted), (found[PADDED], torch.full((3, 128), 7.0))
+
+
+@covers("indexer_logits", "visible_lengths")
+def logits_without_entries(backend):
+    return logits(backend, (0, 1, 1), LENGTHS)
+
+
+@covers("indexer_logits", "visible_requests")
+def logits_of_no_request(backend):
+    return logits(backend, SLOTS, (128, 128, 128))
 
 
 @covers("topk", "lengths")

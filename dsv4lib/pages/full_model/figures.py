@@ -26,7 +26,7 @@ def flow() -> Figure:
             ("compressor", "cache entries", GREEN),
             ("indexer, topk", "choose entries", ORANGE),
             ("fmha", "window, entries, sink", SKY),
-            ("output_proj, linear", "back to d", BLUE),
+            ("projections", "back to d", BLUE),
         ],
         "experts": [
             ("mhc", "write back, read", PINK),
