@@ -37,7 +37,7 @@ def write(kind: str, name: str, root: Path) -> list[Path]:
         raise ArgumentError("kind", kind, "one of " + ", ".join(KINDS))
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name) or name == NAME:
         raise ArgumentError("name", name, "lower-case words joined by underscores, for example swiglu")
-    made = {place: text for place, text in _texts(kind, name, root).items()}
+    made = _texts(kind, name, root)
     taken = [place for place in made if (root / place).exists()]
     if taken:
         raise ArgumentError("name", name, f"a new one: {taken[0]} exists")

@@ -56,7 +56,7 @@ class Request:
         if chunk < 1:
             raise ArgumentError("chunk", chunk, "at least 1")
         self.model, self.drafts, self.chunk, self.place = model, drafts, chunk, place
-        self.sequence, self.done = list(prompt), 0
+        self.sequence = list(prompt)
         self.settings = Settings.of([params], model.config.vocab, model.device)
         self.history = History.empty(1, model.config.vocab, model.device)
         self.history.start(0, torch.tensor(self.sequence, device=model.device))
@@ -78,7 +78,7 @@ class Request:
             left -= min(left, len(waiting))
             if not left or len(self.sequence) >= self.model.layout.capacity:
                 return
-            guesses = self.guess(streams, len(waiting)) if self.drafts else []
+            guesses = self.guess(streams) if self.drafts else []
             waiting, streams = self.advance(guesses)
 
     def prefill(self) -> tuple[Tensor, Tensor | None]:
@@ -88,8 +88,7 @@ class Request:
             hidden, streams = self.run(part, start)
             if streams is not None and start + self.chunk < len(self.sequence):
                 self.draft_step(streams, self.sequence[start + 1 : start + self.chunk + 1], start)
-        self.done = len(self.sequence)
-        return hidden, streams if streams is None else streams[-(len(self.sequence) - start) :]
+        return hidden, streams
 
     def run(self, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor | None]:
         """Run a step of this request."""
@@ -107,12 +106,8 @@ class Request:
         """Run the draft block at positions ``start`` and on; (hidden, streams)."""
         return self.model.draft(streams, self.model.step([next_tokens], [self.place], [start]))
 
-    def guess(self, streams: Tensor, new: int) -> list[int]:
-        """Draft the tokens after the sequence, greedily.
-
-        Args:
-            streams: of the positions that the last step ran. new: tokens that came of it.
-        """
+    def guess(self, streams: Tensor) -> list[int]:
+        """Draft the tokens after the sequence, greedily; ``streams``: of the positions that the last step ran."""
         count, size = self.most_drafts(), len(streams)
         start = len(self.sequence) - 1 - size
         hidden, streams = self.draft_step(streams, self.sequence[start + 1 : start + 1 + size], start)
@@ -125,7 +120,7 @@ class Request:
         return found
 
     def most_drafts(self) -> int:
-        """Count the drafts that may follow the sequence's last token: a closed window of CSA ends the chain."""
+        """Count the drafts that may follow the sequence's last token: a closed window ends the chain."""
         config, last = self.model.config, len(self.sequence) - 1
         most = min(self.drafts, self.model.layout.capacity - len(self.sequence))
         if all(kind is LayerKind.SWA for kind in config.layer_kinds):

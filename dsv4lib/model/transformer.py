@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsv4lib import backends
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.layers.attention import Caches, new_caches
@@ -159,12 +158,3 @@ class Transformer(torch.nn.Module):
         if self.mtp is None:
             raise ArgumentError("mtp", None, "a model that was loaded with its draft block")
         return self.mtp(streams, self.embed[step.tokens], step, self.caches[-1])
-
-
-def resolve_backend(backend: str) -> str:
-    """Choose the back end for SM100 kernels.
-
-    Raises:
-        BackendUnavailable: it cannot run here.
-    """
-    return backends.resolve(backend, "sm_100a")

@@ -7,14 +7,13 @@ import torch
 from typer.testing import CliRunner
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import hadamard, kv_entry, mxfp4
+from dsv4lib.formats import kv_entry
 from dsv4lib.lab import cli
 from dsv4lib.layers.step import Layout, make_step
 from dsv4lib.loader.model import angles, transformer
-from dsv4lib.loader.whole import load_into
 from dsv4lib.model.generate import Request
 from dsv4lib.model.sampler import SamplingParams
-from dsv4lib.reference.model import ReferenceModel
+from dsv4lib.pages.full_model.run_case import oracle
 from tests.whole_model import SMALL, listed, peer  # noqa: F401  fixtures
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -26,17 +25,6 @@ def ids(count, seed=0):
 
 def model(listed, backend="reference", **options):  # noqa: F811
     return transformer(listed, **{"places": 3, "capacity": 384, "backend": backend, **options})
-
-
-def oracle(listed):  # noqa: F811
-    """fp32 arithmetic; caches hold what their formats hold."""
-
-    def key(x):
-        return mxfp4.dequantize(mxfp4.quantize(hadamard.transform(x.bfloat16().float())))
-
-    found = ReferenceModel(SMALL, kv_codec=lambda kv: kv_entry.fake_quantize(kv), index_codec=key)
-    load_into(found, listed)
-    return found
 
 
 def token_error(found, want):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.model import transformer
@@ -16,7 +17,7 @@ from dsv4lib.loader.whole import Listed
 from dsv4lib.model.generate import Request
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.model.tokenizer import StreamDecoder, tokenizer_of
-from dsv4lib.model.transformer import Transformer, resolve_backend
+from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.common import compile_cache
 
 TIMED = 3  # times of a run, its start among them, from which a rate follows: the second token's is warm
@@ -46,7 +47,7 @@ def command(text: str, options: Options, console: Console) -> None:
     if options.tokens < 1:
         raise ArgumentError("tokens", options.tokens, "at least 1")
     params = SamplingParams(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
-    backend = "reference" if options.backend == "reference" else resolve_backend(options.backend)
+    backend = backends.resolve(options.backend, "sm_100a")
     listed = Listed.of(Checkpoint(options.model))
     tokenizer = tokenizer_of(options.model, listed.config.vocab)
     prompt = tokenizer.encode(text)

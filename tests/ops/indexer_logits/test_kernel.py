@@ -104,7 +104,7 @@ def test_pages_past_a_length_may_be_anything():
     assert not gpu.hazards and torch.equal(found, want)
 
 
-SHOWS = {  # fault: (run, whether the race detector must speak, too)
+SHOWS = {  # fault: run of `RUNS` that shows it, or a long one
     "NoRelu": "decode",
     "PagesInOrder": "decode fp4",
     "RunsShareKeys": "mixed runs",
