@@ -75,7 +75,8 @@ class Group(NamedTuple):
     @property
     def most_drafts(self) -> int:
         """Count the drafts that may be rejected at once without losing a row of a ring that is still read."""
-        return 0 if self.running else self.rows - self.most_needed
+        kept = self.rows if self.reach else self.rate * (1 + self.overlap)  # of a step's rows
+        return 0 if self.running else min(self.rows - self.most_needed, max(kept - 1, 1))
 
     def layers_per_page(self, page_bytes: int) -> int:
         """Count the layers that a page holds."""
@@ -230,9 +231,12 @@ def arrange(
         return Group(name, "window", layers, window_block, size.kv, align=size.align, **given)
 
     groups = [windows("window", len(shape.kinds))]
-    more = max(0, drafts - 1)
+
+    def ring_rows(rows: int) -> int:  # `ops.compressor` takes powers of two
+        return 1 << (rows + max(0, drafts - 1) - 1).bit_length()
+
     if csa := shape.count(LayerKind.CSA):
-        ring = {"rate": shape.csa_rate, "rows": 2 * shape.csa_rate + more, "overlap": True}
+        ring = {"rate": shape.csa_rate, "rows": ring_rows(2 * shape.csa_rate), "overlap": True}
         groups += [
             Group("csa", "entries", csa, block, size.kv, rate=shape.csa_rate, align=size.align),
             Group("keys", "entries", csa, block, size.key, rate=shape.csa_rate),
@@ -240,7 +244,7 @@ def arrange(
             Group("keys_state", "ring", csa, block, size.keys_row, **ring),
         ]
     if hca := shape.count(LayerKind.HCA):
-        rows = 1 if running else shape.hca_rate + more
+        rows = 1 if running else ring_rows(shape.hca_rate)
         groups += [
             Group("hca", "entries", hca, block, size.kv, rate=shape.hca_rate, align=size.align),
             Group("hca_state", "ring", hca, block, size.hca_row, rate=shape.hca_rate, rows=rows, running=running),

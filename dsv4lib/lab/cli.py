@@ -269,7 +269,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="draw from the smallest set of tokens with this probability")] = 1.0,
     seed: Annotated[int, typer.Option(help="of the draws")] = 0,
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
-    speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 8")] = 0,
+    speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
 ) -> None:
     """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles."""
     from dsv4lib.pages.generation import command

@@ -34,6 +34,7 @@ from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.rmsnorm.op import rmsnorm
 from dsv4lib.ops.topk.op import topk
 
+MOST_DRAFTS = 7  # rows of CSA that a step stores, less one
 KEYS = {"fp4": indexer_key.FP4_LAYOUT, "fp8": indexer_key.FP8_LAYOUT}
 
 
@@ -71,14 +72,16 @@ def new_caches(
 ) -> Caches:
     """Allocate a layer's caches; nothing in them needs to be cleared between requests.
 
-    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do; its state then has rows.
+    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do: its state then has rows. Rings have twice
+    the rows of an entry, so that a step of up to `MOST_DRAFTS` and one token can be taken back but for its first.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def ring(rows: int, width: int) -> Ring:
-        return Ring(*(zeros(layout.places, rows, width, dtype=torch.float32) for _ in range(2)))
+        shape = layout.places, rows * (1 + drafts), width
+        return Ring(*(zeros(*shape, dtype=torch.float32) for _ in range(2)))
 
     window = zeros(layout.places, kv_entry.LAYOUT.page_bytes(layout.capacity))
     if kind is LayerKind.SWA:

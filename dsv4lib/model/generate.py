@@ -5,8 +5,7 @@
 
 Without drafts a step is one token. With ``drafts`` K a step is the last token and up to K drafts; those that the model
 would not have drawn are taken back. Positions do it: the next step writes its tokens over them, and no reader looks
-past its own position. Rings of compressor rows have no row to spare, so a chain of drafts ends with the first one that
-closes a window: what a later one overwrote would be missing when the window is closed again.
+past its own position. Rings of compressor rows have rows to spare, so what a draft overwrites nothing needs again.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dsv4lib.config import LayerKind
 from dsv4lib.errors import ArgumentError
+from dsv4lib.layers.attention import MOST_DRAFTS
 from dsv4lib.model.sampler import History, SamplingParams, Settings, sample
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.model.verify import target_probabilities, verify
@@ -28,7 +27,7 @@ class Request:
 
     Args:
         model: runs the steps. prompt: token ids, at least one. params: of the sampler.
-        drafts: K, 0 to 8; more than 0 needs a model with its draft block.
+        drafts: K, 0 to `MOST_DRAFTS`; more than 0 needs a model with its draft block.
         chunk: tokens of a prefill step. place: of the caches.
 
     Attributes:
@@ -51,8 +50,9 @@ class Request:
         capacity = model.layout.capacity
         if not 1 <= len(prompt) < capacity:
             raise ArgumentError("prompt", f"{len(prompt)} tokens", f"1 to {capacity - 1}, what a place holds")
-        if not 0 <= drafts <= 8 or (drafts and model.mtp is None):
-            raise ArgumentError("drafts", drafts, "0 to 8" if model.mtp is not None else "0: no draft block was loaded")
+        if not 0 <= drafts <= MOST_DRAFTS or (drafts and model.mtp is None):
+            allowed = f"0 to {MOST_DRAFTS}" if model.mtp is not None else "0: no draft block was loaded"
+            raise ArgumentError("drafts", drafts, allowed)
         if chunk < 1:
             raise ArgumentError("chunk", chunk, "at least 1")
         self.model, self.drafts, self.chunk, self.place = model, drafts, chunk, place
@@ -108,7 +108,7 @@ class Request:
 
     def guess(self, streams: Tensor) -> list[int]:
         """Draft the tokens after the sequence, greedily; ``streams``: of the positions that the last step ran."""
-        count, size = self.most_drafts(), len(streams)
+        count, size = min(self.drafts, self.model.layout.capacity - len(self.sequence)), len(streams)
         start = len(self.sequence) - 1 - size
         hidden, streams = self.draft_step(streams, self.sequence[start + 1 : start + 1 + size], start)
         found: list[int] = []
@@ -118,18 +118,6 @@ class Request:
                 at = len(self.sequence) - 2 + len(found)
                 hidden, streams = self.draft_step(streams[-1:], found[-1:], at)
         return found
-
-    def most_drafts(self) -> int:
-        """Count the drafts that may follow the sequence's last token: a closed window ends the chain."""
-        config, last = self.model.config, len(self.sequence) - 1
-        most = min(self.drafts, self.model.layout.capacity - len(self.sequence))
-        if all(kind is LayerKind.SWA for kind in config.layer_kinds):
-            return most
-        rates = [config.rate(kind) for kind in set(config.layer_kinds) - {LayerKind.SWA}]
-        for count in range(1, most + 1):
-            if any((last + count + 1) % rate == 0 for rate in rates):
-                return count
-        return most
 
     def advance(self, guesses: list[int]) -> tuple[list[int], Tensor | None]:
         """Run the last token and the drafts; (tokens that came of it, streams of the positions that stay)."""

@@ -132,10 +132,10 @@ def history(state: State, start: int, rate: int, overlap: bool) -> tuple[torch.T
     return state.k[:, slots].masked_fill(missing, 0.0), state.z[:, slots].masked_fill(missing, float("-inf"))
 
 
-def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
-    """State after the rows of positions ``start ..``: the newest rows overwrite the oldest."""
+def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int, most: int) -> State:
+    """State after the rows of positions ``start ..``: the newest, at most so many, overwrite the oldest."""
     rows = state.k.shape[1]
-    keep = min(rows, k.shape[1])
+    keep = min(most, k.shape[1])
     slots = torch.arange(start + k.shape[1] - keep, start + k.shape[1], device=k.device) % rows
     return State(
         state.k.index_copy(1, slots, k[:, k.shape[1] - keep :]),
@@ -164,7 +164,7 @@ def advance(
         pooled = pool_windows(rows_k, rows_z, rate, overlap)
     else:
         pooled = k.new_zeros(k.shape[0], 0, k.shape[2] // (2 if overlap else 1))
-    return pooled, torch.arange(first, after, device=k.device), update(state, k, z, start)
+    return pooled, torch.arange(first, after, device=k.device), update(state, k, z, start, rate * (1 + overlap))
 
 
 def compress(

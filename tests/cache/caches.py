@@ -25,4 +25,4 @@ def rings(drafts=3, pages=90, **given):
 def pro(drafts=2, pages=120, **given):
     """Pro's schedule: the first layers are HCA."""
     groups = arrange(PRO_LIKE, WORDS, block=8, window_block=2, drafts=drafts)
-    return ManagerAdapter(PRO_LIKE, groups, drafts, pages=pages, page_bytes=96, host_pages=60, save_every=8, **given)
+    return ManagerAdapter(PRO_LIKE, groups, drafts, pages=pages, page_bytes=128, host_pages=60, save_every=8, **given)

@@ -107,7 +107,7 @@ def test_kernels_round_as_their_oracles(listed):  # noqa: F811
 def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
     """Any number of drafts, all of which may be wrong, across windows of 4 and 128."""
     prompt, outs, entries = ids(121, 8), [], []
-    for drafts in (0, 1, 2, 5):
+    for drafts in (0, 1, 3, 7):
         one = model(listed, mtp=drafts > 0)
         request = Request(one, prompt, GREEDY, drafts=drafts, chunk=50)
         outs.append(list(request.tokens(14)))
@@ -127,13 +127,6 @@ def test_drafts_are_those_of_the_oracle(listed):  # noqa: F811
     hidden, _ = found.draft(streams, found.step(tokens[:, 1:].tolist(), [0], [0]))
     logits, want = found.head(hidden)[0][:, : SMALL.vocab], capture["mtp_logits"][0]
     assert token_error(logits, want) < 0.05 * float(want.std())
-
-
-def test_a_chain_of_drafts_ends_where_a_window_closes(listed):  # noqa: F811
-    request = Request(model(listed, mtp=True), ids(5), GREEDY, drafts=8)
-    for length, most in ((5, 3), (6, 2), (7, 1), (8, 4), (383, 1), (384, 0)):
-        request.sequence = [0] * length
-        assert request.most_drafts() == most
 
 
 def test_steps_are_checked():

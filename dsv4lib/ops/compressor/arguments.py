@@ -62,7 +62,7 @@ def launch_args(
         kv, gate: fp32 [T, width]. ape: fp32 [rate, width]. norm: fp32 [dim].
         cos, sin: fp32 [P, 32] by position.
         requests: int32 [B, 4]. slots: int32 [T].
-        state_k, state_z: fp32 [S, pooled, width]; running: [S, 3, dim] and None.
+        state_k, state_z: fp32 [S, rows, width]; running: [S, 3, dim] and None.
         pages: uint8 [P, bytes], or rows [N, dim] of bf16 or fp32.
         page_size: entries of a page; of dense rows anything.
         eps: added to the mean of squares.
@@ -74,7 +74,7 @@ def launch_args(
     tokens = len(kv)
     if kernel.single and len(requests) != tokens:
         raise ArgumentError("requests.shape", tuple(requests.shape), f"[{tokens}, 4]: one row a request")
-    state, kept = ("state.parts", 3) if kernel.running else ("state.k", kernel.pooled)
+    state, kept = ("state.parts", 3) if kernel.running else ("state.k", kernel.rows)
     rows = Rows(
         wrap("kv", kv, Float32, (None, kernel.width), WIDE),
         wrap("gate", gate, Float32, (tokens, kernel.width), WIDE),

@@ -32,6 +32,7 @@ class Sizes:
         rotate: apply the Hadamard rotation behind RoPE; 128 dims only.
         single: every request has exactly one row.
         running: the state is a running softmax of the open window instead of its rows; without overlap.
+        rows: of a request's ring, a power of two from those of an entry on; 0: those.
         slices: CTAs (a cluster) that share an entry's channels; streamed: its rows.
         split: threads that share the rows of a channel; streamed: groups of its rows, a part of the softmax each.
         stages: groups of rows under way in shared memory (`stream.StreamedCompressor`); 0: rows go to registers.
@@ -56,6 +57,7 @@ class Sizes:
         stages: int = 0,
         teams: int = 1,
         fp4_conversion: bool = True,
+        rows: int = 0,
     ):
         if rate < 1 or rate & (rate - 1):
             raise ConfigError("rate", rate, "a power of two")
@@ -72,7 +74,10 @@ class Sizes:
         self.layout = LAYOUTS[form]
         if running and overlap:
             raise ConfigError("running", running, "False with overlap")
-        self.pooled = rate * (1 + overlap)  # rows of an entry, and of a ring
+        self.pooled = rate * (1 + overlap)  # rows of an entry
+        self.rows = rows or self.pooled
+        if self.rows < self.pooled or self.rows & (self.rows - 1) or (running and rows):
+            raise ConfigError("rows", rows, f"0 if running, else a power of two from {self.pooled} on")
         self.fetched = 1 if running and single else self.pooled  # rows that an item looks at
         self.width = dim * (1 + overlap)  # of a row
         if slices not in ((1, 2, 4, 8) if dim == 512 else (1,)):
@@ -119,4 +124,5 @@ class Sizes:
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         flags = [name for name in ("overlap", "rotate", "single", "running", "fp4_conversion") if vars(self)[name]]
         cut = f"{self.slices}x{self.split}" + f" {self.stages} stages {self.teams} teams" * (self.stages > 0)
-        return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *flags])})"
+        ring = [f"{self.rows} rows"] if self.rows > self.pooled else []
+        return f"Compressor({', '.join([f'{self.rate}, {self.dim}, {self.form}, {cut}', *ring, *flags])})"

@@ -9,8 +9,8 @@ columns, window w through the second; before position 0 the gate is -inf and the
 a quantised format: these are rounded to bf16 wherever the released code stores them (e_w, after the norm, after RoPE,
 after the rotation), then quantised with the bits of `formats.kv_entry` and `.indexer_key`. Dense rows are rounded once.
 
-**Rows** come from this call (kv, gate) from its start on and from the request's state before: a ring of ``pooled`` rows
-of (k, z), row of position p at p mod pooled, z with its bias. The newest rows go there. A byte of the ring is read by
+**Rows** come from this call (kv, gate) from its start on and from the request's state before: a ring of ``rows`` rows
+of (k, z), row of position p at p mod rows, z with its bias. The newest ``pooled`` rows go there. A byte of the ring is read by
 one thread at most, and that one writes it, after the read: no second launch, no copy, no wait.
 
 `running`: the state is the softmax of the open window so far, (maximum, sum of exponentials, weighted sum) by channel
@@ -66,7 +66,7 @@ FLOAT_BYTES = 4
 
 
 class Rows(NamedTuple):
-    """kv, gate [T, width], k and z of the state [S, pooled, width], ape [rate, width]; fp32.
+    """kv, gate [T, width], k and z of the state [S, rows, width], ape [rate, width]; fp32.
 
     Running: k is the state [S, 3, dim], z is None.
     """
@@ -251,7 +251,7 @@ class Compressor(Sizes):
         """Addresses of (k, z) of a thread's rows in the ring, where those of a window are neighbours."""
         found = []
         for j in range(0, 0 if self.running else self.depth, self.rate):
-            slot = first + j & (self.pooled - 1)
+            slot = first + j & (self.rows - 1)
             both = [self.neighbours(x, self.slot_of(x, item, slot, channel)) for x in (rows.k, rows.z)]
             found += list(zip(*both, strict=True))[: self.rate]
         return found
@@ -514,7 +514,7 @@ class Compressor(Sizes):
     @cute.jit
     def store_newest(self, rows: Rows, item: Item, channel: Int32, mine: Boolean, rNew: cute.Tensor):
         """It into the state."""
-        slot = item.start & (self.pooled - 1)
+        slot = item.start & (self.rows - 1)
         for half in cutlass.range_constexpr(1 + self.overlap):
             column = channel + half * self.dim
             k = [rNew[c, 0, half] for c in range(CHANNELS)]
@@ -556,6 +556,8 @@ class Compressor(Sizes):
         rZ.store(rZ.load() + rApe.load())
         for j in cutlass.range_constexpr(self.depth):
             slot = group * self.depth + j
+            if cutlass.const_expr(self.rows > self.pooled):
+                slot = end - 1 - (end - 1 - slot & (self.pooled - 1)) & (self.rows - 1)
             k, z = [rK[c, j] for c in range(CHANNELS)], [rZ[c, j] for c in range(CHANNELS)]
             store4(self.slot_of(rows.k, item, slot, column), mine[j], k)
             store4(self.slot_of(rows.z, item, slot, column), mine[j], z)

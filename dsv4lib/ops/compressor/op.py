@@ -75,7 +75,8 @@ class Batch(NamedTuple):
 class Ring(NamedTuple):
     """State of rows: k, z fp32 ``[S, rows, width]``, z with bias.
 
-    2 x rate rows with overlap, else rate; position p is at p mod rows.
+    Rows are 2 x rate with overlap, else rate, or more of them, a power of two; position p is at p mod rows. Of a call's
+    rows the newest 2 x rate, or rate, are stored. A step of 1 + K rows can go back K if rows hold K - 1 more.
     """
 
     k: Tensor
@@ -181,6 +182,8 @@ class Call(NamedTuple):
         rate, running = self.weights.ape.shape[0], isinstance(self.state, Running)
         options = {"rate": rate, "overlap": self.overlap, "dim": self.weights.norm.shape[0], "form": self.out.form}
         options |= {"rotate": self.rotate, "single": self.batch.single, "running": running}
+        if not running and self.state.k.shape[1] > rate * (1 + self.overlap):
+            options["rows"] = self.state.k.shape[1]
         return options | cut(rate, self.overlap, running, self.batch.single, len(self.batch.requests))
 
     def check(self) -> None:
@@ -207,7 +210,9 @@ class Call(NamedTuple):
         if rate not in ((4,) if self.overlap else (32, 64, 128)) or (not self.overlap and dim != kv_entry.HEAD_DIM):
             allowed = "rate 4 with overlap, else 32, 64 or 128 and 512 dims"
             raise ArgumentError("weights.ape.shape", tuple(self.weights.ape.shape), allowed)
-        ring = (None, 3 if running else rate * (1 + self.overlap), width)
+        least, given = rate * (1 + self.overlap), self.state[0].shape[1] if self.state[0].dim() == 3 else 0
+        fits = given >= least and not given & (given - 1)
+        ring = (None, 3 if running else given if fits else least, width)
         shapes = ring, tuple(self.state[0].shape)  # all of a state are alike
         names = (f"state.{name}" for name in self.state._fields)
         state = {name: (x, fp32, like) for name, x, like in zip(names, self.state, shapes, strict=False)}

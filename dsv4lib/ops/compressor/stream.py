@@ -174,6 +174,8 @@ class StreamedCompressor(Compressor):
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * count * size)
             cute.arch.sync_warp()
             slot = group * self.depth + j
+            if cutlass.const_expr(self.rows > self.pooled):
+                slot += item.window * self.rate & (self.rows - 1)
             k, z = self.slot_of(rows.k, item, slot, Int32(0)), self.slot_of(rows.z, item, slot, Int32(0))
             source = Int64(cutlass.select_(lane < self.depth, k, z))
             if lane < 2 * self.depth and j < count and (j & (many - 1)) == 0:

@@ -51,7 +51,7 @@ def fake_args(kernel: Fmha | Combine | Ladder) -> tuple:
         entries = rows, index, first, fake(i32, "T")
     if kernel.window:
         rows = _fake_pool(fake(cutlass.Uint8, "VY")) if kernel.fp8_window else fake(kernel.element, "WD")
-        window = rows, fake(i32, "T"), fake(i32, "T")
+        window = rows, fake(i32, "TU" if kernel.window_index else "T"), fake(i32, "T")
     o = fake(fp32, "STHD") if kernel.partial else fake(kernel.element, "THD")
     lse = fake(fp32, ("STH" if kernel.partial else "TH") + ("Z" if kernel.raw else ""))
     groups = fake(i32, "GZ") if kernel.groups else None
@@ -102,7 +102,7 @@ def launch_args(
         q: [T, H, D].
         entries: (rows [R, D], index int32 [T, K] | None, first int32 [T] | None, count int32 [T]) or None. Indices
             are -1 or rows of the pool. Dense: (rows [T, K, D], None, None, count), each token with its own rows.
-        window: (rows [W, D], first int32 [T], count int32 [T]) or None.
+        window: (rows [W, D], first int32 [T], or index int32 [T, K] with ``window_index``, count int32 [T]) or None.
             Where the kernel has ``fp8_entries`` or ``fp8_window``, rows are a pool of `formats.kv_entry`: (pages uint8
             [P, S], page size), S and the stride at least the page's bytes, pages on 16 bytes; row = page * size + slot.
         sink: fp32 [H] or None.
@@ -152,7 +152,7 @@ def launch_args(
         rows, first, count = window
         window = (
             _wrap_pool("window.rows", rows) if kernel.fp8_window else wrap("window.rows", rows, e, (None, d), 16),
-            wrap("window.first", first, i32, (t,)),
+            wrap("window.index", first, i32, (t, None)) if kernel.window_index else wrap("window.first", first, i32, (t,)),
             wrap("window.count", count, i32, (t,)),
         )
     lead = (splits,) if kernel.partial else ()

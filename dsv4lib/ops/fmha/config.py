@@ -30,7 +30,7 @@ TMEM_READY, TMEM_DONE, PAIR = 1, 2, 3
 LOG2_E = math.log2(math.e)
 RESCALE_LOG2 = 4.0  # O is rescaled only when a row maximum grew by more than 2^4; module docstring of `sm100`
 ENTRIES = ("none", "index", "range")
-OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_window", "groups", "raw")
+OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_window", "groups", "raw", "window_index")
 
 
 def count_tiles(entries: int, window: int) -> int:
@@ -53,7 +53,7 @@ class Config:
         dtype: "bf16" or "fp16", the type of Q, the keys and (normalised) O.
         entries: where compressed entries come from: "index" (a list of pool rows a token, -1 skipped), "range"
             (consecutive pool rows, first row and count a token) or "none".
-        window: there are window keys.
+        window: there are window keys. window_index: by a list of pool rows a token, else consecutive rows.
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
         partial: split the keys over the grid (`work.Split`) and write fp32 O and LSE of each part (`combine` joins
@@ -90,6 +90,7 @@ class Config:
         groups: bool = False,
         raw: bool = False,
         dim_parts: int = 1,
+        window_index: bool = False,
     ):
         if head_dim not in HEAD_DIMS:
             raise ConfigError("head_dim", head_dim, "one of " + ", ".join(map(str, HEAD_DIMS)))
@@ -112,6 +113,8 @@ class Config:
             raise ConfigError("cluster", cluster, f"1 with head_dim {head_dim}: a CTA of a pair takes whole 64s of it")
         if groups and entries == "index":
             raise ConfigError("groups", groups, "False with entries by index: tokens of a group read the same keys")
+        if window_index and (groups or not window):
+            raise ConfigError("window_index", window_index, "False with groups, or without window keys")
         if raw and not partial:
             raise ConfigError("raw", raw, "False unless partial")
         if dim_parts not in (1, 2) or head_dim // min(256, head_dim) % dim_parts:
@@ -120,9 +123,9 @@ class Config:
         self.entries, self.window, self.sink = entries, window, sink
         self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
         self.cluster, self.groups = cluster, groups
-        self.fp8_entries, self.fp8_window = fp8_entries, fp8_window
+        self.fp8_entries, self.fp8_window, self.window_index = fp8_entries, fp8_window, window_index
         self.box_entries = entries == "range" and not fp8_entries  # by TMA, and of consecutive rows
-        self.box_window = window and not fp8_window
+        self.box_window = window and not fp8_window and not window_index
         self.head_dim = head_dim
         # ---- instructions ----
         self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block

@@ -128,7 +128,8 @@ class Dequant(Load):
                     index = self.row(lists[0][0], work.entry_row, work.token, place, work.entries)
             if cutlass.const_expr(self.fp8_window):
                 if place >= work.window_at:
-                    index = self.row(None, work.window_row, work.token, place - work.window_at, work.window)
+                    listed, behind = self.window_list(lists), place - work.window_at
+                    index = self.row(listed, work.window_row, work.token, behind, work.window)
         return index
 
     @cute.jit

@@ -285,8 +285,13 @@ class Load(Plan):
                 rows = self.rows(lists[0][0], work.entry_row, work.token, place, work.entries)
         if cutlass.const_expr(self.window and not self.fp8_window):
             if place >= work.window_at:
-                rows = self.rows(None, work.window_row, work.token, place - work.window_at, work.window)
+                listed, behind = self.window_list(lists), place - work.window_at
+                rows = self.rows(listed, work.window_row, work.token, behind, work.window)
         return rows
+
+    def window_list(self, lists: tuple) -> Any:
+        """Rows of window keys by token, or None where they are consecutive."""
+        return lists[1][0] if self.window_index else None
 
     @cute.jit
     def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):

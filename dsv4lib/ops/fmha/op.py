@@ -57,7 +57,7 @@ SCALES = 2.0**-100, 2.0**100  # a scale that is 0 in fp32, or negative, would ma
 def fmha(
     q: Tensor,
     entries: Selected | Rows | Gathered | None = None,
-    window: Ring | Rows | None = None,
+    window: Ring | Rows | Selected | None = None,
     *,
     sink: Tensor | None = None,
     scale: float | None = None,
@@ -75,7 +75,7 @@ def fmha(
     Args:
         q: [T, H, D] bf16 or fp16, H any number, D one of `HEAD_DIMS`.
         entries: compressed entries, or None (a SWA layer).
-        window: window keys, or None.
+        window: window keys, or None. `Selected`: in pages anywhere (not with ``groups``).
         sink: fp32 [H], a logit a head that is not scaled; None is -inf.
         scale: of the dot products, 2^-100 to 2^100; default D^-0.5.
         rope: (cos, sin) fp32 [T, 32]: the last 64 dimensions of o are rotated back by them. None: not rotated.
@@ -110,7 +110,7 @@ def fmha(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     _check_scale(scale)  # before the schema, which has no room for all ints
     outputs, numbers = (o, lse, workspace), (scale, normalise, 0 if splits is None else splits)
-    Call.op(q, keys, index, window_of(window), groups, sink, rope, *outputs, *numbers, backend)
+    Call.op(q, keys, index, *window_of(window), groups, sink, rope, *outputs, *numbers, backend)
     return o, lse
 
 
@@ -222,7 +222,7 @@ def warm_up(
 # ------------------------------------------------------------------ arguments
 
 
-@op("fmha", mutates=("o", "lse", "workspace"), names={"index": "entries.index"}, archs=ARCHS)
+@op("fmha", mutates=("o", "lse", "workspace"), names={"index": "entries.index", "window_index": "window.index"}, archs=ARCHS)
 class Call(NamedTuple):
     """A call of `fmha`; splits 0: the op chooses."""
 
@@ -230,6 +230,7 @@ class Call(NamedTuple):
     entries: Keys | None
     index: Tensor | None
     window: Keys | None
+    window_index: Tensor | None
     groups: Tensor | None
     sink: Tensor | None
     rope: tuple[Tensor, Tensor] | None
@@ -261,6 +262,7 @@ class Call(NamedTuple):
         cos, sin = self.rope or (None, None)
         wanted |= {
             "entries.index": (self.index, i32, (t, None)),
+            "window.index": (self.window_index, i32, (t, None)),
             "groups": (self.groups, i32, (None, 2)),
             "sink": (self.sink, fp32, (h,)),
             "rope": (cos, fp32, (t, ROPE_PAIRS)),
@@ -324,7 +326,7 @@ class Call(NamedTuple):
             if self.splits > 1:
                 raise ArgumentError("splits", self.splits, "1 unless normalised: the parts would have to be joined")
         if self.groups is not None:
-            if self.index is not None:
+            if self.index is not None or self.window_index is not None:
                 raise ArgumentError("groups", "given", "None with Selected: tokens of a group read the same keys")
             if h > TILE_M * self.cluster or (t > 0 and len(self.groups) == 0):
                 allowed = f"None above {TILE_M * self.cluster} heads, else at least one group"
@@ -342,12 +344,15 @@ class Call(NamedTuple):
                 raise ArgumentError(f"{kind}.count", length[length > limit].tolist(), f"{limit} or fewer")
             if start is not None and bool(((start < 0) | (start.long() + length > size))[length > 0].any()):
                 raise ArgumentError(f"{kind}.first", start.tolist(), f"rows that are among the pool's {size}")
-        if self.index is not None:
-            seen = self.index[torch.arange(self.index.shape[1]) < self.entries.count[:, None]]
-            wrong = seen[seen >= self.entries.rows]
+        for name, index, least in (("entries", self.index, None), ("window", self.window_index, 0)):
+            if index is None:
+                continue
+            keys = self.sources[name]
+            seen = index[torch.arange(index.shape[1]) < keys.count[:, None]]
+            wrong = seen[(seen >= keys.rows) | (seen < (-1 << 31 if least is None else least))]
             if len(wrong):
-                allowed = f"negative or a row of the pool, below {self.entries.rows}"
-                raise ArgumentError("entries.index", wrong.tolist()[:8], allowed)
+                allowed = f"a row of the pool, below {keys.rows}" + ", or negative" * (least is None)
+                raise ArgumentError(f"{name}.index", wrong.tolist()[:8], allowed)
         if self.groups is not None:
             first, tokens = self.groups[self.groups[:, 1] > 0].long().unbind(1)  # the others are padding
             room = TILE_M * self.cluster // self.q.shape[1]
@@ -370,7 +375,7 @@ class Call(NamedTuple):
         if call.entries is not None and 0 in (call.entries.most, call.entries.rows):
             call = call._replace(entries=None, index=None)
         if call.window is not None and 0 in (call.window.most, call.window.rows):
-            call = call._replace(window=None)
+            call = call._replace(window=None, window_index=None)
         if not call.sources:
             self.o.zero_()
             self.lse.fill_(-float("inf"))
@@ -391,6 +396,7 @@ def _launch(name: str, call: Call) -> None:
     keys = {
         "entries": kind,
         "window": window is not None,
+        "window_index": call.window_index is not None,
         "fp8_entries": source is not None and source.page > 0,
         "fp8_window": window is not None and window.page > 0,
         "cluster": call.cluster,
@@ -399,7 +405,8 @@ def _launch(name: str, call: Call) -> None:
     pools = {name: (one.pool, one.page) if one.page else one.pool for name, one in call.sources.items()}
     entries = None if source is None else (pools["entries"], call.index, source.first, source.count)
     most = tuple(0 if one is None else one.most for one in (source, window))
-    span = None if window is None else (pools["window"], window.first, window.count)
+    lists = call.window_index if window is None or window.first is None else window.first
+    span = None if window is None else (pools["window"], lists, window.count)
     sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if not call.normalise:
         splits = 1
@@ -445,7 +452,7 @@ def _reference(call: Call) -> None:
     """Ask the oracle in fp64, over lists of rows of both pools, one after the other."""
     pools, lists, rows = [], [], 0
     for name, (table, first, count, page, _) in call.sources.items():
-        index = call.index if name == "entries" else None
+        index = call.index if name == "entries" else call.window_index
         if page:
             table, _ = kv_entry.gather(table, page, torch.arange(len(table) * page, device=table.device))
         longest = max(int(count.max()), 0) if index is None else index.shape[1]

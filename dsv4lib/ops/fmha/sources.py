@@ -26,11 +26,12 @@ class Fp8Pages(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """Entries by index (CSA): token t sees rows ``index[t]`` of a pool.
+    """Entries by index (CSA), or a window in pages anywhere: token t sees rows ``index[t]`` of a pool.
 
     Attributes:
         pool: [R, D], or pages [P, page, D] of any size, or `Fp8Pages`; a row's number counts through the pages.
-        index: int32 [T, K]; a negative number names no row and may stand anywhere; a row named twice counts twice.
+        index: int32 [T, K]; a row named twice counts twice. Of entries a negative number names no row and may stand
+            anywhere; of a window the first ``count[t]`` are rows.
         count: int32 [T]: only the first ``count[t]`` are looked at, of a negative one none; None: all K.
     """
 
@@ -166,24 +167,31 @@ def entries_of(entries: Selected | Rows | Gathered | None, q: Tensor) -> tuple[K
     if isinstance(entries, Rows):
         pool, page = _flat("entries.pool", entries.pool)
         return Keys(pool, entries.first, entries.count, page, _most("entries", entries.most, pool, page)), None
-    if entries.index.dim() != 2:
-        raise ArgumentError("entries.index.shape", tuple(entries.index.shape), "[T, K]")
-    width, count = entries.index.shape[1], entries.count
+    return _selected("entries", entries)
+
+
+def _selected(name: str, keys: Selected) -> tuple[Keys, Tensor]:
+    if keys.index.dim() != 2:
+        raise ArgumentError(f"{name}.index.shape", tuple(keys.index.shape), "[T, K]")
+    tokens, width = keys.index.shape
+    count = keys.count
     if count is None:
-        count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
-    pool, page = _flat("entries.pool", entries.pool)
-    return Keys(pool, None, count, page, width), entries.index
+        count = torch.full((tokens,), width, device=keys.index.device, dtype=torch.int32)
+    pool, page = _flat(f"{name}.pool", keys.pool)
+    return Keys(pool, None, count, page, width), keys.index
 
 
-def window_of(window: Ring | Rows | None) -> Keys | None:
-    """Make keys of a window."""
+def window_of(window: Ring | Rows | Selected | None) -> tuple[Keys | None, Tensor | None]:
+    """Make keys of a window, and their index."""
     if window is None:
-        return None
+        return None, None
+    if isinstance(window, Selected):
+        return _selected("window", window)
     if isinstance(window, Ring):
         window = window.rows()
     pool, page = _flat("window.pool", window.pool)
     most = WINDOW if window.most is None else _most("window", window.most, pool, page)
-    return Keys(pool, window.first, window.count, page, most)
+    return Keys(pool, window.first, window.count, page, most), None
 
 
 def _most(name: str, given: int | None, pool: Tensor, page: int) -> int:

@@ -154,13 +154,15 @@ class Plan(Config):
 
     @cute.jit
     def ranges(self, lists: tuple, token: Int32, tokens: Int32):
-        """(first row, rows) of entries and of window keys; of an index list only the second counts."""
+        """(first row, rows) of entries and of window keys; of index lists only the second counts."""
         entries, window = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if cutlass.const_expr(self.entries == "index"):
             entries = Int32(0), there_are(lists[0][2][token])
         if cutlass.const_expr(self.entries == "range"):
             entries = self.union(lists[0][1], lists[0][2], token, tokens)
-        if cutlass.const_expr(self.window):
+        if cutlass.const_expr(self.window_index):
+            window = Int32(0), there_are(lists[1][1][token])
+        elif cutlass.const_expr(self.window):
             window = self.union(lists[1][0], lists[1][1], token, tokens)
         return entries, window
 

@@ -30,17 +30,17 @@ class Case(NamedTuple):
         return Case(self.kv.to(device), self.gate.to(device), *move, self.dim)
 
 
-def make(rate, counts, starts, *, dim=512, running=False, single=False, drop=(), seed=0):
+def make(rate, counts, starts, *, dim=512, running=False, single=False, drop=(), rows=0, seed=0):
     """Requests of so many rows at these positions, in states of their own order; slots in no order, ``drop`` closed
     windows of them without one. Gates reach far enough that some channels are decided by one row."""
     generator = torch.Generator().manual_seed(seed)
     overlap = rate == 4
-    width, ring = dim * (1 + overlap), rate * (1 + overlap)
+    width, ring = dim * (1 + overlap), rows or rate * (1 + overlap)
     counts, starts = torch.tensor(counts), torch.tensor(starts)
     batch, tokens = len(counts), int(counts.sum())
     offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    rows = torch.randn(tokens, 2 * width, generator=generator)
-    rows *= torch.logspace(-0.5, 0.7, max(tokens, 1))[:tokens, None]
+    given = torch.randn(tokens, 2 * width, generator=generator)
+    given *= torch.logspace(-0.5, 0.7, max(tokens, 1))[:tokens, None]
     places = torch.randperm(batch + 2, generator=generator)[:batch]
     request = torch.arange(batch).repeat_interleave(counts)
     positions = torch.arange(tokens) - offsets[request] + starts[request]
@@ -72,7 +72,7 @@ def make(rate, counts, starts, *, dim=512, running=False, single=False, drop=(),
                 x[place, unwritten] = float("nan")  # a state that is recycled, not cleared
         state = Ring(*history)
     table = plan(offsets, starts, places)
-    return Case(rows[:, :width], rows[:, width:], weights, Batch(table, slots, single), state, dim)
+    return Case(given[:, :width], given[:, width:], weights, Batch(table, slots, single), state, dim)
 
 
 def run(case, form, backend, **options):

@@ -179,3 +179,55 @@ def test_bad_arguments_are_named():
         given |= {"out": pages, "backend": "emulator"}
         with pytest.raises(ArgumentError, match=name):
             compressor(**{**given, **change})
+
+
+LARGER = {
+    "csa": cases.make(4, [1, 6, 9, 40], [3, 5, 30, 2], dim=128, rows=16),
+    "csa decode": cases.make(4, [1, 1, 1, 1], [3, 7, 14, 31], rows=32, single=True),
+    "hca": cases.make(32, [1, 40, 5], [31, 50, 62], rows=64),
+    "hca decode": cases.make(32, [1, 1, 1], [31, 63, 100], rows=64, single=True),
+}
+
+
+@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+def test_rings_of_more_rows_than_an_entry_has(name, backend):
+    case = LARGER[name]
+    cases.verify(case, lambda form: cases.run(case, form, backend))
+
+
+def entries_with_drafts(rows, most, backend):
+    """Entries of 40 tokens of a request whose steps end with drafts of noise that are taken back; 1 to 8 rows a step."""
+    whole = cases.make(4, [40], [0], dim=128, seed=4)
+    generator = torch.Generator().manual_seed(5)
+    state = Ring(*(torch.full((1, rows, 256), float("nan")) for _ in range(2)))
+    pages, start, accepted = torch.zeros(10, 128), 0, 0
+    while start < 40:
+        kept = min(1 + accepted, 40 - start)
+        drafts = most - kept + 1
+        given = [torch.cat((x[start : start + kept], torch.randn(drafts, 256, generator=generator))) for x in whole[:2]]
+        positions = torch.arange(start, start + kept + drafts)
+        slots = torch.where((positions + 1) % 4 == 0, positions // 4, -1)
+        slots = torch.where(slots < 10, slots, -1).int()
+        table = plan_of(torch.tensor([0, len(positions)]), torch.tensor([start]), torch.tensor([0]))
+        angles = (torch.nn.functional.pad(x.nan_to_num(), (0, 0, 0, 8)) for x in whole.weights[2:])
+        weights = whole.weights._replace(**dict(zip(("cos", "sin"), angles, strict=True)))
+        compressor(*given, weights, Batch(table, slots), state, Pages(pages, 1, "fp32"), eps=cases.EPS, backend=backend)
+        start, accepted = start + kept, (accepted + 3) % (most + 1)
+    return pages, cases.expected(whole)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+def test_up_to_seven_rows_are_taken_back(backend):
+    """A ring of 16 rows serves 7 drafts, wherever windows close; one of 8 rows loses rows that are still read."""
+    found, (entries, slots, _) = entries_with_drafts(16, 7, backend)
+    assert torch.allclose(found[: len(slots)], entries.float(), rtol=1e-4, atol=1e-5)
+    lost, _ = entries_with_drafts(8, 7, backend)
+    assert not torch.allclose(lost, found, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [4, 12, 24])
+def test_rings_of_other_sizes_are_refused(rows):
+    state = Ring(*(torch.zeros(4, rows, 1024) for _ in range(2)))
+    with pytest.raises(ArgumentError, match="state.k"):
+        cases.run(CSA._replace(state=state), "fp32", "emulator")

@@ -247,6 +247,52 @@ def test_rings_of_584_bytes():
     assert outcome.clean, outcome.findings()
 
 
+def scattered(one, quantised):
+    """(case, its window by index in rows, or pages, that lie anywhere); numbers behind the count are rows of NaN."""
+    place, pages = torch.randperm(len(one.span), generator=torch.Generator().manual_seed(2)), None
+    if quantised:
+        one = paged(one, 64, 16, padding=32)
+        data, size = one.span_pages
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(3))
+        mixed = torch.full_like(data, 0xFF)
+        mixed[order] = data
+        pages, place = op.Fp8Pages(mixed, size), (order[:, None] * size + torch.arange(size)).flatten()
+    rows = torch.full((len(one.span) + 1, 512), float("nan"), dtype=one.q.dtype)
+    if not quantised:
+        rows[place] = one.span
+    listed = one.window_first[:, None] + torch.arange(130)
+    inside = torch.arange(130) < one.window_count[:, None]
+    index = torch.where(inside, place[listed.clamp(max=len(one.span) - 1)], -1 if quantised else len(one.span))
+    return one, op.Selected(pages or rows, index.int(), one.window_count)
+
+
+@pytest.mark.parametrize(
+    ("heads", "entries", "quantised", "splits"),
+    [(64, "index", False, 1), (64, "none", True, 1), (128, "index", True, 2), (5, "range", True, 1)],
+)
+def test_windows_in_pages_anywhere(heads, entries, quantised, splits):
+    """The bits of consecutive rows, for windows of no key, part of a tile and two tiles."""
+    one, window = scattered(case(heads, [200, 9, 77], [128, 0, 50]), quantised)
+    outcome = run_fmha_op(one, entries, True, rope=True, splits=splits, window=window)
+    assert outcome.clean, outcome.findings()
+    rows = run_fmha_op(one, entries, True, rope=True, splits=splits)
+    assert bits(outcome.output) == bits(rows.output) and torch.equal(outcome.lse, rows.lse)
+    found = op.fmha(**{**op_arguments(one, entries, True, rope=True), "window": window}, backend="reference")[0]
+    want = op.fmha(**op_arguments(one, entries, True, rope=True), backend="reference")[0]
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize(("number", "said"), [(-1, "window.index"), (10_000, "window.index"), (None, "groups")])
+def test_bad_lists_of_window_rows_are_named(number, said):
+    one, window = scattered(case(64, [5, 5], [3, 2]), False)
+    given = {"groups": token_groups((2,), 64, 2)} if number is None else {}
+    if number is not None:
+        window.index[1, 0] = number
+    kinds = "index" if number is not None else "range"
+    with pytest.raises(ArgumentError, match=said):
+        op.fmha(**{**op_arguments(one, kinds, True), "window": window, **given}, backend="emulator")
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_two_ctas_give_the_bits_of_one(splits):
     """128 heads, whose CTAs multiply together, against two calls of 64: other sums, so all are exact here.
