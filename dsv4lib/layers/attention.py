@@ -23,9 +23,9 @@ from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.fp8_block import FP8Tensor
 from dsv4lib.layers.dense import Dense, GroupedDense
-from dsv4lib.layers.step import PAGE, Layout, Step
+from dsv4lib.layers.step import PAGE, Layout, Step, rows_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
-from dsv4lib.ops.fmha.op import Fp8Pages, Rows, Selected, fmha
+from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
 from dsv4lib.ops.indexer_logits.op import KeyPages, Visible, indexer_logits
 from dsv4lib.ops.indexer_q.op import indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
@@ -38,28 +38,43 @@ MOST_DRAFTS = 7  # rows of CSA that a step stores, less one
 KEYS = {"fp4": indexer_key.FP4_LAYOUT, "fp8": indexer_key.FP8_LAYOUT}
 
 
+class Pool(NamedTuple):
+    """Pages of a layer: data uint8 [P, page bytes], pages any distance apart; entries of a page; part of its group."""
+
+    data: Tensor
+    page: int = PAGE
+    part: int = 0
+
+
+class State(NamedTuple):
+    """Open windows of a compressor, a row of `Ring` or `Running` a request; part of its group."""
+
+    kept: Ring | Running
+    part: int = 0
+
+
 class Caches(NamedTuple):
     """What a layer keeps of all requests; the fields that a kind does not have are None.
 
     Attributes:
-        capacity: tokens that a place holds.
-        window: uint8 [places, page bytes], a page of ``capacity`` 584-byte rows a place.
-        entries: uint8 [places * pages, page bytes] of 584-byte entries. state: of their compressor.
-        keys: uint8 [places * pages, page bytes], indexer keys. key_state: of their compressor.
+        window: 584-byte rows of tokens. entries: 584-byte entries. keys: indexer keys.
+        state, key_state: of the compressors of entries and keys.
+        group: name of the window's group.
     """
 
-    capacity: int
-    window: Tensor
-    entries: Tensor | None = None
-    state: Ring | Running | None = None
-    keys: Tensor | None = None
-    key_state: Ring | None = None
+    window: Pool
+    entries: Pool | None = None
+    state: State | None = None
+    keys: Pool | None = None
+    key_state: State | None = None
+    group: str = "window"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        parts = (self.window, self.entries, self.keys, *(self.state or ()), *(self.key_state or ()))
-        return sum(t.numel() * t.element_size() for t in parts if t is not None)
+        pools = [pool.data for pool in (self.window, self.entries, self.keys) if pool is not None]
+        states = [x for state in (self.state, self.key_state) if state is not None for x in state.kept]
+        return sum(t.numel() * t.element_size() for t in (*pools, *states))
 
 
 def new_caches(
@@ -79,23 +94,21 @@ def new_caches(
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    def ring(rows: int, width: int) -> Ring:
+    def ring(rows: int, width: int) -> State:
         shape = layout.places, rows * (1 + drafts), width
-        return Ring(*(zeros(*shape, dtype=torch.float32) for _ in range(2)))
+        return State(Ring(*(zeros(*shape, dtype=torch.float32) for _ in range(2))))
 
-    window = zeros(layout.places, kv_entry.LAYOUT.page_bytes(layout.capacity))
+    window = Pool(zeros(layout.places * layout.pages(1), kv_entry.LAYOUT.page_bytes(PAGE)))
     if kind is LayerKind.SWA:
-        return Caches(layout.capacity, window)
+        return Caches(window)
     rate, dim = config.rate(kind), config.head_dim
     pages = layout.places * layout.pages(rate)
-    entries = zeros(pages, kv_entry.LAYOUT.page_bytes(PAGE))
+    entries = Pool(zeros(pages, kv_entry.LAYOUT.page_bytes(PAGE)))
     if kind is LayerKind.HCA:
-        state = ring(rate, dim) if drafts else Running(zeros(layout.places, 3, dim, dtype=torch.float32))
-        return Caches(layout.capacity, window, entries, state)
-    key_pages = zeros(pages, KEYS[keys].page_bytes(PAGE))
-    return Caches(
-        layout.capacity, window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim)
-    )
+        state = ring(rate, dim) if drafts else State(Running(zeros(layout.places, 3, dim, dtype=torch.float32)))
+        return Caches(window, entries, state)
+    key_pages = Pool(zeros(pages, KEYS[keys].page_bytes(PAGE)))
+    return Caches(window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim))
 
 
 class Attention(torch.nn.Module):
@@ -144,6 +157,7 @@ class Attention(torch.nn.Module):
     def forward(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
         """x bf16 [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on."""
         c, angles, common = self.config, step.angles[self.kind], {"backend": self.backend}
+        pool, own = caches.window, step.windows[caches.group][caches.window.part]
         qr, kv = self.inputs(x)
         qr = rmsnorm(qr, self.q_norm, c.rms_eps, out=torch.empty(qr.shape, dtype=qr.dtype, device=qr.device), **common)
         q, *index_q = self.queries(qr)
@@ -152,19 +166,19 @@ class Attention(torch.nn.Module):
             kv,
             None,
             angles.rows,
-            caches.window,
-            caches.capacity,
-            step.window_slots,
+            pool.data,
+            pool.page,
+            own.slots,
             kv_norm=self.kv_norm,
             eps=c.rms_eps,
             out=torch.empty(len(x), c.n_heads, c.head_dim, dtype=x.dtype, device=x.device),
             **common,
         )
         entries = self.attended(x, index_q, step, caches)
-        window = Rows(Fp8Pages(caches.window, caches.capacity), step.window_first, step.window_count, c.window)
+        window = Selected(Fp8Pages(pool.data, pool.page), own.rows, step.window_count)
         return self.output(q, entries, window, angles.rows)
 
-    def output(self, q: Tensor, entries: Selected | Rows | None, window: Rows, rows: Tensor) -> Tensor:
+    def output(self, q: Tensor, entries: Selected | None, window: Selected, rows: Tensor) -> Tensor:
         """Attend, rotate back, project."""
         given = {"sink": self.sink, "scale": self.config.head_dim**-0.5, "backend": self.backend}
         if self.wo_a.mode == "mxfp8":
@@ -177,31 +191,35 @@ class Attention(torch.nn.Module):
             heads = Operand(fmha(q, entries, window, rope=rope, **given)[0])
         return self.wo_b(self.wo_a(heads))[0]
 
-    def attended(self, x: Tensor, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | Rows | None:
+    def attended(self, x: Tensor, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | None:
         """Add the entries that this step closes; return those that its tokens attend to."""
         if self.kind is LayerKind.SWA:
             return None
-        exact, own = self.exact(x), step.entries[self.kind]
-        batch = Batch(step.requests, own.slots, step.single)
-        pages = Pages(caches.entries, PAGE, "kv")
-        self.compress("compressor", exact[0], exact[1], batch, caches.state, pages, step)
-        pool = Fp8Pages(caches.entries, PAGE)
+        exact, name = self.exact(x), str(self.kind).lower()
+        pool, seen = caches.entries, step.visible[self.kind]
+        self.compress("compressor", exact[0], exact[1], name, (caches.state, pool, "kv"), step)
+        own = step.entries[name][pool.part]
+        pages = Fp8Pages(pool.data, pool.page)
         if self.kind is LayerKind.HCA:
-            return Rows(pool, own.first, own.visible, own.table.shape[1] * PAGE)
-        keys = Pages(caches.keys, PAGE, self.keys)
-        self.compress("indexer_compressor", exact[2], exact[3], batch, caches.key_state, keys, step)
+            return Selected(pages, own.rows, seen)
+        keys = caches.keys
+        self.compress("indexer_compressor", exact[2], exact[3], "keys", (caches.key_state, keys, self.keys), step)
         c, common = self.config, {"backend": self.backend}
         heads = index_q[0].unflatten(1, (c.index_heads, c.index_dim))
         coded = indexer_q(heads, exact[4], None, step.angles[self.kind].rows, variant=self.keys, **common)
-        seen = Visible(own.table, step.places, own.visible)
-        scores = indexer_logits(coded, KeyPages(caches.keys, PAGE), seen, **common)
-        picks = topk(scores, c.index_topk, own.visible, **common)
-        return Selected(pool, torch.where(picks >= 0, picks + own.first[:, None], -1))
+        table = step.entries["keys"][keys.part].table
+        scores = indexer_logits(
+            coded, KeyPages(keys.data, keys.page), Visible(table, step.request_ids, seen), **common
+        )
+        picks = topk(scores, c.index_topk, seen, **common)
+        return Selected(pages, rows_of(own.table, step.request_ids, picks, pool.page))
 
     def compress(
-        self, name: str, kv: Tensor, gate: Tensor, batch: Batch, state: Ring | Running, pages: Pages, step: Step
+        self, name: str, kv: Tensor, gate: Tensor, group: str, cache: tuple[State, Pool, str], step: Step
     ) -> None:
-        """Run one compressor."""
-        angles = step.angles[self.kind]
+        """Run one compressor: of which group, into its (state, pool, format of entries)."""
+        angles, (state, pool, form) = step.angles[self.kind], cache
         weights = Weights(getattr(self, f"{name}_ape"), getattr(self, f"{name}_norm"), angles.cos, angles.sin)
-        compressor(kv, gate, weights, batch, state, pages, eps=self.config.rms_eps, backend=self.backend)
+        batch = Batch(step.requests[f"{group}_state"][state.part], step.entries[group][pool.part].slots, step.single)
+        pages = Pages(pool.data, pool.page, form)
+        compressor(kv, gate, weights, batch, state.kept, pages, eps=self.config.rms_eps, backend=self.backend)

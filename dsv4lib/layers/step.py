@@ -5,15 +5,18 @@ and lives at place ``places[b]`` of the caches. Every array is a function of the
 length and any mixture of both are one path. A request without tokens (count 0) is padding; so are the rows after the
 last token up to ``rows``: position -1, no keys, nothing written.
 
-Caches are addressed by absolute position: a place has ``capacity`` window rows and the entries of ``capacity`` tokens,
-each in pages of its own that follow each other. A rejected draft is thereby overwritten by the token that replaces it,
-before anything reads it: readers go by position.
+Caches are addressed by absolute position, through tables of pages: whatever lays them out (places with pages of their own,
+`make_step`, or `dsv4lib.cache`, `model.paged`) makes the same arrays. A rejected draft is overwritten by the token that
+replaces it, before anything reads it: readers go by position.
+
+Groups of caches have the names of `dsv4lib.cache`: window, mtp_window, csa, keys, hca, and csa_state, keys_state,
+hca_state. Where a group's layers do not fit into one page they are in parts, each with tables of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +25,36 @@ from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common.requests import plan
 
-PAGE = 64  # entries of a page
+PAGE = 64  # entries of a page, or tokens of a page of a window
+WINDOWS = "window", "mtp_window"
+ENTRIES = {"csa": LayerKind.CSA, "keys": LayerKind.CSA, "hca": LayerKind.HCA}
+STATES = "csa_state", "keys_state", "hca_state"
 
 
-class Entries(NamedTuple):
-    """Compressed entries of one rate in a step.
+class Window(NamedTuple):
+    """A part of a window group in a step.
 
     Attributes:
-        slots: int32 [T], where the entry goes that a token closes; negative: it closes none.
-        visible: int32 [T], entries that a token sees. first: int32 [T], row of its request's first one.
-        table: int32 [places, W], pages of each place.
+        slots: int32 [T], row of the pool that a token's KV goes to; negative: padding.
+        rows: int32 [T, window], rows that a token reads, in order; it has `Step.window_count` of them.
     """
 
     slots: Tensor
-    visible: Tensor
-    first: Tensor
+    rows: Tensor
+
+
+class Entries(NamedTuple):
+    """A part of a group of compressed entries in a step.
+
+    Attributes:
+        slots: int32 [T], row of the pool that the entry goes to that a token closes; negative: it closes none.
+        table: int32 [B, M], pages of each request.
+        rows: int32 [T, K], rows of a token's entries 0 .. K - 1 where all of them are read (HCA), else None.
+    """
+
+    slots: Tensor
     table: Tensor
+    rows: Tensor | None
 
 
 class Angles(NamedTuple):
@@ -52,20 +69,21 @@ class Step(NamedTuple):
     """Arrays of a step; see the module docstring.
 
     Attributes:
-        tokens: int64 [T]. requests: int32 [B, 4] (`ops.common.requests`). single: one token a request.
-        places: int32 [T], place of a token; negative: padding.
-        window_slots: int32 [T], row of a token in the window pool. window_first, window_count: int32 [T], rows it sees.
-        entries: of CSA and HCA. angles: by kind of layer.
+        tokens: int64 [T]. single: one token a request.
+        request_ids: int32 [T], row of the tables of a token; negative: padding.
+        window_count: int32 [T], rows of a window that a token sees. visible: int32 [T] by kind, entries that it sees.
+        requests: of each state group by part int32 [B, 4] (`ops.common.requests`).
+        windows, entries: of each group by part. angles: by kind of layer.
     """
 
     tokens: Tensor
-    requests: Tensor
     single: bool
-    places: Tensor
-    window_slots: Tensor
-    window_first: Tensor
+    request_ids: Tensor
     window_count: Tensor
-    entries: dict[LayerKind, Entries]
+    visible: dict[LayerKind, Tensor]
+    requests: dict[str, list[Tensor]]
+    windows: dict[str, list[Window]]
+    entries: dict[str, list[Entries]]
     angles: dict[LayerKind, Angles]
 
 
@@ -76,8 +94,26 @@ class Layout(NamedTuple):
     capacity: int
 
     def pages(self, rate: int) -> int:
-        """Pages of entries of a place."""
+        """Pages of entries of a place; rate 1: of its window."""
         return -(-self.capacity // rate // PAGE) or 1
+
+
+def rows_of(table: Tensor, ids: Tensor, numbers: Tensor, each: int) -> Tensor:
+    """Rows of a pool, int32 like ``numbers`` [T, K]: of tokens whose requests are ``ids`` [T], through ``table`` [B, M].
+
+    ``numbers``: of entries, or positions of a window, negative: none (-1); ``each``: of a page. Block i of a request is in
+    column i mod M.
+    """
+    safe = numbers.clamp_min(0)
+    pages = table[ids.clamp_min(0).long()[:, None], (safe // each % table.shape[1]).long()]
+    return torch.where((numbers >= 0) & (ids >= 0)[:, None] & (pages >= 0), pages * each + safe % each, -1).int()
+
+
+def window_rows(table: Tensor, ids: Tensor, positions: Tensor, window: int, each: int) -> Tensor:
+    """Rows that tokens at ``positions`` [T] read of a window, oldest first, int32 [T, window]; behind the last -1."""
+    first = (positions - window + 1).clamp_min(0)
+    numbers = first[:, None] + torch.arange(window, device=positions.device, dtype=positions.dtype)
+    return rows_of(table, ids, torch.where(numbers <= positions[:, None], numbers, -1), each)
 
 
 def make_step(
@@ -113,40 +149,53 @@ def make_step(
         if count and (start < 0 or start + count > layout.capacity):
             raise ArgumentError("starts", start, f"0..{layout.capacity - count}: places hold {layout.capacity} tokens")
     repeat = torch.tensor(counts)
-    place = torch.tensor(list(places)).repeat_interleave(repeat)
+    request = torch.arange(len(counts)).repeat_interleave(repeat)
     offsets = torch.tensor([0, *counts]).cumsum(0)
     position = torch.arange(total) - (offsets[:-1] - torch.tensor(list(starts))).repeat_interleave(repeat)
     pad = rows - total
     flat = torch.tensor([t for one in tokens for t in one] + [0] * pad)
-    place, position = (torch.nn.functional.pad(t.long(), (0, pad), value=-1) for t in (place, position))
-    real = position >= 0
+    request, position = (torch.nn.functional.pad(t.long(), (0, pad), value=-1) for t in (request, position))
+    own = torch.tensor(list(places)).clamp_min(0)[:, None]
 
-    def i32(x: Tensor, padding: int = -1) -> Tensor:
-        return torch.where(real, x, padding).int().to(device)
+    def table(rate: int) -> Tensor:
+        pages = layout.pages(rate)
+        return (own * pages + torch.arange(pages)).int()
 
-    entries = {}
-    for kind in (LayerKind.CSA, LayerKind.HCA):
-        rate, pages = config.rate(kind), layout.pages(config.rate(kind))
-        first = place * pages * PAGE
-        closes = (position + 1) % rate == 0
-        slots = torch.where(closes, first + position // rate, -1)
-        table = torch.arange(layout.places * pages, dtype=torch.int32).view(layout.places, pages)
-        entries[kind] = Entries(i32(slots), i32((position + 1) // rate, 0), i32(first, 0), table.to(device))
-    angles = {}
-    for kind, (cos, sin) in tables.items():
-        at = position.clamp(min=0).to(cos.device)
-        angles[kind] = Angles(cos, sin, torch.cat((cos[at], sin[at]), 1))
-    given = (offsets, torch.tensor([s if n else 0 for s, n in zip(starts, counts, strict=True)]))
-    single = rows == len(counts) and all(n == 1 for n in counts)
-    table = plan(*given, torch.tensor([p if n else -1 for p, n in zip(places, counts, strict=True)]))
-    return Step(
-        tokens=flat.to(device),
-        requests=table.to(device),
-        single=single,
-        places=i32(place),
-        window_slots=i32(place * layout.capacity + position),
-        window_first=i32(place * layout.capacity + (position - config.window + 1).clamp(min=0), 0),
-        window_count=i32((position + 1).clamp(max=config.window), 0),
-        entries=entries,
-        angles=angles,
+    used, entries = table(1), {}
+    window = Window(
+        rows_of(used, request, position[:, None], PAGE)[:, 0].to(device),
+        window_rows(used, request, position, config.window, PAGE).to(device),
     )
+    for name, kind in ENTRIES.items():
+        rate = config.rate(kind)
+        used = table(rate)
+        closed = torch.where((position + 1) % rate == 0, position // rate, -1)
+        slots = rows_of(used, request, torch.where(position >= 0, closed, -1)[:, None], PAGE)[:, 0].to(device)
+        every = torch.arange(-(-layout.capacity // rate)).expand(rows, -1)
+        listed = rows_of(used, request, every, PAGE).to(device) if kind is LayerKind.HCA else None
+        entries[name] = [Entries(slots, used.to(device), listed)]
+    given = (offsets, torch.tensor([s if n else 0 for s, n in zip(starts, counts, strict=True)]))
+    state = plan(*given, torch.tensor([p if n else -1 for p, n in zip(places, counts, strict=True)])).to(device)
+    return assembled(
+        config,
+        tables,
+        flat.to(device),
+        position.int().to(device),
+        single=rows == len(counts) and all(n == 1 for n in counts),
+        request_ids=request.int().to(device),
+        requests={name: [state] for name in STATES},
+        windows={name: [window] for name in WINDOWS},
+        entries=entries,
+    )
+
+
+def assembled(
+    config: ModelConfig, tables: dict[LayerKind, tuple[Tensor, Tensor]], tokens: Tensor, positions: Tensor, **given: Any
+) -> Step:
+    """Make a `Step` of tokens [T] and their positions int32 [T], negative: padding; ``given``: its other fields."""
+    at, angles = positions.clamp_min(0).long(), {}
+    for kind, (cos, sin) in tables.items():
+        angles[kind] = Angles(cos, sin, torch.cat((cos[at], sin[at]), 1))
+    visible = {k: (positions + 1) // config.rate(k) for k in set(ENTRIES.values())}  # none of padding, at -1
+    count = (positions + 1).clamp(max=config.window)
+    return Step(tokens=tokens, window_count=count, visible=visible, angles=angles, **given)

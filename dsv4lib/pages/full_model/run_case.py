@@ -113,8 +113,7 @@ def _one_entry_early(made: Transformer) -> None:
 
     def step(*given: Any, **options: Any) -> Any:
         found = right(*given, **options)
-        early = {kind: one._replace(visible=one.visible + 1) for kind, one in found.entries.items()}
-        return found._replace(entries=early)
+        return found._replace(visible={kind: seen + 1 for kind, seen in found.visible.items()})
 
     made.step = step
 
@@ -221,8 +220,9 @@ def cache_bytes(found: Listed, capacity: int) -> list[tuple[str, str, int, int, 
     made, rows = transformer(found, capacity=capacity, backend="reference"), []
     made.allocate()
     for number, (kind, caches) in enumerate(zip(found.config.layer_kinds, made.caches, strict=True)):
-        parts = [caches.window], [caches.entries, caches.keys], [*(caches.state or ()), *(caches.key_state or ())]
-        sizes = (sum(t.numel() * t.element_size() for t in part if t is not None) for part in parts)
+        pools = [caches.window.data], [one.data for one in (caches.entries, caches.keys) if one]
+        states = [x for one in (caches.state, caches.key_state) if one for x in one.kept]
+        sizes = (sum(t.numel() * t.element_size() for t in part) for part in (*pools, states))
         rows.append((str(number), str(kind), *sizes))
     return rows
 
