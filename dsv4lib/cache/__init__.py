@@ -13,6 +13,7 @@
     manager.append("a", [token])
     manager.finish("a")
 
+`dsv4lib.model.paged` puts a model on it.
 README.md argues the design, `manager` states what an executor must do, `conformance` checks any manager.
 """
 

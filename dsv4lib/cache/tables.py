@@ -9,6 +9,7 @@ Padded rows: token 0, position 0, request -1, slot -1, length 0, no rows at star
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,8 @@ class Field(NamedTuple):
 class Tables:
     """Tables of steps of at most `requests` requests and `tokens` tokens, up to `positions` positions.
 
+    `groups`: those that have tables; None: all.
+
     Fields, int32: tokens, positions, request_ids ``[T]``; lengths, starts ``[B]`` (lengths count the step's tokens);
     of each entries or window group `slots.<group>` ``[parts, T]`` (page * entries + entry of what a token writes or
     closes, or -1) and `blocks.<group>` ``[parts, B, M]`` (pages by block; a window's block i at i mod M); of each ring
@@ -60,19 +63,26 @@ class Tables:
     """
 
     def __init__(
-        self, manager: Manager, requests: int, tokens: int, positions: int, device: torch.device | str = "cpu"
+        self,
+        manager: Manager,
+        requests: int,
+        tokens: int,
+        positions: int,
+        device: torch.device | str = "cpu",
+        groups: Sequence[Group] | None = None,
     ):
         for name, value in (("requests", requests), ("tokens", tokens), ("positions", positions)):
             if value < 1:
                 raise ArgumentError(name, value, "positive")
         self.manager, self.requests, self.tokens, self.positions = manager, requests, tokens, positions
+        self.groups = manager.groups if groups is None else tuple(groups)
         self.fields: dict[str, Field] = {}
         self.size = 0
         for name, count, padding in (("tokens", tokens, 0), ("positions", tokens, 0), ("request_ids", tokens, -1)):
             self._field(name, (count,), padding)
         self._field("lengths", (requests,), 0)
         self._field("starts", (requests,), -1)
-        for g in manager.groups:
+        for g in self.groups:
             parts = g.pages(manager.pool.page_bytes)
             if g.kind == "ring":
                 self._field(f"requests.{g.name}", (parts, requests, 4), -1)
@@ -136,7 +146,7 @@ class Tables:
             own, positions = slice(row, row + count), np.arange(part.start, part.end)
             views["tokens"][own], views["positions"][own], views["request_ids"][own] = part.tokens, positions, number
             views["lengths"][number], views["starts"][number] = part.end, part.start
-            for g in self.manager.groups:
+            for g in self.groups:
                 held = part.request.held[g.name]
                 if g.kind == "ring":
                     plan = views[f"requests.{g.name}"]

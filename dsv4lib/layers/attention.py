@@ -87,8 +87,8 @@ def new_caches(
 ) -> Caches:
     """Allocate a layer's caches; nothing in them needs to be cleared between requests.
 
-    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do: its state then has rows. Rings have twice
-    the rows of an entry, so that a step of up to `MOST_DRAFTS` and one token can be taken back but for its first.
+    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do: its state then has rows. Rings have
+    twice the rows of an entry, so that of a step the last `MOST_DRAFTS` tokens can be taken back.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -208,9 +208,7 @@ class Attention(torch.nn.Module):
         heads = index_q[0].unflatten(1, (c.index_heads, c.index_dim))
         coded = indexer_q(heads, exact[4], None, step.angles[self.kind].rows, variant=self.keys, **common)
         table = step.entries["keys"][keys.part].table
-        scores = indexer_logits(
-            coded, KeyPages(keys.data, keys.page), Visible(table, step.request_ids, seen), **common
-        )
+        scores = indexer_logits(coded, KeyPages(keys.data, keys.page), Visible(table, step.request_ids, seen), **common)
         picks = topk(scores, c.index_topk, seen, **common)
         return Selected(pages, rows_of(own.table, step.request_ids, picks, pool.page))
 

@@ -5,9 +5,9 @@ and lives at place ``places[b]`` of the caches. Every array is a function of the
 length and any mixture of both are one path. A request without tokens (count 0) is padding; so are the rows after the
 last token up to ``rows``: position -1, no keys, nothing written.
 
-Caches are addressed by absolute position, through tables of pages: whatever lays them out (places with pages of their own,
-`make_step`, or `dsv4lib.cache`, `model.paged`) makes the same arrays. A rejected draft is overwritten by the token that
-replaces it, before anything reads it: readers go by position.
+Caches are addressed by absolute position, through tables of pages: whatever lays them out (places with pages of their
+own, `make_step`, or `dsv4lib.cache`, `model.paged`) makes the same arrays. A rejected draft is overwritten by the token
+that replaces it, before anything reads it: readers go by position.
 
 Groups of caches have the names of `dsv4lib.cache`: window, mtp_window, csa, keys, hca, and csa_state, keys_state,
 hca_state. Where a group's layers do not fit into one page they are in parts, each with tables of its own.
@@ -99,10 +99,14 @@ class Layout(NamedTuple):
 
 
 def rows_of(table: Tensor, ids: Tensor, numbers: Tensor, each: int) -> Tensor:
-    """Rows of a pool, int32 like ``numbers`` [T, K]: of tokens whose requests are ``ids`` [T], through ``table`` [B, M].
+    """Find rows of a pool through tables of pages, int32 [T, K].
 
-    ``numbers``: of entries, or positions of a window, negative: none (-1); ``each``: of a page. Block i of a request is in
-    column i mod M.
+    Args:
+        table: int32 [B, M]; page i of a request is in column i mod M. ids: [T], row of it of each token, or negative.
+        numbers: int [T, K], entries or positions; negative: none. each: of them in a page.
+
+    Returns:
+        page * each + place in it; -1 for none.
     """
     safe = numbers.clamp_min(0)
     pages = table[ids.clamp_min(0).long()[:, None], (safe // each % table.shape[1]).long()]

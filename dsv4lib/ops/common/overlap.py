@@ -68,10 +68,19 @@ class Overlaps:
         names: of all arguments. written: places of the outputs.
         in_place: (output, input) that may be the same memory: the kernel reads all of an element's row before it
             writes there.
+        one_pool: sets of arguments that are pages or rows by number. Those of different sets may be of one pool, the
+            same pitch apart: which of them a launch touches is in its tables, and the caller's to keep apart.
     """
 
-    def __init__(self, names: Sequence[str], written: Sequence[int], in_place: Iterable[tuple[int, int]] = ()):
+    def __init__(
+        self,
+        names: Sequence[str],
+        written: Sequence[int],
+        in_place: Iterable[tuple[int, int]] = (),
+        one_pool: Iterable[Iterable[int]] = (),
+    ):
         self._names, self._written, self._in_place = names, written, frozenset(in_place)
+        self._of_pool = {place: number for number, places in enumerate(one_pool) for place in places}
 
     def pairs(self, args: Sequence[Any]) -> list[tuple[int, int]]:
         """Places of the tensors that must not overlap, an output first."""
@@ -80,6 +89,9 @@ class Overlaps:
         for out in (i for i in tensors if i in self._written):
             found += [(out, i) for i in tensors if i != out and not (i in self._written and i < out)]
         return found
+
+    def _pages(self, a: int, b: int) -> bool:
+        return a in self._of_pool and b in self._of_pool and self._of_pool[a] != self._of_pool[b]
 
     def check(self, args: Sequence[Any]) -> None:
         """Refuse outputs that overlap.
@@ -96,6 +108,8 @@ class Overlaps:
                 if i not in spans:
                     spans[i] = span(args[i])
             if not meet(spans[out], spans[other]):
+                continue
+            if self._pages(out, other) and 0 < spans[out].pitch == spans[other].pitch:
                 continue
             same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
             if same and a.dtype == b.dtype and (out, other) in self._in_place:

@@ -57,6 +57,7 @@ class Op:
         registered: torch's op. body: what it does on a device. types: what it does to fake tensors.
         names: what errors call the arguments of its schema.
         written: places of its outputs. in_place: places of (output, input) that may be the same memory.
+        one_pool: places of pages that may be of one pool.
         flatten: makes arguments of the schema of those of a call; None: they are the same.
     """
 
@@ -69,11 +70,12 @@ class Op:
         written: Sequence[int],
         in_place: Iterable[tuple[int, int]],
         flatten: Callable[[tuple], list] | None = None,
+        one_pool: Iterable[Iterable[int]] = (),
     ):
         self.registered, self.body, self.names, self.written = registered, body, names, written
         self._types, self._flatten = types, flatten
         self._namespace, self._name = registered._namespace, registered._name
-        self.overlaps = Overlaps(names, written, in_place)
+        self.overlaps = Overlaps(names, written, in_place, one_pool)
         schema = registered._opoverload._schema.arguments
         tensors = [i for i, one in enumerate(schema) if "Tensor" in str(one.type)]
         others = sorted(set(range(len(schema))) - set(tensors))

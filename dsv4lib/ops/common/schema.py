@@ -47,6 +47,7 @@ def op(
     *,
     mutates: Iterable[str],
     in_place: Iterable[tuple[str, str]] = (),
+    one_pool: Iterable[str] = (),
     names: Mapping[str, str] = MappingProxyType({}),
     archs: tuple[str, ...] = launching.ARCHS,
 ) -> Callable[[Record], Record]:
@@ -54,7 +55,7 @@ def op(
 
     Args:
         name: of the op. mutates: fields that it writes, groups or members of groups.
-        in_place: (output, input) that may be the same memory.
+        in_place: (output, input) that may be the same memory. one_pool: pages that may be of one pool, see `Overlaps`.
         names: what errors call an argument, where it is not its path in the record.
         archs: architectures that it has kernels for.
     """
@@ -80,10 +81,11 @@ def op(
 
         written = [i for path in mutates for i in signature.places(path)]
         pairs = [(i, j) for out, given in in_place for i in signature.places(out) for j in signature.places(given)]
+        pool = [signature.places(path) for path in one_pool]
         registered = _registered(f"dsv4::{name}", checked, signature.schema(written), signature.names(written))
         registered.register_fake(check)
         shown = [names.get(leaf.path, leaf.path) for leaf in signature.leaves]
-        made = record.op = Op(registered, body, check, shown, written, pairs, signature.flatten)
+        made = record.op = Op(registered, body, check, shown, written, pairs, signature.flatten, pool)
         return record
 
     return register

@@ -10,8 +10,8 @@ a quantised format: these are rounded to bf16 wherever the released code stores 
 after the rotation), then quantised with the bits of `formats.kv_entry` and `.indexer_key`. Dense rows are rounded once.
 
 **Rows** come from this call (kv, gate) from its start on and from the request's state before: a ring of ``rows`` rows
-of (k, z), row of position p at p mod rows, z with its bias. The newest ``pooled`` rows go there. A byte of the ring is read by
-one thread at most, and that one writes it, after the read: no second launch, no copy, no wait.
+of (k, z), row of position p at p mod rows, z with its bias. The newest ``pooled`` rows go there. A byte of the
+ring is read by one thread at most, and that one writes it, after the read: no second launch, no copy, no wait.
 
 `running`: the state is the softmax of the open window so far, (maximum, sum of exponentials, weighted sum) by channel
 [3, dim], 6 KiB instead of 512 for HCA: a decode step reads and writes that and never again the rows. It is read by the

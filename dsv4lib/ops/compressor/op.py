@@ -158,7 +158,12 @@ def streamed(rate: int, requests: int) -> dict[str, int]:
     return {"slices": slices, "split": rate // 8, "stages": min(stages, groups), "teams": teams}
 
 
-@op("compressor", mutates=("state", "out"), names={"batch.requests": "requests", "batch.slots": "slots"})
+@op(
+    "compressor",
+    mutates=("state", "out"),
+    one_pool=("state", "out"),
+    names={"batch.requests": "requests", "batch.slots": "slots"},
+)
 class Call(NamedTuple):
     """A call of `compressor`."""
 

@@ -152,7 +152,9 @@ def launch_args(
         rows, first, count = window
         window = (
             _wrap_pool("window.rows", rows) if kernel.fp8_window else wrap("window.rows", rows, e, (None, d), 16),
-            wrap("window.index", first, i32, (t, None)) if kernel.window_index else wrap("window.first", first, i32, (t,)),
+            wrap("window.index", first, i32, (t, None))
+            if kernel.window_index
+            else wrap("window.first", first, i32, (t,)),
             wrap("window.count", count, i32, (t,)),
         )
     lead = (splits,) if kernel.partial else ()

@@ -222,7 +222,12 @@ def warm_up(
 # ------------------------------------------------------------------ arguments
 
 
-@op("fmha", mutates=("o", "lse", "workspace"), names={"index": "entries.index", "window_index": "window.index"}, archs=ARCHS)
+@op(
+    "fmha",
+    mutates=("o", "lse", "workspace"),
+    names={"index": "entries.index", "window_index": "window.index"},
+    archs=ARCHS,
+)
 class Call(NamedTuple):
     """A call of `fmha`; splits 0: the op chooses."""
 

@@ -205,7 +205,7 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         Args:
             mQ: [T, H, D].
             entries: (rows [R, D], index [T, K] int32 or None, first [T] int32 or None, count [T] int32), or None.
-            window: (rows [R, D], first [T] int32 or with ``window_index`` index [T, K] int32, count [T] int32), or None.
+            window: (rows [R, D], first [T] int32, or index [T, K] int32 with ``window_index``, count [T]), or None.
                 FP8 rows are (pages [P, S] uint8, page size, multiplier, shift): see `kv_entry.page_divisor`.
             mGroups: [G, 2] int32, first token and number of tokens of each group, or None. A group's tokens are at most
                 64 ``cluster`` / H, and the ranges of those that have keys form one interval.

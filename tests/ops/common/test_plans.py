@@ -20,7 +20,7 @@ from dsv4lib.bench.ops import harness, host
 from dsv4lib.dsl.tensors import DeviceTensor, leaf_bytes, leaves
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import native, plans, schema
-from dsv4lib.ops.common.overlap import meet, span
+from dsv4lib.ops.common.overlap import Overlaps, meet, span
 from dsv4lib.ops.common.requests import plan as requests_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Weights, compressor
 from dsv4lib.ops.fmha.op import Selected, fmha
@@ -375,6 +375,21 @@ def test_tensors_that_have_a_byte_in_common_meet(one, two):
     pitch, ahead = one[4], two[0] - one[0]
     if pitch == two[4] and min(one[1], two[1]) > 1 and one[3] <= ahead and ahead + two[3] <= pitch:
         assert not meet(span(a), span(b)) and not meet(span(b), span(a))  # other columns of the same rows
+
+
+@pytest.mark.parametrize(
+    ("sets", "apart", "refused"),
+    [([[0], [1]], 96, False), ([[0, 1]], 96, True), ([], 96, True), ([[0], [1]], 80, True)],
+)
+def test_pages_of_one_pool_may_have_the_same_columns(sets, apart, refused):
+    """Of different sets and one pitch: tables keep them apart; anything else is refused."""
+    memory = torch.zeros(4000, dtype=torch.uint8)
+    pages = memory[:960].view(10, 96)[:, :64], memory[: 10 * apart].view(10, apart)[:, :32]
+    one = Overlaps(("out", "state"), (0, 1), one_pool=sets)
+    if not refused:
+        return one.check(pages)
+    with pytest.raises(ArgumentError, match="state"):
+        one.check(pages)
 
 
 def test_outputs_that_overlap_are_refused_by_name():

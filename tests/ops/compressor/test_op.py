@@ -197,7 +197,7 @@ def test_rings_of_more_rows_than_an_entry_has(name, backend):
 
 
 def entries_with_drafts(rows, most, backend):
-    """Entries of 40 tokens of a request whose steps end with drafts of noise that are taken back; 1 to 8 rows a step."""
+    """Entries of 40 tokens of a request whose steps end with drafts of noise, all taken back; 1 to 8 rows a step."""
     whole = cases.make(4, [40], [0], dim=128, seed=4)
     generator = torch.Generator().manual_seed(5)
     state = Ring(*(torch.full((1, rows, 256), float("nan")) for _ in range(2)))
