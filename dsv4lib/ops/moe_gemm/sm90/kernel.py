@@ -108,7 +108,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         self.storage = Storage
         sources, ends = Sources(mW, *tokens), Ends(*factors, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
-            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )
 
     # ---------------------------------------------------------------- device

@@ -80,11 +80,10 @@ class Mma(Walk):
                 wgmma.fence()
                 sums = wgmma.multiply(a, operand, self.offsets(chunk, blocks), self.tile_n, self.kind, self.scaled)
                 wgmma.commit()
-                factors = self.factors(own, tokens, blocks) if self.scaled else None
                 if pending is not None:
                     wgmma.wait(1)
                     self.promote(*pending, rSum)
-                pending = sums, factors
+                pending = sums, own, tokens, blocks
         wgmma.wait(0)
         self.promote(*pending, rSum)
 
@@ -110,8 +109,9 @@ class Mma(Walk):
             found += [of_rows[c // 2 % 2] * of_tokens[c // 4][c % 2] for c in range(self.tile_n // 2)]
         return found
 
-    def promote(self, sums: list, factors: Any, rSum: cute.Tensor) -> None:
+    def promote(self, sums: list, rows: list, tokens: list, blocks: Any, rSum: cute.Tensor) -> None:
         """Add the sums of a group of MMAs that are done."""
+        factors = self.factors(rows, tokens, blocks) if self.scaled else None
         for i, one in enumerate(sums):
             c = i % (self.tile_n // 2)
             rSum[c] = wgmma.add(one, rSum[c]) if factors is None else wgmma.multiply_add(one, factors[i], rSum[c])
