@@ -7,7 +7,10 @@
 of a tensor and waits for nothing: it can be captured in a CUDA graph after a first call has compiled its kernel, and
 sizes of groups may change between replays. A single group of all rows is `dsv4lib.ops.linear`.
 
-Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernel `dsv4lib.ops.moe_gemm.sm100`.
+Weights say which kernel runs: [E, N, K] that of Blackwell, tiled ones (`sm90.layout.tile_weights`) that of Hopper.
+
+Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernels `dsv4lib.ops.moe_gemm.sm100` and
+`dsv4lib.ops.moe_gemm.sm90.kernel`.
 """
 
 from __future__ import annotations
@@ -75,9 +78,10 @@ def moe_gemm(
 
     Args:
         x: [R, K], rows sorted by group.
-        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes].
+        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes]. For a Hopper: what
+            `sm90.layout.tile_weights` makes of such weights in MXFP4, without scales.
         offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
-        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16".
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.
         out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".
@@ -94,16 +98,24 @@ def moe_gemm(
         ArgumentError: an argument that is missing, not wanted, or of a wrong type, shape or value.
         BackendUnavailable: see `backends.resolve`.
     """
-    check_formats(mode, out_format)
     x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
-    if x.codes.dim() != 2 or w.codes.dim() != 3:
-        raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
-    if out is None:
-        out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
+    tiled = w.codes.dim() == 4
+    if not tiled:
+        check_formats(mode, out_format)
+    if x.codes.dim() != 2 or w.codes.dim() not in (3, 4):
+        raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K] or tiled")
     if expected is None:
         expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
     elif not 0 <= expected < 2**31:
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more, below 2^31")
+    if tiled:
+        from dsv4lib.ops.moe_gemm.sm90 import op as hopper  # which imports this module
+
+        factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
+        rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected, "backend": backend}
+        return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
+    if out is None:
+        out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     tensors = x.codes, w.codes, out.codes, x.scales, w.scales, alpha, alpha_up, out.scales, out_global, limit, routing
     Call.op(*tensors, offsets, counts, mode, out_format, swiglu, expected, backend)
     return out
@@ -190,6 +202,27 @@ def check_global(scale: Tensor | None) -> None:
         raise ArgumentError("out_global", scale.tolist(), "positive and finite")
 
 
+def check_groups(offsets: Tensor, counts: Tensor, rows: int) -> None:
+    """Check that groups start at blocks of scales, lie apart and among the rows.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    i32 = torch.int32
+    launching.check({"offsets": (offsets, i32, (None,)), "counts": (counts, i32, (None,))})
+    offsets, counts = offsets.long(), counts.long()
+    block = arguments.BLOCK_ROWS
+    if offsets.shape != counts.shape:
+        raise ArgumentError("offsets.shape", tuple(offsets.shape), f"that of counts, {tuple(counts.shape)}")
+    if bool((counts < 0).any()):
+        raise ArgumentError("counts", counts.tolist(), "0 or more")
+    if bool(((offsets < 0) | (offsets % block != 0) | (offsets + counts > rows))[counts > 0].any()):
+        raise ArgumentError("offsets", offsets.tolist(), f"multiples of {block}, groups among {rows} rows")
+    first, order = offsets[counts > 0].sort()
+    if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
+        raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
+
+
 def new_output(x: Tensor, width: int, out_format: str) -> Operand:
     """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros."""
     *lead, rows, _ = x.shape
@@ -234,20 +267,8 @@ class Call(arguments.Call):
 
     def check_values(self) -> None:
         """Check that groups start at blocks of scales and lie apart; check out_global."""
-        i32 = torch.int32
-        launching.check({"offsets": (self.offsets, i32, (None,)), "counts": (self.counts, i32, (None,))})
         check_global(self.out_global)
-        offsets, counts = self.offsets.long(), self.counts.long()
-        block = arguments.BLOCK_ROWS
-        if offsets.shape != counts.shape:
-            raise ArgumentError("offsets.shape", tuple(offsets.shape), f"that of counts, {tuple(counts.shape)}")
-        if bool((counts < 0).any()):
-            raise ArgumentError("counts", counts.tolist(), "0 or more")
-        if bool(((offsets < 0) | (offsets % block != 0) | (offsets + counts > len(self.x)))[counts > 0].any()):
-            raise ArgumentError("offsets", offsets.tolist(), f"multiples of {block}, groups among {len(self.x)} rows")
-        first, order = offsets[counts > 0].sort()
-        if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
-            raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
+        check_groups(self.offsets, self.counts, len(self.x))
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""

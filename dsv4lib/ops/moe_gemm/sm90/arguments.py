@@ -11,7 +11,6 @@ import torch
 from dsv4lib.dsl import umma
 from dsv4lib.dsl.tensors import DeviceTensor, Fakes, wrap
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.moe_gemm.arguments import Call
 from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
@@ -49,11 +48,12 @@ def _blocks(name: str, x: Any, rows: int, columns: int) -> Any:
     return DeviceTensor(x.view(-1, umma.SCALE_BLOCK), cutlass.Uint8)
 
 
-def launch_args(kernel: TiledMoeGemm, call: Call, grid: int, stream: int = 0) -> tuple:
+def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> tuple:
     """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: what was compiled. call: its tensors; those that its options do not use must be None.
+        kernel: what was compiled. call: its tensors by name, as `moe_gemm.arguments.Call` and `op.Call` have them;
+            those that its options do not use must be None.
         grid: CTAs to launch, at least 1. stream: CUDA stream.
 
     Raises:

@@ -10,14 +10,15 @@ from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, STEPS_K, TIL
 
 MODES = {"w4a8": BLACKWELL["w4a8"], "w4a16": Mode("wgmma bf16", 5, 0, 4, 16, 16, 0)}  # block: of the activations
 OUTPUTS = (*PLAIN, "mxfp8")
-TILES_N = (8, 16, 32)  # tokens of a tile = N of the wgmma
+TILES_N = {"w4a8": (8, 16, 32), "w4a16": (8, 16)}  # tokens of a tile = N of the wgmma: what registers hold
 ROW_STEP = 8  # a tile starts at a multiple: the swizzle repeats after 8 rows
 CONSUMERS = 4  # warpgroups that take stages in turn
 CONSUMER_THREADS = 128 * CONSUMERS
 CONSUMER_WARPS = 4 * CONSUMERS
 LOAD_WARP = CONSUMER_WARPS  # first of the last warpgroup
 THREADS = CONSUMER_THREADS + 128
-CONSUMER_REGISTERS, LOAD_REGISTERS = 112, 32  # of 480 a quarter of an SM: 4 x 112 + 32
+CONSUMER_REGISTERS, LOAD_REGISTERS = 104, 56  # of 480 that a lane of a quarter of an SM has at launch
+LAUNCH_REGISTERS = 96  # of a thread: 65,536 / 640, in units of 8
 MAX_STAGES = 8
 MAX_EXPERTS = 512  # of the table that finds tiles
 EXPERTS_A_LANE = MAX_EXPERTS // 32
@@ -32,7 +33,7 @@ class Config:
 
     Args:
         mode: "w4a8" (MXFP4 weights, MXFP8 activations) or "w4a16" (MXFP4 weights, bf16 activations).
-        tile_n: tokens of a tile, 8, 16 or 32.
+        tile_n: tokens of a tile, one of `TILES_N`.
         step_k: K of a stage, 128, 256 or 512: as the weights were tiled.
         swiglu: the first GEMM: rows of the weights are gate and up by turns of 8, and silu(gate) * up is written.
         out: "bf16", "fp32", or with swiglu "mxfp8" with its scales.
@@ -55,7 +56,7 @@ class Config:
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(MODES)),
-            ("tile_n", tile_n, TILES_N),
+            ("tile_n", tile_n, TILES_N.get(mode)),
             ("step_k", step_k, STEPS_K),
             ("out", out, OUTPUTS),
         ):
@@ -77,10 +78,10 @@ class Config:
         self.row_chunks = self.row_bytes // ROW_BYTES
         self.x_bytes = tile_n * self.row_bytes
         self.sfx_bytes = 4 * tile_n * self.chunks if self.scaled else 0  # a word of 4 scales a token and chunk
-        # ---- MMAs: a group has 16 or fewer sums a thread ----
+        # ---- MMAs: two groups are in flight, each with 16 or fewer sums a thread ----
         self.kind = "e4m3" if self.scaled else "bf16"
         self.block_mmas = BLOCK * self.mode.x_bits // 8 // 32
-        self.group = max(1, 32 // tile_n)  # blocks of 32 K that are committed together
+        self.group = max(1, 16 // tile_n)  # blocks of 32 K that are committed together
         # ---- shared memory ----
         choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (2, 1)]
         self.stages, self.sum_buffers = next(one for one in choices if self._smem_bytes(*one) <= SMEM_LIMIT)
@@ -114,6 +115,6 @@ class Config:
         registers = CONSUMERS * CONSUMER_REGISTERS + LOAD_REGISTERS
         return [
             *smem,
-            BudgetRow("registers", registers, 512, "a lane of a quarter", f"{CONSUMERS} consumers, 1 load warpgroup"),
+            BudgetRow("registers", registers, LAUNCH_REGISTERS * (CONSUMERS + 1), "a lane of a quarter", f"{CONSUMERS} consumers, 1 load warpgroup"),
             BudgetRow("threads", THREADS, 1024, "threads", f"{CONSUMERS} consumer warpgroups + 1 of the load warp"),
         ]

@@ -55,10 +55,18 @@ class Epilogue(Walk):
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
         self.consumers_meet()
-        for token in cutlass.range(warp, tile.rows, CONSUMER_WARPS, unroll=1):
+        for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
             self.finish_token(tile, token, first, buffer, sSum, ends)
         if cutlass.const_expr(self.sum_buffers == 1):
             self.consumers_meet()
+
+    def stored(self, tile: Tile) -> Int32:
+        """Tokens of a tile that are stored: columns of the MMA past the last are not."""
+        return tile.rows
+
+    def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
+        """What becomes of gate and up of a feature."""
+        return swiglu(gate, up, limit)
 
     def consumers_meet(self) -> None:
         """Wait for all consumer warps: sums are there, or have been read."""
@@ -84,7 +92,7 @@ class Epilogue(Walk):
         if cutlass.const_expr(not self.swiglu):
             self.store_pair(ends.out, row, tile.feature * (2 * HALF), low, high)
         else:
-            value = swiglu(low, high, ends.limit)
+            value = self.activate(low, high, ends.limit)
             if cutlass.const_expr(self.routed):
                 value = value * ends.routing[row]
             if cutlass.const_expr(self.quantised):

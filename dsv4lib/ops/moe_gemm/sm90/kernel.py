@@ -24,7 +24,7 @@ Roles (5 warpgroups, 640 threads)
                              a tile the sums of the four meet in SMEM and a warp stores a token (`epilogue`)
     warp  16     load        a stage: waits until it is empty, copies (`load`)
     17-19                    only give up their registers: setmaxnreg is of whole warpgroups. 640 threads start with 96;
-                             consumers take 112, the last warpgroup keeps 32
+                             consumers take 104, the last warpgroup keeps 56
 
 Pipeline   bulk copy and cp.async -> consumers    8 stages or 4: a multiple of the warpgroups, else a warpgroup waits for
            a phase whose predecessor it never saw, which parity cannot tell    full: bytes, and 32 lanes' cp.async
@@ -50,7 +50,6 @@ from cutlass import Float32, Int32, memory
 from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.moe_gemm.sm90.config import (
     CONSUMER_REGISTERS,
-    CONSUMER_THREADS,
     CONSUMERS,
     LOAD_REGISTERS,
     LOAD_WARP,
@@ -144,9 +143,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
                 self.load(sources, groups, total, stages)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            shape = cute.make_layout(
-                (PITCH, self.tile_n, CONSUMERS, self.sum_buffers),
-            )
+            shape = cute.make_layout((PITCH, self.tile_n, CONSUMERS, self.sum_buffers))
             self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
 
     @cute.jit
