@@ -45,7 +45,7 @@ def wait(groups: int) -> None:
 
 def operand(address: Int32) -> Int64:
     """Make the descriptor of B: rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
-    text = "{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; " f"or.b64 $0, b, {_DESCRIPTOR:#x}; " "}"
+    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 

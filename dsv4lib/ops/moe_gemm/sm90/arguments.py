@@ -26,11 +26,9 @@ def fake_args(kernel: TiledMoeGemm) -> tuple:
         (fake(u8, "RK", 16), fake(u8, "AS", 16) if kernel.scaled else None),
         fake(u8, "EMPB", 16),
         (fake(i32, "E"), fake(i32, "E")),
-        (
-            fake(fp32, "E") if kernel.alpha else None,
-            fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
-            fake(fp32, "R") if kernel.routed else None,
-        ),
+        fake(fp32, "E") if kernel.alpha else None,
+        fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
+        fake(fp32, "R") if kernel.routed else None,
         (fake(_OUT[kernel.out], "RF", 16), fake(u8, "CS", 16) if kernel.quantised else None),
         fp32(1.0),
         i32(1),
@@ -92,14 +90,15 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
     optional("w_scales", False, None)
     optional("out_global", False, None)
     return (
-        (wrap("x", x, u8, (None, None), 16), optional("x_scales", kernel.scaled, lambda n, v: _blocks(n, v, rows, k // 128))),
+        (
+            wrap("x", x, u8, (None, None), 16),
+            optional("x_scales", kernel.scaled, lambda n, v: _blocks(n, v, rows, k // 128)),
+        ),
         wrap("w", call.w, u8, (None,) * 4, 16),
         tuple(wrap(name, getattr(call, name), cutlass.Int32, (experts,)) for name in ("offsets", "counts")),
-        (
-            optional("alpha", kernel.alpha, vector(experts)),
-            optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
-            optional("routing", kernel.routed, vector(rows)),
-        ),
+        optional("alpha", kernel.alpha, vector(experts)),
+        optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
+        optional("routing", kernel.routed, vector(rows)),
         (
             wrap("out", call.out, _OUT[kernel.out], (rows, width), 16),
             optional("out_scales", kernel.quantised, lambda n, v: _blocks(n, v, rows, -(-width // 128))),

@@ -115,6 +115,12 @@ class Config:
         registers = CONSUMERS * CONSUMER_REGISTERS + LOAD_REGISTERS
         return [
             *smem,
-            BudgetRow("registers", registers, LAUNCH_REGISTERS * (CONSUMERS + 1), "a lane of a quarter", f"{CONSUMERS} consumers, 1 load warpgroup"),
+            BudgetRow(
+                "registers",
+                registers,
+                LAUNCH_REGISTERS * (CONSUMERS + 1),
+                "a lane of a quarter",
+                f"{CONSUMERS} consumers, 1 load warpgroup",
+            ),
             BudgetRow("threads", THREADS, 1024, "threads", f"{CONSUMERS} consumer warpgroups + 1 of the load warp"),
         ]

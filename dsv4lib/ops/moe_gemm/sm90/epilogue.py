@@ -73,9 +73,7 @@ class Epilogue(Walk):
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
     @cute.jit
-    def finish_token(
-        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends
-    ):
+    def finish_token(self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends):
         """One warp: all 64 sums of a token."""
         lane, row = cute.arch.lane_idx(), tile.row + token
         # Two of a lane's: gate and up of feature ``lane``, or rows that follow one another.

@@ -74,7 +74,9 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         tokens: tuple,
         mW: cute.Tensor,
         groups: tuple,
-        factors: tuple,
+        alpha: Any,
+        alpha_up: Any,
+        routing: Any,
         outputs: tuple,
         limit: Float32,
         grid: Int32,
@@ -86,7 +88,8 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             tokens: (codes [R, bytes of K] uint8, scales [blocks, 512] uint8 or None), rows sorted by expert.
             mW: uint8 [E, N / 64, K / step_k, bytes], see `layout`.
             groups: (offsets [E] int32, multiples of 8, counts [E] int32), E up to 512.
-            factors: (alpha [E], alpha_up [E], routing [R]), each fp32 or None.
+            alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
+            routing: [R] fp32 or None.
             outputs: (rows [R, F] bf16 or fp32, or codes uint8; scales [blocks, 512] uint8 or None).
             limit: of the SwiGLU clamp.
             grid: CTAs to launch.
@@ -105,7 +108,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
-        sources, ends = Sources(mW, *tokens), Ends(*factors, *outputs, limit)
+        sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
         self.kernel(sources, groups, ends).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
         )

@@ -138,7 +138,8 @@ def tile_weights(codes: Tensor, scales: Tensor, mode: str = "w4a8") -> Tensor:
     out = codes.new_zeros(experts, rows // TILE_M, k // step, tile_bytes(mode, step))
     for e in range(experts):  # one at a time: 8 bytes of scratch a weight
         nibbles = torch.stack((codes[e] & 15, codes[e] >> 4), -1).flatten(1).to(torch.int32)
-        parts = nibbles.view(*_outer(rows, k, step), *form.order[0]).permute(_order(form)).flatten(-2)
+        parts = nibbles.view(*_outer(rows, k, step), *form.order[0])
+        parts = parts.permute(_order(form)).flatten(-2)
         words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
         for i, (sign, *magnitude) in enumerate(form.fields):
             for bit, place in zip((3, 2, 1, 0), (sign, *magnitude), strict=True):
@@ -200,4 +201,3 @@ def _order(form: Form) -> list[int]:
     inner = list(range(7, 7 + len(form.order[0])))
     t = inner.pop(form.order[1])
     return [0, 4, 5, 2, 1, 3, t, 6, *inner]
-

@@ -156,7 +156,9 @@ class Call:
         else:
             grid = max(1, min(self.w.shape[1] * int((-(-self.counts // plan.tile_n)).sum()), SM_COUNT))
         given = arguments.launch_args(plan, self, grid, launching.stream(backend, self.x))  # refused: not compiled
-        _, code = compile_cache.default().get(TiledMoeGemm, settings, arguments.fake_args, launching.arch(backend, ARCHS))
+        _, code = compile_cache.default().get(
+            TiledMoeGemm, settings, arguments.fake_args, launching.arch(backend, ARCHS)
+        )
         launching.enqueue(backend, code, given)
 
 

@@ -1,0 +1,84 @@
+"""Run the Hopper GEMM in the emulator, or on a GPU, and compare with fp64 of its operands."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4lib import backends
+from dsv4lib.dsl.compile import compile_for
+from dsv4lib.emulator.driver.device import make
+from dsv4lib.emulator.driver.host import launch
+from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.ops.moe_gemm.inputs import Case, outputs
+from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
+from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.pages.moe_gemm.run_case import expected, stray_bytes, wrong_codes
+from tests.budget import built
+
+# Largest RMS error of a row beside its size: Hopper's E4M3 MMAs keep 13 fraction bits below the largest addend; sums of
+# bf16 products are fp32's; an output in bf16 is rounded.
+BOUND = {"w4a8": 2.0**-13, "w4a16": 2.0**-19}
+BF16 = 2.0**-8
+CODES = 0.01  # share of MXFP8 codes and scales that such errors may move to a neighbour
+
+
+@dataclass
+class Outcome:
+    """What a run says: the worst row's error, the share of wrong codes, stray bytes, reports, what stopped it."""
+
+    kernel: TiledMoeGemm
+    compiled: Any
+    error: float = float("inf")
+    codes: float = 1.0
+    stray: int = 0
+    hazards: tuple = ()
+    stopped: EmulatorError | None = None
+    result: Any = None
+
+    @property
+    def right(self) -> bool:
+        if self.kernel.quantised:
+            return self.codes <= CODES
+        return self.error <= BOUND[self.kernel.mode_name] + (BF16 if self.kernel.out == "bf16" else 0)
+
+    def findings(self) -> set[str]:
+        """Kinds of all that is wrong."""
+        found = {one.kind for one in self.hazards} | ({"stray bytes"} if self.stray else set())
+        if self.stopped is not None:
+            return found | {"stopped"}
+        return found if self.right else found | {"wrong numbers"}
+
+
+def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, native: bool = False, **device) -> Outcome:
+    """Run a kernel (or a variant) on a case, whose outputs are written anew."""
+    if kind is TiledMoeGemm:
+        kernel, code = built(kind, fake_args, "sm_90a", **options)
+    else:
+        kernel = kind(**options)
+        code = compile_for(kernel, fake_args(kernel), "sm_90a")
+    call = made.call
+    outputs(kernel, call, len(made.x), made.w.shape[1])
+    found = Outcome(kernel, code)
+    if native:
+        there = dataclasses.replace(call, **{n: x.cuda() for n, x in vars(call).items() if isinstance(x, torch.Tensor)})
+        backends.launch("native", code, *launch_args(kernel, there, grid))
+        call.out, call.out_scales = there.out.cpu(), None if there.out_scales is None else there.out_scales.cpu()
+    else:
+        gpu = make("sm_90a", **{"checks": "race", **device})
+        try:
+            launch(code, *launch_args(kernel, call, grid), gpu=gpu)
+        except EmulatorError as error:
+            found.stopped = error
+            return found
+        found.hazards, found.result = gpu.hazards, gpu.launches[-1].result
+    found.stray, rows = stray_bytes(made), made.rows()
+    truth = expected(kernel, made)[rows]
+    if kernel.quantised:
+        found.codes = wrong_codes(kernel, made, truth, rows)
+    else:
+        size = truth.square().mean(1).sqrt().clamp(min=1e-30)
+        off = (call.out[rows].double() - truth).square().mean(1).sqrt() / size
+        found.error = float(off.nan_to_num(float("inf")).max()) if len(rows) else 0.0
+    return found
