@@ -195,6 +195,14 @@ def test_faults_are_found(name):
     assert CAUGHT_BY[name] in run(options, made, FAULTS[name], schedule="adversarial", checks="all").findings()
 
 
+def test_default_checks_know_whose_copies_a_fence_covers():
+    """An mbarrier that `cp.async` arrives at orders them before the consumer's fence; without one they are reported."""
+    made = case(TiledMoeGemm(**NARROW), [3], 64, 384)
+    assert run(NARROW, made, checks="default").findings() == set()
+    found = run(NARROW, made, FAULTS["NoProxyFence"], checks="default").findings()
+    assert found == {"missing_proxy_fence_cp_async"}
+
+
 def test_every_configuration_fits():
     for mode in MODES:
         for tile_n in TILES_N[mode]:

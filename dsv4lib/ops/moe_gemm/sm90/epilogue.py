@@ -21,7 +21,6 @@ from dsv4lib.ops.moe_gemm.sm90.config import (
     CONSUMER_WARPS,
     CONSUMERS,
     HALF,
-    PITCH,
     REDUCE,
 )
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk

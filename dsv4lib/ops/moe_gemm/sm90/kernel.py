@@ -26,9 +26,13 @@ Roles (5 warpgroups, 640 threads)
     17-19                    only give up their registers: setmaxnreg is of whole warpgroups. 640 threads start with 96;
                              consumers take 104, the last warpgroup keeps 56
 
-Pipeline   bulk copy and cp.async -> consumers    8 stages or 4: a multiple of the warpgroups, else a warpgroup waits for
-           a phase whose predecessor it never saw, which parity cannot tell    full: bytes, and 32 lanes' cp.async
-           empty: an arrival a warp, after its MMAs have read the tokens
+Pipeline   bulk copy and cp.async -> consumers    8 stages or 4
+
+    full     the bytes of the bulk copy, and 32 lanes' cp.async; consumers then fence the proxies
+    empty    an arrival a warp, after its MMAs have read the tokens
+
+Stages are a multiple of the warpgroups. Otherwise a warpgroup waits for a phase whose predecessor it never saw, which a
+parity cannot tell apart.
 
 Steps of K are counted through all tiles of a CTA; warpgroup w has those that are w modulo 4, whatever K is.
 

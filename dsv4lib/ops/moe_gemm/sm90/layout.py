@@ -5,9 +5,9 @@
 A tile of 64 rows x step K is what the kernel copies into a stage: codes in the order in which threads read them, then
 the scales [64 rows][step / 32], then (mode "w4a16") 16 bytes of zeros, by which the modes are told apart.
 
-Codes of a tile: [K / 128][row half h][warp w][g][t][block b] words of 32 bits, 16 bytes a thread and 128 K. The word has
-8 weights of row 16 w + 8 h + g and block b of 32 K: just those that the thread 4 g + t has in the A fragments of a
-wgmma (`dsl.wgmma`), so the activations keep their order. Its bits are placed so that few masks and shifts make operands:
+Codes of a tile: [K / 128][row half h][warp w][g][t][block b] words of 32 bits, 16 bytes a thread and 128 K. The word
+has 8 weights of row 16 w + 8 h + g and block b of 32 K: just those that the thread 4 g + t has in the A fragments of a
+wgmma (`dsl.wgmma`), so activations keep their order. Its bits are placed so that few masks and shifts make operands:
 
     mode     weight          K in its block         sign         magnitude     becomes
     w4a8     c = 0..3        4 t + c                8 c + 7      8 c + 4..2    byte c of word 0: E4M3, value x 2^-6
