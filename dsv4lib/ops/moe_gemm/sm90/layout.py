@@ -3,7 +3,7 @@
     codes [E, N, K / 2], scales [E, N, K / 32]  ->  uint8 [E, N / 64, K / step, bytes]       step: 512, 256 or 128
 
 A tile of 64 rows x step K is what the kernel copies into a stage: codes in the order in which threads read them, then
-the scales [64 rows][step / 32], then (mode "w4a16") 16 bytes of zeros, by which the modes are told apart.
+the scales [64 rows][step / 32], then (mode "w4a16") 16 bytes of zeros, which only that mode has.
 
 Codes of a tile: [K / 128][row half h][warp w][g][t][block b] words of 32 bits, 16 bytes a thread and 128 K. The word
 has 8 weights of row 16 w + 8 h + g and block b of 32 K: just those that the thread 4 g + t has in the A fragments of a

@@ -21,7 +21,7 @@ from dsv4lib.formats import mxfp4, scale_swizzle
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
-from dsv4lib.ops.moe_gemm.op import Operand, check_devices, check_groups, finished, new_output, numbers
+from dsv4lib.ops.moe_gemm.operands import Operand, check_devices, check_groups, finished, new_output, numbers
 from dsv4lib.ops.moe_gemm.sm90 import arguments
 from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, TILES_N
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
