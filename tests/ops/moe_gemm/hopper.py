@@ -11,27 +11,30 @@ from dsv4lib.dsl.compile import compile_for
 from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
+from dsv4lib.formats import e4m3, fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm.inputs import Case, outputs
 from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
-from dsv4lib.pages.moe_gemm.run_case import expected, stray_bytes, wrong_codes
+from dsv4lib.pages.moe_gemm.run_case import expected, stray_bytes
 from tests.budget import built
 
 # Largest RMS error of a row beside its size: Hopper's E4M3 MMAs keep 13 fraction bits below the largest addend; sums of
 # bf16 products are fp32's; an output in bf16 is rounded.
 BOUND = {"w4a8": 2.0**-13, "w4a16": 2.0**-19}
 BF16 = 2.0**-8
-CODES = 0.01  # share of MXFP8 codes and scales that such errors may move to a neighbour
+SCALES = 0.01  # share of MXFP8 scales that such errors may double or halve
+SLACK = 2.0**-11  # of a row's size: what they come to behind SwiGLU
 
 
 @dataclass
 class Outcome:
-    """What a run says: the worst row's error, the share of wrong codes, stray bytes, reports, what stopped it."""
+    """What a run says: worst row's error, shares of wrong codes and scales, stray bytes, reports, what stopped it."""
 
     kernel: TiledMoeGemm
     compiled: Any
     error: float = float("inf")
     codes: float = 1.0
+    scales: float = 1.0
     stray: int = 0
     hazards: tuple = ()
     stopped: EmulatorError | None = None
@@ -40,7 +43,7 @@ class Outcome:
     @property
     def right(self) -> bool:
         if self.kernel.quantised:
-            return self.codes <= CODES
+            return self.codes == 0 and self.scales <= SCALES
         return self.error <= BOUND[self.kernel.mode_name] + (BF16 if self.kernel.out == "bf16" else 0)
 
     def findings(self) -> set[str]:
@@ -76,9 +79,21 @@ def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, nat
     found.stray, rows = stray_bytes(made), made.rows()
     truth = expected(kernel, made)[rows]
     if kernel.quantised:
-        found.codes = wrong_codes(kernel, made, truth, rows)
+        found.codes, found.scales = wrong_codes(made, truth)
     else:
         size = truth.square().mean(1).sqrt().clamp(min=1e-30)
         off = (call.out[rows].double() - truth).square().mean(1).sqrt() / size
         found.error = float(off.nan_to_num(float("inf")).max()) if len(rows) else 0.0
     return found
+
+
+def wrong_codes(made: Case, truth: torch.Tensor) -> tuple[float, float]:
+    """Shares of MXFP8 codes that are off by more than rounding, and of scales that are not those of the fp64 result."""
+    rows, columns = made.rows(), truth.shape[1] // 32
+    scales = scale_swizzle.unswizzle(made.call.out_scales, len(made.x), columns)[rows]
+    factors = ue8m0.decode(scales, torch.float64).repeat_interleave(32, -1)
+    off = (e4m3.decode(made.call.out[rows], torch.float64) * factors - truth).abs()
+    size = truth.square().mean(1, keepdim=True).sqrt()
+    allowed = 2.0**-4 * truth.abs() + 2.0**-10 * factors + SLACK * size  # half a step of E4M3, or of its subnormals
+    wanted = fp8_block.quantize_activation(truth, 32).scales
+    return float((~(off <= allowed)).double().mean()), float((scales != wanted).double().mean())

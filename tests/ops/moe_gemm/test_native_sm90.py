@@ -35,7 +35,7 @@ def test_numbers(name):
     outputs = set()
     for grid in (132, 7, 132):
         outcome = run(options, made, grid=grid, native=True)
-        assert outcome.findings() == set(), (outcome.findings(), outcome.error, outcome.codes)
+        assert outcome.findings() == set(), (outcome.findings(), outcome.error, outcome.codes, outcome.scales)
         scales = b"" if made.call.out_scales is None else made.call.out_scales.numpy().tobytes()
         outputs.add(made.call.out.view(torch.uint8).numpy().tobytes() + scales)
     assert len(outputs) == 1

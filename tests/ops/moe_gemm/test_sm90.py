@@ -87,7 +87,7 @@ def test_numbers(name):
     kernel = TiledMoeGemm(**options)
     made = case(kernel, *sizes)
     outcome = run(options, made)
-    assert outcome.findings() == set(), (outcome.findings(), outcome.error, outcome.codes)
+    assert outcome.findings() == set(), (outcome.findings(), outcome.error, outcome.codes, outcome.scales)
     if kernel.quantised:
         assert len(made.call.out[made.rows()].unique()) > 50  # not all zero, not all saturated
     done = outcome.compiled
