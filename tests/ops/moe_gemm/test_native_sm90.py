@@ -81,8 +81,8 @@ def test_in_a_cuda_graph():
         counts.copy_(torch.tensor(sizes, dtype=torch.int32))
         y.codes.zero_()
         graph.replay()
-        found = y.codes.clone()
+        own = torch.cat([torch.arange(128 * e, 128 * e + n) for e, n in enumerate(sizes)])
+        found = y.codes.cpu()[own].double()
         layer("reference")
-        for first, count in zip(offsets.tolist(), sizes, strict=True):
-            own = slice(first, first + count)
-            torch.testing.assert_close(found[own].float(), y.codes[own].float(), rtol=0.02, atol=0.02 * hidden**0.5)
+        want = y.codes.cpu()[own].double()
+        assert float((found - want).norm() / want.norm()) < 2.0**-8 and float(want.norm()) > 1
