@@ -8,13 +8,13 @@ import torch
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import e2m1, mxfp4
 from dsv4lib.ops.moe_gemm.sm90 import layout
-from dsv4lib.ops.moe_gemm.sm90.arguments import launch_args
+from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, TILES_N
 from dsv4lib.ops.moe_gemm.sm90.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.moe_gemm.sm90.inputs import case
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import STEPS_K, tile_weights, untile_weights
-from tests.budget import quick
+from tests.budget import built, quick
 from tests.ops.moe_gemm.hopper import run
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -97,6 +97,16 @@ def test_numbers(name):
     rows = {row.resource: row for row in kernel.budget()}
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
     assert (done.smem_bytes, done.threads) == (rows["SMEM: total"].used, rows["threads"].used)
+
+
+@pytest.mark.parametrize("first", [{}, {**L1, "out": "mxfp8"}], ids=["down", "gate/up"])
+@pytest.mark.parametrize(("mode", "tile_n"), [(mode, n) for mode in MODES for n in TILES_N[mode]])
+def test_nothing_is_spilled(mode, tile_n, first):
+    """With the stages of all model shapes: a spill would also have ptxas wait for every MMA by itself."""
+    if first and mode == "w4a16":
+        first = {**first, "out": "bf16"}
+    kernel, done = built(TiledMoeGemm, fake_args, "sm_90a", mode=mode, tile_n=tile_n, alpha=False, **first)
+    assert kernel.step_k == 512 and done.local_bytes == 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -53,11 +53,20 @@ class Epilogue(Walk):
         place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
+        scales = self.scales_of(tile, ends)  # on their way while the others are waited for
         self.consumers_meet()
         for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
-            self.finish_token(tile, token, first, buffer, sSum, ends)
+            self.finish_token(tile, token, first, buffer, sSum, ends, scales)
         if cutlass.const_expr(self.sum_buffers == 1):
             self.consumers_meet()
+
+    def scales_of(self, tile: Tile, ends: Ends) -> tuple:
+        """What both sums of a lane are multiplied by."""
+        low = high = Float32(self.sums_factor)
+        if self.alpha:
+            low = low * ends.alpha[tile.expert]
+            high = high * (ends.alpha_up if self.swiglu else ends.alpha)[tile.expert]
+        return low, high
 
     def stored(self, tile: Tile) -> Int32:
         """Tokens of a tile that are stored: columns of the MMA past the last are not."""
@@ -72,7 +81,9 @@ class Epilogue(Walk):
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
     @cute.jit
-    def finish_token(self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends):
+    def finish_token(
+        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: tuple
+    ):
         """One warp: all 64 sums of a token."""
         lane, row = cute.arch.lane_idx(), tile.row + token
         # Two of a lane's: gate and up of feature ``lane``, or rows that follow one another.
@@ -82,10 +93,7 @@ class Epilogue(Walk):
             group = (first + i) % CONSUMERS
             low = low + sSum[places[0], token, group, buffer]
             high = high + sSum[places[1], token, group, buffer]
-        low, high = low * self.sums_factor, high * self.sums_factor
-        if cutlass.const_expr(self.alpha):
-            low = low * ends.alpha[tile.expert]
-            high = high * (ends.alpha_up if self.swiglu else ends.alpha)[tile.expert]
+        low, high = low * scales[0], high * scales[1]
         if cutlass.const_expr(not self.swiglu):
             self.store_pair(ends.out, row, tile.feature * (2 * HALF), low, high)
         else:
