@@ -7,7 +7,7 @@
 of a tensor and waits for nothing: it can be captured in a CUDA graph after a first call has compiled its kernel, and
 sizes of groups may change between replays. A single group of all rows is `dsv4lib.ops.linear`.
 
-Weights say which kernel runs: [E, N, K] that of Blackwell, tiled ones (`sm90.layout.tile_weights`) that of Hopper.
+Weights say which kernel runs: [E, N, K] that of Blackwell, tiled ones (`sm90.tile_weights`) that of Hopper.
 
 Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernels `dsv4lib.ops.moe_gemm.sm100` and
 `dsv4lib.ops.moe_gemm.sm90.kernel`.
@@ -73,7 +73,7 @@ def moe_gemm(
     Args:
         x: [R, K], rows sorted by group.
         w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes]. For a Hopper: what
-            `sm90.layout.tile_weights` makes of such weights in MXFP4, without scales.
+            `sm90.tile_weights` makes of such weights in MXFP4, without scales.
         offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.

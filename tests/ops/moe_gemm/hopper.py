@@ -12,10 +12,10 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.formats import e4m3, fp8_block, scale_swizzle, ue8m0
-from dsv4lib.ops.moe_gemm.inputs import Case, outputs
+from dsv4lib.ops.moe_gemm.inputs import SENTINEL, Case, outputs
 from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
-from dsv4lib.pages.moe_gemm.run_case import expected, stray_bytes
+from dsv4lib.reference.moe_gemm import swiglu
 from tests.budget import built
 
 # Largest RMS error of a row beside its size: Hopper's E4M3 MMAs keep 13 fraction bits below the largest addend; sums of
@@ -76,8 +76,10 @@ def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, nat
             found.stopped = error
             return found
         found.hazards, found.result = gpu.hazards, gpu.launches[-1].result
-    found.stray, rows = stray_bytes(made), made.rows()
-    truth = expected(kernel, made)[rows]
+    rows, free = made.rows(), torch.ones(len(made.x), dtype=torch.bool)
+    free[rows] = False
+    found.stray = int((call.out.view(torch.uint8)[free] != SENTINEL).sum())
+    truth = expected(kernel, made)
     if kernel.quantised:
         found.codes, found.scales = wrong_codes(made, truth)
     else:
@@ -85,6 +87,23 @@ def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, nat
         off = (call.out[rows].double() - truth).square().mean(1).sqrt() / size
         found.error = float(off.nan_to_num(float("inf")).max()) if len(rows) else 0.0
     return found
+
+
+def expected(kernel: TiledMoeGemm, made: Case) -> torch.Tensor:
+    """fp64 results of the rows that hold tokens."""
+    call, found = made.call, []
+    for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
+        own = slice(first, first + count)
+        y = made.x[own] @ made.w[e].T
+        if kernel.swiglu:
+            gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
+            if kernel.alpha:
+                gate, up = gate * call.alpha[e].double(), up * call.alpha_up[e].double()
+            y = swiglu(gate, up, call.limit).flatten(1)
+        elif kernel.alpha:
+            y = y * call.alpha[e].double()
+        found.append(y * call.routing[own, None].double() if kernel.routed else y)
+    return torch.cat(found)
 
 
 def wrong_codes(made: Case, truth: torch.Tensor) -> tuple[float, float]:
