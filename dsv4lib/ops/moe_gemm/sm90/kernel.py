@@ -36,7 +36,11 @@ parity cannot tell apart.
 
 Steps of K are counted through all tiles of a CTA; warpgroup w has those that are w modulo 4, whatever K is.
 
-What limits it. Up to 16 tokens an expert: HBM. Above: a tile of 32 tokens streams its weights from L2 once for each 32.
+Registers. The launch names a minimum of one CTA an SM: without it ptxas ignores setmaxnreg, finds too few registers and
+waits for every MMA by itself.
+
+What should limit it (computed, not measured). Up to 16 tokens an expert: HBM; issuing takes about 136 instructions a
+warp for 16 rows x 128 K at 8 tokens. Above: a tile of 32 tokens reads its weights from L2 once for each 32.
 Launches overlap (`griddepcontrol`): all of it waits before the counts are read.
 
 Source: PTX ISA, "wgmma", "cp.async.bulk"; OCP Microscaling Formats 1.0.

@@ -4,7 +4,8 @@
     h = moe_gemm(x, w, offsets, counts, mode="w4a8", swiglu=True, out_format="mxfp8", ...)
 
 The tiled operand chooses this kernel; `moe_gemm` has the arguments. What it does not have is refused by name: modes
-other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts.
+other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. A scale of x of 2^-127 (byte 0,
+which `quantize` does not make) counts as 0.
 """
 
 from __future__ import annotations
