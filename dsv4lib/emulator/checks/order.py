@@ -60,15 +60,21 @@ class Order:
         """The completing operation, or else the running warp, arrives at ``point`` (an object with ``sync``)."""
         if self.op is not None:
             self._left(point)
-            return
-        clocks = self._state(self.warp).clocks
+        else:
+            self._publish(self.warp, point)
+
+    def _publish(self, warp: Warp, point: Any) -> None:
+        """Leave the clock of a warp."""
+        clocks = self._state(warp).clocks
         if point.sync is None:
             point.sync = SyncPoint(clocks.size)
-        np.maximum(point.sync.gathering, clocks.of(self.warp), out=point.sync.gathering)
-        clocks.tick(self.warp)
+        np.maximum(point.sync.gathering, clocks.of(warp), out=point.sync.gathering)
+        clocks.tick(warp)
 
     def _left(self, point: Any) -> None:
-        """What an operation leaves: nothing of the warps' clocks."""
+        """What an operation leaves: nothing of the warps' clocks, but for cp.async, whose writes are its warp's."""
+        if self.op.unit.startswith("cp.async:"):
+            self._publish(self.op.warp, point)
 
     def acquired(self, warp: Warp, point: Any) -> None:
         """The warp has waited for a completed phase of ``point``."""

@@ -7,7 +7,10 @@
 of a tensor and waits for nothing: it can be captured in a CUDA graph after a first call has compiled its kernel, and
 sizes of groups may change between replays. A single group of all rows is `dsv4lib.ops.linear`.
 
-Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernel `dsv4lib.ops.moe_gemm.sm100`.
+Weights say which kernel runs: [E, N, K] that of Blackwell, tiled ones (`sm90.tile_weights`) that of Hopper.
+
+Source: DSV4's released code; the oracle is `dsv4lib.reference.moe_gemm`, the kernels `dsv4lib.ops.moe_gemm.sm100` and
+`dsv4lib.ops.moe_gemm.sm90.kernel`.
 """
 
 from __future__ import annotations
@@ -15,41 +18,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0
+from dsv4lib.formats import nvfp4, scale_swizzle
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.moe_gemm import arguments
-from dsv4lib.ops.moe_gemm.config import MODES, OUTPUTS, PLAIN, TILE_M
+from dsv4lib.ops.moe_gemm.config import MODES, OUTPUTS, TILE_M
+from dsv4lib.ops.moe_gemm.operands import (
+    Operand,
+    Pair,
+    check_devices,
+    check_global,
+    check_groups,
+    finished,
+    new_output,
+    numbers,
+)
+from dsv4lib.ops.moe_gemm.sm90 import op as hopper
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
 ARCHS = ("sm_100a", "sm_103a")
 TILES = (64, 128, 192)  # those with two accumulators: a tile's epilogue overlaps the next one's MMAs
 PAIR_TOKENS = 128  # a tile of which a pair of CTAs takes
 EXPECTED = (1, 64, 128)  # tokens of a group, one for each tile
-
-
-class Operand(NamedTuple):
-    """Numbers in a small format.
-
-    Attributes:
-        codes: uint8, E2M1 packed by two (low nibble first) or E4M3; bf16 in mode "bf16".
-        scales: their scales, swizzled (`formats.scale_swizzle`), uint8; None for bf16.
-    """
-
-    codes: Tensor
-    scales: Tensor | None = None
-
-
-Pair = tuple[Tensor, Tensor | None]  # what an `Operand` has, without the name
 
 
 @typed
@@ -75,9 +72,10 @@ def moe_gemm(
 
     Args:
         x: [R, K], rows sorted by group.
-        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes].
+        w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes]. For a Hopper: what
+            `sm90.tile_weights` makes of such weights in MXFP4, without scales.
         offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
-        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16".
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.
         out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".
@@ -94,16 +92,22 @@ def moe_gemm(
         ArgumentError: an argument that is missing, not wanted, or of a wrong type, shape or value.
         BackendUnavailable: see `backends.resolve`.
     """
-    check_formats(mode, out_format)
     x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
-    if x.codes.dim() != 2 or w.codes.dim() != 3:
-        raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K]")
-    if out is None:
-        out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
+    tiled = w.codes.dim() == 4
+    if not tiled:
+        check_formats(mode, out_format)
+    if x.codes.dim() != 2 or w.codes.dim() not in (3, 4):
+        raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[R, K], [E, N, K] or tiled")
     if expected is None:
         expected = -(-x.codes.shape[0] // max(1, w.codes.shape[0]))
     elif not 0 <= expected < 2**31:
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more, below 2^31")
+    if tiled:
+        factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
+        rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected, "backend": backend}
+        return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
+    if out is None:
+        out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)
     tensors = x.codes, w.codes, out.codes, x.scales, w.scales, alpha, alpha_up, out.scales, out_global, limit, routing
     Call.op(*tensors, offsets, counts, mode, out_format, swiglu, expected, backend)
     return out
@@ -168,40 +172,6 @@ def check_formats(mode: str, out_format: str) -> None:
         raise ArgumentError("out_format", out_format, "one of " + ", ".join(OUTPUTS))
 
 
-def check_devices(values: dict[str, Any]) -> None:
-    """Check that all tensors are where the first is.
-
-    Raises:
-        ArgumentError: one is elsewhere.
-    """
-    first, x = next(iter(values.items()))
-    for name, one in values.items():
-        if isinstance(one, Tensor) and one.device != x.device:
-            raise ArgumentError(f"{name}.device", str(one.device), f"that of {first}, {x.device}")
-
-
-def check_global(scale: Tensor | None) -> None:
-    """Check the global scales of an output, where reading them costs no wait.
-
-    Raises:
-        ArgumentError: one is not positive and finite.
-    """
-    if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ArgumentError("out_global", scale.tolist(), "positive and finite")
-
-
-def new_output(x: Tensor, width: int, out_format: str) -> Operand:
-    """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros."""
-    *lead, rows, _ = x.shape
-    if out_format in PLAIN:
-        dtype = torch.bfloat16 if out_format == "bf16" else torch.float32
-        return Operand(torch.empty(*lead, rows, width, dtype=dtype, device=x.device))
-    per_byte, block = (2, nvfp4.BLOCK) if out_format == "nvfp4" else (1, 32)
-    size = scale_swizzle.swizzled_bytes(rows, -(-width // block))
-    codes = torch.empty(*lead, rows, width // per_byte, dtype=torch.uint8, device=x.device)
-    return Operand(codes, torch.zeros(*lead, size, dtype=torch.uint8, device=x.device))
-
-
 # ------------------------------------------------------------------- the op
 
 
@@ -234,20 +204,8 @@ class Call(arguments.Call):
 
     def check_values(self) -> None:
         """Check that groups start at blocks of scales and lie apart; check out_global."""
-        i32 = torch.int32
-        launching.check({"offsets": (self.offsets, i32, (None,)), "counts": (self.counts, i32, (None,))})
         check_global(self.out_global)
-        offsets, counts = self.offsets.long(), self.counts.long()
-        block = arguments.BLOCK_ROWS
-        if offsets.shape != counts.shape:
-            raise ArgumentError("offsets.shape", tuple(offsets.shape), f"that of counts, {tuple(counts.shape)}")
-        if bool((counts < 0).any()):
-            raise ArgumentError("counts", counts.tolist(), "0 or more")
-        if bool(((offsets < 0) | (offsets % block != 0) | (offsets + counts > len(self.x)))[counts > 0].any()):
-            raise ArgumentError("offsets", offsets.tolist(), f"multiples of {block}, groups among {len(self.x)} rows")
-        first, order = offsets[counts > 0].sort()
-        if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
-            raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
+        check_groups(self.offsets, self.counts, len(self.x))
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
@@ -272,43 +230,6 @@ class Call(arguments.Call):
 
 
 # ---------------------------------------------------------------- reference
-
-
-def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> Tensor:
-    """Decode [.., rows, K] and their swizzled scales to fp64, without a global scale."""
-    m = MODES[mode]
-    if not m.block:
-        return codes.double()
-    packed = (m.w_bits if weights else m.x_bits) == 4
-    values = e2m1.decode(e2m1.unpack(codes), torch.float64) if packed else e4m3.decode(codes, torch.float64)
-    factors = scale_swizzle.unswizzle(scales, values.shape[-2], -(-values.shape[-1] // m.block))
-    decode = e4m3.decode if m.block == nvfp4.BLOCK else ue8m0.decode
-    return values * decode(factors, torch.float64).repeat_interleave(m.block, -1)[..., : values.shape[-1]]
-
-
-def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Finish the fp64 sums y of group e: codes, and scales where the output has any.
-
-    Args:
-        call: of `moe_gemm` or of `dsv4lib.ops.linear`: its factors and its output's format.
-        routing: weights of the rows.
-    """
-    if call.swiglu:
-        gate, up = y.unflatten(1, (-1, 2, 8)).unbind(2)
-        if call.alpha is not None:
-            gate, up = gate * call.alpha[e].double(), up * call.alpha_up[e].double()
-        y = backends.oracle("moe_gemm").swiglu(gate, up, call.limit).flatten(1)
-    elif call.alpha is not None:
-        y = y * call.alpha[e].double()
-    if routing is not None:
-        y = y * routing[:, None].double()
-    if call.out_format == "nvfp4":
-        q = nvfp4.quantize(y, call.out_global[e])
-        return q.packed, q.scales
-    if call.out_format == "mxfp8":
-        q = fp8_block.quantize_activation(y, 32)
-        return q.codes, q.scales
-    return y.to(call.out.dtype), None
 
 
 def _reference(call: Call) -> None:

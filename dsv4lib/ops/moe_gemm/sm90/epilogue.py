@@ -1,0 +1,128 @@
+"""From the warpgroups' sums to rows in global memory: added, scaled, SwiGLU, routing weight, converted.
+
+Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. After a
+barrier a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on which
+warpgroup had which. With gate and up by turns of 8, lane f then has both of feature f of 32, and a warp has a whole
+block of MXFP8: its scale is a maximum over the lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.dsl import convert
+from dsv4lib.ops.moe_gemm.epilogue import swiglu
+from dsv4lib.ops.moe_gemm.sm90.config import (
+    CONSUMER_THREADS,
+    CONSUMER_WARPS,
+    CONSUMERS,
+    HALF,
+    REDUCE,
+)
+from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk
+
+
+class Ends(NamedTuple):
+    """What the epilogue reads and writes in global memory."""
+
+    alpha: Any  # fp32 [E] or None
+    alpha_up: Any
+    routing: Any  # fp32 [R] or None
+    out: cute.Tensor  # [R, F]
+    scales: Any  # uint8 [blocks, 512] or None
+    limit: Float32
+
+
+class Epilogue(Walk):
+    """What the consumer warps do with a tile's sums."""
+
+    @cute.jit
+    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+        """Add up and store a tile.
+
+        Args:
+            first: warpgroup that had the tile's first step.
+            sSum: fp32 [position, token, warpgroup, buffer].
+        """
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, lane = tidx // 32, cute.arch.lane_idx()
+        place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
+        for c in cutlass.range_constexpr(self.tile_n // 2):
+            sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
+        scales = self.scales_of(tile, ends)  # on their way while the others are waited for
+        self.consumers_meet()
+        for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
+            self.finish_token(tile, token, first, buffer, sSum, ends, scales)
+        if cutlass.const_expr(self.sum_buffers == 1):
+            self.consumers_meet()
+
+    def scales_of(self, tile: Tile, ends: Ends) -> tuple:
+        """What both sums of a lane are multiplied by."""
+        low = high = Float32(self.sums_factor)
+        if self.alpha:
+            low = low * ends.alpha[tile.expert]
+            high = high * (ends.alpha_up if self.swiglu else ends.alpha)[tile.expert]
+        return low, high
+
+    def stored(self, tile: Tile) -> Int32:
+        """Tokens of a tile that are stored: columns of the MMA past the last are not."""
+        return tile.rows
+
+    def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
+        """What becomes of gate and up of a feature."""
+        return swiglu(gate, up, limit)
+
+    def consumers_meet(self) -> None:
+        """Wait for all consumer warps: sums are there, or have been read."""
+        cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
+
+    @cute.jit
+    def finish_token(
+        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: tuple
+    ):
+        """One warp: all 64 sums of a token."""
+        lane, row = cute.arch.lane_idx(), tile.row + token
+        # Two of a lane's: gate and up of feature ``lane``, or rows that follow one another.
+        places = (lane, lane + HALF) if self.swiglu else (2 * lane, 2 * lane + 1)
+        low, high = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(CONSUMERS):
+            group = (first + i) % CONSUMERS
+            low = low + sSum[places[0], token, group, buffer]
+            high = high + sSum[places[1], token, group, buffer]
+        low, high = low * scales[0], high * scales[1]
+        if cutlass.const_expr(not self.swiglu):
+            self.store_pair(ends.out, row, tile.feature * (2 * HALF), low, high)
+        else:
+            value = self.activate(low, high, ends.limit)
+            if cutlass.const_expr(self.routed):
+                value = value * ends.routing[row]
+            if cutlass.const_expr(self.quantised):
+                self.store_mxfp8(ends, row, tile.feature, value)
+            else:
+                ends.out[row, tile.feature * HALF + lane] = value.to(ends.out.element_type)
+
+    @cute.jit
+    def store_pair(self, mOut: cute.Tensor, row: Int32, feature: Int32, low: Float32, high: Float32):
+        """Positions 2 l and 2 l + 1 of lane l: neighbours of the same 8 rows of a warp's 16."""
+        lane = cute.arch.lane_idx()
+        feature = feature + lane // 4 % 4 * 16 + lane // 16 * 8 + lane % 4 * 2
+        rPair = cute.make_rmem_tensor(2, mOut.element_type)
+        rPair[0], rPair[1] = low.to(mOut.element_type), high.to(mOut.element_type)
+        cute.autovec_copy(rPair, cute.local_tile(mOut[row, None], (2,), (feature // 2,)))
+
+    @cute.jit
+    def store_mxfp8(self, ends: Ends, row: Int32, column: Int32, value: Float32):
+        """A block of 32: codes, and the scale where the next GEMM reads it (`formats.scale_swizzle`)."""
+        lane = cute.arch.lane_idx()
+        amax = convert.magnitude(value)
+        for i in cutlass.range_constexpr(5):
+            amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1 << i), nan=True)
+        code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
+        ends.out[row, column * HALF + lane] = cutlass.Uint8(convert.to_e4m3(value * inverse))
+        if lane == 0:
+            block = row // 128 * cute.ceil_div(ends.out.shape[1], 128) + column // 4
+            ends.scales[block, row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = cutlass.Uint8(code)

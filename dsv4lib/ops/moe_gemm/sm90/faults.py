@@ -1,0 +1,78 @@
+"""Mistakes of the Hopper GEMM, injected one at a time; each is marked ``WRONG``.
+
+Every class is the kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds each: a kind
+of the emulator's reports, "stray bytes" (the output holds a sentinel where no token is), "stopped" (a launch that does
+not end) or "wrong numbers" (the comparison with fp64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.ops.moe_gemm.epilogue import swiglu
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.ops.moe_gemm.sm90.groups import Tile
+from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+
+
+class OddRing(TiledMoeGemm):
+    """The ring has 6 stages for 4 warpgroups, that take stages of each other: a parity is that of two phases."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.stages = 6  # WRONG: not a multiple of the warpgroups
+
+
+class NoProxyFence(TiledMoeGemm):
+    """The tensor core reads what `cp.async` wrote without a proxy fence: most often right."""
+
+    def copied_by_threads(self) -> None:
+        """See `Mma.copied_by_threads`."""  # WRONG: no fence
+
+
+class FirstScales(TiledMoeGemm):
+    """The first block's scales serve all four of 128 K: right where neighbouring blocks are alike."""
+
+    def factors(self, rows: list, tokens: list, blocks: Any) -> list:
+        """See `Mma.factors`."""
+        return super().factors(rows, tokens, [0] * len(blocks))  # WRONG
+
+
+class NoTailMask(TiledMoeGemm):
+    """Rows behind a group's last token are written."""
+
+    def stored(self, tile: Tile) -> Int32:
+        """See `Epilogue.stored`."""
+        return Int32(self.tile_n)  # WRONG: what the MMA has, not what the group has
+
+
+class GateUpSwapped(TiledMoeGemm):
+    """Gate and up change places: as large, as smooth, and wrong."""
+
+    def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
+        """See `Epilogue.activate`."""
+        return swiglu(up, gate, limit)  # WRONG
+
+
+class OneBuffer(TiledMoeGemm):
+    """Sums have one buffer, and one barrier a tile: a fast warpgroup overwrites what a slow warp still reads."""
+
+    @cute.jit
+    def finish(self, tile: Tile, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, rSum: cute.Tensor):
+        """See `Epilogue.finish`."""
+        Epilogue.finish(self, tile, first, Int32(0), sSum, ends, rSum)  # WRONG
+
+
+_ALL = (
+    (OddRing, "stopped"),
+    (NoProxyFence, "missing_proxy_fence_cp_async"),
+    (FirstScales, "wrong numbers"),
+    (NoTailMask, "stray bytes"),
+    (GateUpSwapped, "wrong numbers"),
+    (OneBuffer, "race_shared"),
+)
+FAULTS = {kind.__name__: kind for kind, _ in _ALL}
+CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}

@@ -1,0 +1,80 @@
+"""Which tiles a CTA works on: a table in shared memory, made once by all its threads.
+
+Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
+share a tile of weights in L2. CTA c of a grid of g takes tiles c, c + g, c + 2 g, .. Experts without tokens have none.
+An expert's rows are split evenly among as few tiles as hold them, each from a multiple of 8 rows on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from dsv4lib.ops.moe_gemm.sm90.config import EXPERTS_A_LANE, MAX_EXPERTS, ROW_STEP, THREADS, Config
+
+WARPS = MAX_EXPERTS // 32  # that scan
+
+
+class Groups(NamedTuple):
+    """The groups of tokens in shared memory, MAX_EXPERTS of each; experts that do not exist are empty."""
+
+    ends: cute.Tensor  # int32: tiles of the experts up to and with this one
+    offsets: cute.Tensor  # int32: first row
+    counts: cute.Tensor  # int32: rows
+    feature_tiles: Int32
+
+
+class Tile(NamedTuple):
+    """A tile of one expert: features from 64 ``feature`` on, rows ``row`` .. ``row + rows - 1``."""
+
+    expert: Int32
+    feature: Int32
+    row: Int32
+    rows: Int32
+
+
+class Walk(Config):
+    """The table, and the tile of a number."""
+
+    @cute.jit
+    def find_groups(self, mOffsets: cute.Tensor, mCounts: cute.Tensor, groups: Groups, sScan: cute.Tensor):
+        """Fill the table; all threads of the CTA call it, the last barrier is the caller's."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp, lane = tidx // 32, cute.arch.lane_idx()
+        tiles, offset, count = Int32(0), Int32(0), Int32(0)
+        if tidx < mCounts.shape[0]:
+            offset, count = mOffsets[tidx], mCounts[tidx]
+            tiles = cute.ceil_div(count, self.tile_n) * groups.feature_tiles
+        upto = tiles
+        for i in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
+            upto = upto + cutlass.select_(lane >= 1 << i, other, Int32(0))
+        if tidx < MAX_EXPERTS and lane == 31:
+            sScan[warp] = upto
+        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
+        if tidx < MAX_EXPERTS:
+            for w in cutlass.range_constexpr(WARPS - 1):
+                upto = upto + cutlass.select_(warp > w, sScan[w], Int32(0))
+            groups.ends[tidx] = upto
+            groups.offsets[tidx] = offset
+            groups.counts[tidx] = count
+
+    @cute.jit
+    def tile(self, groups: Groups, index: Int32):
+        """The tile of a number that is below the number of tiles; all lanes of a warp together."""
+        lane = cute.arch.lane_idx()
+        last = groups.ends[lane * EXPERTS_A_LANE + (EXPERTS_A_LANE - 1)]
+        first = cute.arch.popc(cute.arch.vote_ballot_sync(last <= index)) * EXPERTS_A_LANE
+        end = groups.ends[first + lane % EXPERTS_A_LANE]
+        before = cute.arch.vote_ballot_sync(end <= index) & (1 << EXPERTS_A_LANE) - 1
+        expert = first + cute.arch.popc(before)
+        count = groups.counts[expert]
+        across = cute.ceil_div(count, self.tile_n)
+        inside = index - (groups.ends[expert] - across * groups.feature_tiles)
+        share = cute.ceil_div(cute.ceil_div(count, across), ROW_STEP) * ROW_STEP
+        start = inside % across * share
+        rows = cutlass.min(count - start, share)
+        return Tile(expert, inside // across, groups.offsets[expert] + start, rows)

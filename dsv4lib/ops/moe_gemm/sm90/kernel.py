@@ -1,0 +1,180 @@
+"""Grouped GEMM of experts on Hopper: packed MXFP4 weights from HBM, expanded in registers, tokens as N.
+
+    y[r] = alpha_e (x[r] @ W_e^T)                                     rows r of group e
+    h[r] = silu(min(g, limit)) clip(u, -limit, limit) routing_r       swiglu: g, u = alpha_e, alpha_up_e x gate, up sums
+
+For few tokens an expert the time is that of reading the weights. They stay packed up to the registers: 0.53 bytes a
+weight, in tiles whose order is that of the reads (`layout`). A and B are swapped: 64 rows of weights are M of a wgmma,
+tokens are N, 8, 16 or 32; A comes from registers.
+
+Tile picture (w4a8, tile_n 8, step_k 512; `budget` computes the numbers of any configuration)
+
+    one stage = 64 rows x 512 K                        SMEM                                     registers of a warpgroup
+    weights, tiled  17,408 B  --cp.async.bulk-->  +---------------------------------+
+    tokens     8 x 512 B      --cp.async------->  | X         8 x 8 tokens x 512 B  | --desc--> wgmma m64n8k32, A =
+    scales     8 x 4 x 4 B    --cp.async------->  | W         8 x 17,408 B          | --lds---> masks and shifts
+                                                  | X scales  8 x 128 B             | --lds---> fp32: sum += MMA x 2^s
+                                                  | sums  2 x 4 x 8 tokens x 68 fp32| <-------> 4 warpgroups' sums
+                                                  | groups, 16 mbarriers            |
+                                                  +---------------------------------+
+
+Roles (5 warpgroups, 640 threads)
+
+    warps 0-15   consumers   warpgroup w takes stages w, w + 4 of the ring: expands, multiplies, adds up; at the end of
+                             a tile the sums of the four meet in SMEM and a warp stores a token (`epilogue`)
+    warp  16     load        a stage: waits until it is empty, copies (`load`)
+    17-19                    only give up their registers: setmaxnreg is of whole warpgroups. 640 threads start with 96;
+                             consumers take 104, the last warpgroup keeps 56
+
+Pipeline   bulk copy and cp.async -> consumers    8 stages or 4
+
+    full     the bytes of the bulk copy, and 32 lanes' cp.async; consumers then fence the proxies
+    empty    an arrival a warp, after its MMAs have read the tokens
+
+Stages are a multiple of the warpgroups. Otherwise a warpgroup waits for a phase whose predecessor it never saw, which a
+parity cannot tell apart.
+
+Steps of K are counted through all tiles of a CTA; warpgroup w has those that are w modulo 4, whatever K is.
+
+Registers. The launch names a minimum of one CTA an SM: without it ptxas ignores setmaxnreg, finds too few registers and
+waits for every MMA by itself.
+
+What should limit it (computed, not measured). Up to 16 tokens an expert: HBM; issuing takes about 136 instructions a
+warp for 16 rows x 128 K at 8 tokens. Above: a tile of 32 tokens reads its weights from L2 once for each 32.
+Launches overlap (`griddepcontrol`): all of it waits before the counts are read.
+
+Source: PTX ISA, "wgmma", "cp.async.bulk"; OCP Microscaling Formats 1.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, memory
+
+from dsv4lib.dsl.budget import SMEM_ALIGN
+from dsv4lib.ops.moe_gemm.sm90.config import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LOAD_REGISTERS,
+    LOAD_WARP,
+    MAX_EXPERTS,
+    PITCH,
+    THREADS,
+)
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.ops.moe_gemm.sm90.groups import Groups
+from dsv4lib.ops.moe_gemm.sm90.load import Load, Sources, Stages
+from dsv4lib.ops.moe_gemm.sm90.mma import Mma
+
+
+class TiledMoeGemm(Load, Mma, Epilogue):
+    """Grouped GEMM of experts on Hopper: options as `Config`, a role of the module docstring a base class."""
+
+    # ------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(
+        self,
+        tokens: tuple,
+        mW: cute.Tensor,
+        groups: tuple,
+        alpha: Any,
+        alpha_up: Any,
+        routing: Any,
+        outputs: tuple,
+        limit: Float32,
+        grid: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Host side: the launch.
+
+        Args:
+            tokens: (codes [R, bytes of K] uint8, scales [blocks, 512] uint8 or None), rows sorted by expert.
+            mW: uint8 [E, N / 64, K / step_k, bytes], see `layout`.
+            groups: (offsets [E] int32, multiples of 8, counts [E] int32), E up to 512.
+            alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
+            routing: [R] fp32 or None.
+            outputs: (rows [R, F] bf16 or fp32, or codes uint8; scales [blocks, 512] uint8 or None).
+            limit: of the SwiGLU clamp.
+            grid: CTAs to launch.
+            stream: where the launch is queued.
+        """
+
+        @cute.struct
+        class Storage:
+            x: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.x_bytes], SMEM_ALIGN]
+            w: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.w_bytes], 128]
+            sfx: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.sfx_bytes], 128]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_buffers * self.sum_words], 128]
+            groups: cute.struct.MemRange[Int32, 3 * MAX_EXPERTS]
+            scan: cute.struct.MemRange[Int32, 32]
+            full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            empty: cute.struct.MemRange[cutlass.Int64, self.stages]
+
+        self.storage = Storage
+        sources, ends = Sources(mW, *tokens), Ends(alpha, alpha_up, routing, *outputs, limit)
+        self.kernel(sources, groups, ends).launch(
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True, min_blocks_per_mp=1
+        )
+
+    # ---------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(self, sources: Sources, given: tuple, ends: Ends):
+        """Set-up shared by all warps, then one role each."""
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = memory.SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        if tidx == 0:
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(full + i, 33)  # the bulk copy's bytes, and a lane each
+                cute.arch.mbarrier_init(empty + i, 4)  # a warp each of the warpgroup that has the stage
+            cute.arch.mbarrier_init_fence()
+        table = storage.groups.get_tensor(cute.make_layout((MAX_EXPERTS, 3)))
+        groups = Groups(table[None, 0], table[None, 1], table[None, 2], sources.w.shape[1])
+        cute.arch.griddepcontrol_wait()
+        self.find_groups(*given, groups, storage.scan.get_tensor(cute.make_layout(32)))
+        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
+        total = groups.ends[MAX_EXPERTS - 1]
+        stages = Stages(
+            storage.x.data_ptr().toint(),
+            storage.w.data_ptr(),
+            storage.sfx.data_ptr().toint() if self.scaled else Int32(0),
+            full,
+            empty,
+        )
+        if warp >= LOAD_WARP:
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+            if warp == LOAD_WARP:
+                self.load(sources, groups, total, stages)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            shape = cute.make_layout((PITCH, self.tile_n, CONSUMERS, self.sum_buffers))
+            self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
+
+    @cute.jit
+    def consume(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sSum: cute.Tensor, ends: Ends):
+        """Consumer warps: tile after tile.
+
+        Args:
+            total: number of tiles.
+        """
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        tidx, _, _ = cute.arch.thread_idx()
+        steps = sources.w.shape[2]
+        due = stage = cute.arch.make_warp_uniform(tidx // 128)
+        first, buffer, parity = Int32(0), Int32(0), Int32(0)
+        rSum = cute.make_rmem_tensor(self.tile_n // 2, Float32)
+        for index in cutlass.range(block, total, grid, unroll=1):
+            tile = self.tile(groups, index)
+            due, stage, parity = self.sum_up(steps, due, stage, parity, stages, rSum)
+            self.finish(tile, first, buffer, sSum, ends, rSum)
+            first = (first + steps) % CONSUMERS
+            if cutlass.const_expr(self.sum_buffers > 1):
+                buffer = buffer ^ 1

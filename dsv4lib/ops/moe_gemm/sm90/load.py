@@ -1,0 +1,118 @@
+"""How weights, tokens and their scales reach shared memory.
+
+A stage of weights is one bulk copy: the bytes lie in global memory as the consumers read them. Tokens come in 16-byte
+pieces by `cp.async`, each lane a piece of four rows: rows that a group does not have are filled with zeros and are not
+read, and any row may be a token, which boxes of TMA and their descriptors would not allow.
+
+    tokens     [128 bytes of K][token][128 B], piece p of token n at piece p ^ (n % 8): the 128-byte swizzle
+    scales     [128 K][token] words of 4 E8M0 bytes, a byte for 32 K
+
+All writes into a stage arrive at its full barrier: the bytes of the bulk copy, and `cp.async` of 32 lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from dsv4lib.dsl import bulk
+from dsv4lib.dsl.umma import SCALE_BLOCK
+from dsv4lib.ops.moe_gemm.sm90.config import ROW_BYTES
+from dsv4lib.ops.moe_gemm.sm90.groups import Groups, Tile, Walk
+
+LANES, PIECE = 32, 16
+PIECES = ROW_BYTES // PIECE
+ROWS = LANES // PIECES  # that a warp copies at a time
+
+
+class Sources(NamedTuple):
+    """What is multiplied, in global memory."""
+
+    w: cute.Tensor  # uint8 [E, N / 64, K / step_k, bytes]
+    x: cute.Tensor  # uint8 [R, bytes of K]
+    sfx: Any  # uint8 [blocks, 512] or None
+
+
+class Stages(NamedTuple):
+    """Addresses of the first stage of each ring in shared memory, and of the barriers."""
+
+    x: Int32
+    w: cute.Pointer
+    sfx: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Load(Walk):
+    """The load warp."""
+
+    @cute.jit
+    def load(self, sources: Sources, groups: Groups, total: Int32, stages: Stages):
+        """Load warp: tile after tile, stage after stage.
+
+        Args:
+            total: number of tiles.
+        """
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        lane = cute.arch.lane_idx()
+        steps = sources.w.shape[2]
+        stage, parity = Int32(0), Int32(1)
+        for index in cutlass.range(block, total, grid, unroll=1):
+            tile = self.tile(groups, index)
+            for step in cutlass.range(steps, unroll=1):
+                full = stages.full + stage
+                cute.arch.mbarrier_wait(stages.empty + stage, parity)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.w_bytes)
+                    source = sources.w[tile.expert, tile.feature, step, None].iterator
+                    bulk.load_bulk(stages.w + stage * self.w_bytes, source, Int32(self.w_bytes), full, once=True)
+                self.load_tokens(sources.x, tile, step, stages.x + stage * self.x_bytes)
+                if cutlass.const_expr(self.scaled):
+                    self.load_scales(sources, tile, step, stages.sfx + stage * self.sfx_bytes)
+                cute.arch.cp_async_mbarrier_arrive_noinc(full)
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, parity = Int32(0), parity ^ 1
+        cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
+
+    @cute.jit
+    def load_tokens(self, mX: cute.Tensor, tile: Tile, step: Int32, target: Int32):
+        """Tokens of a stage; lane 8 r + p has piece p of rows r, r + 4, .."""
+        lane = cute.arch.lane_idx()
+        piece, row = lane % PIECES, lane // PIECES
+        source = mX[tile.row + row, None].iterator.toint() + (step * self.row_bytes + piece * PIECE)
+        target = target + row * ROW_BYTES + ((piece ^ row) << 4)
+        pitch = Int64(mX.stride[0]) * ROWS
+        for i in cutlass.range_constexpr(self.tile_n // ROWS):
+            size = cutlass.select_(row + i * ROWS < tile.rows, Int32(PIECE), Int32(0))
+            place = (target ^ (i % 2 * ROWS << 4)) + i * ROWS * ROW_BYTES
+            for chunk in cutlass.range_constexpr(self.row_chunks):
+                copy(place + chunk * self.tile_n * ROW_BYTES, source + chunk * ROW_BYTES, PIECE, size)
+            source = source + pitch
+
+    @cute.jit
+    def load_scales(self, sources: Sources, tile: Tile, step: Int32, target: Int32):
+        """Scales of a stage: word i of them is that of token i mod tile_n, 128 K i div tile_n."""
+        lane = cute.arch.lane_idx()
+        blocks = cute.ceil_div(sources.x.shape[1], ROW_BYTES)  # of 128 rows x 4 scales, a row has of them
+        words = self.tile_n * self.chunks
+        for i in cutlass.range_constexpr(0, words, LANES):
+            word = i + lane
+            token, chunk = word % self.tile_n, word // self.tile_n
+            row = tile.row + token
+            at = row // 128 * blocks + step * self.chunks + chunk
+            source = sources.sfx.iterator.toint() + Int64(at) * SCALE_BLOCK + (row % 32 * 16 + row % 128 // 32 * 4)
+            size = cutlass.select_(token < tile.rows, Int32(4), Int32(0))
+            if word < words:
+                copy(target + 4 * word, source, 4, size)
+
+
+def copy(target: Int32, source: Int64, width: int, size: Int32) -> None:
+    """Copy ``size`` bytes to shared memory and fill up to ``width`` with zeros, asynchronously."""
+    kind = "cg" if width == PIECE else "ca"
+    text = f"cp.async.{kind}.shared.global [{{$r0}}], [{{$r1}}], {width}, {{$r2}};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, size])

@@ -1,0 +1,186 @@
+"""The op behind `moe_gemm` for weights that `tile_weights` has tiled: a Hopper's kernel.
+
+    w = Operand(tile_weights(codes, scales, "w4a8"))
+    h = moe_gemm(x, w, offsets, counts, mode="w4a8", swiglu=True, out_format="mxfp8", ...)
+
+The tiled operand chooses this kernel; `moe_gemm` has the arguments. What it does not have is refused by name: modes
+other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. A scale of x of 2^-127 (byte 0,
+which `quantize` does not make) counts as 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import mxfp4, scale_swizzle
+from dsv4lib.ops.common import compile_cache, launching
+from dsv4lib.ops.common.schema import op
+from dsv4lib.ops.common.splits import SM_COUNT
+from dsv4lib.ops.moe_gemm.operands import Operand, check_devices, check_groups, finished, new_output, numbers
+from dsv4lib.ops.moe_gemm.sm90 import arguments
+from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, TILES_N
+from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.layout import TILE_M, step_of, tiled_shape, untile_weights
+
+ARCHS = ("sm_90a",)
+EXPECTED = (1, 8, 32)  # tokens of a group, one for each tile
+
+
+def multiply(
+    x: Operand,
+    w: Operand,
+    offsets: Tensor,
+    counts: Tensor,
+    *,
+    mode: str,
+    alpha: Tensor | None,
+    alpha_up: Tensor | None,
+    routing: Tensor | None,
+    swiglu: bool,
+    out_format: str,
+    out_global: Tensor | None,
+    limit: float,
+    expected: int,
+    out: Operand | None,
+    backend: str,
+) -> Operand:
+    """Call the op; arguments as of `moe_gemm`, w tiled and without scales of its own.
+
+    Raises:
+        ArgumentError: see `moe_gemm`.
+    """
+    for name, value, allowed in (("mode", mode, MODES), ("out_format", out_format, OUTPUTS)):
+        if value not in allowed:
+            raise ArgumentError(name, value, f"one of {', '.join(allowed)}, where w is tiled")
+    for name, value in (("w.scales", w.scales), ("out_global", out_global)):
+        if value is not None:
+            raise ArgumentError(name, "given", "None, where w is tiled")
+    if out is None:
+        features, _, _ = tiled_shape(tuple(w.codes.shape), mode)
+        out = new_output(x.codes, features // (2 if swiglu else 1), out_format)
+    tensors = x.codes, w.codes, out.codes, x.scales, alpha, alpha_up, out.scales, routing, offsets, counts
+    Call.op(*tensors, limit, mode, out_format, swiglu, expected, backend)
+    return out
+
+
+def tile_of(expected: int, mode: str) -> int:
+    """Choose tokens of a tile for groups of ``expected`` tokens on average.
+
+    The smallest of which half are as many: of 100 such groups one has more, whose weights then come once more from L2.
+    """
+    return next((n for n in TILES_N[mode] if 2 * expected <= n), TILES_N[mode][-1])
+
+
+def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED) -> dict[str, float]:
+    """Compile (or read from disk) and load what calls will need.
+
+    Args:
+        wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
+            are not 4096, "w4a8", "bf16", False, False, True.
+        expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
+
+    Returns:
+        seconds by kernel.
+    """
+    needed = []
+    for options in wanted:
+        given = {"K": 4096, "mode": "w4a8", "out_format": "bf16", **options}
+        settings = {"step_k": step_of(given.pop("K")), "out": given.pop("out_format"), **given}
+        for tile_n in sorted({tile_of(n, given["mode"]) for n in expected}):
+            needed.append((TiledMoeGemm, {**settings, "tile_n": tile_n}, arguments.fake_args))
+    return compile_cache.default().warm_up(needed, launching.arch("auto", ARCHS))
+
+
+@op("moe_gemm_tiled", mutates=("out", "out_scales"), names={"formats": "mode"}, archs=ARCHS)
+@dataclass(kw_only=True)
+class Call:
+    """A call of `moe_gemm` with tiled weights."""
+
+    x: Tensor
+    w: Tensor
+    out: Tensor
+    x_scales: Tensor | None
+    alpha: Tensor | None
+    alpha_up: Tensor | None
+    out_scales: Tensor | None
+    routing: Tensor | None
+    offsets: Tensor
+    counts: Tensor
+    limit: float
+    formats: str
+    out_format: str
+    swiglu: bool
+    expected: int
+    backend: str
+
+    out_global = None  # of NVFP4 output, which there is none of
+
+    def check(self) -> None:
+        """Check devices; `arguments.launch_args` checks the rest."""
+        check_devices(vars(self))
+
+    def settings(self) -> dict[str, Any]:
+        """Make options of the kernel."""
+        _, _, step = tiled_shape(tuple(self.w.shape), self.formats)
+        return {
+            "mode": self.formats,
+            "tile_n": tile_of(self.expected, self.formats),
+            "step_k": step,
+            "swiglu": self.swiglu,
+            "out": self.out_format,
+            "routed": self.swiglu and self.routing is not None,
+            "alpha": self.alpha is not None,
+        }
+
+    def check_values(self) -> None:
+        """Check that groups start at blocks of scales and lie apart."""
+        check_groups(self.offsets, self.counts, len(self.x))
+
+    def run(self, backend: str) -> None:
+        """Launch the kernel, or ask the oracle."""
+        settings = self.settings()
+        plan = TiledMoeGemm(**settings)
+        if not self.x.shape[0]:
+            return
+        if backend == "reference":
+            arguments.launch_args(plan, self, 1)  # checks: what one back end takes all take
+            _reference(self)
+            return
+        if backend == "native":
+            grid = launching.sm_count(self.x.device)
+        else:
+            grid = max(1, min(self.w.shape[1] * int((-(-self.counts // plan.tile_n)).sum()), SM_COUNT))
+        given = arguments.launch_args(plan, self, grid, launching.stream(backend, self.x))  # refused: not compiled
+        _, code = compile_cache.default().get(
+            TiledMoeGemm, settings, arguments.fake_args, launching.arch(backend, ARCHS)
+        )
+        launching.enqueue(backend, code, given)
+
+
+def weights(tiled: Tensor, mode: str) -> Tensor:
+    """Decode tiled weights to fp64 [E, N, K]."""
+    return mxfp4.dequantize(mxfp4.MXFP4Tensor(*untile_weights(tiled, mode)), torch.float64)
+
+
+def _reference(call: Call) -> None:
+    """Ask the oracle in fp64, group by group."""
+    x, w = call.x.double(), weights(call.w, call.formats)
+    if call.formats == "w4a8":
+        x = numbers(call.x, call.x_scales, "w4a8", False)
+    scales = None
+    if call.out_scales is not None:
+        scales = scale_swizzle.unswizzle(call.out_scales, len(x), w.shape[1] // TILE_M)
+    for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
+        own = slice(first, first + count)
+        routing = None if call.routing is None else call.routing[own]
+        call.out[own], found = finished(x[own] @ w[e].T, call, e, routing)
+        if scales is not None:
+            scales[own] = found
+    if scales is not None:
+        call.out_scales.copy_(scale_swizzle.swizzle(scales))

@@ -1,0 +1,132 @@
+"""`moe_gemm` with tiled weights: both GEMMs of a layer in the emulator and by the oracle, refusals, torch's view."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import mxfp4
+from dsv4lib.ops.common import compile_cache
+from dsv4lib.ops.moe_dispatch.op import moe_dispatch
+from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
+from dsv4lib.ops.moe_gemm.sm90 import op
+from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
+from dsv4lib.ops.quantize.op import quantize
+
+EXPERTS, HIDDEN, WIDTH, TOKENS, TOP = 5, 384, 128, 7, 2
+FORMATS = {"w4a8": "mxfp8", "w4a16": "bf16"}
+
+
+def weights(rows, k, mode, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = mxfp4.quantize(torch.randn(EXPERTS, rows, k, generator=generator))
+    return Operand(tile_weights(q.packed, q.scales, mode))
+
+
+def routes():
+    """Tokens sorted by expert; expert 3 has none."""
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(-1)[:, :TOP].int()
+    experts += experts >= 3
+    return moe_dispatch(experts, torch.rand(TOKENS, TOP, generator=generator) + 0.1, count=EXPERTS, backend="emulator")
+
+
+def layer(mode, backend):
+    """(rows of h, rows of y) of the tokens' rows, as numbers."""
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = routes()
+    if mode == "w4a8":
+        q = quantize(x, "mxfp8", rows=found.rows, swizzled=True, backend="emulator")
+        given = Operand(q.codes, q.scales)
+    else:
+        given = Operand(x[found.rows.clamp(min=0).long()])
+    groups = found.offsets[:-1], found.counts
+    ones = torch.linspace(0.5, 1.5, EXPERTS)
+    common = {"mode": mode, "expected": 3, "backend": backend}
+    first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
+    h = moe_gemm(given, weights(2 * WIDTH, HIDDEN, mode, 2), *groups, out_format=FORMATS[mode], **first, **common)
+    y = moe_gemm(h, weights(HIDDEN, WIDTH, mode, 3), *groups, **common).codes
+    rows = found.row_of.flatten().long()
+    return h, y[rows].float(), rows
+
+
+@pytest.mark.parametrize("mode", FORMATS)
+def test_both_gemms_of_a_layer(mode):
+    """The kernel's h and y against the oracle's; h of the one is what the other reads, scales too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # hazards
+        h, y, rows = layer(mode, "emulator")
+    want_h, want_y, _ = layer(mode, "reference")
+    if mode == "w4a8":
+        assert float((h.codes[rows] != want_h.codes[rows]).float().mean()) < 0.01
+    else:
+        torch.testing.assert_close(h.codes[rows], want_h.codes[rows], rtol=2.0**-7, atol=1e-3)
+    assert float((y - want_y).norm() / want_y.norm()) < 2.0**-7 and float(want_y.norm()) > 1
+
+
+def call(**changes):
+    x = torch.zeros(256, 128, dtype=torch.uint8)
+    scales = torch.full((1024,), 127, dtype=torch.uint8)
+    w = Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8))
+    groups = torch.tensor([0, 128], dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
+    given = {"x": Operand(x, scales), "w": w, "offsets": groups[0], "counts": groups[1], "mode": "w4a8"}
+    return moe_gemm(**{**given, "backend": "reference", **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mode", {"mode": "nvfp4"}),
+        ("out_format", {"out_format": "nvfp4", "swiglu": True}),
+        ("out_global", {"out_global": torch.ones(2)}),
+        ("w.scales", {"w": Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8), torch.zeros(4))}),
+        ("w", {"mode": "w4a16"}),
+        ("counts", {"counts": torch.tensor([3, -1], dtype=torch.int32)}),
+        ("offsets", {"offsets": torch.tensor([8, 128], dtype=torch.int32)}),
+        ("expected", {"expected": -1}),
+    ],
+)
+def test_what_is_refused(name, changes):
+    assert call().codes.shape == (256, 64)
+    with pytest.raises(ArgumentError) as caught:
+        call(**changes)
+    assert caught.value.name == name
+
+
+def test_untiled_weights_have_no_such_mode():
+    with pytest.raises(ArgumentError, match="nvfp4, w4a8, mxfp8, bf16"):
+        call(w=Operand(torch.zeros(2, 64, 64, dtype=torch.uint8)), mode="w4a16")
+
+
+def test_tokens_choose_a_tile():
+    assert [op.tile_of(n, "w4a8") for n in (0, 1, 4, 5, 8, 9, 1000)] == [8, 8, 8, 16, 16, 32, 32]
+    assert op.tile_of(1000, "w4a16") == 16
+
+
+def test_torch_sees_what_is_written():
+    """torch's own check of schema and fake implementation."""
+    schema = torch.ops.dsv4.moe_gemm_tiled.default._schema
+    assert [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write] == ["out", "out_scales"]
+    x, w = torch.zeros(128, 128, dtype=torch.uint8), torch.zeros(1, 1, 1, 4352, dtype=torch.uint8)
+    out, group = torch.zeros(128, 64).bfloat16(), torch.tensor([0], dtype=torch.int32)
+    given = {"x": x, "w": w, "out": out, "offsets": group, "counts": group + 2, "limit": 10.0, "formats": "w4a8"}
+    given |= {"x_scales": torch.full((512,), 127, dtype=torch.uint8), "out_format": "bf16", "swiglu": False}
+    names = inspect.signature(op.Call).parameters
+    flat = tuple({**dict.fromkeys(names), **given, "expected": 1, "backend": "reference"}[name] for name in names)
+    with torch.no_grad():
+        found = torch.library.opcheck(torch.ops.dsv4.moe_gemm_tiled.default, flat)
+    assert set(found.values()) == {"SUCCESS"}, found
+
+
+def test_a_warmed_up_call_compiles_nothing():
+    wanted = {"K": HIDDEN, "swiglu": True, "routed": True, "out_format": "mxfp8"}, {"K": WIDTH, "alpha": False}
+    assert len(op.warm_up(wanted, (3,))) == 2
+    counts = compile_cache.default().counts
+    before = counts.compiled, counts.from_disk
+    groups = routes()
+    mine = [groups.offsets[:-1], groups.counts]
+    x = quantize(torch.randn(TOKENS, WIDTH).bfloat16(), "mxfp8", rows=groups.rows, swizzled=True, backend="reference")
+    moe_gemm((x.codes, x.scales), weights(64, WIDTH, "w4a8", 4), *mine, mode="w4a8", expected=3, backend="emulator")
+    assert (counts.compiled, counts.from_disk) == before
