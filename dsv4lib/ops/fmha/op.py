@@ -110,7 +110,7 @@ def fmha(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     _check_scale(scale)  # before the schema, which has no room for all ints
     outputs, numbers = (o, lse, workspace), (scale, normalise, 0 if splits is None else splits)
-    Call.op(q, keys, index, *window_of(window), groups, sink, rope, *outputs, *numbers, backend)
+    Call.op(q, keys, index, *window_of(window, q), groups, sink, rope, *outputs, *numbers, backend)
     return o, lse
 
 

@@ -167,26 +167,25 @@ def entries_of(entries: Selected | Rows | Gathered | None, q: Tensor) -> tuple[K
     if isinstance(entries, Rows):
         pool, page = _flat("entries.pool", entries.pool)
         return Keys(pool, entries.first, entries.count, page, _most("entries", entries.most, pool, page)), None
-    return _selected("entries", entries)
+    return _selected("entries", entries, q)
 
 
-def _selected(name: str, keys: Selected) -> tuple[Keys, Tensor]:
+def _selected(name: str, keys: Selected, q: Tensor) -> tuple[Keys, Tensor]:
     if keys.index.dim() != 2:
         raise ArgumentError(f"{name}.index.shape", tuple(keys.index.shape), "[T, K]")
-    tokens, width = keys.index.shape
-    count = keys.count
+    width, count = keys.index.shape[1], keys.count
     if count is None:
-        count = torch.full((tokens,), width, device=keys.index.device, dtype=torch.int32)
+        count = torch.full((q.shape[0],), width, device=q.device, dtype=torch.int32)
     pool, page = _flat(f"{name}.pool", keys.pool)
     return Keys(pool, None, count, page, width), keys.index
 
 
-def window_of(window: Ring | Rows | Selected | None) -> tuple[Keys | None, Tensor | None]:
+def window_of(window: Ring | Rows | Selected | None, q: Tensor) -> tuple[Keys | None, Tensor | None]:
     """Make keys of a window, and their index."""
     if window is None:
         return None, None
     if isinstance(window, Selected):
-        return _selected("window", window)
+        return _selected("window", window, q)
     if isinstance(window, Ring):
         window = window.rows()
     pool, page = _flat("window.pool", window.pool)

@@ -28,7 +28,23 @@ def flat(splits=1, backend="emulator"):
     o, lse = torch.zeros_like(ONE.q), torch.zeros(2, 64)
     entries = ONE.pool, None, ONE.count, 0, 70, ONE.index
     window = ONE.span, ONE.window_first, ONE.window_count, 0, 128
-    return ONE.q, *entries, *window, None, ONE.sink, ONE.cos, ONE.sin, o, lse, None, ONE.scale, True, splits, backend
+    return (
+        ONE.q,
+        *entries,
+        *window,
+        None,
+        None,
+        ONE.sink,
+        ONE.cos,
+        ONE.sin,
+        o,
+        lse,
+        None,
+        ONE.scale,
+        True,
+        splits,
+        backend,
+    )
 
 
 # -------------------------------------------------------------- what torch knows
