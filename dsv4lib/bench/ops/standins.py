@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from dsv4lib.bench.ops.case import Absent
 
-HOST_SIDE = re.compile(r"dsv4lib\.ops\.(?:\w+(?:\.op)?|common\.\w+)")
+HOST_SIDE = re.compile(r"dsv4lib\.ops\.(?:\w+(?:(?:\.\w+)?\.op)?|common\.\w+)")
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from dsv4lib.bench.ops import inputs, providers
 from dsv4lib.bench.ops.case import Given, Row
-from dsv4lib.formats import e4m3, fp8_block, scale_swizzle, ue8m0
+from dsv4lib.formats import e4m3, fp8_block, mxfp4, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_dispatch.size import max_rows
 from dsv4lib.ops.moe_gemm import op
-from dsv4lib.ops.moe_gemm.sm90 import op as hopper
-from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, FORMS, TILE_M, step_of, tile_bytes, tiled_shape
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, FORMS, TILE_M, step_of, tile_bytes, tiled_shape, untile_weights
 from dsv4lib.reference import moe_dispatch as routes_of
 from dsv4lib.reference.moe_gemm import swiglu
 
@@ -107,10 +106,14 @@ def _operands(gemm: Gemm, mode: str, tokens: int, generator: torch.Generator) ->
 
 def _new(given: Given) -> dict[str, Tensor]:
     features, _, _ = tiled_shape(tuple(given["w"].shape), given["mode"])
+    x, width = given["x"], features // 2
     if given["routing"] is None:
-        return {"y": op.new_output(given["x"], features, "bf16").codes}
-    out = op.new_output(given["x"], features // 2, OUTPUTS[given["mode"]])
-    return {"h": out.codes} if out.scales is None else {"h": out.codes, "h_scales": out.scales}
+        return {"y": x.new_empty(len(x), features, dtype=torch.bfloat16)}
+    if OUTPUTS[given["mode"]] == "bf16":
+        return {"h": x.new_empty(len(x), width, dtype=torch.bfloat16)}
+    scales = scale_swizzle.swizzled_bytes(len(x), -(-width // BLOCK))
+    codes, scales = (x.new_zeros(*shape, dtype=torch.uint8) for shape in ((len(x), width), (scales,)))
+    return {"h": codes, "h_scales": scales}
 
 
 def _ours(given: Given, out: Mapping[str, Tensor]) -> None:
@@ -161,7 +164,8 @@ def _first_rows(given: Given) -> list[tuple[int, Tensor]]:
 
 def _truth(given: Given, expert: int, own: Tensor) -> Tensor:
     """What an expert makes of some of its rows, fp64."""
-    w, x = hopper.weights(given["w"][expert : expert + 1], given["mode"])[0], given["x"][own]
+    packed = untile_weights(given["w"][expert : expert + 1], given["mode"])
+    w, x = mxfp4.dequantize(mxfp4.MXFP4Tensor(*packed), torch.float64)[0], given["x"][own]
     if given["x_scales"] is not None:
         scales = scale_swizzle.unswizzle(given["x_scales"], len(given["x"]), w.shape[1] // BLOCK)[own]
         x = e4m3.decode(x, torch.float64) * ue8m0.decode(scales, torch.float64).repeat_interleave(BLOCK, -1)

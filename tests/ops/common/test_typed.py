@@ -6,7 +6,7 @@ import torch
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.compressor.op import Batch, Pages, Running, Weights, compressor
-from dsv4lib.ops.fmha.op import Fp8Pages, Ring, Rows, Selected, fmha
+from dsv4lib.ops.fmha.op import Fp8Pages, Gathered, Ring, Rows, Selected, fmha
 from dsv4lib.ops.kv_gather.op import kv_gather
 from dsv4lib.ops.mhc.op import Eps, Site, mhc_pre
 from dsv4lib.ops.moe_gemm.op import moe_gemm
@@ -50,7 +50,8 @@ WEIGHTS = Weights(*(torch.zeros(1) for _ in range(4)))
         ("entries.index", lambda: fmha(Q, Selected(X, None))),
         ("entries.pool.page", lambda: fmha(Q, Selected(Fp8Pages(PAGES, "1"), INDEX))),
         ("entries.pool.pages", lambda: fmha(Q, Selected(Fp8Pages(X, 1), INDEX))),
-        ("window", lambda: fmha(Q, None, Selected(X, INDEX))),
+        ("window", lambda: fmha(Q, None, Gathered(X, INDEX))),
+        ("window.index", lambda: fmha(Q, None, Selected(X, INDEX.float()))),
         ("window.most", lambda: fmha(Q, None, Rows(X, INDEX[0], INDEX[0], 1.5))),
         ("scale", lambda: fmha(Q, scale=float("nan"))),
         ("rope[0]", lambda: fmha(Q, rope=(1.0, X))),
