@@ -132,10 +132,10 @@ def history(state: State, start: int, rate: int, overlap: bool) -> tuple[torch.T
     return state.k[:, slots].masked_fill(missing, 0.0), state.z[:, slots].masked_fill(missing, float("-inf"))
 
 
-def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int, most: int) -> State:
-    """State after the rows of positions ``start ..``: the newest, at most so many, overwrite the oldest."""
+def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
+    """State after the rows of positions ``start ..``: the newest rows overwrite the oldest."""
     rows = state.k.shape[1]
-    keep = min(most, k.shape[1])
+    keep = min(rows, k.shape[1])
     slots = torch.arange(start + k.shape[1] - keep, start + k.shape[1], device=k.device) % rows
     return State(
         state.k.index_copy(1, slots, k[:, k.shape[1] - keep :]),
@@ -164,7 +164,7 @@ def advance(
         pooled = pool_windows(rows_k, rows_z, rate, overlap)
     else:
         pooled = k.new_zeros(k.shape[0], 0, k.shape[2] // (2 if overlap else 1))
-    return pooled, torch.arange(first, after, device=k.device), update(state, k, z, start, rate * (1 + overlap))
+    return pooled, torch.arange(first, after, device=k.device), update(state, k, z, start)
 
 
 def compress(
@@ -250,7 +250,7 @@ def compress_packed(
 
     Args:
         batch: see :class:`Packed`; overlap where width is 2 D.
-        state: rows of all requests, ``[S, rows, width]``.
+        state: rows of all requests, ``[S, rows, width]``; of a call the newest rows that an entry pools are stored.
         eps: of the RMSNorm.
         dtype: what an entry is rounded to after pooling, after the norm and after RoPE; None: nothing. The released
             code pools in fp32 and stores in bf16 from there on, before it quantises.
@@ -266,8 +266,9 @@ def compress_packed(
         own = State(*(x[place : place + 1] for x in state))
         pooled, index, own = advance(k[None], z[None], own, start, rate, overlap)
         found.append(batch.ended(pooled[0], index, row, start, eps, dtype))
+        stored = torch.arange(start + max(0, count - rate * (1 + overlap)), start + count) % state.k.shape[1]
         for old, new in zip(after, own, strict=True):
-            old[place] = new[0]
+            old[place, stored] = new[0, stored]
     entries, slots = zip(*found, strict=True)
     return torch.cat(entries), torch.cat(slots), after
 
