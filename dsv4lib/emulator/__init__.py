@@ -1,13 +1,13 @@
 """An emulator of NVIDIA GPUs for kernels compiled by CuTeDSL: it runs PTX for SM80 to SM103 on any CPU, and checks it.
 
-with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and what is built on them believe it
+with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and code built on them see a GPU
     compiled = cute.compile(kernel, a, b)
     compiled(a, b)
 gpu.launches[-1].result, gpu.hazards, gpu.trace      # the trace with device(..., trace=True), see trace/trace.py
 
-with emulator.devices(2) as gpus: ...                # several, with memory that all see, see driver/devices.py
+with emulator.devices(2) as gpus: ...                # several, with memory that all share, see driver/devices.py
 emulator.launch(compiled, a, b)                      # one call, nothing patched
-emulator.emulate("script.py", ["--its", "args"])     # somebody's script, in a fresh process
+emulator.emulate("script.py", ["--its", "args"])     # any script, in a fresh process
 """
 
 from __future__ import annotations

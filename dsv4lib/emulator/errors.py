@@ -33,12 +33,12 @@ class Place:
     device: int | None = None
 
     def __str__(self) -> str:
-        who = "" if self.device is None else f" device {self.device}"
-        who += "" if self.cta is None else f" cta {self.cta}"
-        who += "" if self.warp is None else f" warp {self.warp}"
-        who += f" lanes {self.lanes:#010x}" if self.lanes else ""
+        where = "" if self.device is None else f" device {self.device}"
+        where += "" if self.cta is None else f" cta {self.cta}"
+        where += "" if self.warp is None else f" warp {self.warp}"
+        where += f" lanes {self.lanes:#010x}" if self.lanes else ""
         at = f" at {self.python}" if self.python else ""
-        return f"{self.kernel}{who}{at}, PTX line {self.ptx_line}: {self.ptx}"
+        return f"{self.kernel}{where}{at}, PTX line {self.ptx_line}: {self.ptx}"
 
 
 class EmulatorError(DSV4Error):
@@ -72,7 +72,7 @@ class HazardError(EmulatorError):
 
 
 class Deadlock(EmulatorError):
-    """Nothing will ever change: all warps wait, or repeat the same loop; the message lists who waits on what."""
+    """All warps wait, or repeat the same loop; the message lists what each waits on."""
 
 
 class LimitExceeded(EmulatorError):

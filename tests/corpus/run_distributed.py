@@ -5,7 +5,7 @@
 All ranks are threads of one process, of which one runs at a time: a rank gives way where it waits for the others, in a
 collective. What such scripts import is served here: torch.distributed (collectives over the tensors themselves),
 torch's symmetric memory, NVSHMEM's Python package, and the few calls of cuda.core around them. Kernels run together as
-soon as somebody looks at their results (emulator.devices). Exit code: 0, or 1 with the first traceback. The schedule is
+soon as their results are read (emulator.devices). Exit code: 0, or 1 with the first traceback. The schedule is
 that of DSV4_SCHEDULE.
 
 Seen with CUTLASS 7107b05 (examples/python/CuTeDSL/cute/blackwell/kernel/distributed) on 2 devices: nine of the ten
@@ -65,7 +65,7 @@ class World:
     def run(self, rank: int, body: Callable[[], None]) -> None:
         """The life of a rank."""
         with self.turn:
-            self._local.rank, self._local.asked = rank, 0
+            self._local.rank, self._local.buffers = rank, 0
             try:
                 self._take_over()
                 body()
@@ -86,7 +86,7 @@ class World:
         os.environ.update({"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.size)})
 
     def exchange(self, value: Any = None) -> list[Any]:
-        """Everybody's values, by rank, once all are here."""
+        """Exchange values: all of them, by rank, once every rank has come."""
         stream, number = RUNTIME.stream, self._round
         self._given[self.rank] = value
         if len(self._given) == self.size:
@@ -108,7 +108,7 @@ class World:
         self.turn.notify_all()
         while self._runs == number and not self.failed:
             if self._syncing + len(self._given) + self._done == self.size:
-                self.gpus.together.run()
+                self.gpus.queues.run()
                 self._runs += 1
                 self._syncing = 0
                 self.turn.notify_all()
@@ -119,8 +119,8 @@ class World:
 
     def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of the next symmetric buffer."""
-        number = self._local.asked
-        self._local.asked += 1
+        number = self._local.buffers
+        self._local.buffers += 1
         if number == len(self.buffers):
             self.buffers.append(self.gpus.symmetric(shape, dtype, f"symmetric {number}"))
         buffer = self.buffers[number]
@@ -152,7 +152,7 @@ class Handle:
 
 def _distributed(world: World, patch: Patches) -> None:
     def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's tensor, read when everybody has launched what comes before the collective."""
+        """All ranks' tensors, read when every rank has launched what comes before the collective."""
         world.exchange()
         return world.exchange(tensor.cpu())
 
@@ -283,7 +283,7 @@ def run(count: int, script: Path, args: list[str], **settings: Any) -> tuple[lis
             for thread in ranks:
                 thread.join()
         RUNTIME.select(0)
-        gpus.together.discard()
+        gpus.queues.discard()
         patch.undo()
     return world.failed, gpus
 

@@ -63,8 +63,8 @@ def prepare(
         if isinstance(value, np.ndarray):
             gmem.register_array(value, f"argument {i}")
     shape = [(v, 1, 1) if isinstance(v, int) else tuple(v) for v in (grid, block)]
-    asked = LaunchRequest(name, module, shape[0], shape[1], params=pack(kernel, args), **request)
-    return Machine(lowered, asked, gmem, settings or Settings())
+    wanted = LaunchRequest(name, module, shape[0], shape[1], params=pack(kernel, args), **request)
+    return Machine(lowered, wanted, gmem, settings or Settings())
 
 
 def launch(text: str, *args: Any, **options: Any) -> LaunchResult:

@@ -239,7 +239,7 @@ def test_warp_barrier_in_different_places():
 
 
 def test_warp_barrier_is_not_passed_by_some_lanes():
-    """Lane 0 waits for a barrier that nobody completes; its warp must not get past bar.warp.sync without it."""
+    """Lane 0 waits for a barrier that never completes; its warp must not get past bar.warp.sync without it."""
     body = """
     and.b32 %r3, %r1, 31; setp.eq.u32 %p1, %r3, 0; @%p1 bra ZERO; bar.warp.sync 0xffffffff;
     st.global.b32 [%rd1], 1; exit;
@@ -338,7 +338,7 @@ def test_instructions_that_only_order():
 
 
 @pytest.mark.parametrize("opcode", ["fence.sc", "membar.cluster", "bar.sync.aligned 0", "barrier.cluster.wait.release"])
-def test_wrong_spellings_are_refused(opcode):
+def test_wrong_variants_are_refused(opcode):
     with pytest.raises(EmulatorError, match="is not implemented"):
         run(f"{opcode};")
 
@@ -383,7 +383,7 @@ def test_other_grids_have_no_workspace():
 
 
 def test_the_reserved_shared_memory_of_cooperative_groups():
-    """288 bytes of zeros that nobody else has, from %reserved_smem_offset_1 on."""
+    """288 bytes of zeros of the CTA's own, from %reserved_smem_offset_1 on."""
     body = """
     mov.u32 %r3, %reserved_smem_offset_1; mov.u32 %r4, %reserved_smem_offset_begin; setp.ge.u32 %p1, %r3, %r4;
     add.u32 %r5, %r3, 288; mov.u32 %r6, %reserved_smem_offset_end; setp.le.and.u32 %p1, %r5, %r6, %p1;

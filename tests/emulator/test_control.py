@@ -162,7 +162,7 @@ def test_converging_instruction_waits_for_lanes_placed_behind_it():
 
 
 def test_shuffles_in_both_branches_of_an_if():
-    """Each half shuffles with its own member mask; nobody waits for the other half for ever."""
+    """Each half shuffles with its own member mask; neither half waits for the other for ever."""
     body = """
     setp.lt.u32 %p1, %r1, 16; @%p1 bra LOW;
     shfl.sync.idx.b32 %r9, %r1, 20, 31, 0xffff0000; bra END;
@@ -172,7 +172,7 @@ def test_shuffles_in_both_branches_of_an_if():
 
 
 def test_lanes_wait_for_members_that_stand_at_an_instruction_of_their_own():
-    """The body behind the join has a barrier for its own lanes: they go first, although the join comes before it."""
+    """The body after the join has a barrier for its own lanes: they go first, although the join comes before it."""
     body = """
     setp.lt.u32 %p1, %r1, 16; @%p1 bra FAR;
     JOIN: redux.sync.add.u32 %r9, %r1, 0xffffffff; bra END;

@@ -22,7 +22,7 @@ def test_instructions_of_tests_are_left_out():
     assert "coverageprobe" not in {row.base for row in coverage.rows([])}
 
 
-def test_tested_spellings_are_counted_with_their_pattern():
+def test_tested_variants_are_counted_with_their_pattern():
     rows = {row.pattern: row.tested for row in coverage.rows(["mbarrier.inval.shared.b64", "no.such.opcode"])}
     assert sum(rows.values()) == 1
     assert rows["mbarrier.inval[.<space:shared|shared::cta>].b64"] == 1

@@ -141,10 +141,10 @@ add.s64 %rd8, %rd5, 3; mov.b32 %r9, 0;
 
 
 def test_which_addresses_are_constant():
-    """Both variables to their last byte, what lies behind or elsewhere not, nor in a lane that does not ask."""
-    asked = "setp.ne.u32 %p1, %r1, 3; isspacep.const %p2, {}; @%p1 isspacep.const %p2, {}; selp.b32 %r2, 1, 0, %p2;"
+    """Both variables to their last byte, what lies past the end or elsewhere not, nor in a lane that does not query."""
+    query = "setp.ne.u32 %p1, %r1, 3; isspacep.const %p2, {}; @%p1 isspacep.const %p2, {}; selp.b32 %r2, 1, 0, %p2;"
     body = CONST + "".join(
-        asked.format("%rd1", name) + "mad.lo.u32 %r9, %r9, 2, %r2;" for name in ("%rd4", "%rd6", "%rd8", "%rd7", "%rd1")
+        query.format("%rd1", name) + "mad.lo.u32 %r9, %r9, 2, %r2;" for name in ("%rd4", "%rd6", "%rd8", "%rd7", "%rd1")
     )
     variables = ".const .align 4 .b8 fixed[16]; .const .b32 other = 5; .global .b32 no;\n"
     module = parse.parse(entry("u64 out", FRAME + body + STORE).replace(HEADER, HEADER + variables))
@@ -197,7 +197,7 @@ mad.lo.u32 %r9, %r4, 1000000, %r9; mad.lo.u32 %r9, %r5, 1000000, %r9;
 
 
 def test_stacks():
-    """Pieces of the size that a lane wants, aligned, behind each other, and the same ones after a restore."""
+    """Pieces of the size that a lane wants, aligned, after each other, and the same ones after a restore."""
     out = run("", STACK.replace("SIZE", "4"))
     assert out.tolist() == ((8 * LANES + 4) * 100 + LANES).tolist()
 

@@ -29,7 +29,7 @@ WIDE = [("v8.", "b32", 32), ("v4.", "b64", 64)]
 
 
 def move_kernel(space: str, form: tuple[str, str, int], modifiers: str = "") -> str:
-    """Every lane copies one access from `a` to `b` (through shared or local memory if asked)."""
+    """Every lane copies one access from `a` to `b` (through shared or local memory where ``space`` is one)."""
     vec, ptx, bits = form
     n = int(vec[1:-1] or 1) if vec else 1
     size = n * bits // 8

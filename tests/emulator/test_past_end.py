@@ -1,4 +1,4 @@
-"""Loads behind a tensor: in the padding of a CUDA allocator they are reported, further out and for stores they stop."""
+"""Loads past the end of a tensor: reported in the padding of a CUDA allocator, an error further out and for stores."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_load_in_the_padding_is_reported_and_reads_ones(load):
     assert [(h.kind, h.severity, h.facts["lane"], h.facts["nbytes"]) for h in hazards] == [
         ("global_read_past_end", "error", 20, 4)
     ]
-    assert "1 bytes behind the last byte of a" in hazards[0].message and load in str(hazards[0].place)
+    assert "1 bytes past the end of a" in hazards[0].message and load in str(hazards[0].place)
     np.testing.assert_array_equal(b[:32], np.where(LANES < 20, LANES + 1, 0xFFFFFFFF))
 
 
@@ -50,11 +50,11 @@ def test_a_load_within_the_tensor_is_silent():
 
 
 def test_the_bytes_that_exist_are_read():
-    """A vector of four words of which two are behind the end; the same address for all lanes."""
+    """A vector of four words of which two are past the end; the same address for all lanes."""
     body = "ld.param.b64 %rd4, [a]; ld.global.v4.b32 {%r2, %r3, %r4, %r5}, [%rd4+64]; add.s32 %r6, %r2, %r3;"
     hazards, b = run(body + "add.s32 %r6, %r6, %r4; st.global.b32 [%rd2], %r6;", words=18)
     assert [h.kind for h in hazards] == ["global_read_past_end"]
-    np.testing.assert_array_equal(b[:32], 17 + 18 - 1)  # the word behind the end is -1
+    np.testing.assert_array_equal(b[:32], 17 + 18 - 1)  # the word past the end is -1
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def test_the_bytes_that_exist_are_read():
     [
         ("st.global.b32 [%rd1], %r1;", True, Settings()),  # a store
         ("atom.global.add.u32 %r2, [%rd1], 1;", True, Settings()),
-        ("ld.global.b32 %r2, [%rd1+512];", True, Settings()),  # behind the padding
+        ("ld.global.b32 %r2, [%rd1+512];", True, Settings()),  # past the end of the padding
         ("ld.global.b32 %r2, [%rd1-4];", True, Settings()),
         ("mov.b64 %rd4, -4; ld.global.b32 %r2, [%rd4];", True, Settings()),  # its end wraps to 0
         ("ld.global.b32 %r2, [%rd1];", False, Settings()),  # memory that is not a tensor's
         ("ld.global.b32 %r2, [%rd1];", True, Settings(padding=0)),
         ("ld.global.b32 %r2, [%rd1];", True, Settings(padding=16)),  # 80 bytes are 5 * 16: no padding
-        ("ld.global.b32 %r2, [%rd1];", True, Settings(native_checks=0)),  # nobody would be told
+        ("ld.global.b32 %r2, [%rd1];", True, Settings(native_checks=0)),  # no report would be made
         ("ld.global.b32 %r2, [%rd1];", True, Settings(muted=frozenset(["global_read_past_end"]))),
     ],
 )

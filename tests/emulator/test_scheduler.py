@@ -190,7 +190,7 @@ _SPIN = """
 
 
 @pytest.mark.parametrize("schedule", POLICIES)
-def test_a_flag_that_nobody_sets(schedule):
+def test_a_flag_that_no_warp_sets(schedule):
     flag = aligned(4, np.uint32)
     text = entry("u64 flag", _SPIN.replace("COUNT", "100").replace("LAST", ""))
     with pytest.raises(Deadlock, match="every warp that can run repeats the same loop") as error:

@@ -45,7 +45,7 @@ def test_threads_barriers_and_counts():
     assert out.tolist() == list(range(64))
     counts = trace.counts()
     assert counts["sub.s32"] == 8 and counts["setp.gt.s32"] == 8
-    # Taken by some lanes in all rounds but the last of each warp; nobody ever takes part in the xor.
+    # Taken by some lanes in all rounds but the last of each warp; no lane ever takes part in the xor.
     assert counts["bra"] == 6 and "xor.b32" not in counts
     stores = trace.smem[trace.smem["what"] == "threads"]
     assert stores["write"].all() and sorted(stores["warp"].tolist()) == [0, 1]
@@ -105,7 +105,7 @@ WGMMA = (
 
 
 def test_wgmma_and_its_operands():
-    """D += A B with A 64 x 16 at the start of shared memory and B 8 x 16 behind it, no swizzle."""
+    """D += A B with A 64 x 16 at the start of shared memory and B 8 x 16 after it, no swizzle."""
     body = (
         START
         + """

@@ -1,4 +1,4 @@
-"""Which check answers which demand: from what can go wrong in a kernel to the kind of report and its twin tests.
+"""Map each demand on a kernel to the kind of hazard that reports it and to its twin tests.
 
 ``python -m dsv4lib.emulator.checks.clauses`` writes data/emulator/checks.md; a test fails if the file is out of date,
 if a kind answers no demand, or if a test that is named does not exist.
@@ -202,7 +202,7 @@ CLAUSES = (
         ("mbarrier_phase_unordered", "mbarrier_phase_lapped", "mbarrier_parity_range"),
         (
             *_pairs("mbarrier_parity_range"),
-            _PHASES.format("the next phase does not wait for those who wait"),
+            _PHASES.format("the next phase does not wait for the waiting warps"),
             _TRAPS.format("wrong phase of the accumulator"),
         ),
     ),
@@ -256,7 +256,7 @@ CLAUSES = (
 
 
 SILENT = (
-    "`tcgen05.cp` behind a `tcgen05.mma` of the same CTA group that still reads what the copy overwrites: the PTX ISA "
+    "`tcgen05.cp` after a `tcgen05.mma` of the same CTA group that still reads what the copy overwrites: the PTX ISA "
     "promises order for listed pairs of tcgen05 instructions (cp, shift or mma before mma, mma before shift, shift "
     "before cp.4x256b, all before commit), and this pair is not among them; but block-scaled GEMMs of CUTLASS "
     "overwrite their scale factors so, and Triton's documentation calls it valid. The tensor pipe is one agent of the "

@@ -1,4 +1,4 @@
-"""Vector clocks of one cluster: what every warp and every asynchronous agent is known to have finished.
+"""Keep the vector clocks of one cluster: what each warp and asynchronous agent is known to have finished.
 
 A clock has one entry per warp, one per tensor pipe, per warp one each for its bulk stores, its cp.async copies, its
 tcgen05 loads, its tcgen05 stores and its wgmma operations, and one per mbarrier for the copies that signal it (all
@@ -51,7 +51,7 @@ class SyncPoint:
         self.completing: Callable[[], None] | None = None
 
     def complete(self) -> None:
-        """The phase is over: what it gathered is there for those who waited."""
+        """End the phase: its waiters acquire what it gathered."""
         if self.completing is not None:
             self.completing()
         self.done[:] = self.gathering
@@ -65,28 +65,28 @@ class Clocks:
         address: of `warps`; row: bytes of one warp's clock; epochs: `epoch`, quicker for single values.
         kinds: of the entries: "warp", "tensor", "bulk", "cp.async", "ld", "st", "wgmma", "tma".
         index: entries of the asynchronous agents by key (`entry`); agent_names: theirs, in order.
-        owners: of the entries: the warps themselves, or those that wait for the agent; None where anyone may.
+        owners: of the entries: the warps themselves, or those that wait for the agent; None where any warp may.
     """
 
     OUTSIDE = -1  # the last entry: how much of other clusters is known (global_memory.py)
 
     def __init__(self, cluster: Cluster, warps_only: bool = False):
-        everyone = [warp for cta in cluster.ctas for warp in cta.warps]
-        self.first_agent = everyone[0].agent
-        agents = 0 if warps_only else len(everyone) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
-        self.size = len(everyone) + agents + 1
-        self.warps = np.zeros((len(everyone), 2, self.size), np.uint32)
+        all_warps = [warp for cta in cluster.ctas for warp in cta.warps]
+        self.first_agent = all_warps[0].agent
+        agents = 0 if warps_only else len(all_warps) * 5 + len(cluster.ctas) * (2 + _BARRIERS)
+        self.size = len(all_warps) + agents + 1
+        self.warps = np.zeros((len(all_warps), 2, self.size), np.uint32)
         self.address, self.row = address_of(self.warps), 8 * self.size
         self.epoch = np.zeros(self.size, np.uint32)
-        self.epoch[: len(everyone)] = 1
+        self.epoch[: len(all_warps)] = 1
         self.epochs = memoryview(self.epoch)
         self._flat = memoryview(self.warps.reshape(-1))
         for place in range(0, len(self._flat), 2 * self.size + 1):  # the warps' own entries
             self._flat[place] = self._flat[place + self.size] = 1
-        self.kinds = ["warp"] * len(everyone)
+        self.kinds = ["warp"] * len(all_warps)
         self.agent_names: list[str] = []
-        self.everyone = everyone
-        self.owners: list[Any] = list(everyone)
+        self.all_warps = all_warps
+        self.owners: list[Any] = list(all_warps)
         self.index: dict[Any, int] = {}
         self._agents = np.zeros(0, np.int64)
         self._issued: dict[int, dict[int, np.ndarray]] = {}
@@ -97,8 +97,8 @@ class Clocks:
 
     def name(self, entry: int) -> str:
         """Of an entry, for reports."""
-        first = len(self.everyone)
-        return str(self.everyone[entry]) if entry < first else self.agent_names[entry - first]
+        first = len(self.all_warps)
+        return str(self.all_warps[entry]) if entry < first else self.agent_names[entry - first]
 
     def entry(self, key: Any, kind: str, name: str, owner: Any = None) -> int:
         """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many.

@@ -48,7 +48,7 @@ class Dependence:
         self.earlier = earlier
         self._machine = machine
         self._waits: dict[int, list[tuple[int, int]]] = {}  # by cluster: entry and epoch of the warps that have waited
-        self._behind: set[int] = set()  # warps that are known to be ordered after a wait
+        self._after: set[int] = set()  # warps that are known to be ordered after a wait
         self._triggers = {True: 0, False: 0}  # by: ordered after a wait
         self._found: dict[tuple[int, int], Any] = {}
 
@@ -75,10 +75,10 @@ class Dependence:
 
     def logged(self, clocks: Clocks, warp: Warp, entries: np.ndarray) -> None:
         """Accesses of a warp, from the log of native code."""
-        if not self.earlier or warp.agent in self._behind:
+        if not self.earlier or warp.agent in self._after:
             return
         if self._ordered(clocks, clocks.of(warp)):
-            self._behind.add(warp.agent)
+            self._after.add(warp.agent)
             return
         for entry in entries[entries["code"] & (GLOBAL | GENERIC) != 0]:
             code, lanes = int(entry["code"]), _LANES[(int(entry["mask"]) >> _LANES & 1) != 0]
@@ -90,7 +90,7 @@ class Dependence:
 
     def ranges(self, clocks: Clocks, op: AsyncOp, starts: np.ndarray, nbytes: int, write: bool) -> None:
         """Accesses of an asynchronous operation, which knows what its issuer knew."""
-        if self.earlier and op.warp.agent not in self._behind and len(starts) and not self._ordered(clocks, op.clock):
+        if self.earlier and op.warp.agent not in self._after and len(starts) and not self._ordered(clocks, op.clock):
             self._look(op.warp, op, starts, None, op.instr.index, nbytes, write)
 
     def _look(
@@ -133,9 +133,9 @@ class Dependence:
         place: Place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
         if lane is not None:
             place = dataclasses.replace(place, lanes=1 << lane)
-        who = str(warp) if op is None else f"{op.label} of {warp}"
+        actor = str(warp) if op is None else f"{op.label} of {warp}"
         text = (
-            f"{what} in global memory at {where}: {who} is not ordered after griddepcontrol.wait, and the launch of "
+            f"{what} in global memory at {where}: {actor} is not ordered after griddepcontrol.wait, and the launch of "
             f"{far.machine.program.kernel.name} in front of this one may still run"
         )
         found = self._machine.report(KIND, text, place, owner=far.place_of(number), order=what)

@@ -1,9 +1,9 @@
-"""Order by words of memory: who releases, who acquires, and what fences make of accesses that do neither.
+"""Order warps by words of memory: releases, acquires, and fences around accesses that do neither.
 
 An access that releases leaves the warp's clock at its word, one that acquires takes over what was left. A relaxed,
 volatile or atomic access without a semantic does so only with a fence: it leaves what was fenced before it, and takes
 over what it found at the next fence. A fence of another warp of the cluster counts for what the warp knows by a
-barrier: "all fence, all meet, one raises the flag" is silent.
+barrier: "all fence, all pass a barrier, one raises the flag" is silent.
 
 Source: PTX ISA, "Memory Consistency Model", release and acquire patterns.
 """
@@ -32,7 +32,7 @@ class Flags:
     def __init__(self, clocks: Clocks):
         self.clocks = clocks
         self._words: dict[int, np.ndarray] = {}  # of shared memory: clocks left there
-        self._behind = np.zeros((2, clocks.size), np.uint32)  # what some warp has fenced
+        self._fenced = np.zeros((2, clocks.size), np.uint32)  # what any warp has fenced
         self._read: dict[int, np.ndarray] = {}  # by warp: what its relaxed accesses found, until a fence
 
     def fenced(self, warp: Warp) -> None:
@@ -40,7 +40,7 @@ class Flags:
         clock, found = self.clocks.of(warp), self._read.get(warp.agent)
         if found is not None:
             np.maximum(clock, found, out=clock)
-        np.maximum(self._behind, clock, out=self._behind)
+        np.maximum(self._fenced, clock, out=self._fenced)
         self.clocks.tick(warp)
 
     def access(self, cluster: Cluster, warp: Warp, entries: Any, far: GlobalRaces, acquire: bool) -> None:
@@ -52,7 +52,7 @@ class Flags:
                 if acquire:
                     clock = self._read.setdefault(warp.agent, np.zeros_like(own))
                 else:
-                    clock = np.minimum(own, self._behind)
+                    clock = np.minimum(own, self._fenced)
             lanes = entry["mask"] >> _LANES & 1 != 0
             for address in np.unique(entry["addresses"][lanes]).tolist():
                 if entry["code"] & GLOBAL or entry["code"] & GENERIC and address >> 56 == 0:

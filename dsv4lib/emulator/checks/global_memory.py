@@ -143,7 +143,7 @@ class _Member:
         self.base = base
         self.kinds, self.agent_names = clocks.kinds, clocks.agent_names
         self.ctas = [cta.ctaid for cta in cluster.ctas]
-        self._warps = len(clocks.everyone)  # of all CTAs
+        self._warps = len(clocks.all_warps)  # of all CTAs
         self.learned: list[dict[int, np.ndarray]] = [{}]
         self.seen: dict[tuple[int, int], int] = {}
 
@@ -235,7 +235,7 @@ class GlobalRaces:
         left.version += 1
 
     def fence(self, cluster: Cluster, warp: Warp) -> None:
-        """A proxy fence: generic writes of everyone it is ordered after are there for the asynchronous proxy."""
+        """Publish to the async proxy all generic writes that are ordered before this fence."""
         number = cluster.race.member
         member = self._members[number]
         row = cluster.race.clocks.of(warp)[CARRIED]
@@ -287,8 +287,8 @@ class GlobalRaces:
             for part in (inside, ~inside):
                 self.lanes(warp, actor, addresses[part], pcs[part], lanes[part], nbytes, write, strong)
             return
-        for words, at, who, mask in region.split(addresses, pcs, lanes, nbytes):
-            self._touch(region, warp, actor, words, at, who, mask, write, strong)
+        for words, at, active_lanes, mask in region.split(addresses, pcs, lanes, nbytes):
+            self._touch(region, warp, actor, words, at, active_lanes, mask, write, strong)
 
     def fold(self, region: Region) -> None:
         """Enter the reads that wait into the shadow."""

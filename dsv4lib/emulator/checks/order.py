@@ -1,4 +1,4 @@
-"""Who is ordered after whom: the clocks of the warps, carried by barriers.
+"""Order accesses by the clocks of the warps, which barriers carry.
 
 This much is on in every launch that checks proxy fences, because a fence covers the writes of every thread that it is
 ordered after. The race detector (race.py) is the same with accesses and asynchronous operations on top.
@@ -35,7 +35,7 @@ class Order:
 
     Attributes:
         warp: the warp whose service runs; op: the asynchronous operation that completes, None outside.
-        full: races are looked for too; pedantic: also what only the PTX ISA asks for (pedantic.py).
+        full: races are looked for too; pedantic: also what only the PTX ISA requires (pedantic.py).
         address: of the access log, 0 = none.
         pending: number of accesses in the log.
     """
@@ -181,10 +181,10 @@ class Order:
         """Columns are allocated or freed."""
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
+        """Find the writer of the first of these 16-byte chunks that no proxy fence covers, or None."""
 
     def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
-        """Who wrote some words of shared memory last; None if unknown."""
+        """Find the last writer of some words of shared memory, or None."""
 
     def drain(self, warp: Warp) -> None:
         """Read the access log."""

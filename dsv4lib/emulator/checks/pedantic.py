@@ -1,8 +1,8 @@
 """Check strict rules of the PTX ISA that shipped kernels violate without harm; off by default.
 
-tcgen05.fence: tensor memory that another thread's instruction has used is used again behind a barrier. The PTX ISA asks
-for ``tcgen05.fence::before_thread_sync`` in front of the barrier and ``::after_thread_sync`` behind it. Looked for is
-the second; CuTeDSL emits neither.
+tcgen05.fence: tensor memory that another thread's instruction has used is used again after a barrier. The PTX ISA
+requires ``tcgen05.fence::before_thread_sync`` before the barrier and ``::after_thread_sync`` after it. Only the second
+is looked for; CuTeDSL emits neither.
 
 Proxies: stores of threads that an asynchronous copy overwrites need a proxy fence as those that it reads do. That reads
 of threads come before the copy that overwrites them is a matter of barriers alone (race.py): every shipped pipeline
@@ -33,27 +33,27 @@ class TensorFences:
 
     def __init__(self, machine: Any):
         self.machine = machine
-        self._behind: set[int] = set()  # agents that have passed a barrier since their last fence
+        self._passed: set[int] = set()  # agents that have passed a barrier since their last fence
         self._issued: set[int] = set()  # issue numbers of operations by such warps
 
     def passed(self, warp: Warp) -> None:
         """The warp has passed a barrier."""
-        self._behind.add(warp.agent)
+        self._passed.add(warp.agent)
 
     def fenced(self, warp: Warp) -> None:
         """The warp has executed the fence."""
-        self._behind.discard(warp.agent)
+        self._passed.discard(warp.agent)
 
     def issued(self, op: AsyncOp) -> None:
         """A warp issues an operation."""
-        if op.warp.agent in self._behind:
+        if op.warp.agent in self._passed:
             self._issued.add(op.order)
 
     def look(
         self, shadow: Shadow, cells: Cells, write: bool, actor: Actor, op: AsyncOp | None, warp: Warp, clocks: Clocks
     ) -> int | None:
         """Number of an access by another thread's instruction that this one follows without the fence."""
-        if op.order not in self._issued if op is not None else warp.agent not in self._behind:
+        if op.order not in self._issued if op is not None else warp.agent not in self._passed:
             return None
         instructions = self.machine.program.instructions
         if op is None and instructions[warp.words[PC]].opcode.startswith(_ALLOCATION):

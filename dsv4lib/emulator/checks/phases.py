@@ -1,7 +1,7 @@
 """Phases of barriers that can mix: arrivals and waits that nothing keeps in the phase they are meant for.
 
 A barrier only counts. What makes the third arrival belong to the second phase is that it is ordered after the first
-phase; what makes a parity mean one phase is that the next one cannot complete before everybody has looked. Both are
+phase; what makes a parity mean one phase is that the next one cannot complete before every waiter has looked. Both are
 judged by happens-before, so a wrong count is found although the schedule at hand paired the arrivals as intended:
 
 * an arrival that is not ordered after those of the phase before could have been counted there (too low a count, a
@@ -44,7 +44,7 @@ class Phases:
     def arrives(
         self, barrier: Any, clocks: Clocks, entry: int, epoch: int, clock: np.ndarray, where: Callable[[], Place | None]
     ) -> None:
-        """Somebody arrives, acting under ``clock`` (uint32[2, entries])."""
+        """Record an arrival, made under ``clock`` (uint32[2, entries])."""
         point = self.point(barrier, clocks)
         if point.arrivals.get(entry, 0) < epoch:
             point.arrivals[entry] = epoch
@@ -67,13 +67,13 @@ class Phases:
         point.looked[me] = max(int(clocks.epoch[me]), point.looked.get(me, (0, 0))[0]), warp.words[PC]
 
     def _complete(self, barrier: Any, clocks: Clocks) -> None:
-        """The phase is over: are all who have looked at the one before accounted for?"""
+        """End the phase, and check that it is ordered after all waiters of the phase before."""
         point = barrier.sync
         gathered = memoryview(point.gathering[CARRIED])
         for entry, (epoch, pc) in point.looked.items():
             if gathered[entry] >= epoch or point.blind:
                 continue
-            warp = clocks.everyone[entry]
+            warp = clocks.all_warps[entry]
             text = (
                 f"{_name(barrier)} completes its phase {barrier.phase - 1} without anything that follows the wait of "
                 f"{warp} for the phase before: that wait could have come too late"

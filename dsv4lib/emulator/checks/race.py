@@ -174,7 +174,7 @@ class Detector(Order):
         np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
 
     def initialised(self, barrier: Any) -> None:
-        """The running warp has initialised an mbarrier: everyone else must be ordered after that."""
+        """Record that the running warp has initialised an mbarrier: every other use must be ordered after it."""
         clocks = self._state(self.warp).clocks
         me = self.warp.agent - clocks.first_agent
         barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
@@ -386,7 +386,7 @@ class Detector(Order):
         return Actor(entry, epoch, clock)
 
     def _look_for_fence(self, cta: Cta, shadow: Shadow, cells: Cells, write: bool, actor: Actor, pc: int) -> None:
-        """Report tensor memory that is used behind a barrier without tcgen05.fence."""
+        """Report tensor memory that is used after a barrier without tcgen05.fence."""
         op, clocks, table = self.op, cta.cluster.race.clocks, shadow.accesses
         warp = op.warp if op is not None else self.warp
         number = self._fences.look(shadow, cells, write, actor, op, warp, clocks)
@@ -395,7 +395,7 @@ class Detector(Order):
         entry = int(table.entry[number])
         owner = self._owner(cta, clocks, entry, int(table.pc[number]), int(table.lanes[number]))
         place = op.where() if op is not None else warp.place(warp.program.instruction(pc))
-        text = f"{warp} uses tensor memory that {clocks.name(entry)} used, behind a barrier without tcgen05.fence"
+        text = f"{warp} uses tensor memory that {clocks.name(entry)} used, after a barrier without tcgen05.fence"
         self.machine.report("missing_tcgen05_fence", text, place, owner=owner)
 
     def drain(self, warp: Warp) -> None:
@@ -485,27 +485,27 @@ class Detector(Order):
                 chosen = ranks == rank
                 if low is not None:
                     chosen &= low == start
-                words, at, who = offsets[chosen] >> 2, pcs[chosen], lanes[chosen]
+                words, at, active_lanes = offsets[chosen] >> 2, pcs[chosen], lanes[chosen]
                 if not len(words):
                     continue
                 mask = ALL_BYTES if low is None else ((1 << nbytes) - 1) << start
                 if nbytes > 4:
                     words = (words[:, None] + np.arange(nbytes // 4)).reshape(-1)
-                    at, who = np.repeat(at, nbytes // 4), np.repeat(who, nbytes // 4)
-                distinct, which, active = by_instruction(at, who)
+                    at, active_lanes = np.repeat(at, nbytes // 4), np.repeat(active_lanes, nbytes // 4)
+                distinct, which, active = by_instruction(at, active_lanes)
                 number = state.accesses.add(actor.entry, actor.epoch, distinct, mask, active)
                 ids = number if len(distinct) == 1 else number + which
                 shadow, cells = state.shared[rank], Words(words)
                 conflict = (shadow.write if write else shadow.read)(cells, actor, ids, mask)
                 if conflict is not None:
-                    pc, lane = int(at[conflict.position]), int(who[conflict.position])
+                    pc, lane = int(at[conflict.position]), int(active_lanes[conflict.position])
                     where, same = cluster.ctas[rank], bool(code & SAME)
                     self._report(where, actor, pc, warp, conflict, "shared memory", cells, None, lane, same)
 
     # --- proxies ----------------------------------------------------------------------------------------------------
 
     def fenced(self, cta: Cta, warp: Warp) -> None:
-        """A proxy fence of the warp covers every write that is ordered before it, whoever wrote.
+        """Cover by a proxy fence of the warp every write that is ordered before it, of any warp.
 
         A chunk carries the mark of one warp; its words by others are those warps' own affair.
         """
@@ -523,13 +523,13 @@ class Detector(Order):
         dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Who wrote the first of these 16-byte chunks of shared memory that no proxy fence covers; None if unknown."""
+        """Find the writer of the first of these 16-byte chunks that no proxy fence covers, or None."""
         flat = chunks.reshape(-1)
         chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
         return self.writer_at(cta, 4 * int(chunk), 4)
 
     def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
-        """Who wrote some words of shared memory last; None if unknown."""
+        """Find the last writer of some words of shared memory, or None."""
         state = cta.cluster.race
         number = int(state.shared[cta.rank].writer[word : word + count].max())
         table = state.accesses
@@ -579,7 +579,7 @@ class Detector(Order):
         """The place of the earlier access."""
         program = self.machine.program
         instr = program.instruction(pc)
-        warp = clocks.everyone[entry] if entry < len(clocks.everyone) else None
+        warp = clocks.all_warps[entry] if entry < len(clocks.all_warps) else None
         return Place(
             kernel=program.kernel.name,
             ptx_line=instr.line,

@@ -1,4 +1,4 @@
-"""Who wrote and who read every 4-byte cell of shared or tensor memory last.
+"""Keep the last writer and the readers of every 4-byte cell of shared or tensor memory.
 
 A cell holds numbers of *accesses*; a table says for each number which agent made it in which epoch at which
 instruction. A read counts until the next write, which has a higher number, so nothing is ever cleared. Two accesses
@@ -142,7 +142,7 @@ class Block(Cells):
         array[self.where] = ids
 
     def first(self, position: int) -> str:
-        """Byte address, were the lanes behind each other."""
+        """Byte address, as if the lanes followed each other."""
         lane, column = self.lane + position % self.lanes, self.column + position // self.lanes
         return f"{4 * (lane * TENSOR_COLUMNS + column):#x}"
 
@@ -214,7 +214,7 @@ def columns_of(column: int, columns: int, first: int = 0, end: int = TENSOR_LANE
 
 @dataclass
 class Actor:
-    """Who makes an access: its entry and epoch, and the clock it acts under (both rows)."""
+    """The agent of an access: its entry and epoch, and the clock it acts under (both rows)."""
 
     entry: int
     epoch: int
@@ -251,7 +251,7 @@ def kind_of(
     Args:
         memory: "shared memory" or "tensor memory".
         agent: entry of the asynchronous agent that makes the access, if its own issuer made the earlier one.
-        earlier: entry and epoch of who made the earlier access.
+        earlier: entry and epoch of the agent of the earlier access.
         same: the access is a write of threads and leaves every byte as it was.
     """
     if conflict.carried:
@@ -320,10 +320,10 @@ class Shadow:
         old = np.array(cells.get(self.writer))
         low = int(np.minimum.reduce(old, axis=None)) if old.size else 0
         conflict = None
-        behind = self.latest > actor.clock[STRICT]
-        if behind.any():
+        uncovered = self.latest > actor.clock[STRICT]
+        if uncovered.any():
             for entry in self.readers:
-                if _harmless(conflict) and behind[entry]:
+                if _harmless(conflict) and uncovered[entry]:
                     since = self._since(entry, cells, low)
                     if since is not None:
                         found = self._first(np.where(since > old, since, 0), actor, mask, "write after read")

@@ -1,7 +1,7 @@
 """`torch.cuda` and the Python CUDA bindings, answered from the active device.
 
-Only what programs ask before and around launches: which device, how many, its properties, streams and events. Anything
-else stays as it is and fails as it does without a GPU.
+Only what programs query before and around launches: which device, how many, its properties, streams and events.
+Anything else stays as it is and fails as it does without a GPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Stream:
         return not RUNTIME.pending_work()
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event behind what is queued now."""
+        """Record an event after what is queued now."""
         event = event or Event()
         event.record(self)
         return event
@@ -230,7 +230,7 @@ def properties(*_args: Any) -> types.SimpleNamespace:
 
 def _torch_cuda() -> dict[str, Any]:
     def answer(value: Any) -> Any:
-        """A function of its own for every name: dynamo wants to tell them apart."""
+        """Make a function of its own for every name: dynamo distinguishes them by identity."""
         return lambda *args, **kwargs: value
 
     quiet = "manual_seed manual_seed_all empty_cache init reset_peak_memory_stats"

@@ -1,4 +1,4 @@
-"""An emulated device, and the context in which a process believes that it has one."""
+"""Emulate a device, within a context in which torch and CuTeDSL see a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECKS = {name: select(name).bits for name in PRESETS}
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that has run: what was asked for and what came of it."""
+    """A launch that has run: its request and its result."""
 
     request: LaunchRequest
     result: LaunchResult
@@ -105,7 +105,7 @@ class Device:
         """Run one kernel to its end; in a group, queue it on a stream for `synchronize` and return None."""
         self.memory.sweep()
         if self.group is not None:
-            self.group.together.launch(self, stream, request, self.group.hold())
+            self.group.queues.launch(self, stream, request, self.group.hold())
             return None
         if stream != self._stream:
             self.before, self._stream = None, stream
@@ -255,8 +255,8 @@ def device(
 ) -> Iterator[Device]:
     """Make CuTeDSL's compiled functions run here: ``with emulator.device("sm_100a", seed=0) as gpu: ...``.
 
-    Inside, CuTeDSL compiles for ``arch``, compiled functions run in the emulator, and (with ``shims``) torch believes
-    that it has a CUDA device whose memory is host memory. Everything is undone on leaving, also after an exception.
+    Inside, CuTeDSL compiles for ``arch``, compiled functions run in the emulator, and (with ``shims``) torch reports
+    a CUDA device whose memory is host memory. Everything is undone on leaving, also after an exception.
     Contexts nest; the innermost device runs the launches.
 
     Args:

@@ -6,13 +6,13 @@
             compiled(...)                                # queued
         with gpus.on(1):
             compiled(...)                                # queued: it may wait for what device 0's kernel does
-        gpus.synchronize()                               # both run, by turns; an error names its device
+        gpus.synchronize()                               # both run, interleaved; an error names its device
         gpus[1].launches[-1].result, gpus[1].hazards, gpus[1].trace
 
-Launches are only queued, per device and stream; all that are queued run together, by turns, as soon as somebody wants
-to see what they did: `Devices.synchronize`, torch.cuda.synchronize and the like, a torch operation that reads or writes
-tensors of a device with queued launches, the end of the context. Memory that is not symmetric belongs to one device;
-a kernel on another one that touches it faults. Checks and traces are those of each device's own launches.
+Launches are only queued, per device and stream. All that are queued run interleaved as soon as a result is needed: by
+`Devices.synchronize`, torch.cuda.synchronize and the like, a torch operation that reads or writes tensors of a device
+with queued launches, or the end of the context. Memory that is not symmetric belongs to one device; a kernel on another
+one that touches it faults. Checks and traces are those of each device's own launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from dsv4lib.emulator.checks import Hazard
 from dsv4lib.emulator.driver import arguments, device
 from dsv4lib.emulator.driver.device import Device
-from dsv4lib.emulator.driver.multi_device import Together
+from dsv4lib.emulator.driver.multi_device import LaunchQueues
 from dsv4lib.emulator.driver.symbols import RUNTIME
 from dsv4lib.emulator.machine.cta import aligned_zeros
 from dsv4lib.emulator.memory.gmem import Multicast
@@ -96,13 +96,13 @@ class Devices:
     """A group of devices; see the module.
 
     Attributes:
-        together: the launches that are queued.
+        queues: the launches that are queued.
     """
 
     def __init__(self, members: list[Device]):
         self._members = members
         settings = members[0].settings
-        self.together = Together(settings.schedule, settings.seed)
+        self.queues = LaunchQueues(settings.schedule, settings.seed)
         for i, gpu in enumerate(members):
             gpu.index, gpu.count, gpu.group = i, len(members), self
             gpu.gmem.peers = {j: other.gmem for j, other in enumerate(members) if j != i}
@@ -167,7 +167,7 @@ class Devices:
         Raises:
             EmulatorError: what stopped a launch; its place names the device. Everything queued is dropped then.
         """
-        self.together.run()
+        self.queues.run()
 
     def hold(self) -> list[Any]:
         """References to the memory that a queued launch may use."""
@@ -181,7 +181,7 @@ class Devices:
     def left(self) -> None:
         """A context of one of the devices ended; the last one takes the tensors with it."""
         if not any(gpu.group is self for gpu in RUNTIME.devices):
-            self.together.discard()
+            self.queues.discard()
             for gpu in self:
                 gpu.memory.clear()
 

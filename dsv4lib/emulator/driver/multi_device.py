@@ -1,8 +1,8 @@
 """Launches of several devices and streams that run at the same time.
 
 A kernel may wait for a flag that a kernel on another device sets, so a launch on a device of a group is only queued;
-`Together.run` then advances all of them by turns until every queue is empty. The order within a stream is kept, events
-order streams, everything else is the policy's choice, as between the warps of one launch.
+`LaunchQueues.run` then interleaves all of them until every queue is empty. The order within a stream is kept and events
+order streams; everything else is the policy's choice, as between the warps of one launch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dsv4lib.emulator.driver.interfaces import DeviceView
 
 Stream = tuple[int, int]  # device, handle
-_BURST = 64  # turns that the others get when a launch that ran alone makes no progress
+_BURST = 64  # slices that the others get when a launch that ran alone makes no progress
 
 
 @dataclass(eq=False)
@@ -52,12 +52,12 @@ class _Streams:
     running: dict[Stream, tuple[_Queued, machine.Machine]] = field(default_factory=dict)
 
 
-class Together:
+class LaunchQueues:
     """Queues of launches, and their common run.
 
     Args:
-        schedule: policy by name (policies.py): who gets a turn, the devices by turns, one as long as it makes
-            progress, or any.
+        schedule: policy by name (policies.py) that picks the next launch: round robin over devices, one as long as it
+            makes progress, or any.
         seed: of the random policies.
     """
 
@@ -71,7 +71,7 @@ class Together:
         self._add(device, stream, _Queued(device, request, keep))
 
     def record(self, device: DeviceView, stream: int) -> Mark:
-        """An event behind what is queued on a stream now."""
+        """Record an event after what is queued on a stream now."""
         mark = Mark()
         self._add(device, stream, _Queued(device, record=mark))
         return mark
@@ -172,7 +172,7 @@ def _explain(error: EmulatorError, running: list[machine.Machine]) -> None:
         error.hazards = [*found, *error.hazards]
 
 
-# --- who gets the next turn -------------------------------------------------------------------------------------------
+# --- which launch runs next ------------------------------------------------------------------------------------------
 
 
 def _in_turn(streams: _Streams, rng: random.Random) -> Iterator[Stream]:

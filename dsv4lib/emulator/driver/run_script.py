@@ -73,7 +73,7 @@ def merged(hazards: Iterable[Any]) -> list[Any]:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel to terminate this process when the one that started it is gone (prctl(2): PR_SET_PDEATHSIG)."""
+    """Let the operating system terminate this process when its parent ends (prctl(2): PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 

@@ -1,9 +1,9 @@
-"""Run somebody's CuTeDSL script as if this machine had the GPU: `dsv4 emulate script.py --its args`.
+"""Run any CuTeDSL script as if this machine had the GPU: `dsv4 emulate script.py --its args`.
 
 The script runs with all rights of its caller: the emulator protects from mistakes of kernels, not from the script. It
 runs in a fresh process whose environment is set before anything is imported: packages read the architecture
-and their cache switches at import. With ``arch="auto"`` it starts as sm_100a; if the script asks for another
-architecture (the DSL refuses the one at hand and names what it wants), it is started again with that one.
+and their cache switches at import. With ``arch="auto"`` it starts as sm_100a; if the script needs another
+architecture (the DSL refuses the one at hand and names the wanted one), it is started again with that one.
 
 Exit code: the script's own; `HAZARD` if the script succeeded but a check reported an error (lints are printed only);
 `FAILED` if the emulator stopped a launch (the message is on standard error); `REFUSED` if the script cannot be run.
@@ -96,12 +96,12 @@ def emulate(
         wanted = wanted_arch(error) if arch == "auto" and code != 0 else None
         if wanted is None or wanted in tried:
             return code
-        print(f"dsv4 emulate: the script asks for {wanted}; starting again", file=sys.stderr)
+        print(f"dsv4 emulate: the script needs {wanted}; starting again", file=sys.stderr)
         target = wanted
 
 
 def wanted_arch(error: str) -> str | None:
-    """The architecture that an error message asks for, None if it is about something else.
+    """Read from an error message the architecture that it requires; None if it is about something else.
 
     >>> wanted_arch("OpError: expects arch to be Arch.sm_90a, but got Arch.sm_100a")
     'sm_90a'

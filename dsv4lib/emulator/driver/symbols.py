@@ -6,7 +6,7 @@ so ctypes callbacks are all that is needed: no driver, no shared object of ours.
 
 An exception cannot cross generated code. A callback stores it in `pending` and answers "success" (generated code turns
 other answers into misleading messages, or aborts the process); what comes after it in the same host function is
-skipped, and whoever called the host function raises it (`raise_pending`). Only where no device is active, a callback
+skipped, and the caller of the host function raises it (`raise_pending`). Only where no device is active, a callback
 answers with an error, because then no Python frame is there to raise it.
 """
 
@@ -50,7 +50,7 @@ class LoadedKernel:
 
 
 class Runtime:
-    """State behind the symbols: active devices, handles, the error to raise."""
+    """State of the symbols: active devices, handles, the error to raise."""
 
     def __init__(self) -> None:
         self.devices: list[DeviceView] = []  # the active one last
@@ -102,18 +102,18 @@ class Runtime:
     def pending_work(self) -> bool:
         """Whether launches are queued."""
         group = self.device().group if self.devices else None
-        return group is not None and group.together.pending()
+        return group is not None and group.queues.pending()
 
     def record(self, stream: int) -> Mark | None:
         """An event on a stream of the active device; None where nothing is ever outstanding."""
         gpu = self.device() if self.devices else None
-        return None if gpu is None or gpu.group is None else gpu.group.together.record(gpu, stream)
+        return None if gpu is None or gpu.group is None else gpu.group.queues.record(gpu, stream)
 
     def wait(self, stream: int, mark: Mark | None) -> None:
         """Let a stream of the active device wait for an event."""
         if mark is not None:
             gpu = self.device()
-            gpu.group.together.wait(gpu, stream, mark)
+            gpu.group.queues.wait(gpu, stream, mark)
 
     def raise_pending(self) -> None:
         """Raise what a callback stored, once."""
@@ -253,7 +253,7 @@ def set_device(index: int) -> None:
 
 
 def _synchronize(*_args: Any) -> None:
-    """Wait for what is queued: all of it, whatever was asked for."""
+    """Wait for everything that is queued, whatever stream or event the call names."""
     RUNTIME.synchronize()
 
 
@@ -270,7 +270,7 @@ def event_record(event: int | None, stream: int | None) -> None:
 
 @symbol("_cudaStreamWaitEvent", P, P, U32)
 def stream_wait_event(stream: int | None, event: int | None, _flags: int) -> None:
-    """Order a stream behind an event; one that was never recorded orders nothing."""
+    """Order a stream after an event; one that was never recorded orders nothing."""
     RUNTIME.wait(stream or 0, RUNTIME.marks.get(event or 0))
 
 
@@ -384,8 +384,8 @@ def _array(address: int, code: str, count: int) -> tuple[int, ...]:
 def init_library_once(state: int, init: int, load: int, _set_error: int) -> None:
     """Load a library the first time; what compiled code of the tvm-ffi path calls before a launch.
 
-    The DSL's own version asks the real driver for its devices. ``init`` and ``load`` are generated functions that call
-    back into this module.
+    The DSL's own version queries the real driver for its devices. ``init`` and ``load`` are generated functions that
+    call back into this module.
     """
     slot = ctypes.cast(state, ctypes.POINTER(ctypes.c_uint64))
     if slot[0]:

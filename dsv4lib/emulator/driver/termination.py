@@ -1,6 +1,6 @@
 """SIGTERM as an exception, so that what a context has made (temporary folders, patches) is undone.
 
-Python's own answer to SIGTERM ends the process at once and leaves everything behind. Batch systems, `timeout` and test
+Python's default for SIGTERM ends the process at once, without clean-up. Batch systems, `timeout` and test
 runners send it.
 """
 
@@ -23,7 +23,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def unwinding() -> Iterator[None]:
     """Inside, SIGTERM raises SystemExit(143).
 
-    A handler that somebody has installed stays. Off the main thread nothing changes: handlers can only be set there.
+    A handler that is already installed stays. Off the main thread nothing changes: handlers can only be set there.
     """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:

@@ -129,7 +129,7 @@ class CudaMode(TorchFunctionMode):
 
     def _settle(self, arguments: Any) -> None:
         """Let launches run that are queued on the devices of the tensors among ``arguments``."""
-        queued = RUNTIME.device().group.together.pending
+        queued = RUNTIME.device().group.queues.pending
         if queued() and any(side != HOST and queued(side) for side in map(self.sides.find, _tensors(arguments))):
             RUNTIME.synchronize()
 
@@ -285,20 +285,20 @@ class Generator(torch.Generator):
     """A random generator; those of CUDA devices are CPU generators that say otherwise."""
 
     def __new__(cls, device: Any = "cpu") -> Generator:
-        """On the CPU, whatever device is asked for."""
+        """Make it on the CPU, whatever device is named."""
         made = super().__new__(cls, "cpu" if is_cuda(device) else device)
-        made.asked = torch.device("cuda", side_of(device)) if is_cuda(device) else None
+        made.declared = torch.device("cuda", side_of(device)) if is_cuda(device) else None
         return made
 
     @property
     def device(self) -> torch.device:
         """The device it was made for."""
-        return super().device if self.asked is None else self.asked
+        return super().device if self.declared is None else self.declared
 
 
 @contextmanager
 def patched(default: str) -> Iterator[None]:
-    """Let torch believe in a CUDA device. Nested contexts share the outermost one's mode.
+    """Let torch report a CUDA device. Nested contexts share the outermost one's mode.
 
     ``default``: where tensors are made that name no device, "cuda" or "cpu".
     """
@@ -312,7 +312,7 @@ def patched(default: str) -> Iterator[None]:
         patch.set(torch, "Generator", Generator)
         patch.set(RUNTIME, "side_of", mode.sides.device_of)
         patch.set(RUNTIME, "place", mode.sides.add)
-        # Not through the mode: torch checks the type of the stream before it asks the mode.
+        # Not through the mode: torch checks the type of the stream before it calls the mode.
         patch.set(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.set(
             torch, "set_default_device", lambda device: setattr(mode, "default", "cuda" if is_cuda(device) else "cpu")

@@ -6,7 +6,7 @@ an object file, where no symbols can be registered; here the engine is kept. Wha
 wrapper, so the C function that tvm-ffi needs is a callback of ours around it.
 
 The generated code compares each tensor's device with the one it was compiled for. torch's CPU tensors arrive as what
-they are; the builder is told to take the declared device for the actual one. Code built that way must not leave the
+they are; the builder is made to take the declared device for the actual one. Code built that way must not leave the
 process (`dsl` refuses exports).
 """
 
@@ -23,7 +23,7 @@ from dsv4lib.emulator.errors import LaunchError
 _PACKED = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _SAFE_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
 _LIBRARY_SYMBOLS = ("TVMFFIErrorSetRaisedFromCStr", "TVMFFIErrorSetRaisedFromCStrParts", "TVMFFIEnvGetStream")
-_OBJECT_HEADER, _DEVICE_TYPE = 24, 8  # bytes: header of a tvm-ffi object; DLTensor.device behind the data pointer
+_OBJECT_HEADER, _DEVICE_TYPE = 24, 8  # bytes: header of a tvm-ffi object; DLTensor.device, after the data pointer
 _CPU, _CUDA = 1, 2
 _OUTSIDE = "this function was compiled for the emulator: it runs inside of emulator.device() only"
 _KEPT: list[Any] = []  # callbacks that compiled functions hold

@@ -1,11 +1,11 @@
-"""Which PTX spellings the emulator implements: a strict pattern per implementation, no spelling matched by accident.
+"""Register the PTX instruction variants that the emulator implements: one strict pattern per implementation.
 
 A pattern is an opcode with its modifiers in the order the PTX ISA gives them. ``[...]`` is optional, ``<name:a|b>`` is
 one of the alternatives and is handed to the implementation under that name:
 
     mbarrier.try_wait[.<parity:parity>][.<sem:acquire|relaxed>][.<scope:cta|cluster>][.<space:shared|shared::cta>].b64
 
-A spelling that no pattern matches *entirely* is refused with the nearest pattern, so an unknown modifier can never be
+An opcode that no pattern matches *entirely* is refused with the nearest pattern, so an unknown modifier can never be
 ignored. Modifiers in another order than the pattern's are accepted where the assembler accepts them (variants.py); the
 `Form` then has the pattern's order. The registered patterns are also the coverage page.
 """
@@ -25,10 +25,10 @@ from dsv4lib.emulator.isa import variants
 
 @dataclass(frozen=True)
 class Form:
-    """One concrete spelling, taken apart.
+    """One instruction variant, taken apart.
 
     Attributes:
-        opcode: the full spelling, ``add.s32``, in the pattern's order.
+        opcode: all of it, such as ``add.s32``, in the pattern's order.
         pattern: the pattern that matched.
         parts: captured alternatives by name; an absent optional part is missing from the dict.
     """
@@ -38,7 +38,7 @@ class Form:
     parts: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: str = "") -> str:
-        """The captured alternative ``name``, or ``default`` where the spelling does not have it."""
+        """Get the captured alternative ``name``, or ``default`` where the opcode does not have it."""
         return self.parts.get(name, default)
 
     def has(self, name: str) -> bool:
@@ -83,7 +83,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def register(kind: str, *patterns: str, note: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: implement every spelling of ``patterns``. ``note`` goes to the coverage page (limits, source)."""
+    """Decorate the implementation of all variants of ``patterns``; ``note`` (limits, source): for the coverage page."""
 
     def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
         for pattern in patterns:
@@ -101,7 +101,7 @@ service = functools.partial(register, "service")
 
 @functools.cache
 def find(opcode: str) -> tuple[Entry, Form] | None:
-    """The implementation of a spelling, or None. Two patterns that both match are a defect of ours."""
+    """Find the implementation of an opcode, or None. Two patterns that both match are a defect of ours."""
     base = opcode.split(".", 1)[0]
     matches = [(e, m) for e in _ENTRIES.get(base, ()) if (m := e.regex.match(opcode))]
     if len(matches) > 1:
@@ -115,7 +115,7 @@ def find(opcode: str) -> tuple[Entry, Form] | None:
 
 
 def lookup(opcode: str, place: Place | None = None) -> tuple[Entry, Form]:
-    """The implementation of a spelling.
+    """Find the implementation of an opcode, or raise.
 
     Raises:
         UnsupportedInstruction: none matches; the message names the closest patterns.

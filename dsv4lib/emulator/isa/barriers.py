@@ -29,7 +29,7 @@ class NamedBarrier:
 
     Attributes:
         phase: completed uses; expected: threads of the current use, 0: none has arrived yet.
-        arrived: threads that have arrived; who: which lanes of each warp. A warp whose live lanes have all arrived
+        arrived: threads that have arrived; lanes: which lanes of each warp. A warp whose live lanes have all arrived
             counts as 32 threads, whatever its number of live lanes, and has the full mask here.
         explicit: the current use gave its thread count.
         votes: [number of true predicates, number of predicates] of barrier.red; results: of the last completed use.
@@ -41,7 +41,7 @@ class NamedBarrier:
     expected: int = 0
     arrived: int = 0
     explicit: bool = False
-    who: dict[int, int] = field(default_factory=dict)
+    lanes: dict[int, int] = field(default_factory=dict)
     votes: list[int] = field(default_factory=lambda: [0, 0])
     results: tuple[int, int] = (0, 0)
     sync: Any = None
@@ -51,13 +51,13 @@ class NamedBarrier:
         self.phase += 1
         self.results = (self.votes[0], self.votes[1])
         self.expected = self.arrived = 0
-        self.who, self.votes = {}, [0, 0]
+        self.lanes, self.votes = {}, [0, 0]
         if self.sync is not None:
             self.sync.complete()
 
     def detail(self) -> str:
         """For the deadlock report."""
-        return f"{self.arrived} of {self.expected} threads arrived (warps {sorted(self.who)})"
+        return f"{self.arrived} of {self.expected} threads arrived (warps {sorted(self.lanes)})"
 
 
 def _all_threads(cta: Cta) -> int:
@@ -77,10 +77,10 @@ def _arrive(
 ) -> None:
     """Count the warp in. An aligned instruction counts whole warps, as hardware does.
 
-    Barriers count arrivals and do not ask whose: a warp that has arrived may still ``waits`` (sync, red) in the same
-    phase, and counts twice then. FlashAttention's warp groups start that way: the one whose turn is first arrives for
+    Barriers count arrivals without their origin: a warp that has arrived may still ``waits`` (sync, red) in the same
+    phase, and counts twice then. FlashAttention's warp groups start that way: the one that runs first arrives for
     the other. Further arrivals of a warp in one phase count too, all of them, also towards a phase that no other warp
-    has come to; measured on an H200, with and without ``aligned``, ahead of a waiting warp and behind it. They are
+    has come to; measured on an H200, with and without ``aligned``, before and after a warp that waits. They are
     reported: one may stand for a warp that is missing.
 
     Raises:
@@ -96,11 +96,11 @@ def _arrive(
         problem = f"an aligned barrier needs all live lanes {warp.words[LIVE]:#010x} of the warp"
     elif barrier.arrived and (barrier.expected, barrier.explicit) != (expected, explicit):
         if explicit or barrier.explicit:
-            problem = f"used with {expected} threads while warps {sorted(barrier.who)} use it with {barrier.expected}"
+            problem = f"used with {expected} threads while warps {sorted(barrier.lanes)} use it with {barrier.expected}"
     if problem:
         raise HazardError(f"barrier {barrier.number}: {problem}", warp.place(instr))
     barrier.expected, barrier.explicit = expected, explicit
-    before = barrier.who.get(warp.warp_id, 0)
+    before = barrier.lanes.get(warp.warp_id, 0)
     if before & mask:  # counted already; now the same lanes count again
         before = 0
         if not waits:
@@ -109,7 +109,7 @@ def _arrive(
     seen = before | mask
     if not warp.words[LIVE] & ~seen:
         seen = FULL_MASK
-    barrier.who[warp.warp_id] = seen
+    barrier.lanes[warp.warp_id] = seen
     barrier.arrived += seen.bit_count() - before.bit_count()
     if barrier.arrived > expected:
         raise HazardError(
@@ -193,7 +193,7 @@ def _aligned(form: Form) -> bool:
 
 @isa.service("bar.warp.sync")
 def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """Lanes of the member mask meet; the driver has already let the other groups run first (FLAG_CONVERGE)."""
+    """Synchronise the lanes of the member mask; the driver has run the other groups first (FLAG_CONVERGE)."""
     lanes = warp.lanes()
     members = warp.read(instr.operands[0], np.uint32)[lanes]
     if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
@@ -203,17 +203,17 @@ def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
     if (members != members[0]).any():
         raise UnsupportedInstruction("bar.warp.sync of lanes with different member masks, some incomplete")
     key = warp.warp_id, int(members[0])
-    return warp.cta.barriers.setdefault(key, WarpBarrier()).meet(warp, int(members[0]))
+    return warp.cta.barriers.setdefault(key, WarpBarrier()).arrive(warp, int(members[0]))
 
 
 @dataclass
 class WarpBarrier:
-    """bar.warp.sync reached by lane groups at different places: they meet by member mask."""
+    """bar.warp.sync reached by lane groups at different places: the member mask pairs them."""
 
     phase: int = 0
     arrived: int = 0
 
-    def meet(self, warp: Warp, members: int) -> Block | None:
+    def arrive(self, warp: Warp, members: int) -> Block | None:
         """Arrive with the active lanes, wait for the other live members."""
         if warp.pending is None:
             warp.pending = self.phase
@@ -344,9 +344,9 @@ def lanes_exited(warp: Warp) -> None:
             if key[0] == warp.warp_id:
                 barrier.check(warp, key[1])
             continue
-        seen = barrier.who.get(warp.warp_id, 0)
+        seen = barrier.lanes.get(warp.warp_id, 0)
         if seen and not warp.words[LIVE] & ~seen:
-            barrier.who[warp.warp_id] = FULL_MASK
+            barrier.lanes[warp.warp_id] = FULL_MASK
             barrier.arrived += LANES - seen.bit_count()
             if barrier.arrived >= barrier.expected:
                 barrier.complete()

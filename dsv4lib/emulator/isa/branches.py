@@ -1,7 +1,7 @@
 """brx.idx: a branch to one of a table of labels, by lanes.
 
-Lanes with different indices become groups of their own, as at a conditional branch (native/driver_ir.py); they come
-together again where their paths meet. Source: PTX ISA, "brx.idx" and ".branchtargets".
+Lanes with different indices become groups of their own, as at a conditional branch (native/driver_ir.py); they
+reconverge where their paths meet. Source: PTX ISA, "brx.idx" and ".branchtargets".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def branch(warp: Warp, instr: Instr, form: Form) -> None:
     """``index, table``.
 
     Raises:
-        HazardError: an index behind the table, or ``.uni`` with different indices: undefined on hardware.
+        HazardError: an index past the end of the table, or ``.uni`` with different indices: undefined on hardware.
     """
     index, table = instr.operands
     assert isinstance(table, Symbol)
@@ -39,7 +39,7 @@ def branch(warp: Warp, instr: Instr, form: Form) -> None:
     for number in sorted(set(active.tolist())):
         pc = kernel.labels[labels[number]]
         groups[pc] = groups.get(pc, 0) | mask_of(wanted == number) & words[MASK]
-    first, *others = sorted(groups)  # the scheduler steps behind this instruction: to `first`
+    first, *others = sorted(groups)  # the scheduler steps over this instruction: to `first`
     words[PC], words[GROUP] = first - 1, groups[first]
     for pc in others:
         warp.push(pc, groups[pc])

@@ -93,7 +93,7 @@ def free(warp: WarpView, instr: Instr, form: Form) -> None:
 
 
 def nowhere(warp: WarpView, instr: Instr, form: Form) -> None:
-    """A call of an address, behind all functions that it could have meant (ptx/functions.py).
+    """Refuse a call of an address that is none of the candidate functions' (ptx/functions.py).
 
     Raises:
         EmulatorError: always.
@@ -105,7 +105,7 @@ def nowhere(warp: WarpView, instr: Instr, form: Form) -> None:
     )
 
 
-# Who is called: the implementation, numbers of results and arguments.
+# Built-in functions by name: the implementation, numbers of results and arguments.
 BUILTINS = {
     "vprintf": (vprintf, 1, 2),
     "__assertfail": (assertfail, 0, 5),

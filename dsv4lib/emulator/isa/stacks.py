@@ -56,7 +56,7 @@ def stackrestore(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 def _top(warp: Warp, lane: int) -> int:
-    """The first free byte of a lane's stack; its first 8 bytes hold what is taken behind them."""
+    """First free byte of a lane's stack; its first 8 bytes hold the size of what follows them."""
     start = warp.program.symbol(STACK.name)[1]
     return start + 8 + int.from_bytes(local(warp, lane, start, 8), "little")
 

@@ -90,17 +90,17 @@ def closing(pattern: str, start: int) -> int:
 
 
 def name(opcode: str) -> str:
-    """The words of a spelling whose place is fixed."""
+    """Read from an opcode the words whose place is fixed."""
     match = _NAME.match(opcode)
     return match.group() if match else opcode
 
 
 def reorder(opcode: str, pattern: str) -> set[str]:
-    """The spellings in the order of ``pattern`` that have the modifiers of ``opcode``: normally none or one."""
+    """List the opcodes in the order of ``pattern`` with the modifiers of ``opcode``: normally none or one."""
     head = name(opcode)
     words = tuple(opcode.split("."))
     found = {".".join(order) for order, rest in _place(slots(pattern), words) if not rest}
-    return {spelling for spelling in found if name(spelling) == head}
+    return {variant for variant in found if name(variant) == head}
 
 
 def _place(todo: tuple[Slot | Optional, ...], words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple]]:

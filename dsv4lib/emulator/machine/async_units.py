@@ -77,14 +77,14 @@ class AsyncOp:
         return self.where()
 
     def where(self) -> Place | None:
-        """`place`, for what asks only when there is something to report."""
+        """Find `place` on demand: it is needed only for a report."""
         if self.warp is None or self.instr is None:
             return None
         return dataclasses.replace(self.warp.place(self.instr), lanes=self.lanes)
 
     def __str__(self) -> str:
-        who = f" by {self.warp}" if self.warp is not None else ""
-        return f"#{self.order} {self.unit}: {self.label}{who}"
+        issuer = f" by {self.warp}" if self.warp is not None else ""
+        return f"#{self.order} {self.unit}: {self.label}{issuer}"
 
 
 class AsyncUnits:

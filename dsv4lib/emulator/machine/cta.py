@@ -61,7 +61,7 @@ class Cta:
         warps: all warps, also those that have exited.
         mbarriers: by offset in this CTA's shared memory.
         barriers: named barriers by number, bar.warp.sync by (warp, member mask) (barriers.py).
-        clc_reads: by warp, where it took the CTA out of a failed cancel response; None once it asks if it failed.
+        clc_reads: by warp, where it took the CTA out of a failed cancel response; None once the warp tests is_canceled.
         threads: of the CTA; storage: arrays that native code addresses.
     """
 

@@ -115,8 +115,8 @@ class GridBuilder:
         contexts["param"], contexts["param_bytes"] = m.param_address, m.param_bytes
         contexts["alloc"], contexts["alloc_count"] = m.gmem.native_table.ctypes.data, len(m.gmem)
         contexts["checks"] = m.settings.native_checks
-        told = m.settings.native_checks and "global_read_past_end" not in m.settings.muted
-        contexts["padding"] = m.settings.padding if told else 0  # never pass over in silence
+        reported = m.settings.native_checks and "global_read_past_end" not in m.settings.muted
+        contexts["padding"] = m.settings.padding if reported else 0  # never pass over in silence
         contexts["race"] = 0 if m.race is None else m.race.address
 
     def _fill(self, cta: Cta, files: np.ndarray) -> None:

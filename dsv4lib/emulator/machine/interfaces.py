@@ -36,7 +36,7 @@ class MachineView(Protocol):
         """Add a hazard to the launch's result."""
 
     def changed(self) -> None:
-        """Tell the scheduler that something that a warp may wait for has happened."""
+        """Signal to the scheduler an event that a warp may wait for."""
 
     def variable_address(self, name: str) -> int:
         """Address of a module's variable."""

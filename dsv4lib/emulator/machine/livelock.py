@@ -6,7 +6,7 @@ warp that can run comes back to a state that it was in (program counter, lanes, 
 instruction by instruction once around. If all do that with loads and compares alone, or with stores and atomics that
 leave every byte as it is (an exchange of the value that is there, an addition of 0), and no byte of shared or global
 memory has changed, then nothing ever will: what a warp does next depends on nothing else. That holds for one launch and
-for several that run at once and share memory (`together`).
+for several that run at once and share memory (`driver.multi_device`).
 
 Loops that count, read a clock or change memory are not judged; the limits of the launch end those.
 """
@@ -193,7 +193,7 @@ def _harmless(instr: Instr) -> bool:
 
 
 def report(running: Sequence[MachineView], loops: dict[Warp, list[Instr]]) -> str:
-    """Who repeats what, and reads which memory; who waits."""
+    """List what each warp repeats, reads or waits on."""
     lines = ["deadlock: every warp that can run repeats the same loop, and no memory changes"]
     for machine in running:
         spinning = machine.scheduler.ready

@@ -33,7 +33,7 @@ from dsv4lib.emulator.trace.recorder import Recorder
 
 __all__ = ["Block", "Cluster", "Cta", "GlobalMemory", "Machine", "Smem", "Warp", "run"]
 
-_NOTES = 5  # hazards that are told with an error
+_NOTES = 5  # hazards that an error's message lists
 
 GRID_WORKSPACE = 8  # bytes
 
@@ -53,7 +53,7 @@ class Machine:
         progress: bumped by ``changed``; stands still when the warps only poll.
         clusters: resident clusters in launch order.
         before: global memory of the launches that a programmatic dependent launch may overlap, the latest first.
-        race: who is ordered after whom, and with CHECK_RACE the race detector; None = off.
+        race: the order between warps, and with CHECK_RACE the race detector; None = off.
         device: number of the device where there are several, else None.
         scheduler: from `begin` on.
     """
@@ -91,10 +91,10 @@ class Machine:
         self._params = aligned_zeros(max(self.param_bytes, 1), 128)
         self._params[: self.param_bytes] = np.frombuffer(request.params, np.uint8)[: self.param_bytes]
         self.param_address = self._params.ctypes.data
-        # Where CTAs of a cooperative launch meet (CUDA's cooperative_groups, "grid_workspace"): its size, a barrier.
-        self._meeting = aligned_zeros(GRID_WORKSPACE if request.attributes.get("cooperative") else 0, 128)
-        self._meeting[:4].view(np.uint32)[:] = GRID_WORKSPACE
-        self.grid_workspace = self._meeting.ctypes.data if len(self._meeting) else 0
+        # The barrier of a cooperative launch (CUDA's cooperative_groups, "grid_workspace"), after its size.
+        self._workspace = aligned_zeros(GRID_WORKSPACE if request.attributes.get("cooperative") else 0, 128)
+        self._workspace[:4].view(np.uint32)[:] = GRID_WORKSPACE
+        self.grid_workspace = self._workspace.ctypes.data if len(self._workspace) else 0
         self.units = AsyncUnits(self) if units is None else units
         checks = self.settings.native_checks
         self.before = before if request.attributes.get("programmatic") else ()
@@ -104,7 +104,7 @@ class Machine:
         self._began = 0.0
 
     def changed(self) -> None:
-        """Tell the scheduler that the launch made progress: an arrival, a completion, an exit."""
+        """Signal to the scheduler that the launch made progress: an arrival, a completion, an exit."""
         self.events += 1
         self.progress += 1
 
@@ -165,13 +165,13 @@ class Machine:
             self.close()
 
     def begin(self) -> None:
-        """Create the first clusters. Whoever begins a launch advances ``scheduler`` and closes."""
+        """Create the first clusters. The caller advances ``scheduler`` and closes."""
         from dsv4lib.emulator.machine.scheduler import Scheduler
 
         self._began = time.perf_counter()
         self.gmem.register_array(self._params, "kernel parameters", writable=False)
         if self.grid_workspace:
-            self.gmem.register_array(self._meeting, "grid workspace")
+            self.gmem.register_array(self._workspace, "grid workspace")
         if any(service is calls.malloc for service, _ in self.program.services.values()):
             _ = self.gmem.heap  # known before the first CTA reads the table of allocations
         self.scheduler = Scheduler(self)

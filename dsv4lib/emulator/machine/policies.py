@@ -43,7 +43,7 @@ class Policy:
 class OldestFirst(Policy):
     """The lowest-numbered ready warp until it blocks; operations complete at once, in the order of issue."""
 
-    limit = 16  # full slices after which a warp that never blocks (it may spin) goes behind the others
+    limit = 16  # full slices after which a warp that never blocks (it may spin) goes to the end of the queue
 
     def __init__(self, rng: np.random.Generator):
         super().__init__(rng)

@@ -1,7 +1,7 @@
 """From a parsed kernel to what the machine runs: register file, constants, instruction records, services.
 
 ``lower`` gives every instruction one record (native/abi.py) at the same index, resolves branch targets, places shared
-and local variables, and looks every spelling up in `isa`: an instruction without an implementation is refused here,
+and local variables, and looks every opcode up in `isa`: an instruction without an implementation is refused here,
 with its place, before anything runs.
 
 Register file: slots for the kernel's registers (shared, ptx/liveness.py), then predicates, then the *pool*: read-only
@@ -54,10 +54,10 @@ from dsv4lib.emulator.ptx.ir import (
 )
 from dsv4lib.emulator.ptx.liveness import share
 from dsv4lib.emulator.ptx.pending import eager_loads
-from dsv4lib.emulator.ptx.wgmma_copies import behind_waits
+from dsv4lib.emulator.ptx.wgmma_copies import after_waits
 
 SMEM_START = 1024  # shared memory below is reserved for the system (CUDA programming guide, compute capability 9.0+)
-SMEM_ALIGN = 16  # of the dynamic part, if its declaration does not ask for more (CuTeDSL's asks for 1024)
+SMEM_ALIGN = 16  # of the dynamic part, unless its declaration names more (CuTeDSL's names 1024)
 SINK_BYTES = abi.register_bytes(128)
 
 VOLATILE = frozenset(("clock", "clock_hi", "clock64", "globaltimer", "globaltimer_lo", "globaltimer_hi"))
@@ -99,16 +99,16 @@ class Program:
 
     Attributes:
         kernel, module: where it comes from.
-        instructions: the kernel's, and one exit behind the last.
+        instructions: the kernel's, and one exit after the last.
         records: RECORD array, one per instruction; ``handler`` is 0 where a service runs.
-        services: function and spelling by instruction index.
+        services: function and `isa.Form` by instruction index.
         offset, bits: of every register, by register index; registers that are never live together may share a slot.
         register_bytes: size of the register file, a multiple of 64.
         template: uint8[register_bytes] with the constants filled in.
         special: (offset, bits) of the special registers the kernel uses, by name.
         specials, symbols: every pool slot to fill when a warp is created (a special register may be there twice, at
             two widths).
-        smem_static: bytes of shared memory between SMEM_START and the dynamic part; dynamic memory begins behind.
+        smem_static: bytes of shared memory between SMEM_START and the dynamic part; dynamic memory follows.
         local_bytes: local memory a thread.
         stores: by instruction index, the flattened operands a native handler writes.
         eager_loads: tcgen05.ld instructions that must complete at issue (ptx/pending.py).
@@ -276,7 +276,7 @@ class _Lowering:
     """State of one `lower`."""
 
     def __init__(self, kernel: Kernel, module: Module, library: Any):
-        kernel = behind_waits(in_order(kernel))
+        kernel = after_waits(in_order(kernel))
         if any(instr.opcode.startswith(("alloca.", "stack")) for instr in kernel.instructions):
             kernel = replace(kernel, variables=[*kernel.variables, calls.STACK])
         self.kernel, self.module, self.library = kernel, module, library
@@ -453,7 +453,7 @@ class _Lowering:
         return native, services
 
     def _own_service(self, instr: Instr) -> Callable[..., Any] | None:
-        """Services that the opcode alone does not tell: clocks and calls."""
+        """Find services that the opcode alone does not determine: clocks and calls."""
         symbols = [leaf.name for leaf in leaves(instr.operands) if isinstance(leaf, Symbol)]
         if instr.opcode.startswith("call"):
             called = [name for name in symbols if name not in self.variables]

@@ -1,4 +1,4 @@
-"""What a launch asks for, what it answers, and the settings of the device it runs on: plain data."""
+"""Hold a launch's request and result, and the settings of its device, as data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who runs next: warps in slices, asynchronous operations when the policy lets them complete.
+"""Schedule warps in slices, and asynchronous operations when the policy lets them complete.
 
 A correct kernel gives the same bits under every policy; a race shows under one of them. The scheduler also finds out
-when nothing can run any more and says who waits on what.
+when nothing can run any more and lists what each warp waits on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE, _SPINNING = 32, 50_000
 # Suspended waits (mbarrier.try_wait) may end without their phase; rounds of that without progress mean a deadlock.
 _EXPIRIES = 16
 # Kernels with these instructions or attributes get all resident clusters at once; others one after another.
-_TOGETHER = "clusterlaunchcontrol"
+_CLUSTER_CONTROL = "clusterlaunchcontrol"
 
 
 class Scheduler:
@@ -65,8 +65,8 @@ class Scheduler:
         self._resident = self.builder.resident_clusters()
         # What fits on the SMs at the start is launched, if only later; the rest can be cancelled.
         self._launchable = [machine.queue.popleft() for _ in range(min(self._resident, len(machine.queue)))][::-1]
-        together = machine.request.attributes.get("cooperative") or program.uses(_TOGETHER)
-        self._at_once = self._resident if together else min(self._resident, self.policy.clusters)
+        resident = machine.request.attributes.get("cooperative") or program.uses(_CLUSTER_CONTROL)
+        self._at_once = self._resident if resident else min(self._resident, self.policy.clusters)
 
     def run(self) -> None:
         """Run until every cluster has exited.
@@ -224,7 +224,7 @@ class Scheduler:
             self.trace.warp_waits(warp, block)
         self.ready.remove(warp)
         self.blocked.append(warp)
-        self._seen = -1  # its ready() has to be asked once
+        self._seen = -1  # its ready() has to be called once
 
     def _resume(self, warp: Warp) -> bool:
         """A ready warp goes on. True if it stands at the service that blocked it, False if the driver decides."""
@@ -337,7 +337,7 @@ class Scheduler:
         expire = [e for w in self.blocked for b in _blocks(w) if (e := getattr(b, "expire", None)) is not None]
         for end in expire:
             end()
-        self._seen = -1  # ask them
+        self._seen = -1  # call their ready()
         return bool(expire)
 
     def _force(self) -> None:
@@ -360,16 +360,16 @@ class Scheduler:
         return self.fruitless > 0 or self._idle >= _PATIENCE
 
     def report(self) -> str:
-        """Who waits on what."""
+        """List what each warp waits on."""
         pending = f"{len(self.units)} pending asynchronous operations cannot complete" if len(self.units) else ""
         lines = [f"deadlock: no warp can run and {pending or 'no asynchronous operation is pending'}"]
         for warp in self.blocked[:64]:
             place = warp.place()
             device = "" if place.device is None else f"device {place.device} "
-            who = f"{device}CTA {warp.cta.ctaid} warp {warp.warp_id}"
-            waits = [(p.block, p.pc, f"{who} lanes {p.mask:#010x}") for p in warp.parked]
+            owner = f"{device}CTA {warp.cta.ctaid} warp {warp.warp_id}"
+            waits = [(p.block, p.pc, f"{owner} lanes {p.mask:#010x}") for p in warp.parked]
             if warp.stalled or not waits:
-                waits.append((warp.block, warp.words[PC], who))
+                waits.append((warp.block, warp.words[PC], owner))
             for block, pc, name in waits:
                 place, detail = warp.program.place(pc), block.detail()
                 where = f" ({place.python})" if place.python else ""

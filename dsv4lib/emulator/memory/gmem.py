@@ -40,7 +40,7 @@ class Allocation:
 
     @property
     def end(self) -> int:
-        """First byte behind the range."""
+        """First byte past the end of the range."""
         return self.start + self.nbytes
 
     def __str__(self) -> str:
@@ -205,9 +205,7 @@ class GlobalMemory:
         i = bisect.bisect_right(self._starts, address)
         near = self._allocations[max(i - 1, 0) : i + 1]
         below = [
-            (address - a.end, f"{address - a.end + 1} bytes behind the last byte of {a}")
-            for a in near
-            if a.end <= address
+            (address - a.end, f"{address - a.end + 1} bytes past the end of {a}") for a in near if a.end <= address
         ]
         above = [(a.start - address, f"{a.start - address} bytes before {a}") for a in near if a.start > address]
         return f"{what} is outside every allocation; nearest: {min(below + above)[1]}"

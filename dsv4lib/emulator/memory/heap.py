@@ -33,7 +33,7 @@ class Heap:
         self._taken: dict[int, int] = {}  # bytes by address
 
     def allocate(self, nbytes: int) -> int:
-        """Address of ``nbytes``; 0 if there is no such room, or nothing is asked for."""
+        """Allocate ``nbytes``; return the address, or 0 if there is no room or ``nbytes`` is 0."""
         if nbytes == 0:
             return 0
         size, at = -(-nbytes // ALIGN) * ALIGN, self.start

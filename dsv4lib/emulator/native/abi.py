@@ -1,9 +1,9 @@
 """The contract between Python and native code: register file, instruction record and warp context.
 
 A kernel runs as *threaded code*: an array of fixed-size records, each holding the address of a small native handler
-and the register-file offsets of its operands. Handlers are generated as LLVM IR once per PTX spelling, compiled by
-llvmlite and cached on disk, so preparing a kernel costs a parse, not a compile. What is rare or asynchronous (barriers,
-TMA, tensor cores) is a *service*: the driver loop returns to Python with the record's index.
+and the register-file offsets of its operands. Handlers are generated as LLVM IR once per instruction variant, compiled
+by llvmlite and cached on disk, so preparing a kernel costs a parse, not a compile. What is rare or asynchronous
+(barriers, TMA, tensor cores) is a *service*: the driver loop returns to Python with the record's index.
 
 Register file (one per warp, 64-byte aligned): every register holds all 32 lanes contiguously.
 
@@ -13,7 +13,7 @@ Register file (one per warp, 64-byte aligned): every register holds all 32 lanes
 | b8, b16, b32, b64 | 32, 64, 128, 256 | lane-major array of that width |
 | b128 | 512 | 32 low halves, then 32 high halves |
 
-Immediates and special registers (%tid.x, %laneid, ...) are read-only registers behind the program's own, filled when
+Immediates and special registers (%tid.x, %laneid, ...) are read-only registers after the program's own, filled when
 the warp is created, so a handler sees only offsets.
 """
 
@@ -45,7 +45,7 @@ MAX_CLUSTER = 16
 MAX_GROUPS = 32
 
 # One warp. A divergent warp is a set of groups (pc, lane mask); the driver always runs the group with the lowest pc and
-# merges groups that meet, which reconverges structured code where it joins.
+# merges groups with the same pc, which reconverges structured code where it joins.
 CONTEXT = np.dtype(
     [
         ("regs", "<u8"),  # address of the register file

@@ -61,8 +61,8 @@ define internal ptr @mem_fault(ptr %ctx, i32 %code, i64 %address, i64 %bytes, i3
 }
 """
 
-# A load that ends behind the allocation `alloc_last`, but in the padding that its allocator put there: noted, and given
-# the bytes that exist, then 0xFF (NaN in every floating-point format). Null if it goes further.
+# A load that goes past the end of the allocation `alloc_last`, but in the padding that its allocator put there: noted,
+# and given the bytes that exist, then 0xFF (NaN in every floating-point format). Null if it goes further.
 _PAST_END = """
 define internal ptr @mem_past_end(ptr %ctx, i64 %address, i64 %bytes, i32 %lane) nounwind cold noinline {
 entry:
@@ -202,8 +202,8 @@ outside:
   %soft = and i1 %loading, %pads
   %some = xor i1 %none, true
   %perhaps = and i1 %soft, %some
-  br i1 %perhaps, label %behind, label %refuse
-behind:
+  br i1 %perhaps, label %past_end, label %refuse
+past_end:
   %past = call ptr @mem_past_end(ptr %ctx, i64 %address, i64 %bytes, i32 %lane)
   %deep = icmp eq ptr %past, null
   br i1 %deep, label %refuse, label %noted

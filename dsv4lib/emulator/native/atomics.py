@@ -37,14 +37,14 @@ _EXCHANGE = ("<op:exch>HINT.<type:b32|b64|b128>",)
 _COMPARE = ("<op:cas>.<type:b16|b32|b64|b128>",)
 
 
-def _spellings(base: str, semantics: str, tails: tuple[str, ...], vectors: tuple[str, ...]) -> list[str]:
+def _variants(base: str, semantics: str, tails: tuple[str, ...], vectors: tuple[str, ...]) -> list[str]:
     head = f"{base}[.<sem:{semantics}>][.{_SCOPE}]"
     out = [f"{head}[.<space:global>].{tail.replace('HINT', _HINT)}" for tail in (*tails, *vectors)]
     return out + [f"{head}.{_SHARED}.{tail.replace('HINT', '')}" for tail in tails]
 
 
-ATOMS = _spellings("atom", "relaxed|acquire|release|acq_rel", _SCALAR + _EXCHANGE + _COMPARE, _VECTOR)
-REDS = _spellings("red", "relaxed|release", _SCALAR, _VECTOR)
+ATOMS = _variants("atom", "relaxed|acquire|release|acq_rel", _SCALAR + _EXCHANGE + _COMPARE, _VECTOR)
+REDS = _variants("red", "relaxed|release", _SCALAR, _VECTOR)
 
 
 @isa.native(*ATOMS)

@@ -44,7 +44,7 @@ def combine(e: Emitter, form: Form, flags: Value, i: int) -> Value:
 
 
 def source_patterns(head: str, tail: str = "") -> tuple[str, ...]:
-    """Spellings of integer and 32- and 64-bit float sources; ``tail`` stands before the source type."""
+    """List the variants of integer and 32- and 64-bit float sources; ``tail`` stands before the source type."""
     return (
         f"{head}.<cmp:{INTEGER}>{BOOL}{tail}.<stype:u16|u32|u64|s16|s32|s64>",
         f"{head}.<cmp:{UNSIGNED}>{BOOL}{tail}.<stype:u16|u32|u64>",

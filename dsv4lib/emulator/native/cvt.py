@@ -246,7 +246,7 @@ def tf32(e: Emitter, form: Form) -> None:
 
 @isa.native("cvt.pack.sat.<to:u16|s16>.s32", "cvt.pack.sat.<to:u2|s2|u4|s4|u8|s8>.s32.b32")
 def pack(e: Emitter, form: Form) -> None:
-    """d = saturated a and b next to each other, b lower; below 16 bits c moves up behind them."""
+    """d = saturated a and b next to each other, b lower; below 16 bits c is shifted up above them."""
     to = form.get("to")
     bits = bits_of(to)
     a, b = (clamp(e, e.load(i, "i32"), "s32", to) & ((1 << bits) - 1) for i in (1, 2))

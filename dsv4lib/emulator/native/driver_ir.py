@@ -1,10 +1,10 @@
 """The run loop of a warp: fetch a record, evaluate its guard, call its handler, follow branches; in LLVM IR.
 
 Divergence: a warp is one *running* group of lanes and up to 31 *waiting* ones, each with its own pc. The loop runs the
-group with the lowest pc and merges groups that meet. Structured code reconverges where it joins, because a join lies
-behind everything that leads to it. ``.aligned`` and ``.sync`` instructions need their lanes together even where the
-compiler laid the code out differently: a group that reaches one without them (the live lanes of its member masks, or
-all) lets all other groups run first, and goes on alone only when every group stands at such an instruction.
+group with the lowest pc and merges groups with the same pc. Structured code reconverges where it joins, because a join
+lies after everything that leads to it. ``.aligned`` and ``.sync`` instructions need their lanes converged even where
+the compiler laid the code out differently: a group that reaches one without them (the live lanes of its member masks,
+or all) lets all other groups run first, and goes on alone only when every group stands at such an instruction.
 
 Progress: within ``run`` a spinning group keeps the warp. The scheduler breaks that by rotating groups (``sticky`` = 1:
 run this group for one slice), and ``sticky`` = 2 lets a group pass one converging instruction alone.
@@ -98,8 +98,8 @@ members:
   %alive = and i32 %wanted, %live
   %not = xor i32 %mask, -1
   %missing = and i32 %alive, %not
-  %together = icmp eq i32 %missing, 0
-  %key = select i1 %together, i32 %pc, i32 %late
+  %converged = icmp eq i32 %missing, 0
+  %key = select i1 %converged, i32 %pc, i32 %late
   ret i32 %key
 wait:
   ret i32 %late
@@ -136,8 +136,8 @@ look:
   %ipc = load i32, ptr %qpc, align 4
   %same = icmp eq i32 %ipc, %pc
   %running = icmp ne i32 %group, 0
-  %meet = and i1 %same, %running
-  br i1 %meet, label %drop, label %keep
+  %merges = and i1 %same, %running
+  br i1 %merges, label %drop, label %keep
 drop:
   %imask = load i32, ptr %qmask, align 4
   %more = or i32 %all, %imask
@@ -296,7 +296,7 @@ entry:
   %pwatch = getelementptr i8, ptr %ctx, i64 $C_watch
   br label %choose
 choose:
-  %c.left = phi i32 [ %quantum, %entry ], [ %left, %meet ], [ %f.left, %alone ], [ %x.left, %change ]
+  %c.left = phi i32 [ %quantum, %entry ], [ %left, %merge ], [ %f.left, %alone ], [ %x.left, %change ]
   %picked = call i32 @driver_select(ptr %ctx, ptr %records)
   %s.pc = load i32, ptr %ppc, align 4
   %can = icmp ne i32 %picked, 0
@@ -304,12 +304,12 @@ choose:
 stalled:
   br label %stop
 next:
-  %pc = phi i32 [ %n.pc, %advance ], [ %j.pc, %jumped ], [ %target, %together ], [ %d.pc, %diverge ]
-  %left = phi i32 [ %n.left, %advance ], [ %b.left, %jumped ], [ %b.left, %together ], [ %b.left, %diverge ]
+  %pc = phi i32 [ %n.pc, %advance ], [ %j.pc, %jumped ], [ %target, %converged ], [ %d.pc, %diverge ]
+  %left = phi i32 [ %n.left, %advance ], [ %b.left, %jumped ], [ %b.left, %converged ], [ %b.left, %diverge ]
   %watch = load i32, ptr %pwatch, align 4
   %met = icmp sge i32 %pc, %watch
-  br i1 %met, label %meet, label %fetch
-meet:
+  br i1 %met, label %merge, label %fetch
+merge:
   store i32 %pc, ptr %ppc, align 4
   br label %choose
 fetch:
@@ -322,8 +322,8 @@ fetch:
   %flags = load i32, ptr %pflags, align 4
   %conv.bit = and i32 %flags, $CONVERGE
   %conv = icmp ne i32 %conv.bit, 0
-  br i1 %conv, label %together.test, label %budget
-together.test:
+  br i1 %conv, label %converged.test, label %budget
+converged.test:
   %t.group = load i32, ptr %pgroup, align 4
   %t.live = load i32, ptr %plive, align 4
   %whole = icmp eq i32 %t.group, %t.live
@@ -332,8 +332,8 @@ alone:
   store i32 %f.pc, ptr %ppc, align 4
   br label %choose
 budget:
-  %g.pc = phi i32 [ %s.pc, %choose ], [ %f.pc, %fetch ], [ %f.pc, %together.test ]
-  %g.left = phi i32 [ %c.left, %choose ], [ %f.left, %fetch ], [ %f.left, %together.test ]
+  %g.pc = phi i32 [ %s.pc, %choose ], [ %f.pc, %fetch ], [ %f.pc, %converged.test ]
+  %g.left = phi i32 [ %c.left, %choose ], [ %f.left, %fetch ], [ %f.left, %converged.test ]
   %out = icmp sle i32 %g.left, 0
   br i1 %out, label %expired, label %guard
 expired:
@@ -388,8 +388,8 @@ branch:
   %pt = getelementptr i8, ptr %rec, i64 $R_target
   %target = load i32, ptr %pt, align 4
   %uniform = icmp eq i32 %mask, %group
-  br i1 %uniform, label %together, label %diverge
-together:
+  br i1 %uniform, label %converged, label %diverge
+converged:
   br label %next
 diverge:
   %taken.not = xor i32 %mask, -1

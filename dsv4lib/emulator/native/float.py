@@ -40,7 +40,7 @@ def operand(e: Emitter, form: Form, i: int) -> Value:
 
 
 def patterns(op: str) -> tuple[str, ...]:
-    """Spellings of add, sub and mul."""
+    """List the variants of add, sub and mul."""
     return (
         f"{op}[.<round:{ROUND}>][.<ftz:ftz>][.<sat:sat>].<type:f32>",
         f"{op}[.<round:{ROUND}>][.<ftz:ftz>].<type:f32x2>",
@@ -131,7 +131,7 @@ def fma(e: Emitter, form: Form) -> None:
 def fma_half(e: Emitter, form: Form) -> None:
     """d = a * b + c with one rounding, in a 16-bit format. f32 holds all bits of the product.
 
-    ``.oob``: +0 if a or b is what a tensor copy fills in behind the bounds; c does not count, and with ``.sat`` nothing
+    ``.oob``: +0 if a or b is what a tensor copy fills in out of bounds; c does not count, and with ``.sat`` nothing
     does (both measured on an H200).
     """
     a, b, c = (operand(e, form, i) for i in (1, 2, 3))
@@ -178,7 +178,7 @@ def sign_operation(e: Emitter, form: Form, change: Callable[[Value], Value]) -> 
 
 
 def extremum_patterns(op: str) -> tuple[str, ...]:
-    """Spellings of min and max."""
+    """List the variants of min and max."""
     return (
         f"{op}[.<ftz:ftz>][.<nan:NaN>][.<xorsign:xorsign>.<abs:abs>].<type:f32|f16|f16x2>",
         f"{op}[.<ftz:ftz>][.<nan:NaN>].<abs:abs>.<type:f32>",

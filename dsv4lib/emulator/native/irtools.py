@@ -1,11 +1,11 @@
-"""Writing native handlers: one small LLVM-IR function per PTX spelling, over vectors of 32 lanes.
+"""Write native handlers: one small LLVM-IR function per PTX instruction variant, over vectors of 32 lanes.
 
 A handler has the type ``i32 (ptr context, ptr record)`` (see ``abi.py``). The Emitter hides the addressing: it loads
 operand ``i`` as a vector, lets ordinary Python operators build the arithmetic, and stores with the lane mask applied,
 so that lanes that do not execute keep their old bits. IR is written as text: every intrinsic and every constrained
 floating-point operation of LLVM is then at hand, and the text is the cache key of the compiled code.
 
-A spelling alone does not fix the operands: ``mov.b64 {a, b}, c`` and ``mov.b64 c, {a, b}`` share it. The *shape* does:
+An opcode alone does not fix the operands: ``mov.b64 {a, b}, c`` and ``mov.b64 c, {a, b}`` share it. The *shape* does:
 one item per PTX operand, separated by spaces:
 
     32        a register of 32 bits (8, 16, 32, 64, 128; 1 = predicate)
@@ -133,7 +133,7 @@ Number = Value | int | float
 
 @dataclass(frozen=True)
 class Handler:
-    """The IR of one spelling with one shape, before compilation.
+    """The IR of one instruction variant with one shape, before compilation.
 
     Attributes:
         text: function definition with ``@NAME`` for the name.

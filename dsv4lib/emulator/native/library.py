@@ -1,10 +1,10 @@
-"""Native handlers by spelling and shape: emit, compile what is missing in one batch, keep the code on disk.
+"""Build native handlers by opcode and shape: emit, compile the missing ones in one batch, keep the code on disk.
 
     library = Library()
     handlers = library.handlers([("add.s32", "32 32 i"), ...])
     handlers["add.s32", "32 32 i"].address
 
-Spellings whose IR is the same share their code (``mov.b32`` and ``mov.f32``; ``add.s32`` with a register or a constant
+Opcodes whose IR is the same share their code (``mov.b32`` and ``mov.f32``; ``add.s32`` with a register or a constant
 as operand). Compiled code is cached per batch in the folder ``native`` of the cache (``dsv4lib.folders``), which no
 other user may write: that is checked each time before files are read or written. The key covers the IR, the
 processor and LLVM's version. A damaged file is removed and compiled again; a foreign one is ignored.
@@ -63,10 +63,10 @@ class Compiled:
 
 @functools.cache
 def emit(opcode: str, shape: str) -> irtools.Handler:
-    """IR of one spelling with one operand shape (see ``irtools``).
+    """Emit the IR of one opcode with one operand shape (see ``irtools``).
 
     Raises:
-        UnsupportedInstruction: no native implementation matches the spelling.
+        UnsupportedInstruction: no native implementation matches the opcode.
         EmulatorError: the operands do not fit the instruction.
     """
     entry, form = isa.lookup(opcode)

@@ -36,7 +36,7 @@ _WIDE = (".<vec:v8>.<type:b32|u32|s32|f32>", ".<vec:v4>.<type:b64|u64|s64|f64>")
 
 
 def _evicting(head: str, tail: str) -> list[str]:
-    """Spellings with eviction priorities: ``head``, L1 priority and, for wide accesses, L2 priority."""
+    """List the variants with eviction priorities: ``head``, L1 priority and, for wide accesses, L2 priority."""
     return [f"{head}[.{_L1}]{_HINT}{tail}{_TAIL}", *(f"{head}[.{_L1}].{_L2}{_HINT}{tail}{wide}" for wide in _WIDE)]
 
 

@@ -3,7 +3,7 @@
 Almost every access is ordered after everything that touched its words before. `judge` looks at a whole log first and
 changes nothing; only if every access is covered does it note them in the shadows (checks/shadow.py and
 checks/global_memory.py, whose arrays it works on). In any doubt it leaves the log to the Python code, which knows how
-to tell of conflicts. `sweep` does the same for one access to many cells; `late` is the question alone.
+to report conflicts. `sweep` does the same for one access to many cells; `late` only compares.
 
 All are written with llvmlite.ir. Times are logical: an access is an agent's epoch, as there.
 """
@@ -216,7 +216,7 @@ class _Judge(_Code):
         return self.b.shl(ones, self.b.and_(address, _I64(3)))
 
     def _lane(self, lane: Any) -> None:
-        """The access of one lane, and of those behind it that take other bytes of the same word."""
+        """The access of one lane, and of later ones that take other bytes of the same word."""
         address = self._address(self.get(lane))
         self.b.store(self.b.shl(_I64(1), self.get(lane)), self.lanes)
         self.b.store(_I64(15), self.bits)
@@ -227,10 +227,10 @@ class _Judge(_Code):
                 self.b.store(_I64(0), more)
                 following = self.b.add(self.get(lane), _I64(1))
                 with self.when(self.b.and_(self.test("<", following, abi.LANES), self._active(following))):
-                    behind = self._address(following)
-                    same = self.test("<", self.b.xor(address, behind), 4)
+                    neighbour = self._address(following)
+                    same = self.test("<", self.b.xor(address, neighbour), 4)
                     with self.when(same):
-                        self.b.store(self.b.or_(self.get(self.bits), self._part(behind)), self.bits)
+                        self.b.store(self.b.or_(self.get(self.bits), self._part(neighbour)), self.bits)
                         self.b.store(self.b.or_(self.get(self.lanes), self.b.shl(_I64(1), following)), self.lanes)
                         self.b.store(following, lane)
                         self.b.store(_I64(1), more)
@@ -431,8 +431,8 @@ class _Sweep(_Code):
 
     def __init__(self) -> None:
         super().__init__("sweep", [_I64] * 6)
-        self.memory, self.clock, who, at, writes, box = self.args
-        me, epoch, pc, lanes = (half for both in (who, at) for half in self._halves(both))
+        self.memory, self.clock, actor, at, writes, box = self.args
+        me, epoch, pc, lanes = (half for both in (actor, at) for half in self._halves(both))
         self.index, self.rows, self.start, self.pitch, self.width = (self.load(box, name) for name in Box)
         self.table, self.bits = self.load(self.memory, Memory.TABLE), _I64(ALL_BYTES)
         number = self.load(self.table, Table.COUNT)
@@ -535,8 +535,8 @@ class _Sweep(_Code):
         if writer is not None:
             other = self.b.and_(other, self.test(">", number, self.load(writer, cell, _I32)))
         with self.when(other):
-            behind = uncovered(self, self.table, number, self.clock, self.bits)
-            with self.b.if_else(behind) as (late, fine):
+            conflicting = uncovered(self, self.table, number, self.clock, self.bits)
+            with self.b.if_else(conflicting) as (late, fine):
                 with late:
                     read = self.b.not_(unread(self, self.memory, cell, number)) if writer is None else ir.IntType(1)(0)
                     self.give_up(self.b.not_(self.b.and_(self.writes, read)))
@@ -550,9 +550,9 @@ class _Sweep(_Code):
 
 @functools.cache
 def sweep() -> Callable[..., int]:
-    """``sweep(Memory block, row of the clock, who, at, write, Box block) -> DONE``: an access to whole cells.
+    """``sweep(Memory block, row of the clock, actor, at, write, Box block) -> DONE``: an access to whole cells.
 
-    ``who``: agent | epoch << 32; ``at``: instruction | lanes << 32. LEFT if the access is not covered, the table is
+    ``actor``: agent | epoch << 32; ``at``: instruction | lanes << 32. LEFT if the access is not covered, the table is
     full or the agent has not read this memory before: then nothing has changed.
     """
     return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 6)(_Sweep().compile())

@@ -116,8 +116,8 @@ def vote(e: Emitter, form: Form) -> None:
     """d = the predicate holds in all, any, or equally in the members."""
     with member_groups(e, 2) as part:
         yes = e.pred(1) & part
-        everyone, none = e.icmp("eq", yes, part), e.icmp("eq", yes, 0)
-        answer = {"all": everyone, "any": none ^ 1, "uni": everyone | none}[form.get("mode")]
+        every, none = e.icmp("eq", yes, part), e.icmp("eq", yes, 0)
+        answer = {"all": every, "any": none ^ 1, "uni": every | none}[form.get("mode")]
         e.store_pred(0, e.cast("sext", answer, "i32"))
 
 

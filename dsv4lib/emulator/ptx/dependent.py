@@ -5,7 +5,7 @@ writes are visible. Until then a read may find old values, and a write may overt
 entry is followed up to its first wait, whatever runs before it.
 
 What does not depend on the kernel before may be touched earlier on purpose (weights); this only says what is. In a run
-of both launches the race detector tells them apart (checks/dependent.py).
+of both launches the race detector distinguishes them (checks/dependent.py).
 Source: PTX ISA, "griddepcontrol".
 """
 

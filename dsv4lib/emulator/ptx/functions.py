@@ -2,7 +2,7 @@
 
 PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.param`` space that the caller declares.
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a
-branch behind the call. A call of an address becomes a chain: of every function whose address the file takes and whose
+branch to after the call. A call of an address becomes a chain: of every function whose address the file takes and whose
 parameters are like those that are passed, a comparison and its body. Parameters in registers (PTX before version 2) are
 refused, and recursion when a kernel that has it is launched.
 """
@@ -17,7 +17,7 @@ from dsv4lib.emulator.ptx.lexer import Source
 from dsv4lib.emulator.ptx.operands import OperandError
 from dsv4lib.emulator.ptx.variables import parameters
 
-NOWHERE = "(no function)"  # who is called where an address is none of a function's
+NOWHERE = "(no function)"  # the callee of an address that is no function's
 CODE_BYTES = 16  # from one function's address to the next
 _FUNCTION = re.compile(
     r"\.func\b\s*(?:\.attribute\s*\([^)]*\)\s*)?(?:\(([^()]*)\)\s*)?([%$_A-Za-z][\w$]*)\s*(?:\(([^()]*)\))?[^{;]*\{"
@@ -48,7 +48,7 @@ def bind(function: Function, operands: Sequence[Operand]) -> dict[str, str]:
     """The caller's variables by the name of the parameter that they are.
 
     Args:
-        function: who is called.
+        function: the callee.
         operands: of the call: ``(result), name, (arguments)``, results and arguments only where there are some.
 
     Raises:

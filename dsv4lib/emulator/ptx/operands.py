@@ -151,7 +151,7 @@ class Names:
         if match is None or match[2] not in TYPE_BITS:
             raise OperandError(f"register declaration {text.strip()!r}")
         lanes, bits, scope = match[1], TYPE_BITS[match[2]], self.scope
-        scope.cache.clear()  # an outer name of the same spelling is hidden from here on
+        scope.cache.clear()  # an equal name of an outer scope is hidden from here on
         for item in split(match[3]) or [""]:
             found = re.fullmatch(r"([%$_A-Za-z][\w$]*)(?:\s*<\s*(\d+)\s*>)?", item)
             if found is None:

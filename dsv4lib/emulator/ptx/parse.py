@@ -26,8 +26,8 @@ _STATEMENT = re.compile(r"\s*(?:([{};])|([%$_A-Za-z][\w$]*)\s*:(?!:)|([^;{}\s][^
 _INSTRUCTION = re.compile(r"(?:@\s*(!?)\s*([%$_A-Za-z][\w$]*)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
 _PERFORMANCE = re.compile(r"\.(\w+)(?:\s+([\d,\s]+?|\"[^\"]*\"))?(?=\s*(?:\.|$))")
 
-# Kernel directives that only steer code generation; .explicitcluster asks for a launch that names its cluster shape,
-# which cannot be told from one of single CTAs.
+# Kernel directives that only steer code generation; .explicitcluster requires a launch that names its cluster shape,
+# which cannot be distinguished from one of single CTAs.
 _HINTS = frozenset(("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "explicitcluster", "pragma"))
 # Tables of indirect calls, which the lowering refuses where they are used.
 _CALL_TABLES = (".calltargets", ".callprototype")
@@ -53,7 +53,7 @@ def parse(ptx: str) -> Module:
 
 
 def _top_level(source: Source, position: int, module: Module) -> int:
-    """One directive of module scope; returns the offset behind it."""
+    """Parse one directive of module scope; return the offset after it."""
     text = source.text
     if match := _HEADER.match(text, position):
         if match[1]:
@@ -151,7 +151,7 @@ class _Body:
     def __init__(self, source: Source, kernel: Kernel, names: Names, module: Module):
         self.source, self.kernel, self.names, self.module = source, kernel, names, module
         self.functions = module.functions
-        self.calls: list[tuple[Function, str]] = []  # that are being inlined, and the label behind each
+        self.calls: list[tuple[Function, str]] = []  # that are being inlined, and the label after each
         for param in kernel.params:
             names.declare_symbol(param.name)
         self.branches: list[tuple[int, Scope]] = []  # instructions whose label is resolved at the end
@@ -161,18 +161,18 @@ class _Body:
         self.location: Location | None = None
 
     def parse(self, position: int) -> int:
-        """Parse up to the closing brace; returns the offset behind it."""
+        """Parse up to the closing brace; return the offset after it."""
         self._skip_locations(position)
         end = self._block(position)
         self._finish()
         return end
 
     def _skip_locations(self, position: int) -> None:
-        """The next ``.loc`` is the first behind ``position``."""
+        """Make the first ``.loc`` after ``position`` the next one."""
         self.next_location = bisect.bisect_left(self.source.locations, position, key=lambda known: known[0])
 
     def _block(self, position: int) -> int:
-        """Parse up to the brace that closes the current scope; returns the offset behind it."""
+        """Parse up to the brace that closes the current scope; return the offset after it."""
         text, outer = self.source.text, self.names.scope
         while True:
             match = _STATEMENT.match(text, position)
@@ -317,7 +317,7 @@ class _Body:
         self.kernel.labels[end] = len(self.kernel.instructions)
 
     def _indirect(self, operands: tuple[Operand, ...], guard: Reg | None, where: tuple[int, str]) -> None:
-        """A call of an address: the bodies of all functions that it may mean, behind comparisons."""
+        """Inline a call of an address: a comparison and the body for each function that it may mean."""
         (address,) = (o for o in operands if isinstance(o, Reg))
         self.names.push()
         number = self.names.scope.number
@@ -374,7 +374,7 @@ class _Body:
         return tuple(out)
 
     def _finish(self) -> None:
-        """Resolve the labels of branches, which may stand behind them."""
+        """Resolve the labels of branches, which may follow them."""
         kernel = self.kernel
         kernel.registers = self.names.registers
         for name, offset, text, scope in self.tables:

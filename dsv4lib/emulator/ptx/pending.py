@@ -85,7 +85,7 @@ def _ends(instr: Instr) -> bool:
 def eager_loads(kernel: Kernel) -> frozenset[int]:
     """Indices of the loads whose registers are used, on some path, before a wait.
 
-    None where a wait stands under a guard: such code is too odd to tell.
+    None where a wait stands under a guard: such code is not followed.
     """
     if any(i.guard is not None and i.opcode.startswith(WAIT) for i in kernel.instructions):
         return frozenset()
@@ -116,7 +116,7 @@ def early_uses(kernel: Kernel) -> list[EarlyUse]:
 
 
 def _after(instr: Instr, state: int, bit: dict[int, int]) -> int:
-    """Loads that may be pending behind an instruction. A wait under a guard may not happen."""
+    """Loads that may be pending after an instruction. A wait under a guard may not happen."""
     if instr.opcode.startswith(WAIT) and instr.guard is None:
         return 0
     return state | bit.get(instr.index, 0)

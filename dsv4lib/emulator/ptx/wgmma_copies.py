@@ -1,10 +1,10 @@
-"""Copies of accumulators that stand in front of ``wgmma.wait_group``: they happen behind it.
+"""Move copies of accumulators from before ``wgmma.wait_group`` to after it.
 
 Strictly by the PTX ISA no other instruction may access the registers of a ``wgmma.mma_async`` before the wait.
-CUTLASS and DeepGEMM pin accumulators with an empty ``asm volatile("" : "+f"(d))`` behind ``commit_group``, and where
+CUTLASS and DeepGEMM pin accumulators with an empty ``asm volatile("" : "+f"(d))`` after ``commit_group``, and where
 the value is wanted as bits later, NVVM puts the ``mov.b32 %r, %f`` right there, in front of the wait. ptxas takes a
 plain ``mov`` as another name of the same value (DeepGEMM's sm90_tf32_hc_prenorm_gemm: its SASS has no such copies and
-stores the accumulators themselves behind the wait), so this is what these programs mean. `behind_waits` moves such
+stores the accumulators themselves after the wait), so this is what these programs mean. `after_waits` moves such
 copies to where the value exists.
 
 A copy stays where it is, and is an early access, if it has a guard, if its destination is used before the wait, or if
@@ -26,8 +26,8 @@ _READ_FIRST = ("bar", "barrier", "call", "nanosleep", "wgmma")  # their first op
 _State = tuple[frozenset[tuple[int, int]], tuple[int, ...]]
 
 
-def behind_waits(kernel: Kernel) -> Kernel:
-    """The kernel with copies of pending accumulators moved behind the waits; the same object if there are none."""
+def after_waits(kernel: Kernel) -> Kernel:
+    """Move copies of pending accumulators to after the waits; return the same kernel if there are none."""
     if not any(instr.opcode.startswith(MMA) for instr in kernel.instructions):
         return kernel
     plan = _Plan(kernel)
@@ -89,7 +89,7 @@ def _live(kernel: Kernel, graph: list[tuple[int, int, list[int]]], of: frozenset
 
 
 class _Plan:
-    """Which copies move, and behind which instructions. ``kept``: copies that cannot be put off."""
+    """Which copies move, and after which instructions. ``kept``: copies that cannot be put off."""
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.graph = kernel, blocks(kernel)
@@ -100,11 +100,11 @@ class _Plan:
         self.live = _live(kernel, self.graph, targets)
         self.kept: set[int] = set()
         self.moved: set[int] = set()
-        self.behind: dict[int, tuple[int, ...]] = {}
+        self.following: dict[int, tuple[int, ...]] = {}
 
     def solve(self) -> bool:
         """Follow all paths; False if a copy turned out to be one that stays, so that it has to be done again."""
-        self.moved, self.behind = set(), {}
+        self.moved, self.following = set(), {}
         entry: list[_State | None] = [None] * len(self.graph)
         entry[0] = frozenset(), ()
         work, before = [0], len(self.kept)
@@ -155,7 +155,7 @@ class _Plan:
         )
 
     def _left(self, index: int, touched: frozenset[int], waiting: tuple[int, ...]) -> tuple[int, ...]:
-        """The copies that are still put off behind an instruction that may change what it touches.
+        """The copies that are still put off after an instruction that may change what it touches.
 
         One that comes too late then is given up: it stays in its place, unless its value is not wanted any more.
         """
@@ -168,12 +168,12 @@ class _Plan:
         return left
 
     def _materialise(self, index: int, left: frozenset[tuple[int, int]], waiting: tuple[int, ...]) -> tuple[int, ...]:
-        """What still waits behind a wait; the other copies happen there."""
+        """The copies still put off after a wait; the others happen there."""
         late: list[int] = []
         for copy in waiting:
             if self._unready(copy, left, tuple(late)):
                 late.append(copy)
-        self.behind[index] = tuple(copy for copy in waiting if copy not in late)
+        self.following[index] = tuple(copy for copy in waiting if copy not in late)
         return tuple(late)
 
     def rewritten(self) -> Kernel:
@@ -185,7 +185,7 @@ class _Plan:
             position[instr.index] = len(code)
             if instr.index not in self.moved:
                 code.append(replace(instr, index=len(code)))
-            for copy in self.behind.get(instr.index, ()):
+            for copy in self.following.get(instr.index, ()):
                 code.append(replace(self.kernel.instructions[copy], index=len(code)))
         position[len(self.kernel.instructions)] = len(code)
         labels = {name: position[index] for name, index in self.kernel.labels.items()}

@@ -103,7 +103,7 @@ class _Analysis:
         self.found: dict[tuple[int, int, bool], Finding] = {}
 
     def after(self, instr: Instr, state: _State) -> _State:
-        """The state behind an instruction. Under a guard it may not happen."""
+        """Compute the state after an instruction, which may not happen under a guard."""
         pending, touched = state.pending, state.touched
         if instr.index in self.bit:
             return _State((pending[0] | self.bit[instr.index], *pending[1:]), touched)

@@ -65,7 +65,7 @@ def expand(opcode: str, operands: Sequence[str], base: Sequence[str]) -> list[st
     Raises:
         OperandError: a form that PTX does not have, or other numbers of registers than it has.
     """
-    if match := _MMA.fullmatch(re.sub(r"\.rn(?=\.|$)", "", opcode)):  # f64, which has it before or behind the types
+    if match := _MMA.fullmatch(re.sub(r"\.rn(?=\.|$)", "", opcode)):  # f64, which has it before or after the types
         return _multiply(match, [_registers(text) for text in operands])
     match = _ACCESS.fullmatch(opcode)
     if match is None:

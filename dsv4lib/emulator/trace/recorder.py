@@ -73,7 +73,7 @@ class Recorder:
         (x, y, z), (gx, gy, _) = cta.ctaid, self.machine.grid
         return x + gx * (y + gy * z)
 
-    def _who(self, warp: Warp | None, instr: Instr | None) -> tuple[int, int, int]:
+    def _origin(self, warp: Warp | None, instr: Instr | None) -> tuple[int, int, int]:
         if warp is None:
             return -1, -1, -1
         return self._cta(warp.cta), warp.warp_id, -1 if instr is None else instr.line
@@ -118,7 +118,7 @@ class Recorder:
         self._end_stretch(warp)
 
     def _place(self, warp: Warp) -> tuple[int, int, int]:
-        return self._who(warp, warp.program.instruction(warp.words[PC]) if not warp.exited else None)
+        return self._origin(warp, warp.program.instruction(warp.words[PC]) if not warp.exited else None)
 
     def _end_stretch(self, warp: Warp) -> None:
         known = self._stretch.pop(warp.agent, None)
@@ -132,8 +132,8 @@ class Recorder:
         key = op.unit, op.order
         if key not in self._rows:
             self._rows[key] = len(self._ops)
-            who = self._who(op.warp, op.instr)
-            self._ops.append([op.unit.partition(":")[0], *who, *self._when(), -1, -1])
+            origin = self._origin(op.warp, op.instr)
+            self._ops.append([op.unit.partition(":")[0], *origin, *self._when(), -1, -1])
             self._labels.append(op.label)
 
     def completing(self, op: AsyncOp) -> None:
@@ -149,12 +149,12 @@ class Recorder:
     # --- data -------------------------------------------------------------------------------------------------------
 
     def _smem(
-        self, cta: Cta, who: tuple[int, int, int], what: str, write: bool, chunks: np.ndarray, op: int | None = None
+        self, cta: Cta, origin: tuple[int, int, int], what: str, write: bool, chunks: np.ndarray, op: int | None = None
     ) -> None:
         chunks = chunks.ravel()
         first, end = 16 * int(chunks.min()), 16 * int(chunks.max()) + 16
         number = self._op if op is None else op
-        self._tables["smem"].append((*self._when(), number, self._cta(cta), *who[1:], what, write, first, end))
+        self._tables["smem"].append((*self._when(), number, self._cta(cta), *origin[1:], what, write, first, end))
         self._chunks.append(chunks)
 
     def tma(self, copy: Any) -> None:
@@ -167,45 +167,45 @@ class Recorder:
             + (place.first, place.end, copy.nbytes, barrier)
         )
         chunks = np.arange(place.first >> 4, place.end + 15 >> 4) if place.index is None else place.index
-        who = self._who(copy.op.warp, copy.op.instr)
-        self._smem(copy.cta, who, "tma" if copy.kind == "load" else "tma store", copy.kind == "load", chunks)
+        origin = self._origin(copy.op.warp, copy.op.instr)
+        self._smem(copy.cta, origin, "tma" if copy.kind == "load" else "tma store", copy.kind == "load", chunks)
 
     def bulk(self, kind: str, address: int, cta: Cta, offset: int, size: int, op: AsyncOp) -> None:
         """A bulk copy completed; ``address`` is global."""
         chunks = np.arange(offset >> 4, offset + size + 15 >> 4)
-        self._smem(cta, self._who(op.warp, op.instr), f"bulk {kind}", kind == "load", chunks)
+        self._smem(cta, self._origin(op.warp, op.instr), f"bulk {kind}", kind == "load", chunks)
 
     def cp_async(self, warp: Warp, instr: Instr, to: np.ndarray, start: np.ndarray, size: int) -> None:
         """A cp.async of a warp completed: offsets, global addresses, bytes a lane."""
-        self._smem(warp.cta, self._who(warp, instr), "cp.async", True, np.unique(to >> 4))
+        self._smem(warp.cta, self._origin(warp, instr), "cp.async", True, np.unique(to >> 4))
 
     def smem_operand(self, cta: Cta, warp: Warp, instr: Instr, what: str, operand: Operand) -> None:
         """A tensor core reads a matrix from shared memory."""
-        self._smem(cta, self._who(warp, instr), what, False, operand.first + operand.chunks)
+        self._smem(cta, self._origin(warp, instr), what, False, operand.first + operand.chunks)
 
     def tmem_access(
         self, what: str, cta: Cta, warp: Warp, instr: Instr, lanes: np.ndarray, span: tuple[int, int]
     ) -> None:
         """tcgen05.ld, st or cp, or a part of an MMA ("mma" writes D, "A" reads it): lanes and columns [first, end)."""
-        who = self._who(warp, instr)
-        row = (*self._when(), self._op, self._cta(cta), *who[1:], what, what not in ("ld", "A"), *span)
+        origin = self._origin(warp, instr)
+        row = (*self._when(), self._op, self._cta(cta), *origin[1:], what, what not in ("ld", "A"), *span)
         self._tables["tmem"].append((*row, pack_lanes(lanes)))
 
     def mma(self, mma: Any) -> None:
         """A tcgen05.mma (`units.tcgen05_core.Mma`) or a wgmma (`units.wgmma`) completed."""
-        who = self._who(mma.warp, mma.instr)
+        origin = self._origin(mma.warp, mma.instr)
         when = self._when()
         shape = getattr(mma, "shape", None)
         if shape is None:  # wgmma: the accumulator is in registers; a warp's part has 16 rows
             self._tables["mmas"].append(
-                (*when, self._op, *who, f"wgmma {mma.a_format}", 16, mma.n, mma.k, -1, -1, 0, mma.accumulate)
+                (*when, self._op, *origin, f"wgmma {mma.a_format}", 16, mma.n, mma.k, -1, -1, 0, mma.accumulate)
                 + (2 * 16 * mma.n * mma.k,)
             )
             return
         column, lane = mma.d & 0xFFFF, mma.d >> 16
         width = mma.width
         self._tables["mmas"].append(
-            (*when, self._op, *who, shape.kind, shape.m, shape.n, shape.k, column, lane, width, mma.accumulate)
+            (*when, self._op, *origin, shape.kind, shape.m, shape.n, shape.k, column, lane, width, mma.accumulate)
             + (2 * shape.m * shape.n * shape.k,)
         )
         numbers = np.broadcast_to(np.arange(128)[:, None], (128, 512))
@@ -226,11 +226,11 @@ class Recorder:
     def barrier(self, warp: Warp, kind: str, number: int, arrived: int, expected: int) -> None:
         """A warp arrived at a named barrier or at its cluster's."""
         instr = warp.program.instruction(warp.words[PC])
-        self._tables["named"].append((*self._when(), *self._who(warp, instr), kind, number, arrived, expected))
+        self._tables["named"].append((*self._when(), *self._origin(warp, instr), kind, number, arrived, expected))
 
     def tcgen05_fence(self, warp: Warp, instr: Instr, when: str) -> None:
         """A tcgen05.fence."""
-        self._tables["fences"].append((*self._when(), *self._who(warp, instr), when))
+        self._tables["fences"].append((*self._when(), *self._origin(warp, instr), when))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

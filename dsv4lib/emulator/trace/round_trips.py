@@ -4,7 +4,7 @@ A kernel that corrects its accumulator loads a cell into a register, changes it 
 have a map from threads and registers to cells. Where the maps differ, every element arrives, finite and plausible, in
 another's cell: a round trip that should change nothing permutes the accumulator.
 
-A kernel may exchange registers between threads on purpose; so this is a question to ask a trace, not a hazard.
+A kernel may exchange registers between threads on purpose; so this is a query of a trace, not a hazard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trace of a launch: arrays of what the asynchronous units and the warps did, in order, and questions to ask it.
+"""Hold the trace of a launch: arrays of what the asynchronous units and warps did, in order, and queries of them.
 
 Every record has two clocks. ``event`` numbers all records of a launch from 0, so any two can be ordered; ``time`` is
 logical: warp-instructions executed by all warps so far. Neither is a duration on hardware.
@@ -109,7 +109,7 @@ class Trace:
     stats: Counter[str]
 
     def tmem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
-        """Who touched each cell of tensor memory last, up to and including ``event``.
+        """Find the last access to each cell of tensor memory, up to and including ``event``.
 
         Returns:
             int64 [128, 512]: row of ``tmem`` of the last write (or read), -1 where there was none.
@@ -122,7 +122,7 @@ class Trace:
         return last
 
     def smem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
-        """Who touched each 16-byte chunk of shared memory last, up to and including ``event``.
+        """Find the last access to each 16-byte chunk of shared memory, up to and including ``event``.
 
         Returns:
             int64 [chunks]: row of ``smem`` of the last write (or read), -1 where there was none.

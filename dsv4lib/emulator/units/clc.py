@@ -4,7 +4,7 @@ The 16-byte response is opaque; here it is x, y, z of the cancelled cluster's fi
 
 The first CTA of a failed request is undefined. CuTeDSL's `clc_response` takes it out of every response, right after
 is_canceled, and leaves it unused: that is no error. It reads as `POISON` here, so that use shows, and a warp that reads
-it and never asks whether the request failed is reported.
+it and never tests whether the request failed is reported.
 
 Source: PTX ISA, ``clusterlaunchcontrol.try_cancel`` and ``clusterlaunchcontrol.query_cancel``.
 """

@@ -72,7 +72,7 @@ def copy(warp: Warp, instr: Instr, form: Form) -> None:
     if (to % size).any() or (start[valid > 0] % np.uint64(size)).any():
         raise MemoryFault(f"cp.async of {size} bytes: both addresses must be multiples of {size}", warp.place())
     if (to + size > warp.cta.smem.nbytes).any():
-        raise MemoryFault(f"cp.async writes behind the end of shared memory, at {int(to.max()):#x}", warp.place())
+        raise MemoryFault(f"cp.async writes past the end of shared memory, at {int(to.max()):#x}", warp.place())
     _queue(warp, instr, lanes, to, start, valid, size)
 
 

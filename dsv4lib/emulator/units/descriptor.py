@@ -59,7 +59,7 @@ class SmemDescriptor:
         start: offset in the CTA's shared window.
         leading, stride: leading and stride dimension byte offset (operand.py says which is which).
         swizzle: applied to the absolute address.
-        further: offset at which rows go on behind the end of their 128-byte line, -1 = they do not.
+        further: offset at which rows go on past the end of their 128-byte line, -1 = they do not.
         base: the swizzle's pattern begins this much later than at multiples of 1,024 (the descriptor's base offset).
     """
 

@@ -364,7 +364,7 @@ def check_layout(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 class Wait:
-    """State of a wait: for which phase of which barrier each group of lanes asks."""
+    """State of a wait: which phase of which barrier each group of lanes waits for."""
 
     __slots__ = ("deadline", "expired", "groups", "machine", "phases", "warp")
 
@@ -394,7 +394,7 @@ class Wait:
                 barrier.report("mbarrier_phase_lapped", text, self.warp.place)
 
     def goes_on(self) -> bool:
-        """Does the warp come back to it? Of lane groups that meet at a wait one's state goes on, the others' do not."""
+        """Tell whether the warp resumes it: of lane groups that merge at a wait only one's state goes on."""
         warp = self.warp
         return self in (warp.pending, *warp.resume.values(), *(p.pending for p in warp.parked))
 
@@ -425,7 +425,7 @@ class Wait:
 
 
 def _parity(barrier: MBarrier, value: int, by_parity: bool, where: Where) -> int:
-    """Parity of the phase that a wait asks for.
+    """Parity of the phase that a wait names.
 
     A parity is its lowest bit, whatever is above: measured on an H200 (0 to 5, 0x80000000, 0xffffffff). The ISA allows
     0 and 1 alone, so more is reported.
@@ -451,7 +451,7 @@ def _parity(barrier: MBarrier, value: int, by_parity: bool, where: Where) -> int
 def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """``mbarrier.{test,try}_wait{.parity} waitComplete, [addr], state or phaseParity {, timeHint}``.
 
-    A try_wait of lanes that ask for different phases resumes with the first of them.
+    A try_wait of lanes that name different phases resumes with the first of them.
     """
     target, memory, wanted, *_ = instr.operands
     query = warp.pending
@@ -477,7 +477,7 @@ def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 
 def _query(warp: Warp, memory: Memory, wanted: Operand, form: Form) -> Wait:
-    """Look up what the lanes of a wait ask for."""
+    """Look up the phases that the lanes of a wait name."""
     by_parity = form.has("parity")
     groups = []
     for members, (address, value) in _groups(warp, memory, wanted, 4 if by_parity else 8, form):

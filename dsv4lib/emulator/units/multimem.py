@@ -48,11 +48,11 @@ _FP8_VALUES = {"e4m3": numeric.E4M3, "e5m2": numeric.E5M2}
 _UNSIGNED = {16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
-def _spellings(base: str, semantics: str, tails: tuple[str, ...]) -> list[str]:
+def _variants(base: str, semantics: str, tails: tuple[str, ...]) -> list[str]:
     return [f"{base}{order}[.global].{tail}" for order in ("[.weak]", f".<sem:{semantics}>.{_SCOPE}") for tail in tails]
 
 
-@isa.service(*_spellings("multimem.ld_reduce", "relaxed|acquire", _LOADS))
+@isa.service(*_variants("multimem.ld_reduce", "relaxed|acquire", _LOADS))
 def ld_reduce(warp: Warp, instr: Instr, form: Form) -> None:
     """``d, [a]``: the values of all devices combined."""
     target, source = instr.operands
@@ -69,7 +69,7 @@ def ld_reduce(warp: Warp, instr: Instr, form: Form) -> None:
         warp.write(item, values[:, i].copy())
 
 
-@isa.service(*_spellings("multimem.st", "relaxed|release", _STORES))
+@isa.service(*_variants("multimem.st", "relaxed|release", _STORES))
 def store(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: the same value to all devices."""
     target, source = instr.operands
@@ -81,7 +81,7 @@ def store(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 @isa.service(
-    *(spelling.replace("[.weak]", "") for spelling in _spellings("multimem.red", "relaxed|release", _REDS)),
+    *(variant.replace("[.weak]", "") for variant in _variants("multimem.red", "relaxed|release", _REDS)),
 )
 def red(warp: Warp, instr: Instr, form: Form) -> None:
     """``[a], b``: reduce into every device's memory, lane by lane."""
@@ -104,7 +104,7 @@ def _signal(warp: Warp, addresses: np.ndarray) -> None:
 
 
 def _release(warp: Warp, memory: Operand, form: Form) -> None:
-    """Tell the race detector of a strong store."""
+    """Report a strong store to the race detector."""
     race = warp.cta.machine.race
     if race is not None and form.has("sem"):
         assert isinstance(memory, Memory)

@@ -1,6 +1,6 @@
 """Whole register fragments at once: many 32-bit registers of a warp as one uint32[n, 32] array.
 
-Register offsets of an instruction are looked up once; registers that lie behind each other (the usual case, because
+Register offsets of an instruction are looked up once; registers that follow each other (the usual case, because
 registers are laid out in order of first use) are one slice of the register file.
 """
 
@@ -48,7 +48,7 @@ class Rows:
     """32-bit registers of a warp at one instruction, for repeated use.
 
     Attributes:
-        view: uint32[n, 32] of the registers if they lie behind each other, else None.
+        view: uint32[n, 32] of the registers if they follow each other, else None.
     """
 
     __slots__ = ("_halves", "_items", "_warp", "_where", "view")

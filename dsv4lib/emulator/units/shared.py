@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def shared_addresses(warp: Warp, memory: Memory, form: Form) -> np.ndarray:
-    """`addresses_in` the state space that the spelling names ``space``."""
+    """`addresses_in` the state space that the opcode captures as ``space``."""
     return addresses_in(warp, memory, form.get("space"))
 
 
 def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
     """uint32[32] shared addresses of a memory operand.
 
-    ``space`` is that of the spelling; "" means a generic address, which must lie in the shared window. The others take
+    ``space`` is that of the opcode; "" means a generic address, which must lie in the shared window. The others take
     no generic address; ``shared`` and ``shared::cta`` must name the executing CTA's own memory.
 
     Raises:
@@ -155,7 +155,7 @@ def write(cta: Cta, offset: int, data: np.ndarray) -> None:
 
 
 def _overwrite(cta: Cta, index: np.ndarray) -> None:
-    """Tell the race detector of stores without a proxy fence that an asynchronous write hits."""
+    """Report to the race detector stores without a proxy fence that an asynchronous write hits."""
     marked = index[cta.smem.dirty[index] != 0]
     if len(marked):
         cta.machine.race.overwrites(cta, marked)
@@ -216,7 +216,7 @@ def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
 
 
 def writer_of(cta: Cta, chunks: np.ndarray) -> Place | None:
-    """Who wrote the first 16-byte chunk of these that no proxy fence covers; None if the race detector is off."""
+    """Find the writer of the first of these chunks that no proxy fence covers; None if the race detector is off."""
     race = cta.machine.race
     return None if race is None else race.writer_of(cta, chunks)
 
@@ -228,7 +228,7 @@ def _report(cta: Cta, offsets: np.ndarray, chunks: np.ndarray, what: str, where:
         first = shared_address(cta.rank, int(unwritten.min()))
         machine.report(
             "uninitialised_smem",
-            f"{what} reads {len(unwritten)} bytes of shared memory that nobody has written, first at {first:#x}",
+            f"{what} reads {len(unwritten)} bytes of shared memory that no access has written, first at {first:#x}",
             where(),
             address=first,
         )

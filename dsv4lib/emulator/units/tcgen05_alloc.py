@@ -1,7 +1,7 @@
 """tcgen05.alloc, dealloc and relinquish_alloc_permit.
 
-With cta_group::2 one warp of each CTA of the pair allocates; both get the same columns, so the request waits until both
-have asked and the columns are free in both.
+With cta_group::2 one warp of each CTA of the pair allocates; both get the same columns, so the request waits until it
+is made in both CTAs and the columns are free in both.
 
 Source: PTX ISA, "Tensor Memory Allocation and Management Instructions".
 """
@@ -61,7 +61,7 @@ def _detail(columns: int, *tmems: Tmem) -> str:
 
 
 def _pair_alloc(warp: Warp, columns: int) -> Block | None:
-    """Ask for columns in both CTAs of the pair; None once ``warp.pending`` is granted."""
+    """Request columns in both CTAs of the pair; None once ``warp.pending`` is granted."""
     tmems = [tmem_of(cta) for cta in group_ctas(warp, 2)]
     mine = tmems[warp.cta.rank & 1]
     if warp.pending is None:
@@ -81,12 +81,12 @@ def _pair_alloc(warp: Warp, columns: int) -> Block | None:
     return Block(
         "tcgen05.alloc cta_group::2",
         lambda: request.granted >= 0 or _common(tmems) is not None,
-        lambda: _detail(columns, *tmems) + ("" if all(t.requests for t in tmems) else "; the peer CTA has not asked"),
+        lambda: _detail(columns, *tmems) + ("" if all(t.requests for t in tmems) else "; no request of the peer CTA"),
     )
 
 
 def _common(tmems: list[Tmem]) -> int | None:
-    """Columns free in both CTAs for the oldest request of each, None if one has not asked or there is no space."""
+    """Columns free in both CTAs for the oldest request of each, None if one has no request or there is no space."""
     if not all(t.requests for t in tmems):
         return None
     columns = tmems[0].requests[0].columns

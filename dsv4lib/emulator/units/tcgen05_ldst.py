@@ -203,7 +203,7 @@ class _Access:
         return check_span(cta, self.column, plan.columns, plan.what, self.warp.place(plan.instr))
 
     def trace(self, kind: str) -> None:
-        """Count, and tell race detector and trace."""
+        """Count, and report to race detector and trace."""
         machine, plan = self.warp.cta.machine, self.plan
         if self.cells is not None:
             machine.race.tensor(self.warp.cta, self.cells, kind == "st")

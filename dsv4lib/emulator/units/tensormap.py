@@ -1,10 +1,10 @@
 """Tensor maps: the 128-byte descriptor of a tensor copy, read and written in the hardware's own format.
 
 Kernels get descriptors from three places: host code that computes the bytes itself (CuTeDSL), the driver's encode
-functions, and ``tensormap.replace`` on the device. All three meet here. The layout of the format is not documented; it
-was measured: 135 descriptors that the driver's ``cuTensorMapEncode*`` functions made for an H200, and every field that
-``tensormap.replace`` changes there (tests/emulator/units/h200_tensormap.json). Bits that differ on SM100 are those of
-descriptors that CuTeDSL makes for it. Decoding is strict: a bit without a known meaning is refused.
+functions, and ``tensormap.replace`` on the device. All three share this code. The layout of the format is not
+documented; it was measured: 135 descriptors that the driver's ``cuTensorMapEncode*`` functions made for an H200, and
+every field that ``tensormap.replace`` changes there (tests/emulator/units/h200_tensormap.json). Bits that differ on
+SM100 are those of descriptors that CuTeDSL makes for it. Decoding is strict: a bit without a known meaning is refused.
 
 | where | meaning |
 | --- | --- |
@@ -284,7 +284,7 @@ def encode(tensor: TensorMap) -> bytes:
 
 
 def _tensor_bytes(tensor: TensorMap) -> int:
-    """Bytes from the first to behind the last element."""
+    """Bytes from the first to past the last element."""
     inner = tensor.element.nbytes(tensor.dims[0])
     return inner + sum((n - 1) * s for n, s in zip(tensor.dims[1:], tensor.strides, strict=True))
 

@@ -160,7 +160,7 @@ def load(warp: Warp, instr: Instr, form: Form) -> None:
     rank = int(form.get("dim")[0])
     offsets, mask = _load_extras(warp, form, mode, rank, rest)
     to = shared.addresses_in(warp, destination, form.get("dst"))
-    # With a pair the barrier may be the peer's, also where the spelling says .shared::cta (of the destination).
+    # With a pair the barrier may be the peer's, also where the opcode says .shared::cta (of the destination).
     signal = shared.addresses_in(warp, barrier, "shared::cluster" if pair else form.get("dst"))
     maps = warp.address(source)
     coords = _coordinates(warp, source, mode, rank)
@@ -415,7 +415,7 @@ class _Store:
         if over:
             machine.report(
                 "tma_store_padding",
-                f"{over} bytes behind the rows of {self.tensor} were overwritten: stores clip at multiples of 16 bytes",
+                f"{over} bytes past the end of a row of {self.tensor} were overwritten: stores clip at 16 bytes",
                 writing.place,
             )
         self.tracked.done = True

@@ -11,7 +11,7 @@ against tensor copies of an H200 (tests/emulator/units/test_tma_h200.py), from w
 * an im2col column starts inside its bounding box, else the instruction is illegal;
 * TF32 types round to nearest even on the way to shared memory, NaNs become 0x7FFFE000; ".ftz" types do not flush;
 * with swizzle, rows are as far apart as the swizzle is wide, even if they are shorter;
-* stores clip dimension 0 at multiples of 16 bytes: padding behind the row is overwritten.
+* stores clip dimension 0 at multiples of 16 bytes: padding past the end of the row is overwritten.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Box:
         return SWIZZLE_BYTES[self.tensor.swizzle] or self.smem_row
 
     def span(self) -> tuple[int, int]:
-        """First valid byte of a row within the box, and the one behind the last."""
+        """First valid byte of a row within the box, and the one past the last."""
         return max(0, -self.first), min(self.row_bytes, self.width - self.first)
 
 
@@ -198,7 +198,7 @@ class Placement:
     Attributes:
         first, end: byte range.
         index: chunk numbers in shared memory, in the order of the box's chunks; None where they lie in order.
-        full: the box fills its range (no gaps behind short swizzled rows).
+        full: the box fills its range (no gaps after short swizzled rows).
     """
 
     first: int
@@ -312,8 +312,8 @@ def _round_tf32(data: np.ndarray) -> np.ndarray:
 def write(box: Box, gmem: GlobalMemory, data: np.ndarray, op: str = "") -> int:
     """Store or, with ``op``, reduce uint8[rows * row bytes] into the tensor.
 
-    Returns how many bytes behind the tensor's rows were overwritten: dimension 0 is clipped at a multiple of 16 bytes.
-    Padding that is not in registered memory (behind the very last row, as a rule) is left alone.
+    Returns how many bytes past the end of the tensor's rows were overwritten: dimension 0 is clipped at a multiple of
+    16 bytes. Padding that is not in registered memory (past the end of the last row, as a rule) is left alone.
     """
     if box.whole:
         _apply(box, _strided(box, gmem, True), data.view(CHUNK_TYPE), op)

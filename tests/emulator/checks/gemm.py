@@ -32,12 +32,12 @@ def run(edit: Callable[[str], str] | None = None, shape=SHAPE, **settings) -> tu
     a, b, c = operands(*shape, "bf16", "fp32", seed=1)
     c.zero_()
     gpu = make("sm_100a", **{"checks": "race", "instruction_limit": 3_000_000, **settings})
-    asked = []
-    gpu.launch = lambda request, stream=0: asked.append(request)
+    requests = []
+    gpu.launch = lambda request, stream=0: requests.append(request)
     arguments = kernel.launch_args(a, b, c)  # their memory stays registered as long as they live
     with active(gpu):
         host.launch(function, *arguments, gpu=gpu)
-        (request,) = asked
+        (request,) = requests
         if edit is not None:
             request = replace(request, module=parse.parse(edit(function.__ptx__.rstrip("\0"))))
         result = Device.launch(gpu, request)

@@ -49,7 +49,7 @@ TWINS = {
     "a store over what a bulk copy reads": Twin(BULK, STORE + WAIT, WAIT + STORE, "st.global", "cp.async.bulk"),
     "a store over a store": Twin(STORE, STORE + WAIT, WAIT + STORE, "st.global", "st.global"),
     "a bulk copy": Twin(STORE, BULK + WAIT, WAIT + "fence.proxy.async.global;" + BULK, "cp.async.bulk", "st.global"),
-    "a bulk copy that is complete behind the wait": Twin(
+    "a bulk copy that is complete after the wait": Twin(
         STORE, COPY + WAIT + COPIED, WAIT + "fence.proxy.async.global;" + COPY + COPIED, "cp.async.bulk", "st.global"
     ),
     "another warp waits, too late": Twin(
@@ -69,7 +69,7 @@ TWINS = {
         "red.global",
         "red.global",
     ),
-    "what nobody touched may be read early": Twin(
+    "what no launch touched may be read early": Twin(
         STORE, LOAD + "ld.global.b32 %r6, [%rd3];" + WAIT, "ld.global.b32 %r6, [%rd3];" + WAIT + LOAD, "ld", "st"
     ),
     "what was only read may be read early": Twin(

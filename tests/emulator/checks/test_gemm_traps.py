@@ -121,7 +121,7 @@ def test_what_was_reported_before_a_deadlock_is_told_with_it():
 
 
 @pytest.mark.parametrize("edit", [sub(FULL, PASS), sub(DONE, PASS)], ids=["operands", "accumulator"])
-def test_a_planted_race_changes_bits_under_some_schedule(reference, edit):
+def test_an_injected_race_changes_bits_under_some_schedule(reference, edit):
     same = {name: torch.equal(run(edit, schedule=name)[0], reference) for name in POLICIES}
     assert not all(same.values()), same
 

@@ -1,6 +1,6 @@
 """Races in global memory: the bug is reported with kind, lane and both instructions, the repaired twin is silent.
 
-Every kernel runs under every schedule: what is ordered does not depend on who happened to run first.
+Every kernel runs under every schedule: what is ordered does not depend on which warp ran first.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ TWINS = {
         "ld.global|st.global",
         grid=2,
     ),
-    "a flag behind a fence that is too early": Twin(
+    "a flag after a fence that is too early": Twin(
         PRODUCE.format("bar.sync 0;" + RAISE.replace("release", "relaxed"), LOWERED).replace(
             "st.global.b32 [%rd2]", "fence.acq_rel.gpu; st.global.b32 [%rd2]"
         ),
@@ -127,7 +127,7 @@ TWINS = {
         "st.global|red.global",
         grid=2,
     ),
-    "a store and a sum": Twin(  # nobody synchronises by floating-point atomics, but they do not race with each other
+    "a store and a sum": Twin(  # they synchronise nothing, but do not race with each other
         "@%p1 st.global.f32 [%rd4], 0f3f800000; @!%p1 red.global.add.f32 [%rd4], 0f3f800000;",
         "red.global.add.f32 [%rd4], 0f3f800000;",
         "st.global|red.global",

@@ -385,8 +385,8 @@ JOIN: bar.sync 0; @!%p1 mbarrier.inval.shared.b64 [%r2];
 
 
 @pytest.mark.parametrize("schedule", ["round_robin", "newest_first", "adversarial"])
-def test_lanes_that_meet_at_a_wait_leave_none_behind(schedule):
-    """Half of a warp waits, the other half comes to the same wait: when both have passed, nobody waits any more."""
+def test_no_lane_waits_on_after_lanes_merged_at_a_wait(schedule):
+    """Half of a warp waits, the other half comes to the same wait: when both have passed, no lane waits any more."""
     text = entry("u64 data", MEET, shared=".shared .align 8 .b8 bar[8];")
     found = launch(text, aligned(1, np.uint64), block=64, settings=Settings(schedule=schedule)).hazards
     assert not found

@@ -149,7 +149,7 @@ def test_a_copy_in_front_of_the_wait_is_another_name_of_the_result():
 
 
 def test_a_copy_that_is_used_before_the_wait_gets_the_result_and_is_reported():
-    """ptxas waits behind such a wgmma: loops of CUTLASS's kind carry accumulators in copies."""
+    """ptxas waits after such a wgmma: loops of CUTLASS's kind carry accumulators in copies."""
     twin, fence = TWINS["missing_wgmma_wait"], "wgmma.fence.sync.aligned;"
     body = "mov.f32 %f1, 0f3F800000;" + WGMMA.format(fence, "mov.b32 %r50, %f1; add.u32 %r51, %r50, 0;" + WAIT_GROUP)
     body += "mov.b32 %r52, %f1; ld.param.u64 %rd40, [data]; st.global.v2.b32 [%rd40], {%r51, %r52};"

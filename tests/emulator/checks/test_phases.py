@@ -72,7 +72,7 @@ TWINS = {
         threads=128,
         own=False,
     ),
-    "the next phase does not wait for those who wait": Twin(
+    "the next phase does not wait for the waiting warps": Twin(
         TWO_PHASES.format(""),
         TWO_PHASES.format(wait("%r9", 0, "V")),
         "mbarrier_phase_unordered",
@@ -148,7 +148,7 @@ def test_barriers_of_the_wrong_number_of_threads_stop_the_launch(body, threads, 
 
 @pytest.mark.parametrize("count", [3, 1])
 def test_a_wrong_arrival_count(count):
-    """Too many expected: everybody waits. Too few: the second arrival is too many, or of the next phase."""
+    """Too many expected: all warps wait. Too few: the second arrival is too many, or of the next phase."""
     body = INIT.format(count, 1) + LEADERS + "@%p3 " + ARRIVE + wait("%r8", 0, "W")
     if count == 3:
         with pytest.raises(Deadlock, match=r"2 of 3 arrived") as caught:

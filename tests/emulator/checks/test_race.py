@@ -1,6 +1,6 @@
 """Races in small kernels: the bug is reported with its kind and both PTX lines, the repaired twin is silent.
 
-Every kernel runs under every schedule: what is ordered does not depend on who happened to run first.
+Every kernel runs under every schedule: what is ordered does not depend on which warp ran first.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ def wgmma(tail: str, head: str = "", **settings):
 
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 def test_a_wait_for_wgmma_covers_the_whole_warpgroup(schedule, seed):
-    """Warp 0 overwrites the rows of A that warp 3 multiplies, behind a wait of its own alone."""
+    """Warp 0 overwrites the rows of A that warp 3 multiplies, after a wait of its own alone."""
     overwrite = "setp.lt.u32 %p3, %tid.x, 32; @%p3 st.shared.v4.b32 [%r1+1536], {%r10, %r10, %r10, %r10};"
     result, product = wgmma(WAIT_GROUP + overwrite, schedule=schedule, seed=seed)
     assert result.hazards == [] and (product == 16).all()

@@ -147,7 +147,7 @@ def integers():
 
 @pytest.mark.parametrize("then", LAYOUTS)
 def test_dynamic_extents_are_those_of_the_compiled_function(then, tmp_path):
-    """What the kernel is told is right, or the launch is refused; static where dynamic is read would be garbage."""
+    """The kernel receives right extents, or the launch is refused; static where dynamic is read would be garbage."""
     options = f"--keep-ptx --keep-cubin --gpu-arch sm_100a --dump-dir={tmp_path}"
     function = cute.compile(_described, marked(then), integers()[1], options=options)
     for now in LAYOUTS:

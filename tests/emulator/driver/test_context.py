@@ -62,7 +62,7 @@ def test_everything_is_put_back_after_an_exception():
     assert state() == before
 
 
-def test_an_error_nobody_raised_comes_out_at_the_end():
+def test_an_error_never_raised_comes_out_at_the_end():
     with pytest.raises(KeyError, match="left over"), emulator.device("sm_100a"):
         RUNTIME.pending = KeyError("left over")
     assert RUNTIME.pending is None

@@ -85,7 +85,7 @@ def test_a_missing_flag_is_a_deadlock_that_names_device_and_value(pair):
     text = str(error.value)
     assert "device 0, kernel k: 1 warps spin" in text and "device 1" not in text.partition("reads")[0]
     assert "ld.acquire.sys.global.u32 %r2, [%rd1]" in text and "= 0x0, byte 0 of flags of device 0" in text
-    assert not pair.together.pending()
+    assert not pair.queues.pending()
 
 
 def test_devices_that_wait_for_each_other_both_show():
@@ -118,19 +118,19 @@ def test_streams_run_together_and_events_order_them(pair):
     # Stream 7 needs what stream 8 does afterwards in program order: one queue a device would hang.
     gpu.launch(request(RELAY, words[1:2], words[2:3], 2), stream=7)
     gpu.launch(request(RELAY, words[0:1], words[1:2], 1), stream=8)
-    mark = pair.together.record(gpu, 7)
-    pair.together.wait(pair[1], 9, mark)
+    mark = pair.queues.record(gpu, 7)
+    pair.queues.wait(pair[1], 9, mark)
     copied = pair.symmetric(1, np.uint32)
     pair[1].launch(request(RELAY, copied[1], copied[0], 0), stream=9)
-    assert pair.together.pending(1) and not mark.reached
+    assert pair.queues.pending(1) and not mark.reached
     pair.synchronize()
     assert words.tolist() == [1, 2, 3, 0] and mark.reached and copied[0][0] == 1
 
 
 def test_a_stream_that_waits_for_ever(pair):
-    stale = pair.together.record(pair[0], 1)
-    pair.together.discard()
-    pair.together.wait(pair[0], 2, stale)
+    stale = pair.queues.record(pair[0], 1)
+    pair.queues.discard()
+    pair.queues.wait(pair[0], 2, stale)
     with pytest.raises(Deadlock, match="streams wait for events"):
         pair.synchronize()
 
@@ -139,7 +139,7 @@ def test_an_exception_drops_what_is_queued():
     with pytest.raises(ZeroDivisionError), emulator.devices(2, shims=False) as gpus:
         exchange(gpus)
         raise ZeroDivisionError
-    assert not gpus.together.pending() and not RUNTIME.devices and not gpus[0].launches
+    assert not gpus.queues.pending() and not RUNTIME.devices and not gpus[0].launches
 
 
 def test_the_end_of_the_context_runs_the_rest():
@@ -206,7 +206,7 @@ def multimem(gpus, values, body):
 
 
 @pytest.mark.parametrize(
-    ("spelling", "dtype", "wide"),
+    ("variant", "dtype", "wide"),
     [
         ("weak.global.add.v4.f32", np.float32, np.float32),
         ("weak.global.add.acc::f32.v4.f16x2", np.float16, np.float32),
@@ -219,13 +219,13 @@ def multimem(gpus, values, body):
         ("weak.global.min.v4.bf16x2", ml_dtypes.bfloat16, "min"),
     ],
 )
-def test_multimem_ld_reduce(spelling, dtype, wide):
+def test_multimem_ld_reduce(variant, dtype, wide):
     rng = np.random.default_rng(5)
     count = 512 // np.dtype(dtype).itemsize
     values = [rng.normal(size=count).astype(dtype) for _ in range(3)]
     with emulator.devices(3, shims=False) as gpus:
         four = "{%r4, %r5, %r6, %r7}"
-        body = f"multimem.ld_reduce.{spelling} {four}, [%rd1]; st.global.v4.b32 [%rd2], {four};"
+        body = f"multimem.ld_reduce.{variant} {four}, [%rd1]; st.global.v4.b32 [%rd2], {four};"
         _, out = multimem(gpus, [v.view(np.uint8) for v in values], body)
     if isinstance(wide, str):
         expected = getattr(np, f"{wide}imum").reduce([v.astype(np.float32) for v in values]).astype(dtype)
@@ -311,9 +311,9 @@ def test_looking_at_a_tensor_runs_what_is_queued():
                 request(EXCHANGE, flags.tensor(i).data_ptr(), flags.tensor(1 - i).data_ptr(), outs[i].data_ptr(), i)
             )
             torch.zeros(3, device="cuda:1")  # a fresh tensor has nothing to wait for
-        assert gpus.together.pending(0) and gpus.together.pending(1)
+        assert gpus.queues.pending(0) and gpus.queues.pending(1)
         assert outs[1].item() == 5
-        assert not gpus.together.pending()
+        assert not gpus.queues.pending()
         event, side = torch.cuda.Event(), torch.cuda.Stream()
         assert side.cuda_stream != 0
         gpus[0].launch(request(EXCHANGE, flags.tensor(0).data_ptr(), flags.tensor(1).data_ptr(), outs[0].data_ptr(), 0))

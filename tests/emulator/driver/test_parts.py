@@ -55,7 +55,7 @@ def fatbin(*entries):
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: fatbin((2, x)), lambda x: fatbin((1, b"ptx....."), (2, x))])
 def test_cubins_are_found(wrap):
     cubin = elf(b"machine code 123")
-    address, _keep = address_of(wrap(cubin) + b"what lies behind")
+    address, _keep = address_of(wrap(cubin) + b"what follows")
     assert binary.cubin_at(address) == cubin
 
 

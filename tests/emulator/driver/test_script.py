@@ -1,4 +1,4 @@
-"""Somebody's script under an emulated device: exit codes, arguments, architecture, environment."""
+"""Any script under an emulated device: exit codes, arguments, architecture, environment."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def main(n):
 @pytest.fixture
 def script(tmp_path):
     def write(body):
-        path = tmp_path / "somebody.py"
+        path = tmp_path / "given.py"
         path.write_text(KERNEL + textwrap.dedent(body))
         return path
 
@@ -62,10 +62,10 @@ def test_exit_codes(script, capfd, body, args, code):
     if code in (0, 7):
         assert "sum 32.0 sm_100a (10, 0)" in out
     if code == FAILED:
-        assert "outside every allocation" in error and "somebody.py:" in error
+        assert "outside every allocation" in error and "given.py:" in error
     # Tracebacks begin in the script, and end there if the emulator stopped a launch.
     frames = [line for line in error.splitlines() if line.startswith("  File ")]
-    assert all("somebody.py" in frame for frame in frames) and bool(frames) == (code == FAILED or "theirs" in body)
+    assert all("given.py" in frame for frame in frames) and bool(frames) == (code == FAILED or "theirs" in body)
 
 
 @pytest.mark.parametrize(("kind", "code"), [("uninitialised_smem", HAZARD), ("tmem_lane_quarter", 0)])
@@ -76,11 +76,11 @@ def test_errors_have_their_own_exit_code_and_lints_have_none(script, capfd, kind
     main(32)
     main(32)
     for launch in current().launches:
-        launch.result.hazards.append(Hazard({kind!r}, "a planted hazard", None))
+        launch.result.hazards.append(Hazard({kind!r}, "an injected hazard", None))
     """
     assert emulate(script(body), arch="sm_100a") == code
     error = capfd.readouterr().err
-    assert error.count("a planted hazard") == 1 and "(2 times)" in error
+    assert error.count("an injected hazard") == 1 and "(2 times)" in error
 
 
 def test_auto_starts_again_with_the_architecture_asked_for(script, capfd):

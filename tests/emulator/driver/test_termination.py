@@ -64,7 +64,7 @@ def test_emulate_ends_its_script_and_leaves_no_folder(tmp_path):
     assert _left(tmp_path) == []
 
 
-def test_somebody_elses_handler_stays():
+def test_a_handler_of_the_program_stays():
     from dsv4lib.emulator.driver.termination import unwinding
 
     mine = signal.signal(signal.SIGTERM, signal.SIG_IGN)

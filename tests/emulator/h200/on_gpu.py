@@ -65,7 +65,7 @@ class Driver:
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({code})")
 
     def upload(self, data: np.ndarray, offset: int) -> int:
-        """Address of a copy of ``data`` in device memory, ``offset`` bytes behind a 256-byte boundary."""
+        """Address of a copy of ``data`` in device memory, ``offset`` bytes past a 256-byte boundary."""
         base = ctypes.c_uint64()
         self.call("cuMemAlloc_v2", ctypes.byref(base), ctypes.c_size_t(data.nbytes + ALIGNMENT))
         address = base.value + offset

@@ -1,4 +1,4 @@
-"""Test cases of lane-wise spellings: random and edge inputs by operand kind, one Python oracle per lane."""
+"""Test cases of lane-wise instruction variants: random and edge inputs by operand kind, one Python oracle per lane."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def draw(rng: random.Random, kind: str) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A spelling and its oracle.
+    """An instruction variant and its oracle.
 
     Attributes:
         opcode, shape: what is run.

@@ -1,4 +1,4 @@
-"""Run one PTX spelling on 32 lanes through the compiled handler, the way the driver loop calls it."""
+"""Run one PTX instruction variant on 32 lanes through the compiled handler, the way the driver loop calls it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsv4lib.emulator.native.library import Compiled, Library, emit
 FULL = 0xFFFFFFFF
 PARTIAL = 0xA5F01236  # some lanes of every byte
 DTYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-TESTED: set[str] = set()  # spellings some test has run
+TESTED: set[str] = set()  # variants that some test has run
 
 
 _FOLDER = tempfile.TemporaryDirectory(prefix="dsv4-native-")  # removed at the end of the process
@@ -76,7 +76,7 @@ class Unit:
 
 
 def prepare(wanted: Sequence[tuple[str, str]]) -> None:
-    """Compile many spellings in one batch."""
+    """Compile many variants in one batch."""
     library().handlers(wanted)
 
 
@@ -105,7 +105,7 @@ def check(
     any_nan: bool = False,
     **context: int,
 ) -> None:
-    """Compare a spelling with its expected results on any number of rows of 32 lanes, full and partial mask.
+    """Compare a variant with its expected results on any number of rows of 32 lanes, full and partial mask.
 
     Args:
         inputs, want: per operand an array [rows, 32] (or [rows, 64] for 128 bits); for predicates bool [rows, 32].

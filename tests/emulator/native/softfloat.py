@@ -191,7 +191,7 @@ def div(a: Num, b: Num) -> Num:
 
 
 def sqrt(a: Num) -> Num:
-    """Square root, exact or with 200 bits and a sticky bit behind them."""
+    """Square root, exact or with 200 bits and a sticky bit after them."""
     if a.nan or a.zero:
         return a
     if a.negative:

@@ -1,7 +1,7 @@
-"""Bit for bit against silicon: digests of what an H200 computed for 521 spellings.
+"""Bit for bit against silicon: digests of what an H200 computed for 521 instruction variants.
 
-``h200.json`` holds, per spelling, the register widths, the set of edge values and the SHA-256 of the results for 1024
-pseudo-random inputs, which are generated the same way here. Each spelling ran in a kernel of its own, PTX 8.6 for
+``h200.json`` holds, per variant, the register widths, the set of edge values and the SHA-256 of the results for 1024
+pseudo-random inputs, which are generated the same way here. Each variant ran in a kernel of its own, PTX 8.6 for
 sm_90a assembled by the driver, one thread per input. Payloads of f64 NaN are left out.
 """
 
@@ -51,10 +51,10 @@ def digest(values: np.ndarray, is_f64: bool) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    prepare([(r["opcode"], shape(r)) for r in RECORDS["spellings"]])
+    prepare([(r["opcode"], shape(r)) for r in RECORDS["variants"]])
 
 
-@pytest.mark.parametrize("record", RECORDS["spellings"], ids=lambda r: f"{r['opcode']}-{r['edges']}")
+@pytest.mark.parametrize("record", RECORDS["variants"], ids=lambda r: f"{r['opcode']}-{r['edges']}")
 def test_same_bits_as_silicon(record):
     edges = RECORDS["edges"][record["edges"]]
     u = unit(record["opcode"], shape(record))

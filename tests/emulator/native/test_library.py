@@ -27,8 +27,8 @@ from dsv4lib.folders import CacheError
 WANTED = [("add.s32", "32 32 i"), ("add.u32", "32 32 32"), ("mul.wide.s32", "64 32 32"), ("ex2.approx.f32", "32 32")]
 
 
-def spellings() -> set[str]:
-    """Every spelling that a test of this folder runs."""
+def variants() -> set[str]:
+    """Every variant that a test of this folder runs."""
     tables = (test_int, test_logic, test_pack, test_compare, test_float, test_cvt, test_cvt_packed)
     out = {case.opcode for module in tables for case in module.CASES}
     out |= {*test_int.CARRIES, *test_pack.HINTS, *test_pack.POLICIES, *test_special.OPCODES, *test_warp.OPCODES}
@@ -36,30 +36,30 @@ def spellings() -> set[str]:
 
 
 def test_every_pattern_is_tested():
-    """A registered native pattern without a tested spelling would be a claim without proof."""
+    """A registered native pattern without a tested variant would be a claim without proof."""
     modules = {f"dsv4lib.emulator.native.{name}" for name in FAMILIES}
     ours = [e for e in isa.entries() if e.kind == "native" and e.implementation.__module__ in modules]
-    covered = {isa.lookup(opcode)[0].pattern for opcode in spellings()}
+    covered = {isa.lookup(opcode)[0].pattern for opcode in variants()}
     assert len(ours) > 150
     assert [e.pattern for e in ours if e.pattern not in covered] == []
 
 
 def test_patterns_do_not_overlap():
-    """``find`` raises where two patterns match; every tested spelling goes through it."""
-    for opcode in spellings():
+    """``find`` raises where two patterns match; every tested variant goes through it."""
+    for opcode in variants():
         assert isa.find(opcode) is not None
 
 
 @pytest.mark.parametrize(
     "opcode", ["add.rn.s32", "add.f32.f32", "cvt.f16.f32", "max.relu.f32", "shl.s32", "setp.lo.s32"]
 )
-def test_wrong_spellings_are_refused(opcode):
+def test_wrong_variants_are_refused(opcode):
     with pytest.raises(isa.UnsupportedInstruction, match="is not implemented"):
         library.emit(opcode, "32 32 32")
 
 
 def test_a_second_process_compiles_nothing(tmp_path):
-    """A fresh library on the same folder finds everything on disk; a new spelling alone is compiled."""
+    """A fresh library on the same folder finds everything on disk; a new variant alone is compiled."""
     first = Library(tmp_path)
     done = first.handlers(WANTED)
     assert first.compiled == 3  # add.s32 and add.u32 are one function
@@ -115,7 +115,7 @@ def test_damaged_files_are_compiled_again_and_replaced(tmp_path, damage):
 
 
 def test_a_header_that_lies_about_what_it_has_is_removed(tmp_path):
-    """A file under another name that claims symbols would be asked first at each start."""
+    """A file under another name that claims symbols would be looked up first at each start."""
     Library(tmp_path).handlers(WANTED)
     (path,) = tmp_path.glob("*.code")
     names, code = library.read_file(path, use=True)

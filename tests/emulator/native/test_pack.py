@@ -95,7 +95,7 @@ def test_lanes(case):
 
 
 SPACE_OF = {
-    "global": {"g", "p", "behind"},
+    "global": {"g", "p", "after"},
     "local": {"l"},
     "shared": {"own"},
     "shared::cta": {"own"},
@@ -117,7 +117,7 @@ def test_isspacep(space):
         "peer": SHARED | 1 << 24 | 0x400,
         "l": LOCAL | 8,
         "p": param + 0x7F,
-        "behind": param + 0x80,
+        "after": param + 0x80,
     }
     kinds = [list(address)[k % len(address)] for k in range(32)]
     u = unit(f"isspacep.{space}", "1 64")
@@ -149,7 +149,7 @@ def test_operands_that_do_not_fit():
 
 
 def test_same_code_is_shared():
-    """Spellings with the same IR are one function, whatever they are called."""
+    """Variants with the same IR are one function, whatever they are called."""
     done = library().handlers([("mov.b32", "32 32"), ("mov.f32", "32 i"), ("mov.u32", "32 32"), ("mov.b16", "16 16")])
     addresses = [c.address for c in done.values()]
     assert len(set(addresses[:3])) == 1

@@ -175,12 +175,12 @@ def test_match(bits, mask):
     expect(u.register(0), [mask] * 32, mask)
 
 
-@pytest.mark.parametrize("spelling", REDUX)
+@pytest.mark.parametrize("variant", REDUX)
 @pytest.mark.parametrize("mask", MASKS)
-def test_redux(spelling, mask):
-    op, t = spelling.split(".")
-    rng = rng_for(spelling)
-    u = unit(f"redux.sync.{spelling}", "32 32 32")
+def test_redux(variant, mask):
+    op, t = variant.split(".")
+    rng = rng_for(variant)
+    u = unit(f"redux.sync.{variant}", "32 32 32")
     for member in MEMBERS:
         raw = [draw(rng, "u32") for _ in range(32)]
         part = [i for i in range(32) if (mask & member) >> i & 1]

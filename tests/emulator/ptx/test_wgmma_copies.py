@@ -1,9 +1,9 @@
-"""Copies of accumulators that the compiler put in front of the wait move behind it, where all paths agree."""
+"""Copies of accumulators that the compiler put in front of the wait move after it, where all paths agree."""
 
 import pytest
 
 from dsv4lib.emulator.ptx.parse import parse
-from dsv4lib.emulator.ptx.wgmma_copies import behind_waits
+from dsv4lib.emulator.ptx.wgmma_copies import after_waits
 from dsv4lib.emulator.ptx.wgmma_registers import findings
 
 MMA = "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f0, %f1, %f2, %f3}, %rd0, %rd1, 1, 1, 1;"
@@ -50,7 +50,7 @@ def order(kernel):
     ],
 )  # fmt: skip
 def test_copies_move(body, expected):
-    moved = behind_waits(kernel(body))
+    moved = after_waits(kernel(body))
     assert order(moved) == expected
     assert [i.index for i in moved.instructions] == list(range(len(moved.instructions)))
     assert not [f for f in findings(moved) if not f.waited]
@@ -61,7 +61,7 @@ def test_copies_move(body, expected):
     [
         f"{MMA} {COMMIT} {COPY} add.u32 %r1, %r0, 1; {wait()}",  # used
         f"{MMA} {COMMIT} {COPY} @%p0 mov.b32 %r0, 0; {wait()} {USE}",  # perhaps overwritten
-        f"{MMA} {COMMIT} {COPY} {MMA} {COMMIT} {wait()} {USE}",  # an older value than the one behind the wait
+        f"{MMA} {COMMIT} {COPY} {MMA} {COMMIT} {wait()} {USE}",  # an older value than the one after the wait
         f"{MMA} {COMMIT} {COPY} mov.b32 %r1, %r0; {MMA} {COMMIT} {wait()} mov.b32 %r5, %r1;",  # through a copy
         f"{MMA} {COMMIT} @%p0 {COPY} {wait()}",
         f"mov.b32 %r0, 5; {MMA} {COMMIT} @%p0 bra A; {COPY} A: {wait()} {USE}",  # not on all paths
@@ -72,7 +72,7 @@ def test_copies_move(body, expected):
 )
 def test_what_is_not_just_another_name_stays(body):
     before = kernel(body)
-    assert behind_waits(before) is before
+    assert after_waits(before) is before
     assert [f for f in findings(before) if not f.waited]
 
 
@@ -81,11 +81,11 @@ def test_what_is_not_just_another_name_stays(body):
 )
 def test_nothing_to_do(body):
     before = kernel(body)
-    assert behind_waits(before) is before
+    assert after_waits(before) is before
 
 
 def test_labels_follow():
-    """A branch to where a copy stood meets what came behind it; one to behind the wait does not meet the copy."""
-    moved = behind_waits(kernel(f"@%p0 bra B; {MMA} {COMMIT} A: {COPY} {wait()} B: mov.b32 %r5, 0; @%p1 bra B;"))
+    """A branch to where a copy stood reaches what followed it; one to after the wait does not reach the copy."""
+    moved = after_waits(kernel(f"@%p0 bra B; {MMA} {COMMIT} A: {COPY} {wait()} B: mov.b32 %r5, 0; @%p1 bra B;"))
     assert moved.instructions[moved.labels["A"]].opcode.startswith("wgmma.wait_group")
     assert moved.instructions[moved.labels["B"]].text.startswith("mov.b32 %r5")

@@ -42,7 +42,7 @@ class Case:
 
     Attributes:
         name: what it does.
-        body: PTX of the kernel behind the prologue; inputs: its input buffer; emulated: the emulator's output words.
+        body: PTX of the kernel after the prologue; inputs: its input buffer; emulated: the emulator's output words.
     """
 
     name: str

@@ -399,7 +399,7 @@ def test_cp_async_errors():
         bench.run("cp.async.cg.shared.global", at(BUF), at(base), 8, lanes=0)
     with pytest.raises(MemoryFault, match="multiples of 16"):
         bench.run("cp.async.cg.shared.global", at(BUF + 8), at(base), 16, lanes=0)
-    with pytest.raises(MemoryFault, match="behind the end"):
+    with pytest.raises(MemoryFault, match="past the end"):
         bench.run("cp.async.cg.shared.global", at(64 * 1024), at(base), 16, lanes=0)
     with pytest.raises(HazardError, match="src-size"):
         bench.run("cp.async.cg.shared.global", at(BUF), at(base), 16, 17, lanes=0)
@@ -534,7 +534,7 @@ def test_cluster_launch_control(multicast):
     bench.run("clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128", first, handle)
     assert (bench.warp.registers[first.index] == POISON).all()
     clc.check_exit(bench.cta)
-    assert not bench.machine.hazards  # is_canceled has been asked
+    assert not bench.machine.hazards  # is_canceled has been tested
 
 
 def test_a_failed_response_that_is_never_tested_is_reported():

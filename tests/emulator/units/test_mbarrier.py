@@ -94,16 +94,16 @@ def test_against_the_model(count, operations):
 
 def test_a_parity_is_its_lowest_bit():
     """As an H200 answers after 0, 1, 2 and 3 phases, test_wait and try_wait alike; more than 0 and 1 is a lint."""
-    asked = (0, 1, 2, 3, 4, 5, 0x80000000, 0x80000001, 0xFFFFFFFF)
+    parities = (0, 1, 2, 3, 4, 5, 0x80000000, 0x80000001, 0xFFFFFFFF)
     bench = Bench()
     bench.barrier(BAR)
     for phase in range(4):
         answers = []
-        for parity in asked:
+        for parity in parities:
             done = bench.register(0, bool)
             bench.run("mbarrier.test_wait.parity.shared.b64", done, at(BAR), parity, lanes=0)
             answers.append(bool(bench.warp.registers[done.index][0]))
-        assert answers == [(parity & 1) != phase % 2 for parity in asked]
+        assert answers == [(parity & 1) != phase % 2 for parity in parities]
         bench.run("mbarrier.arrive.shared.b64", SINK, at(BAR), lanes=0)
     assert set(bench.machine.hazards) == {"mbarrier_parity_range"}
 

@@ -278,7 +278,7 @@ def test_pair_without_multicast():
         bench.run(opcode, at(1 << 24 | BUF), at(where, [0, 0]), at(1 << 24 | BAR), lanes=0)
 
 
-def test_the_barrier_of_a_pair_may_be_the_peers_in_the_cta_spelling():
+def test_the_barrier_of_a_pair_may_be_the_peers_in_the_cta_variant():
     """cuDNN's sparse attention gathers into its own CTA and signals the leader's barrier."""
     bench = Bench(ctas=2)
     data = tensor(bench)

@@ -1,4 +1,4 @@
-"""Every spelling that the emulator takes is one that ptxas takes, in whatever order the modifiers stand."""
+"""Every variant that the emulator takes is one that ptxas takes, in whatever order the modifiers stand."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dsv4lib.emulator.isa.coverage import PACKAGE
 from dsv4lib.emulator.machine.program import lower
 from dsv4lib.emulator.ptx import parse
 
-A_PATTERN = 60  # spellings looked at
+A_PATTERN = 60  # variants looked at
 PTXAS = ptxas.find()
 needs_ptxas = pytest.mark.skipif(PTXAS is None, reason="no ptxas: pip install triton, or set PTXAS")
 
 
 def sample(rng: random.Random) -> list[str]:
-    """Spellings of every registered pattern."""
+    """List variants of every registered pattern."""
     implementations.load()
     own = [e for e in isa.entries() if e.implementation.__module__.startswith(PACKAGE)]
-    return list(dict.fromkeys(opcode for e in own for opcode in expand.spellings(e.pattern, A_PATTERN, rng)))
+    return list(dict.fromkeys(opcode for e in own for opcode in expand.variants_of(e.pattern, A_PATTERN, rng)))
 
 
 def is_refused(opcode: str) -> bool:
@@ -42,10 +42,10 @@ def is_refused(opcode: str) -> bool:
 @needs_ptxas
 def test_what_is_taken_exists():
     """What no architecture has is not registered, or is refused with its operands (vectors that are too long)."""
-    spellings = sample(random.Random(0))
-    assert len(spellings) > 8000
-    unknown = ptxas.refused(PTXAS, [(opcode, operands.operands(opcode)) for opcode in spellings])
-    assert len(unknown) < len(spellings) / 20, "the operands of the test are wrong"
+    variants = sample(random.Random(0))
+    assert len(variants) > 8000
+    unknown = ptxas.refused(PTXAS, [(opcode, operands.operands(opcode)) for opcode in variants])
+    assert len(unknown) < len(variants) / 20, "the operands of the test are wrong"
     assert {opcode: text for opcode, text in unknown.items() if not is_refused(opcode)} == {}
 
 
@@ -74,7 +74,7 @@ def test_the_judge_refuses(line):
         isa.lookup(line.split()[0])
 
 
-def test_order_free_spellings():
+def test_modifiers_in_any_order():
     """Without an assembler: modifiers are a bag, types and state spaces a list, names fixed."""
     implementations.load()
     same = {

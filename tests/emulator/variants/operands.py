@@ -1,4 +1,4 @@
-"""Operands for an instruction, from its spelling alone: several lists where the ISA offers a choice."""
+"""Make operands for an instruction from its opcode alone: several lists where the ISA offers a choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def width(word: str) -> int | None:
 
 
 def types(words: Sequence[str]) -> list[int]:
-    """Widths of the types of a spelling."""
+    """List the widths of the types of an opcode."""
     return [w for w in map(width, words) if w is not None]
 
 
@@ -46,7 +46,7 @@ def vector(bits: int, n: int, start: int = 0) -> str:
 
 
 def operands(opcode: str) -> list[str]:
-    """Operand lists to try with a spelling in the ISA's order."""
+    """List operands to try with an opcode in the ISA's order."""
     head = variants.name(opcode)
     words = opcode[len(head) + 1 :].split(".")
     for pattern, make in _TABLE:

@@ -1,4 +1,4 @@
-"""NVIDIA's assembler as a judge of spellings: does any architecture take this instruction?
+"""Judge instruction variants by NVIDIA's assembler: does any architecture take this instruction?
 
 Only the verdict on the text counts, so nothing is assembled to the end: every file has a line that is wrong on purpose.
 """
@@ -83,7 +83,7 @@ def _complaints(ptxas: str, lines: list[str], arch: str) -> tuple[dict[int, str]
 
 
 def refused(ptxas: str, candidates: Iterable[tuple[str, list[str]]]) -> dict[str, str]:
-    """Spellings that no architecture takes with any of their operand lists, and what ptxas said of the first."""
+    """Find variants that no architecture takes with any of their operands, and what ptxas said of the first."""
     open_ = {opcode: [f"{opcode} {operands};" for operands in choices] for opcode, choices in candidates}
     said: dict[str, str] = {}
     for arch in ARCHITECTURES:

@@ -1,4 +1,4 @@
-"""Spellings of a pattern, and the same with their modifiers shuffled."""
+"""Expand a pattern into instruction variants, and shuffle their modifiers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import random
 from dsv4lib.emulator.isa import variants
 
 
-def spellings(pattern: str, limit: int, rng: random.Random) -> list[str]:
-    """At most about ``limit`` spellings of a pattern, every alternative and every optional part among them."""
+def variants_of(pattern: str, limit: int, rng: random.Random) -> list[str]:
+    """List about ``limit`` variants of a pattern, with every alternative and every optional part among them."""
     every = _every(pattern)
     if len(every) <= limit:
         return every
@@ -23,7 +23,7 @@ def spellings(pattern: str, limit: int, rng: random.Random) -> list[str]:
 
 
 def _every(pattern: str) -> list[str]:
-    """All spellings of a pattern."""
+    """List all variants of a pattern."""
     done, i = [""], 0
     while i < len(pattern):
         c = pattern[i]
@@ -42,7 +42,7 @@ def _every(pattern: str) -> list[str]:
 
 
 def shuffled(opcode: str, rng: random.Random) -> str:
-    """The modifiers behind the name in another order, those of one kind among themselves in the same."""
+    """Put the modifiers after the name in another order, those of one kind among themselves in the same."""
     head = variants.name(opcode)
     words = opcode[len(head) + 1 :].split(".") if len(opcode) > len(head) else []
     keys = [variants.kind(word) for word in words]
