@@ -35,7 +35,7 @@ class Status:
 
     Attributes:
         name: one of `native`, `emulator`, `reference`.
-        available: True if it can run kernels of the asked architecture now.
+        available: True if it can run kernels of the wanted architecture now.
         reason: one sentence, why or why not.
         fix: what would make it available; empty if it is.
     """
@@ -70,7 +70,7 @@ _recorded: str | None = None  # architecture of `recorded`
 
 @contextmanager
 def recorded(arch: str) -> Iterator[None]:
-    """Inside, native is an emulated device of ``arch`` on which somebody records what ops launch.
+    """Make native an emulated device of ``arch`` inside, on which the caller records what ops launch.
 
     Ops keep what they have once found out about the machine: record in a process of its own.
     """

@@ -1,6 +1,6 @@
 """Where compiled code is kept between processes, and whether that place may be trusted.
 
-Whoever can write a folder of compiled code decides what its user runs. So the folder must belong to the user, and
+A user who can write a folder of compiled code decides what its owner runs. So the folder must belong to the user, and
 no other user may write it or a folder above it. Group-writable counts as "others may write", also where the group is
 the user's own: an access control list shows in the same bit, and members can be added later.
 

@@ -47,7 +47,7 @@ def tenth_of(name: str) -> int:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out tests marked `full` that are not asked for, by an option, by name or by their mark."""
+    """Leave out tests marked `full` that are not selected, by an option, by name or by their mark."""
     option = config.option
     if option.all or "full" in option.markexpr or any("::" in argument for argument in config.args):
         return
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def kernels_in_memory():
-    """Forget kernels behind each module, and give the heap's free pages back: within an hour both are gigabytes."""
+    """Forget kernels after each module, and give the heap's free pages back: within an hour both are gigabytes."""
     yield
     if compiled := sys.modules.get("dsv4lib.ops.common.compile_cache"):
         compiled.default().clear()

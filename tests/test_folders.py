@@ -81,7 +81,7 @@ def test_what_is_no_folder_is_refused(tmp_path):
 
 
 def test_a_link_is_followed_once(tmp_path):
-    """The folder behind a link counts, and callers go on with its path: turning the link changes nothing for them."""
+    """The target of a link counts, and callers go on with its path: changing the link changes nothing for them."""
     real, open_to_all = tmp_path / "real", tmp_path / "open"
     for place in (real, open_to_all):
         place.mkdir(mode=0o700)

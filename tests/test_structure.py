@@ -1,4 +1,4 @@
-"""The rules that keep the parts together, as tests: who imports whom, sizes, docstrings, what is never committed."""
+"""Test the rules of the tree: which folder imports which, sizes, docstrings, what is never committed."""
 
 import ast
 import re

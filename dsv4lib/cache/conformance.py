@@ -442,7 +442,7 @@ def check_accepts(factory: Callable[[], Adapter]) -> None:
 
 
 def check_rejected(factory: Callable[[], Adapter]) -> None:
-    """Check that values made from rejected drafts are never found by who sends those tokens."""
+    """Check that values made from rejected drafts are never found by a request with those tokens."""
     most = factory().drafts
     for start in range(factory().shortest_hit + 1):
         if not most or start < 2:

@@ -5,7 +5,7 @@ An executor keeps this contract:
 
 * `copies()` are made in their order, before the values of the next step are written.
 * A step writes, for each part and group, positions `extent .. part.write_end(group) - 1` (`request.extents`).
-* Whoever reads at position t reads window values t - reach + 1 .. t, rows of its compressor's windows, and entries
+* A step that reads at position t reads window values t - reach + 1 .. t, rows of its compressor's windows, and entries
   below floor((t + 1) / rate): by position, never by what a block happens to hold.
 """
 

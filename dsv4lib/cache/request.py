@@ -24,7 +24,7 @@ class Request:
         chain: hashes of the tokens' prefixes, of committed ones only.
         points: where resuming is possible, of those that this request saved, in order.
         pending: points whose saving waits for tokens that a group looks ahead to.
-        prompt_point: the last point in the prompt, kept for whoever sends the prompt again; 0: none.
+        prompt_point: the last point in the prompt, kept for later requests with the same prompt; 0: none.
         named: of each group how many blocks have been considered for a name.
         changed: of each group the numbers of blocks that changed since tables were filled.
         state: "running", "in a step", "waiting" (to be recomputed) or "swapped".

@@ -242,7 +242,7 @@ def zero_signs_flipped(x: Array, rng: np.random.Generator) -> Array:
     """Every zero of ``x`` gets the other sign. Harmless.
 
     The sign of a zero is an accident of the order of operations ((-1) + 1 is +0, a product of mixed signs that
-    underflows is -0), and no later operation of the model tells the two apart: rejecting it would be crying wolf.
+    underflows is -0), and no later operation of the model distinguishes the two: rejecting it would be a false alarm.
     """
     del rng
     out = _copy(x)

@@ -46,7 +46,7 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
         "--ServerApp.port_retries=0",  # the address that was printed, or none
         f"--LabApp.default_url=/lab/tree/{notebook}",
         *([] if browser else ["--no-browser"]),
-        # In containers one often is root; the server stays on 127.0.0.1 behind a token all the same.
+        # In containers one often is root; the server stays on 127.0.0.1 with a token all the same.
         *(["--allow-root"] if os.geteuid() == 0 else []),
     ]
 

@@ -6,7 +6,7 @@ of the runner). Cells are kept or left out whole and run as they are written; on
 last cell is reduced to the one metric.
 
 Working backwards from the metric's value, a cell is needed if it binds a name that is needed, or may change the object
-behind one: it stores to an item or an attribute, calls a method for its effect, or hands the object to a call whose
+that one names: it stores to an item or an attribute, calls a method for its effect, or hands the object to a call whose
 result it drops. Always needed are the parameters, the cell with the card (imports, settings) and a cell in which a
 parameter of the fault meets such an effect: it may be what injects it. Names that a function reads count where the
 function is named. What cannot be read statically (magics, a verdict without a literal) means that nothing is left out.
@@ -251,7 +251,7 @@ class _Late:
         return found
 
     def changes(self, names: set[str]) -> set[str]:
-        """Variables of the notebook behind which those among ``names`` that are functions may change the objects."""
+        """List the notebook's variables whose objects the functions among ``names`` may change."""
         return set().union(*(self.changed.get(name, set()) for name in self.reads(names)))
 
 

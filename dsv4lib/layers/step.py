@@ -114,7 +114,7 @@ def rows_of(table: Tensor, ids: Tensor, numbers: Tensor, each: int) -> Tensor:
 
 
 def window_rows(table: Tensor, ids: Tensor, positions: Tensor, window: int, each: int) -> Tensor:
-    """Rows that tokens at ``positions`` [T] read of a window, oldest first, int32 [T, window]; behind the last -1."""
+    """List the window rows that tokens at ``positions`` [T] read, oldest first, int32 [T, window], -1 past the end."""
     first = (positions - window + 1).clamp_min(0)
     numbers = first[:, None] + torch.arange(window, device=positions.device, dtype=positions.dtype)
     return rows_of(table, ids, torch.where(numbers <= positions[:, None], numbers, -1), each)

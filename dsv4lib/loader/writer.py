@@ -142,7 +142,7 @@ class Writer:
                 stream.flush()
                 os.fsync(stream.fileno())
         os.chmod(self.temporary, 0o777 & ~_umask())
-        if os.path.lexists(self.folder):  # rename would replace an empty folder that somebody made meanwhile
+        if os.path.lexists(self.folder):  # rename would replace an empty folder that another process made meanwhile
             raise ArgumentError("folder", str(self.folder), "a name that is not taken: nothing is overwritten")
         os.rename(self.temporary, self.folder)
 

@@ -3,7 +3,7 @@
     outcome = train(load_corpus(), NANO, Run(), "cuda", log=print)
     write(outcome, folder)            # config.json, model.safetensors, curve.csv, heldout.csv: all or nothing
 
-Losses are in bits per byte. Nothing is written before a run has ended, so an interrupted one leaves nothing behind.
+Losses are in bits per byte. Nothing is written before a run has ended, so an interrupted one leaves no files.
 """
 
 from __future__ import annotations

@@ -217,17 +217,17 @@ def _stored(trace: Any, kernel: Any) -> tuple[Work, Work]:
 
     stores, own = lines(epilogue.Epilogue.store_lines), (lines(epilogue.Epilogue), lines(epilogue.multiply))
 
-    def behind(source: str) -> bool:
+    def deferred(source: str) -> bool:
         file, _, line = source.rpartition(":")
         return kernel.lines_at_once > 1 and file.endswith("fmha/epilogue.py") and int(line) in stores
 
     def before(source: str) -> bool:
         file, _, line = source.rpartition(":")
         if file.endswith("fmha/epilogue.py"):
-            return not behind(source) and any(int(line) in part for part in own)
+            return not deferred(source) and any(int(line) in part for part in own)
         return file.endswith(("common/rope.py", "common/tmem.py"))
 
-    return count_lines(trace, before), count_lines(trace, behind)
+    return count_lines(trace, before), count_lines(trace, deferred)
 
 
 def _of_load_warps(source: str) -> bool:

@@ -337,9 +337,9 @@ def attention(
     if transition is None:
         return kernel
     placed = transition.smem_mma_bytes / gpu["smem_bytes"]
-    asked = max(transition.load_bytes / l2, transition.copies * gpu["copy_clk"]) / q_stages
+    wanted = max(transition.load_bytes / l2, transition.copies * gpu["copy_clk"]) / q_stages
     copied = tuple((f"load q{_of(i)}", 0) for i in range(q_stages))
-    transitions = [Task(name, "TMA", asked, latency, freed="q in place", lead=stages) for name, _ in copied]
+    transitions = [Task(name, "TMA", wanted, latency, freed="q in place", lead=stages) for name, _ in copied]
     before = ((f"qk 0{last}", 0),) if q_ahead else ()  # reads the Q that is overwritten
     transitions.append(Task("q in place", "tensor core", placed, 0, (*copied, *before), int(q_ahead)))
     sent = transition.store_bytes / l2

@@ -155,7 +155,7 @@ def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
 
     Args:
         trace: an `emulator.trace.Trace`.
-        chosen: bool, one a row of ``trace.mmas``: count these MMAs and nothing else, to tell roles apart.
+        chosen: bool, one a row of ``trace.mmas``: count these MMAs and nothing else, to separate the roles.
     """
     ctas = trace.stats["ctas"]
     mma: Counter[Form] = Counter()

@@ -1,4 +1,4 @@
-"""Read PTX the way a kernel author does: which hardware units are used, how often, by whom, from which Python line.
+"""Read PTX as a kernel author does: which hardware units are used, how often, by which role, from which Python line.
 
 Everything here takes PTX text alone (compiled with line info for the Python lines), so it works on any kernel of any
 compiler. Counts are static: instructions in the text, not executions.

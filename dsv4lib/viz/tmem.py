@@ -102,7 +102,7 @@ def draw_map(ax: Axes, regions: Sequence[Region]) -> tuple[int, int]:
 
 @styled
 def tmem_map(regions: Sequence[Region], title: str) -> Figure:
-    """Who owns which part of tensor memory; cells claimed twice are marked.
+    """Draw the owners of tensor memory; cells claimed twice are marked.
 
     Args:
         regions: named rectangles.

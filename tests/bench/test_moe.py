@@ -35,7 +35,7 @@ MADE = moe.Counted(
 )
 
 
-# --- who gets what
+# --- which expert gets which tokens
 
 
 def test_loads_are_k_times_the_tokens_and_spread_as_chance_has_it():

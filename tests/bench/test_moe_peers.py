@@ -106,12 +106,12 @@ def test_every_kernel_multiplies_what_was_asked_for(rows):
 
 def test_ours_keeps_up_but_where_it_is_said_not_to(rows, monkeypatch):
     assert moe_peers.missed(rows) == []
-    known = dict(moe_peers.BEHIND)
+    known = dict(moe_peers.EXPLAINED)
     first = next(iter(known))
-    monkeypatch.setattr(moe_peers, "BEHIND", {key: why for key, why in known.items() if key != first})
+    monkeypatch.setattr(moe_peers, "EXPLAINED", {key: why for key, why in known.items() if key != first})
     assert [text.startswith(f"{first[0]}: ") for text in moe_peers.missed(rows)] == [True]
-    monkeypatch.setattr(moe_peers, "BEHIND", {**known, ("ours, GEMM 1", "error"): "no"})
-    assert moe_peers.missed(rows) == ["ours, GEMM 1: not behind in error, although BEHIND says so"]
+    monkeypatch.setattr(moe_peers, "EXPLAINED", {**known, ("ours, GEMM 1", "error"): "no"})
+    assert moe_peers.missed(rows) == ["ours, GEMM 1: within bounds in error, although EXPLAINED has it"]
 
 
 def test_ours_that_is_missing_or_behind_is_seen(rows):

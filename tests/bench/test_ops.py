@@ -1,4 +1,4 @@
-"""The bench of ops without a GPU: who is timed, in what order, how goals are judged, bytes of rows, the table."""
+"""The bench of ops without a GPU: providers and their order, how goals are judged, bytes of rows, the table."""
 
 import dataclasses
 import importlib
@@ -27,7 +27,7 @@ FACTS |= {"command": "bench", "method": "a clock"}
 
 
 class FakeClock:
-    """Calls every provider as often as asked, in turns, and says times by the order of the providers."""
+    """Calls every provider as often as wanted, alternating, and gives times by the order of the providers."""
 
     def __init__(self, *us, broken=()):
         self.us, self.broken, self.seen = us, broken, []
@@ -127,7 +127,7 @@ def test_ours_that_goes_wrong_while_it_is_timed_is_found():
     assert states(result) == {OURS: WRONG} and "after many launches" in result.found[0].detail
 
 
-def test_a_way_that_changes_its_inputs_is_wrong_and_harms_nobody():
+def test_a_provider_that_changes_its_inputs_is_wrong_and_harms_no_other():
     def bind(given):
         out = {"y": torch.empty_like(given["x"])}
         return lambda: (out["y"].copy_(given["x"] * 2), given["more"][0].zero_()), out
@@ -139,8 +139,8 @@ def test_a_way_that_changes_its_inputs_is_wrong_and_harms_nobody():
     assert result.named("greedy").detail == "it changed its input more[0]"
 
 
-def test_a_way_that_writes_nothing_is_wrong():
-    """Even where its memory held the answers of somebody before: every provider is bound before the first runs."""
+def test_a_provider_that_writes_nothing_is_wrong():
+    """Even where its memory held another's answers before: every provider is bound before the first runs."""
 
     def lazy(given):
         return (lambda: None), {"y": torch.full_like(given["x"], float("nan"))}

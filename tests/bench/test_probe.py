@@ -8,16 +8,16 @@ from dsv4lib.predict import table
 
 
 def test_main_records_the_rows_that_run_gives(tmp_path, monkeypatch, capsys):
-    asked = []
+    given = []
 
     def run(processes):
-        asked.append(processes)
+        given.append(processes)
         return [issue_probe.Rate("elected", 2, "ahead", 132, 31.25, 1830.5, 35.8)]
 
     path = tmp_path / "times.csv"
     monkeypatch.setattr(sys, "argv", ["probe", "--record", str(path), "--processes", "3"])
     probes.main(issue_probe.__doc__, issue_probe.Rate, run)
-    assert asked == [3]
+    assert given == [3]
     (row,) = table.recorded(issue_probe.Rate, path)
     assert (row.variant, row.warps, row.ctas, row.issue_clk) == ("elected", 2, 132, 31.25)
     assert capsys.readouterr().out.split() == ["variant", "warps", "lists", "ctas", "issue_cl", "tile_clk", "bytes_cl"]

@@ -168,20 +168,20 @@ def test_items_follow_each_other():
     """Two of two tiles: loads run on as in one of four; after each a transition, on the core or beside it."""
     tasks = [MMA, LOAD]
     assert schedule.persistent_end(tasks, [], 2, 2) == schedule.end(tasks, 4) == 50
-    # products 0, 1 end at 29 and are seen at 30; 3 clocks on the core delay nobody, 10 delay product 2 from 35 to 40
+    # products 0, 1 end at 29 and are seen at 30; 3 clocks on the core delay no task, 10 delay product 2 from 35 to 40
     assert schedule.persistent_end(tasks, [Task("store", "core", 3, 0, (("mma", 0),))], 2, 2) == 50 + 3
     assert schedule.persistent_end(tasks, [Task("store", "core", 12, 0, (("mma", 0),))], 2, 2) == 51 + 12
     beside = [Task("store", "out", 20, 0, (("mma", 0),))]
     assert schedule.persistent_end(tasks, beside, 2, 2) == 30 + 20 + 20
     # an operand through the same two stages: it takes stage 0, which product 0 frees at 20, is there at 35 and placed
-    # at 47, which is when load 3 has the stage; the second is asked for behind load 3, at 57, and placed from 72 on
+    # at 47, which is when load 3 has the stage; the second is requested after load 3, at 57, and placed from 72 on
     ring = [MMA, dataclasses.replace(LOAD, freed="mma")]
     operand = [Task("operand", "TMA", 10, 5, freed="placed"), Task("placed", "core", 12, 0, (("operand", 0),))]
     assert schedule.persistent_end(ring, [], 2, 2, 2) == 50
     assert schedule.persistent_end(ring, operand, 2, 2, 2) == 84
     assert schedule.persistent_end(ring, operand, 2, 2, 3) == 77  # load 3 after load 2, the second operand at 50
     with pytest.raises(ArgumentError, match="order of tasks"):
-        schedule.persistent_end(tasks, [Task("store", "out", 1, 0, (("nobody", 0),))], 2, 2)
+        schedule.persistent_end(tasks, [Task("store", "out", 1, 0, (("none", 0),))], 2, 2)
 
 
 def test_a_turn_goes_ahead_of_the_item_before():
@@ -196,7 +196,7 @@ def test_a_turn_goes_ahead_of_the_item_before():
         *(("score", 0), ("score", 1), ("product", 0), ("operand", 1), ("score", 2), ("product", 1), ("score", 3)),
         *(("product", 2), ("operand", 3), ("product", 3)),
     ]
-    # a store of 20 behind product 1 (27 + 1) ends at 48, and only then product 2 may overwrite: [48, 54], operand,
+    # a store of 20 after product 1 (27 + 1) ends at 48, and only then product 2 may overwrite: [48, 54], operand,
     # product 3 [57, 63], the last store from 64 on
     store = Task("store", "out", 20, 0, (("product", 0),), holds="product")
     assert schedule.persistent_end([score, product], [operand, store], 2, 2, across=True) == 64 + 20
@@ -227,9 +227,9 @@ def test_a_launch_by_hand():
 
 def test_a_dependent_launch_is_timed_from_the_end_of_the_kernel_before():
     kernel = Kernel("k", Work(load_bytes=80), Work(instructions=7), (MMA, LOAD))
-    alone, behind = (static_model.modelled(kernel, toy(), 1, 4, dependent=d) for d in (False, True))
-    assert (alone.clocks, behind.clocks) == (100 + 57, 40 + 57)
-    assert alone.us == pytest.approx(0.157 + 1) and behind.us == pytest.approx(0.097)  # a launch is 1 us
+    alone, after = (static_model.modelled(kernel, toy(), 1, 4, dependent=d) for d in (False, True))
+    assert (alone.clocks, after.clocks) == (100 + 57, 40 + 57)
+    assert alone.us == pytest.approx(0.157 + 1) and after.us == pytest.approx(0.097)  # a launch is 1 us
 
 
 def test_ctas_that_stay_take_a_turn():
@@ -461,7 +461,7 @@ def test_a_tile_of_consecutive_rows_is_a_box_for_64_dimensions():
     gathered, boxed = fmha.counted(128, 256), fmha.counted(128, 256, entries="range")
     assert (gathered.tile.copies, boxed.tile.copies) == (48, 4) and gathered.once.copies == boxed.once.copies == 4
     assert gathered.tile.load_bytes == boxed.tile.load_bytes and gathered.tile.mma == boxed.tile.mma
-    # Beside entries in pages a stage is a whole tile, 8 boxes of which the busiest sends 3, and nobody dequantises it.
+    # Beside entries in pages a stage is a whole tile, 8 boxes of which the busiest sends 3, and no warp dequantises it.
     window = fmha.fp8(boxed, short=128, long=256, of_window=True)
     assert window.tile.copies == 3 and window.tile.load_bytes == boxed.tile.load_bytes
     assert window.tile.smem_thread_bytes == boxed.tile.smem_thread_bytes

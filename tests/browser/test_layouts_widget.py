@@ -96,11 +96,11 @@ def answer(swizzle: str) -> str:
 def test_moving_a_slider_asks_the_kernel(lab, chromium):
     sync_api = pytest.importorskip("playwright.sync_api")
     flags = [*QUIET, "--no-sandbox"] if ROOT else QUIET
-    asked: list[str] = []
+    requests: list[str] = []
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: requests.append(request.url))
         page.goto(lab)
         page.locator(".jp-Notebook .jp-CodeCell").first.wait_for(timeout=900_000)
         # the status bar names a kernel only once it is connected; running cells before that opens a dialog instead
@@ -121,5 +121,5 @@ def test_moving_a_slider_asks_the_kernel(lab, chromium):
         page.keyboard.press("ArrowLeft")  # 32 columns: 64-byte rows, and 32B is still allowed
         sync_api.expect(readout).to_contain_text("4096 elements", timeout=900_000)
         browser.close()
-    hosts = {urlparse(url).hostname for url in asked if urlparse(url).scheme not in ("data", "blob", "about")}
+    hosts = {urlparse(url).hostname for url in requests if urlparse(url).scheme not in ("data", "blob", "about")}
     assert hosts == {"127.0.0.1"}

@@ -19,7 +19,7 @@ class TestPro(Conformance):
 
 
 class Naive:
-    """A manager that shares entries alone, and gives the window ring of whoever used it before (as ATOM #1417)."""
+    """A manager that shares entries alone, and gives out the window ring of an earlier request (as ATOM #1417)."""
 
     shape, drafts, shortest_hit, full, can = caches.FLASH_LIKE, 0, 9, MemoryError, frozenset()
 

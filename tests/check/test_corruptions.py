@@ -77,7 +77,7 @@ def test_sign_of_zero_is_not_an_error(fmt):
 
 
 def test_cosine_alone_is_blind_where_the_record_is_not():
-    """The lesson behind the comparator: one lost tile of 1,024 is invisible to the cosine at FP8's bound."""
+    """Why there is a comparator: one lost tile of 1,024 is invisible to the cosine at FP8's bound."""
     oracle = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     bad = round_to(oracle, "e4m3")
     bad[32:64, 96:128] = 0

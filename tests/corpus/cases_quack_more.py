@@ -178,7 +178,7 @@ def gemm_groups(gather: bool = False) -> list[Check]:
 
 
 def gemm_depths() -> list[Check]:
-    """Depths of 72, 8 and 120 that lie one behind the other; tensor maps whose addresses wrap around at 2^64."""
+    """Depths of 72, 8 and 120 that lie one after the other; tensor maps whose addresses wrap around at 2^64."""
     from quack.gemm_interface import gemm as function
 
     starts = [0, 72, 80, 200]

@@ -70,7 +70,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """One call of somebody's kernel.
+    """One call of another package's kernel.
 
     Attributes:
         name: of the case; module: what must be importable.

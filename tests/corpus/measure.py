@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 def environment(arch: str) -> dict[str, str]:
-    """Of a process that runs somebody's kernels."""
+    """Make the environment of a process that runs other packages' kernels."""
     paths = [str(HERE.parent.parent), *sys.path]
     return {
         **os.environ,

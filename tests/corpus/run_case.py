@@ -166,8 +166,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    asked = (line.strip() for line in sys.stdin)
-    for name in asked if options.names == ["-"] else options.names:
+    given = (line.strip() for line in sys.stdin)
+    for name in given if options.names == ["-"] else options.names:
         case = known[name]
         try:
             if options.all:

@@ -1,4 +1,4 @@
-"""Run one script of somebody else under a device, unmodified, and print what was seen as one line of JSON.
+"""Run one script of another package under a device, unmodified, and print what was seen as one line of JSON.
 
 `python run_example.py ARCH TORCH DEVICES MODES SCRIPT ARGS...`. TORCH is the version that torch claims, "" for its own:
 two scripts bring a reference of their own for older ones, and for newer ones take a function that torch lacks on the

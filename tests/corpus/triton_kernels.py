@@ -1,4 +1,4 @@
-"""Kernels in Triton, for cases_triton: what its compiler makes of them is somebody else's code, too."""
+"""Kernels in Triton, for cases_triton: what its compiler makes of them is others' code, too."""
 
 import triton
 import triton.language as tl

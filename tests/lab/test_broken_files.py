@@ -33,8 +33,8 @@ def endings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Verdict | None]:
         stage = runner.load(job.stage, self.root)
         folder = self._folder(job.name, attempt)
         folder.mkdir()
-        told = {"stage": stage.name, "metrics": {gate.metric: 0.0 for gate in stage.gates}, "skipped": {}}
-        (folder / "verdict.json").write_text(json.dumps(told))
+        verdict = {"stage": stage.name, "metrics": {gate.metric: 0.0 for gate in stage.gates}, "skipped": {}}
+        (folder / "verdict.json").write_text(json.dumps(verdict))
         self._record(job, stage, attempt, wanted.get(job.stage), "made so", runner.datetime.now(UTC), 1.0, folder)
         return True
 
@@ -128,7 +128,7 @@ def test_a_broken_record_is_left_out_and_its_job_run_again(
     code, said = run(tmp_path, resume=True)
     assert code == 0 and "resuming: 1 of 2" in said
     assert {r.job: r.attempt for r in records.load(only_run(tmp_path))} == {"one-00": 1, "two-00": 0}
-    assert path.exists()  # it is somebody's
+    assert path.exists()  # it may be of another program
 
 
 def test_records_of_an_older_lab_are_read(make: Callable[..., Stage], tmp_path: Path, endings: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def test_read_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files.read_own(path, anybody=True) == b"12345"
 
 
-def test_the_lock_folder_is_nobody_else_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_folder_is_this_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
     folder = devices.lock_folder()
     assert folder == devices.lock_folder() and folder.stat().st_mode & 0o777 == 0o700

@@ -157,7 +157,7 @@ def test_a_broken_kernel_is_found_where_it_is_broken(name):
     assert not outcome.clean
 
 
-def test_half_of_each_k_step_is_found_as_bytes_nobody_reads():
+def test_half_of_each_k_step_is_found_as_bytes_that_are_not_read():
     def halve(kernel):
         kernel.tile_k //= 2
 

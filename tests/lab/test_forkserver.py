@@ -1,4 +1,4 @@
-"""A forked run is what a started one is, to its cells and to whoever ends it; what cannot be forked is started."""
+"""A forked run equals a started one, to its cells and to what ends it; what cannot be forked is started."""
 
 from __future__ import annotations
 

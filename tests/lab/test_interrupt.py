@@ -109,7 +109,7 @@ def _belongs(path: Path, root: Path) -> bool:
 def test_a_killed_runner_takes_its_notebooks_along_and_can_be_resumed(
     make: Callable[..., Stage], tmp_path: Path
 ) -> None:
-    """SIGKILL gives the runner no chance to act: the worker asked the kernel (of the system) for this in advance."""
+    """SIGKILL gives the runner no chance to act: the worker registered this with the operating system in advance."""
     make("b_sleeps", SLEEPER)
     process = start(tmp_path)
     wait_for(lambda: len(pids(tmp_path)) == 3)

@@ -20,7 +20,7 @@ BUSY = "while True: pass"
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """start(code) -> pid of a Python process that executes it; killed behind the test."""
+    """start(code) -> pid of a Python process that executes it; killed after the test."""
     started = []
 
     def one(code: str) -> int:
@@ -66,7 +66,7 @@ def test_side_by_side_counts_once(start: Start) -> None:
 
 def test_a_hang_that_sleeps_ends_later(start: Start) -> None:
     one = Meter(start("import time\nprint(flush=True)\ntime.sleep(600)"), 0.0)
-    until(lambda: sampled(one, one.at + 10).asleep_s > 0)  # behind its start
+    until(lambda: sampled(one, one.at + 10).asleep_s > 0)  # after its start
     slept = one.asleep_s
     one.sample(one.at + 100)
     assert one.asleep_s == pytest.approx(slept + 100)

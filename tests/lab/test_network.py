@@ -1,4 +1,4 @@
-"""A run has no network: refused whoever asks, and red even where a library swallows the refusal."""
+"""A run has no network: refused to every library, and red even where a library swallows the refusal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ tried("create_connection", lambda: socket.create_connection(("192.0.2.1", 9), 0.
 tried("loopback", lambda: tcp.connect(("127.0.0.1", 9)))
 tried("localhost", lambda: socket.getaddrinfo("localhost", 80))
 tried("unix", lambda: unix.connect("/nowhere/at/all"))
-tried("abstract", lambda: unix.connect("\\0nobody"))
+tried("abstract", lambda: unix.connect("\\0no-such-name"))
 tried("self", lambda: socket.getaddrinfo(socket.gethostname(), 80))"""
 
 

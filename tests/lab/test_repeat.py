@@ -72,8 +72,8 @@ def test_the_command_says_what_was_not_the_same(
         stage = runner.load(job.stage, self.root)
         folder = self._folder(job.name, attempt)
         folder.mkdir()
-        told = {"stage": stage.name, "metrics": {gate.metric: next(values) for gate in stage.gates}, "skipped": {}}
-        (folder / "verdict.json").write_text(json.dumps(told))
+        verdict = {"stage": stage.name, "metrics": {gate.metric: next(values) for gate in stage.gates}, "skipped": {}}
+        (folder / "verdict.json").write_text(json.dumps(verdict))
         self._record(job, stage, attempt, None, "", datetime.now(UTC), 1.0, folder)
         return True
 

@@ -377,13 +377,13 @@ def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str]
         pytest.skip("no Chromium: set DSV4_CHROMIUM or put chromium on PATH")
     from playwright.sync_api import sync_playwright
 
-    asked: list[str] = []
+    requests: list[str] = []
     dialogs: list[str] = []
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=shutil.which(found), chromium_sandbox=False)
         try:
             page = browser.new_page()
-            page.on("request", lambda request: asked.append(request.url))
+            page.on("request", lambda request: requests.append(request.url))
             page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
             for name in everything:
                 page.goto((tmp_path / "report" / name).as_uri())
@@ -394,4 +394,4 @@ def test_in_a_browser_nothing_leaves_and_nothing_runs(everything: dict[str, str]
         finally:
             browser.close()
     assert dialogs == []
-    assert [url.split(":")[0] for url in asked if not url.startswith("data:")] == ["file"] * len(everything)
+    assert [url.split(":")[0] for url in requests if not url.startswith("data:")] == ["file"] * len(everything)

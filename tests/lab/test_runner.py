@@ -1,4 +1,4 @@
-"""Every class of the runner, made by a notebook that really ends that way; parallel runs; what is left behind."""
+"""Every class of the runner, made by a notebook that really ends that way; parallel runs; what is left over."""
 
 from __future__ import annotations
 

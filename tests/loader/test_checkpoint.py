@@ -128,15 +128,15 @@ def test_a_file_that_went_away_or_does_not_fit_into_memory(tmp_path, monkeypatch
     path = write_raw(tmp_path / "a.safetensors", {"a": entry()}, b"x" * 8)
     found = read_header(path)["a"]
     with monkeypatch.context() as patch:
-        asked = []
+        sizes = []
         patch.setattr(
-            torch, "empty", lambda n, **kw: asked.append(n) or (_ for _ in ()).throw(RuntimeError("no memory"))
+            torch, "empty", lambda n, **kw: sizes.append(n) or (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         with pytest.raises(CheckpointError, match="8 bytes of a tensor is not allowed: what fits into memory"):
             found.read()
         with pytest.raises(CheckpointError, match="8 bytes of a tensor is not allowed: 9,"):
             replace(found, nbytes=9).read()
-        assert asked == [8], "nothing is allocated for what the file does not have"
+        assert sizes == [8], "nothing is allocated for what the file does not have"
     path.unlink()
     with pytest.raises(CheckpointError, match="a.safetensors: no regular file .*No such file"):
         found.read()

@@ -1,4 +1,4 @@
-"""The README tells the truth: its ladder is the one in stages/, its commands, files and picture exist."""
+"""The README is true: its ladder is the one in stages/, its commands, files and picture exist."""
 
 import re
 import subprocess

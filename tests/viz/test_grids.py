@@ -68,7 +68,7 @@ def test_byte_map_counts_what_it_draws():
 
 
 def test_category_map_counts_what_it_draws():
-    fig = grids.category_map([[0, 0, 1], [-1, 1, 0]], ["a", "b"], ("rings", "slot"), "who", ["x", "y"], "empty")
+    fig = grids.category_map([[0, 0, 1], [-1, 1, 0]], ["a", "b"], ("rings", "slot"), "owner", ["x", "y"], "empty")
     image = np.asarray(fig.axes[0].images[0].get_array())
     assert image.tolist() == [[1, 1, 2], [0, 2, 1]]
     assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["x", "y"]
@@ -76,4 +76,4 @@ def test_category_map_counts_what_it_draws():
     assert [text.get_text() for text in fig.legends[0].get_texts()] == ["a", "b", "empty"]
     for codes, rows, name in (([[2]], (), "codes"), ([0], (), "codes"), ([[0]], ("x", "y"), "rows")):
         with pytest.raises(ArgumentError, match=name):
-            grids.category_map(codes, ["a", "b"], ("", ""), "who", rows)
+            grids.category_map(codes, ["a", "b"], ("", ""), "owner", rows)

@@ -1,4 +1,4 @@
-"""The explorer: sliders with a kernel behind them, fixed figures without, and nothing from a figure runs as HTML."""
+"""The explorer: sliders with a kernel, fixed figures without, and nothing from a figure runs as HTML."""
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell

@@ -1,7 +1,7 @@
 """Define a row of the bench of ops: inputs, providers (ours and the peers'), and the check before timing.
 
 The module `bench` beside each op lists its rows in `rows()`. The harness makes the inputs, checks every provider
-against the reference, and only then times them in turns.
+against the reference, and only then times them, alternating.
 """
 
 from __future__ import annotations

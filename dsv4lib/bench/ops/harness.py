@@ -4,7 +4,7 @@
         [--seconds 60]
 
 Inputs of a row come from a seed. Every provider is bound, run once and compared with the reference by the row's check.
-Only right providers are timed, in turns in this process (`timing`). A provider that cannot run is listed with the
+Only right providers are timed, alternating in this process (`timing`). A provider that cannot run is listed with the
 reason, a wrong one with the difference. The harness needs torch, numpy and the DSL, nothing else of the lab.
 """
 
@@ -43,7 +43,7 @@ class Clock(Protocol):
     """What times calls; `timing.GpuClock`, or a test's own."""
 
     def cold(self, calls: Sequence[Call]) -> list[timing.Cold]:
-        """Times of each call with a cold L2, in turns."""
+        """Time each call with a cold L2, alternating between calls."""
 
     def warm(self, calls: Sequence[Call]) -> list[float | str]:
         """us of each call in a graph, or why it cannot be captured."""
@@ -139,7 +139,7 @@ def _compared(name: str, outputs: Mapping[str, torch.Tensor], row: Row, given: G
 
 
 def _times(calls: Mapping[str, Call], clock: Clock) -> dict[str, Found]:
-    """Times of all calls in turns; if they cannot be timed in one session, of each alone, so that the culprit shows."""
+    """Time all calls alternately; if one session cannot, time each alone, so that the culprit shows."""
     names = list(calls)
     try:
         cold = clock.cold(list(calls.values())) if calls else []

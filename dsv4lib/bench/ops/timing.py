@@ -1,6 +1,6 @@
 """Times of calls on a GPU: with a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
 
-Cold, one call after the other, all providers in turns under one profiler session:
+Cold, one call after the other, all providers alternating in one profiler session:
 
     flush (in place, over more than L2)  |  spin  |  the call's kernels      |  flush  |  spin  | ...
                                                   ^---- the time of it ----^
@@ -124,7 +124,7 @@ class GpuClock:
         self._flush_us = self._device_us(lambda: self._room.add_(1))
 
     def cold(self, calls: Sequence[Call]) -> list[Cold]:
-        """Times of each call with a cold L2, in turns.
+        """Time each call with a cold L2, alternating between calls.
 
         Raises:
             TimingError: twice the profiler lost kernels, or a call launches none.
@@ -144,7 +144,7 @@ class GpuClock:
         raise AssertionError
 
     def warm(self, calls: Sequence[Call]) -> list[float | str]:
-        """us of each call as a node of a graph, median of replays in turns; or why it cannot be captured."""
+        """Time each call as a node of a graph (us, median of alternating replays), or say why it cannot be captured."""
         graphs: list[torch.cuda.CUDAGraph | str] = [self._capture(call) for call in calls]
         times: list[list[float]] = [[] for _ in calls]
         for order in turns(len(calls), REPLAYS + 1):
@@ -162,7 +162,7 @@ class GpuClock:
         return [g if isinstance(g, str) else statistics.median(t[1:]) for g, t in zip(graphs, times, strict=True)]
 
     def host(self, calls: Sequence[Call]) -> list[float]:
-        """us of the caller's thread to queue one more call of each, without a graph; the median of bursts in turns."""
+        """Time the caller's thread queueing one more call of each (us, no graph, median of alternating bursts)."""
         for call in calls:
             call()
         torch.cuda.synchronize()
@@ -236,7 +236,7 @@ class GpuClock:
 
 
 def _is_work(event: object) -> bool:
-    """Whether the GPU worked, by the activity's kind, or, in a torch that does not tell it, by the device."""
+    """Whether the GPU worked, by the activity's kind, or, in a torch without that field, by the device."""
     if hasattr(event, "activity_type"):
         return event.activity_type() in WORK
     on_gpu = event.device_type() == torch.autograd.DeviceType.CUDA

@@ -2,8 +2,9 @@
 
 Two lengths of K give the cost of a step (128 x 128 outputs, 256 of K) as their difference, and what is left is the cost
 of a tile (128 x 128 outputs: set-up and epilogue). Tiles are as many as cover every expert's rows; a kernel whose own
-tiles are larger than that pays for it in both. `waste` is what is multiplied, of what was asked for. The kernels and
-the operands are in `moe_calls`. The committed table is data/bench/moe_peers.csv; `load` reads it without the packages.
+tiles are larger than that pays for it in both. `waste` is what is multiplied over what the problem needs. The kernels
+and the operands are in `moe_calls`. The committed table is data/bench/moe_peers.csv; `load` reads it without the
+packages.
 """
 
 from __future__ import annotations
@@ -56,18 +57,18 @@ COLUMNS = (
 # What another run on any machine must give again.
 EXACT = (*_SHAPE, "waste", *STEP, "mma_shapes", *TILE, "hazards")
 A_TILE, LOADED = "warp-instructions a tile", "KiB loaded a step"
-# Where ours is behind the best of the others, and why. With operands exchanged a tile follows a group's rows, but plain
-# outputs have to be turned over in shared memory, in fp32. The CTAs of a pair both load the tokens' scales. An MMA has
-# 16 tokens at least.
-_TURNED = "outputs are turned over in fp32"
-BEHIND = {
-    ("ours", A_TILE): _TURNED,
+# Where ours exceeds the bounds that the best of the others set, and why. With operands exchanged a tile follows a
+# group's rows, but bf16 outputs have to be transposed in shared memory, in fp32. The CTAs of a pair both load the
+# tokens' scales. An MMA has 16 tokens at least.
+_TRANSPOSED = "outputs are transposed in fp32"
+EXPLAINED = {
+    ("ours", A_TILE): _TRANSPOSED,
     ("ours", LOADED): "both CTAs of a pair load the tokens' scales",
-    ("ours, mxfp8 x mxfp4", A_TILE): _TURNED,
-    ("ours, mxfp8", A_TILE): _TURNED,
+    ("ours, mxfp8 x mxfp4", A_TILE): _TRANSPOSED,
+    ("ours, mxfp8", A_TILE): _TRANSPOSED,
     ("ours, 8 rows", LOADED): "16 rows of tokens at least",
-    ("ours, groups", A_TILE): _TURNED,
-    ("ours, groups, mxfp8 x mxfp4", A_TILE): _TURNED,
+    ("ours, groups", A_TILE): _TRANSPOSED,
+    ("ours, groups, mxfp8 x mxfp4", A_TILE): _TRANSPOSED,
 }
 _FILE = PeerTable(TABLE, COLUMNS, _TEXT, {**dict.fromkeys(_ERRORS, ".4g"), "compile_s": ".3g"}, "moe")
 load, record = _FILE.load, _FILE.record
@@ -112,18 +113,18 @@ def error_bound(row: dict[str, Any]) -> float:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What our rows do not keep and `BEHIND` does not say, or says wrongly, a text each; or that none are of ours."""
+    """List the bounds that our rows exceed unexplained, and wrong explanations; or that no row is ours."""
     if all(row["package"] for row in ran(rows)):
         return ["no kernel of ours is in the table"]
-    found = behind(rows)
-    out = [text for key, text in found.items() if key not in BEHIND]
+    found = over_bounds(rows)
+    out = [text for key, text in found.items() if key not in EXPLAINED]
     named = {row["kernel"] for row in ran(rows)}
-    stale = [key for key in BEHIND if key[0] in named and key not in found]
-    return out + [f"{kernel}: not behind in {what}, although BEHIND says so" for kernel, what in stale]
+    stale = [key for key in EXPLAINED if key[0] in named and key not in found]
+    return out + [f"{kernel}: within bounds in {what}, although EXPLAINED has it" for kernel, what in stale]
 
 
-def behind(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """Where our rows do not keep the bounds: (kernel, what) -> a text.
+def over_bounds(rows: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """Find where our rows exceed the bounds of the others: (kernel, what) -> a text.
 
     Of a case and its formats ours must execute no more warp-instructions a step and a tile than the best of the
     others, load no more, and have no larger error than the worst of them.

@@ -39,7 +39,7 @@ ROWS, DIM, CHUNK, BOX_ROWS = 64, 512, 64, 4
 TILE_BYTES, STAGES, BARRIERS, THREADS = ROWS * DIM * 2, 3, 26, 384
 PADDING = 226 * 1024 - STAGES * TILE_BYTES - 8 * BARRIERS
 MARKS = ("entered", "ready", "released", "counted", "first byte", "Q", "keys", "end")
-# Who sends copies: 16 lanes, 4 rows each; one lane all; the same, Q by boxes of 64 rows; three warps share the keys.
+# Senders of copies: 16 lanes, 4 rows each; one lane all; the same, Q by boxes of 64 rows; three warps share the keys.
 VARIANTS = ("lanes", "elected", "whole", "three")
 FLUSH_BYTES, REPLAYS, FIRST, NODES = 384 << 20, 25, 3, 20  # the first replays do not count
 LOAD_WARP, WATCHERS = 5, (8, 9, 10)

@@ -1,8 +1,8 @@
 """Run one example script under an emulated device and measure its main kernel: `python -m` this module.
 
 Arguments: the script and its own. The launch with tensor-core work is repeated on the same memory before the script
-goes on to compare its results, with the default checks and with the race detector in turns. The last line of output is
-JSON: ``default`` and ``race`` (seconds of CPU time, best run), ``default_calls`` and ``race_calls`` (calls of Python
+goes on to compare its results, with the default checks and with the race detector, alternating. The last line of output
+is JSON: ``default`` and ``race`` (seconds of CPU time, best run), ``default_calls`` and ``race_calls`` (calls of Python
 and built-in functions in a run), ``instructions``, ``mma``, ``hazards``.
 """
 
@@ -34,7 +34,7 @@ def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
     seconds = dict.fromkeys(MODES, float("inf"))
     try:
         for _ in range(REPEATS):
-            for mode in MODES:  # in turns: other processes disturb both alike
+            for mode in MODES:  # alternating: other processes disturb both alike
                 device.settings = dataclasses.replace(settings, native_checks=CHECKS[mode])
                 began = time.process_time()
                 machine.run(request, device)

@@ -1,7 +1,7 @@
 """The plan of each command on disk: what a resume continues, and what the next nightly is compared with.
 
 `data/runs/<run id>/plan.json` holds the jobs and the state (running, interrupted, complete). A lock held while the
-command lives tells a running command from one that was killed.
+command lives distinguishes a running command from one that was killed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from dsv4lib.lab.verdicts import LOOKS
 
 
 class Progress:
-    """Silent base: what the runner tells about its work."""
+    """Silent base: what the runner reports of its work."""
 
     @contextlib.contextmanager
     def showing(self, total: int, done: int) -> Iterator[None]:

@@ -408,8 +408,8 @@ class Supervisor:
             record = replace(record, notebook=f"{folder.name}/notebook.ipynb")
             if kind is None:
                 record = _judged(record, stage, folder / "verdict.json", part)
-            if kind is None and (asked := network.refused(folder)):
-                why = f"it reached for the network, which a run does not have: {'; '.join(asked[:3])}"
+            if kind is None and (refused := network.refused(folder)):
+                why = f"it reached for the network, which a run does not have: {'; '.join(refused[:3])}"
                 record = replace(record, verdict=Verdict.ERROR, reason=why)
         clean = functools.partial(scrub, root=self.root)
         texts = ("reason", "metrics", "skipped", "overrides", "parameters")
@@ -442,8 +442,8 @@ def _judged(record: Record, stage: Stage, path: Path, part: slices.Slice | None 
     if stored.get("stage") != stage.name:
         reason = f"its verdict is that of stage {stored.get('stage')!r}"
         return replace(record, verdict=Verdict.NO_VERDICT, reason=reason)
-    asked = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
-    gates = judge(asked, metrics, skipped)
+    wanted = [gate for gate in stage.gates if part is None or gate.metric == record.expect_fail]
+    gates = judge(wanted, metrics, skipped)
     verdict, reason = overall(gates)
     if record.kind == "negative":
         verdict, reason = _negative(record, gates, verdict, reason)

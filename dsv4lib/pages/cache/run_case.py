@@ -351,14 +351,14 @@ def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]
     skipped[::8] = -1
     row, entry, picked = 2 * DIM, kv_entry.LAYOUT.entry_bytes, int((skipped >= 0).sum())
     options = {"by_slot": False} if by_row else {}
-    asked = {
+    launches = {
         "append, 8 requests, a token each": (2 * 8 * row + 8 * 16, _appended(ARCH, step)[1], 8),
         f"append, a prefill of {prefill}": (2 * WINDOW * row + 16, _appended(ARCH, long, **options)[1], WINDOW),
         "quantise and store 64": (64 * (row + entry + 4), stored, 64),
         "gather 64": (64 * (entry + 4 + row), _gathered(ARCH, pages, pool.indices)[1], 64),
         "gather 64, 8 of them skipped": (picked * entry + 64 * (4 + row), _gathered(ARCH, pages, skipped)[1], 64),
     }
-    return {name: Traffic(floor, sectors * SECTOR, rows) for name, (floor, sectors, rows) in asked.items()}
+    return {name: Traffic(floor, sectors * SECTOR, rows) for name, (floor, sectors, rows) in launches.items()}
 
 
 def arch_bytes(prefill: int, seed: int, hopper: Kernels = RIGHT) -> int:

@@ -26,7 +26,7 @@ _Q, _S, _P, _O = PALETTE[4], PALETTE[0], PALETTE[2], PALETTE[1]
 
 
 def tmem_plan(kernel: Any) -> list[Region]:
-    """Who owns which columns and lanes of tensor memory."""
+    """List the owners of the columns and lanes of tensor memory."""
     if isinstance(kernel, Ladder):
         n, half = ladder.TILE_N, ladder.TILE_N // 2
         plan = [Region(f"S {i}", 0, LANES, i * n, n, _S) for i in range(ladder.S_STAGES)]

@@ -148,7 +148,7 @@ def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
 
 @dataclass
 class Native:
-    """What a run on a GPU tells beside its numbers: nothing."""
+    """What a run on a GPU reports beside its numbers: nothing."""
 
     hazards: tuple = ()
     launches: tuple = ()

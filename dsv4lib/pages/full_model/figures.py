@@ -43,7 +43,7 @@ def flow() -> Figure:
 def error_growth(one: Run, kinds: list[str]) -> Figure:
     """Relative errors after each layer."""
     whole, apart = run_case.layer_errors(one)
-    lines = {"the streams": 100 * whole, "what tells them apart": 100 * apart}
+    lines = {"the streams": 100 * whole, "their differences": 100 * apart}
     title = "after layers " + ", ".join(f"{n} {kind}" for n, kind in enumerate(kinds))
     return viz.model.curves(torch.arange(len(whole)), {title: lines}, "layer", "error, %")
 

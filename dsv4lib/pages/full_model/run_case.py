@@ -198,7 +198,7 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_errors(one: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative errors after each layer: (of the streams, of what tells the four from each other)."""
+    """Compute relative errors after each layer: (of the streams, of the differences between the four)."""
     apart, want_apart = (x - x.mean(2, keepdim=True) for x in (one.streams, one.wanted_streams))
     whole = _rms(one.streams - one.wanted_streams) / _rms(one.wanted_streams)
     return whole, _rms(apart - want_apart) / _rms(want_apart)

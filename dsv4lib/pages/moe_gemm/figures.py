@@ -49,7 +49,7 @@ def routed(model: str, tokens: Sequence[int], seed: int = 0, skew: float = 0.0) 
 
     Args:
         model: "Flash" or "Pro". skew: size of a component that all tokens share, beside their own: it makes some
-            experts everybody's favourites.
+            experts the favourites of all tokens.
     """
     experts, width = moe.MODELS[model].experts, 256  # scores of random tokens hardly depend on their width
     generator = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def load_histogram(found: Mapping[int, torch.Tensor], title: str) -> Figure:
 
 
 def tmem_plan(kernel: MoeGemm) -> list[Region]:
-    """Who owns which columns of tensor memory."""
+    """List the owners of the columns of tensor memory."""
     n = kernel.tile_n
     plan = [Region(f"sums {i}", 0, LANES, i * n, n, PALETTE[i]) for i in range(kernel.acc_stages)]
     for name, column, width in (

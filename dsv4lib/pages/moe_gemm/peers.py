@@ -114,9 +114,9 @@ def command(record: Path | None, only: list[str]) -> int:
     for row in rows:
         if row["reason"]:
             console.print(f"{row['kernel']}: {row['reason']}. {row['said']}", markup=False)
-    for key, text in moe_peers.behind(rows).items():
-        if key in moe_peers.BEHIND:
-            console.print(f"known: {text}: {moe_peers.BEHIND[key]}", markup=False)
+    for key, text in moe_peers.over_bounds(rows).items():
+        if key in moe_peers.EXPLAINED:
+            console.print(f"known: {text}: {moe_peers.EXPLAINED[key]}", markup=False)
     return 0 if only else peer_pages.verdict(moe_peers.missed(rows), console)
 
 
