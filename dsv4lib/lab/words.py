@@ -1,6 +1,7 @@
 """Words that readers of CUDA code would have to look up, and the field's term for each: `./dsv4 lint` warns of them.
 
-Only words with one meaning are listed, so that a hit needs no judgement. Text in backquotes is a quotation.
+Only words with one meaning are listed, so that a hit needs no judgement: a word with several is listed with the words
+around it that fix its meaning. Text in backquotes, single or double, is a quotation.
 """
 
 from __future__ import annotations
@@ -10,21 +11,32 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_AGENT = r"(?:CTA|warp|thread|lane|kernel|barrier|tensor core|scheduler|hardware|SM|GPU|MMA)"  # no person
+
 AVOID = {
     r"planted": "injected",
     r"spellings?": "variant of the instruction",
     r"nobody|no one": "the thread, warp or CTA that does it",
     r"(?:is|are|was|were|be) (?:told|asked)": "what the code reads or receives",
-    r"inbox(?:es)?": "workspace slot",
+    rf"(?:tell|ask)s? (?:an?|the|each|every|its|one) {_AGENT}s?": "signal, issue or query",
+    rf"{_AGENT}s?,? whom?|whoever": "which, or the caller, warp or CTA that does it",
+    r"behind": "after (in time), past the end of (addresses), with or of",
+    r"(?:inbox|mailbox)(?:es)?": "workspace slot",
+    r"letters? (?:between|from|of|to) (?:the |a |other )?(?:CTA|peer|rank|warp)s?": "flag-in-data protocol",
+    r"by the letter": "pedantic",
     r"meetings?": "cross-CTA reduction",
     r"CTAs? stays?": "persistent CTA",
+    r"RoPE turn(?:s|ed)|turn(?:s|ed) by RoPE": "rotate",
+    r"\.together|(?-i:class Together)": "multi_device, or what it holds",
+    r"(?-i:reds)(?= *= )": "expect_fail",
+    r"(?-i:simt)": "kernel",
 }
 """Regular expression -> what to write instead."""
 
 PROSE = ("*.md", "*.py", "*.ipynb", "*.toml")
 SKIP = {".git", ".venv", "runs", "__pycache__", "node_modules", ".ruff_cache"}
 _PATTERN = re.compile("|".join(rf"(?P<w{i}>\b(?:{word})\b)" for i, word in enumerate(AVOID)), re.IGNORECASE)
-_QUOTED = re.compile(r"`[^`]*`")
+_QUOTED = re.compile(r"(`+)[^`]+\1")
 
 
 class Hit(NamedTuple):

@@ -45,14 +45,14 @@ _PLACE = "mov.u32 %wmma_lane, %laneid", "shr.u32 %wmma_g, %wmma_lane, 2", "and.b
 class Piece(NamedTuple):
     """What one register of a fragment holds, in lane 4 g + t: ``count`` elements from (g + first, scale t + second) on.
 
-    They follow each other in the second index, that of the matrix's columns, or with ``turned`` of its rows.
+    They follow each other in the second index, that of the matrix's columns, or with ``transposed`` of its rows.
     """
 
     first: int
     second: int
     scale: int
     count: int
-    turned: bool
+    transposed: bool
 
 
 def expand(opcode: str, operands: Sequence[str], base: Sequence[str]) -> list[str]:
@@ -138,19 +138,19 @@ def _access(match: re.Match[str], store: bool, values: list[str], stride: str | 
         if store:
             out.append(f"mov{word} {register}, {values[number]}")
         # Do the elements of the register follow each other in memory?
-        together = piece.turned == (match["layout"] == "col")
+        contiguous = piece.transposed == (match["layout"] == "col")
         out += [f"add.u32 %wmma_i, %wmma_g, {piece.first}"]
-        parts = 1 if together else piece.count
+        parts = 1 if contiguous else piece.count
         for part in range(parts):
             out += [f"mad.lo.u32 %wmma_j, %wmma_t, {piece.scale}, {piece.second + part}"]
-            major, minor = ("i", "j") if together else ("j", "i")
+            major, minor = ("i", "j") if contiguous else ("j", "i")
             out += [
                 f"mad.lo.u32 %wmma_o, %wmma_{major}, {stride}, %wmma_{minor}",
                 f"mul.wide.u32 %wmma_q, %wmma_o, {bits}",
                 "shr.u64 %wmma_q, %wmma_q, 3",
                 "add.s64 %wmma_q, %wmma_q, %wmma_p",
             ]
-            width = min(64, bits * piece.count) if together else bits
+            width = min(64, bits * piece.count) if contiguous else bits
             out += _store(space, register, width, part) if store else _load(space, register, width, part)
     if not store:
         out += [f"mov{word} {value}, {temporary}{i % len(pieces)}" for i, value in enumerate(values)]

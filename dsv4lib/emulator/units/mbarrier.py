@@ -330,14 +330,14 @@ def arrive(warp: Warp, instr: Instr, form: Form) -> None:
         expected = amount if form.has("expect") else 0
         count = 1 if form.has("expect") else amount
         _check_count(count, where)
-        together = len(members) * count
-        if together <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
+        arrivals = len(members) * count
+        if arrivals <= barrier.pending and not expected and not form.has("nocomplete"):  # one phase for all: no loop
             state = np.uint64(barrier.phase << PHASE_SHIFT | barrier.pending)
             if len(members) == LANES:
                 states = state - _before(count, LANES)
             else:
                 states[members] = state - _before(count, len(members))
-            barrier.arrive(together, where, drop=form.get("op") == "arrive_drop")
+            barrier.arrive(arrivals, where, drop=form.get("op") == "arrive_drop")
             continue
         for lane in members:
             if form.has("nocomplete") and count >= barrier.pending and barrier.tx == 0:

@@ -64,7 +64,7 @@ def mn_major_chunks(
 
 @functools.lru_cache(maxsize=8192)
 def crossing_chunks(rows: int, nbytes: int, stride: int, swizzle: Swizzle, start: int, further: int) -> np.ndarray:
-    """Chunk numbers int64 (rows, nbytes / 16) of a K-major matrix whose rows go on at ``further`` behind 128 bytes."""
+    """Number the chunks, int64 (rows, nbytes / 16), of a K-major matrix; rows go on at ``further`` after 128 bytes."""
     row, chunk = np.arange(rows)[:, None], np.arange(nbytes // 16)[None, :]
     column = start % 128 + chunk * 16
     line = np.where(column < 128, start - start % 128 + column, further + column - 128)
@@ -203,7 +203,7 @@ def part(whole: Operand, first: int, end: int) -> Operand:
     """Chunk columns (MN-major) or rows (K-major) ``first`` to ``end`` of an operand, which stays as it is."""
     key = (id(whole.chunks), whole.first, first, end)
     known = whole.smem.operands.get(key)
-    # The chunks are told by identity: a part is a view of those it was made from.
+    # The chunks are compared by identity: a part is a view of those it was made from.
     if known is not None and known.chunks.base is whole.chunks:
         return known
     chunks = whole.chunks[:, first:end] if whole.mn_major else whole.chunks[first:end]

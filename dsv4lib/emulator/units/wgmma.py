@@ -9,7 +9,7 @@ A wgmma-group is one of the warpgroup ("creates a new wgmma-group per warpgroup"
 for itself: a wait lasts until the parts of all four warps are complete. CUTLASS's mainloops depend on it: in a cluster
 one thread per warpgroup hands a stage of A and B back to the producer, after the wait of its own warp alone
 (include/cutlass/pipeline/sm90_pipeline.hpp, ``num_consumer_warpgroups_per_cluster``). No part begins before all four
-warps have issued theirs: cuDNN's block-sparse backward stores dS by all four warps and multiplies it behind each warp's
+warps have issued theirs: cuDNN's block-sparse backward stores dS by all four warps and multiplies it after each warp's
 own proxy fence, with no barrier between (the race is reported), and on an H200 all four read what a late one left.
 
 Results are bit-equal to an H200 (tests/emulator/units/test_mma_h200.py); the arithmetic is in hopper_sums.py.
@@ -325,7 +325,7 @@ def _issue(warp: Warp, instr: Instr, op: Wgmma, items: tuple[Operand, ...]) -> N
 def _copied_early(program: Program) -> frozenset[int]:
     """The operations of which a ``mov`` copies registers before the wait; found once.
 
-    ptxas puts a wait behind such a wgmma ("instructions are serialized"), so the copy gets the result. The report of
+    ptxas puts a wait after such a wgmma ("instructions are serialized"), so the copy gets the result. The report of
     `missing_wgmma_wait` stays.
     """
     if _EARLY not in program.kept:

@@ -1,4 +1,4 @@
-"""The two launches around attention: queries normed and turned, a key stored; the output turned back and quantised.
+"""The two launches around attention: queries normed and rotated, a key stored; the output rotated back and quantised.
 
 Run in the emulator, judged in fp64, drawn. Attention itself is left out: every token attends to itself alone, so its
 output is its own stored row, in every head. An injected fault (one of `FAULTS`) is made in what an op is given.
@@ -34,7 +34,7 @@ class Around(NamedTuple):
         q: bf16 ``[5, 4, 512]``, kv: bf16 ``[5, 512]``, weight: fp32 ``[512]`` of kv's norm. positions: int64 ``[5]``.
         queries: bf16 ``[5, 4, 512]``; exact: what they should be, fp64.
         stored: bf16 ``[5, 512]``, rows as the pages give them back.
-        back: fp64 ``[5, 4, 512]``, the output as its codes and scales say, turned back.
+        back: fp64 ``[5, 4, 512]``, the output as its codes and scales give, rotated back.
         metrics: by name; hazards of all launches.
     """
 
@@ -112,11 +112,11 @@ def distances(seed: int) -> Figure:
 
 
 def way_home(around: Around) -> Figure:
-    """Error of each group of 64 dims in percent of its size: stored rows as they are, and turned back."""
+    """Error of each group of 64 dims in percent of its size: stored rows as they are, and rotated back."""
     home = rmsnorm(around.kv.double(), around.weight.double(), EPS)
     rows, lines = [], []
     size = home.unflatten(-1, (-1, GROUP)).norm(dim=-1)
-    for name, x in (("as attention leaves it", around.stored), ("turned back", around.back[:, 0])):
+    for name, x in (("as attention leaves it", around.stored), ("rotated back", around.back[:, 0])):
         for at, error in zip(POSITIONS, (x - home).unflatten(-1, (-1, GROUP)).norm(dim=-1) / size, strict=True):
             rows.append(f"token {at:,}, {name}")
             lines.append(100 * error)

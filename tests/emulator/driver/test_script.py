@@ -91,7 +91,7 @@ def test_auto_starts_again_with_the_architecture_asked_for(script, capfd):
     """
     assert emulate(script(body)) == 0
     out, error = capfd.readouterr()
-    assert "sum 32.0 sm_90a (9, 0)" in out and "asks for sm_90a" in error
+    assert "sum 32.0 sm_90a (9, 0)" in out and "needs sm_90a" in error
 
 
 def test_auto_does_not_retry_what_is_not_about_architectures(script, capfd):

@@ -261,7 +261,7 @@ def test_refusals(kwargs, message):
 
 
 @pytest.mark.parametrize(
-    "spelling",
+    "variant",
     [
         opcode(12, "f16", "f16", "f32"),
         opcode(40, "s8", "s8", "s32"),
@@ -269,8 +269,8 @@ def test_refusals(kwargs, message):
         opcode(16, "f16", "bf16", "f32"),
     ],
 )
-def test_what_is_not_there_is_refused(spelling):
-    assert isa.find(spelling) is None
+def test_what_is_not_there_is_refused(variant):
+    assert isa.find(variant) is None
 
 
 @pytest.mark.parametrize("tail", ["", ".satfinite"])
