@@ -266,7 +266,7 @@ SILENT = (
 
 
 def page() -> str:
-    """The table as Markdown."""
+    """Make the table as Markdown."""
     lines = [
         "# Checks of the emulator",
         "",

@@ -92,16 +92,16 @@ class Clocks:
         self._issued: dict[int, dict[int, np.ndarray]] = {}
 
     def of(self, warp: Any) -> np.ndarray:
-        """A warp's clock, uint32[2, entries]."""
+        """Get a warp's clock, uint32[2, entries]."""
         return self.warps[warp.agent - self.first_agent]
 
     def name(self, entry: int) -> str:
-        """Of an entry, for reports."""
+        """Name an entry, for reports."""
         first = len(self.all_warps)
         return str(self.all_warps[entry]) if entry < first else self.agent_names[entry - first]
 
     def entry(self, key: Any, kind: str, name: str, owner: Any = None) -> int:
-        """The entry of an asynchronous agent, made at the first use; UNKNOWN if there are too many.
+        """Get an asynchronous agent's entry, made at first use. UNKNOWN if there are too many.
 
         ``owner``: the warp that waits for it.
         """
@@ -117,32 +117,32 @@ class Clocks:
         return found
 
     def agents(self) -> np.ndarray:
-        """int64[entries so far]: number of the warp that owns each entry, -1 where none does."""
+        """List the warp that owns each entry so far, int64[entries]; -1 for none."""
         if len(self._agents) != len(self.owners):
             self._agents = np.array([-1 if owner is None else owner.agent for owner in self.owners])
         return self._agents
 
     def waited_for(self, entry: int, epoch: int) -> bool:
-        """Has the warp that the agent belongs to waited for this?"""
+        """Tell whether the warp that owns the agent has waited for this epoch."""
         owner = self.owners[entry]
         return owner is None or bool(self.of(owner)[STRICT, entry] >= epoch)
 
     def tick(self, warp: Any) -> None:
-        """The warp has left its clock somewhere: what it does from now on is later."""
+        """Advance a warp's epoch after its clock was left somewhere."""
         me = warp.agent - self.first_agent
         place = (2 * self.size + 1) * me
         self.epochs[me] = now = self.epochs[me] + 1
         self._flat[place] = self._flat[place + self.size] = now
 
     def learn(self, warp: Any, entry: int, epoch: int) -> None:
-        """The warp knows that an agent has finished an epoch."""
+        """Record that the warp knows of an epoch that an agent has finished."""
         place = 2 * self.size * (warp.agent - self.first_agent) + entry
         for row in (place, place + self.size):
             if self._flat[row] < epoch:
                 self._flat[row] = epoch
 
     def issued(self, entry: int, clock: np.ndarray) -> None:
-        """An operation begins under ``clock``; kept for wgmma, with the current group of its agent."""
+        """Begin an operation under ``clock``. Kept for wgmma, with the current group of its agent."""
         if self.kinds[entry] != "wgmma":
             return
         groups = self._issued.setdefault(entry, {})
@@ -166,5 +166,5 @@ class Clocks:
 
 
 def address_of(array: np.ndarray) -> int:
-    """Of its first element."""
+    """Get the address of an array's first element."""
     return array.__array_interface__["data"][0]

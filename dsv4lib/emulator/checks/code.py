@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass
 class CodeFindings:
-    """Findings of a kernel by the instruction whose execution reports them; ``undefined``: registers nothing sets."""
+    """Findings of a kernel by the instruction whose execution reports them. ``undefined``: registers nothing sets."""
 
     by_instruction: dict[int, list[Finding]] = field(default_factory=dict)
     undefined: list[Finding] = field(default_factory=list)
@@ -43,7 +43,7 @@ _known: dict[tuple[int, bool], tuple[weakref.ref, CodeFindings]] = {}
 
 
 def findings_of(program: Program, pedantic: bool) -> CodeFindings:
-    """The findings of a program, made once; ``pedantic``: lints too."""
+    """Find a program's findings, once; ``pedantic``: lints too."""
     key = id(program), pedantic
     known = _known.get(key)
     if known is None or known[0]() is not program:
@@ -112,7 +112,7 @@ def _directions(program: Program) -> tuple[list[set[int]], list[set[int]]]:
 
 
 def program_leaves(instr: Instr) -> Any:
-    """Operands as native handlers count them."""
+    """List operands as native handlers count them."""
     from dsv4lib.emulator.machine.program import leaves
 
     return leaves(instr.operands)
@@ -127,12 +127,12 @@ class CodeChecks:
         self._said: set[int] = set()
 
     def begin(self) -> None:
-        """The launch begins."""
+        """Begin a launch: report registers that nothing sets."""
         for found in self.found.undefined:
             self.machine.report(found.kind, found.text, self.machine.program.place(found.at))
 
     def executed(self, warp: Warp, instr: Instr) -> None:
-        """A warp executes an instruction that findings may hang on."""
+        """Report the findings of an instruction that a warp executes."""
         if instr.index in self._said or instr.index not in self.found.by_instruction:
             return
         self._said.add(instr.index)

@@ -54,16 +54,16 @@ class Dependence:
 
     @property
     def hasty(self) -> bool:
-        """Has every trigger (``griddepcontrol.launch_dependents``) come before the wait?"""
+        """Tell whether every ``.launch_dependents`` has come before the wait."""
         return self._triggers[False] > 0 and not self._triggers[True]
 
     def waited(self, clocks: Clocks, warp: Warp) -> None:
-        """The warp has executed ``griddepcontrol.wait``."""
+        """Record that the warp has executed ``griddepcontrol.wait``."""
         me = warp.agent - clocks.first_agent
         self._waits.setdefault(clocks.first_agent, []).append((me, clocks.epochs[me]))
 
     def triggered(self, clocks: Clocks, warp: Warp) -> None:
-        """The warp has executed ``griddepcontrol.launch_dependents``."""
+        """Record that the warp has executed ``griddepcontrol.launch_dependents``."""
         self._triggers[self._ordered(clocks, clocks.of(warp))] += 1
 
     def _ordered(self, clocks: Clocks, clock: np.ndarray) -> bool:
@@ -74,7 +74,7 @@ class Dependence:
     # --- accesses ---------------------------------------------------------------------------------------------------
 
     def logged(self, clocks: Clocks, warp: Warp, entries: np.ndarray) -> None:
-        """Accesses of a warp, from the log of native code."""
+        """Check accesses of a warp, from the log of native code."""
         if not self.earlier or warp.agent in self._after:
             return
         if self._ordered(clocks, clocks.of(warp)):
@@ -89,7 +89,7 @@ class Dependence:
                 self._look(warp, None, *at, code & BYTES, bool(code & WRITE))
 
     def ranges(self, clocks: Clocks, op: AsyncOp, starts: np.ndarray, nbytes: int, write: bool) -> None:
-        """Accesses of an asynchronous operation, which knows what its issuer knew."""
+        """Check accesses of an asynchronous operation, which knows what its issuer knew."""
         if self.earlier and op.warp.agent not in self._after and len(starts) and not self._ordered(clocks, op.clock):
             self._look(op.warp, op, starts, None, op.instr.index, nbytes, write)
 

@@ -27,7 +27,7 @@ _LANES = np.arange(abi.LANES, dtype=np.uint32)
 
 
 class Flags:
-    """Words that order the warps of a cluster; those of global memory are kept by `GlobalRaces`."""
+    """Words that order the warps of a cluster. Those of global memory are kept by `GlobalRaces`."""
 
     def __init__(self, clocks: Clocks):
         self.clocks = clocks
@@ -36,7 +36,7 @@ class Flags:
         self._read: dict[int, np.ndarray] = {}  # by warp: what its relaxed accesses found, until a fence
 
     def fenced(self, warp: Warp) -> None:
-        """A fence of the warp."""
+        """Record a fence of the warp."""
         clock, found = self.clocks.of(warp), self._read.get(warp.agent)
         if found is not None:
             np.maximum(clock, found, out=clock)
@@ -44,7 +44,7 @@ class Flags:
         self.clocks.tick(warp)
 
     def access(self, cluster: Cluster, warp: Warp, entries: Any, far: GlobalRaces, acquire: bool) -> None:
-        """The reading, or the writing, half of strong accesses in the log."""
+        """Order by the reading, or the writing, half of strong accesses in the log."""
         own = self.clocks.of(warp)
         for entry in entries:
             clock = own

@@ -76,18 +76,18 @@ class Region:
 
     @property
     def written(self) -> bool:
-        """Has anything been written?"""
+        """Tell whether anything has been written."""
         return self.block.values[Area.WRITTEN] != 0
 
     @property
     def read_from(self) -> bool:
-        """Has anything been read?"""
+        """Tell whether anything has been read."""
         return self.block.values[Area.READ_FROM] != 0
 
     def split(
         self, addresses: np.ndarray, pcs: np.ndarray, lanes: np.ndarray, nbytes: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, int]]:
-        """Accesses of lanes as words: (words, instructions, lanes, bytes of the word)."""
+        """Split accesses of lanes into words: (words, instructions, lanes, bytes of word)."""
         offsets = addresses.astype(np.int64)
         words = (offsets >> 2) - self.base
         if nbytes >= 4:
@@ -181,11 +181,11 @@ class GlobalRaces:
 
     @property
     def gmem(self) -> GlobalMemory:
-        """Global memory of the launch."""
+        """Get the global memory of the launch."""
         return self.machine.gmem
 
     def started(self, cluster: Cluster, clocks: Clocks) -> None:
-        """A cluster begins."""
+        """Begin a cluster."""
         member = _Member(self._count, cluster, clocks)
         self._count += clocks.size
         cluster.race.member, cluster.race.base = len(self._members), member.base
@@ -195,7 +195,7 @@ class GlobalRaces:
     # --- order ------------------------------------------------------------------------------------------------------
 
     def acquire(self, cluster: Cluster, word: int, clock: np.ndarray) -> None:
-        """A warp reads a word that others may have left their clocks at.
+        """Acquire at a word the clocks that others may have left there.
 
         Args:
             clock: takes over what they left, the warp's own or what waits for a fence of it.
@@ -225,7 +225,7 @@ class GlobalRaces:
         return word if self.machine.device is None else _ANY_WORD
 
     def release(self, cluster: Cluster, word: int, row: np.ndarray) -> None:
-        """A warp leaves what it knows, a row of a clock, at a word; the caller advances its clock."""
+        """Release a row of a clock at a word; the caller advances the warp's clock."""
         number = cluster.race.member
         member = self._members[number]
         left = self.words.setdefault(self._key(word), _Word())
@@ -235,7 +235,7 @@ class GlobalRaces:
         left.version += 1
 
     def fence(self, cluster: Cluster, warp: Warp) -> None:
-        """Publish to the async proxy all generic writes that are ordered before this fence."""
+        """Publish to the async proxy all generic writes before this fence."""
         number = cluster.race.member
         member = self._members[number]
         row = cluster.race.clocks.of(warp)[CARRIED]
@@ -246,7 +246,7 @@ class GlobalRaces:
     # --- accesses ---------------------------------------------------------------------------------------------------
 
     def region_of(self, address: int) -> Region | None:
-        """The shadow of the allocation that holds an address."""
+        """Find the shadow of the allocation that holds an address."""
         allocation = self.gmem.find(address)
         if allocation is None:
             return None
@@ -259,7 +259,7 @@ class GlobalRaces:
         return region
 
     def current(self) -> bool:
-        """Is `listed` what it was? Allocations that have come or gone since empty it."""
+        """Tell whether `listed` is current, and empty it after allocations have come or gone."""
         if self._version == self.gmem.version:
             return True
         self._version = self.gmem.version
@@ -277,7 +277,7 @@ class GlobalRaces:
         write: bool,
         strong: bool,
     ) -> None:
-        """Accesses of single lanes: uint64 addresses, instruction and lane number of each."""
+        """Check accesses of single lanes: addresses (uint64), instructions, lane numbers."""
         low, high = int(addresses.min()), int(addresses.max())
         region = self.region_of(low)
         if region is None:
@@ -297,7 +297,7 @@ class GlobalRaces:
         region.ranges = []
 
     def ranges(self, op: AsyncOp, actor: Actor, starts: np.ndarray, nbytes: int, write: bool, strong: bool) -> None:
-        """Accesses of an asynchronous operation: ``nbytes`` (a multiple of 4) at each of some addresses (int64)."""
+        """Check ranges of an asynchronous operation: ``nbytes`` (4 n) at addresses (int64)."""
         if not len(starts) or nbytes <= 0:
             return
         region = self.region_of(int(starts.min()))
@@ -397,7 +397,7 @@ class GlobalRaces:
         return self.covers(warp, actor.clock[CARRIED], int(table.entry[number]), int(table.epoch[number]))
 
     def covers(self, warp: Warp, row: np.ndarray, agent: int, epoch: int) -> bool:
-        """Does a clock of the warp's cluster cover an agent's epoch?"""
+        """Tell whether a clock of the warp's cluster covers an agent's epoch."""
         number = warp.cta.cluster.race.member
         owner = bisect.bisect_right(self._bases, agent) - 1
         if owner != number:
@@ -467,7 +467,7 @@ class GlobalRaces:
             self._found[key] = found
 
     def place_of(self, number: int) -> Place:
-        """The place of an access."""
+        """Make the place of an access."""
         program, table = self.machine.program, self.accesses
         instr: Instr = program.instruction(int(table.pc[number]))
         agent = int(table.entry[number])
@@ -493,7 +493,7 @@ def _zeros(words: int) -> np.ndarray:
 
 
 def words_of(starts: np.ndarray, nbytes: int) -> np.ndarray:
-    """int64: numbers of the whole words of ranges of equal length that begin at words."""
+    """Number the whole words of ranges of equal length that begin at words, int64."""
     return ((starts >> 2)[:, None] + np.arange(nbytes // 4)).reshape(-1)
 
 

@@ -203,5 +203,5 @@ KINDS: dict[str, Kind] = {row[0]: Kind(*row) for row in _TABLE}
 
 
 def severity(kind: str) -> str:
-    """ERROR or LINT; a kind that is not listed is an error."""
+    """Look up ERROR or LINT; a kind that is not listed is an error."""
     return KINDS[kind].severity if kind in KINDS else ERROR

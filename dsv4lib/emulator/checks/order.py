@@ -23,7 +23,7 @@ MARK = 0x7FFF  # of a `Smem.dirty` entry: the writing warp + 1; the top bit says
 
 
 class OrderState:
-    """Clocks of one cluster; ``fenced``: epoch of each warp when its marks were last cleared, by (rank, warp)."""
+    """Clocks of one cluster. ``fenced``: epoch of each warp when its marks were last cleared, by (rank, warp)."""
 
     def __init__(self, cluster: Cluster, warps_only: bool = True):
         self.clocks = Clocks(cluster, warps_only)
@@ -50,14 +50,14 @@ class Order:
         self.pending = memoryview(bytearray(8)).cast("Q")
 
     def started(self, cluster: Cluster) -> None:
-        """A cluster begins."""
+        """Begin a cluster."""
         cluster.race = OrderState(cluster)
 
     def _state(self, warp: Warp) -> Any:
         return warp.cta.cluster.race
 
     def arrived(self, point: Any) -> None:
-        """The completing operation, or else the running warp, arrives at ``point`` (an object with ``sync``)."""
+        """Arrive at ``point`` for the completing operation, or else for the running warp."""
         if self.op is not None:
             self._left(point)
         else:
@@ -77,25 +77,25 @@ class Order:
             self._publish(self.op.warp, point)
 
     def acquired(self, warp: Warp, point: Any) -> None:
-        """The warp has waited for a completed phase of ``point``."""
+        """Acquire what a completed phase of ``point`` gathered."""
         if point.sync is not None:
             clock = self._state(warp).clocks.of(warp)
             np.maximum(clock, point.sync.done, out=clock)
 
     def cluster_arrived(self, warp: Warp, barrier: Any, phase: int) -> None:
-        """Arrival of a warp at a phase of the cluster barrier."""
+        """Record the arrival of a warp at a phase of the cluster barrier."""
         clocks = self._state(warp).clocks
         left = barrier.left.setdefault(phase, np.zeros((2, clocks.size), np.uint32))
         np.maximum(left, clocks.of(warp), out=left)
         clocks.tick(warp)
 
     def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
-        """The warp has waited for that phase."""
+        """Record that the warp has waited for that phase."""
         clock = self._state(warp).clocks.of(warp)
         np.maximum(clock, barrier.left[phase], out=clock)
 
     def fenced(self, cta: Cta, warp: Warp) -> None:
-        """A proxy fence of the warp: it covers the writes of every warp that it is ordered after.
+        """Cover by a proxy fence all writes that are ordered before it.
 
         Marks carry no epoch. A warp's marks are cleared if the fence comes after anything the warp has left at a
         barrier since they were cleared last; marks it has made after that are cleared with them.
@@ -115,73 +115,73 @@ class Order:
     # --- what only the race detector does ---------------------------------------------------------------------------
 
     def executed(self, warp: Warp, instr: Any) -> None:
-        """The warp executes a wgmma or a tcgen05.ld."""
+        """Record that the warp executes a wgmma or a tcgen05.ld."""
 
     def tensor_fenced(self, warp: Warp) -> None:
-        """tcgen05.fence::after_thread_sync."""
+        """Record a tcgen05.fence::after_thread_sync."""
 
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """An asynchronous copy overwrites 16-byte chunks that threads wrote without a fence."""
+        """Check a copy that overwrites 16-byte chunks that threads wrote without a fence."""
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
-        """griddepcontrol.wait, or else .launch_dependents."""
+        """Record griddepcontrol.wait, or else .launch_dependents."""
 
     def looked(self, warp: Warp, barrier: Any) -> None:
-        """The warp has seen that the latest phase of an mbarrier is complete."""
+        """Record that the warp has seen the latest phase of an mbarrier complete."""
 
     def committed(self, warp: Warp, kind: str) -> None:
-        """A group of asynchronous operations is closed."""
+        """Close a group of asynchronous operations."""
 
     def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
-        """Groups are complete."""
+        """Record that groups are complete."""
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
-        """Tensor-memory loads or stores are complete."""
+        """Record that tensor-memory loads or stores are complete."""
 
     def initialised(self, barrier: Any) -> None:
-        """An mbarrier is initialised."""
+        """Record that an mbarrier is initialised."""
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
-        """An mbarrier is used."""
+        """Record that an mbarrier is used."""
 
     def issued(self, op: AsyncOp) -> None:
-        """An operation begins."""
+        """Begin an operation."""
 
     def delivered(self, barrier: Any) -> None:
-        """Bytes are counted on an mbarrier."""
+        """Count bytes on an mbarrier."""
 
     def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
-        """Access to global memory."""
+        """Record an access to global memory."""
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
         """Release of words of global memory."""
 
     def memory_fenced(self, warp: Warp) -> None:
-        """A fence of the warp between generic accesses."""
+        """Record a fence of the warp between generic accesses."""
 
     def fenced_global(self, warp: Warp) -> None:
-        """A proxy fence of global memory."""
+        """Record a proxy fence of global memory."""
 
     def shared(self, cta: Cta, cells: Any, write: bool) -> None:
-        """Access to shared memory."""
+        """Record an access to shared memory."""
 
     def shared_bytes(self, cta: Cta, offset: int, nbytes: int, write: bool) -> None:
-        """Access to shared memory."""
+        """Record an access to shared memory."""
 
     def shared_chunks(self, cta: Cta, index: np.ndarray, write: bool) -> None:
-        """Access to shared memory."""
+        """Record an access to shared memory."""
 
     def shared_words(self, cta: Cta, offsets: np.ndarray, nbytes: int, write: bool) -> None:
-        """Access to shared memory."""
+        """Record an access to shared memory."""
 
     def tensor(self, cta: Cta, cells: Any, write: bool, repeats: bool = False) -> None:
-        """Access to tensor memory."""
+        """Record an access to tensor memory."""
 
     def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:
-        """Columns are allocated or freed."""
+        """Record that columns are allocated or freed."""
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first of these 16-byte chunks that no proxy fence covers, or None."""
+        """Find the writer of the first of these chunks that no proxy fence covers, or None."""
 
     def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
         """Find the last writer of some words of shared memory, or None."""

@@ -37,22 +37,22 @@ class TensorFences:
         self._issued: set[int] = set()  # issue numbers of operations by such warps
 
     def passed(self, warp: Warp) -> None:
-        """The warp has passed a barrier."""
+        """Record that the warp has passed a barrier."""
         self._passed.add(warp.agent)
 
     def fenced(self, warp: Warp) -> None:
-        """The warp has executed the fence."""
+        """Record that the warp has executed the fence."""
         self._passed.discard(warp.agent)
 
     def issued(self, op: AsyncOp) -> None:
-        """A warp issues an operation."""
+        """Record that a warp issues an operation."""
         if op.warp.agent in self._passed:
             self._issued.add(op.order)
 
     def look(
         self, shadow: Shadow, cells: Cells, write: bool, actor: Actor, op: AsyncOp | None, warp: Warp, clocks: Clocks
     ) -> int | None:
-        """Number of an access by another thread's instruction that this one follows without the fence."""
+        """Find another thread's earlier access that lacks the fence before this one."""
         if op.order not in self._issued if op is not None else warp.agent not in self._passed:
             return None
         instructions = self.machine.program.instructions

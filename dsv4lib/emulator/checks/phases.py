@@ -34,7 +34,7 @@ class Phases:
         self.machine = machine
 
     def point(self, barrier: Any, clocks: Clocks) -> SyncPoint:
-        """The clocks of a barrier, made at the first use."""
+        """Get the clocks of a barrier, made at the first use."""
         if barrier.sync is None:
             barrier.sync = SyncPoint(clocks.size)
         if barrier.sync.completing is None:
@@ -61,7 +61,7 @@ class Phases:
         self._report("barrier_phase_mixed", text, where(), getattr(barrier, "place", None))
 
     def looked(self, barrier: Any, clocks: Clocks, warp: Warp) -> None:
-        """A warp has seen the phase before complete."""
+        """Record that a warp has seen the phase before complete."""
         me = warp.agent - clocks.first_agent
         point = self.point(barrier, clocks)
         point.looked[me] = max(int(clocks.epoch[me]), point.looked.get(me, (0, 0))[0]), warp.words[PC]

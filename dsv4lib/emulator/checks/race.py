@@ -114,12 +114,12 @@ class Detector(Order):
     # --- clocks -----------------------------------------------------------------------------------------------------
 
     def started(self, cluster: Cluster) -> None:
-        """A cluster begins."""
+        """Begin a cluster."""
         cluster.race = _State(cluster)
         self.far.started(cluster, cluster.race.clocks)
 
     def arrived(self, point: Any) -> None:
-        """The completing operation, or else the running warp, arrives at a barrier."""
+        """Arrive at a barrier for the completing operation, or else for the running warp."""
         op, clocks = self.op, self._state(self.warp if self.op is None else self.op.warp).clocks
         if op is None:
             me = self.warp.agent - clocks.first_agent
@@ -129,32 +129,32 @@ class Detector(Order):
         super().arrived(point)
 
     def looked(self, warp: Warp, barrier: Any) -> None:
-        """The warp has seen that the latest phase of an mbarrier is complete."""
+        """Record that the warp has seen the latest phase of an mbarrier complete."""
         self._phases.looked(barrier, self._state(warp).clocks, warp)
 
     def acquired(self, warp: Warp, point: Any) -> None:
-        """The warp has waited for a completed phase of ``point``."""
+        """Acquire what a completed phase of ``point`` gathered."""
         super().acquired(warp, point)
         if self._fences is not None:
             self._fences.passed(warp)
 
     def cluster_passed(self, warp: Warp, barrier: Any, phase: int) -> None:
-        """The warp has waited for that phase of the cluster barrier."""
+        """Record that the warp has waited for that phase of the cluster barrier."""
         super().cluster_passed(warp, barrier, phase)
         if self._fences is not None:
             self._fences.passed(warp)
 
     def tensor_fenced(self, warp: Warp) -> None:
-        """tcgen05.fence::after_thread_sync."""
+        """Record a tcgen05.fence::after_thread_sync."""
         if self._fences is not None:
             self._fences.fenced(warp)
 
     def executed(self, warp: Warp, instr: Any) -> None:
-        """The warp executes a wgmma or a tcgen05.ld: report what the code shows about it."""
+        """Report what the code shows about a wgmma or a tcgen05.ld that the warp executes."""
         self._code.executed(warp, instr)
 
     def overwrites(self, cta: Cta, chunks: np.ndarray) -> None:
-        """An asynchronous copy overwrites 16-byte chunks that threads wrote without a fence."""
+        """Check a copy that overwrites 16-byte chunks that threads wrote without a fence."""
         if self.op is not None:
             text = f"{self.op.label} overwrites shared memory of {cta} that threads wrote without fence.proxy.async"
             owner = self.writer_of(cta, chunks)
@@ -174,13 +174,13 @@ class Detector(Order):
         np.maximum(gathering[CARRIED], left, out=gathering[CARRIED])
 
     def initialised(self, barrier: Any) -> None:
-        """Record that the running warp has initialised an mbarrier: every other use must be ordered after it."""
+        """Record that the running warp has initialised an mbarrier. Every other use must be ordered after it."""
         clocks = self._state(self.warp).clocks
         me = self.warp.agent - clocks.first_agent
         barrier.origin = me, int(clocks.epoch[me]), self.warp, {me}
 
     def used(self, barrier: Any, where: Callable[[], Place | None]) -> None:
-        """The running warp uses an mbarrier."""
+        """Record that the running warp uses an mbarrier."""
         if barrier.origin is None or self.op is not None or self.warp is None:
             return
         entry, epoch, warp, known = barrier.origin
@@ -194,22 +194,22 @@ class Detector(Order):
             self.machine.report("mbarrier_init_unordered", text, where(), owner=barrier.place)
 
     def grid_dependency(self, warp: Warp, waits: bool) -> None:
-        """griddepcontrol.wait, or else .launch_dependents."""
+        """Record griddepcontrol.wait, or else .launch_dependents."""
         (self._dependence.waited if waits else self._dependence.triggered)(self._state(warp).clocks, warp)
 
-    def left_behind(self) -> tuple[GlobalRaces, ...]:
-        """Global memory of this launch, and of the one before if that may still run when the next begins; once."""
+    def unfinished(self) -> tuple[GlobalRaces, ...]:
+        """List the global memory of launches that may still run when the next begins. Once."""
         earlier, self._dependence.earlier, self.machine.before = self._dependence.earlier, (), ()
         return (self.far, *earlier[:1]) if self._dependence.hasty else (self.far,)
 
     def committed(self, warp: Warp, kind: str) -> None:
-        """The warp's operations of this kind since the last commit are a group."""
+        """Close a group of the warp's operations of this kind since the last commit."""
         entry = self._agent(warp, kind)
         if entry != UNKNOWN:
             self._state(warp).clocks.epochs[entry] += 1
 
     def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
-        """All but the last ``pending`` groups of the warp are complete; as many groups ``of`` another one."""
+        """Complete all but the last ``pending`` groups of the warp, and as many groups ``of`` another one."""
         clocks = self._state(warp).clocks
         entry, own = self._agent(of or warp, kind), self._agent(warp, kind)
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
@@ -218,7 +218,7 @@ class Detector(Order):
             clocks.learn_group(warp, entry, max(clocks.epochs[own] - 1 - pending, 0))
 
     def waited_tensor(self, warp: Warp, kind: str) -> None:
-        """tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
+        """Record tcgen05.wait::ld or ::st: the warp's loads or stores so far are complete."""
         clocks, entry = self._state(warp).clocks, self._agent(warp, kind)
         if entry != UNKNOWN:
             done = clocks.epochs[entry]
@@ -236,7 +236,7 @@ class Detector(Order):
     # --- asynchronous operations ------------------------------------------------------------------------------------
 
     def issued(self, op: AsyncOp) -> None:
-        """An operation begins: it knows what its issuer knows, or what the operation that it continues knew."""
+        """Begin an operation with what its issuer or the continued operation knew."""
         if self.op is not None:
             op.clock, op.clock_address = self.op.clock, self.op.clock_address
             op.entry, op.epoch = self.op.entry, self.op.epoch
@@ -279,14 +279,14 @@ class Detector(Order):
         return self._agent(op.warp, unit) if unit in ("bulk", "cp.async", "wgmma") else UNKNOWN
 
     def delivered(self, barrier: Any) -> None:
-        """Bytes that an operation brought have been counted on the barrier."""
+        """Record that bytes of an operation have been counted on the barrier."""
         if self.op is not None:
             self._left(barrier)
 
     # --- accesses ---------------------------------------------------------------------------------------------------
 
     def global_ranges(self, starts: Any, nbytes: int, write: bool, reduces: bool = False) -> None:
-        """The completing operation accesses ``nbytes`` at each of some addresses of global memory."""
+        """Record that the completing operation accesses ``nbytes`` at each global address."""
         op = self.op
         if op is None or op.entry == UNKNOWN:
             return
@@ -298,43 +298,43 @@ class Detector(Order):
         self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
-        """A release store or reduction is issued (st.async, red.async on global memory)."""
+        """Record the issue of a release store or reduction to global memory (st.async, red.async)."""
         clocks = self._state(warp).clocks
         for word in {int(a) >> 2 for a in addresses}:
             self.far.release(warp.cta.cluster, word, clocks.of(warp)[CARRIED])
         clocks.tick(warp)
 
     def memory_fenced(self, warp: Warp) -> None:
-        """A fence of the warp between generic accesses."""
+        """Record a fence of the warp between generic accesses."""
         self._state(warp).flags.fenced(warp)
 
     def fenced_global(self, warp: Warp) -> None:
-        """A proxy fence of the warp covers global memory."""
+        """Record a proxy fence of the warp that covers global memory."""
         self.far.fence(warp.cta.cluster, warp)
 
     def shared(self, cta: Cta, cells: Cells, write: bool) -> None:
-        """The completing operation, or the running warp, accesses whole words of shared memory."""
+        """Record an access to words of shared memory. It is the completing operation's, or the running warp's."""
         self._access(cta, cta.cluster.race.shared[cta.rank], cells, write, "shared memory")
 
     def shared_bytes(self, cta: Cta, offset: int, nbytes: int, write: bool) -> None:
-        """`shared` of a byte range."""
+        """Record an access to a byte range, as `shared`."""
         self.shared(cta, Words(slice(offset // 4, -(-(offset + nbytes) // 4))), write)
 
     def shared_chunks(self, cta: Cta, index: np.ndarray, write: bool) -> None:
-        """`shared` of 16-byte chunks."""
+        """Record an access to 16-byte chunks, as `shared`."""
         self.shared(cta, Chunks(index), write)
 
     def shared_words(self, cta: Cta, offsets: np.ndarray, nbytes: int, write: bool) -> None:
-        """`shared` of ``nbytes`` at each byte offset; less than a word counts as one."""
+        """Record an access to ``nbytes`` at each byte offset, as `shared`. Part of a word counts as one."""
         words = (offsets[:, None] + np.arange(0, max(nbytes, 4), 4) >> 2).reshape(-1)
         self.shared(cta, Words(words), write)
 
     def tensor_columns(self, cta: Cta, column: int, columns: int) -> None:
-        """Columns are allocated or freed: as if written, every other use must be ordered."""
+        """Allocate or free columns. It counts as a write, which every other use must be ordered with."""
         self.tensor(cta, columns_of(column, columns), True)
 
     def tensor(self, cta: Cta, cells: Cells, write: bool, repeats: bool = False) -> None:
-        """The completing operation, or the running warp, accesses tensor memory.
+        """Record an access of the completing operation, or the running warp, to tensor memory.
 
         ``repeats``: the operation makes the same access many times; again, without another in between, it changes
         nothing.
@@ -523,7 +523,7 @@ class Detector(Order):
         dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first of these 16-byte chunks that no proxy fence covers, or None."""
+        """Find the writer of the first of these chunks that no proxy fence covers, or None."""
         flat = chunks.reshape(-1)
         chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
         return self.writer_at(cta, 4 * int(chunk), 4)

@@ -35,16 +35,16 @@ class Hazard:
 
     @property
     def severity(self) -> str:
-        """``error`` or ``lint``."""
+        """Look up ``error`` or ``lint``."""
         return severity(self.kind)
 
     @property
     def fix(self) -> str:
-        """What usually repairs it."""
+        """Look up what usually repairs it."""
         return KINDS[self.kind].fix if self.kind in KINDS else ""
 
     def key(self) -> tuple[str, int, int]:
-        """What makes two hazards the same finding."""
+        """Make the key by which two hazards are the same finding."""
         return self.kind, _line(self.place), _line(self.owner)
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ def _line(place: Place | None) -> int:
 
 
 def errors(hazards: Iterable[Hazard]) -> list[Hazard]:
-    """Those that are no lints."""
+    """Select those that are no lints."""
     return [h for h in hazards if h.severity == "error"]
 
 
 def table(hazards: Iterable[Hazard]) -> list[dict[str, Any]]:
-    """One row per hazard, errors first: severity, kind, count, Python line, PTX line, owner's lines, message, fix."""
+    """Make a row per hazard, errors first. Columns: severity, kind, count, lines, owner's lines, message, fix."""
     ordered = sorted(hazards, key=lambda h: (h.severity != "error", _line(h.place)))
     return [
         {

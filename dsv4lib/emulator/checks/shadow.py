@@ -27,7 +27,7 @@ _CHUNK = np.complex128  # any 16-byte type: four cells moved in one go
 
 
 class Fields:
-    """A block of int64 fields that native code reads, named by an IntEnum; ``values``: to read and change them here."""
+    """A block of int64 fields that native code reads, named by an IntEnum. ``values``: to read and change them here."""
 
     def __init__(self, names: type[IntEnum]):
         array = np.zeros(_length(names), np.int64)
@@ -57,7 +57,7 @@ class Accesses:
 
     @property
     def count(self) -> int:
-        """Number of the next access."""
+        """Get the number of the next access."""
         return self.block.values[race_log.Table.COUNT]
 
     def _use(self, columns: np.ndarray) -> None:
@@ -75,7 +75,7 @@ class Accesses:
             self._use(np.concatenate([self._columns, more], 1))
 
     def add(self, entry: int, epoch: int, pcs: Any, mask: int = ALL_BYTES, lanes: Any = 0) -> int:
-        """Number of the first of as many accesses as there are ``pcs``; ``lanes``: masks of theirs, 0 = unknown."""
+        """Add an access for each of ``pcs``; return the first one's number. ``lanes``: masks, 0 = unknown."""
         single = isinstance(pcs, int)
         new = 1 if single else len(pcs)
         self.reserve(new)
@@ -88,7 +88,7 @@ class Accesses:
 
 
 def by_instruction(pcs: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct instructions of some accesses, which one each access is of, and the lanes of each as masks."""
+    """Group accesses by instruction: the distinct ones, each access's, lane masks."""
     bits = _BITS[lanes]
     if pcs[0] == pcs[-1] and (pcs == pcs[0]).all():
         return pcs[:1], np.zeros(1, np.int64), np.bitwise_or.reduce(bits, keepdims=True)
@@ -108,7 +108,7 @@ class Cells:
         self._box = Fields(race_log.Box).set(address_of(self._rows), len(self._rows), 0, 1, cells.shape[-1])
 
     def get(self, array: np.ndarray) -> np.ndarray:
-        """uint32, any shape."""
+        """Get the cells, uint32, any shape."""
         return self.view(array)
 
     def put(self, array: np.ndarray, ids: Any) -> None:
@@ -116,11 +116,11 @@ class Cells:
         self.view(array)[...] = ids
 
     def box(self, scratch: Fields) -> int:
-        """Address of a `race_log.Box` of the cells, perhaps in ``scratch``."""
+        """Get the address of a `race_log.Box` of the cells, perhaps in ``scratch``."""
         return self._box.address
 
     def first(self, position: int) -> str:
-        """Where the cell at a flat position lies, for reports."""
+        """Say where the cell at a flat position lies, for reports."""
         return ""
 
 
@@ -134,7 +134,7 @@ class Block(Cells):
         self._box = Fields(race_log.Box).set(0, lanes, start, TENSOR_COLUMNS, columns)
 
     def get(self, array: np.ndarray) -> np.ndarray:
-        """uint32[columns, lanes]."""
+        """Get the cells, uint32[columns, lanes]."""
         return array[self.where].T
 
     def put(self, array: np.ndarray, ids: Any) -> None:
@@ -142,7 +142,7 @@ class Block(Cells):
         array[self.where] = ids
 
     def first(self, position: int) -> str:
-        """Byte address, as if the lanes followed each other."""
+        """Say the byte address, as if the lanes followed each other."""
         lane, column = self.lane + position % self.lanes, self.column + position // self.lanes
         return f"{4 * (lane * TENSOR_COLUMNS + column):#x}"
 
@@ -154,7 +154,7 @@ class Words(Cells):
         self.index = index
 
     def get(self, array: np.ndarray) -> np.ndarray:
-        """uint32[n]."""
+        """Get the cells, uint32[n]."""
         return array.reshape(-1)[self.index]
 
     def put(self, array: np.ndarray, ids: Any) -> None:
@@ -162,7 +162,7 @@ class Words(Cells):
         array.reshape(-1)[self.index] = ids
 
     def box(self, scratch: Fields) -> int:
-        """Address of a `race_log.Box` of the cells: ``scratch``."""
+        """Get the address of a `race_log.Box` of the cells: ``scratch``."""
         index = self.index
         if isinstance(index, slice):
             return scratch.set(0, 1, index.start, 0, index.stop - index.start).address
@@ -170,7 +170,7 @@ class Words(Cells):
         return scratch.set(address_of(index), index.size, 0, 1, 1).address
 
     def first(self, position: int) -> str:
-        """Byte address."""
+        """Say the byte address."""
         if isinstance(self.index, slice):
             return f"{4 * (self.index.start + position):#x}"
         return f"{4 * int(self.index.reshape(-1)[position]):#x}"
@@ -183,7 +183,7 @@ class Chunks(Cells):
         self.index = index
 
     def get(self, array: np.ndarray) -> np.ndarray:
-        """uint32[4 n]."""
+        """Get the cells, uint32[4 n]."""
         return array[: len(array) & ~3].view(_CHUNK)[self.index].reshape(-1).view(np.uint32)
 
     def put(self, array: np.ndarray, ids: Any) -> None:
@@ -191,24 +191,24 @@ class Chunks(Cells):
         array[: len(array) & ~3].view(_CHUNK)[self.index] = np.full(4, ids, np.uint32).view(_CHUNK)[0]
 
     def box(self, scratch: Fields) -> int:
-        """Address of a `race_log.Box` of the cells: ``scratch``."""
+        """Get the address of a `race_log.Box` of the cells: ``scratch``."""
         self.index = index = np.ascontiguousarray(self.index, np.int64)
         return scratch.set(address_of(index), index.size, 0, 4, 4).address
 
     def first(self, position: int) -> str:
-        """Byte address."""
+        """Say the byte address."""
         return f"{16 * int(self.index.reshape(-1)[position // 4]):#x}"
 
 
 @functools.lru_cache(1 << 12)
 def block_of(lane: int, lanes: int, column: int, columns: int) -> Block:
-    """A `Block`, made once."""
+    """Make a `Block`, once."""
     return Block(lane, lanes, column, columns)
 
 
 @functools.lru_cache(1 << 12)
 def columns_of(column: int, columns: int, first: int = 0, end: int = TENSOR_LANES) -> Cells:
-    """Columns of tensor memory in the lanes from ``first`` to ``end``, made once."""
+    """Make columns of tensor memory in the lanes from ``first`` to ``end``, once."""
     return Cells(lambda x: x[first:end, column : column + columns])
 
 
@@ -246,7 +246,7 @@ _KINDS = {
 def kind_of(
     conflict: Conflict, memory: str, clocks: Clocks, agent: int | None, earlier: tuple[int, int], same: bool
 ) -> str:
-    """The kind of hazard that a conflict is.
+    """Choose the kind of hazard that a conflict is.
 
     Args:
         memory: "shared memory" or "tensor memory".
@@ -292,7 +292,7 @@ class Shadow:
         self.last: Any = None  # the latest access, if its repetition changes nothing
 
     def prepare(self, entry: int, write: bool) -> bool:
-        """Make what native code needs to note an access of an agent; False if it was there."""
+        """Make what native code needs to note an access of an agent. False if it was there."""
         table, known = self.accesses, write or entry in self.readers
         if known and table.count < len(table.entry):
             return False

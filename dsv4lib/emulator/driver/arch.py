@@ -38,11 +38,11 @@ class Architecture:
 
     @property
     def max_cluster(self) -> int:
-        """CTAs in the largest cluster (16 needs the non-portable attribute, which CuTeDSL always sets)."""
+        """Get the CTAs of the largest cluster. 16 needs the non-portable attribute, which CuTeDSL always sets."""
         return 16 if self.clusters else 1
 
     def attributes(self, sm_count: int) -> dict[int, int]:
-        """Device attributes by cudaDeviceAttr number."""
+        """Make the device attributes by cudaDeviceAttr number."""
         return {
             **{1: 1024, 2: 1024, 3: 1024, 4: 64, 5: 2**31 - 1, 6: 65535, 7: 65535},  # threads, block and grid extents
             **{8: 48 << 10, 9: 64 << 10, 10: 32, 11: 2**31 - 1, 12: 65536},  # shared, constant, warp, pitch, registers
@@ -66,7 +66,7 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture ``name``.
+    """Look up the architecture ``name``.
 
     Raises:
         ArgumentError: it is not one of `ARCHITECTURES`.

@@ -11,19 +11,19 @@ from dsv4lib.errors import ArgumentError
 
 
 def is_whole(value: Any) -> bool:
-    """A Python int that is no bool."""
+    """Tell whether ``value`` is a Python int that is no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A whole number from ``least`` to ``most``."""
+    """Check that ``value`` is a whole number from ``least`` to ``most``."""
     if not is_whole(value) or value < least or (most is not None and value > most):
         raise ArgumentError(name, value, f"a whole number from {least}" + ("" if most is None else f" to {most}"))
     return value
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
-    """One of some strings."""
+    """Check that ``value`` is one of some strings."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
         raise ArgumentError(name, value, "one of " + ", ".join(allowed))
@@ -31,21 +31,21 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> str:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Check that ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ArgumentError(name, value, "True or False")
     return value
 
 
 def seconds(name: str, value: Any) -> float:
-    """A positive number, infinity included."""
+    """Check that ``value`` is a positive number; infinity is one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value) or value <= 0:
         raise ArgumentError(name, value, "a positive number of seconds")
     return value
 
 
 def names(name: str, value: Any, allowed: Iterable[str], what: str) -> frozenset[str]:
-    """One string or several, all of them among ``allowed``, which ``what`` describes."""
+    """Check one string or several against ``allowed``, which ``what`` describes."""
     given = (value,) if isinstance(value, str) else value
     if not isinstance(given, list | tuple | set | frozenset) or not all(isinstance(item, str) for item in given):
         raise ArgumentError(name, value, what)
@@ -55,7 +55,7 @@ def names(name: str, value: Any, allowed: Iterable[str], what: str) -> frozenset
 
 
 def coordinates(name: str, value: Any) -> frozenset[Dim3]:
-    """CTAs as (x, y, z)."""
+    """Check CTAs given as (x, y, z)."""
     allowed = "one or more CTAs as (x, y, z), whole numbers from 0"
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise ArgumentError(name, value, allowed)

@@ -32,7 +32,7 @@ def remember(cubin: bytes, ptx: str) -> str:
 
 
 def cubin_at(address: int) -> bytes:
-    """The cubin in the fat binary (or ELF file) at a host address.
+    """Find the cubin in the fat binary (or ELF file) at a host address.
 
     Raises:
         LaunchError: neither, or a fat binary without exactly one cubin.
@@ -77,7 +77,7 @@ def parsed(ptx: str) -> Module:
 
 
 def module_at(address: int) -> Module:
-    """The parsed PTX of the binary at a host address.
+    """Find the parsed PTX of the binary at a host address.
 
     Raises:
         LaunchError: the binary was not compiled where we could see its PTX.

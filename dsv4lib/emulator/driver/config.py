@@ -38,7 +38,7 @@ class Dimensions(ctypes.Structure):
     _fields_ = [("x", ctypes.c_uint32), ("y", ctypes.c_uint32), ("z", ctypes.c_uint32)]
 
     def triple(self) -> Dim3:
-        """(x, y, z)."""
+        """Return (x, y, z)."""
         return self.x, self.y, self.z
 
 
@@ -62,7 +62,7 @@ class Config(ctypes.Structure):
 
 
 def parameter_block(kernel: Kernel, arguments: int) -> bytes:
-    """The parameter block from the runtime's array of argument pointers.
+    """Copy the parameter block from the runtime's array of argument pointers.
 
     Args:
         arguments: host address of ``void*[len(kernel.params)]``; 0 if there are none.
@@ -78,7 +78,7 @@ def parameter_block(kernel: Kernel, arguments: int) -> bytes:
 
 
 def attributes_of(config: Config) -> tuple[Dim3, dict[str, Any]]:
-    """Cluster shape and the attributes that matter, by name.
+    """Read the cluster shape and the attributes that matter, by name.
 
     Raises:
         LaunchError: an attribute that is neither known nor a hint.
@@ -108,7 +108,7 @@ def decode(
     arguments: int,
     ctas: frozenset[Dim3] | None = None,
 ) -> LaunchRequest:
-    """The launch that a configuration struct and an argument array describe."""
+    """Decode a configuration struct and an argument array into a launch request."""
     cluster, attributes = attributes_of(config)
     kernel = module.kernels[kernel_name]
     if kernel.cluster is not None and cluster == (1, 1, 1):
@@ -127,7 +127,7 @@ def decode(
 
 
 def check(request: LaunchRequest, arch: Architecture, sm_count: int, max_dynamic_smem: int) -> None:
-    """What the architecture refuses beyond shapes (those are checked by the machine).
+    """Refuse what the architecture lacks beyond shapes (those are checked by the machine).
 
     Args:
         max_dynamic_smem: the limit the host code set for this kernel, 0 if it set none.
@@ -160,7 +160,7 @@ def check(request: LaunchRequest, arch: Architecture, sm_count: int, max_dynamic
 
 
 def ctas_per_sm(request: LaunchRequest, arch: Architecture) -> int:
-    """CTAs of this launch that fit on one SM by threads and shared memory (registers are not known)."""
+    """Count the CTAs that fit on one SM by threads and shared memory, not registers."""
     threads = request.block[0] * request.block[1] * request.block[2]
     threads = -(-threads // 32) * 32
     static = sum(v.size for v in request.module.variables if v.space == "shared")
@@ -169,7 +169,7 @@ def ctas_per_sm(request: LaunchRequest, arch: Architecture) -> int:
 
 
 def runs_on(target: str, arch: str) -> bool:
-    """Whether code for ``target`` runs on ``arch``.
+    """Tell whether code for ``target`` runs on ``arch``.
 
     ``sm_100a`` code runs on that architecture alone, ``sm_100f`` in its family, plain ``sm_90`` on 9.0 and later.
     """

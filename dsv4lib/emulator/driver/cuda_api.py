@@ -50,15 +50,15 @@ class Stream:
         RUNTIME.synchronize()
 
     def wait_event(self, event: Event) -> None:
-        """What follows on this stream comes after the event."""
+        """Order what follows on this stream after the event."""
         RUNTIME.wait(self.cuda_stream, event.mark)
 
     def wait_stream(self, stream: Stream) -> None:
-        """What follows on this stream comes after what is queued on another one now."""
+        """Order what follows on this stream after what is queued on another one now."""
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """Whether everything is done."""
+        """Tell whether everything is done."""
         return not RUNTIME.pending_work()
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -91,7 +91,7 @@ class Event:
         self.mark = RUNTIME.record(RUNTIME.stream if stream is None else stream.cuda_stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """What follows on a stream comes after this event."""
+        """Order what follows on a stream after this event."""
         RUNTIME.wait(RUNTIME.stream if stream is None else stream.cuda_stream, self.mark)
 
     def synchronize(self) -> None:
@@ -99,11 +99,11 @@ class Event:
         RUNTIME.synchronize()
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Tell whether it has happened."""
         return self.mark is None or self.mark.reached
 
     def elapsed_time(self, end: Any) -> float:
-        """NaN: the emulator does not predict time."""
+        """Return NaN: the emulator does not predict time."""
         return NO_TIME
 
 
@@ -121,7 +121,7 @@ class Scope:
 
 
 class DeviceScope:
-    """``torch.cuda.device(1)``: the current device inside; None and negative numbers change nothing."""
+    """``torch.cuda.device(1)``: the current device inside. None and negative numbers change nothing."""
 
     def __init__(self, device: Any):
         self.index = -1 if device is None else device_index(device)
@@ -159,7 +159,7 @@ class StreamScope:
 
 
 def device_index(device: Any) -> int:
-    """The number that a device argument names: of the current device if it names none."""
+    """Read the number that a device argument names. The current device's if it names none."""
     if isinstance(device, int):
         return device
     index = torch.device(device).index
@@ -206,7 +206,7 @@ class Capture:
 
 
 def properties(*_args: Any) -> types.SimpleNamespace:
-    """``torch.cuda.get_device_properties``."""
+    """Answer ``torch.cuda.get_device_properties``."""
     gpu = RUNTIME.device()
     return types.SimpleNamespace(
         name=f"{gpu.arch.device} (emulated)",
@@ -465,7 +465,7 @@ def _testing() -> Iterator[tuple[Any, str, Any]]:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """(owner, attribute, value) of everything that changes."""
+    """List (owner, attribute, value) of everything that changes."""
     for name, value in _torch_cuda().items():
         yield torch.cuda, name, value
     for name, value in _torch_accelerator().items():

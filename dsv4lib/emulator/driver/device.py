@@ -83,16 +83,16 @@ class Device:
 
     @property
     def number(self) -> int | None:
-        """Its number for messages, None if it is alone."""
+        """Get the device's number for messages, None if it is alone."""
         return None if self.group is None else self.index
 
     @property
     def hazards(self) -> list[Hazard]:
-        """What the checks reported, over all launches."""
+        """Collect the reports of the checks over all launches."""
         return [hazard for launch in self.launches for hazard in launch.result.hazards]
 
     def attribute(self, number: int) -> int:
-        """A cudaDeviceAttr.
+        """Look up a cudaDeviceAttr.
 
         Raises:
             LaunchError: it has no value here.
@@ -102,7 +102,7 @@ class Device:
         return self._attributes[number]
 
     def launch(self, request: LaunchRequest, stream: int = 0) -> LaunchResult | None:
-        """Run one kernel to its end; in a group, queue it on a stream for `synchronize` and return None."""
+        """Run one kernel to its end. In a group, queue it on a stream for `synchronize` and return None."""
         self.memory.sweep()
         if self.group is not None:
             self.group.queues.launch(self, stream, request, self.group.hold())
@@ -118,19 +118,19 @@ class Device:
         self.launches.append(Launch(request, result))
 
     def synchronize(self) -> None:
-        """Run what is queued on this device, together with what is queued on the others of its group."""
+        """Run what is queued on this device and on the others of its group."""
         self.before = None
         if self.group is not None:
             self.group.synchronize()
 
     def program(self, module: Module, kernel_name: str) -> Program:
-        """The lowered kernel, once per module: devices share it."""
+        """Lower a kernel, once per module: devices share it."""
         if kernel_name not in module.programs:
             module.programs[kernel_name] = lower(module.kernels[kernel_name], module)
         return module.programs[kernel_name]
 
     def variables(self, module: Module) -> dict[str, int]:
-        """Addresses of the module's global and constant variables, allocated at first use and kept, and of functions.
+        """Get the addresses of a module's variables (allocated at first use and kept) and functions.
 
         Raises:
             LaunchError: one points to what this file does not have.
@@ -183,7 +183,7 @@ class Device:
         self._allocated += nbytes
 
     def copy(self, array: np.ndarray, label: str = "array") -> np.ndarray:
-        """A copy of ``array`` in device memory, of the same shape and dtype; see `empty`."""
+        """Copy ``array`` into device memory, with its shape and dtype; see `empty`."""
         array = np.ascontiguousarray(array)
         out = self.empty(array.nbytes, label)[: array.nbytes].view(array.dtype).reshape(array.shape)
         out[...] = array
@@ -215,7 +215,7 @@ def make(
     time_limit: float | None = None,
     memory_limit: int | None = None,
 ) -> Device:
-    """A device, without making it the active one. Arguments as for `device`."""
+    """Make a device, without making it the active one. Arguments as for `device`."""
     found = architecture(arch)
     arguments.one_of("schedule", schedule, POLICIES)
     arguments.whole("seed", seed, 0)
@@ -287,7 +287,7 @@ def device(
 
 @contextmanager
 def entered(gpu: Device, shims: bool, default_device: str) -> Iterator[Device]:
-    """`device` for a device that has been made."""
+    """Enter the context of `device` for a device that has been made."""
     arguments.flag("shims", shims)
     arguments.one_of("default_device", default_device, ("cuda", "cpu"))
     refuse_initialised_cuda()
@@ -325,7 +325,7 @@ def active(gpu: Device) -> Iterator[Device]:
 
 
 def current() -> Device:
-    """The active device.
+    """Get the active device.
 
     Raises:
         EmulatorError: there is none.
@@ -336,7 +336,7 @@ def current() -> Device:
 
 
 def refuse_initialised_cuda() -> None:
-    """A process that has talked to a real driver keeps its context; mixing the two cannot be made safe.
+    """Refuse a process that has initialised CUDA: real and emulated contexts cannot be mixed.
 
     Raises:
         BackendUnavailable: torch has initialised CUDA.
@@ -349,5 +349,5 @@ def refuse_initialised_cuda() -> None:
 
 @functools.cache
 def engines() -> weakref.WeakSet:
-    """Execution engines on which our symbols are registered."""
+    """Get the execution engines on which our symbols are registered."""
     return weakref.WeakSet()

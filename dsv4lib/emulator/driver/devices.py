@@ -63,21 +63,21 @@ class Symmetric:
         return len(self._parts)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Device ``index``'s part; of a dtype that numpy lacks, its bytes."""
+        """Get device ``index``'s part; of a dtype that numpy lacks, its bytes."""
         return self._array(self._parts[self._group.number(index)])
 
     @property
     def multicast(self) -> np.ndarray:
-        """The multicast range, as an array to pass to kernels."""
+        """Get the multicast range, as an array to pass to kernels."""
         return self._array(self._window)
 
     def tensor(self, index: int) -> Any:
-        """Device ``index``'s part as a torch tensor of that device."""
+        """Get device ``index``'s part as a torch tensor of that device."""
         index = self._group.number(index)
         return self._tensor(self._parts[index], index)
 
     def multicast_tensor(self) -> Any:
-        """The multicast range as a torch tensor, to pass to kernels."""
+        """Get the multicast range as a torch tensor, to pass to kernels."""
         return self._tensor(self._window, RUNTIME.device().index if RUNTIME.devices else 0)
 
     def _array(self, raw: np.ndarray) -> np.ndarray:
@@ -120,7 +120,7 @@ class Devices:
         return f"{len(self)} x {self._members[0].arch.name}, emulated"
 
     def number(self, index: Any) -> int:
-        """``index`` if there is such a device.
+        """Check that there is a device ``index``.
 
         Raises:
             ArgumentError: there is none.
@@ -141,7 +141,7 @@ class Devices:
             RUNTIME.select(before)
 
     def symmetric(self, shape: int | Sequence[int], dtype: Any = np.float32, label: str = "symmetric") -> Symmetric:
-        """A zeroed buffer of ``shape`` on every device, which all devices may read and write.
+        """Make a zeroed buffer of ``shape`` on every device, which all devices may read and write.
 
         Args:
             dtype: of numpy, or of torch.
@@ -170,16 +170,16 @@ class Devices:
         self.queues.run()
 
     def hold(self) -> list[Any]:
-        """References to the memory that a queued launch may use."""
+        """Hold references to the memory that a queued launch may use."""
         return [gpu.memory.hold() for gpu in self]
 
     @property
     def hazards(self) -> list[Hazard]:
-        """What the checks reported on all devices."""
+        """Collect the reports of the checks on all devices."""
         return [hazard for gpu in self for hazard in gpu.hazards]
 
     def left(self) -> None:
-        """A context of one of the devices ended; the last one takes the tensors with it."""
+        """Leave the context of one of the devices; the last one drops the tensors."""
         if not any(gpu.group is self for gpu in RUNTIME.devices):
             self.queues.discard()
             for gpu in self:

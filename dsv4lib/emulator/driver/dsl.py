@@ -38,7 +38,7 @@ _STATE = SimpleNamespace(patched=False)
 
 @contextmanager
 def patched(gpu: Device, folder: str) -> Iterator[None]:
-    """Apply all of it for ``gpu``; ``folder`` is private to the context and outlives it by nothing.
+    """Apply all of it for ``gpu``. ``folder`` is private to the context and outlives it by nothing.
 
     In nested contexts only the settings change: the rest is there, and looks up the active device. Applied twice, it
     would register each symbol twice on an engine, at which LLVM crashes.
@@ -212,7 +212,7 @@ def _hardware(patch: Patches) -> None:
 
 
 def refuse_export(original: Any, function: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of what writes object files.
+    """Refuse to write object files.
 
     Raises:
         LaunchError: always.

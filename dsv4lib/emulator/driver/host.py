@@ -96,7 +96,7 @@ _FUNCTIONS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def host_function(compiled: Any) -> HostFunction:
-    """The bound twin of a compiled function, made once."""
+    """Bind a compiled function to our symbols, once."""
     with _LOCK:
         if compiled not in _FUNCTIONS:
             _FUNCTIONS[compiled] = HostFunction(compiled)

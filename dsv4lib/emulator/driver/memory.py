@@ -70,7 +70,7 @@ class Tracker:
         self._add(start, _Owned(nbytes, lambda: reference() is None, reference), label)
 
     def hold(self) -> list[Any]:
-        """Strong references to all owners, for a launch that runs later."""
+        """Hold strong references to all owners, for a launch that runs later."""
         self.sweep()
         return [owned.hold() for owned in self._owned.values()]
 
@@ -119,7 +119,7 @@ def _united(nbytes: int, *parts: _Owned) -> _Owned:
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """(first, past last) byte a strided tensor touches, relative to its data pointer.
+    """Compute the (first, past last) byte of a strided tensor, relative to its data pointer.
 
     >>> extent((4, 3), (8, 1), 16)
     (0, 54)

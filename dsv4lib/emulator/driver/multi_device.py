@@ -77,11 +77,11 @@ class LaunchQueues:
         return mark
 
     def wait(self, device: DeviceView, stream: int, mark: Mark) -> None:
-        """What is queued on a stream from now on runs after ``mark``."""
+        """Order what is queued on a stream from now on after ``mark``."""
         self._add(device, stream, _Queued(device, wait=mark))
 
     def pending(self, index: int | None = None) -> bool:
-        """Whether launches are queued, on any device or on one."""
+        """Tell whether launches are queued, on any device or on one."""
         return any(
             item.request is not None
             for (device, _), queue in self._streams.queues.items()

@@ -52,7 +52,7 @@ class Patches:
 
 @contextmanager
 def patches() -> Iterator[Patches]:
-    """Patches that are undone when the block is left, whatever happens in it."""
+    """Make patches that are undone when the block is left, whatever happens in it."""
     made = Patches()
     try:
         yield made

@@ -62,7 +62,7 @@ def main(job: dict[str, Any]) -> int:
 
 
 def merged(hazards: Iterable[Any]) -> list[Any]:
-    """One of each finding, counted over all launches."""
+    """Merge equal findings, counted over all launches."""
     found: dict[Any, Any] = {}
     for hazard in hazards:
         key = (hazard.key(), hazard.place.kernel if hazard.place else "")

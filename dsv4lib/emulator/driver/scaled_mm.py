@@ -28,7 +28,7 @@ def unblocked(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def values(operand: torch.Tensor) -> torch.Tensor:
-    """float64[rows, K] of a row-major fp8 or packed fp4 matrix (two values a byte, the low nibble first)."""
+    """Decode a row-major fp8 or packed fp4 matrix (low nibble first) to float64[rows, K]."""
     if operand.dtype != _FP4:
         return operand.float().double()
     codes = operand.contiguous().view(torch.uint8)
@@ -48,7 +48,7 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """``_scaled_mm``: [M, K] x [K, N]; torch's own for anything but block scales."""
+    """Compute ``_scaled_mm``, [M, K] x [K, N]. Torch's own for anything but block scales."""
     block = _BLOCK.get(getattr(scale_a, "dtype", None))
     if block is None or scale_b is None or scale_b.dtype != scale_a.dtype or scale_result is not None:
         return original(a, b, scale_a, scale_b, bias, scale_result, out_dtype, **kwargs)

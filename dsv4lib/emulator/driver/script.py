@@ -101,7 +101,7 @@ def emulate(
 
 
 def wanted_arch(error: str) -> str | None:
-    """Read from an error message the architecture that it requires; None if it is about something else.
+    """Read from an error message the architecture that it requires. None if it is about something else.
 
     >>> wanted_arch("OpError: expects arch to be Arch.sm_90a, but got Arch.sm_100a")
     'sm_90a'

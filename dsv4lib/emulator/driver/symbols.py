@@ -44,7 +44,7 @@ class LoadedKernel:
     attributes: dict[int, int] = field(default_factory=dict)
 
     def static_smem(self) -> int:
-        """Bytes of static shared memory."""
+        """Get the bytes of static shared memory."""
         kernel = self.module.kernels[self.name]
         return sum(v.size for v in (*self.module.variables, *kernel.variables) if v.space == "shared")
 
@@ -65,12 +65,12 @@ class Runtime:
         self._next = 0x1000
 
     def handle(self) -> int:
-        """A new opaque handle, never reused."""
+        """Make a new opaque handle, never reused."""
         self._next += 16
         return self._next
 
     def device(self) -> DeviceView:
-        """The active device."""
+        """Get the active device."""
         return self.devices[-1]
 
     def select(self, index: int) -> None:
@@ -82,7 +82,7 @@ class Runtime:
         self.devices[-1] = self.sibling(index)
 
     def sibling(self, index: int) -> DeviceView:
-        """A device by number: of the active one's group, or the active one itself."""
+        """Get a device by number: of the active one's group, or the active one itself."""
         gpu = self.device()
         if not 0 <= index < gpu.count:
             raise LaunchError(f"device {index} does not exist; there {'is' if gpu.count == 1 else 'are'} {gpu.count}")
@@ -100,12 +100,12 @@ class Runtime:
             self.device().synchronize()
 
     def pending_work(self) -> bool:
-        """Whether launches are queued."""
+        """Tell whether launches are queued."""
         group = self.device().group if self.devices else None
         return group is not None and group.queues.pending()
 
     def record(self, stream: int) -> Mark | None:
-        """An event on a stream of the active device; None where nothing is ever outstanding."""
+        """Record an event on a stream of the active device. None where nothing is outstanding."""
         gpu = self.device() if self.devices else None
         return None if gpu is None or gpu.group is None else gpu.group.queues.record(gpu, stream)
 
@@ -140,7 +140,7 @@ _SYMBOLS: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
 
 
 def symbol(name: str, *types: Any, safe: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: serve the C function ``int name(types...)``.
+    """Decorate the server of the C function ``int name(types...)``.
 
     ``safe`` functions do nothing on the device and also run while an error is pending or no device is active.
     """
@@ -166,7 +166,7 @@ def symbol(name: str, *types: Any, safe: bool = False) -> Callable[[Callable[...
 
 @functools.cache
 def callbacks() -> dict[str, Any]:
-    """ctypes callbacks by symbol; kept alive for the life of the process, as compiled code may hold their addresses."""
+    """Make ctypes callbacks by symbol, once. They live as long as the process, since code may hold their addresses."""
     return {name: ctypes.CFUNCTYPE(I, *types)(function) for name, (function, types) in _SYMBOLS.items()}
 
 
@@ -190,7 +190,7 @@ def library_load_data(out: int, data: int, *_options: Any) -> None:
 
 @symbol("_cudaLibraryGetKernel", P, P, P)
 def library_get_kernel(out: int, library: int, name: int) -> None:
-    """A kernel of a loaded binary by name."""
+    """Get a kernel of a loaded binary by name."""
     module = RUNTIME.libraries[library]
     text = ctypes.string_at(name).decode()
     if text not in module.kernels:
@@ -208,7 +208,7 @@ def library_unload(library: int) -> None:
 
 @symbol("_cuKernelGetAttribute", P, I, P, I)
 def kernel_get_attribute(out: int, attribute: int, kernel: int, _device: int) -> None:
-    """CU_FUNC_ATTRIBUTE_*: what a compiler knows and we do not (registers) is not answered."""
+    """Answer CU_FUNC_ATTRIBUTE_*, but for what only a compiler knows (registers)."""
     loaded = RUNTIME.kernels[kernel]
     known = {0: 1024, 1: loaded.static_smem(), 2: 0, MAX_DYNAMIC_SMEM: loaded.attributes.get(MAX_DYNAMIC_SMEM, 0)}
     if attribute not in known:
@@ -218,37 +218,37 @@ def kernel_get_attribute(out: int, attribute: int, kernel: int, _device: int) ->
 
 @symbol("_cudaKernelSetAttributeForDevice", P, I, I, I)
 def kernel_set_attribute(kernel: int, attribute: int, value: int, _device: int) -> None:
-    """cudaFuncAttribute* of a kernel."""
+    """Set a cudaFuncAttribute* of a kernel."""
     RUNTIME.kernels[kernel].attributes[attribute] = value
 
 
 @symbol("_cudaFuncSetAttribute", P, I, I)
 def func_set_attribute(kernel: int, attribute: int, value: int) -> None:
-    """The same for the current device."""
+    """Set a cudaFuncAttribute* of a kernel of the current device."""
     RUNTIME.kernels[kernel].attributes[attribute] = value
 
 
 @symbol("_cudaDeviceGetAttribute", P, I, I)
 def device_get_attribute(out: int, attribute: int, _device: int) -> None:
-    """A property of the architecture."""
+    """Get a property of the architecture."""
     _set(out, I, RUNTIME.device().attribute(attribute))
 
 
 @symbol("_cudaGetDevice", P)
 def get_device(out: int) -> None:
-    """The active device's number."""
+    """Get the active device's number."""
     _set(out, I, RUNTIME.device().index)
 
 
 @symbol("_cudaGetDeviceCount", P)
 def get_device_count(out: int) -> None:
-    """How many devices there are."""
+    """Get the number of devices."""
     _set(out, I, RUNTIME.device().count)
 
 
 @symbol("_cudaSetDevice", I)
 def set_device(index: int) -> None:
-    """Only devices that exist can be chosen."""
+    """Make another device the current one."""
     RUNTIME.select(index)
 
 
@@ -282,7 +282,7 @@ def launch_kernel_ex(settings: int, kernel: int, arguments: int) -> None:
 
 @symbol("_cudaLaunchKernel", P, U32, U32, U32, U32, U32, U32, P, SIZE, P)
 def launch_kernel(kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, *rest: int) -> None:
-    """The same without attributes."""
+    """Run a kernel, launched without attributes."""
     arguments, smem, stream = rest
     grid, block = config.Dimensions(gx, gy, gz), config.Dimensions(bx, by, bz)
     _launch(config.Config(grid, block, smem, stream, None, 0), kernel, arguments)
@@ -300,7 +300,7 @@ def _launch(settings: config.Config, kernel: int, arguments: int) -> None:
 
 @symbol("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", P, P, I, SIZE)
 def occupancy(out: int, kernel: int, threads: int, dynamic_smem: int) -> None:
-    """CTAs an SM, by threads and shared memory."""
+    """Count CTAs an SM, by threads and shared memory."""
     loaded = RUNTIME.kernels[kernel]
     request = LaunchRequest(loaded.name, loaded.module, (1, 1, 1), (threads, 1, 1), dynamic_smem=dynamic_smem)
     _set(out, I, config.ctas_per_sm(request, RUNTIME.device().arch))
@@ -310,7 +310,7 @@ def occupancy(out: int, kernel: int, threads: int, dynamic_smem: int) -> None:
 def tensor_map_encode_tiled(
     out: int, kind: int, rank: int, address: int, dims: int, strides: int, box: int, steps: int, *modes: int
 ) -> None:
-    """Write a tiled tensor map; rank entries in ``dims``, ``box`` and ``steps``, one less in ``strides``."""
+    """Write a tiled tensor map. Rank entries in ``dims``, ``box`` and ``steps``, one less in ``strides``."""
     from dsv4lib.emulator.units import tensormap
 
     encoded = tensormap.encode_tiled(
@@ -382,7 +382,7 @@ def _array(address: int, code: str, count: int) -> tuple[int, ...]:
 
 @symbol("cuda_dialect_init_library_once", P, P, P, P)
 def init_library_once(state: int, init: int, load: int, _set_error: int) -> None:
-    """Load a library the first time; what compiled code of the tvm-ffi path calls before a launch.
+    """Load a library the first time. What compiled code of the tvm-ffi path calls before a launch.
 
     The DSL's own version queries the real driver for its devices. ``init`` and ``load`` are generated functions that
     call back into this module.
@@ -400,7 +400,7 @@ def init_library_once(state: int, init: int, load: int, _set_error: int) -> None
 
 @symbol("cuda_dialect_unload_library_once", P, safe=True)
 def unload_library_once(_state: int) -> None:
-    """Called by destructors: nothing to do."""
+    """Do nothing; destructors call it."""
 
 
 _KEPT: list[Any] = []

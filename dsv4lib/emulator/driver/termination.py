@@ -21,7 +21,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit(143).
+    """Raise SystemExit(143) inside on SIGTERM.
 
     A handler that is already installed stays. Off the main thread nothing changes: handlers can only be set there.
     """

@@ -43,14 +43,14 @@ _DEVICE, _IS_CUDA, _IS_CPU = torch.Tensor.device, torch.Tensor.is_cuda, torch.Te
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a device argument means a CUDA device."""
+    """Tell whether a device argument means a CUDA device."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     return isinstance(device, int) and not isinstance(device, bool) or str(device).startswith("cuda")
 
 
 def side_of(device: Any) -> int | None:
-    """The side that a device argument means; None for other devices, such as meta.
+    """Find the side that a device argument means; None for others, such as meta.
 
     Raises:
         LaunchError: a CUDA device that does not exist.
@@ -77,7 +77,7 @@ class Sides:
             self._known.pop(storage.data_ptr(), None)
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """The side, if known. An address is reused after its storage is freed, hence the weak reference."""
+        """Find the side, if known. An address is reused after its storage is freed, hence the weak reference."""
         if tensor.is_meta or tensor.layout != torch.strided or _is_fake(tensor):
             return None
         start = tensor.untyped_storage().data_ptr()
@@ -88,7 +88,7 @@ class Sides:
         return side
 
     def device_of(self, tensor: torch.Tensor) -> int | None:
-        """The device, if known."""
+        """Find the device, if known."""
         side = self.find(tensor)
         return None if side == HOST else side
 
@@ -150,7 +150,7 @@ class CudaMode(TorchFunctionMode):
         return torch.device("cuda", self.side(tensor))
 
     def side(self, tensor: torch.Tensor) -> int:
-        """Where a tensor is; device memory of which nothing is known is on the first device."""
+        """Find where a tensor is; unknown device memory counts as the first device's."""
         return HOST if self._real(tensor) else self.sides.device_of(tensor) or 0
 
     def _real(self, tensor: torch.Tensor) -> bool:
@@ -190,7 +190,7 @@ class CudaMode(TorchFunctionMode):
         return fresh
 
     def move(self, tensor: torch.Tensor, target: int, out: torch.Tensor) -> torch.Tensor:
-        """``out`` (``tensor`` or converted from it) on the side ``target``, copied if that is another side."""
+        """Put ``out`` (``tensor`` or converted from it) on the side ``target``, copied if that differs."""
         fresh = out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         if not fresh and self.side(tensor) == target:
             return out
@@ -213,7 +213,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, moved to aligned memory if its storage is fresh and badly aligned; views are left alone."""
+    """Move ``tensor`` to aligned memory if its storage is fresh and badly aligned. Views stay."""
     storage = tensor.untyped_storage()
     nbytes = storage.nbytes()
     if nbytes == 0 or storage.data_ptr() % ALIGNMENT == 0 or tensor._is_view() or tensor.grad_fn is not None:
@@ -292,7 +292,7 @@ class Generator(torch.Generator):
 
     @property
     def device(self) -> torch.device:
-        """The device it was made for."""
+        """Return the device it was made for."""
         return super().device if self.declared is None else self.declared
 
 

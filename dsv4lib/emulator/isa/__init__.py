@@ -38,11 +38,11 @@ class Form:
     parts: dict[str, str] = field(default_factory=dict)
 
     def get(self, name: str, default: str = "") -> str:
-        """Get the captured alternative ``name``, or ``default`` where the opcode does not have it."""
+        """Get the captured alternative ``name``, or ``default`` where there is none."""
         return self.parts.get(name, default)
 
     def has(self, name: str) -> bool:
-        """True if the optional part ``name`` is there."""
+        """Tell whether the optional part ``name`` is there."""
         return name in self.parts
 
 
@@ -83,7 +83,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def register(kind: str, *patterns: str, note: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the implementation of all variants of ``patterns``; ``note`` (limits, source): for the coverage page."""
+    """Decorate the implementation of all variants of ``patterns``. ``note`` (limits, source): for the coverage page."""
 
     def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
         for pattern in patterns:
@@ -131,6 +131,6 @@ def lookup(opcode: str, place: Place | None = None) -> tuple[Entry, Form]:
 
 
 def entries() -> Iterator[Entry]:
-    """Every registered implementation, by opcode."""
+    """List every registered implementation, by opcode."""
     for base in sorted(_ENTRIES):
         yield from _ENTRIES[base]

@@ -56,7 +56,7 @@ class NamedBarrier:
             self.sync.complete()
 
     def detail(self) -> str:
-        """For the deadlock report."""
+        """Describe the barrier for the deadlock report."""
         return f"{self.arrived} of {self.expected} threads arrived (warps {sorted(self.lanes)})"
 
 
@@ -167,7 +167,7 @@ def bar_arrive(warp: Warp, instr: Instr, form: Form) -> None:
     "barrier[.cta].red.<op:and|or>[.<aligned:aligned>].pred",
 )
 def bar_red(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """Barrier with a reduction of one predicate per thread."""
+    """Reduce one predicate per thread at a barrier."""
     target, number, *count, predicate = instr.operands
     if warp.pending is None:
         barrier = _barrier(warp, number, instr)
@@ -193,7 +193,7 @@ def _aligned(form: Form) -> bool:
 
 @isa.service("bar.warp.sync")
 def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """Synchronise the lanes of the member mask; the driver has run the other groups first (FLAG_CONVERGE)."""
+    """Synchronise the lanes of the member mask. The driver has run the other groups first (FLAG_CONVERGE)."""
     lanes = warp.lanes()
     members = warp.read(instr.operands[0], np.uint32)[lanes]
     if any(not int(m) >> int(lane) & 1 for m, lane in zip(members, lanes, strict=True)):
@@ -254,7 +254,7 @@ class ClusterBarrier:
     left: dict[int, Any] = field(default_factory=dict)
 
     def phase(self, warp: Warp) -> int:
-        """Phases that every live warp of the cluster has arrived at."""
+        """Count the phases that every live warp of the cluster has arrived at."""
         counts = [
             self.arrivals.get((cta.rank, w.warp_id), 0)
             for cta in warp.cta.cluster.ctas
@@ -264,7 +264,7 @@ class ClusterBarrier:
         return min(counts, default=0)
 
     def detail(self, warp: Warp) -> str:
-        """For the deadlock report."""
+        """Describe the barrier for the deadlock report."""
         phase = self.phase(warp)
         late = [
             f"rank {cta.rank} warp {w.warp_id}"
@@ -329,7 +329,7 @@ def cluster_wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 
 def warp_exited(warp: Warp) -> None:
-    """Barriers without a thread count no longer wait for this warp."""
+    """Recount the threads of barriers without a count after this warp has exited."""
     for barrier in warp.cta.barriers.values():
         if isinstance(barrier, NamedBarrier) and barrier.arrived and not barrier.explicit:
             barrier.expected = _all_threads(warp.cta)
@@ -338,7 +338,7 @@ def warp_exited(warp: Warp) -> None:
 
 
 def lanes_exited(warp: Warp) -> None:
-    """The warp's other lanes wait: where they have all arrived at a barrier, the warp has."""
+    """Count a warp as arrived where all its live lanes wait after the others' exit."""
     for key, barrier in warp.cta.barriers.items():
         if isinstance(barrier, WarpBarrier):
             if key[0] == warp.warp_id:
@@ -368,7 +368,7 @@ def lanes_exited(warp: Warp) -> None:
     note="memory operations of a warp are performed in program order: a fence matters to the race detector only",
 )
 def fence(warp: Warp, instr: Instr, form: Form) -> None:
-    """Memory fences between generic accesses. Proxy fences are elsewhere."""
+    """Order generic accesses. Proxy fences are elsewhere."""
     race = warp.cta.machine.race
     if race is not None and not instr.opcode.startswith("fence.mbarrier_init"):
         race.memory_fenced(warp)
@@ -379,7 +379,7 @@ def fence(warp: Warp, instr: Instr, form: Form) -> None:
     note="launches run one after another: a dependent grid never starts early; the race detector knows where it could",
 )
 def griddepcontrol(warp: Warp, instr: Instr, form: Form) -> None:
-    """Programmatic dependent launch."""
+    """Wait for, or release, programmatic dependent launches."""
     race = warp.cta.machine.race
     if race is not None:
         race.grid_dependency(warp, form.get("what") == "wait")
@@ -405,16 +405,16 @@ def nanosleep(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 @isa.service("trap")
 def trap(warp: Warp, instr: Instr, form: Form) -> Any:
-    """The kernel gave up."""
+    """Stop the launch."""
     raise EmulatorError("the kernel executed trap", warp.place(instr))
 
 
 @isa.service("brkpt")
 def brkpt(warp: Warp, instr: Instr, form: Form) -> Any:
-    """A breakpoint."""
+    """Stop the launch at a breakpoint."""
     raise EmulatorError("the kernel executed brkpt", warp.place(instr))
 
 
 @isa.service("pmevent[.<mask:mask>]", note="triggers a hardware counter only")
 def pmevent(warp: Warp, instr: Instr, form: Form) -> None:
-    """Performance-monitor event."""
+    """Ignore a performance-monitor event."""

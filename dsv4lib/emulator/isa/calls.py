@@ -31,7 +31,7 @@ _CONVERSION = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(hh|h|ll|l|j|z|t)?([diouxXeEf
 
 
 def local(warp: WarpView, lane: int, offset: int, nbytes: int) -> Any:
-    """Bytes of a lane's local memory."""
+    """Get bytes of a lane's local memory."""
     size = int(warp.ctx["local_bytes"])
     if offset + nbytes > size:
         raise MemoryFault(f"a call reads {nbytes} bytes at {offset} of {size} bytes of local memory", warp.place())
@@ -50,7 +50,7 @@ def _passed(warp: WarpView, operand: Operand, sizes: tuple[int, ...]) -> Iterato
 
 
 def vprintf(warp: WarpView, instr: Instr, form: Form) -> None:
-    """``call (result), vprintf, (format, arguments)``: print once per active lane; the result is the argument count."""
+    """``call (result), vprintf, (format, arguments)``: print once per active lane. The result is the argument count."""
     result, _, passed = instr.operands
     assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
     answer = warp.program.symbol(result.items[0].name)[1]
@@ -73,7 +73,7 @@ def assertfail(warp: WarpView, instr: Instr, form: Form) -> None:
 
 
 def malloc(warp: WarpView, instr: Instr, form: Form) -> None:
-    """``call (address), malloc, (size)``: for every active lane; 0 where there is no room."""
+    """``call (address), malloc, (size)``: for every active lane. 0 where there is no room."""
     result, _, passed = instr.operands
     assert isinstance(result, Vector) and isinstance(result.items[0], Symbol)
     answer = warp.program.symbol(result.items[0].name)[1]
@@ -116,7 +116,7 @@ BUILTINS = {
 
 
 def fits(instr: Instr, name: str) -> bool:
-    """Does the call pass what the builtin takes, in variables?"""
+    """Tell whether the call passes, in variables, what the builtin takes."""
     _, *counts = BUILTINS[name]
     groups = [o.items for o in instr.operands if isinstance(o, Vector)]
     return [len(items) for items in groups] == [n for n in counts if n] and all(
@@ -125,7 +125,7 @@ def fits(instr: Instr, name: str) -> bool:
 
 
 def formatted(warp: WarpView, lane: int, pattern: int, buffer: int) -> tuple[str, int]:
-    """What one lane prints, and how many arguments it takes."""
+    """Format what one lane prints; return the text and how many arguments it takes."""
     parts: list[str] = []
     position = offset = count = 0
     text = c_string(warp, lane, pattern)
@@ -158,14 +158,14 @@ def _convert(warp: WarpView, lane: int, flags: str, kind: str, raw: bytes) -> st
 
 
 def read(warp: WarpView, lane: int, address: int, nbytes: int) -> bytes:
-    """Bytes at a generic address of global memory or of the lane's local memory."""
+    """Read bytes at a generic address of global memory or of the lane's local memory."""
     if is_local(np.array([address], np.uint64))[0]:
         return bytes(local(warp, lane, address & LOW_32, nbytes))
     return warp.cta.machine.gmem.view(address, nbytes).tobytes()
 
 
 def c_string(warp: WarpView, lane: int, address: int) -> str:
-    """A zero-terminated string."""
+    """Read a zero-terminated string."""
     return b"".join(_until_zero(warp, lane, address)).decode(errors="replace")
 
 

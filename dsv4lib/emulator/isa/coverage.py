@@ -30,7 +30,7 @@ TESTS = ROOT / "tests" / "emulator"
 
 @dataclass(frozen=True)
 class Row:
-    """One registered pattern; ``tested`` counts the variants of it that passing tests use."""
+    """One registered pattern. ``tested`` counts the variants of it that passing tests use."""
 
     base: str
     pattern: str
@@ -41,7 +41,7 @@ class Row:
 
 
 def rows(tested: list[str]) -> list[Row]:
-    """Every registered pattern, by opcode."""
+    """List every registered pattern, by opcode."""
     implementations.load()
     used: Counter[tuple[str, Any]] = Counter()
     for opcode in tested:
@@ -65,7 +65,7 @@ def read_tested(path: Path = TESTED) -> list[str]:
 
 
 def page(table: list[Row]) -> str:
-    """The page as Markdown."""
+    """Make the page as Markdown."""
     native = sum(row.kind == "native" for row in table)
     untested = [row for row in table if not row.tested]
     lines = [
@@ -98,7 +98,7 @@ class Notebook:
         self._now: set[str] = set()
 
     def watch(self, find: Callable[[str], Any]) -> Callable[[str], Any]:
-        """What stands in for ``isa.find``."""
+        """Stand in for ``isa.find``, noting what is found."""
 
         @functools.wraps(find)
         def watched(opcode: str) -> Any:
@@ -119,7 +119,7 @@ class Notebook:
 
 
 def run_tests(tests: Path = TESTS) -> set[str]:
-    """Run the emulator's tests in this process; return the variants that the passing ones use."""
+    """Run the emulator's tests in this process. Return the variants that the passing ones use."""
     import pytest
 
     notes = Notebook()

@@ -30,7 +30,7 @@ _SPACE = re.compile(r"(?:global|const|local|shared(?:::\w+)?|param(?:::\w+)?)\Z"
 
 
 def kind(word: str) -> str:
-    """The kind of modifiers among which the order of ``word`` matters; "" if it does not."""
+    """Classify ``word``: the kind in which its order matters, "" if it does not."""
     for name, pattern in (("type", _TYPE), ("space", _SPACE)):
         if pattern.match(word):
             return name
@@ -56,7 +56,7 @@ class Optional:
 
 @functools.cache
 def slots(pattern: str) -> tuple[Slot | Optional, ...]:
-    """A pattern of `isa` taken apart at its dots."""
+    """Split a pattern of `isa` at its dots."""
     out: list[Slot | Optional] = []
     text, i = "", 0
     while i <= len(pattern):
@@ -80,7 +80,7 @@ def slots(pattern: str) -> tuple[Slot | Optional, ...]:
 
 
 def closing(pattern: str, start: int) -> int:
-    """Index of the bracket that closes the one at ``start``."""
+    """Find the bracket that closes the one at ``start``."""
     depth = 0
     for i in range(start, len(pattern)):
         depth += {"[": 1, "]": -1}.get(pattern[i], 0)
@@ -96,7 +96,7 @@ def name(opcode: str) -> str:
 
 
 def reorder(opcode: str, pattern: str) -> set[str]:
-    """List the opcodes in the order of ``pattern`` with the modifiers of ``opcode``: normally none or one."""
+    """List the opcodes in ``pattern``'s order with the modifiers of ``opcode``. Normally there is none or one."""
     head = name(opcode)
     words = tuple(opcode.split("."))
     found = {".".join(order) for order, rest in _place(slots(pattern), words) if not rest}

@@ -73,7 +73,7 @@ class AsyncOp:
 
     @property
     def place(self) -> Place | None:
-        """The instruction that issued it."""
+        """Find the instruction that issued it."""
         return self.where()
 
     def where(self) -> Place | None:
@@ -114,7 +114,7 @@ class AsyncUnits:
         return self.issued - self.completed
 
     def __iter__(self) -> Iterator[AsyncOp]:
-        """Pending operations, oldest first."""
+        """Go through pending operations, oldest first."""
         return iter(sorted((op for queue in self._queues.values() for op in queue.values()), key=_order))
 
     def issue(self, op: AsyncOp) -> AsyncOp:
@@ -144,7 +144,7 @@ class AsyncUnits:
         return op
 
     def candidates(self) -> list[AsyncOp]:
-        """Operations that may complete now, oldest first."""
+        """List operations that may complete now, oldest first."""
         found: list[AsyncOp] = []
         for unit, queue in self._queues.items():
             if unit.startswith(ORDERED):
@@ -157,7 +157,7 @@ class AsyncUnits:
         return found
 
     def oldest(self) -> list[AsyncOp]:
-        """Of each unit the oldest operation that may complete now, oldest first."""
+        """List each unit's oldest operation that may complete now, oldest first."""
         found: list[AsyncOp] = []
         for unit, queue in self._queues.items():
             operations = self.pending(unit) if unit in self._mixed else queue.values()
@@ -171,7 +171,7 @@ class AsyncUnits:
         return found
 
     def pending(self, unit: str) -> list[AsyncOp]:
-        """Pending operations of one unit, oldest first."""
+        """List pending operations of one unit, oldest first."""
         return sorted(self._queues.get(unit, {}).values(), key=_order)
 
     def complete(self, op: AsyncOp) -> None:
@@ -225,7 +225,7 @@ class AsyncUnits:
             self.complete(choose(candidates) if choose else candidates[0])
 
     def cta_exited(self, cta: Cta) -> None:
-        """The last warp of a CTA has exited: its shared memory is gone for what is still in flight.
+        """Report what is in flight into the shared memory of a CTA that has exited.
 
         A pending write into it is an error; a pending read (a bulk store without a wait) is reported as its own
         kind, because hardware keeps the memory until bulk reads are done in practice, but nothing promises that.

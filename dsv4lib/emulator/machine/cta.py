@@ -16,7 +16,7 @@ CTA_EXITED: list[Callable[[Cta], None]] = []
 
 
 def aligned_zeros(nbytes: int, alignment: int = ALIGNMENT) -> np.ndarray:
-    """uint8[nbytes] of zeros at an aligned host address."""
+    """Allocate uint8[nbytes] of zeros at an aligned host address."""
     raw = np.zeros(nbytes + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
     return raw[start : start + nbytes]
@@ -46,7 +46,7 @@ class Smem:
         self.operands: dict[Any, Any] = {}
 
     def marked(self) -> np.ndarray:
-        """Numbers of the 16-byte chunks with an entry in `dirty`, ascending."""
+        """List the 16-byte chunks with an entry in `dirty`, ascending."""
         fours = np.flatnonzero(self._dirty_fours != 0)  # nonzero is quickest on bool
         chunks = (4 * fours[:, None] + np.arange(4)).ravel()
         return chunks[self._dirty_fours.view(np.uint16)[chunks] != 0]
@@ -82,7 +82,7 @@ class Cta:
 
 
 class Cluster:
-    """CTAs that see each other's shared memory; a launch without clusters has clusters of one CTA."""
+    """CTAs that see each other's shared memory. A launch without clusters has clusters of one CTA."""
 
     def __init__(self, machine: MachineView, index: int, clusterid: tuple[int, int, int], shape: tuple[int, int, int]):
         self.machine, self.index, self.clusterid, self.shape = machine, index, clusterid, shape

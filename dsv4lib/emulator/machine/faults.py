@@ -43,7 +43,7 @@ def raise_fault(warp: Warp) -> None:
 
 
 def report_diverged(warp: Warp, instr: Instr, missing: int) -> None:
-    """An instruction that needs lanes together was executed without those of the mask ``missing``."""
+    """Report an instruction for converged lanes that ran without those of ``missing``."""
     message = f"{instr.opcode} is executed without lanes {missing:#010x}, which it needs: they are on another path"
     warp.cta.machine.report("diverged_sync", message, warp.place(instr), missing=missing)
 

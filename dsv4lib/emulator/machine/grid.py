@@ -30,12 +30,12 @@ _LANEMASK = {
 
 
 def product(shape: Dim3) -> int:
-    """Number of elements of a three-dimensional shape."""
+    """Count the elements of a three-dimensional shape."""
     return shape[0] * shape[1] * shape[2]
 
 
 def unflatten(index: int, shape: Dim3) -> Dim3:
-    """(x, y, z) of a linear index, x fastest."""
+    """Convert a linear index to (x, y, z), x fastest."""
     return index % shape[0], index // shape[0] % shape[1], index // (shape[0] * shape[1])
 
 
@@ -56,7 +56,7 @@ class GridBuilder:
         self._clusters = 0
 
     def resident_clusters(self) -> int:
-        """How many clusters the SMs hold at once."""
+        """Count the clusters that the SMs hold at once."""
         m = self.machine
         per_sm = min(
             limits.SMEM_PER_SM // m.smem_bytes,
@@ -66,7 +66,7 @@ class GridBuilder:
         return max(1, m.settings.sm_count * max(1, per_sm) // product(m.cluster_shape))
 
     def cluster(self, origin: Dim3, first_agent: int) -> Cluster:
-        """Create the cluster whose first CTA is ``origin``; its warps are numbered from ``first_agent``."""
+        """Create the cluster whose first CTA is ``origin``. Its warps are numbered from ``first_agent``."""
         m = self.machine
         clusterid = tuple(o // c for o, c in zip(origin, m.cluster_shape, strict=True))
         cluster = Cluster(m, self._clusters, clusterid, m.cluster_shape)

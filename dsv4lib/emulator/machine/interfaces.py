@@ -39,7 +39,7 @@ class MachineView(Protocol):
         """Signal to the scheduler an event that a warp may wait for."""
 
     def variable_address(self, name: str) -> int:
-        """Address of a module's variable."""
+        """Get the address of a module's variable."""
 
 
 class WarpView(Protocol):
@@ -54,10 +54,10 @@ class WarpView(Protocol):
     ctx: Any
 
     def lanes(self) -> Any:
-        """Numbers of the active lanes, ascending."""
+        """List the active lanes, ascending."""
 
     def place(self, instr: Any = None) -> Any:
-        """Where the warp stands: kernel, CTA, PTX line, Python line."""
+        """Say where the warp stands: kernel, CTA, PTX line, Python line."""
 
     def read(self, operand: Any, dtype: Any) -> Any:
-        """Values of an operand in all lanes."""
+        """Read an operand in all lanes."""

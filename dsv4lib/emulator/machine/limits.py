@@ -29,7 +29,7 @@ class Limit:
 
     @property
     def how(self) -> str:
-        """How to raise it, for error messages."""
+        """Say how to raise it, for error messages."""
         return f"raise it with {self.argument}=, dsv4 emulate {self.option}, or {self.variable}"
 
     def value(self) -> float:
@@ -99,5 +99,5 @@ class ClusterQueue:
 
 
 def default_settings() -> dict[str, Any]:
-    """Limits of a launch by the name of their setting."""
+    """Make the default limits of a launch by the name of their setting."""
     return {limit.argument: limit.value() for limit in (INSTRUCTIONS, SECONDS, BYTES)}

@@ -57,7 +57,7 @@ class Watch:
         self._warps: dict[Warp, _Seen] = {}
 
     def look(self, stepped: MachineView, running: Sequence[MachineView]) -> None:
-        """After a turn of ``stepped``, one of the ``running`` machines.
+        """Watch one of the ``running`` machines after a slice of ``stepped``.
 
         Raises:
             Deadlock: nothing will ever change any more.
@@ -123,7 +123,7 @@ class Watch:
 
 
 def memory_of(machines: Iterable[MachineView]) -> int:
-    """A checksum of all memory that kernels can change: global, and shared of the resident CTAs."""
+    """Hash all memory that kernels can change: global, and shared of the resident CTAs."""
     total, known = 0, set()
     for machine in machines:
         for allocation in machine.gmem:
@@ -137,7 +137,7 @@ def memory_of(machines: Iterable[MachineView]) -> int:
 
 
 def state_of(warp: Warp) -> int:
-    """A hash of everything that decides what a warp does next, but memory."""
+    """Hash everything but memory that decides what a warp does next."""
     words = warp.words
     n = words[GROUPS]
     pcs, masks = words[GROUP_PC : GROUP_PC + n].tolist(), words[GROUP_MASK : GROUP_MASK + n].tolist()
@@ -169,7 +169,7 @@ class _Silence:
 
 
 def loop_of(warp: Warp, silence: _Silence) -> list[Instr]:
-    """The instructions that bring a warp back to the state it is in.
+    """List the instructions that bring a warp back to its present state.
 
     [] if it waits, exits or changes memory on the way, or takes too many.
     """
@@ -212,12 +212,12 @@ def report(running: Sequence[MachineView], loops: dict[Warp, list[Instr]]) -> st
 
 
 def polled(loop: Sequence[Instr]) -> Instr:
-    """The load of a loop, else its first instruction."""
+    """Find the load of a loop, else its first instruction."""
     return next((i for i in loop if any(isinstance(operand, Memory) for operand in i.operands)), loop[0])
 
 
 def values(warp: Warp, loop: Sequence[Instr]) -> list[str]:
-    """Global memory that the loads of a loop read: address, value, allocation; one line each."""
+    """List what the loads of a loop read: address, value, allocation; one line each."""
     out: list[str] = []
     words = warp.words
     mask, words[MASK] = words[MASK], words[GROUP]

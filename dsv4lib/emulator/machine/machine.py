@@ -104,12 +104,12 @@ class Machine:
         self._began = 0.0
 
     def changed(self) -> None:
-        """Signal to the scheduler that the launch made progress: an arrival, a completion, an exit."""
+        """Signal progress of the launch to the scheduler: an arrival, a completion, an exit."""
         self.events += 1
         self.progress += 1
 
     def variable_address(self, name: str) -> int:
-        """Device address of a ``.global`` or ``.const`` variable."""
+        """Get the device address of a ``.global`` or ``.const`` variable."""
         if name not in self.variables:
             raise LaunchError(f"variable {name} has no device memory")
         return self.variables[name]
@@ -178,7 +178,7 @@ class Machine:
         self.scheduler.start()
 
     def end(self) -> LaunchResult:
-        """Complete what is in flight after the last cluster has exited; what came of the launch."""
+        """Complete what is in flight after the last cluster has exited. What came of the launch."""
         self.scheduler.finish()
         return LaunchResult(
             instructions=self.time,
@@ -202,7 +202,7 @@ class Machine:
                 self.gmem.unregister(address)
 
     def cluster_started(self, cluster: Cluster) -> None:
-        """A cluster has been created."""
+        """Begin a cluster: its checks, its CTAs, what hooks make of them."""
         self.clusters.append(cluster)
         if self.race is not None:
             self.race.started(cluster)
@@ -212,7 +212,7 @@ class Machine:
                 hook(cta)
 
     def cta_exited(self, cta: Cta) -> None:
-        """The last warp of a CTA has exited."""
+        """End a CTA whose last warp has exited: counters, pending copies, hooks."""
         for warp in cta.warps:
             self.stats["bank_conflicts"] += int(warp.ctx["conflicts"])
             self.stats["global_sectors"] += int(warp.ctx["sectors"])
@@ -221,7 +221,7 @@ class Machine:
             hook(cta)
 
     def cluster_finished(self, cluster: Cluster) -> None:
-        """The last warp of a cluster has exited: the machine forgets it."""
+        """Forget a cluster whose last warp has exited."""
         self.clusters.remove(cluster)
 
     def _clusters_to_run(self) -> ClusterQueue:
@@ -237,7 +237,7 @@ class Machine:
 
 
 def prepare(request: LaunchRequest, device: Any) -> Machine:
-    """The machine for one launch on a device.
+    """Make the machine for one launch on a device.
 
     ``device`` gives ``gmem``, ``settings``, ``program(module, kernel_name)``, ``variables(module)`` (addresses by
     name) and, optionally, ``tracing``, ``number`` and ``before``, the detector of the launch before on the stream.
@@ -251,7 +251,7 @@ def prepare(request: LaunchRequest, device: Any) -> Machine:
         variables=device.variables(request.module),
         trace=getattr(device, "tracing", False),
         device=getattr(device, "number", None),
-        before=() if before is None else before.left_behind(),
+        before=() if before is None else before.unfinished(),
     )
 
 

@@ -31,17 +31,17 @@ class Policy:
         self.random = random.Random(int(rng.integers(1 << 62)))  # one number at a time: faster than numpy
 
     def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
-        """Warps to run next, each with its quantum."""
+        """Choose warps to run next, each with its quantum."""
         quantum = self.quantum
         return [(warp, quantum) for warp in ready]
 
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
-        """Operations to complete after the turn; ``can_run``: some warp is ready (else the launch waits for them)."""
+        """Choose operations to complete. ``can_run``: some warp is ready, else the launch waits for them."""
         return units.oldest()
 
 
 class OldestFirst(Policy):
-    """The lowest-numbered ready warp until it blocks; operations complete at once, in the order of issue."""
+    """The lowest-numbered ready warp until it blocks. Operations complete at once, in the order of issue."""
 
     limit = 16  # full slices after which a warp that never blocks (it may spin) goes to the end of the queue
 
@@ -50,11 +50,11 @@ class OldestFirst(Policy):
         self.worn: dict[Warp, int] = {}
 
     def key(self, warp: Warp) -> int:
-        """Rank of a warp; the lowest runs."""
+        """Rank a warp; the lowest runs."""
         return warp.agent
 
     def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
-        """One warp; those that spin give way now and then."""
+        """Choose one warp; those that spin give way now and then."""
         if not ready:
             return []
         warp = min(ready, key=lambda w: (self.worn.get(w, 0) // self.limit, self.key(w)))
@@ -62,22 +62,22 @@ class OldestFirst(Policy):
         return [(warp, self.quantum)]
 
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
-        """The oldest operation."""
+        """Choose the oldest operation."""
         candidates = units.candidates()
         return [min(candidates, key=lambda op: op.order)] if candidates else []
 
 
 class NewestFirst(OldestFirst):
-    """The highest-numbered ready warp until it blocks; the newest operation completes first."""
+    """The highest-numbered ready warp until it blocks. The newest operation completes first."""
 
     clusters = 2
 
     def key(self, warp: Warp) -> int:
-        """The highest-numbered warp first."""
+        """Rank the highest-numbered warp first."""
         return -warp.agent
 
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
-        """The newest operation."""
+        """Choose the newest operation."""
         candidates = units.candidates()
         return [max(candidates, key=lambda op: op.order)] if candidates else []
 
@@ -89,13 +89,13 @@ class Random(Policy):
     clusters = 4
 
     def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
-        """One warp, any."""
+        """Choose one warp, any."""
         if not ready:
             return []
         return [(self.random.choice(ready), 1 + int(self.random.expovariate(1 / 64)))]
 
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
-        """Every fourth time one operation, any."""
+        """Choose every fourth time one operation, any."""
         if can_run and self.random.random() > 0.25:
             return []
         candidates = units.candidates()
@@ -103,18 +103,18 @@ class Random(Policy):
 
 
 class Adversarial(Random):
-    """Warps in shuffled order and small slices; operations as late as possible, in random order."""
+    """Warps in shuffled order and small slices. Operations as late as possible, in random order."""
 
     services = 1
 
     def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
-        """All warps, shuffled."""
+        """Choose all warps, shuffled."""
         order = ready.copy()
         self.random.shuffle(order)
         return [(warp, self.random.randrange(1, 40)) for warp in order]
 
     def completions(self, units: AsyncUnits, can_run: bool) -> list[AsyncOp]:
-        """Nothing as long as a warp can run."""
+        """Choose nothing as long as a warp can run."""
         if can_run:
             return []
         candidates = units.candidates()
@@ -131,7 +131,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(name: str, rng: np.random.Generator) -> Policy:
-    """The policy called ``name``.
+    """Make the policy called ``name``.
 
     Raises:
         ArgumentError: there is none.

@@ -135,18 +135,18 @@ class Program:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def instruction(self, index: int) -> Instr:
-        """The instruction at a pc."""
+        """Get the instruction at a pc."""
         return self.instructions[index]
 
     def uses(self, opcode: str) -> bool:
-        """Does the opcode of any instruction begin like this?"""
+        """Tell whether any instruction has an opcode that starts with this one."""
         key = f"uses {opcode}"
         if key not in self.kept:
             self.kept[key] = any(instr.opcode.startswith(opcode) for instr in self.instructions)
         return self.kept[key]
 
     def symbol(self, name: str) -> tuple[str, int]:
-        """State space and offset of a variable or parameter; the offset of ``global`` and ``const`` is 0.
+        """Find state space and offset of a variable or parameter. 0 for ``global`` and ``const``.
 
         Shared offsets count from the start of the CTA's shared window (the reserved bytes included), parameter offsets
         from the start of the parameter block, local offsets from the start of the lane's local memory.
@@ -154,19 +154,19 @@ class Program:
         return self._variables[name]
 
     def python_line(self, instr: Instr) -> str:
-        """``file:line`` of the Python source, "" without line info."""
+        """Find ``file:line`` of the Python source, "" without line info."""
         if instr.location is None:
             return ""
         location = instr.location.outermost()
         return f"{location.file}:{location.line}"
 
     def place(self, index: int) -> Place:
-        """Where instruction ``index`` stands, without CTA and warp."""
+        """Make the place of instruction ``index``, without CTA and warp."""
         instr = self.instructions[index]
         return Place(self.kernel.name, instr.line, instr.text, self.python_line(instr))
 
     def register(self, index: int) -> Register:
-        """A register by index, for its name in messages."""
+        """Find a register by index, for its name in messages."""
         return self.kernel.registers[index]
 
     def fill(self, regs: np.ndarray, special: Callable[[str], Any], symbol: Callable[[str], int]) -> None:
@@ -186,7 +186,7 @@ class Program:
 
 @functools.cache
 def converges(opcode: str) -> bool:
-    """Does the instruction need lanes of its warp together?"""
+    """Tell whether the instruction needs the lanes of its warp converged."""
     base, *modifiers = opcode.split(".")
     return base in _WARP_WIDE or "aligned" in modifiers or (base != "barrier" and "sync" in modifiers)
 
@@ -206,7 +206,7 @@ def write_slot(regs: np.ndarray, offset: int, bits: int, value: Any) -> None:
 
 
 def leaves(operands: Iterable[Operand]) -> Iterator[Operand]:
-    """Operands flattened in PTX order: vectors, pairs; a memory operand gives its base, then its further parts."""
+    """Flatten operands in PTX order: vectors, pairs. A memory operand is its base, then the rest."""
     for operand in operands:
         if isinstance(operand, Vector):
             yield from leaves(operand.items)
@@ -219,7 +219,7 @@ def leaves(operands: Iterable[Operand]) -> Iterator[Operand]:
 
 
 def read_clock(warp: Any, instr: Instr, form: isa.Form) -> None:
-    """``mov`` from a clock: logical time, which counts warp-instructions; never the time of real hardware."""
+    """Read a clock: logical time in warp-instructions, never the time of real hardware."""
     target, source = instr.operands
     now = int(warp.ctx["clock"]) + int(warp.ctx["executed"])
     assert isinstance(source, Special)
@@ -232,7 +232,7 @@ _CALL_VARIABLE = re.compile(r"(ld|st)\.param(?:::func)?(?=\.)")
 
 
 def in_order(kernel: Kernel) -> Kernel:
-    """The kernel with the modifiers of every implemented instruction in the order of its pattern.
+    """Put modifiers of every implemented instruction in the order of its pattern.
 
     Accesses to variables of the ``.param`` space that a call passes become those of local memory, where they lie.
     """

@@ -81,7 +81,7 @@ class Scheduler:
 
     @property
     def running(self) -> bool:
-        """Whether a cluster has not exited."""
+        """Tell whether a cluster has not exited."""
         return bool(self._live)
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class Scheduler:
         self._launch()
 
     def step(self) -> None:
-        """One turn of the policy and the completions that follow it; errors as of `run`."""
+        """Run one slice of the policy and the completions that follow it. Errors as of `run`."""
         machine, policy = self.machine, self.policy
         for warp, quantum in policy.turn(self.ready):
             self._slice(warp, quantum)
@@ -356,7 +356,7 @@ class Scheduler:
 
     @property
     def spins(self) -> bool:
-        """Whether the last turns brought no progress."""
+        """Tell whether the last slices brought no progress."""
         return self.fruitless > 0 or self._idle >= _PATIENCE
 
     def report(self) -> str:

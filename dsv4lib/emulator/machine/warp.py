@@ -39,7 +39,7 @@ GROUP_PC, GROUP_MASK = _word("group_pc"), _word("group_mask")
 
 @functools.lru_cache(maxsize=4096)
 def lanes_of(mask: int) -> np.ndarray:
-    """bool[32] of a lane mask, lane 0 = bit 0; read-only."""
+    """Unpack a lane mask to bool[32], lane 0 = bit 0; read-only."""
     lanes = (np.uint32(mask) >> _LANES.astype(np.uint32) & np.uint32(1)).astype(bool)
     lanes.flags.writeable = False
     return lanes
@@ -54,7 +54,7 @@ def _indices(mask: int) -> np.ndarray:
 
 
 def mask_of(lanes: np.ndarray) -> int:
-    """Lane mask of bool[32]."""
+    """Pack bool[32] to a lane mask."""
     return int(np.packbits(lanes, bitorder="little").view("<u4")[0])
 
 
@@ -86,7 +86,7 @@ class Parked:
 
 
 def name_of_warp(warp_id: int, ctaid: tuple[int, int, int]) -> str:
-    """Of a warp, for messages."""
+    """Name a warp, for messages."""
     return f"warp {warp_id} of CTA {ctaid}"
 
 
@@ -131,15 +131,15 @@ class Warp:
         return name_of_warp(self.warp_id, self.cta.ctaid)
 
     def mask(self) -> int:
-        """Lanes that execute the current instruction."""
+        """Get the mask of lanes that execute the current instruction."""
         return self.words[MASK]
 
     def lanes(self) -> np.ndarray:
-        """Indices of the active lanes, ascending."""
+        """List the active lanes, ascending."""
         return _indices(self.words[MASK])
 
     def read(self, operand: Operand, dtype: Any) -> np.ndarray:
-        """All 32 lanes of an operand.
+        """Read all 32 lanes of an operand.
 
         A register of the dtype's width is a view (do not write to it); of another width it is truncated or
         zero-extended. Immediates are broadcast. ``bool`` reads a predicate (honours ``!p``). 128-bit registers come
@@ -168,7 +168,7 @@ class Warp:
         raise EmulatorError(f"operand {operand} has no value")
 
     def write(self, operand: Operand, values: Any) -> None:
-        """Store 32 values (or one for all lanes) in the active lanes of a register; ``_`` is ignored.
+        """Store 32 values (or one for all lanes) in the active lanes of a register. ``_`` is ignored.
 
         Values are converted to the register's width (bits kept or zero-extended). uint64[2, 32] writes a 128-bit
         register, bool a predicate.
@@ -210,14 +210,14 @@ class Warp:
         self.predicates[at] = self.predicates[at] & ~mask | lanes & mask
 
     def test(self, operand: Operand, lane: int) -> bool:
-        """One lane's value of a predicate operand."""
+        """Read one lane of a predicate operand."""
         if type(operand) is Reg:
             bit = self.predicates[self.program.offset[operand.index] >> 2] >> lane & 1
             return bool(bit) != operand.negated
         return bool(self.read(operand, bool)[lane])
 
     def lane_value(self, operand: Operand, width: int, lane: int) -> int:
-        """One lane's value of an operand, as an unsigned number of ``width`` bytes."""
+        """Read one lane of an operand, as an unsigned number of ``width`` bytes."""
         if type(operand) is Reg:
             bits = self.program.bits[operand.index]
             if 8 <= bits <= 64:
@@ -229,7 +229,7 @@ class Warp:
         return int(self.read(operand, _UNSIGNED[width])[lane])
 
     def agreed(self, operand: Operand, width: int) -> int | None:
-        """The value that all active lanes agree on, as `lane_value` gives it; None if there is none."""
+        """Find the value that all active lanes agree on, as `lane_value` gives it, or None."""
         mask = self.words[MASK]
         if not mask & (mask - 1):
             return self.lane_value(operand, width, mask.bit_length() - 1) if mask else None
@@ -246,14 +246,14 @@ class Warp:
         return int(values[0]) if (values == values[0]).all() else None
 
     def agreed_address(self, memory: Memory) -> int | None:
-        """`address` as one number, if all active lanes agree on it."""
+        """Find `address` as one number, if all active lanes agree on it."""
         base = memory.base
         narrow = type(base) is Reg and self.program.bits[base.index] == 32
         value = self.agreed(base, 4 if narrow else 8)
         return None if value is None else value + memory.offset & (0xFFFFFFFF if narrow else 0xFFFFFFFFFFFFFFFF)
 
     def uniform(self, operand: Operand, dtype: Any) -> Any:
-        """The value that all active lanes agree on, as a Python number.
+        """Read the value that all active lanes must agree on, as a Python number.
 
         Raises:
             EmulatorError: they differ, or no lane is active.
@@ -273,7 +273,7 @@ class Warp:
         return values[0].item()
 
     def address(self, memory: Memory) -> np.ndarray:
-        """uint64[32]: base + offset.
+        """Compute base + offset in all lanes, uint64[32].
 
         Shared addresses carry the CTA's rank (memory/addressing.py), parameters are addresses of the parameter block,
         local variables byte offsets in the lane's local memory. A 32-bit base wraps at 32 bits.
@@ -284,7 +284,7 @@ class Warp:
         return self.read(base, np.uint64) + np.uint64(memory.offset & 0xFFFFFFFFFFFFFFFF)
 
     def symbol(self, name: str) -> int:
-        """Address of a variable or parameter, in the form ``address`` gives it."""
+        """Get the address of a variable or parameter, as ``address`` gives it."""
         space, offset = self.program.symbol(name)
         if space == "shared":
             return shared_address(self.cta.rank, offset)
@@ -295,7 +295,7 @@ class Warp:
         return offset
 
     def place(self, instr: Instr | None = None) -> Place:
-        """Where this warp is: the given instruction, or the one at its pc."""
+        """Make the place of the given instruction, or of the one at the warp's pc."""
         if instr is None:
             instr = self.program.instruction(self.words[PC])
         return Place(

@@ -18,22 +18,22 @@ LOW_32 = 0xFFFFFFFF
 
 
 def shared_address(rank: int, offset: int) -> int:
-    """32-bit shared address of byte ``offset`` in the CTA of cluster rank ``rank``."""
+    """Make the 32-bit shared address of byte ``offset`` in the CTA of rank ``rank``."""
     return rank << RANK_SHIFT | offset
 
 
 def is_shared(addresses: np.ndarray) -> np.ndarray:
-    """bool of the same shape: which generic addresses lie in the shared window."""
+    """Tell which generic addresses lie in the shared window, bool of the same shape."""
     return (addresses.astype(np.uint64) & np.uint64(WINDOW_MASK)) == np.uint64(SHARED_WINDOW)
 
 
 def is_local(addresses: np.ndarray) -> np.ndarray:
-    """bool of the same shape: which generic addresses lie in the local window."""
+    """Tell which generic addresses lie in the local window, bool of the same shape."""
     return (addresses.astype(np.uint64) & np.uint64(WINDOW_MASK)) == np.uint64(LOCAL_WINDOW)
 
 
 def to_shared(addresses: np.ndarray) -> np.ndarray:
-    """uint32 shared addresses of generic or 32-bit shared addresses; the window, if any, is dropped.
+    """Convert generic or 32-bit shared addresses to uint32 shared ones, no window.
 
     The caller has checked the space where both spaces are allowed (``is_shared``).
     """
@@ -41,10 +41,10 @@ def to_shared(addresses: np.ndarray) -> np.ndarray:
 
 
 def ranks(addresses: np.ndarray) -> np.ndarray:
-    """Cluster rank of each shared address (int64)."""
+    """Get the cluster rank of each shared address (int64)."""
     return (to_shared(addresses) >> np.uint32(RANK_SHIFT)).astype(np.int64)
 
 
 def offsets(addresses: np.ndarray) -> np.ndarray:
-    """Byte offset in the CTA's shared memory of each shared address (int64)."""
+    """Get the byte offset in its CTA's shared memory of each shared address (int64)."""
     return (to_shared(addresses) & np.uint32(OFFSET_MASK)).astype(np.int64)

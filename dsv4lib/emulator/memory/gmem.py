@@ -75,7 +75,7 @@ class GlobalMemory:
 
     @functools.cached_property
     def heap(self) -> Heap:
-        """What ``malloc`` of kernels gives out."""
+        """Get the heap that ``malloc`` of kernels allocates from."""
         return Heap(self)
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class GlobalMemory:
         self._multicast[multicast.start] = multicast
 
     def multicast(self, address: int, nbytes: int = 1) -> tuple[int, ...]:
-        """The address that an access through a multicast range has on every device; () if it is not one."""
+        """Translate an access through a multicast range to every device's address. () if it is none."""
         for known in self._multicast.values():
             if known.start <= address and address + nbytes <= known.start + known.nbytes:
                 return tuple(target + address - known.start for target in known.targets)
@@ -143,7 +143,7 @@ class GlobalMemory:
 
     @contextmanager
     def registered(self, array: np.ndarray, label: str, *, writable: bool = True) -> Iterator[Allocation]:
-        """``register_array`` for the duration of a ``with`` block."""
+        """Register an array for the duration of a ``with`` block."""
         allocation = self.register_array(array, label, writable=writable)
         try:
             yield allocation
@@ -151,7 +151,7 @@ class GlobalMemory:
             self.unregister(allocation.start)
 
     def find(self, address: int, nbytes: int = 1) -> Allocation | None:
-        """The allocation that holds all of [address, address + nbytes), or None."""
+        """Find the allocation that holds all of [address, address + nbytes), or None."""
         i = bisect.bisect_right(self._starts, address) - 1
         if i < 0:
             return None
@@ -159,7 +159,7 @@ class GlobalMemory:
         return found if address + nbytes <= found.end else None
 
     def view(self, address: int, nbytes: int, write: bool = False) -> np.ndarray:
-        """uint8[nbytes] over the memory itself (no copy).
+        """View memory as uint8[nbytes], without a copy.
 
         Raises:
             MemoryFault: any byte lies outside, or ``write`` on read-only memory.
@@ -171,7 +171,7 @@ class GlobalMemory:
         return self._views[found.start][offset : offset + nbytes]
 
     def gather(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """uint8[len(addresses), nbytes]: a copy of ``nbytes`` bytes from each address."""
+        """Copy ``nbytes`` bytes from each address: uint8[len(addresses), nbytes]."""
         out = np.empty((len(addresses), nbytes), np.uint8)
         for base, rows, offsets in self._ranges(addresses, nbytes, write=False):
             windows = np.lib.stride_tricks.sliding_window_view(base, nbytes)
@@ -179,14 +179,14 @@ class GlobalMemory:
         return out
 
     def scatter(self, addresses: np.ndarray, values: np.ndarray) -> None:
-        """Store row i of ``values`` (uint8[n, nbytes]) at ``addresses[i]``; of overlapping rows the last one wins."""
+        """Store row i of ``values`` (uint8[n, nbytes]) at ``addresses[i]``. Of overlapping rows the last one wins."""
         nbytes = values.shape[1]
         for base, rows, offsets in self._ranges(addresses, nbytes, write=True):
             windows = np.lib.stride_tricks.sliding_window_view(base, nbytes, writeable=True)
             windows[offsets] = values[rows]
 
     def explain(self, address: int, nbytes: int, write: bool = False) -> str:
-        """Why an access is wrong: nearest allocation and the distance to it."""
+        """Explain why an access is wrong: nearest allocation and the distance to it."""
         verb = "store" if write else "load"
         what = f"{verb} of {nbytes} bytes at {address:#x}"
         holder = self.find(address)

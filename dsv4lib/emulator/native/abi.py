@@ -116,10 +116,10 @@ SHARED_WINDOW, LOCAL_WINDOW, WINDOW_MASK = 0x7E << 56, 0x7D << 56, 0xFF << 56
 
 
 def register_bytes(bits: int) -> int:
-    """Bytes a register of ``bits`` takes in the register file; 1 means a predicate."""
+    """Count the bytes of a register of ``bits`` in the register file. 1 bit means a predicate."""
     return 4 if bits == 1 else LANES * max(bits, 8) // 8
 
 
 def aligned(size: int, boundary: int = 64) -> int:
-    """``size`` rounded up to ``boundary``."""
+    """Round ``size`` up to ``boundary``."""
     return -(-size // boundary) * boundary

@@ -469,13 +469,13 @@ _FUNCTION = {
 
 
 def space_of(name: str) -> str:
-    """The checking rule of a PTX state space; "" is generic addressing."""
+    """Choose the checking rule of a PTX state space; "" is generic addressing."""
     plain = name.partition("::")[0]
     return {"": "generic", "const": "global"}.get(plain, plain)
 
 
 def pointer_of(e: Emitter, space: str, store: bool, address: Value, nbytes: int, lane: Value) -> Value:
-    """Host pointer of one lane's access; emits a return if it faults."""
+    """Emit the host pointer of one lane's access, and a return if it faults."""
     for name in _NEEDS[space]:
         e.helpers.add(name)
     args = f"ptr %ctx, {address.typed}, i64 {nbytes}, {lane.typed}"
@@ -504,7 +504,7 @@ class Checked:
 
 
 def check_all(e: Emitter, space: str, store: bool, lanes: Value, nbytes: int, mask: Value) -> Checked | None:
-    """Check the addresses of the lanes in ``mask`` together; None for state spaces without such a check.
+    """Check the addresses of the lanes in ``mask`` together. None for state spaces without such a check.
 
     Generic addresses pass if they are global: the windows of the other spaces lie outside of every allocation.
     """
@@ -551,7 +551,7 @@ def _entry(e: Emitter, table: str, rank: Value) -> Value:
 
 
 def addresses(e: Emitter, operand: int) -> Value:
-    """All lanes' addresses, base + offset, as <32 x i64>. A 32-bit base wraps at 32 bits."""
+    """Emit all lanes' base + offset, as <32 x i64>. A 32-bit base wraps at 32 bits."""
     leaf = e.leaves[operand]
     if leaf == "32":
         low = e.load(operand, "i32") + e.splat(e.cast("trunc", e.imm(), "i32"))
@@ -560,14 +560,14 @@ def addresses(e: Emitter, operand: int) -> Value:
 
 
 def spill(e: Emitter, values: Value) -> Value:
-    """A vector in memory, to index it by a lane number."""
+    """Store a vector in memory, to index it by a lane number."""
     slot = e.line("alloca [32 x i64], align 64", "ptr", 0)
     e.raw(f"store {values.typed}, ptr {slot.ref}, align 64")
     return slot
 
 
 def lane_of(e: Emitter, slot: Value, lane: Value, kind: str) -> Value:
-    """Element ``lane`` of a spilled vector or a register."""
+    """Load element ``lane`` of a spilled vector or a register."""
     at = e.line(f"getelementptr {kind}, ptr {slot.ref}, {lane.typed}", "ptr", 0)
     return e.line(f"load {kind}, ptr {at.ref}, align {int(kind[1:]) // 8}", kind, 0)
 

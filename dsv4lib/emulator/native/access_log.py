@@ -120,7 +120,7 @@ HELPERS["log_access"] = fill(_APPEND.replace("CAPACITY", str(CAPACITY)).replace(
 
 
 def unchanged(e: Emitter, space: str, slot: Value, staging: Value, nbytes: int, mask: Value) -> Value | None:
-    """Where it says, if the race detector is on, whether a store about to happen changes shared memory: SAME or 0."""
+    """Emit SAME if a store about to happen leaves shared memory as it is, else 0."""
     if space not in ("shared", "generic"):
         return None
     answer = e.line("alloca i64, align 8", "ptr", 0)

@@ -49,13 +49,13 @@ REDS = _variants("red", "relaxed|release", _SCALAR, _VECTOR)
 
 @isa.native(*ATOMS)
 def atom(e: Emitter, form: Form) -> None:
-    """Atomic operation that returns the old value."""
+    """Update memory atomically; d = the old value."""
     _atomic(e, form, e.groups[0], e.groups[1][0], e.groups[2:])
 
 
 @isa.native(*REDS)
 def red(e: Emitter, form: Form) -> None:
-    """Atomic operation without a result."""
+    """Update memory atomically, without a result."""
     _atomic(e, form, None, e.groups[0][0], e.groups[1:])
 
 
@@ -97,7 +97,7 @@ def _in_global(e: Emitter, space: str, address: Value) -> Value:
 
 
 def combine(e: Emitter, op: str, ptx: str, a: Value, values: list[Value], in_global: Value | None) -> Value:
-    """New memory contents of scalar ``a`` and the operands; ``in_global`` is needed for f32 and f64."""
+    """Compute the new memory contents of scalar ``a`` and the operands. ``in_global`` is needed for f32 and f64."""
     b = values[0]
     if op == "cas":
         return e.select(e.icmp("eq", a, b), values[1], a)

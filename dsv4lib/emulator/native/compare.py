@@ -19,14 +19,14 @@ PAIRS = "f16x2|bf16x2"
 
 
 def float_condition(name: str) -> str:
-    """fcmp condition of a PTX comparison: ordered unless it ends in u."""
+    """Choose the fcmp condition of a PTX comparison: ordered unless it ends in u."""
     if name in ("num", "nan"):
         return {"num": "ord", "nan": "uno"}[name]
     return f"u{name[:-1]}" if name.endswith("u") else f"o{name}"
 
 
 def comparison(e: Emitter, form: Form, first: int) -> Value:
-    """The comparison of operands ``first`` and ``first + 1`` as i1 lanes (64 for packed types)."""
+    """Compare operands ``first`` and ``first + 1`` as i1 lanes (64 for packed types)."""
     t, name = form.get("stype"), form.get("cmp")
     if t in (*FLOAT_TYPES.split("|"), *PAIRS.split("|")):
         a, b = (fp.load(e, i, t, ftz=form.has("ftz")) for i in (first, first + 1))
@@ -39,12 +39,12 @@ def comparison(e: Emitter, form: Form, first: int) -> Value:
 
 
 def combine(e: Emitter, form: Form, flags: Value, i: int) -> Value:
-    """A lane mask combined with predicate operand ``i`` if the form has a Boolean operator."""
+    """Combine a lane mask with predicate operand ``i`` if there is a Boolean operator."""
     return OPERATORS[form.get("bool")](flags, e.pred(i)) if form.has("bool") else flags
 
 
 def source_patterns(head: str, tail: str = "") -> tuple[str, ...]:
-    """List the variants of integer and 32- and 64-bit float sources; ``tail`` stands before the source type."""
+    """List the variants of integer and 32- and 64-bit float sources. ``tail`` stands before the source type."""
     return (
         f"{head}.<cmp:{INTEGER}>{BOOL}{tail}.<stype:u16|u32|u64|s16|s32|s64>",
         f"{head}.<cmp:{UNSIGNED}>{BOOL}{tail}.<stype:u16|u32|u64>",
@@ -85,7 +85,7 @@ def setp_packed(e: Emitter, form: Form) -> None:
 
 
 def truth(e: Emitter, flags: Value, dtype: str) -> Value:
-    """Lanes of 1.0 or all ones for true, 0 for false."""
+    """Convert true lanes to 1.0 or all ones, false ones to 0."""
     bits = {"f32": 32, "f16": 16, "bf16": 16}.get(dtype) or bits_of(dtype)
     one = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}.get(dtype, -1)
     value = e.const(one, f"i{bits}", flags.n)

@@ -21,7 +21,7 @@ ROUNDING = {"rni": "llvm.roundeven", "rzi": "llvm.trunc", "rmi": "llvm.floor", "
 
 
 def load_wide(e: Emitter, i: int, bits: int) -> Value:
-    """The low ``bits`` of operand ``i``, whose register may be wider."""
+    """Load the low ``bits`` of operand ``i``, whose register may be wider."""
     return e.resize(e.load(i, f"i{max(bits, e.register_bits(i, bits))}"), f"i{bits}")
 
 
@@ -32,7 +32,7 @@ def store_wide(e: Emitter, i: int, value: Value, extend_sign: bool = False) -> N
 
 
 def load_float(e: Emitter, form: Form, i: int, ptx: str) -> Value:
-    """Operand ``i`` as f32 or f64; .ftz flushes f32 alone."""
+    """Load operand ``i`` as f32 or f64; .ftz flushes f32 alone."""
     x = fp.widen(e, load_wide(e, i, bits_of(ptx)), ptx)
     return fp.flush(e, x, fp.SMALLEST_NORMAL["f32"]) if form.has("ftz") and ptx == "f32" else x
 
@@ -58,7 +58,7 @@ def integer_to_integer(e: Emitter, form: Form) -> None:
 
 
 def clamp(e: Emitter, a: Value, atype: str, dtype: str) -> Value:
-    """``a`` clamped to the values that ``dtype`` has in common with ``atype``."""
+    """Clamp ``a`` to the values that ``dtype`` has in common with ``atype``."""
     width, target = bits_of(atype), bits_of(dtype)
     top = (1 << (target - 1 if signed(dtype) else target)) - 1
     if not signed(atype):
@@ -110,7 +110,7 @@ def integer_to_float(e: Emitter, form: Form) -> None:
 
 
 def integer_to_f64(e: Emitter, a: Value, atype: str, mode: str) -> Value:
-    """Correctly rounded in any mode: the high and low words are exact, their sum rounds once."""
+    """Round correctly in any mode: the high and low words are exact, their sum rounds once."""
     op = "sitofp" if signed(atype) else "uitofp"
     if a.kind != "i64" or mode == "rn":
         return e.cast(op, a, "f64")
@@ -119,7 +119,7 @@ def integer_to_f64(e: Emitter, a: Value, atype: str, mode: str) -> Value:
 
 
 def integer_to_odd_f64(e: Emitter, a: Value, atype: str) -> Value:
-    """f64, exact or rounded to odd: any later rounding to a narrower type is then as if done once."""
+    """Convert to f64, exact or rounded to odd. A later rounding to a narrower type is then right."""
     op = "sitofp" if signed(atype) else "uitofp"
     if a.kind != "i64":
         return e.cast(op, a, "f64")
@@ -158,7 +158,7 @@ def store_float(e: Emitter, form: Form, x: Value, dtype: str, mode: str) -> None
 
 
 def truncated_nan(e: Emitter, x: Value, ptx: str) -> Value:
-    """A quiet f32 NaN as f16 or bf16 with its sign and the top of its payload."""
+    """Convert a quiet f32 NaN to f16 or bf16 with its sign and the top of its payload."""
     bits = e.bitcast(x, "i32")
     if ptx == "bf16":
         return e.cast("trunc", bits >> 16, "i16")
@@ -166,7 +166,7 @@ def truncated_nan(e: Emitter, x: Value, ptx: str) -> Value:
 
 
 def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False, relu: bool = False) -> Value:
-    """f32 to the 16-bit codes of f16 or bf16, i16 lanes."""
+    """Convert f32 to the 16-bit codes of f16 or bf16, i16 lanes."""
     if mode in ("", "rn"):
         code = fp.narrow(e, fp.relu(e, x) if relu else x, ptx)
         form = narrow.FORMATS[ptx]
@@ -188,13 +188,13 @@ def narrow16(e: Emitter, x: Value, ptx: str, mode: str, satfinite: bool = False,
     "cvt.<dtype:f16>.<atype:bf16>",
 )
 def widening(e: Emitter, form: Form) -> None:
-    """Conversions without rounding; between f16 and bf16 to nearest, as ptxas reads what has no rounding modifier."""
+    """Convert without rounding. Between f16 and bf16 to nearest, as ptxas reads what has no rounding modifier."""
     store_float(e, form, load_float(e, form, 1, form.get("atype")), form.get("dtype"), "rn")
 
 
 @isa.native("cvt.f32.f32", "cvt.f32.<atype:bf16>")
 def same_number(e: Emitter, form: Form) -> None:
-    """f32 or bf16 to f32: the bits stay, those of a NaN too."""
+    """Convert f32 or bf16 to f32: the bits stay, those of a NaN too."""
     if form.has("atype"):
         store_wide(e, 0, e.cast("zext", load_wide(e, 1, 16), "i32") << 16)
     else:
@@ -212,7 +212,7 @@ def same_number(e: Emitter, form: Form) -> None:
     "cvt.<round:rn|rz>.<satfinite:satfinite>.<dtype:f16|bf16>.<atype:f32>",
 )
 def narrowing(e: Emitter, form: Form) -> None:
-    """Conversions to a narrower (or the other 16-bit) format."""
+    """Convert to a narrower (or the other 16-bit) format."""
     x = load_float(e, form, 1, form.get("atype"))
     store_float(e, form, x, form.get("dtype"), form.get("round"))
 
@@ -246,7 +246,7 @@ def tf32(e: Emitter, form: Form) -> None:
 
 @isa.native("cvt.pack.sat.<to:u16|s16>.s32", "cvt.pack.sat.<to:u2|s2|u4|s4|u8|s8>.s32.b32")
 def pack(e: Emitter, form: Form) -> None:
-    """d = saturated a and b next to each other, b lower; below 16 bits c is shifted up above them."""
+    """d = saturated a and b next to each other, b lower. Below 16 bits c is shifted up above them."""
     to = form.get("to")
     bits = bits_of(to)
     a, b = (clamp(e, e.load(i, "i32"), "s32", to) & ((1 << bits) - 1) for i in (1, 2))

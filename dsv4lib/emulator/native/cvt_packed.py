@@ -23,20 +23,20 @@ def store_pair(e: Emitter, high: Value, low: Value, step: int, bits: int) -> Non
 
 
 def halves(e: Emitter, i: int, ptx: str) -> list[Value]:
-    """Operand ``i`` of type f16x2 or bf16x2 as two f32 values, the upper one first."""
+    """Load operand ``i`` of type f16x2 or bf16x2 as two f32 values, the upper one first."""
     pair = e.load(i, "i32")
     return [fp.widen(e, e.cast("trunc", half, "i16"), ptx) for half in (pair >> 16, pair)]
 
 
 def codes(e: Emitter, i: int, ptx: str) -> list[Value]:
-    """Operand ``i`` of a small packed type as two i32 codes, the upper one first."""
+    """Load operand ``i`` of a small packed type as two i32 codes, the upper one first."""
     step = 4 if ptx == "e2m1x2" else 8
     pair = e.resize(load_wide(e, i, 2 * step), "i32")
     return [pair >> step, pair & ((1 << step) - 1)]
 
 
 def scales(e: Emitter, form: Form, i: int) -> list[Value | None]:
-    """The pair of scale factors of a scaled form as f32."""
+    """Load the pair of scale factors of a scaled form as f32."""
     if not form.has("scaled"):
         return [None, None]
     return [narrow.decode_ue8m0(e, code) for code in codes(e, i, "ue8m0x2")]
@@ -44,7 +44,7 @@ def scales(e: Emitter, form: Form, i: int) -> list[Value | None]:
 
 @isa.native(f"cvt.<round:rn|rz>{CLAMPS}.<dtype:f16x2|bf16x2>.f32")
 def to_half_pair(e: Emitter, form: Form) -> None:
-    """Two f32 to f16x2 or bf16x2."""
+    """Convert two f32 to f16x2 or bf16x2."""
     flags = form.get("round"), form.has("satfinite"), form.has("relu")
     a, b = (narrow16(e, fp.load(e, i, "f32"), fp.element(form.get("dtype")), *flags) for i in (1, 2))
     e.store(0, e.pack([b, a], "i32"))
@@ -67,7 +67,7 @@ def to_random_pair(e: Emitter, form: Form) -> None:
 
 
 def to_small(e: Emitter, form: Form, values: list[Value]) -> None:
-    """Two f32 values to a pair of a small format."""
+    """Convert two f32 values to a pair of a small format."""
     dtype = form.get("dtype")
     high, low = (narrow.encode(e, x, fp.element(dtype), "rn", True, form.has("relu")) for x in values)
     step = 4 if dtype == "e2m1x2" else 8
@@ -76,19 +76,19 @@ def to_small(e: Emitter, form: Form, values: list[Value]) -> None:
 
 @isa.native(f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.f32")
 def f32_to_small(e: Emitter, form: Form) -> None:
-    """Two f32 to two codes, saturating."""
+    """Convert two f32 to two codes, saturating."""
     to_small(e, form, [fp.load(e, i, "f32") for i in (1, 2)])
 
 
 @isa.native(f"cvt.rn.satfinite[.<relu:relu>].<dtype:{SMALL}>.<atype:f16x2|bf16x2>")
 def half_pair_to_small(e: Emitter, form: Form) -> None:
-    """f16x2 or bf16x2 to two codes, saturating."""
+    """Convert f16x2 or bf16x2 to two codes, saturating."""
     to_small(e, form, halves(e, 1, form.get("atype")))
 
 
 @isa.native(f"cvt.rn[.<relu:relu>].f16x2.<atype:{SMALL}>")
 def small_to_f16(e: Emitter, form: Form) -> None:
-    """Two codes to f16x2; exact."""
+    """Convert two codes to f16x2; exact."""
     high, low = (narrow.decode(e, c, fp.element(form.get("atype"))) for c in codes(e, 1, form.get("atype")))
     flags = "rn", False, form.has("relu")
     e.store(0, e.pack([narrow16(e, low, "f16", *flags), narrow16(e, high, "f16", *flags)], "i32"))
@@ -96,7 +96,7 @@ def small_to_f16(e: Emitter, form: Form) -> None:
 
 @isa.native(f"cvt.rn{CLAMPS}{SCALED}.bf16x2.<atype:{SMALL}|s2f6x2>")
 def small_to_bf16(e: Emitter, form: Form) -> None:
-    """Two codes, times their scales, to bf16x2."""
+    """Convert two codes, times their scales, to bf16x2."""
     atype = form.get("atype")
     results = []
     for code, scale in zip(codes(e, 1, atype), scales(e, form, 2), strict=True):
@@ -108,7 +108,7 @@ def small_to_bf16(e: Emitter, form: Form) -> None:
 
 @isa.native(f"cvt.rn.satfinite[.<relu:relu>]{SCALED}.s2f6x2.<atype:f32|bf16x2>")
 def to_s2f6(e: Emitter, form: Form) -> None:
-    """Two values, divided by their scales, to signed bytes in units of 1/64."""
+    """Convert two values, divided by their scales, to signed bytes in units of 1/64."""
     if form.get("atype") == "f32":
         values, last = [fp.load(e, i, "f32") for i in (1, 2)], 3
     else:
@@ -120,7 +120,7 @@ def to_s2f6(e: Emitter, form: Form) -> None:
 
 @isa.native("cvt.<round:rz|rp>[.<satfinite:satfinite>].ue8m0x2.<atype:f32|bf16x2>")
 def to_ue8m0(e: Emitter, form: Form) -> None:
-    """Two magnitudes to powers of two."""
+    """Convert two magnitudes to powers of two."""
     values = [fp.load(e, i, "f32") for i in (1, 2)] if form.get("atype") == "f32" else halves(e, 1, "bf16x2")
     high, low = (narrow.encode_ue8m0(e, x, form.get("round"), form.has("satfinite")) for x in values)
     store_pair(e, high, low, 8, 16)
@@ -128,6 +128,6 @@ def to_ue8m0(e: Emitter, form: Form) -> None:
 
 @isa.native("cvt.rn.bf16x2.ue8m0x2")
 def from_ue8m0(e: Emitter, form: Form) -> None:
-    """Two scales to bf16x2; exact."""
+    """Convert two scales to bf16x2; exact."""
     high, low = (narrow16(e, narrow.decode_ue8m0(e, c), "bf16", "rn") for c in codes(e, 1, "ue8m0x2"))
     e.store(0, e.pack([low, high], "i32"))

@@ -456,7 +456,7 @@ _COUNT = """
 
 @functools.cache
 def run_loop(counting: bool = False) -> Callable[[int, int, int], int]:
-    """The compiled loop: ``run(context address, records address, quantum) -> reason``.
+    """Compile the loop: ``run(context address, records address, quantum) -> reason``.
 
     With ``counting`` it counts the executions of each record in the record's ``pad`` field.
     """

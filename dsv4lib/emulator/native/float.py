@@ -18,7 +18,7 @@ NAN_FILL = 0x7FF7  # of tensor maps that fill with NaN, either sign (units/tma_b
 
 
 def finish(e: Emitter, form: Form, x: Value, ptx: str | None = None, scaled: Value | None = None) -> None:
-    """Store a result with the form's .ftz, .sat and .relu; ``scaled`` as in ``fp.store``."""
+    """Store a result with the form's .ftz, .sat and .relu. ``scaled`` as in ``fp.store``."""
     t = ptx or form.get("type")
     fp.store(e, 0, x, t, ftz=form.has("ftz"), sat=form.has("sat"), positive=form.has("relu"), scaled=scaled)
 
@@ -35,7 +35,7 @@ def compute(e: Emitter, form: Form, op: str, values: Sequence[Value], scale: Seq
 
 
 def operand(e: Emitter, form: Form, i: int) -> Value:
-    """Source operand with the form's .ftz applied."""
+    """Load a source operand with the form's .ftz applied."""
     return fp.load(e, i, form.get("type"), ftz=form.has("ftz"))
 
 
@@ -74,7 +74,7 @@ def mul(e: Emitter, form: Form) -> None:
 
 @contextmanager
 def inexact_product(e: Emitter, product: Value, a: Value, b: Value) -> Iterator[None]:
-    """The block for warps in which an f32 product of bf16 numbers is not exact: subnormal or overflown in some lane."""
+    """Open the block for warps with a lane whose f32 product of bf16 numbers is inexact."""
     e.address(0), e.active()  # both paths store
     size = fp.magnitude(e, product)
     tiny = e.fcmp("olt", size, fp.SMALLEST_NORMAL["f32"]) & e.fcmp("one", a, 0.0) & e.fcmp("one", b, 0.0)
@@ -164,7 +164,7 @@ def absolute(e: Emitter, form: Form) -> None:
 
 
 def sign_operation(e: Emitter, form: Form, change: Callable[[Value], Value]) -> None:
-    """neg and abs on the bits; .ftz clears the fraction where the exponent is 0. NaN becomes canonical (f64: stays)."""
+    """Compute neg and abs on the bits. With .ftz a fraction at exponent 0 is cleared; NaN is canonical (f64: kept)."""
     t = form.get("type")
     bits = fp.load_bits(e, 1, t)
     sign = 1 << (int(bits.kind[1:]) - 1)
@@ -188,7 +188,7 @@ def extremum_patterns(op: str) -> tuple[str, ...]:
 
 
 def extremum(e: Emitter, form: Form, name: str) -> None:
-    """min and max of two or (f32) three operands; -0 < +0; a number wins over NaN unless .NaN is there."""
+    """Compute min and max of two or (f32) three operands. -0 < +0; a number wins over NaN unless .NaN is there."""
     count = 3 if len(e.leaves) == 4 and form.get("type") == "f32" and not form.has("xorsign") else 2
     values = [operand(e, form, i) for i in range(1, count + 1)]
     sign = None

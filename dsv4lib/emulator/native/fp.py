@@ -19,12 +19,12 @@ SMALLEST_NORMAL = {"f16": 2.0**-14, "bf16": 2.0**-126, "f32": 2.0**-126}
 
 
 def element(ptx: str) -> str:
-    """f16x2 -> f16 and so on."""
+    """Get the element type: f16x2 -> f16 and so on."""
     return ptx.removesuffix("x2")
 
 
 def load_bits(e: Emitter, i: int, ptx: str) -> Value:
-    """Operand ``i`` as integer lanes: 32 of a scalar type, 64 of a packed one."""
+    """Load operand ``i`` as integer lanes: 32 of a scalar type, 64 of a packed one."""
     bits = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}[element(ptx)]
     if ptx.endswith("x2"):
         return e.bitcast(e.load(i, f"i{2 * bits}"), f"i{bits}")
@@ -32,13 +32,13 @@ def load_bits(e: Emitter, i: int, ptx: str) -> Value:
 
 
 def store_bits(e: Emitter, i: int, value: Value) -> None:
-    """Inverse of ``load_bits``."""
+    """Store integer lanes, the inverse of ``load_bits``."""
     kind = f"i{int(value.kind[1:]) * value.n // 32}"
     e.store(i, e.bitcast(value, kind))
 
 
 def widen(e: Emitter, bits: Value, ptx: str) -> Value:
-    """Integer lanes as f32 (16-bit formats, f32) or f64."""
+    """Widen integer lanes to f32 (16-bit formats, f32) or f64."""
     name = element(ptx)
     if name == "bf16":
         return e.bitcast(e.cast("zext", bits, "i32") << 16, "f32")
@@ -48,18 +48,18 @@ def widen(e: Emitter, bits: Value, ptx: str) -> Value:
 
 
 def load(e: Emitter, i: int, ptx: str, ftz: bool = False) -> Value:
-    """Operand ``i`` as f32 or f64, subnormals flushed if wanted."""
+    """Load operand ``i`` as f32 or f64, subnormals flushed if wanted."""
     x = widen(e, load_bits(e, i, ptx), ptx)
     return flush(e, x, SMALLEST_NORMAL[element(ptx)]) if ftz else x
 
 
 def is_nan(e: Emitter, x: Value) -> Value:
-    """Lanes that are NaN."""
+    """Test lanes for NaN."""
     return e.fcmp("uno", x, x)
 
 
 def magnitude(e: Emitter, x: Value) -> Value:
-    """|x|."""
+    """Compute |x|."""
     return e.intrinsic("llvm.fabs", x)
 
 
@@ -79,22 +79,22 @@ def flush(e: Emitter, x: Value, smallest: float, scaled: Value | None = None, sc
 
 
 def saturate(e: Emitter, x: Value) -> Value:
-    """x clamped to [0, 1]; NaN and -0 become +0."""
+    """Clamp x to [0, 1]; NaN and -0 become +0."""
     return e.select(e.fcmp("ogt", x, 0.0), e.select(e.fcmp("olt", x, 1.0), x, 1.0), 0.0)
 
 
 def relu(e: Emitter, x: Value) -> Value:
-    """0 where x is negative or -0; NaN stays."""
+    """Replace x by 0 where it is negative or -0; NaN stays."""
     return e.select(e.fcmp("ole", x, 0.0), x.like(0.0), x)
 
 
 def canonical(e: Emitter, x: Value) -> Value:
-    """f32 with NaN replaced by 0x7fffffff."""
+    """Replace NaN of f32 by 0x7fffffff."""
     return e.select(is_nan(e, x), e.bitcast(e.const(0x7FFFFFFF, "i32", x.n), "f32"), x)
 
 
 def to_odd(e: Emitter, value: Value, error: Value) -> Value:
-    """Round-to-odd from a nearest result and the exact rest (its sign and whether it is 0 are all that counts)."""
+    """Round to odd from a nearest result and the sign and zeroness of the exact rest."""
     kind = {"f32": "i32", "f64": "i64"}[value.kind]
     bits = e.bitcast(value, kind)
     inexact = e.fcmp("one", error, 0.0) & e.icmp("eq", bits & 1, 0)
@@ -105,20 +105,20 @@ def to_odd(e: Emitter, value: Value, error: Value) -> Value:
 
 
 def two_sum(e: Emitter, a: Value, b: Value) -> tuple[Value, Value]:
-    """a + b rounded to nearest, and the exact error (Knuth)."""
+    """Add a and b to nearest, with the exact error (Knuth)."""
     s = a + b
     bb = s - a
     return s, (a - (s - bb)) + (b - bb)
 
 
 def odd_f32(e: Emitter, x: Value) -> Value:
-    """f64 rounded to odd in f32."""
+    """Round f64 to odd in f32."""
     near = e.cast("fptrunc", x, "f32")
     return to_odd_from(e, near, x)
 
 
 def to_odd_from(e: Emitter, near: Value, x: Value) -> Value:
-    """Round-to-odd f32 given the nearest f32 ``near`` of the f64 ``x``."""
+    """Round to odd in f32, given the nearest f32 ``near`` of the f64 ``x``."""
     error = x - e.cast("fpext", near, "f64")
     bits = e.bitcast(near, "i32")
     inexact = e.fcmp("one", error, 0.0) & e.icmp("eq", bits & 1, 0)
@@ -128,7 +128,7 @@ def to_odd_from(e: Emitter, near: Value, x: Value) -> Value:
 
 
 def narrow(e: Emitter, x: Value, ptx: str) -> Value:
-    """f32 to the integer lanes of f16 or bf16, to nearest even, NaN canonical."""
+    """Narrow f32 to the integer lanes of f16 or bf16, to nearest even, NaN canonical."""
     if element(ptx) == "f16":
         bits = e.bitcast(e.cast("fptrunc", x, "f16"), "i16")
         return e.select(is_nan(e, x), bits.like(0x7FFF), bits)
@@ -175,5 +175,5 @@ def store(
 
 
 def constant_bits(value: float) -> int:
-    """Bit pattern of an f32 constant."""
+    """Get the bit pattern of an f32 constant."""
     return struct.unpack("<I", struct.pack("<f", value))[0]

@@ -62,7 +62,7 @@ def _access() -> tuple[Callable[[], int], Callable[[int], None], int]:
 
 @contextmanager
 def ieee() -> Iterator[None]:
-    """Inside, this thread computes as IEEE 754 says; its settings come back."""
+    """Compute as IEEE 754 says inside, in this thread; its settings come back."""
     read, write, standard = _access()
     before = read()
     write(standard)

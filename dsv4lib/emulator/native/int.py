@@ -42,7 +42,7 @@ def sub_sat(e: Emitter, form: Form) -> None:
 
 
 def product(e: Emitter, form: Form, mode: str) -> Value:
-    """a * b of operands 1 and 2: the low half, the high half, or all of it (wide)."""
+    """Multiply operands 1 and 2: the low half, the high half, or all of it (wide)."""
     t = form.get("type")
     a, b = load_int(e, 1, t), load_int(e, 2, t)
     if mode == "lo":
@@ -72,7 +72,7 @@ def mad_hi_sat(e: Emitter, form: Form) -> None:
 
 
 def product24(e: Emitter, form: Form, mode: str) -> Value:
-    """Product of the low 24 bits of operands 1 and 2: bits 47..16 (hi) or 31..0 (lo)."""
+    """Multiply the low 24 bits of operands 1 and 2: bits 47..16 (hi) or 31..0 (lo)."""
 
     def low24(i: int) -> Value:
         top = e.load(i, "i32") << 8
@@ -109,12 +109,12 @@ def sad(e: Emitter, form: Form) -> None:
 
 
 def magnitude(e: Emitter, a: Value, ptx: str) -> Value:
-    """|a| as an unsigned number of the same width (the most negative value becomes 2**(n-1))."""
+    """Compute |a| as an unsigned number of the same width. The most negative value becomes 2**(n-1)."""
     return e.intrinsic("llvm.abs", a, e.flag(False)) if signed(ptx) else a
 
 
 def quotient(e: Emitter, a: Value, b: Value, ptx: str) -> Value:
-    """a / b towards zero, all ones for b = 0. The most negative value over -1 wraps."""
+    """Divide a by b towards zero, all ones for b = 0. The most negative value over -1 wraps."""
     zero = e.icmp("eq", b, 0)
     n, d = magnitude(e, a, ptx), magnitude(e, e.select(zero, b.like(1), b), ptx)
     if a.kind == "i64":
@@ -171,7 +171,7 @@ def maximum(e: Emitter, form: Form) -> None:
 
 
 def clamp(e: Emitter, form: Form, name: str) -> None:
-    """min and max."""
+    """Clamp by min and max."""
     t = form.get("type")
     result = minmax(e, name, t, load_int(e, 1, t), load_int(e, 2, t))
     if form.has("relu"):
@@ -199,7 +199,7 @@ def dp2a(e: Emitter, form: Form) -> None:
 
 
 def field(a: Value, ptx: str, bits: int, k: int) -> Value:
-    """Field ``k`` of ``bits`` bits of a 32-bit value, sign or zero extended."""
+    """Extract field ``k`` of ``bits`` bits of a 32-bit value, sign or zero extended."""
     top = a << (32 - bits * (k + 1)) if bits * (k + 1) < 32 else a
     return top.sar(32 - bits) if signed(ptx) else top >> (32 - bits)
 
@@ -208,7 +208,7 @@ def field(a: Value, ptx: str, bits: int, k: int) -> Value:
 
 
 def carry_in(e: Emitter, kind: str) -> Value:
-    """The condition code as 0 or 1 per lane."""
+    """Load the condition code as 0 or 1 per lane."""
     return e.cast("zext", e.lanes(e.context("carry")), kind)
 
 
@@ -260,7 +260,7 @@ def madc(e: Emitter, form: Form) -> None:
 
 
 def sub_with_borrow(e: Emitter, form: Form, use: bool) -> None:
-    """d = a - b [- borrow], as a + ~b + 1 [or + carry]; the carry out of that sum, 1 for *no* borrow, is kept by .cc.
+    """d = a - b [- borrow], as a + ~b + 1 [or + carry]. The carry out of that sum, 1 for *no* borrow, is kept by .cc.
 
     There is one flag: CUDA's division of 128 bits reads with addc what sub.cc wrote, and ptxas hands IADD3's carry on.
     """

@@ -39,12 +39,12 @@ HELPERS: dict[str, str] = {}
 
 
 def is_float(kind: str) -> bool:
-    """True for f16, bf16, f32 and f64."""
+    """Tell whether ``kind`` is f16, bf16, f32 or f64."""
     return kind in LLVM_NAME
 
 
 def type_name(kind: str, n: int) -> str:
-    """LLVM type of ``n`` lanes of ``kind``; n = 0 is a scalar."""
+    """Name the LLVM type of ``n`` lanes of ``kind``; n = 0 is a scalar."""
     scalar = LLVM_NAME.get(kind, kind)
     return f"<{n} x {scalar}>" if n else scalar
 
@@ -59,12 +59,12 @@ class Value:
 
     @property
     def type(self) -> str:
-        """LLVM type."""
+        """Get the LLVM type."""
         return type_name(self.kind, self.n)
 
     @property
     def typed(self) -> str:
-        """Type and reference, as an operand is written."""
+        """Write type and reference, as an operand is written."""
         return f"{self.type} {self.ref}"
 
     def _arith(self, name: str, other: Number, swap: bool = False) -> Value:
@@ -74,7 +74,7 @@ class Value:
         return self.e.binary(("f" if is_float(self.kind) else "") + name, a, b)
 
     def like(self, other: Number) -> Value:
-        """``other`` as a value of this type; Python numbers become constants."""
+        """Convert ``other`` to a value of this type; Python numbers become constants."""
         if isinstance(other, Value):
             return other
         return self.e.const(other, self.kind, self.n)
@@ -116,7 +116,7 @@ class Value:
         return self.e.binary("lshr", self, self.like(other))
 
     def sar(self, other: Number) -> Value:
-        """Arithmetic shift right."""
+        """Shift right arithmetically."""
         return self.e.binary("ashr", self, self.like(other))
 
     def __invert__(self) -> Value:
@@ -151,7 +151,7 @@ class Handler:
 
 
 def shape_of(operands: Sequence[Operand], bits: Callable[[Reg], int]) -> str:
-    """The shape string of parsed operands; ``bits`` gives the width of a register.
+    """Make the shape string of parsed operands. ``bits`` gives the width of a register.
 
     >>> shape_of((Reg(0), Imm(1)), lambda r: 32)
     '32 i'
@@ -174,18 +174,18 @@ def shape_of(operands: Sequence[Operand], bits: Callable[[Reg], int]) -> str:
 
 
 def leaves_of(shape: str) -> list[list[str]]:
-    """The leaves of every PTX operand of a shape string."""
+    """List the leaves of every PTX operand of a shape string."""
     table = str.maketrans("|{}[]", ",    ")
     return [[leaf.strip() for leaf in item.translate(table).split(",")] for item in shape.split(" ") if item]
 
 
 def context_offset(name: str) -> int:
-    """Byte offset of a field of the warp context."""
+    """Get the byte offset of a field of the warp context."""
     return abi.CONTEXT.fields[name][1]
 
 
 def record_offset(name: str) -> int:
-    """Byte offset of a field of an instruction record."""
+    """Get the byte offset of a field of an instruction record."""
     return abi.RECORD.fields[name][1]
 
 
@@ -222,7 +222,7 @@ class Emitter:
     # --- plain emission -------------------------------------------------------------------------------------------
 
     def fresh(self, stem: str = "t") -> str:
-        """A new local name."""
+        """Make a new local name."""
         self._counter += 1
         return f"%{stem}{self._counter}"
 
@@ -237,7 +237,7 @@ class Emitter:
         return Value(self, name, kind, n)
 
     def const(self, value: int | float, kind: str, n: int = abi.LANES) -> Value:
-        """A constant in every lane. Ints wrap to the width; ints for float kinds are converted, not bit patterns."""
+        """Emit a constant in every lane. Ints wrap to the width, for float kinds they are converted."""
         if is_float(kind):
             if kind == "f32":
                 value = struct.unpack("<f", struct.pack("<f", value))[0]
@@ -252,36 +252,36 @@ class Emitter:
         return Value(self, f"splat ({type_name(kind, 0)} {text})" if n else text, kind, n)
 
     def binary(self, op: str, a: Value, b: Value) -> Value:
-        """``op a, b`` on values of one type."""
+        """Emit ``op a, b`` on values of one type."""
         if a.type != b.type:
             raise TypeError(f"{op} of {a.type} and {b.type}")
         return self.line(f"{op} {a.type} {a.ref}, {b.ref}", a.kind, a.n)
 
     def icmp(self, condition: str, a: Value, b: Number) -> Value:
-        """Integer comparison, a mask of i1 lanes."""
+        """Compare integers; a mask of i1 lanes."""
         return self.line(f"icmp {condition} {a.type} {a.ref}, {a.like(b).ref}", "i1", a.n)
 
     def fcmp(self, condition: str, a: Value, b: Number) -> Value:
-        """Float comparison (oeq, olt, uno, ...), a mask of i1 lanes."""
+        """Compare floats (oeq, olt, uno, ...); a mask of i1 lanes."""
         return self.line(f"fcmp {condition} {a.type} {a.ref}, {a.like(b).ref}", "i1", a.n)
 
     def select(self, condition: Value, a: Value, b: Number) -> Value:
-        """Lane-wise ``condition ? a : b``."""
+        """Emit lane-wise ``condition ? a : b``."""
         return self.line(f"select {condition.typed}, {a.typed}, {a.like(b).typed}", a.kind, a.n)
 
     def cast(self, op: str, a: Value, kind: str) -> Value:
-        """trunc, zext, sext, fptrunc, fpext, sitofp, ... to ``kind``; a cast to the same kind is the value itself."""
+        """Cast to ``kind`` (trunc, zext, sext, fptrunc, fpext, sitofp, ...). The same kind is no cast."""
         if kind == a.kind and op in ("trunc", "zext", "sext", "fptrunc", "fpext"):
             return a
         return self.line(f"{op} {a.typed} to {type_name(kind, a.n)}", kind, a.n)
 
     def resize(self, a: Value, kind: str, signed: bool = False) -> Value:
-        """An integer of any other width: truncated, or sign/zero extended."""
+        """Resize an integer to any other width: truncated, or sign/zero extended."""
         op = "trunc" if BITS[kind] < BITS[a.kind] else "sext" if signed else "zext"
         return self.cast(op, a, kind)
 
     def bitcast(self, a: Value, kind: str, n: int | None = None) -> Value:
-        """The same bits as lanes of ``kind``; the number of lanes follows from the total size."""
+        """Reinterpret the bits as lanes of ``kind``. Their number follows from the total size."""
         if n is None:
             n = BITS[a.kind] * a.n // BITS[kind]
         if (kind, n) == (a.kind, a.n):
@@ -289,7 +289,7 @@ class Emitter:
         return self.line(f"bitcast {a.typed} to {type_name(kind, n)}", kind, n)
 
     def intrinsic(self, name: str, *args: Value, kind: str = "", n: int = -1, mangle: bool = True) -> Value:
-        """Call LLVM intrinsic ``name``; the result has the type of the first argument unless given.
+        """Call LLVM intrinsic ``name``. The result has the type of the first argument unless given.
 
         Overloaded intrinsics (all we use but the target ones) are mangled with the first argument's type. Scalars of
         type i1 are the immediate flags of ctlz, cttz and abs.
@@ -309,7 +309,7 @@ class Emitter:
         return self.line(f"call {type_name(kind, n)} @{helper}({', '.join(a.typed for a in args)})", kind, n)
 
     def rounded(self, op: str, mode: str, *args: Value, kind: str = "") -> Value:
-        """A floating-point operation in rounding mode rn, rz, rm or rp, exact to the bit.
+        """Compute in rounding mode rn, rz, rm or rp, exact to the bit.
 
         ``op``: fadd, fsub, fmul, fdiv, fma, sqrt, or with ``kind`` a conversion: fptrunc, sitofp, uitofp. LLVM knows
         rounding modes only as processor state, so the mode is switched around a constrained operation.
@@ -354,18 +354,18 @@ class Emitter:
             self.raw("call void @llvm.set.rounding(i32 1)")
 
     def flag(self, value: bool) -> Value:
-        """A scalar i1 constant, as intrinsics take for "zero is poison" and the like."""
+        """Emit a scalar i1 constant, as intrinsics take for "zero is poison" and the like."""
         return self.const(int(value), "i1", 0)
 
     # --- vectors ----------------------------------------------------------------------------------------------------
 
     def splat(self, scalar: Value, n: int = abi.LANES) -> Value:
-        """A scalar in every lane."""
+        """Repeat a scalar in every lane."""
         one = self.line(f"insertelement {type_name(scalar.kind, n)} poison, {scalar.typed}, i32 0", scalar.kind, n)
         return self.shuffle(one, [0] * n)
 
     def shuffle(self, a: Value, indices: Sequence[int], b: Value | None = None) -> Value:
-        """Lanes ``indices`` of a (and, counting on, of b)."""
+        """Pick lanes ``indices`` of a (and, counting on, of b)."""
         picks = ", ".join(f"i32 {i}" for i in indices)
         second = f"{a.type} poison" if b is None else b.typed
         return self.line(f"shufflevector {a.typed}, {second}, <{len(indices)} x i32> <{picks}>", a.kind, len(indices))
@@ -376,7 +376,7 @@ class Emitter:
         return [self.shuffle(wide, range(k, wide.n, parts)) for k in range(parts)]
 
     def pack(self, parts: Sequence[Value], kind: str) -> Value:
-        """The inverse of ``unpack``: part 0 becomes the lowest bits of each lane of ``kind``."""
+        """Pack parts, the inverse of ``unpack``: part 0 is the lowest bits of each lane of ``kind``."""
         total = list(parts)
         while len(total) > 1:  # interleave halves: neighbours in the tree are neighbours in the lane
             half = len(total) // 2
@@ -387,43 +387,43 @@ class Emitter:
         return self.shuffle(a, [i // 2 + (i % 2) * a.n for i in range(2 * a.n)], b)
 
     def extract(self, a: Value, lane: Value | int) -> Value:
-        """One lane as a scalar."""
+        """Extract one lane as a scalar."""
         index = lane.typed if isinstance(lane, Value) else f"i32 {lane}"
         return self.line(f"extractelement {a.typed}, {index}", a.kind, 0)
 
     def lane_ids(self, kind: str = "i32") -> Value:
-        """0, 1, ..., 31."""
+        """Emit 0, 1, ..., 31."""
         items = ", ".join(f"{kind} {i}" for i in range(abi.LANES))
         return Value(self, f"<{items}>", kind, abi.LANES)
 
     def lanes(self, mask: Value) -> Value:
-        """A 32-bit lane mask as 32 lanes of i1."""
+        """Unpack a 32-bit lane mask to 32 lanes of i1."""
         return self.bitcast(mask, "i1", abi.LANES)
 
     def bits(self, flags: Value) -> Value:
-        """32 lanes of i1 as a 32-bit lane mask."""
+        """Pack 32 lanes of i1 to a 32-bit lane mask."""
         return self.bitcast(flags, "i32", 0)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def pointer(self, base: Value | str, offset: Value | int) -> Value:
-        """``base + offset`` bytes; ``base`` may be the parameter name %ctx or %rec."""
+        """Emit ``base + offset`` bytes; ``base`` may be the parameter name %ctx or %rec."""
         ref = base.ref if isinstance(base, Value) else base
         at = offset.typed if isinstance(offset, Value) else f"i64 {offset}"
         return self.line(f"getelementptr i8, ptr {ref}, {at}", "ptr", 0)
 
     def load_from(self, base: Value | str, offset: Value | int, kind: str, n: int = 0, align: int = 4) -> Value:
-        """A load at ``base + offset``."""
+        """Load from ``base + offset``."""
         at = self.pointer(base, offset)
         return self.line(f"load {type_name(kind, n)}, ptr {at.ref}, align {align}", kind, n)
 
     def store_to(self, base: Value | str, offset: Value | int, value: Value, align: int = 4) -> None:
-        """A store at ``base + offset``."""
+        """Store to ``base + offset``."""
         at = self.pointer(base, offset)
         self.raw(f"store {value.typed}, ptr {at.ref}, align {align}")
 
     def context(self, name: str, kind: str = "i32") -> Value:
-        """A scalar field of the warp context."""
+        """Load a scalar field of the warp context."""
         return self.load_from("%ctx", context_offset(name), kind)
 
     def set_context(self, name: str, value: Value) -> None:
@@ -431,33 +431,33 @@ class Emitter:
         self.store_to("%ctx", context_offset(name), value)
 
     def imm(self) -> Value:
-        """The record's immediate, i64."""
+        """Load the record's immediate, i64."""
         return self.load_from("%rec", record_offset("imm"), "i64")
 
     # --- operands ---------------------------------------------------------------------------------------------------
 
     def mask(self) -> Value:
-        """The lanes that execute, as a scalar i32."""
+        """Get the lanes that execute, as a scalar i32."""
         if self._mask is None:
             self._mask = self.context("mask")
         return self._mask
 
     def active(self) -> Value:
-        """The lanes that execute, as 32 lanes of i1."""
+        """Get the lanes that execute, as 32 lanes of i1."""
         if self._lane_mask is None:
             self._lane_mask = self.lanes(self.mask())
         return self._lane_mask
 
     @contextmanager
     def executing(self, mask: Value) -> Iterator[None]:
-        """The block with other executing lanes, a scalar i32; it may be code that does not always run."""
+        """Emit a block with other executing lanes, a scalar i32. It may be code that does not always run."""
         kept = self._mask, self._lane_mask, self._pointers
         self._mask, self._lane_mask, self._pointers = mask, None, dict(self._pointers)
         yield
         self._mask, self._lane_mask, self._pointers = kept
 
     def register_bits(self, i: int, default: int) -> int:
-        """Width of the register at operand ``i``; ``default`` for immediates and sinks."""
+        """Get the width of the register at operand ``i``. ``default`` for immediates and sinks."""
         leaf = self.leaves[i].lstrip("!")
         return int(leaf) if leaf.isdigit() else default
 
@@ -475,7 +475,7 @@ class Emitter:
         return self.address(i)
 
     def address(self, i: int) -> Value:
-        """Address of operand ``i`` in the register file."""
+        """Get the address of operand ``i`` in the register file."""
         if i not in self._pointers:
             offset = self.load_from("%rec", record_offset("operand") + 4 * i, "i32")
             wide = self.line(f"sext {offset.typed} to i64", "i64", 0)
@@ -483,14 +483,14 @@ class Emitter:
         return self._pointers[i]
 
     def load(self, i: int, kind: str) -> Value:
-        """All 32 lanes of operand ``i`` as ``kind``; i128 comes as <64 x i64>, the low halves first."""
+        """Load all 32 lanes of operand ``i`` as ``kind``. I128 is <64 x i64>, the low halves first."""
         at = self._use(i, BITS[kind])
         if kind == "i128":
             return self.line(f"load <64 x i64>, ptr {at.ref}, align 4", "i64", 64)
         return self.line(f"load {type_name(kind, abi.LANES)}, ptr {at.ref}, align 4", kind)
 
     def store(self, i: int, value: Value) -> None:
-        """Write operand ``i`` in the active lanes; ``value`` has 32 lanes (or <64 x i64> for 128 bits)."""
+        """Write operand ``i`` in the active lanes. ``value`` has 32 lanes (or <64 x i64> for 128 bits)."""
         wide = value.n == 2 * abi.LANES
         if value.n not in (abi.LANES, 2 * abi.LANES) or (wide and value.kind != "i64"):
             raise TypeError(f"cannot store {value.type} in a register")
@@ -505,7 +505,7 @@ class Emitter:
         self.raw(f"store {self.select(active, value, old).typed}, ptr {at.ref}, align 4")
 
     def pred(self, i: int) -> Value:
-        """Predicate operand ``i`` as a scalar i32 lane mask, negation applied."""
+        """Load predicate operand ``i`` as a scalar i32 lane mask, negation applied."""
         at = self._use(i, 1)
         value = self.line(f"load i32, ptr {at.ref}, align 4", "i32", 0)
         return ~value if self.leaves[i].startswith("!") else value
@@ -550,7 +550,7 @@ class Emitter:
 
     @contextmanager
     def each_lane(self, mask: Value | None = None) -> Iterator[Value]:
-        """Loop over the set bits of ``mask`` (default: the active lanes), lowest first; yields the lane, i32."""
+        """Loop over the set bits of ``mask`` (default: the active lanes), lowest first. Yields the lane, i32."""
         mask = self.mask() if mask is None else mask
         self._counter += 1
         tag = self._counter
@@ -570,7 +570,7 @@ class Emitter:
         self.label(f"end{tag}")
 
     def finish(self) -> Handler:
-        """The finished function."""
+        """Finish the function."""
         if not self._done:
             self.ret()
         head = f"define i32 @NAME(ptr %ctx, ptr %rec) {' '.join(sorted(self.attributes))} {{\nentry:\n"

@@ -78,7 +78,7 @@ def emit(opcode: str, shape: str) -> irtools.Handler:
 
 
 def target_machine() -> llvm.TargetMachine:
-    """A code generator for this processor."""
+    """Make a code generator for this processor."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features().flatten()
@@ -89,13 +89,13 @@ def target_machine() -> llvm.TargetMachine:
 
 @functools.cache
 def compiler() -> llvm.TargetMachine:
-    """The code generator of this process."""
+    """Get the code generator of this process."""
     return target_machine()
 
 
 @functools.cache
 def host_key() -> str:
-    """What compiled code depends on apart from its IR."""
+    """Describe what compiled code depends on apart from its IR."""
     parts = (llvmlite.__version__, llvm.llvm_version_info, llvm.get_default_triple(), llvm.get_host_cpu_name())
     return repr((*parts, llvm.get_host_cpu_features().flatten(), OPT_LEVEL))
 
@@ -116,7 +116,7 @@ def cache_folder() -> Path:
 
 
 def unit_name(text: str, helpers: Iterable[str] = ()) -> str:
-    """Symbol of a piece of code: a hash of everything its machine code depends on."""
+    """Name a piece of code: a hash of everything its machine code depends on."""
     digest = hashlib.sha256(host_key().encode())
     for part in (text, *(irtools.HELPERS[h] for h in sorted(helpers))):
         digest.update(part.encode() + b"\0")
@@ -124,7 +124,7 @@ def unit_name(text: str, helpers: Iterable[str] = ()) -> str:
 
 
 def compile_object(text: str, optimised: bool = False) -> bytes:
-    """Machine code of a module of IR; ``optimised``: LLVM's passes go over it first."""
+    """Compile a module of IR to machine code. ``optimised``: LLVM's passes go over it first."""
     machine = compiler()
     module = llvm.parse_assembly(text)
     module.triple = llvm.get_default_triple()
@@ -156,7 +156,7 @@ class Library:
         self.compiled = 0  # symbols compiled by this process, for tests and measurements
 
     def handlers(self, wanted: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Compiled]:
-        """Addresses of handlers by (opcode, shape); all that are missing are compiled in one batch."""
+        """Get addresses of handlers by (opcode, shape). The missing ones are compiled in one batch."""
         emitted = {key: emit(*key) for key in wanted}
         names = {key: unit_name(h.text, h.helpers) for key, h in emitted.items()}
         missing = {name: emitted[key] for key, name in names.items()}
@@ -166,7 +166,7 @@ class Library:
     def function(
         self, text: str, helpers: Sequence[str] = (), declarations: Iterable[str] = (), optimised: bool = False
     ) -> int:
-        """Address of one function given as IR text that calls itself ``@NAME`` (the driver loop and the like).
+        """Get the address of one function given as IR text that calls itself ``@NAME``.
 
         ``optimised``: LLVM's passes go over it, for text that was not written with care.
         """
@@ -233,7 +233,7 @@ class Library:
 
 
 def checksum(names: list[str], code: bytes) -> str:
-    """Digest of all that a cache file says."""
+    """Digest all contents of a cache file."""
     return hashlib.sha256("\n".join(names).encode() + b"\0" + code).hexdigest()
 
 
@@ -261,7 +261,7 @@ def read_file(path: Path, use: bool) -> tuple[list[str], bytes]:
 
 
 def last_use(path: Path) -> int:
-    """When a cache file was used last; 0 if it is gone."""
+    """Get the time a cache file was used last; 0 if it is gone."""
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -270,5 +270,5 @@ def last_use(path: Path) -> int:
 
 @functools.cache
 def default() -> Library:
-    """The library of this process."""
+    """Get the library of this process."""
     return Library()

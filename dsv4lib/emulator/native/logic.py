@@ -14,7 +14,7 @@ OPERATORS = {"and": Value.__and__, "or": Value.__or__, "xor": Value.__xor__}
 
 
 def logic(e: Emitter, form: Form, name: str) -> None:
-    """and, or, xor of registers or predicates."""
+    """Emit and, or, xor of registers or predicates."""
     if form.get("type") == "pred":
         e.store_pred(0, OPERATORS[name](e.pred(1), e.pred(2)))
         return
@@ -57,7 +57,7 @@ def cnot(e: Emitter, form: Form) -> None:
 
 
 def lookup3(e: Emitter, a: Value, b: Value, c: Value, table: Value) -> Value:
-    """Bitwise function of three inputs: bit 4a + 2b + c of ``table``. A tree of multiplexers over the eight bits."""
+    """Compute a bitwise function of three inputs: bit 4a + 2b + c of ``table``, by multiplexers."""
     level = [(table << (31 - k)).sar(31) for k in range(8)]
     for selector in (c, b, a):
         level = [(low & ~selector) | (high & selector) for low, high in zip(level[::2], level[1::2], strict=True)]
@@ -81,7 +81,7 @@ def lop3_bool(e: Emitter, form: Form) -> None:
 
 @isa.native("shf.<dir:l|r>.<mode:wrap|clamp>.b32")
 def shf(e: Emitter, form: Form) -> None:
-    """Funnel shift of {b, a}: the high 32 bits of a left shift, the low 32 bits of a right shift."""
+    """Shift {b, a}: the high 32 bits of a left shift, the low 32 bits of a right shift."""
     a, b, c = e.load(1, "i32"), e.load(2, "i32"), e.load(3, "i32")
     left = form.get("dir") == "l"
     d = e.intrinsic("llvm.fshl" if left else "llvm.fshr", b, a, c)
@@ -122,7 +122,7 @@ def popc(e: Emitter, form: Form) -> None:
 
 
 def leading_zeros(e: Emitter, a: Value) -> Value:
-    """Leading zeros, i32; the width for 0."""
+    """Count leading zeros, i32; the width for 0."""
     return e.resize(e.intrinsic("llvm.ctlz", a, e.flag(False)), "i32")
 
 
@@ -182,7 +182,7 @@ def low_bits(e: Emitter, count: Value, kind: str) -> Value:
 
 @isa.native("bfe.<type:u32|s32|u64|s64>")
 def bfe(e: Emitter, form: Form) -> None:
-    """d = ``c`` bits of a from bit b, zero or sign extended; bits beyond the top count as sign."""
+    """d = ``c`` bits of a from bit b, zero or sign extended. Bits beyond the top count as sign."""
     t = form.get("type")
     kind = f"i{bits_of(t)}"
     a = e.load(1, kind)
@@ -256,7 +256,7 @@ PERMUTES = {
 
 @isa.native("prmt.b32[.<mode:f4e|b4e|rc8|ecl|ecr|rc16>]")
 def prmt(e: Emitter, form: Form) -> None:
-    """d = four bytes picked from {b, a}; in the general mode bit 3 of a selector replicates the byte's sign."""
+    """d = four bytes picked from {b, a}. In the general mode bit 3 of a selector replicates the byte's sign."""
     a, b, control = e.load(1, "i32"), e.load(2, "i32"), e.load(3, "i32")
     if form.has("mode"):
         table = PERMUTES[form.get("mode")]

@@ -94,7 +94,7 @@ def _vector(e: Emitter, staging: Value, offset: int, kind: str, n: int) -> Value
 
 @isa.native(f"ldmatrix.sync.aligned.<shape:m8n8>.<num:x1|x2|x4>[.<trans:trans>]{_SHARED}.b16")
 def ldmatrix(e: Emitter, form: Form) -> None:
-    """8x8 matrices of 16 bits; row addresses come from lanes 8 k .. 8 k + 7 for matrix k."""
+    """Load 8x8 matrices of 16 bits; lanes 8 k .. 8 k + 7 hold the row addresses of matrix k."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 1)
     staging = _gather(e, form, base, 8 * n)
@@ -111,7 +111,7 @@ def ldmatrix(e: Emitter, form: Form) -> None:
 
 @isa.native(f"ldmatrix.sync.aligned.m16n16.<num:x1|x2>.trans{_SHARED}.b8")
 def ldmatrix_b8(e: Emitter, form: Form) -> None:
-    """16x16 matrices of bytes, transposed; row addresses come from lanes 16 k .. 16 k + 15 for matrix k."""
+    """Load and transpose 16x16 matrices of bytes. Lanes 16 k .. 16 k + 15 hold the row addresses of matrix k."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 2)
     staging = _gather(e, form, base, 16 * n)
@@ -148,7 +148,7 @@ def _expand(e: Emitter, packed: Value, source_format: str, rows: int) -> Value:
     note="packed elements land in the low bits of their bytes",
 )
 def ldmatrix_unpack(e: Emitter, form: Form) -> None:
-    """8x16 matrices of packed 4- or 6-bit elements, one byte per element in the fragment."""
+    """Load 8x16 matrices of packed 4- or 6-bit elements, a byte each in the fragment."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 1)
     staging = _gather(e, form, base, 8 * n)
@@ -163,7 +163,7 @@ def ldmatrix_unpack(e: Emitter, form: Form) -> None:
     note="packed elements land in the low bits of their bytes",
 )
 def ldmatrix_unpack_b8(e: Emitter, form: Form) -> None:
-    """16x16 matrices of packed 4- or 6-bit elements, transposed."""
+    """Load and transpose 16x16 matrices of packed 4- or 6-bit elements."""
     targets, base = e.groups[0], e.groups[1][0]
     n = _count(form, targets, 2)
     staging = _gather(e, form, base, 16 * n)
@@ -178,7 +178,7 @@ def ldmatrix_unpack_b8(e: Emitter, form: Form) -> None:
     f"stmatrix.sync.aligned.m16n8.<num:x1|x2|x4>.<trans:trans>{_SHARED}.<type:b8>",
 )
 def stmatrix(e: Emitter, form: Form) -> None:
-    """8x8 matrices of 16 bits, or 16x8 matrices of bytes transposed: 8 rows of 16 bytes in memory either way."""
+    """Store 8x8 matrices of 16 bits, or 16x8 of bytes transposed. Either way 8 rows of 16 bytes."""
     base, sources = e.groups[0][0], e.groups[1]
     n = _count(form, sources, 1)
     staging = buffer(e, _ROW)

@@ -70,12 +70,12 @@ STORES = (
 
 
 def element_bits(ptx: str) -> int:
-    """Width of a PTX type."""
+    """Get the width of a PTX type."""
     return int(ptx.lstrip("bufsx"))
 
 
 def vector_length(form: Form, bits: int, operands: range, e: Emitter) -> int:
-    """Elements per lane, checked against the operand list and the widest access.
+    """Count elements per lane, checked against the operand list and the widest access.
 
     Raises:
         EmulatorError: the vector is too wide or does not match its operands.
@@ -92,7 +92,7 @@ def vector_length(form: Form, bits: int, operands: range, e: Emitter) -> int:
 
 
 def strength(form: Form) -> int:
-    """STRONG for accesses that may synchronise, 0 for weak ones."""
+    """Choose STRONG for accesses that may synchronise, 0 for weak ones."""
     opcode = form.opcode.split(".")
     return STRONG if {"volatile", "mmio", "relaxed", "acquire", "release"}.intersection(opcode) else 0
 
@@ -181,12 +181,12 @@ _COPY_TYPE = {1: "i8", 2: "i16", 4: "i32", 8: "i64", 16: "<4 x i32>", 32: "<8 x 
 
 
 def buffer(e: Emitter, nbytes: int) -> Value:
-    """Room for ``nbytes`` of every lane, lane after lane."""
+    """Get room for ``nbytes`` of every lane, lane after lane."""
     return e.line(f"alloca [{abi.LANES * nbytes} x i8], align 64", "ptr", 0)
 
 
 def row(e: Emitter, staging: Value, lane: Value, nbytes: int) -> Value:
-    """A lane's place in the buffer."""
+    """Get a lane's place in the buffer."""
     return e.line(f"getelementptr [{nbytes} x i8], ptr {staging.ref}, {lane.typed}", "ptr", 0)
 
 
@@ -270,7 +270,7 @@ def _lane_pointer(e: Emitter, slot: Value, lane: Value) -> Value:
 
 
 def copy_all_in(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> None:
-    """If every lane's access is possible and initialised: fill the buffer and go to ``loaded``."""
+    """Fill the buffer and go to ``loaded`` if every lane can read initialised memory."""
     slot = spill(e, checked.pointers)
     e.raw(f"br i1 {checked.ok.ref}, label %fast, label %slow")
     e.label("fast")
@@ -293,7 +293,7 @@ def copy_all_in(e: Emitter, checked: Checked, staging: Value, nbytes: int) -> No
 
 
 def copy_all_out(e: Emitter, checked: Checked, staging: Value, nbytes: int, mask: Value) -> None:
-    """If every lane's access is possible: store the buffer, mark what was written, and go to ``stored``."""
+    """Store the buffer, mark it written and go to ``stored`` if every lane can write."""
     slot = spill(e, checked.pointers)
     dirty = None if checked.dirty is None else spill(e, checked.dirty)
     writer = e.cast("trunc", e.context("warp") + 1, "i16")
@@ -336,7 +336,7 @@ def check_width(e: Emitter, width: int, bits: int) -> None:
 
 
 def target(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
-    """Address and width of a destination register."""
+    """Get address and width of a destination register."""
     width = e.register_bits(i, bits)
     check_width(e, width, bits)
     e.widths[i] = width
@@ -345,7 +345,7 @@ def target(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
 
 
 def source(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
-    """Address and width of a source register or constant."""
+    """Get address and width of a source register or constant."""
     width = e.register_bits(i, bits)
     check_width(e, width, bits)
     e.widths[i] = width
@@ -353,7 +353,7 @@ def source(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
 
 
 def element(e: Emitter, pointer: Value, k: int, bits: int) -> Value:
-    """Element ``k`` at a checked pointer, a scalar."""
+    """Get element ``k`` at a checked pointer, a scalar."""
     kind = f"i{bits}"
     at = e.pointer(pointer, k * bits // 8)
     return e.line(f"load {kind}, ptr {at.ref}, align {bits // 8}", kind, 0)
@@ -378,7 +378,7 @@ def put(e: Emitter, place: tuple[Value, int], lane: Value, value: Value, ptx: st
 
 
 def get(e: Emitter, place: tuple[Value, int], lane: Value, bits: int) -> Value:
-    """The low ``bits`` of one lane of a register."""
+    """Get the low ``bits`` of one lane of a register."""
     at, width = place
     if width == 128:
         low = lane_of(e, at, lane, "i64")

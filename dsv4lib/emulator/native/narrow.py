@@ -47,7 +47,7 @@ FORMATS = {
 
 
 def round_up(e: Emitter, mode: str, quotient: Value, rest: Value, half: Value, negative: Value) -> Value:
-    """Whether the truncated ``quotient`` goes up by one: i1 lanes. ``half`` is half a unit of ``rest``."""
+    """Decide whether the truncated ``quotient`` goes up by one: i1 lanes. ``half`` is half a unit of ``rest``."""
     inexact = e.icmp("ne", rest, 0)
     if mode == "rn":
         tie = e.icmp("eq", rest, half) & e.icmp("ne", quotient & 1, 0)
@@ -66,7 +66,7 @@ RANDOM_BITS = {"f16": 13, "bf16": 16}
 
 
 def carries(e: Emitter, significand: Value, shift: Value, name: str, random: Value) -> Value:
-    """Whether ``random`` and the bits that a right shift drops carry: i1 lanes. Bits lower still have no say."""
+    """Decide whether ``random`` and the bits that a right shift drops carry: i1 lanes."""
     count = RANDOM_BITS[name]
     low = e.intrinsic("llvm.umin", shift - count, shift.like(31))
     dropped = (significand >> low) & ((1 << count) - 1)
@@ -82,7 +82,7 @@ def encode(
     relu: bool = False,
     random: Value | None = None,
 ) -> Value:
-    """f32 lanes to codes of format ``name`` in i32 lanes; mode "rs" rounds by the ``random`` bits in i32 lanes."""
+    """Encode f32 lanes in format ``name`` as i32 lanes. Mode "rs" rounds by the ``random`` bits."""
     form = FORMATS[name]
     bits = e.bitcast(x, "i32")
     size = bits & 0x7FFFFFFF
@@ -124,7 +124,7 @@ def encode(
 
 
 def decode(e: Emitter, code: Value, name: str) -> Value:
-    """Codes of an 8-, 6- or 4-bit format in i32 lanes to f32; exact."""
+    """Decode an 8-, 6- or 4-bit format in i32 lanes to f32; exact."""
     form = FORMATS[name]
     size = code & ((1 << (form.bits - 1)) - 1)
     # As f32 bits the code has the right fraction and an exponent off by a constant, subnormals included.
@@ -154,13 +154,13 @@ def encode_ue8m0(e: Emitter, x: Value, mode: str, satfinite: bool) -> Value:
 
 
 def decode_ue8m0(e: Emitter, code: Value) -> Value:
-    """2**(code - 127) as f32; 0xff is NaN."""
+    """Decode 2**(code - 127) to f32; 0xff is NaN."""
     bits = e.select(e.icmp("eq", code, 0), code.like(0x400000), code << 23)
     return e.bitcast(e.select(e.icmp("eq", code, 0xFF), bits.like(0x7FFFFFFF), bits), "f32")
 
 
 def encode_s2f6(e: Emitter, x: Value, scale: Value | None, relu: bool) -> Value:
-    """x / scale in units of 1/64 as a saturated signed byte in i32 lanes; NaN becomes the largest number."""
+    """Encode x / scale in units of 1/64 as a saturated signed byte. NaN is the largest number."""
     wide = e.cast("fpext", x, "f64")
     if scale is not None:
         wide = wide / e.cast("fpext", scale, "f64")
@@ -172,5 +172,5 @@ def encode_s2f6(e: Emitter, x: Value, scale: Value | None, relu: bool) -> Value:
 
 
 def decode_s2f6(e: Emitter, code: Value) -> Value:
-    """Signed byte in units of 1/64 as f32."""
+    """Decode a signed byte in units of 1/64 to f32."""
     return e.cast("sitofp", (code << 24).sar(24), "f32") * (1.0 / 64.0)

@@ -39,13 +39,13 @@ def mov(e: Emitter, form: Form) -> None:
 
 
 def split_halves(e: Emitter, value: Value, parts: int) -> list[Value]:
-    """A b128 value (low halves, then high halves) as 2 lanes-of-64 or 4 lanes-of-32."""
+    """Split a b128 value (low halves, then high) to 2 lanes-of-64 or 4 lanes-of-32."""
     halves = [e.shuffle(value, range(k, k + abi.LANES)) for k in (0, abi.LANES)]
     return halves if parts == 2 else [piece for half in halves for piece in e.unpack(half, "i32", 2)]
 
 
 def join_halves(e: Emitter, parts: list[Value]) -> Value:
-    """Inverse of ``split_halves``."""
+    """Join halves, the inverse of ``split_halves``."""
     halves = parts if len(parts) == 2 else [e.pack(parts[k : k + 2], "i64") for k in (0, 2)]
     return e.shuffle(halves[0], range(2 * abi.LANES), halves[1])
 
@@ -95,7 +95,7 @@ def cvta(e: Emitter, form: Form) -> None:
 
 @isa.native(f"cvta.to.<space:{SPACES}>.u64")
 def cvta_to(e: Emitter, form: Form) -> None:
-    """Address in ``space`` of a generic address."""
+    """Convert a generic address to one in ``space``."""
     window = WINDOWS.get(form.get("space").split("::")[0], 0)
     a = e.load(1, "i64")
     e.store(0, a & 0xFFFFFFFF if window else a)
@@ -103,7 +103,7 @@ def cvta_to(e: Emitter, form: Form) -> None:
 
 @isa.native("isspacep.<space:global|shared|shared::cta|shared::cluster|local|param|param::entry>")
 def isspacep(e: Emitter, form: Form) -> None:
-    """p = generic address a lies in ``space``; .shared is .shared::cta, this CTA's part of the window."""
+    """p = generic address a lies in ``space``. .shared is .shared::cta, this CTA's part of the window."""
     a = e.load(1, "i64")
     space = form.get("space")
     top = a >> 56
@@ -123,13 +123,13 @@ def isspacep(e: Emitter, form: Form) -> None:
 
 
 def replace_rank(e: Emitter, a: Value, rank: Value) -> Value:
-    """A shared address (cluster rank << 24 | offset) moved to another CTA; the bits above are kept."""
+    """Move a shared address (cluster rank << 24 | offset) to another CTA. Higher bits are kept."""
     return (a & ~0xFF000000) | (e.resize(rank, a.kind) << 24)
 
 
 @isa.native("mapa.shared::cluster.<type:u32|u64>", "mapa.<type:u64>")
 def mapa(e: Emitter, form: Form) -> None:
-    """d = address of the same variable in CTA b of the cluster; a generic address stays generic."""
+    """d = address of the same variable in CTA b of the cluster. A generic address stays generic."""
     a = e.load(1, f"i{bits_of(form.get('type'))}")
     e.store(0, replace_rank(e, a, e.load(2, "i32")))
 
@@ -156,7 +156,7 @@ EVICTION = "L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged"
     note="no effect: caches are not modelled, and discarded data keeps its value",
 )
 def hint(e: Emitter, form: Form) -> None:
-    """Nothing to do."""
+    """Do nothing: a hint."""
 
 
 @isa.native(

@@ -68,7 +68,7 @@ class Box(IntEnum):
 
 
 class Area(IntEnum):
-    """int64 fields about an allocation of global memory; START, END: its bytes; BASE: its first word / 4."""
+    """int64 fields about an allocation of global memory. START, END: its bytes; BASE: its first word / 4."""
 
     START, END, BASE, WRITER, FIRST, LATEST, VALUES, WRITTEN, READ_FROM = range(9)
 
@@ -372,7 +372,7 @@ class _Judge(_Code):
 
 
 def enter(code: _Code, table: Any, number: Any, *columns: Any) -> None:
-    """Append an access to a table: agent, epoch, instruction, bytes, lanes; ``number`` is its count so far."""
+    """Append an access to a table: agent, epoch, instruction, bytes, lanes. ``number`` is its count so far."""
     for name, value in zip((Table.ENTRY, Table.EPOCH, Table.PC, Table.MASK, Table.LANES), columns, strict=True):
         code.store(value, code.load(table, name), number, _I32)
     code.store(code.b.add(number, _I64(1)), table, Table.COUNT)
@@ -393,7 +393,7 @@ def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
 
 
 def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
-    """i1: does a row of a clock not cover an access that has some of these bytes?"""
+    """Decide whether a row of a clock does not cover an access to some of these bytes, i1."""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
     common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I32), bits)

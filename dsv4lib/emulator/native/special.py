@@ -20,7 +20,7 @@ LN2 = math.log(2.0)
 
 
 def horner(e: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
-    """Polynomial with the constant term first, by fused multiply-adds."""
+    """Evaluate a polynomial, constant term first, by fused multiply-adds."""
     total = x.like(coefficients[-1])
     for c in reversed(coefficients[:-1]):
         total = e.intrinsic("llvm.fma", total, x, x.like(c))
@@ -28,14 +28,14 @@ def horner(e: Emitter, x: Value, coefficients: Sequence[float]) -> Value:
 
 
 def power_of_two(e: Emitter, n: Value, kind: str) -> Value:
-    """2**n of i32 lanes inside the exponent range of f32 or f64."""
+    """Compute 2**n of i32 lanes inside the exponent range of f32 or f64."""
     if kind == "f32":
         return e.bitcast((n + 127) << 23, "f32")
     return e.bitcast(e.cast("sext", n + 1023, "i64") << 52, "f64")
 
 
 def exp2_f32(e: Emitter, x: Value) -> Value:
-    """2**x: x = n + f with |f| <= 1/2, 2**f by a series of ln 2, and scaling in two steps for subnormal results."""
+    """Compute 2**x as 2**n 2**f, |f| <= 1/2. 2**f is a series of ln 2; two steps scale subnormal results."""
     # Beyond these bounds the result is 0 or infinity anyway; minnum drops NaN, which comes back at the end.
     bounded = e.intrinsic("llvm.maxnum", e.intrinsic("llvm.minnum", x, x.like(200.0)), x.like(-200.0))
     n = e.intrinsic("llvm.roundeven", bounded)
@@ -49,7 +49,7 @@ def exp2_f32(e: Emitter, x: Value) -> Value:
 
 
 def exp2_f64(e: Emitter, x: Value) -> Value:
-    """2**x in double precision for |x| < 1000, relative error below 2**-44."""
+    """Compute 2**x in double precision for |x| < 1000, relative error below 2**-44."""
     n = e.intrinsic("llvm.roundeven", x)
     series = [LN2**k / math.factorial(k) for k in range(13)]
     return horner(e, x - n, series) * power_of_two(e, e.cast("fptosi", n, "i32"), "f64")
@@ -87,7 +87,7 @@ def lg2(e: Emitter, form: Form) -> None:
 
 
 def sine(e: Emitter, form: Form, shift: int) -> None:
-    """sin (shift 0) and cos (shift 1): reduce to |r| <= pi/4 and a quadrant."""
+    """Compute sin (shift 0) and cos (shift 1): reduce to |r| <= pi/4 and a quadrant."""
     a = operand(e, form, 1)
     x = e.cast("fpext", a, "f64")
     n = e.intrinsic("llvm.roundeven", x * (2.0 / math.pi))
@@ -123,7 +123,7 @@ def cos(e: Emitter, form: Form) -> None:
 
 @isa.native("tanh.approx.<type:f32|f16|f16x2|bf16|bf16x2>", note="within 1 ulp; hardware promises 2**-11 only")
 def tanh(e: Emitter, form: Form) -> None:
-    """d = tanh(a) = (E - 1) / (E + 1), E = exp(2|a|), with the sign of a; a series near 0."""
+    """d = tanh(a) = (E - 1) / (E + 1), E = exp(2|a|), with the sign of a. A series near 0."""
     a = operand(e, form, 1)
     x = e.cast("fpext", fp.magnitude(e, a), "f64")
     small = x * horner(e, x * x, [1.0, -1.0 / 3.0, 2.0 / 15.0, -17.0 / 315.0])
@@ -175,7 +175,7 @@ def div_approx(e: Emitter, form: Form) -> None:
 
 
 def high_word(e: Emitter, form: Form, root: bool) -> None:
-    """rcp and rsqrt on the upper 32 bits of an f64; the lower 32 bits of the result are 0."""
+    """Compute rcp and rsqrt on the upper 32 bits of an f64. The lower 32 bits of the result are 0."""
     bits = e.load(1, "i64") & ~0xFFFFFFFF
     exponent = 0x7FF << 52
     bits = e.select(e.icmp("eq", bits & exponent, 0), bits & (1 << 63), bits)

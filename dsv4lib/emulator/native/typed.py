@@ -10,24 +10,24 @@ SCALARS = f"{BIT_SIZES}|{INTEGERS}|f32|f64"
 
 
 def bits_of(ptx: str) -> int:
-    """Bits of a scalar PTX type name (b32, s16, f64, ...), or of one element of a packed one (u16x2)."""
+    """Get the bits of a scalar PTX type (b32, s16, f64, ...) or of an element of a packed one."""
     return 16 if ptx == "bf16" else int(ptx.removesuffix("x2").removesuffix("x4")[1:])
 
 
 def signed(ptx: str) -> bool:
-    """True for s16, s32, s64, s16x2."""
+    """Tell whether a type is s16, s32, s64 or s16x2."""
     return ptx.startswith("s")
 
 
 def load_int(e: Emitter, i: int, ptx: str) -> Value:
-    """Operand ``i`` of an integer or bit-size type; a packed pair comes as 64 lanes."""
+    """Load operand ``i`` of an integer or bit-size type; a packed pair is 64 lanes."""
     if ptx.endswith("x2"):
         return e.bitcast(e.load(i, "i32"), "i16")
     return e.load(i, f"i{bits_of(ptx)}")
 
 
 def store_int(e: Emitter, i: int, value: Value) -> None:
-    """Inverse of ``load_int``: 64 lanes of i16 go back into one 32-bit register."""
+    """Store an integer, the inverse of ``load_int``: 64 lanes of i16 go into one 32-bit register."""
     e.store(i, e.bitcast(value, "i32") if (value.kind, value.n) == ("i16", 64) else value)
 
 
@@ -37,11 +37,11 @@ def extend(e: Emitter, a: Value, ptx: str, kind: str) -> Value:
 
 
 def minmax(e: Emitter, name: str, ptx: str, a: Value, b: Value) -> Value:
-    """Integer minimum or maximum ("min", "max")."""
+    """Compute an integer minimum or maximum ("min", "max")."""
     return e.intrinsic(f"llvm.{'s' if signed(ptx) else 'u'}{name}", a, b)
 
 
 def shift_amount(e: Emitter, amount: Value, kind: str) -> tuple[Value, Value]:
-    """A u32 shift amount as ``kind`` for a shift (in range) and the flag that it is in range."""
+    """Load a u32 shift amount as ``kind`` for a shift, and the flag that it is in range."""
     inside = e.icmp("ult", amount, BITS[kind])
     return e.resize(e.select(inside, amount, 0), kind), inside

@@ -45,18 +45,18 @@ def finish(e: Emitter, missing: Value) -> None:
 
 
 def absent(e: Emitter, wanted: Value) -> Value:
-    """Live lanes of scalar mask ``wanted`` that do not execute."""
+    """Find live lanes of scalar mask ``wanted`` that do not execute."""
     return wanted & e.context("live") & ~e.mask()
 
 
 def absent_members(e: Emitter, i: int) -> Value:
-    """Live lanes that some executing lane names in its member mask, operand ``i``, and that do not execute."""
+    """Find live lanes that executing lanes name as members, operand ``i``, and that do not execute."""
     return absent(e, reduce(e, "or", e.load(i, "i32"), e.mask(), 0))
 
 
 @contextmanager
 def member_groups(e: Emitter, i: int) -> Iterator[Value]:
-    """The block is run once per member mask; it yields the executing lanes that have the mask and that it names.
+    """Run the block once per member mask. It yields the executing lanes that have the mask and that it names.
 
     Lanes may come together with different masks, operand ``i``, such as two halves of a warp each with its own. Inside,
     only the lanes of the group execute.
@@ -105,7 +105,7 @@ def shfl(e: Emitter, form: Form) -> None:
 
 @isa.native("movmatrix.sync.aligned.m8n8.trans.b16")
 def movmatrix(e: Emitter, form: Form) -> None:
-    """d = transposed 8x8 matrix of 16-bit elements; lane i holds elements 2i and 2i + 1 in row order."""
+    """d = transposed 8x8 matrix of 16-bit elements. Lane i holds elements 2i and 2i + 1 in row order."""
     elements = e.bitcast(e.load(1, "i32"), "i16")
     e.store(0, e.bitcast(e.shuffle(elements, [(k % 8) * 8 + k // 8 for k in range(64)]), "i32"))
     finish(e, absent(e, e.const(-1, "i32", 0)))
@@ -172,7 +172,7 @@ def match_all(e: Emitter, form: Form) -> None:
 
 
 def reduce(e: Emitter, op: str, a: Value, part: Value, identity: int) -> Value:
-    """Scalar reduction over the lanes of ``part``."""
+    """Reduce a scalar over the lanes of ``part``."""
     return e.intrinsic(f"llvm.vector.reduce.{op}", e.select(e.lanes(part), a, identity), n=0)
 
 
@@ -200,7 +200,7 @@ def redux(e: Emitter, form: Form) -> None:
 
 @isa.native("redux.sync.<op:min|max>[.<abs:abs>][.<nan:NaN>].<type:f32>")
 def redux_float(e: Emitter, form: Form) -> None:
-    """d = minimum or maximum over the members; -0 < +0; NaN only if all are, or with .NaN if any is."""
+    """d = minimum or maximum over the members. -0 < +0; NaN only if all are, or with .NaN if any is."""
     bits = e.load(1, "i32")
     if form.has("abs"):
         bits = bits & 0x7FFFFFFF

@@ -14,7 +14,7 @@ from dsv4lib.emulator.ptx.pending import blocks
 
 
 def undefined_uses(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]) -> list[tuple[int, int]]:
-    """(instruction, register) of every use that no definition reaches.
+    """List (instruction, register) of every use that no definition reaches.
 
     Args:
         uses: registers that each instruction certainly reads; defs: those it may write.

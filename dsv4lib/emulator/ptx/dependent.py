@@ -23,7 +23,7 @@ _GLOBAL = re.compile(r"(?:ld|ldu|st|atom|red|multimem|cp)\.(?!.*\bprefetch\b).*\
 
 
 def touches_global(opcode: str) -> bool:
-    """Does the instruction read or write global memory, or may it?
+    """Tell whether the instruction reads or writes global memory, or may.
 
     >>> [touches_global(op) for op in ("ld.global.nc.b32", "ld.b64", "st.shared.b32", "cp.async.bulk.commit_group")]
     [True, True, False, False]
@@ -32,7 +32,7 @@ def touches_global(opcode: str) -> bool:
 
 
 def ahead_of_wait(kernel: Kernel) -> list[Instr]:
-    """Instructions that touch global memory on some path from the entry to them without a wait.
+    """List instructions that may touch global memory before any wait.
 
     A wait under a guard counts as none. Of a kernel that never waits these are all.
     """

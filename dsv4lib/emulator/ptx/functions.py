@@ -27,25 +27,25 @@ _ADDRESS_OF = re.compile(r"\bmov\.\w+\s+[%$_A-Za-z][\w$]*\s*,\s*([%$_A-Za-z][\w$
 
 
 def functions(source: Source) -> dict[str, Function]:
-    """Every device function with a body."""
+    """Find every device function with a body."""
     found = enumerate(_FUNCTION.finditer(source.text), 1)
     return {m[2]: Function(m[2], m[1] or "", m[3] or "", m.end(), CODE_BYTES * i) for i, m in found}
 
 
 def pointed(source: Source, module: Module) -> list[Function]:
-    """Functions whose address the file takes, in a ``mov`` or in an initialiser."""
+    """Find functions whose address the file takes, in a ``mov`` or in an initialiser."""
     names = {pointer.name for variable in module.variables for pointer in variable.pointers}
     names |= set(_ADDRESS_OF.findall(source.text))
     return [function for name, function in module.functions.items() if name in names]
 
 
 def sizes(function: Function) -> list[int]:
-    """Bytes of its results and parameters."""
+    """Count the bytes of its results and parameters."""
     return [p.size for text in (function.results, function.params) for p in parameters(text)]
 
 
 def bind(function: Function, operands: Sequence[Operand]) -> dict[str, str]:
-    """The caller's variables by the name of the parameter that they are.
+    """Map each parameter's name to the caller's variable that it is.
 
     Args:
         function: the callee.

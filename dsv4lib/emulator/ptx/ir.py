@@ -25,7 +25,7 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """Operand: an immediate as raw bits, two's complement in 64 bits; floats (0f..., 0d...) are their bit pattern."""
+    """Operand: an immediate as raw bits, two's complement in 64 bits. Floats (0f..., 0d...) are their bit pattern."""
 
     bits: int
 
@@ -79,14 +79,14 @@ Operand = Reg | Imm | Special | Symbol | Sink | Vector | Pair | Memory
 
 @dataclass(frozen=True)
 class Location:
-    """A source position from ``.loc``; ``inlined_at`` is the caller's position where the compiler inlined."""
+    """A source position from ``.loc``. ``inlined_at`` is the caller's position where the compiler inlined."""
 
     file: str
     line: int
     inlined_at: Location | None = None
 
     def outermost(self) -> Location:
-        """The position in the function that was not inlined: the user's own line."""
+        """Find the position in the function that was not inlined: the user's own line."""
         return self if self.inlined_at is None else self.inlined_at.outermost()
 
 
@@ -115,7 +115,7 @@ class Pointer(NamedTuple):
 
 @dataclass(frozen=True)
 class Variable:
-    """A ``.shared``, ``.local``, ``.global`` or ``.const`` variable; ``size`` in bytes, 0 for an extern array.
+    """A ``.shared``, ``.local``, ``.global`` or ``.const`` variable. ``size`` in bytes, 0 for an extern array.
 
     ``pointers``: what of its initialiser depends on where variables lie; ``data`` has zeros there.
     """
@@ -162,7 +162,7 @@ class Kernel:
 
     @property
     def param_bytes(self) -> int:
-        """Size of the parameter block."""
+        """Compute the size of the parameter block."""
         return max((p.offset + p.size for p in self.params), default=0)
 
 

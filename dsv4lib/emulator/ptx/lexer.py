@@ -24,7 +24,7 @@ _ITEM = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]{}]*(?:\{[^{}]*\}[^\[\]{}]*)*\]|\([^(
 
 
 def syntax_error(message: str, line: int, text: str = "", kernel: str = "") -> PtxSyntaxError:
-    """A `PtxSyntaxError` that names the line."""
+    """Make a `PtxSyntaxError` that names the line."""
     return PtxSyntaxError(message, Place(kernel, line, " ".join(text.split())[:200]))
 
 
@@ -49,11 +49,11 @@ class Source:
     locations: list[tuple[int, Location]] = field(default_factory=list)
 
     def line(self, offset: int) -> int:
-        """1-based line of ``offset``."""
+        """Find the 1-based line of ``offset``."""
         return bisect.bisect_left(self.newlines, offset) + 1
 
     def error(self, message: str, offset: int, text: str = "", kernel: str = "") -> PtxSyntaxError:
-        """A syntax error at ``offset``."""
+        """Make a syntax error at ``offset``."""
         return syntax_error(message, self.line(offset), text, kernel)
 
 
@@ -99,7 +99,7 @@ def _location(
 
 
 def split(text: str) -> list[str] | None:
-    """Items of a comma-separated list, braces and brackets kept whole; None if they are not balanced."""
+    """Split a comma-separated list, braces and brackets kept whole. None if unbalanced."""
     if "{" not in text and "[" not in text and "(" not in text:
         items = text.split(",")
     else:

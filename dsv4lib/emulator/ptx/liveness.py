@@ -19,7 +19,7 @@ from dsv4lib.emulator.ptx.pending import blocks
 
 
 def bits_of(mask: int) -> list[int]:
-    """Indices of the set bits."""
+    """List the indices of the set bits."""
     raw = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
     return np.nonzero(np.unpackbits(raw, bitorder="little"))[0].tolist()
 
@@ -61,7 +61,7 @@ def live_sets(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]
 
 
 def intervals(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]) -> dict[int, tuple[int, int]]:
-    """First and last instruction at which each register holds something that is needed."""
+    """Find the first and last instruction at which each register is live."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, (used, defined) in enumerate(zip(uses, defs, strict=True)):
@@ -84,7 +84,7 @@ def intervals(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]
 def share(
     kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]], bits: Sequence[int], pinned: Set[int]
 ) -> list[int]:
-    """Slot of every register: registers with one slot have the same width and are never live together.
+    """Assign a slot to every register. Those that share one have one width and are never live at once.
 
     A result never shares the slot of an operand of its own instruction, so handlers may store before they have loaded
     everything.

@@ -75,7 +75,7 @@ class Scope:
 
 
 def integer(text: str) -> int:
-    """A PTX integer constant: decimal, hexadecimal, octal or binary, with sign and ``U``."""
+    """Read a PTX integer: decimal, hexadecimal, octal or binary, with sign and ``U``."""
     if not _INTEGER.fullmatch(text):
         raise OperandError(f"{text!r} is not an integer")
     digits = text.rstrip("U").lstrip("-")
@@ -90,7 +90,7 @@ def integer(text: str) -> int:
 
 
 def immediate(text: str, opcode: str) -> Imm | None:
-    """A constant as raw bits, or None if ``text`` is not a constant.
+    """Read a constant as raw bits, or None if ``text`` is not a constant.
 
     A floating-point constant takes the precision of the instruction's operands, however it is written; bit-size types
     take those of their own size as they are.
@@ -146,7 +146,7 @@ class Names:
         self.scope = self.scope.parent
 
     def declare_registers(self, text: str) -> None:
-        """The part of ``.reg .b32 %r<100>, a;`` after ``.reg``."""
+        """Declare the registers of ``%r<100>, a;`` in ``.reg .b32 %r<100>, a;``."""
         match = re.fullmatch(r"\s*(?:\.(v[24])\s+)?\.(\w+)\s+(.*)", text, re.S)
         if match is None or match[2] not in TYPE_BITS:
             raise OperandError(f"register declaration {text.strip()!r}")
@@ -170,7 +170,7 @@ class Names:
                     scope.registers[single] = Vector(tuple(self._create(scope, part, bits) for part in parts))
 
     def declare_symbol(self, name: str) -> str:
-        """A variable of the current scope; returns its unique name."""
+        """Declare a variable of the current scope; return its unique name."""
         if name in self.scope.symbols:
             raise OperandError(f"variable {name} is declared twice")
         self.scope.cache.clear()
@@ -178,7 +178,7 @@ class Names:
         return unique
 
     def declare_label(self, name: str) -> str:
-        """A label of the current scope; returns its unique name."""
+        """Declare a label of the current scope; return its unique name."""
         if name in self.scope.labels:
             raise OperandError(f"label {name} is declared twice")
         self.scope.labels[name] = unique = self.scope.unique(name)
@@ -191,7 +191,7 @@ class Names:
         return operand
 
     def lookup(self, name: str) -> Operand | None:
-        """The register or variable that ``name`` means here, or None."""
+        """Look up the register or variable that ``name`` means here, or None."""
         if name[-2:-1] == "." and name[-1] in _COMPONENTS:
             name = name[:-1] + _COMPONENTS[name[-1]]
         scope: Scope | None = self.scope
@@ -210,7 +210,7 @@ class Names:
         return None
 
     def operands(self, text: str, opcode: str) -> tuple[Operand, ...]:
-        """The operand list of an instruction."""
+        """Read the operand list of an instruction."""
         items = split(text)
         if items is None:
             raise OperandError(f"operands {text.strip()!r} are not a balanced list")
@@ -227,7 +227,7 @@ class Names:
         return tuple(out)
 
     def operand(self, text: str, opcode: str) -> Operand:
-        """One operand.
+        """Read one operand.
 
         Raises:
             OperandError: it is none of the forms, or a name is not declared.

@@ -30,7 +30,7 @@ class EarlyUse:
 
 
 def registers_of(operand: Operand) -> Iterator[int]:
-    """Indices of all registers in an operand, addresses included."""
+    """List the indices of all registers in an operand, addresses included."""
     if isinstance(operand, Reg):
         yield operand.index
     elif isinstance(operand, Vector):
@@ -53,7 +53,7 @@ def _touched(instr: Instr) -> Iterator[int]:
 
 
 def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
-    """Basic blocks as (first, past last, successors), successors as block numbers."""
+    """Split into basic blocks (first, past last, successors), successors as block numbers."""
     code = kernel.instructions
     starts = {0, *kernel.labels.values()}
     for instr in code:
@@ -83,7 +83,7 @@ def _ends(instr: Instr) -> bool:
 
 
 def eager_loads(kernel: Kernel) -> frozenset[int]:
-    """Indices of the loads whose registers are used, on some path, before a wait.
+    """List the loads whose registers are used, on some path, before a wait.
 
     None where a wait stands under a guard: such code is not followed.
     """
@@ -93,7 +93,7 @@ def eager_loads(kernel: Kernel) -> frozenset[int]:
 
 
 def early_uses(kernel: Kernel) -> list[EarlyUse]:
-    """Every use of a register that may still be pending, by instruction."""
+    """Find every use of a register that may still be pending, by instruction."""
     loads = [instr.index for instr in kernel.instructions if instr.opcode.startswith(LOAD)]
     if not loads:
         return []

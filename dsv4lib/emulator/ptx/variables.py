@@ -28,7 +28,7 @@ _ALIGN = re.compile(r"\.align\s+(\d+)")
 
 
 def variables(text: str, extern: bool = False) -> list[Variable]:
-    """The variables of one declaration such as ``.shared .align 16 .b8 a[64], b;`` (without the semicolon).
+    """Read a declaration such as ``.shared .align 16 .b8 a[64], b;``, no semicolon.
 
     Raises:
         OperandError: a form or type that is not known.
@@ -65,7 +65,7 @@ def variables(text: str, extern: bool = False) -> list[Variable]:
 
 
 def parameters(text: str) -> list[Param]:
-    """The parameter list of an entry (between its parentheses), laid out in the parameter block."""
+    """Read the parameter list of an entry, laid out in its parameter block."""
     out: list[Param] = []
     offset = 0
     if not text.strip():

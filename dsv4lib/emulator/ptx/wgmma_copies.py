@@ -27,7 +27,7 @@ _State = tuple[frozenset[tuple[int, int]], tuple[int, ...]]
 
 
 def after_waits(kernel: Kernel) -> Kernel:
-    """Move copies of pending accumulators to after the waits; return the same kernel if there are none."""
+    """Move copies of pending accumulators to after the waits. Return the same kernel if there are none."""
     if not any(instr.opcode.startswith(MMA) for instr in kernel.instructions):
         return kernel
     plan = _Plan(kernel)

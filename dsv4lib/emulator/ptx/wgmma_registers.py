@@ -52,7 +52,7 @@ class _State:
 
 
 def findings(kernel: Kernel) -> list[Finding]:
-    """Missing waits and fences; one finding for each pair of instructions."""
+    """Find missing waits and fences; one finding for each pair of instructions."""
     code = kernel.instructions
     operations = [i.index for i in code if i.opcode.startswith(MMA)]
     if not operations:

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 def expand(opcode: str, operands: Sequence[str], base: Sequence[str]) -> list[str]:
-    """The statements that do what the instruction does, to be read in a scope of their own.
+    """Write the statements that do what the instruction does, for a scope of their own.
 
     Args:
         opcode, operands: as they are written.

@@ -19,7 +19,7 @@ _UNITS = 1000  # thread numbers of units start here
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace as a JSON object: ``traceEvents`` with times in microseconds, one per warp-instruction."""
+    """Make a JSON object with ``traceEvents``, a microsecond per warp-instruction."""
     events = [*_names(trace), *_warps(trace), *_operations(trace), *_barriers(trace)]
     return {"traceEvents": events, "otherData": {"kernel": trace.kernel, "clock": "warp-instructions"}}
 
@@ -32,7 +32,7 @@ def save(trace: Trace, path: str | Path) -> Path:
 
 
 def lanes_of(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """int64[n]: the lowest lane each interval fits in, so that no two on a lane overlap; in order of start."""
+    """Find the lowest lane each interval fits in without overlap, int64[n]. In order of start."""
     lane = np.zeros(len(start), np.int64)
     free: list[int] = []
     for i in np.argsort(start, kind="stable"):

@@ -53,7 +53,7 @@ class Recorder:
         self._dirty: dict[int, np.ndarray] = {}  # by CTA: unfenced writers at the last look
 
     def counting_records(self) -> np.ndarray:
-        """A copy of the program's records whose ``pad`` field counts executions (native/driver_ir.py)."""
+        """Copy the program's records. Their ``pad`` field counts executions (native/driver_ir.py)."""
         self._records = self.machine.program.records.copy()
         self._records["pad"] = 0
         return self._records
@@ -81,7 +81,7 @@ class Recorder:
     # --- warps ------------------------------------------------------------------------------------------------------
 
     def slice_begins(self, warp: Warp) -> None:
-        """A warp gets its turn, perhaps after a wait."""
+        """Record the start of a warp's slice, perhaps after a wait."""
         self._running = warp
         known = self._stretch.get(warp.agent)
         if known is None or known[3] == "wait":
@@ -89,7 +89,7 @@ class Recorder:
             self._stretch[warp.agent] = (*self._place(warp), "run", "", -1, self._now())
 
     def slice_ends(self, warp: Warp) -> None:
-        """Its turn is over."""
+        """Record the end of a warp's slice."""
         self.stores(warp)
         self._running = None
 
@@ -108,13 +108,13 @@ class Recorder:
             before[:] = dirty
 
     def warp_waits(self, warp: Warp, block: Block) -> None:
-        """A warp cannot go on."""
+        """Record that a warp cannot go on."""
         self._end_stretch(warp)
         barrier = getattr(block, "barrier", -1)
         self._stretch[warp.agent] = (*self._place(warp), "wait", block.reason, barrier, self._now())
 
     def warp_exits(self, warp: Warp) -> None:
-        """A warp is gone."""
+        """Record that a warp has exited."""
         self._end_stretch(warp)
 
     def _place(self, warp: Warp) -> tuple[int, int, int]:
@@ -128,7 +128,7 @@ class Recorder:
     # --- asynchronous operations ------------------------------------------------------------------------------------
 
     def issued(self, op: AsyncOp) -> None:
-        """An operation is queued; the second half of one keeps the row of the first."""
+        """Record an operation that is queued. The second half of one keeps the row of the first."""
         key = op.unit, op.order
         if key not in self._rows:
             self._rows[key] = len(self._ops)
@@ -137,13 +137,13 @@ class Recorder:
             self._labels.append(op.label)
 
     def completing(self, op: AsyncOp) -> None:
-        """An operation is about to happen: what follows belongs to it."""
+        """Record that an operation is about to happen: what follows belongs to it."""
         self._op = self._rows.get((op.unit, op.order), -1)
         if self._op >= 0:
             self._ops[self._op][6:8] = self._when()
 
     def completed(self) -> None:
-        """It has happened."""
+        """Record that an operation has happened."""
         self._op = -1
 
     # --- data -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Recorder:
         self._chunks.append(chunks)
 
     def tma(self, copy: Any) -> None:
-        """A tensor copy (`units.tma.TensorCopy`) completed."""
+        """Record a completed tensor copy (`units.tma.TensorCopy`)."""
         tensor = self._tensors.setdefault(copy.tensor, len(self._tensors))
         coords = (*copy.coords, *(0,) * (5 - len(copy.coords)))
         place, barrier = copy.placement, -1 if copy.barrier is None else copy.barrier
@@ -171,28 +171,28 @@ class Recorder:
         self._smem(copy.cta, origin, "tma" if copy.kind == "load" else "tma store", copy.kind == "load", chunks)
 
     def bulk(self, kind: str, address: int, cta: Cta, offset: int, size: int, op: AsyncOp) -> None:
-        """A bulk copy completed; ``address`` is global."""
+        """Record a completed bulk copy; ``address`` is global."""
         chunks = np.arange(offset >> 4, offset + size + 15 >> 4)
         self._smem(cta, self._origin(op.warp, op.instr), f"bulk {kind}", kind == "load", chunks)
 
     def cp_async(self, warp: Warp, instr: Instr, to: np.ndarray, start: np.ndarray, size: int) -> None:
-        """A cp.async of a warp completed: offsets, global addresses, bytes a lane."""
+        """Record a warp's completed cp.async: offsets, global addresses, bytes a lane."""
         self._smem(warp.cta, self._origin(warp, instr), "cp.async", True, np.unique(to >> 4))
 
     def smem_operand(self, cta: Cta, warp: Warp, instr: Instr, what: str, operand: Operand) -> None:
-        """A tensor core reads a matrix from shared memory."""
+        """Record that a tensor core reads a matrix from shared memory."""
         self._smem(cta, self._origin(warp, instr), what, False, operand.first + operand.chunks)
 
     def tmem_access(
         self, what: str, cta: Cta, warp: Warp, instr: Instr, lanes: np.ndarray, span: tuple[int, int]
     ) -> None:
-        """tcgen05.ld, st or cp, or a part of an MMA ("mma" writes D, "A" reads it): lanes and columns [first, end)."""
+        """Record tcgen05.ld, st or cp, or a part of an MMA. "mma" writes D, "A" reads it; columns [first, end)."""
         origin = self._origin(warp, instr)
         row = (*self._when(), self._op, self._cta(cta), *origin[1:], what, what not in ("ld", "A"), *span)
         self._tables["tmem"].append((*row, pack_lanes(lanes)))
 
     def mma(self, mma: Any) -> None:
-        """A tcgen05.mma (`units.tcgen05_core.Mma`) or a wgmma (`units.wgmma`) completed."""
+        """Record a completed tcgen05.mma (`tcgen05_core.Mma`) or wgmma (`units.wgmma`)."""
         origin = self._origin(mma.warp, mma.instr)
         when = self._when()
         shape = getattr(mma, "shape", None)
@@ -216,7 +216,7 @@ class Recorder:
     # --- synchronisation --------------------------------------------------------------------------------------------
 
     def mbarrier(self, barrier: MBarrier) -> None:
-        """An mbarrier changed."""
+        """Record a change of an mbarrier."""
         b = barrier
         done = b.pending == 0 and b.tx == 0
         self._tables["mbarriers"].append(
@@ -224,18 +224,18 @@ class Recorder:
         )
 
     def barrier(self, warp: Warp, kind: str, number: int, arrived: int, expected: int) -> None:
-        """A warp arrived at a named barrier or at its cluster's."""
+        """Record a warp's arrival at a named barrier or at its cluster's."""
         instr = warp.program.instruction(warp.words[PC])
         self._tables["named"].append((*self._when(), *self._origin(warp, instr), kind, number, arrived, expected))
 
     def tcgen05_fence(self, warp: Warp, instr: Instr, when: str) -> None:
-        """A tcgen05.fence."""
+        """Record a tcgen05.fence."""
         self._tables["fences"].append((*self._when(), *self._origin(warp, instr), when))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> Trace:
-        """Everything so far as arrays; also after a launch that failed."""
+        """Convert everything so far to arrays; also after a launch that failed."""
         machine = self.machine
         for start in list(self._stretch.values()):
             self._tables["states"].append((*start, machine.time))

@@ -46,7 +46,7 @@ class Moved:
 
 
 def moved(trace: Trace) -> list[Moved]:
-    """Cells that a warp loads by one map and stores by another, one record for each pair of instructions.
+    """Find cells that a warp loads by one map and stores by another, by pair of instructions.
 
     Loads and stores with packing, and those of other shapes than a plain fragment, are not looked at.
     """

@@ -59,14 +59,14 @@ FENCES = np.dtype([*_WHEN, *_WHO, ("what", "U24")])
 
 
 def pack_lanes(lanes: Iterable[int]) -> np.ndarray:
-    """uint8[16]: one bit a lane, lane 0 first."""
+    """Pack lanes to uint8[16]: one bit a lane, lane 0 first."""
     bits = np.zeros(LANES, bool)
     bits[lanes] = True
     return np.packbits(bits, bitorder="little")
 
 
 def unpack_lanes(packed: np.ndarray) -> np.ndarray:
-    """bool[..., 128] of packed lanes."""
+    """Unpack lanes to bool[..., 128]."""
     return np.unpackbits(packed, axis=-1, bitorder="little").astype(bool)
 
 
@@ -109,7 +109,7 @@ class Trace:
     stats: Counter[str]
 
     def tmem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
-        """Find the last access to each cell of tensor memory, up to and including ``event``.
+        """Find the last access to each cell of tensor memory, up to ``event`` inclusive.
 
         Returns:
             int64 [128, 512]: row of ``tmem`` of the last write (or read), -1 where there was none.
@@ -122,7 +122,7 @@ class Trace:
         return last
 
     def smem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
-        """Find the last access to each 16-byte chunk of shared memory, up to and including ``event``.
+        """Find the last access to each 16-byte chunk of shared memory, up to ``event`` inclusive.
 
         Returns:
             int64 [chunks]: row of ``smem`` of the last write (or read), -1 where there was none.
@@ -134,7 +134,7 @@ class Trace:
         return last
 
     def tmem_state(self, event: int, cta: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Tensor memory at a moment: the kind of the last access to each cell, and when it was.
+        """Show tensor memory at a moment: kind and time of the last access to each cell.
 
         Returns:
             (int64 [128, 512], index into `TMEM_KINDS` or -1; int64 [128, 512], its time or -1).
@@ -144,7 +144,7 @@ class Trace:
         return kinds[last], np.append(self.tmem["time"], -1)[last]
 
     def smem_history(self, points: np.ndarray, cta: int = 0) -> tuple[np.ndarray, list[str]]:
-        """Shared memory at several events: the kind of the last access to each 16-byte chunk.
+        """Show shared memory at several events: the last access to each 16-byte chunk.
 
         Args:
             points: int [n], ascending event numbers.
@@ -165,26 +165,26 @@ class Trace:
         return out.T, names
 
     def source(self, line: int) -> str:
-        """Python line (``file:line``) of a PTX line, "" if there is none."""
+        """Find the Python line (``file:line``) of a PTX line, "" if there is none."""
         found = np.nonzero(self.lines == line)[0]
         return self.sources[found[0]] if len(found) else ""
 
     def life(self, cta: int = 0) -> tuple[int, int]:
-        """Logical times at which the first warp of a CTA started and the last one ended."""
+        """Find the logical times at which a CTA's first warp started and its last one ended."""
         mine = self.states[self.states["cta"] == cta]
         return int(mine["time"].min(initial=self.time)), int(mine["end"].max(initial=0))
 
     def events_of(self, cta: int = 0) -> np.ndarray:
-        """int64: numbers of the events of one CTA, ascending."""
+        """List the events of one CTA, int64, ascending."""
         tables = (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers, self.named)
         return np.unique(np.concatenate([t["event"][t["cta"] == cta] for t in tables]))
 
     def time_of(self, event: int) -> int:
-        """Logical time of the last record up to ``event``."""
+        """Find the logical time of the last record up to ``event``."""
         return int(self.times_of(np.array([event]))[0])
 
     def times_of(self, events: np.ndarray) -> np.ndarray:
-        """int64: for each of ``events`` the logical time of the last record up to it."""
+        """Find for each of ``events`` the logical time of the last record up to it, int64."""
         out = np.zeros(len(events), np.int64)
         for table in (self.ops, self.boxes, self.tmem, self.smem, self.mbarriers):
             order = np.argsort(table["event"], kind="stable")
@@ -193,12 +193,12 @@ class Trace:
         return out
 
     def mbarriers_at(self, event: int, cta: int = 0) -> dict[int, np.void]:
-        """Last known state of each mbarrier by offset, up to and including ``event``."""
+        """Find the last state of each mbarrier by offset, up to and including ``event``."""
         rows = self.mbarriers[(self.mbarriers["cta"] == cta) & (self.mbarriers["event"] <= event)]
         return {int(row["offset"]): row for row in rows}
 
     def loads(self, tensor: int, cta: int | None = 0) -> np.ndarray:
-        """Coordinates of the boxes that one CTA (None: all) loads from a tensor, in the order of issue.
+        """List the boxes that one CTA (None: all) loads from a tensor, in order of issue.
 
         Returns:
             int64 [boxes, rank], dimension 0 first.
@@ -216,7 +216,7 @@ class Trace:
         return rows["coords"][np.argsort(issued, kind="stable"), :rank].astype(np.int64)
 
     def unread_bytes(self) -> int:
-        """Bytes that TMA brought into shared memory and that nothing asynchronous read before they were overwritten.
+        """Count bytes brought by TMA that nothing asynchronous read before overwriting.
 
         Meaningful for kernels whose operands only the tensor cores read (reads of threads are not traced).
         """
@@ -234,17 +234,17 @@ class Trace:
         return 16 * unread
 
     def counts(self) -> dict[str, int]:
-        """Executed warp-instructions by opcode, most frequent first."""
+        """Count executed warp-instructions by opcode, most frequent first."""
         names, inverse = np.unique(self.opcodes, return_inverse=True)
         total = np.bincount(inverse, weights=self.executed, minlength=len(names)).astype(np.int64)
         return {str(names[i]): int(total[i]) for i in np.argsort(-total, kind="stable") if total[i]}
 
     def moved(self) -> dict[str, int]:
-        """Bytes and floating-point operations by kind, from the launch's statistics."""
+        """Sum bytes and floating-point operations by kind, from the launch's statistics."""
         return {name: n for name, n in sorted(self.stats.items()) if name.endswith(("_bytes", "_flops"))}
 
     def to_perfetto(self) -> dict[str, Any]:
-        """The trace as a Chrome trace (JSON object), for ui.perfetto.dev; see perfetto.py."""
+        """Convert to a Chrome trace (JSON object), for ui.perfetto.dev; see perfetto.py."""
         from dsv4lib.emulator.trace.perfetto import chrome_trace
 
         return chrome_trace(self)

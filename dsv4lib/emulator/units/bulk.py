@@ -354,7 +354,7 @@ def clear(warp: Warp, instr: Instr, form: Form) -> None:
 
 @isa.service("cp.async.bulk.commit_group")
 def commit_group(warp: Warp, instr: Instr, form: Form) -> None:
-    """Bundle this thread's bulk stores since the last commit."""
+    """Commit this thread's bulk stores since the last commit as a group."""
     groups.commit(warp, "bulk", warp.lanes())
 
 

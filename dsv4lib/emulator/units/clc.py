@@ -32,7 +32,7 @@ NBYTES = 16
 
 
 def check_exit(cta: Cta) -> None:
-    """Report warps that took the first CTA out of a failed response without ever asking whether it had failed."""
+    """Report warps that took the first CTA out of a failed response without testing whether it had failed."""
     for number, place in cta.clc_reads.items():
         if place is not None:
             text = f"warp {number} of {cta} uses the first CTA of a request that failed"

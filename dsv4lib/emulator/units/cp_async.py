@@ -133,13 +133,13 @@ def _zero_filled(gmem: GlobalMemory, start: np.ndarray, valid: np.ndarray, size:
 
 @isa.service("cp.async.commit_group")
 def commit_group(warp: Warp, instr: Instr, form: Form) -> None:
-    """Bundle this thread's copies since the last commit."""
+    """Commit this thread's copies since the last commit as a group."""
     groups.commit(warp, "cp.async", warp.lanes())
 
 
 @isa.service("cp.async.wait_group", "cp.async.wait_all")
 def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """Wait until at most N of the latest groups are pending; ``wait_all`` commits first and waits for all."""
+    """Wait until at most N of the latest groups are pending. ``wait_all`` commits first and waits for all."""
     wait = warp.pending
     if wait is None:
         everything = form.opcode.endswith("wait_all")
@@ -157,7 +157,7 @@ def wait_group(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 @isa.service("cp.async.mbarrier.arrive[.<noinc:noinc>][.<space:shared|shared::cta>].b64")
 def arrive(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[addr]``: arrive when this thread's copies so far are complete; without noinc the count pays for it."""
+    """``[addr]``: arrive when this thread's copies so far are complete. Without noinc the count pays for it."""
     addresses = shared.shared_addresses(warp, instr.operands[0], form)
     cluster, units = warp.cta.cluster, warp.cta.machine.units
     before = units.pending(f"cp.async:{warp.agent}")

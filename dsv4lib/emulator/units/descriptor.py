@@ -37,7 +37,7 @@ class Swizzle:
     shift: int
 
     def apply(self, address: np.ndarray) -> np.ndarray:
-        """Physical byte address of a logical one; only bits 4 to 6 change."""
+        """Compute the physical byte address of a logical one; only bits 4 to 6 change."""
         return address ^ (address >> 7 & self.mask) << self.shift
 
 
@@ -319,7 +319,7 @@ def _check_shape(found: InstrDescriptor, bits: int, cta_group: int, ws: bool) ->
 
 @functools.lru_cache(maxsize=4096)
 def zero_column_mask(bits: int, m: int, n: int, max_shift: int) -> tuple[np.ndarray, int]:
-    """Which columns of B count as zero in a tcgen05.mma.ws.
+    """Find which columns of B count as zero in a tcgen05.mma.ws.
 
     Args:
         bits: the 64-bit zero-column mask descriptor.

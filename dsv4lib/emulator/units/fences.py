@@ -42,7 +42,7 @@ def _clear(cta: Cta, warp: Warp) -> None:
     "fence.proxy.async::generic.<sem:release>.sync_restrict::<space:shared::cta>.cluster",
 )
 def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
-    """Generic-proxy writes of this warp, in the named space or everywhere, are visible to the asynchronous proxy."""
+    """Publish this warp's generic writes, in one space or all, to the async proxy."""
     space, race = form.get("space"), warp.cta.machine.race
     if race is not None and space in ("", "global"):
         race.fenced_global(warp)
@@ -62,12 +62,12 @@ def async_proxy(warp: Warp, instr: Instr, form: Form) -> None:
     note="accesses are performed in program order: nothing to order here",
 )
 def no_effect(warp: Warp, instr: Instr, form: Form) -> None:
-    """Fences whose effect every execution of the emulator has anyway."""
+    """Do nothing: every execution of the emulator has the effect of these fences anyway."""
 
 
 @isa.service("fence.proxy.tensormap::generic.release.<scope:cta|cluster|gpu|sys>")
 def release_tensormaps(warp: Warp, instr: Instr, form: Form) -> None:
-    """Changes of tensor maps so far may be acquired."""
+    """Release changes of tensor maps so far."""
     descriptors = warp.cta.machine.units.descriptors
     for address in descriptors:
         descriptors[address] = RELEASED
@@ -75,7 +75,7 @@ def release_tensormaps(warp: Warp, instr: Instr, form: Form) -> None:
 
 @isa.service("fence.proxy.tensormap::generic.acquire.<scope:cta|cluster|gpu|sys>")
 def acquire_tensormap(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[addr], size``: copies of this thread see the tensor map as its writer released it."""
+    """Acquire (``[addr], size``): copies of this thread see the tensor map as its writer released it."""
     memory, size = instr.operands
     if warp.uniform(size, np.uint32) != tensormap.NBYTES:
         raise HazardError(f"fence.proxy.tensormap acquire: the size must be {tensormap.NBYTES}", warp.place())

@@ -39,12 +39,12 @@ class LaneGroups:
         self.groups: list[list[Tracked]] = []
 
     def commit(self) -> None:
-        """Everything issued since the last commit becomes a group."""
+        """Make a group of everything issued since the last commit."""
         self.groups.append(self.open)
         self.open = []
 
     def complete(self, allowed: int, read: bool) -> bool:
-        """Are at most ``allowed`` of the latest groups incomplete? ``read``: reading the sources is enough."""
+        """Tell whether at most ``allowed`` of the latest groups are incomplete. ``read``: sources read."""
         older = self.groups[: max(len(self.groups) - allowed, 0)]
         return all(op.read if read else op.done for group in older for op in group)
 
@@ -55,19 +55,19 @@ class LaneGroups:
 
 
 def of(warp: Warp, kind: str) -> dict[int, LaneGroups]:
-    """Groups of a warp by lane; ``kind`` is "bulk" or "cp.async"."""
+    """Get the groups of a warp by lane; ``kind`` is "bulk" or "cp.async"."""
     return warp.cta.machine.units.groups.setdefault((warp.agent, kind), {})
 
 
 def add(warp: Warp, kind: str, lanes: np.ndarray, op: Tracked) -> None:
-    """The lanes have issued an operation."""
+    """Add an operation that the lanes have issued."""
     by_lane = of(warp, kind)
     for lane in lanes.tolist():
         by_lane.setdefault(lane, LaneGroups()).open.append(op)
 
 
 def commit(warp: Warp, kind: str, lanes: np.ndarray) -> None:
-    """The lanes commit; an empty group counts too."""
+    """Commit for the lanes; an empty group counts too."""
     by_lane = of(warp, kind)
     for lane in lanes.tolist():
         by_lane.setdefault(lane, LaneGroups()).commit()
@@ -85,11 +85,11 @@ class GroupWait:
         self.warp, self.kind = warp, kind
 
     def ready(self) -> bool:
-        """May all lanes go on?"""
+        """Tell whether all lanes may go on."""
         return all(lane.complete(self.allowed, self.read) for lane in self.lanes)
 
     def prune(self) -> None:
-        """The wait is over: forget complete groups."""
+        """Forget complete groups after the wait."""
         race = self.warp.cta.machine.race
         if race is not None:
             race.waited(self.warp, self.kind, self.allowed)
@@ -99,6 +99,6 @@ class GroupWait:
             lane.prune()
 
     def detail(self) -> str:
-        """What is missing, for the deadlock report."""
+        """Say what is missing, for the deadlock report."""
         missing = {str(op.label) for lane in self.lanes for group in lane.groups for op in group if not op.done}
         return "waits for " + "; ".join(sorted(missing)[:4])

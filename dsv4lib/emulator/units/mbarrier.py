@@ -85,7 +85,7 @@ class MBarrier:
 
     @property
     def name(self) -> str:
-        """With its shared address."""
+        """Name the barrier with its shared address."""
         return f"mbarrier {shared_address(self.cta.rank, self.offset):#x}"
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class MBarrier:
         )
 
     def arrive(self, count: int, where: Where, expect: int = 0, drop: bool = False) -> int:
-        """Expect bytes and arrive ``count`` times, in one step; returns the opaque state before it.
+        """Expect bytes and arrive ``count`` times, in one step. Returns the opaque state before it.
 
         ``drop`` lowers the expected count of this and all later phases as well.
         """
@@ -127,7 +127,7 @@ class MBarrier:
         self._advance()
 
     def complete_tx(self, nbytes: int, where: Where) -> None:
-        """Bytes have arrived."""
+        """Count bytes that have arrived."""
         self.tx -= nbytes
         if self.cta.machine.race is not None:
             self.cta.machine.race.delivered(self)
@@ -135,11 +135,11 @@ class MBarrier:
         self._advance()
 
     def completed(self, parity: int) -> bool:
-        """Is the phase of this parity, current or just before, complete?"""
+        """Tell whether the phase of this parity, current or just before, is complete."""
         return (self.phase ^ parity) & 1 == 1
 
     def waited(self) -> bool:
-        """Is a warp waiting for a phase?"""
+        """Tell whether a warp is waiting for a phase."""
         return any(wait.goes_on() for wait in self.waiters)
 
     def _advance(self) -> None:
@@ -170,7 +170,7 @@ class MBarrier:
             self.cta.smem.written.clear()
 
     def same_init(self, warp: Warp, instr: Instr, count: int) -> bool:
-        """Is this what other lanes of the warp have just done, and was the barrier not used since?"""
+        """Tell whether other lanes of the warp did this, and the barrier is unused since."""
         place = self.place
         same = place is not None and (place.ptx_line, place.warp) == (instr.line, warp.warp_id)
         unused = self.phase == 0 and self.expected == self.pending == count and not self.tx and not self.waited()
@@ -198,7 +198,7 @@ class Suspension(Block):
 
 
 def find(cluster: Cluster, address: int, where: Where) -> MBarrier:
-    """The live barrier at a shared address.
+    """Find the live barrier at a shared address.
 
     Raises:
         MemoryFault: outside shared memory or misaligned.
@@ -256,7 +256,7 @@ def _check_count(count: int, where: Where) -> None:
 
 @isa.service("mbarrier.init[.layout::v0][.<space:shared|shared::cta>].b64", note="layout v0 only")
 def init(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mbarrier.init [addr], count``; lanes that give one barrier the same count initialise it once.
+    """``mbarrier.init [addr], count``. Lanes that give one barrier the same count initialise it once.
 
     That holds for the lanes of a warp that reach the instruction one group after the other, too.
     """
@@ -376,18 +376,18 @@ class Wait:
         self.deadline = machine.time + TIME_LIMIT
 
     def complete(self) -> bool:
-        """Is any of the phases complete?"""
+        """Tell whether any of the phases is complete."""
         for _, barrier, parity in self.groups:
             if (barrier.phase ^ parity) & 1:
                 return True
         return False
 
     def ready(self) -> bool:
-        """True when any phase is complete or time is up."""
+        """Tell whether any phase is complete or time is up."""
         return self.complete() or self.expired or self.machine.time >= self.deadline
 
     def passed(self, barrier: MBarrier) -> None:
-        """The barrier has completed a phase; report if this wait has missed the one it is for."""
+        """Report a wait whose barrier has completed the phase after its own too."""
         for (_, mine, parity), phase in zip(self.groups, self.phases, strict=True):
             if mine is barrier and barrier.phase == phase + 2 and self.goes_on():
                 text = f"a wait for parity {parity} has not seen its phase, and the next one is complete too"
@@ -403,7 +403,7 @@ class Wait:
         self.expired = True
 
     def detail(self) -> str:
-        """What the wait is for, for deadlock reports."""
+        """Say what the wait is for, for deadlock reports."""
         return "; ".join(f"parity {parity} of {barrier}" for _, barrier, parity in self.groups)
 
     def suspend(self) -> Suspension:
@@ -415,7 +415,7 @@ class Wait:
         return Suspension("mbarrier", self.ready, self.detail, self.expire, self.deadline, address)
 
     def answer(self) -> int:
-        """Mask of the lanes whose phase is complete; the wait is over."""
+        """Make the mask of the lanes whose phase is complete; the wait is over."""
         done = 0
         for members, barrier, parity in self.groups:
             barrier.waiters.discard(self)

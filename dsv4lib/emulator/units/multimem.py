@@ -112,12 +112,12 @@ def _release(warp: Warp, memory: Operand, form: Form) -> None:
 
 
 def element_of(kind: str) -> str:
-    """The element of a packed type: f16 of f16x2."""
+    """Get the element of a packed type: f16 of f16x2."""
     return kind.partition("x")[0]
 
 
 def combine(op: str, element: str, acc: str, parts: list[np.ndarray]) -> np.ndarray:
-    """uint8 arrays of one shape, device by device: ``op`` of all of them per element."""
+    """Combine uint8 arrays of one shape, one a device: ``op`` of all, per element."""
     if element not in _FP8_VALUES and not acc:
         total = parts[0]
         for part in parts[1:]:
@@ -155,7 +155,7 @@ def _halves(values: np.ndarray, element: str) -> np.ndarray:
 
 
 def encode_fp8(values: np.ndarray, element: str) -> np.ndarray:
-    """uint8 codes of floats: to nearest even, too large ones to the largest finite value, NaN to 0x7F."""
+    """Encode floats as uint8 codes: to nearest even, saturating to finite, NaN to 0x7F."""
     known = _FP8_VALUES[element][:128]
     finite = known[np.isfinite(known)]
     nan = np.isnan(values)

@@ -63,7 +63,7 @@ class Rows:
             self._halves = warp.regs.view(np.uint32).reshape(-1, _HALF // 4)
 
     def read(self) -> np.ndarray:
-        """uint32[n, 32] copy, all lanes."""
+        """Copy all lanes, uint32[n, 32]."""
         if self.view is not None:
             return self.view.copy()
         if self._where is not None:
@@ -85,7 +85,7 @@ class Rows:
 
 
 def read_rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray:
-    """uint32[n, 32] copy of n 32-bit operands, all lanes."""
+    """Copy n 32-bit operands, all lanes, uint32[n, 32]."""
     return Rows(warp, instr, items).read()
 
 

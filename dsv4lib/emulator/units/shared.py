@@ -70,7 +70,7 @@ def addresses_in(warp: Warp, memory: Memory, space: str) -> np.ndarray:
 
 
 def agreed_address(warp: Warp, memory: Memory, form: Form) -> int | None:
-    """The shared address that all active lanes agree on; None if they do not, or if `addresses_in` refuses it."""
+    """Find the shared address that all active lanes agree on. None if they do not or it is refused."""
     address, space = warp.agreed_address(memory), form.get("space")
     if address is None:
         return None
@@ -83,13 +83,13 @@ def agreed_address(warp: Warp, memory: Memory, form: Form) -> int | None:
 
 @functools.lru_cache(4096)
 def lane_list(mask: int) -> tuple[int, ...]:
-    """Active lanes of a mask, ascending."""
+    """List the active lanes of a mask, ascending."""
     return tuple(lane for lane in range(LANES) if mask >> lane & 1)
 
 
 @functools.lru_cache(4096)
 def lane_array(mask: int) -> np.ndarray:
-    """int64[n]: `lane_list` for indexing."""
+    """List lanes as int64[n], as `lane_list`, for indexing."""
     lanes = np.array(lane_list(mask), np.int64)
     lanes.setflags(write=False)
     return lanes
@@ -103,7 +103,7 @@ def _all(good: np.ndarray, mask: int) -> bool:
 
 
 def locate(cluster: Cluster, address: int, nbytes: int, where: Where, align: int = 1) -> tuple[Cta, int]:
-    """CTA and byte offset of a shared address.
+    """Find CTA and byte offset of a shared address.
 
     Raises:
         MemoryFault: no such CTA, outside its shared memory, or misaligned.
@@ -123,7 +123,7 @@ def locate(cluster: Cluster, address: int, nbytes: int, where: Where, align: int
 
 
 def lane_groups(mask: int, *values: np.ndarray) -> list[tuple[np.ndarray, tuple[int, ...]]]:
-    """(lanes, their values) for every distinct tuple of values among the active lanes, in lane order.
+    """Group active lanes by their tuple of values: (lanes, values), in lane order.
 
     A bulk operation that a whole warp issues with the same operands is one operation.
     """
@@ -142,7 +142,7 @@ def lane_groups(mask: int, *values: np.ndarray) -> list[tuple[np.ndarray, tuple[
 
 
 def write(cta: Cta, offset: int, data: np.ndarray) -> None:
-    """Asynchronous-proxy write of uint8[n] at a byte offset."""
+    """Write uint8[n] at a byte offset through the async proxy."""
     end = offset + len(data)
     smem, race = cta.smem, cta.machine.race
     if race is not None and race.pedantic:
@@ -162,7 +162,7 @@ def _overwrite(cta: Cta, index: np.ndarray) -> None:
 
 
 def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int, int] | None = None) -> None:
-    """Asynchronous-proxy write of uint8[16 n] to the 16-byte chunks ``index``; ``span`` if they fill a byte range."""
+    """Write uint8[16 n] to 16-byte chunks through the async proxy. ``span`` if they fill a byte range."""
     smem, race = cta.smem, cta.machine.race
     if race is not None and race.pedantic:
         _overwrite(cta, index)
@@ -180,13 +180,13 @@ def write_chunks(cta: Cta, index: np.ndarray, data: np.ndarray, span: tuple[int,
 
 
 def read_chunks(cta: Cta, index: np.ndarray) -> np.ndarray:
-    """uint8[16 n]: a copy of the 16-byte chunks ``index``."""
+    """Copy the 16-byte chunks ``index``, uint8[16 n]."""
     data = cta.smem.data
     return data[: len(data) & ~15].view(CHUNK_TYPE)[index].view(np.uint8)
 
 
 def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where, generic: bool = False) -> None:
-    """`check_chunks` of the byte range [offset, offset + nbytes). ``generic``: the read needs no proxy fence."""
+    """Check the byte range [offset, offset + nbytes) as `check_chunks`. ``generic``: needs no proxy fence."""
     if cta.machine.race is not None:
         cta.machine.race.shared_bytes(cta, offset, nbytes, False)
     end = offset + nbytes
@@ -207,7 +207,7 @@ def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
 
 
 def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
-    """What entries of `Smem.dirty`, none of them 0, say: hazard kind, its text, and the warps that wrote."""
+    """Explain entries of `Smem.dirty`, none of them 0: hazard kind, text, and writing warps."""
     writers = sorted({(int(w) & CP_ASYNC - 1) - 1 for w in np.unique(marks)})
     copied = bool((marks & CP_ASYNC).all())
     kind = "missing_proxy_fence_cp_async" if copied else "missing_proxy_fence"
@@ -216,7 +216,7 @@ def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
 
 
 def writer_of(cta: Cta, chunks: np.ndarray) -> Place | None:
-    """Find the writer of the first of these chunks that no proxy fence covers; None if the race detector is off."""
+    """Find the writer of the first of these chunks that no proxy fence covers. None if the race detector is off."""
     race = cta.machine.race
     return None if race is None else race.writer_of(cta, chunks)
 

@@ -122,7 +122,7 @@ def _queue(
     "red.async.<mmio:mmio>.release.<scope:sys>[.<space:global>].<op:add>.<type:u32|s32|u64|s64>",
 )
 def to_global(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[a], b``: release store or addition to global memory; complete at the latest when the CTA ends."""
+    """``[a], b``: release store or addition to global memory. Complete at the latest when the CTA ends."""
     destination, source = instr.operands
     lanes, machine = warp.lanes(), warp.cta.machine
     data = _values(warp, source, int(form.get("type")[1:]), 1)[lanes].copy()

@@ -48,23 +48,23 @@ class Region:
     split: bool = False
 
     def view(self, array: np.ndarray, base_lane: int, column: int, count: int) -> np.ndarray:
-        """The part of a [128, 512] array: (lanes, count), or (4, 16, count) for layout F."""
+        """View the part of a [128, 512] array: (lanes, count), or (4, 16, count) for layout F."""
         if self.split:
             return _split_view(array, base_lane, column, count)
         return array[self.lane : self.lane + self.lanes, column : column + count]
 
     def key(self, base_lane: int, column: int, count: int) -> tuple[int, ...]:
-        """What names the cells of ``view`` (`Tmem.written`): (first lane, lanes, column, columns)."""
+        """Make the key of the cells of ``view`` (`Tmem.written`): (first lane, lanes, column, columns)."""
         return (base_lane, -16, column, count) if self.split else (self.lane, self.lanes, column, count)
 
     def cells(self, base_lane: int, column: int, count: int) -> Cells:
-        """The cells of ``view``, for the race detector; always the same object for the same cells."""
+        """Get the cells of ``view`` for the race detector; one object for the same cells."""
         if self.split:
             return _split_cells(base_lane, column, count)
         return columns_of(column, count, self.lane, self.lane + self.lanes)
 
     def part(self, product: np.ndarray) -> np.ndarray:
-        """The matching part of the M x N product, in the shape of ``view``."""
+        """Get the matching part of the M x N product, in the shape of ``view``."""
         block = product[self.rows, self.columns]
         return block.reshape(4, 16, -1) if self.split else block
 
@@ -81,7 +81,7 @@ def _split_cells(base_lane: int, column: int, count: int) -> Cells:
 
 @functools.cache
 def regions(m: int, n: int, cta_group: int, ws: bool) -> tuple[Region, ...]:
-    """The accumulator's blocks for a shape that instruction_descriptor has accepted."""
+    """Split the accumulator into blocks, for a shape that was accepted."""
     if cta_group == 1 and m == 64 and not ws:
         return (Region(0, slice(0, 64), slice(0, n), 0, 64, split=True),)
     rows = m // cta_group
@@ -95,15 +95,15 @@ def regions(m: int, n: int, cta_group: int, ws: bool) -> tuple[Region, ...]:
 
 
 def lanes_allowed(m: int, cta_group: int, ws: bool) -> tuple[int, ...]:
-    """Lanes that the addresses of D and A may name."""
+    """List lanes that the addresses of D and A may name."""
     return (0, 16) if cta_group == 1 and m == 64 and not ws else (0,)
 
 
 def columns_used(n: int, placed: tuple[Region, ...]) -> int:
-    """Tensor-memory columns of the accumulator."""
+    """Count tensor-memory columns of the accumulator."""
     return placed[0].columns.stop - placed[0].columns.start
 
 
 def by_row(cells: np.ndarray, rows: int) -> np.ndarray:
-    """(4, rows) of scale-factor cells (128, columns): row r is lane r % 32 of column r / 32, in every quarter."""
+    """Order scale-factor cells (128, columns) as (4, rows). Row r is lane r % 32 of column r / 32, in every quarter."""
     return np.ascontiguousarray(cells.reshape(4, QUARTER, -1).transpose(0, 2, 1)).reshape(4, -1)[:, :rows].copy()

@@ -55,7 +55,7 @@ _ENDS = ("bra", "brx", "exit", "ret", "call", "trap")  # the end of straight cod
 
 @functools.cache
 def fragment(shape: str, registers: int, packed: bool, split: int) -> tuple[np.ndarray, int]:
-    """Cells of a fragment.
+    """List the cells of a fragment.
 
     Args:
         shape: data movement shape; registers: per thread.
@@ -274,7 +274,7 @@ def _known(warp: Warp, instr: Instr, address: Memory) -> tuple[_Access | None, b
 
 
 def has_wait(warp: Warp, instr: Instr, items: tuple[Operand, ...]) -> bool:
-    """Does ``tcgen05.wait::ld`` follow in straight code before the loaded registers are used?"""
+    """Tell whether ``tcgen05.wait::ld`` precedes any use of the loaded registers. Only straight code is followed."""
     registers = {item.index for item in items if isinstance(item, Reg)}
     for later in warp.program.kernel.instructions[instr.index + 1 :]:
         if later.opcode.startswith("tcgen05.wait::ld"):
@@ -341,7 +341,7 @@ def ld_red(warp: Warp, instr: Instr, form: Form) -> None:
 
 
 def reduce_columns(values: np.ndarray, form: Form) -> np.ndarray:
-    """uint32[32]: minimum or maximum over the registers of each thread."""
+    """Reduce to the minimum or maximum of each thread's registers, uint32[32]."""
     if form.get("type") != "f32":
         typed = values.view(np.int32 if form.get("type") == "s32" else np.uint32)
         return (typed.min(0) if form.get("op") == "min" else typed.max(0)).view(np.uint32)

@@ -64,7 +64,7 @@ def commit(warp: Warp, instr: Instr, form: Form) -> None:
 
 @isa.service("tcgen05.fence::<when:before_thread_sync|after_thread_sync>")
 def fence(warp: Warp, instr: Instr, form: Form) -> None:
-    """``tcgen05.fence``: orders tcgen05 operations around thread synchronisation; a mark for the checks."""
+    """``tcgen05.fence``: orders tcgen05 operations around thread synchronisation. A mark for the checks."""
     trace, race = warp.cta.machine.trace, warp.cta.machine.race
     if trace is not None:
         trace.tcgen05_fence(warp, instr, form.get("when"))

@@ -62,16 +62,16 @@ class ElementType:
     chunk: tuple[int, int] | None = None
 
     def nbytes(self, elements: int) -> int:
-        """Bytes of ``elements`` in global memory (packed)."""
+        """Count the bytes of ``elements`` in global memory (packed)."""
         return elements * self.bits // 8
 
     def smem_bytes(self, elements: int) -> int:
-        """Bytes of ``elements`` in shared memory."""
+        """Count the bytes of ``elements`` in shared memory."""
         return self.nbytes(elements) if self.chunk is None else elements // 16 * self.chunk[1]
 
     @property
     def is_float(self) -> bool:
-        """Can it be filled with NaN?"""
+        """Tell whether it can be filled with NaN."""
         return self.name in ("f16", "bf16", "f32", "f32.ftz", "f64", "tf32", "tf32.ftz")
 
 
@@ -135,22 +135,22 @@ class TensorMap:
 
     @functools.cached_property
     def rank(self) -> int:
-        """Number of dimensions."""
+        """Count the dimensions."""
         return len(self.dims)
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tiled mode: rows that a copy moves along dimensions 1 and up."""
+        """List the rows that a tiled copy moves along dimensions 1 and up."""
         return tuple(-(-b // t) for b, t in zip(self.box[1:], self.traversal[1:], strict=True))
 
     @functools.cached_property
     def steps(self) -> tuple[int, ...]:
-        """Tiled mode: bytes between those rows."""
+        """List the bytes between those rows (tiled mode)."""
         return tuple(s * t for s, t in zip(self.strides, self.traversal[1:], strict=True))
 
     @functools.cached_property
     def flaw(self) -> str:
-        """What no copy can use it for, "" if nothing; drivers refuse to encode such a map, kernels and hosts may not.
+        """What no copy can use it for, "" if nothing. Drivers refuse to encode such a map, kernels and hosts may not.
 
         Source: PTX ISA, "Bounding Box", and the restrictions on sub-byte types of ``cp.async.bulk.tensor``.
         """
@@ -250,7 +250,7 @@ def decode(raw: bytes) -> TensorMap:
 
 
 def encode(tensor: TensorMap) -> bytes:
-    """The 128 bytes of a descriptor; the second half is zero."""
+    """Encode the 128 bytes of a descriptor; the second half is zero."""
     raw = bytearray(NBYTES)
     struct.pack_into("<Q", raw, 0, tensor.address)
     flags = int(tensor.im2col) | int(tensor.sm100) << 1 | tensor.rank - 1 << 4 | tensor.element.hardware << 7
@@ -362,7 +362,7 @@ def encode_tiled(
     traversal: Sequence[int], interleave: int = 0, swizzle: int = 0, promotion: int = 0, fill: int = 0, *,
     sm100: bool = True,
 ) -> bytes:  # fmt: skip
-    """``cuTensorMapEncodeTiled``: all arguments by their driver enums; strides in bytes, of dimensions 1 and up.
+    """``cuTensorMapEncodeTiled``: all arguments by their driver enums. Strides in bytes, of dimensions 1 and up.
 
     Raises:
         ArgumentError: what the driver refuses.

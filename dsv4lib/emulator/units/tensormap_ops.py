@@ -34,7 +34,7 @@ def _check_aligned(warp: Warp, address: int) -> None:
     note="the 96-byte swizzle is refused",
 )
 def replace(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[addr], new_val`` or ``[addr], ord, new_val``; lanes that do the same do it once."""
+    """``[addr], new_val`` or ``[addr], ord, new_val``. Lanes that do the same do it once."""
     memory, *rest = instr.operands
     field = form.get("field")
     ordinal = 0

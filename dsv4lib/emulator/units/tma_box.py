@@ -61,22 +61,22 @@ class Box:
 
     @property
     def tx_bytes(self) -> int:
-        """What the copy counts at its mbarrier: packed bytes, those out of bounds too."""
+        """Count what the copy adds at its mbarrier: packed bytes, those out of bounds too."""
         return self.row_bytes * self.rows
 
     @property
     def smem_row(self) -> int:
-        """Bytes of a row in shared memory, padding of the type included."""
+        """Count the bytes of a row in shared memory, padding of the type included."""
         chunk = self.tensor.element.chunk
         return self.row_bytes if chunk is None else self.row_bytes // chunk[0] * chunk[1]
 
     @property
     def pitch(self) -> int:
-        """Bytes from row to row in shared memory: a swizzled row takes the swizzle's width even if it is shorter."""
+        """Compute the bytes from row to row in shared memory. A swizzled row takes the swizzle's width."""
         return SWIZZLE_BYTES[self.tensor.swizzle] or self.smem_row
 
     def span(self) -> tuple[int, int]:
-        """First valid byte of a row within the box, and the one past the last."""
+        """Find the first valid byte of a row within the box, and the one past the last."""
         return max(0, -self.first), min(self.row_bytes, self.width - self.first)
 
 
@@ -97,7 +97,7 @@ def _dimension_0(tensor: TensorMap, elements: int, start: int, where: Where) -> 
 
 
 def tiled(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
-    """A box at ``coords`` (elements, dimension 0 first).
+    """Make a box at ``coords`` (elements, dimension 0 first).
 
     Raises:
         HazardError: the row start is not aligned.
@@ -255,7 +255,7 @@ def _window(box: Box, gmem: GlobalMemory, low: int, high: int, write: bool) -> n
 
 
 def ranges(box: Box) -> tuple[np.ndarray, int]:
-    """Where the existing rows of a box lie: int64 addresses, and bytes of each."""
+    """List where the existing rows of a box lie: int64 addresses, and bytes of each."""
     tensor = box.tensor
     low, high = box.span()
     if box.offsets is not None:
@@ -273,7 +273,7 @@ def _part(box: Box, data: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def read(box: Box, gmem: GlobalMemory) -> np.ndarray:
-    """uint8[rows * packed row bytes] of the tensor, out-of-bounds elements filled."""
+    """Read the box as uint8[rows * packed row bytes], out-of-bounds elements filled."""
     tf32 = box.tensor.element.tf32
     if box.whole:
         data = np.ascontiguousarray(_strided(box, gmem, False)).reshape(-1).view(np.uint8)
@@ -362,7 +362,7 @@ def _apply(box: Box, target: np.ndarray, data: np.ndarray, op: str) -> None:
 
 
 def pad(box: Box, data: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Packed bytes as they lie in shared memory; the padding keeps what was there (``before``)."""
+    """Lay out packed bytes as in shared memory. The padding keeps what was there (``before``)."""
     chunk = box.tensor.element.chunk
     if chunk is None:
         return data

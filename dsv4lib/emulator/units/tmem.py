@@ -57,11 +57,11 @@ class Tmem:
         self._written: set[tuple[int, ...]] = set()  # blocks that are known to be written
 
     def free_at(self, column: int, columns: int) -> bool:
-        """Are these columns free?"""
+        """Tell whether these columns are free."""
         return column + columns <= COLUMNS and bool((self.owner[column : column + columns] <= 0).all())
 
     def find(self, columns: int) -> int | None:
-        """First column of a free block, aligned to the granule; None if there is none."""
+        """Find the first column of a free block, aligned to the granule. None if there is none."""
         return next((c for c in range(0, COLUMNS - columns + 1, GRANULE) if self.free_at(c, columns)), None)
 
     def take(self, column: int, columns: int) -> None:
@@ -87,12 +87,12 @@ class Tmem:
         self.changed()
 
     def changed(self) -> None:
-        """Columns were allocated or freed, or cells became unwritten: forget what was known about spans and blocks."""
+        """Forget known spans and blocks after cells were allocated, freed or made unwritten."""
         self._usable.clear()
         self._written.clear()
 
     def written(self, key: tuple[int, ...], init: np.ndarray) -> bool:
-        """Has every cell of a block been written? ``init`` is the part of `init` that ``key`` stands for."""
+        """Tell whether every cell of a block has been written. ``init``: the part of `init` for ``key``."""
         if key in self._written:
             return True
         if not init.all():
@@ -101,13 +101,13 @@ class Tmem:
         return True
 
     def write(self, key: tuple[int, ...], init: np.ndarray) -> None:
-        """Every cell of a block is written; arguments as for `written`."""
+        """Mark every cell of a block written; arguments as for `written`."""
         if key not in self._written:
             init[...] = True
             self._written.add(key)
 
     def fault(self, column: int, columns: int) -> tuple[str, str] | None:
-        """What is wrong with using these columns: (hazard kind, message), None if they are allocated."""
+        """Explain what is wrong with these columns: (hazard kind, message), None if allocated."""
         end = column + columns
         if (column, columns) in self._usable:
             return None
@@ -133,7 +133,7 @@ def check_columns(columns: int) -> None:
 
 
 def tmem_of(cta: Cta) -> Tmem:
-    """A CTA's tensor memory, created at the first use.
+    """Get a CTA's tensor memory, created at the first use.
 
     Raises:
         EmulatorError: the target has none.
