@@ -76,7 +76,7 @@ def schedule(n_layers: int, first: Sequence[int], csa_rate: int, hca_rate: int) 
 
 
 def kinds_of(ratios: Sequence[int], csa_rate: int, hca_rate: int) -> tuple[LayerKind, ...]:
-    """Translate compress ratios to layer kinds; ConfigError for a ratio that is not 0, ``csa_rate`` or ``hca_rate``."""
+    """Translate compress ratios to layer kinds. ConfigError for a ratio that is not 0, ``csa_rate`` or ``hca_rate``."""
     if csa_rate < 1:
         raise ConfigError("csa_rate", csa_rate, "an integer >= 1")
     if hca_rate < 1 or hca_rate == csa_rate:
@@ -177,56 +177,56 @@ class ModelConfig:
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of the ``n_layers`` backbone layers."""
+        """Return the kinds of the ``n_layers`` backbone layers."""
         return kinds_of(self.compress_ratios, self.csa_rate, self.hca_rate)[:-1]
 
     @cached_property
     def mtp_kind(self) -> LayerKind:
-        """Kind of the MTP block."""
+        """Return the kind of the MTP block."""
         return kinds_of(self.compress_ratios, self.csa_rate, self.hca_rate)[-1]
 
     def layers_of(self, kind: LayerKind) -> tuple[int, ...]:
-        """Indices of the backbone layers of one kind."""
+        """Return the indices of the backbone layers of one kind."""
         return tuple(i for i, k in enumerate(self.layer_kinds) if k is kind)
 
     def rate(self, kind: LayerKind) -> int:
-        """Tokens per compressed entry of a kind; 0 for SWA."""
+        """Return the tokens per compressed entry of a kind; 0 for SWA."""
         return {LayerKind.SWA: 0, LayerKind.CSA: self.csa_rate, LayerKind.HCA: self.hca_rate}[kind]
 
     @property
     def nope_dim(self) -> int:
-        """Dims of a head that are not rotated (the first ones)."""
+        """Return the dims of a head that are not rotated (the first ones)."""
         return self.head_dim - self.rope_dim
 
     @property
     def group_width(self) -> int:
-        """Input width of one output-projection group: consecutive heads, concatenated."""
+        """Return the input width of one output-projection group: consecutive heads, concatenated."""
         return self.n_heads * self.head_dim // self.o_groups
 
     @property
     def mix_width(self) -> int:
-        """Numbers one mHC site computes per token: ``n`` pre, ``n`` post, ``n * n`` comb (24 for n = 4)."""
+        """Return numbers one mHC site computes per token: ``n`` pre, ``n`` post, ``n * n`` comb (24 for n = 4)."""
         return self.hc_mult * (2 + self.hc_mult)
 
     def is_hash_layer(self, layer: int) -> bool:
-        """Whether experts of this backbone layer come from the token id table."""
+        """Tell whether experts of this backbone layer come from the token id table."""
         return layer < self.n_hash_layers
 
     @cached_property
     def total_params(self) -> int:
-        """Weights of the backbone: all layers, embedding, LM head (``tid2eid`` tables and MTP block not counted)."""
+        """Count the weights of the backbone: all layers, embedding, LM head. No ``tid2eid`` tables, no MTP block."""
         layers = sum(self._layer_params(i, self.n_experts) for i in range(self.n_layers))
         return layers + self._collapse_params + self.hidden + 2 * self.vocab * self.hidden
 
     @cached_property
     def active_params(self) -> int:
-        """Weights multiplied for one token: chosen and shared experts only; the embedding is a lookup, not counted."""
+        """Count the weights multiplied for one token. Chosen and shared experts only; the embedding is a lookup."""
         layers = sum(self._layer_params(i, self.experts_per_token) for i in range(self.n_layers))
         return layers + self._collapse_params + self.hidden + self.vocab * self.hidden
 
     @cached_property
     def mtp_params(self) -> int:
-        """Weights of the MTP block; embedding and LM head are shared with the backbone and not counted again."""
+        """Return weights of the MTP block. Embedding and LM head are shared with the backbone and not counted again."""
         d = self.hidden
         block = self._attention_params(self.mtp_kind) + self._site_params + self._ffn_params(self.n_experts, bias=True)
         return block + 2 * d * d + 3 * d + self._collapse_params
@@ -268,7 +268,7 @@ class ModelConfig:
 
 
 def kv_row_bytes(config: ModelConfig, kv: str = "fp8") -> int:
-    """Bytes of one KV row, a token's in the window or a compressed entry's.
+    """Return the bytes of one KV row, a token's in the window or a compressed entry's.
 
     ``fp8``: nope dims E4M3, rope dims bf16, one UE8M0 scale per 64 nope dims padded to 8 bytes (584 B for 448 + 64).
     ``bf16``: all dims bf16 (1024 B for 512).
@@ -282,7 +282,7 @@ def kv_row_bytes(config: ModelConfig, kv: str = "fp8") -> int:
 
 
 def index_key_bytes(config: ModelConfig, index: str = "fp8") -> int:
-    """Bytes of one indexer key.
+    """Return the bytes of one indexer key.
 
     ``fp8``: E4M3 and one fp32 scale (132 B for 128 dims); ``fp4``: E2M1 and one UE8M0 scale per 32 dims (68 B);
     ``bf16``: 256 B.
@@ -297,7 +297,7 @@ def index_key_bytes(config: ModelConfig, index: str = "fp8") -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv: str = "fp8", index: str = "fp8") -> float:
-    """Cache bytes that each further token adds over all backbone layers (compressed entries and indexer keys).
+    """Return cache bytes that each further token adds over all backbone layers (compressed entries and indexer keys).
 
     An entry of rate m costs 1/m row per token; window and compressor state do not grow and are in
     :func:`fixed_cache_bytes`. Flash: 3850.25 with FP8 indexer keys, 3514.25 with FP4.
@@ -308,7 +308,7 @@ def kv_bytes_per_token(config: ModelConfig, kv: str = "fp8", index: str = "fp8")
 
 
 def fixed_cache_bytes(config: ModelConfig, kv: str = "fp8") -> dict[str, int]:
-    """Cache bytes a request holds whatever its length: ``window`` (MTP block included) and ``state`` (fp32).
+    """Return the cache bytes a request holds whatever its length: ``window`` (MTP block included) and ``state`` (fp32).
 
     The state is what the compressors need to go on: for HCA ``hca_rate`` rows of (k, z), for CSA the previous and the
     current window, ``2 * csa_rate`` rows of double width, for the main compressor and the indexer's.

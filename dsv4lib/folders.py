@@ -17,7 +17,7 @@ from dsv4lib.errors import DSV4Error
 
 
 class CacheError(DSV4Error, RuntimeError):
-    """The folder of the cache may not be used; the message says why and what would fix it."""
+    """The folder of the cache may not be used. The message says why and what would fix it."""
 
 
 def cache_root() -> Path | None:

@@ -23,7 +23,7 @@ _NUMPY_NAMES = {  # ml_dtypes registers these as numpy dtypes; torch.from_numpy 
 
 
 def read(name: str, value: Any) -> tuple[torch.Tensor, str]:
-    """``value`` as an fp64 tensor, and the table's name of its own format.
+    """Return ``value`` as an fp64 tensor, and the table's name of its own format.
 
     Integers beyond 2^53 would not survive fp64 and are refused.
     """
@@ -50,7 +50,7 @@ def read(name: str, value: Any) -> tuple[torch.Tensor, str]:
 
 
 def read_pair(actual: Any, expected: Any) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Both sides in fp64 on one device, and the coarser of their formats.
+    """Return both sides in fp64 on one device, and the coarser of their formats.
 
     Raises:
         ArgumentError: not arrays, shapes differ, one side holds integers and the other does not, or nothing to compare.
@@ -69,12 +69,12 @@ def read_pair(actual: Any, expected: Any) -> tuple[torch.Tensor, torch.Tensor, s
 
 
 def row_length(shape: tuple[int, ...]) -> int:
-    """Elements of one row: the last axis that is not 1 (a column vector is one row, not rows of one)."""
+    """Count the elements of one row: the last axis that is not 1. A column vector is one row, not rows of one."""
     return next((n for n in reversed(shape) if n > 1), 1)
 
 
 def row_rms(x: torch.Tensor) -> torch.Tensor:
-    """RMS of the finite elements of each row of ``x``, shaped [rows, 1]; the peak is factored out against overflow."""
+    """Compute the RMS of each row's finite elements of ``x``, [rows, 1]. The peak is factored out against overflow."""
     rows = torch.nan_to_num(x.reshape(-1, row_length(tuple(x.shape))), nan=0.0, posinf=0.0, neginf=0.0)
     finite = torch.isfinite(x).reshape(rows.shape).sum(dim=1, keepdim=True).clamp(min=1)
     peak = rows.abs().amax(dim=1, keepdim=True)

@@ -76,7 +76,7 @@ class Comparison:
     tol: Tolerance
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain JSON types; non-finite numbers become the strings 'nan', 'inf' and '-inf'."""
+        """Return the record as plain JSON types. Non-finite numbers become the strings 'nan', 'inf' and '-inf'."""
         return _plain(asdict(self))
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ def compare(
 def tile_errors(
     error: torch.Tensor, expected: torch.Tensor, tile: tuple[int, int], floor: float = 0.0
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Relative L2 error of every tile.
+    """Return the relative L2 error of every tile.
 
     Args:
         error: absolute errors, [..., M, N], fp64, finite.

@@ -151,7 +151,7 @@ _SCALED_GRID = {"e4m3": 3, "e5m2": 2}
 
 
 def format_name(dtype: torch.dtype | str) -> str:
-    """The table's name of ``dtype``, a torch dtype or one of the keys of `TOLERANCES`.
+    """Return the table's name of ``dtype``, a torch dtype or one of the keys of `TOLERANCES`.
 
     Raises:
         ArgumentError: nothing in the table fits.
@@ -168,18 +168,18 @@ def format_name(dtype: torch.dtype | str) -> str:
 
 
 def coarser(first: str, second: str) -> str:
-    """The coarser of two format names."""
+    """Return the coarser of two format names."""
     order = list(TOLERANCES)
     return max(first, second, key=order.index)
 
 
 def tolerance(dtype: torch.dtype | str) -> Tolerance:
-    """The row of the table for ``dtype``."""
+    """Return the row of the table for ``dtype``."""
     return TOLERANCES[format_name(dtype)]
 
 
 def spacing(magnitude: torch.Tensor, name: str) -> torch.Tensor | None:
-    """The step of format ``name`` at each |value| (fp64 in, fp64 out); None where a block scale decides it (FP4)."""
+    """The step of format ``name`` at each |value| (fp64 in, fp64 out). None where a block scale decides it (FP4)."""
     if name == "int":
         return torch.ones_like(magnitude)
     if name in _GRID:

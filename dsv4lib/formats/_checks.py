@@ -32,7 +32,7 @@ def output_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def as_bytes(name: str, t: torch.Tensor, *same_bits: torch.dtype) -> torch.Tensor:
-    """Return ``t`` as uint8 without changing a bit; besides uint8 the dtypes ``same_bits`` are accepted."""
+    """Return ``t`` as uint8 without changing a bit. Besides uint8 the dtypes ``same_bits`` are accepted."""
     if not isinstance(t, torch.Tensor):
         raise ArgumentError(name, type(t).__name__, "a torch.Tensor")
     if t.dtype != torch.uint8 and t.dtype not in same_bits:

@@ -20,12 +20,12 @@ MAX = 6.0
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15 (one per uint8, not packed), nearest, ties to even, saturating; NaN raises ArgumentError."""
+    """Encode to codes 0..15, one per uint8, nearest, ties to even, saturating. NaN raises ArgumentError."""
     return E2M1.encode(x)
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of the codes 0..15 (uint8, one per element); exact in bf16, fp32 and fp64."""
+    """Decode codes 0..15 (uint8, one per element); exact in bf16, fp32 and fp64."""
     return E2M1.decode(codes, dtype)
 
 
@@ -46,7 +46,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of ``pack``.
+    """Invert ``pack``.
 
     Args:
         packed: uint8, int8 (the dtype of the official checkpoint) or float4_e2m1fn_x2, [..., K/2].

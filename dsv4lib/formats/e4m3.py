@@ -16,7 +16,7 @@ NAN = 0x7F
 
 
 def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """Codes (uint8, shape of ``x``), nearest, ties to even; NaN becomes 0x7F.
+    """Encode to codes (uint8, shape of ``x``), nearest, ties to even. NaN becomes 0x7F.
 
     With ``saturate`` (``satfinite``, what every kernel uses) Inf and large values become +-448; without, what rounds
     beyond 448 becomes NaN.
@@ -25,5 +25,5 @@ def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of the codes (uint8 or float8_e4m3fn); exact in bf16, fp32 and fp64."""
+    """Decode codes (uint8 or float8_e4m3fn); exact in bf16, fp32 and fp64."""
     return E4M3.decode(codes, dtype)

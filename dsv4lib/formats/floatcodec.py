@@ -46,22 +46,22 @@ class MiniFloat:
 
     @property
     def bits(self) -> int:
-        """Width of a code, the sign included."""
+        """Return the width of a code, the sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal, shared by the subnormals."""
+        """Return the exponent of the smallest normal, shared by the subnormals."""
         return 2 - 2 ** (self.exponent_bits - 1)
 
     @property
     def max(self) -> float:
-        """Largest finite value."""
+        """Return the largest finite value."""
         return self._magnitude(self.max_code)
 
     @property
     def min_subnormal(self) -> float:
-        """Smallest value above zero."""
+        """Return the smallest value above zero."""
         return self._magnitude(1)
 
     def _magnitude(self, code: int) -> float:
@@ -70,7 +70,7 @@ class MiniFloat:
         return (hidden + mantissa) * 2.0 ** (self.min_exponent + max(field, 1) - 1 - self.mantissa_bits)
 
     def values(self) -> torch.Tensor:
-        """Value of every code, float64 [2^bits]; negative zero, Inf and NaN included."""
+        """Return the value of every code, float64 [2^bits]. Negative zero, Inf and NaN included."""
         half = 2 ** (self.bits - 1)
         positive = torch.tensor([self._magnitude(code) for code in range(half)], dtype=torch.float64)
         positive[self.max_code + 1 :] = torch.nan
@@ -116,7 +116,7 @@ class MiniFloat:
         return code.to(torch.uint8)
 
     def decode(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Value of each code; exact in every accepted dtype.
+        """Decode each code; exact in every accepted dtype.
 
         Args:
             codes: uint8 (or ``torch_dtype``), any shape. Bits above ``bits`` must be zero.

@@ -51,14 +51,14 @@ class FP8Tensor:
 
 
 def split_tiles(x: torch.Tensor, tile: tuple[int, int]) -> torch.Tensor:
-    """[..., N, K] -> [..., N tiles, tile rows, K tiles, tile columns]; edges are padded with zeros."""
+    """Split [..., N, K] to [..., N tiles, tile rows, K tiles, tile columns]. Edges are padded with zeros."""
     *lead, rows, cols = x.shape
     padded = F.pad(x, (0, -cols % tile[1], 0, -rows % tile[0]))
     return padded.reshape(*lead, -(-rows // tile[0]), tile[0], -(-cols // tile[1]), tile[1])
 
 
 def spread_scales(scales: torch.Tensor, tile: tuple[int, int], rows: int, cols: int) -> torch.Tensor:
-    """One scale per tile -> one per element, cut to [..., rows, cols]."""
+    """Spread one scale per tile to one per element, cut to [..., rows, cols]."""
     return scales.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)[..., :rows, :cols]
 
 
@@ -113,7 +113,7 @@ def quantize_activation(x: torch.Tensor, group: int = ACTIVATION_GROUP) -> FP8Te
 
 
 def dequantize(q: FP8Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """code value * scale, formed in fp32 (fp64 for fp64) and rounded once to ``dtype``.
+    """Multiply code values by scales, in fp32 (fp64 for fp64), rounded once to ``dtype``.
 
     With E8M0 scales the product is exact in bf16 too, unless it leaves bf16's exponent range (amax above 2^127).
 
@@ -139,5 +139,5 @@ def dequantize(q: FP8Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor
 
 
 def fake_quantize(x: torch.Tensor, group: int = ACTIVATION_GROUP) -> torch.Tensor:
-    """Quantise and dequantise [..., K] in groups; the result has the dtype of ``x`` (bf16, fp32 or fp64)."""
+    """Quantise and dequantise [..., K] in groups. The result has the dtype of ``x`` (bf16, fp32 or fp64)."""
     return dequantize(quantize_activation(x, group), x.dtype)

@@ -15,7 +15,7 @@ from dsv4lib.formats import _checks
 
 
 def matrix(n: int = 128, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The orthonormal matrix [n, n]: n^-0.5 * (-1)^popcount(i & j); n a power of two."""
+    """Return the orthonormal matrix [n, n]: n^-0.5 * (-1)^popcount(i & j). N a power of two."""
     _check_size("n", n)
     index = torch.arange(n)
     common = index[:, None] & index[None, :]

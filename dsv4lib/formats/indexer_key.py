@@ -25,14 +25,14 @@ FP4_LAYOUT = PageLayout(data_bytes=DIM // 2, scale_bytes=DIM // mxfp4.BLOCK)
 
 
 def encode_fp8(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys [..., 128] -> data uint8 [..., 128] (E4M3) and scale bytes uint8 [..., 4] (one fp32)."""
+    """Encode keys [..., 128] as data uint8 [..., 128] (E4M3) and scale bytes uint8 [..., 4] (one fp32)."""
     _checks.last_dim("keys", _checks.working_copy("keys", keys), equal_to=DIM)
     q = fp8_block.quantize_activation(keys, DIM)
     return q.codes, ue8m0.decode(q.scales, torch.float32).view(torch.uint8)
 
 
 def decode_fp8(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Inverse of ``encode_fp8`` up to its rounding: code value * fp32 scale, rounded once to ``dtype``; [..., 128]."""
+    """Invert ``encode_fp8`` up to its rounding: code value * fp32 scale, rounded once to ``dtype``; [..., 128]."""
     data, scales = _parts(data, scales, FP8_LAYOUT)
     # clone: a view as fp32 needs 4-byte alignment, which a slice of someone's bytes need not have.
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -41,14 +41,14 @@ def decode_fp8(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = to
 
 
 def encode_fp4(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """keys [..., 128] -> data uint8 [..., 64] (E2M1 pairs) and scales uint8 [..., 4] (E8M0)."""
+    """Encode keys [..., 128] as data uint8 [..., 64] (E2M1 pairs) and scales uint8 [..., 4] (E8M0)."""
     _checks.last_dim("keys", _checks.working_copy("keys", keys), equal_to=DIM)
     q = mxfp4.quantize(keys)
     return q.packed, q.scales
 
 
 def decode_fp4(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Inverse of ``encode_fp4`` up to its rounding, [..., 128]; exact in bf16, fp32 and fp64."""
+    """Invert ``encode_fp4`` up to its rounding, [..., 128]. Exact in bf16, fp32 and fp64."""
     return mxfp4.dequantize(mxfp4.MXFP4Tensor(*_parts(data, scales, FP4_LAYOUT)), dtype)
 
 
@@ -72,7 +72,7 @@ def append(pages: torch.Tensor, page_size: int, indices: torch.Tensor, keys: tor
 def gather(
     pages: torch.Tensor, page_size: int, indices: torch.Tensor, variant: str, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fetch and dequantise keys: [..., 128] (zero rows at -1) and valid, bool [...]; arguments as in ``append``."""
+    """Fetch and dequantise keys: [..., 128] (zero rows at -1) and valid, bool [...]. Arguments as in ``append``."""
     layout, _, decode = _variant(variant)
     data, scales, valid = layout.read(pages, page_size, indices)
     return decode(data, scales, dtype).masked_fill(~valid[..., None], 0.0), valid

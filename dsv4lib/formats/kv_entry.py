@@ -43,7 +43,7 @@ def encode(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Inverse of ``encode`` up to its rounding: [..., 512]. Exact in bf16: 4 significant bits and a power of two.
+    """Invert ``encode`` up to its rounding: [..., 512]. Exact in bf16: 4 significant bits and a power of two.
 
     Args:
         data: uint8 [..., 576].

@@ -36,7 +36,7 @@ class MXFP4Tensor:
 
 
 def quantize(x: torch.Tensor) -> MXFP4Tensor:
-    """Quantise [..., K], K a multiple of 32 (bf16, fp16, fp32 or fp64); nothing saturates, ties go to the even code."""
+    """Quantise [..., K], K a multiple of 32 (bf16, fp16, fp32 or fp64). Nothing saturates, ties go to the even code."""
     work = _checks.working_copy("x", x)
     _checks.last_dim("x", work, multiple_of=BLOCK)
     blocks = work.reshape(*work.shape[:-1], work.shape[-1] // BLOCK, BLOCK)
@@ -47,7 +47,7 @@ def quantize(x: torch.Tensor) -> MXFP4Tensor:
 
 
 def checked(q: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [..., K] and scale bytes uint8 [..., K/32], checked against each other; ArgumentError."""
+    """Check codes uint8 [..., K] and scale bytes uint8 [..., K/32] against each other. ArgumentError."""
     codes = e2m1.unpack(q.packed)
     _checks.last_dim("packed", q.packed, multiple_of=BLOCK // 2)
     scales = _checks.as_bytes("scales", q.scales, torch.float8_e8m0fnu)
@@ -57,14 +57,14 @@ def checked(q: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(q: MXFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """E2M1 value * 2^(scale - 127), [..., K]; exact in bf16, fp32 and fp64 while inside their exponent range."""
+    """Decode to E2M1 value * 2^(scale - 127), [..., K]. Exact in bf16, fp32, fp64 while inside their exponent range."""
     codes, scales = checked(q)
     work = torch.promote_types(_checks.output_dtype(dtype), torch.float32)
     return (e2m1.decode(codes, work) * ue8m0.decode(scales, work).repeat_interleave(BLOCK, -1)).to(dtype)
 
 
 def fake_quantize(x: torch.Tensor) -> torch.Tensor:
-    """Quantise and dequantise [..., K]; the result has the dtype of ``x`` (bf16, fp32 or fp64)."""
+    """Quantise and dequantise [..., K]. The result has the dtype of ``x`` (bf16, fp32 or fp64)."""
     return dequantize(quantize(x), x.dtype)
 
 

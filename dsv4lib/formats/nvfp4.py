@@ -48,7 +48,7 @@ class NVFP4Tensor:
 
 
 def shared_global_scale(*tensors: torch.Tensor) -> torch.Tensor:
-    """max over all tensors of amax / (6 * 448), float32 scalar, at least 2^-126; NaN if any holds a NaN or Inf."""
+    """max over all tensors of amax / (6 * 448), float32 scalar, at least 2^-126. NaN if any holds a NaN or Inf."""
     if not tensors:
         raise ArgumentError("tensors", tensors, "at least one tensor")
     amax = torch.zeros((), dtype=torch.float64)
@@ -98,7 +98,7 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor | float | None = None) 
 
 
 def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """(e2m1 * block scale) * global scale, [..., K].
+    """Decode to (e2m1 * block scale) * global scale, [..., K].
 
     The inner product has at most 6 significant bits and is exact; the outer one is formed in fp64, where 6 + 24 bits
     are exact too, and rounded once to ``dtype``.
@@ -120,5 +120,5 @@ def dequantize(q: NVFP4Tensor, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 def fake_quantize(x: torch.Tensor, global_scale: torch.Tensor | float | None = None) -> torch.Tensor:
-    """Quantise and dequantise [..., K]; the result has the dtype of ``x`` (bf16, fp32 or fp64)."""
+    """Quantise and dequantise [..., K]. The result has the dtype of ``x`` (bf16, fp32 or fp64)."""
     return dequantize(quantize(x, global_scale), x.dtype)

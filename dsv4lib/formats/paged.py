@@ -31,7 +31,7 @@ class PageLayout:
 
     @property
     def entry_bytes(self) -> int:
-        """Data and scale bytes of one entry."""
+        """Return the data and scale bytes of one entry."""
         return self.data_bytes + self.scale_bytes
 
     def page_bytes(self, page_size: int) -> int:
@@ -41,17 +41,17 @@ class PageLayout:
         return -(-page_size * self.entry_bytes // self.stride_multiple) * self.stride_multiple
 
     def scale_offset(self, page_size: int, slot: int, scale: int) -> int:
-        """Byte of a page at which scale ``scale`` of an entry is; whatever adds and multiplies may be given."""
+        """Return byte of a page at which scale ``scale`` of an entry is. Whatever adds and multiplies may be given."""
         return page_size * self.data_bytes + slot * self.scale_bytes + scale
 
     def allocate(self, num_pages: int, page_size: int) -> torch.Tensor:
-        """Zeroed pages, uint8 [num_pages, page_bytes]."""
+        """Return zeroed pages, uint8 [num_pages, page_bytes]."""
         if not isinstance(num_pages, int) or num_pages < 0:
             raise ArgumentError("num_pages", num_pages, "an integer >= 0")
         return torch.zeros(num_pages, self.page_bytes(page_size), dtype=torch.uint8)
 
     def views(self, pages: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two parts of the pages, without a copy: data [P, n, data_bytes] and scales [P, n, scale_bytes]."""
+        """Return the two parts of the pages, without a copy: data [P, n, data_bytes] and scales [P, n, scale_bytes]."""
         if not isinstance(pages, torch.Tensor) or pages.dtype != torch.uint8:
             raise ArgumentError("pages", getattr(pages, "dtype", type(pages).__name__), "a uint8 tensor")
         if pages.dim() != 2 or pages.shape[1] != self.page_bytes(page_size) or pages.stride(1) != 1:

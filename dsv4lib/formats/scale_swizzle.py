@@ -23,23 +23,23 @@ _BYTE_DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 def swizzled_bytes(rows: int, cols: int) -> int:
-    """Size in bytes of the swizzled image of a [rows, cols] scale matrix."""
+    """Return the size in bytes of the swizzled image of a [rows, cols] scale matrix."""
     return -(-rows // ROWS) * -(-cols // COLS) * BLOCK_BYTES
 
 
 def byte_offset(row: int, col: int, cols: int) -> int:
-    """Offset of scale [row, col] in the image of a matrix with ``cols`` columns."""
+    """Return the offset of scale [row, col] in the image of a matrix with ``cols`` columns."""
     return offset_of(row, col, -(-cols // COLS))
 
 
 def offset_of(row: int, col: int, across: int) -> int:
-    """The same with ``across`` blocks side by side; whatever adds, multiplies and divides may be given."""
+    """Return the offset with ``across`` blocks side by side. Whatever adds, multiplies and divides may be given."""
     block = row // ROWS * across + col // COLS
     return block * BLOCK_BYTES + row % 32 * 16 + row % ROWS // 32 * 4 + col % COLS
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Row-major scales -> swizzled bytes.
+    """Swizzle row-major scales to bytes.
 
     Args:
         scales: [..., M, C], one byte each: uint8, float8_e4m3fn or float8_e8m0fnu. Leading dimensions (experts) are
@@ -62,7 +62,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(image: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Exact inverse of ``swizzle``: bytes [..., swizzled_bytes(rows, cols)] -> row-major [..., rows, cols]."""
+    """Invert ``swizzle``: bytes [..., swizzled_bytes(rows, cols)] -> row-major [..., rows, cols]."""
     raw = _checks.as_bytes("image", image, *_BYTE_DTYPES[1:])
     for name, value in (("rows", rows), ("cols", cols)):
         if not isinstance(value, int) or value < 0:

@@ -23,7 +23,7 @@ _MANTISSA_MASK = (1 << 52) - 1
 
 
 def encode_ceil(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
-    """Byte of the smallest power of two that is not below ``x / divisor``, exactly: 2^ceil(log2(x / divisor)).
+    """Encode the smallest power of two that is not below ``x / divisor``, exactly: 2^ceil(log2(x / divisor)).
 
     ``divisor`` is the largest value of the element format (448 for E4M3, 6 for E2M1), ``x`` the block's amax; the
     quotient is never formed, so it cannot round. An fp32 division decides alike while the quotient is a normal number;
@@ -53,7 +53,7 @@ def encode_ceil(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """2^(byte - 127), NaN for 255; exact in bf16, fp32 and fp64 (byte 0 is subnormal in the first two).
+    """Decode 2^(byte - 127), NaN for 255. Exact in bf16, fp32 and fp64 (byte 0 is subnormal in the first two).
 
     Args:
         codes: uint8 or float8_e8m0fnu, any shape.

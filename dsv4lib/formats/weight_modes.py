@@ -78,7 +78,7 @@ class Mode:
 
     @property
     def bytes_per_weight(self) -> float:
-        """Stored bytes a weight, scales included."""
+        """Return the stored bytes a weight, scales included."""
         return self.bits / 8
 
 
@@ -111,14 +111,14 @@ class ModeWeight:
 
 
 def mode_named(name: str) -> Mode:
-    """The mode ``name``; ArgumentError for any other word."""
+    """Look up the mode ``name``; ArgumentError for any other word."""
     if not isinstance(name, str) or name not in MODES:
         raise ArgumentError("precision", name, "one of " + ", ".join(MODES))
     return MODES[name]
 
 
 def convert(q: NVFP4Tensor | MXFP4Tensor | FP8Tensor, precision: str) -> ModeWeight:
-    """A checkpoint's weight in mode ``precision``; see the tables above.
+    """Convert a checkpoint's weight to mode ``precision``; see the tables above.
 
     Args:
         q: [..., N, K]. NVFP4: K a multiple of 32 unless the mode is ``nvfp4``. MXFP4. FP8 with tiles of whole groups
@@ -212,7 +212,7 @@ def _convert_fp8(q: FP8Tensor, precision: str) -> ModeWeight:
 
 
 def power_bytes(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes of scales that are powers of two: bytes as they are, or fp32 numbers.
+    """Return E8M0 bytes of scales that are powers of two: bytes as they are, or fp32 numbers.
 
     Raises:
         ArgumentError: an fp32 scale that is no power of two from 2^-127 to 2^127, with its place.
@@ -247,7 +247,7 @@ def dequantize(w: ModeWeight, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def plane_values(plane: Plane) -> torch.Tensor:
-    """What one operand stands for, fp64."""
+    """Return what one operand stands for, fp64."""
     if isinstance(plane, NVFP4Tensor):
         return nvfp4.dequantize(plane, torch.float64)
     if isinstance(plane, MXFP4Tensor):
@@ -260,7 +260,7 @@ def plane_values(plane: Plane) -> torch.Tensor:
 def fake_quantize_activation(
     x: torch.Tensor, activations: str, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Activations [T, K] as a mode's GEMM reads them, back in fp32.
+    """Round activations [T, K] as a mode's GEMM reads them, back in fp32.
 
     Args:
         x: bf16, fp16, fp32 or fp64 [T, K].
@@ -283,12 +283,12 @@ def fake_quantize_activation(
 
 
 def scaled_codes(q: NVFP4Tensor) -> torch.Tensor:
-    """c * s of every element, without the global scale: exact, float32 [..., K]."""
+    """Return c * s of every element, without the global scale: exact, float32 [..., K]."""
     return nvfp4.dequantize(NVFP4Tensor(q.packed, q.scales, torch.ones_like(q.global_scale)))
 
 
 def requantize_mxfp4(x: torch.Tensor) -> MXFP4Tensor:
-    """MXFP4 of [..., K] with the best of four scales per block of 32: the smallest squared error decides.
+    """Requantise [..., K] to MXFP4 with the best of four scales per block of 32: the smallest squared error decides.
 
     The candidates are 2^ceil(log2(amax / 6)), at which nothing saturates, twice that, and a half and a quarter of it.
     """
@@ -313,7 +313,7 @@ def requantize_mxfp4(x: torch.Tensor) -> MXFP4Tensor:
 
 
 def naive_ue8m0(q: NVFP4Tensor) -> MXFP4Tensor:
-    """The conversion that circulates and must not be used, kept as the known-bad case.
+    """Convert by the formula that circulates and must not be used: the known-bad case.
 
     The global scale is folded into the block scales as E4M3, two neighbours become their maximum, the exponent is cut
     out of the float32 bits (rounding down), and the codes stay. So a code that stood for c * s now stands for c * s',

@@ -104,7 +104,7 @@ def moe(record: Path | None, figure: Path | None) -> None:
 
 
 def ops(only: list[str], shape: str, providers: str, ahead: int, seconds: float | None, record: Path | None) -> int:
-    """Time ops on this machine's GPU; the exit code of `bench.ops.harness.main`, whose options these are."""
+    """Time ops on this machine's GPU. The exit code of `bench.ops.harness.main`, whose options these are."""
     from dsv4lib.bench.ops import harness
 
     lines = {"providers": providers, "ahead": ahead, "seconds": seconds, "record": record}
@@ -112,7 +112,7 @@ def ops(only: list[str], shape: str, providers: str, ahead: int, seconds: float 
 
 
 def count_ops(only: list[str], shape: str, providers: str, record: Path | None) -> int:
-    """The GPU's counters of ops; the exit code of `bench.ops.counters.main`, whose options these are."""
+    """Read the GPU's counters of ops. The exit code of `bench.ops.counters.main`, whose options these are."""
     from dsv4lib.bench.ops import counters
 
     return counters.main(_options(only, shape, providers=providers, record=record))
@@ -124,7 +124,7 @@ def _options(only: list[str], shape: str, **others: object) -> list[str]:
 
 
 def export_ops(path: Path, arch: str, only: list[str], shape: str) -> int:
-    """Pack ops for a GPU machine without the DSL; the exit code of `bench.ops.export`, in the process that it needs."""
+    """Pack ops for a GPU machine without the DSL. The exit code of `bench.ops.export`, in the process that it needs."""
     options = [f"--arch={arch}", f"--only={','.join(only)}", f"--shape={shape}"]
     return subprocess.run(
         [sys.executable, "-m", "dsv4lib.bench.ops.export", str(path), *options], check=False

@@ -41,7 +41,7 @@ class Wish:
 
 
 def assignments(words: Sequence[str]) -> dict[str, str]:
-    """``name=value`` words as a dict; raises ArgumentError for anything else or a name given twice."""
+    """Read ``name=value`` words as a dict. ArgumentError for anything else or a name given twice."""
     found: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -175,7 +175,7 @@ def _report(result: runner.Result, missing: Sequence[str], root: Path) -> Path:
 
 
 def table(records: Sequence[Record]) -> Table:
-    """The closing table: one row for each job."""
+    """Return the closing table: one row for each job."""
     out = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("stage", "verdict", "back end", "time", "key metric"):
         out.add_column(heading, no_wrap=heading != "key metric", justify="right" if heading == "time" else "left")
@@ -192,7 +192,7 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
-    """The stages in reading order, with the number each reached: in its last run here, else as its contract has it."""
+    """List the stages in reading order, with the number each reached: in its last run here, else by contract."""
     out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("stage", "what it shows", "number reached", "last run here"):
         out.add_column(heading, no_wrap=heading in ("stage", "last run here"), overflow="fold")
@@ -210,7 +210,7 @@ def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
 
 
 def key_metric(record: Record) -> str:
-    """The gate that decides: the first one not passed, else the stage's first. Where no gate decided, the reason."""
+    """Choose the gate that decides: the first one not passed, else the stage's first. Without one, the reason."""
     if record.verdict not in (Verdict.PASSED, Verdict.GATE_FAILED) or not record.gates or record.negative:
         return record.reason
     shown = next((gate for gate in record.gates if gate.state != "passed"), record.gates[0])

@@ -55,7 +55,7 @@ class Finding:
 
 
 def read_lock(path: Path) -> dict[str, str]:
-    """Pins of a lock file as {normalised name: version}; comments and extras are ignored."""
+    """Read the pins of a lock file as {normalised name: version}. Comments and extras are ignored."""
     pins = {}
     for line in path.read_text().splitlines():
         found = re.match(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?==([^\s;]+)", line)
@@ -65,7 +65,7 @@ def read_lock(path: Path) -> dict[str, str]:
 
 
 def normal(name: str) -> str:
-    """A package name as the index compares it."""
+    """Normalise a package name as the index compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -98,7 +98,7 @@ def gather() -> Facts:
 
 
 def find_chromium() -> str | None:
-    """The browser the browser tests use: DSV4_CHROMIUM, else one on PATH."""
+    """Find the browser of the browser tests: DSV4_CHROMIUM, else one on PATH."""
     chosen = os.environ.get("DSV4_CHROMIUM")
     if chosen:
         return chosen if shutil.which(chosen) else None

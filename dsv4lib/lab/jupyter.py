@@ -18,7 +18,7 @@ PORTS = 50  # tried
 
 
 def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = True) -> list[str]:
-    """The command line that starts JupyterLab; the token is in its environment, as any user may read command lines.
+    """Run the command line that starts JupyterLab. The token is in its environment, as any user may read command lines.
 
     Args:
         notebook: what to open first, relative to the workspace.
@@ -52,7 +52,7 @@ def command(notebook: str = FIRST_NOTEBOOK, port: int = 8888, browser: bool = Tr
 
 
 def token() -> str:
-    """The access token: JUPYTER_TOKEN if it is set, else a fresh random one.
+    """Return the access token: JUPYTER_TOKEN if it is set, else a fresh random one.
 
     Raises:
         DSV4Error: JUPYTER_TOKEN is shorter than 8 characters; an empty token would switch authentication off.
@@ -64,7 +64,7 @@ def token() -> str:
 
 
 def free_port(first: int) -> int:
-    """The first port on 127.0.0.1 from ``first`` on that is free.
+    """Return the first port on 127.0.0.1 from ``first`` on that is free.
 
     Raises:
         DSV4Error: none of `PORTS` is free.
@@ -79,7 +79,7 @@ def free_port(first: int) -> int:
 
 
 def greeting(notebook: str, port: int, secret: str, terminal: bool) -> str:
-    """What to print: the address to open, with the token only where a person reads it and no file keeps it."""
+    """Return what to print: the address to open, with the token only where a person reads it and no file keeps it."""
     where = f"http://127.0.0.1:{port}/lab/tree/{notebook}"
     if not terminal:
         return f"JupyterLab: {where}\nits token is shown by: {sys.executable} -m jupyter server list"

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- ladder: written by python -m dsv4lib.lab.ladder -->", "<!-- /
 
 
 def markdown(stages: list[contract.Stage]) -> str:
-    """The ladder as a Markdown table, in reading order of the notebooks."""
+    """Return the ladder as a Markdown table, in reading order of the notebooks."""
     rows = ["| stage | what it shows | number reached | bound |", "| --- | --- | --- | --- |"]
     for stage in sorted(stages, key=lambda s: s.notebook):
         gate = stage.gates[0]
@@ -27,7 +27,7 @@ def markdown(stages: list[contract.Stage]) -> str:
 
 
 def updated(readme: str, table: str) -> str:
-    """``readme`` with the text between the two markers replaced by ``table``.
+    """Return ``readme`` with the text between the two markers replaced by ``table``.
 
     Raises:
         DSV4Error: the markers are missing.

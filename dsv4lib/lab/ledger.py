@@ -39,7 +39,7 @@ class Entry:
 
 
 def read(root: Path) -> list[Entry]:
-    """All entries of the workspace's ledger, expired ones too; none where there is no file.
+    """Read all entries of the workspace's ledger, expired ones too. None where there is no file.
 
     Raises:
         DSV4Error: an entry lacks a field, a date or an issue, or has one of another kind.
@@ -55,12 +55,12 @@ def read(root: Path) -> list[Entry]:
 
 
 def living(root: Path, today: date | None = None) -> dict[str, Entry]:
-    """The entries that count today, by what they are about."""
+    """Return the entries that count today, by what they are about."""
     return {e.what: e for e in read(root) if e.since <= (today or date.today()) <= e.expires}
 
 
 def problems(root: Path, today: date, stages: Collection[str]) -> list[str]:
-    """What is wrong with the ledger: expired or too long entries, unknown stages, tests of files that are gone."""
+    """List what is wrong with the ledger: expired or too long entries, unknown stages, tests of files that are gone."""
     found = []
     for entry in read(root):
         if entry.expires < today:

@@ -76,7 +76,7 @@ def _counted(found: list, what: str) -> str:
 
 
 def lint_all(root: Path | None = None) -> list[Problem]:
-    """Problems of every stage; a contract that cannot be read is one too."""
+    """List the problems of every stage; a contract that cannot be read is one too."""
     try:
         stages = discover(root)
     except StageError as error:
@@ -85,7 +85,7 @@ def lint_all(root: Path | None = None) -> list[Problem]:
 
 
 def lint(stage: Stage) -> list[Problem]:
-    """Problems of one stage: its contract first, then its notebook."""
+    """List the problems of one stage: its contract first, then its notebook."""
     found = [Problem(stage.name, rule, message) for rule, message in _contract(stage)]
     try:
         notebook = nbformat.read(stage.notebook_path, as_version=4)
@@ -117,7 +117,7 @@ def _contract(stage: Stage) -> Iterator[tuple[str, str]]:
 
 
 def looser(gate: Gate) -> bool:
-    """True if the bound is more than four times looser than the value last seen (a bound around 0 must be 0)."""
+    """Tell whether the bound is more than four times looser than the value last seen (a bound around 0 must be 0)."""
     if gate.op == "==":
         return False
     sign = 1 if gate.op in ("<", "<=") else -1

@@ -64,14 +64,14 @@ class Mutant:
     statement: tuple[int, int, int]
 
     def applied(self, source: str) -> str:
-        """``source`` with the change."""
+        """Return ``source`` with the change."""
         start = _offset(source, self.line, self.column)
         raw = source.encode()
         assert raw[start : start + len(self.old.encode())] == self.old.encode()
         return (raw[:start] + self.new.encode() + raw[start + len(self.old.encode()) :]).decode()
 
     def raising(self, source: str) -> str:
-        """``source`` in which the statement raises instead."""
+        """Return ``source`` in which the statement raises instead."""
         first, last, column = self.statement
         lines = source.splitlines()
         lines[first - 1 : last] = [" " * column + 'raise SystemError("the place of a mutant was reached")']
@@ -79,7 +79,7 @@ class Mutant:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """Every mutant of one file."""
+    """List every mutant of one file."""
     tree, found = ast.parse(source), []
     for statement in (n for n in ast.walk(tree) if isinstance(n, ast.stmt)):
         for operator, node, new in _changes(statement):
@@ -149,7 +149,7 @@ def _offset(source: str, line: int, column: int) -> int:
 
 
 def chosen(root: Path, number: int, seed: int, only: str = "") -> list[Mutant]:
-    """``number`` mutants of the package: a file at random, weighted by its lines, then an operator, then a place."""
+    """Choose ``number`` mutants of the package. A random file, weighted by its lines, then an operator, then a place."""
     randomly = random.Random(seed)
     paths = sorted(p for p in (root / PACKAGE).rglob("*.py") if only in str(p.relative_to(root)))
     sources = {str(p.relative_to(root)): p.read_text() for p in paths}
@@ -168,7 +168,7 @@ def chosen(root: Path, number: int, seed: int, only: str = "") -> list[Mutant]:
 
 
 def imports(path: Path, modules: set[str]) -> set[str]:
-    """Modules among ``modules`` that a file imports anywhere in it."""
+    """Find modules among ``modules`` that a file imports anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -193,7 +193,7 @@ class Tests:
         self.tests = {name: path for name, path in helpers.items() if path.name.startswith("test_")}
 
     def near(self, path: str) -> list[str]:
-        """Up to `FILES` test files, nearest first; of those as near, first one that is named like the module."""
+        """Find up to `FILES` test files, nearest first. Of those as near, first one that is named like the module."""
         module = _module(self.root / path, self.root)
         level, seen, found = {module}, {module}, []
         while level and len(found) < FILES:
@@ -211,7 +211,7 @@ def _module(path: Path, root: Path) -> str:
 
 
 def run_tests(root: Path, files: Sequence[str], cpu_s: float | None = None) -> tuple[str, float]:
-    """("passed", "failed" or "timeout", CPU seconds) of test files in the tree ``root``."""
+    """Run test files in the tree ``root``: ("passed", "failed" or "timeout", CPU seconds)."""
     environment = {
         **os.environ, "PYTHONPATH": str(root), "DSV4_CACHE": str(root / ".cache"), "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1", "DSV4_WORKSPACE": str(root),
@@ -265,7 +265,7 @@ class Score:
         self.baselines: dict[tuple[str, ...], tuple[str, float]] = {}
 
     def judge(self, one: Mutant, copy: Path) -> str:
-        """Verdict of a mutant, from the record or by running its tests in ``copy``, a copy of the tree."""
+        """Judge a mutant, from the record or by running its tests in ``copy``, a copy of the tree."""
         name = json.dumps(asdict(one))
         if name in self.known:
             return self.known[name]
@@ -298,14 +298,14 @@ class Score:
 
 
 def difference(root: Path, one: Mutant) -> str:
-    """A mutant as a diff."""
+    """Show a mutant as a diff."""
     source = (root / one.path).read_text()
     lines = source.splitlines(), one.applied(source).splitlines()
     return "\n".join(difflib.unified_diff(*lines, one.path, f"{one.path} ({one.operator})", n=2, lineterm=""))
 
 
 def command(arguments: Sequence[str], root: Path | None = None) -> int:
-    """`./dsv4 test --mutants N`: exit code 0 if none survived, else 1."""
+    """Run `./dsv4 test --mutants N`: exit code 0 if none survived, else 1."""
     parser = argparse.ArgumentParser("dsv4 test --mutants", allow_abbrev=False)
     parser.add_argument("--mutants", type=int, required=True, metavar="N", help="how many")
     parser.add_argument("--seed", type=int, default=0, help="of their choice")

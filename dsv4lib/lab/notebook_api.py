@@ -97,7 +97,7 @@ def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] |
 
 
 def encode(value: float) -> float | str:
-    """``value`` for strict JSON, which has no NaN or infinity: those become "nan", "inf", "-inf"."""
+    """Return ``value`` for strict JSON, which has no NaN or infinity: those become "nan", "inf", "-inf"."""
     return value if math.isfinite(value) else repr(float(value))
 
 

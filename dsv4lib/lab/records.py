@@ -82,12 +82,12 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """True if the run came to an end of its own; ``--resume`` runs the others again (`UNFINISHED`)."""
+        """Tell whether the run came to an end of its own. ``--resume`` runs the others again (`UNFINISHED`)."""
         return self.verdict not in UNFINISHED
 
 
 def schema() -> pa.Schema:
-    """The parquet schema of a record file."""
+    """Return the parquet schema of a record file."""
     import pyarrow as pa
 
     text, number = pa.string(), pa.float64()
@@ -117,7 +117,7 @@ _AS_JSON = ("overrides", "parameters", "versions", "machine")
 
 
 def write(record: Record, run_folder: Path) -> Path:
-    """Add ``record`` to ``run_folder``; raises FileExistsError rather than change an existing one."""
+    """Add ``record`` to ``run_folder``. Raises FileExistsError rather than change an existing one."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -137,12 +137,12 @@ def write(record: Record, run_folder: Path) -> Path:
 
 
 def path(run_folder: Path, job: str, attempt: int) -> Path:
-    """Where the record of this attempt lies."""
+    """Find the where the record of this attempt lies."""
     return run_folder / "records" / f"{job}-{attempt}.parquet"
 
 
 def read(runs_folder: Path) -> pa.Table:
-    """All records under ``runs_folder`` (data/runs, or one run's folder), one row each.
+    """Read all records under ``runs_folder`` (data/runs, or one run's folder), one row each.
 
     A file that is no record (cut off, or another program's) is left out, which one line on stderr says.
     """
@@ -153,7 +153,7 @@ def read(runs_folder: Path) -> pa.Table:
 
 
 def load(runs_folder: Path) -> list[Record]:
-    """All records under ``runs_folder`` as objects, oldest first; see `read` for files that are none."""
+    """Load all records under ``runs_folder`` as objects, oldest first. See `read` for files that are none."""
     found = []
     for file in _files(runs_folder):
         table = _table(file)
@@ -198,7 +198,7 @@ def _left_out(file: Path, error: Exception) -> None:
 
 
 def latest(records: list[Record]) -> dict[str, Record]:
-    """The last attempt of each job, by job name."""
+    """Return the last attempt of each job, by job name."""
     newest: dict[str, Record] = {}
     for record in sorted(records, key=lambda r: r.attempt):
         newest[record.job] = record

@@ -55,7 +55,7 @@ class Slice:
 
 
 def of_notebook(path: Path, fault: Negative) -> Slice | None:
-    """The slice of an injected fault's gate in the notebook at ``path``, or None if the whole notebook has to run."""
+    """Slice the notebook at ``path`` for an injected fault's gate. None if the whole notebook has to run."""
     cells = json.loads(path.read_text())["cells"]
     sources = ["".join(cell["source"]) if cell["cell_type"] == "code" else None for cell in cells]
     switches = [name for name, value in fault.parameters.items() if isinstance(value, str | bool)]  # no sizes
@@ -88,7 +88,7 @@ class _Unit:
 
 
 def slice_for(cells: Sequence[str | None], metric: str, changed: Collection[str]) -> Slice | None:
-    """The slice of ``metric``, or None if the whole notebook has to run.
+    """Slice for ``metric``; None if the whole notebook has to run.
 
     Args:
         cells: source of each code cell, None for any other cell.

@@ -77,7 +77,7 @@ class Parameter(_Strict):
         return self
 
     def allowed(self) -> str:
-        """Type and bounds in words, for messages: ``int, 16 <= value <= 256, multiple of 16``."""
+        """Say type and bounds in words, for messages: ``int, 16 <= value <= 256, multiple of 16``."""
         words = [self.type]
         if self.min is not None or self.max is not None:
             low = f"{self.min:g} <= " if self.min is not None else ""
@@ -179,7 +179,7 @@ class Gate(_Strict):
     reason: str = Field(min_length=1, description="why this bound, in a line")
 
     def passes(self, value: float) -> bool:
-        """True if ``value`` is finite and inside the bound; NaN and infinities never pass."""
+        """Tell whether ``value`` is finite and inside the bound. NaN and infinities never pass."""
         return math.isfinite(value) and OPERATORS[self.op](value, self.bound)
 
 
@@ -225,21 +225,21 @@ class Stage(_Strict):
 
     @property
     def root(self) -> Path:
-        """The workspace that holds the stage."""
+        """Return the workspace that holds the stage."""
         return self._root
 
     @property
     def notebook_path(self) -> Path:
-        """The notebook file."""
+        """Return the notebook file."""
         return self._root / self.notebook
 
     @property
     def defaults(self) -> dict[str, Value]:
-        """Every parameter with its default."""
+        """Return every parameter with its default."""
         return {name: spec.default for name, spec in self.parameters.items()}
 
     def parameter_set(self, name: str) -> ParameterSet:
-        """The set ``name``; raises StageError where the stage lacks it."""
+        """Look up the set ``name``; StageError where the stage lacks it."""
         if name not in SETS:
             raise StageError(f"no parameter set {_shown(name)}{_nearest(name, SETS)}; sets: {', '.join(SETS)}")
         if name not in self.sets:
@@ -247,7 +247,7 @@ class Stage(_Strict):
         return self.sets[name]
 
     def negative(self, name: str) -> Negative:
-        """The negative set ``name``; raises StageError where the stage lacks it."""
+        """Look up the negative set ``name``; StageError where the stage lacks it."""
         for negative in self.negatives:
             if negative.name == name:
                 return negative
@@ -255,7 +255,7 @@ class Stage(_Strict):
         raise StageError(f"stage {self.name} has no negative set {_shown(name)}{_nearest(name, names)}")
 
     def fingerprint(self) -> str:
-        """12 hex digits over the stage's contract and notebook."""
+        """Hash the stage's contract and notebook to 12 hex digits."""
         digest = hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode())
         if self.notebook_path.is_file():
             digest.update(self.notebook_path.read_bytes())
@@ -263,17 +263,17 @@ class Stage(_Strict):
 
 
 def workspace() -> Path:
-    """The folder that holds `stages/` and `notebooks/`; the runner names it to the notebooks it starts."""
+    """Return the folder that holds `stages/` and `notebooks/`. The runner names it to the notebooks it starts."""
     return Path(os.environ.get("DSV4_WORKSPACE") or env.root())
 
 
 def names(root: Path | None = None) -> list[str]:
-    """Names of all stages under ``root``/stages, in the order of their notebooks."""
+    """Return the names of all stages under ``root``/stages, in the order of their notebooks."""
     return [stage.name for stage in discover(root)]
 
 
 def discover(root: Path | None = None) -> list[Stage]:
-    """All stages under ``root``/stages in reading order (by notebook name, then stage name).
+    """Find all stages under ``root``/stages in reading order (by notebook name, then stage name).
 
     Raises:
         StageError: one of them is not a valid contract, or a folder has no stage.toml.
@@ -284,7 +284,7 @@ def discover(root: Path | None = None) -> list[Stage]:
 
 
 def load(name: str, root: Path | None = None) -> Stage:
-    """The stage ``name``.
+    """Load the stage ``name``.
 
     Raises:
         UnknownStage: no such folder under stages/; names the nearest one.
@@ -300,7 +300,7 @@ def load(name: str, root: Path | None = None) -> Stage:
 def resolve_parameters(
     stage: Stage, overrides: Mapping[str, Any] | None = None, texts: Mapping[str, str] | None = None
 ) -> dict[str, Value]:
-    """All parameters of ``stage`` with ``overrides`` applied and checked.
+    """Resolve all parameters of ``stage``, with ``overrides`` applied and checked.
 
     Args:
         stage: the contract.

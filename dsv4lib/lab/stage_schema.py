@@ -35,7 +35,7 @@ def schema() -> dict[str, Any]:
 
 
 def rows() -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and meaning of every key, in the order of a stage.toml."""
+    """Yield key, type, default and meaning of every key, in the order of a stage.toml."""
     for prefix, model in TABLES:
         for name, field in model.model_fields.items():
             default = "required" if field.is_required() else json.dumps(field.default)
@@ -90,7 +90,7 @@ def page(text: str) -> str:
 
 
 def schema_text() -> str:
-    """The schema as it is stored."""
+    """Return the schema as it is stored."""
     return json.dumps(schema(), indent=2) + "\n"
 
 

@@ -123,7 +123,7 @@ def judge(gates: Iterable[Gate], metrics: Mapping[str, float], skipped: Mapping[
 
 
 def overall(results: Iterable[GateResult]) -> tuple[Verdict, str]:
-    """Class and one-sentence reason of a notebook that finished and reported these gates."""
+    """Judge a notebook that finished and reported these gates: class and one-sentence reason."""
     results = list(results)
     failed = [r for r in results if r.state == "failed"]
     missing = [r.metric for r in results if r.state == "missing"]
@@ -139,7 +139,7 @@ def overall(results: Iterable[GateResult]) -> tuple[Verdict, str]:
 
 
 def exit_code(verdicts: Iterable[Verdict], shrank: bool = False) -> int:
-    """Exit code of a whole run: the worst class, else 19 if it shrank, else 20 if all were skipped, else 0."""
+    """Choose the exit code of a run. The worst class, else 19 if it shrank, else 20 if all were skipped, else 0."""
     seen = set(verdicts)
     for verdict in SEVERITY:
         if verdict in seen:
@@ -150,7 +150,7 @@ def exit_code(verdicts: Iterable[Verdict], shrank: bool = False) -> int:
 
 
 def exit_code_table() -> list[tuple[int, str, str]]:
-    """(code, class, meaning) of every exit code of `./dsv4 run`."""
+    """List (code, class, meaning) of every exit code of `./dsv4 run`."""
     rows = [(look.code, look.label, look.meaning) for look in LOOKS.values()]
     rows.append((MANIFEST_SHRANK, "shrunk run", "a whole set executed less than the last time"))
     rows.append((NO_GPU, "no GPU", "the set names a GPU that is not here, refused before the start"))

@@ -60,7 +60,7 @@ def in_text(path: Path, text: str) -> Iterator[Hit]:
 
 
 def files(root: Path) -> Iterator[Path]:
-    """Every file with prose under a folder, in order; this list itself is left out."""
+    """Yield every file with prose under a folder, in order. This list itself is left out."""
     for path in sorted(found for pattern in PROSE for found in root.rglob(pattern)):
         if not SKIP & set(path.relative_to(root).parts) and path.name not in ("words.py", "test_words.py"):
             yield path

@@ -55,7 +55,7 @@ class Checkpoint:
         return iter(self._entries)
 
     def entry(self, name: str) -> Entry:
-        """Where a tensor lies; CheckpointError if there is none of this name."""
+        """Find the where a tensor lies; CheckpointError if there is none of this name."""
         if name not in self._entries:
             near = [n for n in self._entries if n.rsplit(".", 1)[0] == name.rsplit(".", 1)[0]]
             raise CheckpointError(
@@ -64,7 +64,7 @@ class Checkpoint:
         return self._entries[name]
 
     def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor, read only if its dtype is one of ``dtypes`` and its shape is ``shape``."""
+        """Read a tensor, only if its dtype is one of ``dtypes`` and its shape is ``shape``."""
         entry = self.entry(name)
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{name}.dtype", entry.dtype, "one of " + ", ".join(map(str, dtypes)))

@@ -121,7 +121,7 @@ class Conversion:
         return found
 
     def tensors(self, weight: Weight) -> dict[str, torch.Tensor]:
-        """Tensors of one weight in the target's format, by name."""
+        """Make the tensors of one weight in the target's format, by name."""
         before, after = (names.stored_as(weight, form) for form in (self.listed.form, self.to))
         stem = weight.name.removesuffix(".weight")
         stored = self.listed.stored(weight)

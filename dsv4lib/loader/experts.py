@@ -51,7 +51,7 @@ class Experts:
 
 
 def expert_format(checkpoint: Checkpoint, prefix: str, expert: int = 0) -> str:
-    """``nvfp4``, ``mxfp4`` or ``fp8``, from the tensors of one expert; projections and configuration must agree.
+    """Find the format (``nvfp4``, ``mxfp4``, ``fp8``) of one expert. Projections and configuration must agree.
 
     Args:
         checkpoint: to look into.
@@ -81,7 +81,7 @@ def expert_format(checkpoint: Checkpoint, prefix: str, expert: int = 0) -> str:
 
 
 def read_experts(checkpoint: Checkpoint, prefix: str, experts: Iterable[int], hidden: int, width: int) -> Experts:
-    """Some routed experts of a layer.
+    """Read some routed experts of a layer.
 
     Args:
         checkpoint: to read.
@@ -200,7 +200,7 @@ def _e8m0(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], *also: torc
 def refuse(
     name: str, x: torch.Tensor, wrong: torch.Tensor, value: Callable[[torch.Tensor], torch.Tensor], allowed: str
 ) -> None:
-    """Raise CheckpointError with the first place where ``wrong``; ``value``: what the element stands for."""
+    """Raise CheckpointError with the first place where ``wrong``. ``value``: what the element stands for."""
     if bool(wrong.any()):
         at = tuple(wrong.nonzero()[0].tolist())
         raise CheckpointError(f"{name}[{', '.join(map(str, at))}]", value(x[at]).item(), allowed)

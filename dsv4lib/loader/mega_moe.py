@@ -31,7 +31,7 @@ POLICIES = ("nvfp4-only", "any")
 
 @dataclass(frozen=True)
 class MegaMoeWeights:
-    """Operands of both layers; iterates as ``l1, l2``, what DeepGEMM's transform returns.
+    """Operands of both layers. Iterates as ``l1, l2``, what DeepGEMM's transform returns.
 
     Attributes:
         l1, l2: (weights, scales) of each plane, one after the other: two tensors, four for ``e4m3_split``, the weights
@@ -60,7 +60,7 @@ def pack_sf(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_sf(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_sf`: int32 [..., N, C/4] -> uint8 [..., N, C]."""
+    """Invert `pack_sf`: int32 [..., N, C/4] -> uint8 [..., N, C]."""
     if packed.dtype != torch.int32:
         raise ArgumentError("packed.dtype", packed.dtype, "int32")
     shifted = packed[..., None] >> torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=packed.device)
@@ -68,18 +68,18 @@ def unpack_sf(packed: torch.Tensor) -> torch.Tensor:
 
 
 def utccp_row(row: int) -> int:
-    """Where a row's scales go: 128 rows as 4 x 32, transposed."""
+    """Find the where a row's scales go: 128 rows as 4 x 32, transposed."""
     return (row & ~127) + (row & 31) * 4 + ((row >> 5) & 3)
 
 
 def to_utccp_layout(packed: torch.Tensor) -> torch.Tensor:
-    """Rows of packed scales [..., N, C] as UTCCP reads them: row r at `utccp_row` (r). N a multiple of 128."""
+    """Reorder rows of packed scales [..., N, C] as UTCCP reads them: row r at `utccp_row` (r). N a multiple of 128."""
     _whole_blocks(packed)
     return packed.unflatten(-2, (-1, 4, 32)).transpose(-3, -2).flatten(-4, -2)
 
 
 def from_utccp_layout(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `to_utccp_layout`."""
+    """Invert `to_utccp_layout`."""
     _whole_blocks(packed)
     return packed.unflatten(-2, (-1, 32, 4)).transpose(-3, -2).flatten(-4, -2)
 
@@ -101,7 +101,7 @@ def mn_major(packed: torch.Tensor) -> torch.Tensor:
 def transform_weights_for_mega_moe(
     l1_weights: tuple[torch.Tensor, torch.Tensor], l2_weights: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """DeepGEMM's own transform: (weights [E, N, X], packed scales int32 [E, N, C]) of both layers.
+    """Apply DeepGEMM's own transform: (weights [E, N, X], packed scales int32 [E, N, C]) of both layers.
 
     The first layer is interleaved by 8, the scales of both go to the UTCCP layout.
     """
@@ -119,7 +119,7 @@ def transform_nvfp4_weights_for_mega_moe(
     precision: str = "nvfp4",
     weight_policy: str = "nvfp4-only",
 ) -> MegaMoeWeights:
-    """NVFP4 experts as the fused kernel's operands.
+    """Convert NVFP4 experts to the fused kernel's operands.
 
     Args:
         l1_weights: w13 uint8 or int8 [E, 2I, H/2], gate rows first; s13 E4M3 [E, 2I, H/16].
@@ -201,7 +201,7 @@ def _finished(codes: torch.Tensor, scales: torch.Tensor | None) -> list[torch.Te
 
 
 def token_alignment(block_m: tuple[int, ...] = BLOCK_M) -> int:
-    """Token counts are multiples of this: the least common multiple of the tile heights."""
+    """Compute the multiple that token counts must be: the least common multiple of the tile heights."""
     return math.lcm(*block_m)
 
 
@@ -224,7 +224,7 @@ def get_symm_buffer_size_for_mega_moe(
     ring_tokens: int | None = None,
     block_m: tuple[int, ...] = BLOCK_M,
 ) -> dict[str, int]:
-    """Bytes of every data buffer of a rank, in the order of the symmetric buffer.
+    """Count the bytes of every data buffer of a rank, in the order of the symmetric buffer.
 
     The signals in front of them (counters, masks, source indices) are the kernel's own and differ between versions.
 

@@ -53,12 +53,12 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in its first dtype."""
+        """Return the bytes of the tensor in its first dtype."""
         return math.prod(self.shape) * self.dtypes[0].itemsize
 
 
 def weights(config: ModelConfig) -> Iterator[Weight]:
-    """All tensors of a model, MTP block included."""
+    """Yield all tensors of a model, MTP block included."""
     c = config
     yield Weight("embed.weight", (c.vocab, c.hidden), "plain")
     yield Weight("head.weight", (c.vocab, c.hidden), "plain")
@@ -135,7 +135,7 @@ def _compressor(c: ModelConfig, stem: str, dim: int, overlap: int, rate: int) ->
 
 
 def stored_as(weight: Weight, form: str) -> str:
-    """How a weight is stored in checkpoint format ``form``: mxfp4, nvfp4, fp8, bf16, fp32 or int64."""
+    """Return how a weight is stored in checkpoint format ``form``: mxfp4, nvfp4, fp8, bf16, fp32 or int64."""
     if form not in FORMATS:
         raise ArgumentError("form", form, "one of " + ", ".join(FORMATS))
     if weight.role in ("plain", "exact", "table"):
@@ -148,7 +148,7 @@ def stored_as(weight: Weight, form: str) -> str:
 
 
 def specs(weight: Weight, stored: str) -> dict[str, Spec]:
-    """Stored tensors of one weight by name.
+    """Return the stored tensors of one weight by name.
 
     Raises:
         ArgumentError: a width that the format's blocks do not divide.
@@ -180,5 +180,5 @@ def specs(weight: Weight, stored: str) -> dict[str, Spec]:
 
 
 def listing(config: ModelConfig, form: str) -> dict[str, Spec]:
-    """All stored tensors of a checkpoint in format ``form``, by name."""
+    """Return all stored tensors of a checkpoint in format ``form``, by name."""
     return {n: spec for w in weights(config) for n, spec in specs(w, stored_as(w, form)).items()}

@@ -60,7 +60,7 @@ class GemmWeights:
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor, run: int = INTERLEAVE) -> torch.Tensor:
-    """[..., I, X] twice -> [..., 2I, X]: ``run`` rows of gate, ``run`` of up, and so on. I a multiple of ``run``."""
+    """Interleave two [..., I, X] to [..., 2I, X]: ``run`` rows of gate, ``run`` of up, and so on; ``run`` divides I."""
     if gate.dim() < 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         found = (gate.dtype, tuple(gate.shape), up.dtype, tuple(up.shape))
         raise ArgumentError("gate, up", found, "two tensors of one dtype and shape [..., I, X]")
@@ -71,7 +71,7 @@ def interleave(gate: torch.Tensor, up: torch.Tensor, run: int = INTERLEAVE) -> t
 
 
 def deinterleave(joined: torch.Tensor, run: int = INTERLEAVE) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact inverse of `interleave`: [..., 2I, X] -> gate and up [..., I, X]."""
+    """Invert `interleave`: [..., 2I, X] -> gate and up [..., I, X]."""
     if joined.dim() < 2 or run <= 0 or joined.shape[-2] % (2 * run):
         raise ArgumentError("joined.shape", tuple(joined.shape), f"[..., 2I, X], rows a multiple of {2 * run}")
     runs = joined.unflatten(-2, (-1, 2, run))
@@ -79,7 +79,7 @@ def deinterleave(joined: torch.Tensor, run: int = INTERLEAVE) -> tuple[torch.Ten
 
 
 def gemm_weights(experts: Experts, precision: str) -> tuple[GemmWeights, GemmWeights]:
-    """(gate and up, down) of all experts in mode ``precision``.
+    """Make (gate and up, down) of all experts in mode ``precision``.
 
     Raises:
         ArgumentError: a mode that this format does not convert to, an I that is no multiple of 8, projections that do
@@ -111,7 +111,7 @@ def _check(experts: Experts) -> None:
 
 
 def mode_weights(weights: GemmWeights, plane_cols: int) -> list[list[ModeWeight]]:
-    """Back from operands: per expert [gate, up] or [down] in its mode, ``alpha`` as in the operand.
+    """Recover from operands, per expert, [gate, up] or [down] in its mode, ``alpha`` as in the operand.
 
     Args:
         weights: from `gemm_weights`.
@@ -142,7 +142,7 @@ def _planes(*parts: Sequence[ModeWeight]) -> tuple[Operand, ...]:
 
 
 def plane_bytes(plane: weight_modes.Plane) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """(codes, row-major scale bytes, elements per scale) of one plane; bf16 has no scales, and 0 elements share one."""
+    """(codes, row-major scale bytes, elements per scale) of one plane. Bf16 has no scales, and 0 elements share one."""
     if isinstance(plane, NVFP4Tensor):
         return plane.packed.view(torch.uint8), plane.scales.view(torch.uint8), 16
     if isinstance(plane, MXFP4Tensor):

@@ -106,7 +106,7 @@ class Entry:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file, or what a symbolic link to one leads to; anything else is refused without waiting for it.
+    """Open a regular file, or what a symbolic link to one leads to. Anything else is refused without waiting for it.
 
     Raises:
         CheckpointError: there is none, or reading it fails inside.
@@ -134,7 +134,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def header_of(stream: BinaryIO, size: int, path: Path) -> dict[str, Entry]:
-    """Read and check the header of ``size`` bytes of a stream; ``path`` is what the entries and errors name.
+    """Read and check the header of ``size`` bytes of a stream. ``path`` is what the entries and errors name.
 
     Raises:
         CheckpointError: anything that does not fit.

@@ -199,7 +199,7 @@ def _expert_dtype(found: dict[str, Any], faults: list[str]) -> None:
 
 
 def declared_format(found: dict[str, Any]) -> str | None:
-    """Checkpoint format that config.json declares, one of `FORMATS`; None if it says nothing.
+    """Read the checkpoint format that config.json declares, one of `FORMATS`. None if it says nothing.
 
     Raises:
         CheckpointError: fields that contradict each other, or declare what is not known.
@@ -232,7 +232,7 @@ def declared_format(found: dict[str, Any]) -> str | None:
 
 
 def write_config(config: ModelConfig, form: str) -> dict[str, Any]:
-    """Contents of config.json for a model in checkpoint format ``form``, under the released names."""
+    """Make config.json for a model in checkpoint format ``form``, under the released names."""
     if form not in FORMATS:
         raise CheckpointError("form", form, "one of " + ", ".join(FORMATS))
     found: dict[str, Any] = dict(FIXED)
@@ -249,7 +249,7 @@ def write_config(config: ModelConfig, form: str) -> dict[str, Any]:
 
 
 def format_fields(form: str) -> dict[str, Any]:
-    """Fields of config.json that depend on the checkpoint's format."""
+    """Make the fields of config.json that depend on the checkpoint's format."""
     found: dict[str, Any] = {"expert_dtype": EXPERT_DTYPES[form]}
     if form != "bf16":
         found["quantization_config"] = QUANTIZATION | (NVFP4 if form == "nvfp4" else {})

@@ -51,7 +51,7 @@ class TensorFaults(CheckpointError):
 
 
 def format_of(checkpoint: Checkpoint) -> str:
-    """Format of a checkpoint, one of `names.FORMATS`, from the first expert; config.json must agree.
+    """Format of a checkpoint, one of `names.FORMATS`, from the first expert. Config.json must agree.
 
     Raises:
         CheckpointError: no first expert, or a declaration that the tensors contradict.
@@ -84,7 +84,7 @@ class Listed:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: ModelConfig | None = None) -> Listed:
-        """Compare names, types and shapes with the configuration; nothing but headers is read.
+        """Compare names, types and shapes with the configuration. Nothing but headers is read.
 
         Raises:
             ConfigFaults, TensorFaults: with everything that is wrong.
@@ -137,17 +137,17 @@ class Listed:
                 progress(done, total, weight.name)
 
     def parts(self, weight: names.Weight) -> list[str]:
-        """Names of the tensors that store one weight."""
+        """Return the names of the tensors that store one weight."""
         return list(names.specs(weight, names.stored_as(weight, self.form)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(self.checkpoint.entry(name).nbytes for name in self.checkpoint)
 
 
 def dequantize(stored: Stored, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values of a stored weight; what is not quantised is returned as it is."""
+    """Dequantise a stored weight; what is not quantised is returned as it is."""
     if isinstance(stored, NVFP4Tensor):
         return nvfp4.dequantize(stored, dtype)
     if isinstance(stored, MXFP4Tensor):
@@ -181,5 +181,5 @@ def load_into(module: nn.Module, listed: Listed, progress: Progress | None = Non
 
 
 def largest_tensor(listed: Listed) -> int:
-    """Bytes of the largest weight once dequantised: what loading needs beside the module, a few times over."""
+    """Return bytes of the largest weight once dequantised: what loading needs beside the module, a few times over."""
     return max(math.prod(weight.shape) * 4 for weight in names.weights(listed.config))

@@ -30,7 +30,7 @@ _ALIGN = 8  # bytes, of a file's data
 
 
 def plan(listing: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]:
-    """Split tensors, in their order, into shards of at most ``shard_bytes``; a larger tensor has one of its own."""
+    """Split tensors, in their order, into shards of at most ``shard_bytes``. A larger tensor has one of its own."""
     shards: list[dict[str, Spec]] = []
     size = 0
     for name, spec in listing.items():
@@ -43,7 +43,7 @@ def plan(listing: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]
 
 
 def header(shard: Mapping[str, Spec]) -> bytes:
-    """Length and JSON header of one file, padded with spaces to a multiple of 8 bytes."""
+    """Make the length and JSON header of one file, padded with spaces to a multiple of 8 bytes."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, spec in shard.items():

@@ -54,7 +54,7 @@ NOVEL = Package(
 
 
 class FetchError(DSV4Error, RuntimeError):
-    """The text could not be fetched, or is not the text that is pinned; the message says what would fix it."""
+    """The text could not be fetched, or is not the text that is pinned. The message says what would fix it."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class Corpus:
     held: Mapping[str, bytes]
 
     def stream(self) -> torch.Tensor:
-        """All training documents, BOS before each: int16 ``[bytes + documents]``."""
+        """Return all training documents, BOS before each: int16 ``[bytes + documents]``."""
         parts = [t for text in self.train for t in (torch.tensor([BOS], dtype=torch.int16), as_tokens(text))]
         return torch.cat(parts)
 
 
 def as_tokens(text: bytes) -> torch.Tensor:
-    """Bytes as int16 ``[n]``."""
+    """Convert bytes to int16 ``[n]``."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
 
 
 def registry() -> str:
-    """Address of the npm registry that this environment uses: npm's configuration, else the public default."""
+    """Find the npm registry that this environment uses: npm's configuration, else the public default."""
     npm = shutil.which("npm")
     if npm is not None:
         done = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
@@ -107,7 +107,7 @@ def fetch(
     address: str | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> bytes:
-    """Bytes of a package's tarball, from ``folder`` if it is there, else from the registry.
+    """Fetch a package's tarball, from ``folder`` if it is there, else from the registry.
 
     Args:
         package: what to fetch.
@@ -179,28 +179,28 @@ def split(speeches: Mapping[str, bytes], others: tuple[bytes, ...]) -> Corpus:
 
 
 class Windows(NamedTuple):
-    """Windows to judge: tokens int64 ``[n, T]``, BOS first; targets int64 ``[n, T]``, `IGNORED` where not judged."""
+    """Windows to judge: tokens int64 ``[n, T]``, BOS first. Targets int64 ``[n, T]``, `IGNORED` where not judged."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
 
     def to(self, device: torch.device | str) -> Windows:
-        """The same windows on a device."""
+        """Move the windows to a device."""
         return Windows(self.tokens.to(device), self.targets.to(device))
 
     def some(self, count: int) -> Windows:
-        """At most ``count`` windows, evenly spread."""
+        """Choose at most ``count`` windows, evenly spread."""
         picks = torch.arange(min(count, len(self.tokens))) * len(self.tokens) // min(count, len(self.tokens))
         return Windows(self.tokens[picks], self.targets[picks])
 
     @property
     def judged(self) -> torch.Tensor:
-        """Bytes judged in each window, int64 ``[n]``."""
+        """Return the bytes judged in each window, int64 ``[n]``."""
         return (self.targets != IGNORED).sum(-1)
 
 
 def windows(texts: Mapping[str, bytes], length: int) -> Windows:
-    """Cut each text in windows of ``length`` bytes, each after a BOS of its own; a short last one is padded."""
+    """Cut each text in windows of ``length`` bytes, each after a BOS of its own. A short last one is padded."""
     tokens, targets = [], []
     for text in texts.values():
         ids = as_tokens(text).to(torch.int64)
@@ -212,6 +212,6 @@ def windows(texts: Mapping[str, bytes], length: int) -> Windows:
 
 
 def whole(found: Windows) -> Windows:
-    """Only the windows in which every position is judged."""
+    """Choose only the windows in which every position is judged."""
     full = found.judged == found.tokens.shape[1]
     return Windows(found.tokens[full], found.targets[full])

@@ -75,7 +75,7 @@ def load(folder: Path | str, device: str = "cpu") -> tuple[ModelConfig, dict[str
 def log_probabilities(
     config: ModelConfig, values: Values, found: Windows, variant: Variant | None = None
 ) -> list[torch.Tensor]:
-    """Natural logarithms of the next-byte distribution, ``[T, vocab]`` for each window, on the CPU."""
+    """Return the natural logarithms of the next-byte distribution, ``[T, vocab]`` for each window, on the CPU."""
     model = variants.model_of(config, values, variant)
     device = next(iter(values.values())).device
     out = []
@@ -98,7 +98,7 @@ def measured(logs: Sequence[torch.Tensor], base: Sequence[torch.Tensor], found: 
 
 
 def interval(differences: torch.Tensor, judged: torch.Tensor, seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of ``sum(differences) / sum(judged)`` over resampled windows."""
+    """Compute the 95 % bootstrap interval of ``sum(differences) / sum(judged)`` over resampled windows."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(judged), (DRAWS, len(judged)), generator=generator)
     drawn = differences.double()[picks].sum(1) / judged.double()[picks].sum(1)
@@ -107,7 +107,7 @@ def interval(differences: torch.Tensor, judged: torch.Tensor, seed: int = 0) -> 
 
 
 def row(name: str, group: str, own: Measured, base: Measured, found: Windows) -> Row:
-    """One line from the sums of a variant and of the base."""
+    """Return one line from the sums of a variant and of the base."""
     judged = found.judged.cpu()
     total = int(judged.sum())
     difference = own.bits - base.bits
@@ -123,7 +123,7 @@ def table(
     wanted: Sequence[Variant] = variants.VARIANTS,
     progress: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """The base, then every variant; ``progress`` receives each row when it is known."""
+    """Evaluate the base, then every variant. ``progress`` receives each row when it is known."""
     logs = log_probabilities(config, values, found)
     base = measured(logs, logs, found)
     rows = [row("base", "base", base, base, found)]
@@ -136,7 +136,7 @@ def table(
 
 
 def gates(rows: Sequence[Row]) -> list[str]:
-    """Faults of a table, [] if none: the naive conversion must show, MXFP4 and FP8 KV must not.
+    """List the faults of a table, [] if none: the naive conversion must show, MXFP4 and FP8 KV must not.
 
     MXFP4 is judged on 16 windows or more.
     """

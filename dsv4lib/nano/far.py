@@ -40,7 +40,7 @@ def _text(stream: torch.Tensor, count: int, length: int, generator: torch.Genera
 def repeats(
     stream: torch.Tensor, count: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text in which a passage is repeated.
+    """Make text in which a passage is repeated.
 
     Args:
         stream: int16 ``[n]``, text to take passages from, on the generator's device.
@@ -65,7 +65,7 @@ def repeats(
 def key_values(
     stream: torch.Tensor, count: int, length: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Text between key-value lines and the same lines in another order; arguments and results as in `repeats`.
+    """Make text between key-value lines and the same lines in another order. Arguments and results as in `repeats`.
 
     Judged are the digits of the second lines.
     """
@@ -90,7 +90,7 @@ def key_values(
 
 
 def judged_windows(kind: str, stream: torch.Tensor, count: int, length: int, seed: int) -> Windows:
-    """Windows of one kind, ``repeats`` or ``key_values``, only their far bytes judged; on the CPU."""
+    """Make windows of one kind, ``repeats`` or ``key_values``, only their far bytes judged; on the CPU."""
     if kind not in ("repeats", "key_values"):
         raise ArgumentError("kind", kind, "repeats or key_values")
     generator = torch.Generator().manual_seed(seed)

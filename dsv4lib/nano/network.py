@@ -74,12 +74,12 @@ def tables(config: ModelConfig, length: int, device: torch.device) -> Tables:
 
 
 def exact(x: torch.Tensor) -> torch.autocast:
-    """A context without autocast."""
+    """Return a context without autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
 
 def rms(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim in fp32, in the dtype of x."""
+    """Compute RMSNorm over the last dim in fp32, in the dtype of x."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
@@ -123,7 +123,7 @@ def mhc_in(
 
 
 def mhc_out(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """Streams ``[B, T, n, d]`` after a sublayer: X'_j = post_j y + sum_i comb[i, j] X_i."""
+    """Compute the streams ``[B, T, n, d]`` after a sublayer: X'_j = post_j y + sum_i comb[i, j] X_i."""
     with exact(streams):
         mixed = (comb.permute(2, 3, 0, 1)[..., None] * streams.float()[..., :, None, :]).sum(-3)
         return (post[..., None] * y.float()[..., None, :] + mixed).to(streams.dtype)
@@ -137,7 +137,7 @@ def collapse(
     norm: torch.Tensor,
     config: ModelConfig,
 ) -> torch.Tensor:
-    """Streams to one normed vector ``[B, T, d]`` before the head."""
+    """Collapse streams to one normed vector ``[B, T, d]`` before the head."""
     with exact(streams):
         wide = streams.float()
         weights = torch.sigmoid(scale * _mixes(wide, fn, config.rms_eps) + base) + config.hc_eps
@@ -145,7 +145,7 @@ def collapse(
 
 
 def compress(x: torch.Tensor, w: Tensors, stem: str, rate: int, overlap: bool, at: Angles, eps: float) -> torch.Tensor:
-    """Entries ``[B, T / rate, D]`` of a compressor; `reference.compressor` has the equation."""
+    """Compute the entries ``[B, T / rate, D]`` of a compressor. `reference.compressor` has the equation."""
     batch, length, _ = x.shape
     k = F.linear(x, w[f"{stem}wkv.weight"]).float().view(batch, length // rate, rate, -1)
     z = F.linear(x, w[f"{stem}wgate.weight"]).float().view_as(k) + w[f"{stem}ape"]
@@ -158,7 +158,7 @@ def compress(x: torch.Tensor, w: Tensors, stem: str, rate: int, overlap: bool, a
 
 
 def index_scores(x: torch.Tensor, qr: torch.Tensor, w: Tensors, at: Angles, config: ModelConfig) -> torch.Tensor:
-    """Scores of the indexer for all entries, fp32 ``[B, T, T / rate]``; the rotation by Hadamard changes none."""
+    """Scores of the indexer for all entries, fp32 ``[B, T, T / rate]``. The rotation by Hadamard changes none."""
     c = config
     q = F.linear(qr, w["indexer.wq_b.weight"]).unflatten(-1, (c.index_heads, c.index_dim))
     q = rotated(q, at.cos[:, None], at.sin[:, None])
@@ -171,7 +171,7 @@ def index_scores(x: torch.Tensor, qr: torch.Tensor, w: Tensors, at: Angles, conf
 def index_loss(
     scores: torch.Tensor, near: torch.Tensor, entries: torch.Tensor, sink: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """KL divergence from the scores' softmax to the attention that the entries get.
+    """Compute the KL divergence from the scores' softmax to the attention that the entries get.
 
     Args:
         scores: fp32 ``[B, T, S]``, with a gradient.
@@ -198,7 +198,7 @@ def attention(
     x: torch.Tensor, w: Tensors, at: Angles, near: torch.Tensor, visible: torch.Tensor | None, dense: torch.Tensor,
     config: ModelConfig, kind: LayerKind,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Attention of one layer.
+    """Compute the attention of one layer.
 
     Args:
         x: ``[B, T, d]``, normed.
@@ -247,7 +247,7 @@ def attention(
 
 
 def moe(x: torch.Tensor, tokens: torch.Tensor, w: Tensors, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts of one layer: ``[B, T, d]``, and the share of the tokens that each expert gets ``[E]``.
+    """Compute the experts of one layer: ``[B, T, d]``, and the share of the tokens that each expert gets ``[E]``.
 
     w: names after ``ffn.``. The router is computed in fp32.
     """
@@ -283,7 +283,7 @@ OPERATORS: dict[str, Callable] = {
 
 @functools.cache
 def compiled() -> dict[str, Callable]:
-    """The operators through torch.compile, one graph each: all sites of the model share them."""
+    """Compile the operators by torch.compile, one graph each: all sites of the model share them."""
     return {name: torch.compile(function, dynamic=False) for name, function in OPERATORS.items()}
 
 
@@ -327,7 +327,7 @@ class Network:
         }
 
     def __call__(self, tokens: torch.Tensor, following: torch.Tensor | None = None) -> Output:
-        """Logits of every position of windows int64 ``[B, T]``; ``following``: the next token of each."""
+        """Compute the logits of every position of windows int64 ``[B, T]``. ``following``: the next token of each."""
         w, length = self.weights, tokens.shape[1]
         if length not in self._tables:
             self._tables[length] = tables(self.config, length, self.device)
@@ -386,7 +386,7 @@ def _below(weights: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def unstack(weights: Tensors) -> dict[str, torch.Tensor]:
-    """Released names: one tensor for each expert."""
+    """Unstack to released names: one tensor for each expert."""
     out = {}
     for name, tensor in weights.items():
         head, _, last = name.rpartition(".")
@@ -398,7 +398,7 @@ def unstack(weights: Tensors) -> dict[str, torch.Tensor]:
 
 
 def stack(weights: Tensors) -> dict[str, torch.Tensor]:
-    """Inverse of `unstack`."""
+    """Invert `unstack`."""
     out: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in weights.items():

@@ -29,7 +29,7 @@ FIXED = ("tid2eid", "gate.bias")  # not trained by gradient
 
 
 def hash_table(counts: torch.Tensor, experts: int, per_token: int, generator: torch.Generator) -> torch.Tensor:
-    """Table int64 ``[vocab, per_token]`` that balances the traffic of tokens which occur ``counts`` times.
+    """Return table int64 ``[vocab, per_token]`` that balances the traffic of tokens which occur ``counts`` times.
 
     A random permutation does not: a few bytes make up most of a text. Frequent tokens come first, each goes to the
     experts with the least traffic; the generator breaks ties.
@@ -44,7 +44,7 @@ def hash_table(counts: torch.Tensor, experts: int, per_token: int, generator: to
 
 
 def initial_weights(config: ModelConfig, counts: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
-    """Weights before training, fp32, stacked (`network.stack`); ``counts``: occurrences of each token ``[vocab]``."""
+    """Weights before training, fp32, stacked (`network.stack`). ``counts``: occurrences of each token ``[vocab]``."""
     c = config
     generator = torch.Generator().manual_seed(seed)
     out: dict[str, torch.Tensor] = {}
@@ -78,7 +78,7 @@ def _site_base(n: int, site: int) -> torch.Tensor:
 
 
 def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
-    """Values of fp32 ``[..., K]`` in MXFP4: `formats.mxfp4.fake_quantize` in few launches."""
+    """Round fp32 ``[..., K]`` to values in MXFP4, as `formats.mxfp4.fake_quantize` but in few launches."""
     blocks = x.unflatten(-1, (-1, 32))
     scale = _power_above(blocks.abs().amax(-1, keepdim=True).clamp(min=6 * 2.0**-126) / 6)
     v = blocks / scale
@@ -87,7 +87,7 @@ def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Values of fp32 ``[..., N, K]`` in FP8 with E8M0 scales for 128 x 128, as `formats.fp8_block` quantises them."""
+    """Round fp32 ``[..., N, K]`` to FP8 with E8M0 scales for 128 x 128, as `formats.fp8_block` does."""
     rows, cols = x.shape[-2:]
     padded = F.pad(x, (0, -cols % names.TILE, 0, -rows % names.TILE))
     tiles = padded.unflatten(-1, (-1, names.TILE)).unflatten(-3, (-1, names.TILE))  # [..., n, 128, k, 128]
@@ -103,7 +103,7 @@ def _power_above(x: torch.Tensor) -> torch.Tensor:
 
 
 def roundings(config: ModelConfig) -> dict[str, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Rounding of every matrix that Muon trains, by its stacked name; None: it is not quantised (compressors)."""
+    """Rounding of every matrix that Muon trains, by its stacked name. None: it is not quantised (compressors)."""
     out: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {}
     for weight in names.weights(config):
         if weight.role == "expert":
@@ -117,7 +117,7 @@ def roundings(config: ModelConfig) -> dict[str, Callable[[torch.Tensor], torch.T
 
 
 class Muon:
-    """Momentum, orthogonalised by Newton-Schulz; matrices of one shape and one rounding are updated together.
+    """Momentum, orthogonalised by Newton-Schulz. Matrices of one shape and one rounding are updated together.
 
     The exact weights are kept here. What the network reads and has gradients of are leaves that `publish` fills.
 
@@ -164,12 +164,12 @@ class Muon:
             exact.add_(update, alpha=-rate * max(1.0, rows / cols) ** 0.5)
 
     def exact(self) -> dict[str, torch.Tensor]:
-        """The exact weights by name."""
+        """Return the exact weights by name."""
         return {name: one for members, _, exact, _, _ in self.groups for name, one in zip(members, exact, strict=True)}
 
 
 def orthogonal(updates: torch.Tensor) -> torch.Tensor:
-    """Nearly orthogonal matrices of the same singular vectors: ``[n, rows, cols]``, in bf16 on a GPU, fp32 out."""
+    """Orthogonalise nearly, keeping the singular vectors: ``[n, rows, cols]``, in bf16 on a GPU, fp32 out."""
     a, b, c = NEWTON_SCHULZ
     tall = updates.shape[-2] > updates.shape[-1]
     x = (updates.mT if tall else updates).to(torch.bfloat16 if updates.is_cuda else torch.float32)
@@ -181,7 +181,7 @@ def orthogonal(updates: torch.Tensor) -> torch.Tensor:
 
 
 def rate_factor(step: int, progress: float, run: Run) -> float:
-    """Factor of all learning rates: warm-up by steps, constant, then linear to 0 at ``progress`` 1."""
+    """Return the factor of all learning rates: warm-up by steps, constant, then linear to 0 at ``progress`` 1."""
     rising = min(1.0, (step + 1) / run.warmup)
     if progress < run.decay_from:
         return rising

@@ -74,7 +74,7 @@ class Sampler:
         self.generator = torch.Generator(device=device).manual_seed(run.seed)
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, next tokens, and the tokens after those: int64 ``[batch, length]`` each."""
+        """Draw tokens, next tokens, and the tokens after those: int64 ``[batch, length]`` each."""
         run, device = self.run, self.stream.device
         real, length = run.batch - run.far, run.length + 1
         at = torch.randint(len(self.stream) - length, (real, 1), device=device, generator=self.generator)
@@ -141,7 +141,7 @@ class Trainer:
         self.began = self.settled = time.monotonic()
 
     def progress(self, step: int) -> float:
-        """Part of the run that is done, 0 to 1."""
+        """Return the part of the run that is done, 0 to 1."""
         if self.run.steps:
             return min(1.0, step / self.run.steps)
         left = self.run.seconds - (self.settled - self.began)

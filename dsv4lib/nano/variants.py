@@ -46,7 +46,7 @@ class Variant:
 
 
 def fp8_linears(config: ModelConfig, base: Values) -> dict[str, torch.Tensor]:
-    """Linears of attention, shared experts and MTP in FP8, 128 x 128."""
+    """Return the linears of attention, shared experts and MTP in FP8, 128 x 128."""
     roles = {weight.name: weight.role for weight in names.weights(config)}
     return {
         name: fp8_block.dequantize(fp8_block.quantize(value)) if roles[name] == "linear" else value
@@ -55,7 +55,7 @@ def fp8_linears(config: ModelConfig, base: Values) -> dict[str, torch.Tensor]:
 
 
 def experts_in(mode: str) -> Callable[[ModelConfig, Values], dict[str, torch.Tensor]]:
-    """Routed experts in ``mode``: mxfp4, or a mode of `weight_modes` made from NVFP4."""
+    """Return the routed experts in ``mode``: mxfp4, or a mode of `weight_modes` made from NVFP4."""
 
     def change(config: ModelConfig, base: Values) -> dict[str, torch.Tensor]:
         out = dict(base)
@@ -115,7 +115,7 @@ VARIANTS = (
 
 
 def named(wanted: str) -> Variant:
-    """The variant of a name; ArgumentError for any other word."""
+    """Look up the variant of a name; ArgumentError for any other word."""
     for variant in VARIANTS:
         if variant.name == wanted:
             return variant
@@ -138,7 +138,7 @@ class _RoundedInputs(TorchFunctionMode):
 
 
 def model_of(config: ModelConfig, values: Values, variant: Variant | None = None) -> ReferenceModel:
-    """Reference model of a variant, on the device of the values; None: the base."""
+    """Return the reference model of a variant, on the device of the values. None: the base."""
     changed = variant.weights(config, values) if variant and variant.weights else values
     model = ReferenceModel(config, kv_codec=variant and variant.kv, index_codec=variant and variant.index)
     model.load_state_dict(dict(changed))

@@ -63,18 +63,18 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Modelled over measured clocks, minus 1: negative where the model is too fast."""
+        """Return the modelled over measured clocks, minus 1: negative where the model is too fast."""
         return self.clocks / self.case.clocks - 1
 
 
 def form_name(form: Form) -> str:
-    """Of a form in the table; `form_of` reads it."""
+    """Name a form in the table; `form_of` reads it."""
     values = (getattr(form, f.name) for f in fields(form))
     return "mma:" + ":".join(str(int(v) if isinstance(v, bool) else v) for v in values)
 
 
 def form_of(name: str) -> Form:
-    """The form that `form_name` wrote.
+    """Return the form that `form_name` wrote.
 
     >>> form_of(form_name(Form("wgmma", 64, 128, 16, a="registers")))
     Form(kind='wgmma', m=64, n=128, k=16, group=1, ws=False, a='registers')
@@ -108,7 +108,7 @@ def works() -> dict[tuple[str, str], Work]:
 
 @lru_cache(maxsize=1)
 def cases() -> tuple[Case, ...]:
-    """Every timed launch."""
+    """Return every timed launch."""
     with TIMES.open(newline="") as file:
         rows = list(csv.DictReader(file))
     kinds = {f.name: {"str": str, "int": int, "float": float}[str(f.type)] for f in fields(Case)}
@@ -116,7 +116,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def kernel(name: str, h200: Gpu, active: int) -> Kernel:
-    """The model of one of the kernels.
+    """Return the model of one of the kernels.
 
     Raises:
         ArgumentError: there is no such kernel.
@@ -147,7 +147,7 @@ def kernel(name: str, h200: Gpu, active: int) -> Kernel:
 
 
 def check(h200: Gpu | None = None) -> list[Checked]:
-    """Every case with its modelled time."""
+    """Model every case: the cases with their modelled times."""
     card = h200 or gpu("H200")
     out = []
     for case in cases():
@@ -163,7 +163,7 @@ def check(h200: Gpu | None = None) -> list[Checked]:
 
 
 def error(regime: str, checked: list[Checked] | None = None) -> tuple[float, float]:
-    """(smallest, largest) error of a regime over the launches that no constant was fitted to.
+    """Return (smallest, largest) error of a regime over the launches that no constant was fitted to.
 
     Raises:
         ArgumentError: an unknown regime.
@@ -175,7 +175,7 @@ def error(regime: str, checked: list[Checked] | None = None) -> tuple[float, flo
 
 
 def flashmla() -> tuple[float, float]:
-    """(modelled, published) TFLOP/s of FlashMLA's sparse prefill on a B200: 128 heads, 576/512 dims, top-k 2048.
+    """Return (modelled, published) TFLOP/s of FlashMLA's sparse prefill on a B200: 128 heads, 576/512 dims, top-k 2048.
 
     The one SM100 kernel of this kind with a published rate. Its tile is read from its public source (deepseek-ai/
     FlashMLA, csrc/sm100/prefill/sparse/fwd/head128): a CTA pair, Q 384 dims in TMEM, K of own keys and V of own dims

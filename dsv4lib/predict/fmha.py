@@ -60,34 +60,34 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """H."""
+        """Return the heads, H."""
         return MODELS[self.model][0]
 
     @property
     def tokens(self) -> int:
-        """Query tokens."""
+        """Return query tokens."""
         return self.batch * (self.context if self.phase == "prefill" else 1)
 
     def keys(self, seen: int) -> tuple[int, int]:
-        """(entries, window keys) of a token that sees ``seen`` tokens, itself included."""
+        """Return (entries, window keys) of a token that sees ``seen`` tokens, itself included."""
         entries = {"CSA": min(MODELS[self.model][1], seen // CSA_RATE), "HCA": seen // HCA_RATE, "SWA": 0}[self.kind]
         return entries, min(WINDOW, seen)
 
     def positions(self) -> list[int]:
-        """Tokens seen, of the queries: one number that stands for all in decode, a sample of a prompt's."""
+        """Return the tokens seen, of the queries: one number that stands for all in decode, a sample of a prompt's."""
         if self.phase == "decode":
             return [self.context]
         return [(2 * i + 1) * self.context // (2 * SAMPLES) for i in range(SAMPLES)]
 
     @property
     def flops(self) -> float:
-        """Of both products, over all heads and keys."""
+        """Count the FLOPs of both products, over all heads and keys."""
         per_token = [sum(self.keys(seen)) for seen in self.positions()]
         return 4.0 * DIM * self.heads * self.tokens * sum(per_token) / len(per_token)
 
     @property
     def nbytes(self) -> float:
-        """That must cross HBM: Q and O, and in decode every request's keys in the model's own format."""
+        """Count the bytes that must cross HBM. Q and O, and in decode every request's keys in the model's format."""
         nbytes = self.tokens * self.heads * 2 * KEY_BYTES
         if self.phase == "decode":
             nbytes += self.batch * sum(self.keys(self.context)) * ENTRY_BYTES
@@ -95,17 +95,17 @@ class Shape:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """Return FLOPs a byte."""
         return self.flops / self.nbytes
 
     @property
     def floor_us(self) -> float:
-        """The physical floor (performance.md section 2)."""
+        """Return the physical floor (performance.md section 2)."""
         return 1e6 * max(self.flops / PEAK, self.nbytes / BANDWIDTH)
 
     @property
     def target_us(self) -> tuple[float, str]:
-        """(largest modelled time that meets the target, the target in words)."""
+        """Return (largest modelled time that meets the target, the target in words)."""
         if self.phase == "prefill":
             return self.floor_us / 0.7, ">= 70 % of the floor"
         if self.batch == 128 or (self.kind == "HCA" and self.context == 1048576):
@@ -147,7 +147,7 @@ class Counted:
     window: Counted | None = None
 
     def mixed(self, share: float) -> Counted:
-        """The same with the mean of its tiles, of which ``share`` are of the window."""
+        """Return the same with the mean of its tiles, of which ``share`` are of the window."""
         w = self.window
         if w is None or share == 0:
             return self
@@ -236,7 +236,7 @@ def _of_load_warps(source: str) -> bool:
 
 
 def fp8(c: Counted, **options: Any) -> Counted:
-    """The same kernel on 584-byte entries, counted; what it does more than ``c`` is the dequantising warps' work."""
+    """The same kernel on 584-byte entries, counted. What it does more than ``c`` is the dequantising warps' work."""
     quantised = counted(**options, fp8_entries=True)
     bring = (quantised.tile - quantised.send[0]) - (c.tile - c.send[0])
     return replace(quantised, bring=bring, key_bytes=ENTRY_BYTES)
@@ -282,7 +282,7 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1, of_windo
 
 
 def model_of(c: Counted, card: Gpu, active: int) -> Kernel:
-    """The kernel for the static model when ``active`` SMs work."""
+    """Return the kernel for the static model when ``active`` SMs work."""
     roles = c.tile, c.once, c.qk, c.pv
     options = {"cluster": c.cluster, "active": active, "transition": c.transition, "parts": c.parts}
     options |= {"bring": c.bring, "send": c.send}
@@ -334,7 +334,7 @@ _CAKE = {"SWA": 6.9, "CSA": 12.4, "HCA": 13.6}  # us, FlashInfer PR 4573, 64 hea
 
 
 def published(shape: Shape) -> str:
-    """What others have published next to a shape, "" where nothing is near."""
+    """Return what others have published next to a shape, "" where nothing is near."""
     if shape.phase == "prefill" and shape.model == "Pro" and shape.kind == "CSA":
         return f"{1e6 * shape.flops / _FLASHMLA_PREFILL:.0f} us at FlashMLA's 1450 TFLOP/s (576/512, top-k 2048)"
     if shape.phase == "decode" and shape.batch == 128 and shape.kind == "CSA":
@@ -353,7 +353,7 @@ def predict(
     variant: str = BUILT,
     half: tuple[Counted, Counted] | None = None,
 ) -> Row:
-    """The row of a shape: with the splits that the op chooses, or with the best number of splits.
+    """Predict the row of a shape: with the splits that the op chooses, or with the best number of splits.
 
     Args:
         single, parts: the kernel that normalises, and the one that writes parts for `combine`.
@@ -399,7 +399,7 @@ def timed(
     alone: bool = False,
     tail: tuple[int, int] = (0, 0),
 ) -> Time:
-    """The time of a shape with ``splits`` splits.
+    """Predict the time of a shape with ``splits`` splits.
 
     Args:
         groups: tokens x CTAs of a token, of one part of the keys.
@@ -443,7 +443,7 @@ def _ctas(shape: Shape, c: Counted, items: int) -> int:
 
 
 def combine_work(splits: int, tokens: int, heads: int) -> tuple[int, int]:
-    """(splits, bytes) of `ops.fmha.combine`."""
+    """Count (splits, bytes) of `ops.fmha.combine`."""
     return splits, tokens * heads * DIM * (4 * splits + 2)
 
 
@@ -503,7 +503,7 @@ def _split_choices(tiles: int, groups: int, sms: int) -> Iterable[int]:
 
 
 def shapes() -> list[Shape]:
-    """Every line of the table."""
+    """List every line of the table."""
     out = []
     for model in MODELS:
         for kind in KINDS:
@@ -570,5 +570,5 @@ def record(rows: list[Row], path: Path = RESULTS) -> None:
 
 
 def recorded(path: Path = RESULTS) -> list[Row]:
-    """The table as it was written."""
+    """Read the table as it was written."""
     return table.recorded(Row, path)

@@ -95,29 +95,29 @@ class Shape:
 
     @property
     def active(self) -> float:
-        """Experts that have a token, on average."""
+        """Return the experts that have a token, on average."""
         experts = MODELS[self.model].experts
         return experts * (1 - (1 - TOP / experts) ** self.tokens)
 
     @property
     def nbytes(self) -> float:
-        """That must cross HBM: weights, and tokens in and out in bf16."""
+        """Count the bytes that must cross HBM: weights, and tokens in and out in bf16."""
         _, hidden, width = MODELS[self.model]
         return self.active * 3 * hidden * width * RECIPES[self.mode].weight + self.tokens * hidden * 4
 
     @property
     def flops(self) -> float:
-        """Of the routed experts."""
+        """Count the FLOPs of the routed experts."""
         _, hidden, width = MODELS[self.model]
         return 2.0 * 3 * hidden * width * TOP * self.tokens
 
     @property
     def floor_us(self) -> float:
-        """The physical floor (performance.md section 2)."""
+        """Return the physical floor (performance.md section 2)."""
         return 1e6 * max(self.flops / RECIPES[self.mode].peak, self.nbytes / BANDWIDTH)
 
     def gemms(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(features, K) of both."""
+        """Return (features, K) of both."""
         _, hidden, width = MODELS[self.model]
         return (2 * width, hidden), (hidden, width)
 
@@ -184,14 +184,14 @@ class Counted:
     accumulators: int
 
     def step_of(self, rows: int) -> Work:
-        """Of a tile of so many rows: everything grows with N, which is a multiple of 16."""
+        """Model the step of a tile of so many rows: everything grows with N, which is a multiple of 16."""
         n = -(-rows // N_STEP) * N_STEP
         few, full = self.step
         work = _between(few, full, (n - N_STEP) / max(1, self.tile_n - N_STEP))
         return replace(work, mma=Counter({replace(form, n=n): many for form, many in few.mma.items()}))
 
     def transition_of(self, rows: int) -> Work:
-        """The epilogue goes by chunks of rows."""
+        """Model the epilogue, which goes by chunks of rows."""
         chunks, all_chunks = -(-rows // self.chunk), -(-self.tile_n // self.chunk)
         return _between(*self.transition, (chunks - 1) / max(1, all_chunks - 1))
 
@@ -202,7 +202,7 @@ def _between(low: Work, high: Work, share: float) -> Work:
 
 @lru_cache(maxsize=32)
 def counted(**options: Any) -> Counted:
-    """Count a configuration of `kernels.moe_gemm.sm100.MoeGemm` in the emulator; ``options`` of the kernel."""
+    """Count a configuration of `kernels.moe_gemm.sm100.MoeGemm` in the emulator. ``options`` of the kernel."""
     from dsv4lib.emulator.driver.device import make
     from dsv4lib.emulator.driver.host import launch
     from dsv4lib.ops.common import compile_cache
@@ -231,7 +231,7 @@ def counted(**options: Any) -> Counted:
 
 
 def configurations(shape: Shape, shared: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of both GEMMs as `layers.moe` and `ops.moe_gemm` choose them."""
+    """Return the options of both GEMMs as `layers.moe` and `ops.moe_gemm` choose them."""
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
     most = shape.tokens if shared else largest(-(-shape.tokens * TOP // model.experts))
     out = []
@@ -248,7 +248,7 @@ def configurations(shape: Shape, shared: bool = False) -> tuple[dict[str, Any], 
 
 
 class Time(NamedTuple):
-    """A modelled launch: us of all; of HBM; of the longest CTA's tiles; what of it no tile hides; what limits it."""
+    """A modelled launch: us of all. Of HBM; of the longest CTA's tiles; what of it no tile hides; what limits it."""
 
     us: float
     hbm_us: float
@@ -258,7 +258,7 @@ class Time(NamedTuple):
 
 
 def tile_clocks(c: Counted, rows: int, steps: int, card: Gpu, l2: float) -> tuple[float, float, str]:
-    """(clocks of a tile among others, of its epilogue alone, what limits it).
+    """Return (clocks of a tile among others, of its epilogue alone, what limits it).
 
     Args:
         rows: tokens of the tile; steps: of K; l2: B a clock that an SM gets.
@@ -284,7 +284,7 @@ def tile_clocks(c: Counted, rows: int, steps: int, card: Gpu, l2: float) -> tupl
 
 
 def timed(c: Counted, counts: Sequence[int], features: int, k: int, card: Gpu, hbm_bytes: float) -> Time:
-    """The time of one GEMM.
+    """Predict the time of one GEMM.
 
     Args:
         counts: tokens of each expert; features, k: of its weights; hbm_bytes: that must cross HBM.
@@ -312,7 +312,7 @@ def timed(c: Counted, counts: Sequence[int], features: int, k: int, card: Gpu, h
 
 
 def gemm_bytes(shape: Shape, number: int, card: Gpu, experts: float, rows: int) -> float:
-    """Bytes that cross HBM in GEMM ``number``: weights of ``experts``, and rows that L2 cannot hold."""
+    """Return the bytes that cross HBM in GEMM ``number``: weights of ``experts``, and rows that L2 cannot hold."""
     recipe, (features, k) = RECIPES[shape.mode], shape.gemms()[number]
     out = rows * (features / 2 * recipe.activation if number == 0 else features * 2)
     held = (rows * k * recipe.activation, out)
@@ -320,7 +320,7 @@ def gemm_bytes(shape: Shape, number: int, card: Gpu, experts: float, rows: int) 
 
 
 def others_us(shape: Shape, card: Gpu) -> float:
-    """The four launches that are no GEMMs: each a dependent launch, its waits and its bytes."""
+    """Predict the four launches that are no GEMMs: each a dependent launch, its waits and its bytes."""
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
     rows, row = shape.tokens * TOP, model.hidden * 2
     nbytes = {
@@ -367,7 +367,7 @@ class Row:
 
 
 def predict(shape: Shape, card: Gpu, errors: dict[str, tuple[float, float]]) -> Row:
-    """The line of a shape; ``errors``: (smallest, largest) of the calibration, by regime."""
+    """Predict the line of a shape. ``errors``: (smallest, largest) of the calibration, by regime."""
     counts = loads(MODELS[shape.model].experts, shape.tokens)
     active = sum(n > 0 for n in counts)
     chosen = [counted(**options) for options in configurations(shape)]
@@ -407,7 +407,7 @@ def predict(shape: Shape, card: Gpu, errors: dict[str, tuple[float, float]]) -> 
 
 
 def shared_us(shape: Shape, card: Gpu) -> float:
-    """The shared expert: all tokens, one expert, three launches of its own."""
+    """Predict the shared expert: all tokens, one expert, three launches of its own."""
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
     total = 0.0
     for number, options in enumerate(configurations(shape, shared=True)):
@@ -431,12 +431,12 @@ _PUBLISHED = {
 
 
 def published(shape: Shape) -> str:
-    """What others have published next to a shape, "" where nothing is near."""
+    """Return what others have published next to a shape, "" where nothing is near."""
     return _PUBLISHED.get((shape.model, shape.mode, shape.tokens), "")
 
 
 def shapes() -> list[Shape]:
-    """Every line of the table."""
+    """List every line of the table."""
     return [Shape(model, mode, tokens) for model in MODELS for mode in RECIPES for tokens in TOKENS]
 
 
@@ -464,5 +464,5 @@ def record(rows: list[Row], path: Path = RESULTS) -> None:
 
 
 def recorded(path: Path = RESULTS) -> list[Row]:
-    """The table as it was written."""
+    """Read the table as it was written."""
     return table.recorded(Row, path)

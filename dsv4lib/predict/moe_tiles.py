@@ -40,7 +40,7 @@ class Row:
     pair_256: float
 
     def us(self, tile_n: int, ctas: int) -> float:
-        """Of a tile."""
+        """Predict the us of a tile."""
         return getattr(self, f"{('one', 'pair')[ctas - 1]}_{tile_n}")
 
     @property
@@ -51,7 +51,7 @@ class Row:
 
 
 def rows_of(shape: moe.Shape, card: Gpu) -> list[Row]:
-    """Both GEMMs of a layer with every tile."""
+    """Model both GEMMs of a layer with every tile."""
     experts, out = moe.MODELS[shape.model].experts, []
     counts = moe.loads(experts, shape.tokens)
     active = sum(n > 0 for n in counts)
@@ -71,14 +71,14 @@ def rows_of(shape: moe.Shape, card: Gpu) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Every line of the table, mode by mode: a configuration is counted once."""
+    """Make every line of the table, mode by mode: a configuration is counted once."""
     card = gpu("B200")
     shapes = [moe.Shape(model, mode, n) for mode in moe.RECIPES for model in moe.MODELS for n in TOKENS]
     return [row for shape in shapes for row in rows_of(shape, card)]
 
 
 def recorded() -> list[Row]:
-    """The table as it was written."""
+    """Read the table as it was written."""
     return table.recorded(Row, RESULTS)
 
 

@@ -38,7 +38,7 @@ class Gpu:
     rates: dict[str, Rate]
 
     def __getitem__(self, name: str) -> float:
-        """The value of a rate.
+        """Return the value of a rate.
 
         Raises:
             ArgumentError: the table has no such rate for this GPU.
@@ -48,7 +48,7 @@ class Gpu:
         return self.rates[name].value
 
     def changed(self, **values: float) -> Gpu:
-        """The same GPU with other values, to ask what an assumption is worth."""
+        """Change values of the same GPU, to see what an assumption is worth."""
         for name in values:
             self[name]
         new = {
@@ -59,22 +59,22 @@ class Gpu:
 
     @property
     def l2_clk_bytes(self) -> float:
-        """B a clock that all SMs together can read from L2."""
+        """Return B a clock that all SMs together can read from L2."""
         return self["l2_bytes_sm"] * self["sms"]
 
     @property
     def hbm_clk_bytes(self) -> float:
-        """B a clock from HBM."""
+        """Return B a clock from HBM."""
         return self["hbm_bytes_s"] / (self["clock"] * 1e9)
 
     def microseconds(self, clocks: float) -> float:
-        """Of a number of clocks."""
+        """Convert a number of clocks to microseconds."""
         return clocks / (self["clock"] * 1e3)
 
 
 @lru_cache(maxsize=2)
 def table(path: Path = TABLE) -> tuple[Rate, ...]:
-    """Every line.
+    """List every line.
 
     Raises:
         ConfigError: a value that is no positive number, an unknown status, a line without a source, or one twice.
@@ -95,7 +95,7 @@ def table(path: Path = TABLE) -> tuple[Rate, ...]:
 
 
 def gpu(name: str) -> Gpu:
-    """A GPU by name.
+    """Look up a GPU by name.
 
     Raises:
         ArgumentError: the table does not have it.

@@ -67,7 +67,7 @@ def run(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
 
 
 def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) -> float:
-    """Clock at which the last result is there; the largest ``ready`` without tiles."""
+    """Return the clock at which the last result is there. The largest ``ready`` without tiles."""
     done = run(tasks, tiles, ready)
     ends = [instances[-1][1] + task.latency for task in tasks if (instances := done[task.name])]
     return max([*ends, *(ready or {}).values(), 0.0])

@@ -35,7 +35,7 @@ FASTER = {"f8f6f4": 2, "mxf8f6f4": 2, "mxf4": 4, "mxf4nvf4": 4}  # kinds of MMA,
 
 
 def mma_clocks(form: Form, gpu: Gpu) -> float:
-    """Clocks of one instruction in the tensor core of one SM, operands apart.
+    """Return the clocks of one instruction in the tensor core of one SM, operands apart.
 
     Raises:
         ArgumentError: the GPU has no such instruction.
@@ -50,7 +50,7 @@ def mma_clocks(form: Form, gpu: Gpu) -> float:
 
 
 def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[str, float]:
-    """Clocks that each resource of an SM needs for some work, if it did nothing else.
+    """Return the clocks that each resource of an SM needs for some work, if it did nothing else.
 
     Args:
         l2_bytes_clk: B a clock that this SM gets from L2; its share when all SMs read, if not given.
@@ -74,12 +74,12 @@ def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[s
 
 
 def longest(clocks: dict[str, float]) -> tuple[str, float]:
-    """The resource that takes longest, and its clocks."""
+    """Return the resource that takes longest, and its clocks."""
     return max(clocks.items(), key=lambda item: item[1])
 
 
 def chain(work: Work, gpu: Gpu, warps: int) -> float:
-    """Clocks of one tile's softmax in its warps: pipes, or what one warp issues alone, and its waits on top.
+    """Return the clocks of one tile's softmax in its warps: pipes, or what one warp issues alone, and its waits on top.
 
     Args:
         work: what these warps do in a tile; warps: how many, a multiple of the quarters.
@@ -145,7 +145,7 @@ class Time:
 
 
 def l2_share(gpu: Gpu, active: int, shared: bool = False) -> float:
-    """B a clock that each of ``active`` SMs reads from L2: its share, or what one SM can take."""
+    """Return B a clock that each of ``active`` SMs reads from L2: its share, or what one SM can take."""
     all_sms = gpu["l2_shared_bytes_sm" if shared else "l2_bytes_sm"] * gpu["sms"]
     return min(gpu["tma_in_bytes"], all_sms / max(active, 1))
 
@@ -161,7 +161,7 @@ def cta_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, persistent: bool
 
 
 def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, many: int = 5) -> float:
-    """Clocks that one more item of ``tiles`` tiles costs a persistent CTA.
+    """Return the clocks that one more item of ``tiles`` tiles costs a persistent CTA.
 
     No less than each resource needs for the tiles and the transition together; without tiles only the transition.
     """
@@ -175,7 +175,7 @@ def item_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, few: int = 2, m
 
 
 def fill(kernel: Kernel) -> float:
-    """Clocks of the first tile alone, from its load to its last result."""
+    """Return the clocks of the first tile alone, from its load to its last result."""
     return schedule.end(list(kernel.tasks), 1, _ready(kernel))
 
 
@@ -184,7 +184,7 @@ def _ready(kernel: Kernel) -> dict[str, float]:
 
 
 def slope(kernel: Kernel, tiles: int = 24) -> float:
-    """Clocks a tile of a long schedule."""
+    """Return the clocks a tile of a long schedule."""
     tasks = list(kernel.tasks)
     return (schedule.end(tasks, 2 * tiles) - schedule.end(tasks, tiles)) / tiles
 
@@ -201,7 +201,7 @@ def modelled(
     dependent: bool = False,
     beside: tuple[int, int] | None = None,
 ) -> Time:
-    """The time of a launch.
+    """Predict the time of a launch.
 
     Args:
         ctas: of the grid; tiles: of each CTA, or of CTAs of different length in equal numbers.
@@ -250,7 +250,7 @@ def modelled(
 
 
 def gemm(name: str, tile: Work, once: Work, stages: int, gpu: Gpu) -> Kernel:
-    """A GEMM whose tile is a K step: loads run ``stages`` ahead of the MMAs."""
+    """Model a GEMM whose tile is a K step: loads run ``stages`` ahead of the MMAs."""
     step = resources(tile, gpu, l2_share(gpu, int(gpu["sms"]), shared=True))
     tasks = (
         Task("mma", "tensor core", max(step["tensor core"], step["SMEM"]), 0, (("load", 0),)),
@@ -284,7 +284,7 @@ def attention(
     q_ahead: bool = False,
     stored: tuple[Work, Work] | None = None,
 ) -> Kernel:
-    """An attention kernel: loads, Q K^T, softmax, P V.
+    """Model an attention kernel: loads, Q K^T, softmax, P V.
 
     Args:
         tile: work of a CTA a KV tile; qk, pv: the MMAs of it by role.
@@ -365,7 +365,7 @@ def _of(part: int) -> str:
 
 
 def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
-    """Clocks that the combine adds after the kernel that writes the splits: set-up, splits, bytes.
+    """Return the clocks that the combine adds after the kernel that writes the splits: set-up, splits, bytes.
 
     Args:
         splits: of the keys; nbytes: read and written, from L2 if they fit.
@@ -377,7 +377,7 @@ def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
 
 
 def short_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
-    """Clocks of a short dependent launch: set-up, loads that wait for each other, and the bytes it moves.
+    """Return the clocks of a short dependent launch: set-up, loads that wait for each other, and the bytes it moves.
 
     Args:
         waits: loads one after the other; nbytes: read and written, from L2 if they fit.

@@ -22,6 +22,6 @@ def record(rows: Sequence[Any], path: Path) -> None:
 
 
 def recorded(kind: type[Line], path: Path) -> list[Line]:
-    """What `record` wrote of instances of ``kind``."""
+    """Read what `record` wrote of instances of ``kind``."""
     with path.open(newline="") as file:
         return [kind(**{f.name: _READ[f.type](line[f.name]) for f in fields(kind)}) for line in csv.DictReader(file)]

@@ -52,11 +52,11 @@ class Form:
 
     @property
     def flops(self) -> int:
-        """Of one CTA's part."""
+        """Count the FLOPs of one CTA's part."""
         return 2 * self.m * self.n * self.k // self.group
 
     def operand_bytes(self) -> float:
-        """Shared memory that one CTA reads for one instruction: its own rows of A, and its part of B.
+        """Return the shared memory that one CTA reads for one instruction: its own rows of A, and its part of B.
 
         K of an instruction is 32 bytes of a row, whatever its elements (of E2M1 under E4M3, a byte each).
         Source: rates of SemiAnalysisAI/microbench-blackwell: the slow shapes take exactly this over 128 B a clock.
@@ -116,7 +116,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of its MMAs."""
+        """Count the FLOPs of its MMAs."""
         return sum(form.flops * n for form, n in self.mma.items())
 
 
@@ -124,7 +124,7 @@ NUMBERS = tuple(f.name for f in fields(Work) if f.name != "mma")
 
 
 def forms(trace: Any) -> list[Form]:
-    """The form of each row of ``trace.mmas``."""
+    """Return the form of each row of ``trace.mmas``."""
     opcodes = dict(zip(trace.lines.tolist(), trace.opcodes.tolist(), strict=True))
     in_tensor = set(trace.tmem["op"][trace.tmem["what"] == "A"].tolist())
     what = trace.smem["what"]
@@ -142,7 +142,7 @@ def forms(trace: Any) -> list[Form]:
 
 
 def count_lines(trace: Any, chosen: Callable[[str], bool]) -> Work:
-    """The instructions, as `count` sorts them, of the Python lines ``file:line`` that are ``chosen``."""
+    """Return the instructions, as `count` sorts them, of the Python lines ``file:line`` that are ``chosen``."""
     numbers: Counter[str] = Counter()
     for source, opcode, n in zip(trace.sources, trace.opcodes, trace.executed.tolist(), strict=True):
         if chosen(source):
@@ -151,7 +151,7 @@ def count_lines(trace: Any, chosen: Callable[[str], bool]) -> Work:
 
 
 def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
-    """The work of a CTA of a traced launch, on average over those that ran.
+    """Count the work of a CTA of a traced launch, on average over those that ran.
 
     Args:
         trace: an `emulator.trace.Trace`.

@@ -12,7 +12,7 @@ from dsv4lib.viz.panels import ink_on
 
 
 def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
-    """``value`` (torch tensor, numpy array or nested sequence) as a numpy array of ``dtype``."""
+    """Convert ``value`` (torch tensor, numpy array or nested sequence) to a numpy array of ``dtype``."""
     if hasattr(value, "detach"):  # a torch tensor; bf16 and FP8 have no numpy dtype, so floats go through fp64
         value = value.detach().cpu()
         value = value.double().numpy() if value.is_floating_point() else value.numpy()
@@ -23,7 +23,7 @@ def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
 
 
 def compact(value: float) -> str:
-    """At most five characters for a cell: 0, .25, -1.6, 3e-4, -2e1, nan, inf."""
+    """Write at most five characters for a cell: 0, .25, -1.6, 3e-4, -2e1, nan, inf."""
     if value == 0:
         return "0"
     if not np.isfinite(value):

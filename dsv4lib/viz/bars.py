@@ -33,7 +33,7 @@ class Panel:
 def side_by_side(
     names: Sequence[str], panels: Sequence[Panel], marked: Sequence[bool], title: str, columns: int = 2
 ) -> Figure:
-    """Horizontal bars in panels that share their names.
+    """Draw the horizontal bars in panels that share their names.
 
     Args:
         names: of the things, top to bottom. panels: the quantities. marked: the things that the figure is about.

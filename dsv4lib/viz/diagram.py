@@ -18,7 +18,7 @@ BOX, GAP, HEIGHT, PITCH = 1.0, 0.22, 0.62, 1.12
 
 @styled
 def pipeline(lanes: Mapping[str, Sequence[tuple[str, str, str]]], title: str = "") -> Figure:
-    """Lanes of boxes, each box an arrow from the one before.
+    """Draw the lanes of boxes, each box an arrow from the one before.
 
     Args:
         lanes: name of the lane -> steps in order, each (name, what it does, colour).

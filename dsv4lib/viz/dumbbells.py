@@ -31,7 +31,7 @@ class Case:
 
 @styled
 def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2) -> Figure:
-    """Lines from the floor over ours to the other's time, on a logarithmic axis.
+    """Draw the lines from the floor over ours to the other's time, on a logarithmic axis.
 
     Args:
         panels: cases by panel title, top to bottom. title: of the figure. columns: panels side by side.

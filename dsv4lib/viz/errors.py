@@ -113,7 +113,7 @@ def error_map(
     name: str = "",
     axes: tuple[str, str] = ("row", "column"),
 ) -> Figure:
-    """A map of the errors, with a 16 x 16 corner in numbers.
+    """Draw a map of the errors, with a 16 x 16 corner in numbers.
 
     Args:
         actual: see `error_grid`.

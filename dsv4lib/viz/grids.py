@@ -23,7 +23,7 @@ LINED = 128  # cells a side that are still kept apart by lines
 
 @styled
 def number_lines(formats: Mapping[str, Any], title: str = "") -> Figure:
-    """The positive values of each format as ticks: relative to the largest, and over the powers of two.
+    """Draw the positive values of each format as ticks: relative to the largest, and over the powers of two.
 
     Args:
         formats: name -> values; what is not positive and finite is left out.
@@ -64,7 +64,7 @@ def value_map(
     title: str,
     form: str = "{:.3g}",
 ) -> Figure:
-    """A small matrix of magnitudes with its numbers; zeros are left pale.
+    """Draw a small matrix of magnitudes with its numbers; zeros are left pale.
 
     Args:
         values: [rows, columns], at most 16 x 16, each >= 0.
@@ -94,7 +94,7 @@ def value_map(
 
 @styled
 def block_maps(maps: Mapping[str, Any], labels: tuple[str, str, str], title: str) -> Figure:
-    """Rasters under one logarithmic colour scale, one above the other; zeros are left pale.
+    """Draw the rasters under one logarithmic colour scale, one above the other. Zeros are left pale.
 
     Args:
         maps: name -> [rows, blocks], each >= 0, all of one shape.
@@ -131,7 +131,7 @@ def histograms(
     bins: int = 64,
     mark: tuple[float, str] | None = None,
 ) -> Figure:
-    """Outlined histograms, one panel a group, all over one axis.
+    """Draw outlined histograms, one panel a group, all over one axis.
 
     Args:
         panels: panel title -> name -> values.
@@ -167,7 +167,7 @@ def histograms(
 
 @styled
 def byte_map(codes: Any, names: Sequence[str], title: str, per_row: int = 64) -> Figure:
-    """Bytes of a buffer, coloured by what they hold, ``per_row`` in a line.
+    """Draw the bytes of a buffer, coloured by what they hold, ``per_row`` in a line.
 
     Args:
         codes: integer [bytes], index into ``names``; -1: nothing.
@@ -199,7 +199,7 @@ def byte_map(codes: Any, names: Sequence[str], title: str, per_row: int = 64) ->
 def category_map(
     codes: Any, names: Sequence[str], labels: tuple[str, str], title: str, rows: Sequence[str] = (), nothing: str = ""
 ) -> Figure:
-    """A raster whose cells are of one kind each.
+    """Draw a raster whose cells are of one kind each.
 
     Args:
         codes: integer [rows, columns], index into ``names``; -1: nothing.

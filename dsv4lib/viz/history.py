@@ -34,7 +34,7 @@ def _colour(i: int, first: int) -> str:
 def colour_codes(
     codes: np.ndarray, names: Sequence[str], fresh: np.ndarray | None = None, first: int = 0
 ) -> np.ndarray:
-    """float [..., 3] colours of owner codes; code -1 is empty; ``fresh`` in [0, 1] fades old content.
+    """Colour owner codes, float [..., 3]. Code -1 is empty; ``fresh`` in [0, 1] fades old content.
 
     ``first`` is the palette's colour of code 0.
 
@@ -144,7 +144,7 @@ class Barrier:
 def moment(
     tmem: tuple[Any, Sequence[str]], smem: tuple[Any, Sequence[str]], barriers: Sequence[Barrier], title: str
 ) -> Figure:
-    """Tensor memory, shared memory and barriers at one moment.
+    """Draw tensor memory, shared memory and barriers at one moment.
 
     Args:
         tmem: (integer codes [128, 512], names), -1 = untouched.
@@ -210,7 +210,7 @@ def smem_over_time(
     chunk_bytes: int = 16,
     now: float | None = None,
 ) -> Figure:
-    """Shared memory (upwards) against time: the warp that accessed each chunk last.
+    """Draw shared memory (upwards) against time: the warp that accessed each chunk last.
 
     Args:
         codes: integer [chunks, times], index into ``names``, -1 = untouched.

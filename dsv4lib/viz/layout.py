@@ -40,7 +40,7 @@ def grid(
     corner: tuple[int, int] = (0, 0),
     what: str = "offset",
 ) -> Figure:
-    """Every offset of a layout.
+    """Draw every offset of a layout.
 
     Args:
         offsets: integer [rows, columns].
@@ -90,7 +90,7 @@ def _alt(values: np.ndarray, title: str, axes: tuple[str, str], what: str) -> st
 
 @styled
 def difference(drawn: Any, expected: Any, title: str, names: tuple[str, str] = ("drawn", "independent")) -> Figure:
-    """Where two evaluations of one layout disagree: a raster of the elements that differ.
+    """Draw the where two evaluations of one layout disagree: a raster of the elements that differ.
 
     Args:
         drawn, expected: integer arrays [rows, columns] of one shape.

@@ -37,7 +37,7 @@ POOLING = {PREVIOUS: ("previous window, Ca half", style.PALETTE[1]), OWN: ("own 
 
 @styled
 def schedule_map(schedules: Mapping[str, Sequence[str]], hash_layers: int = 0, mtp: str = "SWA") -> Figure:
-    """The layers of each model as a strip of cells coloured by kind.
+    """Draw the layers of each model as a strip of cells coloured by kind.
 
     Args:
         schedules: model name -> kind of each backbone layer (``SWA``, ``CSA`` or ``HCA``).
@@ -80,7 +80,7 @@ def schedule_map(schedules: Mapping[str, Sequence[str]], hash_layers: int = 0, m
 
 @styled
 def mixing_matrices(matrices: Any, labels: Sequence[str], title: str = "") -> Figure:
-    """Small square matrices side by side with their numbers and column sums.
+    """Draw the small square matrices side by side with their numbers and column sums.
 
     Args:
         matrices: [count, n, n] in [0, 1]; element (i, j) is how much of stream i goes to stream j.
@@ -119,7 +119,7 @@ def mixing_matrices(matrices: Any, labels: Sequence[str], title: str = "") -> Fi
 
 @styled
 def compressor_windows(maps: Mapping[str, Any]) -> Figure:
-    """Which tokens are pooled into which entry.
+    """Draw which tokens are pooled into which entry.
 
     Args:
         maps: label -> integer [entries, tokens]: 0 not pooled, 1 (`PREVIOUS`) a token of the window before the entry's
@@ -147,7 +147,7 @@ def compressor_windows(maps: Mapping[str, Any]) -> Figure:
 
 @styled
 def visibility(maps: Mapping[str, Any], tokens: int) -> Figure:
-    """Which keys each query sees: one panel per layer kind.
+    """Draw which keys each query sees: one panel per layer kind.
 
     Args:
         maps: label -> integer [queries, keys]: 0 hidden, 1 (`WINDOW`) token seen in the window, 2 (`VISIBLE`) entry
@@ -180,7 +180,7 @@ def visibility(maps: Mapping[str, Any], tokens: int) -> Figure:
 
 @styled
 def ring(held: Any, title: str = "", steps_are: str = "position of the newest token") -> Figure:
-    """What the slots of a ring hold while a request grows.
+    """Draw what the slots of a ring hold while a request grows.
 
     Args:
         held: integer [steps, slots], the position whose key is in a slot after each step; -1: nothing.
@@ -220,7 +220,7 @@ def curves(
     log: str = "",
     marks: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Lines over a common axis, one panel per group, each line labelled.
+    """Draw the lines over a common axis, one panel per group, each line labelled.
 
     Args:
         x: [n] values of the common axis.
@@ -307,7 +307,7 @@ def kv_bytes(
 
 @styled
 def parity(rows: Sequence[tuple[str, float, float]], title: str = "") -> Figure:
-    """Measured differences against their bounds, on a logarithmic axis.
+    """Draw measured differences against their bounds, on a logarithmic axis.
 
     Args:
         rows: (label, largest absolute difference, bound allowed); a difference of 0 is drawn at the left edge.

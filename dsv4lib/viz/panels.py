@@ -39,7 +39,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def matrix(name: str, values: Any) -> np.ndarray:
-    """``values`` as a two-dimensional integer array; ArgumentError for anything else."""
+    """Check ``values`` as a two-dimensional integer array. ArgumentError for anything else."""
     array = np.asarray(values)
     if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "iu":
         raise ArgumentError(name, f"{array.dtype}{list(array.shape)}", "a non-empty two-dimensional integer array")
@@ -56,12 +56,12 @@ _BALANCE = ((_luminance(INK) + 0.05) * (_luminance(PAPER) + 0.05)) ** 0.5  # her
 
 
 def ink_on(colour: Any) -> str:
-    """Dark or light text, whichever has more contrast on ``colour``."""
+    """Choose dark or light text, whichever has more contrast on ``colour``."""
     return INK if _luminance(colour) + 0.05 > _BALANCE else PAPER
 
 
 def categories(ax: Axes, codes: np.ndarray, colours: Sequence[str] = PALETTE, empty: str = "#eef1f4") -> None:
-    """A raster whose cell ``codes[i, j]`` picks a colour (modulo their number); negative codes are left ``empty``."""
+    """A raster whose cell ``codes[i, j]`` picks a colour (modulo their number). Negative codes are left ``empty``."""
     cmap = ListedColormap([empty, *colours])
     ax.imshow(np.where(codes < 0, 0, codes % len(colours) + 1), cmap=cmap, vmin=0, vmax=len(colours), aspect="auto")
     frame(ax)
@@ -108,21 +108,21 @@ def numbers(ax: Axes, labels: np.ndarray, colours: np.ndarray | None = None, siz
 
 
 def cell_lines(ax: Axes, rows: int, columns: int, colour: str = PAPER, width: float = 1.0) -> None:
-    """Thin lines between the cells of a ``rows`` x ``columns`` raster."""
+    """Draw thin lines between the cells of a ``rows`` x ``columns`` raster."""
     across = [[(-0.5, i - 0.5), (columns - 0.5, i - 0.5)] for i in range(1, rows)]
     down = [[(j - 0.5, -0.5), (j - 0.5, rows - 0.5)] for j in range(1, columns)]
     ax.add_collection(LineCollection(across + down, colors=colour, linewidths=width), autolim=False)
 
 
 def frame(ax: Axes) -> None:
-    """All four spines, thin and quiet, and outward ticks."""
+    """Draw all four spines, thin and quiet, and outward ticks."""
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color(GRID)
     ax.tick_params(length=2, color=MUTED, labelsize=8)
 
 
 def ticks(ax: Axes, rows: int, columns: int) -> None:
-    """Ticks at round coordinates, few enough to read."""
+    """Set ticks at round coordinates, few enough to read."""
     ax.set_yticks(range(0, rows, _step(rows)))
     ax.set_xticks(range(0, columns, _step(columns)))
 

@@ -126,7 +126,7 @@ _FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]*)"')
 
 
 def instructions(ptx: str) -> Iterator[Instruction]:
-    """Every instruction of ``ptx`` in order.
+    """Yield every instruction of ``ptx`` in order.
 
     Inside inline assembly the compiler counts `.loc` lines up by itself; those are ignored, so an instruction there
     belongs to the Python line that emitted the block. Without line info ``file`` is empty and ``line`` is 0.
@@ -153,12 +153,12 @@ def instructions(ptx: str) -> Iterator[Instruction]:
 
 
 def family_of(opcode: str) -> Family:
-    """The family of an opcode; every opcode has one (the last, `integer`, takes what is left)."""
+    """Return the family of an opcode. Every opcode has one (the last, `integer`, takes what is left)."""
     return next(family for family in FAMILIES if re.match(family.pattern, opcode))
 
 
 def instruction_table(ptx: str) -> list[FamilyCount]:
-    """The families present in ``ptx`` in the order of `FAMILIES`, with counts and instruction variants."""
+    """Return the families present in ``ptx`` in the order of `FAMILIES`, with counts and instruction variants."""
     seen: dict[Family, Counter[str]] = {}
     for instruction in instructions(ptx):
         seen.setdefault(family_of(instruction.opcode), Counter())[instruction.opcode] += 1
@@ -170,13 +170,13 @@ def instruction_table(ptx: str) -> list[FamilyCount]:
 
 
 def count(ptx: str, prefix: str) -> int:
-    """How many instructions of ``ptx`` have an opcode that starts with ``prefix``, such as ``tcgen05.mma``."""
+    """Count how many instructions of ``ptx`` have an opcode that starts with ``prefix``, such as ``tcgen05.mma``."""
     return sum(instruction.opcode.startswith(prefix) for instruction in instructions(ptx))
 
 
 @styled
 def instruction_bars(ptx: str, title: str = "Instructions in the PTX") -> Figure:
-    """Bars of `instruction_table`: one a family, one colour a hardware unit, the count at its end."""
+    """Draw the bars of `instruction_table`: one a family, one colour a hardware unit, the count at its end."""
     rows = instruction_table(ptx)
     fig = style.new_figure(height=0.9 + 0.24 * len(rows))
     ax = fig.subplots()
@@ -212,7 +212,7 @@ def function_body(function: Callable[..., Any]) -> str:
 
 
 def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = None, limit: int = 1) -> str:
-    """The places where ``pattern`` matches an opcode, as PTX lines with the Python line each came from.
+    """Return the places where ``pattern`` matches an opcode, as PTX lines with the Python line each came from.
 
     Args:
         ptx: PTX text with line info.

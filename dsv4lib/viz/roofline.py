@@ -27,7 +27,7 @@ def roofline(
     bandwidths: Mapping[str, float],
     title: str = "",
 ) -> Figure:
-    """Roofs and points, one panel beside the other with the same axes.
+    """Draw roofs and points, one panel beside the other with the same axes.
 
     Args:
         panels: title of a panel -> series -> points (FLOP a byte, TFLOP/s, label or "").

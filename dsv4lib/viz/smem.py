@@ -23,7 +23,7 @@ GROUPS = BANKS * BANK_BYTES // CHUNK_BYTES  # 8 groups of 4 banks
 
 
 def chunk_groups(offsets: Any, element_bytes: float) -> tuple[np.ndarray, bool]:
-    """Bank group of every 16-byte chunk of a tile.
+    """Return the bank group of every 16-byte chunk of a tile.
 
     Args:
         offsets: integer [rows, columns], element offsets; one of the two directions is contiguous in memory.
@@ -46,7 +46,7 @@ def chunk_groups(offsets: Any, element_bytes: float) -> tuple[np.ndarray, bool]:
 
 
 def bank_words(addresses: Any, chunk_bytes: int = CHUNK_BYTES) -> np.ndarray:
-    """How many different 4-byte words of each bank one access touches; the largest is its number of passes.
+    """Count the different 4-byte words of each bank one access touches. The largest is its number of passes.
 
     Args:
         addresses: integer [lanes], first byte of each thread's chunk.
@@ -85,7 +85,7 @@ def _overview(ax: Axes, groups: np.ndarray, shape: tuple[int, int]) -> None:
 
 @styled
 def swizzle_map(offsets: Any, element_bytes: float, title: str, before: Any = None, before_title: str = "") -> Figure:
-    """A tile coloured by bank group, chunk by chunk; beside it, if given, the same tile without its swizzle.
+    """Draw a tile coloured by bank group, chunk by chunk. Beside it, if given, the same tile without its swizzle.
 
     Args:
         offsets: integer [rows, columns], element offsets of the layout.
@@ -125,7 +125,7 @@ def _column_ways(groups: np.ndarray) -> int:
 
 @styled
 def bank_conflicts(accesses: Mapping[str, Any], title: str, chunk_bytes: int = CHUNK_BYTES) -> Figure:
-    """Words each bank must deliver for one access, a bar a bank: the tallest bar is the number of passes.
+    """Draw the words each bank must deliver for one access, a bar a bank: the tallest bar is the number of passes.
 
     Args:
         accesses: name -> integer [lanes], first byte of each thread's chunk.

@@ -37,7 +37,7 @@ RC = {
 
 
 def new_figure(height: float = 4.0, width: float = WIDTH, alt: str = "") -> Figure:
-    """A blank figure in the lab's style.
+    """Make a blank figure in the lab's style.
 
     Args:
         height: inches.
@@ -58,7 +58,7 @@ def set_alt(fig: Figure, alt: str) -> Figure:
 
 
 def alt_text(fig: Figure) -> str:
-    """The alt text of ``fig``; raises ValueError where there is none."""
+    """Return the alt text of ``fig``; raises ValueError where there is none."""
     text = getattr(fig, "dsv4_alt", "")
     if not text:
         raise ValueError("a figure needs alt text before it is shown: viz.set_alt(fig, '...')")
@@ -66,7 +66,7 @@ def alt_text(fig: Figure) -> str:
 
 
 def to_png(fig: Figure, dpi: int = DPI) -> bytes:
-    """``fig`` as PNG bytes; equal figures give equal bytes (no timestamps)."""
+    """Return ``fig`` as PNG bytes; equal figures give equal bytes (no timestamps)."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -78,7 +78,7 @@ def to_png(fig: Figure, dpi: int = DPI) -> bytes:
 
 
 def show(fig: Figure) -> None:
-    """Display ``fig`` in a notebook as a PNG with its alt text; the text alone where `drawn` says so."""
+    """Display ``fig`` in a notebook as a PNG with its alt text. The text alone where `drawn` says so."""
     from IPython.display import Image, display
 
     text = alt_text(fig)
@@ -89,7 +89,7 @@ def show(fig: Figure) -> None:
 
 
 def drawn() -> bool:
-    """False where only the verdict of a page counts (DSV4_FIGURES=off): figures are made and not drawn."""
+    """Tell whether figures are drawn: not where only the verdict of a page counts (DSV4_FIGURES=off)."""
     return os.environ.get("DSV4_FIGURES", "") != "off"
 
 

@@ -13,7 +13,7 @@ _CELL = f"padding:3px 14px 3px 0;border-bottom:1px solid {GRID};vertical-align:t
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The rows as an HTML table; numbers are aligned to the right, text to the left.
+    """Return the rows as an HTML table. Numbers are aligned to the right, text to the left.
 
     Raises:
         ArgumentError: a row has another number of cells than the header.
@@ -27,7 +27,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The same as text, columns padded."""
+    """Write the rows as text, columns padded."""
     lines = [list(header), *([_shown(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)

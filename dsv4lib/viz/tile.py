@@ -39,7 +39,7 @@ def tile_picture(
     tmem: Sequence[Region],
     title: str,
 ) -> Figure:
-    """Products of a CTA, its shared memory and its tensor memory.
+    """Draw the products of a CTA, its shared memory and its tensor memory.
 
     Args:
         products: (A [M, K], B [K, N], D [M, N]) of each, in order.

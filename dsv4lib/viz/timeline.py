@@ -51,7 +51,7 @@ def _check(track: Track) -> tuple[np.ndarray, np.ndarray]:
 def timeline(
     tracks: Sequence[Track], title: str, colours: Mapping[str, str] | None = None, now: float | None = None
 ) -> Figure:
-    """Stretches of several actors on one clock.
+    """Draw the stretches of several actors on one clock.
 
     Args:
         tracks: rows, top to bottom.
@@ -123,7 +123,7 @@ class Phases:
 
 @styled
 def barrier_phases(barriers: Sequence[Phases], end: float, title: str, now: float | None = None) -> Figure:
-    """Phases of barriers over time: bars alternate with the parity, numbers are phases, lines below are waits.
+    """Draw the phases of barriers over time: bars alternate with the parity, numbers are phases, lines below are waits.
 
     Args:
         barriers: rows, top to bottom.

@@ -24,7 +24,7 @@ def over_bytes(
     latencies: Mapping[str, float],
     title: str,
 ) -> Figure:
-    """A point a launch, both axes logarithmic.
+    """Draw a point a launch, both axes logarithmic.
 
     Args:
         series: name -> (bytes, us) of its launches. bandwidths: name -> TB/s. latencies: name -> us.

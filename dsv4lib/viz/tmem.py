@@ -117,14 +117,14 @@ def tmem_map(regions: Sequence[Region], title: str) -> Figure:
 
 
 def listing(regions: Sequence[Region]) -> str:
-    """The regions in words, for alt texts."""
+    """Return the regions in words, for alt texts."""
     names = [" ".join(r.name.split()) for r in regions]
     places = [f"lanes {r.lane0}-{r.lane0 + r.lanes - 1} columns {r.col0}-{r.col0 + r.cols - 1}" for r in regions]
     return ", ".join(f"{name} {place}" for name, place in zip(names, places, strict=True))
 
 
 def cells(addresses: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Which element sits in every tensor-memory cell.
+    """Find the which element sits in every tensor-memory cell.
 
     Args:
         addresses: integer [rows, columns], ``lane << 16 | column`` of each 32-bit element.
@@ -147,7 +147,7 @@ def cells(addresses: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @styled
 def accumulator(addresses: Any, title: str) -> Figure:
-    """Where the elements of an accumulator sit: the row (left) and the column (right) that every cell holds.
+    """Draw the where the elements of an accumulator sit: the row (left) and the column (right) that every cell holds.
 
     Args:
         addresses: integer [rows, columns], ``lane << 16 | column``.

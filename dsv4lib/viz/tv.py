@@ -48,7 +48,7 @@ def _panel(fig: Figure, ax: Axes, values: np.ndarray, label: str) -> None:
 
 @styled
 def thread_value_map(rows: Any, columns: Any, tile: tuple[int, int], title: str, thread: int = 37) -> Figure:
-    """Owner thread and register of every element, with one thread's elements marked.
+    """Draw the owner thread and register of every element, with one thread's elements marked.
 
     Args:
         rows, columns: integer [threads, values], element coordinates.
@@ -87,7 +87,7 @@ def displaced(rows_in: Any, columns_in: Any, rows_out: Any, columns_out: Any, ti
 def round_trip(
     rows_in: Any, columns_in: Any, rows_out: Any, columns_out: Any, tile: tuple[int, int], title: str
 ) -> Figure:
-    """A tile after a load with one map and a store with another: the row and column each cell came from.
+    """Draw a tile after a load with one map and a store with another: the row and column each cell came from.
 
     Args:
         rows_in, columns_in: integer [threads, values], the load's map.

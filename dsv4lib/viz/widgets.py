@@ -79,7 +79,7 @@ def _twin(draw: Draw, start: dict[str, Any], states: list[dict[str, Any]]) -> No
 
 @styled
 def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: int = 2) -> Figure:
-    """Several figures on one page, each under its state and its result; a state without a figure shows its reason.
+    """Draw several figures on one page, each under its state and its result. A state without a figure shows its reason.
 
     Args:
         panels: (state, figure or None, result).
@@ -109,7 +109,7 @@ def small_multiples(panels: Sequence[tuple[str, Figure | None, str]], columns: i
 
 
 def picture_html(figure: Figure) -> str:
-    """``figure`` as an HTML image with its alt text, both escaped."""
+    """Return ``figure`` as an HTML image with its alt text, both escaped."""
     data = base64.b64encode(to_png(figure)).decode("ascii")
     alt = html.escape(alt_text(figure), quote=True)
     return f'<img style="max-width:100%" alt="{alt}" src="data:image/png;base64,{data}">'

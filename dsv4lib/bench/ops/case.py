@@ -17,7 +17,7 @@ Call = Callable[[], None]  # queues work on the current stream: no host sync, ou
 
 
 class Absent(Exception):
-    """A peer cannot run here; the message is the reason that the table shows (package missing, sm_100 only, ...)."""
+    """A peer cannot run here. The message is the reason that the table shows (package missing, sm_100 only, ...)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Row:
 
 
 def tensors(given: Given) -> dict[str, torch.Tensor]:
-    """Every tensor among the inputs by name, those in tuples and lists as "name[0]"."""
+    """Return every tensor among the inputs by name, those in tuples and lists as "name[0]"."""
     found = {}
     for key, value in given.items():
         parts = {key: value} if not isinstance(value, tuple | list) else {f"{key}[{i}]": x for i, x in enumerate(value)}

@@ -96,7 +96,7 @@ class Counted:
 
 
 def command(report: Path, arguments: Sequence[str]) -> list[str]:
-    """The command line that profiles the calls which this module makes with ``--inner``; ``report`` gets the CSV."""
+    """Make the command that profiles this module's calls with ``--inner``. ``report`` gets the CSV."""
     flags = ["--csv", "--page", "raw", "--print-units", "base", "--nvtx", "--profile-from-start", "off"]
     flags += ["--cache-control", "all", "--clock-control", "none", "--metrics", ",".join(METRICS)]
     inner = [sys.executable, "-m", "dsv4lib.bench.ops.counters", "--inner", *arguments]
@@ -104,7 +104,7 @@ def command(report: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
-    """Under the profiler: every provider of every row, first unseen, then once in a range of its name."""
+    """Call every provider under the profiler. Of every row, first unseen, then once in a range of its name."""
     for row in rows:
         given = harness.inputs(row, "cuda")
         for provider in harness.taken(row, providers):
@@ -119,7 +119,7 @@ def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
 
 
 def parsed(text: str, run: str = "") -> list[Counted]:
-    """The counters of every call in a report of `command`, kernels of a call added.
+    """Return the counters of every call in a report of `command`, kernels of a call added.
 
     Raises:
         CounterError: no table, a counter is missing, or a kernel stands in no range.
@@ -173,7 +173,7 @@ def _counted(key: tuple[str, ...], kernels: Sequence[Mapping[str, str]], run: st
 
 
 def load(folder: Path = FOLDER) -> dict[tuple[str, str, str], Counted]:
-    """The recorded counters by op, shape and provider; none if nothing was recorded yet.
+    """Return the recorded counters by op, shape and provider. None if nothing was recorded yet.
 
     Raises:
         DSV4Error: the file has other columns.
@@ -191,7 +191,7 @@ def load(folder: Path = FOLDER) -> dict[tuple[str, str, str], Counted]:
 
 
 def record(counted: Iterable[Counted], folder: Path) -> None:
-    """Write the counters into a folder; those of other providers and rows that it has stay."""
+    """Write the counters into a folder. Those of other providers and rows that it has stay."""
     known = load(folder) | {(one.op, one.shape, one.provider): one for one in counted}
     folder.mkdir(exist_ok=True)
     with (folder / FILE).open("w", newline="") as file:
@@ -201,14 +201,14 @@ def record(counted: Iterable[Counted], folder: Path) -> None:
 
 
 def line(one: Counted) -> str:
-    """The counters of a call in a line."""
+    """Return the counters of a call in a line."""
     moved = f"HBM {one.hbm_read / 1e6:.4g} + {one.hbm_write / 1e6:.4g} MB, L2 {one.l2 / 1e6:.4g} MB"
     slots = f"{one.instructions / 1e3:.4g}k warp-instructions, issue {one.issue:.0f} %, warps {one.warps:.0f} %"
     return f"{one.op} {one.shape} | {one.provider}: {moved}, {slots}, {one.stall} {one.stalled:.0f} %, {one.us:.1f} us"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
+    """Run the command line.
 
     Returns:
         the exit code: 0; 1 where the profiler fails; 2 for bad arguments; `NO_PROFILER` without `ncu`,

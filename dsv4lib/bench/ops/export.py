@@ -76,14 +76,14 @@ def write(path: Path, rows: Iterable[Row], gpu: Any) -> dict[str, Any]:
 
 @contextmanager
 def recording(arch: str) -> Iterator[Any]:
-    """`native` is an emulated device of ``arch`` that runs nothing; gives it. Ops must be imported inside."""
+    """Make `native` an emulated device of ``arch`` that runs nothing, and yield it. Import ops inside."""
     with emulator.device(arch, sm_count=SMS[arch], default_device="cpu") as gpu, backends.recorded(arch):
         gpu.launch = lambda request, stream=0: None
         yield gpu
 
 
 def entry(row: Row, gpu: Any, files: dict[str, bytes]) -> dict[str, Any]:
-    """What the index says of a row; cubins and contents go into ``files``.
+    """Return what the index says of a row; cubins and contents go into ``files``.
 
     The call is recorded three times, over other memory: words of the parameters that the kernel loads and that differ
     are addresses. What is allocated without contents is filled with another byte each time, so memory that differs was
@@ -291,7 +291,7 @@ def _stored(files: dict[str, bytes], folder: str, content: bytes) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 1 where a module cannot be imported, 2 for bad arguments."""
+    """Run the command line; 1 where a module cannot be imported, 2 for bad arguments."""
     parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.export", description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, help="the zip archive")
     parser.add_argument("--arch", default="sm_90a", choices=sorted(SMS))

@@ -46,10 +46,10 @@ class Clock(Protocol):
         """Time each call with a cold L2, alternating between calls."""
 
     def warm(self, calls: Sequence[Call]) -> list[float | str]:
-        """us of each call in a graph, or why it cannot be captured."""
+        """Return us of each call in a graph, or why it cannot be captured."""
 
     def host(self, calls: Sequence[Call]) -> list[float]:
-        """us of the caller's thread to queue each call once more."""
+        """Return us of the caller's thread to queue each call once more."""
 
 
 def measure(
@@ -87,12 +87,12 @@ def measure(
 
 
 def inputs(row: Row, device: str, seed: int = 0) -> Given:
-    """The inputs, for a seed the same ones in every run."""
+    """Return the inputs, for a seed the same ones in every run."""
     return row.given(torch.Generator(device).manual_seed(zlib.crc32(f"{row.op} {row.shape}".encode()) + seed))
 
 
 def taken(row: Row, providers: Sequence[str]) -> list[Provider]:
-    """Ours, and the peers whose name contains one of ``providers`` (all if none is named)."""
+    """Return ours, and the peers whose name contains one of ``providers`` (all if none is named)."""
     names = [provider.name for provider in row.providers]
     if len(set(names)) < len(names):
         raise ArgumentError("providers", names, "names that differ")
@@ -174,7 +174,7 @@ def _copy(size: int, device: str) -> Call:
 
 
 def peak(name: str) -> float | None:
-    """Bytes/s of a GPU's memory by its data sheet; None where the table does not have it."""
+    """Return bytes/s of a GPU's memory by its data sheet. None where the table does not have it."""
     known = {rate.gpu: rate.value for rate in rates.table() if rate.name == "hbm_sheet_bytes_s"}
     return next((value for gpu, value in known.items() if gpu in name.split()), None)
 
@@ -222,7 +222,7 @@ def _alive() -> bool:
 
 
 def first_calls(rows: Iterable[Row], providers: Sequence[str] = (), device: str = "cuda") -> None:
-    """Call every provider once, so that what it compiles is on disk; what fails says so when it is measured."""
+    """Call every provider once, so that what it compiles is on disk. What fails says so when it is measured."""
     for row in rows:
         given = inputs(row, device)
         for provider in taken(row, providers):
@@ -231,7 +231,7 @@ def first_calls(rows: Iterable[Row], providers: Sequence[str] = (), device: str 
 
 
 def ahead(processes: int, arguments: Sequence[str]) -> None:
-    """`first_calls` of the rows that ``arguments`` choose, in so many processes at once."""
+    """Make the `first_calls` of the rows that ``arguments`` choose, in so many processes at once."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "dsv4lib.bench.ops.harness", *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -256,7 +256,7 @@ def chosen(only: Sequence[str], shape: str) -> tuple[list[Row], dict[str, str]]:
 
 
 def packed(rows: Iterable[Row], folder: Path) -> list[Row]:
-    """The rows with our provider from a pack.
+    """Return the rows with our provider from a pack.
 
     Raises:
         ReplayError: it is no pack.
@@ -267,7 +267,7 @@ def packed(rows: Iterable[Row], folder: Path) -> list[Row]:
 
 
 def listed(rows: Iterable[Row]) -> list[str]:
-    """Rows without times: what a machine without a GPU can say of them."""
+    """Return rows without times: what a machine without a GPU can say of them."""
     return [
         f"{row.op} {row.shape}: {row.bytes / 1e6:.3g} MB, {', '.join(provider.name for provider in row.providers)}"
         for row in rows
@@ -275,13 +275,13 @@ def listed(rows: Iterable[Row]) -> list[str]:
 
 
 def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
-    """The command as it is recorded: paths of its ``folders`` are left out: no time depends on them."""
+    """Return the command as it is recorded. Paths of its ``folders`` are left out: no time depends on them."""
     words = ["DIR" if Path(word) in folders else shlex.quote(word) for word in arguments]
     return " ".join(["python -m dsv4lib.bench.ops.harness", *words])
 
 
 def facts(command: str) -> dict[str, str]:
-    """What times of this machine depend on, and ``command``, which took them: a line of `runs.csv`."""
+    """Return what times of this machine depend on, and ``command``, which took them: a line of `runs.csv`."""
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit"]
     query += ["--format=csv,noheader", "-i", "0"]
@@ -310,12 +310,12 @@ def facts(command: str) -> dict[str, str]:
 
 
 def parts(text: str) -> list[str]:
-    """Text between commas."""
+    """Split text at its commas."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line.
+    """Run the command line.
 
     Returns:
         the exit code: 0; 1 where a module cannot be imported or a provider of ours is not timed; 2 for bad arguments;

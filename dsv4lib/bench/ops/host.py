@@ -53,7 +53,7 @@ LAYER = (  # (op, row) of a CSA layer of Flash in decode, 8 tokens, in order
 def host_us(
     call: Call, calls: int = CALLS, bursts: int = BURSTS, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Microseconds of the host that a warm call takes: the median of bursts.
+    """Return the microseconds of the host that a warm call takes: the median of bursts.
 
     Args:
         call: queues work on the current stream.
@@ -78,7 +78,7 @@ def _wait() -> None:
 
 
 def layer(device: str = "cuda") -> Call:
-    """The ops of `LAYER`, ours, one after the other on the current stream.
+    """Return a call of the ops of `LAYER`, ours, one after the other on the current stream.
 
     Raises:
         ArgumentError: a row that is not there.
@@ -98,7 +98,7 @@ def layer(device: str = "cuda") -> Call:
 
 
 def bound(row: Row, device: str = "cuda") -> Call:
-    """Our provider of a row over inputs and outputs of its own."""
+    """Return our provider of a row over inputs and outputs of its own."""
     call, outputs = row.providers[0].bind(harness.inputs(row, device))
 
     def kept() -> None:
@@ -118,14 +118,14 @@ class Uncompiled:
     @staticmethod
     @functools.cache
     def of(kernel_type: type, settings: tuple, fake_args: Callable) -> tuple[Any, Uncompiled]:
-        """The kernel, and this in place of its code."""
+        """Return the kernel, with this in place of its code."""
         kernel = kernel_type(**dict(settings))
         return kernel, Uncompiled(kernel, fake_args(kernel))
 
 
 @contextmanager
 def without_gpu(entry: Callable[[Any], Any] | None = None) -> Iterator[None]:
-    """Ops over CPU tensors take the path of a GPU, up to the driver.
+    """Let ops over CPU tensors take the path of a GPU, up to the driver.
 
     Args:
         entry: the C function in place of that of an `Uncompiled`; None: one that does nothing.
@@ -157,7 +157,7 @@ def without_gpu(entry: Callable[[Any], Any] | None = None) -> Iterator[None]:
 
 
 def table(rows: Iterable[Row], device: str, clock: Callable[[], float]) -> Iterator[tuple[str, float | str]]:
-    """(row, microseconds or why there are none), `layer` last."""
+    """Yield (row, microseconds or why there are none), `layer` last."""
     for row in rows:
         try:
             yield f"{row.op} {row.shape}", host_us(bound(row, device), clock=clock)
@@ -167,7 +167,7 @@ def table(rows: Iterable[Row], device: str, clock: Callable[[], float]) -> Itera
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m dsv4lib.bench.ops.host", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="ops, with commas between them")
     parser.add_argument("--shape", default="T 8", help="rows whose shape ends with this")

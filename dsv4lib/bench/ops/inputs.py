@@ -15,14 +15,14 @@ PREFILL = 4096
 
 
 def normals(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Normals whose rows differ in scale by up to 64."""
+    """Return normals whose rows differ in scale by up to 64."""
     device = generator.device
     scales = torch.rand(*shape[:-1], 1, generator=generator, device=device) * 6 - 3
     return (torch.randn(*shape, generator=generator, device=device) * scales.exp2()).to(dtype)
 
 
 def close(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Outputs against an oracle in a finer type, by the table of tolerances.
+    """Compare outputs with an oracle in a finer type, by the table of tolerances.
 
     Raises:
         AssertionError: one differs; the text says which, by how much and where.
@@ -33,7 +33,7 @@ def close(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tens
 
 
 def same_bytes(outputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], allowed: float = 0) -> None:
-    """Outputs byte for byte; at most the part ``allowed`` of an output's bytes may differ.
+    """Compare outputs byte for byte. At most the part ``allowed`` of an output's bytes may differ.
 
     Raises:
         AssertionError: one differs; the text says which, in how many bytes.

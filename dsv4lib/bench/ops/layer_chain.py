@@ -34,7 +34,7 @@ OURS, PUBLIC = "ours", "public kernels"
 
 
 def rows() -> list[Row]:
-    """One row; its bytes are the sum of the twelve rows."""
+    """Return one row; its bytes are the sum of the twelve rows."""
     links = [_row(op, shape) for op, shape, _ in CHAIN]
 
     def given(generator: torch.Generator) -> Given:

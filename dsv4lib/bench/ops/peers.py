@@ -39,19 +39,19 @@ NAMES = {"tile_kernels": "tile-kernels", "quack": "quack-kernels", "cutlass": "n
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be found; it is not imported."""
+    """Tell whether a package can be found; it is not imported."""
     return importlib.util.find_spec(package) is not None
 
 
 def need(*packages: str) -> None:
-    """Raises `Absent`, naming it, if one of these packages is not installed."""
+    """Raise `Absent`, naming it, if one of these packages is not installed."""
     for package in packages:
         if not installed(package):
             raise Absent(f"package {NAMES.get(package, package)} is not installed")
 
 
 def load(module: str, *others: str) -> ModuleType:
-    """A module of a third party, which also needs the packages ``others``.
+    """Return a module of a third party, which also needs the packages ``others``.
 
     Raises:
         Absent: its package or one of the others is not installed.
@@ -81,13 +81,13 @@ def _loaded(library: str) -> None:
 
 
 def capability() -> int:
-    """Of the current device: 90, 100, ..."""
+    """Return the capability of the current device: 90, 100, ..."""
     major, minor = torch.cuda.get_device_capability()
     return 10 * major + minor
 
 
 class Late(Mapping[str, torch.Tensor]):
-    """Outputs of a function that returns new ones at every call; converted when they are read, so never in the time.
+    """Outputs of a function that returns new ones at every call. Converted when they are read, so never in the time.
 
     Args:
         run: the call; what it returns is kept.
@@ -98,7 +98,7 @@ class Late(Mapping[str, torch.Tensor]):
         self._run, self._read, self._last = run, read, None
 
     def call(self) -> None:
-        """What is timed."""
+        """Return what is timed."""
         self._last = self._run()
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -115,16 +115,16 @@ Bound = tuple[Call, Mapping[str, torch.Tensor]]
 
 
 def bound(run: Callable[[], Any], **read: Read) -> Bound:
-    """What `Provider.bind` returns; see `Late`."""
+    """Return what `Provider.bind` returns; see `Late`."""
     outputs = Late(run, **read)
     return outputs.call, outputs
 
 
 def new(like: torch.Tensor, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """An output on the device of ``like``."""
+    """Return an output on the device of ``like``."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def exponent_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """UE8M0 bytes of fp32 powers of two."""
+    """Return UE8M0 bytes of fp32 powers of two."""
     return (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)

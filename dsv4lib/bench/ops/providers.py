@@ -13,7 +13,7 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Given, Outputs], None]) -> Provider:
-    """A provider that writes into outputs that are allocated once."""
+    """Return a provider that writes into outputs that are allocated once."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         out = outputs(given)
@@ -23,7 +23,7 @@ def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Gi
 
 
 def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:
-    """A provider whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
+    """Return a provider whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         out: dict[str, torch.Tensor] = {}
@@ -33,7 +33,7 @@ def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:
 
 
 def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.compile") -> Provider:
-    """What torch.compile makes of ``compute(*(given[n] for n in names))``, for the shapes of the row alone."""
+    """Return what torch.compile makes of ``compute(*(given[n] for n in names))``, for the shapes of the row alone."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         # A code object gets 8 shapes by default, then silently runs uncompiled: refuse that.

@@ -51,7 +51,7 @@ class Launch:
     pointers: Sequence[tuple[int, str, int]]
 
     def filled(self, memory: Mapping[str, torch.Tensor]) -> bytes:
-        """The parameters with addresses of this memory."""
+        """Return the parameters with addresses of this memory."""
         block = bytearray(self.params)
         for offset, name, start in self.pointers:
             block[offset : offset + 8] = (memory[name].data_ptr() + start).to_bytes(8, "little")
@@ -62,7 +62,7 @@ class Launcher(Protocol):
     """What runs kernels: `Driver`, or a test's own."""
 
     def prepare(self, launch: Launch, cubin: bytes, params: bytes) -> Call:
-        """A call that queues it on the current stream."""
+        """Return a call that queues it on the current stream."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Pack:
 
     @cached_property
     def index(self) -> dict[str, Any]:
-        """What is in it.
+        """List what is in it.
 
         Raises:
             ReplayError: it is no pack of this version.
@@ -87,7 +87,7 @@ class Pack:
         return index
 
     def provider(self, row: Row, launcher: Launcher) -> Provider:
-        """Our provider of a row; binding it raises `Absent` where the pack does not have the row."""
+        """Return our provider of a row. Binding it raises `Absent` where the pack does not have the row."""
 
         def bind(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
             name = f"{row.op} {row.shape}"
@@ -181,7 +181,7 @@ class Driver:
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
 
     def prepare(self, launch: Launch, cubin: bytes, params: bytes) -> Call:
-        """A call that queues the kernel on torch's current stream.
+        """Return a call that queues the kernel on torch's current stream.
 
         Raises:
             ReplayError: the driver refuses it; the launch itself may raise it too.

@@ -65,12 +65,12 @@ class Result:
     run: str = ""
 
     def named(self, provider: str) -> Found | None:
-        """The provider of this name."""
+        """Return the provider of this name."""
         return next((one for one in self.found if one.provider == provider), None)
 
     @property
     def ours_us(self) -> float | None:
-        """Our time with a cold L2."""
+        """Return our time with a cold L2."""
         ours = self.named(OURS)
         return None if ours is None else ours.us
 
@@ -80,22 +80,22 @@ class Result:
 
     @property
     def peer(self) -> Found | None:
-        """The fastest of the others, with a cold L2."""
+        """Return the fastest of the others, with a cold L2."""
         return min(self._others(), key=lambda one: one.us, default=None)
 
     @property
     def graph_peer(self) -> Found | None:
-        """The fastest of the others as a node of a graph."""
+        """Return the fastest of the others as a node of a graph."""
         return min((one for one in self._others() if one.warm_us), key=lambda one: one.warm_us, default=None)
 
     @property
     def ratio(self) -> float | None:
-        """Our time / the best peer's, both with a cold L2."""
+        """Return our time / the best peer's, both with a cold L2."""
         return self.ours_us / self.peer.us if self.ours_us and self.peer else None
 
     @property
     def graph_ratio(self) -> float | None:
-        """Our time / the best peer's, both as nodes of a graph."""
+        """Return our time / the best peer's, both as nodes of a graph."""
         ours, peer = self.named(OURS), self.graph_peer
         return ours.warm_us / peer.warm_us if ours and ours.warm_us and peer else None
 
@@ -113,7 +113,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """By cold times, in a word.
+        """Judge by cold times, in a word.
 
         "reached"; "missed", which a provider of ours that is wrong has too; "not judged": a time is missing, or the
         goal would be reached but a peer failed, which might be faster; "" where nothing was promised.
@@ -122,7 +122,7 @@ class Result:
 
     @property
     def graph_verdict(self) -> str:
-        """As `verdict`, by times as nodes of a graph: peers of several kernels pay no gaps between them."""
+        """Judge as `verdict`, by times as nodes of a graph, where peers pay no gaps between kernels."""
         return self._verdict(self.graph_ratio, self.graph_copy_ratio)
 
     def _verdict(self, ratio: float | None, copy_ratio: float | None) -> str:
@@ -140,13 +140,13 @@ class Result:
 
     @property
     def promise(self) -> str:
-        """What was promised, in words."""
+        """Return what was promised, in words."""
         parts = [] if self.goal is None else [f"<= {self.goal:g}x"]
         return ", ".join(parts + ([] if self.copy_goal is None else [f">= {self.copy_goal:g} of a copy"]))
 
     @property
     def summary(self) -> str:
-        """Ratios and verdict in a line."""
+        """Return the ratios and verdict in a line."""
         parts = [] if self.ratio is None else [f"{self.ratio:.2f}x of {self.peer.provider}"]
         if self.graph_ratio is not None:
             parts.append(f"{self.graph_ratio:.2f}x of {self.graph_peer.provider} in a graph")
@@ -160,7 +160,7 @@ HEAD = f"  {'provider':<32}{'cold us':>9}{'graph us':>9}{'host us':>9}{'GB/s':>7
 
 
 def lines(result: Result) -> list[str]:
-    """A row as text: its title, a line a provider, and what became of its goals."""
+    """Return a row as text: its title, a line a provider, and what became of its goals."""
     floor = result.floor_us
     shown = "" if floor is None else f", floor {floor:.2f} us"
     out = [f"{result.op} {result.shape}: {result.bytes / 1e6:.3g} MB{shown}"]
@@ -187,7 +187,7 @@ _NUMBERS = ("goal", "copy_goal", "floor_us", "us", "low_us", "high_us", "warm_us
 
 
 def load(folder: Path = FOLDER) -> list[Result]:
-    """The rows of a folder.
+    """Return the rows of a folder.
 
     Raises:
         DSV4Error: the file is missing or has other columns.
@@ -205,7 +205,7 @@ def load(folder: Path = FOLDER) -> list[Result]:
 
 
 def runs(folder: Path = FOLDER) -> dict[str, dict[str, str]]:
-    """Facts of the runs by key, as `harness.facts` names them.
+    """Return the facts of the runs by key, as `harness.facts` names them.
 
     Raises:
         DSV4Error: the file is missing.
@@ -214,7 +214,7 @@ def runs(folder: Path = FOLDER) -> dict[str, dict[str, str]]:
 
 
 def record(results: Iterable[Result], facts: dict[str, str], folder: Path) -> None:
-    """Write rows of one run into a folder; other rows that it has stay, and so do the runs that these are from.
+    """Write rows of one run into a folder. Other rows that it has stay, and so do the runs that these are from.
 
     Args:
         facts: of the run; its key is "run".

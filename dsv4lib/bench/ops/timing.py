@@ -54,7 +54,7 @@ class Cold(NamedTuple):
 
     @property
     def median(self) -> float:
-        """In us."""
+        """Return the median in us."""
         return statistics.median(self.us)
 
 
@@ -76,7 +76,7 @@ def turns(count: int, rounds: int) -> list[list[int]]:
 
 
 def split(works: Sequence[Work]) -> list[list[Work]]:
-    """The works of each call: what is between a spin and the flush before the next one.
+    """Return the works of each call: what is between a spin and the flush before the next one.
 
     Raises:
         TimingError: a call without any work.
@@ -89,7 +89,7 @@ def split(works: Sequence[Work]) -> list[list[Work]]:
 
 
 def by_way(works: Sequence[Work], order: Sequence[Sequence[int]]) -> list[Cold]:
-    """Times of every provider from what one session recorded; a flush and a spin come last.
+    """Return the times of every provider from what one session recorded. A flush and a spin come last.
 
     Raises:
         TimingError: the record has another number of calls than were made.
@@ -244,6 +244,6 @@ def _is_work(event: object) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 160 characters."""
+    """Return what an error says, in one line of at most 160 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

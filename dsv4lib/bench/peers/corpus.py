@@ -25,13 +25,13 @@ MIN_FREE_GIB = 3.0  # 1.7 GiB installed, and as much again while the wheels are 
 
 
 def fingerprint() -> str:
-    """Hash of the pins and of the Python that they were chosen for."""
+    """Return the hash of the pins and of the Python that they were chosen for."""
     lock = (env.root() / LOCK).read_bytes()
     return hashlib.sha256(lock + f"{sys.version_info[:2]}".encode()).hexdigest()[:16]
 
 
 def install() -> Path:
-    """The folder with the packages; installed on first use, anew when the pins change.
+    """Return the folder with the packages. Installed on first use, anew when the pins change.
 
     Raises:
         DSV4Error: too little disk, or pip failed.
@@ -53,20 +53,20 @@ def install() -> Path:
 
 
 def packages() -> Path:
-    """The folder that `VARIABLE` names, else that of `install`."""
+    """Return the folder that `VARIABLE` names, else that of `install`."""
     named = os.environ.get(VARIABLE)
     return Path(named) if named else install()
 
 
 def pip_command(folder: Path) -> list[str]:
-    """What installs the packages; DSV4_PIP_ARGS goes to pip as in the front door."""
+    """Return what installs the packages. DSV4_PIP_ARGS goes to pip as in the front door."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     own = os.environ.get("DSV4_PIP_ARGS", "").split()
     return [*pip, *own, "--no-deps", "--target", str(folder), "-r", str(env.root() / LOCK)]
 
 
 def pytest_arguments(arguments: list[str]) -> list[str]:
-    """pytest's arguments of `dsv4 test`: ``--corpus`` installs the packages and chooses the tests that need them.
+    """Make pytest's arguments of `dsv4 test`. ``--corpus`` installs the packages and chooses the tests that need them.
 
     Raises:
         DSV4Error: see `install`.

@@ -56,12 +56,12 @@ OURS = {64: "ours, 64 heads", 128: "ours, 128 heads"}
 
 
 def measure(name: str, packages: Path | None = None) -> dict[str, Any]:
-    """The row of one kernel of `fmha_calls.KERNELS`, run in a process of its own; see `table.run_alone`."""
+    """Return the row of one kernel of `fmha_calls.KERNELS`, run in a process of its own; see `table.run_alone`."""
     return as_row(run_alone("dsv4lib.bench.peers.fmha_run", [name], packages)[0])
 
 
 def as_row(seen: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table from what `fmha_run` prints."""
+    """Return a row of the table from what `fmha_run` prints."""
     tile = seen["per_tile"]
     shapes = {key.removeprefix("mma "): n for key, n in tile.items() if key.startswith("mma ")}
     errors = seen["rel_l2"]
@@ -80,13 +80,13 @@ load, record = _FILE.load, _FILE.record
 
 
 def loaded(row: dict[str, Any]) -> float:
-    """KiB of keys loaded a tile; through registers, for 584-byte entries, counted in sectors with the index."""
+    """Count the KiB of keys loaded a tile. Through registers, for 584-byte entries: sectors, with the index."""
     plain = row["bytes_plain"] if row["gather"] == "loads" else 0
     return (row["bytes_tma"] + row["bytes_cp_async"] + plain) / 1024
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """What our rows do not keep: a text for each bound that is broken, and for each larger error.
+    """Return what our rows do not keep: a text for each bound that is broken, and for each larger error.
 
     An error counts as larger if it exceeds the other kernel's largest over its seeds: below that, another choice of
     random numbers changes more than the choice of the kernel.

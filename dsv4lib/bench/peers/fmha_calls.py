@@ -37,17 +37,17 @@ class Problem:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The keys in order, fp8 [keys, 512]."""
+        """Return the keys in order, fp8 [keys, 512]."""
         return self.pool[self.index.long()]
 
     def truth(self) -> torch.Tensor:
-        """O in fp64 [1, H, 512]."""
+        """Return O in fp64 [1, H, 512]."""
         q, rows = self.q.double(), self.rows.double()
         return torch.softmax(SCALE * q @ rows.T, -1) @ rows
 
 
 def problem(heads: int, keys: int, seed: int = 0) -> Problem:
-    """The problem with the first ``heads`` of 128 heads and the first ``keys`` of 2,048 keys.
+    """Return the problem with the first ``heads`` of 128 heads and the first ``keys`` of 2,048 keys.
 
     Scores of a head have a standard deviation of 1/4 .. 2: no head can stand in for another, and a maximum over the
     first tile is rarely exceeded by much, so the steady state has no rescaling that a threshold could avoid.

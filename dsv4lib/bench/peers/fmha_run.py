@@ -32,7 +32,7 @@ SWITCHES = {
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """``seconds``: CPU time inside of cute.compile; ``cubins``: by kernel name, of all that is compiled meanwhile."""
+    """``seconds``: CPU time inside of cute.compile. ``cubins``: by kernel name, of all that is compiled meanwhile."""
     import cutlass.cute as cute
 
     from dsv4lib.dsl.cubin import read_cubin

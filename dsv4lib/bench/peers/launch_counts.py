@@ -38,7 +38,7 @@ _VECTOR, _TYPE = re.compile(r"\.v(\d)"), re.compile(r"\.[a-z]+?(8|16|32|64|128)(
 
 
 def class_of(opcode: str) -> str:
-    """One of `CLASSES`.
+    """Return one of `CLASSES`.
 
     >>> class_of("ex2.approx.ftz.f32"), class_of("add.s32"), class_of("add.rm.f32x2")
     ('exp2', 'integer', 'float')
@@ -47,7 +47,7 @@ def class_of(opcode: str) -> str:
 
 
 def thread_bytes(opcode: str) -> int:
-    """Bytes a thread moves with a load or store.
+    """Return the bytes a thread moves with a load or store.
 
     >>> thread_bytes("ld.shared.v4.f32"), thread_bytes("st.shared.b16")
     (16, 2)
@@ -57,7 +57,7 @@ def thread_bytes(opcode: str) -> int:
 
 
 def shapes(trace: Any) -> Counter[str]:
-    """MMAs by shape and form: ``.ws`` weight-stationary, ``ts`` A in tensor memory, ``ss`` in shared memory."""
+    """Return MMAs by shape and form: ``.ws`` weight-stationary, ``ts`` A in tensor memory, ``ss`` in shared memory."""
     opcodes = dict(zip(trace.lines.tolist(), trace.opcodes.tolist(), strict=True))
     from_tensor = set(trace.tmem["op"][trace.tmem["what"] == "A"].tolist())
     found: Counter[str] = Counter()
@@ -69,7 +69,7 @@ def shapes(trace: Any) -> Counter[str]:
 
 
 def count(trace: Any) -> Counter[str]:
-    """Everything that is counted of a launch, by name.
+    """Return the everything that is counted of a launch, by name.
 
     Names: ``instructions``; ``class NAME`` (`CLASSES`); ``mma`` and ``mma SHAPE``; ``tma loads`` (one a lane: SASS
     issues them one after the other, however many lanes a PTX instruction has); bytes: ``tma``, ``cp.async`` and
@@ -108,7 +108,7 @@ def count(trace: Any) -> Counter[str]:
 
 
 def by_line(trace: Any) -> Counter[str]:
-    """Warp-instructions by Python line, ``file.py:line``, "" where there is none."""
+    """Return the warp-instructions by Python line, ``file.py:line``, "" where there is none."""
     out: Counter[str] = Counter()
     for source, n in zip(trace.sources, trace.executed.tolist(), strict=True):
         out[source.replace("\\", "/").rpartition("/")[2]] += n
@@ -116,5 +116,5 @@ def by_line(trace: Any) -> Counter[str]:
 
 
 def difference(longer: Counter[str], shorter: Counter[str]) -> dict[str, int]:
-    """What the longer launch did more, without zeros."""
+    """Return what the longer launch did more, without zeros."""
     return {name: longer[name] - shorter[name] for name in longer | shorter if longer[name] != shorter[name]}

@@ -75,7 +75,7 @@ load, record = _FILE.load, _FILE.record
 
 
 def measure(names: list[str], packages: Path | None = None, short: bool = False) -> list[dict[str, Any]]:
-    """The rows of kernels of `moe_calls.KERNELS`, run in one process (see `table.run_alone`).
+    """Return the rows of kernels of `moe_calls.KERNELS`, run in one process (see `table.run_alone`).
 
     Args:
         short: with small K: the same counts, but of kernels that choose by K, and errors of other products.
@@ -85,7 +85,7 @@ def measure(names: list[str], packages: Path | None = None, short: bool = False)
 
 
 def as_row(seen: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table from what `moe_run` prints."""
+    """Return a row of the table from what `moe_run` prints."""
     row: dict[str, Any] = {key: seen.get(key, "" if key in _TEXT else None) for key in COLUMNS}
     row["commit"] = "" if seen["package"] else commit()
     if seen["reason"]:
@@ -98,12 +98,12 @@ def as_row(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def ran(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of kernels that ran."""
+    """Return the rows of kernels that ran."""
     return [row for row in rows if not row["reason"]]
 
 
 def loaded(row: dict[str, Any]) -> float:
-    """KiB of operands and scales that a step brings into shared memory."""
+    """Return the KiB of operands and scales that a step brings into shared memory."""
     return (row["bytes_tma"] + row["bytes_cp_async"] + row["bytes_bulk"]) / 1024
 
 
@@ -113,7 +113,7 @@ def error_bound(row: dict[str, Any]) -> float:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """List the bounds that our rows exceed unexplained, and wrong explanations; or that no row is ours."""
+    """List the bounds that our rows exceed unexplained, and wrong explanations. Or that no row is ours."""
     if all(row["package"] for row in ran(rows)):
         return ["no kernel of ours is in the table"]
     found = over_bounds(rows)

@@ -51,22 +51,22 @@ class Matrix:
 
     @property
     def typed(self) -> torch.Tensor:
-        """The codes in torch's type."""
+        """Return the codes in torch's type."""
         return self.codes.view(E4M3 if self.form == "mxfp8" else FP4)
 
     @property
     def scale_type(self) -> torch.dtype:
-        """Of the scales, in torch."""
+        """Return the type of the scales, in torch."""
         return E4M3 if self.form == "nvfp4" else E8M0
 
     @property
     def image(self) -> torch.Tensor:
-        """The scales in 128x4 blocks (`scale_swizzle`), typed [..., ceil(R/128), ceil(K/block/4), 32, 4, 4]."""
+        """Return the scales in 128x4 blocks (`scale_swizzle`), typed [..., ceil(R/128), ceil(K/block/4), 32, 4, 4]."""
         blocks = -(-self.scales.shape[-2] // 128), -(-self.scales.shape[-1] // 4), 32, 4, 4
         return scale_swizzle.swizzle(self.scales).reshape(*self.scales.shape[:-2], *blocks).view(self.scale_type)
 
     def values(self) -> torch.Tensor:
-        """What the numbers are, fp64 [..., R, K]."""
+        """Return what the numbers are, fp64 [..., R, K]."""
         if self.form == "mxfp8":
             values = e4m3.decode(self.codes, torch.float64)
         else:
@@ -75,7 +75,7 @@ class Matrix:
         return values * decode(self.scales, torch.float64).repeat_interleave(FORMS[self.form], -1) * self.global_scale
 
     def rows(self, index: torch.Tensor) -> Matrix:
-        """These rows; zeros where the index is negative."""
+        """Return these rows; zeros where the index is negative."""
         there = (index >= 0)[:, None]
         chosen = index.clamp(min=0).long()
         codes, scales = (torch.where(there, x[..., chosen, :], 0) for x in (self.codes, self.scales))
@@ -83,7 +83,7 @@ class Matrix:
 
 
 def quantize(x: torch.Tensor, form: str) -> Matrix:
-    """The rows of ``x`` [..., R, K] in one of `FORMS`."""
+    """Quantise the rows of ``x`` [..., R, K] to one of `FORMS`."""
     if form == "nvfp4":
         q = nvfp4.quantize(x)
         return Matrix(form, q.packed, q.scales, float(q.global_scale))
@@ -98,7 +98,7 @@ def quantize(x: torch.Tensor, form: str) -> Matrix:
 
 @dataclass(frozen=True)
 class Problem:
-    """rows [T, K], sorted by expert; weights [E, N, K]; offsets int32 [E + 1], of the experts' first rows."""
+    """rows [T, K], sorted by expert. Weights [E, N, K]; offsets int32 [E + 1], of the experts' first rows."""
 
     case: str
     rows: Matrix
@@ -107,22 +107,22 @@ class Problem:
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each expert."""
+        """Return the rows of each expert."""
         return self.offsets.diff().tolist()
 
     @property
     def alpha(self) -> torch.Tensor:
-        """Product of the global scales, fp32 [E]."""
+        """Return the product of the global scales, fp32 [E]."""
         return torch.full((len(self.counts),), self.rows.global_scale * self.weights.global_scale)
 
     def products(self) -> torch.Tensor:
-        """Every row times its expert's weights, fp64 [T, N]."""
+        """Multiply every row by its expert's weights, fp64 [T, N]."""
         a, b = self.rows.values(), self.weights.values()
         parts = zip(a.split(self.counts), b, strict=True)
         return torch.cat([part @ weight.T for part, weight in parts])
 
     def truth(self) -> torch.Tensor:
-        """The result in fp64: `products`, or silu(gate) * up of them [T, N/2]."""
+        """Return the result in fp64: `products`, or silu(gate) * up of them [T, N/2]."""
         found = self.products()
         if self.case != "swiglu":
             return found
@@ -132,14 +132,14 @@ class Problem:
         return torch.nn.functional.silu(gate) * up
 
     def place(self, multiple: int) -> torch.Tensor:
-        """int32 [P]: the row at each place if experts start at multiples of ``multiple``; -1: padding."""
+        """Return int32 [P]: the row at each place if experts start at multiples of ``multiple``; -1: padding."""
         starts, out = self.offsets.tolist(), []
         for first, count in zip(starts, self.counts, strict=False):
             out += [*range(first, first + count), *[-1] * (-count % multiple)]
         return torch.tensor(out, dtype=torch.int32)
 
     def alternating(self, block: int, first: str) -> Matrix:
-        """The weights with alternating blocks of gate and up rows, those of ``first`` first."""
+        """Return the weights with alternating blocks of gate and up rows, those of ``first`` first."""
         half = self.weights.codes.shape[-2] // 2
         index = torch.arange(2 * half).reshape(2, -1, block)
         index = (index if first == "gate" else index.flip(0)).transpose(0, 1).flatten()
@@ -147,7 +147,7 @@ class Problem:
 
 
 def problem(case: str, forms: tuple[str, str], k: int, seed: int = 0) -> Problem:
-    """Normals with row scales of 1/2 .. 2, no two alike, whose products have about those as standard deviations.
+    """Return normals with row scales of 1/2 .. 2, no two alike, whose products have about those as standard deviations.
 
     Args:
         case: a name of `SHAPES`. forms: of the rows and of the weights, see `FORMS`. k: length of the product.

@@ -20,7 +20,7 @@ TILE, STEP = 128, 256  # rows and columns of a tile of the table, K of a step
 
 
 def about(name: str) -> dict[str, Any]:
-    """What is known of a kernel without running it."""
+    """Return what is known of a kernel without running it."""
     kernel = BY_NAME[name]
     counts, columns = SHAPES[kernel.case]
     return {
@@ -37,7 +37,7 @@ def about(name: str) -> dict[str, Any]:
 
 
 def run(name: str, lengths: tuple[int, int] = LENGTHS) -> dict[str, Any]:
-    """Everything the table says of a kernel, see `moe_peers.COLUMNS`; of one that does not run, why, and what it said.
+    """Everything the table says of a kernel, see `moe_peers.COLUMNS`. Of one that does not run, why, and what it said.
 
     Raises:
         ValueError: it does not do one launch of one shape for every length, or it runs although it is said not to.

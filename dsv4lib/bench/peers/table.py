@@ -20,7 +20,7 @@ _LIMIT = 900  # seconds of one process, all runs
 
 
 def run_alone(module: str, arguments: list[str], packages: Path | None = None) -> list[dict[str, Any]]:
-    """What `python -m module ARGUMENTS` prints, a line of JSON for each kernel.
+    """Return what `python -m module ARGUMENTS` prints, a line of JSON for each kernel.
 
     Args:
         arguments: options, then names of kernels.
@@ -47,7 +47,7 @@ def run_alone(module: str, arguments: list[str], packages: Path | None = None) -
 
 
 def commit() -> str:
-    """The last one of this repository that changed a kernel, with "+" if they have changed since."""
+    """Find the last commit that changed a kernel, with "+" if they have changed since."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments, "--", "dsv4lib/dsl", "dsv4lib/ops"]
@@ -74,7 +74,7 @@ class PeerTable:
     op: str = ""
 
     def load(self, path: Path | None = None) -> list[dict[str, Any]]:
-        """The rows, numbers as numbers and None where a cell is empty; needs none of the packages.
+        """Return the rows, numbers as numbers and None where a cell is empty. Needs none of the packages.
 
         Raises:
             DSV4Error: the file is missing or has other columns.

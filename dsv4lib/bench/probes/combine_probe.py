@@ -42,13 +42,13 @@ CASES = (
 
 
 class Writer:
-    """Write partial outputs [S, T, H, 512] of value 1 + s and LSEs [S, T, H] of s / 8; a CTA a split and 64 heads."""
+    """Write partial outputs [S, T, H, 512] of value 1 + s and LSEs [S, T, H] of s / 8. A CTA a split and 64 heads."""
 
     def __repr__(self) -> str:
         return "Writer()"
 
     def fake_args(self) -> tuple:
-        """What it is compiled with."""
+        """Return what it is compiled with."""
         fakes = Fakes()
         return fakes(Float32, "sthd", 16), fakes(Float32, "sth"), Int32(0), cuda.CUstream(0)
 
@@ -118,7 +118,7 @@ class Bench:
         self.rope = torch.ones(tokens, 32, device="cuda"), torch.zeros(tokens, 32, device="cuda")
 
     def writer(self, code: Any) -> Call:
-        """A call of the writer."""
+        """Return a call of the writer."""
 
         def call() -> None:
             parts = wrap("parts", self.parts, Float32, (None,) * 4, 16)
@@ -127,7 +127,7 @@ class Bench:
         return call
 
     def combine(self, at_once: int, code: Any) -> Call:
-        """A call of the combine that loads ``at_once`` splits at once."""
+        """Return a call of the combine that loads ``at_once`` splits at once."""
         kernel = Combine(**ENDS, at_once=at_once)
 
         def call() -> None:
@@ -157,7 +157,7 @@ class Bench:
 
 
 def in_turn(*calls: Call) -> Call:
-    """One call that makes them all."""
+    """Return one call that makes them all."""
 
     def call() -> None:
         for one in calls:
@@ -175,7 +175,7 @@ def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[Any, dict[int, A
 
 
 def run(processes: int) -> list[CombineTimes]:
-    """All cases on the GPU here, each variant checked before it is timed."""
+    """Measure all cases on the GPU here, each variant checked before it is timed."""
     writer, combines = compiled(processes=processes)
     clock, rows = GpuClock(), []
     for splits, tokens, heads in CASES:

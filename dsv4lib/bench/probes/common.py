@@ -19,7 +19,7 @@ WIDTH = 8  # characters of a column on the screen
 
 
 def get_all(wanted: Sequence[tuple], processes: int = 1) -> list[Any]:
-    """Code of each (class, settings, fake_args, architecture), compiled in so many processes at once."""
+    """Return the code of each (class, settings, fake_args, architecture), compiled in so many processes at once."""
     if processes > 1:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(_get, wanted))
@@ -32,25 +32,25 @@ def _get(one: tuple) -> None:
 
 
 def stream() -> cuda.CUstream:
-    """torch's current one."""
+    """Return torch's current stream."""
     import torch
 
     return cuda.CUstream(torch.cuda.current_stream().cuda_stream)
 
 
 def heads(kind: type) -> str:
-    """The heads of the columns that `line` fills from instances of ``kind``, a dataclass."""
+    """Return the heads of the columns that `line` fills from instances of ``kind``, a dataclass."""
     return " ".join(f"{f.name.removesuffix('_us')[:WIDTH]:>{WIDTH}}" for f in fields(kind))
 
 
 def line(row: Any) -> str:
-    """A row, an instance of a dataclass, for the screen."""
+    """Return a row, an instance of a dataclass, for the screen."""
     texts = (f"{v:.2f}" if isinstance(v, float) else str(v)[:WIDTH] for v in astuple(row))
     return " ".join(f"{text:>{WIDTH}}" for text in texts)
 
 
 def main(about: str, kind: type, run: Callable[[int], Sequence[Any]]) -> None:
-    """The program of a probe: measure, write the table.
+    """Run a probe: measure, write the table.
 
     Args:
         about: the probe's docstring; kind: of its rows; run: gives them, printing each, from how many processes

@@ -57,7 +57,7 @@ class Loads:
         return f"Loads({self.variant}, {self.warps}, {self.lists})"
 
     def fake_args(self) -> tuple:
-        """What it is compiled with."""
+        """Return what it is compiled with."""
         fakes = Fakes()
         tensors = fakes(BFloat16, "rd", 16), fakes(Int32, "tg"), fakes(BFloat16, "ctk", 16), fakes(Int64, "cm")
         return *tensors, cuda.CUstream(0)
@@ -118,7 +118,7 @@ class Loads:
 
     @cute.jit
     def load(self, atom: cute.CopyAtom, mIndex: cute.Tensor, tiles: Int32, barriers: cute.Pointer, warp: Int32):
-        """A loader warp: its share of every tile, group after group of 4 rows."""
+        """Load as a loader warp: its share of every tile, group after group of 4 rows."""
         lane = cute.arch.lane_idx()
         first = warp * GROUPS // self.warps
         share = (warp + 1) * GROUPS // self.warps - first
@@ -144,12 +144,12 @@ class Loads:
 
     @cute.jit
     def row(self, mIndex: cute.Tensor, tile: Int32, group: Int32):
-        """The first row of a group; a lane without one has a number all the same."""
+        """Find the first row of a group; a lane without one has a number all the same."""
         return mIndex[tile, cutlass.min(group, GROUPS - 1)]
 
     @cute.jit
     def issue(self, atom: cute.CopyAtom, target: Int32, barrier: cute.Pointer, row: Int32, first: Int32, share: Int32):
-        """This warp's copies of a tile: of ``share`` groups of 4 rows from ``first`` on."""
+        """Issue this warp's copies of a tile: of ``share`` groups of 4 rows from ``first`` on."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.variant == "whole"):
             with cute.arch.elect_one():
@@ -166,14 +166,14 @@ class Loads:
 
     @cute.jit
     def group(self, atom: cute.CopyAtom, target: Int32, barrier: cute.Pointer, row: Int32):
-        """The 8 copies of 4 rows."""
+        """Issue the 8 copies of 4 rows."""
         for chunk in cutlass.range_constexpr(CHUNKS):
             boxes.load_box(atom, target + chunk * CHUNK_BYTES, barrier, (Int32(chunk * CHUNK), row))
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Clocks a tile of `TILES`, of the median CTA; issued: until the last copy was sent; B/clk: of a tile's 64 KiB."""
+    """Clocks a tile of `TILES`, of the median CTA. Issued: until the last copy was sent; B/clk: of a tile's 64 KiB."""
 
     variant: str
     warps: int
@@ -207,7 +207,7 @@ class Bench:
         torch.cuda.synchronize()
 
     def check(self, variant: str, lists: str) -> None:
-        """The last tile is what its rows say, swizzled.
+        """Check that the last tile is what its rows say, swizzled.
 
         Raises:
             RuntimeError: it is not.
@@ -230,7 +230,7 @@ class Bench:
         self.last.zero_()
 
     def measure(self, case: tuple[str, int, str], code: Any) -> Rate:
-        """The median of replays, checked."""
+        """Measure the median of replays, checked."""
         found = []
         for _ in range(REPLAYS):
             self.call(code)
@@ -242,14 +242,14 @@ class Bench:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1, cases: tuple = CASES) -> dict[tuple[str, int, str], Any]:
-    """`Loads` by case, from the cache of compiled kernels."""
+    """Return `Loads` by case, from the cache of compiled kernels."""
     names = "variant", "warps", "lists"
     wanted = [(Loads, dict(zip(names, case, strict=True)), Loads.fake_args, arch) for case in cases]
     return dict(zip(cases, probes.get_all(wanted, processes), strict=True))
 
 
 def run(processes: int) -> list[Rate]:
-    """All cases on the GPU here, one CTA alone and one an SM."""
+    """Measure all cases on the GPU here, one CTA alone and one an SM."""
     import torch
 
     codes, rows = compiled(processes=processes), []

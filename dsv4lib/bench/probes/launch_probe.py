@@ -47,7 +47,7 @@ LOAD_WARP, WATCHERS = 5, (8, 9, 10)
 
 @cute.jit
 def mark(mTimes: cute.Tensor, place: cutlass.Constexpr):
-    """This CTA's %globaltimer, ns; one thread calls it."""
+    """Read this CTA's %globaltimer, ns; one thread calls it."""
     token, half, _ = cute.arch.block_idx()
     _, halves, _ = cute.arch.grid_dim()
     mTimes[token * halves + half, place] = cute.arch.globaltimer()
@@ -69,7 +69,7 @@ class Before:
         return f"Before({self.trigger}, {self.room})"
 
     def fake_args(self) -> tuple:
-        """What it is compiled with."""
+        """Return what it is compiled with."""
         fakes = Fakes()
         lists = fakes(Int32, "tk"), fakes(Int32, "t")
         return fakes(BFloat16, "tmd", 16), *lists, fakes(Int64, "cs"), Int32(0), cuda.CUstream(0)
@@ -84,7 +84,7 @@ class Before:
         spin: Int32,
         stream: cuda.CUstream,
     ):
-        """Q [T, 64, 512] bf16, index [T, 16] and count [T] int32; times [CTAs, 3] int64: start, end, clocks between."""
+        """Q [T, 64, 512] bf16, index [T, 16] and count [T] int32. Times [CTAs, 3] int64: start, end, clocks between."""
         self.kernel(mQ, mIndex, mCount, mTimes, spin).launch(
             grid=(mQ.shape[0], 1, 1),
             block=(128, 1, 1),
@@ -136,7 +136,7 @@ class After:
         return f"After({self.pdl}, {self.prefetch}, {self.cluster}, {self.variant})"
 
     def fake_args(self) -> tuple:
-        """What it is compiled with."""
+        """Return what it is compiled with."""
         fakes = Fakes()
         tensors = fakes(BFloat16, "qd", 16), fakes(BFloat16, "rd", 16), fakes(Int32, "tk"), fakes(Int32, "t")
         return *tensors, fakes(BFloat16, "od", 16), fakes(Int64, "cs"), cuda.CUstream(0)
@@ -152,7 +152,7 @@ class After:
         mTimes: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """Q and O [64 T, 512], keys [R, 512] bf16, index, count as `Before`; times [CTAs, 8] int64, see `MARKS`."""
+        """Q and O [64 T, 512], keys [R, 512] bf16, index, count as `Before`. Times [CTAs, 8] int64, see `MARKS`."""
 
         @cute.struct
         class Storage:
@@ -170,7 +170,7 @@ class After:
         )
 
     def atom(self, rows: cute.Tensor, of_box: int = BOX_ROWS) -> cute.CopyAtom:
-        """Boxes of so many rows x 128 bytes."""
+        """Return the boxes of so many rows x 128 bytes."""
         count, depth = rows.shape
         columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
         return boxes.box_atom(columns_first, (CHUNK, of_box), swizzle=False)
@@ -186,7 +186,7 @@ class After:
         mO: cute.Tensor,
         mTimes: cute.Tensor,
     ):
-        """Set-up, wait, load Q and keys, add them, store."""
+        """Set up, wait, load Q and keys, add them, store."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tidx, _, _ = cute.arch.thread_idx()
         if tidx == LOAD_WARP * 32:
@@ -236,7 +236,7 @@ class After:
         mTimes: cute.Tensor,
         loader: Int32,
     ):
-        """A load warp: what is read first decides what is loaded, as in attention."""
+        """Load as a load warp: what is read first decides what is loaded, as in attention."""
         token, half, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         if lane == 0 and loader == 0:
@@ -265,7 +265,7 @@ class After:
         loader: Int32,
         warps: cutlass.Constexpr,
     ):
-        """64 rows in boxes of so many, a warp's share of them; ``row``: the first of the four of this lane, of 16."""
+        """64 rows in boxes of so many, a warp's share of them. ``row``: the first of the four of this lane, of 16."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.variant == "lanes"):
             if lane < ROWS // BOX_ROWS:
@@ -285,7 +285,7 @@ class After:
 
     @cute.jit
     def work(self, tiles: Int32, barriers: cute.Pointer, mO: cute.Tensor):
-        """128 threads: O = Q + keys, element by element in the order of shared memory."""
+        """Compute O = Q + keys with 128 threads, element by element in the order of shared memory."""
         token, half, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(barriers + 1, 0)
@@ -358,7 +358,7 @@ class Bench:
             self.flushed.add_(1)
 
     def calls(self, before: Any, after: Any, spin: int) -> Any:
-        """A function that queues both kernels on torch's current stream."""
+        """Return a function that queues both kernels on torch's current stream."""
 
         def queue() -> None:
             stream = probes.stream()
@@ -373,7 +373,7 @@ class Bench:
         return queue
 
     def measure(self, codes: tuple, spin: int, cold: bool, flags: tuple) -> Exposed:
-        """One combination: a graph of flush (or none) and `NODES` or one pair, replayed.
+        """Measure one combination: a graph of flush (or none) and `NODES` or one pair, replayed.
 
         Args:
             codes: (before, after), compiled; flags: (pdl, trigger, prefetch, variant, room).
@@ -444,7 +444,7 @@ class Bench:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
-    """(`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, variant)), from the compile cache."""
+    """Return (`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, variant)), from the compile cache."""
     truth = False, True
     before = {key: (Before, {"trigger": key[0], "room": key[1]}) for key in itertools.product(truth, (None, 100))}
     names = "pdl", "prefetch", "cluster", "variant"
@@ -458,7 +458,7 @@ def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any]
 
 
 def run(processes: int) -> list[Exposed]:
-    """All combinations on the GPU here."""
+    """Measure all combinations on the GPU here."""
     before, after = compiled(processes=processes)
     rows = []
     for tokens, cluster in ((132, 1), (64, 2), (8, 1)):

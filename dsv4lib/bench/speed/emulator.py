@@ -51,7 +51,7 @@ ret;
 
 
 def best(run: Callable[[], LaunchResult], repeats: int = 3) -> tuple[float, LaunchResult]:
-    """CPU seconds of the quickest of several runs, which other processes disturb least, and its result."""
+    """Return CPU seconds of the quickest of several runs, which other processes disturb least, and its result."""
     runs = []
     for _ in range(repeats):
         began = time.process_time()
@@ -61,7 +61,7 @@ def best(run: Callable[[], LaunchResult], repeats: int = 3) -> tuple[float, Laun
 
 
 def alu() -> Row:
-    """Warp-instructions a second of code that only computes."""
+    """Measure the warp-instructions a second of code that only computes."""
     module = parse.parse(_ALU)
     lowered = program.lower(module.kernels["alu"], module)
     out = np.zeros(64, np.uint32)
@@ -95,7 +95,7 @@ print(time.process_time() - began, len(kernel.instructions))
 
 
 def preparation(ptx: str, folder: str) -> list[Row]:
-    """Seconds from PTX text to a kernel that can run, without and with cached native code.
+    """Measure seconds from PTX text to a kernel that can run, without and with cached native code.
 
     Args:
         ptx: a module with one kernel.
@@ -117,7 +117,7 @@ def preparation(ptx: str, folder: str) -> list[Row]:
 
 
 def gemm(k: int = 4096) -> tuple[list[Row], str]:
-    """Our SM100 GEMM tile, 128 x 128 x ``k`` in bf16; also returns its PTX."""
+    """Measure our SM100 GEMM tile, 128 x 128 x ``k`` in bf16; return its PTX too."""
     from dsv4lib.dsl.compile import compile_for
     from dsv4lib.ops.gemm_tile import inputs, sm100
 
@@ -139,6 +139,6 @@ def gemm(k: int = 4096) -> tuple[list[Row], str]:
 
 
 def run(folder: str, cutlass: Path | None = None) -> list[Row]:
-    """Every row; ``folder`` is scratch, ``cutlass`` a CUTLASS checkout for those that run NVIDIA's examples."""
+    """Measure every row; ``folder`` is scratch, ``cutlass`` a CUTLASS checkout for those that run NVIDIA's examples."""
     rows, ptx = gemm()
     return [alu(), *preparation(ptx, folder), *rows, *examples.measure(cutlass, folder)]

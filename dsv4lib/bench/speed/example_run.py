@@ -29,7 +29,7 @@ MODES = ("default", "race")
 
 
 def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
-    """Seconds and calls of a launch, with the default checks and with the race detector."""
+    """Measure seconds and calls of a launch, with the default checks and with the race detector."""
     settings = device.settings
     seconds = dict.fromkeys(MODES, float("inf"))
     try:
@@ -49,7 +49,7 @@ def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
 
 
 def count_calls(run: Callable[[], Any]) -> int:
-    """Calls of Python and built-in functions in ``run()``: the same on every machine, however busy."""
+    """Count calls of Python and built-in functions in ``run()``: the same on every machine, however busy."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -81,7 +81,7 @@ def watch(device: Device, seen: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     script, *arguments = sys.argv[1:]
     torch.set_num_threads(1)
     path = Path(script).resolve()

@@ -29,7 +29,7 @@ class Row:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the floor is reached; None without one, or if it was not measured. What failed has not reached it."""
+        """Tell whether the floor is reached. None without one, or if not measured; what failed has not reached it."""
         if self.broken:
             return False
         if self.floor is None or self.value is None:
@@ -38,17 +38,17 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """In one word."""
+        """Judge in one word."""
         if self.value is None:
             return "failed" if self.broken else "skipped"
         return {True: "reached", False: "missed", None: ""}[self.reached]
 
     def skipped(self, reason: str) -> Row:
-        """This row, not measured."""
+        """Return this row, not measured."""
         return dataclasses.replace(self, value=None, detail=reason)
 
     def failed(self, reason: str) -> Row:
-        """This row, whose measurement failed."""
+        """Return this row, whose measurement failed."""
         return dataclasses.replace(self, value=None, detail=reason, broken=True)
 
 

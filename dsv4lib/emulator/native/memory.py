@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from dsv4lib.emulator import isa
 from dsv4lib.emulator.errors import EmulatorError
@@ -335,21 +336,28 @@ def check_width(e: Emitter, width: int, bits: int) -> None:
         raise EmulatorError(f"{e.form.opcode}: a {width}-bit register for {bits} bits")
 
 
-def target(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
+class RegisterRef(NamedTuple):
+    """A register in the register file: a pointer to its lanes, and its width in bits."""
+
+    at: Value
+    width: int
+
+
+def target(e: Emitter, i: int, bits: int) -> RegisterRef:
     """Get address and width of a destination register."""
     width = e.register_bits(i, bits)
     check_width(e, width, bits)
     e.widths[i] = width
     e.stores.add(i)
-    return e.address(i), width
+    return RegisterRef(e.address(i), width)
 
 
-def source(e: Emitter, i: int, bits: int) -> tuple[Value, int]:
+def source(e: Emitter, i: int, bits: int) -> RegisterRef:
     """Get address and width of a source register or constant."""
     width = e.register_bits(i, bits)
     check_width(e, width, bits)
     e.widths[i] = width
-    return e.address(i), width
+    return RegisterRef(e.address(i), width)
 
 
 def element(e: Emitter, pointer: Value, k: int, bits: int) -> Value:
@@ -359,9 +367,9 @@ def element(e: Emitter, pointer: Value, k: int, bits: int) -> Value:
     return e.line(f"load {kind}, ptr {at.ref}, align {bits // 8}", kind, 0)
 
 
-def put(e: Emitter, place: tuple[Value, int], lane: Value, value: Value, ptx: str) -> None:
+def put(e: Emitter, register: RegisterRef, lane: Value, value: Value, ptx: str) -> None:
     """Write one lane of a register, extended to its width."""
-    at, width = place
+    at, width = register
     bits = BITS[value.kind]
     if width == 128:
         low = e.cast("trunc", value, "i64")
@@ -377,9 +385,9 @@ def put(e: Emitter, place: tuple[Value, int], lane: Value, value: Value, ptx: st
     e.raw(f"store {value.typed}, ptr {q.ref}, align {width // 8}")
 
 
-def get(e: Emitter, place: tuple[Value, int], lane: Value, bits: int) -> Value:
+def get(e: Emitter, register: RegisterRef, lane: Value, bits: int) -> Value:
     """Get the low ``bits`` of one lane of a register."""
-    at, width = place
+    at, width = register
     if width == 128:
         low = lane_of(e, at, lane, "i64")
         high = lane_of(e, e.pointer(at, 8 * abi.LANES), lane, "i64")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,17 @@ def bits_of(mask: int) -> list[int]:
     return np.nonzero(np.unpackbits(raw, bitorder="little"))[0].tolist()
 
 
-def live_sets(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]) -> list[tuple[int, int, int, int]]:
-    """Per basic block (first, past last, registers live on entry, registers live on exit), sets as bit masks.
+class LiveBlock(NamedTuple):
+    """A basic block [start, end), and bit masks of the registers that are live on entry and on leaving."""
+
+    start: int
+    end: int
+    entry: int
+    leave: int
+
+
+def live_sets(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]) -> list[LiveBlock]:
+    """Find the registers that are live on entry and on leaving of each basic block.
 
     Args:
         uses: registers each instruction reads.
@@ -57,7 +67,7 @@ def live_sets(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]
                 leave[i] |= entry[j]
                 entry[i] = exposed[i] | (leave[i] & ~killed[i])
                 work.append(i)
-    return [(start, end, entry[i], leave[i]) for i, (start, end, _) in enumerate(graph)]
+    return [LiveBlock(start, end, entry[i], leave[i]) for i, (start, end, _) in enumerate(graph)]
 
 
 def intervals(kernel: Kernel, uses: Sequence[Set[int]], defs: Sequence[Set[int]]) -> dict[int, tuple[int, int]]:

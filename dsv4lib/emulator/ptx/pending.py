@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4lib.emulator.ptx.ir import Instr, Kernel, Memory, Operand, Pair, Reg, Symbol, Vector
 
@@ -52,8 +53,16 @@ def _touched(instr: Instr) -> Iterator[int]:
         yield from registers_of(operand)
 
 
-def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
-    """Split into basic blocks (first, past last, successors), successors as block numbers."""
+class BasicBlock(NamedTuple):
+    """Instructions [start, end) that run in order, and the numbers of the blocks that may follow."""
+
+    start: int
+    end: int
+    after: list[int]
+
+
+def blocks(kernel: Kernel) -> list[BasicBlock]:
+    """Split a kernel into basic blocks, in the order of its code."""
     code = kernel.instructions
     starts = {0, *kernel.labels.values()}
     for instr in code:
@@ -74,7 +83,7 @@ def blocks(kernel: Kernel) -> list[tuple[int, int, list[int]]]:
             after = [number[target] for target in sorted(targets) if target in number]
         if (not _ends(last) or last.guard is not None) and end in number:
             after.append(number[end])
-        out.append((start, end, after))
+        out.append(BasicBlock(start, end, after))
     return out
 
 
@@ -85,7 +94,7 @@ def _ends(instr: Instr) -> bool:
 def eager_loads(kernel: Kernel) -> frozenset[int]:
     """List the loads whose registers are used, on some path, before a wait.
 
-    None where a wait stands under a guard: such code is not followed.
+    Empty where a wait stands under a guard: such code is not followed.
     """
     if any(i.guard is not None and i.opcode.startswith(WAIT) for i in kernel.instructions):
         return frozenset()
@@ -122,7 +131,7 @@ def _after(instr: Instr, state: int, bit: dict[int, int]) -> int:
     return state | bit.get(instr.index, 0)
 
 
-def _solve(kernel: Kernel, graph: list[tuple[int, int, list[int]]], bit: dict[int, int]) -> list[int]:
+def _solve(kernel: Kernel, graph: list[BasicBlock], bit: dict[int, int]) -> list[int]:
     """Loads that may be pending at the entry of each block."""
     entry = [0] * len(graph)
     work = list(range(len(graph)))

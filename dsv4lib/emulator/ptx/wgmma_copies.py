@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4lib.emulator.ptx.ir import Imm, Instr, Kernel, Pair, Reg, Vector
-from dsv4lib.emulator.ptx.pending import blocks, registers_of
+from dsv4lib.emulator.ptx.pending import BasicBlock, blocks, registers_of
 from dsv4lib.emulator.ptx.wgmma_registers import AGES, COMMIT, MMA, WAIT
 
 _READ_FIRST = ("bar", "barrier", "call", "nanosleep", "wgmma")  # their first operand is not, or not only, written
@@ -69,7 +69,7 @@ def _directions(instr: Instr) -> tuple[frozenset[int], frozenset[int]]:
     return (read, written) if instr.guard is None else (read | {instr.guard.index}, frozenset())
 
 
-def _live(kernel: Kernel, graph: list[tuple[int, int, list[int]]], of: frozenset[int]) -> list[frozenset[int]]:
+def _live(kernel: Kernel, graph: list[BasicBlock], of: frozenset[int]) -> list[frozenset[int]]:
     """Which of the registers may be read later, in front of each instruction and at the end."""
     live: list[frozenset[int]] = [frozenset()] * (len(kernel.instructions) + 1)
     both = [_directions(instr) for instr in kernel.instructions]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -363,12 +363,20 @@ def check_layout(warp: Warp, instr: Instr, form: Form) -> None:
     warp.write(target, form.get("layout") == "layout::v0")
 
 
+class WaitGroup(NamedTuple):
+    """Lanes (int64) that wait for one phase of one barrier."""
+
+    lanes: np.ndarray
+    barrier: MBarrier
+    parity: int
+
+
 class Wait:
     """State of a wait: which phase of which barrier each group of lanes waits for."""
 
     __slots__ = ("deadline", "expired", "groups", "machine", "phases", "warp")
 
-    def __init__(self, warp: Warp, groups: list[tuple[np.ndarray, MBarrier, int]]):
+    def __init__(self, warp: Warp, groups: list[WaitGroup]):
         machine = warp.cta.machine
         self.machine, self.groups, self.warp = machine, groups, warp
         self.phases = [barrier.phase for _, barrier, _ in groups]
@@ -484,5 +492,5 @@ def _query(warp: Warp, memory: Memory, wanted: Operand, form: Form) -> Wait:
         barrier = find(warp.cta.cluster, address, warp.place)
         if barrier.cta is not warp.cta:
             raise HazardError(f"wait on a barrier of another CTA ({barrier})", warp.place())
-        groups.append((members, barrier, _parity(barrier, value, by_parity, warp.place)))
+        groups.append(WaitGroup(members, barrier, _parity(barrier, value, by_parity, warp.place)))
     return Wait(warp, groups)

@@ -121,19 +121,19 @@ def _contained(page: Page, what: str) -> Iterator[None]:
 
 
 def note(text: str) -> Block:
-    """A line of the lab's own, escaped."""
+    """Return a line of the lab's own, escaped."""
     return Block("note", escape(text))
 
 
 def markdown(source: str) -> Markup:
-    """Markdown with formulas as safe HTML; its headings start at level 2."""
+    """Render Markdown with formulas as safe HTML; its headings start at level 2."""
     renderer = _Renderer(escape=False, exclude_anchor_links=True)
     safe = sanitize(MarkdownWithMath(renderer=renderer).render(source))
     return Markup(re.sub(rf"{renderer.mark}(\d+)x", lambda m: renderer.held[int(m[1])], safe))
 
 
 def sanitize(text: str) -> Markup:
-    """``text`` as HTML with allowed tags, attributes and styles only; no scripts, images, forms or frames."""
+    """Reduce ``text`` to HTML with allowed tags, attributes and styles only. No scripts, images, forms or frames."""
     safe = _sanitizer().sanitize_html_tags(text)
     return Markup(re.sub(r'style="[^"]*"', lambda match: DANGEROUS_STYLE.sub("", match[0]), safe))
 

@@ -79,7 +79,7 @@ def _replacements(root: str) -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 def scrub(text: str, root: Path) -> str:
-    """``text`` without what the module lists, and without halves of surrogate pairs, which no file can hold."""
+    """Return ``text`` without what the module lists, and without halves of surrogate pairs, which no file can hold."""
     text = ANSI.sub(lambda found: found[0] + BORDER, text.encode(errors="replace").decode().replace(BORDER, "?"))
     for name, value in os.environ.items():
         if len(value) >= 8 and SECRET_NAME.search(name) and not name.startswith("DSV4_") and value in text:
@@ -94,7 +94,7 @@ def scrub(text: str, root: Path) -> str:
 
 
 def scrub_all(value: Any, clean: Callable[[str], str]) -> Any:
-    """``value`` (of a notebook: dicts, lists, texts) with every text and key cleaned; pictures in base64 stay."""
+    """Clean every text and key of ``value`` (of a notebook: dicts, lists, texts). Pictures in base64 stay."""
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):

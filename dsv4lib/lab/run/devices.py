@@ -16,7 +16,7 @@ from dsv4lib.errors import DSV4Error
 
 
 def gpus() -> list[str]:
-    """Identifiers (as in CUDA_VISIBLE_DEVICES) of the GPUs this process may use; empty without a driver."""
+    """Return identifiers (as in CUDA_VISIBLE_DEVICES) of the GPUs this process may use. Empty without a driver."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
@@ -33,7 +33,7 @@ def gpus() -> list[str]:
 
 
 def lock_folder() -> Path:
-    """A private folder of this user for the locks, the same for all workspaces on this machine.
+    """Return a private folder of this user for the locks, the same for all workspaces on this machine.
 
     Raises:
         DSV4Error: something else lies there: a link, a file, a folder that others own or may write.
@@ -51,7 +51,7 @@ def lock_folder() -> Path:
 
 
 def try_take(devices: list[str]) -> tuple[str, FileLock] | None:
-    """The first free device and its lock, held; None if all are busy."""
+    """Take the first free device and its lock, held; None if all are busy."""
     for device in devices:
         name = "".join(c if c.isalnum() else "-" for c in device)
         lock = FileLock(lock_folder() / f"gpu-{name}.lock")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` through a temporary file beside it and a rename; a reader never sees half of it.
+    """Write ``data`` to ``path`` through a temporary file beside it and a rename. A reader never sees half of it.
 
     Raises:
         OSError: as the file system gives it (errno ENOSPC on a full disk); ``path`` is then unchanged.
@@ -30,7 +30,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def read_own(path: Path, most: int = 1 << 20, *, anybody: bool = False) -> bytes:
-    """Read a regular file of this user; a FIFO, a device, a link or another user's file is refused unread.
+    """Read a regular file of this user. A FIFO, a device, a link or another user's file is refused unread.
 
     Args:
         path: the file.
@@ -52,7 +52,7 @@ def read_own(path: Path, most: int = 1 << 20, *, anybody: bool = False) -> bytes
 
 
 def own_folders(parent: Path, prefix: str) -> list[Path]:
-    """Folders of this user in ``parent`` whose names start so; anybody may put others beside them, and links."""
+    """List this user's folders in ``parent`` whose names start so. Others' folders and links there are left out."""
     found = []
     for entry in os.scandir(parent):
         if entry.name.startswith(prefix):

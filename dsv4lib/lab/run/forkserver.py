@@ -72,7 +72,7 @@ class Worker:
         self.server, self.pid, self.returncode = server, pid, None
 
     def poll(self) -> int | None:
-        """Exit code (negative: the signal that ended it), or None while it runs."""
+        """Return exit code (negative: the signal that ended it), or None while it runs."""
         if self.returncode is None:
             self.returncode = self.server.ended(self.pid)
         return self.returncode
@@ -133,7 +133,7 @@ class Server:
         raise Refused(f"the fork server has ended: {self._said.read()[-500:].decode(errors='replace').strip()}")
 
     def ended(self, pid: int) -> int | None:
-        """Exit code of the run ``pid``, None while it runs. Runs of a server that was killed are killed with it."""
+        """Return the exit code of the run ``pid``, None while it runs. Runs of a killed server are killed with it."""
         if pid not in self._codes and not self._gone:
             list(self._read(0.0))
         code = self._codes.get(pid, -signal.SIGKILL if self._gone else None)
@@ -150,12 +150,12 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it answers."""
+        """Tell whether it answers."""
         return not self._gone and self.process.poll() is None
 
     @property
     def busy(self) -> bool:
-        """Whether a run of it may not have ended."""
+        """Tell whether a run of it may not have ended."""
         return any([self.ended(pid) is None for pid in list(self._forked)])
 
     def _read(self, seconds: float) -> Iterator[dict[str, Any]]:
@@ -200,7 +200,7 @@ def fork(private: Path, environment: Mapping[str, str], cwd: Path, log: Path, im
 
 
 def imports_of(notebook: Path) -> list[str]:
-    """What a notebook's code cells import at their top from `PACKAGES`, in order: ``module`` or ``module:name``."""
+    """List what a notebook's cells import at their top from `PACKAGES`, in order: ``module`` or ``module:name``."""
     found: dict[str, None] = {}
     for cell in json.loads(notebook.read_text())["cells"]:
         if cell["cell_type"] != "code":
@@ -225,7 +225,7 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(control: socket.socket, at_start: Mapping[str, str]) -> dict[str, Any] | None:
-    """Answer until the runner is gone (None); in a forked child, return what it has to run.
+    """Answer until the runner is gone (None). In a forked child, return what it has to run.
 
     ``at_start`` is the environment before any import.
     """
@@ -292,7 +292,7 @@ def _import_ahead(names: Sequence[str]) -> None:
 
 
 def why_not() -> str:
-    """Why this process must not fork: other threads, which a child would lack, or an open GPU; empty if it may."""
+    """Say why this process must not fork; empty if it may. Other threads, which a child would lack, or an open GPU."""
     threads = [Path("/proc/self/task", name, "comm").read_text().strip() for name in os.listdir("/proc/self/task")]
     if len(threads) != 1:
         return f"the fork server has {len(threads)} threads ({', '.join(sorted(set(threads)))}), where one may fork"
@@ -398,7 +398,7 @@ class IdleKernel:
         return self
 
     def poll(self) -> int | None:
-        """As of `subprocess.Popen`."""
+        """Act as `subprocess.Popen`'s."""
         if self.returncode is None:
             try:
                 found, status = os.waitpid(self.pid, os.WNOHANG)
@@ -415,16 +415,16 @@ class IdleKernel:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as `subprocess.Popen`'s."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as `subprocess.Popen`'s."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """As of `subprocess.Popen`."""
+        """Act as `subprocess.Popen`'s."""
         self.send_signal(signal.SIGTERM)
 
 

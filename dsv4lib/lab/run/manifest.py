@@ -93,7 +93,7 @@ def _next(runs: Path) -> datetime:
 
 
 def stored(runs: Path) -> list[Manifest]:
-    """Every readable manifest under ``runs``, oldest first."""
+    """Return every readable manifest under ``runs``, oldest first."""
     found = []
     for path in sorted(runs.glob("*/plan.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
@@ -104,7 +104,7 @@ def stored(runs: Path) -> list[Manifest]:
 
 
 def hold(folder: Path) -> FileLock:
-    """The lock that a living command holds on its folder; raises DSV4Error if another one does."""
+    """Take the lock that a living command holds on its folder. DSV4Error if another one does."""
     lock = FileLock(folder / ".lock")
     try:
         lock.acquire(timeout=0)
@@ -114,7 +114,7 @@ def hold(folder: Path) -> FileLock:
 
 
 def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job]) -> Manifest:
-    """The last command with the same set, sources and jobs, if it was interrupted.
+    """Return the last command with the same set, sources and jobs, if it was interrupted.
 
     Raises:
         DSV4Error: there is none, or the last one is complete: its verdicts belong to it and are not used again.
@@ -137,7 +137,7 @@ def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job]) 
 
 
 def executed(records: Iterable[Record]) -> list[str]:
-    """Keys of what was really checked: one for each run that reached a verdict, and one for each of its gates."""
+    """List the keys of what was really checked: a run with a verdict, and each of its gates."""
     keys: set[str] = set()
     for record in records:
         if record.verdict in (Verdict.SKIPPED, Verdict.INTERRUPTED):
@@ -151,7 +151,7 @@ def executed(records: Iterable[Record]) -> list[str]:
 def shrinkage(
     runs: Path, set_name: str, now: Sequence[str], stages: Iterable[str], exclude: str, whole: bool
 ) -> list[str]:
-    """What the last baseline of a set executed and this run did not.
+    """Return what the last baseline of a set executed and this run did not.
 
     A run that ended red before its gates were judged is red by its own class; its gates are not also reported here.
 

@@ -64,7 +64,7 @@ class Meter:
             self.asleep_s += passed
 
     def exceeded(self, limit_s: float) -> str:
-        """Why a run with this limit has to end, or "" if it may go on."""
+        """Return why a run with this limit has to end, or "" if it may go on."""
         if self.computing_s > limit_s:
             return f"it computed past its limit of {limit_s:g} s"
         if self.asleep_s > ASLEEP * limit_s:
@@ -94,7 +94,7 @@ class Meter:
 
 
 def own_cpu_s() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
+    """Return CPU seconds of this process and of the children that it has waited for."""
     uses = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(use.ru_utime + use.ru_stime for use in uses)
 

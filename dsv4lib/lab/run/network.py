@@ -47,7 +47,7 @@ def close_if_asked() -> None:
 
 
 def refused(folder: Path) -> list[str]:
-    """What the run of this folder reached for."""
+    """List what the run of this folder reached for."""
     try:
         return (folder / REFUSED).read_text(errors="replace").splitlines()
     except OSError:

@@ -36,11 +36,11 @@ class Job:
     stage_fingerprint: str
 
     def key(self) -> str:
-        """What it runs, independent of numbering: two equal keys are the same check."""
+        """Return the key of what it runs, independent of numbering: two equal keys are the same check."""
         return json.dumps([self.stage, self.kind, self.negative, self.overrides], sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Convert for JSON."""
         return asdict(self)
 
 
@@ -52,7 +52,7 @@ def make(
     backend: str | None = None,
     negatives: bool = False,
 ) -> list[Job]:
-    """Jobs for a set (or, with ``negatives``, for the injected faults) of each stage.
+    """Make the jobs for a set (or, with ``negatives``, for the injected faults) of each stage.
 
     Args:
         stages: what to run, in this order.
@@ -83,7 +83,7 @@ def make(
 
 
 def for_negative(stage: Stage, name: str) -> Job:
-    """The job of one injected fault, at the quick set's size."""
+    """Make the job of one injected fault, at the quick set's size."""
     stage.negative(name)
     return next(job for job in make([stage], "quick", negatives=True) if job.negative == name)
 

@@ -29,7 +29,7 @@ class Worker(Protocol):
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Exit code, None while it runs."""
+        """Return exit code, None while it runs."""
         ...
 
 
@@ -53,7 +53,7 @@ def die_with_parent() -> None:
 
 
 def marked(token: str) -> list[psutil.Process]:
-    """Living processes of this user that carry ``token``."""
+    """List living processes of this user that carry ``token``."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -85,7 +85,7 @@ def end(token: str, worker: Worker | None = None, patience_s: float = 10.0) -> N
 
 
 def oom_kills() -> int:
-    """How often this system's out-of-memory killer has struck (0 where it does not say)."""
+    """Count how often this system's out-of-memory killer has struck (0 where it does not say)."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

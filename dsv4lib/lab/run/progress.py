@@ -22,13 +22,13 @@ class Progress:
         yield
 
     def update(self, active: Sequence[tuple[str, tuple[int, int] | None, float]]) -> None:
-        """Called often with (job, (cell, cells) or None, seconds) of each run in progress."""
+        """Update by (job, (cell, cells) or None, seconds) of each run in progress. Called often."""
 
     def finished(self, record: Record) -> None:
-        """Called once for each record."""
+        """Show a record; called once for each."""
 
     def note(self, text: str) -> None:
-        """Called with one sentence about the command as a whole."""
+        """Show one sentence about the command as a whole."""
 
 
 class ConsoleProgress(Progress):

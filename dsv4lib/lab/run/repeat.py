@@ -20,7 +20,7 @@ PICTURES = ("image/png", "image/jpeg", "image/svg+xml")
 
 
 def shown(record: Record, folder: Path) -> dict[str, str]:
-    """What a run showed: each metric's digits, a hash of each figure, by name (``figure 7.0``: cell and output)."""
+    """List what a run showed, by name: each metric's digits, a hash of each figure (``figure 7.0``: cell, output)."""
     found = {f"metric {name}": repr(value) for name, value in record.metrics.items()}
     if record.notebook:
         notebook = json.loads(read_own(folder / record.notebook, NOTEBOOK_BYTES, anybody=True))
@@ -31,7 +31,7 @@ def shown(record: Record, folder: Path) -> dict[str, str]:
 
 
 def differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
-    """Names of what the two runs showed differently, or only one of them; but for times."""
+    """List the names of what the two runs showed differently, or only one of them. But for times."""
     names = [*first, *(name for name in second if name not in first)]
     return [name for name in names if not name.endswith(TIMES) and first.get(name) != second.get(name)]
 

@@ -95,7 +95,7 @@ class Active:
     part: slices.Slice | None = None
 
     def cell(self) -> tuple[int, int] | None:
-        """Index of the running cell and number of cells, once known."""
+        """Return the index of the running cell and number of cells, once known."""
         try:
             stored = json.loads(read_own(self.private / "progress.json"))
             return int(stored["cell"]), int(stored["cells"])
@@ -104,12 +104,12 @@ class Active:
 
 
 def run_stage(stage: Stage, set_name: str = "quick", options: Options | None = None, **texts: str) -> list[Record]:
-    """Run a set of one stage (used by the tests); ``texts`` are parameters as on a command line."""
+    """Run a set of one stage (used by the tests). ``texts`` are parameters as on a command line."""
     return run(make([stage], set_name, texts=texts), stage.root, set_name, options).records
 
 
 def run_negative(stage: Stage, name: str, options: Options | None = None) -> Record:
-    """Run one injected fault; the record is `passed` only if the named gate turned red."""
+    """Run one injected fault. The record is `passed` only if the named gate turned red."""
     return run([for_negative(stage, name)], stage.root, "negatives", options).records[0]
 
 
@@ -170,7 +170,7 @@ class Supervisor:
         self.active: list[Active] = []
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run what has no finished record yet; on a signal end everything and record it as interrupted."""
+        """Run what has no finished record yet. On a signal end everything and record it as interrupted."""
         self._clean_up_after_a_killed_runner()
         before = records.latest(records.load(self.plan.folder))
         done = {name for name, record in before.items() if record.finished}

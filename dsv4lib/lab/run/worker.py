@@ -94,7 +94,7 @@ def _saving_what_ran(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def classify(error: BaseException, private: Path, oom_before: int) -> tuple[Verdict, str]:
-    """Class and one-sentence reason of what ended an execution."""
+    """Classify what ended an execution: class and one-sentence reason."""
     from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError

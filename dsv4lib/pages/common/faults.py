@@ -21,7 +21,7 @@ SECTOR = 32  # bytes of one memory transaction
 
 
 def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) -> int:
-    """Call ops with kernels injected, each as (module of the op, name there, class); no two such calls at once.
+    """Call ops with kernels injected, each as (module of the op, name there, class). No two such calls at once.
 
     Returns:
         hazards, which only the emulator sees.
@@ -37,7 +37,7 @@ def run(backend: str, call: Callable[[], Any], *kernels: tuple[Any, str, type]) 
 def sectors(
     arch: str, kernel_type: type, settings: Mapping[str, Any], fake: Callable, args: Callable, *given: Any
 ) -> int:
-    """Run a kernel in the emulator, wherever the page runs; returns the sectors that its warps requested."""
+    """Run a kernel in the emulator, wherever the page runs. Returns the sectors that its warps requested."""
     kernel, code = compile_cache.default().get(kernel_type, dict(settings), fake, arch)
     gpu = make(arch, checks="all")
     launch(code, *args(kernel, *given), gpu=gpu)
@@ -45,7 +45,7 @@ def sectors(
 
 
 class Traffic(NamedTuple):
-    """A launch: what it must move at least, and what its warps requested, in bytes; items that it is for."""
+    """A launch: what it must move at least, and what its warps requested, in bytes. Items that it is for."""
 
     floor: int
     requested: int
@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(launches: Mapping[str, Traffic], item: str) -> Figure:
-    """Bytes an ``item`` that warps ask for, the floor as a tick."""
+    """Draw the bytes an ``item`` that warps request, the floor as a tick."""
     names, items = list(launches), [one.items for one in launches.values()]
     requested = [one.requested / n for one, n in zip(launches.values(), items, strict=True)]
     floor = [one.floor / n for one, n in zip(launches.values(), items, strict=True)]
@@ -66,7 +66,7 @@ def traffic(launches: Mapping[str, Traffic], item: str) -> Figure:
 
 
 def said_of(kernels: Iterable[Any], right: Iterable[Any]) -> str:
-    """First line of the docstring of the class that differs; "" if none does."""
+    """Return the first line of the docstring of the class that differs. "" if none does."""
     changed = [kernel for kernel, other in zip(kernels, right, strict=True) if kernel is not other]
     return (changed[0].__doc__ or "").split("\n")[0] if changed else ""
 
@@ -97,7 +97,7 @@ def seen_by(
 
 
 def listed(faults: Mapping[str, Any], right: Any, one: str, every: bool, harmless: bool) -> dict[str, Any]:
-    """The faults to show: ``every`` one, or ``one``; with ``harmless`` what is right in their place."""
+    """Return the faults to show: ``every`` one, or ``one``. With ``harmless`` what is right in their place."""
     if harmless:
         return {"harmless": right}
     return {name: faults[name] for name in (faults if every else [one])}

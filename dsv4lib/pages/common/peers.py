@@ -28,12 +28,12 @@ GROUPS = {
 
 
 def grouped(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Warp-instructions of every row by `GROUPS`."""
+    """Return the warp-instructions of every row by `GROUPS`."""
     return {name: [sum(row[f"wi_{kind}"] for kind in kinds) for row in rows] for name, kinds in GROUPS.items()}
 
 
 def source(rows: list[dict[str, Any]], table: Path, command: str) -> str:
-    """One sentence: where the numbers of a table are from, with versions; ``command`` measures anew."""
+    """Say where the numbers of a table are from, with versions. ``command`` measures anew."""
     versions = sorted({f"{row['package']} {row['version']}" for row in rows if row["package"]})
     commits = sorted({row["commit"] for row in rows if not row["package"]})
     ours = f"ours at {', '.join(commits)}" if commits else "none of ours yet"
@@ -48,7 +48,7 @@ def _text(value: Any) -> str:
 
 
 def markdown(header: Sequence[str], cells: list[tuple[Any, ...]], source: str) -> str:
-    """A table whose first column names kernels, ours in bold, and its source below."""
+    """Make a table whose first column names kernels, ours in bold, and its source below."""
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
     for row in cells:
         shown = [_text(value) for value in row]
@@ -73,7 +73,7 @@ def measure_all(
     record: Path | None,
     only: list[str],
 ) -> list[dict[str, Any]]:
-    """The rows of the kernels, each written into ``record`` as soon as it is there.
+    """Measure the rows of the kernels, each written into ``record`` as soon as it is there.
 
     Args:
         kernels: what has ``name`` and ``package``. measure: the row of one, by name and folder of packages.
@@ -109,12 +109,12 @@ def verdict(missed: list[str], console: Console) -> int:
 
 
 def marks(module: str) -> tuple[str, str]:
-    """The lines of the notes between which ``module`` of `pages` writes its table."""
+    """Return the lines of the notes between which ``module`` of `pages` writes its table."""
     return BEGIN.format(module), END
 
 
 def written(notes: Path, module: str) -> str:
-    """The table in the notes.
+    """Read the table in the notes.
 
     Raises:
         DSV4Error: its marks are missing.

@@ -51,16 +51,16 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """Numbers as they should be, whatever the checks say."""
+        """Tell whether the numbers are as they should be, whatever the checks say."""
         return self.error is None and self.record.passed and self.padding
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, and every box of the operands loaded."""
+        """Tell whether it is right, without hazard, and every box of the operands is loaded."""
         return self.right and not self.hazards and not any(self.never.values())
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """(kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
         out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def reported(hazards: list[Any]) -> list[tuple[str, str, str]]:
-    """(kind, Python line, what) of hazards; after "against" the instruction that a hazard conflicts with."""
+    """Return (kind, Python line, what) of hazards. After "against" the instruction that a hazard conflicts with."""
     out = []
     for hazard in hazards:
         place, owner = where(hazard.place), where(hazard.owner)
@@ -86,7 +86,7 @@ def reported(hazards: list[Any]) -> list[tuple[str, str, str]]:
 
 
 def loads_of(trace: Any, operand: torch.Tensor) -> str:
-    """The Python lines that load an operand by TMA."""
+    """Return the Python lines that load an operand by TMA."""
     tensors = [i for i, tensor in enumerate(trace.tensors) if tensor.address == operand.data_ptr()]
     lines = np.unique(trace.ops["line"][trace.boxes["op"][np.isin(trace.boxes["tensor"], tensors)]])
     places: dict[str, list[int]] = {}
@@ -96,12 +96,12 @@ def loads_of(trace: Any, operand: torch.Tensor) -> str:
 
 
 def where(place: Any) -> str:
-    """Python file, line and PTX line of a place, without folders."""
+    """Return Python file, line and PTX line of a place, without folders."""
     return "" if place is None else _where(place.python, place.ptx_line)
 
 
 def where_of(trace: Any, line: int) -> str:
-    """Python file, line and PTX line of a PTX line of a trace."""
+    """Return Python file, line and PTX line of a PTX line of a trace."""
     return _where(trace.source(line), line)
 
 
@@ -115,7 +115,7 @@ def _where(python: str, *lines: int) -> str:
 
 
 def cached(kernel_type: type, settings: tuple, fake_args: Callable[[Any], tuple]) -> tuple[Any, Compiled]:
-    """A kernel object and its code for sm_100a, from the compile cache.
+    """Compile a kernel for sm_100a, or take it from the compile cache: (kernel object, its code).
 
     A class whose arguments have no names (``*settings``) has no place there: it is compiled once in a process.
     """
@@ -175,7 +175,7 @@ def run_gemm(
 
 
 def never_loaded(trace: Any, operands: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Boxes of each operand that no CTA has loaded."""
+    """Return the boxes of each operand that no CTA has loaded."""
     out = {}
     for number, tensor in enumerate(trace.tensors):
         name = next((n for n, x in operands.items() if x.data_ptr() == tensor.address), None)

@@ -30,7 +30,7 @@ BYTES = ("E4M3, dims 0..447", "bf16, dims 448..511 (RoPE)", "UE8M0 scale", "padd
 
 
 def flow() -> Figure:
-    """From projected rows to bytes in a page, for the three compressors."""
+    """Draw the flow from projected rows to bytes in a page, for the three compressors."""
     end = [("RMSNorm", "over the entry", GREEN), ("RoPE", "last 64 dims, position w rate", PINK)]
     kv = ("584 bytes", "FP8 and bf16", GREY)
     lanes = {
@@ -61,7 +61,7 @@ def flow() -> Figure:
 
 
 def channels(tokens: Tokens, entry: int, count: int = 12) -> Figure:
-    """How the first channels of an entry with overlap share themselves among its slots."""
+    """Draw how the first channels of an entry with overlap share themselves among its slots."""
     rate = tokens.kind.rate
     part = run_case.shares(tokens, entry)[:, :count]
     names = [f"t {(entry - 1) * rate + i} {'Ca' if i < rate else 'Cb'}" for i in range(2 * rate)]
@@ -71,19 +71,19 @@ def channels(tokens: Tokens, entry: int, count: int = 12) -> Figure:
 
 
 def leaders(kinds: dict[str, tuple[Tokens, int]]) -> Figure:
-    """Histogram over channels of the largest share that one position has."""
+    """Draw the histogram over channels of the largest share that one position has."""
     panels = {name: {"channels": run_case.shares(*given).amax(0)} for name, given in kinds.items()}
     return viz.grids.histograms(panels, "largest share of one slot", "largest weight of each channel", 32)
 
 
 def held(tokens: Tokens, steps: Run) -> torch.Tensor:
-    """Which position's row each slot of the ring holds after every step, -1: none; read from the states themselves."""
+    """Which position's row each slot of the ring holds after every step, -1: none. Read from the states themselves."""
     same = torch.stack([(state[:, None] == tokens.kv).all(-1) for state in steps.history])
     return torch.where(same.any(-1), same.int().argmax(-1), -1)
 
 
 def state_bytes() -> Figure:
-    """What a request keeps between calls: a layer's, and a model's."""
+    """Draw what a request keeps between calls: a layer's, and a model's."""
     layer = [size / 1024 for _, size in STATES.values()]
     panels = [Panel("KiB a layer", layer, "{:,.0f}")]
     for name, config in (("Flash", FLASH), ("Pro", PRO)):
@@ -94,7 +94,7 @@ def state_bytes() -> Figure:
 
 
 def state_table() -> int:
-    """Show the totals of both models with either state of HCA; returns by how many bytes they miss `dsv4lib.config`."""
+    """Show the totals of both models with either state of HCA. Returns by how many bytes they miss `dsv4lib.config`."""
     lines, missed = [], 0
     for name, config in (("Flash", FLASH), ("Pro", PRO)):
         sums = {key: len(config.layers_of(kind)) * size for key, (kind, size) in STATES.items()}
@@ -108,7 +108,7 @@ def state_table() -> int:
 
 
 def page_map() -> Figure:
-    """A page of entries, byte by byte, as `formats.kv_entry.LAYOUT` cuts it."""
+    """Draw a page of entries, byte by byte, as `formats.kv_entry.LAYOUT` cuts it."""
     size = kv_entry.LAYOUT.page_bytes(PAGE)
     offsets = torch.arange(size)
     codes = torch.full((size,), -1)
@@ -154,7 +154,7 @@ def step_bytes() -> dict[str, int]:
 
 
 def show_faults(kernels: Sequence[type], tokens: int, seed: int, backend: str) -> int:
-    """Show what faulty kernels do to CSA (of the running state: to HCA); returns how many go unnoticed."""
+    """Show what faulty kernels do to CSA (of the running state: to HCA). Returns how many go unnoticed."""
     lines, unseen = [], 0
     for kernel in kernels:
         kind = HCA if kernel in faults.RUNNING else CSA

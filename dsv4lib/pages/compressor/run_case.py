@@ -37,12 +37,12 @@ class Kind(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of a row."""
+        """Count the columns of a row."""
         return self.dim * (1 + self.overlap)
 
     @property
     def pooled(self) -> int:
-        """Rows of an entry, and of a ring."""
+        """Count the rows of an entry, and of a ring."""
         return self.rate * (1 + self.overlap)
 
 
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """Windows that are complete."""
+        """Count the windows that are complete."""
         return len(self.kv) // self.kind.rate
 
 
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 def draw(kind: Kind, tokens: int, seed: int) -> Tokens:
-    """Rows whose sizes differ, and gates that reach far enough for one row to decide some channels."""
+    """Return rows whose sizes differ, and gates that reach far enough for one row to decide some channels."""
     generator = torch.Generator().manual_seed(seed)
     kv, gate = (torch.randn(tokens, kind.width, generator=generator) for _ in range(2))
     ape, norm = torch.randn(kind.rate, kind.width, generator=generator), torch.randn(kind.dim, generator=generator)
@@ -88,13 +88,13 @@ def _tables(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kernel_of(fault: str, kind: Kind) -> type:
-    """The kernel for a kind of compressor: the faulty one where the fault is about it."""
+    """Return the kernel for a kind of compressor: the faulty one where the fault is about it."""
     wrong = faults.FAULTS.get(fault)
     return Compressor if wrong is None or kind == INDEXER or (wrong in faults.RUNNING) == kind.overlap else wrong
 
 
 def blank(kind: Kind, form: str, entries: int) -> torch.Tensor:
-    """Pages, or rows, for so many entries and one more: noise."""
+    """Return pages, or rows, for so many entries and one more: noise."""
     if form == "fp32":
         return torch.full((entries + 1, kind.dim), 7.0)
     layout = op.LAYOUTS[form]
@@ -110,7 +110,7 @@ def run(
     backend: str = "emulator",
     rotate: bool | None = None,
 ) -> Run:
-    """Compress the tokens, in one call or in calls of so many each; a call of one token is a decode step.
+    """Compress the tokens, in one call or in calls of so many each. A call of one token is a decode step.
 
     CSA and indexer keep a ring, HCA a running state, in place 1 of 2. Entry w goes to slot w.
     """
@@ -153,7 +153,7 @@ def truth(tokens: Tokens, dtype: torch.dtype | None = None) -> tuple[torch.Tenso
 
 
 def shares(tokens: Tokens, entry: int) -> torch.Tensor:
-    """Softmax over the rows that an entry pools, fp64 ``[pooled, dim]``; an entry whose windows all exist."""
+    """Compute the softmax over the rows that an entry pools, fp64 ``[pooled, dim]``. All its windows exist."""
     kind, rate = tokens.kind, tokens.kind.rate
     positions = torch.arange((entry + 1) * rate - kind.pooled, (entry + 1) * rate)
     z = tokens.gate.double()[positions] + tokens.weights.ape.double()[positions % rate]
@@ -184,7 +184,7 @@ def fed(kind: Kind, tokens: int, kernel: type = Compressor, backend: str = "emul
 
 
 def intended(kind: Kind, tokens: int) -> torch.Tensor:
-    """The same map from positions alone."""
+    """Return the same map from positions alone."""
     window, entry = torch.arange(tokens) // kind.rate, torch.arange(tokens // kind.rate)[:, None]
     return (window == entry) * OWN + ((window == entry - 1) & kind.overlap) * PREVIOUS
 
@@ -193,13 +193,13 @@ def intended(kind: Kind, tokens: int) -> torch.Tensor:
 
 
 def error(found: torch.Tensor, entries: torch.Tensor) -> float:
-    """Largest difference in units of its entry's largest value; infinite if one is not finite."""
+    """Return the largest difference in units of its entry's largest value. Infinite if one is not finite."""
     ratio = (found[: len(entries)].double() - entries).abs().amax(-1) / entries.abs().amax(-1)
     return float(ratio.nan_to_num(float("inf")).max())
 
 
 def state_wrong(found: op.Ring, state: oracle.State) -> int:
-    """Elements of a ring that are not the fp32 sums that they should be."""
+    """Return the elements of a ring that are not the fp32 sums that they should be."""
     wrong = 0
     for new, (want,) in zip(found, state, strict=True):
         near = (new.double() - want).abs() <= 1.2e-7 * want.abs().amax(-1, keepdim=True)
@@ -208,7 +208,7 @@ def state_wrong(found: op.Ring, state: oracle.State) -> int:
 
 
 def encoded(tokens: Tokens, form: str, entries: torch.Tensor) -> torch.Tensor:
-    """Pages as `formats` write these entries."""
+    """Return pages as `formats` write these entries."""
     pages = blank(tokens.kind, form, tokens.entries)
     slots, rows = torch.arange(tokens.entries), entries[: tokens.entries].float()
     if form == "kv":
@@ -219,7 +219,7 @@ def encoded(tokens: Tokens, form: str, entries: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(pages: torch.Tensor, indices: torch.Tensor, backend: str, adjacent: bool = False) -> torch.Tensor:
-    """bf16 ``[n, 512]`` by the op; ``adjacent`` injects a reader's error: 584 bytes in a row are an entry."""
+    """Gather bf16 ``[n, 512]`` by the op. ``adjacent`` injects a reader's error: 584 bytes in a row are an entry."""
     if not adjacent:
         where = backends.device(backend)
         return kv_gather(pages.to(where), PAGE, indices.to(where), backend=backend).cpu()

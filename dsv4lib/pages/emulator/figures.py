@@ -51,7 +51,7 @@ def regions(kernel: Any) -> list[tuple[str, int, int]]:
 
 
 def warp_timeline(trace: Trace, cta: int = 0, now: float | None = None, roles: dict[int, str] = ROLES) -> Figure:
-    """Roles and asynchronous units of one CTA on one clock."""
+    """Draw the roles and asynchronous units of one CTA on one clock."""
     tracks, born = [], trace.life(cta)[0]
     states = trace.states[trace.states["cta"] == cta]
     for warp in sorted(set(states["warp"].tolist()), reverse=True):
@@ -105,7 +105,7 @@ def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float 
 def tmem_panels(
     trace: Trace, events: list[int] | None = None, cta: int = 0, plan: Sequence[tuple[str, int, int]] = ()
 ) -> Figure:
-    """Tensor memory at six moments (or at ``events``): last access, paler the older it is.
+    """Draw the tensor memory at six moments (or at ``events``): last access, paler the older it is.
 
     ``plan`` names columns: (name, first, end).
     """
@@ -125,7 +125,7 @@ def tmem_panels(
 def tmem_columns(
     trace: Trace, plan: Sequence[tuple[str, int, int]] = (), cta: int = 0, lane: int = 0, points: int = 500
 ) -> Figure:
-    """The columns of one lane of tensor memory from the first event of a CTA to the last; ``plan`` names them."""
+    """Draw the columns of one lane of tensor memory from the first event of a CTA to the last; ``plan`` names them."""
     rows = trace.tmem[(trace.tmem["cta"] == cta) & unpack_lanes(trace.tmem["lanes"])[:, lane]]
     born, end = trace.life(cta)
     clock = np.linspace(born, end, points)
@@ -141,7 +141,7 @@ def tmem_columns(
 
 
 def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figure:
-    """Shared memory of one CTA from the first event to the last."""
+    """Draw the shared memory of one CTA from the first event to the last."""
     events = trace.events_of(cta)
     times = np.maximum.accumulate(trace.times_of(events))
     born, end = trace.life(cta)
@@ -157,7 +157,7 @@ def smem_map(trace: Trace, kernel: Any, cta: int = 0, points: int = 400) -> Figu
 def box_iterations(
     trace: Trace, operand: Any, name: str, cta: int = 0, whole: bool = False, axes: tuple[str, str] = ("row", "k")
 ) -> Figure:
-    """Which box of an operand each iteration of one CTA's loop loads.
+    """Draw the which box of an operand each iteration of one CTA's loop loads.
 
     ``whole``: the loop has to cover all rows, not only those between the first and the last it loads.
     """
@@ -171,7 +171,7 @@ def box_iterations(
 
 
 def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
-    """Rows of an operand that one CTA loads, by TMA gather4 or in boxes, in the order of the loop; -1: no key.
+    """Return rows of an operand that one CTA loads, by TMA gather4 or in boxes, in the order of the loop; -1: no key.
 
     Warps that share the stages may be in different iterations: each sends something to every stage, which counts them.
     """
@@ -195,7 +195,7 @@ def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
 
 
 def swizzle(trace: Trace, rows: int = 128) -> Figure:
-    """Where TMA put the chunks of the first ``rows`` rows: bank groups as written, and as without the swizzle."""
+    """Draw where TMA put the chunks of the first ``rows`` rows: bank groups as written, and as without the swizzle."""
     first = trace.boxes[0]
     boxes = trace.boxes[(trace.boxes["cta"] == first["cta"]) & (trace.boxes["tensor"] == first["tensor"])]
     boxes = boxes[(boxes["kind"] == "load") & (boxes["coords"][:, 0] == first["coords"][0])]
@@ -216,7 +216,7 @@ def swizzle(trace: Trace, rows: int = 128) -> Figure:
 def moment(
     trace: Trace, names: dict[int, str], event: int, cta: int = 0, roles: dict[int, str] = ROLES
 ) -> tuple[Figure, str]:
-    """Tensor memory, shared memory and barriers at one event, and one line on the warps that wait."""
+    """Draw tensor memory, shared memory and barriers at one event, and one line on the warps that wait."""
     time = trace.time_of(event)
     cells, _ = trace.tmem_state(event, cta)
     chunks, kinds = trace.smem_history(np.array([event]), cta)

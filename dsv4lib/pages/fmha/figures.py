@@ -64,7 +64,7 @@ def columns(kernel: Any) -> list[tuple[str, int, int]]:
 
 
 def tile_picture(kernel: Any) -> Figure:
-    """The products of a CTA and the memories of their operands, from the kernel's configuration."""
+    """Draw the products of a CTA and the memories of their operands, from the kernel's configuration."""
     if isinstance(kernel, Ladder):
         (m, n), q_in, p_in = (ladder.TILE_M, ladder.TILE_N), "SMEM", "TMEM"
     else:
@@ -78,7 +78,7 @@ def tile_picture(kernel: Any) -> Figure:
 
 
 def gathers(trace: Any, kernel: Any, case: Any, cta: int = 0) -> Figure:
-    """Which rows of the pool and of the window one CTA gathers, tile by tile."""
+    """Draw the which rows of the pool and of the window one CTA gathers, tile by tile."""
     wanted = [("entries", case.pool)] * (kernel.entries != "none") + [("window keys", case.span)] * kernel.window
     found = [(name, figures.gathered(trace, operand, cta)) for name, operand in wanted]
     found = [(name, rows) for name, rows in found if len(rows)]
@@ -119,7 +119,7 @@ def schedules(run: Callable[[str], Outcome]) -> list[Outcome]:
 
 
 def different(runs: Iterable[Outcome]) -> int:
-    """How many results differ from the first in any bit."""
+    """Count how many results differ from the first in any bit."""
     first, *rest = (bits(run.output) for run in runs)
     return sum(other != first for other in rest)
 

@@ -24,7 +24,7 @@ Finding = tuple[str, str, str]
 
 
 def stale_cache(case: Case, inject: bool = True) -> list[Finding]:
-    """A cache whose key forgets the sources: the combine as it was before a repair is served from disk."""
+    """Return a cache whose key forgets the sources: the combine as it was before a repair is served from disk."""
     right, usual = compile_cache.key, compile_cache.default()
 
     def forgetful(kernel_type: type, settings: dict, arch: str) -> str | None:
@@ -49,7 +49,7 @@ def stale_cache(case: Case, inject: bool = True) -> list[Finding]:
 
 
 def hidden_write(case: Case, inject: bool = True) -> list[Finding]:
-    """An op that writes into its output and does not say so: torch.compile may reorder or drop the call."""
+    """Return an op that writes into its output and does not say so: torch.compile may reorder or drop the call."""
     name = "dsv4_fault::" + ("silent" if inject else "honest")
     o = torch.zeros_like(case.q)
     try:
@@ -68,7 +68,7 @@ def _registered(name: str, mutates: tuple[str, ...]) -> Any:
 
 
 def read_count(case: Case, inject: bool = True) -> list[Finding]:
-    """A caller that reads the longest list from the GPU while a CUDA graph is captured."""
+    """Return a caller that reads the longest list from the GPU while a CUDA graph is captured."""
     op.warm_up([{"entries": "range", "window": True, "inverse_rope": True}], case.q.shape[1])
     o, lse = case.outputs()
     given = {**op_arguments(case, "range", True, rope=True), "o": o, "lse": lse, "splits": 1}

@@ -67,7 +67,7 @@ def _consecutive(name: str, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def run_peer(call: AttentionCall, tokens: torch.Tensor, backend: str = "emulator", **changed: Any) -> PeerOutcome:
-    """Run the op on some tokens of a call, with the inverse rotation, and compare; ``changed``: its arguments."""
+    """Run the op on some tokens of a call, with the inverse rotation, and compare. ``changed``: its arguments."""
 
     def turned(o: torch.Tensor) -> torch.Tensor:
         cos, sin = (x[tokens].to(o.dtype)[:, None] for x in (call.cos, call.sin))

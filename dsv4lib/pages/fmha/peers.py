@@ -35,7 +35,7 @@ HEADER = (
 
 
 def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What the table shows of each row, see `HEADER`; counts are of a 128-key tile."""
+    """Return what the table shows of each row, see `HEADER`. Counts are of a 128-key tile."""
     return [
         (
             row["kernel"],
@@ -54,13 +54,13 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
-    """The committed table (or ``rows``) for a README or a notebook, with its source below."""
+    """Return the committed table (or ``rows``) for a README or a notebook, with its source below."""
     rows = peers.load() if rows is None else rows
     return peer_pages.markdown(HEADER, cells(rows), peer_pages.source(rows, peers.TABLE, "./dsv4 bench peers"))
 
 
 def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
-    """The committed table (or ``rows``) as bars, one panel a quantity; ours in bold, its bounds as ticks."""
+    """Draw the committed table (or ``rows``) as bars, one panel a quantity. Ours in bold, its bounds as ticks."""
     rows = peers.load() if rows is None else rows
     names = [row["kernel"] for row in rows]
     ours = [not row["package"] for row in rows]
@@ -80,7 +80,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
 
 
 def command(record: Path | None, only: list[str]) -> int:
-    """`dsv4 bench peers`: measure, print, perhaps record; the exit code (1: a bound of ours is not kept).
+    """Run `dsv4 bench peers`: measure, print, perhaps record. The exit code (1: a bound of ours is not kept).
 
     Args:
         record: the table to update. only: names of kernels, empty: all.

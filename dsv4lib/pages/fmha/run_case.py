@@ -68,18 +68,18 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """Numbers as they should be, whatever the checks say."""
+        """Tell whether the numbers are as they should be, whatever the checks say."""
         return self.error is None and self.factor.passed and (self.lse_error is None or self.lse_error <= LSE_TOLERANCE)
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, every box of the operands loaded and read, nothing written past the last head."""
+        """Tell whether it is right, without hazard, every box loaded and read, nothing written past the last head."""
         found = self.hazards or any(self.never.values()) or self.unread or self.guards_written or self.early()
         return self.right and not found
 
     @property
     def rel_l2(self) -> float:
-        """Relative L2 error of the output against fp64; inf if the kernel stopped or wrote NaN."""
+        """Return the relative L2 error of the output against fp64. Inf if the kernel stopped or wrote NaN."""
         if self.error is not None:
             return float("inf")
         error = float((self.output.double() - self.truth).norm() / self.truth.norm())
@@ -87,13 +87,13 @@ class Outcome:
 
     @property
     def error_over_torch(self) -> float:
-        """RMS error over that of PyTorch in the same type; inf if the kernel stopped or NaN/Inf are out of place."""
+        """RMS error over that of PyTorch in the same type. Inf if the kernel stopped or NaN/Inf are out of place."""
         if self.error is not None or self.factor.nonfinite_mismatches:
             return float("inf")
         return self.factor.rms_error / self.factor.peer_rms_error
 
     def early(self) -> list[str]:
-        """Python lines that touch global memory ahead of the wait for the kernel before; none of a kernel without it.
+        """Python lines that touch global memory ahead of the wait for the kernel before. None of a kernel without it.
 
         A launch by itself shows none of them. None of an op, which keeps its code to itself.
         """
@@ -109,7 +109,7 @@ class Outcome:
         return found
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """(kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
         out = reported(self.hazards)
         for line in self.early():
             out.append(("ahead of the wait", line, "global memory that the kernel before may not be done with"))
@@ -137,12 +137,12 @@ class Outcome:
 
 
 def bits(x: torch.Tensor) -> bytes:
-    """The bits of a tensor, to compare runs."""
+    """Return the bits of a tensor, to compare runs."""
     return x.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def compiled(kernel_type: type, settings: tuple) -> tuple[Any, Compiled]:
-    """A kernel object and its code for sm_100a from the compile cache; its ``seconds`` are those of the compilation."""
+    """A kernel object and its code for sm_100a from the compile cache. Its ``seconds`` are those of the compilation."""
     return cached(kernel_type, settings, arguments.fake_args)
 
 
@@ -177,7 +177,7 @@ def judge(
     inputs: tuple,
     unit: torch.Tensor | float = 1.0,
 ) -> Outcome:
-    """A run's verdict: ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
+    """Judge a run: ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
     (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
     if error is None:
@@ -276,7 +276,7 @@ def run_fmha(
     sms: int | None = None,
     **device: Any,
 ) -> Outcome:
-    """Run an `Fmha` (or a variant) on a case; its own options say which parts of the case it uses.
+    """Run an `Fmha` (or a variant) on a case. Its own options say which parts of the case it uses.
 
     Args:
         kernel_type: the class; settings: its arguments in order.
@@ -310,7 +310,7 @@ def parts(
     tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """(o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
+    """Return (o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
 
     ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2]. ``sms``, ``tail``:
     see `arguments.launch_args`.

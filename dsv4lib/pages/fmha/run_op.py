@@ -23,7 +23,7 @@ KINDS = ("none", "index", "range")
 
 
 def op_arguments(case: Case, kind: str, windowed: bool, sink: bool = True, rope: bool = False) -> dict[str, Any]:
-    """A case in the op's terms, its FP8 pages if it has them; ``kind`` of entries is one of `KINDS`."""
+    """Return a case in the op's terms, its FP8 pages if it has them. ``kind`` of entries is one of `KINDS`."""
     entries = None
     pool = case.pool if case.pool_pages is None else op.Fp8Pages(*case.pool_pages)
     span = case.span if case.span_pages is None else op.Fp8Pages(*case.span_pages)
@@ -81,14 +81,14 @@ def run_fmha_op(
 
 @contextmanager
 def replaced(kernel_type: type) -> Iterator[None]:
-    """The op launches a variant of one of its kernels, a faulty one for example."""
+    """Let the op launch a variant of one of its kernels, a faulty one for example."""
     with patch.object(op, "Combine" if issubclass(kernel_type, Combine) else "Fmha", kernel_type):
         yield
 
 
 @contextmanager
 def native_path(custom: Any = op.Call.op, **device: Any) -> Iterator[Any]:
-    """A custom op as it runs on a GPU, on an emulated one: torch believes in CUDA, its streams and its graphs.
+    """Run a custom op as on a GPU, on an emulated one: torch reports CUDA, its streams and its graphs.
 
     The op is called without torch's dispatcher, so that a graph that is being captured sees every torch call inside it
     and refuses those that it would not repeat. Kernels must be warm, as on a GPU.

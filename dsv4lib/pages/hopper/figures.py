@@ -37,7 +37,7 @@ LAST = (1 << 20) - 1  # the largest position
 
 
 def recorded(fault: str = "none") -> list[Result]:
-    """The committed rows; with an injected fault as if bytes or verdicts were miscounted."""
+    """Return the committed rows. With an injected fault as if bytes or verdicts were miscounted."""
     rows = results.load()
     if fault == "bytes_doubled":
         return [dataclasses.replace(row, floor_us=row.floor_us and 2 * row.floor_us) for row in rows]
@@ -58,18 +58,18 @@ def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
 
 
 def wrong(rows: Sequence[Result]) -> list[tuple[str, str]]:
-    """(op, shape) where ours was not right, failed or was not timed."""
+    """Return (op, shape) where ours was not right, failed or was not timed."""
     return [(r.op, r.shape) for r in rows if (ours := r.named(OURS)) is None or ours.state != results.TIMED]
 
 
 def unexplained(rows: Sequence[Result], fault: str = "none") -> list[tuple[str, str]]:
-    """(op, shape) of missed rows without a note."""
+    """Return (op, shape) of missed rows without a note."""
     notes = {} if fault == "silent" else ops_table.notes()
     return [(r.op, r.shape) for r in rows if r.verdict == "missed" and not notes.get((r.op, r.shape))]
 
 
 def judged(rows: Sequence[Result]) -> Counter[str]:
-    """How many rows were reached, missed, not judged, or promised nothing."""
+    """Count how many rows were reached, missed, not judged, or promised nothing."""
     return Counter(row.verdict or "no promise" for row in rows)
 
 
@@ -88,7 +88,7 @@ def verdicts(rows: Sequence[Result]) -> None:
 
 
 def times(rows: Sequence[Result]) -> Figure:
-    """All rows at once: bytes, and how long ours, the best other and a copy took."""
+    """Draw all rows at once: bytes, and how long ours, the best other and a copy took."""
     both = [row for row in rows if row.ours_us]
     series = {
         "ours": [(row.bytes, row.ours_us) for row in both],
@@ -101,7 +101,7 @@ def times(rows: Sequence[Result]) -> Figure:
 
 
 def panels(rows: Sequence[Result], ops: Sequence[str], containing: str = "") -> Figure:
-    """Floor, ours and the best other of the rows of some ops, a panel an op."""
+    """Draw floor, ours and the best other of the rows of some ops, a panel an op."""
     chosen = {op: [_case(row) for row in rows if row.op == op and containing in row.shape] for op in ops}
     return dumbbells({op: cases for op, cases in chosen.items() if cases}, "H200, cold L2")
 
@@ -123,7 +123,7 @@ def missed(rows: Sequence[Result]) -> None:
 
 
 def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
-    """What the GPU's counters said of ours, by (op, shape); with an injected fault as if everything were read twice."""
+    """What the GPU's counters said of ours, by (op, shape). With an injected fault as if everything were read twice."""
     ours = {key[:2]: one for key, one in counters.load().items() if key[2] == OURS}
     if fault == "read_twice":
         return {key: dataclasses.replace(one, hbm_read=2 * one.hbm_read) for key, one in ours.items()}
@@ -131,7 +131,7 @@ def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
 
 
 def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dict[tuple[str, str], float]:
-    """HBM bytes that were counted over the least that the row needs, of rows of at least `LARGE` bytes."""
+    """Return HBM bytes that were counted over the least that the row needs, of rows of at least `LARGE` bytes."""
     return {
         key: (one.hbm_read + one.hbm_write) / row.bytes
         for row in rows
@@ -140,7 +140,7 @@ def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dic
 
 
 def slots(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> None:
-    """Where the time of the missed rows goes, by the GPU's counters."""
+    """Find the where the time of the missed rows goes, by the GPU's counters."""
     names = "op", "shape", "us", "HBM MB", "least MB", "L2 MB", "issue slots %", "warps %", "waits mostly for"
     lines = []
     for row in rows:

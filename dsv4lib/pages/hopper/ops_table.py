@@ -113,7 +113,7 @@ def notes(path: Path = NOTES) -> dict[tuple[str, str], Note]:
 
 
 def cells(rows: list[Result], known: dict[tuple[str, str], Note]) -> list[tuple[Any, ...]]:
-    """The cells of each row, by the columns of `HEADER`."""
+    """Return the cells of each row, by the columns of `HEADER`."""
     return [_cells(row, known.get((row.op, row.shape), UNKNOWN)) for row in rows]
 
 
@@ -158,7 +158,7 @@ def _us(value: float | None) -> str:
 
 
 def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
-    """Where the numbers are from: a line a run."""
+    """Find the where the numbers are from: a line a run."""
     used = {row.run for row in rows}
     lines = [
         f"* {key}: driver {one['driver']}, torch {one['torch']} (CUDA {one['cuda']}), {one['packages']}; "
@@ -170,13 +170,13 @@ def source(rows: list[Result], runs: dict[str, dict[str, str]]) -> str:
 
 
 def markdown(folder: Path = results.FOLDER, noted: Path = NOTES) -> str:
-    """The table of a folder of recorded rows, with its source below."""
+    """Return the table of a folder of recorded rows, with its source below."""
     rows = results.load(folder)
     return peer_pages.markdown(HEADER, cells(rows, notes(noted)), source(rows, results.runs(folder)))
 
 
 def counted(folder: Path = results.FOLDER) -> str:
-    """What the GPU's counters say of the recorded rows that promised something, with the runs they are from."""
+    """Return what the GPU's counters say of the recorded rows that promised something, with the runs they are from."""
     rows, found = results.load(folder), counters.load(folder)
     promised = {(row.op, row.shape): row for row in rows if row.promise}
     shown = [one for key, one in found.items() if key[:2] in promised]
@@ -217,7 +217,7 @@ def extract(folder: Path = results.FOLDER) -> str:
 
 
 def figure(folder: Path = results.FOLDER) -> Figure:
-    """Floor, ours and the best peer of the recorded rows, a panel an op; without ops that DSV4 does not have."""
+    """Draw floor, ours and the best peer of the recorded rows, a panel an op. Without ops that DSV4 does not have."""
     rows = [row for row in results.load(folder) if not row.op.startswith("add_rmsnorm")]
     panels = {op: [_case(row) for row in group] for op, group in groupby(rows, key=lambda row: row.op)}
     return dumbbells(panels, "Cold L2, one GPU, one process")

@@ -67,7 +67,7 @@ FAULTS = {
 
 
 def kernels_of(fault: str) -> Kernels:
-    """The kernels to run; the right ones where the fault is none of theirs."""
+    """Return the kernels to run; the right ones where the fault is none of theirs."""
     return FAULTS.get(fault, RIGHT)
 
 
@@ -90,12 +90,12 @@ class Step(NamedTuple):
 
     @property
     def visible(self) -> torch.Tensor:
-        """int64 ``[T]``: entries whose four tokens are all there, up to the query's own."""
+        """Return int64 ``[T]``: entries whose four tokens are all there, up to the query's own."""
         return (self.positions + 1) // RATE
 
 
 def step(entries: int, k: int, seed: int) -> Step:
-    """A request of 4 ``entries`` tokens: its first queries, those around k entries, and its last ones."""
+    """Return a request of 4 ``entries`` tokens: its first queries, those around k entries, and its last ones."""
     generator = torch.Generator().manual_seed(seed)
     loud = torch.ones(DIM)
     loud[list(OUTLIERS)] = LOUD
@@ -113,14 +113,14 @@ def step(entries: int, k: int, seed: int) -> Step:
 
 
 def turned(one: Step) -> torch.Tensor:
-    """fp64 ``[T, 64, 128]``: queries after RoPE, nothing rounded."""
+    """Rotate queries by RoPE, fp64 ``[T, 64, 128]``, nothing rounded."""
     half = one.table.shape[1] // 2
     rows = one.table[one.positions].double()[:, None]
     return rope.apply_tables(one.q.double(), rows[..., :half], rows[..., half:])
 
 
 def head_weights(one: Step) -> torch.Tensor:
-    """fp64 ``[T, 64]``: weights as the score takes them."""
+    """Return fp64 ``[T, 64]``: weights as the score takes them."""
     return one.weights.double() * (DIM * HEADS) ** -0.5
 
 
@@ -130,7 +130,7 @@ def head_weights(one: Step) -> torch.Tensor:
 def queries(
     one: Step, variant: str, backend: str, kernel: type = IndexerQ, hadamard: bool = True
 ) -> tuple[IndexerQueries, int]:
-    """(what `dsv4::indexer_q` leaves, hazards)."""
+    """Return (what `dsv4::indexer_q` leaves, hazards)."""
     where, found = backends.device(backend), []
     given = [x.to(where) for x in (one.q, one.weights, one.positions, one.table)]
 
@@ -142,20 +142,20 @@ def queries(
 
 
 def bytes_wrong(found: IndexerQueries, want: IndexerQueries) -> tuple[int, int]:
-    """(codes and scales, weights) that are not the bits they should be."""
+    """Return (codes and scales, weights) that are not the bits they should be."""
     parts = [(a != b).sum() for a, b in zip(found[:2], want[:2], strict=True) if a is not None]
     return int(sum(parts)), int((found.weights.view(torch.int32) != want.weights.view(torch.int32)).sum())
 
 
 def values(found: IndexerQueries) -> torch.Tensor:
-    """fp64 ``[T, H, 128]``: what the codes say; of FP8 without the scale, which is in the weights."""
+    """Return fp64 ``[T, H, 128]``: what the codes say. Of FP8 without the scale, which is in the weights."""
     if found.scales is None:
         return e4m3.decode(found.codes, torch.float64)
     return mxfp4.dequantize(mxfp4.MXFP4Tensor(found.codes, found.scales), torch.float64)
 
 
 def stored_keys(one: Step, backend: str, rotate: bool = True) -> Stored:
-    """Keys through `dsv4::quantize_indexer_keys` into pages."""
+    """Return keys through `dsv4::quantize_indexer_keys` into pages."""
     return scoring.stored(one.keys, backend, rotate)
 
 
@@ -171,22 +171,22 @@ def block_error(x: torch.Tensor, rotate: bool) -> torch.Tensor:
 
 
 def scores(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """fp64 ``[T, S]`` by the oracle: a weighted sum over heads of ReLU(q . k)."""
+    """Return fp64 ``[T, S]`` by the oracle: a weighted sum over heads of ReLU(q . k)."""
     return indexer.scores(q[None], keys[None].double(), weights[None].double())[0]
 
 
 def kernel_scores(one: Step, found: IndexerQueries, keys: Stored, backend: str, kernel: type = IndexerLogits) -> Scored:
-    """Scores of FP4 queries by `dsv4::indexer_logits`."""
+    """Return the scores of FP4 queries by `dsv4::indexer_logits`."""
     return scoring.scored(found, values(found), keys, one.visible, backend, kernel)
 
 
 def exact_scores(one: Step) -> torch.Tensor:
-    """Nothing quantised."""
+    """Score with nothing quantised."""
     return scores(turned(one), one.keys, head_weights(one))
 
 
 def score_error(found: torch.Tensor, want: torch.Tensor) -> float:
-    """Root mean square difference of scores over the spread of the right ones, a query; the worst query."""
+    """Return the root mean square difference of scores over the spread of the right ones, a query; the worst query."""
     return float(((found - want).square().mean(-1).sqrt() / want.std(-1)).max())
 
 
@@ -205,7 +205,7 @@ def folded_error(one: Step, found: IndexerQueries, keys: torch.Tensor) -> float:
 def picks(
     score: torch.Tensor, visible: torch.Tensor, k: int, backend: str, kernel: type = TopK
 ) -> tuple[torch.Tensor, int]:
-    """(int32 ``[T, k]`` by `dsv4::topk`, hazards) of fp32 scores."""
+    """Return (int32 ``[T, k]`` by `dsv4::topk`, hazards) of fp32 scores."""
     where, found = backends.device(backend), []
     given = score.float().contiguous().to(where), k, visible.int().to(where)
     name = "ClusterTopK" if issubclass(kernel, ClusterTopK) else "TopK"
@@ -216,18 +216,18 @@ def picks(
 
 
 def ascending(best: torch.Tensor) -> torch.Tensor:
-    """The oracle's picks in the order of their indices, int32."""
+    """Return the oracle's picks in the order of their indices, int32."""
     ranked = torch.where(best < 0, 1 << 30, best).sort(-1).values
     return torch.where(ranked == 1 << 30, -1, ranked).int()
 
 
 def wanted_picks(score: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    """What `picks` must find: exact, of equal scores the lower index."""
+    """Return what `picks` must find: exact, of equal scores the lower index."""
     return ascending(oracle.topk(score.float(), k, visible))
 
 
 def unseen_picked(found: torch.Tensor, visible: torch.Tensor) -> int:
-    """Picks of entries that the query cannot see yet."""
+    """Return the picks of entries that the query cannot see yet."""
     return int((found >= visible[:, None]).sum())
 
 
@@ -248,7 +248,7 @@ def recall(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def hard_rows(seed: int) -> dict[str, torch.Tensor]:
-    """Rows of `HARD` scores that are hard in different ways, by name."""
+    """Return the rows of `HARD` scores that are hard in different ways, by name."""
     x = torch.randn(HARD, generator=torch.Generator().manual_seed(seed))
     rising = torch.arange(HARD).float()
     return {
@@ -290,7 +290,7 @@ def _kernel_of(variant: str, kernel: type = TopK) -> type:
 
 
 def hard_picks(variant: str, rows: torch.Tensor, kernel: type = TopK, arch: str = ARCH) -> tuple[torch.Tensor, int]:
-    """(int32 picks of a variant of the kernel in the emulator, wherever this page runs; hazards)."""
+    """Return (int32 picks of a variant of the kernel in the emulator, wherever this page runs; hazards)."""
     fake = pick_arguments.fake_args
     made, code = compile_cache.default().get(_kernel_of(variant, kernel), dict(VARIANTS[variant]), fake, arch)
     gpu, found = make(arch, checks="race"), torch.full((len(rows), HARD_K), -7, dtype=torch.int32)
@@ -300,7 +300,7 @@ def hard_picks(variant: str, rows: torch.Tensor, kernel: type = TopK, arch: str 
 
 
 def hard_wrong(seed: int, kernel: type = TopK) -> tuple[dict[str, dict[str, int]], int]:
-    """({variant: {row: picks that are wrong}}, hazards)."""
+    """Return ({variant: {row: picks that are wrong}}, hazards)."""
     rows = hard_rows(seed)
     stacked, wrong, hazards = torch.stack(list(rows.values())), {}, 0
     want = wanted_picks(stacked, torch.full((len(rows),), HARD), HARD_K)
@@ -312,12 +312,12 @@ def hard_wrong(seed: int, kernel: type = TopK) -> tuple[dict[str, dict[str, int]
 
 
 def wrong_in(table: Mapping[str, Mapping[str, int]]) -> int:
-    """All of `hard_wrong`'s."""
+    """Count all of `hard_wrong`'s."""
     return sum(sum(line.values()) for line in table.values())
 
 
 def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
-    """int64: the bin of each score, 0 the best: 5 bits of exponent and some of the mantissa, for either sign."""
+    """Return int64: the bin of each score, 0 the best: 5 bits of exponent and some of the mantissa, for either sign."""
     half, bits = bins // 2, (score.float() + 0.0).view(torch.int32).long()  # the sum makes 0 of -0
     mantissa = half.bit_length() - 1 - 5
     magnitude = ((bits & 0x7FFFFFFF) >> 23 - mantissa) - (127 - 16 << mantissa)
@@ -329,7 +329,7 @@ def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
 
 
 def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page: what does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
+    """Judge every check of the page: what does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
     one = step(entries, k, seed)
     found, hazards = {}, 0
     for variant in ("fp4", "fp8"):
@@ -389,7 +389,7 @@ def traffic(one: Step, seed: int, kernel: type = TopK) -> tuple[dict[str, Traffi
 
 
 def arch_bytes(one: Step, seed: int, hopper: Kernels = RIGHT) -> int:
-    """Bytes that differ between kernels compiled for Blackwell and for Hopper; ``hopper``: those of the latter."""
+    """Bytes that differ between kernels compiled for Blackwell and for Hopper. ``hopper``: those of the latter."""
     results = []
     rows = torch.stack(list(hard_rows(seed).values()))
     for arch, kernels in zip(ARCHS, (RIGHT, hopper), strict=True):

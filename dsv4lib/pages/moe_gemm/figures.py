@@ -64,7 +64,7 @@ def routed(model: str, tokens: Sequence[int], seed: int = 0, skew: float = 0.0) 
 
 
 def load_table(model: str, found: Mapping[int, torch.Tensor]) -> float:
-    """Show the loads of each batch; returns by what share the active experts of all of them differ from the formula."""
+    """Show the loads of each batch. Returns by what share the active experts of all of them differ from the formula."""
     rows, features, seen, formula = [], 2 * moe.MODELS[model].width, 0, 0.0
     for tokens, counts in found.items():
         shape = moe.Shape(model, "nvfp4", tokens)
@@ -81,7 +81,7 @@ def load_table(model: str, found: Mapping[int, torch.Tensor]) -> float:
 
 
 def load_histogram(found: Mapping[int, torch.Tensor], title: str) -> Figure:
-    """How many experts have how many tokens, a panel a batch, beside what equal chances would give."""
+    """Draw how many experts have how many tokens, a panel a batch, beside what equal chances would give."""
     panels = {}
     for tokens, counts in found.items():
         mean = moe.TOP * tokens / len(counts)
@@ -112,7 +112,7 @@ def columns(kernel: MoeGemm) -> list[tuple[str, int, int]]:
 
 
 def tile_picture(kernel: MoeGemm) -> Figure:
-    """The product of a K step, and the memories, with the stages of each ring as one."""
+    """Draw the product of a K step, and the memories, with the stages of each ring as one."""
     product = Part("W", config.TILE_M, kernel.step_k, "SMEM"), Part("X^T", kernel.step_k, kernel.tile_n, "SMEM")
     sizes: dict[str, int] = {}
     for name, size in kernel.buffers():
@@ -124,14 +124,14 @@ def tile_picture(kernel: MoeGemm) -> Figure:
 
 
 def scale_block() -> Figure:
-    """Byte of each scale in a block of 128 rows x 4, as the GEMM reads it from global memory."""
+    """Draw the byte of each scale in a block of 128 rows x 4, as the GEMM reads it from global memory."""
     offsets = [[scale_swizzle.byte_offset(row, col, 4) for col in range(4)] for row in range(128)]
     title = "a block of scales: byte of (row, scale); rows 32 apart are neighbours"
     return viz.layout.grid(np.array(offsets), title, ("row", "scale of the row"), what="byte")
 
 
 def scales_in_tmem(trace: Trace, kernel: MoeGemm) -> Figure:
-    """The row whose scales each cell of the first copied block holds: its 16-byte chunks as the trace has them."""
+    """Draw the row whose scales each cell of the first copied block holds: its 16-byte chunks as the trace has them."""
     row = int(np.nonzero(trace.tmem["what"] == "cp")[0][0])
     copy = trace.tmem[row]
     source = int(np.nonzero((trace.smem["op"] == copy["op"]) & ~trace.smem["write"])[0][0])
@@ -179,7 +179,7 @@ def loaded_tiles(trace: Trace, made: Case, kernel: MoeGemm) -> dict[int, list[mo
 
 
 def schedule_mismatches(trace: Trace, made: Case, kernel: MoeGemm, grid: int, tile_n: int = 0) -> int:
-    """Tiles that a CTA does not load when `bench.moe.tiles` says so; ``tile_n``: another than the kernel's."""
+    """Return tiles that a CTA does not load when `bench.moe.tiles` says so. ``tile_n``: another than the kernel's."""
     want = moe.tiles(made.call.counts.tolist(), made.w.shape[1], tile_n or kernel.tile_n, kernel.pair_m)
     found = loaded_tiles(trace, made, kernel)
     wrong = 0
@@ -190,7 +190,7 @@ def schedule_mismatches(trace: Trace, made: Case, kernel: MoeGemm, grid: int, ti
 
 
 def schedule_timeline(trace: Trace, made: Case, kernel: MoeGemm) -> Figure:
-    """Whose tile each CTA multiplies, over time: from the first MMA of a tile to its last."""
+    """Draw whose tile each CTA multiplies, over time: from the first MMA of a tile to its last."""
     tracks = []
     for cta, order in loaded_tiles(trace, made, kernel).items():
         born = trace.life(cta)[0]
@@ -207,7 +207,7 @@ def schedule_timeline(trace: Trace, made: Case, kernel: MoeGemm) -> Figure:
 
 
 def hidden(kernel: MoeGemm, made: Case) -> torch.Tensor:
-    """What the NVFP4 output of the first GEMM stands for, fp64, rows with a token."""
+    """Return what the NVFP4 output of the first GEMM stands for, fp64, rows with a token."""
     call, out = made.call, []
     scales = scale_swizzle.unswizzle(call.out_scales, len(made.x), made.w.shape[1] // 2 // nvfp4.BLOCK)
     values = e2m1.decode(e2m1.unpack(call.out), torch.float64)
@@ -218,7 +218,7 @@ def hidden(kernel: MoeGemm, made: Case) -> torch.Tensor:
 
 
 def swiglu_curves(limit: float) -> Figure:
-    """silu with and without the clamp, and what the clamp makes of up."""
+    """Draw silu with and without the clamp, and what the clamp makes of up."""
     gate = torch.linspace(-2 * limit, 2 * limit, 121, dtype=torch.float64)
     silu = torch.nn.functional.silu
     panels = {
@@ -254,7 +254,7 @@ def modes_table(done: Mapping[str, tuple[Outcome, Case, float]]) -> None:
 
 
 def mode_errors(done: Mapping[str, tuple[Outcome, Case, float]]) -> Figure:
-    """Errors of the largest group against fp64 of the same operands, in units of each row's size, mode by mode."""
+    """Draw errors of the largest group against fp64 of the same operands, in units of each row's size, mode by mode."""
     maps = {}
     for name, (outcome, made, _) in done.items():
         counts = made.call.counts
@@ -266,7 +266,7 @@ def mode_errors(done: Mapping[str, tuple[Outcome, Case, float]]) -> Figure:
 
 
 def output_bytes(made: Case) -> bytes:
-    """All that a launch wrote."""
+    """List all that a launch wrote."""
     call = made.call
     return b"".join(x.view(torch.uint8).numpy().tobytes() for x in (call.out, call.out_scales) if x is not None)
 
@@ -322,7 +322,7 @@ def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted
 
 
 def bytes_off(found: Mapping[str, moe.Counted], configurations: Mapping[str, dict[str, Any]]) -> int:
-    """Bytes by which what TMA loads for K steps of full tiles differs from what the configurations say."""
+    """Return the bytes by which what TMA loads for K steps of full tiles differs from what the configurations say."""
     off = 0.0
     for name, options in configurations.items():
         kernel = MoeGemm(**options)
@@ -333,7 +333,7 @@ def bytes_off(found: Mapping[str, moe.Counted], configurations: Mapping[str, dic
 
 
 def cost_bars(found: Mapping[str, moe.Counted], gpu: Any) -> Figure:
-    """Clocks that resources of an SM need for a K step, of 16 tokens and of a full tile."""
+    """Draw the clocks that resources of an SM need for a K step, of 16 tokens and of a full tile."""
     names = [f"{name}, {rows} tokens" for name, c in found.items() for rows in (16, c.tile_n)]
     needs = [moe.resources(c.step_of(rows), gpu) for c in found.values() for rows in (16, c.tile_n)]
     whats = "tensor core", "SMEM", "TMA in", "L2"
@@ -364,7 +364,7 @@ PREDICTED = (
 
 
 def predicted(rows: Sequence[moe.Row]) -> list[tuple]:
-    """Cells of the static model's table, see `PREDICTED`."""
+    """Return the cells of the static model's table, see `PREDICTED`."""
     return [
         (
             row.model,
@@ -392,6 +392,6 @@ def predictions(rows: Sequence[moe.Row]) -> None:
 
 
 def rooflines(rows: Sequence[moe.Row]) -> Figure:
-    """The static model's rates under the roofs."""
+    """Draw the static model's rates under the roofs."""
     title = "Routed experts on a B200: modelled, not measured"
     return viz.roofline.roofline(moe.points(list(rows)), moe.RECIPES["nvfp4"].peak / 1e12, {"HBM 8 TB/s": 8.0}, title)

@@ -41,7 +41,7 @@ HEADER = (
 
 
 def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """What the table shows of each row that ran, see `HEADER`."""
+    """Return what the table shows of each row that ran, see `HEADER`."""
     return [
         (
             row["kernel"],
@@ -66,7 +66,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
-    """The committed table (or ``rows``), what did not run and why, and the source."""
+    """Return the committed table (or ``rows``), what did not run and why, and the source."""
     rows = moe_peers.load() if rows is None else rows
     refused = [row for row in rows if row["reason"]]
     lines = ["Not in the table:", ""]
@@ -78,7 +78,7 @@ def markdown(rows: list[dict[str, Any]] | None = None) -> str:
 
 
 def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
-    """The committed table (or ``rows``) as bars, one panel a quantity; ours in bold."""
+    """Draw the committed table (or ``rows``) as bars, one panel a quantity. Ours in bold."""
     rows = moe_peers.ran(moe_peers.load() if rows is None else rows)
     operands = [row["smem_operands"] / 1024 for row in rows]
     panels = [

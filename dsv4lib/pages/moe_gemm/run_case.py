@@ -57,16 +57,16 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        """Numbers as they should be, whatever the checks say."""
+        """Tell whether the numbers are as they should be, whatever the checks say."""
         return self.error is None and self.error_over_fp32 <= FACTOR and self.wrong_codes <= TIES
 
     @property
     def clean(self) -> bool:
-        """Right, no hazard, nothing written where no token is."""
+        """Tell whether it is right, without hazard, and nothing is written where no token is."""
         return self.right and not self.hazards and not self.stray
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """(kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
         out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def expected(kernel: MoeGemm, made: Case, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """What a kernel computes of a case before it rounds, [R, F], in ``dtype``; rows without a token are 0."""
+    """Compute what a kernel gives before it rounds, [R, F], in ``dtype``. Rows without a token are 0."""
     call = made.call
     out = torch.zeros(len(made.x), made.w.shape[1], dtype=dtype)
     for e, (first, count) in enumerate(zip(call.offsets.tolist(), call.counts.tolist(), strict=True)):
@@ -98,7 +98,7 @@ def expected(kernel: MoeGemm, made: Case, dtype: torch.dtype = torch.float64) ->
 
 
 def in_steps(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, step: int) -> torch.Tensor:
-    """x w^T summed over steps of K in their order, in ``dtype``: what MMAs that round after each would give."""
+    """Sum x w^T over steps of K in their order, in ``dtype``: what MMAs that round after each would give."""
     out = torch.zeros(len(x), len(w), dtype=dtype)
     for k in range(0, x.shape[1], step):
         out += x[:, k : k + step].to(dtype) @ w[:, k : k + step].to(dtype).T
@@ -106,7 +106,7 @@ def in_steps(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, step: int) ->
 
 
 def compiled(kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Compiled]:
-    """A kernel object and its code for sm_100a from the compile cache.
+    """Compile a kernel for sm_100a, or take it from the compile cache: (kernel object, its code).
 
     A class whose arguments have no names (``**settings``) has no place there: it is compiled once in a process.
     """
@@ -160,7 +160,7 @@ def _native(kernel: MoeGemm, code: Compiled, made: Case, grid: int) -> Native:
 
 
 def mode_case(mode: str, counts: list[int], features: int, k: int, seed: int = 0) -> tuple[dict, Case, torch.Tensor]:
-    """Groups of tokens times NVFP4 weights that a precision mode has converted; x and weights are the same in each.
+    """Groups of tokens times NVFP4 weights that a precision mode has converted. X and weights are the same in each.
 
     Args:
         mode: key of `layers.moe.FORMS`. counts: tokens of each expert. features, k: N and K, a multiple of 128.
@@ -215,7 +215,7 @@ def _activations(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, Any, torch
 
 
 def judge(kernel: MoeGemm, made: Case) -> tuple[float, float]:
-    """(`Outcome.error_over_fp32`, `Outcome.wrong_codes`) of the output that is in ``made.call``."""
+    """Return (`Outcome.error_over_fp32`, `Outcome.wrong_codes`) of the output that is in ``made.call``."""
     rows = made.rows()
     truth = expected(kernel, made)[rows]
     if kernel.quantised:
@@ -254,7 +254,7 @@ def wrong_codes(kernel: MoeGemm, made: Case, truth: torch.Tensor, rows: torch.Te
 
 
 def stray_bytes(made: Case) -> int:
-    """Bytes of the output that changed in rows without a token."""
+    """Return the bytes of the output that changed in rows without a token."""
     free = torch.ones(len(made.x), dtype=torch.bool)
     free[made.rows()] = False
     return int((made.call.out.view(torch.uint8)[free] != SENTINEL).sum())

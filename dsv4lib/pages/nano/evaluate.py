@@ -19,12 +19,12 @@ LENGTH = 2048  # bytes of a held-out window
 
 
 def shipped() -> Path:
-    """Folder of the checkpoint that the lab ships."""
+    """Return the folder of the checkpoint that the lab ships."""
     return env.root() / "data" / "nano"
 
 
 def held_windows(count: int, length: int) -> corpus.Windows:
-    """The first ``length`` bytes of ``count`` windows of the held-out text that is shipped."""
+    """Return the first ``length`` bytes of ``count`` windows of the held-out text that is shipped."""
     text = (shipped() / "heldout.txt").read_bytes()
     parts = [text[at : at + length] for at in range(0, len(text), LENGTH)]
     if not 1 <= count <= len(parts):
@@ -70,7 +70,7 @@ def command(
 
 
 def line(row: Row) -> str:
-    """One row as text."""
+    """Return one row as text."""
     return (
         f"{row.name:30s} {row.bpb:.4f} bits per byte  {row.difference:+.5f} [{row.low:+.5f}, {row.high:+.5f}]"
         f"  KL {row.kl:.6f}  same {row.same:.4f}"

@@ -23,14 +23,14 @@ TARGETS = ("sm_100a", "sm_100f", "sm_103a")
 
 
 def code_grids() -> Figure:
-    """The values of every element and scale format of the lab."""
+    """Draw the values of every element and scale format of the lab."""
     grids = {f.name: f.values().numpy() for f in (E2M1, E2M3, E3M2, E4M3, E5M2)}
     grids["E8M0"] = ue8m0.decode(torch.arange(255).to(torch.uint8), torch.float64).numpy()
     return viz.grids.number_lines(grids, "every format: how many positive values, and where")
 
 
 def product_map() -> Figure:
-    """Relative rounding error of E4M3(c * s), code by mantissa of the block scale, far from underflow."""
+    """Draw the relative rounding error of E4M3(c * s), code by mantissa of the block scale, far from underflow."""
     codes = E2M1.values()[1:8]
     mantissas = 1 + torch.arange(8, dtype=torch.float64) / 8
     exact = codes[:, None] * mantissas
@@ -41,7 +41,7 @@ def product_map() -> Figure:
 
 
 def block_errors(sample: Sample, modes: Sequence[str], rows: int = 32, blocks: int = 112) -> Figure:
-    """Relative error of each block of 32 in some modes, one raster a mode."""
+    """Draw the relative error of each block of 32 in some modes, one raster a mode."""
     exact = sample.values[:rows, : blocks * MX_GROUP].unflatten(-1, (-1, MX_GROUP))
     maps = {}
     for mode in modes:
@@ -67,7 +67,7 @@ def error_by_code(sample: Sample, modes: Sequence[str]) -> Figure:
 
 
 def scale_ratios(sample: Sample) -> Figure:
-    """The factor by which the naive conversion changes each block of 16."""
+    """Draw the factor by which the naive conversion changes each block of 16."""
     q = sample.quantized
     was = e4m3.decode(q.scales, torch.float64) * q.global_scale.to(torch.float64)
     pair = was.unflatten(-1, (-1, 2))
@@ -134,7 +134,7 @@ def conversions(done: Sequence[Conversion]) -> None:
 
 
 def expert_table(one: Expert, rows: Sequence[str], activations: Sequence[str]) -> dict[tuple[str, str], Error]:
-    """Show one expert's error by weights and activations; returns (row, activations) -> error.
+    """Show one expert's error by weights and activations. Returns (row, activations) -> error.
 
     The reference has exact NVFP4 weights and bf16 activations; the cosine is against the unquantised fp32 expert.
     """
@@ -155,7 +155,7 @@ def expert_table(one: Expert, rows: Sequence[str], activations: Sequence[str]) -
 
 
 def instruction_variants(targets: Mapping[str, str]) -> int:
-    """Show which MMA variants ptxas accepts for each target; return how many answers are not as recorded.
+    """Show which MMA variants ptxas accepts for each target. Return how many answers are not as recorded.
 
     Args:
         targets: heading -> target.
@@ -194,7 +194,7 @@ def exact_difference(mode: str, lo: bool = True, twice: bool = False) -> float:
 
 
 def frontier(done: Sequence[Conversion]) -> Figure:
-    """Bits a weight and what is lost against the weights before NVFP4, conversion by conversion."""
+    """Draw the bits a weight and what is lost against the weights before NVFP4, conversion by conversion."""
     names = [row.name for row in done]
     loss = [max(row.original["gaussian"].db, 0.0) for row in done]
     panels = [
@@ -205,7 +205,7 @@ def frontier(done: Sequence[Conversion]) -> Figure:
 
 
 def operand_differences(sample: Sample, scales_in_order: bool = False) -> int:
-    """Elements of a gate/up operand that do not come back as the weights that went in.
+    """Return the elements of a gate/up operand that do not come back as the weights that went in.
 
     Two halves of the sample are gate and up; the operand is read as the GEMM reads it: row, nibble, place of the scale.
 

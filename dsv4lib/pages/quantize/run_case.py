@@ -42,7 +42,7 @@ class Sample:
 
 
 def samples(rows: int = SHAPE[0], names: tuple[str, ...] = SAMPLES, stretch: float = 1.0) -> dict[str, Sample]:
-    """The first ``rows`` rows of each sample; all come from one stream of random numbers, in the order of `SAMPLES`.
+    """The first ``rows`` rows of each sample. All come from one stream of random numbers, in the order of `SAMPLES`.
 
     Fewer rows are a part of the same matrices: the global scale, whose mantissa moves most of the bad conversions by
     a decibel, stays that of the whole. ``stretch`` multiplies it, to move the mantissa.
@@ -84,12 +84,12 @@ class Error:
 
     @property
     def relative(self) -> float:
-        """|x - ref| / |ref|."""
+        """Compute |x - ref| / |ref|."""
         return 10 ** (-self.db / 20)
 
 
 def error(x: torch.Tensor, reference: torch.Tensor) -> Error:
-    """Error of ``x`` against ``reference``, in fp64."""
+    """Return the error of ``x`` against ``reference``, in fp64."""
     x, reference = x.to(torch.float64).flatten(), reference.to(torch.float64).flatten()
     difference = x - reference
     noise, signal = difference.dot(difference), reference.dot(reference)
@@ -99,7 +99,7 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> Error:
 
 
 def mx(x: torch.Tensor, element: MiniFloat, scale: str = "ceil") -> torch.Tensor:
-    """[..., K] through ``element`` with one E8M0 scale per 32, back in fp64.
+    """Pass [..., K] through ``element`` with one E8M0 scale per 32, back in fp64.
 
     ``scale``: "ceil" 2^ceil(log2(amax / largest)); "floor" OCP's, 2^(floor(log2 amax) - exponent of the largest), which
     may saturate.
@@ -122,7 +122,7 @@ def residual_planes(x: torch.Tensor, planes: int) -> torch.Tensor:
 
 
 def codes_kept(q: NVFP4Tensor, rounding: str, merge: bool) -> torch.Tensor:
-    """The bad conversion with the global scale folded in fp32: codes kept, scale to a power of two.
+    """Convert badly with the global scale folded in fp32: codes kept, scale to a power of two.
 
     ``rounding`` of the exponent: "floor", "nearest" or "ceil"; ``merge``: one scale per 32 (the maximum), else per 16.
     """
@@ -194,13 +194,13 @@ class Expert:
     limit: float
 
     def run(self, planes: tuple[torch.Tensor, torch.Tensor, torch.Tensor], activations: str) -> torch.Tensor:
-        """The expert's output [T, H] with these weights; the inputs of both GEMMs pass through ``activations``."""
+        """The expert's output [T, H] with these weights. The inputs of both GEMMs pass through ``activations``."""
         w1, w3, w2 = planes
         x = _activation(self.x, activations)
         return linear(_activation(swiglu(linear(x, w1), linear(x, w3), self.limit), activations), w2)
 
     def weights(self, convert: Callable[[NVFP4Tensor, torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple:
-        """Its three matrices through a `Row`'s conversion, float32."""
+        """Pass its three matrices through a `Row`'s conversion, float32."""
         values = (nvfp4.dequantize(q, torch.float64) for q in self.quantized)
         parts = zip(self.quantized, values, self.original, strict=True)
         return tuple(convert(*part).to(torch.float32) for part in parts)
@@ -250,7 +250,7 @@ class Conversion:
 
 
 def table(found: dict[str, Sample], rows: Sequence[Row] = ROWS) -> list[Conversion]:
-    """Every row over the samples; the samples of another standard deviation only where there is a record of them."""
+    """Every row over the samples. The samples of another standard deviation only where there is a record of them."""
     known, out = recorded(), []
     for row in rows:
         errors, original = {}, {}

@@ -51,18 +51,18 @@ class Around(NamedTuple):
 
 
 def table(rows: int) -> torch.Tensor:
-    """fp32 ``[rows, 64]``: cosines and sines of a CSA layer."""
+    """Return fp32 ``[rows, 64]``: cosines and sines of a CSA layer."""
     return torch.cat(rope.cos_sin(torch.arange(rows), rope.layer_freqs(FLASH, LayerKind.CSA), torch.float32), -1)
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """fp64: x ``[T, H, 512]`` by the angles of its positions."""
+    """Rotate x ``[T, H, 512]`` by the angles of its positions, fp64."""
     cos, sin = table(int(positions.max()) + 1)[positions].double()[:, None].chunk(2, -1)
     return rope.apply_tables(x.double(), cos, sin)
 
 
 def run(seed: int, fault: str = "none") -> Around:
-    """Both launches, and what speaks against them."""
+    """Run both launches and return error, hazards and results."""
     generator = torch.Generator().manual_seed(seed)
     tokens, positions = len(POSITIONS), torch.tensor(POSITIONS)
     q = (torch.randn(tokens, HEADS, DIM, generator=generator) * torch.logspace(-1, 1, HEADS)[:, None]).bfloat16()
@@ -112,7 +112,7 @@ def distances(seed: int) -> Figure:
 
 
 def way_home(around: Around) -> Figure:
-    """Error of each group of 64 dims in percent of its size: stored rows as they are, and rotated back."""
+    """Draw the error of each group of 64 dims in percent of its size: stored rows as they are, and rotated back."""
     home = rmsnorm(around.kv.double(), around.weight.double(), EPS)
     rows, lines = [], []
     size = home.unflatten(-1, (-1, GROUP)).norm(dim=-1)

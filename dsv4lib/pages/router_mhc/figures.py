@@ -100,7 +100,7 @@ class Judged(NamedTuple):
 
 
 def case(tokens: int, d: int, experts: int, seed: int) -> Boundary:
-    """Normals; tokens, streams and outputs of different scales, two experts alike and liked."""
+    """Make normals; tokens, streams and outputs of different scales, two experts alike and liked."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def case(tokens: int, d: int, experts: int, seed: int) -> Boundary:
 
 
 def run(given: Boundary, fault: str = "none") -> Found:
-    """The boundary, then both routers on its y, in the emulator with the race detector on."""
+    """Run the boundary, then both routers on its y, in the emulator with the race detector on."""
     comb = given.comb.mT.contiguous() if fault == "comb_plain" else given.comb
     site, bias = given.site, given.bias
     if fault == "weight_forgotten":
@@ -211,7 +211,7 @@ class Fusion(NamedTuple):
 
 
 def fusion(given: Boundary, fault: str = "none") -> Fusion:
-    """Sublayer output and one stream, added, normed and quantised to FP8: in one launch, and in two."""
+    """Add sublayer output and one stream, norm and quantise to FP8: in one launch, and in two."""
     x, residual, weight = given.f, given.streams[:, 0].contiguous(), given.site.weight
     with emulator.device(ARCH, checks="race") as gpu:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
@@ -227,7 +227,7 @@ def fusion(given: Boundary, fault: str = "none") -> Fusion:
 
 
 def flow() -> Figure:
-    """Three launches as boxes."""
+    """Draw three launches as boxes."""
     blue, orange, green, pink = PALETTE[:4]
     return diagram.pipeline(
         {
@@ -259,14 +259,14 @@ def flow() -> Figure:
 
 
 def coefficient_map(found: Found) -> Figure:
-    """post of each token as numbers: 1 is what an ordinary residual has."""
+    """Draw the post of each token as numbers: 1 is what an ordinary residual has."""
     names = [f"token {t}" for t in range(len(found.post))]
     labels = "", "stream that takes the output", "post"
     return grids.value_map(found.post[:16], names[:16], list("0123"), labels, "post = 2 sigmoid(...)", "{:.2f}")
 
 
 def combs(found: Found, count: int = 5) -> Figure:
-    """comb of the first tokens."""
+    """Draw the comb of the first tokens."""
     shown = found.comb[:count]
     return model.mixing_matrices(shown, [f"token {t}" for t in range(len(shown))], "comb: from row to column")
 
@@ -277,14 +277,14 @@ def pairs(logits: torch.Tensor, iters: int = ITERS, eps: float = EPS) -> torch.T
 
 
 def comb_logits(given: Boundary, found: Found) -> torch.Tensor:
-    """What Sinkhorn starts from, fp64 [T, 4, 4]."""
+    """Return what Sinkhorn starts from, fp64 [T, 4, 4]."""
     fn, scale, base, _ = (x.double() for x in given.site)
     m = oracle.split(oracle.mixes(found.streams.double(), fn, EPS), N)[2]
     return scale[2] * m + oracle.split(base, N)[2]
 
 
 def convergence(given: Boundary, found: Found) -> Figure:
-    """How far row and column sums are from 1, pair by pair; largest of all tokens."""
+    """Draw how far row and column sums are from 1, pair by pair. Largest of all tokens."""
     start = comb_logits(given, found)
     lines: dict[str, dict[str, torch.Tensor]] = {"row sums": {}, "column sums": {}}
     for name, times in (("these logits", 1), ("3 times as large", 3)):
@@ -295,7 +295,7 @@ def convergence(given: Boundary, found: Found) -> Figure:
 
 
 def gains(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Largest absolute row sum of the product of all write-backs so far, [sites], by what holds the matrices."""
+    """Return largest absolute row sum of the product of all write-backs so far, [sites], by what holds the matrices."""
     generator, sites = torch.Generator().manual_seed(seed), 2 * FLASH.n_layers
     logits = torch.randn(sites, N, N, generator=generator, dtype=torch.float64)
     kinds = {
@@ -314,14 +314,14 @@ def gains(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def growth(seed: int = 0) -> Figure:
-    """`gains`, drawn."""
+    """Draw `gains`."""
     found = gains(seed)
     sites = range(1, 2 * FLASH.n_layers + 1)
     return model.curves(sites, {"what the mixing does to a stream": found}, "sites", "largest gain", "y")
 
 
 def scores(given: Boundary, found: Found, judged: Judged, token: int = 0, count: int = 10) -> Figure:
-    """The best experts of one token by a + bias: what selects, what weighs."""
+    """Draw the best experts of one token by a + bias: what selects, what weighs."""
     a = judged.affinity[token]
     order = (a + given.bias).argsort(descending=True, stable=True)[:count].tolist()
     weight = dict(zip(found.experts[token].tolist(), found.weights[token].tolist(), strict=True))
@@ -337,7 +337,7 @@ def scores(given: Boundary, found: Found, judged: Judged, token: int = 0, count:
 
 
 def loads(tokens: int = 1024, experts: int = 64, steps: int = 150, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Tokens of each expert over the mean, largest first: without bias, with one that was trained, by table.
+    """Return the tokens of each expert over the mean, largest first: without bias, with one that was trained, by table.
 
     The bias grows where an expert has fewer tokens than the mean and shrinks where it has more, by a fixed step.
     """
@@ -358,7 +358,7 @@ def loads(tokens: int = 1024, experts: int = 64, steps: int = 150, seed: int = 0
 
 
 def load_figure(found: Mapping[str, torch.Tensor]) -> Figure:
-    """`loads`, drawn."""
+    """Draw `loads`."""
     experts = len(next(iter(found.values())))
     return model.curves(
         range(experts), {"load of every expert": found}, "expert, the busiest first", "tokens over the mean"
@@ -374,7 +374,7 @@ class Step(NamedTuple):
 
 
 def mhc_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
-    """The boundary in four launches, and what later launches still read."""
+    """List the four launches of the boundary, and what later launches still read."""
     wide, row, mat, vec = tokens * N * d * 2, tokens * d * 2, tokens * N * N * 4, tokens * N * 4
     return [
         Step("write-back", {"X": wide, "F": row, "post": vec, "comb": mat}, {"X'": wide}),
@@ -389,7 +389,7 @@ def mhc_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
 
 
 def norm_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
-    """Addition with norm, then quantisation to FP8, and what later launches read."""
+    """List addition with norm, then quantisation to FP8, and what later launches read."""
     row = tokens * d * 2
     return [
         Step("add, norm", {"x": row, "residual": row, "weight": d * 4}, {"h": row, "y": row}),
@@ -398,19 +398,19 @@ def norm_chain(tokens: int, d: int) -> tuple[list[Step], set[str]]:
 
 
 def chain_bytes(steps: list[Step]) -> int:
-    """What a launch each moves."""
+    """Count what each launch moves."""
     return sum(sum(step.reads.values()) + sum(step.writes.values()) for step in steps)
 
 
 def fused_bytes(steps: list[Step], wanted: set[str]) -> int:
-    """What one launch moves: each input once, and only what later launches read."""
+    """Count what one launch moves: each input once, and only what later launches read."""
     made = {name: size for step in steps for name, size in step.writes.items()}
     read = {name: size for step in steps for name, size in step.reads.items() if name not in made}
     return sum(read.values()) + sum(size for name, size in made.items() if name in wanted)
 
 
 def traffic(rows: list[Result], fault: str = "none") -> int:
-    """A table of chain and fused bytes at Flash's size; returns how many bytes the recorded rows count otherwise."""
+    """A table of chain and fused bytes at Flash's size. Returns how many bytes the recorded rows count otherwise."""
     lines, off = [], 0
     for op, shape, chain in (("mhc", "Flash", mhc_chain), ("add_rmsnorm_quant", "Flash fp8", norm_chain)):
         for tokens in (1, 8, 32, 128, 4096):
