@@ -149,7 +149,7 @@ def _offset(source: str, line: int, column: int) -> int:
 
 
 def chosen(root: Path, number: int, seed: int, only: str = "") -> list[Mutant]:
-    """Choose ``number`` mutants of the package. A random file, weighted by its lines, then an operator, then a place."""
+    """Choose ``number`` mutants of the package. A random file, weighted by lines, then an operator, then a place."""
     randomly = random.Random(seed)
     paths = sorted(p for p in (root / PACKAGE).rglob("*.py") if only in str(p.relative_to(root)))
     sources = {str(p.relative_to(root)): p.read_text() for p in paths}

@@ -1,4 +1,4 @@
-"""Mistakes of the kernel, one at a time: a class is the kernel with one thing replaced. `FAULTS` holds them by name."""
+"""Injected faults of the kernel, one at a time: a class is it with one thing replaced. `FAULTS` holds them by name."""
 
 from __future__ import annotations
 
