@@ -1,4 +1,4 @@
-"""The dimensions of DeepSeek-V4 in one place, checked against themselves when they are built.
+"""Hold the dimensions of DeepSeek-V4 in one place, checked against themselves when they are built.
 
 Why it exists: kernels, reference model and notebooks must agree on every size, and a size that contradicts another
 must stop the program instead of giving wrong numbers. FLASH and PRO hold the values of the released

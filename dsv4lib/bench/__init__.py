@@ -1,1 +1,1 @@
-"""Measurements: how fast the emulator is here and, on GPUs, how fast the kernels are."""
+"""Measure: how fast the emulator is here and, on GPUs, how fast the kernels are."""

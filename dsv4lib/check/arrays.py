@@ -1,4 +1,4 @@
-"""Reading the two sides of a comparison: torch or numpy, any rank, into fp64 tensors, with typed errors."""
+"""Read the two sides of a comparison: torch or numpy, any rank, into fp64 tensors, with typed errors."""
 
 from __future__ import annotations
 

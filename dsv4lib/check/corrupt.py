@@ -1,4 +1,4 @@
-"""The ways kernels really break, as functions: what the comparator must reject, and the one thing it must not.
+"""Corrupt a result as broken kernels do: what the comparator must reject, and the one thing it must not.
 
 Each corruption takes an array (torch or numpy, at least two axes, last two at least 66 x 66 so that every pattern fits)
 and a seeded `numpy.random.Generator`, and returns a damaged copy. The damage is the smallest honest version of its

@@ -1,4 +1,4 @@
-"""An emulator of NVIDIA GPUs for kernels compiled by CuTeDSL: it runs PTX for SM80 to SM103 on any CPU, and checks it.
+"""Emulate NVIDIA GPUs for kernels compiled by CuTeDSL: run PTX for SM80 to SM103 on any CPU, and check it.
 
 with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and code built on them see a GPU
     compiled = cute.compile(kernel, a, b)

@@ -1,4 +1,4 @@
-"""What can go wrong in an emulated launch, each with the place: PTX line, Python line, CTA, warp and lanes."""
+"""Name what can go wrong in an emulated launch, with its place: PTX line, Python line, CTA, warp and lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that readers of CUDA code would have to look up, and the field's term for each: `./dsv4 lint` warns of them.
+"""Find words that readers of CUDA code would have to look up, and name the field's term: `./dsv4 lint` warns.
 
 Only words with one meaning are listed, so that a hit needs no judgement: a word with several is listed with the words
 around it that fix its meaning. Text in backquotes, single or double, is a quotation.

@@ -1,4 +1,4 @@
-"""From checkpoints to what the kernels read: safetensors only, every header checked before anything is allocated.
+"""Load checkpoints as the kernels read them: safetensors only, headers checked before anything is allocated.
 
 | module        | what                                                                       |
 |---------------|----------------------------------------------------------------------------|

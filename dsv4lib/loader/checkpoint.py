@@ -1,4 +1,4 @@
-"""A folder of safetensors files as one set of named tensors, each read on demand."""
+"""Read a folder of safetensors files as one set of named tensors, each on demand."""
 
 from __future__ import annotations
 

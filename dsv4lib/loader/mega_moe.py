@@ -1,4 +1,4 @@
-"""Weights and buffer sizes for DeepGEMM's fused MoE kernel ("mega MoE"), under the names its callers use.
+"""Convert weights and compute buffer sizes for DeepGEMM's fused MoE kernel ("mega MoE"), under its names.
 
     w13 [E, 2I, H/2], w2 [E, H, I/2]    packed E2M1; gate rows first, then up rows
     s13, s2                              E4M3 per 16 (NVFP4), row-major

@@ -1,4 +1,4 @@
-"""The MoE layer of a checkpoint: gate, bias or table, routed and shared experts, each in a precision of its own.
+"""Load the MoE layer of a checkpoint: gate, bias or table, routed and shared experts, each in its precision.
 
     layer = moe_layer(Checkpoint(folder), "layers.3", FLASH)
     y = layer(x)                  # the first layers have a table instead of a bias: layer(x, token_ids)

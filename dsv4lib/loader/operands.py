@@ -1,4 +1,4 @@
-"""Experts as operands of the grouped GEMM, in any precision mode, and back.
+"""Convert experts to operands of the grouped GEMM, in any precision mode, and back.
 
     codes    [E, N, K/2] uint8 (two E2M1, low nibble = even k), [E, N, K] E4M3, or [E, N, K] bf16
     scales   [E, bytes] uint8: one 128x4 swizzled image an expert (`formats.scale_swizzle`); none for bf16

@@ -1,4 +1,4 @@
-"""One safetensors file: an 8-byte length, a JSON header, raw tensors. Nothing in it is ever executed.
+"""Read one safetensors file: an 8-byte length, a JSON header, raw tensors. Nothing in it is ever executed.
 
 Source: the safetensors format description (huggingface/safetensors, README). The header is checked whole before a
 tensor is allocated: its size, its JSON, every dtype, shape and byte range; and the ranges must cover the file's data

@@ -1,4 +1,4 @@
-"""A whole checkpoint, one tensor after the other: checked before anything is read, memory bounded by the largest.
+"""Load a whole checkpoint tensor by tensor: checked before anything is read, memory bounded by the largest.
 
 config = read_config(checkpoint.config)
 listed = Listed.of(checkpoint, config)         # every name, type and shape; all faults at once

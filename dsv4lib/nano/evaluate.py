@@ -1,4 +1,4 @@
-"""Bits per byte, KL divergence and greedy agreement of each variant, paired with the base, with bootstrap intervals.
+"""Measure bits per byte, KL divergence and greedy agreement of variants against the base, with intervals.
 
     base  = evaluate(config, values, found)                    # values: weights, dequantised
     rows  = table(config, values, found, VARIANTS)

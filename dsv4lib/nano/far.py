@@ -1,4 +1,4 @@
-"""Synthetic windows whose end can be predicted only from bytes more than 1,000 positions back.
+"""Make synthetic windows whose end can be predicted only from bytes more than 1,000 positions back.
 
 Natural text rewards recency: the last 64 compressed entries do nearly as well as the best 64. These windows do not:
 

@@ -1,4 +1,4 @@
-"""The nano model as functions over whole windows: what `reference.model` computes, fast enough to train.
+"""Compute the nano model over whole windows: what `reference.model` computes, fast enough to train.
 
 Weights are a dict under the released names, with one difference: routed experts are stacked, ``ffn.experts.w1`` being
 ``[E, width, d]`` (`stack`, `unstack`). Every window starts at position 0; nothing is cached. What makes it fast:

@@ -1,4 +1,4 @@
-"""How nano is trained: initial weights, optimisers, schedule, and weights rounded to the shipped formats.
+"""Hold how nano is trained: initial weights, optimisers, schedule, and rounding to the shipped formats.
 
 | what        | rule                                                                                               |
 |-------------|----------------------------------------------------------------------------------------------------|

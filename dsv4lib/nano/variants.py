@@ -1,4 +1,4 @@
-"""Precisions and selections as changes of the reference model: weights, activations, KV entries, indexer, picks.
+"""Change the reference model by precisions and selections: weights, activations, KV entries, indexer, picks.
 
 Every variant changes one thing; arithmetic stays fp32. Base is a checkpoint's weights, dequantised. NVFP4 variants
 start from those values by NVIDIA's recipe, w1 and w3 of an expert sharing a global scale. So on a checkpoint in MXFP4

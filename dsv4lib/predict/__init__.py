@@ -1,1 +1,1 @@
-"""Predictions, apart from what was measured: what a kernel does, what a GPU can do, and how long that would take."""
+"""Predict, apart from what was measured: what a kernel does, what a GPU can do, how long that would take."""

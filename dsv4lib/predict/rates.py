@@ -1,4 +1,4 @@
-"""Rates of the GPUs that the static model knows, from one table with a source for each: data/bench/rates.csv.
+"""Read the rates of the GPUs that the static model knows from one table with sources: data/bench/rates.csv.
 
 ``status`` says what a number is: measured, published, derived from these, architecture (a definition), fitted (to a
 measured kernel) or assumed. The note of an assumption says what follows if it is wrong.

@@ -1,4 +1,4 @@
-"""A tile schedule: tasks on units, each unit one task at a time and in order, run for a number of tiles.
+"""Run a tile schedule: tasks on units, each unit one task at a time and in order, for a number of tiles.
 
     load j ----> qk j ----> softmax j ----> pv j          units: TMA, tensor core, softmax warps
                  qk j + 1 goes out before pv j            leads: how many tiles ahead a task is issued

@@ -1,4 +1,4 @@
-"""How long a kernel would take on a GPU, from what it does and what the GPU can do; no run on that GPU is needed.
+"""Predict how long a kernel takes on a GPU from what it does and what the GPU can do, without running it.
 
     modelled time = launch + waves x (set-up + tile schedule + what a CTA does once) [+ combine], at least HBM's time
                     launch + set-up + tile schedule + what a CTA does once + further items x (tiles + transition)

@@ -1,4 +1,4 @@
-"""Tables of predictions: dataclasses as CSV, a column a field."""
+"""Store tables of predictions: dataclasses as CSV, a column a field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel does, as quantities that a machine has a rate for; counted from the trace of an emulated launch.
+"""Count what a kernel does, as quantities that a machine has a rate for, from the trace of an emulated launch.
 
 Everything is per CTA, that is per SM where one CTA fills an SM. Two launches of different length are subtracted: the
 difference is the steady state of a tile, the rest is what a CTA does once.

@@ -1,4 +1,4 @@
-"""Values from outside, made ready to draw: arrays of any library in, short numbers for cells out."""
+"""Prepare values from outside to draw: arrays of any library in, short numbers for cells out."""
 
 from __future__ import annotations
 

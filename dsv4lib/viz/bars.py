@@ -1,4 +1,4 @@
-"""Things set side by side: one panel a quantity, one bar a thing, the same order in every panel."""
+"""Draw things side by side: one panel a quantity, one bar a thing, the same order in every panel."""
 
 from __future__ import annotations
 

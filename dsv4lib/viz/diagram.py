@@ -1,4 +1,4 @@
-"""Boxes and arrows: a pipeline of named steps, one line a lane, for telling what follows what."""
+"""Draw boxes and arrows: a pipeline of named steps, one line a lane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of one thing by several ways, against the least that physics allows: a line a case, a panel a kind of case."""
+"""Draw times of one thing by several providers, and the least that physics allows: a line a case."""
 
 from __future__ import annotations
 

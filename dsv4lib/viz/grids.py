@@ -1,4 +1,4 @@
-"""Number formats as pictures: which values exist, where rounding errors sit, and what became of a scale."""
+"""Draw number formats: which values exist, where rounding errors sit, and what became of a scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On-chip memories over time: the owner of each cell of tensor and shared memory at chosen moments.
+"""Draw on-chip memories over time: the owner of each cell of tensor and shared memory at chosen moments.
 
 Everything is arrays: codes of owners, ages from 0 (old) to 1 (just now). Old content is pale.
 """

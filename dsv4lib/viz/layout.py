@@ -1,4 +1,4 @@
-"""A layout as a picture: every coordinate of a tile with the offset it goes to.
+"""Draw a layout: every coordinate of a tile with the offset it goes to.
 
 Up to 16 x 16 the offsets are written in the cells; above that the tile is a raster and one corner is shown in detail.
 """

@@ -1,4 +1,4 @@
-"""Figures of a model's structure: schedule, stream mixing, compression windows, visibility, curves, parity.
+"""Draw a model's structure: schedule, stream mixing, compression windows, visibility, curves, parity.
 
 They draw what they are given, arrays measured on a model or lists from its configuration, and know no model: every
 number in a figure is an argument. Colours follow the layer kind everywhere.

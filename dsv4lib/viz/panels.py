@@ -1,4 +1,4 @@
-"""Pieces that several figures share: the style inside a function, rasters of categories, numbers in cells.
+"""Draw pieces that several figures share: the style inside a function, rasters of categories, numbers in cells.
 
 Large layouts are rasters (one image), never thousands of patches: a 128 x 128 tile as patches takes most of a minute.
 """

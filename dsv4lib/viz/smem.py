@@ -1,4 +1,4 @@
-"""Shared memory as banks: which bank group every 16-byte chunk of a tile lands in, and what an access then costs.
+"""Draw shared memory as banks: the bank group of every 16-byte chunk of a tile, and what an access costs.
 
 32 banks of 4 bytes serve 128 bytes a pass: eight groups of 16 bytes, one colour each. A read of one chunk from eight
 rows is free exactly when the eight rows show eight colours in that column. That is all a swizzle is for.

@@ -1,4 +1,4 @@
-"""One look for every figure: palette, sizes, alt text, and how a figure reaches a notebook page.
+"""Style every figure alike: palette, sizes, alt text, and how a figure reaches a notebook page.
 
 Library functions build `matplotlib.figure.Figure` objects without pyplot (no global state, safe in any process) and
 attach alt text; `show` renders one to a reproducible PNG with that text, so reports are readable without seeing them.

@@ -1,4 +1,4 @@
-"""Tables in a notebook: plain rows shown as HTML with a text twin, everything escaped."""
+"""Show tables in a notebook: rows as HTML with a text twin, everything escaped."""
 
 from __future__ import annotations
 

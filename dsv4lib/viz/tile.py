@@ -1,4 +1,4 @@
-"""The tile picture of a kernel: which products a CTA forms, and where their operands live.
+"""Draw the tile picture of a kernel: which products a CTA forms, and where their operands live.
 
 Everything is an argument: extents, memories, bytes and columns come from the kernel's configuration.
 """

@@ -1,4 +1,4 @@
-"""What happened when: warps and asynchronous units on one clock, and the phases of barriers.
+"""Draw what happened when: warps and asynchronous units on one clock, and the phases of barriers.
 
 The clock is whatever the caller counts in (the emulator: executed warp-instructions). It orders events; it is no time
 of a GPU, and the figures say so on their axis.

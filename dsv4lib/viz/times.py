@@ -1,4 +1,4 @@
-"""Times of launches over the bytes they must move: a diagonal for each bandwidth, a level for each latency.
+"""Draw the roofline in time: launch time against bytes, with bandwidth and latency guides.
 
 Small work lies on the levels, large work on the diagonals; what lies above both has something else to wait for.
 """

@@ -1,4 +1,4 @@
-"""TMA boxes over a tensor: what a tile loop loads, what it loads twice, and what it fills with zeros beyond the edge.
+"""Draw TMA boxes over a tensor: what a tile loop loads, loads twice, and fills with zeros past the edge.
 
 A box that sticks out of the tensor is still written whole into shared memory: elements outside read as zero, and the
 barrier still counts the full box's bytes (PTX ISA, "cp.async.bulk.tensor").

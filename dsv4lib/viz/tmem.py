@@ -1,4 +1,4 @@
-"""Tensor memory: 128 lanes x 512 columns of 32 bits, address ``lane << 16 | column``.
+"""Draw tensor memory: 128 lanes x 512 columns of 32 bits, address ``lane << 16 | column``.
 
 Warp w of a warpgroup reads and writes lanes 32 (w mod 4) to 32 (w mod 4) + 31 only (PTX ISA, "Tensor Memory Access
 Restrictions"); every map here shows these quarters.

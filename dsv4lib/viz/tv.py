@@ -1,4 +1,4 @@
-"""Thread-value maps: which element of a tile sits in which register of which thread.
+"""Draw thread-value maps: which element of a tile sits in which register of which thread.
 
 Made for copies between tensor memory and registers (T2R, R2T); any map (thread, value) -> (row, column) can be drawn.
 A load and a store that are meant to undo each other must have the same map: `round_trip` shows where every element

@@ -1,4 +1,4 @@
-"""One function, two faces: controls in a live notebook, fixed figures in a report.
+"""Show one function twice: controls in a live notebook, fixed figures in a report.
 
 `explore` calls a function of the reader's choices. With a person in front of the notebook it builds ipywidgets controls
 and calls the function in the kernel on every change. Headless (the runner sets DSV4_HEADLESS=1) nothing interactive is

@@ -1,4 +1,4 @@
-"""Host time of calls: how long a call keeps the CPU that makes it, the GPU's work apart.
+"""Time calls on the host: how long a call keeps the CPU that makes it, the GPU's work apart.
 
     python -m dsv4lib.bench.ops.host [--only mhc,topk] [--shape "T 8"] [--without-gpu]
 

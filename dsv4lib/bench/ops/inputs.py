@@ -1,4 +1,4 @@
-"""What rows share: the models' sizes, inputs, and comparisons that name what differs."""
+"""Share between rows the models' sizes, inputs, and comparisons that name what differs."""
 
 from __future__ import annotations
 

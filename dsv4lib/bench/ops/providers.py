@@ -1,4 +1,4 @@
-"""Providers that several ops have: our op with its outputs allocated, and what torch.compile makes of a few lines."""
+"""Make providers that several ops have: our op with its outputs allocated, and torch.compile of a few lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that were compiled elsewhere, on a GPU here: launches of a pack, by the driver alone, without the CuTe DSL.
+"""Launch kernels of a pack, compiled elsewhere, on a GPU here, by the driver alone, without the CuTe DSL.
 
 A pack (`export` writes it) is a folder with `index.json`, a file for each cubin, and files for memory with contents.
 For each row it has the launches of our op as the op itself made them: kernel, grid, parameters, and where among the

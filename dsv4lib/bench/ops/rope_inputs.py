@@ -1,4 +1,4 @@
-"""What the rows of ops with a rotary embedding share: the table of angles, positions, a rotation, codes as numbers."""
+"""Make inputs of ops with a rotary embedding: the table of angles, positions, a rotation, codes as numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without the CuTe DSL our ops cannot be imported: stand-ins, so that rows, inputs, checks and peers are there."""
+"""Stand in for our ops where the CuTe DSL is missing, so that rows, inputs, checks and peers are there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of calls on a GPU: with a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
+"""Time calls on a GPU: with a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
 
 Cold, one call after the other, all providers alternating in one profiler session:
 

@@ -1,1 +1,1 @@
-"""Other people's kernels beside ours in the emulator: calls, runs in processes of their own, committed tables."""
+"""Compare other people's kernels with ours in the emulator: calls, runs in processes of their own, tables."""

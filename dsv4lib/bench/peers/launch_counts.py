@@ -1,4 +1,4 @@
-"""What a traced launch executed and moved, sorted so that kernels can be set side by side.
+"""Count what a traced launch executed and moved, sorted so that kernels can be set side by side.
 
 Counts are of PTX warp-instructions. They are not SASS: ptxas removes most moves, merges and reorders the rest and makes
 a loop over the lanes of a TMA instruction; so moves are a class of their own, and TMA loads are counted by lane. Two

@@ -1,4 +1,4 @@
-"""What comparisons with other people's kernels share: the committed table, and processes that run kernels."""
+"""Keep the table that comparisons with other people's kernels share, and run kernels in processes."""
 
 from __future__ import annotations
 

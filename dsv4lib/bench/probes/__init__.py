@@ -1,1 +1,1 @@
-"""Small kernels that measure one limit of a GPU: issue of copies, combines, launches."""
+"""Measure one limit of a GPU by a small kernel: issue of copies, combines, launches."""

@@ -1,4 +1,4 @@
-"""What the probes of a GPU share: `issue_probe`, `combine_probe`, `launch_probe` compile, print and record alike."""
+"""Compile, print and record for the probes: `issue_probe`, `combine_probe`, `launch_probe`."""
 
 from __future__ import annotations
 

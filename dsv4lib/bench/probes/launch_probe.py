@@ -1,4 +1,4 @@
-"""What a launch like attention's costs before its first byte is there: two small kernels to measure it on a Hopper GPU.
+"""Measure what a launch like attention's costs before its first byte is there, by two small kernels (Hopper).
 
     graph    flush L2 (or not) | before: writes Q, a count and an index list | after: the set-up of an attention kernel
 

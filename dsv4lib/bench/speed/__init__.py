@@ -1,1 +1,1 @@
-"""How fast the emulator is on this machine."""
+"""Measure how fast the emulator is on this machine."""

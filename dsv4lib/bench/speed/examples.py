@@ -1,4 +1,4 @@
-"""Speed of NVIDIA's CuTeDSL examples in the emulator, from a CUTLASS checkout given by its path.
+"""Time NVIDIA's CuTeDSL examples in the emulator, from a CUTLASS checkout given by its path.
 
 The scripts run as they are, each in a process of its own that ends with the script's own comparison; the kernel is
 measured in between (example_run.py). Without a checkout the rows are there and say why they are empty.

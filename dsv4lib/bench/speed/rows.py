@@ -1,4 +1,4 @@
-"""One line of a bench: what was measured, what it must reach, and the file it is recorded in."""
+"""Hold one line of a bench: what was measured, what it must reach, and the file it is recorded in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a launch: kinds of hazards, their record, and the race detector.
+"""Check a launch: kinds of hazards, their record, and the race detector.
 
 ``checks=`` of a device:
 

@@ -1,4 +1,4 @@
-"""Hazards that the code shows without running: registers used too early, or never set.
+"""Find hazards that the code shows without running: registers used too early, or never set.
 
 What is found is reported when a warp executes the instruction that begins it (the load, the wgmma), so that code that
 never runs is never reported; registers that nothing sets are reported when the launch begins.

@@ -1,4 +1,4 @@
-"""Races in global memory: between warps, between CTAs and clusters, and with copies of the asynchronous units.
+"""Detect races in global memory: between warps, CTAs and clusters, and with asynchronous copies.
 
 One shadow for the whole launch, allocation by allocation, made when the allocation is first touched: for every 4-byte
 word the last write, the value it left, and the first and the latest read since. Reads of asynchronous units wait in

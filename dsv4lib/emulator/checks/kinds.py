@@ -1,4 +1,4 @@
-"""Every kind of hazard that an emulated launch can report: what it means, how bad it is, what to do about it.
+"""List every kind of hazard that an emulated launch can report: its meaning, severity and remedy.
 
 ``error``: the PTX ISA leaves the result undefined, or hardware would hang or fault. ``lint``: hardware is known to
 cope, or the finding is about style; worth a look, no verdict. Errors that make an access impossible (out of bounds,

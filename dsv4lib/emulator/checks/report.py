@@ -1,4 +1,4 @@
-"""A hazard as it is reported, and a table of many.
+"""Report a hazard, and make a table of many.
 
 One record per kind and pair of instructions (the one that went wrong, the one it conflicts with), with a count: a race
 in a loop is one finding, not ten thousand.

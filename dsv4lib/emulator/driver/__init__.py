@@ -1,4 +1,4 @@
-"""The launch side: what CuTeDSL's compiled host code calls instead of the CUDA runtime."""
+"""Serve launches: what CuTeDSL's compiled host code calls instead of the CUDA runtime."""
 
 from __future__ import annotations
 

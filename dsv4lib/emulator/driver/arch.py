@@ -1,4 +1,4 @@
-"""Architectures that can be emulated, and what the CUDA runtime says about them.
+"""Describe the architectures that can be emulated, as the CUDA runtime does.
 
 Sources: CUDA C++ programming guide, technical specifications per compute capability; data sheets for SM counts, cache
 and clocks. Attribute numbers are those of cudaDeviceAttr.

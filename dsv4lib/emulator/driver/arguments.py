@@ -1,4 +1,4 @@
-"""Checks of arguments: each refuses with the argument's name, its value and what is allowed."""
+"""Check arguments: each check refuses with the argument's name, its value and what is allowed."""
 
 from __future__ import annotations
 

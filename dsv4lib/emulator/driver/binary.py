@@ -1,4 +1,4 @@
-"""Which PTX belongs to the binary that a program hands to the runtime.
+"""Find the PTX that belongs to a binary which a program hands to the runtime.
 
 Generated host code carries the compiled kernels as a fat binary; the PTX they were assembled from is not in it. Every
 compile under our eyes puts (cubin, PTX) in `KNOWN`; a load is answered from there by the cubin's hash. Kernel names are

@@ -1,4 +1,4 @@
-"""`torch.cuda` and the Python CUDA bindings, answered from the active device.
+"""Answer `torch.cuda` and the Python CUDA bindings from the active device.
 
 Only what programs query before and around launches: which device, how many, its properties, streams and events.
 Anything else stays as it is and fails as it does without a GPU.

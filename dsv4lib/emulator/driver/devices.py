@@ -1,4 +1,4 @@
-"""Several emulated devices at once, with memory that all of them see, as over NVLink.
+"""Emulate several devices at once, with memory that all of them see, as over NVLink.
 
     with emulator.devices(2) as gpus:
         flags = gpus.symmetric(8, np.uint32)             # flags[0] on device 0, flags[1] on device 1; all see both

@@ -1,4 +1,4 @@
-"""What changes inside CuTeDSL while a device is active.
+"""Patch CuTeDSL while a device is active.
 
 Written against nvidia-cutlass-dsl 4.8.1, which the lab pins. Everything private of the DSL that the emulator touches is
 in this file, in `host` and in `tvm_ffi`:

@@ -1,4 +1,4 @@
-"""What the runtime's symbols and streams know of a device and of a group of devices, without importing either."""
+"""Declare what symbols and streams know of a device and of a group of devices, without importing either."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of several devices and streams that run at the same time.
+"""Run launches of several devices and streams at the same time.
 
 A kernel may wait for a flag that a kernel on another device sets, so a launch on a device of a group is only queued;
 `LaunchQueues.run` then interleaves all of them until every queue is empty. The order within a stream is kept and events

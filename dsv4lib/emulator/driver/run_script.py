@@ -1,4 +1,4 @@
-"""The process that `script.emulate` starts: one script under one device. Not for direct use."""
+"""Run one script under one device, in the process that `script.emulate` starts. Not for direct use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch._scaled_mm`` with block scales on the CPU, where torch has no kernel for it.
+"""Compute ``torch._scaled_mm`` with block scales on the CPU, where torch has no kernel for it.
 
 Scripts use it as their reference: cuBLAS on a GPU. Operands are dequantised exactly and multiplied in double precision,
 so the only rounding is that of the result. Scale factors lie in cuBLAS's blocked order: tiles of 128 rows by 4 columns,

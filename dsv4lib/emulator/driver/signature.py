@@ -1,4 +1,4 @@
-"""Are the tensors of a call those that the function was compiled for?
+"""Check that the tensors of a call are those that the function was compiled for.
 
 Compiled host code trusts its arguments blindly. A tensor is a pointer and those extents and strides that were dynamic
 at compile time, in order: one whose dynamic extents are others is misread without a word, one of another element type

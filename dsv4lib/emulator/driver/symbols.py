@@ -1,4 +1,4 @@
-"""The functions that CuTeDSL's generated host code calls, served from Python.
+"""Serve from Python the functions that CuTeDSL's generated host code calls.
 
 The host code does not link the CUDA runtime; it calls a thin layer of ``_cuda*`` symbols which the DSL's runtime
 library normally provides. A symbol registered on the execution engine before the first lookup wins over that library,

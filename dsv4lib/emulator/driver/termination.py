@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, so that what a context has made (temporary folders, patches) is undone.
+"""Turn SIGTERM into an exception, so that a context undoes what it made (temporary folders, patches).
 
 Python's default for SIGTERM ends the process at once, without clean-up. Batch systems, `timeout` and test
 runners send it.

@@ -1,4 +1,4 @@
-"""Functions compiled with ``--enable-tvm-ffi``: the calling convention of quack, FlashInfer and FlashAttention 4.
+"""Call functions compiled with ``--enable-tvm-ffi``, as quack, FlashInfer and FlashAttention 4 do.
 
 Such a function exists in the same host module as ``__tvm_ffi_<name>(handle, args, count, result)``; it decodes tensors
 itself and calls the ordinary host function. The DSL would throw the execution engine away and link the module anew as

@@ -1,4 +1,4 @@
-"""brx.idx: a branch to one of a table of labels, by lanes.
+"""Implement brx.idx: a branch to one of a table of labels, by lanes.
 
 Lanes with different indices become groups of their own, as at a conditional branch (native/driver_ir.py); they
 reconverge where their paths meet. Source: PTX ISA, "brx.idx" and ".branchtargets".

@@ -1,4 +1,4 @@
-"""Modifiers in another order than the PTX ISA writes them: ptxas takes most of them, so the emulator does.
+"""Accept modifiers in another order than the PTX ISA's: ptxas takes most of them.
 
 The assembler reads an instruction's name, ``cp.async.bulk.tensor`` or ``add``, and then a bag of modifiers. Order
 matters only among those of one kind: types (``cvt.f32.s32``), state spaces (``.global.shared::cta``), cache priorities

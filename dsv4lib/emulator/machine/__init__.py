@@ -1,1 +1,1 @@
-"""The machine: grid, CTAs, warps, scheduler, asynchronous units, limits."""
+"""Run a launch: grid, CTAs, warps, scheduler, asynchronous units, limits."""

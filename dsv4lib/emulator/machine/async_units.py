@@ -1,4 +1,4 @@
-"""Asynchronous units: operations that were issued and complete when the scheduler says so.
+"""Queue asynchronous operations, which complete when the scheduler says so.
 
 TMA, tensor cores, bulk copies, cp.async and tcgen05 loads run beside the warps. An `AsyncOp` is issued by a service and
 does its work (reads its sources, writes, signals) in ``complete``, at a time that the scheduler chooses; nothing

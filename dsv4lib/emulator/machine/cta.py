@@ -1,4 +1,4 @@
-"""A CTA and its shared memory, and the cluster it belongs to."""
+"""Hold a CTA, its shared memory, and the cluster it belongs to."""
 
 from __future__ import annotations
 

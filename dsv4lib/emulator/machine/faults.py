@@ -1,4 +1,4 @@
-"""What a native handler found wrong, turned into an error or a report with its place."""
+"""Turn what a native handler found wrong into an error or a report with its place."""
 
 from __future__ import annotations
 

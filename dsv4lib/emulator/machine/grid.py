@@ -1,4 +1,4 @@
-"""Building the grid: CTAs and warps with their register files, special registers, shared and local memory."""
+"""Build the grid: CTAs and warps with register files, special registers, shared and local memory."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class GridBuilder:
             return triples[base]["xyz".index(axis)]
         if name in _LANEMASK:
             return _LANEMASK[name]
-        if name.startswith("envreg"):  # 1 and 2: where a cooperative grid meets
+        if name.startswith("envreg"):  # 1 and 2: the barrier of a cooperative grid
             return {"envreg1": m.grid_workspace >> 32, "envreg2": m.grid_workspace & 0xFFFFFFFF}.get(name, 0)
         reserved = limits.SMEM_RESERVED
         values = {

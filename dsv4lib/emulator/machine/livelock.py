@@ -1,4 +1,4 @@
-"""Kernels that wait for ever without blocking: loops on a flag that no warp will set.
+"""Find kernels that wait for ever without blocking: loops on a flag that no warp will set.
 
 A warp that polls memory always can run, so the scheduler never runs out of warps. What it can see is that a launch
 stops making progress: no arrival, completion or exit. When that has lasted, the warps are watched for a while. If every

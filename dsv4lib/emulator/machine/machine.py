@@ -1,4 +1,4 @@
-"""The machine: a grid of CTAs in their clusters, the memory they share, and the run of one launch.
+"""Run one launch: a grid of CTAs in their clusters, and the memory they share.
 
 Clusters are created lazily. As many as fit on the SMs are *resident*: they are guaranteed to make progress together,
 which is what persistent, cooperative and flag-waiting kernels rely on. The rest wait in a queue, from which

@@ -1,4 +1,4 @@
-"""Scheduling policies: which ready warps run for how long, and which asynchronous operations complete."""
+"""Choose which ready warps run for how long, and which asynchronous operations complete."""
 
 from __future__ import annotations
 

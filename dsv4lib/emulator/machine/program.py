@@ -1,4 +1,4 @@
-"""From a parsed kernel to what the machine runs: register file, constants, instruction records, services.
+"""Lower a parsed kernel to what the machine runs: register file, constants, instruction records, services.
 
 ``lower`` gives every instruction one record (native/abi.py) at the same index, resolves branch targets, places shared
 and local variables, and looks every opcode up in `isa`: an instruction without an implementation is refused here,

@@ -1,1 +1,1 @@
-"""Memory of the emulated device: global allocations, address windows."""
+"""Hold the memory of the emulated device: global allocations, address windows."""

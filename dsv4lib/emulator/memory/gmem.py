@@ -1,4 +1,4 @@
-"""Global memory: which host bytes a kernel may touch.
+"""Track global memory: which host bytes a kernel may touch.
 
 "Device memory" is host memory, so every access must first be found in the registry of live allocations; anything else
 would end in a segmentation fault of the caller's process. The sorted interval table is shared with native code, which

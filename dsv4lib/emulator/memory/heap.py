@@ -1,4 +1,4 @@
-"""The heap that ``malloc`` and ``free`` of kernels use: one range of global memory, first fit.
+"""Serve ``malloc`` and ``free`` of kernels from one range of global memory, first fit.
 
 It lives as long as the device's memory: what one launch allocates, another may free. Its size is CUDA's default
 (``cudaLimitMallocHeapSize``). Source: CUDA programming guide, "Dynamic Global Memory Allocation and Operations".

@@ -1,1 +1,1 @@
-"""Native code: threaded-code handlers generated as LLVM IR, the driver loop, and their contract with Python."""
+"""Run native code: handlers generated as LLVM IR, the driver loop, and their contract with Python."""

@@ -1,4 +1,4 @@
-"""A log of native accesses to shared and global memory, written only while the race detector (checks/race.py) is on.
+"""Log native accesses to shared and global memory, only while the race detector (checks/race.py) is on.
 
 Each access of a warp is one entry: instruction, lanes, what it was, and 32 addresses. The detector empties the log
 whenever the driver loop returns, so it never holds more entries than a slice has instructions.

@@ -1,4 +1,4 @@
-"""Comparisons: set and setp of every type, with the Boolean combination and the pair of results."""
+"""Implement set and setp of every type, with the Boolean combination and the pair of results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Performance counters of memory accesses, off by default: global sectors and shared-memory bank conflicts.
+"""Count global sectors and shared-memory bank conflicts of accesses; off by default.
 
 A global access touches 32-byte sectors; neighbouring lanes share them. Shared memory has 32 banks of 4 bytes: a warp's
 access takes as many wavefronts as the busiest bank has different words. Accesses of 8 bytes a lane are served in two

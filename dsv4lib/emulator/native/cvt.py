@@ -1,4 +1,4 @@
-"""cvt between all integer and floating-point types, and cvt.pack. The packed small formats are in ``cvt_packed.py``.
+"""Implement cvt between integer and floating-point types, and cvt.pack. ``cvt_packed.py`` has the packed formats.
 
 Registers may be wider than the type of the instruction: sources are read by their low bits, results are sign or zero
 extended to the register, as the PTX ISA lays down for cvt.

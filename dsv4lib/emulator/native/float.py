@@ -1,4 +1,4 @@
-"""Floating-point arithmetic: add, sub, mul, fma, mad, min, max, neg, abs and the exactly rounded div, rcp, sqrt.
+"""Implement add, sub, mul, fma, mad, min, max, neg, abs and the exactly rounded div, rcp, sqrt.
 
 All rounding modes are exact to the bit; see ``fp.py`` for how the 16-bit formats get there.
 """

@@ -1,4 +1,4 @@
-"""Floating-point operands: widening, rounding, flushing and clamping shared by the arithmetic and cvt families.
+"""Widen, round, flush and clamp floating-point operands, for the arithmetic and cvt families.
 
 16-bit formats are computed in f32. One rounding to f32 and a second one to f16 or bf16 equals a single rounding for
 sums, differences and products; where it does not, the first step rounds *to odd*: an inexact result gets an odd last

@@ -1,4 +1,4 @@
-"""Bits: logic, shifts, counts, fields and byte permutes (PTX ISA, logic/shift and integer instructions).
+"""Implement logic, shifts, counts, bit fields and byte permutes (PTX ISA, logic/shift and integer instructions).
 
 Predicates are one bit per lane in a 32-bit word, so predicate logic is scalar.
 """

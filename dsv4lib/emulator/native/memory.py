@@ -1,4 +1,4 @@
-"""ld, ldu and st: every state space, type, vector and modifier, lane by lane with bounds and alignment checks.
+"""Implement ld, ldu and st of every state space, type and vector, with bounds and alignment checks.
 
 Memory operations of a warp are performed in program order and become visible at once, which is one of the executions
 that every ordering semantics (weak, relaxed, acquire, release, volatile, mmio) allows. Cache operators, eviction

@@ -1,4 +1,4 @@
-"""Moves: mov with packing and unpacking, selection, address-space casts and cache hints without effect."""
+"""Implement mov with packing and unpacking, selection, address-space casts and cache hints without effect."""
 
 from __future__ import annotations
 

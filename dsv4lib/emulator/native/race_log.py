@@ -1,4 +1,4 @@
-"""Judges the access log (access_log.py) in native code: the race detector's way through what is in order.
+"""Judge the access log (access_log.py) in native code: the race detector's way through what is in order.
 
 Almost every access is ordered after everything that touched its words before. `judge` looks at a whole log first and
 changes nothing; only if every access is covered does it note them in the shadows (checks/shadow.py and

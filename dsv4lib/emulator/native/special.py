@@ -1,4 +1,4 @@
-"""Approximate functions: ex2, lg2, sin, cos, tanh, rcp, rsqrt, sqrt, div.approx and div.full.
+"""Approximate ex2, lg2, sin, cos, tanh, rcp, rsqrt, sqrt, div.approx and div.full.
 
 The PTX ISA bounds the error of these instructions and fixes the results for zeros, infinities and NaN; the low bits
 are the hardware's own. What is computed here is within 1 ulp for f32, closer than the documented bounds, and so *not*

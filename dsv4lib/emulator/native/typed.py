@@ -1,4 +1,4 @@
-"""Loading and storing operands by PTX type name, for the integer and bit-size families."""
+"""Load and store operands by PTX type name, for the integer and bit-size families."""
 
 from __future__ import annotations
 

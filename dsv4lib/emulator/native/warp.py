@@ -1,4 +1,4 @@
-"""Instructions across the lanes of a warp: shfl, vote, match, redux, elect, activemask.
+"""Implement instructions across the lanes of a warp: shfl, vote, match, redux, elect, activemask.
 
 The driver brings the lanes of a ``.sync`` instruction together first (FLAG_CONVERGE of ``abi.py``), so a handler works
 on the lanes that execute. A live lane that the member mask names but that does not execute contributes nothing, and is

@@ -1,1 +1,1 @@
-"""PTX text to parsed modules."""
+"""Parse PTX text to modules."""

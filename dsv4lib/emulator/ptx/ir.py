@@ -1,4 +1,4 @@
-"""A parsed PTX module: plain data between the parser and everything that executes, checks or draws it."""
+"""Hold a parsed PTX module as data, between the parser and what executes, checks or draws it."""
 
 from __future__ import annotations
 

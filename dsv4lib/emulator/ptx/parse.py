@@ -1,4 +1,4 @@
-"""PTX text to `ptx.ir`: modules, kernels and their instructions.
+"""Parse PTX text to `ptx.ir`: modules, kernels and their instructions.
 
 Written against the PTX ISA's grammar for what compilers emit today: CuTeDSL, its inline assembly, nvcc and Triton. A
 directive is either understood, or listed here as one that cannot change results, or refused.

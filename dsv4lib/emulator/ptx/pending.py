@@ -1,4 +1,4 @@
-"""Registers that an asynchronous tensor-memory load may not have filled yet, found without running the kernel.
+"""Find registers that an asynchronous tensor-memory load may not have filled yet, without running.
 
 ``tcgen05.ld`` returns before its data is there. Strictly by the PTX ISA only ``tcgen05.wait::ld`` of the same warp
 makes the destination registers usable. Practice differs: NVVM moves ``mov.b64 %rd, {%r, %r}`` of the destinations in

@@ -1,4 +1,4 @@
-"""Declarations of variables and kernel parameters, with their initialisers.
+"""Parse declarations of variables and kernel parameters, with their initialisers.
 
 PTX ISA, chapter "State Spaces, Types, and Variables".
 """

@@ -1,4 +1,4 @@
-"""wmma.load, wmma.mma and wmma.store as the instructions that they stand for: loads, mma.sync, stores.
+"""Expand wmma.load, wmma.mma and wmma.store to loads, mma.sync and stores.
 
 A warp holds a matrix in fragments whose form PTX leaves open. Here it is that of the operands of `mma.sync`: tiles of
 16 x 8 (8 x 8 for m8n8) of the accumulator, along N, or along M for m32n8k16; m8n32k16 is m32n8k16 transposed. The f16

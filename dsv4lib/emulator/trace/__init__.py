@@ -1,1 +1,1 @@
-"""The trace of a launch: recorded, stored, exported."""
+"""Record, store and export the trace of a launch."""

@@ -1,4 +1,4 @@
-"""Takes down what a launch does, for `trace.Trace`. The machine and its units call a method per event.
+"""Record what a launch does, for `trace.Trace`. The machine and its units call a method per event.
 
 Nothing here is called when tracing is off. Rows are tuples in lists, made into arrays once at the end: that is several
 times cheaper than writing into structured arrays one row at a time.

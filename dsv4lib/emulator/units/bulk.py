@@ -1,4 +1,4 @@
-"""One-dimensional bulk copies and reductions, and the groups that bulk stores and tensor stores complete through.
+"""Implement one-dimensional bulk copies and reductions, and the groups that bulk and tensor stores complete in.
 
 Copies into shared memory signal an mbarrier when they complete. Copies to global memory read shared memory in one step
 and write later; ``wait_group.read`` waits for the first, ``wait_group`` for both. Bytes that ``.ignore_oob`` lets lie

@@ -1,4 +1,4 @@
-"""Proxy fences: when writes through one proxy become visible to another.
+"""Implement proxy fences: when writes through one proxy become visible to another.
 
 ``Smem.dirty`` names, for every 16-byte chunk, the warp that wrote it through the generic proxy and has not fenced it.
 An asynchronous-proxy fence clears the marks of the warp that executes it, and of the warps that it is ordered after:

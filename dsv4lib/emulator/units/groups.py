@@ -1,4 +1,4 @@
-"""Async groups: which copies a thread has issued, committed and not yet seen complete.
+"""Track async groups: which copies a thread has issued, committed and not yet seen complete.
 
 Bulk copies and cp.async have groups of their own. A group belongs to a thread; the groups of a thread count as complete
 in the order of their commits, the operations within a group complete in any order.

@@ -1,4 +1,4 @@
-"""mbarrier objects: phases, pending arrivals and transaction bytes.
+"""Implement mbarrier objects: phases, pending arrivals and transaction bytes.
 
 A barrier's 64 bits in shared memory are opaque. The state is kept beside them; while a barrier is live its bytes count
 as *not written*, so a generic load of them is reported like any uninitialised read, and a store (which marks bytes as

@@ -1,4 +1,4 @@
-"""multimem: loads, stores and reductions of the same buffer on all devices of a group at once (NVLink SHARP).
+"""Implement multimem: loads, stores and reductions of one buffer on all devices of a group (NVLink SHARP).
 
 A multimem address lies in a multicast range (driver/devices.py) and stands for one address on every device. Devices are
 combined in ascending order, one of the orders that hardware may take. Without ``.acc`` the sum is rounded to the type

@@ -1,4 +1,4 @@
-"""Reading a matrix operand from shared memory through its descriptor, one ``take`` per operand.
+"""Read a matrix operand from shared memory through its descriptor, one ``take`` per operand.
 
 Shared memory is addressed in 16-byte chunks, the unit of every swizzle, so an operand is an array of chunk numbers. It
 depends only on the shape, the layout and the start address modulo 1024 (the swizzle looks at bits 7 to 9 of the

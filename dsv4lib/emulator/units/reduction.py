@@ -1,4 +1,4 @@
-"""Element-wise reductions of bulk and tensor copies and of ``red.async``.
+"""Reduce elements as bulk copies, tensor copies and ``red.async`` do.
 
 Source: PTX ISA, ``cp.reduce.async.bulk`` and ``cp.reduce.async.bulk.tensor``: valid combinations of operation and type;
 ``inc`` and ``dec`` stay within [0, source]; floating-point additions round to nearest even; f32 additions of bulk

@@ -1,4 +1,4 @@
-"""Access of services and asynchronous units to shared memory: address checks, written bytes, proxy state.
+"""Access shared memory from services and asynchronous units: address checks, written bytes, proxy state.
 
 Every writer of shared memory keeps three arrays right (cta.Smem): the data, which bytes have been written, and which
 16-byte chunks hold generic-proxy writes that no proxy fence has made visible to the asynchronous proxy yet.

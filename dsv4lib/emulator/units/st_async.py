@@ -1,4 +1,4 @@
-"""st.async and red.async: stores and reductions that signal an mbarrier of another CTA, and their global forms.
+"""Implement st.async and red.async, which signal an mbarrier of another CTA, and their global variants.
 
 Source: PTX ISA, ``st.async`` and ``red.async``. They belong to the generic proxy. The forms on shared memory require
 that destination and mbarrier lie in the same CTA; red.async also that this is not the executing one.

@@ -1,4 +1,4 @@
-"""tcgen05.alloc, dealloc and relinquish_alloc_permit.
+"""Implement tcgen05.alloc, dealloc and relinquish_alloc_permit.
 
 With cta_group::2 one warp of each CTA of the pair allocates; both get the same columns, so the request waits until it
 is made in both CTAs and the columns are free in both.

@@ -1,4 +1,4 @@
-"""tcgen05.cp (shared to tensor memory) and tcgen05.shift.
+"""Implement tcgen05.cp (shared to tensor memory) and tcgen05.shift.
 
 | shape | source rows x bytes | lanes |
 | --- | --- | --- |

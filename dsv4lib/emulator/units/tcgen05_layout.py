@@ -1,4 +1,4 @@
-"""Where tcgen05.mma puts its accumulator in tensor memory, and where it finds A and the scale factors there.
+"""Place the accumulator of tcgen05.mma in tensor memory, and find A and the scale factors there.
 
 Source: PTX ISA, "Data Path Layout Organization" (layouts A to G), "Packing formats of elements in Tensor and Shared
 memory", "Scale Factor A ID" and "Scale Factor B ID". What the ISA shows only in figures agrees with the TMEM layouts of

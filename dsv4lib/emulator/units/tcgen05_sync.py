@@ -1,4 +1,4 @@
-"""tcgen05.commit, tcgen05.fence and tcgen05.wait.
+"""Implement tcgen05.commit, tcgen05.fence and tcgen05.wait.
 
 A commit is an operation of the tensor pipe: it arrives on its mbarrier when everything before it in the pipe has
 happened. Waits complete the executing warp's own loads or stores, which depend on nothing else.

@@ -1,4 +1,4 @@
-"""Tensor maps: the 128-byte descriptor of a tensor copy, read and written in the hardware's own format.
+"""Read and write tensor maps, the 128-byte descriptors of tensor copies, in the hardware's own format.
 
 Kernels get descriptors from three places: host code that computes the bytes itself (CuTeDSL), the driver's encode
 functions, and ``tensormap.replace`` on the device. All three share this code. The layout of the format is not

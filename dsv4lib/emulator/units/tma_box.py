@@ -1,4 +1,4 @@
-"""Which bytes a tensor copy moves: boxes, im2col columns, gathered rows; out-of-bounds fill; swizzle.
+"""Find the bytes that a tensor copy moves: boxes, im2col columns, gathered rows; fill out of bounds; swizzle.
 
 A copy is a list of rows. A row is contiguous in global memory and, before swizzling, in shared memory: the elements of
 dimension 0 (tiled, gather and scatter) or the channels of a pixel (im2col). Boxes that lie in the tensor as a whole are

@@ -1,4 +1,4 @@
-"""Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, with its allocator and what the checks need.
+"""Hold tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, its allocator and what checks need.
 
 Addresses are ``lane << 16 | column``. Columns are allocated in powers of two from 32 on, always all 128 lanes.
 

@@ -1,4 +1,4 @@
-"""wgmma.mma_async and its fence, commit_group and wait_group (SM90).
+"""Implement wgmma.mma_async and its fence, commit_group and wait_group (SM90).
 
 Each of the four warps of a warpgroup multiplies its own 16 rows. The instruction is asynchronous: its accumulator
 registers hold POISON from issue until it completes, so that a read without ``wait_group`` shows (not by a plain copy:
