@@ -34,7 +34,7 @@ class FakeClock:
 
     def cold(self, calls):
         self.seen.append(len(calls))
-        for order in timing.turns(len(calls), 3):
+        for order in timing.rounds_of(len(calls), 3):
             for i in order:
                 calls[i]()
         return [Cold((us - 0.5, us, us + 1), 1) for us, _ in zip(self.us, calls, strict=False)]
@@ -224,7 +224,7 @@ def test_without_a_gpu_rows_are_listed_and_nothing_is_timed(capsys, monkeypatch)
 
 
 def test_turns_alternate():
-    order = timing.turns(3, 6)
+    order = timing.rounds_of(3, 6)
     assert order[0] == [0, 1, 2] and order[1] == [2, 1, 0] and order[2] == [1, 2, 0]
     assert all(sorted(one) == [0, 1, 2] for one in order)
     assert {one[0] for one in order} == {0, 1, 2}

@@ -139,7 +139,7 @@ def test_lanes_that_exit_later_are_not_waited_for(wait, schedule):
 
 @pytest.mark.parametrize("wait", ["bar.sync 1, 128;", "bar.red.or.pred %p5, 1, 128, %p2;", "barrier.sync 1, 128;"])
 def test_a_warp_may_wait_after_it_has_arrived(wait):
-    """Two pairs of warps take turns, as FlashAttention's warp groups: the first one's first turn is its own arrival."""
+    """Two pairs of warps alternate, as FlashAttention's warp groups: the first pair begins by its own arrival."""
     body = f"""
     setp.lt.u32 %p1, %r2, 2; setp.eq.u32 %p2, %r2, 9;
     @!%p1 bra SECOND;

@@ -35,7 +35,7 @@ SPIN = "spin_kernel"  # what torch calls it
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # activities that count
 METHOD = (
     f"us: cold L2 ({FLUSH_BYTES >> 20} MiB in place before each call), median of {ROUNDS} calls (fewer if over "
-    f"{SECONDS} s), providers in turns, first start to last end by CUPTI; warm_us: graph of {NODES} calls, median of "
+    f"{SECONDS} s), providers alternate, first start to last end by CUPTI; warm_us: graph of {NODES} calls, median of "
     f"{REPLAYS} replays; host_us: of the caller, a call of {BURST} queued in a row, median of {BURSTS}"
 )
 
@@ -66,7 +66,7 @@ class Work(NamedTuple):
     end: int
 
 
-def turns(count: int, rounds: int) -> list[list[int]]:
+def rounds_of(count: int, rounds: int) -> list[list[int]]:
     """Order the calls: each round has every provider once, odd rounds in reverse, the first one shifted."""
     order = []
     for i in range(rounds):
@@ -133,7 +133,7 @@ class GpuClock:
         spins = [10 + 1.5 * host for host in hosts]
         whole = sum(device) + sum(spins) + len(calls) * self._flush_us
         rounds = max(FEWEST, min(ROUNDS, int(SECONDS * 1e6 * len(calls) / whole)))
-        order = turns(len(calls), rounds)
+        order = rounds_of(len(calls), rounds)
         for again in (True, False):
             works = self._session(calls, spins, order)
             try:
@@ -147,7 +147,7 @@ class GpuClock:
         """Time each call as a node of a graph (us, median of alternating replays), or say why it cannot be captured."""
         graphs: list[torch.cuda.CUDAGraph | str] = [self._capture(call) for call in calls]
         times: list[list[float]] = [[] for _ in calls]
-        for order in turns(len(calls), REPLAYS + 1):
+        for order in rounds_of(len(calls), REPLAYS + 1):
             for provider in order:
                 graph = graphs[provider]
                 if isinstance(graph, str):
@@ -167,7 +167,7 @@ class GpuClock:
             call()
         torch.cuda.synchronize()
         times: list[list[float]] = [[] for _ in calls]
-        for order in turns(len(calls), BURSTS):
+        for order in rounds_of(len(calls), BURSTS):
             for provider in order:
                 torch.cuda._sleep(int(20 * self._cycles))
                 start = time.perf_counter()

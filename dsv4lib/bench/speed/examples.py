@@ -100,6 +100,6 @@ def _rows(example: Example, cutlass: Path | None, folder: str) -> list[Row]:
     slower, more = seen["race"] / seen["default"], seen["race_calls"] / seen["default_calls"]
     return [
         Row(example.what, seen["default"], "s", example.floor, detail=detail),
-        Row(ratio, slower, "times", RACE_FLOOR, detail=f"{seen['race']:.3g} s; CPU time, best of 5, in turns"),
+        Row(ratio, slower, "times", RACE_FLOOR, detail=f"{seen['race']:.3g} s; CPU time, best of 5, alternating"),
         Row(calls, more, "times", CALLS_FLOOR, detail=f"{seen['race_calls']} calls of functions in a launch"),
     ]

@@ -102,11 +102,11 @@ class LaunchQueues:
         """
         streams, self._streams = self._streams, _Streams()  # what is queued from here on is the next run's
         running = streams.running
-        watch, turns = Watch(), self._policy(streams, self._random)
+        watch, slices = Watch(), self._policy(streams, self._random)
         try:
             with fpenv.ieee():
                 while _begin(streams):
-                    stream = next(turns)
+                    stream = next(slices)
                     item, launch = running[stream]
                     launch.scheduler.step()
                     if launch.scheduler.running:

@@ -396,7 +396,7 @@ def setmaxnreg(warp: Warp, instr: Instr, form: Form) -> None:
 
 @isa.service("nanosleep.u32", note="yields to the other warps; sleeping takes no emulated time")
 def nanosleep(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """Give the other warps a turn."""
+    """Let the other warps run."""
     if warp.pending is None:
         warp.pending = True
         return Block("nanosleep", lambda: True)

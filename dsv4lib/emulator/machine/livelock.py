@@ -27,7 +27,7 @@ from dsv4lib.emulator.memory.addressing import is_local, is_shared
 from dsv4lib.emulator.ptx.ir import Instr, Memory
 
 FIRST = 8  # fruitless rounds (scheduler) of every launch before the first look; then twice as many, and so on
-_TURNS = 64  # that a look lasts, for every warp that can run
+_SLICES = 64  # that a look lasts, for every warp that can run
 _LONGEST = 20_000  # instructions of a loop
 _SHOWN = 16  # warps of a launch that the report names
 # Loops of these and of instructions without a memory operand leave memory as it is. A compare-and-swap that succeeds
@@ -48,12 +48,12 @@ class _Seen:
 
 
 class Watch:
-    """Looks after one launch, or several at once, turn by turn."""
+    """Looks after one launch, or several at once, slice by slice."""
 
     def __init__(self) -> None:
         self._next = FIRST
         self._memory: int | None = None  # while a look lasts
-        self._turns: Counter[MachineView] = Counter()
+        self._slices: Counter[MachineView] = Counter()
         self._warps: dict[Warp, _Seen] = {}
 
     def look(self, stepped: MachineView, running: Sequence[MachineView]) -> None:
@@ -75,15 +75,15 @@ class Watch:
         ready = [w for m in running for w in m.scheduler.ready]
         for warp in stepped.scheduler.ready:
             self._observe(warp)
-        self._turns[stepped] += 1
+        self._slices[stepped] += 1
         if all((seen := self._warps.get(w)) is not None and seen.again for w in ready):
             self._judge(running)
-        elif all(self._turns[m] > _TURNS * max(1, len(m.scheduler.ready)) for m in running):
+        elif all(self._slices[m] > _SLICES * max(1, len(m.scheduler.ready)) for m in running):
             self._close(2 * fruitless)
 
     def _open(self, running: Sequence[MachineView]) -> None:
         self._memory = memory_of(running)
-        self._turns.clear()
+        self._slices.clear()
         self._warps.clear()
         for machine in running:
             machine.scheduler.expire_waits()

@@ -30,7 +30,7 @@ class Policy:
     def __init__(self, rng: np.random.Generator):
         self.random = random.Random(int(rng.integers(1 << 62)))  # one number at a time: faster than numpy
 
-    def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
+    def slices(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
         """Choose warps to run next, each with its quantum."""
         quantum = self.quantum
         return [(warp, quantum) for warp in ready]
@@ -53,7 +53,7 @@ class OldestFirst(Policy):
         """Rank a warp; the lowest runs."""
         return warp.agent
 
-    def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
+    def slices(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
         """Choose one warp; those that spin give way now and then."""
         if not ready:
             return []
@@ -88,7 +88,7 @@ class Random(Policy):
     services = 2
     clusters = 4
 
-    def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
+    def slices(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
         """Choose one warp, any."""
         if not ready:
             return []
@@ -107,7 +107,7 @@ class Adversarial(Random):
 
     services = 1
 
-    def turn(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
+    def slices(self, ready: list[Warp]) -> list[tuple[Warp, int]]:
         """Choose all warps, shuffled."""
         order = ready.copy()
         self.random.shuffle(order)

@@ -92,7 +92,7 @@ class Scheduler:
     def step(self) -> None:
         """Run one slice of the policy and the completions that follow it. Errors as of `run`."""
         machine, policy = self.machine, self.policy
-        for warp, quantum in policy.turn(self.ready):
+        for warp, quantum in policy.slices(self.ready):
             self._slice(warp, quantum)
         completed = len(self.units) > 0 and self._complete(policy.completions(self.units, bool(self.ready)))
         if machine.events != self._seen:

@@ -9,7 +9,7 @@ copies to where the value exists.
 
 A copy stays where it is, and is an early access, if it has a guard, if its destination is used before the wait, or if
 its source changes or a path joins that has not executed it while the destination is still wanted. (In a loop that
-waits for all groups but the last it is not wanted: the copy of the next turn overwrites it.)
+waits for all groups but the last it is not wanted: the copy of the next iteration overwrites it.)
 """
 
 from __future__ import annotations
