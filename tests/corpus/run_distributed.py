@@ -65,7 +65,7 @@ class World:
     def run(self, rank: int, body: Callable[[], None]) -> None:
         """The life of a rank."""
         with self.turn:
-            self._local.rank, self._local.buffers = rank, 0
+            self._local.rank, self._local.taken = rank, 0
             try:
                 self._take_over()
                 body()
@@ -119,8 +119,8 @@ class World:
 
     def symmetric(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """This rank's part of the next symmetric buffer."""
-        number = self._local.buffers
-        self._local.buffers += 1
+        number = self._local.taken
+        self._local.taken += 1
         if number == len(self.buffers):
             self.buffers.append(self.gpus.symmetric(shape, dtype, f"symmetric {number}"))
         buffer = self.buffers[number]
