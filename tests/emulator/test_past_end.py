@@ -39,7 +39,7 @@ def test_a_load_in_the_padding_is_reported_and_reads_ones(load):
     assert [(h.kind, h.severity, h.facts["lane"], h.facts["nbytes"]) for h in hazards] == [
         ("global_read_past_end", "error", 20, 4)
     ]
-    assert "1 bytes past the end of a" in hazards[0].message and load in str(hazards[0].place)
+    assert "1 bytes past the last byte of a" in hazards[0].message and load in str(hazards[0].place)
     np.testing.assert_array_equal(b[:32], np.where(LANES < 20, LANES + 1, 0xFFFFFFFF))
 
 

@@ -198,7 +198,7 @@ def test_a_tensor_core_gemm_runs(gemm, schedule):
 
 
 def test_out_of_bounds_names_the_python_line():
-    with emulator.device("sm_100a"), pytest.raises(MemoryFault, match="1 bytes past the end") as caught:
+    with emulator.device("sm_100a"), pytest.raises(MemoryFault, match="1 bytes past the last byte") as caught:
         scale(from_dlpack(torch.zeros(100, device="cuda")), 2.0)
     assert os.path.basename(caught.value.place.python).startswith("test_launch.py:")
 
