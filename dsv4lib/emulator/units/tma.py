@@ -415,7 +415,7 @@ class _Store:
         if over:
             machine.report(
                 "tma_store_padding",
-                f"{over} bytes past the end of a row of {self.tensor} were overwritten: stores clip at 16 bytes",
+                f"{over} bytes past the rows of {self.tensor} were overwritten: stores clip at multiples of 16 bytes",
                 writing.place,
             )
         self.tracked.done = True

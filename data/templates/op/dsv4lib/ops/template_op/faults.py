@@ -1,4 +1,4 @@
-"""Injected faults of the kernel, one at a time: a class is it with one thing replaced. `FAULTS` holds them by name."""
+"""Inject faults into the kernel, one at a time: each class replaces one thing. `FAULTS` holds them by name."""
 
 from __future__ import annotations
 
