@@ -205,7 +205,9 @@ class GlobalMemory:
         i = bisect.bisect_right(self._starts, address)
         near = self._allocations[max(i - 1, 0) : i + 1]
         below = [
-            (address - a.end, f"{address - a.end + 1} bytes past the last byte of {a}") for a in near if a.end <= address
+            (address - a.end, f"{address - a.end + 1} bytes past the last byte of {a}")
+            for a in near
+            if a.end <= address
         ]
         above = [(a.start - address, f"{a.start - address} bytes before {a}") for a in near if a.start > address]
         return f"{what} is outside every allocation; nearest: {min(below + above)[1]}"
