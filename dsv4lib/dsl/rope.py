@@ -6,26 +6,32 @@ brings cos and sin of the query's position, computed in fp32. Source: DSV4 infer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint64
 from cutlass.cutlass_dsl import dsl_user_op
 
-ROPE = 64  # dims that turn
+ROPE = 64  # dims that rotate
 QUAD = 4  # pairs of a piece of 8 dims
 PIECES = ROPE // (2 * QUAD)
 
 
+class Tables(NamedTuple):
+    """Cosines and sines fp32 [T, 32] of the tokens' positions; of registers [1, pairs]."""
+
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
 @cute.jit
-def rotate_back(rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
-    """(a, b) -> (a cos + b sin, b cos - a sin) for the pairs in ``rO``.
+def rotate_back(rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
+    """Rotate the pairs in ``rO`` back: (a, b) -> (a cos + b sin, b cos - a sin).
 
     Args:
         rO: fp32 registers, consecutive dimensions, an even number.
-        rope: (cos [T, 32], sin [T, 32]) fp32.
-        token: row of the tables.
+        rope: angles; token: row of the tables.
         first: number of the first pair, 0..31.
     """
     mCos, mSin = rope

@@ -1,7 +1,7 @@
-"""Inputs that make a wrong attention kernel visible.
+"""Make inputs that make a wrong attention kernel visible.
 
-Heads of different scale, so that no row can stand in for another; index lists with holes; rows of the pool that nobody
-may read are NaN; outputs start as NaN.
+Heads of different scale, so that no row can stand in for another; index lists with holes; rows of the pool that no
+token may read are NaN; outputs start as NaN.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Case:
 
     def outputs(self, splits: int | None = None, raw: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel, and pairs instead of LSEs for a raw
-        one. Each token has a guard row behind its last head, see `guards_written`."""
+        one. Each token has a guard row after its last head, see `guards_written`."""
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
@@ -228,7 +228,7 @@ def case(
         q=(normal(tokens, heads, head_dim) * scales).to(TYPES[dtype]),
         pool=pool,
         span=span,
-        index=torch.where(place < count[:, None], index, rows - 1).int(),  # behind the count: a row that is NaN
+        index=torch.where(place < count[:, None], index, rows - 1).int(),  # past the count: a row that is NaN
         first=(torch.arange(tokens) * step).int(),
         count=count,
         window_first=(torch.arange(tokens) * window_step).int(),
