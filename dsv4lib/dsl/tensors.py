@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -44,10 +44,18 @@ class Fakes:
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 
-def divisor(number: int) -> tuple:
-    """What a kernel needs to divide a 31-bit count by ``number`` (1 to 2^24): (number, multiplier, shift)."""
+class Divisor(NamedTuple):
+    """What a kernel needs to divide a 31-bit count by a number; see `kv_entry.page_divisor`."""
+
+    number: cutlass.Int32
+    multiplier: cutlass.Uint32
+    shift: cutlass.Int32
+
+
+def divisor(number: int) -> Divisor:
+    """Make the `Divisor` of a number from 1 to 2^24."""
     multiplier, shift = page_divisor(number)
-    return cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift)
+    return Divisor(cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift))
 
 
 class DeviceTensor:
@@ -142,7 +150,7 @@ def leaf_bytes(value: Any) -> bytes:
     return number.pack(value.value)
 
 
-def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:
+def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
     """``x`` for a launch, which must have this type and shape (None: any extent) and rows on ``align`` bytes.
 
     Raises:

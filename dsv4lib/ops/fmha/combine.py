@@ -181,7 +181,7 @@ class Combine:
 
     @cute.jit
     def max_and_sum(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, lse: Float32):
-        """Return the lse_max LSE (0 if all are -inf) and the sum of e^{lse_i} relative to it, in all lanes.
+        """Return the largest LSE (0 if all are -inf) and the sum of e^{lse_i} relative to it, in all lanes.
 
         Args:
             lse: the LSE of this lane's split of the first 32.

@@ -36,7 +36,7 @@ Source: OCP Microscaling Formats 1.0; PTX ISA, "cvt", "mul" (``.rz``, ``.rp``); 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -124,14 +124,23 @@ def e4m3(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
     return _ptx(lines, [*x, factor], [Int32] * (n // 4), loc, ip)
 
 
-@dsl_user_op
-def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """What `e4m3_scale` needs of the global scale, once a thread.
+class ScaleFactors(NamedTuple):
+    """What `e4m3_scale` needs of the global scale g.
 
-    Returns:
-        (power of two that moves g away from the ends of fp32, g times it, 1 / (6 g) of that, 2^-20 too small, and
-        whether g is positive and finite, 1 or 0).
+    Attributes:
+        power: of two, moves g away from the ends of fp32. product: g times it.
+        inverse: 1 / (6 g) of that, 2^-20 too small. valid: g is positive and finite, 1 or 0.
     """
+
+    power: Float32
+    product: Float32
+    inverse: Float32
+    valid: Int32
+
+
+@dsl_user_op
+def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> ScaleFactors:
+    """Make `ScaleFactors` of the global scale, once a thread."""
     small, large = map(_hex, _COMFORT)
     lines = [
         ".reg .pred p, q;",
@@ -149,16 +158,12 @@ def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
         "setp.lt.and.f32 q, {$r0}, 0f7F800000, p;",
         "selp.b32 {$w3}, 1, 0, q;",
     ]
-    return _ptx(lines, [g], [Float32, Float32, Float32, Int32], loc, ip)
+    return ScaleFactors(*_ptx(lines, [g], [Float32, Float32, Float32, Int32], loc, ip))
 
 
 @dsl_user_op
-def e4m3_scale(amax: Int32, factors: tuple, *, loc: Any = None, ip: Any = None) -> tuple:
-    """(code, value as fp32) of E4M3(amax / (6 g)); NaN (0x7F) where amax or g is no number.
-
-    Args:
-        amax: bits. factors: from `scale_factors`.
-    """
+def e4m3_scale(amax: Int32, factors: ScaleFactors, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Float32]:
+    """Return (code, value as fp32) of E4M3(amax / (6 g)); NaN (0x7F) where amax (bits) or g is no number."""
     lines = [
         ".reg .pred up, odd, over, bad;",
         ".reg .f32 a, q, v0, v1, u, t;",
@@ -195,8 +200,8 @@ def e4m3_scale(amax: Int32, factors: tuple, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
-def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """The seven products t scale g, rounded down where a tie goes down and up where it goes up; NaN if scale is 0."""
+def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """Make the seven products t scale g, rounded the way that a tie at t rounds; NaN if scale is 0."""
     lines = [
         ".reg .pred zero;",
         ".reg .f32 s, u;",
@@ -209,8 +214,8 @@ def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
-def e2m1_decide(x: list, thresholds: tuple, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Codes of 8 values, 4 bits each, the first lowest: the sign, and the thresholds that |x| passes.
+def e2m1_decide(x: list, thresholds: tuple[Float32, ...], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Encode 8 values, 4 bits each, the first lowest: the sign, and the thresholds that |x| passes.
 
     A threshold of NaN is passed by nothing. Source: see the module docstring.
     """
