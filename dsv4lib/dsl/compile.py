@@ -76,7 +76,7 @@ class Compiled:
         return 0 if self.local_bytes == 0 else None
 
 
-def compile_for(kernel: Any, args: tuple, arch: str = "sm_100a") -> Compiled:
+def compile_for(kernel: Any, args: tuple[Any, ...], arch: str = "sm_100a") -> Compiled:
     """Compile ``kernel`` for ``arch``; no GPU, driver or CUDA toolkit is needed.
 
     Args:

@@ -1,6 +1,6 @@
-"""tcgen05.mma and its descriptors as the attention kernels use them: spelled out, as inline PTX.
+"""Issue tcgen05.mma with its descriptors as the attention kernels use them: inline PTX.
 
-The DSL has no operation for the weight-stationary form (`.ws`, in which 64 rows use all 128 lanes of tensor memory) nor
+The DSL has no operation for the weight-stationary MMA (`.ws`, where 64 rows use all 128 lanes of tensor memory) nor
 for the thread-sync fences; and an attention kernel reads one tile of SMEM in two ways (K and V), which descriptors say
 more plainly than two layouts.
 
@@ -67,13 +67,13 @@ def scales_descriptor() -> int:
 
 
 def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
-    """``descriptor`` with the start ``address`` (bytes in SMEM, a multiple of 16)."""
+    """Give ``descriptor`` the start ``address`` (bytes in SMEM, a multiple of 16)."""
     field = (address & 0x3FFFF) >> 4
     return cutlass.Int64(field) | cutlass.Int64(descriptor)
 
 
 def behind(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
-    """``descriptor`` with a start address ``offset`` bytes (a multiple of 16) further on, which stays below 256 KiB."""
+    """Advance ``descriptor`` by ``offset`` bytes (a multiple of 16); its start address stays below 256 KiB."""
     return descriptor + (offset >> 4)
 
 
@@ -106,11 +106,11 @@ def mma(
             TMEM too.
         kind: "f16" or "f8f6f4".
     """
-    form = "mma.ws" if ws else "mma"
+    name = "mma.ws" if ws else "mma"
     operand = "{$r1}" if isinstance(a, cutlass.Int64) else "[{$r1}]"
     text = (
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
-        f"tcgen05.{form}.cta_group::{ctas}.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
+        f"tcgen05.{name}.cta_group::{ctas}.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
     )
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
@@ -119,9 +119,11 @@ def mma(
 @dsl_user_op
 def scaled_mma(
     d: cutlass.Int32,
-    operands: tuple,
+    a: cutlass.Int64,
+    b: cutlass.Int64,
     instruction: Any,
-    scales: tuple,
+    sfa: cutlass.Int32,
+    sfb: cutlass.Int32,
     accumulate: Any,
     kind: str,
     ctas: int = 1,
@@ -129,16 +131,16 @@ def scaled_mma(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """D[TMEM] (+)= (A * its scales) @ (B * its scales); one thread issues it.
+    """Issue D[TMEM] (+)= (A * its scales) @ (B * its scales); one thread issues it.
 
     Args:
         d: TMEM address of the accumulator.
-        operands: matrix descriptors of A and B.
+        a, b: matrix descriptors.
         instruction: instruction descriptor.
-        scales: TMEM addresses of the scales of A and B, 4 columns per 128 rows.
+        sfa, sfb: TMEM addresses of the scales of A and B, 4 columns per 128 rows.
         accumulate: 0 overwrites D.
-        kind: "mxf4nvf4.block_scale.block16" or "mxf8f6f4.block_scale.block32": the spelling that `a` and `f` targets
-            take, while ``.scale_vec::NX`` is refused on some.
+        kind: "mxf4nvf4.block_scale.block16" or "mxf8f6f4.block_scale.block32": the instruction variant that `a` and
+            `f` targets take, while ``.scale_vec::NX`` is refused on some.
         ctas: 2: a pair multiplies together. Each CTA has half of the rows of A with their scales, half of the rows of B
             and the scales of all rows of B.
     """
@@ -147,7 +149,7 @@ def scaled_mma(
         f"tcgen05.mma.cta_group::{ctas}.kind::{kind} "
         "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], accumulate; }"
     )
-    args = [d, *operands, cutlass.Int32(instruction), *scales, cutlass.Int32(accumulate)]
+    args = [d, a, b, cutlass.Int32(instruction), sfa, sfb, cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
 
 

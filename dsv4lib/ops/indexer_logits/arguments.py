@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.indexer_logits.config import DIM, SCALE_WORD
-from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
+from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits, Tables
 
 WIDE = 16
 
@@ -23,7 +23,7 @@ def fake_args(kernel: IndexerLogits) -> tuple:
         fake(Int32, "TH") if kernel.form.scaled else None,
         fake(Float32, "TH"),
         fake(u8, "PS", WIDE),
-        (fake(Int32, "BW"), fake(Int32, "T"), fake(Int32, "T")),
+        Tables(fake(Int32, "BW"), fake(Int32, "T"), fake(Int32, "T")),
         fake(Float32, "TL"),
         Int32(1),
         cuda.CUstream(0),
@@ -72,7 +72,7 @@ def launch_args(
         words,
         wrap("weights", weights, Float32, (tokens, heads)),
         wrap("pages", pages[:, :needed], cutlass.Uint8, (None, needed), WIDE),
-        (
+        Tables(
             wrap("table", table, Int32, (None, None)),
             wrap("requests", requests, Int32, (tokens,)),
             wrap("lengths", lengths, Int32, (tokens,)),

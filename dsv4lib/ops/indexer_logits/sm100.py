@@ -134,7 +134,7 @@ class IndexerLogits(Config):
         mQs: Any,
         mWeights: cute.Tensor,
         pages: cute.Tensor,
-        tables: tuple,
+        tables: Tables,
         mOut: cute.Tensor,
         splits: Int32,
         stream: cuda.CUstream,
@@ -145,7 +145,7 @@ class IndexerLogits(Config):
             mQ: [T, H, row bytes] uint8. mQs: [T, H] int32, 4 scales a word, or None.
             mWeights: [T, H] fp32.
             pages: [P, page bytes] uint8, on 16 bytes.
-            tables: (table [B, W], requests [T], lengths [T]) int32.
+            tables: of the requests and tokens.
             mOut: [T, L] fp32.
             splits: CTAs that share the keys of a tile's tokens.
             stream: where the launch is queued.
@@ -182,7 +182,7 @@ class IndexerLogits(Config):
 
         self.storage = Storage
         groups = cute.ceil_div(mQ.shape[0], self.tokens)
-        self.kernel(atoms, mQs, mWeights, Tables(*tables), mOut, splits).launch(
+        self.kernel(atoms, mQs, mWeights, tables, mOut, splits).launch(
             grid=(groups * splits, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -382,20 +382,20 @@ class IndexerLogits(Config):
         d = base + accumulator * self.columns
         k = umma.at(self.operand, shared.keys + stage * self.key_bytes)
         q = umma.at(self.operand, shared.queries)
-        columns = base + self.key_column, base + self.query_column
+        sfa, sfb = base + self.key_column, base + self.query_column
         if cutlass.const_expr(self.form.scaled):
             source = umma.at(umma.scales_descriptor(), shared.scales + stage * self.scale_bytes)
-            umma.copy_scales(columns[0], source)
+            umma.copy_scales(sfa, source)
             if fresh:
                 for i in cutlass.range_constexpr(self.query_blocks):
                     source = umma.at(umma.scales_descriptor(), shared.query_scales + i * umma.SCALE_BLOCK)
-                    umma.copy_scales(columns[1] + i * umma.SCALE_COLUMNS, source)
+                    umma.copy_scales(sfb + i * umma.SCALE_COLUMNS, source)
         for i in cutlass.range_constexpr(self.form.mmas):
-            operands = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
+            a, b = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
             if cutlass.const_expr(self.form.scaled):
-                umma.scaled_mma(d, operands, self.instructions[i], columns, i > 0, self.form.kind)
+                umma.scaled_mma(d, a, b, self.instructions[i], sfa, sfb, i > 0, self.form.kind)
             else:
-                umma.mma(d, *operands, self.instructions[i], i > 0, kind=self.form.kind)
+                umma.mma(d, a, b, self.instructions[i], i > 0, kind=self.form.kind)
 
     @cute.jit
     def epilogue(

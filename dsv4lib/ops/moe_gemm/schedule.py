@@ -1,11 +1,10 @@
-"""Which tiles a CTA works on: every role finds them by itself from the groups' sizes.
+"""Schedule tiles: every role computes its CTA's tiles by itself from the groups' sizes.
 
 Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
 share a tile of weights in L2. A group's rows are split evenly among as few tiles as hold them: with full tiles and a
-rest by turns, an even grid would give all the full ones to every other CTA. CTA (or pair) c of a grid of g takes tiles
-c, c + g, c + 2 g, .. A role walks through the
-experts in windows of 32, a lane an expert: a prefix sum and a ballot find the expert of a tile, and no role ever goes
-back. Empty experts have no tiles and cost nothing but their lane.
+rest alternating, an even grid would give all the full ones to every other CTA. CTA (or pair) c of a grid of g takes
+tiles c, c + g, c + 2 g, .. A role walks through the experts in windows of 32, a lane an expert: a prefix sum and a
+ballot find the expert of a tile, and no role ever goes back. Empty experts have no tiles and cost only their lane.
 """
 
 from __future__ import annotations
@@ -19,6 +18,13 @@ from cutlass import Int32
 from dsv4lib.ops.moe_gemm.config import N_STEP, ROW_STEP, Config
 
 WINDOW = 32
+
+
+class Ranges(NamedTuple):
+    """First row and rows of each expert's tokens, int32 [E]."""
+
+    offsets: cute.Tensor
+    counts: cute.Tensor
 
 
 class Groups(NamedTuple):
@@ -54,7 +60,7 @@ class Schedule(Config):
     """The walk of a role."""
 
     def groups(self, given: Any, mX: cute.Tensor, mW: cute.Tensor):
-        """Host side: the groups of a call."""
+        """Host side: describe the groups of a call."""
         return Groups(mW.shape[0], cute.ceil_div(mW.shape[1], self.pair_m), *given)
 
     @cute.jit
@@ -71,7 +77,7 @@ class Schedule(Config):
 
     @cute.jit
     def find(self, groups: Groups, index: Int32, window: Int32, before: Int32):
-        """The place of tile ``index``, which is not before ``window``; all lanes of a warp together."""
+        """Return the place of tile ``index``, which is not before ``window``; all lanes of a warp call it."""
         experts = groups.experts
         tiles, upto = self.tiles_of(groups, window)
         total = cute.arch.shuffle_sync(upto, WINDOW - 1)
