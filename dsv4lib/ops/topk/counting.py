@@ -93,7 +93,7 @@ class Counting:
         if cutlass.const_expr(not across):
             cute.arch.barrier()
             return self.search(s, hist, k, False)
-        self.meet()
+        self.sync_row()
         if cute.arch.warp_idx() == 0:
             place, above, count = self.search(s, hist, k, True)
             if tidx == 0:
@@ -165,8 +165,8 @@ class Counting:
             "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=place
         )
 
-    def meet(self) -> None:
-        """A barrier of the row's CTAs."""
+    def sync_row(self) -> None:
+        """Synchronise the row's CTAs."""
         if self.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
