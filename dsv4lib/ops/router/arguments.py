@@ -55,7 +55,7 @@ def fused_args(
     x: torch.Tensor,
     weight: torch.Tensor,
     chosen: Any,
-    parts: torch.Tensor,
+    slots: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
     factor: float,
@@ -70,13 +70,13 @@ def fused_args(
     tokens, d = x.shape
     if d % UNIT:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    if kernel.whole and d != kernel.parts * kernel.deep * kernel.units * UNIT:
+    if kernel.whole and d != kernel.splits * kernel.deep * kernel.units * UNIT:
         raise ArgumentError(
-            "x.shape", tuple(x.shape), f"[T, {kernel.parts * kernel.deep * kernel.units * UNIT}]: whole shares"
+            "x.shape", tuple(x.shape), f"[T, {kernel.splits * kernel.deep * kernel.units * UNIT}]: whole shares"
         )
     gate = wrap("weight", weight, BF16, (kernel.experts, d), 16)
     chosen = _chosen(kernel, tokens, chosen)
-    memory = wrap("parts", parts, FP32, (kernel.parts, tokens, padded(kernel.experts)), 16)
+    memory = wrap("slots", slots, FP32, (kernel.splits, tokens, padded(kernel.experts)), 16)
     ends = _ends(kernel, tokens, experts, weights, factor)
     return wrapped, gate, Picks(chosen, memory, *ends), cuda.CUstream(stream)
 
