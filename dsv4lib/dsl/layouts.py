@@ -6,8 +6,8 @@ evaluates it. `layout_check.independent` computes the same grid a second time wi
 the compiler, so a drawing can be checked element by element.
 
 Two rules make the evaluation fast and are tested against a full element-by-element evaluation by the compiler:
-a layout is additive over its modes, ``L(i, j) = L(i, 0) + L(0, j)``, so the compiler is asked for one row and one
-column; and a swizzle is one XOR.
+a layout is additive over its modes, ``L(i, j) = L(i, 0) + L(0, j)``, so the compiler evaluates one row and one column;
+and a swizzle is one XOR.
 
 **The swizzle of a shared-memory layout acts on byte addresses.** The compiler prints ``S<3,4,3> o 0 o (8,64):(64,1)``
 for a bf16 tile: shape and stride count elements, ``S<3,4,3>`` counts bytes. Calling that object with a coordinate

@@ -96,7 +96,7 @@ def test_groups_in_boxes():
 
 
 class BehindTheEnd(Fmha):
-    """A tile that keys begin but do not fill comes in boxes too: rows behind the end, which nobody may read."""
+    """A tile that keys begin but do not fill comes in boxes too: rows past the end, which must not be read."""
 
     @cute.jit
     def first_row(self, work: Work, tile: Int32):

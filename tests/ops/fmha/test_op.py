@@ -297,8 +297,8 @@ def test_bad_lists_of_window_rows_are_named(number, said):
 def test_two_ctas_give_the_bits_of_one(splits):
     """128 heads, whose CTAs multiply together, against two calls of 64: other sums, so all are exact here.
 
-    A pair adds a score's halves of other dimensions, and in which order an MMA adds nobody says. Queries of -1/2, 0 and
-    1/2 keep the weights of a row so close together that weights times values add up without rounding, too.
+    A pair adds a score's halves of other dimensions, and the order in which an MMA adds is not documented. Queries of
+    -1/2, 0 and 1/2 keep P of a row so close together that P V adds up without rounding, too.
     """
     one = case(128, [150, 33], [20, 100])
     halves = {name: (getattr(one, name) * 2).round() / 2 for name in ("q", "pool", "span")}

@@ -1,4 +1,4 @@
-"""CTAs that stay: fewer of them than tokens, so that each takes several, one behind the other."""
+"""Run persistent CTAs: fewer of them than tokens, so that each takes several, one after the other."""
 
 import pytest
 
