@@ -1,6 +1,6 @@
 """Rows of 512 dims, one a head, spread over warps: what the kernels share that stream [T, H, 512].
 
-A warp takes several heads of one token, all their loads on their way before the first is used. Lane l has dims
+A warp takes several heads of one token, all their loads in flight before the first is used. Lane l has dims
 8 l .. 8 l + 7 and 256 + 8 l .. of a row: two loads of 16 bytes, each 512 bytes of a warp in a row. The last 64 dims are
 the second piece of lanes 24 to 31, which fetch the cosines and sines of their 4 pairs once for all heads of the warp.
 A group of 64 or 128 dims is 8 or 16 neighbouring lanes of a piece.

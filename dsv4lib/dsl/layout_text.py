@@ -16,7 +16,7 @@ MAX_ELEMENTS = 1 << 17  # of one grid; a 128 x 512 accumulator has 65,536
 _LAYOUT = re.compile(
     r"\s*(?:S<\s*(\d+)\s*,\s*(\d+)\s*,\s*(-?\d+)\s*>\s*o\s*(?:(\d+)\s*o\s*)?)?([\d(),\s]+):([\d(),\s]+)"
 )
-_HELP = "shape:stride such as '(8,8):(8,1)', optionally behind a swizzle: 'S<3,4,3> o 0 o (8,64):(64,1)'"
+_HELP = "shape:stride such as '(8,8):(8,1)', optionally after a swizzle: 'S<3,4,3> o 0 o (8,64):(64,1)'"
 
 
 def _nested(name: str, whole: str, text: str) -> Any:

@@ -44,7 +44,7 @@ def rotate_back(rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
 
 @dsl_user_op
 def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
-    """Pairs (x[2 i], x[2 i + 1]) turned by their angles, or turned back; bits of `dsv4lib.reference.rope` in fp32.
+    """Rotate pairs (x[2 i], x[2 i + 1]) by their angles, or back; bits of `dsv4lib.reference.rope` in fp32.
 
     Each product and each sum is rounded by itself: no compiler may contract them, and the emulator agrees with a GPU.
     """
@@ -64,7 +64,7 @@ def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any 
 def angles(mTable: cute.Tensor, mPositions: Any, token: Int32, piece: Int32, wanted: Any):
     """Cosines and sines of a lane's 4 pairs: (list, list); NaN where the position is not in the table.
 
-    Of a negative position, a padded row's, those of angle 0: nothing is read and nothing turns.
+    Of a negative position, a padded row's, those of angle 0: nothing is read or rotated.
 
     Args:
         mTable: fp32 [P, 64], 32 cosines and 32 sines a position.

@@ -17,12 +17,12 @@ COLUMNS = 32  # of one access
 def allocator(
     address: cute.Pointer, barrier: int, threads: int, warp: int, pair: cute.Pointer | None = None
 ) -> memory.TmemAllocator:
-    """Allocation of tensor memory by one warp.
+    """Make the allocator of tensor memory, by one warp.
 
     Args:
         address: where in SMEM the address of the columns goes.
-        barrier, threads: named barrier of all who ask for that address, and how many threads they are.
-        warp: who allocates and frees.
+        barrier, threads: named barrier of all threads that read that address, and their number.
+        warp: allocates and frees.
         pair: an mbarrier where the CTAs of a pair allocate together: each frees when the other is ready to.
     """
     return memory.TmemAllocator(

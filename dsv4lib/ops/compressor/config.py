@@ -101,7 +101,7 @@ class Sizes:
         self.items = 4 if self.team == LANES and split == slices == 1 else 1  # entries of a CTA
         self.threads = self.team * self.items
         self.warps = self.threads // LANES
-        self.finishers = max(LANES, self.quads)  # threads that end an entry; lanes behind quads repeat
+        self.finishers = max(LANES, self.quads)  # threads that end an entry; lanes past the quads repeat
 
     def _stream(self) -> None:
         """Size the streamed variant."""

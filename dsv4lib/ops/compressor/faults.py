@@ -36,7 +36,7 @@ class FirstWindowFromState(compressor_kernel.Compressor):
 
 
 class TurnedByTheNextWindow(compressor_kernel.Compressor):
-    """RoPE at the position behind the window."""
+    """RoPE at the position after the window."""
 
     def table_row(self, item: compressor_kernel.Item) -> Int32:
         """One window too late."""

@@ -4,7 +4,7 @@
 
 Thread t of 128 owns lane t of tensor memory: head t % 64, and half t / 64 of the dimensions of each block of O. A block
 is released to the tensor core as soon as it is in registers, before it is stored: the next item's first P V may follow
-while O is on its way to global memory.
+while O is stored to global memory.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Epilogue(Plan):
         """Store LSE and O of one item, -inf and zeros without keys; return the states of the pipelines."""
         o, sums = rings
         o_state, sums_state = (state.clone() for state in states)
-        sink = self.sink_logit(outputs, row)  # on its way while the sums are
+        sink = self.sink_logit(outputs, row)  # in flight while the sums are
         any_tile = work.end > work.first
         row_max, row_sum = -Float32.inf, Float32(0.0)
         if any_tile:

@@ -328,7 +328,7 @@ class ScalesBehindEntry(Fmha):
 
 
 class HalfOfTheBytes(Fmha):
-    """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be on their way."""
+    """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be in flight."""
 
     @cute.jit
     def expected_bytes(self, of_entries: Int32):

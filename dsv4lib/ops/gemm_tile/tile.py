@@ -26,7 +26,7 @@ class TileGemm:
     """Configuration and host side of C = A @ B^T with one 128 x tile_n tile a CTA.
 
     A subclass sets ``outputs`` (input type -> types of C), ``columns`` (step and limit of tile_n) and ``columns_why``,
-    and says by `_extra_bytes` what lies in shared memory behind the ring.
+    and says by `_extra_bytes` what lies in shared memory after the ring.
     """
 
     outputs: Mapping[str, tuple[str, ...]]
@@ -63,7 +63,7 @@ class TileGemm:
         return f"GemmTile({self.in_dtype}, {self.out_dtype}, {self.tile_n}, {self.stages})"
 
     def _extra_bytes(self, stages: int) -> int:
-        """Bytes of shared memory behind the operand ring."""
+        """Count the bytes of shared memory after the operand ring."""
         raise NotImplementedError
 
     def _smem_bytes(self, stages: int) -> int:

@@ -21,7 +21,7 @@ class MinusOneIsRowZero(kv_gather_kernel.KvGather):
 
 
 class ScaleOfTheNextGroup(kv_gather_kernel.KvGather):
-    """Takes the scale of the 64 dims behind; the last group's is the padding byte."""
+    """Takes the scale of the next 64 dims; the last group's is the padding byte."""
 
     def scale_at(self, piece: Int32) -> Int32:
         """One byte on."""

@@ -46,7 +46,7 @@ class FirstRows(MoeGemm):
 
 
 class NoTailMask(MoeGemm):
-    """Rows behind a group's last token are written."""
+    """Rows after a group's last token are written."""
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):

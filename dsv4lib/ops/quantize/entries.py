@@ -2,7 +2,7 @@
 
     entry at indices[t] = quantised(x[t])        index = page x page size + slot; -1 drops it; entry t alone decides
 
-| entry   | from a row of | data bytes, in a page at slot x             | scales, behind all data, at slot x       |
+| entry   | from a row of | data bytes, in a page at slot x             | scales, after all data, at slot x        |
 |---------|---------------|---------------------------------------------|------------------------------------------|
 | KV      | 512           | 576: 448 E4M3, then 64 bf16 as they are     | 8: UE8M0 of each 64 nope dims, then 0    |
 | indexer | 128           | 64: 128 E2M1                                | 4: UE8M0 of each 32 dims                 |

@@ -22,7 +22,7 @@ tile reach, and only scores that reach it are put into a list and counted from t
 
 Two variants. On chip: a slice is one tile, held in registers, and loaded before the row's length is known. Streaming:
 a slice is many tiles; the bound is raised to the bin of the k-th best so far, so that of a long row nearly everything
-is dropped by one comparison while the next tile is on its way. A tile has a piece from each of as many runs of the
+is dropped by one comparison while the next tile is in flight. A tile has a piece from each of as many runs of the
 slice as there are warps, so that the first one tells of scores that rise along the row, too.
 
 A list that overflows, or a first bound that most scores of a warp reach, is a bound too low: then the k-th best of list

@@ -1,6 +1,6 @@
 """From packed weights in shared memory to sums in registers.
 
-A consumer warpgroup takes every fourth stage. A thread loads 16 bytes of each of its two rows and 128 K, turns words
+A consumer warpgroup takes every fourth stage. A thread loads 16 bytes of each of its two rows and 128 K, converts words
 into A fragments (`layout` says how the bits lie) and issues the MMAs of `group` blocks of 32 K; it adds up the sums of
 the group before while these run.
 
