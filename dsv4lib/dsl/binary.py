@@ -27,7 +27,7 @@ _FACTS = ("name", "arch", "seconds", "registers", "local_bytes", "threads", "sme
 
 
 def to_bytes(compiled: Compiled) -> bytes:
-    """All of ``compiled`` but its arguments, which `from_bytes` is given again."""
+    """Write all of ``compiled`` but its arguments, which `from_bytes` is given again."""
     function, host = compiled.function, io.BytesIO()
     function.ir_module.operation.write_bytecode(host)
     parts = [compiled.ptx.encode(), compiled.cubin, host.getvalue()]

@@ -46,7 +46,7 @@ class BlockScaleProbe:
 
 
 def refusal(kind: str, block: str, arch: str, ctas: int = 1) -> str | None:
-    """What the assembler says against the instruction on ``arch``; None if it takes it.
+    """Return what the assembler says against the instruction on ``arch``; None if it takes it.
 
     Args:
         kind, block: as in `KINDS`.

@@ -49,7 +49,7 @@ class HeadRows:
 
     @cute.jit
     def first_head(self, block: Int32) -> Int32:
-        """The first head of this warp in a block of a token."""
+        """Return the first head of this warp in a block of a token."""
         return (block * self.warps + cute.arch.warp_idx()) * self.heads
 
     @cute.jit
@@ -69,7 +69,7 @@ class HeadRows:
 
     @cute.jit
     def angles(self, mTable: cute.Tensor, mPositions: Any, token: Int32):
-        """(cosines, sines) of a token in the lanes that rotate, see `rope.angles`."""
+        """Return (cosines, sines) of a token in the lanes that rotate, see `rope.angles`."""
         lane = cute.arch.lane_idx()
         return rope.angles(mTable, mPositions, token, lane - FIRST_ROPE_LANE, lane >= FIRST_ROPE_LANE)
 

@@ -84,7 +84,7 @@ class LanePool(NamedTuple):
 
 
 def page_divisor(page_size: int) -> tuple[int, int]:
-    """(multiplier, shift) with i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
+    """Return (multiplier, shift) with i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
 
     Source: Granlund and Montgomery, "Division by invariant integers using multiplication" (1994).
 
@@ -105,7 +105,7 @@ def _addresses(index: Int32, lane: LanePool, *, loc: Any = None, ip: Any = None)
 
 @dsl_user_op
 def _kept(value: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
-    """``value`` in a register: the compiler would compute it anew for every entry."""
+    """Keep ``value`` in a register: the compiler would compute it anew for every entry."""
     return cute.arch.inline_ptx(
         "mov.b64 {$w0}, {$r0};", read_only_args=[value], write_only_types=[Int64], loc=loc, ip=ip
     )

@@ -52,12 +52,12 @@ def _congruent(a: Any, b: Any) -> bool:
 
 
 def size_of(shape: Any) -> int:
-    """Number of elements of a nested shape."""
+    """Return the number of elements of a nested shape."""
     return math.prod(map(size_of, shape)) if isinstance(shape, tuple) else shape
 
 
 def parse_layout(name: str, text: Any) -> tuple[Any, Any, tuple[int, int, int] | None, int]:
-    """(shape, stride, swizzle, shift) of a layout's text; ArgumentError for anything that is not one."""
+    """Return (shape, stride, swizzle, shift) of a layout's text; ArgumentError for anything that is not one."""
     found = _LAYOUT.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
     if found is None:
         raise ArgumentError(name, text, _HELP)

@@ -23,7 +23,7 @@ SCALE_COLUMNS = 4  # of tensor memory that such a block takes
 
 
 def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False) -> int:
-    """The 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
+    """Return the 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
 
     Args:
         m, n: shape of the instruction.
@@ -35,7 +35,7 @@ def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False)
 
 
 def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 128) -> int:
-    """The 64-bit descriptor of an operand in SMEM with the swizzle of ``row_bytes``, 64 or 128, without its address.
+    """Return the 64-bit descriptor of an operand in SMEM, swizzled in rows of ``row_bytes`` (64, 128); no address.
 
     `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group,
     ``leading_bytes`` unused.
@@ -45,7 +45,7 @@ def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 12
 
 
 def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id: int = 0) -> int:
-    """The descriptor of a block-scaled MMA with fp32 accumulator and K-major operands, without N (`of_n` adds it).
+    """Return the descriptor of a block-scaled MMA: fp32 accumulator, K-major operands, no N (`of_n` adds it).
 
     Args:
         m: rows of the instruction, 128 or 256.
@@ -57,12 +57,12 @@ def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id:
 
 
 def of_n(descriptor: int, n: cutlass.Int32) -> cutlass.Int32:
-    """An instruction descriptor that has no N yet, for ``n``, a multiple of 8."""
+    """Give an instruction descriptor without N its ``n``, a multiple of 8."""
     return cutlass.Int32(descriptor) | (n >> 3) << 17
 
 
 def scales_descriptor() -> int:
-    """The matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
+    """Return the matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
     return (128 >> 4) << 32 | 1 << 46
 
 
@@ -157,7 +157,7 @@ def scaled_mma(
 def copy_scales(
     column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """A block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
+    """Copy a block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
 
     Args:
         column: TMEM address.
@@ -170,7 +170,7 @@ def copy_scales(
 
 @dsl_user_op
 def copy_rows(column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None) -> None:
-    """32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
+    """Copy 32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
 
     Later MMAs of the thread see them; what MMAs before it read or write there must be known to be done.
 

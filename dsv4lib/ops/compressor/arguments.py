@@ -19,7 +19,7 @@ GRID_Y = 65_535  # CTAs along the second axis of a grid
 
 
 def page_align(kernel: Compressor) -> int:
-    """Bytes on which pages start: what one thread stores at most."""
+    """Return the bytes on which pages start: what one thread stores at most."""
     return PAIR if kernel.form == "kv" else 4
 
 

@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
 @cute.jit
 def rounded(sizes: cutlass.Constexpr, values: list):
-    """``values`` as bf16 holds them, for entries of a quantised format; others stay as they are."""
+    """Round ``values`` to bf16, for entries of a quantised format; others stay as they are."""
     if cutlass.const_expr(sizes.layout is not None):
         pairs = [(word << 16, word & Int32(-65536)) for word in words(values, BFloat16)]
         values = [half.bitcast(Float32) for pair in pairs for half in pair]
@@ -80,7 +80,7 @@ def pack(sizes: cutlass.Constexpr, out: Pages, page: Divisor, slot: Int32, kept:
 
 @cute.jit
 def words(values: list, element: cutlass.Constexpr):
-    """Values as an element type, in words."""
+    """Convert values to an element type, in words."""
     rX, rOut = cute.make_rmem_tensor(CHANNELS, Float32), cute.make_rmem_tensor(CHANNELS, element)
     for c in cutlass.range_constexpr(CHANNELS):
         rX[c] = values[c]
@@ -97,7 +97,7 @@ def store_scale(sizes: cutlass.Constexpr, mBytes: cute.Tensor, page: Divisor, to
 
 @cute.jit
 def pack_kv(sizes: cutlass.Constexpr, out: Pages, page: Divisor, to: Target, values: list, amax: Int32):
-    """448 E4M3, 64 bf16, 7 scales and a zero."""
+    """Pack 448 E4M3, 64 bf16, 7 scales and a zero."""
     recipe = RECIPES["kv"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
     nope = to.channel < kv_entry.NOPE
@@ -115,7 +115,7 @@ def pack_kv(sizes: cutlass.Constexpr, out: Pages, page: Divisor, to: Target, val
 
 @cute.jit
 def pack_fp8(sizes: cutlass.Constexpr, out: Pages, page: Divisor, to: Target, values: list, amax: Int32):
-    """128 E4M3 and an fp32 scale."""
+    """Pack 128 E4M3 and an fp32 scale."""
     recipe = RECIPES["kv"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
     if to.kept:
@@ -129,7 +129,7 @@ def pack_fp8(sizes: cutlass.Constexpr, out: Pages, page: Divisor, to: Target, va
 
 @cute.jit
 def pack_fp4(sizes: cutlass.Constexpr, out: Pages, page: Divisor, to: Target, values: list, amax: Int32):
-    """128 E2M1 and 4 scales; an even lane stores its neighbour's too."""
+    """Pack 128 E2M1 and 4 scales; an even lane stores its neighbour's too."""
     recipe = RECIPES["mxfp4"]
     byte = codes.ue8m0(amax, recipe.divisor, recipe.floor)
     both = [*values, *(cute.arch.shuffle_sync_bfly(x, 1) for x in values)]

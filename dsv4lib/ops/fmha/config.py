@@ -196,7 +196,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def buffers(self, kv_stages: int | None = None) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         stages = self.kv_stages if kv_stages is None else kv_stages
         return [
             *((f"kv {i}", self.stage_bytes) for i in range(stages)),

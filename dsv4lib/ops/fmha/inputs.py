@@ -47,7 +47,7 @@ class Case:
     chunks: tuple[int, ...] = ()
 
     def to(self, device: str) -> Case:
-        """The same case with its tensors on ``device``."""
+        """Return the same case with its tensors on ``device``."""
 
         def moved(x: Any) -> Any:
             if isinstance(x, tuple):
@@ -72,7 +72,7 @@ class Case:
         return window.token_groups(self.chunks or (1,) * len(self.q), self.q.shape[1], cluster).to(self.q.device)
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
+        """Return (all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
         lists = []
         if entries == "index":
             place = torch.arange(self.index.shape[1])
@@ -88,7 +88,7 @@ class Case:
 def paged(
     one: Case, page_size: int, window_page_size: int | None = None, padding: int = 0, seed: int | None = None
 ) -> Case:
-    """The same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
+    """Return the same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
 
     Rows that are NaN (they must not be read), the ends of last pages, two further pages and the padding are 0xFF: NaN.
 
@@ -105,7 +105,7 @@ def paged(
 
 
 def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -> tuple:
-    """((pages, page size), what all their slots hold, slot of each row)."""
+    """Return ((pages, page size), what all their slots hold, slot of each row)."""
     count = -(-len(rows) // page_size) + 2
     order = torch.arange(count)
     if seed is not None:
@@ -121,7 +121,7 @@ def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -
 
 
 def guards_written(o: torch.Tensor, lse: torch.Tensor) -> int:
-    """How many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
+    """Return how many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
     heads = o.shape[-2]
     guards = o._base[..., heads:, :], lse._base[..., heads:, :]
     return sum(int((~guard.isnan()).sum()) for guard in guards)
@@ -133,7 +133,7 @@ def _range(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def decode_case(heads: int, positions: list[int], seed: int = 0) -> Case:
-    """One token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
+    """Make a case of one token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
 
     Args:
         heads: H. positions: of the newest token of each request; -1: a request without keys.
@@ -197,7 +197,7 @@ def case(
     dtype: str = "bf16",
     seed: int = 0,
 ) -> Case:
-    """A case with T = ``len(counts)`` tokens.
+    """Make a case with T = ``len(counts)`` tokens.
 
     Args:
         heads: H.

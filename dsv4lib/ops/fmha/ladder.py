@@ -99,7 +99,7 @@ class Ladder:
         return f"Ladder({self.stage}, {self.head_dim}, {self.dtype})"
 
     def buffers(self) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         return [("Q", self.tile_bytes), *((f"kv {i}", self.tile_bytes) for i in range(KV_STAGES))]
 
     def barriers(self) -> list[str]:
@@ -230,7 +230,7 @@ class Ladder:
         kv.producer_tail(state)
 
     def kv_box(self, tKgK: cute.Tensor, tile: Int32, chunk: int) -> cute.Tensor:
-        """The box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
+        """Return the box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
         return tKgK[None, tile, chunk]
 
     @cute.jit

@@ -29,7 +29,7 @@ def _positions(name: str, positions: torch.Tensor) -> None:
 
 
 def ring_rows(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, count) int32 [R] in rings stacked to [128 R, D]: request r has its newest token at ``positions[r]``.
+    """Return (first, count) int32 [R] in rings stacked to [128 R, D]; request r's newest token: ``positions[r]``.
 
     Raises:
         ArgumentError: positions that are not a vector of integers >= 0.
@@ -47,7 +47,7 @@ def append(ring: torch.Tensor, rows: torch.Tensor, start: int) -> None:
 
 
 def span(ring: torch.Tensor, chunk: torch.Tensor, start: int) -> torch.Tensor:
-    """[127 + T, D]: the 127 positions before ``start``, oldest first, from the ring, then the chunk's own T rows.
+    """Return [127 + T, D]: the 127 positions before ``start``, oldest first, from the ring, then the chunk's rows.
 
     Rows of positions below 0 are whatever the ring holds; `span_rows` gives them to no query.
     """
@@ -56,7 +56,7 @@ def span(ring: torch.Tensor, chunk: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def span_rows(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, count) int32 [T] in the span of a chunk of ``tokens`` tokens that starts at position ``start``.
+    """Return (first, count) int32 [T] in the span of a chunk of ``tokens`` tokens that starts at position ``start``.
 
     Raises:
         ArgumentError: start < 0 or tokens < 1.

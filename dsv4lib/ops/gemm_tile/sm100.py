@@ -83,7 +83,7 @@ class GemmTile(TileGemm):
         return 16 * stages + 16 + 4
 
     def buffers(self) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         sizes = (("A", self.a_stage_bytes), ("B", self.b_stage_bytes))
         return [(f"{name} {stage}", size) for name, size in sizes for stage in range(self.stages)]
 

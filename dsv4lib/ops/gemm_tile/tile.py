@@ -67,11 +67,11 @@ class TileGemm:
         raise NotImplementedError
 
     def _smem_bytes(self, stages: int) -> int:
-        """Bytes of the whole SMEM block, in whole units of its alignment."""
+        """Return the bytes of the whole SMEM block, in whole units of its alignment."""
         return whole_atoms(stages * (self.a_stage_bytes + self.b_stage_bytes) + self._extra_bytes(stages))
 
     def _budget(self, smem: list[BudgetRow], rest: list[BudgetRow]) -> list[BudgetRow]:
-        """The budget table: the operand ring, ``smem``, the sum, then ``rest``."""
+        """Return the budget table: the operand ring, ``smem``, the sum, then ``rest``."""
         s, width = self.stages, f"rows x {TILE_K_BYTES} B"
         a, b = s * self.a_stage_bytes, s * self.b_stage_bytes
         return [

@@ -37,7 +37,7 @@ class Form:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a head or key, a row of the swizzle."""
+        """Return the bytes of a head or key, a row of the swizzle."""
         return DIM * self.bits // 8
 
     @property
@@ -96,7 +96,7 @@ class Config:
         self.instructions = [self._instruction(i) for i in range(self.form.mmas)]
 
     def _instruction(self, i: int) -> int:
-        """Descriptor of MMA ``i`` of a tile; of the 4 scales in a word it takes two."""
+        """Return the descriptor of MMA ``i`` of a tile; of the 4 scales in a word it takes two."""
         if not self.form.scaled:
             return umma.instruction_descriptor(TILE_KEYS, self.columns, "e4m3")
         return umma.scaled_instruction_descriptor(TILE_KEYS, 1, 1, True, 2 * i) | (self.columns >> 3) << 17
@@ -105,7 +105,7 @@ class Config:
         return f"{type(self).__name__}({self.form_name}, {self.heads}, {self.tokens}, {self.page_size})"
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         n = self.stages if stages is None else stages
         return [
             *((f"keys {i}", self.key_bytes) for i in range(n)),

@@ -46,7 +46,7 @@ def scale_of(byte: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def to_bf16(low: Int32, high: Int32, scale: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """8 E4M3 codes times ``scale`` as 4 words of bf16 pairs."""
+    """Convert 8 E4M3 codes times ``scale`` to 4 words of bf16 pairs."""
     lines = ["{ .reg .b16 a<4>, h<8>; .reg .b32 p; .reg .f32 f<8>;"]
     lines += ["mov.b32 {a0, a1}, {$r0}; mov.b32 {a2, a3}, {$r1};"]
     for i in range(4):
@@ -85,11 +85,11 @@ class KvGather:
         return divide(index, page)
 
     def scale_at(self, piece: Int32) -> Int32:
-        """Which scale byte of the entry is that of a piece."""
+        """Return which scale byte of the entry is that of a piece."""
         return piece // (GROUP // PIECE)
 
     def value_of(self, byte: Int32) -> Float32:
-        """What a scale byte stands for."""
+        """Return what a scale byte stands for."""
         return scale_of(byte)
 
     @cute.jit

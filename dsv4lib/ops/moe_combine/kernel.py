@@ -76,7 +76,7 @@ class MoeCombine:
 
     @cute.kernel
     def kernel(self, mY: cute.Tensor, mRowOf: cute.Tensor, mWeights: Any, mShared: Any, mOut: cute.Tensor):
-        """8 columns of a token a thread."""
+        """Combine 8 columns of a token a thread."""
         token, part, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         place = part * THREADS + tidx

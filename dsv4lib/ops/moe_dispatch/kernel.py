@@ -143,7 +143,7 @@ class MoeDispatch:
 
     @cute.jit
     def own(self, mExperts: cute.Tensor, route: Int32, sCounts: cute.Tensor):
-        """(expert or -1, rank among the routes of this warp) of this thread's route; the warp's counts."""
+        """Return (expert or -1, rank among the routes of this warp) of this thread's route; the warp's counts."""
         warp, expert = cute.arch.warp_idx(), Int32(-1)
         if route < mExperts.shape[0]:
             expert = mExperts[route]
@@ -221,7 +221,7 @@ class MoeDispatch:
         sOffsets: cute.Tensor,
         max_m: Int32,
     ):
-        """This thread's route into its row."""
+        """Store this thread's route into its row."""
         warp = cute.arch.warp_idx()
         if route < mRowOf.shape[0]:
             row = Int32(-1)

@@ -136,7 +136,7 @@ class Config:
         self.operand = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 rows to the next 8
 
     def _instruction(self, i: int) -> int:
-        """Descriptor of MMA ``i`` of a K step; with one scale a row and MMA the 4 of a word alternate."""
+        """Return the descriptor of MMA ``i`` of a K step; with one scale a row and MMA the 4 of a word alternate."""
         m = self.mode
         if not m.block:
             return umma.instruction_descriptor(self.pair_m, 0, self.mode_name)
@@ -148,7 +148,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts + ['pair'] * (self.ctas > 1))})"
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         n = self.stages if stages is None else stages
         rings = ("W", W_BYTES), ("X", self.x_bytes), ("W scales", self.sfw_bytes), ("X scales", self.sfx_bytes)
         return [

@@ -43,7 +43,7 @@ class Case:
 
 
 def _quantised(values: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """(codes, scale bytes or None, the numbers they stand for in fp64, without a global scale)."""
+    """Return (codes, scale bytes or None, the numbers they stand for in fp64, without a global scale)."""
     if block == 0:
         codes = values.to(torch.bfloat16)
         return codes, None, codes.double()

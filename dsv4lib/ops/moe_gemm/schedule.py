@@ -65,13 +65,13 @@ class Schedule(Config):
 
     @cute.jit
     def first_place(self, groups: Groups):
-        """Where a role starts."""
+        """Return where a role starts."""
         block, _, _ = cute.arch.block_idx()
         return self.find(groups, block // self.ctas, Int32(0), Int32(0))
 
     @cute.jit
     def next_place(self, groups: Groups, place: Place):
-        """The next tile of this CTA."""
+        """Return the next tile of this CTA."""
         blocks, _, _ = cute.arch.grid_dim()
         return self.find(groups, place.index + blocks // self.ctas, place.window, place.before)
 
@@ -109,7 +109,7 @@ class Schedule(Config):
 
     @cute.jit
     def tile(self, groups: Groups, place: Place):
-        """The tile at a place that has one."""
+        """Return the tile at a place that has one."""
         start, count = self.rows_of(groups, place.expert)
         across = cute.ceil_div(count, self.tile_n)
         share = cute.ceil_div(cute.ceil_div(count, across), ROW_STEP) * ROW_STEP
@@ -128,5 +128,5 @@ class Schedule(Config):
         return groups.offsets[expert], groups.counts[expert]
 
     def lead(self, tile: Tile) -> tuple:
-        """What comes before the row in an index of tokens or outputs."""
+        """Return what comes before the row in an index of tokens or outputs."""
         return (tile.expert,) if self.batched else ()

@@ -108,7 +108,7 @@ def amax_args(kernel: Amax, x: torch.Tensor, partials: torch.Tensor, stream: int
 
 
 def page_align(layout: PageLayout) -> int:
-    """Bytes on which pages start: what one lane stores at most."""
+    """Return the bytes on which pages start: what one lane stores at most."""
     return 16 if layout.data_bytes % 16 == 0 and layout.stride_multiple % 16 == 0 else 4
 
 

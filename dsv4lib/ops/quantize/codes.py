@@ -51,7 +51,7 @@ _COMFORT = (2.0**-60, 2.0**60)  # a factor in here meets no end of fp32
 
 
 def _hex(value: float) -> str:
-    """An fp32 literal of PTX."""
+    """Return an fp32 literal of PTX."""
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
@@ -75,13 +75,13 @@ def largest(words: list, packed: bool, *, loc: Any = None, ip: Any = None) -> In
 
 
 def larger(a: Int32, b: Int32) -> Int32:
-    """The larger of two signed numbers."""
+    """Return the larger of two signed numbers."""
     return Int32(cutlass.select_(a > b, a, b))
 
 
 @cute.jit
 def over_lanes(bits: Int32, lanes: cutlass.Constexpr):
-    """The largest of ``bits`` in each aligned group of ``lanes``, in all of them."""
+    """Return the largest of ``bits`` in each aligned group of ``lanes``, in all of them."""
     for i in cutlass.range_constexpr(lanes.bit_length() - 1):
         other = cute.arch.shuffle_sync_bfly(bits, 1 << i)
         bits = larger(bits, other)
@@ -103,13 +103,13 @@ def ue8m0(amax: Int32, divisor: cutlass.Constexpr, floor: cutlass.Constexpr):
 
 @cute.jit
 def power(byte: Int32):
-    """2^(byte - 127) as fp32 for byte 1 .. 254; NaN for 255."""
+    """Return 2^(byte - 127) as fp32 for byte 1 .. 254; NaN for 255."""
     return Int32(cutlass.select_(byte == 255, Int32(0x7FC00000), byte << 23)).bitcast(Float32)
 
 
 @cute.jit
 def inverse_power(byte: Int32):
-    """2^(127 - byte) as fp32 for byte 1 .. 253; NaN for 255."""
+    """Return 2^(127 - byte) as fp32 for byte 1 .. 253; NaN for 255."""
     return Int32(cutlass.select_(byte == 255, Int32(0x7FC00000), (254 - byte) << 23)).bitcast(Float32)
 
 
@@ -292,7 +292,7 @@ def e2m1_round(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> 
 
 @dsl_user_op
 def _reciprocals(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """1 / (scale g), 2^-20 too small and too large; 0, 0 where scale is 0 or NaN."""
+    """Compute 1 / (scale g), 2^-20 too small and too large; 0, 0 where scale is 0 or NaN."""
     lines = [
         ".reg .pred some;",
         ".reg .f32 r;",
@@ -364,7 +364,7 @@ def global_scale(amax: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 def encoded(
     recipe: cutlass.Constexpr, x: list, amax: Int32, g: Any, factors: Any, convert: cutlass.Constexpr
 ) -> tuple[Int32, list]:
-    """(scale byte of a block, words of codes of 8 of its values).
+    """Return (scale byte of a block, words of codes of 8 of its values).
 
     Args:
         recipe: `config.Recipe`. x: 8 Float32. amax: bits of the block's largest magnitude.

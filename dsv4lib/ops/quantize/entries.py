@@ -144,11 +144,11 @@ class KvEntries(Entries):
         return f"KvEntries({self.dtype})"
 
     def scale_byte(self, amax: Int32) -> Int32:
-        """The scale of a group whose largest magnitude has these bits."""
+        """Return the scale of a group whose largest magnitude has these bits."""
         return codes.ue8m0(amax, self.format.divisor, self.format.floor)
 
     def scale_at(self, piece: Int32) -> Int32:
-        """Which scale byte of the entry is that of a piece."""
+        """Return which scale byte of the entry is that of a piece."""
         return piece // self.lanes
 
     @cute.jit

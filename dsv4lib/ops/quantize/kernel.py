@@ -193,7 +193,7 @@ class Quantize:
         return f"Quantize({', '.join([self.recipe, self.dtype, *scale, *flags])})"
 
     def padded(self, rows: int, columns: int) -> tuple[int, int]:
-        """(rows, pieces of a row) of a half of [rows, columns] that are looked at: with the padding of the scales."""
+        """Return (rows, pieces of a row) of a half of [rows, columns], with the padding of the scales."""
         blocks = columns // self.format.block
         if self.swizzled:
             rows += -rows % scale_swizzle.ROWS
@@ -284,7 +284,7 @@ class Quantize:
 
     @cute.jit
     def tensor_scale(self, mPartials: Any, mGlobal: Any):
-        """(g, what `codes.e4m3_scale` needs of it); None, None without a global scale."""
+        """Return (g, what `codes.e4m3_scale` needs of it); None, None without a global scale."""
         g = factors = None
         if cutlass.const_expr(self.scale is not None):
             if cutlass.const_expr(self.scale == "derived"):

@@ -122,7 +122,7 @@ def output_shapes(
 
 
 def workspace_size(tokens: int, columns: int) -> int:
-    """Elements of int32 that deriving the global scale of [tokens, columns] needs."""
+    """Return the elements of int32 that deriving the global scale of [tokens, columns] needs."""
     return Amax.ctas(tokens * columns // PIECE)
 
 
@@ -155,7 +155,7 @@ class Call(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Rows of the result."""
+        """Count the rows of the result."""
         return len(self.x) if self.rows is None else len(self.rows)
 
     def check(self) -> None:
@@ -251,7 +251,7 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 
 def _launch(name: str, call: Call) -> None:
-    """One launch, or two where the global scale is derived."""
+    """Launch once, or twice where the global scale is derived."""
     x, partials, stream = call.x, None, launching.stream(name, call.x)
     if x.numel() == 0:  # nothing to look at: the oracle's answer for no numbers
         call.out.codes.zero_()

@@ -82,7 +82,7 @@ def fused_args(
 
 
 def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
-    """What selects: a bias, or (table, token ids)."""
+    """Return what selects: a bias, or (table, token ids)."""
     if isinstance(chosen, tuple) != kernel.hashed:
         raise ArgumentError("chosen", type(chosen).__name__, "(table, tokens)" if kernel.hashed else "a bias")
     if kernel.hashed:
@@ -92,7 +92,7 @@ def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
 
 
 def _ends(kernel: Router, tokens: int, experts: torch.Tensor, weights: torch.Tensor, factor: float) -> tuple:
-    """Where the picks go, and the sum of their weights."""
+    """Return where the picks go, and the sum of their weights."""
     return (
         wrap("experts", experts, I32, (tokens, kernel.k)),
         wrap("weights", weights, FP32, (tokens, kernel.k)),

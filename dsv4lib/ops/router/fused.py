@@ -189,7 +189,7 @@ class FusedRouter(Picker):
         )
 
     def room(self) -> tuple[int, int]:
-        """Elements of shared memory for operands and for sums."""
+        """Return the elements of shared memory for operands and for sums."""
         rows = self.deep * self.units * (self.tokens + self.columns) * UNIT if self.staged else CHUNK
         sums = self.warps * self.m * self.n * LANES * 4
         return (max(rows, 2 * sums), 4) if self.reuse else (rows, sums)
@@ -279,7 +279,7 @@ class FusedRouter(Picker):
 
     @cute.jit
     def take_weights(self, mW: cute.Tensor, rW: cute.Tensor, column: Int32, start: Int32, end: Int32):
-        """This warp's half of the units from ``start``, of its rows of W."""
+        """Take this warp's half of the units from ``start``, of its rows of W."""
         half, _, right, _ = self.place()
         group, chunk = cute.arch.lane_idx() // 4, half * (STEP // CHUNK) + cute.arch.lane_idx() % 4
         for j in cutlass.range_constexpr(self.n):
@@ -290,7 +290,7 @@ class FusedRouter(Picker):
                     cute.autovec_copy(mChunks[None, u], rW[None, j, u])
 
     def chunks(self, mRows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """[8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
+        """Return [8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
         address = mRows[row, None].iterator.toint() + cutlass.Int64(column * 2)
         pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout((CHUNK, self.units), stride=(1, UNIT)))
@@ -379,11 +379,11 @@ class FusedRouter(Picker):
                     cute.arch.cp_async_mbarrier_arrive_noinc(ready + u)
 
     def opens(self, start: Int32, first: Int32) -> Any:
-        """Whether these are the first units."""
+        """Return whether these are the first units."""
         return True if self.whole else start == first
 
     def has(self, unit: Int32, end: Int32) -> Any:
-        """Whether a unit belongs to this share."""
+        """Return whether a unit belongs to this share."""
         return True if self.whole else unit < end
 
     def sync_gate(self) -> None:
@@ -394,7 +394,7 @@ class FusedRouter(Picker):
             cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     def place(self) -> WarpPlace:
-        """What this warp multiplies."""
+        """Return what this warp multiplies."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         team = warp // self.team
         return WarpPlace(warp % 2, warp // 2 % self.deep, team % self.across, team // self.across)

@@ -137,7 +137,7 @@ class Picker(Router):
 
 
 def added(values: list) -> Float32:
-    """Their sum: neighbours, then neighbours of these."""
+    """Add them: neighbours, then neighbours of these."""
     while len(values) > 1:
         values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
     return values[0]

@@ -64,11 +64,11 @@ class ClusterTopK(TopK):
         cute.arch.cluster_wait()
 
     def gate(self, s: Shared, number: int) -> cute.Pointer:
-        """An mbarrier: `SUMS`, `BINS` or `LIST`."""
+        """Return an mbarrier: `SUMS`, `BINS` or `LIST`."""
         return cute.recast_ptr(s.gates.iterator, dtype=Int64) + number
 
     def await_bytes(self, s: Shared, number: int, size: Int32) -> None:
-        """One thread says how many come; some may already have."""
+        """Expect bytes, by one thread; some may already have arrived."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.gate(s, number), size)
 
     def wait(self, s: Shared, number: int) -> None:
@@ -120,7 +120,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def find_row(self, s: Shared, k: Int32, rank: Int32):
-        """What `find` finds of the row, and what CTAs before this one have: (place, above, count, above, count)."""
+        """Return `find` of the row, and what CTAs before this one have: (place, above, count, above, count)."""
         tidx, _, _ = cute.arch.thread_idx()
         self.ready()
         cute.arch.barrier()
@@ -151,7 +151,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def search_row(self, s: Shared, k: Int32, rank: Int32):
-        """What `find_row` finds, by one warp: among 32 sums, then among the bins of one."""
+        """Return what `find_row` finds, by one warp: among 32 sums, then among the bins of one."""
         lane = cute.arch.lane_idx()
         size = self.bins.size // LANES
         per = size // LANES

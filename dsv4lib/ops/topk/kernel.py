@@ -171,7 +171,7 @@ class TopK(Narrowing):
 
     @cute.kernel
     def kernel(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor):
-        """A row a cluster."""
+        """Select from a row, by a CTA or cluster."""
         block, _, _ = cute.arch.block_idx()
         rank, row = block % self.ctas, block // self.ctas
         s = self.shared()
@@ -187,7 +187,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def on_chip(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """A row of at most ``ctas`` tiles; scores are requested before its length is known."""
+        """Select from a row of at most ``ctas`` tiles; scores are requested before its length is known."""
         tidx, _, _ = cute.arch.thread_idx()
         first, k = rank * self.capacity, mOut.shape[0]
         at = first + tidx * QUAD
@@ -223,7 +223,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def streamed(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """A row of any number of tiles; a warp has a run of the slice to itself and takes a piece of it a tile."""
+        """Select from a row of any number of tiles; a warp has its own run of the slice, a piece of it a tile."""
         k, length = mOut.shape[0], self.length(mRow, mLengths, row)
         part = (length + (self.ctas * UNIT - 1)) // (self.ctas * UNIT) * UNIT
         first = rank * part
@@ -273,13 +273,13 @@ class TopK(Narrowing):
             self.select((first, end, None), mOut, s, length, rank)
 
     def open(self, s: Shared) -> None:
-        """What a cluster needs before its CTAs speak to each other (`cluster.ClusterTopK`)."""
+        """Prepare what a cluster needs before its CTAs exchange data (`cluster.ClusterTopK`)."""
 
     def ready(self) -> None:
         """Wait until all CTAs of the row have opened; each thread once, whatever it does then."""
 
     def length(self, mRow: cute.Tensor, mLengths: Any, row: Int32) -> Int32:
-        """How many scores of the row count."""
+        """Return how many scores of the row count."""
         return cutlass.min(mLengths[row], mRow.shape[0]) if self.ragged else mRow.shape[0]
 
     def index(self, at: Int32, v: int) -> Int32:
@@ -313,7 +313,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def take_all(self, mOut: cute.Tensor, length: Int32, rank: Int32):
-        """A row with no more scores than picks."""
+        """Take all of a row with no more scores than picks."""
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(rank * self.threads + tidx, mOut.shape[0], self.ctas * self.threads, unroll=1):
             mOut[i] = cutlass.select_(i < length, Int32(i), Int32(-1))
@@ -322,7 +322,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def first_bound(self, tile: Any, k: Int32, s: Shared) -> Int32:
-        """The lowest key of the bin of a tile's k-th best maximum: k of its scores are not below."""
+        """Return the lowest key of the bin of a tile's k-th best maximum: k of its scores are not below."""
         rX, at, end = tile
         each, room = self.vectors // self.maxima, end - at
         for m in cutlass.range_constexpr(self.maxima):
@@ -448,7 +448,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def classify_one(self, key: Int32, index: Int32, first: Int32, s: Shared, state: Any):
-        """One score of a list."""
+        """Classify one score of a list."""
         low, high, start, stop = state
         if key >= low:
             sure = key > high or index < start
@@ -534,5 +534,5 @@ class TopK(Narrowing):
 
     @cute.jit
     def better(self, other: Int32, key: Int32, at: Int32, index: Int32) -> cutlass.Boolean:
-        """(other, at) ranks before (key, index)."""
+        """Return whether (other, at) ranks before (key, index)."""
         return other > key or (other == key and at < index)

@@ -31,7 +31,7 @@ class Narrowing(Counting):
 
     @cute.jit
     def look(self, tile: Any, s: Shared, listed: Int32, low: Int32, high: Int32, across: cutlass.Constexpr):
-        """(lowest key of a span, highest, how many scores are above it, how many in it) of this CTA.
+        """Return (lowest key of a span, highest, how many scores are above it, how many in it) of this CTA.
 
         ``across``: keys of the row, but this CTA's numbers.
         """
@@ -77,7 +77,7 @@ class Narrowing(Counting):
         return lowest, highest, above, inside
 
     def reduced(self, lowest: Int32, highest: Int32, above: Int32, inside: Int32) -> tuple[Int32, ...]:
-        """Of a warp's lanes: the lowest, the highest, two sums."""
+        """Reduce over a warp's lanes: the lowest, the highest, two sums."""
         kinds = zip((lowest, highest, above, inside), ("min", "max", "add", "add"), strict=True)
         return tuple(cute.arch.warp_redux_sync(value, kind) for value, kind in kinds)
 
@@ -204,7 +204,7 @@ class Narrowing(Counting):
         return low, stop
 
     def kept(self, s: Shared) -> Int32:
-        """How many scores are in the list, or wanted to be."""
+        """Return how many scores are in the list, or wanted to be."""
         return s.cells[KEPT] if self.maxima else Int32(0)
 
     def kept_key(self, s: Shared, i: Int32) -> Int32:

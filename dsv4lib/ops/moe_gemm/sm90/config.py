@@ -93,7 +93,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:
-        """(bytes, why) of everything in shared memory, in order."""
+        """Return (bytes, why) of everything in shared memory, in order."""
         n = self.tile_n
         return {
             "tokens": (stages * self.x_bytes, f"{stages} stages x {n} tokens x {self.row_bytes} B"),

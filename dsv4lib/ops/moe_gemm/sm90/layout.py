@@ -75,7 +75,7 @@ FORMS = {
 
 
 def tile_bytes(mode: str, step_k: int) -> int:
-    """Bytes of a tile of 64 rows x ``step_k``: codes, scales, padding."""
+    """Return the bytes of a tile of 64 rows x ``step_k``: codes, scales, padding."""
     return TILE_M * step_k // 2 + TILE_M * step_k // BLOCK + FORMS[mode].pad
 
 
@@ -183,7 +183,7 @@ def _form(mode: str) -> Form:
 
 
 def _nibble(words: Tensor, field: tuple[int, int, int, int]) -> Tensor:
-    """The E2M1 codes that have these bits of words."""
+    """Return the E2M1 codes that have these bits of words."""
     sign, *magnitude = field
     value = (words >> sign & 1) << 3
     for bit, place in zip((2, 1, 0), magnitude, strict=True):
