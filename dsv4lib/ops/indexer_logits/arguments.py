@@ -20,7 +20,7 @@ def fake_args(kernel: IndexerLogits) -> tuple:
     fake, u8 = Fakes(), cutlass.Uint8
     return (
         fake(u8, "THD", WIDE),
-        fake(Int32, "TH") if kernel.form.scaled else None,
+        fake(Int32, "TH") if kernel.variant.scaled else None,
         fake(Float32, "TH"),
         fake(u8, "PS", WIDE),
         Tables(fake(Int32, "BW"), fake(Int32, "T"), fake(Int32, "T")),
@@ -58,17 +58,17 @@ def launch_args(
         ArgumentError: a tensor of the wrong type, shape or stride.
     """
     tokens, heads = codes.shape[0], kernel.heads
-    needed = kernel.page_size * (kernel.form.row_bytes + SCALE_WORD)
+    needed = kernel.page_size * (kernel.variant.row_bytes + SCALE_WORD)
     if pages.dim() != 2 or pages.shape[1] < needed:
         raise ArgumentError("pages.shape", tuple(pages.shape), f"[P, at least {needed}]")
     if not 1 <= splits < 1 << 16:
         raise ArgumentError("splits", splits, "1 to 65535")
     words = None
-    if kernel.form.scaled:
+    if kernel.variant.scaled:
         wrap("scales", scales, cutlass.Uint8, (tokens, heads, DIM // 32), SCALE_WORD)
         words = wrap("scales", scales.view(torch.int32)[..., 0], Int32, (tokens, heads))
     return (
-        wrap("codes", codes, cutlass.Uint8, (tokens, heads, kernel.form.row_bytes), WIDE),
+        wrap("codes", codes, cutlass.Uint8, (tokens, heads, kernel.variant.row_bytes), WIDE),
         words,
         wrap("weights", weights, Float32, (tokens, heads)),
         wrap("pages", pages[:, :needed], cutlass.Uint8, (None, needed), WIDE),
