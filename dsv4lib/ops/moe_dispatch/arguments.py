@@ -76,7 +76,7 @@ def launch_args(
     )
 
 
-def _flat(name: str, x: torch.Tensor | None, shape: tuple, dtype: type) -> object:
+def _flat(name: str, x: torch.Tensor | None, shape: tuple[int, ...], dtype: type) -> object:
     """Return a CuTe vector over a contiguous matrix."""
     if x is None:
         return None

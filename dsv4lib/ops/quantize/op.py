@@ -229,7 +229,7 @@ def _check_rows(name: str, x: Tensor, align: int) -> None:
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
 
 
-def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
+def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int | None, ...], like: Tensor) -> None:
     """Check a tensor, if there is one, beside ``like``; None is any extent."""
     if x is None:
         return
