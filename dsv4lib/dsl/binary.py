@@ -27,7 +27,7 @@ _FACTS = ("name", "arch", "seconds", "registers", "local_bytes", "threads", "sme
 
 
 def to_bytes(compiled: Compiled) -> bytes:
-    """All of ``compiled`` but its arguments, which `from_bytes` is given again."""
+    """Write all of ``compiled`` but its arguments, which `from_bytes` is given again."""
     function, host = compiled.function, io.BytesIO()
     function.ir_module.operation.write_bytecode(host)
     parts = [compiled.ptx.encode(), compiled.cubin, host.getvalue()]
@@ -38,8 +38,8 @@ def to_bytes(compiled: Compiled) -> bytes:
     return MAGIC + hashlib.sha256(body).digest() + body
 
 
-def from_bytes(data: bytes, kernel: Any, args: tuple, runs_here: bool) -> Compiled:
-    """What `to_bytes` wrote.
+def from_bytes(data: bytes, kernel: Any, args: tuple[Any, ...], runs_here: bool) -> Compiled:
+    """Read what `to_bytes` wrote.
 
     Args:
         data: the bytes.
@@ -71,8 +71,10 @@ def from_bytes(data: bytes, kernel: Any, args: tuple, runs_here: bool) -> Compil
     )
 
 
-def _function(host: bytes, name: str, kernel: Any, args: tuple, artifacts: tuple, runs_here: bool) -> Any:
-    """The DSL's compiled function over host code in bytecode."""
+def _function(
+    host: bytes, name: str, kernel: Any, args: tuple[Any, ...], artifacts: tuple[str, bytes], runs_here: bool
+) -> Any:
+    """Make the DSL's compiled function of host code in bytecode; ``artifacts``: PTX and cubin."""
     from cutlass._mlir import ir
     from cutlass.base_dsl.jit_executor import JitFunctionArtifacts
     from cutlass.cutlass_dsl import CuTeDSL

@@ -1,4 +1,4 @@
-"""Which spellings of a block-scaled tensor-core instruction an architecture takes: asked from the assembler.
+"""Find which variants of a block-scaled tensor-core instruction an architecture's assembler takes.
 
 The size of a scale's block can be written in two ways, ``.scale_vec::4X`` (scales per instruction) or ``.block16``
 (elements per scale). PTX ISA lists both; which target takes which is settled by assembling one instruction, with the
@@ -14,7 +14,7 @@ import cutlass.cute as cute
 
 from dsv4lib.dsl.compile import CompileError, compile_for
 
-KINDS = {  # kind -> spellings of the block of a scale
+KINDS = {  # kind -> variants of the block of a scale
     "mxf8f6f4": ("scale_vec::1X", "block32"),
     "mxf4": ("scale_vec::2X", "block32"),
     "mxf4nvf4": ("scale_vec::2X", "scale_vec::4X", "block32", "block16"),
@@ -46,7 +46,7 @@ class BlockScaleProbe:
 
 
 def refusal(kind: str, block: str, arch: str, ctas: int = 1) -> str | None:
-    """What the assembler says against the instruction on ``arch``; None if it takes it.
+    """Return what the assembler says against the instruction on ``arch``; None if it takes it.
 
     Args:
         kind, block: as in `KINDS`.

@@ -1,9 +1,9 @@
-"""TMA boxes of a tensor in the form the tensor core reads, issued by any thread: coordinates and address in registers.
+"""Load TMA boxes of a tensor as the tensor core reads them, by any thread: coordinates and address in registers.
 
-The tensor map comes from the DSL's tiled TMA atom; the copy itself is spelled out, so that lanes of a warp can issue
+The tensor map comes from the DSL's tiled TMA atom; the copy itself is inline PTX, so that lanes of a warp can issue
 boxes of their own and how many there are may depend on the data.
 
-Source: PTX ISA, "cp.async.bulk.tensor"; CUTLASS for the padded form of 4-bit values.
+Source: PTX ISA, "cp.async.bulk.tensor"; CUTLASS for the padded layout of 4-bit values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DESCRIPTOR = "!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>"
 
 
 def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, padded: bool = False) -> cute.CopyAtom:
-    """A TMA atom for boxes of ``tensor``; what lies outside of it arrives as zeros.
+    """Make a TMA atom for boxes of ``tensor``; what lies outside of it arrives as zeros.
 
     Args:
         tensor: modes from the contiguous one outwards, 2 or 3 of them.
         box: extents in the same order.
         swizzle: the swizzle of a row of the box in SMEM, which is 64 or 128 bytes; else row after row.
-        padded: 4-bit values arrive as 16 values in the first 8 of every 16 bytes (the form of kind::mxf8f6f4).
+        padded: 4-bit values arrive as 16 values in the first 8 of every 16 bytes, as kind::mxf8f6f4 reads them.
     """
     strides, size = [], 1
     for extent in box:
@@ -44,7 +44,7 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
 
 @dsl_user_op
 def prefetch_box(
-    atom: cute.CopyAtom, barrier: cute.Pointer, coordinates: tuple, *, loc: Any = None, ip: Any = None
+    atom: cute.CopyAtom, barrier: cute.Pointer, coordinates: tuple[Any, ...], *, loc: Any = None, ip: Any = None
 ) -> None:
     """Bring one box to L2, see `load_box`; no mbarrier completes when it is there (the atom wants some address)."""
     rank = len(coordinates)
@@ -55,7 +55,7 @@ def prefetch_box(
 
 
 def _descriptor(executable: Any, loc: Any, ip: Any) -> Any:
-    """Address of an atom's tensor map."""
+    """Return the address of an atom's tensor map."""
     descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
     return descriptor.toint(loc=loc, ip=ip)
 
@@ -65,7 +65,7 @@ def load_box(
     atom: cute.CopyAtom,
     smem: cutlass.Int32,
     barrier: cute.Pointer,
-    coordinates: tuple,
+    coordinates: tuple[Any, ...],
     pair: bool = False,
     *,
     loc: Any = None,

@@ -21,5 +21,5 @@ class BudgetRow:
 
 
 def whole_atoms(used: int) -> int:
-    """``used`` bytes of SMEM in whole units of its alignment, as the launch asks for them."""
+    """Round ``used`` bytes of SMEM up to whole units of its alignment, as the launch asks for them."""
     return -(-used // SMEM_ALIGN) * SMEM_ALIGN

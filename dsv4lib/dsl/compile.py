@@ -69,14 +69,14 @@ class Compiled:
 
     @property
     def spills(self) -> int | None:
-        """Bytes of spilled registers a thread: 0 where there is no local memory, else None (not readable).
+        """Return the bytes of spilled registers a thread: 0 where there is no local memory, else None (not readable).
 
         A cubin gives the size of local memory, which holds spills and local arrays together.
         """
         return 0 if self.local_bytes == 0 else None
 
 
-def compile_for(kernel: Any, args: tuple, arch: str = "sm_100a") -> Compiled:
+def compile_for(kernel: Any, args: tuple[Any, ...], arch: str = "sm_100a") -> Compiled:
     """Compile ``kernel`` for ``arch``; no GPU, driver or CUDA toolkit is needed.
 
     Args:
@@ -126,7 +126,7 @@ def _dsl() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The DSL's message without colours, source excerpt or folders, and the Python line that it names."""
+    """Return the DSL's message without colours, source excerpt or folders, and the Python line that it names."""
     text = _ANSI.sub("", str(error))
     if error.__cause__ is not None and not _PLACE.search(text):
         text += "\n" + _ANSI.sub("", str(error.__cause__))

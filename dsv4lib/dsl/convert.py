@@ -28,28 +28,28 @@ def magnitude(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def bits(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The 32 bits of a float."""
+    """Return the 32 bits of a float."""
     text = "mov.b32 {$w0}, {$r0};"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[x], loc=loc, ip=ip)
 
 
 @dsl_user_op
 def from_bits(x: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The float with these 32 bits."""
+    """Return the float with these 32 bits."""
     text = "mov.b32 {$w0}, {$r0};"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x], loc=loc, ip=ip)
 
 
 @dsl_user_op
 def to_e4m3(x: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The code of one value: nearest, ties to even, saturating."""
+    """Convert one value: nearest, ties to even, saturating."""
     text = "{ .reg .b16 pair; cvt.rn.satfinite.e4m3x2.f32 pair, 0f00000000, {$r0}; cvt.u32.u16 {$w0}, pair; }"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[x], loc=loc, ip=ip)
 
 
 @dsl_user_op
 def from_e4m3(code: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
-    """The value of a code."""
+    """Return the value of a code."""
     text = (
         "{ .reg .b16 pair, low, high; .reg .b32 halves; cvt.u16.u32 pair, {$r0}; "
         "cvt.rn.f16x2.e4m3x2 halves, pair; mov.b32 {low, high}, halves; cvt.f32.f16 {$w0}, low; }"
@@ -59,7 +59,7 @@ def from_e4m3(code: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def to_e4m3x4(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The codes of four values, the first in the lowest byte."""
+    """Convert four values, the first in the lowest byte."""
     text = (
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }"
@@ -69,7 +69,7 @@ def to_e4m3x4(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @dsl_user_op
 def to_e2m1x8(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
-    """The codes of eight values, the first in the lowest nibble."""
+    """Convert eight values, the first in the lowest nibble."""
     pairs = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, {{$r{2 * i + 1}}}, {{$r{2 * i}}};" for i in range(4))
     text = f"{{ .reg .b8 b<4>; {pairs} mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=list(values), loc=loc, ip=ip)
@@ -77,7 +77,7 @@ def to_e2m1x8(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @cute.jit
 def to_ue8m0(amax: Float32, largest: cutlass.Constexpr, floor: cutlass.Constexpr = 1e-4):
-    """(byte of the smallest power of two that is not below max(amax, floor) / largest, its inverse); exact.
+    """Return (byte of the smallest power of two that is not below max(amax, floor) / largest, its inverse); exact.
 
     ``largest``: of the element format. The quotient is never formed: an exponent is the difference of two, and one
     more where the mantissa of amax is above that of ``largest``. Inf and NaN give 255, NaN, and NaN.

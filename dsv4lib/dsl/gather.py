@@ -28,7 +28,7 @@ _OF_PAIR = f"cp.async.bulk.tensor.2d.shared::cluster.{_TX}.cta_group::2 {_OPERAN
 
 
 def row_atom(rows: cute.Tensor) -> cute.CopyAtom:
-    """A TMA atom whose tensor map describes ``rows`` ([R, D], stride (ld, 1)) in boxes of one row x 128 bytes."""
+    """Make a TMA atom of ``rows`` ([R, D], stride (ld, 1)) in boxes of one row x 128 bytes."""
     count, depth = rows.shape
     columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
     width = ROW_BYTES * 8 // rows.element_type.width
@@ -44,9 +44,9 @@ def gather4(
     smem: cutlass.Int32,
     barrier: cute.Pointer,
     column: cutlass.Int32,
-    rows: tuple,
+    rows: tuple[cutlass.Int32, ...],
     pair: bool = False,
-    behind: int = 0,
+    offset: int = 0,
     *,
     loc: Any = None,
     ip: Any = None,
@@ -60,27 +60,27 @@ def gather4(
         column: first element of each row.
         rows: four row numbers; one outside the matrix (-1) is filled with zeros, its bytes still count.
         pair: the bytes are counted at the same barrier of the first CTA of the pair.
-        behind: bytes from ``smem`` on, a part of the instruction.
+        offset: bytes from ``smem`` on, a constant of the instruction.
     """
     executable = atom._unpack(tma_bar_ptr=barrier, loc=loc, ip=ip)
     descriptor = cute_nvgpu_ir.get_tma_desc_addr(ir.Type.parse(_DESCRIPTOR), executable, loc=loc, ip=ip)
     signal = cute.arch.map_dsmem_ptr(barrier, 0, loc=loc, ip=ip) if pair else barrier
     args = [smem, descriptor.toint(loc=loc, ip=ip), column, *rows, signal.toint(loc=loc, ip=ip)]
-    cute.arch.inline_ptx((_OF_PAIR if pair else _GATHER4) % behind, read_only_args=args, loc=loc, ip=ip)
+    cute.arch.inline_ptx((_OF_PAIR if pair else _GATHER4) % offset, read_only_args=args, loc=loc, ip=ip)
 
 
 @cute.jit
 def gather_tile(
     atom: cute.CopyAtom,
-    rows: tuple,
-    groups: tuple,
-    columns: tuple,
+    rows: tuple[cutlass.Int32, ...],
+    groups: tuple[cutlass.Int32, cutlass.Int32],
+    columns: tuple[cutlass.Int32, ...],
     smem: cutlass.Int32,
     barrier: cute.Pointer,
     tile_rows: cutlass.Constexpr = 64,
     pair: cutlass.Constexpr = False,
 ):
-    """A warp gathers rows of a tile in the 128-byte swizzle: ``tile_rows`` x 128 bytes a chunk of columns.
+    """Gather rows of a tile by a warp, in the 128-byte swizzle: ``tile_rows`` x 128 bytes a chunk of columns.
 
     One lane issues for all: a copy's operands are uniform registers, so of a copy that lanes issue together the
     compiler makes a loop that elects one after the other and moves seven operands each time. Here the four rows of a
@@ -107,20 +107,20 @@ def gather_tile(
 @cute.jit
 def send(
     atom: cute.CopyAtom,
-    rows: tuple,
+    rows: tuple[cutlass.Int32, ...],
     group: cutlass.Int32,
     groups: cutlass.Constexpr,
-    columns: tuple,
+    columns: tuple[cutlass.Int32, ...],
     smem: cutlass.Int32,
     barrier: cute.Pointer,
     tile_rows: cutlass.Constexpr,
     pair: cutlass.Constexpr,
 ):
-    """All copies of some groups from ``group`` on; arguments as of `gather_tile`."""
+    """Send all copies of some groups from ``group`` on; arguments as of `gather_tile`."""
     of_groups = tuple(tuple(cute.arch.shuffle_sync(row, group + i) for row in rows) for i in range(groups))
     target = smem + group * GROUP_BYTES
     with cute.arch.elect_one():
         for i, of_group in enumerate(of_groups):
             for j, column in enumerate(columns):
-                behind = i * GROUP_BYTES + j * tile_rows * ROW_BYTES
-                gather4(atom, target, barrier, column, of_group, pair, behind)
+                offset = i * GROUP_BYTES + j * tile_rows * ROW_BYTES
+                gather4(atom, target, barrier, column, of_group, pair, offset)

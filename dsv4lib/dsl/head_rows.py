@@ -1,6 +1,6 @@
 """Rows of 512 dims, one a head, spread over warps: what the kernels share that stream [T, H, 512].
 
-A warp takes several heads of one token, all their loads on their way before the first is used. Lane l has dims
+A warp takes several heads of one token, all their loads in flight before the first is used. Lane l has dims
 8 l .. 8 l + 7 and 256 + 8 l .. of a row: two loads of 16 bytes, each 512 bytes of a warp in a row. The last 64 dims are
 the second piece of lanes 24 to 31, which fetch the cosines and sines of their 4 pairs once for all heads of the warp.
 A group of 64 or 128 dims is 8 or 16 neighbouring lanes of a piece.
@@ -49,7 +49,7 @@ class HeadRows:
 
     @cute.jit
     def first_head(self, block: Int32) -> Int32:
-        """The first head of this warp in a block of a token."""
+        """Return the first head of this warp in a block of a token."""
         return (block * self.warps + cute.arch.warp_idx()) * self.heads
 
     @cute.jit
@@ -69,7 +69,7 @@ class HeadRows:
 
     @cute.jit
     def angles(self, mTable: cute.Tensor, mPositions: Any, token: Int32):
-        """(cosines, sines) of a token in the lanes that rotate, see `rope.angles`."""
+        """Return (cosines, sines) of a token in the lanes that rotate, see `rope.angles`."""
         lane = cute.arch.lane_idx()
         return rope.angles(mTable, mPositions, token, lane - FIRST_ROPE_LANE, lane >= FIRST_ROPE_LANE)
 

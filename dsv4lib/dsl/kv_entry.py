@@ -19,11 +19,11 @@ Source: `dsv4lib.formats.kv_entry`, `.paged`; PTX ISA, "cvt" (``.scaled::n2::ue8
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4lib.errors import ArgumentError
@@ -32,7 +32,6 @@ from dsv4lib.formats.kv_entry import GROUPS, LAYOUT, NOPE
 ENTRIES_AT_ONCE = 8  # of a warp, 4 lanes each
 CHUNKS = GROUPS + 1  # of 64 dims; the last one, the rope dims, is bf16
 ROW_BYTES = 128  # of one row of the swizzle: 64 dims
-SCALE_BASE = 5  # of what `lane_of` returns: address of the first page's scales
 _ADDRESSES = f"""{{ .reg .b32 page, slot; .reg .b64 start;
     shl.b32 page, {{$r0}}, 1;
     mul.hi.u32 page, page, {{$r1}};
@@ -47,8 +46,45 @@ _ADDRESSES = f"""{{ .reg .b32 page, slot; .reg .b64 start;
 MAX_PAGE = 1 << 24  # entries
 
 
+class Chunks(NamedTuple):
+    """Chunks ``first`` .. ``end - 1`` of an entry, 64 dims each."""
+
+    first: int = 0
+    end: int = CHUNKS
+
+
+WHOLE = Chunks()
+
+
+class Pool(NamedTuple):
+    """Pages of entries: address of the first, entries a page with its `page_divisor`, bytes from page to page."""
+
+    address: Int64
+    page_size: Int32
+    multiplier: Uint32
+    shift: Int32
+    stride: Uint32
+
+
+class LanePool(NamedTuple):
+    """What a lane needs to find its share of any entry of a pool, for `fetch`.
+
+    Attributes:
+        multiplier, shift: of the page size. minus_size: its negative. stride: bytes from page to page.
+        data, scales: addresses in the first page, of this lane's bytes and of the scales. piece: byte in 64.
+    """
+
+    multiplier: Uint32
+    shift: Int32
+    minus_size: Int32
+    stride: Uint32
+    data: Int64
+    scales: Int64
+    piece: Int64
+
+
 def page_divisor(page_size: int) -> tuple[int, int]:
-    """(multiplier, shift) with i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
+    """Return (multiplier, shift) with i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
 
     Source: Granlund and Montgomery, "Division by invariant integers using multiplication" (1994).
 
@@ -62,30 +98,26 @@ def page_divisor(page_size: int) -> tuple[int, int]:
 
 
 @dsl_user_op
-def _addresses(index: Int32, lane: tuple, *, loc: Any = None, ip: Any = None) -> tuple:
+def _addresses(index: Int32, lane: LanePool, *, loc: Any = None, ip: Any = None) -> tuple[Int64, Int64]:
     args = [index, *lane[:6]]
     return cute.arch.inline_ptx(_ADDRESSES, read_only_args=args, write_only_types=[Int64, Int64], loc=loc, ip=ip)
 
 
 @dsl_user_op
 def _kept(value: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
-    """``value`` in a register: the compiler would compute it anew for every entry."""
+    """Keep ``value`` in a register: the compiler would compute it anew for every entry."""
     return cute.arch.inline_ptx(
         "mov.b64 {$w0}, {$r0};", read_only_args=[value], write_only_types=[Int64], loc=loc, ip=ip
     )
 
 
 @cute.jit
-def lane_of(pool: tuple):
-    """What a lane needs to find its part of any entry of a pool, for `fetch`.
-
-    Args:
-        pool: (address, page size, multiplier, shift, page stride in bytes), the divisor from `page_divisor`.
-    """
+def lane_of(pool: Pool):
+    """Return the `LanePool` of this lane."""
     base, size, multiplier, shift, stride = pool
     piece = _kept(Int64(cute.arch.lane_idx() % 4 * 16))
     scales = _kept(base + Int64(size * LAYOUT.data_bytes))
-    return multiplier, shift, -size, stride, _kept(base + piece), scales, piece
+    return LanePool(multiplier, shift, -size, stride, _kept(base + piece), scales, piece)
 
 
 @dsl_user_op
@@ -100,21 +132,21 @@ def _load8(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple:
     return cute.arch.inline_ptx(text, read_only_args=[address], write_only_types=[Int32, Int32], loc=loc, ip=ip)
 
 
-def raw_words(chunks: tuple = (0, CHUNKS)) -> int:
-    """64-bit words of ``chunks`` (first, end) of an entry a lane holds: 16 bytes of a group, 32 of the rope dims."""
+def raw_words(chunks: Chunks = WHOLE) -> int:
+    """Count the 64-bit words of an entry's chunks that a lane holds: 16 bytes of a group, 32 of the rope dims."""
     first, end = chunks
     return 2 * (end - first + int(end == CHUNKS))
 
 
 @cute.jit
-def fetch(lane: tuple, index: Int32, raw: cute.Tensor, scales: cute.Tensor, chunks: cutlass.Constexpr = (0, CHUNKS)):
-    """Start the loads of this lane's part of entry ``index``; -1 loads nothing.
+def fetch(lane: LanePool, index: Int32, raw: cute.Tensor, scales: cute.Tensor, chunks: cutlass.Constexpr = WHOLE):
+    """Start the loads of this lane's share of entry ``index``; -1 loads nothing.
 
     Args:
         lane: from `lane_of`.
         index: of the entry of this lane, page * page_size + slot, the same in its 4 lanes.
         raw: Int64 registers, `raw_words` of them; scales: Int32 registers [2].
-        chunks: (first, end) of the entry.
+        chunks: `Chunks` of the entry.
     """
     first, end = chunks
     data, scale_at = _addresses(index, lane)
@@ -123,14 +155,14 @@ def fetch(lane: tuple, index: Int32, raw: cute.Tensor, scales: cute.Tensor, chun
         for group in cutlass.range_constexpr(first, min(end, GROUPS)):
             raw[2 * (group - first)], raw[2 * (group - first) + 1] = _load16(data, 64 * group)
         if cutlass.const_expr(end == CHUNKS):
-            rope = data + lane[6]
-            for part in cutlass.range_constexpr(2):
-                word = 2 * (GROUPS - first + part)
-                raw[word], raw[word + 1] = _load16(rope, NOPE + 16 * part)
+            rope = data + lane.piece
+            for i in cutlass.range_constexpr(2):
+                word = 2 * (GROUPS - first + i)
+                raw[word], raw[word + 1] = _load16(rope, NOPE + 16 * i)
 
 
 def smem_offset(row: Any, lane: Any) -> Any:
-    """Byte of a lane's first piece behind the first row of a chunk; its second is 16 bytes away, by XOR.
+    """Return the byte offset of a lane's first piece in a chunk; its second is 16 bytes away, by XOR.
 
     Args:
         row: key of the lane's entry in its tile. lane: 0 .. 31.
@@ -159,7 +191,7 @@ def _groups_text(group: int, count: int, offset: int, chunk_bytes: int) -> str:
 @dsl_user_op
 def _convert_groups(
     group: int,
-    chunks: tuple,
+    chunks: Chunks,
     chunk_bytes: int,
     raw: Any,
     word: Int32,
@@ -188,7 +220,7 @@ def convert(
     scales: cute.Tensor,
     smem: Int32,
     chunk_bytes: cutlass.Constexpr,
-    chunks: cutlass.Constexpr = (0, CHUNKS),
+    chunks: cutlass.Constexpr = WHOLE,
 ):
     """Dequantise what `fetch` brought into 8 rows of a tile in the 128-byte swizzle; a row of -1 becomes zeros.
 

@@ -102,7 +102,7 @@ def independent_tv(tv: ThreadValueMap) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bank_conflicts(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16) -> int:
-    """How many turns the banks need when ``lanes`` threads read one chunk each from consecutive lines of the tile.
+    """Count the passes the banks need when ``lanes`` threads read one chunk each from consecutive lines of the tile.
 
     A line is a row of a K-major tile and a column of an MN-major one: the direction in which a swizzle must help.
     Counted by tensor-layouts' own analysis (32 banks of 4 bytes; equal words are one broadcast).

@@ -16,7 +16,7 @@ MAX_ELEMENTS = 1 << 17  # of one grid; a 128 x 512 accumulator has 65,536
 _LAYOUT = re.compile(
     r"\s*(?:S<\s*(\d+)\s*,\s*(\d+)\s*,\s*(-?\d+)\s*>\s*o\s*(?:(\d+)\s*o\s*)?)?([\d(),\s]+):([\d(),\s]+)"
 )
-_HELP = "shape:stride such as '(8,8):(8,1)', optionally behind a swizzle: 'S<3,4,3> o 0 o (8,64):(64,1)'"
+_HELP = "shape:stride such as '(8,8):(8,1)', optionally after a swizzle: 'S<3,4,3> o 0 o (8,64):(64,1)'"
 
 
 def _nested(name: str, whole: str, text: str) -> Any:
@@ -52,12 +52,12 @@ def _congruent(a: Any, b: Any) -> bool:
 
 
 def size_of(shape: Any) -> int:
-    """Number of elements of a nested shape."""
+    """Return the number of elements of a nested shape."""
     return math.prod(map(size_of, shape)) if isinstance(shape, tuple) else shape
 
 
 def parse_layout(name: str, text: Any) -> tuple[Any, Any, tuple[int, int, int] | None, int]:
-    """(shape, stride, swizzle, shift) of a layout's text; ArgumentError for anything that is not one."""
+    """Return (shape, stride, swizzle, shift) of a layout's text; ArgumentError for anything that is not one."""
     found = _LAYOUT.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
     if found is None:
         raise ArgumentError(name, text, _HELP)

@@ -6,8 +6,8 @@ evaluates it. `layout_check.independent` computes the same grid a second time wi
 the compiler, so a drawing can be checked element by element.
 
 Two rules make the evaluation fast and are tested against a full element-by-element evaluation by the compiler:
-a layout is additive over its modes, ``L(i, j) = L(i, 0) + L(0, j)``, so the compiler is asked for one row and one
-column; and a swizzle is one XOR.
+a layout is additive over its modes, ``L(i, j) = L(i, 0) + L(0, j)``, so the compiler evaluates one row and one column;
+and a swizzle is one XOR.
 
 **The swizzle of a shared-memory layout acts on byte addresses.** The compiler prints ``S<3,4,3> o 0 o (8,64):(64,1)``
 for a bf16 tile: shape and stride count elements, ``S<3,4,3>`` counts bytes. Calling that object with a coordinate
@@ -163,7 +163,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 def apply_swizzle(offsets: np.ndarray, bits: int, base: int, shift: int) -> np.ndarray:
-    """``S<bits, base, shift>`` on an integer array: XOR bits [base+shift, ...) into bits [base, ...).
+    """Apply ``S<bits, base, shift>`` to an integer array: XOR bits [base+shift, ...) into bits [base, ...).
 
     Args:
         offsets: non-negative int64, any shape.
@@ -214,7 +214,7 @@ def _outer(layout: Any) -> Any:
 
 
 def _additive(layout: Any, rows: list[Any], columns: list[Any]) -> np.ndarray:
-    """The unswizzled ``layout`` at every (row, column): one column and one row from the compiler, summed.
+    """Return the unswizzled ``layout`` at every (row, column): one column and one row from the compiler, summed.
 
     Args:
         layout: a plain CuTe layout inside a trace.
@@ -229,7 +229,7 @@ def _additive(layout: Any, rows: list[Any], columns: list[Any]) -> np.ndarray:
 
 
 def _tiled_mma(dtype: Any, m: int, n: int, major: Any, cta_group: int = 1) -> Any:
-    """A UMMA of shape (m, n) with both operands in shared memory, fp32 accumulator."""
+    """Return a UMMA of shape (m, n) with both operands in shared memory, fp32 accumulator."""
     group = tcgen05.CtaGroup.TWO if cta_group == 2 else tcgen05.CtaGroup.ONE
     if dtype is cutlass.Float4E2M1FN:
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
@@ -244,7 +244,7 @@ def _instruction_m(rows: int) -> int:
 
 
 def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -> tuple[str, ...]:
-    """The swizzles a [rows, k] operand tile can have: the contiguous direction must hold whole swizzle rows."""
+    """Return the swizzles a [rows, k] operand tile can have: the contiguous direction must hold whole swizzle rows."""
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("major", major, ("K", "MN"))
     run = (k if major == "K" else rows) * DTYPES[dtype].width // 8
@@ -253,7 +253,7 @@ def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -
 
 @lru_cache(maxsize=256, typed=True)
 def smem_operand(rows: int, k: int, dtype: str = "bf16", major: str = "K", swizzle: str | None = None) -> LayoutGrid:
-    """One stage of a UMMA operand A in shared memory: element offset of (row, k).
+    """Evaluate one stage of a UMMA operand A in shared memory: element offset of (row, k).
 
     Args:
         rows: a multiple of 64 up to 256 (the M extent of the tile in one CTA); ``e2m1`` needs 128 or 256.
@@ -427,7 +427,7 @@ def t2r_map(
 
 @lru_cache(maxsize=64, typed=True)
 def tma_tiles(rows: int, k: int, tile_m: int, tile_k: int, dtype: str = "bf16") -> TmaTiles:
-    """The boxes a loop over (row tile, k tile) loads from a row-major [rows, k] tensor, ragged edges included.
+    """Return the boxes a loop over (row tile, k tile) loads from a row-major [rows, k] tensor, ragged edges included.
 
     Args:
         rows, k: extents of the tensor; a row must be a multiple of 16 bytes (a TMA rule).
@@ -522,7 +522,7 @@ def _cute(parsed: tuple[Any, Any, tuple[int, int, int] | None, int]) -> Any:
 
 
 def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> LayoutGrid:
-    """A layout typed by a reader, evaluated: first mode down, the other modes across, a single mode as one row.
+    """Evaluate a layout typed by a reader: first mode down, the other modes across, a single mode as one row.
 
     Args:
         text: ``shape:stride``, e.g. "(4,(2,2)):(2,(1,8))", or "S<bits,base,shift> o offset o shape:stride". Strict:
@@ -549,7 +549,7 @@ def _free(parsed: tuple[Any, ...], element_bits: int, swizzle_bits: int) -> tupl
 
 @lru_cache(maxsize=64, typed=True)
 def swizzle(bits: int, base: int, shift: int) -> LayoutGrid:
-    """One period of ``S<bits, base, shift>``: 2^bits rows of 2^(base + shift) consecutive byte addresses."""
+    """Evaluate one period of ``S<bits, base, shift>``: 2^bits rows of 2^(base + shift) consecutive byte addresses."""
     check_integer("bits", bits, 0, 5)
     check_integer("base", base, 0, 8)
     check_integer("shift", shift, bits, 8)
@@ -565,7 +565,7 @@ def _plain(name: str, text: str) -> Any:
 
 
 def compose(a: str, b: str, element_bits: int = 8) -> LayoutGrid:
-    """The composition ``a o b``: ``(a o b)(i) = a(b(i))``, as the compiler simplifies it.
+    """Compose ``a o b``: ``(a o b)(i) = a(b(i))``, as the compiler simplifies it.
 
     Raises:
         ArgumentError: a text that is not a plain layout, or two layouts whose composition is not a layout.
@@ -580,7 +580,7 @@ def compose(a: str, b: str, element_bits: int = 8) -> LayoutGrid:
 
 
 def without_swizzle(grid: LayoutGrid) -> LayoutGrid:
-    """The same layout with its swizzle taken off."""
+    """Return the same layout with its swizzle taken off."""
     linear = grid.shift + _mode_offsets(grid.shape[0], grid.stride[0])[:, None]
     linear = linear + _mode_offsets(grid.shape[1], grid.stride[1])[None, :]
     text = grid.text.rsplit(" o ", 1)[-1]

@@ -20,7 +20,7 @@ def _group(arrivals: int) -> pipeline.CooperativeGroup:
 
 
 def cluster_layout(ctas: int) -> cute.Layout:
-    """(v, m, n, k) of a cluster of ``ctas`` that multiply together."""
+    """Return (v, m, n, k) of a cluster of ``ctas`` that multiply together."""
     return cute.make_layout((ctas, 1, 1, 1))
 
 
@@ -89,7 +89,7 @@ def warps_to_warps(stages: int, producers: int, consumers: int, barriers: cute.P
 
 @cute.jit
 def wait_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
-    """A producer that is not TMA waits for its stage."""
+    """Wait for an empty stage, as a producer that is not TMA."""
     ring.sync_object_empty.wait(state.index, state.phase)
 
 

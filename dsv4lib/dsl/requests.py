@@ -1,4 +1,4 @@
-"""Which request of a packed batch a piece of work belongs to, found by a warp.
+"""Find the request of a packed batch that a piece of work belongs to, by a warp.
 
 A batch is a table int32 [B, 4], on 16 bytes: first row, rows, position of the first row, row of the state or ring. A
 request without rows (0 or any negative number: padding) may hold anything else and stand anywhere; first rows of the
@@ -6,6 +6,8 @@ others do not decrease. One with a negative position or place is left out. It is
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -15,31 +17,40 @@ LANES = 32
 LAST = LANES - 1
 
 
+class Request(NamedTuple):
+    """First row and rows of a request, position of the first row, row of its state or ring."""
+
+    row: Int32
+    count: Int32
+    start: Int32
+    place: Int32
+
+
 @cute.jit
 def fetch_request(requests: cute.Tensor, number: Int32):
-    """Request ``number``: first row, rows, position, place; no rows behind the last one."""
+    """Fetch request ``number``; it has no rows past the last one."""
     rRequest = cute.make_rmem_tensor(4, Int32)
     rRequest.fill(0)
     if number < requests.shape[0]:
         cute.autovec_copy(cute.local_tile(requests[number, None], (4,), (0,)), rRequest)
-    return [rRequest[i] for i in range(4)]
+    return Request(*[rRequest[i] for i in range(4)])
 
 
 @cute.jit
 def find_request(requests: cute.Tensor, number: Int32, rate: cutlass.Constexpr, spare: cutlass.Constexpr):
-    """The last request with rows whose first number is not above ``number``; all lanes of a warp together.
+    """Find the last request with rows whose first number is not above ``number``; all lanes of a warp call it.
 
     The first number of request b is (its first row) / rate + spare b. A lane looks at one request of 32, all at once.
 
     Returns:
-        what `fetch_request` returns, then the request's first number; no rows where there is no such request.
+        the members of `Request`, then the request's first number; no rows where there is no such request.
     """
     lane = cute.arch.lane_idx()
     row, count, start, place, base = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
     for first in cutlass.range(0, requests.shape[0], LANES, unroll=1):
         mine = fetch_request(requests, first + lane)
-        key = mine[0] // rate + spare * (first + lane)
-        before = cute.arch.vote_ballot_sync((mine[1] > 0) & (key <= number))
+        key = mine.row // rate + spare * (first + lane)
+        before = cute.arch.vote_ballot_sync((mine.count > 0) & (key <= number))
         source = cutlass.max(LAST - cute.arch.clz(before), 0)
         found = [cute.arch.shuffle_sync(x, source) for x in (*mine, key)]
         if before != 0:

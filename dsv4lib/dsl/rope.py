@@ -6,26 +6,32 @@ brings cos and sin of the query's position, computed in fp32. Source: DSV4 infer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint64
 from cutlass.cutlass_dsl import dsl_user_op
 
-ROPE = 64  # dims that turn
+ROPE = 64  # dims that rotate
 QUAD = 4  # pairs of a piece of 8 dims
 PIECES = ROPE // (2 * QUAD)
 
 
+class Tables(NamedTuple):
+    """Cosines and sines fp32 [T, 32] of the tokens' positions; of registers [1, pairs]."""
+
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
 @cute.jit
-def rotate_back(rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
-    """(a, b) -> (a cos + b sin, b cos - a sin) for the pairs in ``rO``.
+def rotate_back(rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
+    """Rotate the pairs in ``rO`` back: (a, b) -> (a cos + b sin, b cos - a sin).
 
     Args:
         rO: fp32 registers, consecutive dimensions, an even number.
-        rope: (cos [T, 32], sin [T, 32]) fp32.
-        token: row of the tables.
+        rope: angles; token: row of the tables.
         first: number of the first pair, 0..31.
     """
     mCos, mSin = rope
@@ -38,7 +44,7 @@ def rotate_back(rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
 
 @dsl_user_op
 def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
-    """Pairs (x[2 i], x[2 i + 1]) turned by their angles, or turned back; bits of `dsv4lib.reference.rope` in fp32.
+    """Rotate pairs (x[2 i], x[2 i + 1]) by their angles, or back; bits of `dsv4lib.reference.rope` in fp32.
 
     Each product and each sum is rounded by itself: no compiler may contract them, and the emulator agrees with a GPU.
     """
@@ -58,7 +64,7 @@ def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any 
 def angles(mTable: cute.Tensor, mPositions: Any, token: Int32, piece: Int32, wanted: Any):
     """Cosines and sines of a lane's 4 pairs: (list, list); NaN where the position is not in the table.
 
-    Of a negative position, a padded row's, those of angle 0: nothing is read and nothing turns.
+    Of a negative position, a padded row's, those of angle 0: nothing is read or rotated.
 
     Args:
         mTable: fp32 [P, 64], 32 cosines and 32 sines a position.

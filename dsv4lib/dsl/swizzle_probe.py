@@ -44,7 +44,7 @@ class _StoreOnce:
 
 @lru_cache(maxsize=16)
 def store_instructions(dtype: str = "bf16", swizzle: str = "128B") -> tuple[str, ...]:
-    """The PTX instructions of one swizzled store, from the thread's index to ``st.shared``.
+    """Return the PTX instructions of one swizzled store, from the thread's index to ``st.shared``.
 
     Args:
         dtype: "bf16" or "fp16".
@@ -61,7 +61,7 @@ def store_instructions(dtype: str = "bf16", swizzle: str = "128B") -> tuple[str,
 
 
 def swizzle_of(instructions: tuple[str, ...]) -> tuple[int, int, int]:
-    """(bits, base, shift) over byte addresses, read from the shift and the mask of ``shr``, ``and``, ``xor``.
+    """Return (bits, base, shift) over byte addresses, read from the shift and the mask of ``shr``, ``and``, ``xor``.
 
     Raises:
         ArgumentError: the instructions hold no such sequence.

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -36,7 +36,7 @@ class Fakes:
         self.symbols: dict[str, Any] = {}
 
     def __call__(self, dtype: Any, extents: str, align: int = 0) -> Any:
-        """A tensor with one letter a mode; ``align``: bytes on which its rows start, 0: those of an element."""
+        """Return a tensor with one letter a mode; ``align``: bytes on which its rows start, 0: those of an element."""
         align = align or dtype.width // 8
         shape = tuple(self.symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
         units = 8 * align // dtype.width
@@ -44,10 +44,18 @@ class Fakes:
         return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=align)
 
 
-def divisor(number: int) -> tuple:
-    """What a kernel needs to divide a 31-bit count by ``number`` (1 to 2^24): (number, multiplier, shift)."""
+class Divisor(NamedTuple):
+    """What a kernel needs to divide a 31-bit count by a number; see `kv_entry.page_divisor`."""
+
+    number: cutlass.Int32
+    multiplier: cutlass.Uint32
+    shift: cutlass.Int32
+
+
+def divisor(number: int) -> Divisor:
+    """Make the `Divisor` of a number from 1 to 2^24."""
     multiplier, shift = page_divisor(number)
-    return cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift)
+    return Divisor(cutlass.Int32(number), cutlass.Uint32(multiplier), cutlass.Int32(shift))
 
 
 class DeviceTensor:
@@ -73,12 +81,12 @@ class DeviceTensor:
 
     @property
     def dynamic_shapes_mask(self) -> tuple[int, ...]:
-        """1 for every extent: all are read from the descriptor."""
+        """Return 1 for every extent: all are read from the descriptor."""
         return (1,) * len(self.shape)
 
     @property
     def dynamic_strides_mask(self) -> tuple[int, ...]:
-        """1 for every stride but the last, which is the constant 1."""
+        """Return 1 for every stride but the last, which is the constant 1."""
         return (1,) * (len(self.shape) - 1) + (0,)
 
     @property
@@ -88,7 +96,7 @@ class DeviceTensor:
         return (last + 1) * self.source.element_size()
 
     def packed(self) -> bytes:
-        """The descriptor; its first 8 bytes are the pointer.
+        """Return the descriptor; its first 8 bytes are the pointer.
 
         Raises:
             ArgumentError: an extent of 2^31 or more.
@@ -98,7 +106,7 @@ class DeviceTensor:
         return _descriptor(len(self.shape)).pack(self.data_ptr, *self.shape, *self.stride[:-1])
 
     def __c_pointers__(self) -> list[int]:
-        """What the DSL's own call path asks for: addresses of the argument's words."""
+        """Return what the DSL's own call path asks for: addresses of the argument's words."""
         if self._memory is None:
             self._memory = ctypes.create_string_buffer(self.packed())
         return [ctypes.addressof(self._memory)]
@@ -127,7 +135,7 @@ def leaves(arguments: Any) -> Iterator[Any]:
 
 
 def leaf_bytes(value: Any) -> bytes:
-    """A value as host code reads it.
+    """Return a value as host code reads it.
 
     Raises:
         ArgumentError: a value of another kind than launches of the lab have.
@@ -142,8 +150,8 @@ def leaf_bytes(value: Any) -> bytes:
     return number.pack(value.value)
 
 
-def wrap(name: str, x: Any, dtype: Any, shape: tuple, align: int = 0) -> Any:
-    """``x`` for a launch, which must have this type and shape (None: any extent) and rows on ``align`` bytes.
+def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
+    """Wrap ``x`` for a launch, which must have this type and shape (None: any extent) and rows on ``align`` bytes.
 
     Raises:
         ArgumentError: it does not.

@@ -17,12 +17,12 @@ COLUMNS = 32  # of one access
 def allocator(
     address: cute.Pointer, barrier: int, threads: int, warp: int, pair: cute.Pointer | None = None
 ) -> memory.TmemAllocator:
-    """Allocation of tensor memory by one warp.
+    """Make the allocator of tensor memory, by one warp.
 
     Args:
         address: where in SMEM the address of the columns goes.
-        barrier, threads: named barrier of all who ask for that address, and how many threads they are.
-        warp: who allocates and frees.
+        barrier, threads: named barrier of all threads that read that address, and their number.
+        warp: allocates and frees.
         pair: an mbarrier where the CTAs of a pair allocate together: each frees when the other is ready to.
     """
     return memory.TmemAllocator(
@@ -35,7 +35,7 @@ def allocator(
 
 
 def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int32) -> tuple:
-    """A copy of 32 columns of a thread's lane: (tiled copy, tensor, thread slice, coordinates)."""
+    """Return a copy of 32 columns of a thread's lane: (tiled copy, tensor, thread slice, coordinates)."""
     layout = cute.make_layout((128, COLUMNS), stride=(1 << 16, 1))  # lane << 16 | column
     tensor = cute.make_tensor(address + column, layout)
     tiled = tcgen05.make_tmem_copy(cute.make_copy_atom(operation(tcgen05.Repetition(COLUMNS)), Float32), tensor)
@@ -43,14 +43,14 @@ def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int
 
 
 def load(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """32 columns of this thread's lane to registers; valid after `cute.arch.fence_view_async_tmem_load`."""
+    """Load 32 columns of this thread's lane to registers; valid after `cute.arch.fence_view_async_tmem_load`."""
     tiled, tensor, thread, coordinates = _thread_copy(tcgen05.Ld32x32bOp, address, column, tidx)
     own = cute.make_tensor(registers.iterator, thread.partition_D(coordinates).shape)
     cute.copy(tiled, thread.partition_S(tensor), own)
 
 
 def store(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """Registers to 32 columns of this thread's lane; there after `cute.arch.fence_view_async_tmem_store`."""
+    """Store registers to 32 columns of this thread's lane; there after `cute.arch.fence_view_async_tmem_store`."""
     tiled, tensor, thread, coordinates = _thread_copy(tcgen05.St32x32bOp, address, column, tidx)
     own = cute.make_tensor(registers.iterator, thread.partition_S(coordinates).shape)
     cute.copy(tiled, own, thread.partition_D(tensor))

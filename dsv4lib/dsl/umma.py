@@ -1,6 +1,6 @@
-"""tcgen05.mma and its descriptors as the attention kernels use them: spelled out, as inline PTX.
+"""Issue tcgen05.mma with its descriptors as the attention kernels use them: inline PTX.
 
-The DSL has no operation for the weight-stationary form (`.ws`, in which 64 rows use all 128 lanes of tensor memory) nor
+The DSL has no operation for the weight-stationary MMA (`.ws`, where 64 rows use all 128 lanes of tensor memory) nor
 for the thread-sync fences; and an attention kernel reads one tile of SMEM in two ways (K and V), which descriptors say
 more plainly than two layouts.
 
@@ -23,7 +23,7 @@ SCALE_COLUMNS = 4  # of tensor memory that such a block takes
 
 
 def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False) -> int:
-    """The 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
+    """Return the 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
 
     Args:
         m, n: shape of the instruction.
@@ -35,7 +35,7 @@ def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False)
 
 
 def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 128) -> int:
-    """The 64-bit descriptor of an operand in SMEM with the swizzle of ``row_bytes``, 64 or 128, without its address.
+    """Return the 64-bit descriptor of an operand in SMEM, swizzled in rows of ``row_bytes`` (64, 128); no address.
 
     `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group,
     ``leading_bytes`` unused.
@@ -45,7 +45,7 @@ def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 12
 
 
 def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id: int = 0) -> int:
-    """The descriptor of a block-scaled MMA with fp32 accumulator and K-major operands, without N (`of_n` adds it).
+    """Return the descriptor of a block-scaled MMA: fp32 accumulator, K-major operands, no N (`of_n` adds it).
 
     Args:
         m: rows of the instruction, 128 or 256.
@@ -57,23 +57,23 @@ def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id:
 
 
 def of_n(descriptor: int, n: cutlass.Int32) -> cutlass.Int32:
-    """An instruction descriptor that has no N yet, for ``n``, a multiple of 8."""
+    """Give an instruction descriptor without N its ``n``, a multiple of 8."""
     return cutlass.Int32(descriptor) | (n >> 3) << 17
 
 
 def scales_descriptor() -> int:
-    """The matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
+    """Return the matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
     return (128 >> 4) << 32 | 1 << 46
 
 
 def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
-    """``descriptor`` with the start ``address`` (bytes in SMEM, a multiple of 16)."""
+    """Give ``descriptor`` the start ``address`` (bytes in SMEM, a multiple of 16)."""
     field = (address & 0x3FFFF) >> 4
     return cutlass.Int64(field) | cutlass.Int64(descriptor)
 
 
 def behind(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
-    """``descriptor`` with a start address ``offset`` bytes (a multiple of 16) further on, which stays below 256 KiB."""
+    """Advance ``descriptor`` by ``offset`` bytes (a multiple of 16); its start address stays below 256 KiB."""
     return descriptor + (offset >> 4)
 
 
@@ -106,11 +106,11 @@ def mma(
             TMEM too.
         kind: "f16" or "f8f6f4".
     """
-    form = "mma.ws" if ws else "mma"
+    name = "mma.ws" if ws else "mma"
     operand = "{$r1}" if isinstance(a, cutlass.Int64) else "[{$r1}]"
     text = (
         "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r4}, 0; "
-        f"tcgen05.{form}.cta_group::{ctas}.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
+        f"tcgen05.{name}.cta_group::{ctas}.kind::{kind} [{{$r0}}], {operand}, {{$r2}}, {{$r3}}, accumulate; }}"
     )
     args = [d, a, b, cutlass.Int32(instruction), cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
@@ -119,9 +119,11 @@ def mma(
 @dsl_user_op
 def scaled_mma(
     d: cutlass.Int32,
-    operands: tuple,
+    a: cutlass.Int64,
+    b: cutlass.Int64,
     instruction: Any,
-    scales: tuple,
+    sfa: cutlass.Int32,
+    sfb: cutlass.Int32,
     accumulate: Any,
     kind: str,
     ctas: int = 1,
@@ -129,16 +131,16 @@ def scaled_mma(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """D[TMEM] (+)= (A * its scales) @ (B * its scales); one thread issues it.
+    """Issue D[TMEM] (+)= (A * its scales) @ (B * its scales); one thread issues it.
 
     Args:
         d: TMEM address of the accumulator.
-        operands: matrix descriptors of A and B.
+        a, b: matrix descriptors.
         instruction: instruction descriptor.
-        scales: TMEM addresses of the scales of A and B, 4 columns per 128 rows.
+        sfa, sfb: TMEM addresses of the scales of A and B, 4 columns per 128 rows.
         accumulate: 0 overwrites D.
-        kind: "mxf4nvf4.block_scale.block16" or "mxf8f6f4.block_scale.block32": the spelling that `a` and `f` targets
-            take, while ``.scale_vec::NX`` is refused on some.
+        kind: "mxf4nvf4.block_scale.block16" or "mxf8f6f4.block_scale.block32": the instruction variant that `a` and
+            `f` targets take, while ``.scale_vec::NX`` is refused on some.
         ctas: 2: a pair multiplies together. Each CTA has half of the rows of A with their scales, half of the rows of B
             and the scales of all rows of B.
     """
@@ -147,7 +149,7 @@ def scaled_mma(
         f"tcgen05.mma.cta_group::{ctas}.kind::{kind} "
         "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], accumulate; }"
     )
-    args = [d, *operands, cutlass.Int32(instruction), *scales, cutlass.Int32(accumulate)]
+    args = [d, a, b, cutlass.Int32(instruction), sfa, sfb, cutlass.Int32(accumulate)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
 
 
@@ -155,7 +157,7 @@ def scaled_mma(
 def copy_scales(
     column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """A block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
+    """Copy a block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
 
     Args:
         column: TMEM address.
@@ -168,7 +170,7 @@ def copy_scales(
 
 @dsl_user_op
 def copy_rows(column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None) -> None:
-    """32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
+    """Copy 32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
 
     Later MMAs of the thread see them; what MMAs before it read or write there must be known to be done.
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.common.splits import SHARES, Parts
+from dsv4lib.ops.common.splits import SHARES, Splits
 from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N, count_tiles
 from dsv4lib.ops.fmha.load import GROUPS
-from dsv4lib.ops.fmha.op import choose_parts, cluster_of
+from dsv4lib.ops.fmha.op import choose_splits, cluster_of
 from dsv4lib.predict import calibration, static_model, table
 from dsv4lib.predict.rates import TABLE, Gpu, gpu
 from dsv4lib.predict.static_model import Kernel, Time
@@ -275,7 +275,7 @@ def _traced(kernel: Any, code: Any, keys: int, of: int, items: int = 1, of_windo
     rope = (case.cos, case.sin) if kernel.inverse_rope else None
     sink = case.sink if kernel.sink else None
     device = make("sm_100a", checks="off", trace=True)
-    window = (case.span, case.window_first, case.window_count) if kernel.window else None
+    window = (case.span, None, case.window_first, case.window_count) if kernel.window else None
     given = case.q, entries, window, sink, rope, o, lse, case.scale
     launch(code, *arguments.launch_args(kernel, *given, sms=kernel.cluster, groups=groups), gpu=device)
     return device.trace
@@ -365,26 +365,26 @@ def predict(
     groups = _ctas(shape, single, items)
     most = max(count_tiles(*shape.keys(seen)) for seen in shape.positions())
     sms, kernels = int(card["sms"]), {1: (single, parts)} | ({} if half is None else {2: half})
-    choices = [Parts(1, 1)]
+    choices = [Splits(1, 1)]
     if shape.phase == "decode":
-        choices = [Parts(s, dims) for dims in kernels for s in _split_choices(most, groups * dims, sms)]
+        choices = [Splits(s, dims) for dims in kernels for s in _split_choices(most, groups * dims, sms)]
 
-    def time(one: Parts, alone: bool = False) -> Time:
-        return timed(shape, *kernels[one.dims], card, groups * one.dims, one.splits, alone, one.tail)
+    def time(one: Splits, alone: bool = False) -> Time:
+        return timed(shape, *kernels[one.dims], card, groups * one.dims, one.keys, alone, one.tail)
 
     times = {one: time(one) for one in choices}
     chosen = None
     if variant == BUILT:
         most = shape.keys(max(shape.positions()))
         given = shape.tokens, shape.heads, *most, sms
-        chosen = choose_parts(*given, fp8=single.key_bytes != KEY_BYTES, by_range=shape.kind != "CSA")
+        chosen = choose_splits(*given, fp8=single.key_bytes != KEY_BYTES, by_range=shape.kind != "CSA")
         if half is None:
             chosen = chosen._replace(dims=1)
         times[chosen] = time(chosen)
     best = min(times, key=lambda one: times[one].us)
     chosen = chosen or best
     pool = "bf16" if single.key_bytes == KEY_BYTES else "fp8"
-    whole = chosen.splits - (chosen.tail != (0, 0))
+    whole = chosen.keys - (chosen.tail != (0, 0))
     ctas = groups * chosen.dims * whole + _ctas(shape, single, chosen.tail[0])
     return _row(shape, pool, variant, chosen, times[chosen], time(chosen, True), ctas, errors, (best, times[best].us))
 
@@ -405,7 +405,7 @@ def timed(
         groups: tokens x CTAs of a token, of one part of the keys.
         alone: a launch with nothing before it; else decode stands in a chain of kernels and is launched dependent on
             the one before, and only prefill is alone.
-        tail: how the last part of the keys differs, as `choose_parts` says it; of decode.
+        tail: how the last part of the keys differs, as `choose_splits` says it; of decode.
     """
     c = single if splits == 1 else parts
     sms = int(card["sms"])
@@ -451,12 +451,12 @@ def _row(
     shape: Shape,
     pool: str,
     variant: str,
-    chosen: Parts,
+    chosen: Splits,
     time: Time,
     alone: Time,
     ctas: int,
     errors: dict[str, tuple[float, float]],
-    best: tuple[Parts, float],
+    best: tuple[Splits, float],
 ) -> Row:
     regime = "memory" if time.bound == "HBM" else "attention" if time.tiles > time.exposed else "short attention"
     limit, words = shape.target_us
@@ -465,7 +465,7 @@ def _row(
         pool=pool,
         keys=sum(shape.keys(shape.context)),
         variant=variant,
-        splits=chosen.splits,
+        splits=chosen.keys,
         dims=chosen.dims,
         share=chosen.tail[1] / SHARES,
         ctas=ctas,
@@ -480,7 +480,7 @@ def _row(
         target=words,
         met="yes" if time.us <= limit else "no",
         tflops=shape.flops / time.us / 1e6,
-        best_splits=best[0].splits,
+        best_splits=best[0].keys,
         best_dims=best[0].dims,
         best_us=best[1],
         published=published(shape),
@@ -523,7 +523,7 @@ def run(card: Gpu | None = None) -> list[Row]:
     # (normalising, of parts) by (CTAs of a cluster, parts of the dimensions): entries by index, by range, in pages
     index, ranges, pages = {}, {}, {}
     for key in itertools.product(set(clusters.values()), (1, 2)):
-        options = dict(zip(("cluster", "dim_parts"), key, strict=True))
+        options = dict(zip(("cluster", "dim_splits"), key, strict=True))
         variants = options, {**options, **ends}
         by_index = [counted(**one) for one in variants]
         ranges[key] = tuple(counted(**one, entries="range") for one in variants)

@@ -379,7 +379,7 @@ def test_what_is_built_runs_in_the_parts_that_the_op_chooses():
         row = fmha.predict(shape, c, c, card, errors)
         assert row.alone_us > row.modelled_us
         given = shape.tokens, shape.heads, *shape.keys(shape.context)
-        assert row.splits == choose_splits(*given, by_range=shape.kind != "CSA") > 1
+        assert row.splits == choose_splits(*given, by_range=shape.kind != "CSA").keys > 1
         assert row.ctas == row.splits * shape.tokens * shape.heads // 64 and row.best_us <= row.modelled_us
         # a part more or less than the best is no better
         alone = fmha.timed(shape, c, c, card, shape.tokens * shape.heads // 64, 1)
@@ -491,7 +491,7 @@ def test_the_mean_tile_of_entries_and_window():
 def test_the_tiles_that_the_op_chooses_by_are_the_models(kind, options):
     """A tile, one with half of the dimensions, and what the half saves of the first one besides."""
     card, tile = rates.gpu("B200"), TILES[kind][1]
-    counts = [fmha.counted(dim_parts=n, **options) for n in (1, 2)]
+    counts = [fmha.counted(dim_splits=n, **options) for n in (1, 2)]
     steady, first = {}, {}
     for dims, c in enumerate(counts, 1):
         for ctas in (20, 128):

@@ -1,7 +1,7 @@
-"""Which targets take which spelling of a block-scaled MMA: the table that two documents contradict each other about.
+"""Check which targets take which variant of a block-scaled MMA: the table on which two documents contradict each other.
 
 One says that SM100 has no NVFP4 instruction, the other that it runs on a B200. The assembler knows: `sm_100a` takes
-every spelling, the family target `sm_100f` only those that name the block.
+every variant, the family target `sm_100f` only those that name the block.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import pytest
 from dsv4lib.dsl.block_scale_probe import KINDS, BlockScaleProbe, refusal
 from dsv4lib.dsl.compile import CompileError, compile_for
 
-SPELLINGS = [(kind, block) for kind, blocks in KINDS.items() for block in blocks]
+VARIANTS = [(kind, block) for kind, blocks in KINDS.items() for block in blocks]
 TARGETS = ("sm_100a", "sm_100f", "sm_103a")
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("kind, block", SPELLINGS)
+@pytest.mark.parametrize("kind, block", VARIANTS)
 def test_who_takes_what(kind, block, arch):
     said = refusal(kind, block, arch)
     if arch == "sm_100f" and block.startswith("scale_vec"):
@@ -64,7 +64,7 @@ def test_a_stand_alone_ptxas_agrees():
     if tool is None:
         pytest.skip("no ptxas: pip install triton, or set PTXAS")
     head = "tcgen05.mma.cta_group::1.kind"
-    lines = [f"{head}::{k}.block_scale.{b} [%r0], %d0, %d1, %r1, [%r2], [%r3], %p0;" for k, b in SPELLINGS]
+    lines = [f"{head}::{k}.block_scale.{b} [%r0], %d0, %d1, %r1, [%r2], [%r3], %p0;" for k, b in VARIANTS]
     for arch in TARGETS:
-        refused = {SPELLINGS[i] for i in ptxas.errors(tool, lines, arch)}
-        assert refused == {(k, b) for k, b in SPELLINGS if arch == "sm_100f" and b.startswith("scale_vec")}
+        refused = {VARIANTS[i] for i in ptxas.errors(tool, lines, arch)}
+        assert refused == {(k, b) for k, b in VARIANTS if arch == "sm_100f" and b.startswith("scale_vec")}

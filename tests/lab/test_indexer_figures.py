@@ -19,7 +19,7 @@ SEEN = {
     "RotatesFirst": ({"codes_wrong", "score_error", "lost"}, {"picks_wrong"}),
     "ScaleLeftOut": ({"weights_wrong", "folded_error"}, {"codes_wrong", "score_error"}),
     "WeightsAsTheyCome": ({"weights_wrong", "score_error"}, {"codes_wrong", "lost", "picks_wrong"}),
-    "NoMeeting": ({"hazards"}, {"codes_wrong"}),
+    "NoRowBarrier": ({"hazards"}, {"codes_wrong"}),
     "TiesAnyhow": ({"hard_wrong"}, {"picks_wrong", "padding_wrong"}),
     "DropsItsBound": ({"hard_wrong"}, {"picks_wrong", "hazards"}),
     "OneEntryTooMany": ({"unseen_picked", "picks_wrong"}, {"hard_wrong"}),
@@ -34,7 +34,7 @@ SEEN = {
 ALWAYS = (
     "none",
     "OneScoreTooMany",
-    "NoMeeting",
+    "NoRowBarrier",
     "TiesAnyhow",
     "KeysNotRotated",
 )  # the default run has each as a fault of the stage, too

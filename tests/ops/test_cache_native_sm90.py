@@ -23,7 +23,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_rings(name):
-    """The same bits after many launches in a row, which nobody waits for."""
+    """The same bits after many launches in a row, without a wait between them."""
     kv, ring, table, want = case(*BATCHES[name], WINDOW)
     ring, kv, table = ring.cuda(), kv.cuda(), table.cuda()
     for _ in range(50):
@@ -32,7 +32,7 @@ def test_rings(name):
 
 
 def test_places_outside_the_rings_are_left_out():
-    """Both forms; on a GPU nobody looks at the values."""
+    """Both variants; on a GPU the values are not checked."""
     for counts in ([3, 2, 4], [200, 200, 300]):
         kv, ring, table, want = case(counts, [10, 20, 30], WINDOW)
         assert settings_for(len(kv), 3, WINDOW)["by_slot"] == (sum(counts) > 384)

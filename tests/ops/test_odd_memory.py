@@ -119,7 +119,7 @@ def test_heads_come_as_attention_left_them():
 
 
 def far(x):
-    """``x`` in rows that are more than 2^31 elements apart; memory that nobody touches is never made."""
+    """``x`` in rows that are more than 2^31 elements apart; untouched memory is never made."""
     memory = torch.empty(FAR * (len(x) - 1) + x[0].numel(), dtype=x.dtype)
     return memory.as_strided(x.shape, (FAR, *x.stride()[1:])).copy_(x)
 

@@ -57,7 +57,7 @@ class Block:
 
 
 def entry(function: Any) -> Entry:
-    """The C function of a compiled one, its kernels loaded; ``function`` must outlive it."""
+    """Return the C function of a compiled one, its kernels loaded; ``function`` must outlive it."""
     found = _ENTRIES.get(function)
     if found is None:
         found = _ENTRIES[function] = function.to(None).capi_func
@@ -101,7 +101,7 @@ def launch(function: Any, values: Sequence[Any]) -> None:
 
 
 def failure(code: int) -> LaunchFailed:
-    """Of a launch that ended with a CUDA error."""
+    """Make the error of a launch that ended with a CUDA error."""
     from cuda.bindings import runtime
 
     return LaunchFailed(f"CUDA error {code}: {runtime.cudaError_t(code).name}")

@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def span(x: Tensor) -> Span:
-    """Of a strided tensor."""
+    """Return the span of a strided tensor."""
     item, start = x.element_size(), x.data_ptr()
     if x.numel() == 0:
         return Span(start, 0, 0, 0)
@@ -50,7 +50,7 @@ def span(x: Tensor) -> Span:
 
 
 def meet(a: Span, b: Span) -> bool:
-    """Whether two spans have, or may have, a byte in common."""
+    """Return whether two spans have, or may have, a byte in common."""
     if not a.size or not b.size or a.start + a.size <= b.start or b.start + b.size <= a.start:
         return False
     rows = [x for x in (a, b) if x.block < x.size]

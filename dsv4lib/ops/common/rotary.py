@@ -17,7 +17,7 @@ WIDTH = 64  # of a row: the dims that are rotated
 
 
 def wanted(tokens: int, positions: Tensor | None, cos_sin: Tensor) -> dict[str, tuple]:
-    """What `launching.check` is to find of the table, for so many tokens."""
+    """Return what `launching.check` is to find of the table, for so many tokens."""
     rows = tokens if positions is None else None
     return {
         "positions": (positions, torch.int64, (tokens,)),
@@ -37,7 +37,7 @@ def check_values(positions: Tensor | None, cos_sin: Tensor) -> None:
 
 
 def cosines_sines(positions: Tensor | None, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [T, 1, 32] of the tokens, for the oracle on heads."""
+    """Return (cos, sin) [T, 1, 32] of the tokens, for the oracle on heads."""
     rows = cos_sin
     if positions is not None:
         rows = cos_sin.new_zeros(len(positions), WIDTH)

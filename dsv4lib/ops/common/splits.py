@@ -1,11 +1,11 @@
 """Choose splits of the keys of an attention and of its dimensions, from shapes alone.
 
-With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Parts of its keys can run
+With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Splits of its keys can run
 beside each other; a second kernel combines them. And two CTAs can weigh the same keys, each for half of the dimensions
 of O (``dims`` 2): nothing to combine, and the bits are the same. In microseconds:
 
     time(s, dims) = tile * ceil(tiles / s) - [dims = 2] SAVED + START * blocks * s * dims
-                  + [s > 1] (JOIN + EACH * s + PART * blocks * (s + 1/2))                    units * s * dims <= slots
+                  + [s > 1] (COMBINE + EACH * s + PARTIAL * blocks * (s + 1/2))              units * s * dims <= slots
 
     units   CTAs or clusters without splitting: tokens x blocks of heads; they keep their SMs until they end
     slots   how many run at once: SMs / CTAs of a cluster
@@ -14,16 +14,16 @@ of O (``dims`` 2): nothing to combine, and the bits are the same. In microsecond
     tile    of 64 keys, the mean of those of the list (`Tile`, `mean_tile`)
     SAVED   at the ends: half of the dimensions of the first product with values, and of O to store
     START   Q of 64 heads once more from L2, which all CTAs share
-    JOIN    the second launch: it starts early but waits for the last part
-    EACH    it adds the parts one after the other
-    PART    writing and reading 64 heads x 512 x 4 bytes once more; O itself is half as much
+    COMBINE the second launch: it starts early but waits for the last split
+    EACH    it adds the splits one after the other
+    PARTIAL writing and reading 64 heads x 512 x 4 bytes once more; O itself is half as much
 
-Where whole parts leave SMs idle that are too few for a part more, a last part of another length may use them: a share
-of every token's keys, worked on by fewer CTAs, which take one token after the other (`ops.fmha.work.Split`). How
+Where whole splits leave SMs idle that are too few for one more, a last split of another length may use them: a share
+of every token's keys, worked on by fewer CTAs, which take one token after the other (`ops.fmha.work.KeySplits`). How
 much follows from shapes, so a token's bits do not depend on its place among the others.
 
-    time = max(tile * ceil((tiles - last) / (s - 1)), turns * (tile * last + TURN) - TURN, HBM) + join
-    turns = ceil(units / (slots - units * (s - 1)))              TURN  from one token to the next
+    time = max(tile * ceil((tiles - last) / (s - 1)), rounds * (tile * last + TRANSITION) - TRANSITION, HBM) + combine
+    rounds = ceil(units / (slots - units * (s - 1)))                    TRANSITION  from one token to the next
     HBM     all keys at 7.26 TB/s: where they take longer, idle SMs would not help
 
 It is taken where it saves `LEAST` of the time: only for very many tiles, 130 of 584-byte entries (HCA at 1M tokens).
@@ -39,16 +39,16 @@ the dimensions save of a single tile, less what they save of a tile further on):
 Half a tile of a range is 1,160 where few SMs read, 1,388 where 128 do, and SAVED then 435: what stands there chooses
 best in between.
 
-JOIN and EACH are a fit, within 17 %, of what combining adds on an H200 after a kernel that writes the parts
-(`bench.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (parts, tokens, heads) in us: (2, 8, 64) 1.8,
-(16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PART, 0.026 us
+COMBINE and EACH are a fit, within 17 %, of what combining adds on an H200 after a kernel that writes the splits
+(`bench.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (splits, tokens, heads) in us: (2, 8, 64) 1.8,
+(16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PARTIAL, 0.026 us
 there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within 3 % of the
 best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.
 
 What is not in it: the rest of start and end of a CTA, the same for all as long as all run at once. Of the shortest
-times that of the smallest s is taken, then that of one part of the dimensions. So a grid that fills the GPU is never
-split; s never exceeds the tiles; no part is empty for the longest list; and with ``dims`` 1 more tokens never mean more
-parts. Nothing here reads data: a captured graph stays right.
+times that of the smallest s is taken, then that of one split of the dimensions. So a grid that fills the GPU is never
+split; s never exceeds the tiles; no split is empty for the longest list; and with ``dims`` 1 more tokens never mean
+more splits. Nothing here reads data: a captured graph stays right.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from dsv4lib.errors import ArgumentError
 SM_COUNT = 148  # of a B200
 START = 0.0075
 HBM_US = 64 / 7.26e6  # of a byte of each key of a tile
-TURN, LEAST = 0.3, 0.03
-SHARES = 1 << 10  # what the last part's share is counted in
-JOIN, EACH, PART = 1.24, 0.062, 0.018
+TRANSITION, LEAST = 0.3, 0.03
+SHARES = 1 << 10  # what the last split's share is counted in
+COMBINE, EACH, PARTIAL = 1.24, 0.062, 0.018
 
 
 class Tile(NamedTuple):
@@ -81,7 +81,7 @@ TILES = {  # by where keys come from and CTAs of a cluster
 
 
 def mean_tile(entries: str, ctas: int, tiles: int, of_window: int) -> Tile:
-    """The mean of ``tiles``, of which ``of_window`` are window keys: 16-bit rows by range, whatever the entries are.
+    """Average ``tiles``, of which ``of_window`` are window keys: 16-bit rows by range, whatever the entries are.
 
     Args:
         entries: a key of `TILES`; ctas: of a cluster.
@@ -90,13 +90,13 @@ def mean_tile(entries: str, ctas: int, tiles: int, of_window: int) -> Tile:
     return Tile(*(a + (b - a) * share for a, b in zip(TILES[entries][ctas], TILES["range"][ctas], strict=True)))
 
 
-class Parts(NamedTuple):
-    """Parts of the keys, and of the dimensions of O.
+class Splits(NamedTuple):
+    """How a call is split: ``keys`` ranges of the keys, ``dims`` ranges of the dimensions of O.
 
-    ``tail``: how the last part of the keys differs, as `arguments.launch_args` takes it; (0, 0): it does not.
+    ``tail``: how the last split of the keys differs, as `arguments.launch_args` takes it; (0, 0): it does not.
     """
 
-    splits: int
+    keys: int
     dims: int
     tail: tuple[int, int] = (0, 0)
 
@@ -110,8 +110,8 @@ def choose(
     halves: bool = False,
     splits: int | None = None,
     key_bytes: int | None = None,
-) -> Parts:
-    """Parts of the keys and of the dimensions.
+) -> Splits:
+    """Choose splits of the keys and of the dimensions.
 
     Args:
         units: clusters (or CTAs) of the unsplit launch, >= 1.
@@ -119,8 +119,8 @@ def choose(
         slots: clusters that run at once, >= 1.
         blocks: of 64 heads that a cluster works on.
         tile: what one takes; halves: the kernel can take half of the dimensions.
-        splits: parts of the keys, where they are given; None: any.
-        key_bytes: of a key in the pool; None: all parts are equal, as with ``splits``.
+        splits: of the keys, where they are given; None: any.
+        key_bytes: of a key in the pool; None: all splits are equal, as with ``splits``.
 
     Raises:
         ArgumentError: a number that is too small.
@@ -131,8 +131,8 @@ def choose(
     most = max(1, min(tiles, slots // units))
     allowed = range(1, most + 1) if splits is None else (splits,)
     dims = (1, 2) if halves and tiles > 0 else (1,)
-    choices = [Parts(s, n) for s in allowed for n in dims if n == 1 or units * s * n <= slots]
-    times = [cost(one.splits, units * blocks, tiles, tile, one.dims) for one in choices]
+    choices = [Splits(s, n) for s in allowed for n in dims if n == 1 or units * s * n <= slots]
+    times = [cost(one.keys, units * blocks, tiles, tile, one.dims) for one in choices]
     best = min(times)
     equal = choices[times.index(best)]
     if splits is not None or key_bytes is None:
@@ -142,28 +142,31 @@ def choose(
     return unequal if unequal is not None and shorter < (1 - LEAST) * max(best, hbm) else equal
 
 
-def _unequal(units: int, tiles: int, slots: int, blocks: int, tile_us: float, hbm: float) -> tuple[Parts | None, float]:
-    """The best parts with a last one of another length, None if no SM is idle, and their time; arguments of `choose`.
+def _unequal(
+    units: int, tiles: int, slots: int, blocks: int, tile_us: float, hbm: float
+) -> tuple[Splits | None, float]:
+    """Find the best splits with a last one of another length, None if no SM is idle, and their time.
 
     Args:
-        hbm: no time is shorter, us, combining apart.
+        units, tiles, slots, blocks: as of `choose`. tile_us: of a tile. hbm: no time is shorter, us, combining apart.
     """
-    found: tuple[Parts | None, float] = None, float("inf")
+    found: tuple[Splits | None, float] = None, float("inf")
     for s in range(2, slots // units + 2):
         idle = slots - units * (s - 1)
-        if not 0 < idle < units:  # a whole part more would fit
+        if not 0 < idle < units:  # a whole split more would fit
             continue
-        turns = -(-units // idle)
+        rounds = -(-units // idle)
         for last in range(1, tiles // s + 1):
-            body = max(tile_us * -(-(tiles - last) // (s - 1)), turns * (tile_us * last + TURN) - TURN, hbm)
+            of_last = rounds * (tile_us * last + TRANSITION) - TRANSITION
+            body = max(tile_us * -(-(tiles - last) // (s - 1)), of_last, hbm)
             time = body + cost(s, units * blocks, 0)
             if time < found[1]:
-                found = Parts(s, 1, (idle, -(-last * SHARES // tiles))), time
+                found = Splits(s, 1, (idle, -(-last * SHARES // tiles))), time
     return found
 
 
 def cost(splits: int, head_blocks: int, tiles: int, tile: Tile = TILES["index"][1], dims: int = 1) -> float:
-    """Microseconds, as in the module's formula; head_blocks: blocks of 64 heads of all tokens."""
-    join = JOIN + EACH * splits + PART * head_blocks * (splits + 0.5) if splits > 1 else 0.0
+    """Estimate microseconds by the module's formula; head_blocks: blocks of 64 heads of all tokens."""
+    combine = COMBINE + EACH * splits + PARTIAL * head_blocks * (splits + 0.5) if splits > 1 else 0.0
     each = tile.whole if dims == 1 else tile.half
-    return each * -(-tiles // splits) - tile.saved * (dims - 1) + START * head_blocks * splits * dims + join
+    return each * -(-tiles // splits) - tile.saved * (dims - 1) + START * head_blocks * splits * dims + combine

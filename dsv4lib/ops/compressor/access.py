@@ -13,7 +13,7 @@ MINUS_INF, ZERO = "0fFF800000", "0f00000000"
 
 @dsl_user_op
 def evict_first(*, loc: Any = None, ip: Any = None) -> Int64:
-    """The policy of what is read once, as in `common.bulk.load_bulk`; made once, as every making takes instructions."""
+    """Make the L2 policy of what is read once, as `bulk.load_bulk`; once, as it takes instructions."""
     text = "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;"
     return cute.arch.inline_ptx(text, write_only_types=[Int64], loc=loc, ip=ip)
 
@@ -22,7 +22,7 @@ def evict_first(*, loc: Any = None, ip: Any = None) -> Int64:
 def load4(
     address: Int64, wanted: Boolean, default: str, policy: Int64 | None = None, *, loc: Any = None, ip: Any = None
 ) -> tuple:
-    """4 fp32 at ``address`` where ``wanted``, else 4 times ``default``; policy: of L2, then nothing stays in L1."""
+    """Load 4 fp32 where ``wanted``, else 4 times ``default``; policy: of L2, then nothing stays in L1."""
     moves = " ".join(f"mov.f32 t{i}, {default};" for i in range(4))
     load, hint, args = "ld.global.v4.f32", "", [address, Int32(wanted)]
     if policy is not None:
@@ -36,7 +36,7 @@ def load4(
 
 @dsl_user_op
 def store4(address: Int64, wanted: Boolean, values: list, *, loc: Any = None, ip: Any = None) -> None:
-    """4 fp32 to ``address`` where ``wanted``."""
+    """Store 4 fp32 to ``address`` where ``wanted``."""
     text = """{ .reg .pred p; setp.ne.s32 p, {$r1}, 0;
         @p st.global.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}; }"""
     cute.arch.inline_ptx(text, read_only_args=[address, Int32(wanted), *values], loc=loc, ip=ip)

@@ -1,25 +1,25 @@
-"""Arguments of the compressor: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make arguments of the compressor: fake tensors to compile with, torch tensors checked and wrapped to launch."""
 
 from __future__ import annotations
 
 import cuda.bindings.driver as cuda
 import cutlass
 import torch
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 
-from dsv4lib.dsl.kv_entry import page_divisor
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, divisor, wrap
 from dsv4lib.dsl.words import as_words
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.compressor.config import ROPE
 from dsv4lib.ops.compressor.kernel import Compressor, Ends, Rows
+from dsv4lib.ops.compressor.pack import Pages
 
 WIDE, PAIR = 16, 8
 GRID_Y = 65_535  # CTAs along the second axis of a grid
 
 
 def page_align(kernel: Compressor) -> int:
-    """Bytes on which pages start: what one thread stores at most."""
+    """Return the bytes on which pages start: what one thread stores at most."""
     return PAIR if kernel.form == "kv" else 4
 
 
@@ -31,11 +31,10 @@ def fake_args(kernel: Compressor) -> tuple:
     cos, sin = (fake(Float32, "NF", PAIR) for _ in range(2))
     ends = Ends(fake(Float32, "D", WIDE), cos, sin, fake(Int32, "BC", WIDE), fake(Int32, "T"))
     if kernel.layout is None:
-        out = (fake(cutlass.BFloat16, "OD", PAIR) if kernel.form == "bf16" else fake(Float32, "OD", WIDE),)
+        out = Pages(fake(cutlass.BFloat16, "OD", PAIR) if kernel.form == "bf16" else fake(Float32, "OD", WIDE), None)
     else:
-        out = fake(Int32, "PI", page_align(kernel)), fake(cutlass.Uint8, "PJ")
-    page = (Int32(1), Uint32(1), Int32(1))
-    return rows, ends, out, page, Float32(1.0), Int32(1), cuda.CUstream(0)
+        out = Pages(fake(Int32, "PI", page_align(kernel)), fake(cutlass.Uint8, "PJ"))
+    return rows, ends, out, divisor(1), Float32(1.0), Int32(1), cuda.CUstream(0)
 
 
 def launch_args(
@@ -91,21 +90,19 @@ def launch_args(
     )
     if kernel.layout is None:
         element = cutlass.BFloat16 if kernel.form == "bf16" else Float32
-        out = (wrap("out.data", pages, element, (None, kernel.dim), PAIR if kernel.form == "bf16" else WIDE),)
+        out = Pages(wrap("out.data", pages, element, (None, kernel.dim), PAIR if kernel.form == "bf16" else WIDE), None)
     else:
         needed = page_size * kernel.layout.entry_bytes
         if pages.dim() != 2 or pages.shape[1] < needed:
             raise ArgumentError("out.data.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")
         used = pages[:, :needed]
         wrap("out.data", used, cutlass.Uint8, (None, None), page_align(kernel))
-        out = (
+        out = Pages(
             wrap("out.data", as_words("out.data", used), Int32, (None, None), page_align(kernel)),
             wrap("out.data", used, cutlass.Uint8, (None, None)),
         )
-    multiplier, shift = page_divisor(page_size)
     items = len(requests) if kernel.single else tokens // kernel.rate + len(requests)
     if items > GRID_Y * kernel.items:
         allowed = f"at most {GRID_Y * kernel.items} entries in a call: T / {kernel.rate} + B, or B in a decode step"
         raise ArgumentError("requests.shape", tuple(requests.shape), f"{allowed}, not {items}")
-    page = Int32(page_size), Uint32(multiplier), Int32(shift)
-    return rows, ends, out, page, Float32(eps), Int32(items), cuda.CUstream(stream)
+    return rows, ends, out, divisor(page_size), Float32(eps), Int32(items), cuda.CUstream(stream)

@@ -22,22 +22,22 @@ DIMS = {"kv": (kv_entry.HEAD_DIM,), "fp8": (indexer_key.DIM,), "fp4": (indexer_k
 
 
 class Sizes:
-    """What a compressor is and how its work is cut.
+    """Hold what a compressor is and how its work is cut.
 
     Args:
         rate: tokens of a window, a power of two.
         overlap: pool the window before as well, through its own half of the columns.
         dim: of an entry: 128 or 512.
         form: of an entry: "kv" (584 bytes), "fp8" (132), "fp4" (68), or "bf16" and "fp32", dense rows.
-        rotate: apply the Hadamard rotation behind RoPE; 128 dims only.
+        rotate: apply the Hadamard rotation after RoPE; 128 dims only.
         single: every request has exactly one row.
         running: the state is a running softmax of the open window instead of its rows; without overlap.
         rows: of a request's ring, a power of two from those of an entry on; 0: those.
         slices: CTAs (a cluster) that share an entry's channels; streamed: its rows.
-        split: threads that share the rows of a channel; streamed: groups of its rows, a part of the softmax each.
+        split: threads that share the rows of a channel; streamed: groups of its rows, a partial softmax each.
         stages: groups of rows under way in shared memory (`stream.StreamedCompressor`); 0: rows go to registers.
         teams: of 128 threads that have groups of their own when streamed: 1 or 2.
-        fp4_conversion: as in `kernels.quantize.simt.Quantize`.
+        fp4_conversion: as in `quantize.kernel.Quantize`.
 
     Raises:
         ConfigError: a value that is not one of these, or does not fit the others.
@@ -89,7 +89,7 @@ class Sizes:
             raise ConfigError("split", split, "1 with overlap")
         self.depth = self.fetched // split  # rows of a thread
         self.stages, self.teams = stages, teams
-        self.once = dim == 512 and not single  # rows leave L2 first (`access.evict_first`): measured, see `simt`
+        self.once = dim == 512 and not single  # rows leave L2 first (`access.evict_first`)
         if stages:
             self._stream()
             return
@@ -101,10 +101,10 @@ class Sizes:
         self.items = 4 if self.team == LANES and split == slices == 1 else 1  # entries of a CTA
         self.threads = self.team * self.items
         self.warps = self.threads // LANES
-        self.finishers = max(LANES, self.quads)  # threads that end an entry; lanes behind quads repeat
+        self.finishers = max(LANES, self.quads)  # threads that end an entry; lanes past the quads repeat
 
     def _stream(self) -> None:
-        """Threads of the streamed form."""
+        """Size the streamed variant."""
         if not self.single or self.running or self.overlap:
             raise ConfigError("stages", self.stages, "0 but for a decode step with a state of rows, without overlap")
         self.quads = self.dim // CHANNELS
@@ -115,8 +115,8 @@ class Sizes:
             raise ConfigError("teams", self.teams, f"1 or 2, at most {most}")
         if self.stages < 0 or self.stages > most or self.stages % self.teams:
             raise ConfigError("stages", self.stages, f"0 to {most}, a multiple of {self.teams} teams")
-        self.turns = most // self.teams  # groups of a team
-        self.others = self.teams - 1 + self.slices - 1  # parts that wait for the first team
+        self.groups_of_team = most // self.teams  # groups of a team
+        self.others = self.teams - 1 + self.slices - 1  # partial softmaxes that the first team merges
         self.team, self.items = self.quads * self.teams, 1
         self.threads = self.team + LANES  # and the fetcher
         self.warps, self.finishers = self.team // LANES, self.quads

@@ -1,7 +1,7 @@
-"""Mistakes of a compressor, injected one at a time: every class is the kernel with one thing replaced, and compiles.
+"""Inject one fault into a compressor at a time: every class is the kernel with one thing replaced, and compiles.
 
 `FAULTS` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
-of `STREAMED` are of the form for decode steps of many requests.
+of `STREAMED` are of the variant for decode steps of many requests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FirstWindowFromState(compressor_kernel.Compressor):
 
 
 class TurnedByTheNextWindow(compressor_kernel.Compressor):
-    """RoPE at the position behind the window."""
+    """RoPE at the position after the window."""
 
     def table_row(self, item: compressor_kernel.Item) -> Int32:
         """One window too late."""
@@ -46,10 +46,10 @@ class TurnedByTheNextWindow(compressor_kernel.Compressor):
 class OldestRowForgotten(compressor_kernel.Compressor):
     """Pools one row less."""
 
-    def pool(self, rK: cute.Tensor, rZ: cute.Tensor, rPart: cute.Tensor):
+    def pool(self, rK: cute.Tensor, rZ: cute.Tensor, rSoftmax: cute.Tensor):
         """Without the first row."""
         rZ[None, 0].fill(-float("inf"))
-        compressor_kernel.Compressor.pool(self, rK, rZ, rPart)
+        compressor_kernel.Compressor.pool(self, rK, rZ, rSoftmax)
 
 
 class HalfOfTheStateNotWritten(compressor_kernel.Compressor):
@@ -83,17 +83,17 @@ class MaximaMixed(compressor_kernel.Compressor):
     """Adds sums of exponentials that were taken under different maxima."""
 
     @cute.jit
-    def merge(self, rPart: cute.Tensor, c: cutlass.Constexpr, top: Float32, total: Float32, value: Float32):
+    def merge(self, rSoftmax: cute.Tensor, c: cutlass.Constexpr, row_max: Float32, row_sum: Float32, acc: Float32):
         """No common maximum."""
-        rPart[c, 0] = cute.arch.fmax(rPart[c, 0], top)
-        rPart[c, 1] += total
-        rPart[c, 2] += value
+        rSoftmax[c, 0] = cute.arch.fmax(rSoftmax[c, 0], row_max)
+        rSoftmax[c, 1] += row_sum
+        rSoftmax[c, 2] += acc
 
 
 class StageFilledTooSoon(stream.StreamedCompressor):
     """Copies rows over those that a team still reads."""
 
-    def wait_until_read(self, empty: cute.Pointer, turn: Int32) -> None:
+    def wait_until_read(self, empty: cute.Pointer, phase: Int32) -> None:
         """No wait."""
 
 

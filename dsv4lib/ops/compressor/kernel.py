@@ -1,4 +1,4 @@
-"""Windows of tokens to entries in their pages, and the rows that the next call needs to the state; one launch.
+"""Compress windows of tokens to entries in pages, and keep the rows that the next call needs; one launch.
 
     z(t)  = gate(t) + ape[t mod rate]
     e_w   = sum_t softmax_t(z(t)) kv(t)         per channel, over the rows that entry w pools
@@ -13,35 +13,29 @@ after the rotation), then quantised with the bits of `formats.kv_entry` and `.in
 of (k, z), row of position p at p mod rows, z with its bias. The newest ``pooled`` rows go there. A byte of the
 ring is read by one thread at most, and that one writes it, after the read: no second launch, no copy, no wait.
 
-`running`: the state is the softmax of the open window so far, (maximum, sum of exponentials, weighted sum) by channel
-[3, dim], 6 KiB instead of 512 for HCA: a decode step reads and writes that and never again the rows. It is read by the
-first item of a request, which also pools the rows behind the last closed window and writes it.
+`running`: the state is the softmax of the open window so far, (row_max, row_sum, weighted sum) by channel [3, dim],
+6 KiB instead of 512 for HCA: a decode step reads and writes that and never again the rows. It is read by the first item
+of a request, which also pools the rows after the last closed window and writes it.
 
 **Work.** An item is an entry; request b has the items from (its first row) / rate + b on, as many as it can ever need,
 so the grid follows from shapes alone. A warp finds its item's request by a ballot over a lane a request. The first item
 of a request updates its state, but for the half that a second item reads (CSA: the window that was open is the one
 before of the second).
 
-**Threads.** A thread has 4 channels (16 bytes) of up to 8 rows, all their loads on the way before the first is used.
+**Threads.** A thread has 4 channels (16 bytes) of up to 8 rows, all their loads in flight before the first is used.
 
     CSA      128 threads an entry, no sharing of rows: every byte of kv and gate is read by one thread
-    HCA      `slices` CTAs (a cluster) x (quads x `split`) threads: partial softmaxes (maximum, sum, weighted sum) meet
-             in a warp, then in shared memory; of the cluster only the sum of squares, by ``st.async``: a barrier of the
-             cluster waits for all of a CTA's accesses to memory
+    HCA      `slices` CTAs (a cluster) x (quads x `split`) threads: partial softmaxes (row_max, row_sum, weighted sum)
+             are merged in a warp, then in shared memory; of the cluster only the sum of squares, by ``st.async``: a
+             barrier of the cluster waits for all of a CTA's accesses to memory
     indexer  a warp an entry, 4 a CTA; the rotation by butterflies
 
     SMEM     HCA: warps x quads x 12 fp32 partials (6 KiB with 8 x 16); sums of squares
 
 **Limits.** Bytes: an entry reads 32 KiB (CSA), 512 KiB (HCA) or 8 KiB (indexer). A decode step is a request's row,
 then all loads at once, then shuffles: two latencies of memory. On an H200 a prefill of CSA reaches about half of the
-memory's rate (14 us for 4096 tokens). Rows staged in shared memory by `cp.async`, with 80 to 128 registers and four to
-six CTAs on an SM, took 17 to 18 us. Of HCA's 4096 tokens loads and products take 6.5 us, sums over threads 1.6, the
-end of an entry 1.5 (with a barrier of the cluster; 0.3 less without); to ask for lines of the rows before it is known
-whose they are gained nothing. With addresses and the policy made once, all loads ahead of the first use and no such
-barrier it went from 11.9 to 10.9 us (state of rows: 11.6 to 9.9; 11.4 and 12.0 if the compiler chooses the registers).
-Rows of 512 channels pass through L2 as what leaves first, but for a decode step:
-with an L2 full of what others wrote, 4096 tokens took 13.9 us instead of 15.1 (CSA), 12.1 instead of 12.7 (HCA); with a
-clean one 13.0 and 12.7, 11.0 and 10.9. Rows of 128 channels (6.7 and 7.0) and a decode step of CSA did not gain.
+memory's rate. Rows of 512 channels are evicted from L2 first, but for a decode step. What was measured on the way:
+data/bench/compressor.md.
 
 Source: DSV4 paper, CSA and HCA; released inference code; the oracle is `dsv4lib.reference.compressor`.
 """
@@ -57,9 +51,10 @@ from cutlass import Boolean, Float32, Int32, Int64, memory
 
 from dsv4lib.dsl import hadamard
 from dsv4lib.dsl.requests import fetch_request, find_request
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.compressor.access import MINUS_INF, ZERO, evict_first, load4, store4
 from dsv4lib.ops.compressor.config import CHANNELS, LANES, ROPE, Sizes
-from dsv4lib.ops.compressor.pack import pack, rounded
+from dsv4lib.ops.compressor.pack import Pages, pack, rounded
 
 LOG2E = 1.4426950408889634
 FLOAT_BYTES = 4
@@ -89,7 +84,11 @@ class Ends(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An entry to make: the request's first row, rows, position and state; the window; whether it is the first item."""
+    """Describe an entry to make.
+
+    Attributes:
+        row, count, start, place: as of `requests.Request`. window: its number. first: the request's first item.
+    """
 
     row: Int32
     count: Int32
@@ -99,19 +98,26 @@ class Item(NamedTuple):
     first: Boolean
 
 
+class Factors(NamedTuple):
+    """Registers that end an entry: norm and angles of this thread's channels."""
+
+    norm: cute.Tensor
+    cos: cute.Tensor
+    sin: cute.Tensor
+
+
 class Compressor(Sizes):
     """Compress; see the module docstring and `config.Sizes` for the arguments."""
 
     @cute.jit
     def __call__(
-        self, rows: Rows, ends: Ends, out: tuple, page: tuple, eps: Float32, items: Int32, stream: cuda.CUstream
+        self, rows: Rows, ends: Ends, out: Pages, page: Divisor, eps: Float32, items: Int32, stream: cuda.CUstream
     ):
         """Launch.
 
         Args:
-            rows, ends: see there.
-            out: pages, int32 [P, S / 4] and uint8 [P, S]; dense: rows [N, dim].
-            page: entries of a page, to divide by (`quantize.simt.divide`).
+            rows, ends, out: see there.
+            page: entries of a page.
             eps: added to the mean of squares.
             items: B if single, else T / rate + B.
             stream: where the launch is queued.
@@ -119,7 +125,7 @@ class Compressor(Sizes):
 
         @cute.struct
         class Storage:
-            parts: cute.struct.Align[
+            softmaxes: cute.struct.Align[
                 cute.struct.MemRange[Float32, 3 * CHANNELS * self.quads * self.warps if self.split > 1 else 4], 16
             ]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, max(self.slices, self.warps)], 16]
@@ -138,8 +144,8 @@ class Compressor(Sizes):
         )
 
     @cute.kernel
-    def kernel(self, rows: Rows, ends: Ends, out: tuple, page: tuple, eps: Float32):
-        """Find the item, pool and end its entry, update the state."""
+    def kernel(self, rows: Rows, ends: Ends, out: Pages, page: Divisor, eps: Float32):
+        """Find the item, pool and store its entry, update the state."""
         rank, cta, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
@@ -177,7 +183,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def find(self, requests: cute.Tensor, number: Int32) -> Item:
-        """The item of this number; no rows where there is none."""
+        """Return the item of this number; no rows where there is none."""
         if cutlass.const_expr(self.single):
             row, count, start, place = fetch_request(requests, number)
             base = number
@@ -191,31 +197,31 @@ class Compressor(Sizes):
     # ------------------------------------------------------------------ rows
 
     def half_of(self, j: int) -> int:
-        """Of the columns: the window before is pooled through the first one."""
+        """Return which half of the columns row ``j`` is pooled through: the window before through the first."""
         return int(self.overlap and j >= self.rate)
 
     def exists(self, position: Int32) -> Boolean:
-        """Whether there is a row to pool."""
+        """Return whether there is a row to pool."""
         return position >= 0
 
     def table_row(self, item: Item) -> Int32:
-        """Of cos and sin, whose rows are a window apart: an entry turns by the position of its window's first token."""
+        """Return the row of cos and sin, a window apart: an entry rotates by its window's first position."""
         return item.window
 
     @cute.jit
     def place_of(self, tensor: cute.Tensor, row: Int32, column: Int32) -> Int64:
-        """Address of a column of a row of kv, gate or ape."""
+        """Return the address of a column of a row of kv, gate or ape."""
         return tensor.iterator.toint() + (Int64(row) * tensor.stride[0] + column) * FLOAT_BYTES
 
     @cute.jit
     def slot_of(self, tensor: cute.Tensor, item: Item, slot: Int32, column: Int32) -> Int64:
-        """Address of a column of a row of the request's state."""
+        """Return the address of a column of a row of the request's state."""
         offset = Int64(item.place) * tensor.stride[0] + Int64(slot) * tensor.stride[1] + column
         return tensor.iterator.toint() + offset * FLOAT_BYTES
 
     @cute.jit
     def fetch(self, rows: Rows, item: Item, channel: Int32, group: Int32, rK: cute.Tensor, rZ: cute.Tensor):
-        """The rows that this thread pools, from this call or the state."""
+        """Load the rows that this thread pools, from this call or the state."""
         rApe = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         first, end = (item.window + 1) * self.rate - self.pooled + group * self.depth, item.start + item.count
         if cutlass.const_expr(self.fetched == 1):
@@ -239,16 +245,16 @@ class Compressor(Sizes):
         rZ.store(rZ.load() + rApe.load())
 
     def policy(self) -> Int64 | None:
-        """Of L2, for rows that are read once."""
+        """Make the L2 policy of rows that are read once."""
         return evict_first() if self.once else None
 
     def neighbours(self, tensor: cute.Tensor, address: Int64) -> list:
-        """Addresses of as many rows of kv, gate, ape or one state as a thread has: products are made once."""
+        """Return addresses of as many rows of kv, gate, ape or one state as a thread has: products are made once."""
         step = Int64(tensor.stride[cute.rank(tensor) - 2]) * FLOAT_BYTES
         return [address + step * j for j in range(self.depth)]
 
     def olds(self, rows: Rows, item: Item, first: Int32, channel: Int32) -> list:
-        """Addresses of (k, z) of a thread's rows in the ring, where those of a window are neighbours."""
+        """Return addresses of (k, z) of a thread's rows in the ring, where those of a window are neighbours."""
         found = []
         for j in range(0, 0 if self.running else self.depth, self.rate):
             slot = first + j & (self.rows - 1)
@@ -257,102 +263,103 @@ class Compressor(Sizes):
         return found
 
     @cute.jit
-    def pool(self, rK: cute.Tensor, rZ: cute.Tensor, rPart: cute.Tensor):
-        """This thread's rows to (maximum, sum of exponentials, weighted sum) by channel."""
+    def pool(self, rK: cute.Tensor, rZ: cute.Tensor, rSoftmax: cute.Tensor):
+        """Pool this thread's rows to (row_max, row_sum, weighted sum) by channel."""
         for c in cutlass.range_constexpr(CHANNELS):
-            top = rZ[c, 0]
+            row_max = rZ[c, 0]
             for j in cutlass.range_constexpr(1, self.depth):
-                top = cute.arch.fmax(top, rZ[c, j], nan=True)
-            base = self.finite(top)
-            total, value = Float32(0.0), Float32(0.0)
+                row_max = cute.arch.fmax(row_max, rZ[c, j], nan=True)
+            base = self.finite(row_max)
+            row_sum, acc = Float32(0.0), Float32(0.0)
             for j in cutlass.range_constexpr(self.depth):
-                weight = cute.math.exp2((rZ[c, j] - base) * LOG2E, fastmath=True)
-                total += weight
-                value = cute.math.fma(weight, rK[c, j], value)
-            rPart[c, 0], rPart[c, 1], rPart[c, 2] = top, total, value
+                # p = exp(z - row_max), row_sum += p, acc += p * k
+                p = cute.math.exp2((rZ[c, j] - base) * LOG2E, fastmath=True)
+                row_sum += p
+                acc = cute.math.fma(p, rK[c, j], acc)
+            rSoftmax[c, 0], rSoftmax[c, 1], rSoftmax[c, 2] = row_max, row_sum, acc
 
     @cute.jit
-    def finite(self, top: Float32) -> Float32:
-        """What to subtract from gates whose maximum is ``top``: 0 where there are none."""
-        return Float32(cutlass.select_(top == -Float32.inf, Float32(0.0), top))
+    def finite(self, row_max: Float32) -> Float32:
+        """Return what to subtract from gates whose maximum is ``row_max``: 0 where there are none."""
+        return Float32(cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max))
 
     @cute.jit
-    def merge(self, rPart: cute.Tensor, c: cutlass.Constexpr, top: Float32, total: Float32, value: Float32):
-        """Add another thread's part of channel ``c``: the one with the smaller maximum shrinks, by an explicit FMA.
+    def merge(self, rSoftmax: cute.Tensor, c: cutlass.Constexpr, row_max: Float32, row_sum: Float32, acc: Float32):
+        """Merge another softmax of channel ``c``: the one with the smaller row_max is rescaled, by an explicit FMA.
 
         Left to the compiler, which of two products it fuses differs from kernel to kernel, and so do the bits.
         """
-        ahead, most = rPart[c, 0] >= top, cute.arch.fmax(rPart[c, 0], top, nan=True)
-        least = Float32(cutlass.select_(ahead, top, rPart[c, 0]))
-        shrink = cute.math.exp2((least - self.finite(most)) * LOG2E, fastmath=True)
-        rPart[c, 0] = most
-        for i, other in ((1, total), (2, value)):
-            kept = Float32(cutlass.select_(ahead, rPart[c, i], other))
-            rPart[c, i] = cute.math.fma(Float32(cutlass.select_(ahead, other, rPart[c, i])), shrink, kept)
+        ahead, most = rSoftmax[c, 0] >= row_max, cute.arch.fmax(rSoftmax[c, 0], row_max, nan=True)
+        least = Float32(cutlass.select_(ahead, row_max, rSoftmax[c, 0]))
+        acc_scale = cute.math.exp2((least - self.finite(most)) * LOG2E, fastmath=True)
+        rSoftmax[c, 0] = most
+        for i, other in ((1, row_sum), (2, acc)):
+            kept = Float32(cutlass.select_(ahead, rSoftmax[c, i], other))
+            rSoftmax[c, i] = cute.math.fma(Float32(cutlass.select_(ahead, other, rSoftmax[c, i])), acc_scale, kept)
 
     @cute.jit
-    def gather(self, rPart: cute.Tensor, quad: Int32, storage: cutlass.Constexpr):
-        """Merge the parts of all threads of a channel, in the first warp."""
+    def gather(self, rSoftmax: cute.Tensor, quad: Int32, storage: cutlass.Constexpr):
+        """Merge the softmaxes of all threads of a channel, in the first warp."""
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         for step in cutlass.range_constexpr((LANES // self.quads).bit_length() - 1):
-            self.add_lanes(rPart, self.quads << step)
-        sParts = storage.parts.get_tensor(
+            self.add_lanes(rSoftmax, self.quads << step)
+        sSoftmax = storage.softmaxes.get_tensor(
             cute.make_layout((CHANNELS, 3, self.quads, self.warps), stride=(1, 4 * self.quads, 4, 12 * self.quads))
         )
         if lane < self.quads and warp > 0:
             for i in cutlass.range_constexpr(3):
-                cute.autovec_copy(rPart[None, i], sParts[None, i, quad, warp])
+                cute.autovec_copy(rSoftmax[None, i], sSoftmax[None, i, quad, warp])
         cute.arch.barrier()
         if warp == 0:
-            self.add_warps(rPart, quad, sParts)
+            self.add_warps(rSoftmax, quad, sSoftmax)
 
     @cute.jit
-    def add_warps(self, rPart: cute.Tensor, quad: Int32, sParts: cute.Tensor):
-        """Merge the warps' parts, this one's own the first; lanes that repeat others take half of them."""
+    def add_warps(self, rSoftmax: cute.Tensor, quad: Int32, sSoftmax: cute.Tensor):
+        """Merge the warps' softmaxes, this one's own the first; lanes that repeat others take half of them."""
         halves = 2 if self.quads == LANES // 2 and self.warps > 1 else 1
         each, half = self.warps // halves, cute.arch.lane_idx() // self.quads
         if cutlass.const_expr(halves > 1):
             if half == 1:
                 for i in cutlass.range_constexpr(3):
-                    cute.autovec_copy(sParts[None, i, quad, each], rPart[None, i])
-            self.add_parts(rPart, [sParts[None, None, quad, half * each + w] for w in range(each)])
-            self.add_lanes(rPart, self.quads)
+                    cute.autovec_copy(sSoftmax[None, i, quad, each], rSoftmax[None, i])
+            self.add_softmaxes(rSoftmax, [sSoftmax[None, None, quad, half * each + w] for w in range(each)])
+            self.add_lanes(rSoftmax, self.quads)
         else:
-            self.add_parts(rPart, [sParts[None, None, quad, w] for w in range(each)])
+            self.add_softmaxes(rSoftmax, [sSoftmax[None, None, quad, w] for w in range(each)])
 
     @cute.jit
-    def add_lanes(self, rPart: cute.Tensor, step: cutlass.Constexpr):
-        """Merge the part of the lane that is ``step`` away."""
-        other = [cute.arch.shuffle_sync_bfly(rPart[i], step) for i in range(3 * CHANNELS)]
+    def add_lanes(self, rSoftmax: cute.Tensor, step: cutlass.Constexpr):
+        """Merge the softmax of the lane that is ``step`` away."""
+        other = [cute.arch.shuffle_sync_bfly(rSoftmax[i], step) for i in range(3 * CHANNELS)]
         for c in cutlass.range_constexpr(CHANNELS):
-            self.merge(rPart, c, other[c], other[CHANNELS + c], other[2 * CHANNELS + c])
+            self.merge(rSoftmax, c, other[c], other[CHANNELS + c], other[2 * CHANNELS + c])
 
     @cute.jit
-    def add_parts(self, rPart: cute.Tensor, parts: cutlass.Constexpr):
-        """Merge parts, a power of two, into this thread's own, the first: neighbours, then neighbours of these.
+    def add_softmaxes(self, rSoftmax: cute.Tensor, softmaxes: cutlass.Constexpr):
+        """Merge softmaxes, a power of two, into this thread's own, the first: neighbours, then neighbours of these.
 
         The others are in shared memory, [4, 3].
         """
-        if cutlass.const_expr(len(parts) > 1):
-            half = len(parts) // 2
+        if cutlass.const_expr(len(softmaxes) > 1):
+            half = len(softmaxes) // 2
             rOther = cute.make_rmem_tensor((CHANNELS, 3), Float32)
-            self.add_parts(rPart, parts[:half])
+            self.add_softmaxes(rSoftmax, softmaxes[:half])
             for i in cutlass.range_constexpr(3):
-                cute.autovec_copy(parts[half][None, i], rOther[None, i])
-            self.add_parts(rOther, parts[half:])
-            self.add(rPart, rOther)
+                cute.autovec_copy(softmaxes[half][None, i], rOther[None, i])
+            self.add_softmaxes(rOther, softmaxes[half:])
+            self.add(rSoftmax, rOther)
 
     @cute.jit
-    def add(self, rPart: cute.Tensor, rOther: cute.Tensor):
-        """Another part into one."""
+    def add(self, rSoftmax: cute.Tensor, rOther: cute.Tensor):
+        """Merge one softmax into another."""
         for c in cutlass.range_constexpr(CHANNELS):
-            self.merge(rPart, c, rOther[c, 0], rOther[c, 1], rOther[c, 2])
+            self.merge(rSoftmax, c, rOther[c, 0], rOther[c, 1], rOther[c, 2])
 
     @cute.jit
-    def soften(
-        self, rows: Rows, item: Item, channel: Int32, group: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr
+    def softmax(
+        self, rows: Rows, item: Item, channel: Int32, group: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """The softmax over the item's rows, and over what a running state knows of its window, in its finishers."""
+        """Compute the softmax over the item's rows, and over a running state of its window, in its finishers."""
         rK = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rZ = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rOld = cute.make_rmem_tensor((CHANNELS, 3), Float32)
@@ -362,13 +369,13 @@ class Compressor(Sizes):
                 at, default = self.slot_of(rows.k, item, Int32(i), channel), ZERO if i else MINUS_INF
                 rOld[0, i], rOld[1, i], rOld[2, i], rOld[3, i] = load4(at, old, default)
         self.fetch(rows, item, channel, group, rK, rZ)
-        self.pool(rK, rZ, rPart)
+        self.pool(rK, rZ, rSoftmax)
         if cutlass.const_expr(self.split > 1):
-            self.gather(rPart, channel // CHANNELS % self.quads, storage)
+            self.gather(rSoftmax, channel // CHANNELS % self.quads, storage)
         if cutlass.const_expr(self.running):
             if item.window * self.rate < item.start:
                 for c in cutlass.range_constexpr(CHANNELS):
-                    self.merge(rPart, c, rOld[c, 0], rOld[c, 1], rOld[c, 2])
+                    self.merge(rSoftmax, c, rOld[c, 0], rOld[c, 1], rOld[c, 2])
 
     # ----------------------------------------------------------------- entry
 
@@ -377,8 +384,8 @@ class Compressor(Sizes):
         self,
         rows: Rows,
         ends: Ends,
-        out: tuple,
-        page: tuple,
+        out: Pages,
+        page: Divisor,
         eps: Float32,
         item: Item,
         channel: Int32,
@@ -393,38 +400,38 @@ class Compressor(Sizes):
         rCos, rSin = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         rCos.fill(1.0)
         rSin.fill(0.0)
-        turned = channel - (self.dim - ROPE)
-        if turned >= 0:
+        rotated = channel - (self.dim - ROPE)
+        if rotated >= 0:
             for table, rTable in ((ends.cos, rCos), (ends.sin, rSin)):
                 cute.autovec_copy(
-                    cute.local_tile(table[self.table_row(item), None], (2,), (turned // CHANNELS,)), rTable
+                    cute.local_tile(table[self.table_row(item), None], (2,), (rotated // CHANNELS,)), rTable
                 )
-        rPart = cute.make_rmem_tensor((CHANNELS, 3), Float32)
-        self.soften(rows, item, channel, group, rPart, storage)
+        rSoftmax = cute.make_rmem_tensor((CHANNELS, 3), Float32)
+        self.softmax(rows, item, channel, group, rSoftmax, storage)
         if self.ends(group):
-            self.end(out, page, eps, slot, channel, rPart, (rNorm, rCos, rSin), storage)
+            self.end(out, page, eps, slot, channel, rSoftmax, Factors(rNorm, rCos, rSin), storage)
 
     def ends(self, group: Int32) -> bool:
-        """Whether this thread goes on when the softmax is done."""
+        """Return whether this thread goes on when the softmax is done."""
         return True
 
     @cute.jit
     def end(
         self,
-        out: tuple,
-        page: tuple,
+        out: Pages,
+        page: Divisor,
         eps: Float32,
         slot: Int32,
         channel: Int32,
-        rPart: cute.Tensor,
-        factors: tuple,
+        rSoftmax: cute.Tensor,
+        factors: Factors,
         storage: cutlass.Constexpr,
     ):
-        """Norm, RoPE and the place of an entry whose softmax is ``rPart``; ``factors``: of the norm, cos and sin."""
+        """Norm, rotate and store an entry whose softmax is ``rSoftmax``."""
         tidx, _, _ = cute.arch.thread_idx()
         rNorm, rCos, rSin = factors
-        values = rounded(self, [rPart[c, 2] * cute.arch.rcp_approx(rPart[c, 1]) for c in range(CHANNELS)])
-        scale = cute.math.rsqrt(self.squares(values, storage) * (1.0 / self.dim) + eps, fastmath=True)
+        values = rounded(self, [rSoftmax[c, 2] * cute.arch.rcp_approx(rSoftmax[c, 1]) for c in range(CHANNELS)])
+        scale = cute.math.rsqrt(self.sum_of_squares(values, storage) * (1.0 / self.dim) + eps, fastmath=True)
         values = rounded(self, [values[c] * scale * rNorm[c] for c in range(CHANNELS)])
         values = [
             values[c] * rCos[c // 2] - values[c + 1] * rSin[c // 2]
@@ -436,13 +443,13 @@ class Compressor(Sizes):
         if tidx % self.team < self.finishers:
             if cutlass.const_expr(self.rotate):
                 values = rounded(self, hadamard.rotate(values, cute.arch.lane_idx(), self.dim))
-            entries = out[0].shape[0] * (1 if self.layout is None else page[0])
+            entries = out.words.shape[0] * (1 if self.layout is None else page.number)
             kept = slot >= 0 and slot < entries and tidx % self.team < self.quads
             pack(self, out, page, slot, kept, channel, values)
 
     @cute.jit
-    def squares(self, values: list, storage: cutlass.Constexpr) -> Float32:
-        """Sum of squares of the entry, in its finishers."""
+    def sum_of_squares(self, values: list, storage: cutlass.Constexpr) -> Float32:
+        """Sum the squares of the entry, in its finishers."""
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         rank = cute.arch.block_idx()[0]
         total = Float32(0.0)
@@ -473,7 +480,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def add_up(self, sSums: cute.Tensor, count: cutlass.Constexpr) -> Float32:
-        """Sum of the first ``count``, in order."""
+        """Sum the first ``count``, in order."""
         total = Float32(0.0)
         for i in cutlass.range_constexpr(count):
             total += sSums[Int32(i)]
@@ -483,25 +490,25 @@ class Compressor(Sizes):
 
     @cute.jit
     def keep(self, rows: Rows, item: Item, channel: Int32, group: Int32, storage: cutlass.Constexpr):
-        """The softmax of the window that stays open into the running state."""
+        """Store the softmax of the window that stays open into the running state."""
         tidx, _, _ = cute.arch.thread_idx()
         last = Item(item.row, item.count, item.start, item.place, (item.start + item.count) // self.rate, item.first)
-        rPart = cute.make_rmem_tensor((CHANNELS, 3), Float32)
+        rSoftmax = cute.make_rmem_tensor((CHANNELS, 3), Float32)
         if cutlass.const_expr(self.split > 1):
-            cute.arch.barrier()  # the parts of an entry have been read
-        self.soften(rows, last, channel, group, rPart, storage)
+            cute.arch.barrier()  # the softmaxes of an entry have been read
+        self.softmax(rows, last, channel, group, rSoftmax, storage)
         for i in cutlass.range_constexpr(3):
-            part = [rPart[c, i] for c in range(CHANNELS)]
-            store4(self.slot_of(rows.k, item, Int32(i), channel), tidx < self.quads, part)
+            values = [rSoftmax[c, i] for c in range(CHANNELS)]
+            store4(self.slot_of(rows.k, item, Int32(i), channel), tidx < self.quads, values)
 
     @cute.jit
     def holds(self, item: Item, group: Int32) -> Boolean:
-        """Whether the one row of a request is this thread's: as the state's row it is that of its group."""
+        """Return whether the one row of a request is this thread's: as the state's row it is that of its group."""
         return item.count > 0 and (item.start & (self.pooled - 1)) // self.depth == group
 
     @cute.jit
     def fetch_newest(self, rows: Rows, item: Item, channel: Int32, mine: Boolean, rNew: cute.Tensor):
-        """The one row of a request: kv, gate and bias of both halves."""
+        """Load the one row of a request: kv, gate and bias of both halves."""
         for half in cutlass.range_constexpr(1 + self.overlap):
             column = channel + half * self.dim
             for i, (tensor, row) in enumerate(
@@ -513,7 +520,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def store_newest(self, rows: Rows, item: Item, channel: Int32, mine: Boolean, rNew: cute.Tensor):
-        """It into the state."""
+        """Store the one row of a request into the state."""
         slot = item.start & (self.rows - 1)
         for half in cutlass.range_constexpr(1 + self.overlap):
             column = channel + half * self.dim
@@ -524,7 +531,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def update(self, rows: Rows, item: Item, channel: Int32, group: Int32, closes: Boolean):
-        """The newest rows into the state, by those items that read it; see the module docstring."""
+        """Store the newest rows into the state, by those items that read it; see the module docstring."""
         opened = item.start // self.rate
         second = closes and item.window == opened + 1
         if item.count > 0 and (item.first or (second if cutlass.const_expr(self.overlap) else item.first)):
@@ -533,7 +540,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def update_half(self, rows: Rows, item: Item, channel: Int32, group: Int32, half: cutlass.Constexpr, opened: Int32):
-        """One half of the columns."""
+        """Update one half of the columns."""
         column, end = channel + half * self.dim, item.start + item.count
         rK = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rZ = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)

@@ -1,4 +1,4 @@
-"""The rows of `compressor` in a few lines of torch, for torch.compile: pooled, normed, turned, packed, stored.
+"""The rows of `compressor` in a few lines of torch, for torch.compile: pooled, normed, rotated, packed, stored.
 
 What one writes without a kernel: a decode step pools every request's window, closed or not, because shapes must not
 depend on values. What closes none goes to a page of its own past the end of the pool. Prefill is one prompt of whole
@@ -61,7 +61,7 @@ def plain(given: Given, running: bool) -> tuple[Callable[..., dict[str, Tensor]]
             windows, targets = torch.arange(len(rows[0]), device=kv.device), slots[rate - 1 :: rate]
             entries = _pooled(*(_two_windows(*rows) if overlap else rows))
         entries = entries * (entries.square().mean(-1, keepdim=True) + given["eps"]).rsqrt() * norm
-        entries = _turned(entries, cos[windows * rate], sin[windows * rate])
+        entries = _rotated(entries, cos[windows * rate], sin[windows * rate])
         _pack(store, size, form, targets, entries if rotation is None else entries @ rotation)
         return {}
 
@@ -109,11 +109,11 @@ def _merged(kv: Tensor, z: Tensor, parts: Tensor, starts: Tensor, place: Tensor,
     return after[:, 2] / after[:, 1]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last 64 dims turned, neighbours in pairs."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the last 64 dims, neighbours in pairs."""
     even, odd = x[:, -ROPE:].unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-    return torch.cat((x[:, :-ROPE], turned.flatten(-2)), -1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
+    return torch.cat((x[:, :-ROPE], rotated.flatten(-2)), -1)
 
 
 def _pack(store: Tensor, size: int, form: str, slots: Tensor, entries: Tensor) -> None:

@@ -1,18 +1,18 @@
-"""A decode step of a compressor that keeps rows (HCA): a window comes through shared memory, by bulk copies.
+"""Run a decode step of a compressor that keeps rows (HCA): a window comes through shared memory, by bulk copies.
 
-Where a window closes, 512 KiB a request are read. `simt` has them in registers, in as many CTAs as fit, one behind the
-other. Here a warp asks for rows, `stages` groups of them ahead; no other warp waits for memory.
+Where a window closes, 512 KiB a request are read. `kernel` has them in registers, in as many CTAs as fit, one after the
+other. Here a warp issues copies of rows, `stages` groups of them ahead; no other warp waits for memory.
 
     slices   CTAs (a cluster) share a request's rows; each has neighbouring ones, of all channels
     fetcher  a warp: a group of 8 neighbouring rows is a stage, a copy of 16 KiB for k and one for z where the state's
              rows are neighbours in memory, else a copy a row. It starts ahead of the other warps
-    teams    128 threads each, 4 channels a thread: a group makes a part of the softmax; a team has neighbouring groups,
-             and stages of its own (who skips a stage's phase would take one for another)
+    teams    128 threads each, 4 channels a thread: a group makes a partial softmax; a team has neighbouring groups, and
+             stages of its own (a team that skipped a stage's phase would take one for another)
     finish   the first team adds up those of the others, the first CTA those of the others, which they send by
-             ``st.async``, and ends the entry as `simt` does
+             ``st.async``, and ends the entry as `kernel` does
 
-Sums have the order of `simt` with the same ``split`` and 8 slices, whatever slices, teams and stages are: within a
-group, then neighbours, and neighbours of these; of squares, those of 64 channels, then these. All cuts, and `simt`,
+Sums have the order of `kernel` with the same ``split`` and 8 slices, whatever slices, teams and stages are: within a
+group, then neighbours, and neighbours of these; of squares, those of 64 channels, then these. All cuts, and `kernel`,
 give the same bits.
 
 The newest row does not come from the state: the last team has it in registers and writes it there, and no copy reads
@@ -20,8 +20,8 @@ that row.
 
     SMEM     stages x 32 KiB, 6 KiB for each other team and each other CTA
 
-**What is read passes through L2 as what leaves first** (``evict_first``): it is not read again before it is written.
-Otherwise 64 MiB drive out all that others left in L2, and what they wrote must go to memory meanwhile.
+**What is read is evicted from L2 first** (``evict_first``): it is not read again before it is written. Otherwise 64 MiB
+evict what other kernels left in L2, and what they wrote must go to memory meanwhile.
 
 **Measured** on an H200, us, L2 flushed by writing 384 MiB (in brackets: by reading them, nothing is left to write)::
 
@@ -30,16 +30,13 @@ Otherwise 64 MiB drive out all that others left in L2, and what they wrote must 
     4 CTAs, 4 stages, 2 teams     4.4    5.5    11.0    15.7    20.4    24.8 (23.1)                      9.8
     1 CTA, 6 stages, 2 teams      8.1    8.7     9.6    13.5    18.2    21.5 (18.3)                      8.5
     2 CTAs, without the policy    6.5    7.2     9.2    14.5    20.1    24.4 (18.8)                      6.9
-    `simt`, 8 slices              4.7    5.6    12.2    19.7    27.1    34.7 (28.8)                      9.6
+    `kernel`, 8 slices            4.7    5.6    12.2    19.7    27.1    34.7 (28.8)                      9.6
     copies alone, 16 KiB, 2 CTAs                 6.6                    19.3 (15.2 to 16.1)
 
-Copies alone take 15 to 16 us from a clean L2 whether they have 8, 16 or 32 KiB, whether one or four warps ask for them
-and 64 or 192 KiB are under way on an SM, and so do plain loads of 16 bytes: that is the memory. (4 KiB took 17 us and
-2 KiB 27 where one lane asks.) Beyond them are the request's row (0.9 us) and the end of an entry behind its last group
-(1.2 us), both by %globaltimer. 4 CTAs that need more than half an SM's shared memory lose from 32 requests on, where 4
-with 2 stages take 9.0 us: it seems that not all of those clusters find a place at once.
+Copies of 16 KiB alone are the memory's rate. Beyond them are the request's row (0.9 us) and the end of an entry after
+its last group (1.2 us), both by %globaltimer. What else was measured: data/bench/compressor.md.
 
-Source: as `simt`; PTX ISA, "cp.async.bulk", "st.async".
+Source: as `kernel`; PTX ISA, "cp.async.bulk", "st.async".
 """
 
 from __future__ import annotations
@@ -52,8 +49,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, memory
 
 from dsv4lib.dsl.bulk import load_bulk
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.compressor.config import CHANNELS, LANES, PIECE
 from dsv4lib.ops.compressor.kernel import FLOAT_BYTES, Compressor, Ends, Item, Rows
+from dsv4lib.ops.compressor.pack import Pages
 
 READY, TEAMS, ENDS = 1, 2, 3  # named barriers: mbarriers are there; all threads but the fetcher's; the first team's
 
@@ -63,14 +62,14 @@ class StreamedCompressor(Compressor):
 
     @cute.jit
     def __call__(
-        self, rows: Rows, ends: Ends, out: tuple, page: tuple, eps: Float32, items: Int32, stream: cuda.CUstream
+        self, rows: Rows, ends: Ends, out: Pages, page: Divisor, eps: Float32, items: Int32, stream: cuda.CUstream
     ):
         """Launch; arguments as of `Compressor`."""
 
         @cute.struct
         class Storage:
             rows: cute.struct.Align[cute.struct.MemRange[Float32, self.stages * 2 * self.depth * self.dim], 128]
-            parts: cute.struct.Align[cute.struct.MemRange[Float32, max(CHANNELS, self.others * 3 * self.dim)], 16]
+            softmaxes: cute.struct.Align[cute.struct.MemRange[Float32, max(CHANNELS, self.others * 3 * self.dim)], 16]
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.dim // PIECE], 16]
             barriers: cute.struct.MemRange[Int64, 2 * self.stages + 1]
 
@@ -84,8 +83,8 @@ class StreamedCompressor(Compressor):
         )
 
     @cute.kernel
-    def kernel(self, rows: Rows, ends: Ends, out: tuple, page: tuple, eps: Float32):
-        """A request a cluster: fetch its rows and pool them, or only keep the newest."""
+    def kernel(self, rows: Rows, ends: Ends, out: Pages, page: Divisor, eps: Float32):
+        """Fetch a request's rows and pool them, or only keep the newest: a request a cluster."""
         rank, cta, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -93,7 +92,7 @@ class StreamedCompressor(Compressor):
         shape = self.dim, self.depth, 2, self.stages
         sRows = storage.rows.get_tensor(cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
         shape = CHANNELS, self.quads, 3, max(1, self.others)
-        sParts = storage.parts.get_tensor(cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
+        sSoftmax = storage.softmaxes.get_tensor(cute.make_ordered_layout(shape, order=(0, 1, 2, 3)))
         full = storage.barriers.data_ptr()
         empty, sent = full + self.stages, full + 2 * self.stages
         if warp == self.team // LANES:
@@ -112,7 +111,7 @@ class StreamedCompressor(Compressor):
                 cute.arch.cluster_arrive_relaxed()
             if self.closes(item):
                 places = SimpleNamespace(
-                    rows=sRows, parts=sParts, sums=storage.sums, full=full, empty=empty, sent=sent, new=rNew
+                    rows=sRows, softmaxes=sSoftmax, sums=storage.sums, full=full, empty=empty, sent=sent, new=rNew
                 )
                 self.compress(rows, ends, out, page, eps, item, channel, team, rNorm, places)
             elif cutlass.const_expr(self.slices > 1):
@@ -120,7 +119,7 @@ class StreamedCompressor(Compressor):
             self.store_newest(rows, item, channel, mine, rNew)
 
     def closes(self, item: Item) -> Boolean:
-        """Whether the request's one row ends a window."""
+        """Return whether the request's one row ends a window."""
         return (item.count > 0) & ((item.window + 1) * self.rate <= item.start + item.count)
 
     @cute.jit
@@ -133,7 +132,7 @@ class StreamedCompressor(Compressor):
         empty: cute.Pointer,
         sent: cute.Pointer,
     ):
-        """Role of the fetcher: barriers, then groups in order, the teams' in turn; the lanes of a half for k and z."""
+        """Run the fetcher: barriers, then groups in order, teams round robin; half the lanes for k, half for z."""
         rank, cta, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         if lane < self.stages:
@@ -158,17 +157,17 @@ class StreamedCompressor(Compressor):
     def fetch_window(
         self, rows: Rows, item: Item, rank: Int32, sRows: cute.Tensor, full: cute.Pointer, empty: cute.Pointer
     ):
-        """Copies of this CTA's rows."""
+        """Copy this CTA's rows."""
         lane = cute.arch.lane_idx()
         j, size = lane % self.depth, self.dim * FLOAT_BYTES
         dense = rows.k.stride[1] == self.dim and rows.z.stride[1] == self.dim
         many = Int32(cutlass.select_(dense, Int32(self.depth), Int32(1)))  # rows of a copy
-        for number in cutlass.range(self.turns * self.teams, unroll=1):
+        for number in cutlass.range(self.groups_of_team * self.teams, unroll=1):
             team, own = number % self.teams, number // self.teams
             group = self.group_of(rank, team, own)
-            stage, turn = self.stage_of(team, own)
-            if turn > 0:
-                self.wait_until_read(empty + stage, turn)
+            stage, phase = self.stage_of(team, own)
+            if phase > 0:
+                self.wait_until_read(empty + stage, phase)
             count = Int32(cutlass.select_(group == self.split - 1, Int32(self.depth - 1), Int32(self.depth)))
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * count * size)
@@ -182,76 +181,77 @@ class StreamedCompressor(Compressor):
                 to = sRows[None, j, lane // self.depth, stage].iterator
                 load_bulk(to, source, cutlass.min(many, count - j) * size, full + stage, once=True)
 
-    def wait_until_read(self, empty: cute.Pointer, turn: Int32) -> None:
-        """Wait until a stage may be filled for the ``turn``-th time again."""
-        cute.arch.mbarrier_wait(empty, (turn + 1) & 1)
+    def wait_until_read(self, empty: cute.Pointer, phase: Int32) -> None:
+        """Wait until a stage may be filled for the ``phase``-th time again."""
+        cute.arch.mbarrier_wait(empty, (phase + 1) & 1)
 
     def group_of(self, rank: Int32, team: Int32, own: Int32) -> Int32:
-        """Number of a team's ``own``-th group in its window."""
-        return (rank * self.teams + team) * self.turns + own
+        """Return the number of a team's ``own``-th group in its window."""
+        return (rank * self.teams + team) * self.groups_of_team + own
 
-    def stage_of(self, team: Int32, own: Int32) -> tuple:
-        """(stage, how often it was used before) of a team's ``own``-th group: teams have stages of their own."""
+    def stage_of(self, team: Int32, own: Int32) -> tuple[Int32, Int32]:
+        """Return (stage, how often it was used before) of a team's ``own``-th group: teams have their own stages."""
         each = self.stages // self.teams
         return team * each + own % each, own // each
 
     @cute.jit
-    def soften(
-        self, rows: Rows, item: Item, channel: Int32, group: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr
+    def softmax(
+        self, rows: Rows, item: Item, channel: Int32, group: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """The softmax over the item's rows, where `ends` says so; ``group`` is the team's number."""
+        """Compute the softmax over the item's rows, where `ends` says so; ``group`` is the team's number."""
         rank, quad = cute.arch.block_idx()[0], channel // CHANNELS
-        rHeld = [cute.make_rmem_tensor((CHANNELS, 3), Float32) for _ in range(self.turns.bit_length() - 1)]
-        for own in cutlass.range(self.turns, unroll=1):
-            self.pool_group(self.group_of(rank, group, own), *self.stage_of(group, own), quad, rPart, storage)
-            for level in cutlass.range_constexpr(len(rHeld)):  # as one adds 1 to a number: a part is held, or carried
+        rHeld = [cute.make_rmem_tensor((CHANNELS, 3), Float32) for _ in range(self.groups_of_team.bit_length() - 1)]
+        for own in cutlass.range(self.groups_of_team, unroll=1):
+            self.pool_group(self.group_of(rank, group, own), *self.stage_of(group, own), quad, rSoftmax, storage)
+            for level in cutlass.range_constexpr(len(rHeld)):  # like bits of a counter: held, or carried
                 below = (1 << level) - 1
                 if own & (2 * below + 1) == below:
-                    rHeld[level].store(rPart.load())
+                    rHeld[level].store(rSoftmax.load())
                 elif own & below == below:
-                    self.add(rPart, rHeld[level])
+                    self.add(rSoftmax, rHeld[level])
         if cutlass.const_expr(self.teams > 1):
             if group > 0:
                 for i in cutlass.range_constexpr(3):
-                    cute.autovec_copy(rPart[None, i], storage.parts[None, quad, i, group - 1])
+                    cute.autovec_copy(rSoftmax[None, i], storage.softmaxes[None, quad, i, group - 1])
             cute.arch.barrier(barrier_id=TEAMS, number_of_threads=self.team)
             if group == 0:
-                self.add_parts(rPart, [None, *(storage.parts[None, quad, None, i] for i in range(self.teams - 1))])
+                others = (storage.softmaxes[None, quad, None, i] for i in range(self.teams - 1))
+                self.add_softmaxes(rSoftmax, [None, *others])
         if cutlass.const_expr(self.slices > 1):
             cute.arch.cluster_wait()
             first = self.teams - 1
             if group == 0:
                 if rank > 0:
                     for i in cutlass.range_constexpr(3):
-                        place = storage.parts[None, quad, i, first + rank - 1].iterator
-                        self.send(place, storage.sent, [rPart[c, i] for c in range(CHANNELS)])
+                        place = storage.softmaxes[None, quad, i, first + rank - 1].iterator
+                        self.send(place, storage.sent, [rSoftmax[c, i] for c in range(CHANNELS)])
                 else:
                     if quad == 0:  # some may be here already
                         size = 3 * self.dim * FLOAT_BYTES
                         cute.arch.mbarrier_arrive_and_expect_tx(storage.sent, (self.slices - 1) * size)
                     cute.arch.mbarrier_wait(storage.sent, 0)
-                    others = (storage.parts[None, quad, None, first + i] for i in range(self.slices - 1))
-                    self.add_parts(rPart, [None, *others])
+                    others = (storage.softmaxes[None, quad, None, first + i] for i in range(self.slices - 1))
+                    self.add_softmaxes(rSoftmax, [None, *others])
 
     def ends(self, group: Int32) -> Boolean:
-        """The first team of the first CTA."""
+        """Return whether this is the first team of the first CTA."""
         return (group == 0) & (cute.arch.block_idx()[0] == 0)
 
     def send(self, place: cute.Pointer, barrier: cute.Pointer, values: list) -> None:
-        """4 floats to the first CTA of the cluster, whose barrier counts them."""
+        """Send 4 floats to the first CTA of the cluster, whose barrier counts them."""
         text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [{$r0}], {{$r2}, {$r3}, {$r4}, {$r5}}, "
         to = [cute.arch.map_dsmem_ptr(x, 0).toint() for x in (place, barrier)]
         cute.arch.inline_ptx(text + "[{$r1}];", read_only_args=[*to, *values])
 
     @cute.jit
     def pool_group(
-        self, group: Int32, stage: Int32, turn: Int32, quad: Int32, rPart: cute.Tensor, storage: cutlass.Constexpr
+        self, group: Int32, stage: Int32, phase: Int32, quad: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """The part of a group, once its rows are there; the newest row is the last one of the last group."""
+        """Pool a group, once its rows are there; the newest row is the last one of the last group."""
         rK = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rZ = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rNew, last = storage.new, self.depth - 1
-        cute.arch.mbarrier_wait(storage.full + stage, turn & 1)
+        cute.arch.mbarrier_wait(storage.full + stage, phase & 1)
         for j in cutlass.range_constexpr(last):
             self.take_row(storage.rows[None, j, None, stage], quad, rK[None, j], rZ[None, j])
         if group < self.split - 1:
@@ -262,17 +262,17 @@ class StreamedCompressor(Compressor):
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(storage.empty + stage)
-        self.pool(rK, rZ, rPart)
+        self.pool(rK, rZ, rSoftmax)
 
     @cute.jit
     def take_row(self, sRow: cute.Tensor, quad: Int32, rK: cute.Tensor, rZ: cute.Tensor):
-        """This thread's channels of a row of k and z."""
+        """Read this thread's channels of a row of k and z."""
         cute.autovec_copy(cute.local_tile(sRow[None, 0], (CHANNELS,), (quad,)), rK)
         cute.autovec_copy(cute.local_tile(sRow[None, 1], (CHANNELS,), (quad,)), rZ)
 
     @cute.jit
-    def squares(self, values: list, storage: cutlass.Constexpr) -> Float32:
-        """Sum of squares of the entry, in its finishers: of 64 channels, then these in order."""
+    def sum_of_squares(self, values: list, storage: cutlass.Constexpr) -> Float32:
+        """Sum the squares of the entry, in its finishers: of 64 channels, then these in order."""
         tidx, _, _ = cute.arch.thread_idx()
         lanes, pieces = PIECE // CHANNELS, self.dim // PIECE
         total = Float32(0.0)

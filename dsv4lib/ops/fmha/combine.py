@@ -1,20 +1,20 @@
-"""Join attention over parts of the keys: softmax-weighted sum of the parts, sink, inverse RoPE.
+"""Combine attention over splits of the keys: softmax-weighted sum, sink, inverse RoPE.
 
     o = sum_i e^{lse_i} o_i / (sum_i e^{lse_i} + e^{sink})        lse = ln sum_i e^{lse_i}
 
-Parts come from `Fmha(partial=True)`; an empty part has lse -inf and o = 0. The sum runs over i in order, so the result
-does not depend on which part finished first.
+Splits come from `Fmha(partial=True)`; an empty split has lse -inf and o = 0. The sum runs over i in order, so the
+result does not depend on which split finished first.
 
-A CTA owns one head of one token: thread t has dimensions 8 t .. 8 t + 7. What it costs is latency, not bytes: it waits
-for the kernel that writes the parts, for the LSEs and for the parts. So it is launched early (programmatic dependent
-launch) and waits itself; the loads of 4 or 8 parts, of the sink and of the angles are on their way before the first LSE
-is looked at; each LSE is read once, by one lane, and handed round.
+A CTA owns one head of one token: thread t has dimensions 8 t .. 8 t + 7. It is bound by latency, not bytes: it waits
+for the kernel that writes the splits, for the LSEs and for O. So it is launched early (programmatic dependent launch)
+and waits itself; the loads of 4 or 8 splits, of the sink and of the angles are in flight before the first LSE is
+needed; each LSE is read once, by one lane, and broadcast.
 
 On an H200 (`bench.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds after a
-kernel that writes the parts):
+kernel that writes the splits):
 
-    parts, tokens x heads      4 loads at once           8 loads at once
-    5, 1 x 64                  1.80  behind 1.69 us      1.74  behind 1.58 us
+    splits, tokens x heads     4 loads at once           8 loads at once
+    5, 1 x 64                  1.80  after  1.69 us      1.74  after  1.58 us
     16, 1 x 64                 2.55         2.75         2.30         2.33
     44, 1 x 64                 5.35         6.02         4.71         5.23
     8, 4 x 64                  2.23         2.53         2.20         2.75
@@ -35,29 +35,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsv4lib.dsl.rope import rotate_back
+from dsv4lib.dsl.rope import Tables, rotate_back
 from dsv4lib.errors import ConfigError
 from dsv4lib.ops.fmha.config import HEAD_DIMS, LOG2_E
 
-AT_ONCE = 4, 8  # parts whose loads are in flight together: with 8 a thread has 128 registers, with 4 it has 80
+AT_ONCE = 4, 8  # splits whose loads are in flight together: with 8 a thread has 128 registers, with 4 it has 80
 DIMS = 8  # of a thread
 
 
 def loads_at_once(splits: int, heads: int) -> int:
-    """The larger number for many parts of few heads (of all tokens): with the smaller one more run on an SM at once."""
+    """Choose of `AT_ONCE`: 8 for many splits of few heads (of all tokens); with 4 more CTAs run on an SM at once."""
     few, many = AT_ONCE
     return many if splits > few and splits * 32 >= heads else few
 
 
 class Combine:
-    """Join parts of an attention; see the module docstring.
+    """Combine splits of an attention; see the module docstring.
 
     Args:
         head_dim: D.
         dtype: of O: "bf16" or "fp16".
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back.
-        at_once: parts whose loads are in flight together, one of `AT_ONCE`; `loads_at_once` says which suits a call.
+        at_once: splits whose loads are in flight together, one of `AT_ONCE`; `loads_at_once` says which suits a call.
 
     Raises:
         ConfigError: a value that is not one of these.
@@ -89,8 +89,8 @@ class Combine:
     @cute.jit
     def __call__(
         self,
-        mParts: cute.Tensor,
-        mLses: cute.Tensor,
+        mOPartial: cute.Tensor,
+        mLsePartial: cute.Tensor,
         mSink: Any,
         rope: Any,
         mO: cute.Tensor,
@@ -100,110 +100,115 @@ class Combine:
         """Launch one CTA a head.
 
         Args:
-            mParts: [splits, T, H, D] fp32.
-            mLses: [splits, T, H] fp32.
+            mOPartial: [splits, T, H, D] fp32.
+            mLsePartial: [splits, T, H] fp32.
             mSink: [H] fp32 or None.
-            rope: (cos [T, 32], sin [T, 32]) fp32 or None.
+            rope: `rope.Tables` or None.
             mO: [T, H, D].
             mLse: [T, H] fp32.
             stream: where the launch is queued.
         """
-        self.kernel(mParts, mLses, mSink, rope, mO, mLse).launch(
+        self.kernel(mOPartial, mLsePartial, mSink, rope, mO, mLse).launch(
             grid=(mO.shape[0], mO.shape[1], 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, mParts: cute.Tensor, mLses: cute.Tensor, mSink: Any, rope: Any, mO: cute.Tensor, mLse: Any):
-        """One head: fetch, weigh, add, rotate, store."""
+    def kernel(
+        self, mOPartial: cute.Tensor, mLsePartial: cute.Tensor, mSink: Any, rope: Any, mO: cute.Tensor, mLse: Any
+    ):
+        """Combine one head: fetch, scale, add, rotate, store."""
         token, head, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         first = DIMS * tidx
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
-        rPart = cute.make_rmem_tensor((DIMS, self.at_once), Float32)
-        rPart.fill(0.0)
-        self.fetch(mParts, token, head, first, Int32(0), rPart)
-        mine = self.lse_of_lane(mLses, token, head, Int32(0))
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
+        rOPartial = cute.make_rmem_tensor((DIMS, self.at_once), Float32)
+        rOPartial.fill(0.0)
+        self.fetch(mOPartial, token, head, first, Int32(0), rOPartial)
+        lse = self.lse_of_lane(mLsePartial, token, head, Int32(0))
         logit = mSink[head] if cutlass.const_expr(self.sink) else None
-        turns = self.angles(rope, token, first)
-        largest, total = self.weights(mLses, token, head, mine)
-        denominator = total
+        angles = self.angles(rope, token, first)
+        lse_max, lse_sum = self.max_and_sum(mLsePartial, token, head, lse)
+        denominator = lse_sum
         if cutlass.const_expr(self.sink):
-            denominator = total + cute.math.exp2((logit - largest) * LOG2_E, fastmath=True)
-        scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # true of NaN, too
+            denominator = lse_sum + cute.math.exp2((logit - lse_max) * LOG2_E, fastmath=True)
+        inverse = cutlass.select_(lse_sum != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
         rO = cute.make_rmem_tensor(DIMS, Float32)
         rO.fill(0.0)
-        if total != 0.0:
-            for block in cutlass.range(0, mLses.shape[0], 32, unroll=1):
+        if lse_sum != 0.0:
+            for block in cutlass.range(0, mLsePartial.shape[0], 32, unroll=1):
                 if block > 0:
-                    mine = self.lse_of_lane(mLses, token, head, block)
-                weight = cute.math.exp2((mine - largest) * LOG2_E, fastmath=True) * scale
-                end = cutlass.min(block + 32, mLses.shape[0])
-                for part in cutlass.range(block, end, self.at_once, unroll=1):
-                    if part > 0:
-                        self.fetch(mParts, token, head, first, part, rPart)
-                    self.add(weight, part - block, end - part, rPart, rO)
+                    lse = self.lse_of_lane(mLsePartial, token, head, block)
+                # scale_i = e^{lse_i - lse_max} / (sum_i e^{lse_i - lse_max} + e^{sink - lse_max})
+                scale = cute.math.exp2((lse - lse_max) * LOG2_E, fastmath=True) * inverse
+                end = cutlass.min(block + 32, mLsePartial.shape[0])
+                for split in cutlass.range(block, end, self.at_once, unroll=1):
+                    if split > 0:
+                        self.fetch(mOPartial, token, head, first, split, rOPartial)
+                    self.add(scale, split - block, end - split, rOPartial, rO)
         if first < self.head_dim:
             if cutlass.const_expr(self.inverse_rope):
-                if first >= self.head_dim - 64 and total != 0.0:
-                    rotate_back(rO, turns, 0, 0)
+                if first >= self.head_dim - 64 and lse_sum != 0.0:
+                    rotate_back(rO, angles, 0, 0)
             rOut = cute.make_rmem_tensor(DIMS, self.element)
             rOut.store(rO.load().to(self.element))
             cute.autovec_copy(rOut, cute.local_tile(mO[token, head, None], (DIMS,), (tidx,)))
         if tidx == 0:
-            mLse[token, head] = largest + cute.math.log2(total) * math.log(2.0)
+            mLse[token, head] = lse_max + cute.math.log2(lse_sum) * math.log(2.0)
 
     @cute.jit
-    def fetch(self, mParts: cute.Tensor, token: Int32, head: Int32, first: Int32, part: Int32, rPart: cute.Tensor):
-        """This thread's dimensions of the next parts, `at_once`; behind the last part ``rPart`` stays as it is."""
+    def fetch(
+        self, mOPartial: cute.Tensor, token: Int32, head: Int32, first: Int32, split: Int32, rOPartial: cute.Tensor
+    ):
+        """Load this thread's dimensions of the next `at_once` splits; past the last ``rOPartial`` stays as it is."""
         for i in cutlass.range_constexpr(self.at_once):
-            if part + i < mParts.shape[0] and first < self.head_dim:
-                row = mParts[part + i, token, head, None]
-                cute.autovec_copy(cute.local_tile(row, (DIMS,), (first // DIMS,)), rPart[None, i])
+            if split + i < mOPartial.shape[0] and first < self.head_dim:
+                row = mOPartial[split + i, token, head, None]
+                cute.autovec_copy(cute.local_tile(row, (DIMS,), (first // DIMS,)), rOPartial[None, i])
 
     @cute.jit
     def angles(self, rope: Any, token: Int32, first: Int32):
-        """(cosines, sines) of this thread's pairs, [1, pairs] in registers; anything where it has none."""
-        turns = tuple(cute.make_rmem_tensor((1, DIMS // 2), Float32) for _ in range(2))
+        """Load the angles of this thread's pairs, [1, pairs] in registers; anything where it has none."""
+        angles = Tables(*(cute.make_rmem_tensor((1, DIMS // 2), Float32) for _ in range(2)))
         if cutlass.const_expr(self.inverse_rope):
             pair = (first - (self.head_dim - 64)) // 2
-            for table, registers in zip(rope, turns, strict=True):
+            for table, registers in zip(rope, angles, strict=True):
                 registers.fill(0.0)
                 if first >= self.head_dim - 64 and first < self.head_dim:
                     for j in cutlass.range_constexpr(DIMS // 2):
                         registers[0, j] = table[token, pair + j]
-        return turns
+        return angles
 
     @cute.jit
-    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32, mine: Float32):
-        """The largest LSE of the parts (0 if all are -inf) and the sum of weights relative to it, in all lanes.
+    def max_and_sum(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, lse: Float32):
+        """Return the largest LSE (0 if all are -inf) and the sum of e^{lse_i} relative to it, in all lanes.
 
         Args:
-            mine: the LSE of this lane's part of the first 32.
+            lse: the LSE of this lane's split of the first 32.
         """
-        largest = mine
-        for part in cutlass.range(32, mLses.shape[0], 32, unroll=1):
-            largest = cute.arch.fmax(largest, self.lse_of_lane(mLses, token, head, part))
-        largest = cute.arch.warp_reduction_max(largest)
-        largest = cutlass.select_(largest > -Float32.inf, largest, Float32(0.0))
-        total = cute.math.exp2((mine - largest) * LOG2_E, fastmath=True)
-        for part in cutlass.range(32, mLses.shape[0], 32, unroll=1):
-            lse = self.lse_of_lane(mLses, token, head, part)
-            total += cute.math.exp2((lse - largest) * LOG2_E, fastmath=True)
-        return largest, cute.arch.warp_reduction_sum(total)
+        lse_max = lse
+        for split in cutlass.range(32, mLsePartial.shape[0], 32, unroll=1):
+            lse_max = cute.arch.fmax(lse_max, self.lse_of_lane(mLsePartial, token, head, split))
+        lse_max = cute.arch.warp_reduction_max(lse_max)
+        lse_max = cutlass.select_(lse_max > -Float32.inf, lse_max, Float32(0.0))
+        lse_sum = cute.math.exp2((lse - lse_max) * LOG2_E, fastmath=True)
+        for split in cutlass.range(32, mLsePartial.shape[0], 32, unroll=1):
+            other = self.lse_of_lane(mLsePartial, token, head, split)
+            lse_sum += cute.math.exp2((other - lse_max) * LOG2_E, fastmath=True)
+        return lse_max, cute.arch.warp_reduction_sum(lse_sum)
 
     @cute.jit
-    def lse_of_lane(self, mLses: cute.Tensor, token: Int32, head: Int32, part: Int32):
-        """Lane l: the LSE of part ``part + l``; -inf behind the last."""
-        lse, mine = -Float32.inf, part + cute.arch.lane_idx()
-        if mine < mLses.shape[0]:
-            lse = mLses[mine, token, head]
+    def lse_of_lane(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, split: Int32):
+        """Return in lane l the LSE of split ``split + l``; -inf past the last."""
+        lse, own = -Float32.inf, split + cute.arch.lane_idx()
+        if own < mLsePartial.shape[0]:
+            lse = mLsePartial[own, token, head]
         return lse
 
     @cute.jit
-    def add(self, weight: Float32, lane: Int32, parts: Int32, rPart: cute.Tensor, rO: cute.Tensor):
-        """O += weight x part, in order, for ``parts`` that there are, at most `at_once`; weights from ``lane`` on."""
+    def add(self, scale: Float32, lane: Int32, splits: Int32, rOPartial: cute.Tensor, rO: cute.Tensor):
+        """Add O += scale_i * O_i, in order, for ``splits`` that there are, at most `at_once`; from ``lane`` on."""
         for i in cutlass.range_constexpr(self.at_once):
-            of_part = cute.arch.shuffle_sync(weight, lane + i)
-            if i < parts:
-                rO.store(rO.load() + rPart[None, i].load() * of_part)
+            of_split = cute.arch.shuffle_sync(scale, lane + i)
+            if i < splits:
+                rO.store(rO.load() + rOPartial[None, i].load() * of_split)

@@ -1,4 +1,4 @@
-"""What the attention kernel is made of: its sizes, options, buffers and budgets; the picture is in `fmha.sm100`."""
+"""Configure the attention kernel: sizes, options, buffers and budgets; the picture is in `fmha.sm100`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = 64  # head dimensions in one 128-byte swizzle row
 CHUNK_BYTES = TILE_N * CHUNK * 2
 P_BYTES = TILE_M * TILE_N * 2
 X_BYTES = 128 * HALF_N * 4  # exchange of partial scores
-ROW_BYTES = 3 * 128 * 4  # exchange of maxima, and sums and references of an item for the epilogue
+ROW_BYTES = 3 * 128 * 4  # exchange of tile maxima, and row_sum and row_max of an item for the epilogue
 S_STAGES, P_STAGES, MAX_KV_STAGES = 2, 2, 6
 MAX_LOAD_WARPS = 3  # from LOAD_WARP on: those that have no other role
 SOFTMAX_WARPS, MMA_WARP, LOAD_WARP = (0, 1, 2, 3), 4, 5
@@ -28,13 +28,13 @@ SOFTMAX_THREADS = 32 * len(SOFTMAX_WARPS)
 # Named barriers; PAIR and PAIR + 1: the two warps that share 32 heads
 TMEM_READY, TMEM_DONE, PAIR = 1, 2, 3
 LOG2_E = math.log2(math.e)
-RESCALE_LOG2 = 4.0  # O is rescaled only when a row maximum grew by more than 2^4; module docstring of `sm100`
+RESCALE_LOG2 = 4.0  # O is rescaled only when the maximum grew by more than 2^4; module docstring of `sm100`
 ENTRIES = ("none", "index", "range")
 OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_window", "groups", "raw", "window_index")
 
 
 def count_tiles(entries: int, window: int) -> int:
-    """Tiles that a token's (or group's) keys take; `work.Plan.places` does the same on the device.
+    """Count the tiles that a token's (or group's) keys take; `work.Plan.places` does the same on the device.
 
     The first window keys fill the last tile of entries where that saves a tile.
 
@@ -46,7 +46,7 @@ def count_tiles(entries: int, window: int) -> int:
 
 
 class Config:
-    """Options of the kernel and what follows from them.
+    """Hold the kernel's options and what follows from them.
 
     Args:
         head_dim: D, one of `HEAD_DIMS`; the model's is 512.
@@ -56,16 +56,15 @@ class Config:
         window: there are window keys. window_index: by a list of pool rows a token, else consecutive rows.
         sink: there is a sink logit a head.
         inverse_rope: rotate the last 64 dimensions of O back (cos, sin a token).
-        partial: split the keys over the grid (`work.Split`) and write fp32 O and LSE of each part (`combine` joins
-            them; sink and rotation belong to the union, so they are not allowed here).
+        partial: split the keys over the grid (`work.KeySplits`) and write fp32 O and LSE of each split (`combine` adds
+            them up; sink and rotation belong to the union, so they are not allowed here).
         fp8_entries, fp8_window: these keys are 584-byte entries in pages (`formats.kv_entry`) and not rows of
             ``dtype``; bf16 and D 512 only.
         cluster: CTAs that share the tiles of a token or group, 64 rows each: 1, or 2, a pair (from D 128 on).
         groups: adjacent tokens share tiles, as many as fit into 64 rows a CTA; the call brings the groups (see
             `window.token_groups`). Not with entries by index: there neighbours select different entries.
-        raw: of ``partial``: O is not normalised, and instead of the LSE come the reference of its exponents and the
-            sum of its weights.
-        dim_parts: CTAs (or pairs) that share the dimensions of O, 1 or (D 512) 2: each weighs all keys and multiplies,
+        raw: of ``partial``: O is not normalised, and instead of the LSE come row_max and row_sum.
+        dim_splits: CTAs (or pairs) that share the dimensions of O, 1 or (D 512) 2: each weighs all keys and multiplies,
             keeps and stores half of the dimensions. For launches that leave SMs idle; the bits are the same.
 
     Raises:
@@ -73,7 +72,7 @@ class Config:
     """
 
     # of the row exchange; not the slot of the maxima, which the partner may still read
-    sum_slot, reference_slot = 1, 2
+    sum_slot, row_max_slot = 1, 2
 
     def __init__(
         self,
@@ -89,7 +88,7 @@ class Config:
         cluster: int = 1,
         groups: bool = False,
         raw: bool = False,
-        dim_parts: int = 1,
+        dim_splits: int = 1,
         window_index: bool = False,
     ):
         if head_dim not in HEAD_DIMS:
@@ -101,7 +100,7 @@ class Config:
         if entries == "none" and not window:
             raise ConfigError("window", window, "True where entries are none: a kernel needs keys")
         if partial and (sink or inverse_rope):
-            raise ConfigError("partial", partial, "False with sink or inverse_rope: they belong to the union of parts")
+            raise ConfigError("partial", partial, "False with sink or inverse_rope: they belong to the union of splits")
         if (fp8_entries or fp8_window) and (head_dim, dtype) != (kv_entry.HEAD_DIM, "bf16"):
             raise ConfigError("fp8_entries, fp8_window", (head_dim, dtype), "D 512 in bf16: an entry is 512 dims")
         for name, fp8, keys in (("fp8_entries", fp8_entries, entries != "none"), ("fp8_window", fp8_window, window)):
@@ -117,8 +116,8 @@ class Config:
             raise ConfigError("window_index", window_index, "False with groups, or without window keys")
         if raw and not partial:
             raise ConfigError("raw", raw, "False unless partial")
-        if dim_parts not in (1, 2) or head_dim // min(256, head_dim) % dim_parts:
-            raise ConfigError("dim_parts", dim_parts, "1, or 2 with head_dim 512: of O's blocks of 256")
+        if dim_splits not in (1, 2) or head_dim // min(256, head_dim) % dim_splits:
+            raise ConfigError("dim_splits", dim_splits, "1, or 2 with head_dim 512: of O's blocks of 256")
         self.dtype, self.element = dtype, cutlass.BFloat16 if dtype == "bf16" else cutlass.Float16
         self.entries, self.window, self.sink = entries, window, sink
         self.inverse_rope, self.partial, self.raw = inverse_rope, partial, raw
@@ -129,15 +128,15 @@ class Config:
         self.head_dim = head_dim
         # ---- instructions ----
         self.pv_n = min(256, head_dim)  # dimensions of O an MMA writes: a block
-        self.dim_parts = dim_parts
-        self.o_blocks = head_dim // self.pv_n // dim_parts  # that a CTA (or pair) has
+        self.dim_splits = dim_splits
+        self.o_blocks = head_dim // self.pv_n // dim_splits  # that a CTA (or pair) has
         self.qk_instruction = umma.instruction_descriptor(TILE_M * cluster, 2 * TILE_N, dtype)
         self.pv_instruction = umma.instruction_descriptor(TILE_M * cluster, self.pv_n, dtype, b_mn_major=True)
-        self.form = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
+        self.variant = {"ws": True} if cluster == 1 else {"ctas": cluster}  # of both MMAs
         self.k_descriptor = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 keys to the next 8
         self.v_descriptor = umma.matrix_descriptor(CHUNK_BYTES, umma.SWIZZLE_ATOM)  # chunk to chunk, 8 keys to 8 keys
         # ---- shared memory ----
-        self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is behind the row, zeros
+        self.chunks = max(2, head_dim // CHUNK)  # they come in pairs: at D 64 the second is past the row, zeros
         self.dequant_warps = DEQUANT_WARPS if fp8_entries or fp8_window else ()
         # Stages of a tile: one for each block of O, which P V of that block frees while the next is multiplied: half a
         # tile more is under way. In a pair stages are small already; dequantising warps bring all of a key.
@@ -157,13 +156,13 @@ class Config:
         # and a tile has 128, 64 a CTA of a pair. There two are enough, 960 clocks while the tensor core needs 1,024;
         # not where it has half of O to do, nor for groups, whose Q is gathered, nor where keys are dequantised: there
         # TMA brings a window in 16 bits, or Q alone.
-        most = 2 if cluster > 1 and dim_parts == 1 and not groups else MAX_LOAD_WARPS
+        most = 2 if cluster > 1 and dim_splits == 1 and not groups else MAX_LOAD_WARPS
         if self.dequant_warps:
             most = MAX_LOAD_WARPS if fp8_entries != fp8_window and entries != "none" and window else 1
-        # Each brings a part of every stage: who waits for nothing that it brings may come to a barrier a phase late.
+        # Each brings a share of every stage: a warp that brings nothing could come to a barrier a phase late.
         self.load_warps = min(most, self.stage_chunks)
         # ---- warps that bring keys, each with an arrival at a stage's full barrier ----
-        # Beside dequantising warps load warps need not bring bytes of every tile: all but the first arrives, too.
+        # Beside dequantising warps load warps need not bring bytes of every tile: all but the first arrive, too.
         self.follows = bool(self.dequant_warps) and self.load_warps * cluster > 1
         followers = self.load_warps * cluster - 1 if self.follows else 0
         self.producers = 1 + len(self.dequant_warps) * cluster + followers
@@ -176,9 +175,9 @@ class Config:
         # would fill the ring.
         self.q_ahead = cluster > 1 and bool(self.epilogue_warps)
         # Lines of O, 32 columns, that an epilogue thread holds before it stores them. In a pair a block, which goes
-        # back to the tensor core at once; of fp32 parts there would be too many registers.
+        # back to the tensor core at once; of fp32 splits there would be too many registers.
         self.lines_at_once = self.pv_n // 64 if self.q_ahead and not partial else 1
-        # CTAs of an SM that the compiler is told of. With 0 it saves registers (78, not 112) and works out addresses
+        # CTAs of an SM, as a hint for the compiler. With 0 it saves registers (78, not 112) and works out addresses
         # anew in every tile; with 1, warps that dequantise whole keys would spill.
         self.min_blocks = 0 if self.dequant_warps and cluster == 1 else 1
         # ---- tensor memory ----
@@ -192,12 +191,12 @@ class Config:
             self.dtype,
             self.entries,
             *(n for n in OPTIONS if vars(self)[n]),
-            *(n for n in ("cluster", "dim_parts") if vars(self)[n] > 1),
+            *(n for n in ("cluster", "dim_splits") if vars(self)[n] > 1),
         ]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def buffers(self, kv_stages: int | None = None) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         stages = self.kv_stages if kv_stages is None else kv_stages
         return [
             *((f"kv {i}", self.stage_bytes) for i in range(stages)),
@@ -223,7 +222,7 @@ class Config:
         sizes = {
             "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_bytes // (2 * TILE_N)} x 2 B"),
             "P": (P_STAGES * P_BYTES, f"{P_STAGES} stages x {TILE_M} heads x {TILE_N} keys x 2 B"),
-            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a maximum, a sum, a reference of 128 threads, fp32"),
+            "exchange": (X_BYTES + ROW_BYTES, "32 scores, a tile max, row_sum, row_max of 128 threads, fp32"),
             "control": (control, f"{len(self.barriers())} mbarriers + TMEM address"),
             "total": (self._smem_bytes(n), "sum, up to a multiple of 1024 B"),
         }

@@ -1,4 +1,4 @@
-"""The mistakes that cost days on real attention kernels, injected one at a time; each is marked ``WRONG``.
+"""Inject one fault at a time of those that cost days on real attention kernels; each is marked ``WRONG``.
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
@@ -19,11 +19,13 @@ from cutlass import Float32, Int32, Uint32, memory, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from dsv4lib.dsl import tmem, umma
-from dsv4lib.dsl.kv_entry import SCALE_BASE
+from dsv4lib.dsl.rope import Tables
 from dsv4lib.ops.fmha.combine import Combine
+from dsv4lib.ops.fmha.dequant import LanePools, Registers
 from dsv4lib.ops.fmha.ladder import CHUNK, CHUNK_BYTES, KV_STAGES, LOG2_E, O_COLUMN, S_STAGES, TILE_N, Ladder
+from dsv4lib.ops.fmha.load import KeySources
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.ops.fmha.work import Row, Work
+from dsv4lib.ops.fmha.work import KeyList, KeyLists, Outputs, Row, Span, Work
 
 
 class PinnedTile(Ladder):
@@ -92,20 +94,20 @@ class NoStoreWait(Ladder):
     """P is handed over before it has arrived in tensor memory."""
 
     @cute.jit
-    def store_weights(
-        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
+    def store_p(
+        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, row_max: Float32
     ):
-        """See `Ladder.store_weights`."""
+        """See `Ladder.store_p`."""
         rP = cute.make_rmem_tensor((TILE_N // 2, 2), self.element)
-        weights = rS.load() * scale
-        total = Float32(0.0)
+        p = rS.load() * scale
+        row_sum = Float32(0.0)
         if cutlass.const_expr(self.stage == "c"):
-            weights = cute.math.exp2(weights - maximum, fastmath=True)
-            total = weights.reduce(cute.ReductionOp.ADD, total, 0)
-        rP.store(weights.reshape((TILE_N // 2, 2)).to(self.element))
-        for part in cutlass.range_constexpr(2):
-            tmem.store(address, column + 32 * part, lane, cute.recast_tensor(rP[None, part], Float32))
-        return total  # WRONG: no wait for the asynchronous stores
+            p = cute.math.exp2(p - row_max, fastmath=True)
+            row_sum = p.reduce(cute.ReductionOp.ADD, row_sum, 0)
+        rP.store(p.reshape((TILE_N // 2, 2)).to(self.element))
+        for i in cutlass.range_constexpr(2):
+            tmem.store(address, column + 32 * i, lane, cute.recast_tensor(rP[None, i], Float32))
+        return row_sum  # WRONG: no wait for the asynchronous stores
 
 
 class OverlappingO(Ladder):
@@ -118,17 +120,17 @@ class OverlappingO(Ladder):
 
     @cute.jit
     def epilogue(
-        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, maximum: Float32, total: Float32
+        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, row_max: Float32, row_sum: Float32
     ):
         """See `Ladder.epilogue`."""
-        Ladder.epilogue(self, mOut, mLse, address + (-64), lane, maximum, total)  # reads O where it is
+        Ladder.epilogue(self, mOut, mLse, address + (-64), lane, row_max, row_sum)  # reads O where it is
 
 
 class CrossedAtoms(Ladder):
     """O comes back by another map than it went: the threads and columns of a load and a store that do not match."""
 
     @cute.jit
-    def rescale(self, address: cute.Pointer, lane: Int32, factor: Float32):
+    def rescale(self, address: cute.Pointer, lane: Int32, acc_scale: Float32):
         """See `Ladder.rescale`."""
         rO = cute.make_rmem_tensor(32, Float32)
         layout = cute.make_layout((128, 32), stride=(1 << 16, 1))
@@ -136,7 +138,7 @@ class CrossedAtoms(Ladder):
             column = O_COLUMN + 32 * part
             tmem.load(address, column, lane, rO)
             cute.arch.fence_view_async_tmem_load()
-            rO.store(rO.load() * factor)
+            rO.store(rO.load() * acc_scale)
             cells = cute.make_tensor(address + column, layout)
             atom = cute.make_copy_atom(tcgen05.St16x64bOp(tcgen05.Repetition(16)), Float32)  # WRONG: St32x32bOp
             tiled = tcgen05.make_tmem_copy(atom, cells)
@@ -150,21 +152,21 @@ class OneMaximum(Ladder):
     """One maximum for all rows of a warp: right while rows are of one scale, else small rows vanish."""
 
     @cute.jit
-    def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
-        """See `Ladder.row_maximum`."""
+    def tile_row_max(self, rS: cute.Tensor, left: Int32, scale: Float32):
+        """See `Ladder.tile_row_max`."""
         if left < TILE_N:
             for j in cutlass.range_constexpr(TILE_N):
                 rS[j] = cutlass.select_(j < left, rS[j], -Float32.inf)
-        largest = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        largest = cute.arch.warp_reduction(largest, cute.arch.fmax)  # WRONG: over the rows of 32 threads
-        return largest * (scale * LOG2_E)
+        tile_max = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        tile_max = cute.arch.warp_reduction(tile_max, cute.arch.fmax)  # WRONG: over the rows of 32 threads
+        return tile_max * (scale * LOG2_E)
 
 
 class NoRescale(Ladder):
-    """O keeps the scale of the first tile: right while the maximum does not move."""
+    """O keeps the scale of the first tile: right while row_max does not move."""
 
     @cute.jit
-    def rescale(self, address: cute.Pointer, lane: Int32, factor: Float32):
+    def rescale(self, address: cute.Pointer, lane: Int32, acc_scale: Float32):
         """See `Ladder.rescale`."""
         # WRONG: nothing
 
@@ -173,25 +175,25 @@ class EarlyRescale(Ladder):
     """O is rescaled while the tensor core may still add the tile before to it."""
 
     @cute.jit
-    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
+    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, p_state: pipeline.PipelineState):
         """See `Ladder.wait_for_o`."""
-        p.producer_acquire(weights)  # WRONG: the slot of this tile, free one tile earlier
+        p.producer_acquire(p_state)  # WRONG: the slot of this tile, free one tile earlier
         umma.fence_after_thread_sync()
 
 
 class BaseTwoLse(Ladder):
-    """The log-sum-exp mixes logarithms: the maximum is in log2, the sum is taken in ln."""
+    """The log-sum-exp mixes logarithms: row_max is in log2, the sum is taken in ln."""
 
     @cute.jit
     def epilogue(
-        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, maximum: Float32, total: Float32
+        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, row_max: Float32, row_sum: Float32
     ):
         """See `Ladder.epilogue`."""
-        # WRONG: (maximum + log2 total) ln 2 becomes maximum + ln total
-        Ladder.epilogue(self, mOut, mLse, address, lane, maximum, total)
+        # WRONG: (row_max + log2 row_sum) ln 2 becomes row_max + ln row_sum
+        Ladder.epilogue(self, mOut, mLse, address, lane, row_max, row_sum)
         block, _, _ = cute.arch.block_idx()
         if block * 128 + lane < mOut.shape[0]:
-            mLse[block * 128 + lane] = maximum + cute.math.log2(total) * math.log(2.0)
+            mLse[block * 128 + lane] = row_max + cute.math.log2(row_sum) * math.log(2.0)
 
 
 class SumOverMaximum(Fmha):
@@ -213,23 +215,23 @@ class SwappedHalves(Fmha):
 
 
 class NoHeadGuard(Fmha):
-    """O is stored without asking whether the head exists: pad rows go behind it, the last token's behind all."""
+    """O is stored without a check that the head exists: pad rows go after it, the last token's past the end."""
 
     @cute.jit
-    def store_lines(self, outputs: tuple, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
+    def store_lines(self, outputs: Outputs, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
         """See `Fmha.store_lines`."""
         there = row._replace(inside=cutlass.Boolean(True))  # WRONG: row
         Fmha.store_lines(self, outputs, there, rOut, line)
 
 
 class PadLse(Fmha):
-    """The log-sum-exp is stored for one row too many: behind the last head of every token."""
+    """The log-sum-exp is stored for one row too many: after the last head of every token."""
 
     @cute.jit
-    def store_lse(self, mLse: cute.Tensor, row: Row, reference: Float32, total: Float32, with_sink: Float32):
+    def store_lse(self, mLse: cute.Tensor, row: Row, row_max: Float32, row_sum: Float32, with_sink: Float32):
         """See `Fmha.store_lse`."""
         there = row.head <= mLse.shape[1]  # WRONG: <, by one row
-        Fmha.store_lse(self, mLse, row._replace(inside=there), reference, total, with_sink)
+        Fmha.store_lse(self, mLse, row._replace(inside=there), row_max, row_sum, with_sink)
 
 
 class SharedSelection(Fmha):
@@ -242,10 +244,10 @@ class SharedSelection(Fmha):
 
 
 class EveryKeyCounts(Fmha):
-    """Places of a tile behind the last key are not masked: TMA fills them with zeros, and a zero key has weight e^0."""
+    """Places of a tile past the last key are not masked: TMA fills them with zeros, and a zero key has P = e^0."""
 
     @cute.jit
-    def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
+    def valid_keys(self, lists: KeyLists, work: Work, row: Row, tile: Int32):
         """See `Fmha.valid_keys`."""
         return Int32(-1)  # WRONG: a bit only where there is a key
 
@@ -254,36 +256,37 @@ class OneLimit(Fmha):
     """Every query of the chunk has the limit of the last one: it sees entries of its own future."""
 
     @cute.jit
-    def ranges(self, lists: tuple, token: Int32, tokens: Int32):
+    def ranges(self, lists: KeyLists, token: Int32, tokens: Int32):
         """See `Fmha.ranges`."""
         (first, _), window = Fmha.ranges(self, lists, token, tokens)
-        return (first, lists[0][2][lists[0][2].shape[0] - 1]), window  # WRONG: lists[0][2][token]
+        count = lists.entries.count
+        return (first, count[count.shape[0] - 1]), window  # WRONG: count[token]
 
 
 class SinkInLse(Fmha):
-    """The log-sum-exp contains the sink: O is right, and whoever merges this part counts the sink twice."""
+    """The log-sum-exp contains the sink: O is right, and a union with other keys counts the sink twice."""
 
     @cute.jit
-    def store_lse(self, mLse: cute.Tensor, row: Row, reference: Float32, total: Float32, with_sink: Float32):
+    def store_lse(self, mLse: cute.Tensor, row: Row, row_max: Float32, row_sum: Float32, with_sink: Float32):
         """See `Fmha.store_lse`."""
-        Fmha.store_lse(self, mLse, row, reference, with_sink, with_sink)  # WRONG: total
+        Fmha.store_lse(self, mLse, row, row_max, with_sink, with_sink)  # WRONG: row_sum
 
 
 class SwappedTables(Fmha):
     """cos and sin of the inverse rotation are taken for each other: 448 of 512 dimensions stay right."""
 
     @cute.jit
-    def rotate(self, rO: cute.Tensor, rope: tuple, token: Int32, first: Int32):
+    def rotate(self, rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
         """See `Fmha.rotate`."""
-        Fmha.rotate(self, rO, (rope[1], rope[0]), token, first)  # WRONG: cos, sin
+        Fmha.rotate(self, rO, Tables(rope.sin, rope.cos), token, first)  # WRONG: cos, sin
 
 
 class NoProxyFence(Fmha):
-    """Dequantised keys are handed over without the fence between a thread's stores and the tensor core's reads."""
+    """Dequantised keys are committed without the fence between a thread's stores and the tensor core's reads."""
 
     @cute.jit
-    def hand_over(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
-        """See `Dequant.hand_over`."""
+    def commit_keys(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
+        """See `Dequant.commit_keys`."""
         cute.arch.sync_warp()  # WRONG: no cute.arch.fence_view_async_shared() before
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(kv.producer_get_barrier(state))
@@ -295,38 +298,37 @@ class NextScale(Fmha):
     @cute.jit
     def fetch(
         self,
-        pools: tuple,
+        pools: LanePools,
         work: Work,
         place: Int32,
         index: Int32,
-        part: cutlass.Constexpr,
-        registers: tuple,
+        batch: cutlass.Constexpr,
+        registers: Registers,
         chunks: cutlass.Constexpr,
     ):
         """See `Dequant.fetch`."""
-        Fmha.fetch(self, pools, work, place, index, part, registers, chunks)
-        scales = registers[2]
-        low, high = Uint32(scales[0, part]), Uint32(scales[1, part])
-        scales[0, part] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
-        scales[1, part] = Int32(high >> 8)
+        Fmha.fetch(self, pools, work, place, index, batch, registers, chunks)
+        scales = registers.scales
+        low, high = Uint32(scales[0, batch]), Uint32(scales[1, batch])
+        scales[0, batch] = Int32(low >> 8 | high << 24)  # WRONG: byte g is the scale of group g
+        scales[1, batch] = Int32(high >> 8)
 
 
 class ScalesBehindEntry(Fmha):
-    """Scales are looked for behind the page's first entry, not behind its last: right with one entry a page."""
+    """Scales are read after the page's first entry, not after its last: right with one entry a page."""
 
     @cute.jit
-    def own_parts(self, sources: tuple):
-        """See `Dequant.own_parts`."""
-        first_only = [None if s is None else (s[0], Int32(1), *s[2:]) for s in sources]  # WRONG: the page size, s[1]
-        right, wrong = Fmha.own_parts(self, sources), Fmha.own_parts(self, first_only)
-        return tuple(
-            None if r is None else (*r[:SCALE_BASE], w[SCALE_BASE], *r[SCALE_BASE + 1 :])
-            for r, w in zip(right, wrong, strict=True)
+    def lane_pools(self, sources: KeySources):
+        """See `Dequant.lane_pools`."""
+        first_only = [None if s is None else s._replace(page_size=Int32(1)) for s in sources]  # WRONG: page_size
+        right, wrong = Fmha.lane_pools(self, sources), Fmha.lane_pools(self, KeySources(*first_only))
+        return LanePools(
+            *(None if r is None else r._replace(scales=w.scales) for r, w in zip(right, wrong, strict=True))
         )
 
 
 class HalfOfTheBytes(Fmha):
-    """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be on their way."""
+    """A pair's stage counts as full after as many bytes as one CTA gets: the other's may be in flight."""
 
     @cute.jit
     def expected_bytes(self, of_entries: Int32):
@@ -335,7 +337,7 @@ class HalfOfTheBytes(Fmha):
 
 
 class OwnStageOnly(Fmha):
-    """The MMA warp of a pair tells only its own CTA that a stage is empty: the other waits for ever."""
+    """The MMA warp of a pair signals an empty stage in its own CTA only: the other waits for ever."""
 
     def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
         """See `Fmha.kv_pipeline`."""
@@ -367,18 +369,18 @@ class HastyQ(Fmha):
         base: Int32,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
-        full: pipeline.PipelineState,
-        part: cutlass.Constexpr,
+        kv_state: pipeline.PipelineState,
+        q_stage: cutlass.Constexpr,
     ):
         """See `Fmha.take_q`."""
-        self.place_q(base, sKV + full.index * self.stage_bytes, part)  # WRONG: behind the wait
-        kv.consumer_wait(full)
+        self.place_q(base, sKV + kv_state.index * self.stage_bytes, q_stage)  # WRONG: after the wait
+        kv.consumer_wait(kv_state)
         umma.fence_after_thread_sync()
-        kv.consumer_release(full)
+        kv.consumer_release(kv_state)
 
 
 class FreedQ(Fmha):
-    """A stage of Q is given back as soon as its copy is issued: the next keys may land before it is read."""
+    """A stage of Q is released as soon as its copy is issued: the next keys may land before it is read."""
 
     @cute.jit
     def take_q(
@@ -386,23 +388,23 @@ class FreedQ(Fmha):
         base: Int32,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
-        full: pipeline.PipelineState,
-        part: cutlass.Constexpr,
+        kv_state: pipeline.PipelineState,
+        q_stage: cutlass.Constexpr,
     ):
         """See `Fmha.take_q`."""
-        kv.consumer_wait(full)
+        kv.consumer_wait(kv_state)
         umma.fence_after_thread_sync()
-        self.place_q(base, sKV + full.index * self.stage_bytes, part)
+        self.place_q(base, sKV + kv_state.index * self.stage_bytes, q_stage)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(kv.sync_object_empty.get_barrier(full.index))  # WRONG: kv.consumer_release(full)
+            cute.arch.mbarrier_arrive(kv.sync_object_empty.get_barrier(kv_state.index))  # WRONG: consumer_release
 
 
 class OneSpeaksForAll(Fmha):
-    """One epilogue warp hands O back for all four: the others may still be reading when the next token's P V comes."""
+    """One epilogue warp releases O for all four: the others may still be reading when the next token's P V comes."""
 
     @cute.jit
-    def hand_back(self, o: pipeline.PipelineUmmaAsync, block: pipeline.PipelineState):
-        """See `Fmha.hand_back`."""
+    def release_o(self, o: pipeline.PipelineUmmaAsync, block: pipeline.PipelineState):
+        """See `Fmha.release_o`."""
         umma.fence_before_thread_sync()
         warp = cute.arch.warp_idx()
         if warp == self.epilogue_warps[0]:  # WRONG: each warp for itself
@@ -415,22 +417,22 @@ class GroupSeesAll(Fmha):
     """Tokens of a group see the union of their keys: the first sees the future, the last more than its window."""
 
     @cute.jit
-    def own(self, mFirst: cute.Tensor, mCount: cute.Tensor, token: Int32, inside: cutlass.Boolean, start: Int32):
+    def own(self, keys: KeyList, token: Int32, inside: cutlass.Boolean, start: Int32):
         """See `Fmha.own`."""
-        return Int32(0), Int32(1 << 30)  # WRONG: each token its own
+        return Span(Int32(0), Int32(1 << 30))  # WRONG: each token its own
 
 
 class FirstPartLeads(Combine):
-    """Weights are relative to the first part, not to the largest: right until that part is empty or far below."""
+    """Scales are relative to the first split, not to the largest: right until that split is empty or far below."""
 
     @cute.jit
-    def weights(self, mLses: cute.Tensor, token: Int32, head: Int32, mine: Float32):
-        """See `Combine.weights`."""
-        first = mLses[0, token, head]
-        total = Float32(0.0)
-        for i in cutlass.range(mLses.shape[0], unroll=1):
-            total += cute.math.exp2((mLses[i, token, head] - first) * LOG2_E, fastmath=True)
-        return first, total  # WRONG: the largest
+    def max_and_sum(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, lse: Float32):
+        """See `Combine.max_and_sum`."""
+        first = mLsePartial[0, token, head]
+        lse_sum = Float32(0.0)
+        for i in cutlass.range(mLsePartial.shape[0], unroll=1):
+            lse_sum += cute.math.exp2((mLsePartial[i, token, head] - first) * LOG2_E, fastmath=True)
+        return first, lse_sum  # WRONG: the largest
 
 
 class UnrolledTiles(Ladder):
@@ -441,7 +443,8 @@ class UnrolledTiles(Ladder):
     @cute.jit
     def mma(
         self,
-        addresses: tuple,
+        sQ: Int32,
+        sKV: Int32,
         allocator: memory.TmemAllocator,
         q: pipeline.PipelineTmaUmma,
         kv: pipeline.PipelineTmaUmma,
@@ -450,30 +453,30 @@ class UnrolledTiles(Ladder):
         tiles: Int32,
     ):
         """See `Ladder.mma`."""
-        sQ, sKV = addresses
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-        full, used = (pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES) for _ in range(2))
-        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
-        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        consumer = pipeline.PipelineUserType.Consumer
+        kv_state, kv_release_state = (pipeline.make_pipeline_state(consumer, KV_STAGES) for _ in range(2))
+        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         for tile in cutlass.range_constexpr(self.tiles + 1):  # WRONG: cutlass.range, over the tiles there are
             if cutlass.const_expr(tile < self.tiles):
-                kv.consumer_wait(full)
+                kv.consumer_wait(kv_state)
                 umma.fence_after_thread_sync()
-                self.mma_qk(base + scores.index * TILE_N, sQ, sKV + full.index * self.tile_bytes)
-                s.producer_commit(scores)
-                full.advance()
-                scores.advance()
+                self.mma_qk(base + s_state.index * TILE_N, sQ, sKV + kv_state.index * self.tile_bytes)
+                s.producer_commit(s_state)
+                kv_state.advance()
+                s_state.advance()
             if cutlass.const_expr(tile > 0):
-                p.consumer_wait(weights)
+                p.consumer_wait(p_state)
                 umma.fence_after_thread_sync()
-                stage = sKV + used.index * self.tile_bytes
-                self.mma_pv(base, weights.index * TILE_N, stage, cutlass.Boolean(tile > 1))
-                kv.consumer_release(used)
-                p.consumer_release(weights)
-                used.advance()
-                weights.advance()
+                stage = sKV + kv_release_state.index * self.tile_bytes
+                self.mma_pv(base, p_state.index * TILE_N, stage, cutlass.Boolean(tile > 1))
+                kv.consumer_release(kv_release_state)
+                p.consumer_release(p_state)
+                kv_release_state.advance()
+                p_state.advance()
 
 
 class UnrolledTwice(UnrolledTiles):
@@ -496,10 +499,10 @@ class NarrowStore(Ladder):
     """P is stored as 16-bit elements through an atom for 32-bit cells."""
 
     @cute.jit
-    def store_weights(
-        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
+    def store_p(
+        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, row_max: Float32
     ):
-        """See `Ladder.store_weights`."""
+        """See `Ladder.store_p`."""
         cells = cute.make_tensor(address + column, cute.make_layout((128, 32), stride=(1 << 16, 1)))
         atom = cute.make_copy_atom(tcgen05.St32x32bOp(tcgen05.Repetition(32)), self.element)  # WRONG: Float32
         tcgen05.make_tmem_copy(atom, cells)
@@ -510,13 +513,13 @@ class LateVariable(Ladder):
     """A value is first set inside one dynamic `if` and read in another: where the first is false it has none."""
 
     @cute.jit
-    def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
-        """See `Ladder.row_maximum`."""
+    def tile_row_max(self, rS: cute.Tensor, left: Int32, scale: Float32):
+        """See `Ladder.tile_row_max`."""
         if left < TILE_N:
             last = left - 1  # WRONG: set before the `if`
         if left > 1:
             rS[0] = rS[0] * (last - last + 1)
-        return Ladder.row_maximum(self, rS, left, scale)
+        return Ladder.tile_row_max(self, rS, left, scale)
 
 
 def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

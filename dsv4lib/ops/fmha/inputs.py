@@ -1,7 +1,7 @@
-"""Inputs that make a wrong attention kernel visible.
+"""Make inputs that make a wrong attention kernel visible.
 
-Heads of different scale, so that no row can stand in for another; index lists with holes; rows of the pool that nobody
-may read are NaN; outputs start as NaN.
+Heads of different scale, so that no row can stand in for another; index lists with holes; rows of the pool that no
+token may read are NaN; outputs start as NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Case:
     chunks: tuple[int, ...] = ()
 
     def to(self, device: str) -> Case:
-        """The same case with its tensors on ``device``."""
+        """Return the same case with its tensors on ``device``."""
 
         def moved(x: Any) -> Any:
             if isinstance(x, tuple):
@@ -58,7 +58,7 @@ class Case:
 
     def outputs(self, splits: int | None = None, raw: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel, and pairs instead of LSEs for a raw
-        one. Each token has a guard row behind its last head, see `guards_written`."""
+        one. Each token has a guard row after its last head, see `guards_written`."""
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
@@ -72,7 +72,7 @@ class Case:
         return window.token_groups(self.chunks or (1,) * len(self.q), self.q.shape[1], cluster).to(self.q.device)
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """(all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
+        """Return (all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
         lists = []
         if entries == "index":
             place = torch.arange(self.index.shape[1])
@@ -88,7 +88,7 @@ class Case:
 def paged(
     one: Case, page_size: int, window_page_size: int | None = None, padding: int = 0, seed: int | None = None
 ) -> Case:
-    """The same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
+    """Return the same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
 
     Rows that are NaN (they must not be read), the ends of last pages, two further pages and the padding are 0xFF: NaN.
 
@@ -105,7 +105,7 @@ def paged(
 
 
 def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -> tuple:
-    """((pages, page size), what all their slots hold, slot of each row)."""
+    """Return ((pages, page size), what all their slots hold, slot of each row)."""
     count = -(-len(rows) // page_size) + 2
     order = torch.arange(count)
     if seed is not None:
@@ -121,7 +121,7 @@ def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -
 
 
 def guards_written(o: torch.Tensor, lse: torch.Tensor) -> int:
-    """How many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
+    """Return how many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
     heads = o.shape[-2]
     guards = o._base[..., heads:, :], lse._base[..., heads:, :]
     return sum(int((~guard.isnan()).sum()) for guard in guards)
@@ -133,7 +133,7 @@ def _range(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def decode_case(heads: int, positions: list[int], seed: int = 0) -> Case:
-    """One token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
+    """Make a case of one token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
 
     Args:
         heads: H. positions: of the newest token of each request; -1: a request without keys.
@@ -197,7 +197,7 @@ def case(
     dtype: str = "bf16",
     seed: int = 0,
 ) -> Case:
-    """A case with T = ``len(counts)`` tokens.
+    """Make a case with T = ``len(counts)`` tokens.
 
     Args:
         heads: H.
@@ -228,7 +228,7 @@ def case(
         q=(normal(tokens, heads, head_dim) * scales).to(TYPES[dtype]),
         pool=pool,
         span=span,
-        index=torch.where(place < count[:, None], index, rows - 1).int(),  # behind the count: a row that is NaN
+        index=torch.where(place < count[:, None], index, rows - 1).int(),  # past the count: a row that is NaN
         first=(torch.arange(tokens) * step).int(),
         count=count,
         window_first=(torch.arange(tokens) * window_step).int(),

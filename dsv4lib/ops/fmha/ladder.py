@@ -99,7 +99,7 @@ class Ladder:
         return f"Ladder({self.stage}, {self.head_dim}, {self.dtype})"
 
     def buffers(self) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         return [("Q", self.tile_bytes), *((f"kv {i}", self.tile_bytes) for i in range(KV_STAGES))]
 
     def barriers(self) -> list[str]:
@@ -186,8 +186,8 @@ class Ladder:
         if warp == LOAD_WARP:
             self.load(tma_q, mQ, tma_kv, mKV, storage, q, kv)
         elif warp == MMA_WARP:
-            addresses = storage.sQ.data_ptr().toint(), storage.sKV.data_ptr().toint()
-            self.mma(addresses, allocator, q, kv, s, p, cute.ceil_div(rows, TILE_N))
+            sQ, sKV = storage.sQ.data_ptr().toint(), storage.sKV.data_ptr().toint()
+            self.mma(sQ, sKV, allocator, q, kv, s, p, cute.ceil_div(rows, TILE_N))
         else:
             self.softmax(mOut, mLse, allocator, s, p, scale, rows)
 
@@ -230,13 +230,14 @@ class Ladder:
         kv.producer_tail(state)
 
     def kv_box(self, tKgK: cute.Tensor, tile: Int32, chunk: int) -> cute.Tensor:
-        """The box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
+        """Return the box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
         return tKgK[None, tile, chunk]
 
     @cute.jit
     def mma(
         self,
-        addresses: tuple,
+        sQ: Int32,
+        sKV: Int32,
         allocator: memory.TmemAllocator,
         q: pipeline.PipelineTmaUmma,
         kv: pipeline.PipelineTmaUmma,
@@ -244,36 +245,37 @@ class Ladder:
         p: pipeline.PipelineAsyncUmma,
         tiles: Int32,
     ):
-        """MMA warp: S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs."""
-        sQ, sKV = addresses
+        """Run the MMA warp: S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-        used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
-        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
-        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
+        kv_release_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, KV_STAGES)
+        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
         for tile in cutlass.range(tiles + 1, unroll=1):
             if tile < tiles:
-                kv.consumer_wait(full)
+                kv.consumer_wait(kv_state)
                 umma.fence_after_thread_sync()
-                self.mma_qk(base + scores.index * TILE_N, sQ, sKV + full.index * self.tile_bytes)
-                s.producer_commit(scores)
-                full.advance()
-                scores.advance()
+                # S = Q @ K^T
+                self.mma_qk(base + s_state.index * TILE_N, sQ, sKV + kv_state.index * self.tile_bytes)
+                s.producer_commit(s_state)
+                kv_state.advance()
+                s_state.advance()
             if tile > 0:
-                p.consumer_wait(weights)
+                p.consumer_wait(p_state)
                 umma.fence_after_thread_sync()
+                # O += P @ V
                 if cutlass.const_expr(self.stage != "a"):
-                    self.mma_pv(base, weights.index * TILE_N, sKV + used.index * self.tile_bytes, tile > 1)
-                kv.consumer_release(used)
-                p.consumer_release(weights)
-                used.advance()
-                weights.advance()
+                    self.mma_pv(base, p_state.index * TILE_N, sKV + kv_release_state.index * self.tile_bytes, tile > 1)
+                kv.consumer_release(kv_release_state)
+                p.consumer_release(p_state)
+                kv_release_state.advance()
+                p_state.advance()
 
     @cute.jit
     def mma_qk(self, d: Int32, sQ: Int32, stage: Int32):
-        """S = Q K^T: 16 dimensions an instruction; the first overwrites what the slot held."""
+        """Issue S = Q @ K^T: 16 dimensions an instruction; the first overwrites what the slot held."""
         with cute.arch.elect_one():
             for chunk in cutlass.range_constexpr(self.chunks):
                 for k in cutlass.range_constexpr(CHUNK // 16):
@@ -283,7 +285,7 @@ class Ladder:
 
     @cute.jit
     def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
-        """O += P V: 16 rows of kv an instruction; P from the columns of S, the first tile overwrites O."""
+        """Issue O += P @ V: 16 rows of kv an instruction; P from the columns of S, the first tile overwrites O."""
         with cute.arch.elect_one():
             for k in cutlass.range_constexpr(TILE_N // 16):
                 b = umma.at(self.v_descriptor, stage + k * (16 * 128))
@@ -301,138 +303,140 @@ class Ladder:
         scale: Float32,
         rows: Int32,
     ):
-        """Softmax warps: thread t owns row t of the tile, all its scores and its row of O."""
+        """Run the softmax warps: thread t owns row t of the tile, all its scores and its row of O."""
         allocator.allocate(TMEM_COLUMNS)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
         address = allocator.retrieve_ptr(Float32)
         lane, _, _ = cute.arch.thread_idx()
-        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
-        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
-        maximum, total = -Float32.inf, Float32(0.0)
+        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, S_STAGES)
+        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        row_max, row_sum = -Float32.inf, Float32(0.0)
         for tile in cutlass.range(cute.ceil_div(rows, TILE_N), unroll=1):
-            s.consumer_wait(scores)
+            s.consumer_wait(s_state)
             umma.fence_after_thread_sync()
-            column = scores.index * TILE_N
+            column = s_state.index * TILE_N
             if cutlass.const_expr(self.stage == "a"):
-                self.store_scores(address, column, mOut, tile, lane, scale)
+                self.store_s(address, column, mOut, tile, lane, scale)
             elif cutlass.const_expr(self.stage == "b"):
-                rS = self.row_of_s(address, column, lane)
-                self.store_weights(rS, address, column, lane, scale, Float32(0.0))
+                rS = self.load_s(address, column, lane)
+                self.store_p(rS, address, column, lane, scale, Float32(0.0))
             else:
-                rS = self.row_of_s(address, column, lane)
-                largest = self.row_maximum(rS, rows - tile * TILE_N, scale)
-                grown = cute.arch.fmax(maximum, largest)
-                factor = cute.math.exp2(maximum - grown, fastmath=True)
+                rS = self.load_s(address, column, lane)
+                tile_max = self.tile_row_max(rS, rows - tile * TILE_N, scale)
+                new_max = cute.arch.fmax(row_max, tile_max)
+                # O, row_sum *= acc_scale
+                acc_scale = cute.math.exp2(row_max - new_max, fastmath=True)
                 if tile > 0:
-                    self.wait_for_o(p, weights)
-                    self.rescale(address, lane, factor)
-                maximum = grown
-                total = total * factor + self.store_weights(rS, address, column, lane, scale * LOG2_E, maximum)
+                    self.wait_for_o(p, p_state)
+                    self.rescale(address, lane, acc_scale)
+                row_max = new_max
+                # P = exp2(S - row_max)
+                row_sum = row_sum * acc_scale + self.store_p(rS, address, column, lane, scale * LOG2_E, row_max)
             umma.fence_before_thread_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
-                p.producer_commit(weights)
-            scores.advance()
-            weights.advance()
+                p.producer_commit(p_state)
+            s_state.advance()
+            p_state.advance()
 
         if cutlass.const_expr(self.stage != "a"):
-            self.wait_for_o(p, weights)
-            self.epilogue(mOut, mLse, address, lane, maximum, total)
+            self.wait_for_o(p, p_state)
+            self.epilogue(mOut, mLse, address, lane, row_max, row_sum)
         pipeline.NamedBarrier(TMEM_DONE, SOFTMAX_THREADS).arrive_and_wait()
         allocator.free(address)
 
     @cute.jit
-    def row_of_s(self, address: cute.Pointer, column: Int32, lane: Int32):
-        """128 scores, not scaled yet."""
+    def load_s(self, address: cute.Pointer, column: Int32, lane: Int32):
+        """Load 128 scores, not scaled yet."""
         rS = cute.make_rmem_tensor((32, 4), Float32)
-        for part in cutlass.range_constexpr(4):
-            tmem.load(address, column + 32 * part, lane, rS[None, part])
+        for i in cutlass.range_constexpr(4):
+            tmem.load(address, column + 32 * i, lane, rS[None, i])
         cute.arch.fence_view_async_tmem_load()
         return rS
 
     @cute.jit
-    def store_scores(
+    def store_s(
         self, address: cute.Pointer, column: Int32, mOut: cute.Tensor, tile: Int32, lane: Int32, scale: Float32
     ):
-        """Stage A: the row of S to global memory, 32 columns at a time, as far as there is one."""
+        """Store the row of S to global memory (stage A), 32 columns at a time, as far as there is one."""
         block, _, _ = cute.arch.block_idx()
         row = block * TILE_M + lane
         rS = cute.make_rmem_tensor(tmem.COLUMNS, Float32)
-        for part in cutlass.range(TILE_N // tmem.COLUMNS, unroll=1):
-            tmem.load(address, column + tmem.COLUMNS * part, lane, rS)
+        for i in cutlass.range(TILE_N // tmem.COLUMNS, unroll=1):
+            tmem.load(address, column + tmem.COLUMNS * i, lane, rS)
             cute.arch.fence_view_async_tmem_load()
-            first = tile * TILE_N + tmem.COLUMNS * part
+            first = tile * TILE_N + tmem.COLUMNS * i
             for j in cutlass.range_constexpr(tmem.COLUMNS):
                 if row < mOut.shape[0] and first + j < mOut.shape[1]:
                     mOut[row, first + j] = rS[j] * scale
-            cute.arch.sync_warp()  # the next tcgen05.ld needs all 32 threads of the warp together again
+            cute.arch.sync_warp()  # the next tcgen05.ld needs the warp converged
 
     @cute.jit
-    def row_maximum(self, rS: cute.Tensor, left: Int32, scale: Float32):
-        """The largest score of the row, in log2; rows of kv behind the end become -inf."""
+    def tile_row_max(self, rS: cute.Tensor, left: Int32, scale: Float32):
+        """Return the largest score of the row, in log2; rows of kv past the end become -inf."""
         if left < TILE_N:
             for j in cutlass.range_constexpr(TILE_N):
                 rS[j] = cutlass.select_(j < left, rS[j], -Float32.inf)
-        largest = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        return largest * (scale * LOG2_E)
+        tile_max = rS.load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        return tile_max * (scale * LOG2_E)
 
     @cute.jit
-    def store_weights(
-        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, maximum: Float32
+    def store_p(
+        self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, row_max: Float32
     ):
-        """P over the first 64 columns of S, two to a column; returns the sum of the row's weights."""
+        """Store P over the first 64 columns of S, two to a column; return the sum of the row's P."""
         rP = cute.make_rmem_tensor((TILE_N // 2, 2), self.element)
-        weights = rS.load() * scale
-        total = Float32(0.0)
+        p = rS.load() * scale
+        row_sum = Float32(0.0)
         if cutlass.const_expr(self.stage == "c"):
-            weights = cute.math.exp2(weights - maximum, fastmath=True)
-            total = weights.reduce(cute.ReductionOp.ADD, total, 0)
-        rP.store(weights.reshape((TILE_N // 2, 2)).to(self.element))
-        for part in cutlass.range_constexpr(2):
-            tmem.store(address, column + 32 * part, lane, cute.recast_tensor(rP[None, part], Float32))
+            p = cute.math.exp2(p - row_max, fastmath=True)
+            row_sum = p.reduce(cute.ReductionOp.ADD, row_sum, 0)
+        rP.store(p.reshape((TILE_N // 2, 2)).to(self.element))
+        for i in cutlass.range_constexpr(2):
+            tmem.store(address, column + 32 * i, lane, cute.recast_tensor(rP[None, i], Float32))
         cute.arch.fence_view_async_tmem_store()
-        return total
+        return row_sum
 
     @cute.jit
-    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, weights: pipeline.PipelineState):
-        """Wait until P V of the tile before ``weights`` is done: its slot of P is free again."""
-        before = weights.clone()
+    def wait_for_o(self, p: pipeline.PipelineAsyncUmma, p_state: pipeline.PipelineState):
+        """Wait until P V of the tile before ``p_state`` is done: its slot of P is free again."""
+        before = p_state.clone()
         before.advance()
         p.producer_acquire(before)
         umma.fence_after_thread_sync()
 
     @cute.jit
-    def rescale(self, address: cute.Pointer, lane: Int32, factor: Float32):
-        """O *= factor, the row of a thread."""
+    def rescale(self, address: cute.Pointer, lane: Int32, acc_scale: Float32):
+        """Rescale O *= acc_scale, the row of a thread."""
         rO = cute.make_rmem_tensor(32, Float32)
         for column in cutlass.range(O_COLUMN, O_COLUMN + self.head_dim, 32, unroll=1):
             tmem.load(address, column, lane, rO)
             cute.arch.fence_view_async_tmem_load()
-            rO.store(rO.load() * factor)
+            rO.store(rO.load() * acc_scale)
             tmem.store(address, column, lane, rO)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
     def epilogue(
-        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, maximum: Float32, total: Float32
+        self, mOut: cute.Tensor, mLse: Any, address: cute.Pointer, lane: Int32, row_max: Float32, row_sum: Float32
     ):
-        """O to global memory; stage C divides by the sum of the weights and writes the log-sum-exp."""
+        """Store O to global memory; stage C divides by row_sum and writes the log-sum-exp."""
         block, _, _ = cute.arch.block_idx()
         row = block * TILE_M + lane
-        inverse = Float32(1.0)
+        o_scale = Float32(1.0)
         if cutlass.const_expr(self.stage == "c"):
-            inverse = cute.arch.rcp_approx(total)
+            o_scale = cute.arch.rcp_approx(row_sum)
         rO = cute.make_rmem_tensor(32, Float32)
         rOut = cute.make_rmem_tensor((8, 4), self.element)
         for i in cutlass.range(self.head_dim // 32, unroll=1):
             tmem.load(address, O_COLUMN + 32 * i, lane, rO)
             cute.arch.fence_view_async_tmem_load()
-            rOut.store((rO.load() * inverse).reshape((8, 4)).to(self.element))
+            rOut.store((rO.load() * o_scale).reshape((8, 4)).to(self.element))
             if row < mOut.shape[0]:
                 gO = cute.local_tile(mOut[row, None], (32,), (i,))
                 cute.autovec_copy(rOut, cute.logical_divide(gO, (8,)))
             cute.arch.sync_warp()
         if cutlass.const_expr(self.stage == "c"):
             if row < mOut.shape[0]:
-                mLse[row] = (maximum + cute.math.log2(total)) * math.log(2.0)
+                mLse[row] = (row_max + cute.math.log2(row_sum)) * math.log(2.0)

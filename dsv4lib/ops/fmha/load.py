@@ -1,7 +1,7 @@
-"""How Q and keys reach shared memory: the rows of a tile and the warps that send the copies.
+"""Load Q and keys to shared memory: the rows of a tile and the warps that send the copies.
 
 A tile of 64 consecutive rows (of the window, or of entries by range) is a box of 64 rows for each 64 dimensions, 8
-copies. What is not consecutive or not full (an index list, the ends of ranges: rows behind them must arrive as zeros)
+copies. What is not consecutive or not full (an index list, the ends of ranges: rows past them must arrive as zeros)
 is gathered, 4 rows a copy, 128 copies.
 
 Another source of keys (another format of rows) overrides these methods; the other roles see only full
@@ -10,29 +10,50 @@ and empty stages of ``kv`` and the work.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from dsv4lib.dsl import boxes, gather, pipelines
+from dsv4lib.dsl import boxes, gather, kv_entry, pipelines
 from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, REGION, TILE_M, TILE_N
-from dsv4lib.ops.fmha.work import Items, Plan, Work
+from dsv4lib.ops.fmha.work import Items, KeyLists, KeyRows, Plan, Span, Work
 
 GROUPS = TILE_N // REGION  # of four keys, a copy each for 64 dimensions
+
+
+class RowSource(NamedTuple):
+    """TMA descriptors of rows in 16 bits: of one row, and of a box of 64 (None: rows are not consecutive)."""
+
+    row: cute.CopyAtom
+    box: Any
+
+
+class KeySources(NamedTuple):
+    """Where keys come from: `RowSource`, `kv_entry.Pool` (FP8), or None, of entries and of the window."""
+
+    entries: Any
+    window: Any
+
+
+class QSource(NamedTuple):
+    """Q as a matrix: its TMA descriptor, rows from token to token and from head to head."""
+
+    atom: cute.CopyAtom
+    token_rows: Int32
+    head_rows: Int32
 
 
 class Load(Plan):
     """The load warps: K and V are the same tile; Q is the first tile of an item.
 
-    Each sends a share of every stage, so that none is a round behind the others: a stage is full with the bytes of all.
+    Each sends a share of every stage, so that none is a round late: a stage is full with the bytes of all.
     """
 
-    def key_sources(self, entries: tuple, window: tuple) -> tuple:
-        """Host side: for each kind of keys TMA descriptors (of a row, of a box or None), of FP8 entries where their
-        pages are, or None."""
+    def key_sources(self, entries: KeyRows, window: KeyRows) -> KeySources:
+        """Host side: make TMA descriptors of keys in 16 bits, and find the pages of FP8 ones."""
         sources = []
         kinds = (
             (self.entries != "none", self.fp8_entries, self.box_entries, entries),
@@ -42,14 +63,14 @@ class Load(Plan):
             if not there:
                 sources.append(None)
             elif fp8:
-                pages, *paging = keys[0]
-                sources.append((pages.iterator.toint(), *paging, Uint32(pages.stride[0])))
+                pages, *paging = keys.pool
+                sources.append(kv_entry.Pool(pages.iterator.toint(), *paging, Uint32(pages.stride[0])))
             else:
-                sources.append((gather.row_atom(keys[0]), tile_atom(keys[0]) if by_range else None))
-        return tuple(sources)
+                sources.append(RowSource(gather.row_atom(keys.pool), tile_atom(keys.pool) if by_range else None))
+        return KeySources(*sources)
 
-    def queries(self, mQ: cute.Tensor, pitch: Int64) -> tuple:
-        """Host side: (TMA descriptor, rows from token to token, rows from head to head) of Q as a matrix.
+    def q_source(self, mQ: cute.Tensor, pitch: Int64) -> QSource:
+        """Host side: describe Q as a matrix.
 
         Without groups a stage's rows are heads of one token: boxes of 64 heads x 64 dimensions, 8 copies and not 128.
 
@@ -61,16 +82,16 @@ class Load(Plan):
             of_token, of_head, _ = mQ.stride
             heads_first = cute.make_layout((depth, heads, tokens), stride=(1, of_head, of_token))
             q = cute.make_tensor(mQ.iterator, heads_first)
-            return boxes.box_atom(q, (CHUNK, TILE_M, 1)), Int32(0), Int32(0)
+            return QSource(boxes.box_atom(q, (CHUNK, TILE_M, 1)), Int32(0), Int32(0))
         of_token, of_head = (Int32(mQ.stride[i] // pitch) for i in range(2))
         count = (tokens - 1) * of_token + (heads - 1) * of_head + 1
         rows = cute.make_tensor(mQ.iterator, cute.make_layout((count, depth), stride=(pitch, 1)))
-        return gather.row_atom(rows), of_token, of_head
+        return QSource(gather.row_atom(rows), of_token, of_head)
 
     @cute.jit
-    def prefetch_maps(self, queries: tuple, sources: tuple):
+    def prefetch_maps(self, queries: QSource, sources: KeySources):
         """Fetch the tensor maps, which are parameters of this launch: no kernel before wrote them."""
-        cpasync.prefetch_descriptor(queries[0])
+        cpasync.prefetch_descriptor(queries.atom)
         for source, fp8 in zip(sources, (self.fp8_entries, self.fp8_window), strict=True):
             if cutlass.const_expr(source is not None and not fp8):
                 for atom in source:
@@ -78,23 +99,26 @@ class Load(Plan):
                         cpasync.prefetch_descriptor(atom)
 
     def kv_pipeline(self, barriers: cute.Pointer) -> pipeline.PipelineTmaUmma:
-        """Stages of keys, or of Q: full when their bytes have landed, in both CTAs of a pair; empty when P V has read
-        them, or when Q is in tensor memory."""
+        """Make the ring of keys and Q.
+
+        A stage is full when its bytes have landed, in both CTAs of a pair; empty when P V has read it, or when Q is
+        in tensor memory.
+        """
         return pipelines.tma_to_umma(self.kv_stages, self.stage_bytes, barriers, self.producers, self.cluster)
 
     @cute.jit
     def load(
         self,
         mQ: cute.Tensor,
-        queries: tuple,
-        sources: tuple,
-        lists: tuple,
+        queries: QSource,
+        sources: KeySources,
+        lists: KeyLists,
         items: Items,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
         loader: Int32,
     ):
-        """A load warp: lane l < 16 has the rows of group l, 4 l .. 4 l + 3, of every tile, one lane sends the copies.
+        """Run a load warp: lane l < 16 has rows 4 l .. 4 l + 3 (group l) of every tile, one lane sends the copies.
 
         Each CTA of a pair gathers its half of the dimensions of keys, and Q of its own heads. The next item's Q and
         tiles follow without a gap.
@@ -102,45 +126,46 @@ class Load(Plan):
         self.wait_for_inputs()
         column = 0 if self.cluster == 1 else cute.arch.block_idx_in_cluster() * (self.head_dim // 2)
         own = REGION * cute.arch.lane_idx()
-        first, end = self.share(loader, GROUPS)
+        share = self.share(loader, GROUPS)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.kv_stages)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             work = self.work(lists, items, item)
             if work.end > work.first:
                 rows = self.q_rows(mQ, queries, work, own) if cutlass.const_expr(self.groups) else None
-                for part in cutlass.range_constexpr(self.q_stages):
+                for q_stage in cutlass.range_constexpr(self.q_stages):
                     barrier = self.claim(kv, state, Int32(self.stage_bytes * self.cluster), column, loader)
-                    self.load_q(queries[0], rows, work, sKV + state.index * self.stage_bytes, barrier, part, loader)
+                    stage = sKV + state.index * self.stage_bytes
+                    self.load_q(queries.atom, rows, work, stage, barrier, q_stage, loader)
                     state.advance()
             for tile in cutlass.range(work.first, work.end, unroll=1):
                 place = tile * TILE_N + own
                 rows = self.tile_rows(lists, work, place)
                 before = cutlass.min(cutlass.max(work.window_at - tile * TILE_N, 0), TILE_N)  # places of entries
                 nbytes = self.expected_bytes(before)
-                middle = cutlass.min(cutlass.max(before // REGION, first), end)  # of this warp's groups
+                middle = cutlass.min(cutlass.max(before // REGION, share.first), share.end)  # of this warp's groups
                 row = self.first_row(work, tile)
-                for part in cutlass.range_constexpr(self.tile_stages):
+                for kv_stage in cutlass.range_constexpr(self.tile_stages):
                     barrier = self.claim(kv, state, nbytes, column, loader)
                     stage = sKV + state.index * self.stage_bytes
-                    dims = column + part * (self.stage_chunks * CHUNK)
+                    dims = column + kv_stage * (self.stage_chunks * CHUNK)
                     if row >= 0:
                         self.load_tile(sources, before > 0, row, stage, barrier, dims, loader)
                     else:
-                        self.gather_keys(sources, rows, (first, middle, end), stage, barrier, dims)
+                        self.gather_keys(sources, rows, share, middle, stage, barrier, dims)
                     state.advance()
         if loader == 0:
             kv.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
 
     @cute.jit
     def share(self, loader: Int32, count: cutlass.Constexpr):
-        """(first, end) of a load warp's share of ``count`` copies or groups of them."""
+        """Return the `Span` of a load warp's share of ``count`` copies or groups of them."""
         if cutlass.const_expr(self.load_warps == 1):
-            return Int32(0), Int32(count)
-        return loader * count // self.load_warps, (loader + 1) * count // self.load_warps
+            return Span(Int32(0), Int32(count))
+        return Span(loader * count // self.load_warps, (loader + 1) * count // self.load_warps)
 
     @cute.jit
     def wait_for_inputs(self):
-        """Everything that the load warp reads may come from the kernel before."""
+        """Wait for the kernel before, which may write everything that the load warp reads."""
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
@@ -152,7 +177,7 @@ class Load(Plan):
         column: Int32,
         loader: Int32,
     ):
-        """Wait until a stage is empty and say how many bytes come; returns the barrier that counts them.
+        """Wait until a stage is empty and say how many bytes come; return the barrier that counts them.
 
         Args:
             nbytes: of all load warps, the first of which says it.
@@ -163,8 +188,8 @@ class Load(Plan):
         else:
             pipelines.wait_empty(kv, state)
         if cutlass.const_expr(self.cluster > 1):
-            # Lanes that gather nothing wait too. In the first CTA the election of who says the bytes holds them
-            # together; here they could come to the barrier a phase late, and wait for one that never comes.
+            # Lanes that gather nothing wait too. In the first CTA the election of the lane that says the bytes keeps
+            # them converged; here they could come to the barrier a phase late, and wait for one that never comes.
             cute.arch.sync_warp()
         barrier = kv.producer_get_barrier(state)
         if cutlass.const_expr(self.follows):
@@ -174,8 +199,8 @@ class Load(Plan):
         return barrier
 
     @cute.jit
-    def q_rows(self, mQ: cute.Tensor, queries: tuple, work: Work, own: Int32):
-        """Rows of Q's matrix of four rows of this CTA's tile, from ``own`` on; -1 where there is no head."""
+    def q_rows(self, mQ: cute.Tensor, queries: QSource, work: Work, own: Int32):
+        """Return rows of Q's matrix for four rows of this CTA's tile, from ``own`` on; -1 where there is no head."""
         _, of_token, of_head = queries
         block, rows = self.head_block(), ()
         for i in cutlass.range_constexpr(4):
@@ -191,12 +216,12 @@ class Load(Plan):
         work: Work,
         stage: Int32,
         barrier: cute.Pointer,
-        part: cutlass.Constexpr,
+        q_stage: cutlass.Constexpr,
         loader: Int32,
     ):
-        """The ``part``-th stage of Q: its chunks in the order in which they go to tensor memory, all 64 heads each."""
+        """Load the ``q_stage``-th stage of Q: all 64 heads of its chunks, in the order of tensor memory."""
         chunks, pair = self.stage_bytes // CHUNK_BYTES, self.cluster > 1
-        columns = tuple(Int32(i * CHUNK) for i in self.q_order[part * chunks : (part + 1) * chunks])
+        columns = tuple(Int32(i * CHUNK) for i in self.q_order[q_stage * chunks : (q_stage + 1) * chunks])
         if cutlass.const_expr(self.groups):
             gather.gather_tile(atom, rows, self.share(loader, GROUPS), columns, stage, barrier, pair=pair)
         else:
@@ -208,21 +233,21 @@ class Load(Plan):
 
     @cute.jit
     def first_row(self, work: Work, tile: Int32):
-        """Pool row of the first key of a tile whose 64 keys are consecutive rows for TMA; -1: gather the tile."""
+        """Return the pool row of the first key of a tile of 64 consecutive rows for TMA; -1: gather the tile."""
         row, place = Int32(-1), tile * TILE_N
         if cutlass.const_expr(self.box_entries):
             if place + TILE_N <= work.entries:
                 row = work.entry_row + place
         if cutlass.const_expr(self.box_window):
-            behind = place - work.window_at
-            if (behind >= 0) & (behind + TILE_N <= work.window):
-                row = work.window_row + behind
+            place -= work.window_at
+            if (place >= 0) & (place + TILE_N <= work.window):
+                row = work.window_row + place
         return row
 
     @cute.jit
     def load_tile(
         self,
-        sources: tuple,
+        sources: KeySources,
         of_entries: cutlass.Boolean,
         row: Int32,
         stage: Int32,
@@ -230,41 +255,58 @@ class Load(Plan):
         column: Any,
         loader: Int32,
     ):
-        """A stage's dimensions, from ``column`` on, of 64 rows from ``row`` on: the load warps take boxes in turns."""
+        """Load a stage's dimensions, from ``column`` on, of 64 rows from ``row`` on: boxes round robin over warps."""
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stage_chunks if self.box_entries or self.box_window else 0):
                 if loader == i % self.load_warps:
                     place = stage + i * CHUNK_BYTES, barrier, (column + i * CHUNK, row), self.cluster > 1
                     if cutlass.const_expr(self.box_entries and self.box_window):
                         if of_entries:
-                            boxes.load_box(sources[0][1], *place)
+                            boxes.load_box(sources.entries.box, *place)
                         else:
-                            boxes.load_box(sources[1][1], *place)
+                            boxes.load_box(sources.window.box, *place)
                     else:
-                        boxes.load_box(sources[0 if self.box_entries else 1][1], *place)
+                        boxes.load_box((sources.entries if self.box_entries else sources.window).box, *place)
 
     @cute.jit
-    def gather_keys(self, sources: tuple, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
-        """A stage's dimensions of a load warp's share of a tile, four rows a copy.
+    def gather_keys(
+        self,
+        sources: KeySources,
+        rows: tuple[Int32, ...],
+        share: Span,
+        middle: Int32,
+        stage: Int32,
+        barrier: cute.Pointer,
+        column: Any,
+    ):
+        """Gather a stage's dimensions of a load warp's share of a tile, four rows a copy.
 
         Args:
-            groups: (first of entries, first of the window, end) of this warp's groups of four rows.
+            rows: the four of this lane's group.
+            share: this warp's groups of four rows, from ``middle`` on of the window.
         """
-        first, middle, end = groups
         if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
-            self.gather(sources[0][0], rows, (first, middle), stage, barrier, column)
+            self.gather(sources.entries.row, rows, Span(share.first, middle), stage, barrier, column)
         if cutlass.const_expr(self.window and not self.fp8_window):
-            self.gather(sources[1][0], rows, (middle, end), stage, barrier, column)
+            self.gather(sources.window.row, rows, Span(middle, share.end), stage, barrier, column)
 
     @cute.jit
-    def gather(self, atom: cute.CopyAtom, rows: tuple, groups: tuple, stage: Int32, barrier: cute.Pointer, column: Any):
-        """A stage's dimensions, from ``column`` on, of the rows of some groups, (first, end)."""
+    def gather(
+        self,
+        atom: cute.CopyAtom,
+        rows: tuple[Int32, ...],
+        groups: Span,
+        stage: Int32,
+        barrier: cute.Pointer,
+        column: Any,
+    ):
+        """Gather a stage's dimensions, from ``column`` on, of the rows of some groups."""
         columns = tuple(Int32(column + i * CHUNK) for i in range(self.stage_chunks))
         gather.gather_tile(atom, rows, groups, columns, stage, barrier, pair=self.cluster > 1)
 
     @cute.jit
     def expected_bytes(self, of_entries: Int32):
-        """Bytes that TMA brings for a stage of a tile, to both CTAs of a pair: without keys that warps dequantise.
+        """Count the bytes that TMA brings for a stage, to both CTAs of a pair: without keys that warps dequantise.
 
         Args:
             of_entries: places of the tile before the window.
@@ -277,30 +319,26 @@ class Load(Plan):
         return rows * (self.key_bytes // TILE_N * self.cluster)
 
     @cute.jit
-    def tile_rows(self, lists: tuple, work: Work, place: Int32):
-        """Pool rows of the four keys from ``place`` on, of entries or of the window."""
+    def tile_rows(self, lists: KeyLists, work: Work, place: Int32):
+        """Return pool rows of the four keys from ``place`` on, of entries or of the window."""
         rows = tuple(Int32(-1) for _ in range(4))
         if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
             if place < work.window_at:
-                rows = self.rows(lists[0][0], work.entry_row, work.token, place, work.entries)
+                rows = self.rows(lists.entries.index, work.entry_row, work.token, place, work.entries)
         if cutlass.const_expr(self.window and not self.fp8_window):
             if place >= work.window_at:
-                listed, behind = self.window_list(lists), place - work.window_at
-                rows = self.rows(listed, work.window_row, work.token, behind, work.window)
+                in_window = place - work.window_at
+                rows = self.rows(lists.window.index, work.window_row, work.token, in_window, work.window)
         return rows
-
-    def window_list(self, lists: tuple) -> Any:
-        """Rows of window keys by token, or None where they are consecutive."""
-        return lists[1][0] if self.window_index else None
 
     @cute.jit
     def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-        """Pool rows of four keys; -1, which TMA fills with zeros, where there is none."""
+        """Return pool rows of four keys; -1, which TMA fills with zeros, where there is none."""
         return tuple(self.row(mIndex, first, token, position + i, count) for i in range(4))
 
     @cute.jit
     def row(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-        """Pool row of a key of a list, or of a range that starts at ``first``; -1 behind its end."""
+        """Return the pool row of a key of a list, or of a range that starts at ``first``; -1 past its end."""
         row = Int32(-1)
         if position < count:
             if cutlass.const_expr(mIndex is not None):
@@ -311,7 +349,7 @@ class Load(Plan):
 
 
 def tile_atom(rows: cute.Tensor) -> cute.CopyAtom:
-    """A TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 128 bytes, rows as `gather.row_atom`'s."""
+    """Make a TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 128 bytes, as `gather.row_atom`."""
     count, depth = rows.shape
     columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
     return boxes.box_atom(columns_first, (CHUNK, TILE_N))

@@ -1,6 +1,8 @@
-"""The warp that issues both products of a tile; of a pair only the one in the first CTA, for both."""
+"""Issue both products of a tile, S = Q @ K^T and O += P @ V; of a pair the first CTA's warp issues for both."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,53 +10,59 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.dsl import umma
 from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, P_BYTES, P_STAGES, S_STAGES, TILE_N
-from dsv4lib.ops.fmha.work import Items, Plan
+from dsv4lib.ops.fmha.work import Items, KeyLists, Plan
+
+
+class MmaRings(NamedTuple):
+    """Pipelines of the MMA warp."""
+
+    kv: pipeline.PipelineTmaUmma
+    s: pipeline.PipelineUmmaAsync
+    p: pipeline.PipelineAsyncUmma
+    o: pipeline.PipelineUmmaAsync
 
 
 class Mma(Plan):
-    """The MMA warp: S = Q K^T and O += P V, both weight-stationary, or of a pair of CTAs."""
+    """The MMA warp: S = Q @ K^T and O += P @ V, both weight-stationary, or of a pair of CTAs."""
 
     @cute.jit
     def mma(
         self,
-        lists: tuple,
+        lists: KeyLists,
         items: Items,
         sKV: Int32,
         sP: Int32,
         allocator: memory.TmemAllocator,
-        kv: pipeline.PipelineTmaUmma,
-        s: pipeline.PipelineUmmaAsync,
-        p: pipeline.PipelineAsyncUmma,
-        o: pipeline.PipelineUmmaAsync,
+        rings: MmaRings,
     ):
-        """MMA warp: one item after the other; of a pair only the first CTA's.
+        """Run the MMA warp: one item after the other; of a pair only the first CTA's.
 
-        Kernels behind this one may come, where there is room, once tensor memory is allocated: one that came before
-        and took some would wait for this one, which would wait for its columns.
+        Successors may start, where there is room, once tensor memory is allocated. One that started before and took
+        some would wait for this kernel, which would wait for its columns.
         """
         allocator.wait_for_alloc()
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         base = allocator.retrieve_ptr(Float32).toint()
         if cutlass.const_expr(self.cluster == 1):
-            self.mma_items(lists, items, sKV, sP, base, (kv, s, p, o))
+            self.mma_items(lists, items, sKV, sP, base, rings)
         elif cute.arch.block_idx_in_cluster() == 0:
-            self.mma_items(lists, items, sKV, sP, base, (kv, s, p, o))
+            self.mma_items(lists, items, sKV, sP, base, rings)
 
     @cute.jit
-    def mma_items(self, lists: tuple, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: tuple):
-        """S of tile j + 1 goes out before P V of tile j, so that the softmax of a tile hides behind MMAs.
+    def mma_items(self, lists: KeyLists, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: MmaRings):
+        """Issue S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs.
 
         The next item's Q goes to tensor memory, and its first S follows, in a pair before P V of the last tile of this
-        one (`q_ahead`), else behind it. A block of O is waited for before an item's first P V: the epilogue warps read
+        one (`q_ahead`), else after it. A block of O is waited for before an item's first P V: the epilogue warps read
         what the item before left there.
         """
         kv, s, p, o = rings
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
-        used = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
-        scores = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
-        weights = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
-        blocks = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.o_blocks)
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        kv_release_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.kv_stages)
+        s_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, S_STAGES)
+        p_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, P_STAGES)
+        o_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.o_blocks)
         tiles, begun = self.tiles_of(lists, items, items.first), Int32(0)
         for item in cutlass.range(items.first, items.end, items.step, unroll=1):
             tiles_after = self.tiles_of(lists, items, item + items.step)  # asked for a whole item ahead
@@ -66,72 +74,74 @@ class Mma(Plan):
                 if (tile < tiles) | follows:
                     if (tile == 0) | (tile == tiles):
                         if cutlass.const_expr(self.q_ahead):
-                            self.wait_for_scores(s, scores, tile)
-                        for part in cutlass.range_constexpr(self.q_stages):
-                            self.take_q(base, sKV, kv, full, part)
-                            full.advance()
-                    s.producer_acquire(scores)
-                    for part in cutlass.range_constexpr(self.tile_stages):
-                        kv.consumer_wait(full)
+                            self.wait_for_s(s, s_state, tile)
+                        for q_stage in cutlass.range_constexpr(self.q_stages):
+                            self.take_q(base, sKV, kv, kv_state, q_stage)
+                            kv_state.advance()
+                    s.producer_acquire(s_state)
+                    # S = Q @ K^T, over the dimensions of each stage
+                    for k_stage in cutlass.range_constexpr(self.tile_stages):
+                        kv.consumer_wait(kv_state)
                         umma.fence_after_thread_sync()
-                        self.mma_qk(base, scores.index, sKV + full.index * self.stage_bytes, part)
+                        self.mma_qk(base, s_state.index, sKV + kv_state.index * self.stage_bytes, k_stage)
                         if cutlass.const_expr(self.tile_stages > self.o_blocks):
-                            if self.dim_part() != part:  # values that only other CTAs read
-                                kv.consumer_release(full)
-                        full.advance()
+                            if self.dim_split() != k_stage:  # V that only other CTAs read
+                                kv.consumer_release(kv_state)
+                        kv_state.advance()
                     if cutlass.const_expr(self.groups):
-                        self.pass_on(s, scores)
-                    s.producer_commit(scores)
-                    scores.advance()
+                        self.signal_keys(s, s_state)
+                    s.producer_commit(s_state)
+                    s_state.advance()
                 if tile > 0:
-                    p.consumer_wait(weights)
+                    p.consumer_wait(p_state)
                     umma.fence_after_thread_sync()
                     if tile == 1:
                         for _ in cutlass.range_constexpr(self.q_stages):
-                            used.advance()  # `take_q` gave them back
-                    block_state = blocks.clone()
+                            kv_release_state.advance()  # `take_q` gave them back
+                    block_state = o_state.clone()
+                    # O += P @ V, a block of dimensions at a time
                     for block in cutlass.range_constexpr(self.o_blocks):
-                        stage = self.values(sKV, used)
+                        stage = self.v_address(sKV, kv_release_state)
                         if tile == 1:
                             o.producer_acquire(block_state)
                             umma.fence_after_thread_sync()
-                        self.mma_pv(base, sP + weights.index * P_BYTES, stage, tile > 1, block)
-                        read = self.tile_stages // self.o_blocks  # 0: the block behind this one is in the same stage
+                        self.mma_pv(base, sP + p_state.index * P_BYTES, stage, tile > 1, block)
+                        read = self.tile_stages // self.o_blocks  # 0: the next block is in the same stage
                         if cutlass.const_expr(read > 0 or block + 1 == self.o_blocks):
-                            for part in cutlass.range_constexpr(max(1, read)):
-                                if (read < 2) | (self.dim_part() == part):
-                                    kv.consumer_release(used)
-                                used.advance()
+                            for v_stage in cutlass.range_constexpr(max(1, read)):
+                                if (read < 2) | (self.dim_split() == v_stage):
+                                    kv.consumer_release(kv_release_state)
+                                kv_release_state.advance()
                         if tile == tiles:
                             o.producer_commit(block_state)
                         block_state.advance()
-                    p.consumer_release(weights)
-                    weights.advance()
+                    p.consumer_release(p_state)
+                    p_state.advance()
             if tiles > 0:
                 for _ in cutlass.range_constexpr(self.o_blocks):
-                    blocks.advance()
+                    o_state.advance()
             tiles, begun = tiles_after, cutlass.select_(follows & (tiles > 0), Int32(1), Int32(0))
 
     @cute.jit
-    def pass_on(self, s: pipeline.PipelineUmmaAsync, scores: pipeline.PipelineState):
-        """The keys of a tile have landed: softmax warps, which did not wait for them, may look at them, too."""
+    def signal_keys(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState):
+        """Signal that a tile's keys have landed to the softmax warps, which read them but did not wait for them."""
         with cute.arch.elect_one():
-            barrier = s.sync_object_full.get_barrier(scores.index)
+            barrier = s.sync_object_full.get_barrier(s_state.index)
             for cta in cutlass.range_constexpr(self.cluster):
                 cute.arch.mbarrier_arrive(barrier, None if self.cluster == 1 else cta)
 
     @cute.jit
-    def wait_for_scores(self, s: pipeline.PipelineUmmaAsync, scores: pipeline.PipelineState, tile: Int32):
-        """Before the next item's Q: wait until the last Q K^T of this one, which reads the Q before, is done."""
+    def wait_for_s(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState, tile: Int32):
+        """Wait until the last Q K^T of this item, which reads its Q, is done: the next item's Q overwrites that."""
         if tile > 0:
-            last = scores.clone()
+            last = s_state.clone()
             last.reverse()
             s.sync_object_full.wait(last.index, last.phase ^ 1)  # a producer's phase is ahead of a consumer's by one
             umma.fence_after_thread_sync()
 
     @cute.jit
-    def tiles_of(self, lists: tuple, items: Items, item: Int32):
-        """How many tiles an item has."""
+    def tiles_of(self, lists: KeyLists, items: Items, item: Int32):
+        """Count the tiles of an item."""
         work = self.work(lists, items, item)
         return work.end - work.first
 
@@ -141,29 +151,29 @@ class Mma(Plan):
         base: Int32,
         sKV: Int32,
         kv: pipeline.PipelineTmaUmma,
-        full: pipeline.PipelineState,
-        part: cutlass.Constexpr,
+        kv_state: pipeline.PipelineState,
+        q_stage: cutlass.Constexpr,
     ):
-        """Wait for the ``part``-th stage of Q, copy it, and give it back when that is done."""
-        kv.consumer_wait(full)
+        """Wait for the ``q_stage``-th stage of Q, copy it, and release it when that is done."""
+        kv.consumer_wait(kv_state)
         umma.fence_after_thread_sync()
-        self.place_q(base, sKV + full.index * self.stage_bytes, part)
-        kv.consumer_release(full)
+        self.place_q(base, sKV + kv_state.index * self.stage_bytes, q_stage)
+        kv.consumer_release(kv_state)
 
     @cute.jit
-    def place_q(self, base: Int32, stage: Int32, part: cutlass.Constexpr):
-        """Q from the ``part``-th of its stages to tensor memory: of each pair of chunks the first to lanes 0-63."""
+    def place_q(self, base: Int32, stage: Int32, q_stage: cutlass.Constexpr):
+        """Copy Q from its ``q_stage``-th stage to tensor memory: of each pair of chunks the first to lanes 0-63."""
         with cute.arch.elect_one():
             source = umma.at(self.k_descriptor, stage)
             pairs = self.chunks // 2 // self.q_stages
             for pair in cutlass.range_constexpr(pairs):
                 for k in cutlass.range_constexpr(CHUNK // 16):
-                    column = base + self.q_column + (part * pairs + pair) * (CHUNK // 2) + k * 8
+                    column = base + self.q_column + (q_stage * pairs + pair) * (CHUNK // 2) + k * 8
                     umma.copy_rows(column, umma.behind(source, pair * 2 * CHUNK_BYTES + k * 32), self.cluster)
 
     @cute.jit
-    def mma_qk(self, base: Int32, slot: Int32, stage: Int32, part: cutlass.Constexpr):
-        """S = Q K^T as two sums over half the head dimensions, in lanes 0-63 and in 64-127: what a stage has of it.
+    def mma_qk(self, base: Int32, slot: Int32, stage: Int32, k_stage: cutlass.Constexpr):
+        """Issue S (+)= Q @ K^T of a stage: two sums over half the head dimensions, in lanes 0-63 and in 64-127.
 
         N is 128. Alone: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one. A
         pair: the 64 keys of a chunk of each CTA, the first CTA's and the second CTA's half of the dimensions.
@@ -174,36 +184,38 @@ class Mma(Plan):
             pairs = self.chunks // 2 // self.tile_stages
             for pair in cutlass.range_constexpr(pairs):
                 for k in cutlass.range_constexpr(CHUNK // 16):
-                    a = base + self.q_column + (part * pairs + pair) * (CHUNK // 2) + k * 8
+                    a = base + self.q_column + (k_stage * pairs + pair) * (CHUNK // 2) + k * 8
                     b = umma.behind(keys, pair * (2 // self.cluster * CHUNK_BYTES) + k * 32)
-                    umma.mma(d, a, b, self.qk_instruction, part + pair + k > 0, **self.form)
+                    umma.mma(d, a, b, self.qk_instruction, k_stage + pair + k > 0, **self.variant)
 
     @cute.jit
-    def values(self, sKV: Int32, used: pipeline.PipelineState):
-        """Where the values of the next block are: in the stage that is freed next, or, where other CTAs have the
-        dimensions before this one's, behind those, in the same stage or in the next."""
-        index, offset = used.index, 0
-        if cutlass.const_expr(self.dim_parts > 1):
+    def v_address(self, sKV: Int32, kv_release_state: pipeline.PipelineState):
+        """Return the SMEM address of V for the next block of O.
+
+        With ``dim_splits`` > 1 this CTA's columns follow the other CTA's, in the same stage or in the next.
+        """
+        index, offset = kv_release_state.index, 0
+        if cutlass.const_expr(self.dim_splits > 1):
             if cutlass.const_expr(self.tile_stages > 1):
-                after = used.clone()
+                after = kv_release_state.clone()
                 after.advance()
-                index = cutlass.select_(self.dim_part() == 0, index, after.index)
+                index = cutlass.select_(self.dim_split() == 0, index, after.index)
             else:
-                offset = self.dim_part() * (self.stage_chunks // self.dim_parts * CHUNK_BYTES)
+                offset = self.dim_split() * (self.stage_chunks // self.dim_splits * CHUNK_BYTES)
         return sKV + index * self.stage_bytes + offset
 
     @cute.jit
-    def mma_pv(self, base: Int32, weights: Int32, stage: Int32, accumulate: cutlass.Boolean, block: cutlass.Constexpr):
-        """O += P V of a block, from the stage that holds its dimensions: read with the head dimension as N.
+    def mma_pv(self, base: Int32, sP: Int32, stage: Int32, accumulate: cutlass.Boolean, block: cutlass.Constexpr):
+        """Issue O (+)= P @ V of a block, from the stage that holds its dimensions: read with the dimension as N.
 
         A pair: half of N from each CTA.
         """
         place = block % max(1, self.o_blocks // self.tile_stages)  # among the blocks of the stage
         with cute.arch.elect_one():
-            p, values = umma.at(self.k_descriptor, weights), umma.at(self.v_descriptor, stage)
+            p, v = umma.at(self.k_descriptor, sP), umma.at(self.v_descriptor, stage)
             o = base + block * (self.pv_n // 2)
             for k in cutlass.range_constexpr(TILE_N // 16):
                 a = umma.behind(p, k * 32)
-                b = umma.behind(values, place * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
+                b = umma.behind(v, place * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
                 add = accumulate if k == 0 else cutlass.Boolean(True)
-                umma.mma(o, a, b, self.pv_instruction, add, **self.form)
+                umma.mma(o, a, b, self.pv_instruction, add, **self.variant)

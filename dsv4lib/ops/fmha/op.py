@@ -8,7 +8,7 @@
 tensor, waits for nothing, and allocates by shapes alone. So a CUDA graph can capture it, after one call (or `warm_up`)
 has compiled and loaded its kernels. `torch.compile` passes it whole.
 
-Padded rows: a token whose counts are 0 or negative, or whose request in a `Ring` is negative, has no keys. Nothing of
+Padded rows: a token with counts 0 or negative, or with a negative request in a `Ring`, has no keys. Nothing of
 its lists, of a pool or of its q reaches a number: o is 0 and lse is -inf. A padded group has 0 tokens or fewer.
 
 One kernel launch, `Fmha`. Where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split.
@@ -37,7 +37,7 @@ from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import compile_cache, launching, plans
 from dsv4lib.ops.common import splits as split_choice
 from dsv4lib.ops.common.schema import op
-from dsv4lib.ops.common.splits import Parts
+from dsv4lib.ops.common.splits import Splits
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.fmha import arguments
 from dsv4lib.ops.fmha.combine import AT_ONCE, Combine, loads_at_once
@@ -45,6 +45,7 @@ from dsv4lib.ops.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.sources import Fp8Pages as Fp8Pages  # for callers, as the others
 from dsv4lib.ops.fmha.sources import Gathered, Keys, Ring, Rows, Selected, entries_of, window_of
+from dsv4lib.ops.fmha.work import KeyRows
 
 ARCHS = ("sm_100a", "sm_103a")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -82,12 +83,13 @@ def fmha(
         groups: int32 [G, 2] from `kernels.fmha.window.token_groups`: adjacent tokens that read nearly the same keys
             share tiles (prefill; not with `Selected`), 128 // H of them with ``cluster`` 2, 64 // H with 1, which the
             op takes too. None: a token is on its own.
-        normalise: False: a part of something larger, without sink and rotation: o is fp32 sum_j e^{s_j - m} kv_j, and
-            lse is fp32 [T, H, 2], m and sum_j e^{s_j - m}; m is -inf where a token has no keys.
+        normalise: False: these keys are a split of a union, without sink and rotation: o is fp32
+            sum_j e^{s_j - m} kv_j, and lse is fp32 [T, H, 2], m and sum_j e^{s_j - m}; m is -inf where a token has no
+            keys.
         o: [T, H, D] of q's type, written in place; None: a new one.
         lse: fp32 [T, H], written in place; None: a new one.
-        splits: parts of the keys, 1 to `MAX_SPLITS`; None: `choose_splits`.
-        workspace: fp32, at least `workspace_size` elements, for parts; None: from torch's allocator.
+        splits: of the keys, 1 to `MAX_SPLITS`; None: `choose_splits`.
+        workspace: fp32, at least `workspace_size` elements, for splits; None: from torch's allocator.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Returns:
@@ -131,38 +133,18 @@ def choose_splits(
     groups: int | None = None,
     fp8: bool = False,
     head_dim: int = 512,
-    by_range: bool = False,
-) -> int:
-    """Choose parts of the keys for a call of this shape, see `choose_parts`.
-
-    Args:
-        tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
-        groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
-        head_dim: D. by_range: entries are consecutive rows, not an index list.
-    """
-    given = tokens, heads, most, window_most, sm_count, groups, fp8, head_dim
-    return choose_parts(*given, by_range=by_range).splits
-
-
-def choose_parts(
-    tokens: int,
-    heads: int,
-    most: int,
-    window_most: int,
-    sm_count: int = split_choice.SM_COUNT,
-    groups: int | None = None,
-    fp8: bool = False,
-    head_dim: int = 512,
     splits: int | None = None,
     by_range: bool = False,
-) -> Parts:
-    """Choose splits of the keys and of the dimensions of O.
+) -> Splits:
+    """Choose splits of the keys and of the dimensions of O for a call of this shape.
 
     The second never changes a bit.
 
     Args:
-        head_dim: D; only 512 dimensions have parts, and not those of groups.
-        splits: parts of the keys, where they are given.
+        tokens, heads: T, H. most, window_most: entries and window keys of the longest list. sm_count: of the GPU.
+        groups: of tokens that share tiles; None: a token is on its own. fp8: the entries are 584-byte ones.
+        head_dim: D; only 512 dimensions are split, and not those of groups.
+        splits: of the keys, where they are given. by_range: entries are consecutive rows, not an index list.
     """
     ctas = cluster_of(heads, head_dim, groups=groups is not None)
     head_blocks = -(-heads // (TILE_M * ctas))
@@ -171,7 +153,7 @@ def choose_parts(
     kind = "fp8" if fp8 else "range" if by_range else "index"
     tile = split_choice.mean_tile(kind, ctas, tiles, tiles - -(-most // TILE_N))
     halves = head_dim == 512 and groups is None
-    # A last part of another length only where a token is one unit: `work.Split.last` counts tokens.
+    # A last split of another length only where a token is one unit: `work.KeySplits.last` counts tokens.
     one_unit = groups is None and head_blocks == 1
     key_bytes = (kv_entry.LAYOUT.entry_bytes if fp8 else 2 * head_dim) if one_unit else None
     return _choose(units, tiles, sm_count // ctas, ctas, tile, halves, splits, key_bytes)
@@ -188,7 +170,7 @@ def cluster_of(heads: int, head_dim: int = 512, groups: bool = False) -> int:
 
 
 def workspace_size(tokens: int, heads: int, head_dim: int, splits: int) -> int:
-    """Count the fp32 elements that a call with this many parts needs; 0 for one part."""
+    """Count the fp32 elements of the workspace of a call with ``splits``; 0 for one."""
     return splits * tokens * heads * (head_dim + 1) if splits > 1 else 0
 
 
@@ -210,9 +192,9 @@ def warm_up(
         settings = {"head_dim": head_dim, "dtype": dtype, "sink": True, "inverse_rope": False, **options}
         settings["cluster"] = cluster_of(heads, settings["head_dim"], bool(settings.get("groups")))
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
-        parts = {**settings, "sink": False, "inverse_rope": False, "partial": True}
+        partial = {**settings, "sink": False, "inverse_rope": False, "partial": True}
         shared = (1, 2) if head_dim == 512 and not settings.get("groups") else (1,)
-        needed += [(Fmha, {**one, "dim_parts": n}) for one in (settings, parts) for n in shared]
+        needed += [(Fmha, {**one, "dim_splits": n}) for one in (settings, partial) for n in shared]
         needed += [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
     return compile_cache.default().warm_up(
         [(*pair, arguments.fake_args) for pair in needed], launching.arch("auto", ARCHS)
@@ -327,9 +309,9 @@ class Call(NamedTuple):
         if not self.normalise:
             for name, value in (("sink", self.sink), ("rope", self.rope)):
                 if value is not None:
-                    raise ArgumentError(name, "given", "None unless normalised: it belongs to the union of parts")
+                    raise ArgumentError(name, "given", "None unless normalised: it belongs to the union of splits")
             if self.splits > 1:
-                raise ArgumentError("splits", self.splits, "1 unless normalised: the parts would have to be joined")
+                raise ArgumentError("splits", self.splits, "1 unless normalised: they would have to be combined")
         if self.groups is not None:
             if self.index is not None or self.window_index is not None:
                 raise ArgumentError("groups", "given", "None with Selected: tokens of a group read the same keys")
@@ -338,7 +320,7 @@ class Call(NamedTuple):
                 raise ArgumentError("groups.shape", tuple(self.groups.shape), allowed)
         if self.workspace is not None and self.workspace.numel() < workspace_size(t, h, d, self.splits):
             needed = workspace_size(t, h, d, self.splits)
-            allowed = f"at least [{needed}] for {self.splits} parts"
+            allowed = f"at least [{needed}] for {self.splits} splits"
             raise ArgumentError("workspace.shape", tuple(self.workspace.shape), allowed)
 
     def check_values(self) -> None:
@@ -408,44 +390,41 @@ def _launch(name: str, call: Call) -> None:
         "groups": call.groups is not None,
     }
     pools = {name: (one.pool, one.page) if one.page else one.pool for name, one in call.sources.items()}
-    entries = None if source is None else (pools["entries"], call.index, source.first, source.count)
+    entries = None if source is None else KeyRows(pools["entries"], call.index, source.first, source.count)
     most = tuple(0 if one is None else one.most for one in (source, window))
-    lists = call.window_index if window is None or window.first is None else window.first
-    span = None if window is None else (pools["window"], lists, window.count)
+    span = None if window is None else KeyRows(pools["window"], call.window_index, window.first, window.count)
     sms = launching.sm_count(q.device) if name == "native" else split_choice.SM_COUNT
     if not call.normalise:
         splits = 1
     groups = None if call.groups is None else call.groups.shape[0]
     given = *q.shape[:2], *most, sms, groups, keys["fp8_entries"]
-    splits, keys["dim_parts"], tail = choose_parts(*given, q.shape[2], splits or None, kind == "range")
+    splits, keys["dim_splits"], tail = choose_splits(*given, q.shape[2], splits or None, kind == "range")
 
     def attend(settings: dict[str, Any], sink: Any, rope: Any, o: Tensor, lse: Tensor) -> None:
         kernel, code = _code(name, Fmha, {**ends, **keys, **settings})
         given = q, entries, span, sink, rope, o, lse, call.scale, splits
-        split = {"sms": sms, "tail": tail}
-        launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream, groups=call.groups, **split))
+        rest = {"stream": stream, "groups": call.groups, "sms": sms, "tail": tail}
+        launching.enqueue(name, code, arguments.launch_args(kernel, *given, **rest))
 
     if not call.normalise:
         return attend({"partial": True, "raw": True}, None, None, o[None], lse[None])
     if splits == 1:
         return attend({}, call.sink, call.rope, o, lse)
-    parts, lses = _parts(call, splits)
-    attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, parts, lses)
+    partial = _partial(call, splits)
+    attend({"sink": False, "inverse_rope": False, "partial": True}, None, None, *partial)
     kernel, code = _code(name, Combine, {**ends, "at_once": loads_at_once(splits, o.shape[0] * o.shape[1])})
-    launching.enqueue(
-        name, code, arguments.combine_args(kernel, parts, lses, call.sink, call.rope, o, lse, stream=stream)
-    )
+    launching.enqueue(name, code, arguments.combine_args(kernel, *partial, call.sink, call.rope, o, lse, stream=stream))
     return None
 
 
-def _parts(call: Call, splits: int) -> tuple[Tensor, Tensor]:
+def _partial(call: Call, splits: int) -> tuple[Tensor, Tensor]:
     """Lay o [splits, T, H, D] and lse [splits, T, H] out in the workspace."""
     (tokens, heads, depth), room = call.q.shape, splits * call.q.numel()
     needed, space = workspace_size(tokens, heads, depth, splits), call.workspace
     if space is None:
         space = plans.scratch(needed, dtype=torch.float32, like=call.q)
     if space.numel() < needed:
-        raise ArgumentError("workspace.shape", tuple(space.shape), f"at least [{needed}] for {splits} parts")
+        raise ArgumentError("workspace.shape", tuple(space.shape), f"at least [{needed}] for {splits} splits")
     return space[:room].view(splits, tokens, heads, depth), space[room:needed].view(splits, tokens, heads)
 
 

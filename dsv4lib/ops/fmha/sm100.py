@@ -26,7 +26,7 @@ the same ring, and copied to tensor memory (`tcgen05.cp`).
   | row exchange 3 x 512 B, mbarriers, TMEM address
   +------------------------------+ 231,124
 
-Why M 64 in the weight-stationary form (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
+Why M 64 in the weight-stationary MMA (`tcgen05.mma.ws`). The fp32 O of 128 rows would fill all 512 columns and leave
 none for S. With 64 rows, `.ws` puts the left half of N in lanes 0-63 and the right half in lanes 64-127, so O takes 256
 columns and all lanes work. Q is the A operand in TMEM: each half of the lanes multiplies its own A, so Q takes only 128
 columns for 64 rows x 512 dims, and a S tile is computed as two sums over half the dimensions (chunks 0, 2, 4, 6 in
@@ -38,7 +38,7 @@ tile while the second is multiplied, so that loads are half a tile further ahead
 there. Modelled, a tile takes 1,571 clocks so and 1,860 with three whole stages.
 
 128 heads: `cluster` 2, a pair of CTAs that multiply together (`cta_group::2`, M 128), 64 rows each. Every CTA keeps its
-half of the dimensions, 256, of all keys; nothing is loaded twice. A part of N comes from each CTA, and 64 lanes
+half of the dimensions, 256, of all keys; nothing is loaded twice. A share of N comes from each CTA, and 64 lanes
 of both hold it (accumulator layout B): S again as two sums over half the dimensions, one a CTA's, O in two halves.
 
     SMEM of CTA c                   byte         TMEM of each CTA, its 64 heads
@@ -51,34 +51,34 @@ of both hold it (accumulator layout B): S again as two sums over half the dimens
   | P, exchanges as above        |            127    |              | 511      | 256-  | 256-  |
   +------------------------------+ 230,912           +--------------+----------+-------+-------+
 
-Why so, for 128 heads and 128 keys on one SM: MMAs take 2,048 clocks, as many as the multiply-adds need. Two CTAs in the
-form above, also with every tile multicast, read 368 KiB of SMEM, 2,944 clocks; a pair that loads its 64 keys and
+Why so, for 128 heads and 128 keys on one SM: MMAs take 2,048 clocks, as many as the multiply-adds need. Two CTAs as
+above, also with every tile multicast, read 368 KiB of SMEM, 2,944 clocks; a pair that loads its 64 keys and
 its 256 dims of V, as `cta_group::2` wants two tiles, gets 128 KiB from L2, 2,731 clocks. Here it is 240 KiB and
 64 KiB: only the MMAs remain. (128 B a clock from SMEM, 48 from L2.) And a stage is half as large: 6 of 32 KiB.
 
 What Q in TMEM rests on. The ISA shows for M 128 of a pair two groups of 64 lanes, each with all rows of its CTA and
 half of N; that each group multiplies the A of its own lanes it does not say. CUTLASS stores such an A twice, in both
 groups (`TmemAllocMode::Duplicated`), which is needed only if each reads its own; DeepSeek's FlashMLA (SM100, 128
-heads, small top-k) puts different dimensions into them as here. The emulator follows; no B200 was asked.
+heads, small top-k) puts different dimensions into them as here. The emulator follows; no B200 has confirmed it.
 
 Several tokens in a tile: `groups`. Rows are heads of adjacent tokens that read nearly the same keys (SWA inside a
 chunk, HCA under the limit per query), 64 // H of them, or 128 // H over a cluster. A CTA walks over the union of their
 ranges; a row masks what its own token does not see. Never for index lists: in CSA each token selects its own entries.
 
-CTAs are persistent. The grid has as many CTAs as run at once; each keeps its heads and its part of the keys and takes
+CTAs are persistent. The grid has as many CTAs as run at once; each keeps its heads and its split of the keys and takes
 every n-th token (or group), one after the other, without a pause in its pipelines: tiles of the next token are loaded
 while this one's are multiplied, and the transition from token to token runs under both. In a pair (alone, Q' and S 0'
-come behind P V n-1: the ring has no room for two tiles and Q'):
+come after P V n-1: the ring has no room for two tiles and Q'):
 
     tensor core   .. S n-1 | P V n-2 | Q' -> TMEM | S 0' | P V n-1 | S 1' | P V 0'    | S 2' ..
     softmax       .. n-2 ..| ........ n-1 .........      | ....... 0' ....| ..... 1' .....
     epilogue                                                   | read, store | read, store |       blocks of O
     loads         .. Q'    0'    1'    2' ..  (as far ahead as there are stages)
 
-Q' may go to TMEM when Q K^T of tile n - 1 is done: the MMA warp waits for that, as the ISA puts a copy before the MMAs
-behind it, but not behind those before it. P V of 0' may overwrite a block of O when all epilogue warps have read it.
-Softmax warps hand over sums and references of the rows and go on. Every role finds the next token by itself: no warp
-deals them out. A token without keys takes nothing: no Q, no stage.
+Q' may go to TMEM when Q K^T of tile n - 1 is done: the MMA warp waits for that, as the ISA orders a copy before later
+MMAs, but not after earlier ones. P V of 0' may overwrite a block of O when all epilogue warps have read it. Softmax
+warps hand over row_sum and row_max and go on. Every role computes the next token by itself; there is no scheduler warp.
+A token without keys takes nothing: no Q, no stage.
 
 Roles (12 warps, 384 threads: a warpgroup for the epilogue, or with FP8 keys to dequantise)
 
@@ -101,19 +101,22 @@ the same bf16 tile as with TMA, bit for bit:
   | n x 576 B: 448 E4M3 | 64 bf16 (RoPE)     | --> | 16 B of every 64 B, 4 lanes | --> | chunk 0-6: x scale  |
   | n x   8 B: 7 scales 2^e | -              | --> | a key; a tile ahead: 36 KiB | cvt | chunk 7: RoPE dims  |
   | padding                                  |     +-----------------------------+     +---------------------+
-  +------------------------------------------+       zeros for -1 and behind the last key
+  +------------------------------------------+       zeros for -1 and past the last key
 
-Why three load warps. A copy takes its operands from uniform registers. Of lanes that issue their own ptxas makes a
-loop that elects lane after lane: 42.5 clocks a copy on an H200 (`bench.issue_probe`; boxes of 4 rows, as it has no
-gather4), 5,440 a tile. One lane that sends all, four rows moved once for 8 copies, takes 25.5; a tile is 3,270 by one
-warp, 1,830 by two, 990 by four, and 620, bound by bytes, in 8 boxes of 64 rows: the window, and entries by range, but
-for the tiles at their ends, where rows behind the last key must arrive as zeros.
+Why three load warps. A copy takes its operands from uniform registers, so one lane sends all copies of a warp, four
+rows moved once for 8 copies (`bench.issue_probe`, an H200; boxes of 4 rows, as it has no gather4):
+
+    clocks     lanes that each issue   one lane   a tile: 1 warp   2 warps   4 warps   8 boxes of 64 rows
+               42.5 a copy             25.5       3,270            1,830     990       620, bound by bytes
+
+Boxes serve the window and entries by range, but for the tiles at their ends, where rows past the last key must arrive
+as zeros.
 
 Pipelines
 
     kv   TMA -> UMMA       6 stages   full: 32,768 bytes have landed       empty: commit after P V of its block, or
                                       (Q takes 2 of them)                    after the copies of Q
-         dequant -> UMMA   3 stages   full: one arrival a dequant warp, behind a proxy fence, and one a load warp,
+         dequant -> UMMA   3 stages   full: one arrival a dequant warp, after a proxy fence, and one a load warp,
                                       whose TMA brings Q and 16-bit keys; a stage is a whole tile, or Q
     s    UMMA -> softmax   2 stages   full: commit after Q K^T; of groups  empty: one arrival a softmax warp
                                       an arrival: the keys have landed
@@ -125,22 +128,26 @@ Pipelines
 Of a pair, what the MMA warp waits for is counted in CTA 0: the bytes of both (`.cta_group::2` of TMA), the arrivals of
 the softmax and epilogue warps of both; its commits go to both (multicast).
 
-Online softmax. Exponents are relative to a reference that follows the row maximum only when that grew by more than
-2^4: the weights stay below 2^4, their sum in fp32, and O is rescaled in TMEM rarely. The result is the exact formula.
-A lag costs accuracy: the largest weight of a row is then not 1 but is rounded, which the sum is not. On the numbers of
-`bench.peers` (64 heads) 2^8 gives 2.11e-3 for 3,050 warp-instructions per 128 keys, 2^4 2.04e-3 for 3,222, 2^2 1.97e-3
-for 4,318: a warp rescales when one of its 32 rows has to.
+Online softmax. Exponents are relative to a row_max that follows the maximum only when that grew by more than 2^4: P
+stays below 2^4, row_sum in fp32, and O is rescaled in TMEM rarely. The result is the exact formula. Lazy rescaling
+costs accuracy: P is rounded to bf16 while row_sum is fp32, so the largest entry of P is no longer exactly 1. A warp
+rescales when one of its 32 rows has to. On the numbers of `bench.peers` (64 heads):
+
+    threshold   error     warp-instructions per 128 keys
+    2^2         1.97e-3   4,318
+    2^4         2.04e-3   3,222
+    2^8         2.11e-3   3,050
 
 Launches overlap (`griddepcontrol`): barriers and tensor memory are made and tensor maps fetched while the kernel before
-ends. Each role waits for that kernel before it touches global memory, to read or to write. Kernels behind this one may
-come as soon as tensor memory is allocated, and wait themselves: this one ends behind its wait, so who waits for it has
-waited for all before it too.
+ends. Each role waits for that kernel before it touches global memory, to read or to write. Successors may start as soon
+as tensor memory is allocated, and wait themselves. Completion of this kernel implies completion of its predecessors,
+because it ends only after its own griddepcontrol.wait.
 
-Few tokens leave SMs idle. Parts of the keys (`partial`) run beside each other and are joined by `combine`; a last part
-may be of another length, for as many CTAs as whole parts leave idle (`work.Split`). Parts of the dimensions
-(`dim_parts`) need no join: two CTAs (or pairs) weigh the same keys, and each has its blocks of O.
+Few tokens leave SMs idle. Splits of the keys (`partial`) run beside each other and are added up by `combine`; a last
+split may be of another length, for as many CTAs as whole splits leave idle (`work.KeySplits`). Splits of the dimensions
+(`dim_splits`) need no combine: two CTAs (or pairs) weigh the same keys, and each has its blocks of O.
 
-A pair's CTAs leave together: each frees its tensor memory when the other is ready to, behind its last arrival; commits
+A pair's CTAs leave together: each frees its tensor memory when the other is ready to, after its last arrival; commits
 from CTA 0 are all waited for, the last ones by CTA 1's load warp.
 
 What limits it. A tile costs 64 KiB of L2 reads (a CTA, or a pair) and 2 x 64 x 64 x 512 multiply-adds a CTA; see
@@ -172,10 +179,11 @@ from dsv4lib.ops.fmha.config import (
     TMEM_READY,
 )
 from dsv4lib.ops.fmha.dequant import Dequant
-from dsv4lib.ops.fmha.epilogue import Epilogue
-from dsv4lib.ops.fmha.mma import Mma
-from dsv4lib.ops.fmha.softmax import Softmax
-from dsv4lib.ops.fmha.work import Split
+from dsv4lib.ops.fmha.epilogue import Epilogue, EpilogueRings
+from dsv4lib.ops.fmha.load import KeySources, QSource
+from dsv4lib.ops.fmha.mma import Mma, MmaRings
+from dsv4lib.ops.fmha.softmax import SharedMemory, Softmax, SoftmaxRings
+from dsv4lib.ops.fmha.work import KeyList, KeyLists, KeyRows, KeySplits, Outputs
 
 
 class Fmha(Dequant, Mma, Softmax, Epilogue):
@@ -187,15 +195,15 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
     def __call__(
         self,
         mQ: cute.Tensor,
-        entries: tuple,
-        window: tuple,
+        entries: KeyRows,
+        window: KeyRows,
         mGroups: Any,
         mSink: Any,
         rope: Any,
         mO: cute.Tensor,
         mLse: cute.Tensor,
         scale: Float32,
-        split: tuple,
+        splits: KeySplits,
         sms: Int32,
         q_pitch: Int64,
         stream: cuda.CUstream,
@@ -204,22 +212,20 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
 
         Args:
             mQ: [T, H, D].
-            entries: (rows [R, D], index [T, K] int32 or None, first [T] int32 or None, count [T] int32), or None.
-            window: (rows [R, D], first [T] int32, or index [T, K] int32 with ``window_index``, count [T]), or None.
-                FP8 rows are (pages [P, S] uint8, page size, multiplier, shift): see `kv_entry.page_divisor`.
+            entries, window: keys, or None; a window by index with ``window_index``.
             mGroups: [G, 2] int32, first token and number of tokens of each group, or None. A group's tokens are at most
                 64 ``cluster`` / H, and the ranges of those that have keys form one interval.
             mSink: [H] fp32 or None.
-            rope: (cos [T, 32], sin [T, 32]) fp32 or None.
+            rope: `rope.Tables` or None.
             mO: [T, H, D] in ``dtype``; partial: [splits, T, H, D] fp32.
-            mLse: [T, H] fp32; partial: [splits, T, H]; raw: [splits, T, H, 2], reference and sum.
+            mLse: [T, H] fp32; partial: [splits, T, H]; raw: [splits, T, H, 2], row_max and row_sum.
             scale: of the dot products.
-            split: `work.Split`, how the keys are split; one part unless partial.
+            splits: how the keys are split; one split unless partial.
             sms: CTAs that the GPU runs at once; each takes as many tokens or groups as it must.
             q_pitch: a divisor of both of Q's strides: rows of this pitch are Q as a matrix, see `arguments.q_pitch`.
             stream: where the launch is queued.
         """
-        sources, queries = self.key_sources(entries, window), self.queries(mQ, q_pitch)
+        sources, queries = self.key_sources(entries, window), self.q_source(mQ, q_pitch)
 
         @cute.struct
         class Storage:
@@ -240,20 +246,20 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         self.storage = Storage
         blocks = mQ.shape[0] if cutlass.const_expr(not self.groups) else mGroups.shape[0]
         head_blocks = cute.ceil_div(mQ.shape[1], TILE_M * self.cluster)
-        ctas = head_blocks * (self.cluster * self.dim_parts)  # of an item
-        splits, last, _ = split
-        per_part = cutlass.min(blocks, cutlass.max(sms // (ctas * splits), 1))
-        grid = (per_part, ctas, splits)
+        ctas = head_blocks * (self.cluster * self.dim_splits)  # of an item
+        n, last, _ = splits
+        per_split = cutlass.min(blocks, cutlass.max(sms // (ctas * n), 1))
+        grid = (per_split, ctas, n)
         if cutlass.const_expr(self.partial):
             if last > 0:
-                per_part = cutlass.min(blocks, cutlass.max((sms // ctas - last) // (splits - 1), 1))
-                grid = (per_part * (splits - 1) + last, ctas, Int32(1))
-        lists = (
-            None if cutlass.const_expr(self.entries == "none") else entries[1:],
-            None if cutlass.const_expr(not self.window) else window[1:],
+                per_split = cutlass.min(blocks, cutlass.max((sms // ctas - last) // (n - 1), 1))
+                grid = (per_split * (n - 1) + last, ctas, Int32(1))
+        lists = KeyLists(
+            None if cutlass.const_expr(self.entries == "none") else KeyList(*entries[1:]),
+            None if cutlass.const_expr(not self.window) else KeyList(*window[1:]),
         )
-        outputs = mSink, rope, mO, mLse
-        self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, split, per_part).launch(
+        outputs = Outputs(mSink, rope, mO, mLse)
+        self.kernel(mQ, queries, sources, lists, mGroups, outputs, scale * LOG2_E, splits, per_split).launch(
             grid=grid,
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.min_blocks,
@@ -268,14 +274,14 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
     def kernel(
         self,
         mQ: cute.Tensor,
-        queries: tuple,
-        sources: tuple,
-        lists: tuple,
+        queries: QSource,
+        sources: KeySources,
+        lists: KeyLists,
         mGroups: Any,
-        outputs: tuple,
+        outputs: Outputs,
         scale_log2: Float32,
-        split: tuple,
-        per_part: Int32,
+        splits: KeySplits,
+        per_split: Int32,
     ):
         """Set-up shared by all warps, beside the end of the kernel before; then one role each, which waits for it."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -283,12 +289,11 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
             self.prefetch_maps(queries, sources)
         storage = memory.SmemAllocator().allocate(self.storage)
         kv = self.kv_pipeline(storage.kv_barriers.data_ptr())
-        scores, arrivals = storage.s_barriers.data_ptr(), 1 + self.groups
-        s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), scores, self.cluster, arrivals)
+        s_barriers, arrivals = storage.s_barriers.data_ptr(), 1 + self.groups
+        s = pipelines.umma_to_warps(S_STAGES, len(SOFTMAX_WARPS), s_barriers, self.cluster, arrivals)
         p = pipelines.warps_to_umma(P_STAGES, len(SOFTMAX_WARPS), storage.p_barriers.data_ptr(), self.cluster)
         o = pipelines.umma_to_warps(self.o_blocks, len(SOFTMAX_WARPS), storage.o_barriers.data_ptr(), self.cluster)
-        ends = storage.sum_barriers.data_ptr()
-        sums = pipelines.warps_to_warps(1, len(SOFTMAX_WARPS), len(SOFTMAX_WARPS), ends)
+        sums = pipelines.warps_to_warps(1, len(SOFTMAX_WARPS), len(SOFTMAX_WARPS), storage.sum_barriers.data_ptr())
         free = storage.free_barrier.data_ptr() if self.cluster > 1 else None
         users = self.tmem_threads + 32
         allocator = tmem.allocator(storage.tmem_address.ptr, TMEM_READY, users, SOFTMAX_WARPS[0], free)
@@ -296,22 +301,22 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         pipeline.pipeline_init_arrive(cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster)
 
-        items = self.items(mQ, mGroups, Split(*split), per_part)
-        outputs = self.of_part(outputs, items)
+        items = self.items(mQ, mGroups, splits, per_split)
+        outputs = self.of_split(outputs, items)
         sKV = storage.sKV.data_ptr().toint()
         sP, sRow = storage.sP.data_ptr().toint(), storage.sRow.get_tensor(cute.make_layout((SOFTMAX_THREADS, 3)))
         if warp < MMA_WARP:
             sX = storage.sX.get_tensor(cute.make_layout((4, SOFTMAX_THREADS, HALF_N // 4), stride=(1, 4, 512)))
-            shared = sP, sX, sRow, sKV
-            self.softmax(mQ, lists, items, outputs, shared, allocator, (s, p, o, sums), scale_log2)
+            shared = SharedMemory(sP, sX, sRow, sKV)
+            self.softmax(mQ, lists, items, outputs, shared, allocator, SoftmaxRings(s, p, o, sums), scale_log2)
         elif warp == MMA_WARP:
-            self.mma(lists, items, sKV, sP, allocator, kv, s, p, o)
+            self.mma(lists, items, sKV, sP, allocator, MmaRings(kv, s, p, o))
         elif warp < LOAD_WARP + self.load_warps:
             self.load(mQ, queries, sources, lists, items, sKV, kv, warp - LOAD_WARP)
         else:
             if cutlass.const_expr(self.epilogue_warps):
                 if warp >= self.epilogue_warps[0]:
-                    self.epilogue(mQ, lists, items, outputs, sRow, allocator, (o, sums))
+                    self.epilogue(mQ, lists, items, outputs, sRow, allocator, EpilogueRings(o, sums))
             if cutlass.const_expr(self.dequant_warps):
                 if warp >= self.dequant_warps[0]:
                     self.dequantise(sources, lists, items, sKV, kv)

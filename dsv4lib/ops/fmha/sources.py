@@ -83,7 +83,7 @@ class Ring(NamedTuple):
     swa_lens: Tensor
 
     def rows(self) -> Rows:
-        """The same window as rows of the stacked rings.
+        """Return the same window as rows of the stacked rings.
 
         Raises:
             ArgumentError: rings or lists of the wrong shape or type, or (on the CPU) a request that has no ring.
@@ -115,7 +115,7 @@ class Ring(NamedTuple):
 
 
 def _flat(name: str, pool: Tensor | Fp8Pages) -> tuple[Tensor, int]:
-    """(pool as the op takes it, entries of a page): rows [R, D] and 0, or bytes of pages; a view, never a copy."""
+    """Return (pool as the op takes it, entries of a page): rows [R, D] and 0, or bytes of pages; always a view."""
     if isinstance(pool, Fp8Pages):
         if pool.pages.dtype != torch.uint8 or pool.pages.dim() != 2:
             raise ArgumentError(f"{name}.pages", f"{pool.pages.dtype}{list(pool.pages.shape)}", "uint8 [P, S]")
@@ -149,7 +149,7 @@ class Keys(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of the pool, through all pages."""
+        """Count the rows of the pool, through all pages."""
         return len(self.pool) * max(self.page, 1)
 
 
@@ -194,7 +194,7 @@ def window_of(window: Ring | Rows | Selected | None, q: Tensor) -> tuple[Keys | 
 
 
 def _most(name: str, given: int | None, pool: Tensor, page: int) -> int:
-    """No list is longer: the pool's rows, or ``given`` where that is less."""
+    """Bound the lists: the pool's rows, or ``given`` where that is less."""
     if given is not None and not 0 <= given < 1 << 31:
         raise ArgumentError(f"{name}.most", given, "0 to 2^31 - 1, or None")
     rows = pool.shape[0] * max(page, 1)

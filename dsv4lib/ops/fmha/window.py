@@ -1,10 +1,10 @@
-"""Which rows a query reads: the ring of a request in decode, the span of a chunk in prefill, the entries it may see.
+"""Compute which rows a query reads: a request's ring in decode, a chunk's span in prefill, the entries it may see.
 
 A query at position t sees the window positions max(0, t - 127) .. t, its own included, and the compressed entries that
 are complete at t: floor((t + 1) / rate). The kernel takes consecutive rows, (first, count) a query:
 
-    decode    a ring of 128 slots a request, slot = position mod 128: keys come in rotated order, which attention does
-              not notice
+    decode    a ring of 128 slots a request, slot = position mod 128: keys come in rotated order, on which attention
+              does not depend
     prefill   a span of 127 + T rows a chunk of T tokens: row r is position start - 127 + r
 
 Source: DSV4 paper (sliding window, HCA); `dsv4lib.reference.fmha.window_visible`, `.compressor.visible_count`.
@@ -29,7 +29,7 @@ def _positions(name: str, positions: torch.Tensor) -> None:
 
 
 def ring_rows(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, count) int32 [R] in rings stacked to [128 R, D]: request r has its newest token at ``positions[r]``.
+    """Return (first, count) int32 [R] in rings stacked to [128 R, D]; request r's newest token: ``positions[r]``.
 
     Raises:
         ArgumentError: positions that are not a vector of integers >= 0.
@@ -47,16 +47,16 @@ def append(ring: torch.Tensor, rows: torch.Tensor, start: int) -> None:
 
 
 def span(ring: torch.Tensor, chunk: torch.Tensor, start: int) -> torch.Tensor:
-    """[127 + T, D]: the 127 positions before ``start``, oldest first, from the ring, then the chunk's own T rows.
+    """Return [127 + T, D]: the 127 positions before ``start``, oldest first, from the ring, then the chunk's rows.
 
-    Rows of positions below 0 are whatever the ring holds; `span_rows` gives them to nobody.
+    Rows of positions below 0 are whatever the ring holds; `span_rows` gives them to no query.
     """
     before = torch.arange(start + 1, start + WINDOW, device=ring.device) % WINDOW  # start - 127 mod 128 = start + 1
     return torch.cat((ring[before], chunk))
 
 
 def span_rows(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first, count) int32 [T] in the span of a chunk of ``tokens`` tokens that starts at position ``start``.
+    """Return (first, count) int32 [T] in the span of a chunk of ``tokens`` tokens that starts at position ``start``.
 
     Raises:
         ArgumentError: start < 0 or tokens < 1.

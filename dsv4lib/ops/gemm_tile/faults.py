@@ -1,4 +1,4 @@
-"""`GemmTile` with one mistake each: mistakes that cost days on real kernels, and that compile without a word.
+"""Inject one fault into `GemmTile` at a time, of those that cost days on real kernels and compile without a word.
 
 They exist to show what finds them. Each differs from `sm100.GemmTile` in the line marked WRONG.
 """

@@ -83,7 +83,7 @@ class GemmTile(TileGemm):
         return 16 * stages + 16 + 4
 
     def buffers(self) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         sizes = (("A", self.a_stage_bytes), ("B", self.b_stage_bytes))
         return [(f"{name} {stage}", size) for name, size in sizes for stage in range(self.stages)]
 
@@ -272,7 +272,7 @@ class GemmTile(TileGemm):
     def epilogue(
         self,
         mC: cute.Tensor,
-        tile: tuple,
+        tile: tuple[cutlass.Int32, cutlass.Int32],
         tmem: memory.TmemAllocator,
         acc_layout: cute.Layout,
         acc_consumer: pipeline.PipelineConsumer,
@@ -305,7 +305,7 @@ class GemmTile(TileGemm):
             columns = mC.shape[1] - (tile[1] * self.tile_n + i * self.epilogue_n)  # of this chunk, inside C
             if row < mC.shape[0]:
                 self.store_row(tTR_rC, tTR_gC[None, None, None, 0, i], columns)
-            cute.arch.sync_warp()  # the next tcgen05.ld needs all 32 threads of the warp together again
+            cute.arch.sync_warp()  # the next tcgen05.ld needs the warp converged
         pipeline.NamedBarrier(TMEM_DONE, 32 * len(EPILOGUE_WARPS)).arrive_and_wait()  # TMEM has been read
         tmem.free(address)
 

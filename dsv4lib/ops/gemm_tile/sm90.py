@@ -3,7 +3,7 @@
     C[m, n] = sum_k A[m, k] * B[n, k]      A [M, K], B [N, K]: fp16, bf16 or e4m3, row-major; C [M, N]: fp32, fp16, bf16
 
 Any M, K >= 1. Every row must start on a 16-byte boundary (TMA's rule for strides): a ragged K needs a padded row
-stride, not padded data. Rows of C must fill whole 16-byte units: a TMA store overwrites what lies behind a row up to
+stride, not padded data. Rows of C must fill whole 16-byte units: a TMA store overwrites what lies past a row up to
 the next such boundary. Sums of fp16 and bf16 are kept in fp32. For e4m3 Hopper's tensor core keeps 13 fraction bits
 below the largest addend of an instruction: long sums are good to about three decimal digits.
 

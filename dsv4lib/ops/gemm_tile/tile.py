@@ -26,7 +26,7 @@ class TileGemm:
     """Configuration and host side of C = A @ B^T with one 128 x tile_n tile a CTA.
 
     A subclass sets ``outputs`` (input type -> types of C), ``columns`` (step and limit of tile_n) and ``columns_why``,
-    and says by `_extra_bytes` what lies in shared memory behind the ring.
+    and says by `_extra_bytes` what lies in shared memory after the ring.
     """
 
     outputs: Mapping[str, tuple[str, ...]]
@@ -63,15 +63,15 @@ class TileGemm:
         return f"GemmTile({self.in_dtype}, {self.out_dtype}, {self.tile_n}, {self.stages})"
 
     def _extra_bytes(self, stages: int) -> int:
-        """Bytes of shared memory behind the operand ring."""
+        """Count the bytes of shared memory after the operand ring."""
         raise NotImplementedError
 
     def _smem_bytes(self, stages: int) -> int:
-        """Bytes of the whole SMEM block, in whole units of its alignment."""
+        """Return the bytes of the whole SMEM block, in whole units of its alignment."""
         return whole_atoms(stages * (self.a_stage_bytes + self.b_stage_bytes) + self._extra_bytes(stages))
 
     def _budget(self, smem: list[BudgetRow], rest: list[BudgetRow]) -> list[BudgetRow]:
-        """The budget table: the operand ring, ``smem``, the sum, then ``rest``."""
+        """Return the budget table: the operand ring, ``smem``, the sum, then ``rest``."""
         s, width = self.stages, f"rows x {TILE_K_BYTES} B"
         a, b = s * self.a_stage_bytes, s * self.b_stage_bytes
         return [

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.indexer_logits.config import DIM, SCALE_WORD
-from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
+from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits, Tables
 
 WIDE = 16
 
@@ -20,10 +20,10 @@ def fake_args(kernel: IndexerLogits) -> tuple:
     fake, u8 = Fakes(), cutlass.Uint8
     return (
         fake(u8, "THD", WIDE),
-        fake(Int32, "TH") if kernel.form.scaled else None,
+        fake(Int32, "TH") if kernel.variant.scaled else None,
         fake(Float32, "TH"),
         fake(u8, "PS", WIDE),
-        (fake(Int32, "BW"), fake(Int32, "T"), fake(Int32, "T")),
+        Tables(fake(Int32, "BW"), fake(Int32, "T"), fake(Int32, "T")),
         fake(Float32, "TL"),
         Int32(1),
         cuda.CUstream(0),
@@ -58,21 +58,21 @@ def launch_args(
         ArgumentError: a tensor of the wrong type, shape or stride.
     """
     tokens, heads = codes.shape[0], kernel.heads
-    needed = kernel.page_size * (kernel.form.row_bytes + SCALE_WORD)
+    needed = kernel.page_size * (kernel.variant.row_bytes + SCALE_WORD)
     if pages.dim() != 2 or pages.shape[1] < needed:
         raise ArgumentError("pages.shape", tuple(pages.shape), f"[P, at least {needed}]")
     if not 1 <= splits < 1 << 16:
         raise ArgumentError("splits", splits, "1 to 65535")
     words = None
-    if kernel.form.scaled:
+    if kernel.variant.scaled:
         wrap("scales", scales, cutlass.Uint8, (tokens, heads, DIM // 32), SCALE_WORD)
         words = wrap("scales", scales.view(torch.int32)[..., 0], Int32, (tokens, heads))
     return (
-        wrap("codes", codes, cutlass.Uint8, (tokens, heads, kernel.form.row_bytes), WIDE),
+        wrap("codes", codes, cutlass.Uint8, (tokens, heads, kernel.variant.row_bytes), WIDE),
         words,
         wrap("weights", weights, Float32, (tokens, heads)),
         wrap("pages", pages[:, :needed], cutlass.Uint8, (None, needed), WIDE),
-        (
+        Tables(
             wrap("table", table, Int32, (None, None)),
             wrap("requests", requests, Int32, (tokens,)),
             wrap("lengths", lengths, Int32, (tokens,)),

@@ -28,7 +28,7 @@ class Case(NamedTuple):
     keys_of: torch.Tensor
 
     @property
-    def form(self) -> str:
+    def variant(self) -> str:
         """Format of queries and keys."""
         return "fp8" if self.queries.scales is None else "fp4"
 
@@ -57,9 +57,9 @@ class Case(NamedTuple):
         return self.error(torch.einsum("ths,th->ts", votes, self.queries.weights))
 
 
-def quantised(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+def quantised(q: torch.Tensor, variant: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Quantise heads [T, H, 128]: codes, scales (fp4), what FP8's scales multiply weights by, values in fp64."""
-    if form == "fp4":
+    if variant == "fp4":
         made = mxfp4.quantize(q)
         return made.packed, made.scales, torch.ones(q.shape[:2]), mxfp4.dequantize(made, torch.float64)
     made = fp8_block.quantize_activation(q, DIM)
@@ -68,7 +68,7 @@ def quantised(q: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def case(
-    form: str,
+    variant: str,
     requests: list[int],
     lengths: list[int],
     *,
@@ -80,27 +80,27 @@ def case(
     """Make a call.
 
     Args:
-        form: "fp8" or "fp4". requests, lengths: of each token.
+        variant: "fp8" or "fp4". requests, lengths: of each token.
         heads, page_size: see the op.
         keys: [B, S, 128] to store; None: normals whose size grows over the entries by 1,000.
     """
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(len(requests), heads, DIM, generator=generator)
-    codes, scales, factor, values = quantised(q, form)
+    codes, scales, factor, values = quantised(q, variant)
     weights = torch.randn(len(requests), heads, generator=generator) * factor
     count, longest = max(requests) + 1, max(1, *lengths)
     width = -(-longest // page_size)
     if keys is None:
         size = torch.logspace(-1, 2, width * page_size)[:, None]
         keys = torch.randn(count, width * page_size, DIM, generator=generator) * size
-    pages = LAYOUTS[form].allocate(count * width + 2, page_size)
+    pages = LAYOUTS[variant].allocate(count * width + 2, page_size)
     pages.random_(256, generator=generator)  # what no length reaches may be anything
     table = torch.randperm(count * width + 2, generator=generator)[: count * width].int().view(count, width)
     for own, places in zip(keys, table.long(), strict=True):
         index = (places[:, None] * page_size + torch.arange(page_size)).flatten()[: len(own)]
-        indexer_key.append(pages, page_size, index, own, form)
+        indexer_key.append(pages, page_size, index, own, variant)
     reach = torch.arange(keys.shape[1])
     index = table.long()[:, reach // page_size] * page_size + reach % page_size
-    stored = indexer_key.gather(pages, page_size, index, form, torch.float64)[0]
+    stored = indexer_key.gather(pages, page_size, index, variant, torch.float64)[0]
     visible = Visible(table, torch.tensor(requests, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32))
     return Case(IndexerQueries(codes, scales, weights), KeyPages(pages, page_size), visible, values, stored)

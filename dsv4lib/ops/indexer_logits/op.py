@@ -27,7 +27,7 @@ from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.indexer_logits import arguments
-from dsv4lib.ops.indexer_logits.config import FORMS, TILE_KEYS, most_tokens
+from dsv4lib.ops.indexer_logits.config import TILE_KEYS, VARIANTS, most_tokens
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
 from dsv4lib.ops.indexer_q.op import IndexerQueries
 
@@ -111,7 +111,7 @@ class Call(NamedTuple):
     backend: str
 
     @property
-    def form(self) -> str:
+    def variant(self) -> str:
         """Format of queries and keys."""
         return "fp8" if self.queries.scales is None else "fp4"
 
@@ -126,10 +126,10 @@ class Call(NamedTuple):
         lead, u8, i32 = tuple(codes.shape[:2]), torch.uint8, torch.int32
         launching.check(
             {
-                "queries.codes": (codes, u8, (*lead, FORMS[self.form].row_bytes)),
+                "queries.codes": (codes, u8, (*lead, VARIANTS[self.variant].row_bytes)),
                 "queries.scales": (scales, u8, (*lead, DIM // mxfp4.BLOCK)),
                 "queries.weights": (weights, torch.float32, lead),
-                "keys.pages": (pages, u8, (None, LAYOUTS[self.form].page_bytes(page_size))),
+                "keys.pages": (pages, u8, (None, LAYOUTS[self.variant].page_bytes(page_size))),
                 "visible.table": (table, i32, (None, None)),
                 "visible.requests": (requests, i32, lead[:1]),
                 "visible.lengths": (lengths, i32, lead[:1]),
@@ -162,10 +162,10 @@ class Call(NamedTuple):
             return
         if backend == "reference":
             return _reference(self)
-        together = min(most_tokens(self.form, heads), -(-tokens // len(self.visible.table)))
-        settings = {"form": self.form, "heads": heads, "tokens": together, "page_size": page_size}
+        tokens_of_tile = min(most_tokens(self.variant, heads), -(-tokens // len(self.visible.table)))
+        settings = {"variant": self.variant, "heads": heads, "tokens": tokens_of_tile, "page_size": page_size}
         count = launching.sm_count(codes.device) if backend == "native" else SM_COUNT
-        splits = splits_of(-(-tokens // together), self.out.shape[1], count)
+        splits = splits_of(-(-tokens // tokens_of_tile), self.out.shape[1], count)
         arch = launching.arch(backend, ARCHS)
         kernel, code = compile_cache.default().get(IndexerLogits, settings, arguments.fake_args, arch)
         given = *self.queries[:2], weights, pages, *self.visible, self.out, splits
@@ -189,6 +189,6 @@ def _reference(call: Call) -> None:
             continue
         entries = torch.arange(min(length, call.out.shape[1]), device=table.device)
         at = table[request].long()[entries // page_size] * page_size + entries % page_size
-        k, _ = indexer_key.gather(pages, page_size, at, call.form, torch.float64)
+        k, _ = indexer_key.gather(pages, page_size, at, call.variant, torch.float64)
         found = backends.oracle("indexer").scores(q[None, t : t + 1], k[None], weights[None, t : t + 1].double())
         call.out[t, : len(entries)] = found[0, 0]

@@ -5,9 +5,9 @@
 k[s] is entry s of the request of token t: page ``table[request, s / page_size]``, slot ``s % page_size``.
 Source: DeepSeek-V4's released indexer; the oracle is `dsv4lib.reference.indexer.scores`.
 
-    form   queries                    keys                    MMA                               K of an MMA, of a tile
-    fp8    E4M3, scale in weights     E4M3, fp32 / 128        kind::f8f6f4                      32, 128
-    fp4    E2M1, UE8M0 / 32           E2M1, UE8M0 / 32        kind::mxf4.block_scale.block32    64, 128
+    variant   queries                 keys                    MMA                               K of an MMA, of a tile
+    fp8       E4M3, scale in weights  E4M3, fp32 / 128        kind::f8f6f4                      32, 128
+    fp4       E2M1, UE8M0 / 32        E2M1, UE8M0 / 32        kind::mxf4.block_scale.block32    64, 128
 
 Tile picture (fp8, 64 heads, 4 tokens). Keys are M, the lanes of the accumulator; heads of consecutive tokens are N, its
 columns: a thread owns one key, sums over heads in its registers, and a warp stores 32 scores side by side.
@@ -134,7 +134,7 @@ class IndexerLogits(Config):
         mQs: Any,
         mWeights: cute.Tensor,
         pages: cute.Tensor,
-        tables: tuple,
+        tables: Tables,
         mOut: cute.Tensor,
         splits: Int32,
         stream: cuda.CUstream,
@@ -145,12 +145,12 @@ class IndexerLogits(Config):
             mQ: [T, H, row bytes] uint8. mQs: [T, H] int32, 4 scales a word, or None.
             mWeights: [T, H] fp32.
             pages: [P, page bytes] uint8, on 16 bytes.
-            tables: (table [B, W], requests [T], lengths [T]) int32.
+            tables: of the requests and tokens.
             mOut: [T, L] fp32.
             splits: CTAs that share the keys of a tile's tokens.
             stream: where the launch is queued.
         """
-        row, size = self.form.row_bytes, self.page_size
+        row, size = self.variant.row_bytes, self.page_size
         page_bytes, count = pages.stride[0], pages.shape[0]
         queries = cute.make_tensor(
             mQ.iterator,
@@ -182,7 +182,7 @@ class IndexerLogits(Config):
 
         self.storage = Storage
         groups = cute.ceil_div(mQ.shape[0], self.tokens)
-        self.kernel(atoms, mQs, mWeights, Tables(*tables), mOut, splits).launch(
+        self.kernel(atoms, mQs, mWeights, tables, mOut, splits).launch(
             grid=(groups * splits, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -194,7 +194,7 @@ class IndexerLogits(Config):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
-        readers = 0 if self.form.scaled else GROUP_WARPS
+        readers = 0 if self.variant.scaled else GROUP_WARPS
         keys = pipelines.tma_to_umma(self.stages, self.stage_bytes, storage.key_barriers.data_ptr(), readers=readers)
         queries = pipelines.tma_to_umma(1, self.query_bytes, storage.query_barriers.data_ptr())
         acc = pipelines.umma_to_warps(GROUPS, GROUP_WARPS, storage.acc_barriers.data_ptr())
@@ -224,9 +224,9 @@ class IndexerLogits(Config):
             storage.keys.data_ptr().toint(),
             storage.scales.data_ptr().toint(),
             storage.queries.data_ptr().toint(),
-            storage.query_scales.data_ptr().toint() if self.form.scaled else None,
+            storage.query_scales.data_ptr().toint() if self.variant.scaled else None,
             storage.scales.get_tensor(cute.make_layout((TILE_KEYS, self.stages))),
-            storage.query_scales.get_tensor(cute.make_layout(self.query_blocks * 128)) if self.form.scaled else None,
+            storage.query_scales.get_tensor(cute.make_layout(self.query_blocks * 128)) if self.variant.scaled else None,
             storage.weights.get_tensor(cute.make_layout((4, self.columns // 4))),
             storage.runs.get_tensor(cute.make_layout((4, self.tokens))),
         )
@@ -300,7 +300,9 @@ class IndexerLogits(Config):
                 keys.producer_acquire(state)
                 barrier = keys.producer_get_barrier(state)
                 if lane < self.boxes:
-                    target = shared.keys + state.index * self.key_bytes + lane * (self.box_keys * self.form.row_bytes)
+                    target = (
+                        shared.keys + state.index * self.key_bytes + lane * (self.box_keys * self.variant.row_bytes)
+                    )
                     boxes.load_box(atoms.keys, target, barrier, (0, slot, page))
                     target = shared.scales + state.index * self.scale_bytes + lane * (self.box_keys * SCALE_WORD)
                     boxes.load_box(atoms.scales, target, barrier, (slot, page))
@@ -327,7 +329,7 @@ class IndexerLogits(Config):
         """MMA warp: tile after tile into alternating accumulators."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
-        if cutlass.const_expr(self.form.scaled):
+        if cutlass.const_expr(self.variant.scaled):
             self.arrange_query_scales(mQs, work, shared)
         queries.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
         full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
@@ -337,7 +339,7 @@ class IndexerLogits(Config):
             start, end = self.tiles(work, shared, run)
             for _ in cutlass.range(start, end, unroll=1):
                 keys.consumer_wait(full)
-                if cutlass.const_expr(self.form.scaled):
+                if cutlass.const_expr(self.variant.scaled):
                     self.arrange_key_scales(shared, full.index)
                 acc.producer_acquire(sums)
                 umma.fence_after_thread_sync()
@@ -382,20 +384,20 @@ class IndexerLogits(Config):
         d = base + accumulator * self.columns
         k = umma.at(self.operand, shared.keys + stage * self.key_bytes)
         q = umma.at(self.operand, shared.queries)
-        columns = base + self.key_column, base + self.query_column
-        if cutlass.const_expr(self.form.scaled):
+        sfa, sfb = base + self.key_column, base + self.query_column
+        if cutlass.const_expr(self.variant.scaled):
             source = umma.at(umma.scales_descriptor(), shared.scales + stage * self.scale_bytes)
-            umma.copy_scales(columns[0], source)
+            umma.copy_scales(sfa, source)
             if fresh:
                 for i in cutlass.range_constexpr(self.query_blocks):
                     source = umma.at(umma.scales_descriptor(), shared.query_scales + i * umma.SCALE_BLOCK)
-                    umma.copy_scales(columns[1] + i * umma.SCALE_COLUMNS, source)
-        for i in cutlass.range_constexpr(self.form.mmas):
-            operands = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
-            if cutlass.const_expr(self.form.scaled):
-                umma.scaled_mma(d, operands, self.instructions[i], columns, i > 0, self.form.kind)
+                    umma.copy_scales(sfb + i * umma.SCALE_COLUMNS, source)
+        for i in cutlass.range_constexpr(self.variant.mmas):
+            a, b = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
+            if cutlass.const_expr(self.variant.scaled):
+                umma.scaled_mma(d, a, b, self.instructions[i], sfa, sfb, i > 0, self.variant.kind)
             else:
-                umma.mma(d, *operands, self.instructions[i], i > 0, kind=self.form.kind)
+                umma.mma(d, a, b, self.instructions[i], i > 0, kind=self.variant.kind)
 
     @cute.jit
     def epilogue(
@@ -419,7 +421,7 @@ class IndexerLogits(Config):
             for tile in cutlass.range(start, end, unroll=1):
                 if sums.index == group:
                     scale = Float32(1.0)
-                    if cutlass.const_expr(not self.form.scaled):
+                    if cutlass.const_expr(not self.variant.scaled):
                         keys.consumer_wait(full)
                         scale = self.key_scale(shared, lane, keys, full)
                     acc.consumer_wait(sums)

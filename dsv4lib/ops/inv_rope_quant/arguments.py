@@ -69,7 +69,7 @@ def launch_args(
 
 
 def _scales(layout: str, scales: torch.Tensor, tokens: int, heads: int) -> Any:
-    """The scales in words, with the dimensions that the kernel knows."""
+    """Return the scales in words, with the dimensions that the kernel knows."""
     name = "out[1]"
     if layout == "rowmajor":
         return wrap(name, as_words(name, scales)[..., 0], Int32, (tokens, heads))

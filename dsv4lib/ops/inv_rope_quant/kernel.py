@@ -1,6 +1,6 @@
-"""Inverse RoPE of attention's output and its quantisation for the grouped output projection, in one pass.
+"""Rotate attention's output back (inverse RoPE) and quantise it for the grouped output projection, in one pass.
 
-    x = o, its last 64 dims turned back by the query's position          fp32, not rounded in between
+    x = o, its last 64 dims rotated back by the query's position         fp32, not rounded in between
     codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims of a head
 
 The bits are those of `reference.rope.apply_inverse` in fp32 and `formats.fp8_block`. A NaN or Inf makes its group NaN;
@@ -36,6 +36,7 @@ from cutlass import Int32
 
 from dsv4lib.dsl import rope
 from dsv4lib.dsl.head_rows import DIM, FIRST_ROPE_LANE, HALVES, LANES, PIECE, HeadRows
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.quantize import codes
@@ -49,7 +50,7 @@ LAYOUTS = ("rowmajor", "swizzled", "colmajor", "colmajor_ue8m0")  # of scales
 
 
 class InvRopeQuant(HeadRows):
-    """Turn back and quantise; see the module docstring.
+    """Rotate back and quantise; see the module docstring.
 
     Args:
         heads, warps: as in `HeadRows`.
@@ -78,7 +79,7 @@ class InvRopeQuant(HeadRows):
         mTable: cute.Tensor,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
-        blocks: tuple,
+        blocks: Divisor,
         share: Any,
         stream: cuda.CUstream,
     ):
@@ -90,11 +91,11 @@ class InvRopeQuant(HeadRows):
             mTable: [P, 64] fp32, 32 cosines and 32 sines a row.
             mCodes: [T, H, 128] int32, 4 codes a word.
             mScales: int32 words: [T, H], [groups, words of an image], [H, 4, T] or [H, T], as `LAYOUTS` go.
-            blocks: of a token, to divide by (`simt.divide`). share: heads of a group where swizzled, likewise, or None.
+            blocks: of a token. share: `Divisor`, heads of a group, where swizzled, else None.
             stream: where the launch is queued.
         """
         self.kernel(mO, mPositions, mTable, mCodes, mScales, blocks, share).launch(
-            grid=(mO.shape[0] * blocks[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(mO.shape[0] * blocks.number, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -105,7 +106,7 @@ class InvRopeQuant(HeadRows):
         mTable: cute.Tensor,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
-        blocks: tuple,
+        blocks: Divisor,
         share: Any,
     ):
         """Fetch heads and angles, then one head after the other."""
@@ -114,14 +115,14 @@ class InvRopeQuant(HeadRows):
         first = self.first_head(block)
         cute.arch.griddepcontrol_wait()
         rO = self.fetch(mO, token, first)
-        turn = self.angles(mTable, mPositions, token)
+        cos, sin = self.angles(mTable, mPositions, token)
         my_codes = cute.domain_offset((token, first, 0), mCodes)
         my_scales = mScales
         if cutlass.const_expr(self.layout == "rowmajor"):
             my_scales = cute.domain_offset((token, first), mScales)
         for i in cutlass.range_constexpr(self.heads):
             if first + i < mO.shape[1]:
-                scales = self.convert(rO[None, None, i], turn, my_codes[0, i, None])
+                scales = self.convert(rO[None, None, i], cos, sin, my_codes[0, i, None])
                 if cutlass.const_expr(self.layout == "swizzled"):
                     self.store_image(mScales, share, token, mO.shape[0], first + i, scales)
                 elif cutlass.const_expr(self.layout == "colmajor"):
@@ -134,17 +135,17 @@ class InvRopeQuant(HeadRows):
                         mScales[first + i, token] = scales
 
     @cute.jit
-    def convert(self, rRow: cute.Tensor, turn: tuple, codes_line: cute.Tensor) -> Int32:
-        """Turn, scale, convert and store one head; all lanes come here. The lower half learns the four scales."""
+    def convert(self, rRow: cute.Tensor, cos: list, sin: list, codes_line: cute.Tensor) -> Int32:
+        """Rotate, scale, convert and store one head; all lanes come here. The lower half returns the four scales."""
         lane, packed = cute.arch.lane_idx(), Int32(0)
         for half in cutlass.range_constexpr(HALVES):
             rX = in_fp32(rRow[None, half])
             amax = codes.largest(words_of(rRow[None, half]), True)
             if cutlass.const_expr(half == HALVES - 1):
                 if lane >= FIRST_ROPE_LANE:
-                    turned = rope.turn([rX[i] for i in range(PIECE)], *turn, True)
+                    rotated = rope.turn([rX[i] for i in range(PIECE)], cos, sin, True)
                     for i in cutlass.range_constexpr(PIECE):
-                        rX[i] = turned[i]
+                        rX[i] = rotated[i]
                     amax = codes.largest(words_of(rX), False)
             byte = codes.ue8m0(codes.over_lanes(amax, GROUP_LANES), FORMAT.divisor, FORMAT.floor)
             words = list(codes.e4m3(values_of(rX), codes.inverse_power(byte)))
@@ -153,10 +154,12 @@ class InvRopeQuant(HeadRows):
         return packed | cute.arch.shuffle_sync_bfly(packed, GROUP_LANES) << 8
 
     @cute.jit
-    def store_image(self, mScales: cute.Tensor, share: tuple, token: Int32, tokens: Int32, head: Int32, packed: Int32):
-        """A head's scales into the image of its group, and its part of the zeros behind the last token."""
+    def store_image(
+        self, mScales: cute.Tensor, share: Divisor, token: Int32, tokens: Int32, head: Int32, packed: Int32
+    ):
+        """Store a head's scales into the image of its group, and its share of the zeros after the last token."""
         lane, (group, place) = cute.arch.lane_idx(), divide(head, share)
-        line, across = mScales[group, None], share[0] * GROUPS
+        line, across = mScales[group, None], share.number * GROUPS
         if lane < GROUPS:
             line[word_of(token, place * GROUPS + lane, across)] = mine(packed) * 0x01010101
         last = (tokens - 1) // scale_swizzle.ROWS * scale_swizzle.ROWS
@@ -169,10 +172,10 @@ class InvRopeQuant(HeadRows):
 
 
 def mine(packed: Int32) -> Int32:
-    """The scale of 128 dims that this lane, one of the first four, stores."""
+    """Return the scale of 128 dims that this lane, one of the first four, stores."""
     return packed >> 8 * cute.arch.lane_idx() & 255
 
 
 def word_of(row: Int32, block: Int32, across: Int32) -> Int32:
-    """Word of the ``block``-th run of 4 scales of a row in an image that is so many of them wide."""
+    """Return the word of the ``block``-th run of 4 scales of a row in an image that is so many of them wide."""
     return scale_swizzle.offset_of(row, block * scale_swizzle.COLS, across) // scale_swizzle.COLS

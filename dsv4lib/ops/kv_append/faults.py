@@ -14,7 +14,7 @@ class OneSlotLate(kv_append_kernel.KvAppend):
     """Counts positions from 1: every key is one slot too far on."""
 
     def slot_of(self, start: Int32, number: Int32) -> Int32:
-        """The slot behind."""
+        """The next slot."""
         return (start + number + 1) % self.window
 
 
@@ -27,14 +27,14 @@ class SlotOfTheRow(kv_append_kernel.KvAppend):
 
 
 class OlderRowsToo(kv_append_kernel.KvAppend):
-    """Stores rows that newer ones of the same call replace: who is last decides."""
+    """Stores rows that newer ones of the same call replace: the last one decides."""
 
     def __init__(self, window: int = 128, by_slot: bool = False, warps: int = 4):
         super().__init__(window, False, warps)  # a warp a row: by slot no other row is looked at
 
-    def kept(self, behind: Int32) -> Boolean:
+    def kept(self, left: Int32) -> Boolean:
         """Every row."""
-        return behind > 0
+        return left > 0
 
 
 FAULTS = {kernel.__name__: kernel for kernel in (OneSlotLate, SlotOfTheRow, OlderRowsToo)}

@@ -1,4 +1,4 @@
-"""KV rows of a packed batch into rings of bf16 rows, for the attention window.
+"""Store KV rows of a packed batch into rings of bf16 rows, for the attention window.
 
     ring[place of the request][p mod window] = kv[row of position p]         the last ``window`` rows of a request
 
@@ -7,7 +7,7 @@
 newer row of the call goes to the same slot: no two rows are written to one place, in any order of CTAs.
 
 **A warp a slot** (``by_slot``; more rows than the rings have slots): warp w mod window of a request has that many rows
-behind its own, so rows that nobody keeps are not loaded; the row waits for its request.
+after its own, so rows that no ring keeps are not loaded; the row waits for its request.
 
 A place outside the rings is skipped: nothing is stored.
 
@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Int32
 
-from dsv4lib.dsl.requests import LANES, fetch_request, find_request
+from dsv4lib.dsl.requests import LANES, Request, fetch_request, find_request
 from dsv4lib.errors import ConfigError
 
 DIM, PIECE = 512, 8  # of a row; elements of a vector
@@ -52,9 +52,9 @@ class KvAppend:
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         return f"KvAppend({self.window}, {self.by_slot}, {self.warps})"
 
-    def kept(self, behind: Int32) -> Boolean:
-        """Whether a row is stored, of whose request so many are left, itself among them."""
-        return (behind > 0) & (behind <= self.window)
+    def kept(self, left: Int32) -> Boolean:
+        """Return whether a row is stored, of whose request so many are left, itself among them."""
+        return (left > 0) & (left <= self.window)
 
     def slot_of(self, start: Int32, number: Int32) -> Int32:
         """Slot of row ``number`` of a request whose first row has position ``start``."""
@@ -82,7 +82,7 @@ class KvAppend:
         cta, _, _ = cute.arch.block_idx()
         number = cta * self.warps + cute.arch.warp_idx()
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         rRow = cute.make_rmem_tensor((PIECE, VECTORS), BFloat16)
         rRow.fill(0.0)
         if cutlass.const_expr(self.by_slot):
@@ -90,11 +90,11 @@ class KvAppend:
             number = row + count - 1 - number % self.window
             if (row >= 0) & (number >= row) & (number < mKV.shape[0]):
                 self.load(mKV, number, rRow)
-                self.store(mRing, (row, count, start, place), number, rRow)
+                self.store(mRing, Request(row, count, start, place), number, rRow)
         elif number < mKV.shape[0]:
             self.load(mKV, number, rRow)
             row, count, start, place, _ = find_request(mRequests, number, 1, 0)
-            self.store(mRing, (row, count, start, place), number, rRow)
+            self.store(mRing, Request(row, count, start, place), number, rRow)
 
     @cute.jit
     def load(self, mKV: cute.Tensor, number: Int32, rRow: cute.Tensor):
@@ -104,7 +104,7 @@ class KvAppend:
             cute.autovec_copy(cute.local_tile(mKV[number, None], (PIECE,), (piece,)), rRow[None, i])
 
     @cute.jit
-    def store(self, mRing: cute.Tensor, request: tuple, number: Int32, rRow: cute.Tensor):
+    def store(self, mRing: cute.Tensor, request: Request, number: Int32, rRow: cute.Tensor):
         """Store row ``number`` of the batch, if its request keeps it."""
         row, count, start, place = request
         there = (start >= 0) & (place >= 0) & (place < mRing.shape[0])

@@ -5,10 +5,9 @@ from __future__ import annotations
 import cuda.bindings.driver as cuda
 import cutlass
 import torch
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
-from dsv4lib.dsl.kv_entry import page_divisor
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, divisor, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats.kv_entry import HEAD_DIM, LAYOUT
 from dsv4lib.ops.kv_gather.kernel import KvGather
@@ -20,8 +19,7 @@ def fake_args(kernel: KvGather) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake = Fakes()
     pages = fake(Int32, "PW", WIDE), fake(cutlass.Uint8, "PS")
-    page = Int32(1), Uint32(1), Int32(1)
-    return *pages, fake(Int32, "N"), fake(Int32, "ND", WIDE), page, cuda.CUstream(0)
+    return *pages, fake(Int32, "N"), fake(Int32, "ND", WIDE), divisor(1), cuda.CUstream(0)
 
 
 def launch_args(
@@ -43,13 +41,12 @@ def launch_args(
         raise ArgumentError("pages.shape", tuple(pages.shape), f"[P, at least {needed}], fewer than 2^31 entries")
     wrap("out", out, cutlass.BFloat16, (len(indices), HEAD_DIM), WIDE)
     used = pages[:, :needed]
-    multiplier, shift = page_divisor(page_size)
     wrap("pages", used, cutlass.Uint8, (None, None), WIDE)
     return (
         wrap("pages", used.view(torch.int32), Int32, (None, None), WIDE),
         wrap("pages", used, cutlass.Uint8, (None, None)),
         wrap("indices", indices, Int32, (None,)),
         wrap("out", out.view(torch.int32), Int32, (None, HEAD_DIM // 2), WIDE),
-        (Int32(page_size), Uint32(multiplier), Int32(shift)),
+        divisor(page_size),
         cuda.CUstream(stream),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.kv_gather import kernel as kv_gather_kernel
 
 
@@ -20,7 +21,7 @@ class MinusOneIsRowZero(kv_gather_kernel.KvGather):
 
 
 class ScaleOfTheNextGroup(kv_gather_kernel.KvGather):
-    """Takes the scale of the 64 dims behind; the last group's is the padding byte."""
+    """Takes the scale of the next 64 dims; the last group's is the padding byte."""
 
     def scale_at(self, piece: Int32) -> Int32:
         """One byte on."""
@@ -38,7 +39,7 @@ class NanScaleIsInfinity(kv_gather_kernel.KvGather):
 class PagesTransposed(kv_gather_kernel.KvGather):
     """Counts entries across pages first: index % pages is the page."""
 
-    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
+    def place_of(self, index: Int32, page: Divisor, pages: Int32) -> tuple[Int32, Int32]:
         """(page, slot), swapped."""
         return index % pages, index // pages
 

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats.kv_entry import GROUP, HEAD_DIM, LAYOUT, NOPE
 from dsv4lib.ops.quantize.codes import PIECE
@@ -45,7 +46,7 @@ def scale_of(byte: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 
 @dsl_user_op
 def to_bf16(low: Int32, high: Int32, scale: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """8 E4M3 codes times ``scale`` as 4 words of bf16 pairs."""
+    """Convert 8 E4M3 codes times ``scale`` to 4 words of bf16 pairs."""
     lines = ["{ .reg .b16 a<4>, h<8>; .reg .b32 p; .reg .f32 f<8>;"]
     lines += ["mov.b32 {a0, a1}, {$r0}; mov.b32 {a2, a3}, {$r1};"]
     for i in range(4):
@@ -76,19 +77,19 @@ class KvGather:
         return f"KvGather({self.at_once})"
 
     def entry_of(self, index: Int32, entries: Int32) -> Int32:
-        """``index`` if it is one of so many entries, otherwise a negative number."""
+        """Return ``index`` if it is one of so many entries, otherwise a negative number."""
         return Int32(cutlass.select_(index < entries, index, Int32(-1)))
 
-    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
-        """(page, slot) of an entry of a pool of so many pages."""
+    def place_of(self, index: Int32, page: Divisor, pages: Int32) -> tuple[Int32, Int32]:
+        """Return (page, slot) of an entry of a pool of so many pages."""
         return divide(index, page)
 
     def scale_at(self, piece: Int32) -> Int32:
-        """Which scale byte of the entry is that of a piece."""
+        """Return which scale byte of the entry is that of a piece."""
         return piece // (GROUP // PIECE)
 
     def value_of(self, byte: Int32) -> Float32:
-        """What a scale byte stands for."""
+        """Return what a scale byte stands for."""
         return scale_of(byte)
 
     @cute.jit
@@ -98,7 +99,7 @@ class KvGather:
         mBytes: cute.Tensor,
         mIndex: cute.Tensor,
         mOut: cute.Tensor,
-        page: tuple,
+        page: Divisor,
         stream: cuda.CUstream,
     ):
         """Launch.
@@ -107,7 +108,7 @@ class KvGather:
             mWords, mBytes: the same pages, int32 [P, S / 4] and uint8 [P, S].
             mIndex: int32 [N]: page * page size + slot.
             mOut: int32 [N, 256], rows of 512 bf16.
-            page: entries of a page, to divide by (`quantize.simt.divide`).
+            page: entries of a page.
             stream: where the launch is queued.
         """
         self.kernel(mWords, mBytes, mIndex, mOut, page).launch(
@@ -115,13 +116,13 @@ class KvGather:
         )
 
     @cute.kernel
-    def kernel(self, mWords: cute.Tensor, mBytes: cute.Tensor, mIndex: cute.Tensor, mOut: cute.Tensor, page: tuple):
+    def kernel(self, mWords: cute.Tensor, mBytes: cute.Tensor, mIndex: cute.Tensor, mOut: cute.Tensor, page: Divisor):
         """Indices, then bytes, then rows."""
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         first, piece = cta * self.rows + thread // PIECES, thread % PIECES
         cute.arch.griddepcontrol_wait()
-        entries = mWords.shape[0] * page[0]
+        entries = mWords.shape[0] * page.number
         rIndex = cute.make_rmem_tensor(self.at_once, Int32)
         for i in cutlass.range_constexpr(self.at_once):
             rIndex[i] = Int32(-1)
@@ -146,7 +147,7 @@ class KvGather:
         self,
         mWords: cute.Tensor,
         mBytes: cute.Tensor,
-        page: tuple,
+        page: Divisor,
         index: Int32,
         piece: Int32,
         rRaw: cute.Tensor,
@@ -160,7 +161,7 @@ class KvGather:
             if piece < NOPE_PIECES:
                 codes = cute.local_tile(rRaw, (2,), (0,))
                 cute.autovec_copy(cute.local_tile(line, (2,), (slot * (WORDS // 2) + piece,)), codes)
-                rScale[i] = Int32(mBytes[where, LAYOUT.scale_offset(page[0], slot, self.scale_at(piece))])
+                rScale[i] = Int32(mBytes[where, LAYOUT.scale_offset(page.number, slot, self.scale_at(piece))])
             else:
                 place = slot * (WORDS // 4) + NOPE // 16 + piece - NOPE_PIECES
                 cute.autovec_copy(cute.local_tile(line, (4,), (place,)), rRaw)

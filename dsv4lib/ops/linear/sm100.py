@@ -1,14 +1,14 @@
-"""Linear layers on SM100: the experts' GEMM where every group has all tokens, so nothing is looked up.
+"""Multiply linear layers on SM100: the experts' GEMM where every group has all tokens, so no counts are read.
 
     y[g, t] = alpha_g * (x[g, t] @ W_g^T)           G = 1: a linear; G groups of heads: the output projection
 
 With `swiglu` also the shared expert's first GEMM. Source: DSV4's released code; oracle: `dsv4lib.reference.linear`.
-Tiles, roles, pipelines and formats are those of `kernels.moe_gemm.sm100`. What differs:
+Tiles, roles, pipelines and formats are those of `moe_gemm.sm100`. What differs:
 
     tokens, outputs    [G, T, ..] with any strides of G and T: groups may lie side by side in a row, as heads do
     schedule           a tile's group is a division; no counts in memory, hence no kernel that writes them
 
-    first weights      are on their way to L2 while the kernel before still runs
+    first weights      are fetched to L2 while the kernel before still runs
 
 FP8 linears of DSV4 (weights 128 x 128, activations 1 x 128, scales E8M0) are mode "mxfp8" with each scale repeated: the
 same numbers.
@@ -27,6 +27,7 @@ from cutlass import Int32
 
 from dsv4lib.dsl import boxes
 from dsv4lib.ops.moe_gemm.config import ROW_BYTES
+from dsv4lib.ops.moe_gemm.load import Sources
 from dsv4lib.ops.moe_gemm.schedule import Groups, Place
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
@@ -37,37 +38,37 @@ class Linear(MoeGemm):
     batched = True
 
     def groups(self, given: Any, mX: cute.Tensor, mW: cute.Tensor):
-        """Host side: the groups of a call, all that there is to know of them."""
+        """Host side: describe the groups of a call."""
         return Groups(mW.shape[0], cute.ceil_div(mW.shape[1], self.pair_m), None, mX.shape[1])
 
     @cute.jit
     def first_place(self, groups: Groups):
-        """Where a role starts."""
+        """Return where a role starts."""
         block, _, _ = cute.arch.block_idx()
         return self.place(groups, block // self.ctas)
 
     @cute.jit
     def next_place(self, groups: Groups, place: Place):
-        """The next tile of this CTA."""
+        """Return the next tile of this CTA."""
         blocks, _, _ = cute.arch.grid_dim()
         return self.place(groups, place.index + blocks // self.ctas)
 
     @cute.jit
     def place(self, groups: Groups, index: Int32):
-        """The place of tile ``index``."""
+        """Return the place of tile ``index``."""
         tiles = cute.ceil_div(groups.counts, self.tile_n) * groups.feature_tiles
         return Place(index, Int32(0), Int32(0), index // tiles, index % tiles)
 
     @cute.jit
-    def ahead(self, sources: tuple, groups: Groups, steps: Int32, barrier: cute.Pointer):
-        """Weights of the first tile, as many steps as there are stages: no kernel before this one writes them."""
+    def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
+        """Fetch weights of the first tile to L2, as many steps as there are stages: no kernel before writes them."""
         place = self.first_place(groups)
         if place.expert < groups.experts:
             feature = self.tile(groups, place).feature
             step = cute.arch.lane_idx()
             if step < self.stages and step < steps:
-                boxes.prefetch_box(sources[0], barrier, (step * ROW_BYTES, feature, place.expert))
+                boxes.prefetch_box(sources.w, barrier, (step * ROW_BYTES, feature, place.expert))
 
     def rows_of(self, groups: Groups, expert: Int32):
-        """First row of a group's tokens, and how many there are."""
+        """Return the first row of a group's tokens, and how many there are."""
         return Int32(0), groups.counts

@@ -5,7 +5,7 @@
 Rows of -1 are skipped, whatever stands in y. Without w the weights are 1 (the first GEMM applied them).
 
 A thread has 8 columns of a token (16 bytes), a CTA of 128 threads 1,024 columns, so that a single token of width 7168
-uses 7 SMs. Its loads, of up to 8 slots and the shared expert's, are on their way together: one latency for the row
+uses 7 SMs. Its loads, of up to 8 slots and the shared expert's, are in flight together: one latency for the row
 numbers, one for the rows. Bytes: T d 2 (k + 1 + shared), read and written once; nothing is reused.
 
 Source: DSV4 paper, MoE section; `dsv4lib.reference.moe_combine`.
@@ -76,7 +76,7 @@ class MoeCombine:
 
     @cute.kernel
     def kernel(self, mY: cute.Tensor, mRowOf: cute.Tensor, mWeights: Any, mShared: Any, mOut: cute.Tensor):
-        """8 columns of a token a thread."""
+        """Combine 8 columns of a token a thread."""
         token, part, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         place = part * THREADS + tidx

@@ -76,8 +76,8 @@ def launch_args(
     )
 
 
-def _flat(name: str, x: torch.Tensor | None, shape: tuple, dtype: type) -> object:
-    """A CuTe vector over a contiguous matrix."""
+def _flat(name: str, x: torch.Tensor | None, shape: tuple[int, ...], dtype: type) -> object:
+    """Return a CuTe vector over a contiguous matrix."""
     if x is None:
         return None
     if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or not x.is_contiguous():

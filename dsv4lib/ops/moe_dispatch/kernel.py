@@ -9,8 +9,8 @@ A stable counting sort in one launch, whose result is defined: no atomic's order
 CTA owns 256 routes, one a thread, but reads all of them: it needs the totals (for the offsets) and what precedes its
 own (for the ranks). That costs T k 4 bytes from L2 a CTA, 3 KiB at 128 tokens, 96 KiB at 4,096, and saves the second
 launch, or the wait, that a scan over CTAs needs. Within a warp a route's rank comes from `match.any`; the warps'
-counts meet in shared memory. Rows of padding are shared out over all CTAs, so a decode step launches more CTAs than
-it has routes for: up to 128 rows an active expert are to be filled with -1.
+counts are added up in shared memory. Rows of padding are shared out over all CTAs, so a decode step launches more CTAs
+than it has routes for: up to 128 rows an active expert are to be filled with -1.
 
     SMEM    counts before this CTA's routes and from there on, of the 8 warps, offsets: 11 E + 9 words (22 KiB at E 512)
     bytes   T k 8 in, T k 4 + R 8 + E 8 out
@@ -143,7 +143,7 @@ class MoeDispatch:
 
     @cute.jit
     def own(self, mExperts: cute.Tensor, route: Int32, sCounts: cute.Tensor):
-        """(expert or -1, rank among the routes of this warp) of this thread's route; the warp's counts."""
+        """Return (expert or -1, rank among the routes of this warp) of this thread's route; the warp's counts."""
         warp, expert = cute.arch.warp_idx(), Int32(-1)
         if route < mExperts.shape[0]:
             expert = mExperts[route]
@@ -221,7 +221,7 @@ class MoeDispatch:
         sOffsets: cute.Tensor,
         max_m: Int32,
     ):
-        """This thread's route into its row."""
+        """Store this thread's route into its row."""
         warp = cute.arch.warp_idx()
         if route < mRowOf.shape[0]:
             row = Int32(-1)
@@ -240,7 +240,7 @@ class MoeDispatch:
 
     @cute.jit
     def pad(self, mRows: cute.Tensor, mRowWeight: Any, sCounts: cute.Tensor, sOffsets: cute.Tensor):
-        """-1 into the rows behind each expert's, a warp an expert, and behind the last expert's, 16 bytes a thread."""
+        """Store -1 into rows after each expert's, a warp an expert, and after the last one's, 16 bytes a thread."""
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()

@@ -2,7 +2,7 @@
 
 
 def max_rows(tokens: int, k: int, experts: int, align: int = 128) -> int:
-    """Rows that ``tokens`` k routes can need at most, whatever experts they go to: what the host can know.
+    """Count the rows that ``tokens`` k routes can need at most, whatever experts they go to: what the host can know.
 
     Of n = min(E, T k) experts each needs a block of ``align`` rows; every ``align`` further routes can open another.
     """

@@ -1,4 +1,4 @@
-"""Arguments of the expert GEMM: fake tensors to compile with, torch tensors checked and wrapped to launch with.
+"""Make arguments of the expert GEMM: fake tensors to compile with, torch tensors checked and wrapped to launch.
 
 The kernel trusts what it is given; everything that can be wrong with a tensor is caught here, by name.
 """
@@ -16,7 +16,9 @@ from dsv4lib.dsl import umma
 from dsv4lib.dsl.tensors import DeviceTensor, Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.moe_gemm.config import TILE_M
-from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
+from dsv4lib.ops.moe_gemm.epilogue import Outputs
+from dsv4lib.ops.moe_gemm.schedule import Ranges
+from dsv4lib.ops.moe_gemm.sm100 import MoeGemm, Operand
 
 _OUT = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32, "nvfp4": cutlass.Uint8, "mxfp8": cutlass.Uint8}
 PADDED_ALIGN = 32  # bytes, of a tensor map that unpacks 4 bits to a byte
@@ -29,13 +31,13 @@ def fake_args(kernel: MoeGemm) -> tuple:
     u8, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
     scaled, quantised = bool(kernel.mode.block), kernel.quantised
     return (
-        (fake(u8, group + "RK", 16), fake(u8, group + "AS", 16) if scaled else None),
-        (fake(u8, "ENL", 16), fake(u8, "EBS", 16) if scaled else None),
-        None if kernel.batched else (fake(i32, "E"), fake(i32, "E")),
+        Operand(fake(u8, group + "RK", 16), fake(u8, group + "AS", 16) if scaled else None),
+        Operand(fake(u8, "ENL", 16), fake(u8, "EBS", 16) if scaled else None),
+        None if kernel.batched else Ranges(fake(i32, "E"), fake(i32, "E")),
         fake(fp32, "E") if kernel.alpha else None,
         fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
         fake(fp32, "R") if kernel.routed else None,
-        (
+        Outputs(
             fake(_OUT[kernel.out], group + "RF", 16),
             fake(u8, group + "CS", 16) if quantised else None,
             fake(fp32, "E") if kernel.out == "nvfp4" else None,
@@ -84,8 +86,8 @@ class Call(Gemm):
     routing: torch.Tensor | None = None
 
 
-def _blocks(name: str, x: torch.Tensor | None, lead: tuple, blocks: int) -> Any:
-    """Swizzled scales as [.., blocks, 512]."""
+def _blocks(name: str, x: torch.Tensor | None, lead: tuple[int, ...], blocks: int) -> Any:
+    """View swizzled scales as [.., blocks, 512]."""
     if not isinstance(x, torch.Tensor) or x.dtype != torch.uint8:
         raise ArgumentError(name, getattr(x, "dtype", type(x).__name__), "a tensor of torch.uint8")
     wanted = (*lead, blocks * umma.SCALE_BLOCK)
@@ -151,14 +153,14 @@ def launch_args(kernel: MoeGemm, call: Gemm, grid: int, stream: int = 0) -> tupl
     def index(name: str, value: Any) -> Any:
         return wrap(name, value, cutlass.Int32, (experts,))
 
-    groups = tuple(optional(name, not kernel.batched, index) for name in ("offsets", "counts"))
+    groups = Ranges(*(optional(name, not kernel.batched, index) for name in ("offsets", "counts")))
     out_width = width // 2 if kernel.out == "nvfp4" else width
     return (
-        (
+        Operand(
             wrap("x", x, u8, (*lead, None, None), 16),
             optional("x_scales", scaled, lambda n, v: _blocks(n, v, lead, row_blocks * blocks)),
         ),
-        (
+        Operand(
             wrap("w", w, u8, (None, None, None), 16),
             optional("w_scales", scaled, lambda n, v: _blocks(n, v, (experts,), -(-features // TILE_M) * blocks)),
         ),
@@ -166,7 +168,7 @@ def launch_args(kernel: MoeGemm, call: Gemm, grid: int, stream: int = 0) -> tupl
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
         optional("routing", kernel.routed, vector(rows)),
-        (
+        Outputs(
             wrap("out", call.out, _OUT[kernel.out], (*lead, rows, out_width), 16),
             optional("out_scales", quantised, lambda n, v: _blocks(n, v, lead, row_blocks * out_blocks)),
             optional("out_global", kernel.out == "nvfp4", vector(experts)),

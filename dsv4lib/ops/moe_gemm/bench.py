@@ -142,7 +142,7 @@ def _check(given: Given, outputs: Mapping[str, Tensor]) -> None:
         name, found, bound = "y", outputs["y"][picked].double(), 2.0**-8
     elif "h_scales" not in outputs:
         name, found, bound = "h", outputs["h"][picked].double(), 2.0**-8
-    else:  # MXFP8 keeps three bits behind the first
+    else:  # MXFP8 keeps three bits after the first
         name, bound = "h", 2.0**-4
         scales = scale_swizzle.unswizzle(outputs["h_scales"], len(given["x"]), truth.shape[1] // BLOCK)[picked]
         factors = ue8m0.decode(scales, torch.float64).repeat_interleave(BLOCK, -1)

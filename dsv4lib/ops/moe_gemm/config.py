@@ -62,7 +62,7 @@ class Config:
         mode: formats of weights and activations: "nvfp4" (both NVFP4), "w4a8" (MXFP4 weights, MXFP8 activations),
             "mxfp8" (both) or "bf16".
         tile_n: tokens of a tile, one of `TILES_N`.
-        swiglu: the first GEMM: rows of the weights are gate and up by turns of 8, and silu(gate) * up is written.
+        swiglu: the first GEMM: rows of the weights are gate and up, alternating by 8, and silu(gate) * up is written.
         out: "bf16", "fp32", or (with swiglu) "nvfp4" or "mxfp8" with their scales.
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
@@ -136,7 +136,7 @@ class Config:
         self.operand = umma.matrix_descriptor(0, umma.SWIZZLE_ATOM)  # 8 rows to the next 8
 
     def _instruction(self, i: int) -> int:
-        """Descriptor of MMA ``i`` of a K step; with one scale a row and MMA they take the 4 of a word by turns."""
+        """Return the descriptor of MMA ``i`` of a K step; with one scale a row and MMA the 4 of a word alternate."""
         m = self.mode
         if not m.block:
             return umma.instruction_descriptor(self.pair_m, 0, self.mode_name)
@@ -148,7 +148,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts + ['pair'] * (self.ctas > 1))})"
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
-        """(name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
         n = self.stages if stages is None else stages
         rings = ("W", W_BYTES), ("X", self.x_bytes), ("W scales", self.sfw_bytes), ("X scales", self.sfx_bytes)
         return [

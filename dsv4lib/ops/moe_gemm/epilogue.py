@@ -1,14 +1,14 @@
-"""From sums in tensor memory to rows in global memory: scaled, SwiGLU, routing weight, converted.
+"""Run the epilogue: accumulators from tensor memory to global memory; scale, SwiGLU, routing weight, conversion.
 
 Lanes are features, columns tokens. `tcgen05.ld.16x256b` gives a thread rows r and r + 8 of 16 lanes: with gate and up
-by turns of 8 these are gate and up of one feature, so SwiGLU needs no other thread. What is left is turned over in
+alternating by 8 these are gate and up of one feature, so SwiGLU needs no other thread. What is left is transposed in
 shared memory, where a thread reads 16 consecutive features of one token: a block of NVFP4, half a block of MXFP8, 32
 bytes of bf16. See `moe_gemm.sm100` for what the alternatives cost.
 
-The exchange has lines of 128 words: one token of 128 features, or two of 64. A line has 8 parts of 16 features in 4
-quads; quad q of part p is at group p ^ 4 (q mod 2) ^ (half of the token's number mod 4) of the 8 groups of 4 banks,
-32 q words on. So both sides are free of bank conflicts: a warp writes 2 quads of a part for 4 tokens, 8 threads read
-the same quad of 8 parts.
+The exchange has lines of 128 words: one token of 128 features, or two of 64. A line has 8 units of 16 features in 4
+quads; quad q of unit p is at group p ^ 4 (q mod 2) ^ (half of the token's number mod 4) of the 8 groups of 4 banks,
+32 q words on. So both sides are free of bank conflicts: a warp writes 2 quads of a unit for 4 tokens, 8 threads read
+the same quad of 8 units.
 """
 
 from __future__ import annotations
@@ -27,6 +27,25 @@ from dsv4lib.ops.moe_gemm.schedule import Groups, Schedule, Tile
 LOG2_E = 1.4426950408889634
 
 
+class Outputs(NamedTuple):
+    """What a call writes: rows [R, F], or bytes of codes; scales [blocks, 512] uint8 or None.
+
+    Attributes:
+        out_global: fp32 [E], the given global scales of nvfp4, or None.
+    """
+
+    out: cute.Tensor
+    scales: Any
+    out_global: Any
+
+
+class Factors(NamedTuple):
+    """What the sums of gate and up (or of both halves of 16 features) are multiplied by."""
+
+    first: Float32
+    second: Float32
+
+
 class Ends(NamedTuple):
     """Arguments of the epilogue, as in the host call."""
 
@@ -40,11 +59,11 @@ class Ends(NamedTuple):
 
 
 @dsl_user_op
-def _load_halves(low: Int32, columns: int, there: Int32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """``columns`` (16 or 32) of the first and the last 16 lanes of a warp; ``there`` of them, up to 16s, are loaded.
+def _load_halves(low: Int32, columns: int, there: Int32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """Load ``columns`` (16 or 32) of the first and the last 16 lanes of a warp; ``there`` of them, up to 16s.
 
     Of each 8 columns a thread gets two of row r, then two of row r + 8. 16 columns of the first lanes come first, then
-    those of the last, then the next 16. The wait is part of it: a register is only then what it says.
+    those of the last, then the next 16. It includes the wait, after which the registers are valid.
     """
     lines = []
     for i in range(columns // 8):
@@ -73,7 +92,7 @@ class Epilogue(Schedule):
         allocator: memory.TmemAllocator,
         acc: pipeline.PipelineUmmaAsync,
     ):
-        """Epilogue warps: tile after tile; warp w reads lanes 32 w .. 32 w + 31."""
+        """Run the epilogue warps: tile after tile; warp w reads lanes 32 w .. 32 w + 31."""
         allocator.allocate(self.tmem_columns)
         allocator.relinquish_alloc_permit()
         cute.arch.griddepcontrol_wait()
@@ -91,52 +110,52 @@ class Epilogue(Schedule):
             umma.fence_after_thread_sync()
             for first in cutlass.range(0, tile.rows, self.chunk, unroll=1):
                 source = lanes + state.index * self.tile_n + first
-                self.turn_over(source, tile.rows - first, sH, buffer, factors, ends.limit)
-                self.turned().arrive_and_wait()
+                self.transpose(source, tile.rows - first, sH, buffer, factors, ends.limit)
+                self.exchanged().arrive_and_wait()
                 self.store(sH, buffer, ends, tile, first)
-                cute.arch.sync_warp()  # the next tcgen05.ld needs all threads of a warp together again
+                cute.arch.sync_warp()  # the next tcgen05.ld needs the warp converged
                 buffer = buffer ^ 1
             umma.fence_before_thread_sync()
             self.release(acc, state)
             state.advance()
             place = self.next_place(groups, place)
-        self.turned().arrive_and_wait()  # TMEM has been read
+        self.exchanged().arrive_and_wait()  # TMEM has been read
         allocator.free(address)
 
-    def turned(self) -> pipeline.NamedBarrier:
-        """Where the epilogue warps meet: a buffer is written; with two of them once a chunk is enough."""
+    def exchanged(self) -> pipeline.NamedBarrier:
+        """Return the barrier of the epilogue warps: a buffer is written; with two of them once a chunk is enough."""
         return pipeline.NamedBarrier(EXCHANGE, EPILOGUE_THREADS)
 
     @cute.jit
     def release(self, acc: pipeline.PipelineUmmaAsync, state: pipeline.PipelineState):
-        """One arrival a warp: the accumulator may be overwritten."""
+        """Release the accumulator: one arrival a warp."""
         with cute.arch.elect_one():
             acc.consumer_release(state)
 
     @cute.jit
     def factors(self, ends: Ends, tile: Tile):
-        """What the sums of gate and up (or of both halves of 16 features) are multiplied by."""
+        """Return the factors of a tile."""
         first = second = Float32(1.0)
         if cutlass.const_expr(self.alpha):
             first = second = ends.alpha[tile.expert]
             if cutlass.const_expr(self.swiglu):
                 second = ends.alpha_up[tile.expert]
-        return first, second
+        return Factors(first, second)
 
     @cute.jit
-    def turn_over(self, source: Int32, there: Int32, sH: cute.Tensor, buffer: Int32, factors: tuple, limit: Float32):
-        """A chunk of columns to the exchange: thread t of a warp has features t / 4 and t / 4 + 8 of both halves."""
+    def transpose(self, source: Int32, there: Int32, sH: cute.Tensor, buffer: Int32, factors: Factors, limit: Float32):
+        """Store a chunk of columns to the exchange: thread t of a warp has features t / 4 and t / 4 + 8 of halves."""
         values = _load_halves(source, self.chunk, there)
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, tidx % 32
         # Line of the first token, quad of the first feature, group and place in it: fields of a word's number.
-        line, part = (lane % 4, warp) if cutlass.const_expr(self.swiglu) else (lane % 4 * 2, warp * 2)
-        first = line << 7 | lane // 16 << 5 | (part ^ lane // 16 * 4 ^ lane % 4) << 2 | lane // 4 % 4
+        line, unit = (lane % 4, warp) if cutlass.const_expr(self.swiglu) else (lane % 4 * 2, warp * 2)
+        first = line << 7 | lane // 16 << 5 | (unit ^ lane // 16 * 4 ^ lane % 4) << 2 | lane // 4 % 4
         for half in cutlass.range_constexpr(2):
             for j in cutlass.range_constexpr(self.chunk // 8):
                 for i in cutlass.range_constexpr(2):
                     at = 16 * (j // 2) + 8 * half + 4 * (j % 2) + i
-                    low, high = values[at] * factors[0], values[at + 2] * factors[1]
+                    low, high = values[at] * factors.first, values[at + 2] * factors.second
                     if cutlass.const_expr(self.swiglu):
                         sH[(first ^ i << 4) + (half << 6) + (4 * j << 7), buffer] = self.activate(low, high, limit)
                     else:
@@ -145,26 +164,26 @@ class Epilogue(Schedule):
                         sH[word + (1 << 6), buffer] = high
 
     def activate(self, gate: Float32, up: Float32, limit: Float32):
-        """What becomes of gate and up of a feature."""
+        """Combine gate and up of a feature."""
         return swiglu(gate, up, limit)
 
     @cute.jit
     def store(self, sH: cute.Tensor, buffer: Int32, ends: Ends, tile: Tile, first: Int32):
-        """This thread's 16 features of a token of the chunk, where the tile has that token and the output them."""
+        """Store this thread's 16 features of a token of the chunk, where tile and output have them."""
         tidx, _, _ = cute.arch.thread_idx()
-        parts = self.out_features // OUT_VALUES
-        token, part = tidx // parts, tidx % parts
+        units = self.out_features // OUT_VALUES
+        token, own = tidx // units, tidx % units
         rH = cute.make_rmem_tensor(OUT_VALUES, Float32)
-        line, group = token, part
+        line, group = token, own
         if cutlass.const_expr(self.swiglu):
-            line, group = token // 2, token % 2 * 4 + part
+            line, group = token // 2, token % 2 * 4 + own
         word = line << 7 | (group ^ token // 2 % 4) << 2
         for quad in cutlass.range_constexpr(OUT_VALUES // 4):
             place = cute.assume((word ^ quad % 2 << 4) + (quad << 5), divby=4)
             words = cute.make_tensor(sH.iterator + place + buffer * self.exchange_words, cute.make_layout(4))
             cute.autovec_copy(words, cute.local_tile(rH, (4,), (quad,)))
         row = tile.row + first + token
-        unit = tile.feature // (128 // parts) + part  # of 16 features
+        unit = tile.feature // (128 // units) + own  # of 16 features
         inside = self.inside(tile, first + token) and unit * OUT_VALUES < self.features_of(ends)
         if cutlass.const_expr(self.routed):
             if inside:
@@ -182,20 +201,20 @@ class Epilogue(Schedule):
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):
-        """Whether the tile has this token: rows of an MMA past the last token are not stored."""
+        """Return whether the tile has this token: rows of an MMA past the last token are not stored."""
         return token < tile.rows
 
     def features_of(self, ends: Ends) -> Int32:
-        """Features of a row of the output."""
+        """Count the features of a row of the output."""
         return ends.out.shape[-1] * (2 if self.out == "nvfp4" else 1)
 
-    def at(self, tile: Tile, row: Int32) -> tuple:
-        """Index of a row of the output."""
+    def at(self, tile: Tile, row: Int32) -> tuple[Int32 | None, ...]:
+        """Return the index of a row of the output."""
         return *self.lead(tile), row, None
 
     @cute.jit
     def store_nvfp4(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32):
-        """A block: its scale, E4M3 of amax / (6 global), and codes relative to what that scale says."""
+        """Store a block: its scale, E4M3 of amax / (6 global), and codes relative to the rounded scale."""
         amax = amax_of(rH)
         amax = amax + 0.0 * amax  # Inf, too, makes the scale NaN, as the format has it
         scale_of_all = ends.out_global[tile.expert]
@@ -212,7 +231,7 @@ class Epilogue(Schedule):
 
     @cute.jit
     def store_mxfp8(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32, inside: cutlass.Boolean):
-        """Half a block of 32; its neighbour has the other half."""
+        """Store half a block of 32; its neighbour has the other half."""
         amax = amax_of(rH)
         amax = cute.arch.fmax(amax, cute.arch.shuffle_sync_bfly(amax, 1), nan=True)
         code, inverse = convert.to_ue8m0(amax, convert.E4M3_MAX)
@@ -227,7 +246,7 @@ class Epilogue(Schedule):
 
     @cute.jit
     def store_scale(self, ends: Ends, tile: Tile, row: Int32, column: Int32, code: Int32):
-        """One scale to where the next GEMM reads it: `formats.scale_swizzle`, blocks of 128 rows x 4 scales."""
+        """Store a scale where the next GEMM reads it: `formats.scale_swizzle`, blocks of 128 rows x 4 scales."""
         per_scale = OUT_VALUES if self.out == "nvfp4" else 2 * OUT_VALUES
         blocks = cute.ceil_div(self.features_of(ends), 4 * per_scale)
         block = row // 128 * blocks + column // 4
@@ -237,7 +256,7 @@ class Epilogue(Schedule):
 
 @cute.jit
 def swiglu(gate: Float32, up: Float32, limit: Float32):
-    """silu(min(gate, limit)) * clip(up, -limit, limit); a NaN stays one, where min and max would take the limit."""
+    """Compute silu(min(gate, limit)) * clip(up, -limit, limit); NaN stays NaN where min and max would drop it."""
     gate = cute.arch.fmin(gate, limit, nan=True)
     up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
     return gate * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True)) * up
@@ -245,7 +264,7 @@ def swiglu(gate: Float32, up: Float32, limit: Float32):
 
 @cute.jit
 def amax_of(values: cute.Tensor):
-    """Largest magnitude; NaN if one is."""
+    """Return the largest magnitude; NaN if one is."""
     amax = Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(values)):
         amax = cute.arch.fmax(amax, convert.magnitude(values[i]), nan=True)
@@ -254,7 +273,7 @@ def amax_of(values: cute.Tensor):
 
 @cute.jit
 def store_words(row: cute.Tensor, column: Int32, words: cute.Tensor):
-    """Registers to bytes of a row, in one store."""
+    """Store registers to bytes of a row, in one store."""
     size = 4 * cute.size(words)
     target = cute.local_tile(row, (size,), (column // size,))
     cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), target)

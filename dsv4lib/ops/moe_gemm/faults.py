@@ -1,4 +1,4 @@
-"""Mistakes of grouped block-scaled GEMMs, injected one at a time; each is marked ``WRONG``.
+"""Inject one fault into grouped block-scaled GEMMs at a time; each is marked ``WRONG``.
 
 Every class is the `MoeGemm` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds
 each: a kind of the emulator's reports, "stray bytes" (the output holds a sentinel where no token is) or "wrong numbers"
@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from dsv4lib.ops.moe_gemm.epilogue import Ends, swiglu
+from dsv4lib.ops.moe_gemm.epilogue import Ends, Factors, swiglu
 from dsv4lib.ops.moe_gemm.load import Rings
 from dsv4lib.ops.moe_gemm.schedule import Tile
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
@@ -46,7 +46,7 @@ class FirstRows(MoeGemm):
 
 
 class NoTailMask(MoeGemm):
-    """Rows behind a group's last token are written."""
+    """Rows after a group's last token are written."""
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):
@@ -68,7 +68,7 @@ class FirstAlpha(MoeGemm):
     @cute.jit
     def factors(self, ends: Ends, tile: Tile):
         """See `Epilogue.factors`."""
-        return ends.alpha[0], ends.alpha_up[0]  # WRONG: the factors of the tile's expert
+        return Factors(ends.alpha[0], ends.alpha_up[0])  # WRONG: the factors of the tile's expert
 
 
 class FirstAccumulates(MoeGemm):
@@ -84,9 +84,9 @@ class OneBuffer(MoeGemm):
     """The exchange has one buffer, and one barrier a chunk: a fast warp overwrites what a slow one still reads."""
 
     @cute.jit
-    def turn_over(self, source: Int32, there: Int32, sH: cute.Tensor, buffer: Int32, factors: tuple, limit: Float32):
-        """See `Epilogue.turn_over`."""
-        MoeGemm.turn_over(self, source, there, sH, Int32(0), factors, limit)  # WRONG
+    def transpose(self, source: Int32, there: Int32, sH: cute.Tensor, buffer: Int32, factors: Factors, limit: Float32):
+        """See `Epilogue.transpose`."""
+        MoeGemm.transpose(self, source, there, sH, Int32(0), factors, limit)  # WRONG
 
     @cute.jit
     def store(self, sH: cute.Tensor, buffer: Int32, ends: Ends, tile: Tile, first: Int32):

@@ -1,7 +1,7 @@
 """Groups of tokens and experts that make a wrong grouped GEMM visible.
 
 Rows of tokens and features of weights differ in scale, so none stands in for another; every expert has factors of its
-own. Rows behind a group's last token hold values, and the output holds `SENTINEL` wherever nothing is written.
+own. Rows after a group's last token hold values, and the output holds `SENTINEL` wherever nothing is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dsv4lib.ops.moe_gemm.config import Config
 
 SENTINEL = 119  # of every byte of an output
 LIMIT = 10.0  # DSV4's swiglu_limit
-BEHIND = 20.0  # rows behind a group's last token: larger than most, yet they do not take all of the range
+PAST_END = 20.0  # rows after a group's last token: larger than most, yet they do not take all of the range
 SPREAD = 4.3  # of the sums, times alpha: some reach the clamp
 
 
@@ -43,7 +43,7 @@ class Case:
 
 
 def _quantised(values: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """(codes, scale bytes or None, the numbers they stand for in fp64, without a global scale)."""
+    """Return (codes, scale bytes or None, the numbers they stand for in fp64, without a global scale)."""
     if block == 0:
         codes = values.to(torch.bfloat16)
         return codes, None, codes.double()
@@ -77,7 +77,7 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     w = torch.randn(experts, features, k, generator=generator)
     w = w * torch.logspace(-1, 1, features, base=2.0)[torch.randperm(features, generator=generator), None]
     for o, n, space in zip(offsets.tolist(), counts, room, strict=False):
-        x[o + n : o + space] = BEHIND
+        x[o + n : o + space] = PAST_END
     x_codes, x_scales, x_numbers = _quantised(x, m.x_bits, m.block)
     w_codes, w_scales, w_numbers = _quantised(w, m.w_bits, m.block)
     call = Call(x_codes, w_codes, torch.empty(0))

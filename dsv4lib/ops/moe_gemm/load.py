@@ -1,4 +1,4 @@
-"""How operands and their scales reach shared memory."""
+"""Load operands and their scales to shared memory."""
 
 from __future__ import annotations
 
@@ -24,11 +24,27 @@ class Rings(NamedTuple):
     sfx: Any
 
 
+class Sources(NamedTuple):
+    """TMA atoms of weights, tokens and their scales, or None."""
+
+    w: cute.CopyAtom
+    x: cute.CopyAtom
+    sfw: Any
+    sfx: Any
+
+
+class Depth(NamedTuple):
+    """How deep K is: steps, and blocks of scales of a row."""
+
+    steps: Int32
+    blocks: Int32
+
+
 class Load(Schedule):
     """The load warp."""
 
-    def sources(self, mW: cute.Tensor, mWs: Any, mX: cute.Tensor, mXs: Any) -> tuple:
-        """Host side: TMA atoms of weights, tokens and their scales."""
+    def sources(self, mW: cute.Tensor, mWs: Any, mX: cute.Tensor, mXs: Any) -> Sources:
+        """Host side: make TMA atoms."""
         w, x = (cute.make_tensor(t.iterator, self.outwards(t)) for t in (mW, mX))
         padded = self.mode.w_bits != self.mode.x_bits
         if padded:
@@ -39,7 +55,7 @@ class Load(Schedule):
             boxes.box_atom(x, (ROW_BYTES, self.box_rows, *lead)),
         ]
         if not self.mode.block:
-            return (*atoms, None, None)
+            return Sources(*atoms, None, None)
         box = SCALE_WORDS, self.scale_blocks
         for scales, before in ((mWs, (1,)), (mXs, lead)):
             words = cute.make_tensor(
@@ -50,29 +66,25 @@ class Load(Schedule):
                 ),
             )
             atoms.append(boxes.box_atom(words, (*box, *before), swizzle=False))
-        return tuple(atoms)
+        return Sources(*atoms)
 
     def outwards(self, t: cute.Tensor) -> cute.Layout:
-        """The layout of a row-major tensor, its contiguous mode first."""
+        """Return the layout of a row-major tensor, its contiguous mode first."""
         return cute.make_layout(tuple(reversed(t.shape)), stride=(1, *reversed(t.stride[:-1])))
 
     def nibbles(self, packed: cute.Tensor) -> cute.Tensor:
-        """A view of bytes as E2M1 elements, two a byte."""
+        """View bytes as E2M1 elements, two a byte."""
         k, *shape = packed.shape
         _, *strides = packed.stride
         layout = cute.make_layout((k * 2, *shape), stride=(1, *(stride * 2 for stride in strides)))
         return cute.make_tensor(cute.recast_ptr(packed.iterator, dtype=cutlass.Float4E2M1FN), layout)
 
     @cute.jit
-    def load(self, sources: tuple, groups: Groups, depth: tuple, rings: Rings, ab: pipeline.PipelineTmaUmma):
-        """Load warp: tile after tile, step after step; lane l issues the l-th box of tokens.
-
-        Args:
-            depth: K steps, and blocks of scales of a row.
-        """
+    def load(self, sources: Sources, groups: Groups, depth: Depth, rings: Rings, ab: pipeline.PipelineTmaUmma):
+        """Run the load warp: tile after tile, step after step; lane l issues the l-th box of tokens."""
         steps, blocks = depth
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        self.ahead(sources, groups, steps, ab.producer_get_barrier(state))
+        self.prefetch(sources, groups, steps, ab.producer_get_barrier(state))
         cute.arch.griddepcontrol_wait()
         place = self.first_place(groups)
         while place.expert < groups.experts:
@@ -88,16 +100,16 @@ class Load(Schedule):
                     self.load_scales(sources, tile, step, blocks, rings, state.index, barrier)
                 state.advance()
             place = self.next_place(groups, place)
-        cute.arch.griddepcontrol_launch_dependents()  # a kernel behind this one may come, where there is room
+        cute.arch.griddepcontrol_launch_dependents()  # a successor may start, where there is room
         ab.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
 
-    def ahead(self, sources: tuple, groups: Groups, steps: Int32, barrier: cute.Pointer):
-        """What can be fetched while the kernel before still runs: without the groups' counts, nothing is known."""
+    def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
+        """Fetch what is known while the kernel before still runs: without the groups' counts nothing."""
 
     @cute.jit
     def load_operands(
         self,
-        sources: tuple,
+        sources: Sources,
         tile: Tile,
         token_boxes: Int32,
         step: Int32,
@@ -105,7 +117,7 @@ class Load(Schedule):
         stage: Int32,
         barrier: cute.Pointer,
     ):
-        """128 features and this CTA's tokens of a K step."""
+        """Load 128 features and this CTA's tokens of a K step."""
         pair = self.ctas > 1
         lane = cute.arch.lane_idx()
         k = step * ROW_BYTES
@@ -114,14 +126,14 @@ class Load(Schedule):
             if cutlass.const_expr(pair):
                 row = row + cute.arch.block_idx_in_cluster() * (tile.n // self.ctas)
             target = rings.x + stage * self.x_bytes + lane * (self.box_rows * ROW_BYTES)
-            boxes.load_box(sources[1], target, barrier, (k, row, *self.lead(tile)), pair)
+            boxes.load_box(sources.x, target, barrier, (k, row, *self.lead(tile)), pair)
         with cute.arch.elect_one():
-            boxes.load_box(sources[0], rings.w + stage * W_BYTES, barrier, (k, tile.feature, tile.expert), pair)
+            boxes.load_box(sources.w, rings.w + stage * W_BYTES, barrier, (k, tile.feature, tile.expert), pair)
 
     @cute.jit
     def load_scales(
         self,
-        sources: tuple,
+        sources: Sources,
         tile: Tile,
         step: Int32,
         blocks: Int32,
@@ -129,13 +141,13 @@ class Load(Schedule):
         stage: Int32,
         barrier: cute.Pointer,
     ):
-        """The scales of a K step: what lies behind the last block of a row is loaded too, and not used."""
+        """Load the scales of a K step: what is past the last block of a row is loaded too, and not used."""
         pair = self.ctas > 1
         first = step * self.scale_blocks
         with cute.arch.elect_one():
             block = tile.feature // 128 * blocks + first
-            boxes.load_box(sources[2], rings.sfw + stage * self.sfw_bytes, barrier, (0, block, tile.expert), pair)
+            boxes.load_box(sources.sfw, rings.sfw + stage * self.sfw_bytes, barrier, (0, block, tile.expert), pair)
             for i in cutlass.range_constexpr(self.token_blocks):
                 block = (tile.row // 128 + i) * blocks + first
                 target = rings.sfx + stage * self.sfx_bytes + i * self.sfw_bytes
-                boxes.load_box(sources[3], target, barrier, (0, block, *self.lead(tile)), pair)
+                boxes.load_box(sources.sfx, target, barrier, (0, block, *self.lead(tile)), pair)

@@ -1,4 +1,4 @@
-"""The warp that issues products; of a pair only the one in the first CTA, for both."""
+"""Issue products; of a pair the first CTA's warp issues for both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, memory, pipeline
 
 from dsv4lib.dsl import umma
 from dsv4lib.ops.moe_gemm.config import MMAS, ROW_STEP, W_BYTES
-from dsv4lib.ops.moe_gemm.load import Rings
+from dsv4lib.ops.moe_gemm.load import Depth, Rings
 from dsv4lib.ops.moe_gemm.schedule import Groups, Schedule, Tile
 
 
@@ -19,13 +19,13 @@ class Mma(Schedule):
     def mma(
         self,
         groups: Groups,
-        depth: tuple,
+        depth: Depth,
         rings: Rings,
         allocator: memory.TmemAllocator,
         ab: pipeline.PipelineTmaUmma,
         acc: pipeline.PipelineUmmaAsync,
     ):
-        """MMA warp: tile after tile into alternating accumulators."""
+        """Run the MMA warp: tile after tile into alternating accumulators."""
         cute.arch.griddepcontrol_wait()
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
@@ -38,38 +38,39 @@ class Mma(Schedule):
     def mma_tiles(
         self,
         groups: Groups,
-        depth: tuple,
+        depth: Depth,
         rings: Rings,
         base: Int32,
         ab: pipeline.PipelineTmaUmma,
         acc: pipeline.PipelineUmmaAsync,
     ):
-        """The loop over tiles and K steps."""
+        """Loop over tiles and K steps."""
         steps, blocks = depth
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        sums = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
+        ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_stages)
         place = self.first_place(groups)
         while place.expert < groups.experts:
             tile = self.tile(groups, place)
-            acc.producer_acquire(sums)
+            acc.producer_acquire(acc_state)
             umma.fence_after_thread_sync()
-            d = base + sums.index * self.tile_n
+            d = base + acc_state.index * self.tile_n
             for step in cutlass.range(steps, unroll=1):
-                ab.consumer_wait(full)
+                ab.consumer_wait(ab_state)
                 umma.fence_after_thread_sync()
                 with cute.arch.elect_one():
                     if cutlass.const_expr(self.mode.block):
-                        self.scales_to_tmem(base, rings, full.index)
-                    self.multiply(d, base, tile, rings, full.index, step, blocks - step * self.scale_blocks)
-                ab.consumer_release(full)
-                full.advance()
-            acc.producer_commit(sums)
-            sums.advance()
+                        self.scales_to_tmem(base, rings, ab_state.index)
+                    # D += W @ X^T
+                    self.multiply(d, base, tile, rings, ab_state.index, step, blocks - step * self.scale_blocks)
+                ab.consumer_release(ab_state)
+                ab_state.advance()
+            acc.producer_commit(acc_state)
+            acc_state.advance()
             place = self.next_place(groups, place)
 
     @cute.jit
     def scales_to_tmem(self, base: Int32, rings: Rings, stage: Int32):
-        """A K step's scales: block j of the weights to columns 4 j, of the tokens' i-th 128 rows behind each other.
+        """Copy a K step's scales: block j of the weights to columns 4 j, the tokens' i-th 128 rows after each other.
 
         Copies and MMAs run in the order of their issue, so the same columns serve every step.
         """
@@ -84,30 +85,28 @@ class Mma(Schedule):
 
     @cute.jit
     def multiply(self, d: Int32, base: Int32, tile: Tile, rings: Rings, stage: Int32, step: Int32, blocks_left: Int32):
-        """The 4 MMAs of a K step; where each has its block of scales, not those behind the end of K."""
+        """Issue the 4 MMAs of a K step; where each has its block of scales, not those past the end of K."""
         w = umma.at(self.operand, rings.w + stage * W_BYTES)
         x = umma.at(self.operand, rings.x + stage * self.x_bytes)
         own = self.token_scales(base, tile)
         for i in cutlass.range_constexpr(MMAS):
-            operands = umma.behind(w, 32 * i), umma.behind(x, 32 * i)
+            a, b = umma.behind(w, 32 * i), umma.behind(x, 32 * i)
             instruction = umma.of_n(self.instructions[i], tile.n)
             more = step > 0 if i == 0 else cutlass.Boolean(True)
             if cutlass.const_expr(not self.mode.block):
-                umma.mma(d, *operands, instruction, more, ctas=self.ctas)
+                umma.mma(d, a, b, instruction, more, ctas=self.ctas)
             else:
                 j = i if self.scale_blocks == MMAS else 0  # else one block has the scales of all four
-                scales = (
-                    base + self.sfw_column + j * umma.SCALE_COLUMNS,
-                    own + j * self.token_blocks * umma.SCALE_COLUMNS,
-                )
+                sfa = base + self.sfw_column + j * umma.SCALE_COLUMNS
+                sfb = own + j * self.token_blocks * umma.SCALE_COLUMNS
                 if cutlass.const_expr(self.scale_blocks == 1 or i == 0):
-                    umma.scaled_mma(d, operands, instruction, scales, more, self.mode.kind, self.ctas)
+                    umma.scaled_mma(d, a, b, instruction, sfa, sfb, more, self.mode.kind, self.ctas)
                 elif blocks_left > i:
-                    umma.scaled_mma(d, operands, instruction, scales, more, self.mode.kind, self.ctas)
+                    umma.scaled_mma(d, a, b, instruction, sfa, sfb, more, self.mode.kind, self.ctas)
 
     @cute.jit
     def token_scales(self, base: Int32, tile: Tile):
-        """Column of the scales of the tile's first row: row r mod 128 is in column r div 32.
+        """Return the column of the scales of the tile's first row: row r mod 128 is in column r div 32.
 
         A tile starts at row 0 or 64 of its block, so its scales start 0 or 2 columns on: all that CUTLASS relies on.
         """

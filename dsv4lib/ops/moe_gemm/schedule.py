@@ -1,11 +1,10 @@
-"""Which tiles a CTA works on: every role finds them by itself from the groups' sizes.
+"""Schedule tiles: every role computes its CTA's tiles by itself from the groups' sizes.
 
 Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
 share a tile of weights in L2. A group's rows are split evenly among as few tiles as hold them: with full tiles and a
-rest by turns, an even grid would give all the full ones to every other CTA. CTA (or pair) c of a grid of g takes tiles
-c, c + g, c + 2 g, .. A role walks through the
-experts in windows of 32, a lane an expert: a prefix sum and a ballot find the expert of a tile, and no role ever goes
-back. Empty experts have no tiles and cost nothing but their lane.
+rest alternating, an even grid would give all the full ones to every other CTA. CTA (or pair) c of a grid of g takes
+tiles c, c + g, c + 2 g, .. A role walks through the experts in windows of 32, a lane an expert: a prefix sum and a
+ballot find the expert of a tile, and no role ever goes back. Empty experts have no tiles and cost only their lane.
 """
 
 from __future__ import annotations
@@ -19,6 +18,13 @@ from cutlass import Int32
 from dsv4lib.ops.moe_gemm.config import N_STEP, ROW_STEP, Config
 
 WINDOW = 32
+
+
+class Ranges(NamedTuple):
+    """First row and rows of each expert's tokens, int32 [E]."""
+
+    offsets: cute.Tensor
+    counts: cute.Tensor
 
 
 class Groups(NamedTuple):
@@ -54,24 +60,24 @@ class Schedule(Config):
     """The walk of a role."""
 
     def groups(self, given: Any, mX: cute.Tensor, mW: cute.Tensor):
-        """Host side: the groups of a call."""
+        """Host side: describe the groups of a call."""
         return Groups(mW.shape[0], cute.ceil_div(mW.shape[1], self.pair_m), *given)
 
     @cute.jit
     def first_place(self, groups: Groups):
-        """Where a role starts."""
+        """Return where a role starts."""
         block, _, _ = cute.arch.block_idx()
         return self.find(groups, block // self.ctas, Int32(0), Int32(0))
 
     @cute.jit
     def next_place(self, groups: Groups, place: Place):
-        """The next tile of this CTA."""
+        """Return the next tile of this CTA."""
         blocks, _, _ = cute.arch.grid_dim()
         return self.find(groups, place.index + blocks // self.ctas, place.window, place.before)
 
     @cute.jit
     def find(self, groups: Groups, index: Int32, window: Int32, before: Int32):
-        """The place of tile ``index``, which is not before ``window``; all lanes of a warp together."""
+        """Return the place of tile ``index``, which is not before ``window``; all lanes of a warp call it."""
         experts = groups.experts
         tiles, upto = self.tiles_of(groups, window)
         total = cute.arch.shuffle_sync(upto, WINDOW - 1)
@@ -103,7 +109,7 @@ class Schedule(Config):
 
     @cute.jit
     def tile(self, groups: Groups, place: Place):
-        """The tile at a place that has one."""
+        """Return the tile at a place that has one."""
         start, count = self.rows_of(groups, place.expert)
         across = cute.ceil_div(count, self.tile_n)
         share = cute.ceil_div(cute.ceil_div(count, across), ROW_STEP) * ROW_STEP
@@ -122,5 +128,5 @@ class Schedule(Config):
         return groups.offsets[expert], groups.counts[expert]
 
     def lead(self, tile: Tile) -> tuple:
-        """What comes before the row in an index of tokens or outputs."""
+        """Return what comes before the row in an index of tokens or outputs."""
         return (tile.expert,) if self.batched else ()

@@ -1,4 +1,4 @@
-"""The experts' GEMMs of DeepSeek-V4 on SM100: ragged groups of tokens times block-scaled weights, in one launch.
+"""Multiply ragged groups of tokens by block-scaled expert weights of DeepSeek-V4 on SM100, in one launch.
 
     y[r] = alpha_e * (x[r] @ W_e^T)                                  rows r of expert e; L2, and any linear (E = 1)
     h[r] = silu(min(g, limit)) * clip(u, -limit, limit) * weight_r   L1: g = alpha_e * gate sum, u = alpha_up_e * up sum
@@ -14,7 +14,7 @@ h is written as bf16, or quantised in the same kernel to what L2 reads: NVFP4 wi
 
 Layout. Tokens come sorted by expert: a group starts at a row that is a multiple of 128, so that the scales of its rows
 are whole blocks (`formats.scale_swizzle`); its count may be 0. The masked layout is the same with offset e * max_m.
-Weights are [E, N, K]; of L1 their rows are gate and up by turns of 8.
+Weights are [E, N, K]; of L1 their rows are gate and up, alternating by 8.
 
 Tile picture (nvfp4, tile_n 64). A and B are swapped: features are M, the lanes of the accumulator, tokens are N, its
 columns. A K step is 128 bytes of a row, 4 MMAs; the numbers of any configuration are in `MoeGemm.budget`.
@@ -46,8 +46,8 @@ is a multiple of 64, so its scales start 0 or 2 columns into the block: the only
 Why swapped. An MMA with block scales has M 128. With tokens as M an expert with one token would load 128 rows of X,
 as many bytes as of W, and of 128 epilogue threads one would work through 64 features. Swapped, N follows the count:
 16 rows of X a K step (2 KiB beside 16 KiB of weights), and every thread has 8 sums. The price is that blocks of the
-next GEMM's K run along lanes. Three ways to turn them, in warp instructions for 512 outputs of L1 (32 tokens of one
-warp's 16 features; a thread has 16 outputs), counted by hand, without the SwiGLU, which all share:
+next GEMM's K run along lanes. Three transposes, in warp instructions for 512 outputs of L1 (32 tokens of one warp's 16
+features; a thread has 16 outputs), counted by hand, without the SwiGLU, which all share:
 
     in lanes     amax of 16 lanes by 3 shuffles for each of 8 tokens a thread: 24 + 24 max, 8 scales (each in 8 lanes),
                  8 shuffles and 16 selects to pair nibbles, 8 conversions, 8 byte stores to SMEM and back: 140 and more
@@ -65,8 +65,8 @@ rows are as many bytes as the weights' (`ops.moe_gemm.tile_of`).
 Launches overlap (`griddepcontrol`): barriers and TMEM are made while the kernel before ends, and each role waits for it
 before it reads the counts. `Linear` knows its first tile without them and brings the tile's weights to L2 meanwhile.
 
-Ragged edges. TMA fills with zeros what is outside; scales behind the last feature are zero bytes. An MMA multiplies
-rows behind the group's last one, up to 16s, whatever is there: a column of its own, never stored.
+Ragged edges. TMA fills with zeros what is outside; scales past the last feature are zero bytes. An MMA multiplies rows
+past the group's last one, up to 16s, whatever is there: a column of its own, never stored.
 
 What limits it. Few tokens an expert: the weights from HBM, 18 KiB a K step and tile in nvfp4; up to 8 stages are in
 flight. Many: MMAs of 128 x N x 64 in 4 a step against N + 128 rows of 128 B from SMEM.
@@ -74,7 +74,7 @@ flight. Many: MMAs of 128 x N x 64 in 4 a step against N + 128 rows of 128 B fro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -92,10 +92,17 @@ from dsv4lib.ops.moe_gemm.config import (
     TMEM_READY,
     W_BYTES,
 )
-from dsv4lib.ops.moe_gemm.epilogue import Ends, Epilogue
-from dsv4lib.ops.moe_gemm.load import Load, Rings
+from dsv4lib.ops.moe_gemm.epilogue import Ends, Epilogue, Outputs
+from dsv4lib.ops.moe_gemm.load import Depth, Load, Rings, Sources
 from dsv4lib.ops.moe_gemm.mma import Mma
 from dsv4lib.ops.moe_gemm.schedule import Groups
+
+
+class Operand(NamedTuple):
+    """One operand: codes uint8, and their scales [.., blocks, 512] uint8, or None."""
+
+    codes: cute.Tensor
+    scales: Any
 
 
 class MoeGemm(Load, Mma, Epilogue):
@@ -106,13 +113,13 @@ class MoeGemm(Load, Mma, Epilogue):
     @cute.jit
     def __call__(
         self,
-        tokens: tuple,
-        weights: tuple,
+        tokens: Operand,
+        weights: Operand,
         groups: Any,
         alpha: Any,
         alpha_up: Any,
         routing: Any,
-        outputs: tuple,
+        outputs: Outputs,
         limit: Float32,
         grid: Int32,
         stream: cuda.CUstream,
@@ -120,13 +127,12 @@ class MoeGemm(Load, Mma, Epilogue):
         """Host side: TMA descriptors and the launch.
 
         Args:
-            tokens: (codes [R, bytes of K] uint8, scales [blocks, 512] uint8 or None), rows sorted by expert.
-            weights: (codes [E, N, bytes of K] uint8, scales [E, blocks, 512] uint8 or None).
-            groups: (offsets [E] int32, multiples of 128, counts [E] int32); for `Linear` None.
+            tokens: [R, bytes of K], rows sorted by expert.
+            weights: [E, N, bytes of K].
+            groups: `schedule.Ranges`, offsets multiples of 128; for `Linear` None.
             alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
             routing: [R] fp32 or None.
-            outputs: (rows [R, F] bf16, or bytes of codes uint8; scales [blocks, 512] uint8 or None; global scale [E]
-                fp32 or None).
+            outputs: rows, their scales and global scale.
             limit: of the SwiGLU clamp.
             grid: clusters to launch.
             stream: where the launch is queued.
@@ -152,9 +158,8 @@ class MoeGemm(Load, Mma, Epilogue):
             tmem_address: cutlass.Int32
 
         self.storage = Storage
-        out, scales, out_global = outputs
-        ends = Ends(alpha, alpha_up, routing, out, scales, out_global, limit)
-        self.kernel(sources, self.groups(groups, mX, mW), (steps, blocks), ends).launch(
+        ends = Ends(alpha, alpha_up, routing, *outputs, limit)
+        self.kernel(sources, self.groups(groups, mX, mW), Depth(steps, blocks), ends).launch(
             grid=(grid * self.ctas, 1, 1),
             block=(THREADS, 1, 1),
             cluster=(self.ctas, 1, 1) if self.ctas > 1 else None,
@@ -165,7 +170,7 @@ class MoeGemm(Load, Mma, Epilogue):
     # ---------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(self, sources: tuple, groups: Groups, depth: tuple, ends: Ends):
+    def kernel(self, sources: Sources, groups: Groups, depth: Depth, ends: Ends):
         """Set-up shared by all warps, then one role each."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)

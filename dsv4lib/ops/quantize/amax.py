@@ -15,6 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, memory
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.ops.quantize import codes
 from dsv4lib.ops.quantize.codes import PIECE
@@ -23,12 +24,12 @@ from dsv4lib.ops.quantize.kernel import ELEMENTS, divide, words_of
 
 THREADS = 512
 WARPS = THREADS // 32
-AT_ONCE = 4  # pieces of a thread and turn
+AT_ONCE = 4  # pieces of a thread and round
 MOST_CTAS = 256
 
 
 class Amax:
-    """Maxima of parts of a matrix; see the module docstring.
+    """Find one maximum a CTA of a matrix; see the module docstring.
 
     Args:
         dtype: of x: "bf16" or "fp32".
@@ -47,18 +48,18 @@ class Amax:
 
     @staticmethod
     def ctas(pieces: int) -> int:
-        """CTAs, and numbers they leave, for a matrix of so many pieces."""
+        """Count the CTAs, and numbers they leave, for a matrix of so many pieces."""
         return max(1, min(MOST_CTAS, -(-pieces // (THREADS * AT_ONCE))))
 
     @cute.jit
-    def __call__(self, mX: cute.Tensor, mPartials: cute.Tensor, pieces: Int32, divisor: tuple, stream: cuda.CUstream):
+    def __call__(self, mX: cute.Tensor, mPartials: cute.Tensor, pieces: Int32, divisor: Divisor, stream: cuda.CUstream):
         """Launch one CTA for each number.
 
         Args:
             mX: [T, K].
             mPartials: int32 [G].
             pieces: of 8 elements in mX.
-            divisor: of the pieces of a row, see `simt.divide`.
+            divisor: of the pieces of a row.
             stream: where the launch is queued.
         """
         self.kernel(mX, mPartials, pieces, divisor).launch(
@@ -66,8 +67,8 @@ class Amax:
         )
 
     @cute.kernel
-    def kernel(self, mX: cute.Tensor, mPartials: cute.Tensor, pieces: Int32, divisor: tuple):
-        """Fetch, take the maximum, on to the next turn; then over lanes and warps."""
+    def kernel(self, mX: cute.Tensor, mPartials: cute.Tensor, pieces: Int32, divisor: Divisor):
+        """Fetch and take the maximum, round after round; then over lanes and warps."""
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         sLargest = memory.SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)

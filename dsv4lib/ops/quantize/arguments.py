@@ -1,4 +1,4 @@
-"""Arguments of the quantising kernels: fake tensors to compile with, torch tensors wrapped to launch with.
+"""Make arguments of the quantising kernels: fake tensors to compile with, torch tensors wrapped to launch with.
 
 The op (`dsv4lib.ops.quantize`) has checked types, shapes and devices; what only the kernels need is checked here.
 """
@@ -10,35 +10,26 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import torch
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
-from dsv4lib.dsl.kv_entry import page_divisor
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, divisor, wrap
 from dsv4lib.dsl.words import WORD, as_words
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats.paged import PageLayout
 from dsv4lib.ops.quantize.amax import Amax
 from dsv4lib.ops.quantize.codes import PIECE
 from dsv4lib.ops.quantize.entries import Entries
-from dsv4lib.ops.quantize.kernel import MOST_CTA_PIECES, Quantize
-
-_DIVISOR = (1, 1, 1)
-
-
-def _numbers(*values: int) -> tuple:
-    """Counts and what divides by the last of them (`kv_entry.page_divisor`) as the kernels take them."""
-    *counts, multiplier, shift = values
-    return *map(Int32, counts), Uint32(multiplier), Int32(shift)
+from dsv4lib.ops.quantize.kernel import MOST_CTA_PIECES, Counts, Quantize
 
 
 def fake_args(kernel: Quantize | Amax | Entries) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake, stream = Fakes(), cuda.CUstream(0)
     if isinstance(kernel, Amax):
-        return fake(kernel.element, "TK", 16), fake(Int32, "G"), Int32(1), _numbers(*_DIVISOR), stream
+        return fake(kernel.element, "TK", 16), fake(Int32, "G"), Int32(1), divisor(1), stream
     if isinstance(kernel, Entries):
         pages = fake(Int32, "PW", page_align(kernel.layout)), fake(cutlass.Uint8, "PS")
-        return fake(kernel.element, "TK", 16), fake(Int32, "T"), *pages, _numbers(*_DIVISOR), stream
+        return fake(kernel.element, "TK", 16), fake(Int32, "T"), *pages, divisor(1), stream
     return (
         fake(kernel.element, "TK", 16),
         fake(Int32, "R") if kernel.gather else None,
@@ -46,7 +37,7 @@ def fake_args(kernel: Quantize | Amax | Entries) -> tuple:
         fake(cutlass.Float32, "O") if kernel.scale else None,
         fake(Int32, "HRW", 4 * kernel.words),
         image_of(kernel, fake, "HS") if kernel.swizzled else fake(cutlass.Uint8, "HRC"),
-        _numbers(1, 1, *_DIVISOR),
+        Counts(Int32(1), Int32(1), divisor(1)),
         stream,
     )
 
@@ -89,18 +80,18 @@ def launch_args(
         wrap("global_scale", global_scale, cutlass.Float32, (1,)) if kernel.scale else None,
         wrap("out.codes", words, Int32, (kernel.halves, None, None), 4 * kernel.words),
         scales,
-        _numbers(rows_padded * pieces, columns // PIECE, pieces, *page_divisor(pieces)),
+        Counts(Int32(rows_padded * pieces), Int32(columns // PIECE), divisor(pieces)),
         cuda.CUstream(stream),
     )
 
 
 def image_of(kernel: Any, fake: Fakes, extents: str) -> Any:
-    """A fake swizzled image: bytes, or words of a recipe whose scales are repeated."""
+    """Make a fake swizzled image: bytes, or words of a recipe whose scales are repeated."""
     return fake(Int32 if kernel.format.repeats > 1 else cutlass.Uint8, extents)
 
 
-def wrap_image(kernel: Any, scales: torch.Tensor, shape: tuple) -> Any:
-    """The swizzled image to launch with; ``shape`` in bytes. Errors as in `launch_args`."""
+def wrap_image(kernel: Any, scales: torch.Tensor, shape: tuple[int | None, ...]) -> Any:
+    """Wrap the swizzled image; ``shape`` in bytes. Errors as in `launch_args`."""
     name, (*lead, size) = "out.scales", shape
     if kernel.format.repeats == 1:
         return wrap(name, scales, cutlass.Uint8, shape)
@@ -112,13 +103,12 @@ def amax_args(kernel: Amax, x: torch.Tensor, partials: torch.Tensor, stream: int
     pieces = x.shape[1] // PIECE
     if len(x) * pieces + (1 << 20) >= 1 << 31:
         raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements")
-    numbers = _numbers(pieces, *page_divisor(pieces))
     given = wrap("x", x, kernel.element, (None, None), 16), wrap("partials", partials, Int32, (None,))
-    return *given, Int32(len(x) * pieces), numbers, cuda.CUstream(stream)
+    return *given, Int32(len(x) * pieces), divisor(pieces), cuda.CUstream(stream)
 
 
 def page_align(layout: PageLayout) -> int:
-    """Bytes on which pages start: what one lane stores at most."""
+    """Return the bytes on which pages start: what one lane stores at most."""
     return 16 if layout.data_bytes % 16 == 0 and layout.stride_multiple % 16 == 0 else 4
 
 
@@ -147,6 +137,6 @@ def entry_args(
         wrap("indices", indices, Int32, (len(x),)),
         wrap("pages", as_words("pages", used), Int32, (None, None), align),
         wrap("pages", used, cutlass.Uint8, (None, None)),
-        _numbers(page_size, *page_divisor(page_size)),
+        divisor(page_size),
         cuda.CUstream(stream),
     )

@@ -36,7 +36,7 @@ Source: OCP Microscaling Formats 1.0; PTX ISA, "cvt", "mul" (``.rz``, ``.rp``); 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -51,7 +51,7 @@ _COMFORT = (2.0**-60, 2.0**60)  # a factor in here meets no end of fp32
 
 
 def _hex(value: float) -> str:
-    """An fp32 literal of PTX."""
+    """Return an fp32 literal of PTX."""
     return f"0f{struct.pack('>f', value).hex().upper()}"
 
 
@@ -75,13 +75,13 @@ def largest(words: list, packed: bool, *, loc: Any = None, ip: Any = None) -> In
 
 
 def larger(a: Int32, b: Int32) -> Int32:
-    """The larger of two signed numbers."""
+    """Return the larger of two signed numbers."""
     return Int32(cutlass.select_(a > b, a, b))
 
 
 @cute.jit
 def over_lanes(bits: Int32, lanes: cutlass.Constexpr):
-    """The largest of ``bits`` in each aligned group of ``lanes``, in all of them."""
+    """Return the largest of ``bits`` in each aligned group of ``lanes``, in all of them."""
     for i in cutlass.range_constexpr(lanes.bit_length() - 1):
         other = cute.arch.shuffle_sync_bfly(bits, 1 << i)
         bits = larger(bits, other)
@@ -103,13 +103,13 @@ def ue8m0(amax: Int32, divisor: cutlass.Constexpr, floor: cutlass.Constexpr):
 
 @cute.jit
 def power(byte: Int32):
-    """2^(byte - 127) as fp32 for byte 1 .. 254; NaN for 255."""
+    """Return 2^(byte - 127) as fp32 for byte 1 .. 254; NaN for 255."""
     return Int32(cutlass.select_(byte == 255, Int32(0x7FC00000), byte << 23)).bitcast(Float32)
 
 
 @cute.jit
 def inverse_power(byte: Int32):
-    """2^(127 - byte) as fp32 for byte 1 .. 253; NaN for 255."""
+    """Return 2^(127 - byte) as fp32 for byte 1 .. 253; NaN for 255."""
     return Int32(cutlass.select_(byte == 255, Int32(0x7FC00000), (254 - byte) << 23)).bitcast(Float32)
 
 
@@ -124,14 +124,23 @@ def e4m3(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
     return _ptx(lines, [*x, factor], [Int32] * (n // 4), loc, ip)
 
 
-@dsl_user_op
-def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """What `e4m3_scale` needs of the global scale, once a thread.
+class ScaleFactors(NamedTuple):
+    """What `e4m3_scale` needs of the global scale g.
 
-    Returns:
-        (power of two that moves g away from the ends of fp32, g times it, 1 / (6 g) of that, 2^-20 too small, and
-        whether g is positive and finite, 1 or 0).
+    Attributes:
+        power: of two, moves g away from the ends of fp32. product: g times it.
+        inverse: 1 / (6 g) of that, 2^-20 too small. valid: g is positive and finite, 1 or 0.
     """
+
+    power: Float32
+    product: Float32
+    inverse: Float32
+    valid: Int32
+
+
+@dsl_user_op
+def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> ScaleFactors:
+    """Make `ScaleFactors` of the global scale, once a thread."""
     small, large = map(_hex, _COMFORT)
     lines = [
         ".reg .pred p, q;",
@@ -149,16 +158,12 @@ def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
         "setp.lt.and.f32 q, {$r0}, 0f7F800000, p;",
         "selp.b32 {$w3}, 1, 0, q;",
     ]
-    return _ptx(lines, [g], [Float32, Float32, Float32, Int32], loc, ip)
+    return ScaleFactors(*_ptx(lines, [g], [Float32, Float32, Float32, Int32], loc, ip))
 
 
 @dsl_user_op
-def e4m3_scale(amax: Int32, factors: tuple, *, loc: Any = None, ip: Any = None) -> tuple:
-    """(code, value as fp32) of E4M3(amax / (6 g)); NaN (0x7F) where amax or g is no number.
-
-    Args:
-        amax: bits. factors: from `scale_factors`.
-    """
+def e4m3_scale(amax: Int32, factors: ScaleFactors, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Float32]:
+    """Return (code, value as fp32) of E4M3(amax / (6 g)); NaN (0x7F) where amax (bits) or g is no number."""
     lines = [
         ".reg .pred up, odd, over, bad;",
         ".reg .f32 a, q, v0, v1, u, t;",
@@ -195,8 +200,8 @@ def e4m3_scale(amax: Int32, factors: tuple, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
-def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """The seven products t scale g, rounded down where a tie goes down and up where it goes up; NaN if scale is 0."""
+def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
+    """Make the seven products t scale g, rounded the way that a tie at t rounds; NaN if scale is 0."""
     lines = [
         ".reg .pred zero;",
         ".reg .f32 s, u;",
@@ -209,8 +214,8 @@ def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
-def e2m1_decide(x: list, thresholds: tuple, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Codes of 8 values, 4 bits each, the first lowest: the sign, and the thresholds that |x| passes.
+def e2m1_decide(x: list, thresholds: tuple[Float32, ...], *, loc: Any = None, ip: Any = None) -> Int32:
+    """Encode 8 values, 4 bits each, the first lowest: the sign, and the thresholds that |x| passes.
 
     A threshold of NaN is passed by nothing. Source: see the module docstring.
     """
@@ -287,7 +292,7 @@ def e2m1_round(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> 
 
 @dsl_user_op
 def _reciprocals(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """1 / (scale g), 2^-20 too small and too large; 0, 0 where scale is 0 or NaN."""
+    """Compute 1 / (scale g), 2^-20 too small and too large; 0, 0 where scale is 0 or NaN."""
     lines = [
         ".reg .pred some;",
         ".reg .f32 r;",
@@ -359,7 +364,7 @@ def global_scale(amax: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
 def encoded(
     recipe: cutlass.Constexpr, x: list, amax: Int32, g: Any, factors: Any, convert: cutlass.Constexpr
 ) -> tuple[Int32, list]:
-    """(scale byte of a block, words of codes of 8 of its values).
+    """Return (scale byte of a block, words of codes of 8 of its values).
 
     Args:
         recipe: `config.Recipe`. x: 8 Float32. amax: bits of the block's largest magnitude.

@@ -1,4 +1,4 @@
-"""What the quantising kernels can be asked for: recipes, and the numbers that follow from one."""
+"""Configure the quantising kernels: recipes, and the numbers that follow from one."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ DTYPES = ("bf16", "fp32")
 
 
 def has_fp4_conversion(arch: str) -> bool:
-    """Whether ``arch`` has cvt to e2m1x2: the sm_100 family alone."""
+    """Return whether ``arch`` has cvt to e2m1x2: the sm_100 family alone."""
     return arch.startswith("sm_10")

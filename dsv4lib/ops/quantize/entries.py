@@ -2,7 +2,7 @@
 
     entry at indices[t] = quantised(x[t])        index = page x page size + slot; -1 drops it; entry t alone decides
 
-| entry   | from a row of | data bytes, in a page at slot x             | scales, behind all data, at slot x       |
+| entry   | from a row of | data bytes, in a page at slot x             | scales, after all data, at slot x        |
 |---------|---------------|---------------------------------------------|------------------------------------------|
 | KV      | 512           | 576: 448 E4M3, then 64 bf16 as they are     | 8: UE8M0 of each 64 nope dims, then 0    |
 | indexer | 128           | 64: 128 E2M1                                | 4: UE8M0 of each 32 dims                 |
@@ -32,6 +32,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4lib.dsl import hadamard
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.paged import PageLayout
@@ -45,7 +46,7 @@ AT_ONCE = 2  # pieces of a thread
 
 
 class Entries:
-    """What both kinds share: rows to pieces, places in pages; see the module docstring.
+    """Share rows to pieces and places in pages between both kinds; see the module docstring.
 
     Args:
         dtype: of x: "bf16" or "fp32".
@@ -55,7 +56,7 @@ class Entries:
     """
 
     dim: int  # of a row
-    given: str  # what the rows are called by who gives them
+    given: str  # name of the rows in errors
     layout: PageLayout
     format: Recipe
 
@@ -73,7 +74,7 @@ class Entries:
         mIndex: cute.Tensor,
         mWords: cute.Tensor,
         mBytes: cute.Tensor,
-        page: tuple,
+        page: Divisor,
         stream: cuda.CUstream,
     ):
         """Launch one CTA for each 2048 elements.
@@ -81,7 +82,7 @@ class Entries:
         Args:
             mX: [T, dim]. mIndex: int32 [T].
             mWords, mBytes: the same pages, int32 [P, S / 4] and uint8 [P, S].
-            page: entries of a page, to divide by (`simt.divide`).
+            page: entries of a page.
             stream: where the launch is queued.
         """
         ctas = cute.ceil_div(mX.shape[0] * self.row_pieces, THREADS * AT_ONCE)
@@ -90,14 +91,14 @@ class Entries:
         )
 
     @cute.kernel
-    def kernel(self, mX: cute.Tensor, mIndex: cute.Tensor, mWords: cute.Tensor, mBytes: cute.Tensor, page: tuple):
+    def kernel(self, mX: cute.Tensor, mIndex: cute.Tensor, mWords: cute.Tensor, mBytes: cute.Tensor, page: Divisor):
         """Fetch the pieces of this thread and their indices, then quantise and store one after the other."""
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         rIn = cute.make_rmem_tensor((PIECE, AT_ONCE), self.element)
         rIn.fill(0.0)
-        entries = mWords.shape[0] * page[0]
+        entries = mWords.shape[0] * page.number
         first = cta * (THREADS * AT_ONCE) + thread
         indices = [self.fetch(mX, mIndex, first + i * THREADS, entries, rIn[None, i]) for i in range(AT_ONCE)]
         for i in cutlass.range_constexpr(AT_ONCE):
@@ -106,7 +107,7 @@ class Entries:
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, mIndex: cute.Tensor, number: Int32, entries: Int32, rPiece: cute.Tensor):
-        """Start the load of a piece; returns the index of its entry, -1 where nothing is to be stored."""
+        """Start the load of a piece; return the index of its entry, -1 where nothing is to be stored."""
         row = number // self.row_pieces
         index = Int32(-1)
         if row < mX.shape[0]:
@@ -116,19 +117,19 @@ class Entries:
             cute.autovec_copy(cute.local_tile(mX[row, None], (PIECE,), (number % self.row_pieces,)), rPiece)
         return index
 
-    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
-        """(page, slot) of an entry of a pool of so many pages."""
+    def place_of(self, index: Int32, page: Divisor, pages: Int32) -> tuple[Int32, Int32]:
+        """Return (page, slot) of an entry of a pool of so many pages."""
         return divide(index, page)
 
     @cute.jit
-    def store_scale(self, mBytes: cute.Tensor, page: tuple, index: Int32, group: Int32, byte: Int32):
+    def store_scale(self, mBytes: cute.Tensor, page: Divisor, index: Int32, group: Int32, byte: Int32):
         """Store scale ``group`` of an entry."""
         where, slot = self.place_of(index, page, mBytes.shape[0])
-        mBytes[where, self.layout.scale_offset(page[0], slot, group)] = cutlass.Uint8(byte)
+        mBytes[where, self.layout.scale_offset(page.number, slot, group)] = cutlass.Uint8(byte)
 
     @cute.jit
-    def store_data(self, mWords: cute.Tensor, page: tuple, index: Int32, byte: Int32, words: list):
-        """Store words ``byte`` bytes behind the start of an entry; ``byte`` is a multiple of what is stored."""
+    def store_data(self, mWords: cute.Tensor, page: Divisor, index: Int32, byte: Int32, words: list):
+        """Store words ``byte`` bytes from the start of an entry on; ``byte`` is a multiple of what is stored."""
         where, slot = self.place_of(index, page, mWords.shape[0])
         size = 4 * len(words)
         store_words(mWords[where, None], slot * (self.layout.data_bytes // size) + byte // size, words)
@@ -143,25 +144,25 @@ class KvEntries(Entries):
         return f"KvEntries({self.dtype})"
 
     def scale_byte(self, amax: Int32) -> Int32:
-        """The scale of a group whose largest magnitude has these bits."""
+        """Return the scale of a group whose largest magnitude has these bits."""
         return codes.ue8m0(amax, self.format.divisor, self.format.floor)
 
     def scale_at(self, piece: Int32) -> Int32:
-        """Which scale byte of the entry is that of a piece."""
+        """Return which scale byte of the entry is that of a piece."""
         return piece // self.lanes
 
     @cute.jit
     def rope_words(self, rPiece: cute.Tensor):
-        """A piece of rope dims as bf16."""
+        """Convert a piece of rope dims to bf16."""
         rRope = cute.make_rmem_tensor(PIECE, cutlass.BFloat16)
         rRope.store(rPiece.load().to(cutlass.BFloat16))
         return words_of(rRope)
 
     @cute.jit
     def convert(
-        self, mWords: cute.Tensor, mBytes: cute.Tensor, page: tuple, index: Int32, piece: Int32, rPiece: cute.Tensor
+        self, mWords: cute.Tensor, mBytes: cute.Tensor, page: Divisor, index: Int32, piece: Int32, rPiece: cute.Tensor
     ):
-        """One piece: E4M3 codes, or rope dims as they are; lane 0 of 8 stores the scale, 0 behind the last."""
+        """Convert a piece: E4M3 codes, or rope dims as they are; lane 0 of 8 stores the scale, 0 past the last."""
         amax = codes.over_lanes(codes.largest(words_of(rPiece), self.dtype == "bf16"), self.lanes)
         byte = self.scale_byte(amax)
         nope = piece < kv_entry.NOPE // PIECE
@@ -181,7 +182,7 @@ class IndexerKeys(Entries):
     """The 68-byte FP4 indexer key.
 
     Args:
-        dtype: of x. rotate: apply the Hadamard rotation. fp4_conversion: as in `simt.Quantize`.
+        dtype: of x. rotate: apply the Hadamard rotation. fp4_conversion: as in `kernel.Quantize`.
     """
 
     dim, layout, format, given = indexer_key.DIM, indexer_key.FP4_LAYOUT, RECIPES["mxfp4"], "keys"
@@ -196,9 +197,9 @@ class IndexerKeys(Entries):
 
     @cute.jit
     def convert(
-        self, mWords: cute.Tensor, mBytes: cute.Tensor, page: tuple, index: Int32, piece: Int32, rPiece: cute.Tensor
+        self, mWords: cute.Tensor, mBytes: cute.Tensor, page: Divisor, index: Int32, piece: Int32, rPiece: cute.Tensor
     ):
-        """One piece: rotated with its 15 neighbours, then MXFP4."""
+        """Convert a piece: rotated with its 15 neighbours, then MXFP4."""
         if cutlass.const_expr(self.rotate):
             rX = cute.make_rmem_tensor(PIECE, Float32)
             for i, x in enumerate(hadamard.rotate(values_of(rPiece), piece, self.dim)):

@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.kv_gather.kernel import scale_of, to_bf16
 from dsv4lib.ops.quantize import codes, entries
 from dsv4lib.ops.quantize.kernel import values_of, words_of
@@ -53,7 +54,7 @@ class RopeQuantised(entries.KvEntries):
 class PagesTransposed(entries.KvEntries):
     """Counts entries across pages first: index % pages is the page."""
 
-    def place_of(self, index: Int32, page: tuple, pages: Int32) -> tuple:
+    def place_of(self, index: Int32, page: Divisor, pages: Int32) -> tuple[Int32, Int32]:
         """(page, slot), swapped."""
         return index % pages, index // pages
 

@@ -19,8 +19,8 @@ padding included (zero bytes), so that a block-scaled MMA can read it at once; t
 **Threads.** A piece is 8 elements of a row: one load of 16 bytes (two of fp32), one store of 4 or 8. Pieces are counted
 through the rows (those of the padding, too), lane after lane, so a block of 16 to 128 elements is 2 to 16 neighbouring
 lanes and never crosses a warp: its amax is 1 to 4 shuffles. A thread takes ``bytes_at_once`` of x, a CTA of 128 threads
-8 KiB where that is 64; all its loads are under way before the first is looked at. With ``deinterleave`` a lane takes a
-piece of gate and the piece of up behind it, 32 bytes together. No shared memory, no barrier.
+8 KiB where that is 64; all its loads are in flight before the first is used. With ``deinterleave`` a lane takes a
+piece of gate and the piece of up after it, 32 bytes together. No shared memory, no barrier.
 
 **Bytes.** 2 read and 0.56 (nvfp4), 0.53, 1.03 or 1.01 written per bf16 element. Machine instructions an element, as
 counted in compiled code: 12.8 mxfp8 and 13.3 fp8 (sm_90a), 13.6 mxfp4 (sm_100a), 29 nvfp4 on sm_90a, 19 on sm_100a
@@ -40,7 +40,7 @@ documentation (128x4 scales); the oracle is `dsv4lib.reference.quantize`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -48,6 +48,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.quantize import codes
@@ -61,8 +62,8 @@ ELEMENTS = {"bf16": cutlass.BFloat16, "fp32": Float32}
 
 
 @dsl_user_op
-def divide(index: Int32, divisor: tuple, *, loc: Any = None, ip: Any = None) -> tuple:
-    """(index // d, index % d) for index >= 0; ``divisor`` is (d, multiplier, shift) of `kv_entry.page_divisor`."""
+def divide(index: Int32, divisor: Divisor, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Int32]:
+    """Return (index // number, index % number) for index >= 0."""
     size, multiplier, shift = divisor
     text = """{ .reg .b32 q, n; shl.b32 q, {$r0}, 1; mul.hi.u32 q, q, {$r2}; shr.u32 q, q, {$r3};
         neg.s32 n, q; mad.lo.s32 {$w1}, n, {$r1}, {$r0}; mov.b32 {$w0}, q; }"""
@@ -72,14 +73,14 @@ def divide(index: Int32, divisor: tuple, *, loc: Any = None, ip: Any = None) -> 
 
 @cute.jit
 def words_of(rIn: cute.Tensor):
-    """A piece in registers as the words that hold it."""
+    """Return the words that hold a piece in registers."""
     words = cute.recast_tensor(rIn, Int32)
     return [words[i] for i in range(cute.size(words))]
 
 
 @cute.jit
 def values_of(rIn: cute.Tensor):
-    """A piece in registers as 8 Float32; exact."""
+    """Convert a piece in registers to 8 Float32; exact."""
     if cutlass.const_expr(rIn.element_type is cutlass.BFloat16):  # the upper half of a word is a Float32 but for a mask
         words = words_of(rIn)
         halves = [(word << 16, word & Int32(-65536)) for word in words]
@@ -91,7 +92,7 @@ def values_of(rIn: cute.Tensor):
 
 @cute.jit
 def in_fp32(rIn: cute.Tensor) -> cute.Tensor:
-    """A piece as registers of Float32."""
+    """Convert a piece to registers of Float32."""
     values = values_of(rIn)
     rX = cute.make_rmem_tensor(PIECE, Float32)
     for i in cutlass.range_constexpr(PIECE):
@@ -118,6 +119,18 @@ def store_in_image(
         line[at] = cutlass.Uint8(byte)
     else:
         line[at // scale_swizzle.COLS] = byte * 0x01010101
+
+
+class Counts(NamedTuple):
+    """Pieces of a half.
+
+    Attributes:
+        all: of the padding too. row: of a row. padded_row: of a row with its padding.
+    """
+
+    all: Int32
+    row: Int32
+    padded_row: Divisor
 
 
 class Quantize:
@@ -180,7 +193,7 @@ class Quantize:
         return f"Quantize({', '.join([self.recipe, self.dtype, *scale, *flags])})"
 
     def padded(self, rows: int, columns: int) -> tuple[int, int]:
-        """(rows, pieces of a row) of a half of [rows, columns] that are looked at: with the padding of the scales."""
+        """Return (rows, pieces of a row) of a half of [rows, columns], with the padding of the scales."""
         blocks = columns // self.format.block
         if self.swizzled:
             rows += -rows % scale_swizzle.ROWS
@@ -196,7 +209,7 @@ class Quantize:
         mGlobal: Any,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
-        counts: tuple,
+        counts: Counts,
         stream: cuda.CUstream,
     ):
         """Launch one CTA for each 128 times ``bytes_at_once`` of x.
@@ -208,11 +221,10 @@ class Quantize:
             mGlobal: fp32 [1], read where the scale is given, written where it is derived; None but for nvfp4.
             mCodes: int32 [halves, R, words of a row of a half].
             mScales: uint8 [halves, R, blocks], or [halves, bytes] where swizzled; there of fp8 int32 [halves, words].
-            counts: (pieces of a half, of the padding too; pieces of a row of a half; the same with its padding, as
-                `kv_entry.page_divisor` needs it to divide: number, multiplier, shift).
+            counts: of pieces.
             stream: where the launch is queued.
         """
-        ctas = cute.ceil_div(counts[0], self.cta_pieces)
+        ctas = cute.ceil_div(counts.all, self.cta_pieces)
         self.kernel(mX, mRows, mPartials, mGlobal, mCodes, mScales, counts).launch(
             grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -226,7 +238,7 @@ class Quantize:
         mGlobal: Any,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
-        counts: tuple,
+        counts: Counts,
     ):
         """Fetch the pieces of this thread, then one after the other: scale, codes, stores."""
         cta, _, _ = cute.arch.block_idx()
@@ -249,7 +261,7 @@ class Quantize:
         mCodes: cute.Tensor,
         number: Int32,
         i: cutlass.Constexpr,
-        counts: tuple,
+        counts: Counts,
         rPiece: cute.Tensor,
     ):
         """Start the load of this thread's ``i``-th piece, which stays zero where there is none.
@@ -257,9 +269,9 @@ class Quantize:
         Returns:
             the source row, or -1. Row and piece are divided out again later: that is cheaper than to keep them.
         """
-        row, piece = divide(number, counts[2:])
+        row, piece = divide(number, counts.padded_row)
         source = Int32(-1)
-        if row < mCodes.shape[1] and piece < counts[1]:
+        if row < mCodes.shape[1] and piece < counts.row:
             source = row
             if cutlass.const_expr(self.gather):
                 source = mRows[row]
@@ -272,7 +284,7 @@ class Quantize:
 
     @cute.jit
     def tensor_scale(self, mPartials: Any, mGlobal: Any):
-        """(g, what `codes.e4m3_scale` needs of it); None, None without a global scale."""
+        """Return (g, what `codes.e4m3_scale` needs of it); None, None without a global scale."""
         g = factors = None
         if cutlass.const_expr(self.scale is not None):
             if cutlass.const_expr(self.scale == "derived"):
@@ -300,19 +312,19 @@ class Quantize:
         rPiece: cute.Tensor,
         g: Any,
         factors: Any,
-        counts: tuple,
+        counts: Counts,
     ):
-        """Scale and codes of a piece, stored; all lanes of a warp come here."""
-        row, piece = divide(number, counts[2:])
+        """Convert and store a piece, scale and codes; all lanes of a warp come here."""
+        row, piece = divide(number, counts.padded_row)
         amax = codes.largest(words_of(rPiece), self.dtype == "bf16")
         amax = codes.over_lanes(amax, self.lanes)
         byte, words = codes.encoded(self.format, values_of(rPiece), amax, g, factors, self.fp4_conversion)
         half = i % self.halves
-        if row < mCodes.shape[1] and piece < counts[1]:
+        if row < mCodes.shape[1] and piece < counts.row:
             store_words(mCodes[half, row, None], piece, words)
-        if number < counts[0] and piece % self.lanes == 0:
+        if number < counts.all and piece % self.lanes == 0:
             byte = Int32(cutlass.select_(source < 0, Int32(0), byte))
-            self.store_scale(mScales, half, row, piece // self.lanes, byte, counts[2])
+            self.store_scale(mScales, half, row, piece // self.lanes, byte, counts.padded_row.number)
 
     @cute.jit
     def store_scale(

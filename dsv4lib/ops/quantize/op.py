@@ -122,7 +122,7 @@ def output_shapes(
 
 
 def workspace_size(tokens: int, columns: int) -> int:
-    """Elements of int32 that deriving the global scale of [tokens, columns] needs."""
+    """Return the elements of int32 that deriving the global scale of [tokens, columns] needs."""
     return Amax.ctas(tokens * columns // PIECE)
 
 
@@ -155,7 +155,7 @@ class Call(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Rows of the result."""
+        """Count the rows of the result."""
         return len(self.x) if self.rows is None else len(self.rows)
 
     def check(self) -> None:
@@ -229,7 +229,7 @@ def _check_rows(name: str, x: Tensor, align: int) -> None:
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
 
 
-def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
+def _check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[int | None, ...], like: Tensor) -> None:
     """Check a tensor, if there is one, beside ``like``; None is any extent."""
     if x is None:
         return
@@ -251,7 +251,7 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 
 def _launch(name: str, call: Call) -> None:
-    """One launch, or two where the global scale is derived."""
+    """Launch once, or twice where the global scale is derived."""
     x, partials, stream = call.x, None, launching.stream(name, call.x)
     if x.numel() == 0:  # nothing to look at: the oracle's answer for no numbers
         call.out.codes.zero_()

@@ -55,7 +55,7 @@ def fused_args(
     x: torch.Tensor,
     weight: torch.Tensor,
     chosen: Any,
-    parts: torch.Tensor,
+    slots: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
     factor: float,
@@ -70,19 +70,19 @@ def fused_args(
     tokens, d = x.shape
     if d % UNIT:
         raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    if kernel.whole and d != kernel.parts * kernel.deep * kernel.units * UNIT:
+    if kernel.whole and d != kernel.splits * kernel.deep * kernel.units * UNIT:
         raise ArgumentError(
-            "x.shape", tuple(x.shape), f"[T, {kernel.parts * kernel.deep * kernel.units * UNIT}]: whole shares"
+            "x.shape", tuple(x.shape), f"[T, {kernel.splits * kernel.deep * kernel.units * UNIT}]: whole shares"
         )
     gate = wrap("weight", weight, BF16, (kernel.experts, d), 16)
     chosen = _chosen(kernel, tokens, chosen)
-    memory = wrap("parts", parts, FP32, (kernel.parts, tokens, padded(kernel.experts)), 16)
+    memory = wrap("slots", slots, FP32, (kernel.splits, tokens, padded(kernel.experts)), 16)
     ends = _ends(kernel, tokens, experts, weights, factor)
     return wrapped, gate, Picks(chosen, memory, *ends), cuda.CUstream(stream)
 
 
 def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
-    """What selects: a bias, or (table, token ids)."""
+    """Return what selects: a bias, or (table, token ids)."""
     if isinstance(chosen, tuple) != kernel.hashed:
         raise ArgumentError("chosen", type(chosen).__name__, "(table, tokens)" if kernel.hashed else "a bias")
     if kernel.hashed:
@@ -92,7 +92,7 @@ def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
 
 
 def _ends(kernel: Router, tokens: int, experts: torch.Tensor, weights: torch.Tensor, factor: float) -> tuple:
-    """Where the picks go, and the sum of their weights."""
+    """Return where the picks go, and the sum of their weights."""
     return (
         wrap("experts", experts, I32, (tokens, kernel.k)),
         wrap("weights", weights, FP32, (tokens, kernel.k)),

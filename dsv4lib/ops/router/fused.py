@@ -8,15 +8,16 @@ every SM has to fetch, at once and only once (figures: data/bench/router.md).
     gate   a CTA has 16 M tokens (or 8), 8 N A experts and one or more (``deep``) neighbours of 8 or 16 shares of d. Two
            warps have a piece of that tile and a share: each has 32 of every 64 values, by `mma.m16n8k16` (tokens are
            its M, experts its N). The sum of these warps, a team, goes to a workspace in global memory
-    pick   after those CTAs in the grid comes one for each token (`picks`). It receives the token's parts, adds them,
-           and selects
+    pick   after those CTAs in the grid comes one for each token (`picks`). It receives the token's partial sums, adds
+           them, and selects
 
-Gates never wait and precede picks in the grid, so every part is sent eventually.
+Gates never wait and precede picks in the grid, so every partial sum is sent eventually.
 
-Operands of few tokens go from global memory to registers, all 16-byte loads of a warp at once: the compiler is told
-that an SM needs room for one CTA, else it saves registers and loads wait for products. Of more (``staged``) they are
-staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they arrive. A sum does not care which
-k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both operands.
+Operands of few tokens go from global memory to registers, all 16-byte loads of a warp at once: a launch bound says
+that an SM needs room for one CTA, else the compiler saves registers and loads wait for products. Of more (``staged``)
+they are staged in shared memory by `cp.async`, all of a CTA's at once, and multiplied as they arrive. A sum does not
+depend on which k is called first, so a lane's 8 consecutive values serve as the pairs of two MMAs, the same for both
+operands.
 
 W does not depend on the kernel before: lines of it are requested (into L2) before `griddepcontrol.wait`, or (``early``)
 its copies.
@@ -188,14 +189,14 @@ class FusedRouter(Picker):
         )
 
     def room(self) -> tuple[int, int]:
-        """Elements of shared memory for operands and for sums."""
+        """Return the elements of shared memory for operands and for sums."""
         rows = self.deep * self.units * (self.tokens + self.columns) * UNIT if self.staged else CHUNK
         sums = self.warps * self.m * self.n * LANES * 4
         return (max(rows, 2 * sums), 4) if self.reuse else (rows, sums)
 
     def gates(self, mX: cute.Tensor) -> Int32:
         """CTAs of the gate."""
-        return self.tiles * self.parts * cute.ceil_div(mX.shape[0], self.tokens)
+        return self.tiles * self.splits * cute.ceil_div(mX.shape[0], self.tokens)
 
     # -------------------------------------------------------------- device
 
@@ -207,19 +208,19 @@ class FusedRouter(Picker):
         gates = self.gates(mX)
         if block < gates:
             if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < self.warps:
-                self.gate(mX, mW, picks.parts, storage, block)
+                self.gate(mX, mW, picks.slots, storage, block)
         else:
             cute.arch.griddepcontrol_wait()
             self.pick(picks, storage, block - gates)
 
     @cute.jit
-    def gate(self, mX: cute.Tensor, mW: cute.Tensor, mParts: cute.Tensor, storage: Any, block: Int32):
-        """This CTA's part of the sums."""
-        column, part, tile = block % self.tiles, block // self.tiles % self.parts, block // (self.tiles * self.parts)
+    def gate(self, mX: cute.Tensor, mW: cute.Tensor, mSlots: cute.Tensor, storage: Any, block: Int32):
+        """Compute this CTA's split of the sums."""
+        column, split, tile = block % self.tiles, block // self.tiles % self.splits, block // (self.tiles * self.splits)
         units = mX.shape[1] // UNIT
-        first, end = part * units // self.parts, (part + 1) * units // self.parts
+        first, end = split * units // self.splits, (split + 1) * units // self.splits
         if cutlass.const_expr(self.whole):
-            first, end = part * self.deep * self.units, (part + 1) * self.deep * self.units
+            first, end = split * self.deep * self.units, (split + 1) * self.deep * self.units
         rC = cute.make_rmem_tensor((4, self.m, self.n, CHAINS), Float32)
         rC.fill(0.0)
         if cutlass.const_expr(not self.early):
@@ -236,7 +237,7 @@ class FusedRouter(Picker):
             for start in cutlass.range(first, end, self.units, unroll=1):
                 multiply_units(mX, mW, storage, rC, at, start)
         rC[None, None, None, 0].store(rC[None, None, None, 0].load() + rC[None, None, None, 1].load())
-        self.publish(rC[None, None, None, 0], storage, mParts[part, None, None], at)
+        self.publish(rC[None, None, None, 0], storage, mSlots[split, None, None], at)
 
     @cute.jit
     def request(self, mW: cute.Tensor, column: Int32, first: Int32, end: Int32):
@@ -278,7 +279,7 @@ class FusedRouter(Picker):
 
     @cute.jit
     def take_weights(self, mW: cute.Tensor, rW: cute.Tensor, column: Int32, start: Int32, end: Int32):
-        """This warp's half of the units from ``start``, of its rows of W."""
+        """Take this warp's half of the units from ``start``, of its rows of W."""
         half, _, right, _ = self.place()
         group, chunk = cute.arch.lane_idx() // 4, half * (STEP // CHUNK) + cute.arch.lane_idx() % 4
         for j in cutlass.range_constexpr(self.n):
@@ -289,7 +290,7 @@ class FusedRouter(Picker):
                     cute.autovec_copy(mChunks[None, u], rW[None, j, u])
 
     def chunks(self, mRows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """[8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
+        """Return [8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
         address = mRows[row, None].iterator.toint() + cutlass.Int64(column * 2)
         pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout((CHUNK, self.units), stride=(1, UNIT)))
@@ -378,11 +379,11 @@ class FusedRouter(Picker):
                     cute.arch.cp_async_mbarrier_arrive_noinc(ready + u)
 
     def opens(self, start: Int32, first: Int32) -> Any:
-        """Whether these are the first units."""
+        """Return whether these are the first units."""
         return True if self.whole else start == first
 
     def has(self, unit: Int32, end: Int32) -> Any:
-        """Whether a unit belongs to this share."""
+        """Return whether a unit belongs to this share."""
         return True if self.whole else unit < end
 
     def sync_gate(self) -> None:
@@ -393,7 +394,7 @@ class FusedRouter(Picker):
             cute.arch.barrier(barrier_id=1, number_of_threads=self.workers)
 
     def place(self) -> WarpPlace:
-        """What this warp multiplies."""
+        """Return what this warp multiplies."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         team = warp // self.team
         return WarpPlace(warp % 2, warp // 2 % self.deep, team % self.across, team // self.across)
@@ -410,13 +411,13 @@ class FusedRouter(Picker):
                     mma(a, [rB[q, j], rB[q + 1, j]], rC[None, i, j, chain])
 
     @cute.jit
-    def publish(self, rC: cute.Tensor, storage: Any, mPart: cute.Tensor, at: Place):
-        """Send the sums of all warps of a team to this CTA's part (`dsl.exchange`)."""
+    def publish(self, rC: cute.Tensor, storage: Any, mSlots: cute.Tensor, at: Place):
+        """Send the sums of all warps of a team to this CTA's slots (`dsl.exchange`)."""
         half, own, right, below = self.place()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         token = at.tile * self.tokens + below * self.m * ROWS_M + lane // 4
         expert = at.column * self.columns + right * self.n * ROWS_N + lane % 4 * 2
-        address, below_it = mPart[token, None].iterator.toint() + expert * 4, cutlass.Int64(mPart.stride[0]) * (4 * 8)
+        address, below_it = mSlots[token, None].iterator.toint() + expert * 4, cutlass.Int64(mSlots.stride[0]) * (4 * 8)
         shape = (4, self.n, self.m, LANES, self.team, self.teams)
         layout = cute.make_ordered_layout(shape, order=(0, 2, 3, 1, 4, 5))
         room = storage.sums.data_ptr()
@@ -439,7 +440,7 @@ class FusedRouter(Picker):
                         cute.autovec_copy(sSum[None, j, i, other], rOther[None, j, other])
                 for high in cutlass.range_constexpr(min(2, self.eights)):
                     row = address + below_it * (2 * i + high)
-                    if token + i * ROWS_M + 8 * high < mPart.shape[0]:
+                    if token + i * ROWS_M + 8 * high < mSlots.shape[0]:
                         for j in cutlass.range_constexpr(self.n):
                             if expert + j * ROWS_N < self.padded:
                                 two = [[rOther[2 * high + r, j, w] for w in range(self.team)] for r in range(2)]

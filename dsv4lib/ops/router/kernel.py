@@ -94,7 +94,7 @@ class Router:
 
     @cute.kernel
     def kernel(self, mLogits: cute.Tensor, chosen: Any, mExperts: cute.Tensor, mWeights: cute.Tensor, factor: Float32):
-        """A token a warp."""
+        """Route tokens, a warp each."""
         block, _, _ = cute.arch.block_idx()
         token = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.griddepcontrol_wait()
@@ -111,7 +111,7 @@ class Router:
         factor: Float32,
         token: Int32,
     ):
-        """All of one token, by one warp: lane r ends with pick r."""
+        """Route one token by one warp: lane r ends with pick r."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.hashed):
             expert, poison = self.of_table(chosen, token), Float32(0.0)

@@ -3,7 +3,7 @@
     a = sqrt(softplus(x W^T)); experts = top-k of a + bias, or tid2eid[token id]; weights = a / sum(a) * factor
 
 `router` takes x and the gate's weight, or their logits, and calls `torch.ops.dsv4.router`, which writes experts and
-weights in place. One launch: `FusedRouter` (decode; one for each 128 tokens) or, from logits (prefill, behind a GEMM),
+weights in place. One launch: `FusedRouter` (decode; one for each 128 tokens) or, from logits (prefill, after a GEMM),
 `Router`. The op reads no value of a tensor on the GPU, waits for nothing, and can be captured in a CUDA graph after one
 call has compiled its kernel.
 
@@ -53,10 +53,10 @@ class Workspace(NamedTuple):
     """Memory of a call with x.
 
     Attributes:
-        parts: fp32 [16 min(T, 128) E] or more, E to a multiple of 4; zeros before and after a call.
+        slots: fp32 [16 min(T, 128) E] or more, E to a multiple of 4; zeros before and after a call.
     """
 
-    parts: Tensor
+    slots: Tensor
 
 
 @typed
@@ -119,25 +119,36 @@ def router(
 
 
 def shares_of(d: int) -> int:
-    """Choose parts of d: the same for every number of tokens, whose bits depend on it."""
+    """Choose splits of d: the same for every number of tokens, whose bits depend on it."""
     return 8 if d <= 4096 else 16
 
 
 def tile_of(tokens: int, experts: int, d: int) -> dict[str, int | bool]:
-    """Choose the form of `FusedRouter`: the best of sweeps on an H200."""
+    """Choose the settings of `FusedRouter`: the best of sweeps on an H200."""
     shares = shares_of(d)
     narrow = shares == 8
     units = min(8, -(-d // (shares * UNIT)))
     whole = d == shares * units * UNIT
-    form = {"shares": shares, "units": units, "whole": whole, "staged": tokens > (16 if narrow else 8), "early": False}
-    form |= {"patient": tokens > 8 and (narrow or tokens <= 64), "few": tokens <= 8}
-    form["deep"] = 2 if whole and (tokens <= 8 or (not narrow and tokens <= 32)) else 1
+    settings = {
+        "shares": shares,
+        "units": units,
+        "whole": whole,
+        "staged": tokens > (16 if narrow else 8),
+        "early": False,
+    }
+    settings |= {"patient": tokens > 8 and (narrow or tokens <= 64), "few": tokens <= 8}
+    settings["deep"] = 2 if whole and (tokens <= 8 or (not narrow and tokens <= 32)) else 1
     if tokens <= 16:
-        return {**form, "m": 1, "n": 1, "across": max(1, min(8, experts * shares // (1024 * form["deep"])))}
+        return {**settings, "m": 1, "n": 1, "across": max(1, min(8, experts * shares // (1024 * settings["deep"])))}
     if tokens <= 32:
-        return {**form, "m": 2, "n": 1, "across": max(1, min(8, experts // (128 if narrow else 64 * form["deep"])))}
+        return {
+            **settings,
+            "m": 2,
+            "n": 1,
+            "across": max(1, min(8, experts // (128 if narrow else 64 * settings["deep"]))),
+        }
     n = 2 if narrow or tokens <= 64 else 4
-    return {**form, "m": 4, "n": n, "across": max(1, experts // 128), "early": n == 4}
+    return {**settings, "m": 4, "n": n, "across": max(1, experts // 128), "early": n == 4}
 
 
 @op("router", mutates=("out", "space"))
@@ -160,7 +171,7 @@ class Call(NamedTuple):
 
     @property
     def routed(self) -> Tensor:
-        """Of a table, bool [T]: the tokens that have an id; the others are padded rows."""
+        """Mark the tokens that have an id of a table, bool [T]; the others are padded rows."""
         table, tokens = self.hashed
         return (tokens >= 0) & (tokens < len(table))
 
@@ -173,7 +184,7 @@ class Call(NamedTuple):
             raise ArgumentError("x.shape", tuple(self.x.shape), "[T, d], or logits [T, E]; experts [T, k]")
         (t, d), k = self.x.shape, self.out[0].shape[1]
         table, tokens = self.hashed or (None, None)
-        parts = None if self.space is None else self.space.parts
+        slots = None if self.space is None else self.space.slots
         launching.check(
             {
                 "x": (self.x, fp32 if self.weight is None else bf16, (t, d)),
@@ -183,7 +194,7 @@ class Call(NamedTuple):
                 "hashed.tokens": (tokens, i64, (t,)),
                 "out[0]": (self.out[0], i32, (t, k)),
                 "out[1]": (self.out[1], fp32, (t, k)),
-                "space.parts": (parts, fp32, (None,)),
+                "space.slots": (slots, fp32, (None,)),
             }
         )
         if not 1 <= self.size <= MAX_EXPERTS:
@@ -194,8 +205,8 @@ class Call(NamedTuple):
             raise ArgumentError("bias", None if self.bias is None else "given", "either a bias or hashed")
         if self.weight is not None and d % UNIT:
             raise ArgumentError("x.shape", (t, d), f"[T, d] with d a multiple of {UNIT}")
-        if self.weight is not None and parts is not None and parts.shape[0] < _words(t, self.size):
-            raise ArgumentError("space.parts.shape", tuple(parts.shape), f"at least [{_words(t, self.size)}]")
+        if self.weight is not None and slots is not None and slots.shape[0] < _words(t, self.size):
+            raise ArgumentError("space.slots.shape", tuple(slots.shape), f"at least [{_words(t, self.size)}]")
 
     def check_values(self) -> None:
         """Check for NaN, and for experts that do not exist."""
@@ -223,7 +234,7 @@ class Call(NamedTuple):
             launching.launch(backend, kernel_type, settings, arguments.fake_args, args, *given)
 
 
-_PARTS: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
+_SLOTS: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
 
 
 def _launches(call: Call) -> Iterator[tuple[type, dict[str, Any], Callable[..., tuple], tuple]]:
@@ -234,30 +245,30 @@ def _launches(call: Call) -> Iterator[tuple[type, dict[str, Any], Callable[..., 
     if call.weight is None:
         yield Router, settings, arguments.launch_args, (call.x, chosen, experts, weights, call.factor)
         return
-    parts, (tokens, d) = _parts(call), call.x.shape
+    slots, (tokens, d) = _slots_of(call), call.x.shape
     for rows in (slice(first, min(first + TOGETHER, tokens)) for first in range(0, tokens, TOGETHER)):
         count, of = rows.stop - rows.start, chosen
         if call.hashed is not None:
             of = call.hashed.table, call.hashed.tokens[rows]
         tile = tile_of(count, call.size, d)
         shape = tile["shares"] // tile["deep"], count, padded(call.size)
-        memory = parts[: math.prod(shape)].view(shape)
+        memory = slots[: math.prod(shape)].view(shape)
         given = call.x[rows], call.weight, of, memory, experts[rows], weights[rows], call.factor
         yield FusedRouter, {**settings, **tile}, arguments.fused_args, given
 
 
-def _parts(call: Call) -> Tensor:
-    """Zeros for the parts: the caller's, or the op's own."""
+def _slots_of(call: Call) -> Tensor:
+    """Return zeroed slots: the caller's, or the op's own."""
     if call.space is not None:
-        return call.space.parts
+        return call.space.slots
     place = call.x.device.index, launching.stream("native", call.x) if call.x.device.type == "cuda" else 0
-    parts = _PARTS.get(place)
-    if parts is None:
-        parts = torch.zeros(_words(TOGETHER, MAX_EXPERTS), dtype=torch.float32, device=call.x.device)
+    slots = _SLOTS.get(place)
+    if slots is None:
+        slots = torch.zeros(_words(TOGETHER, MAX_EXPERTS), dtype=torch.float32, device=call.x.device)
         # On the CPU a launch may be taken back half-way; a capture records the memset.
         if call.x.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            _PARTS[place] = parts
-    return plans.constant(parts)
+            _SLOTS[place] = slots
+    return plans.constant(slots)
 
 
 def _reference(call: Call) -> None:

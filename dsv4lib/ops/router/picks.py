@@ -1,6 +1,6 @@
-"""Select experts of tokens whose logits arrive in parts from other CTAs.
+"""Select experts of tokens whose logits arrive as partial sums from other CTAs.
 
-Cross-CTA reduction with the flag in the data (`dsl.exchange`): a CTA a token receives the parts of its logits, adds
+Cross-CTA reduction with the flag in the data (`dsl.exchange`): a CTA a token receives partial sums of its logits, adds
 them up, a thread an expert, and resets their slots for the next launch; its first warp selects.
 """
 
@@ -17,33 +17,33 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.ops.router.kernel import Router
 from dsv4lib.ops.router.selection import LANES, NAN, QUAD, affinity, soonest, sort_key
 
-PARTS = 4, 8, 16  # of a logit
-GROUPS = 4  # lanes that add up a token's parts
+SPLITS = 4, 8, 16  # of a logit
+GROUPS = 4  # lanes that add up a token's partial sums
 
 
 class Picks(NamedTuple):
-    """What selects, the logits in parts, and where the picks go.
+    """What selects, the logits as partial sums, and where the picks go.
 
     Attributes:
         chosen: bias [E] fp32, or a `Table`.
-        parts: [parts, T, E to a multiple of 4] fp32, zeros before and after.
+        slots: [splits, T, E to a multiple of 4] fp32, zeros before and after.
         experts: [T, k] int32. weights: [T, k] fp32.
         factor: the sum of a token's weights.
     """
 
     chosen: Any
-    parts: cute.Tensor
+    slots: cute.Tensor
     experts: cute.Tensor
     weights: cute.Tensor
     factor: Float32
 
 
 class Picker(Router):
-    """The role that selects experts of logits in parts; see the module docstring.
+    """The role that selects experts of logits as partial sums; see the module docstring.
 
     Args:
         experts, k, hashed: as in `Router`.
-        parts: of a logit, 4, 8 or 16.
+        splits: of d, partial sums of a logit: 4, 8 or 16.
         patient: load one slot until it is not empty, then all; for many tokens, whose loads keep L2 busy.
 
     Raises:
@@ -55,21 +55,21 @@ class Picker(Router):
         experts: int = 256,
         k: int = 6,
         hashed: bool = False,
-        parts: int = 16,
+        splits: int = 16,
         patient: bool = True,
     ):
         super().__init__(experts, k, hashed)
-        if parts not in PARTS:
-            raise ConfigError("parts", parts, ", ".join(map(str, PARTS)))
-        self.parts, self.patient = parts, patient
+        if splits not in SPLITS:
+            raise ConfigError("splits", splits, ", ".join(map(str, SPLITS)))
+        self.splits, self.patient = splits, patient
         self.padded = padded(experts)
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()[:-1]}, {self.parts} parts{', patient' * self.patient})"
+        return f"{super().__repr__()[:-1]}, {self.splits} splits{', patient' * self.patient})"
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
-        """Select the experts of one token once its parts have arrived: a thread an expert, then one warp."""
+        """Select the experts of one token once its partial sums have arrived: a thread an expert, then one warp."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rounds = -(-LANES * QUAD * self.quads // self.threads)
@@ -87,7 +87,7 @@ class Picker(Router):
         for i in cutlass.range_constexpr(rounds):
             number = tidx + i * self.threads
             if number < LANES * QUAD * self.quads:
-                a = affinity(self.logit(picks.parts[None, token, None], number))
+                a = affinity(self.logit(picks.slots[None, token, None], number))
                 sA[number] = a
                 if cutlass.const_expr(not self.hashed):
                     sKeys[number] = cutlass.select_(number < self.experts, sort_key(a + rBias[i]), Uint32(0))
@@ -108,19 +108,19 @@ class Picker(Router):
             self.write(expert, a, poison, picks.experts[token, None], picks.weights[token, None], picks.factor)
 
     @cute.jit
-    def logit(self, mPart: cute.Tensor, number: Int32) -> Float32:
-        """Sum the parts of expert ``number``'s logit once they have arrived, and reset their slots.
+    def logit(self, mSlots: cute.Tensor, number: Int32) -> Float32:
+        """Sum the slots of expert ``number``'s logit once they have arrived, and reset their slots.
 
-        Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the parts.
+        Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the splits.
         """
         group, column = number % GROUPS, number // QUAD * QUAD
-        each = self.parts // GROUPS
+        each = self.splits // GROUPS
         there = column < self.padded
         if cutlass.const_expr(self.patient):
             begin = number // LANES * LANES
-            exchange.wait(self.part(mPart, Int32(self.parts - 1), begin), begin < self.padded)
+            exchange.wait(self.slot_of(mSlots, Int32(self.splits - 1), begin), begin < self.padded)
         rPart = cute.make_rmem_tensor((QUAD, each), Float32)
-        first, stride = self.part(mPart, group * each, column), Int64(mPart.stride[0]) * 4
+        first, stride = self.slot_of(mSlots, group * each, column), Int64(mSlots.stride[0]) * 4
         exchange.receive(first, stride, there, rPart)
         exchange.reset(first, stride, there, each)
         mine = Float32(0.0)
@@ -131,18 +131,18 @@ class Picker(Router):
             mine = cutlass.select_(group == i, total, mine)
         return mine
 
-    def part(self, mPart: cute.Tensor, share: Int32, column: Int32) -> Int64:
-        """Return the address of a part of four experts."""
-        return cute.domain_offset((column,), mPart[share, None]).iterator.toint()
+    def slot_of(self, mSlots: cute.Tensor, share: Int32, column: Int32) -> Int64:
+        """Return the address of the slots of four experts."""
+        return cute.domain_offset((column,), mSlots[share, None]).iterator.toint()
 
 
 def added(values: list) -> Float32:
-    """Their sum: neighbours, then neighbours of these."""
+    """Add them: neighbours, then neighbours of these."""
     while len(values) > 1:
         values = [values[i] + values[i + 1] for i in range(0, len(values), 2)]
     return values[0]
 
 
 def padded(experts: int) -> int:
-    """Experts of a part's row, to whole 16 bytes."""
+    """Experts of a slot's row, to whole 16 bytes."""
     return -(-experts // QUAD) * QUAD

@@ -33,7 +33,7 @@ _SERIES = tuple(1 / (2 * n + 1) for n in range(8))
 
 @cute.jit
 def affinity(x: Float32) -> Float32:
-    """``sqrt(softplus(x))``; NaN of NaN."""
+    """Compute ``sqrt(softplus(x))``; NaN of NaN."""
     half = 0.5 * LOG2_E
     high = float.fromhex("0x1.715476p-1")  # of `half`, 24 bits
     m = cutlass.select_(x > 0.0, -x, x)
@@ -57,7 +57,7 @@ def affinity(x: Float32) -> Float32:
 
 @cute.jit
 def sort_key(score: Float32) -> Uint32:
-    """An integer that orders as the number does, -0 as 0; of NaN 1, below every number's; never 0."""
+    """Return an integer that orders as the number does, -0 as 0; of NaN 1, below every number's; never 0."""
     bits = (score + 0.0).bitcast(Int32)
     key = (bits ^ ((bits >> 31) | Int32(-(1 << 31)))).bitcast(Uint32)
     return cutlass.select_(score == score, key, Uint32(NAN))
@@ -158,7 +158,7 @@ def network(count: int) -> list[tuple[int, int]]:
 
 
 def _lowest(bits: Uint32) -> Int32:
-    """The number of the lowest bit that is set."""
+    """Return the number of the lowest bit that is set."""
     return Int32(cute.arch.popc((bits & (~bits + 1)) - 1))
 
 

@@ -1,26 +1,22 @@
-"""Top-k of a row by a cluster of CTAs that send each other what they need; slices, counting and emitting as in `simt`.
+"""Select the top-k of a row by a cluster of CTAs; slices, counting and emitting as in `kernel`.
 
-A barrier of a cluster has a fence and a way there and back, a read of another CTA's shared memory another way there and
-back. So who has a number sends it to all CTAs of the row at once (``st.async``), and an mbarrier of theirs counts the
+A barrier of a cluster costs a fence and a round trip, a read of another CTA's shared memory another round trip. So a
+thread sends its numbers to all CTAs of the row at once (``st.async``), and an mbarrier of the receiver counts the
 bytes:
 
     sums    32 sums of a CTA's histogram, by the threads that have them
-    bins    the bins behind the sum in which the row's k-th best lies, by the warp that searches
+    bins    the bins of the sum in which the row's k-th best lies, by the warp that searches
     pairs   candidates, key and index
 
 From the first two every CTA also knows how many picks and candidates the CTAs before it have. So a candidate has its
-place in everybody's list before anybody speaks of it, every CTA ranks the whole list, and no CTA has to tell how many
-picks it ended with. The one barrier of the cluster is about the mbarriers being there, while scores are on their way.
+place in every CTA's list before it is sent, every CTA ranks the whole list, and no CTA sends how many picks it ended
+with. The one barrier of the cluster waits for the mbarriers' initialisation, while scores are in flight.
 
-Where a bin must be split, which is rare, CTAs meet and read.
+Where a bin must be split, which is rare, CTAs synchronise and read.
 
-    SMEM     beside that of `simt`: candidates of all 2 KiB, 128 B + 4 bins / 32 B a CTA of the row
+    SMEM     beside that of `kernel`: candidates of all 2 KiB, 128 B + 4 bins / 32 B a CTA of the row
 
-Against CTAs that ask (three barriers, and reads behind two of them), on an H200, medians of calls with a cold L2: 3.5
-us for 4.8 with 512 of 8,192 scores, 8.2 for 10.5 with 512 of 262,144; faster in every row of the bench that a cluster
-has.
-
-Source: as `simt`; PTX ISA, "st.async".
+Source: as `kernel`; PTX ISA, "st.async".
 """
 
 from __future__ import annotations
@@ -41,15 +37,15 @@ NUMBER = 4  # bytes
 
 
 class ClusterTopK(TopK):
-    """Indices of the best; see the module docstring, and `simt.TopK` for the arguments and errors."""
+    """Indices of the best; see the module docstring, and `kernel.TopK` for the arguments and errors."""
 
     CTAS = 2, 4, 8, 16
 
     @functools.wraps(TopK.__init__)
     def __init__(self, **settings: Any):
         super().__init__(**settings)
-        self.parts |= {"all_coarse": LANES * self.ctas, "all_bins": self.bins.size // LANES * self.ctas}
-        self.parts |= {"all_pairs": 2 * PAIRS, "gates": 2 * GATES}
+        self.buffers |= {"all_coarse": LANES * self.ctas, "all_bins": self.bins.size // LANES * self.ctas}
+        self.buffers |= {"all_pairs": 2 * PAIRS, "gates": 2 * GATES}
 
     # ------------------------------------------------------------- messages
 
@@ -68,11 +64,11 @@ class ClusterTopK(TopK):
         cute.arch.cluster_wait()
 
     def gate(self, s: Shared, number: int) -> cute.Pointer:
-        """An mbarrier: `SUMS`, `BINS` or `LIST`."""
+        """Return an mbarrier: `SUMS`, `BINS` or `LIST`."""
         return cute.recast_ptr(s.gates.iterator, dtype=Int64) + number
 
     def await_bytes(self, s: Shared, number: int, size: Int32) -> None:
-        """One thread says how many come; some may already have."""
+        """Expect bytes, by one thread; some may already have arrived."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.gate(s, number), size)
 
     def wait(self, s: Shared, number: int) -> None:
@@ -124,7 +120,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def find_row(self, s: Shared, k: Int32, rank: Int32):
-        """What `find` finds of the row, and what CTAs before this one have: (place, above, count, above, count)."""
+        """Return `find` of the row, and what CTAs before this one have: (place, above, count, above, count)."""
         tidx, _, _ = cute.arch.thread_idx()
         self.ready()
         cute.arch.barrier()
@@ -155,7 +151,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def search_row(self, s: Shared, k: Int32, rank: Int32):
-        """What `find_row` finds, by one warp: among 32 sums, then among the bins of one."""
+        """Return what `find_row` finds, by one warp: among 32 sums, then among the bins of one."""
         lane = cute.arch.lane_idx()
         size = self.bins.size // LANES
         per = size // LANES
@@ -201,7 +197,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def push_bins(self, s: Shared, group: Int32, rank: Int32):
-        """Send the bins behind a sum, by one warp."""
+        """Send the bins of a sum, by one warp."""
         size = self.bins.size // LANES
         quads = size // QUAD
         rQuad = cute.make_rmem_tensor(QUAD, Int32)
@@ -214,7 +210,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def share_candidates(self, s: Shared, earlier: Int32, count: Int32):
-        """Send this CTA's candidates, behind those of the CTAs before it, and wait for all ``count`` of the row."""
+        """Send this CTA's candidates, after those of the CTAs before it, and wait for all ``count`` of the row."""
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.barrier()
         if tidx == 0:
@@ -226,7 +222,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def gather_row(self, s: Shared, rank: Int32):
-        """Where bins were split: meet, and fetch the candidates of the row's CTAs, a warp a CTA.
+        """Synchronise where bins were split, and fetch the candidates of the row's CTAs, a warp a CTA.
 
         Returns:
             how many picks the CTAs before this one have for sure, and how many candidates.
@@ -243,7 +239,7 @@ class ClusterTopK(TopK):
         marks = cute.arch.warp_redux_sync(marks, "add")
         if lane == 0:
             cute.arch.atomic_add(s.cells.iterator + FOUND, marks, scope="cta")
-        self.meet()
+        self.sync_row()
         size, sure = Int32(0), Int32(0)
         if lane < self.ctas:
             size, sure = self.read(s.cells, Int32(CANDIDATES), lane), self.read(s.cells, Int32(FOUND), lane)
@@ -253,7 +249,7 @@ class ClusterTopK(TopK):
             for i in cutlass.range(lane, own, LANES, unroll=1):
                 s.all_pairs[2 * (before + i)] = self.read(s.key, i, peer)
                 s.all_pairs[2 * (before + i) + 1] = self.read(s.index, i, peer)
-        self.meet()  # no CTA exits before all have read
+        self.sync_row()  # no CTA exits before all have read
         sure = cute.arch.warp_redux_sync(cutlass.select_(lane < rank, sure, Int32(0)), "add")
         return sure, cute.arch.warp_redux_sync(cutlass.select_(lane < rank, size, Int32(0)), "add")
 
@@ -263,7 +259,7 @@ class ClusterTopK(TopK):
         tidx, _, _ = cute.arch.thread_idx()
         sPairs = cute.make_tensor(s.all_pairs.iterator, cute.make_layout((2, PAIRS)))
         end = earlier + s.cells[CANDIDATES]
-        # As many threads a candidate as there are, up to a warp; where there are too few, candidates take turns.
+        # As many threads a candidate as there are, up to a warp; where there are too few, candidates go in rounds.
         shift = cutlass.max(self.threads.bit_length() - 1 - (LANES - Int32(cute.arch.clz(count - 1))), Int32(0))
         shift = cutlass.min(shift, Int32(LANES.bit_length() - 1))
         several = Int32(1) << shift

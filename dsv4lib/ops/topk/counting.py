@@ -71,7 +71,7 @@ class Counting:
 
     @cute.jit
     def find(self, s: Shared, hist: cute.Tensor, k: Int32, across: cutlass.Constexpr):
-        """(bin of the k-th best, how many are in better bins, how many are in it) of this CTA, or of the row's.
+        """Return (bin of the k-th best, how many are in better bins, how many are in it) of this CTA, or of the row's.
 
         The last bin if there are fewer than k. Every thread gets it; a barrier must come before it counts again.
         """
@@ -93,7 +93,7 @@ class Counting:
         if cutlass.const_expr(not across):
             cute.arch.barrier()
             return self.search(s, hist, k, False)
-        self.meet()
+        self.sync_row()
         if cute.arch.warp_idx() == 0:
             place, above, count = self.search(s, hist, k, True)
             if tidx == 0:
@@ -103,7 +103,7 @@ class Counting:
 
     @cute.jit
     def search(self, s: Shared, hist: cute.Tensor, k: Int32, across: cutlass.Constexpr):
-        """What `find` finds, by one warp: among 32 sums, then among the bins of one."""
+        """Return what `find` finds, by one warp: among 32 sums, then among the bins of one."""
         lane, ctas = cute.arch.lane_idx(), self.ctas if across else 1
         size = self.bins.size // LANES
         per = size // LANES
@@ -145,15 +145,15 @@ class Counting:
         return value
 
     def first_of(self, hit: Any) -> Int32:
-        """The first lane for which it holds, 31 if there is none."""
+        """Return the first lane for which it holds, 31 if there is none."""
         return cutlass.min(self.lowest(cute.arch.vote_ballot_sync(hit)), Int32(LANES - 1))
 
     def lowest(self, bits: Int32) -> Int32:
-        """Number of the lowest bit that is set, 32 of 0."""
+        """Return the number of the lowest bit that is set, 32 of 0."""
         return Int32(cute.arch.popc((bits & -bits) - 1))
 
     def peer(self, part: cute.Tensor, at: Int32, rank: Int32) -> Int32:
-        """Address of entry ``at`` of a part of another CTA's shared memory."""
+        """Return the address of entry ``at`` of a part of another CTA's shared memory."""
         return cute.arch.map_dsmem_ptr(part.iterator + at, rank).toint()
 
     def read(self, part: cute.Tensor, at: Int32, rank: Int32, across: bool = True) -> Int32:
@@ -165,8 +165,8 @@ class Counting:
             "ld.shared::cluster.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=place
         )
 
-    def meet(self) -> None:
-        """A barrier of the row's CTAs."""
+    def sync_row(self) -> None:
+        """Synchronise the row's CTAs."""
         if self.ctas > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

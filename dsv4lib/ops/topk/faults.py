@@ -1,4 +1,4 @@
-"""Mistakes of a top-k, injected one at a time: every class is the kernel with one thing replaced, and compiles.
+"""Inject one fault into a top-k at a time: every class is the kernel with one thing replaced, and compiles.
 
 `FAULTS` holds them by name.
 """
@@ -16,10 +16,10 @@ from dsv4lib.ops.topk import kernel as topk_kernel
 from dsv4lib.ops.topk.counting import Shared
 
 
-class NoMeeting(cluster.ClusterTopK):
+class NoRowBarrier(cluster.ClusterTopK):
     """CTAs of a row do not wait for each other where a bin is split."""
 
-    def meet(self) -> None:
+    def sync_row(self) -> None:
         """A barrier of this CTA alone."""
         cute.arch.barrier()
 
@@ -74,5 +74,5 @@ class ReadsTwice(topk_kernel.TopK):
 
 FAULTS = {
     kernel.__name__: kernel
-    for kernel in (NoMeeting, TiesAnyhow, DropsItsBound, OneEntryTooMany, PaddedWithZero, ReadsTwice)
+    for kernel in (NoRowBarrier, TiesAnyhow, DropsItsBound, OneEntryTooMany, PaddedWithZero, ReadsTwice)
 }

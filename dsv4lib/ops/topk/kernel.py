@@ -1,9 +1,9 @@
-"""Exact top-k of fp32 scores: a CTA a row, one read of the scores; `cluster` shares a row among several.
+"""Select the exact top-k of fp32 scores: a CTA a row, one read of the scores; `cluster` shares a row among several.
 
-    picks = indices of the k best of the first ``length`` scores of a row, -1 behind them if there are fewer; in
+    picks = indices of the k best of the first ``length`` scores of a row, -1 after them if there are fewer; in
             ascending order, or the best first
 
-Higher scores first; of equal ones (0 is -0) the lower index; NaN behind -inf. A CTA owns a slice of a row, alone all of
+Higher scores first; of equal ones (0 is -0) the lower index; NaN after -inf. A CTA owns a slice of a row, alone all of
 it:
 
     count     a histogram in shared memory of the slice's scores (integer additions: no order to depend on)
@@ -20,13 +20,13 @@ An addition to the histogram costs about 16 cycles of an SM a warp, which is wha
 (``maxima``) threads first count the maxima of their scores only: the k-th best maximum is a bound that k scores of the
 tile reach, and only scores that reach it are put into a list and counted from there.
 
-Two forms. On chip: a slice is one tile, held in registers, and requested before the row's length is known. Streaming:
+Two variants. On chip: a slice is one tile, held in registers, and loaded before the row's length is known. Streaming:
 a slice is many tiles; the bound is raised to the bin of the k-th best so far, so that of a long row nearly everything
-is dropped by one comparison while the next tile is on its way. A tile has a piece from each of as many runs of the
+is dropped by one comparison while the next tile is in flight. A tile has a piece from each of as many runs of the
 slice as there are warps, so that the first one tells of scores that rise along the row, too.
 
 A list that overflows, or a first bound that most scores of a warp reach, is a bound too low: then the k-th best of list
-and tile is found among both, to the key and the index where scores are equal, and what is behind it is dropped.
+and tile is found among both, to the key and the index where scores are equal, and what is below it is dropped.
 
     SMEM     histograms 4 to 16 KiB each, map of the slice 1 bit a score, candidates 2 KiB, list 8 B an entry
     launch   (CTAs a row x B) CTAs, those of a row a cluster
@@ -120,21 +120,21 @@ class TopK(Narrowing):
         full, ties = maxima and (stream or self.keep < self.tile), vectors * UNIT if stream else QUAD
         self.most_picks = min(MAX_K, self.keep - ties) if full else MAX_K
         self.several = max(1, threads // PAIRS)  # threads that compare one candidate
-        self.share = self.capacity // threads  # bits of the map a thread turns into picks
+        self.share = self.capacity // threads  # bits of the map that a thread makes picks of
         # Shared memory, numbers of 4 bytes.
-        self.parts = {"hist": bins + CELLS, "bits": self.capacity // LANES, "key": PAIRS, "index": PAIRS}
-        self.parts |= {"coarse": LANES, "sums": LANES, "looks": 4 * LANES, "cells": CELLS}
+        self.buffers = {"hist": bins + CELLS, "bits": self.capacity // LANES, "key": PAIRS, "index": PAIRS}
+        self.buffers |= {"coarse": LANES, "sums": LANES, "looks": 4 * LANES, "cells": CELLS}
         if maxima:
-            self.parts |= {"tops": bins + CELLS, "kept_x": self.keep, "kept_index": self.keep}
+            self.buffers |= {"tops": bins + CELLS, "kept_x": self.keep, "kept_index": self.keep}
         if by_score:
-            self.parts |= {"pick_key": MAX_K, "pick_index": MAX_K}
+            self.buffers |= {"pick_key": MAX_K, "pick_index": MAX_K}
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        form = (f"stream {self.capacity} {self.keep}" if self.stream else "chip") + f" {self.maxima}"
+        variant = (f"stream {self.capacity} {self.keep}" if self.stream else "chip") + f" {self.maxima}"
         wide = "wide" if self.wide else "narrow"
         order = f"{'score' if self.by_score else 'index'}, {'ragged' if self.ragged else 'full'}"
         cut = f"{self.threads}x{self.vectors}, {self.ctas}, {self.bins.size}"
-        return f"{type(self).__name__}({cut}, {form}, {wide}, {order})"
+        return f"{type(self).__name__}({cut}, {variant}, {wide}, {order})"
 
     # ---------------------------------------------------------------- host
 
@@ -148,9 +148,9 @@ class TopK(Narrowing):
             mPicks: [B, k] int32, k at most 2048.
             stream: where the launch is queued.
         """
-        parts = {name: cute.struct.MemRange[Int32, size] for name, size in self.parts.items()}
-        parts |= {name: cute.struct.Align[parts[name], 16] for name in ALIGNED if name in parts}
-        self.storage = cute.struct(type("Storage", (), {"__annotations__": parts}))
+        buffers = {name: cute.struct.MemRange[Int32, size] for name, size in self.buffers.items()}
+        buffers |= {name: cute.struct.Align[buffers[name], 16] for name in ALIGNED if name in buffers}
+        self.storage = cute.struct(type("Storage", (), {"__annotations__": buffers}))
         self.kernel(mScores, mLengths, mPicks).launch(
             grid=(self.ctas * mPicks.shape[0], 1, 1),
             block=(self.threads, 1, 1),
@@ -162,21 +162,22 @@ class TopK(Narrowing):
     def shared(self) -> Shared:
         """Tensors over this CTA's shared memory."""
         storage = memory.SmemAllocator().allocate(self.storage)
-        parts = {name: getattr(storage, name).get_tensor(cute.make_layout(size)) for name, size in self.parts.items()}
-        alone = dict.fromkeys(Shared._fields) | {"kept_x": parts["key"], "kept_index": parts["index"]}
-        return Shared(**{**alone, **parts})
+        sizes = self.buffers.items()
+        buffers = {name: getattr(storage, name).get_tensor(cute.make_layout(size)) for name, size in sizes}
+        alone = dict.fromkeys(Shared._fields) | {"kept_x": buffers["key"], "kept_index": buffers["index"]}
+        return Shared(**{**alone, **buffers})
 
     # -------------------------------------------------------------- device
 
     @cute.kernel
     def kernel(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor):
-        """A row a cluster."""
+        """Select from a row, by a CTA or cluster."""
         block, _, _ = cute.arch.block_idx()
         rank, row = block % self.ctas, block // self.ctas
         s = self.shared()
         self.open(s)
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         if cutlass.const_expr(self.stream):
             self.streamed(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
         else:
@@ -186,7 +187,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def on_chip(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """A row of at most ``ctas`` tiles; scores are requested before its length is known."""
+        """Select from a row of at most ``ctas`` tiles; scores are requested before its length is known."""
         tidx, _, _ = cute.arch.thread_idx()
         first, k = rank * self.capacity, mOut.shape[0]
         at = first + tidx * QUAD
@@ -222,7 +223,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def streamed(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """A row of any number of tiles; a warp has a run of the slice to itself and takes a piece of it a tile."""
+        """Select from a row of any number of tiles; a warp has its own run of the slice, a piece of it a tile."""
         k, length = mOut.shape[0], self.length(mRow, mLengths, row)
         part = (length + (self.ctas * UNIT - 1)) // (self.ctas * UNIT) * UNIT
         first = rank * part
@@ -272,13 +273,13 @@ class TopK(Narrowing):
             self.select((first, end, None), mOut, s, length, rank)
 
     def open(self, s: Shared) -> None:
-        """What a cluster needs before its CTAs speak to each other (`cluster.ClusterTopK`)."""
+        """Prepare what a cluster needs before its CTAs exchange data (`cluster.ClusterTopK`)."""
 
     def ready(self) -> None:
         """Wait until all CTAs of the row have opened; each thread once, whatever it does then."""
 
     def length(self, mRow: cute.Tensor, mLengths: Any, row: Int32) -> Int32:
-        """How many scores of the row count."""
+        """Return how many scores of the row count."""
         return cutlass.min(mLengths[row], mRow.shape[0]) if self.ragged else mRow.shape[0]
 
     def index(self, at: Int32, v: int) -> Int32:
@@ -312,7 +313,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def take_all(self, mOut: cute.Tensor, length: Int32, rank: Int32):
-        """A row with no more scores than picks."""
+        """Take all of a row with no more scores than picks."""
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range(rank * self.threads + tidx, mOut.shape[0], self.ctas * self.threads, unroll=1):
             mOut[i] = cutlass.select_(i < length, Int32(i), Int32(-1))
@@ -321,7 +322,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def first_bound(self, tile: Any, k: Int32, s: Shared) -> Int32:
-        """The lowest key of the bin of a tile's k-th best maximum: k of its scores are not below."""
+        """Return the lowest key of the bin of a tile's k-th best maximum: k of its scores are not below."""
         rX, at, end = tile
         each, room = self.vectors // self.maxima, end - at
         for m in cutlass.range_constexpr(self.maxima):
@@ -349,7 +350,7 @@ class TopK(Narrowing):
         edge, anything = reach, everything
         for v in cutlass.range_constexpr(self.vectors):
             if cutlass.const_expr(stop is not None and (v == 0 or not self.stream)):
-                tied = self.index(at_first, v) <= stop  # or a few behind it, at most what one warp has of a tile
+                tied = self.index(at_first, v) <= stop  # or a few past it, at most what one warp has of a tile
                 edge, anything = cutlass.select_(tied, reach, beyond), everything and tied
             for j in cutlass.range_constexpr(QUAD):
                 good = rX[j, v] >= edge or anything
@@ -392,7 +393,7 @@ class TopK(Narrowing):
         """From a complete histogram to the picks.
 
         Args:
-            source: the first index of the slice, the one behind it, the keys of a tile that is all of it or None.
+            source: the first index of the slice, the one past it, the keys of a tile that is all of it or None.
         """
         first, _, tile = source
         place, above, count = self.find(s, s.hist, mOut.shape[0], False)
@@ -447,7 +448,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def classify_one(self, key: Int32, index: Int32, first: Int32, s: Shared, state: Any):
-        """One score of a list."""
+        """Classify one score of a list."""
         low, high, start, stop = state
         if key >= low:
             sure = key > high or index < start
@@ -519,11 +520,11 @@ class TopK(Narrowing):
         """Put the picks of a row, which are in the order of their indices, into that of their scores."""
         tidx, _, _ = cute.arch.thread_idx()
         count = cutlass.min(self.length(mRow, mLengths, row), mOut.shape[0])
-        self.meet()  # all picks are written
+        self.sync_row()  # all picks are written
         for i in cutlass.range(tidx, count, self.threads, unroll=1):
             s.pick_index[i] = mOut[i]
             s.pick_key[i] = key_of(mRow[mOut[i]])
-        self.meet()  # all picks are read
+        self.sync_row()  # all picks are read
         for i in cutlass.range(rank * self.threads + tidx, count, self.ctas * self.threads, unroll=1):
             key, place = s.pick_key[i], Int32(0)
             for j in cutlass.range(count, unroll=4):
@@ -533,5 +534,5 @@ class TopK(Narrowing):
 
     @cute.jit
     def better(self, other: Int32, key: Int32, at: Int32, index: Int32) -> cutlass.Boolean:
-        """(other, at) ranks before (key, index)."""
+        """Return whether (other, at) ranks before (key, index)."""
         return other > key or (other == key and at < index)

@@ -19,7 +19,7 @@ LOWEST = -1 - 0x7F800000  # of -inf
 
 @cute.jit
 def key_of(x: Float32, zero: Float32 | float = 0.0) -> Int32:
-    """An integer that orders as the number does."""
+    """Return an integer that orders as the number does."""
     number = x + zero  # makes 0 of -0
     bits = number.bitcast(Int32)
     key = bits ^ ((bits >> 31) & Int32(MAGNITUDE))
@@ -41,7 +41,7 @@ class Bins:
 
     @cute.jit
     def place(self, key: Int32) -> Int32:
-        """The bin of a key."""
+        """Return the bin of a key."""
         signed = key >> self.shift
         sign = signed >> 31
         q = cutlass.max(cutlass.min((signed ^ sign) - self.base, Int32(self.half - 1)), Int32(0))
@@ -49,7 +49,7 @@ class Bins:
 
     @cute.jit
     def keys(self, place: Int32):
-        """(lowest, highest) key of a bin."""
+        """Return (lowest, highest) key of a bin."""
         negative = place >= self.half
         q = cutlass.select_(negative, place - self.half, (self.half - 1) - place)
         low = cutlass.select_(q == 0, Int32(0), (q + self.base) << self.shift)
@@ -60,7 +60,7 @@ class Bins:
 
 @cute.jit
 def edge_of(key: Int32) -> Float32:
-    """The lowest number of at least this key, which may be no number's own; -inf for the keys of NaN, too."""
+    """Return the lowest number of at least this key, which may be no number's own; -inf for the keys of NaN, too."""
     near = cutlass.max(key, Int32(LOWEST))
     bits = cutlass.select_(near < 0, (-1 - near) | Int32(NOTHING), near)
     return Int32(bits).bitcast(Float32)
@@ -68,5 +68,5 @@ def edge_of(key: Int32) -> Float32:
 
 @cute.jit
 def digit_shift(span: Uint32, bits: int) -> Uint32:
-    """How far to shift 0 .. span to have numbers of at most ``bits`` bits."""
+    """Return how far to shift 0 .. span to have numbers of at most ``bits`` bits."""
     return Int32(cutlass.max(Int32(32 - bits) - Int32(cute.arch.clz(span)), Int32(0))).bitcast(Uint32)

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Uint32
 from dsv4lib.ops.topk.counting import KEPT, LANES, QUAD, SPAN, ZERO, Counting, Shared
 from dsv4lib.ops.topk.keys import MAGNITUDE, NOTHING, digit_shift, key_of
 
-LOWEST, HIGHEST, ABOVE, INSIDE = range(4)  # parts of `Shared.looks`
+LOWEST, HIGHEST, ABOVE, INSIDE = range(4)  # quarters of `Shared.looks`
 
 
 class Narrowing(Counting):
@@ -31,7 +31,7 @@ class Narrowing(Counting):
 
     @cute.jit
     def look(self, tile: Any, s: Shared, listed: Int32, low: Int32, high: Int32, across: cutlass.Constexpr):
-        """(lowest key of a span, highest, how many scores are above it, how many in it) of this CTA.
+        """Return (lowest key of a span, highest, how many scores are above it, how many in it) of this CTA.
 
         ``across``: keys of the row, but this CTA's numbers.
         """
@@ -69,7 +69,7 @@ class Narrowing(Counting):
         if cutlass.const_expr(across and self.ctas > 1):
             if tidx == 0:
                 s.cells[SPAN], s.cells[SPAN + 1] = lowest, highest
-            self.meet()
+            self.sync_row()
             if lane < self.ctas:
                 lowest, highest = self.read(s.cells, Int32(SPAN), lane), self.read(s.cells, Int32(SPAN + 1), lane)
             lowest = cute.arch.warp_redux_sync(lowest, "min")
@@ -77,7 +77,7 @@ class Narrowing(Counting):
         return lowest, highest, above, inside
 
     def reduced(self, lowest: Int32, highest: Int32, above: Int32, inside: Int32) -> tuple[Int32, ...]:
-        """Of a warp's lanes: the lowest, the highest, two sums."""
+        """Reduce over a warp's lanes: the lowest, the highest, two sums."""
         kinds = zip((lowest, highest, above, inside), ("min", "max", "add", "add"), strict=True)
         return tuple(cute.arch.warp_redux_sync(value, kind) for value, kind in kinds)
 
@@ -104,7 +104,7 @@ class Narrowing(Counting):
             width = Int32(cutlass.select_(ties, stop - start, high - low)).bitcast(Uint32)
             shift = digit_shift(width, bits)
             if cutlass.const_expr(across):
-                self.meet()
+                self.sync_row()
             else:
                 cute.arch.barrier()
             self.clear_bins(s.hist)
@@ -152,7 +152,7 @@ class Narrowing(Counting):
         The list is full, or the bound poor. At most half of the list is in use then, but for k scores.
 
         Args:
-            cut: the first index of the slice and the one behind it.
+            cut: the first index of the slice and the one past it.
             before: entries that the list had before this tile.
             bound: (low, stop): k scores have a higher key than ``low``, or ``low`` and an index up to ``stop``.
 
@@ -189,7 +189,7 @@ class Narrowing(Counting):
             bits, index = Int32(0), Int32(MAGNITUDE)
             if i < before:
                 bits, index = s.kept_x[i], s.kept_index[i]
-            cute.arch.barrier()  # entries behind those that go into their places are read
+            cute.arch.barrier()  # entries after those that go into their places are read
             key = key_of(bits.bitcast(Float32))
             good = i < before and (key > low or (key == low and index <= stop))
             votes, at = cute.arch.vote_ballot_sync(good), Int32(0)
@@ -204,7 +204,7 @@ class Narrowing(Counting):
         return low, stop
 
     def kept(self, s: Shared) -> Int32:
-        """How many scores are in the list, or wanted to be."""
+        """Return how many scores are in the list, or wanted to be."""
         return s.cells[KEPT] if self.maxima else Int32(0)
 
     def kept_key(self, s: Shared, i: Int32) -> Int32:
@@ -213,7 +213,7 @@ class Narrowing(Counting):
 
     @cute.jit
     def tile_key(self, tile: Any, v: cutlass.Constexpr, j: cutlass.Constexpr, zero: Int32) -> Int32:
-        """Key of a score of a tile, `NOTHING` behind its end.
+        """Return the key of a score of a tile, `NOTHING` past its end.
 
         ``zero`` comes from shared memory before each pass over a tile: a compiler that knew it would keep the keys of a
         pass for the next one, for which there are no registers.

@@ -6,10 +6,10 @@ from typing import Any
 
 
 def plan(rows: int, size: int, k: int) -> dict[str, Any]:
-    """Settings for ``k`` of ``rows`` rows of ``size`` scores, the fastest of a sweep on an H200: of `simt.TopK`, with
-    ``ctas`` of `cluster.ClusterTopK`.
+    """Choose settings for ``k`` of ``rows`` rows of ``size`` scores, the fastest of a sweep on an H200.
 
-    Few rows are shared by clusters; maxima are worth counting from 8192 scores a CTA on.
+    They are of `kernel.TopK`, with ``ctas`` of `cluster.ClusterTopK`. Few rows are shared by clusters;
+    maxima are worth counting from 8192 scores a CTA on.
     """
     if size <= 2048:
         return {"threads": 256, "vectors": 1 if size <= 1024 else 2, "bins": 1024}

@@ -54,7 +54,7 @@ class TakeAll:
         row, part, _ = cute.arch.block_idx()
         quad = part * THREADS + tidx
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         length = size
         if cutlass.const_expr(self.ragged):
             length = cutlass.min(mLengths[row], size)

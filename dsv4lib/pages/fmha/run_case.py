@@ -375,6 +375,7 @@ def _parts(kernel: Any, case: Case) -> tuple:
         first = case.first if kernel.entries == "range" else None
         entries = case.pool_pages if kernel.fp8_entries else case.pool, index, first, case.count
     if kernel.window:
-        window = case.span_pages if kernel.fp8_window else case.span, case.window_first, case.window_count
+        pool = case.span_pages if kernel.fp8_window else case.span
+        window = pool, None, case.window_first, case.window_count
     sink = case.sink if kernel.sink else None
     return entries, window, sink, (case.cos, case.sin) if kernel.inverse_rope else None

@@ -33,7 +33,7 @@ def code():
 
 @pytest.fixture
 def compiles(monkeypatch, code):
-    """The kernels that were compiled, in order; the compiler is asked once in this file, its answer given again."""
+    """The kernels that were compiled, in order; the compiler runs once in this file, its result is given again."""
     calls = []
 
     def again(kernel, args, arch):

@@ -367,7 +367,7 @@ def view(buffer, start, rows, planes, block, pitch):
 @EXAMPLES
 @given(BLOCKS, BLOCKS)
 def test_tensors_that_have_a_byte_in_common_meet(one, two):
-    """Never missed; other columns of the same rows are told apart."""
+    """Never missed; other columns of the same rows are distinguished."""
     buffer = torch.arange(1 << 10, dtype=torch.int32)
     a, b = view(buffer, *one), view(buffer, *two)
     if set(a.flatten().tolist()) & set(b.flatten().tolist()):

@@ -1,4 +1,4 @@
-"""The choice of parts: a function of shapes with the properties that its module promises."""
+"""Choose splits: a function of shapes with the properties that its module promises."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common import splits
-from dsv4lib.ops.fmha.op import choose_parts, choose_splits, workspace_size
+from dsv4lib.ops.fmha.op import choose_splits, workspace_size
 
 TOKENS = [*range(1, 40), 64, 74, 75, 148, 149, 512, 4096]
 TILE = splits.Tile(0.86, 0.6, 0.15)
@@ -16,9 +16,9 @@ CASES = [(u, t, s) for u, t, s in itertools.product(TOKENS, TILES, (1, 74, 132, 
 
 @pytest.mark.parametrize(("units", "tiles", "slots"), CASES[:: max(1, len(CASES) // 400)])
 def test_bounds(units, tiles, slots):
-    chosen = splits.choose(units, tiles, slots).splits
+    chosen = splits.choose(units, tiles, slots).keys
     assert 1 <= chosen <= max(tiles, 1)
-    assert chosen == 1 or chosen * units <= slots  # all parts run at once
+    assert chosen == 1 or chosen * units <= slots  # all splits run at once
     if chosen > 1:
         share = -(-tiles // chosen)
         assert (chosen - 1) * share < tiles  # no part of the longest list is empty
@@ -27,16 +27,16 @@ def test_bounds(units, tiles, slots):
 
 @pytest.mark.parametrize("slots", [74, 148])
 @pytest.mark.parametrize("tiles", TILES)
-def test_more_tokens_never_mean_more_parts(tiles, slots):
-    chosen = [splits.choose(units, tiles, slots).splits for units in TOKENS]
+def test_more_tokens_never_mean_more_splits(tiles, slots):
+    chosen = [splits.choose(units, tiles, slots).keys for units in TOKENS]
     assert chosen == sorted(chosen, reverse=True)
     assert all(n == 1 for n, units in zip(chosen, TOKENS, strict=True) if 2 * units > slots)
 
 
 @pytest.mark.parametrize("units", [1, 2, 4, 9, 30])
 def test_longer_lists_never_get_longer_to_wait_for(units):
-    """Parts are not monotone in the tiles (10 tiles: 5 parts of 2; 11: 4 of 3); the time is."""
-    times = [splits.cost(splits.choose(units, tiles, 148).splits, units, tiles) for tiles in range(200)]
+    """Splits are not monotone in the tiles (10 tiles: 5 splits of 2; 11: 4 of 3); the time is."""
+    times = [splits.cost(splits.choose(units, tiles, 148).keys, units, tiles) for tiles in range(200)]
     assert times == sorted(times)
     chosen = [splits.choose(units, tiles, 148, tile=TILE, halves=True) for tiles in range(200)]
     times = [time(one, units, tiles) for tiles, one in enumerate(chosen)]
@@ -45,38 +45,37 @@ def test_longer_lists_never_get_longer_to_wait_for(units):
 
 
 def time(one, units, tiles):
-    return splits.cost(one.splits, units, tiles, TILE, one.dims)
+    return splits.cost(one.keys, units, tiles, TILE, one.dims)
 
 
 def test_it_is_the_best_of_all():
     for units, tiles, slots in CASES:
         most = max(1, min(tiles, slots // units))
-        keys = [splits.Parts(s, 1) for s in range(1, most + 1)]
+        keys = [splits.Splits(s, 1) for s in range(1, most + 1)]
         chosen = splits.choose(units, tiles, slots, tile=TILE)
         assert chosen.dims == 1 and time(chosen, units, tiles) == min(time(one, units, tiles) for one in keys)
-        both = keys + [splits.Parts(s, 2) for s in range(1, most + 1) if tiles and 2 * units * s <= slots]
+        both = keys + [splits.Splits(s, 2) for s in range(1, most + 1) if tiles and 2 * units * s <= slots]
         chosen = splits.choose(units, tiles, slots, tile=TILE, halves=True)
         assert chosen in both and time(chosen, units, tiles) == min(time(one, units, tiles) for one in both)
 
 
-def test_dimensions_have_parts_where_sms_idle():
-    """Not of groups, nor of shorter heads; with parts of the keys that are given, too."""
-    whole, half, three = splits.Parts(1, 1), splits.Parts(1, 2), splits.Parts(3, 1)
-    assert choose_parts(1, 64, 0, 128) == half == choose_parts(48, 64, 0, 128)
-    assert choose_parts(75, 64, 0, 128) == whole == choose_parts(1, 64, 0, 128, head_dim=256)
-    assert choose_parts(1, 64, 0, 128, groups=1) == whole
-    assert choose_parts(1, 64, 512, 128, splits=1) == half and choose_parts(30, 64, 512, 128, splits=3) == three
+def test_dimensions_are_split_where_sms_idle():
+    """Not of groups, nor of shorter heads; with splits of the keys that are given, too."""
+    whole, half, three = splits.Splits(1, 1), splits.Splits(1, 2), splits.Splits(3, 1)
+    assert choose_splits(1, 64, 0, 128) == half == choose_splits(48, 64, 0, 128)
+    assert choose_splits(75, 64, 0, 128) == whole == choose_splits(1, 64, 0, 128, head_dim=256)
+    assert choose_splits(1, 64, 0, 128, groups=1) == whole
+    assert choose_splits(1, 64, 512, 128, splits=1) == half and choose_splits(30, 64, 512, 128, splits=3) == three
     for tokens in TOKENS:
         for heads in (64, 128):
-            parts = choose_parts(tokens, heads, 512, 128)
-            assert parts.splits == choose_splits(tokens, heads, 512, 128)
-            assert parts == whole or parts.splits * parts.dims * tokens * heads // 64 <= splits.SM_COUNT
+            chosen = choose_splits(tokens, heads, 512, 128)
+            assert chosen == whole or chosen.keys * chosen.dims * tokens * heads // 64 <= splits.SM_COUNT
 
 
 @pytest.mark.parametrize(("tokens", "heads"), [(128, 64), (32, 64), (32, 128)])
 def test_a_last_part_of_another_length(tokens, heads):
-    """Where 130 tiles of 584-byte entries would leave few SMs idle: all parts run at once and end together."""
-    n, dims, (last, share) = choose_parts(tokens, heads, 8192, 128, fp8=True)
+    """Where 130 tiles of 584-byte entries would leave few SMs idle: all splits run at once and end together."""
+    n, dims, (last, share) = choose_splits(tokens, heads, 8192, 128, fp8=True)
     tail = 130 * share // splits.SHARES
     body, turns = -(-(130 - tail) // (n - 1)), -(-tokens // last)
     assert dims == 1 and 0 < last < tokens and heads // 64 * (tokens * (n - 1) + last) == splits.SM_COUNT
@@ -84,31 +83,32 @@ def test_a_last_part_of_another_length(tokens, heads):
     assert turns * tail <= body < turns * (tail + 1) + turns  # a tile more would be longer, the turns are one more
 
 
-def test_all_parts_are_equal_elsewhere():
-    """Bound by HBM, too short, whole parts on all SMs, or parts that are given."""
-    assert {choose_parts(t, 64, 8192, 128).tail for t in (1, 8, 32, 128)} == {(0, 0)}
-    assert {choose_parts(t, 64, 512, 128, fp8=True).tail for t in TOKENS} == {(0, 0)}
-    assert {choose_parts(t, 64, 8192, 128, fp8=True).tail for t in (1, 37, 74, 148, 4096)} == {(0, 0)}
-    assert {choose_parts(t, 64, 8192, 128, fp8=True, splits=2).tail for t in TOKENS} == {(0, 0)}
+def test_all_splits_are_equal_elsewhere():
+    """Bound by HBM, too short, whole splits on all SMs, or splits that are given."""
+    assert {choose_splits(t, 64, 8192, 128).tail for t in (1, 8, 32, 128)} == {(0, 0)}
+    assert {choose_splits(t, 64, 512, 128, fp8=True).tail for t in TOKENS} == {(0, 0)}
+    assert {choose_splits(t, 64, 8192, 128, fp8=True).tail for t in (1, 37, 74, 148, 4096)} == {(0, 0)}
+    assert {choose_splits(t, 64, 8192, 128, fp8=True, splits=2).tail for t in TOKENS} == {(0, 0)}
 
 
 def test_the_models_shapes():
     """One token is split, a batch that fills the GPU is not, the window alone never is."""
-    assert choose_splits(1, 128, 1024, 128) > choose_splits(8, 128, 1024, 128) > 1
-    assert choose_splits(1, 128, 8192, 128) > choose_splits(1, 128, 1024, 128)
-    assert [choose_splits(t, 128, 1024, 128) for t in (128, 4096)] == [1, 1]
-    assert choose_splits(1, 64, 0, 128) == 1
-    assert choose_splits(8, 64, 512, 128, sm_count=8) == 1
+    assert choose_splits(1, 128, 1024, 128).keys > choose_splits(8, 128, 1024, 128).keys > 1
+    assert choose_splits(1, 128, 8192, 128).keys > choose_splits(1, 128, 1024, 128).keys
+    assert [choose_splits(t, 128, 1024, 128).keys for t in (128, 4096)] == [1, 1]
+    assert choose_splits(1, 64, 0, 128).keys == 1
+    assert choose_splits(8, 64, 512, 128, sm_count=8).keys == 1
 
 
 def test_a_tile_of_a_pair_is_shorter():
     """Four tiles in one CTA are worth a join, in a pair they are not; 160 keys of one token never."""
-    chosen = [splits.choose(1, 4, 74, 2, splits.TILES["index"][ctas]).splits for ctas in (1, 2)]
+    chosen = [splits.choose(1, 4, 74, 2, splits.TILES["index"][ctas]).keys for ctas in (1, 2)]
     assert chosen[0] > 1 == chosen[1]
-    assert choose_splits(1, 64, 32, 128) == choose_splits(32, 64, 256, 128) == choose_splits(8, 128, 256, 128) == 1
+    shapes = (1, 64, 32, 128), (32, 64, 256, 128), (8, 128, 256, 128)
+    assert [choose_splits(*shape).keys for shape in shapes] == [1, 1, 1]
 
 
-def test_workspace_holds_the_parts():
+def test_workspace_holds_the_splits():
     assert workspace_size(4, 128, 512, 1) == 0
     assert workspace_size(4, 128, 512, 9) == 9 * 4 * 128 * 513
 
@@ -122,13 +122,10 @@ def test_bad_numbers_are_named(bad):
 @pytest.mark.parametrize(("tokens", "heads", "most"), [(4, 256, 1143549), (9, 130, 1097225)])
 def test_a_last_part_of_another_length_needs_all_heads_in_one_cluster(tokens, heads, most):
     """The kernel counts tokens of a last part, which are its CTAs where a token is one of them."""
-    assert choose_parts(tokens, heads, most, 1, 132, fp8=True).tail == (0, 0)
-    assert choose_parts(tokens, 128, most, 1, 132, fp8=True).splits >= 1
+    assert choose_splits(tokens, heads, most, 1, 132, fp8=True).tail == (0, 0)
+    assert choose_splits(tokens, 128, most, 1, 132, fp8=True).keys >= 1
 
 
-def test_other_head_dimensions_have_parts_of_their_own():
-    """What a workspace is sized by is what the op takes."""
-    for head_dim in (64, 128, 256, 512):
-        parts = choose_parts(20, 64, 200, 128, head_dim=head_dim)
-        assert choose_splits(20, 64, 200, 128, head_dim=head_dim) == parts.splits
-    assert choose_splits(20, 64, 200, 128, head_dim=256) > choose_splits(20, 64, 200, 128) == 1
+def test_other_head_dimensions_have_splits_of_their_own():
+    """Their dimensions are not split, so their keys are."""
+    assert choose_splits(20, 64, 200, 128, head_dim=256).keys > choose_splits(20, 64, 200, 128).keys == 1

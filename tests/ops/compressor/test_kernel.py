@@ -128,7 +128,7 @@ def test_decode_continues_a_prefill():
 
 
 def run_states(case):
-    """The state alone, where no window closes; the pool has a row nobody writes."""
+    """The state alone, where no window closes; the pool has a row that is not written."""
     slots = case.batch.slots.clone()
     wide = case._replace(batch=case.batch._replace(slots=slots.clamp_min(0)))
     pages, state = run(wide, "fp32", "sm_90a")

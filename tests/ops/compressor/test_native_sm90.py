@@ -75,7 +75,7 @@ def test_decode_in_a_cuda_graph_continues_a_prefill(running):
         batch = Batch(plan, slots, single=True)
         compressor(kv, gate, whole.weights, batch, now, to, eps=cases.EPS, backend="native")
 
-    plan[0, 2] = -1  # nobody: compiles, changes nothing
+    plan[0, 2] = -1  # padding: compiles, changes nothing
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

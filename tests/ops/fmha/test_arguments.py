@@ -89,7 +89,7 @@ def test_wrong_arguments_are_named_before_anything_is_compiled(number):
 
 
 RIGHT = {
-    "a pool without rows that nobody reads": selected(pool=NONE, index=torch.full_like(ONE.index, -1)),
+    "a pool without rows that is not read": selected(pool=NONE, index=torch.full_like(ONE.index, -1)),
     "lists without places": selected(index=ONE.index[:, :0], count=ints(0, -1)),
     "gathered entries of no rows": {"entries": Gathered(ONE.pool[:0].view(2, 0, 512))},
     "rings without slots": ring(lens=(0, 0), rings=RINGS[:, :0]),

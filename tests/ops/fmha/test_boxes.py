@@ -1,6 +1,7 @@
 """Tiles of 64 consecutive rows come in boxes of 64 rows, all others row by row: how many copies, and the same bits."""
 
 from dataclasses import replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -10,6 +11,7 @@ from cutlass import Int32
 
 from dsv4lib.ops.fmha.config import REGION, TILE_N, count_tiles
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
+from dsv4lib.ops.fmha.load import KeySources
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import Work
 from dsv4lib.pages.fmha.run_case import bits, run_fmha
@@ -96,7 +98,7 @@ def test_groups_in_boxes():
 
 
 class BehindTheEnd(Fmha):
-    """A tile that keys begin but do not fill comes in boxes too: rows behind the end, which nobody may read."""
+    """A tile that keys begin but do not fill comes in boxes too: rows past the end, which must not be read."""
 
     @cute.jit
     def first_row(self, work: Work, tile: Int32):
@@ -109,7 +111,7 @@ class OtherPool(Fmha):
     """Boxes of entries come from the window's rows."""
 
     @cute.jit
-    def load_tile(self, sources: tuple, of_entries: cutlass.Boolean, *rest: tuple):
+    def load_tile(self, sources: KeySources, of_entries: cutlass.Boolean, *rest: Any):
         """See `Load.load_tile`."""
         Fmha.load_tile(self, sources, cutlass.Boolean(False), *rest)  # WRONG: of_entries
 

@@ -12,8 +12,8 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 LISTS = [200, 0, 77], [128, 0, 50]
 
 
-def settings(dim_parts, entries="index", cluster=1, groups=False, fp8=False, ends=True):
-    return (512, "bf16", entries, True, ends, ends, not ends, fp8, fp8, cluster, groups, False, dim_parts)
+def settings(dim_splits, entries="index", cluster=1, groups=False, fp8=False, ends=True):
+    return (512, "bf16", entries, True, ends, ends, not ends, fp8, fp8, cluster, groups, False, dim_splits)
 
 
 FORMS = {
@@ -83,7 +83,7 @@ def test_what_the_compiler_says(cluster, fp8, ends):
     assert quick(kernel, code)
 
 
-@pytest.mark.parametrize("bad", [{"dim_parts": 0}, {"dim_parts": 3}, {"dim_parts": 2, "head_dim": 256}])
+@pytest.mark.parametrize("bad", [{"dim_splits": 0}, {"dim_splits": 3}, {"dim_splits": 2, "head_dim": 256}])
 def test_bad_numbers_are_named(bad):
-    with pytest.raises(ConfigError, match="dim_parts"):
+    with pytest.raises(ConfigError, match="dim_splits"):
         Fmha(**bad)

@@ -179,7 +179,7 @@ def test_bad_pools_are_named():
 
     def args(entries, window):
         rest = (one.sink, (one.cos, one.sin), o, lse, 1.0)
-        keys = (entries, one.index, None, one.count), (window, one.window_first, one.window_count)
+        keys = (entries, one.index, None, one.count), (window, None, one.window_first, one.window_count)
         return launch_args(kernel, one.q, *keys, *rest)
 
     args(one.pool_pages, one.span_pages)

@@ -11,7 +11,7 @@ from cutlass import Int32
 from dsv4lib.ops.fmha.config import REGION, TILE_N, count_tiles
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
-from dsv4lib.ops.fmha.work import Row, Work
+from dsv4lib.ops.fmha.work import KeyLists, Row, Work
 from dsv4lib.pages.fmha.run_case import bits, run_fmha, run_split
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -142,7 +142,7 @@ class OneMoreEntry(Fmha):
     """The limit is off by one: the zeros between the last entry and the window count as a key."""
 
     @cute.jit
-    def valid_entries(self, lists: tuple, work: Work, row: Row, position: Int32):
+    def valid_entries(self, lists: KeyLists, work: Work, row: Row, position: Int32):
         """See `Plan.valid_entries`."""
         first, end = row.entries
         row = row._replace(entries=(first, end + 1))  # WRONG: end
@@ -153,7 +153,7 @@ class LateRegion(Fmha):
     """The window's rows are fetched as if it began 4 places later than the softmax warps think."""
 
     @cute.jit
-    def tile_rows(self, lists: tuple, work: Work, place: Int32):
+    def tile_rows(self, lists: KeyLists, work: Work, place: Int32):
         """See `Load.tile_rows`."""
         later = work._replace(window_at=work.window_at + 4)  # WRONG: work
         return Fmha.tile_rows(self, lists, later, place)
@@ -173,7 +173,7 @@ class WindowOfNextTile(Fmha):
     """Window keys of the joint tile are masked: right where the window begins with a tile."""
 
     @cute.jit
-    def valid_keys(self, lists: tuple, work: Work, row: Row, tile: Int32):
+    def valid_keys(self, lists: KeyLists, work: Work, row: Row, tile: Int32):
         """See `Plan.valid_keys`."""
         valid = Int32(0)
         if tile * TILE_N < work.window_at:

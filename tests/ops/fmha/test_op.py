@@ -56,7 +56,7 @@ def test_any_number_of_entries(top_k):
 
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window, split as the op chooses."""
-    assert op.choose_splits(4, 128, 1024, 128) > 1
+    assert op.choose_splits(4, 128, 1024, 128).keys > 1
     outcome = run_fmha_op(case(128, [1024] * 4, [128] * 4), "index", True, rope=True)
     assert outcome.clean, outcome.findings()
 
@@ -160,7 +160,7 @@ def test_what_other_tokens_hold_never_matters():
 def test_parts_of_the_dimensions_never_change_a_bit(splits, monkeypatch):
     """On a larger GPU a token may have more CTAs; its bits stay."""
     one = case(64, [150, 70], [128, 33])
-    chosen = [op.choose_parts(2, 64, 150, 128, sms, splits=splits).dims for sms in (148, 3)]
+    chosen = [op.choose_splits(2, 64, 150, 128, sms, splits=splits).dims for sms in (148, 3)]
     assert chosen == [2, 1]
     o, lse = run(one, splits=splits)
     monkeypatch.setattr(op.split_choice, "SM_COUNT", 3)
@@ -171,7 +171,7 @@ def test_parts_of_the_dimensions_never_change_a_bit(splits, monkeypatch):
 def test_a_last_part_of_another_length(monkeypatch):
     """Long lists of three tokens on four SMs: the fourth takes a share of each; in any order the same bits."""
     monkeypatch.setattr(op.split_choice, "SM_COUNT", 4)
-    assert op.choose_parts(3, 64, 2048, 128, 4).tail[0] == 1
+    assert op.choose_splits(3, 64, 2048, 128, 4).tail[0] == 1
     one = case(64, [2048, 300, 2000], [128, 33, 128])
     outcome = run_fmha_op(one, "index", True, rope=True)
     assert outcome.clean, outcome.findings()
@@ -297,8 +297,8 @@ def test_bad_lists_of_window_rows_are_named(number, said):
 def test_two_ctas_give_the_bits_of_one(splits):
     """128 heads, whose CTAs multiply together, against two calls of 64: other sums, so all are exact here.
 
-    A pair adds a score's halves of other dimensions, and in which order an MMA adds nobody says. Queries of -1/2, 0 and
-    1/2 keep the weights of a row so close together that weights times values add up without rounding, too.
+    A pair adds a score's halves of other dimensions, and the order in which an MMA adds is not documented. Queries of
+    -1/2, 0 and 1/2 keep P of a row so close together that P V adds up without rounding, too.
     """
     one = case(128, [150, 33], [20, 100])
     halves = {name: (getattr(one, name) * 2).round() / 2 for name in ("q", "pool", "span")}

@@ -1,4 +1,4 @@
-"""CTAs that stay: fewer of them than tokens, so that each takes several, one behind the other."""
+"""Run persistent CTAs: fewer of them than tokens, so that each takes several, one after the other."""
 
 import pytest
 
@@ -72,6 +72,6 @@ def test_raw_parts_of_several_tokens():
 
 def test_a_bad_number_of_sms_is_named():
     kernel, one = compiled(Fmha, settings("none"))[0], case(37, [0], [5])
-    window, (o, lse) = (one.span, one.window_first, one.window_count), one.outputs()
+    window, (o, lse) = (one.span, None, one.window_first, one.window_count), one.outputs()
     with pytest.raises(ArgumentError, match="sms"):
         launch_args(kernel, one.q, None, window, one.sink, (one.cos, one.sin), o, lse, 1.0, sms=0)

@@ -242,7 +242,7 @@ def test_bad_configurations_are_named(name, options):
 def test_bad_groups_are_named():
     kernel, one = Fmha(*settings("none", 1, True)), prefill_case(20, [5], 4)
     o, lse = one.outputs()
-    window, rope = (one.span, one.window_first, one.window_count), (one.cos, one.sin)
+    window, rope = (one.span, None, one.window_first, one.window_count), (one.cos, one.sin)
     good = one.groups(1)
     launch_args(kernel, one.q, None, window, one.sink, rope, o, lse, 1.0, groups=good)
     for groups in (None, good.long(), good[:, :1], good[0]):

@@ -182,7 +182,7 @@ def test_bad_arguments_are_named():
     good = {
         "q": one.q,
         "entries": (one.pool, one.index, None, one.count),
-        "window": (one.span, one.window_first, one.window_count),
+        "window": (one.span, None, one.window_first, one.window_count),
         "sink": one.sink,
         "rope": (one.cos, one.sin),
         "o": one.outputs()[0],
@@ -192,7 +192,7 @@ def test_bad_arguments_are_named():
     bad = {
         "q": [one.q[0], one.q.float(), one.q[..., :256], one.q[:, :0]],
         "entries": [None, (one.pool.float(), *good["entries"][1:]), (one.pool, one.index.long(), None, one.count)],
-        "window": [None, (one.span, one.window_first[:0], one.window_count)],
+        "window": [None, (one.span, None, one.window_first[:0], one.window_count)],
         "sink": [None, one.sink[:-1], one.sink.double()],
         "rope": [None, (one.cos, one.sin[:, :-1])],
         "o": [good["o"].float(), good["o"][:, :-1]],

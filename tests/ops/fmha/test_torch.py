@@ -216,7 +216,7 @@ def test_auto_is_native_else_emulator_and_never_falls_back(monkeypatch):
 
 
 def test_hazards_do_not_pass_in_silence():
-    """A faulty kernel in place of the right one: its race is told even to those who do not look at the device."""
+    """A faulty kernel in place of the right one: its race becomes a warning even if the device is not read."""
     with emulator.device("sm_100a", shims=False, checks="race"), replaced(FAULTS["SumOverMaximum"]):
         with pytest.warns(UserWarning, match="the emulator reports .* hazards, first: "):
             op.fmha(**arguments(splits=1))

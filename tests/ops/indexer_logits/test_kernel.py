@@ -17,7 +17,7 @@ from tests.budget import built, quick
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 EMPTY = 7.0  # in scores that are not to be written
-RUNS = {  # form, heads, tokens a tile, page size, splits; request and length of each token
+RUNS = {  # variant, heads, tokens a tile, page size, splits; request and length of each token
     "decode": ("fp8", 64, 1, 64, 3, [0, 1, 2], [300, 0, 129]),
     "decode fp4": ("fp4", 64, 1, 64, 2, [2, 0, 1], [65, 257, -1]),
     "prefill": ("fp8", 64, 4, 128, 1, [0] * 5 + [1] * 2, [254, 254, 255, 255, 256, 1, 1]),
@@ -44,9 +44,9 @@ def run(made, kernel, code, splits=1, columns=None, **options):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
-    form, heads, tokens, page_size, splits, *rows = RUNS[name]
-    kernel, code = compiled(IndexerLogits, form, heads, tokens, page_size)
-    made = case(form, *rows, heads=heads, page_size=page_size)
+    variant, heads, tokens, page_size, splits, *rows = RUNS[name]
+    kernel, code = compiled(IndexerLogits, variant, heads, tokens, page_size)
+    made = case(variant, *rows, heads=heads, page_size=page_size)
     found, gpu = run(made, kernel, code, splits)
     assert not gpu.hazards, gpu.hazards
     written = made.written(found.shape[1])
@@ -59,9 +59,9 @@ def test_numbers(name):
 
 @pytest.mark.parametrize("name", ["prefill", "prefill fp4"])
 def test_every_schedule_gives_the_same_bits(name):
-    form, heads, tokens, page_size, splits, *rows = RUNS[name]
-    kernel, code = compiled(IndexerLogits, form, heads, tokens, page_size)
-    made, results = case(form, *rows, heads=heads, page_size=page_size), []
+    variant, heads, tokens, page_size, splits, *rows = RUNS[name]
+    kernel, code = compiled(IndexerLogits, variant, heads, tokens, page_size)
+    made, results = case(variant, *rows, heads=heads, page_size=page_size), []
     for schedule in SCHEDULES:
         found, gpu = run(made, kernel, code, splits, schedule=schedule, seed=3)
         assert not gpu.hazards
@@ -69,26 +69,26 @@ def test_every_schedule_gives_the_same_bits(name):
     assert all(torch.equal(one, results[0]) for one in results)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp4"])
-def test_a_score_depends_on_its_token_and_key_alone(form):
+@pytest.mark.parametrize("variant", ["fp8", "fp4"])
+def test_a_score_depends_on_its_token_and_key_alone(variant):
     """Tiles of one token or several, one split or three, pages of 32 or 64 keys: the same bits."""
     requests, lengths, results = [0, 0, 1, 1, 1], [255, 256, 90, 90, 91], []
     keys = torch.randn(2, 256, DIM, generator=torch.Generator().manual_seed(5))
     for tokens, splits, page_size in ((1, 3, 64), (3, 1, 32), (2, 2, 64)):
-        kernel, code = compiled(IndexerLogits, form, 64, tokens, page_size)
-        made = case(form, requests, lengths, page_size=page_size, keys=keys)
+        kernel, code = compiled(IndexerLogits, variant, 64, tokens, page_size)
+        made = case(variant, requests, lengths, page_size=page_size, keys=keys)
         results.append(run(made, kernel, code, splits, 256)[0])
     assert all(torch.equal(one, results[0]) for one in results)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp4"])
-def test_hard_keys(form):
+@pytest.mark.parametrize("variant", ["fp8", "fp4"])
+def test_hard_keys(variant):
     """Equal keys score equally, keys of zeros score 0, and a NaN stays with its own key."""
     keys = torch.randn(1, 1, DIM, generator=torch.Generator().manual_seed(1)).repeat(1, 140, 1)
     keys[0, 40:70] = 0.0
     keys[0, 90, 3] = float("nan")
-    kernel, code = compiled(IndexerLogits, form, 64, 1, 64)
-    made = case(form, [0], [140], keys=keys)
+    kernel, code = compiled(IndexerLogits, variant, 64, 1, 64)
+    made = case(variant, [0], [140], keys=keys)
     row = run(made, kernel, code)[0][0, :140]
     others = torch.cat((row[:40], row[70:90], row[91:]))
     assert (others == others[0]).all() and others[0] != 0 and not row[40:70].any()
@@ -118,11 +118,11 @@ SHOWS = {  # fault: run of `RUNS` that shows it, or a long one
 def test_faults_are_seen(name):
     """By numbers, by what is written, or by the race detector; the right kernel passes the same checks."""
     long = ("fp8", 64, 1, 64, 1, [0], [1100])
-    form, heads, tokens, page_size, splits, *rows = RUNS.get(SHOWS[name], long)
-    made = case(form, *rows, heads=heads, page_size=page_size)
+    variant, heads, tokens, page_size, splits, *rows = RUNS.get(SHOWS[name], long)
+    made = case(variant, *rows, heads=heads, page_size=page_size)
 
     def clean(kernel_type):
-        kernel, code = compiled(kernel_type, form, heads, tokens, page_size)
+        kernel, code = compiled(kernel_type, variant, heads, tokens, page_size)
         found, gpu = run(made, kernel, code, splits)
         written = made.written(found.shape[1])
         right = made.error(found) <= 2 * made.torch_error() and bool((found[~written] == EMPTY).all())
@@ -133,7 +133,7 @@ def test_faults_are_seen(name):
 
 def test_bad_settings_are_named():
     for settings, name in (
-        (("bf16",), "form"),
+        (("bf16",), "variant"),
         (("fp8", 48), "heads"),
         (("fp8", 64, 5), "tokens"),
         (("fp4", 64, 4), "tokens"),
@@ -143,9 +143,9 @@ def test_bad_settings_are_named():
     ):
         with pytest.raises(ConfigError, match=name):
             Config(*settings)
-    for form in ("fp8", "fp4"):
+    for variant in ("fp8", "fp4"):
         for heads in (64, 128):
-            Config(form, heads, most_tokens(form, heads))
+            Config(variant, heads, most_tokens(variant, heads))
 
 
 def test_bad_arguments_are_named():

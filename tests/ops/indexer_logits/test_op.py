@@ -24,9 +24,9 @@ def new(made, value=7.0):
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("form", ["fp8", "fp4"])
-def test_both_back_ends(form, name):
-    made = case(form, *BATCHES[name])
+@pytest.mark.parametrize("variant", ["fp8", "fp4"])
+def test_both_back_ends(variant, name):
+    made = case(variant, *BATCHES[name])
     for backend in ("emulator", "reference"):
         out = new(made)
         assert indexer_logits(*made[:3], out=out, backend=backend) is out
@@ -34,8 +34,8 @@ def test_both_back_ends(form, name):
         assert made.error(out) <= 2 * made.torch_error() if backend == "emulator" else made.error(out) < 1e-7
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp4"])
-def test_between_its_neighbours(form):
+@pytest.mark.parametrize("variant", ["fp8", "fp4"])
+def test_between_its_neighbours(variant):
     """indexer_q and quantize_indexer_keys before it, topk after it, against the oracles of all four at once."""
     generator, heads, entries, k = torch.Generator().manual_seed(3), 64, 150, 24
     q = torch.randn(3, heads, 128, generator=generator).bfloat16()
@@ -46,13 +46,13 @@ def test_between_its_neighbours(form):
     lengths = ((positions + 1) // 4).int()
     found = {}
     for backend in ("emulator", "reference"):
-        queries = indexer_q(q, weights, positions, table, variant=form, backend=backend)
-        layout = {"fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_key.FP4_LAYOUT}[form]
+        queries = indexer_q(q, weights, positions, table, variant=variant, backend=backend)
+        layout = {"fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_key.FP4_LAYOUT}[variant]
         pages = layout.allocate(3, 64)
-        if form == "fp4":
+        if variant == "fp4":
             quantize_indexer_keys(raw, pages, 64, torch.arange(entries, dtype=torch.int32), True, backend)
         else:
-            indexer_key.append(pages, 64, torch.arange(entries), raw, form)
+            indexer_key.append(pages, 64, torch.arange(entries), raw, variant)
         visible = Visible(torch.arange(3, dtype=torch.int32)[None], torch.zeros(3, dtype=torch.int32), lengths)
         scores = indexer_logits(queries, KeyPages(pages, 64), visible, backend=backend)
         found[backend] = scores, topk(scores, k, lengths, backend=backend)

@@ -16,12 +16,12 @@ BATCHES = {  # rows, positions of the first ones
     "one at the end of the ring": ([1], [15]),
     "ragged": ([5, 0, 1, 21, 3, 2], [0, 7, 3, 1_048_550, -1, 7]),
     "longer than the ring": ([40], [3]),
-    "nobody": ([2, 1], [-1, -5]),
+    "no request": ([2, 1], [-1, -5]),
 }
 
 
 def case(counts, starts, window=WINDOW, spare=2, seed=0):
-    """(kv, rings, table, rings afterwards); rings that nobody writes hold NaN, too."""
+    """(kv, rings, table, rings afterwards); rings that are not written hold NaN, too."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(counts)
     kv = torch.randn(int(counts.sum()), 512, generator=generator).bfloat16()

@@ -106,7 +106,7 @@ def test_random_routes(arch, experts, k, tokens):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("kind", ["one expert", "two experts", "masked routes", "nobody", "expert twice"])
+@pytest.mark.parametrize("kind", ["one expert", "two experts", "masked routes", "no expert", "expert twice"])
 def test_odd_routes(arch, kind):
     """131 tokens: routes end amid a 16-byte load's group of four CTAs; experts without a route in all of them."""
     experts, weights = routes(131, 5, 40)
@@ -117,7 +117,7 @@ def test_odd_routes(arch, kind):
     elif kind == "masked routes":
         experts[torch.rand(131, 5, generator=torch.Generator().manual_seed(2)) < 0.4] = -1
         experts[7], experts[9, 2], experts[130, 4] = -1, 40, 1 << 30
-    elif kind == "nobody":
+    elif kind == "no expert":
         experts.fill_(-1)
     else:
         experts[:, 3] = experts[:, 1]
@@ -135,7 +135,7 @@ def test_the_masked_layout(arch):
     experts, weights = routes(128, 6, 20)
     experts[:, 2] = 3
     experts[experts == 3] = 3
-    for t in range(128):  # nobody else may name 3
+    for t in range(128):  # no other route may name 3
         experts[t][(experts[t] == 3) & (torch.arange(6) != 2)] = -1
     found = run((20, 6, 128, True), arch, experts, weights, max_m=128, spare=4)
     right(found, experts, weights, max_m=128)
@@ -186,7 +186,7 @@ def combine(settings, arch, y, row_of, weights, shared, **device):
     ("k", "d", "weighted", "shared"), [(6, 4096, 0, 1), (6, 1032, 1, 1), (11, 8, 1, 0), (1, 520, 0, 0)]
 )
 def test_sums(arch, k, d, weighted, shared):
-    """Rows named by nobody hold NaN; a token without rows is 0 or the shared expert's."""
+    """Rows that no token names hold NaN; a token without rows is 0 or the shared expert's."""
     generator = torch.Generator().manual_seed(k)
     y = (torch.randn(40, d, generator=generator) * torch.linspace(0.2, 4, 40)[:, None]).bfloat16()
     row_of = torch.randint(20, (5, k), generator=generator).int()

@@ -1,8 +1,8 @@
 """The experts' GEMMs at the model's own sizes: true E, N and K, tiles of three experts, one tile a CTA.
 
 A small case has all the numbers: three experts, two tiles of features each. Its rows and blocks of scales are put where
-the first and the last expert, and one between them, have two of theirs; all other weights are pages that nobody
-touches. So the output can be judged as that of the small case, and the rest of it must stay as it was.
+the first and the last expert, and one between them, have two of theirs; all other weights are pages that are never
+touched. So the output can be judged as that of the small case, and the rest of it must stay as it was.
 """
 
 import dataclasses

@@ -43,9 +43,9 @@ def run(kind, settings, arch, inputs, chosen, **device):
     gpu = make(arch, **{"checks": "race", **device})
     if kind is FusedRouter:
         tokens = inputs[0].shape[0]
-        parts, out = torch.zeros(kernel.parts, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
-        launch(code, *fused_args(kernel, *inputs, chosen, parts, *out, FACTOR), gpu=gpu)
-        assert not parts.view(torch.int32).any()  # as the next launch needs it
+        slots, out = torch.zeros(kernel.splits, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
+        launch(code, *fused_args(kernel, *inputs, chosen, slots, *out, FACTOR), gpu=gpu)
+        assert not slots.view(torch.int32).any()  # as the next launch needs it
     else:
         out = outputs(inputs.shape[0], kernel.k)
         launch(code, *launch_args(kernel, inputs, chosen, *out, FACTOR), gpu=gpu)
@@ -249,18 +249,18 @@ def test_all_schedules_give_the_same_bits(arch):
 
 
 def broken_run(checks="race", d=128):
-    """(hazards, weights, parts) of a launch of `FusedRouter` as it is now."""
+    """(hazards, weights, slots) of a launch of `FusedRouter` as it is now."""
     kernel = FusedRouter(40, 6)
     code = compile_for(kernel, fake_args(kernel), "sm_90a")
     x, weight = operands(3, 40, d)
-    parts, out = torch.zeros(kernel.parts, 3, 40), outputs(3, 6)
+    slots, out = torch.zeros(kernel.splits, 3, 40), outputs(3, 6)
     gpu = make("sm_90a", checks=checks)
-    launch(code, *fused_args(kernel, x, weight, torch.zeros(40), parts, *out, FACTOR), gpu=gpu)
-    return gpu.hazards, out[1], parts
+    launch(code, *fused_args(kernel, x, weight, torch.zeros(40), slots, *out, FACTOR), gpu=gpu)
+    return gpu.hazards, out[1], slots
 
 
 def injected(monkeypatch, old, new):
-    """PTX of the kernel with another spelling; at least one instruction must have it."""
+    """PTX of the kernel with ``new`` for ``old``; at least one instruction must have it."""
     real, seen = cute.arch.inline_ptx, []
 
     def spell(text, **given):
@@ -274,7 +274,7 @@ def injected(monkeypatch, old, new):
 
 
 @pytest.mark.parametrize("weak", ["st.relaxed.gpu.global.v2", "ld.relaxed.gpu.global.v4", "st.relaxed.gpu.global.v4"])
-def test_parts_that_are_not_exchanged_by_strong_accesses_are_found(monkeypatch, weak):
+def test_slots_that_are_not_exchanged_by_strong_accesses_are_found(monkeypatch, weak):
     """Injected: numbers are right here, but nothing says that another CTA will see them, or only them."""
     hazards, weights, _ = injected(monkeypatch, weak, weak.replace(".relaxed.gpu", ""))
     assert {hazard.kind for hazard in hazards} == {"race_global"} and not weights.isnan().any()
@@ -287,11 +287,11 @@ def test_a_zero_that_is_not_marked_is_waited_for(monkeypatch):
         broken_run(checks="default")
 
 
-def test_parts_that_stay_are_seen(monkeypatch):
+def test_slots_that_stay_are_seen(monkeypatch):
     """Injected: slots are not reset; the next launch would not wait for its own."""
     monkeypatch.setattr(exchange, "reset", lambda *given: None)
-    _, _, parts = broken_run()
-    assert bool(parts.view(torch.int32).any())
+    _, _, slots = broken_run()
+    assert bool(slots.view(torch.int32).any())
 
 
 # ---------------------------------------------------------------- arguments
@@ -307,7 +307,7 @@ def test_bad_arguments_are_named():
     for options, name in (({"deep": 3, "whole": True}, "deep"), ({"deep": 2}, "deep"), ({"few": True, "m": 2}, "few")):
         with pytest.raises(ConfigError, match=name):
             FusedRouter(64, 6, **options)
-    for shares, deep, name in ((4, 1, "shares"), (8, 4, "parts")):
+    for shares, deep, name in ((4, 1, "shares"), (8, 4, "splits")):
         with pytest.raises(ConfigError, match=name):
             FusedRouter(64, 6, shares=shares, deep=deep, whole=True)
     kernel, (logits, bias) = Router(64, 6), case(3, 64)

@@ -58,12 +58,12 @@ def test_a_layer_of_experts_through_all_three():
 
 
 def test_outputs_and_workspace_of_the_caller():
-    """Written in place; parts are zero again, so a workspace serves the next call."""
+    """Written in place; slots are zero again, so a workspace serves the next call."""
     space = workspace(T, E, "cpu")
     out = torch.zeros(T, K, dtype=torch.int32), torch.zeros(T, K)
     for _ in range(2):
         back = router(X, WEIGHT, **settings(space=space, out=out))
-        assert back[0] is out[0] and back[1] is out[1] and not space.parts.any()
+        assert back[0] is out[0] and back[1] is out[1] and not space.slots.any()
     fresh = router(X, WEIGHT, **settings())
     assert torch.equal(out[0], fresh[0]) and torch.equal(out[1], fresh[1])
 
@@ -149,7 +149,7 @@ def test_bad_arguments_are_named():
         ((LOGITS,), {"out": out, "k": 5}, r"out\[0\]"),
         ((wide, WEIGHT[:, :96]), {}, "x.shape"),
         ((X, WEIGHT[:, :64]), {}, "weight"),
-        ((X, WEIGHT), {"space": Workspace(torch.zeros(7))}, "space.parts"),
+        ((X, WEIGHT), {"space": Workspace(torch.zeros(7))}, "space.slots"),
         ((LOGITS,), {"backend": "magic"}, "backend"),
     ):
         with pytest.raises(ArgumentError, match=name):

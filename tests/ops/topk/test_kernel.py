@@ -12,7 +12,7 @@ from dsv4lib.emulator.errors import HazardError, MemoryFault
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.topk.arguments import all_args, fake_all_args, fake_args, launch_args
 from dsv4lib.ops.topk.cluster import LIST, ClusterTopK
-from dsv4lib.ops.topk.faults import DropsItsBound, NoMeeting, TiesAnyhow
+from dsv4lib.ops.topk.faults import DropsItsBound, NoRowBarrier, TiesAnyhow
 from dsv4lib.ops.topk.kernel import TopK
 from dsv4lib.ops.topk.take_all import TakeAll
 from dsv4lib.reference.topk import topk as reference
@@ -185,22 +185,22 @@ def test_all_schedules_give_the_same_bits(arch, settings):
         assert torch.equal(run(arch, settings, scores, full(scores), 150, schedule=schedule, seed=3), want), schedule
 
 
-def test_a_cluster_meets_once():
+def test_a_cluster_has_one_barrier():
     """Barriers of the cluster: one, where no bin is split."""
-    meetings = {}
+    barriers = {}
     kernel, code = compiled("sm_90a", tuple(CLUSTER.items()))
     for row in ("normal", "one octave"):
         scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
         launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
-        meetings[row] = int((gpu.trace.named["kind"] == "cluster").sum()) / (kernel.warps * kernel.ctas)
-    assert meetings["normal"] == 1 < meetings["one octave"]
+        barriers[row] = int((gpu.trace.named["kind"] == "cluster").sum()) / (kernel.warps * kernel.ctas)
+    assert barriers["normal"] == 1 < barriers["one octave"]
 
 
 # ------------------------------------------------------------------ faults
 
 
 class SentTooSoon(ClusterTopK):
-    """Nobody waits until the others' mbarriers are there."""
+    """No CTA waits until the others' mbarriers are there."""
 
     def ready(self):
         """No wait."""
@@ -217,7 +217,7 @@ class CandidatesUnawaited(ClusterTopK):
 @pytest.mark.parametrize(
     ("kind", "settings", "name"),
     [
-        (NoMeeting, CLUSTER, "one octave"),
+        (NoRowBarrier, CLUSTER, "one octave"),
         (SentTooSoon, CLUSTER, "normal"),
         (CandidatesUnawaited, CLUSTER, "normal"),
         (TiesAnyhow, CHIP, "three values"),

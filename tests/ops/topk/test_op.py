@@ -77,7 +77,7 @@ def test_settings_take_every_size(rows):
             settings = plan(rows, size, k)
             kernel = (ClusterTopK if settings.get("ctas", 1) > 1 else TopK)(**settings)
             assert size <= kernel.ctas * kernel.capacity
-            assert 4 * sum(kernel.parts.values()) <= 227 << 10
+            assert 4 * sum(kernel.buffers.values()) <= 227 << 10
 
 
 @pytest.mark.parametrize("by_score", [False, True])

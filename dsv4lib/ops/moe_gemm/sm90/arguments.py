@@ -1,4 +1,4 @@
-"""Arguments of the Hopper kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make arguments of the Hopper kernel: fake tensors to compile with, torch tensors checked and wrapped to launch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from dsv4lib.dsl import umma
 from dsv4lib.dsl.tensors import DeviceTensor, Fakes, wrap
 from dsv4lib.errors import ArgumentError
+from dsv4lib.ops.moe_gemm.schedule import Ranges
 from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Outputs
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
+from dsv4lib.ops.moe_gemm.sm90.load import Tokens
 
 _OUT = {"bf16": cutlass.BFloat16, "fp32": cutlass.Float32, "mxfp8": cutlass.Uint8}
 
@@ -23,13 +26,13 @@ def fake_args(kernel: TiledMoeGemm) -> tuple:
     fake = Fakes()
     u8, fp32, i32 = cutlass.Uint8, cutlass.Float32, cutlass.Int32
     return (
-        (fake(u8, "RK", 16), fake(u8, "AS", 16) if kernel.scaled else None),
+        Tokens(fake(u8, "RK", 16), fake(u8, "AS", 16) if kernel.scaled else None),
         fake(u8, "EMPB", 16),
-        (fake(i32, "E"), fake(i32, "E")),
+        Ranges(fake(i32, "E"), fake(i32, "E")),
         fake(fp32, "E") if kernel.alpha else None,
         fake(fp32, "E") if kernel.alpha and kernel.swiglu else None,
         fake(fp32, "R") if kernel.routed else None,
-        (fake(_OUT[kernel.out], "RF", 16), fake(u8, "CS", 16) if kernel.quantised else None),
+        Outputs(fake(_OUT[kernel.out], "RF", 16), fake(u8, "CS", 16) if kernel.quantised else None),
         fp32(1.0),
         i32(1),
         cuda.CUstream(0),
@@ -90,16 +93,16 @@ def launch_args(kernel: TiledMoeGemm, call: Any, grid: int, stream: int = 0) -> 
     optional("w_scales", False, None)
     optional("out_global", False, None)
     return (
-        (
+        Tokens(
             wrap("x", x, u8, (None, None), 16),
             optional("x_scales", kernel.scaled, lambda n, v: _blocks(n, v, rows, k // 128)),
         ),
         wrap("w", call.w, u8, (None,) * 4, 16),
-        tuple(wrap(name, getattr(call, name), cutlass.Int32, (experts,)) for name in ("offsets", "counts")),
+        Ranges(*(wrap(name, getattr(call, name), cutlass.Int32, (experts,)) for name in ("offsets", "counts"))),
         optional("alpha", kernel.alpha, vector(experts)),
         optional("alpha_up", kernel.alpha and kernel.swiglu, vector(experts)),
         optional("routing", kernel.routed, vector(rows)),
-        (
+        Outputs(
             wrap("out", call.out, _OUT[kernel.out], (rows, width), 16),
             optional("out_scales", kernel.quantised, lambda n, v: _blocks(n, v, rows, -(-width // 128))),
         ),

@@ -1,4 +1,4 @@
-"""What the Hopper kernel is made of: formats, sizes, buffers and budgets; the picture is in `sm90.kernel`."""
+"""Configure the Hopper kernel: formats, sizes, buffers and budgets; the picture is in `sm90.kernel`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODES = {"w4a8": BLACKWELL["w4a8"], "w4a16": Mode("wgmma bf16", 5, 0, 4, 16, 16,
 OUTPUTS = (*PLAIN, "mxfp8")
 TILES_N = {"w4a8": (8, 16, 32), "w4a16": (8, 16)}  # tokens of a tile = N of the wgmma: what registers hold
 ROW_STEP = 8  # a tile starts at a multiple: the swizzle repeats after 8 rows
-CONSUMERS = 4  # warpgroups that take stages in turn
+CONSUMERS = 4  # warpgroups that take stages round robin
 CONSUMER_THREADS = 128 * CONSUMERS
 CONSUMER_WARPS = 4 * CONSUMERS
 LOAD_WARP = CONSUMER_WARPS  # first of the last warpgroup
@@ -35,7 +35,7 @@ class Config:
         mode: "w4a8" (MXFP4 weights, MXFP8 activations) or "w4a16" (MXFP4 weights, bf16 activations).
         tile_n: tokens of a tile, one of `TILES_N`.
         step_k: K of a stage, 128, 256 or 512: as the weights were tiled.
-        swiglu: the first GEMM: rows of the weights are gate and up by turns of 8, and silu(gate) * up is written.
+        swiglu: the first GEMM: rows of the weights are gate and up, alternating by 8, and silu(gate) * up is written.
         out: "bf16", "fp32", or with swiglu "mxfp8" with its scales.
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
@@ -81,7 +81,7 @@ class Config:
         # ---- MMAs: two groups are in flight, each with 16 or fewer sums a thread ----
         self.kind = "e4m3" if self.scaled else "bf16"
         self.block_mmas = BLOCK * self.mode.x_bits // 8 // 32
-        self.group = max(1, 16 // tile_n)  # blocks of 32 K that are committed together
+        self.group = max(1, 16 // tile_n)  # blocks of 32 K that one commit covers
         # ---- shared memory ----
         choices = [(stages, buffers) for stages in (MAX_STAGES, MAX_STAGES // 2) for buffers in (2, 1)]
         self.stages, self.sum_buffers = next(one for one in choices if self._smem_bytes(*one) <= SMEM_LIMIT)
@@ -93,7 +93,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:
-        """(bytes, why) of everything in shared memory, in order."""
+        """Return (bytes, why) of everything in shared memory, in order."""
         n = self.tile_n
         return {
             "tokens": (stages * self.x_bytes, f"{stages} stages x {n} tokens x {self.row_bytes} B"),

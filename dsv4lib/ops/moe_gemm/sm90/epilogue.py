@@ -1,8 +1,8 @@
-"""From the warpgroups' sums to rows in global memory: added, scaled, SwiGLU, routing weight, converted.
+"""Run the epilogue: warpgroups' sums to global memory; added, scaled, SwiGLU, routing weight, converted.
 
 Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. After a
 barrier a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on which
-warpgroup had which. With gate and up by turns of 8, lane f then has both of feature f of 32, and a warp has a whole
+warpgroup had which. With gate and up alternating by 8, lane f then has both of feature f of 32, and a warp has a whole
 block of MXFP8: its scale is a maximum over the lanes.
 """
 
@@ -24,6 +24,20 @@ from dsv4lib.ops.moe_gemm.sm90.config import (
     REDUCE,
 )
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk
+
+
+class Outputs(NamedTuple):
+    """What a call writes: rows [R, F] bf16 or fp32, or codes uint8; scales [blocks, 512] uint8 or None."""
+
+    out: cute.Tensor
+    scales: Any
+
+
+class Scales(NamedTuple):
+    """What both sums of a lane are multiplied by."""
+
+    low: Float32
+    high: Float32
 
 
 class Ends(NamedTuple):
@@ -53,38 +67,38 @@ class Epilogue(Walk):
         place, column = warp % 4 * 8 + lane // 4, lane % 4 * 2
         for c in cutlass.range_constexpr(self.tile_n // 2):
             sSum[place + c // 2 % 2 * HALF, c // 4 * 8 + column + c % 2, warp // 4, buffer] = rSum[c]
-        scales = self.scales_of(tile, ends)  # on their way while the others are waited for
-        self.consumers_meet()
+        scales = self.scales_of(tile, ends)  # in flight during the wait for the others
+        self.sync_consumers()
         for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
             self.finish_token(tile, token, first, buffer, sSum, ends, scales)
         if cutlass.const_expr(self.sum_buffers == 1):
-            self.consumers_meet()
+            self.sync_consumers()
 
-    def scales_of(self, tile: Tile, ends: Ends) -> tuple:
-        """What both sums of a lane are multiplied by."""
+    def scales_of(self, tile: Tile, ends: Ends) -> Scales:
+        """Return the scales of a tile."""
         low = high = Float32(self.sums_factor)
         if self.alpha:
             low = low * ends.alpha[tile.expert]
             high = high * (ends.alpha_up if self.swiglu else ends.alpha)[tile.expert]
-        return low, high
+        return Scales(low, high)
 
     def stored(self, tile: Tile) -> Int32:
-        """Tokens of a tile that are stored: columns of the MMA past the last are not."""
+        """Count the tokens of a tile that are stored: columns of the MMA past the last are not."""
         return tile.rows
 
     def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
-        """What becomes of gate and up of a feature."""
+        """Combine gate and up of a feature."""
         return swiglu(gate, up, limit)
 
-    def consumers_meet(self) -> None:
+    def sync_consumers(self) -> None:
         """Wait for all consumer warps: sums are there, or have been read."""
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
     @cute.jit
     def finish_token(
-        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: tuple
+        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales
     ):
-        """One warp: all 64 sums of a token."""
+        """Finish all 64 sums of a token, by one warp."""
         lane, row = cute.arch.lane_idx(), tile.row + token
         # Two of a lane's: gate and up of feature ``lane``, or rows that follow one another.
         places = (lane, lane + HALF) if self.swiglu else (2 * lane, 2 * lane + 1)
@@ -93,7 +107,7 @@ class Epilogue(Walk):
             group = (first + i) % CONSUMERS
             low = low + sSum[places[0], token, group, buffer]
             high = high + sSum[places[1], token, group, buffer]
-        low, high = low * scales[0], high * scales[1]
+        low, high = low * scales.low, high * scales.high
         if cutlass.const_expr(not self.swiglu):
             self.store_pair(ends.out, row, tile.feature * (2 * HALF), low, high)
         else:
@@ -107,7 +121,7 @@ class Epilogue(Walk):
 
     @cute.jit
     def store_pair(self, mOut: cute.Tensor, row: Int32, feature: Int32, low: Float32, high: Float32):
-        """Positions 2 l and 2 l + 1 of lane l: neighbours of the same 8 rows of a warp's 16."""
+        """Store positions 2 l and 2 l + 1 of lane l: neighbours of the same 8 rows of a warp's 16."""
         lane = cute.arch.lane_idx()
         feature = feature + lane // 4 % 4 * 16 + lane // 16 * 8 + lane % 4 * 2
         rPair = cute.make_rmem_tensor(2, mOut.element_type)
@@ -116,7 +130,7 @@ class Epilogue(Walk):
 
     @cute.jit
     def store_mxfp8(self, ends: Ends, row: Int32, column: Int32, value: Float32):
-        """A block of 32: codes, and the scale where the next GEMM reads it (`formats.scale_swizzle`)."""
+        """Store a block of 32: codes, and the scale where the next GEMM reads it (`formats.scale_swizzle`)."""
         lane = cute.arch.lane_idx()
         amax = convert.magnitude(value)
         for i in cutlass.range_constexpr(5):

@@ -42,7 +42,7 @@ class FirstScales(TiledMoeGemm):
 
 
 class NoTailMask(TiledMoeGemm):
-    """Rows behind a group's last token are written."""
+    """Rows after a group's last token are written."""
 
     def stored(self, tile: Tile) -> Int32:
         """See `Epilogue.stored`."""

@@ -1,4 +1,4 @@
-"""Which tiles a CTA works on: a table in shared memory, made once by all its threads.
+"""Schedule tiles by a table in shared memory, made once by all threads of a CTA.
 
 Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
 share a tile of weights in L2. CTA c of a grid of g takes tiles c, c + g, c + 2 g, .. Experts without tokens have none.
@@ -64,7 +64,7 @@ class Walk(Config):
 
     @cute.jit
     def tile(self, groups: Groups, index: Int32):
-        """The tile of a number that is below the number of tiles; all lanes of a warp together."""
+        """Return the tile of a number that is below the number of tiles; all lanes of a warp call it."""
         lane = cute.arch.lane_idx()
         last = groups.ends[lane * EXPERTS_A_LANE + (EXPERTS_A_LANE - 1)]
         first = cute.arch.popc(cute.arch.vote_ballot_sync(last <= index)) * EXPERTS_A_LANE

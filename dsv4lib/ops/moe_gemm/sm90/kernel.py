@@ -56,6 +56,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, memory
 
 from dsv4lib.dsl.budget import SMEM_ALIGN
+from dsv4lib.ops.moe_gemm.schedule import Ranges
 from dsv4lib.ops.moe_gemm.sm90.config import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -65,9 +66,9 @@ from dsv4lib.ops.moe_gemm.sm90.config import (
     PITCH,
     THREADS,
 )
-from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
+from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue, Outputs
 from dsv4lib.ops.moe_gemm.sm90.groups import Groups
-from dsv4lib.ops.moe_gemm.sm90.load import Load, Sources, Stages
+from dsv4lib.ops.moe_gemm.sm90.load import Load, Sources, Stages, Tokens
 from dsv4lib.ops.moe_gemm.sm90.mma import Mma
 
 
@@ -79,13 +80,13 @@ class TiledMoeGemm(Load, Mma, Epilogue):
     @cute.jit
     def __call__(
         self,
-        tokens: tuple,
+        tokens: Tokens,
         mW: cute.Tensor,
-        groups: tuple,
+        groups: Ranges,
         alpha: Any,
         alpha_up: Any,
         routing: Any,
-        outputs: tuple,
+        outputs: Outputs,
         limit: Float32,
         grid: Int32,
         stream: cuda.CUstream,
@@ -93,12 +94,12 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         """Host side: the launch.
 
         Args:
-            tokens: (codes [R, bytes of K] uint8, scales [blocks, 512] uint8 or None), rows sorted by expert.
+            tokens: rows sorted by expert.
             mW: uint8 [E, N / 64, K / step_k, bytes], see `layout`.
-            groups: (offsets [E] int32, multiples of 8, counts [E] int32), E up to 512.
+            groups: offsets are multiples of 8; E up to 512.
             alpha, alpha_up: [E] fp32 or None: factors of the sums, with SwiGLU of gate and of up.
             routing: [R] fp32 or None.
-            outputs: (rows [R, F] bf16 or fp32, or codes uint8; scales [blocks, 512] uint8 or None).
+            outputs: rows and their scales.
             limit: of the SwiGLU clamp.
             grid: CTAs to launch.
             stream: where the launch is queued.
@@ -124,7 +125,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
     # ---------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(self, sources: Sources, given: tuple, ends: Ends):
+    def kernel(self, sources: Sources, ranges: Ranges, ends: Ends):
         """Set-up shared by all warps, then one role each."""
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -138,7 +139,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
         table = storage.groups.get_tensor(cute.make_layout((MAX_EXPERTS, 3)))
         groups = Groups(table[None, 0], table[None, 1], table[None, 2], sources.w.shape[1])
         cute.arch.griddepcontrol_wait()
-        self.find_groups(*given, groups, storage.scan.get_tensor(cute.make_layout(32)))
+        self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
         total = groups.ends[MAX_EXPERTS - 1]
         stages = Stages(
@@ -159,7 +160,7 @@ class TiledMoeGemm(Load, Mma, Epilogue):
 
     @cute.jit
     def consume(self, sources: Sources, groups: Groups, total: Int32, stages: Stages, sSum: cute.Tensor, ends: Ends):
-        """Consumer warps: tile after tile.
+        """Run the consumer warps: tile after tile.
 
         Args:
             total: number of tiles.

@@ -36,7 +36,7 @@ TILE_M = 64  # rows of a tile: M of a wgmma
 CHUNK_K = 128  # K of the 16 bytes that a thread reads of a row
 BLOCK = 32  # K of a scale
 STEPS_K = (512, 256, 128)
-PAD = 16  # bytes behind the scales of mode "w4a16"
+PAD = 16  # bytes after the scales of mode "w4a16"
 
 
 class Form(NamedTuple):
@@ -47,7 +47,7 @@ class Form(NamedTuple):
         order: of the block's K: extents, and the axis of t among them.
         bias: what is added to an E8M0 byte. bytes: smallest and largest E8M0 byte.
         sums_factor: what the sums of the MMAs must be multiplied by.
-        pad: bytes behind the scales.
+        pad: bytes after the scales.
     """
 
     fields: tuple[tuple[int, int, int, int], ...]
@@ -75,7 +75,7 @@ FORMS = {
 
 
 def tile_bytes(mode: str, step_k: int) -> int:
-    """Bytes of a tile of 64 rows x ``step_k``: codes, scales, padding."""
+    """Return the bytes of a tile of 64 rows x ``step_k``: codes, scales, padding."""
     return TILE_M * step_k // 2 + TILE_M * step_k // BLOCK + FORMS[mode].pad
 
 
@@ -183,7 +183,7 @@ def _form(mode: str) -> Form:
 
 
 def _nibble(words: Tensor, field: tuple[int, int, int, int]) -> Tensor:
-    """The E2M1 codes that have these bits of words."""
+    """Return the E2M1 codes that have these bits of words."""
     sign, *magnitude = field
     value = (words >> sign & 1) << 3
     for bit, place in zip((2, 1, 0), magnitude, strict=True):

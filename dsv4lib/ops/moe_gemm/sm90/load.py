@@ -28,6 +28,13 @@ PIECES = ROW_BYTES // PIECE
 ROWS = LANES // PIECES  # that a warp copies at a time
 
 
+class Tokens(NamedTuple):
+    """Rows of the activations, uint8 [R, bytes of K], and their scales, uint8 [blocks, 512], or None."""
+
+    x: cute.Tensor
+    sfx: Any
+
+
 class Sources(NamedTuple):
     """What is multiplied, in global memory."""
 

@@ -1,6 +1,6 @@
 """From packed weights in shared memory to sums in registers.
 
-A consumer warpgroup takes every fourth stage. A thread loads 16 bytes of each of its two rows and 128 K, turns words
+A consumer warpgroup takes every fourth stage. A thread loads 16 bytes of each of its two rows and 128 K, converts words
 into A fragments (`layout` says how the bits lie) and issues the MMAs of `group` blocks of 32 K; it adds up the sums of
 the group before while these run.
 
@@ -88,12 +88,12 @@ class Mma(Walk):
         self.promote(*pending, rSum)
 
     def offsets(self, chunk: int, blocks: Any) -> list[int]:
-        """Bytes from the stage's tokens to the operand B of each MMA."""
+        """Return the bytes from the stage's tokens to the operand B of each MMA."""
         steps = [(chunk * (CHUNK_K // BLOCK) + b) * self.block_mmas + i for b in blocks for i in range(self.block_mmas)]
         return [s // 4 * self.tile_n * ROW_BYTES + s % 4 * wgmma.STEP_BYTES for s in steps]
 
     def fragments(self, words: list, scales: list, block: int) -> list:
-        """Words of A of a block's MMAs, of the packed words of rows g and g + 8."""
+        """Return words of A of a block's MMAs, of the packed words of rows g and g + 8."""
         if self.scaled:
             rows = [to_e4m3(word) for word in words]
             return [rows[half][i] for i in range(2) for half in range(2)]
@@ -101,7 +101,7 @@ class Mma(Walk):
         return [rows[half][2 * mma + i] for mma in range(2) for i in range(2) for half in range(2)]
 
     def factors(self, rows: list, tokens: list, blocks: Any) -> list:
-        """What each sum of a group of MMAs is multiplied by: scale of the row times scale of the token."""
+        """Return what each sum of a group of MMAs is multiplied by: scale of the row times scale of the token."""
         found = []
         for block in blocks:
             of_rows = [power(word, block) for word in rows]
@@ -118,7 +118,7 @@ class Mma(Walk):
 
 
 def load(address: Int32, words: int) -> list:
-    """1, 2 or 4 words of shared memory."""
+    """Load 1, 2 or 4 words of shared memory."""
     places = ", ".join(f"${i}" for i in range(words))
     if words == 1:
         return [asm("ld.shared.b32 $0, [$1];", [Int32], [address])]
@@ -126,7 +126,7 @@ def load(address: Int32, words: int) -> list:
 
 
 def pure(text: str, *arguments: Int32) -> Int32:
-    """One word that depends on the arguments alone."""
+    """Compute one word that depends on the arguments alone."""
     return asm(text, [Int32], list(arguments), pure=True)
 
 
@@ -145,7 +145,7 @@ def merged(word: Int32, shift: int, mask: int, others: Int32) -> Int32:
 
 
 def to_e4m3(word: Int32) -> list:
-    """Two words of E4M3, each weight x 2^-6; 5 instructions."""
+    """Convert to two words of E4M3, each weight x 2^-6; 5 instructions."""
     return [masked(word, 0, 0x9C9C9C9C), merged(word, 2, 0x8C8C8C8C, masked(word, -2, 0x10101010))]
 
 
@@ -161,6 +161,6 @@ def to_bf16(word: Int32, scales: Int32, block: int) -> list:
 
 
 def power(scales: Int32, block: int) -> Float32:
-    """2^(byte - 127) of byte ``block`` of a word; 0 for byte 0."""
+    """Return 2^(byte - 127) of byte ``block`` of a word; 0 for byte 0."""
     bits = masked(scales, 23 - 8 * block, 0x7F800000)
     return asm("mov.b32 $0, $1;", [Float32], [bits], pure=True)

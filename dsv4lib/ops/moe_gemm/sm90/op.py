@@ -1,4 +1,4 @@
-"""The op behind `moe_gemm` for weights that `tile_weights` has tiled: a Hopper's kernel.
+"""Run `moe_gemm` for weights that `tile_weights` has tiled: a Hopper's kernel.
 
     w = Operand(tile_weights(codes, scales, "w4a8"))
     h = moe_gemm(x, w, offsets, counts, mode="w4a8", swiglu=True, out_format="mxfp8", ...)
