@@ -8,7 +8,8 @@ other rows and columns, the order of summation or the threads of the BLAS. Three
    exponents of its operands, which most data pass.
 2. Else the error of a float64 sum is at most K 2^-53 times the sum of magnitudes. Where both ends of that interval
    round to the same float32, that is the rounded exact sum.
-3. The few other elements are summed exactly (Shewchuk, `math.fsum`).
+3. The other elements, where products cancel, are summed with their rounding errors (Knuth's two-sum), and if that is
+   not yet exact, by `math.fsum` (Shewchuk).
 
 A sum that is rounded to zero is +0, from below too. NaN and infinities do as in IEEE 754; every NaN is the same.
 
@@ -21,6 +22,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
+from dsv4lib.emulator.units.hopper_sums import two_sum
 
 EXACT = 53  # bits of a float64 significand
 # Significant bits of a number: x = m 2^q with an integer |m| < 2^bits. A power of two adds none to a product.
@@ -106,15 +109,30 @@ def _settle(a: np.ndarray, b: np.ndarray, total: np.ndarray, result: np.ndarray)
     result[np.isnan(total)] = np.nan
     rows, columns = np.nonzero(unsettled & np.isfinite(total))
     if len(rows):
-        result[rows, columns] = _exact(a[rows] * b[columns])
+        result[rows, columns] = _exact(a.T[:, rows] * b.T[:, columns])
 
 
 def _exact(terms: np.ndarray) -> np.ndarray:
-    """float32 (n,): exact sums of rows of float64 (n, K), rounded once."""
-    lists = terms.tolist()
-    sums = np.array([math.fsum(x) for x in lists])
-    rests = np.array([math.fsum([*x, -y]) for x, y in zip(lists, sums.tolist(), strict=True)])
+    """float32 (n,): exact sums over the first axis of float64 (K, n), rounded once."""
+    first, errors = _cascade(terms)
+    second, left = _cascade(errors)
+    sums, rests = two_sum(first, second)
+    for i in np.nonzero(left.any(0))[0]:
+        column = terms[:, i].tolist()
+        sums[i] = math.fsum(column)
+        rests[i] = math.fsum([*column, -sums[i]])
     # Rounding to odd: an inexact float64 whose last bit is one never lies in the middle of two float32.
     bits = sums.view(np.int64)
     bits += np.where((rests != 0) & (bits & 1 == 0), np.where((rests > 0) == (sums > 0), 1, -1), 0)
     return sums.astype(np.float32)
+
+
+def _cascade(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sum over the first axis of (K, n) in halves: float64 (n,), and (K - 1, n) rounding errors that make it exact."""
+    errors = []
+    while len(terms) > 1:
+        half = len(terms) // 2
+        sums, lost = two_sum(terms[:half], terms[half : 2 * half])
+        errors.append(lost)
+        terms = np.concatenate([sums, terms[2 * half :]]) if len(terms) % 2 else sums
+    return terms[0], np.concatenate(errors) if errors else np.zeros((1, terms.shape[1]))
