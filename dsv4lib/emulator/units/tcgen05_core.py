@@ -24,7 +24,7 @@ from dsv4lib.emulator.units.numeric import SCALES, accumulate_int32, decode, dec
 from dsv4lib.emulator.units.operand import Operand, k_major, mn_major
 from dsv4lib.emulator.units.sparse import expand
 from dsv4lib.emulator.units.tcgen05_layout import Region, by_row, columns_used, lanes_allowed, regions
-from dsv4lib.emulator.units.tensor_sums import rounded_sums, width
+from dsv4lib.emulator.units.tensor_sums import Span, exact, rounded_sums, span
 from dsv4lib.emulator.units.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
 
 if TYPE_CHECKING:
@@ -140,25 +140,26 @@ class Mma:
         s, pair = self.shape, len(self.ctas)
         b = self._b()
         a = [self._a(cta) for cta in self.ctas]
-        bits = max(width(x, s.a) for x in a) + width(b, s.b) + (s.k - 1).bit_length()
-        left, right = a, [b]
+        spans = span(a, s.a), span([b], s.b)
+        left, right, proved = a, [b], exact(*spans, s.k)
         if s.scale:
-            left, right, more = self._scaled(a, b)
-            bits += more
+            left, right, factors = self._scaled(a, b)
+            # One power of two for a whole row shifts its sums.
+            proved = proved and self.block == s.k and s.scale == "ue8m0"
+            spans = spans[0] * factors[0], spans[1] * factors[1]
         groups = len(self.regions) // pair
         if groups > 1 and isinstance(self.a, int):
-            parts = [_grouped_sums(x, y, groups, bits) for x, y in zip(left, right * pair, strict=False)]
-        elif len(right) == 1:
-            return rounded_sums(np.concatenate(left) if pair > 1 else left[0], right[0], bits)
-        else:
-            parts = [rounded_sums(x, y, bits) for x, y in zip(left, right, strict=True)]
-        return np.concatenate(parts)
+            pairs = zip(left, right * pair, strict=False)
+            return np.concatenate([_grouped_sums(x, y, groups, spans, proved) for x, y in pairs])
+        if len(right) == 1:
+            return rounded_sums(np.concatenate(left) if pair > 1 else left[0], right[0], *spans, proved)
+        return np.concatenate([rounded_sums(x, y, *spans, proved) for x, y in zip(left, right, strict=True)])
 
-    def _scaled(self, a: list[np.ndarray], b: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], int]:
+    def _scaled(self, a: list[np.ndarray], b: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Span, Span]]:
         """Operands times scale factors: each CTA's A; B once, or once a CTA if their copies of its factors differ.
 
         Returns:
-            (float64 A, float64 B, bits that the factors add to a sum).
+            (float64 A, float64 B, spans of the factors of both).
         """
         s, pair = self.shape, len(self.ctas)
         rows, groups = s.m // pair, len(self.regions) // pair
@@ -167,13 +168,9 @@ class Mma:
         if all((codes == codes_b[0]).all() for codes in codes_b[1:]):
             del codes_b[1:]
         factors_a, factors_b = ([SCALES[s.scale].take(x) for x in codes] for codes in (codes_a, codes_b))
-        bits = 0
-        # One power of two for a whole row shifts its sums.
-        if self.block < s.k or s.scale != "ue8m0":
-            bits = sum(max(width(x, s.scale) for x in factors) for factors in (factors_a, factors_b))
         # The rows of A are there once per group of lanes if A is in tensor memory.
         left = [self._times(x, np.tile(f, (len(x) // rows, 1))) for x, f in zip(a, factors_a, strict=True)]
-        return left, [self._times(b, f) for f in factors_b], bits
+        return left, [self._times(b, f) for f in factors_b], (span(factors_a, s.scale), span(factors_b, s.scale))
 
     def _times(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
         """float64 (rows, K): values times their block's scale factor."""
@@ -348,10 +345,11 @@ class Mma:
         return ~region.view(off, lane, 0, 1)[..., 0]
 
 
-def _grouped_sums(a: np.ndarray, b: np.ndarray, groups: int, bits: int) -> np.ndarray:
+def _grouped_sums(a: np.ndarray, b: np.ndarray, groups: int, spans: tuple[Span, Span], proved: bool) -> np.ndarray:
     """Layouts B, E, G with A in tensor memory: each group of lanes has its own A and its own part of N."""
     rows, columns = len(a) // groups, len(b) // groups
     parts = [
-        rounded_sums(a[g * rows : (g + 1) * rows], b[g * columns : (g + 1) * columns], bits) for g in range(groups)
+        rounded_sums(a[g * rows : (g + 1) * rows], b[g * columns : (g + 1) * columns], *spans, proved)
+        for g in range(groups)
     ]
     return np.concatenate(parts, 1)

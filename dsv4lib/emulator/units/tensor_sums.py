@@ -1,15 +1,16 @@
 """Sums of products as the tensor core of this emulator rounds them: the exact sum, rounded once to float32.
 
 An element is thereby a function of its row of A and its column of B. Nothing else has a say in its bits: not M, N, the
-other rows and columns, the order of summation or the threads of the BLAS. Three steps, each for what the last left:
+other rows and columns, the order of summation or the threads of the BLAS. Every product is exact in float64, and so is
+every sum, in any order, whose terms are multiples of one unit and add up to at most 2^53 of them. The first of four
+steps that holds is taken:
 
-1. Every product is exact in float64. If all of them are multiples of one unit and no sum of their magnitudes exceeds
-   2^53 units, every partial sum is exact as well, in any order. `width` proves it for a whole matrix from the
-   exponents of its operands, which most data pass.
-2. Else the error of a float64 sum is at most K 2^-53 times the sum of magnitudes. Where both ends of that interval
-   round to the same float32, that is the rounded exact sum.
-3. The other elements, where products cancel, are summed with their rounding errors (Knuth's two-sum), and if that is
-   not yet exact, by `math.fsum` (Shewchuk).
+1. The exponents of both matrices (`span`) prove that of all sums. Most data pass.
+2. They prove it once the matrix of wider span is split in two by magnitude. The two sums are added with their error.
+3. The error of a float64 sum is at most K 2^-53 times the sum of magnitudes. Where both ends of that interval round to
+   the same float32, that is the rounded exact sum.
+4. Other elements are summed with their rounding errors (Knuth's two-sum), and if that is not yet exact, by `math.fsum`
+   (Shewchuk).
 
 A sum that is rounded to zero is +0, from below too. NaN and infinities do as in IEEE 754; every NaN is the same.
 
@@ -20,13 +21,14 @@ known.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from dsv4lib.emulator.units.hopper_sums import two_sum
 
 EXACT = 53  # bits of a float64 significand
-# Significant bits of a number: x = m 2^q with an integer |m| < 2^bits. A power of two adds none to a product.
+# Bits of the integer m in x = m 2^q. A power of two adds none to a product.
 SIGNIFICANT = {
     "f16": 11,
     "bf16": 8,
@@ -43,47 +45,74 @@ SIGNIFICANT = {
     "ue4m3": 4,
 }
 UNBOUNDED = 1 << 20  # width of what is not finite
-_INFINITY = 0xFF << 24  # of a float32 without its sign, shifted left
+_BIAS, _INFINITY = 127, 0xFF << 24  # of a float32; without its sign, shifted left by one
 # The BLAS starts threads beyond this many multiplications; between so small products they only spin.
 _ONE_THREAD = 1 << 18
+# Last bits of a float64 in the middle between two float32 that are not subnormal.
+_LAST, _MIDDLE, _NORMAL = (1 << 29) - 1, 1 << 28, 2.0**-126
 
 
-def width(values: np.ndarray, fmt: str) -> int:
-    """Bits that float32 numbers of a format span: from the unit that divides all to the largest.
+class Span(NamedTuple):
+    """Numbers m 2^q with |m| < 2^significant, q >= low, that are less than 2^high in magnitude."""
 
-    The widths of both operands (and of their scale factors) and log2 K add up to the bits of a sum of products.
+    low: int
+    high: int
+    significant: int
 
-    Returns:
-        The bits; `UNBOUNDED` if a number is not finite.
-    """
-    magnitudes = values.view(np.uint32) << np.uint32(1)
-    largest = int(magnitudes.max())
+    @property
+    def width(self) -> int:
+        """Bits from the unit of all numbers to the largest."""
+        return self.high - self.low
+
+    def __mul__(self, other: Span) -> Span:  # type: ignore[override]
+        """Span of the products of two sets of numbers."""
+        return Span(*(x + y for x, y in zip(self, other, strict=True)))
+
+
+def span(matrices: list[np.ndarray], fmt: str) -> Span:
+    """Span of float32 numbers of a format; as wide as `UNBOUNDED` if one is not finite."""
+    largest, smallest = 0, 1 << 32
+    for values in matrices:
+        magnitudes = values.view(np.uint32) << np.uint32(1)
+        largest = max(largest, int(magnitudes.max()))
+        magnitudes -= np.uint32(1)  # zeros become the largest
+        smallest = min(smallest, int(magnitudes.min()) + 1)
+    bits = SIGNIFICANT[fmt]
     if largest >= _INFINITY:
-        return UNBOUNDED
+        return Span(0, UNBOUNDED, bits)
     if largest == 0:
-        return 0
-    magnitudes -= np.uint32(1)  # zeros become the largest
-    return _exponent(largest) - _exponent(int(magnitudes.min()) + 1) + SIGNIFICANT[fmt]
+        return Span(0, 0, bits)
+    top = 1 if bits else 0  # a power of two is not above its exponent
+    return Span(_exponent(smallest) + top - bits, _exponent(largest) + top, bits)
 
 
 def _exponent(magnitude: int) -> int:
-    """Biased exponent of a float32 that is shifted left by one, subnormal ones included."""
-    return magnitude >> 24 or magnitude.bit_length() - 24
+    """Exponent of a float32 that is shifted left by one, of its first one if it is subnormal."""
+    return (magnitude >> 24 or magnitude.bit_length() - 24) - _BIAS
 
 
-def rounded_sums(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+def exact(a: Span, b: Span, k: int) -> bool:
+    """Tell whether all sums of ``k`` products are exact in float64, in any order."""
+    return a.width + b.width + (k - 1).bit_length() <= EXACT
+
+
+def rounded_sums(a: np.ndarray, b: np.ndarray, of_a: Span, of_b: Span, proved: bool = False) -> np.ndarray:
     """float32 (M, N): the exact a @ b.T, rounded once.
 
     Args:
         a, b: float32 or float64 (M, K), (N, K), with products that are exact in float64.
-        bits: bound on the bits of a sum: widths of both operands plus log2 K, rounded up.
+        of_a, of_b: their spans.
+        proved: every float64 sum is known to be exact, whatever the spans say.
     """
+    k = a.shape[1]
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = _product(a, b)
-        result = total.astype(np.float32)
-        if bits > EXACT:
-            _settle(a, b, total, result)
+        if proved or exact(of_a, of_b, k):
+            result = _product(a, b).astype(np.float32)
+        elif of_a.width >= of_b.width:
+            result = _wide_sums(a, b, of_a, EXACT - of_b.width - (k - 1).bit_length())
+        else:
+            result = _wide_sums(b, a, of_b, EXACT - of_a.width - (k - 1).bit_length()).T
     result += np.float32(0)
     return result
 
@@ -99,20 +128,46 @@ def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
-def _settle(a: np.ndarray, b: np.ndarray, total: np.ndarray, result: np.ndarray) -> None:
-    """Correct the elements of ``result`` that the error of ``total`` may have rounded wrongly, in place."""
+def _wide_sums(a: np.ndarray, b: np.ndarray, of_a: Span, room: int) -> np.ndarray:
+    """Sums that need not be exact; those of a part of A would be that spans ``room`` bits."""
+    if of_a.width > 2 * room - of_a.significant + 1:
+        return _bounded_sums(a, b)
+    low = np.where(np.abs(a) < math.ldexp(1.0, of_a.low + room), a, 0)
+    low_sums, high_sums = _product(low, b), _product(a - low, b)
+    total = high_sums + low_sums
+    result = total.astype(np.float32)
+    doubtful = total.view(np.int64) & _LAST == _MIDDLE
+    magnitudes = np.abs(total)
+    doubtful |= (magnitudes < _NORMAL) & (magnitudes > 0)
+    if doubtful.any():
+        result[doubtful] = _round(*two_sum(high_sums[doubtful], low_sums[doubtful]))
+    return result
+
+
+def _round(sums: np.ndarray, rests: np.ndarray) -> np.ndarray:
+    """float32 of float64 sums + rests, of which the sums are the rounded ones."""
+    # Rounding to odd: from the middle between two float32, which is even, the rest decides; an odd number is no middle.
+    step = (rests != 0) & (sums.view(np.int64) & 1 == 0)
+    return np.where(step, np.nextafter(sums, np.copysign(np.inf, rests)), sums).astype(np.float32)
+
+
+def _bounded_sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Sums of any numbers: by a bound on the error, exactly where that does not tell."""
+    total = _product(a, b)
+    result = total.astype(np.float32)
     bound = _product(np.abs(a), np.abs(b))
     bound *= a.shape[1] * 2.0 ** (1 - EXACT)  # twice the bound, for its own rounding and that of its ends
     unsettled = (total - bound).astype(np.float32) != (total + bound).astype(np.float32)
     if not unsettled.any():
-        return
+        return result
     result[np.isnan(total)] = np.nan
     rows, columns = np.nonzero(unsettled & np.isfinite(total))
     if len(rows):
-        result[rows, columns] = _exact(a.T[:, rows] * b.T[:, columns])
+        result[rows, columns] = _exact_sums(a.T[:, rows] * b.T[:, columns])
+    return result
 
 
-def _exact(terms: np.ndarray) -> np.ndarray:
+def _exact_sums(terms: np.ndarray) -> np.ndarray:
     """float32 (n,): exact sums over the first axis of float64 (K, n), rounded once."""
     first, errors = _cascade(terms)
     second, left = _cascade(errors)
@@ -121,10 +176,7 @@ def _exact(terms: np.ndarray) -> np.ndarray:
         column = terms[:, i].tolist()
         sums[i] = math.fsum(column)
         rests[i] = math.fsum([*column, -sums[i]])
-    # Rounding to odd: an inexact float64 whose last bit is one never lies in the middle of two float32.
-    bits = sums.view(np.int64)
-    bits += np.where((rests != 0) & (bits & 1 == 0), np.where((rests > 0) == (sums > 0), 1, -1), 0)
-    return sums.astype(np.float32)
+    return _round(sums, rests)
 
 
 def _cascade(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

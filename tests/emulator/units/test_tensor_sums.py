@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dsv4lib.emulator.units import tensor_sums
-from dsv4lib.emulator.units.numeric import decode
-from dsv4lib.emulator.units.tensor_sums import EXACT, UNBOUNDED, rounded_sums, width
+from dsv4lib.emulator.units.numeric import SCALES, decode
+from dsv4lib.emulator.units.tensor_sums import UNBOUNDED, Span, exact, rounded_sums, span
 
 FORMATS = ("f16", "bf16", "tf32", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1")
 
@@ -28,8 +28,8 @@ def expected(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.array(sums, np.float32)
 
 
-def bits_of(a: np.ndarray, b: np.ndarray, fmt: str) -> int:
-    return width(a, fmt) + width(b, fmt) + (a.shape[1] - 1).bit_length()
+def sums(a: np.ndarray, b: np.ndarray, fmt: str = "bf16") -> np.ndarray:
+    return rounded_sums(a, b, span([a], fmt), span([b], fmt))
 
 
 def normal(rng, shape):
@@ -56,6 +56,11 @@ def tiny(rng, shape):
     return rng.standard_normal(shape) * 2.0**-73
 
 
+def softmax(rng, shape):
+    """Positive weights, half of them tiny; they multiply normal numbers."""
+    return np.exp2(-rng.integers(0, 30, shape) * (rng.random(shape) < 0.5)) * rng.uniform(1, 2, shape)
+
+
 def tied(rng, shape):
     """One large product, and small ones near the half of its last bit."""
     small = np.exp2(-rng.integers(11, 14, shape).astype(float)) * rng.choice([-1, 1, 2, 1 + 2.0**-7], shape)
@@ -63,7 +68,8 @@ def tied(rng, shape):
     return small
 
 
-HARD = (normal, wide, sparse_zeros, cancelling, tiny, tied)
+HARD = (normal, wide, sparse_zeros, cancelling, tiny, softmax, tied)
+ANY = (Span(0, UNBOUNDED, 8),) * 2
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
@@ -72,7 +78,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def pair(rng, kind, m, n, k=16):
-    a, b = bf16(kind(rng, (m, k))), bf16(kind(rng, (n, k)))
+    a, b = bf16(kind(rng, (m, k))), bf16((normal if kind is softmax else kind)(rng, (n, k)))
     if kind is cancelling:
         b[:, k // 2 :] = b[:, : k // 2]
     return a, b
@@ -81,22 +87,22 @@ def pair(rng, kind, m, n, k=16):
 @pytest.mark.parametrize("kind", HARD)
 def test_the_exact_sum_rounded_once(kind):
     a, b = pair(np.random.default_rng(1), kind, 24, 16)
-    np.testing.assert_array_equal(rounded_sums(a, b, bits_of(a, b, "bf16")).view(np.uint32), expected(a, b).view("u4"))
+    np.testing.assert_array_equal(sums(a, b).view(np.uint32), expected(a, b).view("u4"))
 
 
 def test_every_step_is_taken(monkeypatch):
-    """Normal numbers pass the proof, most wide ones the error bound, of the others some need `math.fsum`."""
-    rng, counted, fsums = np.random.default_rng(2), [], []
-    exact, fsum = tensor_sums._exact, math.fsum
-    monkeypatch.setattr(tensor_sums, "_exact", lambda terms: counted.append(terms.shape[1]) or exact(terms))
-    monkeypatch.setattr(math, "fsum", lambda terms: fsums.append(1) or fsum(terms))
-    a, b = pair(rng, normal, 128, 64)
-    assert bits_of(a, b, "bf16") <= EXACT
-    a, b = pair(rng, cancelling, 128, 64)
-    assert bits_of(a, b, "bf16") > EXACT
-    rounded_sums(a, b, bits_of(a, b, "bf16"))
-    assert 0 < sum(counted) < 128 * 64
-    assert 0 < len(fsums) // 2 < sum(counted)
+    """Which functions sum what; of the numbers that cancel some need `math.fsum`, others not."""
+    taken, counts = [], []
+    steps = {name: getattr(tensor_sums, name) for name in ("_wide_sums", "_bounded_sums", "_exact_sums")}
+    for name, function in steps.items():
+        monkeypatch.setattr(tensor_sums, name, lambda *args, _n=name, _f=function: taken.append(_n) or _f(*args))
+    fsum = math.fsum
+    monkeypatch.setattr(math, "fsum", lambda terms: counts.append(1) or fsum(terms))
+    for kind, expected_steps in ((normal, 0), (softmax, 1), (cancelling, 3)):
+        taken.clear()
+        sums(*pair(np.random.default_rng(2), kind, 128, 64))
+        assert taken == list(steps)[:expected_steps], kind.__name__
+    assert 0 < len(counts) // 2 < 128 * 64
 
 
 @pytest.mark.parametrize("k", [3, 8, 24, 96])
@@ -108,7 +114,7 @@ def test_exact_sums_of_any_length(k):
     terms[0, :20] = [-math.fsum(x) for x in terms[:, :20].T.tolist()]
     terms[: k // 2, -5:], terms[k // 2 :, -5:] = 3.0, 0
     want = [nearest(sum(Fraction(x) for x in column)) for column in terms.T.tolist()]
-    np.testing.assert_array_equal(tensor_sums._exact(terms) + np.float32(0), np.array(want, np.float32))
+    np.testing.assert_array_equal(tensor_sums._exact_sums(terms) + np.float32(0), np.array(want, np.float32))
 
 
 @pytest.mark.parametrize("kind", HARD)
@@ -116,64 +122,78 @@ def test_an_element_is_a_function_of_its_row_and_column(kind):
     """Slices, other neighbours, another order of K: the same bits, proved or not."""
     rng = np.random.default_rng(3)
     a, b = pair(rng, kind, 128, 256)
-    whole = rounded_sums(a, b, bits_of(a, b, "bf16")).view(np.uint32)
+    whole = sums(a, b).view(np.uint32)
     for rows in (slice(0, 1), slice(5, 6), slice(64, 128), slice(7, 40, 3)):
         for columns in (slice(0, 1), slice(9, 10), slice(16, 32), slice(3, 250), slice(0, 256, 7)):
             for order in (slice(None), rng.permutation(16)):
                 left, right = a[rows][:, order], b[columns][:, order]
-                got = rounded_sums(left, right, bits_of(left, right, "bf16")).view(np.uint32)
+                got = sums(left, right).view(np.uint32)
                 np.testing.assert_array_equal(got, whole[rows, columns])
 
 
-def test_the_proof_and_the_bound_agree():
-    a, b = pair(np.random.default_rng(4), normal, 128, 128)
-    bits = bits_of(a, b, "bf16")
-    assert bits <= EXACT
-    np.testing.assert_array_equal(rounded_sums(a, b, bits).view("u4"), rounded_sums(a, b, UNBOUNDED).view("u4"))
+@pytest.mark.parametrize("kind", [normal, softmax])
+def test_the_steps_agree(kind):
+    """The later steps hold for any numbers; the first one is told by the spans."""
+    a, b = pair(np.random.default_rng(4), kind, 128, 128)
+    spans = span([a], "bf16"), span([b], "bf16")
+    assert exact(*spans, 16) == (kind is normal)
+    want = sums(a, b).view("u4")
+    np.testing.assert_array_equal(rounded_sums(a, b, *ANY).view("u4"), want)
+    np.testing.assert_array_equal(sums(b, a).T.view("u4"), want)
+    for room in (spans[0].width, spans[0].width - 5):
+        wide = tensor_sums._wide_sums(a.astype(np.float64), b.astype(np.float64), spans[0], room)
+        np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_the_width_bounds_every_sum(fmt):
-    """Every number is a multiple of a unit, and the largest is less than 2^width units."""
+def test_the_span_holds_every_number(fmt):
     rng = np.random.default_rng(5)
-    wide_code = {"f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32}.get(fmt, np.uint8)
+    stored = {"f16": np.uint16, "bf16": np.uint16, "tf32": np.uint32}.get(fmt, np.uint8)
     for count in (1, 2, 3, 8):
         for _ in range(50):
-            raw = rng.integers(0, np.iinfo(wide_code).max, (1, count), wide_code, endpoint=True)
+            raw = rng.integers(0, np.iinfo(stored).max, (1, count), stored, endpoint=True)
             values = decode(raw.view(np.uint8), fmt)
+            found = span([values], fmt)
             if not np.isfinite(values).all():
-                assert width(values, fmt) == UNBOUNDED
+                assert found.width == UNBOUNDED
                 continue
-            exact = [abs(Fraction(float(x))) for x in values.ravel() if x]
-            if not exact:
-                assert width(values, fmt) == 0
-                continue
-            unit = min(Fraction(x.numerator & -x.numerator, x.denominator) for x in exact)
-            assert max(exact) / unit < 2 ** width(values, fmt)
+            for number in (abs(Fraction(float(x))) for x in values.ravel() if x):
+                unit = Fraction(number.numerator & -number.numerator, number.denominator)
+                assert number < Fraction(2) ** found.high
+                assert unit >= Fraction(2) ** found.low
+                assert number / unit < 2**found.significant
+
+
+def test_the_span_of_scale_factors():
+    codes = np.array([[0, 127, 254]], np.uint8)
+    factors = span([SCALES["ue8m0"].take(codes)], "ue8m0")
+    assert factors == (-127, 127, 0)
+    assert span([np.array([[0.5, -6]], np.float32)], "e2m1") * factors == (-2 - 127, 3 + 127, 2)
+    assert span([SCALES["ue8m0"].take(codes + np.uint8(1))], "ue8m0").width == UNBOUNDED
 
 
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_stays_in_its_row(special):
     a, b = pair(np.random.default_rng(6), normal, 32, 16)
-    clean = rounded_sums(a, b, bits_of(a, b, "bf16"))
+    clean = sums(a, b)
     a[5, 3], b[:, 3] = special, np.abs(b[:, 3])
     b[0, 3] = 0
     a[7, 2], a[7, 9], b[:, 2], b[:, 9] = np.inf, -np.inf, 1, 1
-    got = rounded_sums(a, b, bits_of(a, b, "bf16"))
+    got = sums(a, b)
     assert np.isnan(got[5, 0])
     assert np.isnan(got[7]).all()
     np.testing.assert_array_equal(got[5, 1:], np.full(15, special, np.float32))
     assert len(np.unique(got[np.isnan(got)].view(np.uint32))) == 1
     others = np.delete(np.arange(32), [5, 7])
-    np.testing.assert_array_equal(got[others], rounded_sums(a[others], b, UNBOUNDED))
+    np.testing.assert_array_equal(got[others], rounded_sums(a[others], b, *ANY))
     assert np.isfinite(clean).all()
 
 
 def test_zeros_are_positive_and_overflow_is_infinite():
     one = np.array([[-1.0, 0.0], [2.0**127, 2.0**127], [2.0**-100, 0]], np.float32)
     other = np.array([[0.0, -1.0], [2.0**-127, 0], [2.0, 2.0], [-(2.0**-100), 0]], np.float32)
-    for bits in (EXACT, UNBOUNDED):
-        got = rounded_sums(one, other, bits)
+    for proved in (True, False):
+        got = rounded_sums(one, other, *ANY, proved)
         assert not np.signbit(got[got == 0]).any()
         assert got[1, 2] == np.inf
         assert got[2, 3] == 0
