@@ -125,8 +125,9 @@ class Mma:
         for cta in self.ctas:
             if not self.reads(cta, column, width, "D"):
                 return
-        for region in self.regions:
-            self._store(region, region.part(product), column, width, lane)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for region in self.regions:
+                self._store(region, region.part(product), column, width, lane)
         machine = self.ctas[0].machine
         machine.stats["mma"] += 1
         machine.stats["mma_flops"] += 2 * s.m * s.n * s.k

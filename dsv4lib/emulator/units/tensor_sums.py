@@ -46,10 +46,12 @@ SIGNIFICANT = {
 }
 UNBOUNDED = 1 << 20  # width of what is not finite
 _BIAS, _INFINITY = 127, 0xFF << 24  # of a float32; without its sign, shifted left by one
-# The BLAS starts threads beyond this many multiplications; between so small products they only spin.
-_ONE_THREAD = 1 << 18
+# Products are computed in pieces of rows: beyond 2^18 multiplications the BLAS starts threads, which only spin between
+# so small products; temporary arrays beyond 128 KiB may be given back to the system each time.
+_MULTIPLICATIONS, _ELEMENTS = 1 << 18, 1 << 13
 # Last bits of a float64 in the middle between two float32 that are not subnormal.
 _LAST, _MIDDLE, _NORMAL = (1 << 29) - 1, 1 << 28, 2.0**-126
+_UNIT = -149  # exponent that divides all float32
 
 
 class Span(NamedTuple):
@@ -104,41 +106,38 @@ def rounded_sums(a: np.ndarray, b: np.ndarray, of_a: Span, of_b: Span, proved: b
         of_a, of_b: their spans.
         proved: every float64 sum is known to be exact, whatever the spans say.
     """
-    k = a.shape[1]
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
+    proved = proved or exact(of_a, of_b, a.shape[1])
+    result = np.empty((len(a), len(b)), np.float32)
+    rows = max(1, min(_MULTIPLICATIONS // b.size, _ELEMENTS // len(b)))
     with np.errstate(over="ignore", invalid="ignore"):
-        if proved or exact(of_a, of_b, k):
-            result = _product(a, b).astype(np.float32)
-        elif of_a.width >= of_b.width:
-            result = _wide_sums(a, b, of_a, EXACT - of_b.width - (k - 1).bit_length())
-        else:
-            result = _wide_sums(b, a, of_b, EXACT - of_a.width - (k - 1).bit_length()).T
+        for first in range(0, len(a), rows):
+            piece = a[first : first + rows]
+            sums = piece @ b.T if proved else _wide_sums(piece, b, of_a, of_b)
+            result[first : first + rows] = sums
     result += np.float32(0)
     return result
 
 
-def _product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float64 a @ b.T by the BLAS, in pieces for one thread."""
-    rows = max(1, _ONE_THREAD // b.size)
-    if rows >= len(a):
-        return a @ b.T
-    out = np.empty((len(a), len(b)))
-    for first in range(0, len(a), rows):
-        np.matmul(a[first : first + rows], b.T, out=out[first : first + rows])
-    return out
-
-
-def _wide_sums(a: np.ndarray, b: np.ndarray, of_a: Span, room: int) -> np.ndarray:
-    """Sums that need not be exact; those of a part of A would be that spans ``room`` bits."""
-    if of_a.width > 2 * room - of_a.significant + 1:
+def _wide_sums(a: np.ndarray, b: np.ndarray, of_a: Span, of_b: Span) -> np.ndarray:
+    """Sums that need not be exact: (M, N), float32."""
+    wider, other = (of_a, of_b) if of_a.width >= of_b.width else (of_b, of_a)
+    room = EXACT - other.width - (a.shape[1] - 1).bit_length()  # bits that a part of the wider matrix may span
+    if wider.width > 2 * room - wider.significant + 1:
         return _bounded_sums(a, b)
-    low = np.where(np.abs(a) < math.ldexp(1.0, of_a.low + room), a, 0)
-    low_sums, high_sums = _product(low, b), _product(a - low, b)
+    limit = math.ldexp(1.0, wider.low + room)
+    if wider is of_a:
+        low = np.where(np.abs(a) < limit, a, 0)
+        low_sums, high_sums = low @ b.T, (a - low) @ b.T
+    else:
+        low = np.where(np.abs(b) < limit, b, 0)
+        low_sums, high_sums = a @ low.T, a @ (b - low).T
     total = high_sums + low_sums
     result = total.astype(np.float32)
     doubtful = total.view(np.int64) & _LAST == _MIDDLE
-    magnitudes = np.abs(total)
-    doubtful |= (magnitudes < _NORMAL) & (magnitudes > 0)
+    if of_a.low + of_b.low < _UNIT:
+        magnitudes = np.abs(total)
+        doubtful |= (magnitudes < _NORMAL) & (magnitudes > 0)
     if doubtful.any():
         result[doubtful] = _round(*two_sum(high_sums[doubtful], low_sums[doubtful]))
     return result
@@ -153,9 +152,9 @@ def _round(sums: np.ndarray, rests: np.ndarray) -> np.ndarray:
 
 def _bounded_sums(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Sums of any numbers: by a bound on the error, exactly where that does not tell."""
-    total = _product(a, b)
+    total = a @ b.T
     result = total.astype(np.float32)
-    bound = _product(np.abs(a), np.abs(b))
+    bound = np.abs(a) @ np.abs(b).T
     bound *= a.shape[1] * 2.0 ** (1 - EXACT)  # twice the bound, for its own rounding and that of its ends
     unsettled = (total - bound).astype(np.float32) != (total + bound).astype(np.float32)
     if not unsettled.any():

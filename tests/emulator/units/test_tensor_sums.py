@@ -140,9 +140,21 @@ def test_the_steps_agree(kind):
     want = sums(a, b).view("u4")
     np.testing.assert_array_equal(rounded_sums(a, b, *ANY).view("u4"), want)
     np.testing.assert_array_equal(sums(b, a).T.view("u4"), want)
-    for room in (spans[0].width, spans[0].width - 5):
-        wide = tensor_sums._wide_sums(a.astype(np.float64), b.astype(np.float64), spans[0], room)
-        np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
+    wide = tensor_sums._wide_sums(a.astype(np.float64), b.astype(np.float64), *spans)
+    np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
+
+
+@pytest.mark.parametrize("rest", [0.0, 2.0**-40, -(2.0**-40), 2.0**-10])
+@pytest.mark.parametrize("scale", [1.0, 2.0**-73])
+def test_the_low_part_decides_ties(rest, scale):
+    """1 + 2^-24 lies in the middle between two float32; once more where float32 is subnormal."""
+    a = np.array([[1.0, 2.0**-7, rest], [1.0, -(2.0**-7), 1.0]], np.float32) * np.float32(scale)
+    b = np.array([[1.0, 2.0**-17, 2.0**-20], [3.0, 2.0**-16, -(2.0**-12)]], np.float32) * np.float32(scale)
+    want = expected(a, b).view("u4")
+    spans = span([a], "bf16"), span([b], "bf16")
+    wide = tensor_sums._wide_sums(a.astype(np.float64), b.astype(np.float64), *spans)
+    np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
+    np.testing.assert_array_equal(sums(a, b).view("u4"), want)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
