@@ -1,11 +1,10 @@
 """One tcgen05.mma, from its operands to its accumulator: pure work on SMEM and TMEM, no scheduling.
 
-Arithmetic: products of operands are exact in float32 (integers: exact below 2^24), sums run in float32 in the order of
-the BLAS; the accumulator is added last. Hardware sums in another order and with another intermediate width, which the
-PTX ISA leaves open ("at least single precision"), so results agree within rounding of the sum, not bit for bit; sums of
-integers that float32 holds exactly are exact. (Hopper's own rule is known, hopper_sums.py; Blackwell's is not, so it is
-not imitated.) One MMA is one matrix product, never merged with its neighbours, so the
-bits do not depend on the schedule.
+Arithmetic: the exact sum of one MMA's products is rounded once to float32 (tensor_sums.py) and then added to the
+accumulator in float32. So an element depends on its row of A, its column of B, their scale factors and its accumulator,
+and on nothing else: neither on M, N and what else is multiplied, nor on the schedule. Hardware sums in another order and
+with another intermediate width, which the PTX ISA leaves open ("at least single precision"): results agree within
+rounding of the sum, not bit for bit. Sums of integers that float32 holds exactly are exact.
 
 Source: PTX ISA, "TensorCore 5th Generation Matrix Multiply and accumulate Operations".
 """
@@ -25,6 +24,7 @@ from dsv4lib.emulator.units.numeric import SCALES, accumulate_int32, decode, dec
 from dsv4lib.emulator.units.operand import Operand, k_major, mn_major
 from dsv4lib.emulator.units.sparse import expand
 from dsv4lib.emulator.units.tcgen05_layout import Region, by_row, columns_used, lanes_allowed, regions
+from dsv4lib.emulator.units.tensor_sums import Span, exact, rounded_sums, span
 from dsv4lib.emulator.units.tmem import COLUMNS, LANES, QUARTER, Tmem, check_span, tmem_of
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 
 _LANE_NUMBERS = np.broadcast_to(np.arange(LANES)[:, None], (LANES, COLUMNS))
 A_WORDS = 8  # tensor-memory columns of a row of A: 32 bytes in every kind
-# ue8m0 codes beyond 2^-56 and 2^56: a scaled operand could leave float32 although the product of both does not.
-_SCALE_LOW, _SCALE_HIGH = 127 - 56, 127 + 56
-
 
 # Bytes of each 16 that hold elements of 4 and 6 bits in the kinds with 8-bit elements; the rest may be anything.
 _USED = {"e2m1": 8, "e2m3": 12, "e3m2": 12}
@@ -128,8 +125,9 @@ class Mma:
         for cta in self.ctas:
             if not self.reads(cta, column, width, "D"):
                 return
-        for region in self.regions:
-            self._store(region, region.part(product), column, width, lane)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for region in self.regions:
+                self._store(region, region.part(product), column, width, lane)
         machine = self.ctas[0].machine
         machine.stats["mma"] += 1
         machine.stats["mma_flops"] += 2 * s.m * s.n * s.k
@@ -143,57 +141,43 @@ class Mma:
         s, pair = self.shape, len(self.ctas)
         b = self._b()
         a = [self._a(cta) for cta in self.ctas]
+        spans = span(a, s.a), span([b], s.b)
+        left, right, proved = a, [b], exact(*spans, s.k)
         if s.scale:
-            return self._scaled_product(a, b)
+            left, right, factors = self._scaled(a, b)
+            # One power of two for a whole row shifts its sums.
+            proved = proved and self.block == s.k and s.scale == "ue8m0"
+            spans = spans[0] * factors[0], spans[1] * factors[1]
         groups = len(self.regions) // pair
         if groups > 1 and isinstance(self.a, int):
-            return self._grouped_product(a, b, groups)
-        return (np.concatenate(a) if pair > 1 else a[0]) @ b.T
+            pairs = zip(left, right * pair, strict=False)
+            return np.concatenate([_grouped_sums(x, y, groups, spans, proved) for x, y in pairs])
+        if len(right) == 1:
+            return rounded_sums(np.concatenate(left) if pair > 1 else left[0], right[0], *spans, proved)
+        return np.concatenate([rounded_sums(x, y, *spans, proved) for x, y in zip(left, right, strict=True)])
 
-    def _grouped_product(self, a: list[np.ndarray], b: np.ndarray, groups: int) -> np.ndarray:
-        """Layouts B, E, G with A in tensor memory: each group of lanes has its own A and its own part of N."""
-        rows, width = LANES // groups, len(b) // groups
-        parts = [
-            np.concatenate(
-                [mine[g * rows : (g + 1) * rows] @ b[g * width : (g + 1) * width].T for g in range(groups)], 1
-            )
-            for mine in a
-        ]
-        return np.concatenate(parts)
+    def _scaled(self, a: list[np.ndarray], b: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Span, Span]]:
+        """Operands times scale factors: each CTA's A; B once, or once a CTA if their copies of its factors differ.
 
-    def _scaled_product(self, a: list[np.ndarray], b: np.ndarray) -> np.ndarray:
-        """Each CTA scales its rows of A, and all of B with its own copy of B's scale factors."""
+        Returns:
+            (float64 A, float64 B, spans of the factors of both).
+        """
         s, pair = self.shape, len(self.ctas)
         rows, groups = s.m // pair, len(self.regions) // pair
-        scales_a = [self._scales(cta, self.sfa, rows, s.sfa_id, "A") for cta in self.ctas]
-        scales_b = [self._scales(cta, self.sfb, s.n, s.sfb_id, "B", groups) for cta in self.ctas]
-        wide = any(self._wide(codes) for codes in scales_a + scales_b)
-        dtype = np.float64 if wide else np.float32
+        codes_a = [self._scales(cta, self.sfa, rows, s.sfa_id, "A") for cta in self.ctas]
+        codes_b = [self._scales(cta, self.sfb, s.n, s.sfb_id, "B", groups) for cta in self.ctas]
+        if all((codes == codes_b[0]).all() for codes in codes_b[1:]):
+            del codes_b[1:]
+        factors_a, factors_b = ([SCALES[s.scale].take(x) for x in codes] for codes in (codes_a, codes_b))
         # The rows of A are there once per group of lanes if A is in tensor memory.
-        left = [
-            self._scaled(x, np.tile(codes, (len(x) // rows, 1)), dtype) for x, codes in zip(a, scales_a, strict=True)
-        ]
-        right = [self._scaled(b, scales_b[0], dtype)]
-        if any((codes != scales_b[0]).any() for codes in scales_b[1:]):
-            right.append(self._scaled(b, scales_b[1], dtype))
-        with np.errstate(over="ignore"):
-            if groups > 1 and isinstance(self.a, int):
-                parts = [self._grouped_product([x], y, groups) for x, y in zip(left, right * pair, strict=False)]
-            elif len(right) == 1:
-                parts = [(np.concatenate(left) if pair > 1 else left[0]) @ right[0].T]
-            else:
-                parts = [x @ y.T for x, y in zip(left, right, strict=True)]
-            return (np.concatenate(parts) if len(parts) > 1 else parts[0]).astype(np.float32, copy=False)
+        left = [self._times(x, np.tile(f, (len(x) // rows, 1))) for x, f in zip(a, factors_a, strict=True)]
+        return left, [self._times(b, f) for f in factors_b], (span(factors_a, s.scale), span(factors_b, s.scale))
 
-    def _scaled(self, values: np.ndarray, codes: np.ndarray, dtype: type) -> np.ndarray:
-        """Values (rows, K) times their block's scale factor."""
-        factors = SCALES[self.shape.scale].take(codes)[:, :, None]
-        blocks = values.reshape(len(values), -1, self.block)
-        return (blocks * factors.astype(dtype, copy=False)).reshape(values.shape)
-
-    def _wide(self, codes: np.ndarray) -> bool:
-        """Do these scale factors need float64 products?"""
-        return self.shape.scale == "ue8m0" and bool(codes.min() < _SCALE_LOW or codes.max() > _SCALE_HIGH)
+    def _times(self, values: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        """float64 (rows, K): values times their block's scale factor."""
+        blocks = values.reshape(len(values), -1, self.block).astype(np.float64)
+        blocks *= factors[:, :, None]
+        return blocks.reshape(values.shape)
 
     def _a(self, cta: Cta) -> np.ndarray:
         """float32 (rows, K) of one CTA; all 128 lanes where every group of lanes has its own A."""
@@ -360,3 +344,13 @@ class Mma:
             return None
         off = np.broadcast_to(self.disabled[region.cta][:, None], (LANES, COLUMNS))
         return ~region.view(off, lane, 0, 1)[..., 0]
+
+
+def _grouped_sums(a: np.ndarray, b: np.ndarray, groups: int, spans: tuple[Span, Span], proved: bool) -> np.ndarray:
+    """Layouts B, E, G with A in tensor memory: each group of lanes has its own A and its own part of N."""
+    rows, columns = len(a) // groups, len(b) // groups
+    parts = [
+        rounded_sums(a[g * rows : (g + 1) * rows], b[g * columns : (g + 1) * columns], *spans, proved)
+        for g in range(groups)
+    ]
+    return np.concatenate(parts, 1)

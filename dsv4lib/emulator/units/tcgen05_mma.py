@@ -60,7 +60,7 @@ def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
 @isa.service(
     f"tcgen05.mma.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
     f"tcgen05.mma.<sp:sp>.{_GROUP}.kind::<kind:f16|tf32|f8f6f4|i8>{_COLLECT_A}",
-    note="no .ashift; sparse A not with M = 128 of a CTA pair; float32 sums in an order of our own; D and A in tensor "
+    note="no .ashift; sparse A not with M = 128 of a CTA pair; exact sums rounded to float32; D and A in tensor "
     "memory as in the compiler's fragments; by the PTX ISA alone: negation, saturation, scale-input-d, disabled lanes",
 )
 def mma(warp: Warp, instr: Instr, form: Form) -> None:
