@@ -144,7 +144,7 @@ class Scheduler:
 
         Raises:
             PoolExhausted: the pool does not hold the one request that is left.
-            DSV4Error: logits without a distribution; the step was taken back.
+            DSV4Error: logits without a distribution; the step was taken back, its requests will be run again.
         """
         self._admit()
         batch = self._begin()
@@ -156,8 +156,7 @@ class Scheduler:
             if self.drafts:
                 last, ahead = self._follow(batch, drawn, streams)
         except BaseException:
-            self.manager.abort(batch)
-            self.caches.copy()
+            self._take_back(batch)
             raise
         self.manager.commit(batch, [max(len(tokens) - 1, 0) for tokens in drawn])
         self.caches.copy()
@@ -212,14 +211,27 @@ class Scheduler:
         return None
 
     def _preempt(self, name: Hashable) -> None:
-        one = self.known[name]
         try:
             self.manager.preempt(name, "swap" if self.swap else "recompute")
         except PoolExhausted:  # of the host
             self.manager.preempt(name, "recompute")
-        one.guesses, one.preempted, self.blocked = [], one.preempted + 1, True
+        self.blocked = True
+        self._wait(name)
+
+    def _wait(self, name: Hashable) -> None:
+        one = self.known[name]
+        one.guesses, one.preempted = [], one.preempted + 1
         self.running.remove(name)
         self.waiting.insert(0, name)
+
+    def _take_back(self, batch: Batch) -> None:
+        """Abort a step that may have run: its rows are in rings over those before them, so its requests start again."""
+        self.manager.abort(batch)
+        self.caches.copy()
+        names = {part.request.id for part in batch.parts}
+        for name in [name for name in reversed(self.running) if name in names]:
+            self.manager.preempt(name, "recompute")
+            self._wait(name)
 
     def _run(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         rows = requests = None

@@ -272,19 +272,21 @@ class Call(NamedTuple):
 
 
 def _reference(call: Call) -> None:
+    """Ask the oracle in fp64, of the states that the step uses alone: a pool has many more."""
     oracle = backends.oracle("compressor")
     state, out = call.state, call.out
     wide = (x.double() for x in (call.kv, call.gate, *call.weights))
-    batch = oracle.Packed(*wide, *call.batch[:2])
+    requests, slots = used_of(call.batch.requests), call.batch.slots
+    places, requests[:, 3] = requests[:, 3].clone(), torch.arange(len(requests), device=requests.device)
+    batch = oracle.Packed(*wide, requests, slots)
     dtype = None if out.form in DENSE else torch.bfloat16
     if isinstance(state, Running):
-        entries, slots, parts = oracle.compress_running(batch, state.parts.double(), call.eps, dtype)
-        state.parts.copy_(parts)
+        entries, slots, parts = oracle.compress_running(batch, state.parts[places].double(), call.eps, dtype)
+        state.parts[places] = parts.float()
     else:
-        given = oracle.State(state.k.double(), state.z.double())
+        given = oracle.State(state.k[places].double(), state.z[places].double())
         entries, slots, new = oracle.compress_packed(batch, given, call.eps, dtype)
-        state.k.copy_(new.k)
-        state.z.copy_(new.z)
+        state.k[places], state.z[places] = new.k.float(), new.z.float()
     entries = oracle.rounded(hadamard.transform(entries), dtype) if call.rotate else entries
     if out.form in DENSE:
         out.data[slots.long()] = entries.to(out.data.dtype)

@@ -433,19 +433,20 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 
 def _reference(call: Call) -> None:
-    """Ask the oracle in fp64, over lists of rows of both pools, one after the other."""
+    """Ask the oracle in fp64, over lists of the rows of both pools that a list names, one after the other."""
     pools, lists, rows = [], [], 0
     for name, (table, first, count, page, _) in call.sources.items():
         index = call.index if name == "entries" else call.window_index
-        if page:
-            table, _ = kv_entry.gather(table, page, torch.arange(len(table) * page, device=table.device))
         longest = max(int(count.max()), 0) if index is None else index.shape[1]
         place = torch.arange(longest, device=table.device)
         numbers = first[:, None] + place if index is None else index
-        lists.append(torch.where((place < count[:, None]) & (numbers >= 0), numbers + rows, -1))
-        # A row that no list names may hold anything, NaN too; it must not reach a product, where 0 x NaN is NaN.
+        seen = (place < count[:, None]) & (numbers >= 0)
+        named = numbers[seen].unique().long()
+        table = kv_entry.gather(table, page, named)[0] if page else table[named]
+        lists.append(torch.where(seen, torch.searchsorted(named, numbers.long()) + rows, -1))
         pools.append(torch.nan_to_num(table.double()))
         rows += len(table)
+    pools.append(pools[0].new_zeros(1, call.q.shape[2]))  # where no list names a row, there is still one to index
     keys, index = torch.cat(pools)[None], torch.cat(lists, 1).long()[None]
     sink = None if call.sink is None else call.sink.double()
     (o,), (lse,) = backends.oracle("fmha").sparse(call.q.double()[None], keys, index, sink, call.scale)

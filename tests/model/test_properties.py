@@ -1,0 +1,192 @@
+"""The whole model under random calls: every logit that is drawn from has the bits of its request alone."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from dsv4lib.cache import Group, Manager, Storage, Tables, faults
+from dsv4lib.config import schedule
+from dsv4lib.loader.checkpoint import Checkpoint
+from dsv4lib.loader.convert import save
+from dsv4lib.loader.model import transformer
+from dsv4lib.loader.whole import Listed
+from dsv4lib.model import paged
+from dsv4lib.model.scheduler import Scheduler
+from dsv4lib.reference.model import ReferenceModel
+from tests.model.machine import FEW, TEXT, Alone, Prompts, finish, run_machine, settings_of, watched
+from tests.whole_model import SMALL, listed, peer  # noqa: F401  fixtures
+
+TINY = replace(
+    SMALL,
+    n_layers=2,
+    compress_ratios=schedule(2, (), 4, 128),
+    hidden=128,
+    n_heads=2,
+    o_groups=1,
+    o_lora_rank=32,
+    index_topk=8,
+    n_experts=3,
+    expert_width=128,
+    vocab=64,
+)
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory):
+    """Makes schedulers of one model; logits of sequences alone are kept from one to the next."""
+    folder = tmp_path_factory.mktemp("properties") / "tiny"
+    save(ReferenceModel(TINY).randomize_(1).state_dict(), TINY, folder, "mxfp4")
+    options = {"capacity": 512, "precision": "bf16", "experts": "bf16", "backend": "reference"}
+    model, other = (transformer(Listed.of(Checkpoint(folder)), mtp=mtp, **options) for mtp in (True, False))
+    alone = Alone(other)
+    with torch.no_grad():
+        yield lambda **given: watched(model, alone, **given)
+
+
+def test_any_mixture_has_the_bits_of_a_request_alone(serve):
+    """Shared beginnings, chunks, drafts, forks, preemption, failed steps, evictions, padded decode steps."""
+    found = run_machine(serve, runs=6, calls=12, prompts=FEW)
+    print(found)
+    occurred = {name: count for name, count in vars(found).items() if name != "differing"}
+    assert all(occurred.values()) and not found.differing, f"something did not occur: {found}"
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_thousands_of_steps_have_the_bits_of_requests_alone(serve):
+    found = run_machine(serve, runs=150, calls=40)
+    print(found)
+    assert found.steps > 2000 and found.hits > 50
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_running_state_rounds_where_a_step_ends(serve):
+    """HCA's running softmax is fp32 between steps: one entry in 150 differs in a bit, and the logits after it."""
+    found = run_machine(serve, runs=20, calls=24, drafts=0, rings=False)
+    print(found)
+    assert found.compared > 300 and found.differing <= 0.05 * found.compared
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_kernels_have_the_bits_of_requests_alone(listed):  # noqa: F811
+    """SM100 in the emulator, in steps of at most 16 tokens: with more its order of sums depends on a step's tokens."""
+    model, other = (transformer(listed, capacity=512, mtp=mtp, backend="emulator") for mtp in (True, False))
+    alone = Alone(other, chunk=16)
+    given = {"prompts": Prompts((1, 3, 6), most=4), "tokens": 16, "drafts": 1, "save_every": 0}
+    found = run_machine(lambda **options: watched(model, alone, **options), runs=4, calls=6, **given)
+    print(found)
+    assert found.compared > 20 and not found.differing
+
+
+def _release_early(original):
+    return lambda self, request, group: original(self, request, group._replace(reach=group.reach - 64))
+
+
+def _without(kind):
+    return lambda original: lambda self, copies: original(self, [one for one in copies if one.kind != kind])
+
+
+def _places_exchanged(original):
+    def send(self, flat):
+        for name, field in self.fields.items():
+            own = flat[field.offset :][: torch.Size(field.shape).numel()].view(field.shape)
+            if name.startswith("requests.") and own[0, 1, 3] >= 0:
+                own[:, :2, 3] = own[:, :2, 3].flip(1)
+        original(self, flat)
+
+    return send
+
+
+def _least_rings(original):
+    def groups(*given, **named):
+        rows = {"csa_state": 8, "keys_state": 8, "hca_state": 128}
+        return tuple(g._replace(rows=rows[g.name]) if g.name in rows else g for g in original(*given, **named))
+
+    return groups
+
+
+def _shipped(name):
+    """A fault of `dsv4lib.cache.faults` as a patch."""
+    fault = faults.FAULTS[name]
+    return fault.owner, fault.name, fault.make
+
+
+HITS = {"prompts": Prompts((257,), ((7,),), 2), "spare": 60, "drafts": 1}
+DRAFTS = {"prompts": Prompts((3, 5, 65)), "spare": 60, "drafts": 7}
+SHORT = {"prompts": Prompts((3, 65, 129)), "spare": 60, "drafts": 1}
+# Of each fault what is replaced, and what examples have in common, so that few are enough.
+FAULTS = {
+    "the window's last page is released early": ([(Manager, "_release_passed", _release_early)], SHORT),
+    "copies on the device are left out": ([(Storage, "run", _without("device"))], HITS),
+    "what was swapped out does not come back": ([(Storage, "run", _without("in"))], SHORT),
+    "two requests use each other's state": ([(Tables, "_send", _places_exchanged)], SHORT),
+    "one draft too many is kept": (
+        [(Manager, "_accepted", lambda original: lambda self, counts, number: counts[number] + 1)],
+        DRAFTS,
+    ),
+    "rings have no rows for drafts": (
+        [(paged, "deepseek_v4", _least_rings), (Group, "most_drafts", lambda original: property(lambda self: 7))],
+        DRAFTS,
+    ),
+    "a failed step goes on with its rings": (
+        [(Scheduler, "_take_back", lambda original: lambda self, batch: self.manager.abort(batch))],
+        SHORT | {"tokens": 16},
+    ),
+    "states of uncut chunks are saved late": (
+        [_shipped("saves_overwritten_rows"), (Manager, "cut", lambda original: lambda self, name, count: count)],
+        HITS | {"tokens": 300},
+    ),
+    "reads_one_block_more": ([_shipped("reads_one_block_more")], HITS),
+    "first_block_lost": ([_shipped("first_block_lost")], HITS),
+    "stale_ring": ([_shipped("stale_ring")], HITS),
+    "coarse_hits": ([_shipped("coarse_hits")], HITS),
+    "neighbours_layer": ([_shipped("neighbours_layer")], SHORT),
+    "first_count_for_all": ([_shipped("first_count_for_all")], DRAFTS),
+    "fork_writes_shared": ([_shipped("fork_writes_shared")], SHORT),
+    "padding_not_counted": ([_shipped("padding_not_counted")], SHORT),
+    "padding_keeps_tokens": ([_shipped("padding_keeps_tokens")], SHORT | {"drafts": 0, "decode_sizes": (4,)}),
+}
+DEFAULT = "copies on the device are left out", "a failed step goes on with its rings"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.full) for n in FAULTS])
+def test_faults_are_found(serve, name):
+    """Within six examples. The other faults of `cache.faults`: drafts_named is below; two need a GPU, one row()."""
+    patches, fixed = FAULTS[name]
+    with ExitStack() as stack, pytest.raises(Exception) as found:
+        for owner, attribute, make in patches:
+            stack.enter_context(mock.patch.object(owner, attribute, make(vars(owner)[attribute])))
+        run_machine(serve, runs=6, calls=14, **fixed)
+    print(f"{name}: {type(found.value).__name__}: {str(found.value)[:160]}")
+
+
+def rejected_drafts(serve, pattern):
+    """Reject drafts across the end of a block, then serve two prompts that have them."""
+    one = serve(drafts=3, tokens=300, spare=60)
+    one.pattern = pattern
+    one.add("drafts", TEXT[:254], settings_of(0), 6)
+    one.step()
+    begun = [*one.known["drafts"].prompt, one.given["drafts"][-1], *one.known["drafts"].guesses[:1]]
+    for name in ("first", "again"):
+        for _ in range(3):
+            one.step()
+        one.add(name, [*begun, 50, 51], settings_of(0), 2)
+    finish(one)
+    assert one.manager.metrics.requests_hit >= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [None, "drafts_named"])
+def test_rejected_drafts_have_no_name(serve, fault):
+    """Of two guesses one is rejected, and is the last token of a block."""
+    if fault is None:
+        return [rejected_drafts(serve, pattern) for pattern in (7, 8)]
+    with faults.inject(fault), pytest.raises(AssertionError, match="difference of logits"):
+        for pattern in (7, 8):
+            rejected_drafts(serve, pattern)
+    return None
