@@ -134,7 +134,7 @@ def test_values_depend_on_all_tokens_before():
 def test_figures_of_the_manager(capsys):
     told = managed.story("reference")
     words = alt_text(figures.pool_over_time(told))
-    assert "B: 128 of 180 found: " in words and "emptied: 0 live, 0 cached" in words
+    assert "B comes: 180, 128 found: " in words and "emptied: 0 live, 0 cached" in words
     assert set(figures.GROUP_COLOURS) == set(told.moments[0].live)
     figures.group_bytes(told)
     assert "74,752" in capsys.readouterr().out

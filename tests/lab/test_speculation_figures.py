@@ -77,6 +77,14 @@ def test_a_fault_of_serving_is_seen(found, alone, fault, red):
     assert again.tokens == alone.tokens[:3]
 
 
+def test_one_chunk_gives_the_same_tokens(found):
+    one = run_case.serve(found, "The", 4, 3, "reference")
+    assert run_case.differing_at_once(found, "The", one, "reference") == 0
+    logits = [row + 1e-3 if i == 0 else row for i, row in enumerate(one.logits)]
+    other = one._replace(tokens=[*one.tokens[:-1], 0], logits=logits)
+    assert run_case.differing_at_once(found, "The", other, "reference") == 2
+
+
 def test_acceptance_is_counted_by_place():
     accepted = run_case.acceptance(chains())
     assert accepted.reached.tolist() == [3, 2, 2, 1, 1, 1, 1] and accepted.accepted.tolist() == [2, 2, 1, 1, 1, 1, 1]

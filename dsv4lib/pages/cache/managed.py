@@ -95,7 +95,8 @@ class _Server:
     def add(self, name: str, tokens: list[int]) -> None:
         """Take a request and run its prompt, preempting the oldest other one where the pool is full."""
         self.hits[name] = self._tried(name, lambda: self.manager.add(name, tokens))
-        self.note(f"{name}: {self.hits[name]} of {len(tokens)} found" if self.hits[name] else f"{name}: {len(tokens)}")
+        hit = f", {self.hits[name]} found" if self.hits[name] else ""
+        self.note(f"{name} comes: {len(tokens)}{hit}")
         self.run(name)
         self.note(f"{name} was run")
 

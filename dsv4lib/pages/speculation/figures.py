@@ -86,7 +86,7 @@ def acceptance(found: Accepted, places: int) -> Figure:
     left, right = fig.subplots(1, 2, sharey=True)
     x = torch.arange(1, len(found.reached) + 1)
     each = found.accepted.double() / found.reached.clamp_min(1)
-    left.bar(x, 100 * each, color=GREEN, width=0.62)
+    left.bar(x.tolist(), (100 * each).tolist(), color=GREEN, width=0.62)
     for i, share in enumerate(each.tolist()):
         words = f"{found.accepted[i]}\nof {found.reached[i]}" if found.reached[i] else "never\nreached"
         left.text(i + 1, 100 * share + 1.5, words, ha="center", va="bottom", fontsize=7.5, linespacing=1.1)
@@ -95,7 +95,9 @@ def acceptance(found: Accepted, places: int) -> Figure:
         (found.greedy, "greedy: the target's argmax", GREEN, "o"),
         (found.drawn, "drawn at temperature 1", BLUE, "s"),
     ):
-        right.plot(x, 100 * values, color=colour, marker=mark, markersize=4.5, linewidth=1.6, label=label)
+        right.plot(
+            x.tolist(), (100 * values).tolist(), color=colour, marker=mark, markersize=4.5, linewidth=1.6, label=label
+        )
     right.set(title="it and all before it", xlabel="place of the draft")
     right.legend(fontsize=8)
     for ax in (left, right):
@@ -116,10 +118,16 @@ def distributions(chains: Chains, position: int, counts: torch.Tensor) -> Figure
     fig = style.new_figure(height=3.6)
     left, right = fig.subplots(1, 2, sharey=True)
     y, names = torch.arange(SHOWN).double(), [shown(int(token)) for token in order]
-    left.barh(y - 0.2, 100 * q[order], height=0.38, color=ORANGE, label="q, the draft block")
-    left.barh(y + 0.2, 100 * p[order], height=0.38, color=BLUE, label="p, the target")
+    left.barh((y - 0.2).tolist(), (100 * q[order]).tolist(), height=0.38, color=ORANGE, label="q, the draft block")
+    left.barh((y + 0.2).tolist(), (100 * p[order]).tolist(), height=0.38, color=BLUE, label="p, the target")
     left.set(title="two distributions of the next byte", xlabel="probability, %")
-    right.barh(y, 100 * rest[order], height=0.6, color="#d5dae0", label="residual, max(p - q, 0) normalised")
+    right.barh(
+        y.tolist(),
+        (100 * rest[order]).tolist(),
+        height=0.6,
+        color="#d5dae0",
+        label="residual, max(p - q, 0) normalised",
+    )
     right.scatter(100 * p[order], y, color=BLUE, marker="|", s=130, linewidths=2, label="p", zorder=3)
     right.scatter(100 * drawn[order], y, color=GREEN, s=18, label="share among tokens that came out", zorder=4)
     right.set(title=f"{int(counts.sum()):,} draws, verified", xlabel="%")
@@ -181,7 +189,8 @@ def rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
     ax.set(xlim=(-5.4, max(rows, len(window)) + 0.1), ylim=(-1.75 * 2 - 0.5, HIGH + 0.2))
     ax.set_title(f"after a step at position {change.start}: {change.accepted} of {change.drafts} drafts accepted")
     ax.set_axis_off()
-    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+    used = {what for _, cells in lines for _, what, _ in cells}
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
     handles.append(Patch(color=style.INK, label=f"bar: read by the token at {change.length}"))
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     lost = [p for p in range(end) if kind[p] == LOST]

@@ -7,12 +7,13 @@ verifies on the fp32 oracle, many passages at a time. An injected fault replaces
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from dsv4lib.cache import Work
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import kv_entry
 from dsv4lib.layers.attention import KEYS, Pool, State
@@ -207,6 +208,23 @@ def serve(found: Listed, prompt: str, count: int, drafts: int, backend: str, fau
     return Served(drawn, logits, changes, rows, rings)
 
 
+@torch.no_grad()
+def differing_at_once(found: Listed, prompt: str, one: Served, backend: str) -> int:
+    """Run prompt and drawn tokens as one chunk of at most 16; count the logits that do not give a run's next token.
+
+    A row of logits counts where it is not among the run's, bit by bit, or where another token is its largest.
+    """
+    made = whole.model(found, backend, capacity=128)
+    tokens = [whole.BOS, *prompt.encode(), *one.tokens[:-1]]
+    caches = PagedCaches(made, requests=1, tokens=ROWS, positions=ROWS)
+    caches.manager.add("all", tokens)
+    hidden, _ = made.hidden(caches.step(caches.manager.begin([Work("all", len(tokens))])))
+    rows = made.head(hidden[len(prompt) :].contiguous())[0].cpu()
+    drawn = rows[:, : found.config.vocab].argmax(-1).tolist()
+    wrong = sum(a != b for a, b in zip(drawn, one.tokens, strict=True))
+    return wrong + _absent(rows, one.logits)
+
+
 def _recorded(made: Any) -> list[torch.Tensor]:
     """List every row of logits that the head makes from now on."""
     seen, right = [], made.head.forward
@@ -278,7 +296,7 @@ def _overwrite(scheduler: Scheduler, one: Any, filled: tuple[int, int, float]) -
     """Overwrite what is past the committed tokens: values of rejected drafts, and of drafting."""
     for _, name, where in _stores(scheduler):
         g = scheduler.caches.groups[name]
-        for position in range(one.extents[name], one.written[name]):
+        for position in range(one.length, one.written[name]):
             if isinstance(where, State):
                 for x in where.kept:
                     x[one.held[name][0].pages[where.part], position % x.shape[1]] = filled[2]
@@ -295,7 +313,11 @@ def differing(one: Served, other: Served) -> int:
 
 def missing(one: Served, other: Served) -> int:
     """Count the rows of logits of a run without drafts that another run does not have bit by bit."""
-    return sum(not any(torch.equal(row, seen) for seen in other.logits) for row in one.logits)
+    return _absent(one.logits, other.logits)
+
+
+def _absent(rows: Iterable[torch.Tensor], among: list[torch.Tensor]) -> int:
+    return sum(not any(torch.equal(row, seen) for seen in among) for row in rows)
 
 
 def strayed(one: Served) -> int:
