@@ -21,6 +21,7 @@ from dsv4lib.cache.request import Copy, Step
 from dsv4lib.errors import ArgumentError
 
 BUFFERS = 3
+ALIGN = 4  # int32 of a table's alignment: kernels read 16 bytes at a time
 
 
 class Staging:
@@ -102,7 +103,7 @@ class Tables:
 
     def _field(self, name: str, shape: tuple[int, ...], padding: int) -> None:
         self.fields[name] = Field(self.size, shape, padding)
-        self.size += int(np.prod(shape))
+        self.size += -(-int(np.prod(shape)) // ALIGN) * ALIGN
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a table on the device: always the same memory."""
@@ -157,10 +158,11 @@ class Tables:
                 pages = np.array([block.pages for block in held[first:]], dtype=np.int32)
                 width = self.width(g)
                 views[f"blocks.{g.name}"][:, number, np.arange(first, len(held)) % width] = pages.T
-                closes = (positions + 1) % g.rate == 0
-                at = positions[closes]
+                there = (positions + 1) % g.rate == 0
+                there &= positions < len(held) * g.block_tokens  # the last token's value waits for the token ahead
+                at = positions[there]
                 slots = pages.T[:, at // g.block_tokens - first] * g.entries + at % g.block_tokens // g.rate
-                views[f"slots.{g.name}"][:, np.arange(row, row + count)[closes]] = slots
+                views[f"slots.{g.name}"][:, np.arange(row, row + count)[there]] = slots
             row += count
         self._send(torch.from_numpy(flat))
 

@@ -91,6 +91,22 @@ def test_tables_hold_what_kernels_read():
     check_fields()
 
 
+def test_every_table_starts_on_16_bytes():
+    """Kernels read plans of rings 16 bytes at a time, whatever sizes other tables have."""
+    for positions in (40, 64, 96):
+        made = Tables(caches.paged().manager, 1, 13, positions)
+        assert [name for name, field in made.fields.items() if field.offset % 4] == []
+
+
+def test_a_last_token_at_a_border_has_no_value_that_looks_ahead():
+    """Without drafts the MTP window has no block for it until the token ahead is known."""
+    adapter = caches.paged(drafts=0)
+    made, step = Tables(adapter.manager, 1, 16, 32), begun(adapter, 9)  # 8 is the first position of a block of 4
+    made.fill(step)
+    slots = made["slots.mtp_window"][0]
+    assert slots[:8].min() >= 0 and slots[8] == -1 and made["slots.window"][0, 8] >= 0
+
+
 def test_a_step_in_flight_keeps_its_tables(monkeypatch):
     check_late_copies(monkeypatch)
 

@@ -10,7 +10,7 @@ from dsv4lib.ops.common.requests import check_values
 from dsv4lib.ops.kv_append import faults as kv_append_faults
 from dsv4lib.ops.kv_gather import faults as kv_gather_faults
 from dsv4lib.ops.quantize import faults as quantize_faults
-from dsv4lib.pages.cache import figures, run_case
+from dsv4lib.pages.cache import figures, managed, run_case
 from dsv4lib.pages.cache.run_case import DIM, NOPE, PAGE, WINDOW, Kernels
 from dsv4lib.pages.common import faults as injected
 from dsv4lib.viz.style import alt_text
@@ -102,6 +102,42 @@ def test_what_is_no_number():
     pages, indices = run_case.all_pairs()
     values, _ = kv_entry.gather(pages, PAGE, indices, torch.float64)
     assert values[127, 56] == 1 and values[130, 0x7E] == 8 * 448 and bool(values[255, :NOPE].isnan().all())
+
+
+@pytest.mark.parametrize("fault", ["none", *managed.FAULTS])
+def test_a_story_of_the_manager(fault):
+    """A hit, an eviction, a preemption; each fault is seen by one number."""
+    told = managed.story("reference", 0, fault)
+    seen = {
+        "StaleRing": told.wrong > 0,
+        "FirstBlockLost": told.hits["B"] != 128,
+        "PaddingNotCounted": max(one.unaccounted for one in told.moments) > 0,
+    }
+    assert [name for name, red in seen.items() if red] == [name for name in seen if name == fault]
+    assert told.preempted == 1 and told.evicted > 0 and told.leaked == 0 and told.compared > 5000
+    assert all(sum(one.live.values()) + one.cached + one.unused == managed.PAGES for one in told.moments)
+
+
+def test_a_page_that_stays_is_a_leak(monkeypatch):
+    monkeypatch.setattr(managed.Manager, "evict", lambda self: 0)
+    told = managed.story("reference")
+    assert told.leaked == told.moments[-1].cached > 0
+
+
+def test_values_depend_on_all_tokens_before():
+    served = managed._Server("reference", 0)
+    group = served.manager.groups[0]
+    one, other = served.values([1, 2, 3], group, 0), served.values([7, 2, 3], group, 0)
+    assert not bool((one == other).all(-1).any()) and not torch.equal(one, served.values([1, 2, 3], group, 1))
+
+
+def test_figures_of_the_manager(capsys):
+    told = managed.story("reference")
+    words = alt_text(figures.pool_over_time(told))
+    assert "B comes: 180, 128 found: " in words and "emptied: 0 live, 0 cached" in words
+    assert set(figures.GROUP_COLOURS) == set(told.moments[0].live)
+    figures.group_bytes(told)
+    assert "74,752" in capsys.readouterr().out
 
 
 def test_figures(capsys):

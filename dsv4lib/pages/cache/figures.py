@@ -10,9 +10,12 @@ from matplotlib.figure import Figure
 from dsv4lib import viz
 from dsv4lib.formats import kv_entry
 from dsv4lib.pages.cache import run_case
+from dsv4lib.pages.cache.managed import Story
 from dsv4lib.pages.cache.run_case import DIM, GROUP, GROUPS, NOPE, PAGE, WINDOW, Batch, Kernels, Pool
 from dsv4lib.pages.common import faults as injected
+from dsv4lib.viz import style
 from dsv4lib.viz.diagram import pipeline
+from dsv4lib.viz.panels import styled
 from dsv4lib.viz.style import PALETTE
 from dsv4lib.viz.table import show_table
 
@@ -159,3 +162,43 @@ def show_faults(faults: Mapping[str, Kernels], prefill: int, seed: int, backend:
 def listed(every: bool, harmless: bool) -> dict[str, Kernels]:
     """The faulty kernels to show."""
     return injected.listed(run_case.FAULTS, run_case.RIGHT, "PagesTransposed", every, harmless)
+
+
+GROUP_COLOURS = {
+    "window": BLUE,
+    "csa": ORANGE,
+    "keys": PINK,
+    "hca": GREEN,
+    "csa_state": SKY,
+    "keys_state": "#8cc5e3",
+    "hca_state": "#c3e2f3",
+}
+
+
+@styled
+def pool_over_time(told: Story) -> Figure:
+    """Pages of the pool after each event: of requests by group, cached, unused."""
+    fig = style.new_figure(height=5.0)
+    ax = fig.subplots()
+    places, start = range(len(told.moments)), [0] * len(told.moments)
+    cached, unused = [one.cached for one in told.moments], [one.unused for one in told.moments]
+    parts = {name: ([one.live[name] for one in told.moments], colour) for name, colour in GROUP_COLOURS.items()}
+    parts |= {"cached, of no request": (cached, GREY), "unused": (unused, "#eef1f4")}
+    for name, (pages, colour) in parts.items():
+        ax.barh(places, pages, left=start, height=0.8, color=colour, label=name, linewidth=0)
+        start = [a + b for a, b in zip(start, pages, strict=True)]
+    ax.set_yticks(list(places), [one.event for one in told.moments])
+    ax.set(xlabel="pages", xlim=(0, start[0]), title=f"a pool of {start[0]} pages, from top to bottom in time")
+    ax.invert_yaxis()
+    ax.tick_params(axis="y", length=0)
+    fig.legend(loc="outside lower center", ncols=5, fontsize=8)
+    fullest = min(told.moments, key=lambda one: one.unused)
+    words = "; ".join(f"{one.event}: {sum(one.live.values())} live, {one.cached} cached" for one in told.moments)
+    alt = f"Pages of the pool after each event. Fewest unused, {fullest.unused}, after '{fullest.event}'. {words}."
+    return style.set_alt(fig, alt)
+
+
+def group_bytes(told: Story) -> None:
+    """Show the bytes of a block by group, and that all blocks and unused pages are the pool."""
+    head = "group", "kind", "layers", "tokens a block", "bytes of values", "padding", "most blocks at once"
+    show_table(head, told.rows)

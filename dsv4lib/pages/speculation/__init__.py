@@ -1,0 +1,1 @@
+"""What the notebook of drafts and their verification calls."""
