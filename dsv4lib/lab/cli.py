@@ -319,18 +319,23 @@ def train(
 def evaluate(
     model: Annotated[Path | None, typer.Argument(help="folder of a checkpoint with bytes as tokens")] = None,
     windows: Annotated[int, typer.Option(min=1, help="held-out windows to judge, 16 at most")] = 1,
-    length: Annotated[int, typer.Option(min=1, max=2048, help="bytes of a window that are used")] = 512,
+    length: Annotated[
+        int | None, typer.Option(min=1, max=2048, help="bytes of a window that are used [default: 512; on kernels 64]")
+    ] = None,
     variant: Annotated[list[str] | None, typer.Option(help="only this variant (repeatable)")] = None,
     table: Annotated[Path | None, typer.Option(help="CSV file to write")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda, for the reference")] = "cpu",
+    backend: Annotated[
+        str | None, typer.Option(help="judge modes of the kernels on native, emulator or auto [default: the reference]")
+    ] = None,
 ) -> None:
-    """What each precision and selection costs: bits per byte, KL, greedy agreement, through the reference."""
+    """What each precision and selection costs: bits per byte, KL, greedy agreement, on the reference or on kernels."""
     from dsv4lib.pages.nano import evaluate as page
 
     console = Console(stderr=True, highlight=False)
-    if not page.command(
-        model, console, windows=windows, length=length, names=variant or [], table=table, device=device
-    ):
+    size = length or (512 if backend is None else 64)
+    given = {"names": variant or [], "table": table, "device": device, "backend": backend}
+    if not page.command(model, console, windows=windows, length=size, **given):
         raise typer.Exit(1)
 
 

@@ -37,8 +37,9 @@ def transformer(
     Args:
         listed: the checkpoint. places, capacity: requests at a time, and tokens of each.
         precision: of linear layers stored in FP8, see `layers.dense`.
-        experts: mode of routed and shared experts, a key of `layers.moe.FORMS`; None: that of their format, without
-            loss. keys: format of indexer keys, "fp4" or "fp8".
+        experts: mode of routed experts, a key of `layers.moe.FORMS`; None: that of their format, without loss. Shared
+            experts are never rounded: bf16 with bf16, else the mode of their format.
+        keys: format of indexer keys, "fp4" or "fp8".
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
 
     Raises:
@@ -92,7 +93,7 @@ def _layer(
     config = listed.config
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
     attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend)
-    modes = {"precision": experts, "shared_precision": experts}
+    modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
     moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend)
     return DecoderLayer(attention, moe, tensors, config, backend)
 

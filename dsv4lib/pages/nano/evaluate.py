@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError
-from dsv4lib.nano import corpus, evaluate, variants
+from dsv4lib.nano import corpus, evaluate, on_kernels, variants
 from dsv4lib.nano.evaluate import Row
 
 LENGTH = 2048  # bytes of a held-out window
@@ -41,29 +41,38 @@ def command(
     names: Sequence[str] = (),
     table: Path | None = None,
     device: str = "cpu",
+    backend: str | None = None,
 ) -> bool:
     """Print the table; False if a gate fails.
+
+    Args:
+        backend: of the ops that judge the modes of `on_kernels`; None: the variants of the reference model.
 
     Raises:
         ArgumentError: an unknown variant or device, too many windows, a table that exists, dimensions that the codecs
             are not made for.
+        BackendUnavailable: the back end cannot run here.
         CheckpointError: a checkpoint that is not complete.
     """
-    wanted = [variants.named(name) for name in names] or list(variants.VARIANTS)
+    kind = variants if backend is None else on_kernels
+    wanted = [kind.named(name) for name in names] or list(variants.VARIANTS if backend is None else on_kernels.MODES)
     found = held_windows(windows, length)
     if table is not None and table.exists():
         raise ArgumentError("table", str(table), "a file that does not exist: nothing is overwritten")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ArgumentError("device", device, "cpu, or cuda where torch finds a GPU")
-    config, values = evaluate.load(model or shipped(), device)
     console.print(f"{len(wanted)} variants on {int(found.judged.sum())} bytes, paired with the checkpoint as it is")
-    rows = evaluate.table(config, values, found, wanted, lambda row: print(line(row), flush=True))
+    if backend is None:
+        config, values = evaluate.load(model or shipped(), device)
+        rows = evaluate.table(config, values, found, wanted, lambda row: print(line(row), flush=True))
+    else:
+        rows = on_kernels.table(model or shipped(), found, wanted, backend, lambda row: print(line(row), flush=True))
     if table is not None:
         with open(table, "x", newline="") as stream:
             writer = csv.DictWriter(stream, list(asdict(rows[0])), lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(row) for row in rows)
-    faults = evaluate.gates(rows)
+    faults = (evaluate if backend is None else on_kernels).gates(rows)
     for fault in faults:
         console.print(fault, style="red", markup=False)
     return not faults

@@ -1,0 +1,47 @@
+"""The evaluation through ops: modes against the oracle, gates, the command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dsv4lib.errors import ArgumentError
+from dsv4lib.lab import cli
+from dsv4lib.nano import evaluate, on_kernels
+from dsv4lib.pages.nano.evaluate import held_windows
+
+SHIPPED = Path(__file__).resolve().parents[2] / "data" / "nano"
+
+
+def test_modes_differ_from_the_oracle_by_what_they_round():
+    wanted = [on_kernels.named(n) for n in (on_kernels.SHIPPED, "linears bf16", on_kernels.NAIVE)]
+    rows = on_kernels.table(SHIPPED, held_windows(1, 96), wanted, "reference")
+    assert on_kernels.gates(rows) == []
+    _, shipped, linears, naive = rows
+    assert 1e-5 < linears.kl < shipped.kl < 0.1 * naive.kl  # activations of the experts are left to round
+    assert shipped.same > 0.95
+
+
+def test_gates_refuse_what_they_should():
+    row = evaluate.Row(on_kernels.SHIPPED, "emulator", 1, 96, 1.0, 0.0, 0.0, 0.0, kl=0.002, same=1.0)
+    naive = replace(row, name=on_kernels.NAIVE, difference=0.2, kl=0.3)
+    assert on_kernels.gates([row, naive]) == []
+    assert on_kernels.gates([replace(row, kl=0.02), naive])[0].startswith("as stored: KL 0.02")
+    assert on_kernels.gates([row, replace(naive, difference=0.01)])[0].startswith(on_kernels.NAIVE)
+
+
+@pytest.mark.full
+def test_kernels_agree_with_their_oracles():
+    wanted = [on_kernels.named(on_kernels.SHIPPED)]
+    emulated, oracles = (
+        on_kernels.table(SHIPPED, held_windows(1, 24), wanted, backend)[1] for backend in ("emulator", "reference")
+    )
+    assert abs(emulated.bpb - oracles.bpb) < 0.02 and emulated.kl < on_kernels.SHIPPED_KL_MOST
+
+
+def test_command_names_what_is_wrong(tmp_path):
+    with pytest.raises(ArgumentError, match="variant"):
+        on_kernels.named("kv bf16")
+    refused = CliRunner().invoke(cli.app, ["evaluate", "--backend", "reference", "--variant", "nothing"])
+    assert isinstance(refused.exception, ArgumentError) and "as stored" in str(refused.exception)
