@@ -123,14 +123,12 @@ def _wide_sums(a: np.ndarray, b: np.ndarray, of_a: Span, of_b: Span) -> np.ndarr
     """Sums that need not be exact: (M, N), float32."""
     wider, other = (of_a, of_b) if of_a.width >= of_b.width else (of_b, of_a)
     room = EXACT - other.width - (a.shape[1] - 1).bit_length()  # bits that a part of the wider matrix may span
-    if wider.width > 2 * room - wider.significant + 1:
+    low = _split(a if wider is of_a else b, wider, room)
+    if low is None:
         return _bounded_sums(a, b)
-    limit = math.ldexp(1.0, wider.low + room)
     if wider is of_a:
-        low = np.where(np.abs(a) < limit, a, 0)
         low_sums, high_sums = low @ b.T, (a - low) @ b.T
     else:
-        low = np.where(np.abs(b) < limit, b, 0)
         low_sums, high_sums = a @ low.T, a @ (b - low).T
     total = high_sums + low_sums
     result = total.astype(np.float32)
@@ -141,6 +139,13 @@ def _wide_sums(a: np.ndarray, b: np.ndarray, of_a: Span, of_b: Span) -> np.ndarr
     if doubtful.any():
         result[doubtful] = _round(*two_sum(high_sums[doubtful], low_sums[doubtful]))
     return result
+
+
+def _split(values: np.ndarray, of: Span, room: int) -> np.ndarray | None:
+    """Numbers of small magnitude, the others 0, if they and the others span at most ``room`` bits each; else None."""
+    if of.width > 2 * room - of.significant + 1:
+        return None
+    return np.where(np.abs(values) < math.ldexp(1.0, of.low + room), values, 0)
 
 
 def _round(sums: np.ndarray, rests: np.ndarray) -> np.ndarray:

@@ -144,17 +144,30 @@ def test_the_steps_agree(kind):
     np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
 
 
-@pytest.mark.parametrize("rest", [0.0, 2.0**-40, -(2.0**-40), 2.0**-10])
-@pytest.mark.parametrize("scale", [1.0, 2.0**-73])
-def test_the_low_part_decides_ties(rest, scale):
-    """1 + 2^-24 lies in the middle between two float32; once more where float32 is subnormal."""
-    a = np.array([[1.0, 2.0**-7, rest], [1.0, -(2.0**-7), 1.0]], np.float32) * np.float32(scale)
-    b = np.array([[1.0, 2.0**-17, 2.0**-20], [3.0, 2.0**-16, -(2.0**-12)]], np.float32) * np.float32(scale)
+@pytest.mark.parametrize("rest", [0.0, 2.0**-60, -(2.0**-60)])
+@pytest.mark.parametrize(("scale", "half"), [(1.0, 2.0**-24), (2.0**-73, 2.0**-4)])
+def test_the_low_part_decides_ties(monkeypatch, rest, scale, half):
+    """1 + half lies in the middle between two float32, normal or subnormal, and in float64 the rest is lost in it."""
+    monkeypatch.setattr(tensor_sums, "_bounded_sums", None)  # not asked
+    a = np.array([[1.0, half, rest], [1.0, half, 2.0**-60], [-1.0, -half, rest]], np.float32) * np.float32(scale)
+    b = np.array([[1.0, 1.0, 1.0], [1.0, 1.0, -1.0]], np.float32) * np.float32(scale)
     want = expected(a, b).view("u4")
-    spans = span([a], "bf16"), span([b], "bf16")
-    wide = tensor_sums._wide_sums(a.astype(np.float64), b.astype(np.float64), *spans)
-    np.testing.assert_array_equal((wide + np.float32(0)).view("u4"), want)
     np.testing.assert_array_equal(sums(a, b).view("u4"), want)
+    np.testing.assert_array_equal(sums(b, a).T.view("u4"), want)
+
+
+@pytest.mark.parametrize("wide_bits", range(20, 60, 3))
+def test_both_parts_of_a_split_are_exact(monkeypatch, wide_bits):
+    rng, split, found = np.random.default_rng(wide_bits), tensor_sums._split, []
+    monkeypatch.setattr(tensor_sums, "_split", lambda values, *args: found.append((values, split(values, *args))))
+    a = bf16(rng.uniform(1, 2, (64, 16)) * np.exp2(-rng.integers(0, wide_bits, (64, 16)).astype(float)))
+    b = bf16(rng.uniform(1, 2, (8, 16)) * np.exp2(-rng.integers(0, 10, (8, 16)).astype(float)))
+    sums(a, b)
+    assert bool(found) != exact(span([a], "bf16"), span([b], "bf16"), 16)
+    for values, low in found:
+        assert (low is not None) == (span([a], "bf16").width <= 2 * (53 - 4 - span([b], "bf16").width) - 7)
+        for part in (low, values - low) if low is not None else ():
+            assert exact(span([part.astype(np.float32)], "bf16"), span([b], "bf16"), 16)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
