@@ -116,7 +116,7 @@ def _shipped(name):
     return fault.owner, fault.name, fault.make
 
 
-HITS = {"prompts": Prompts((257,), ((7,),), 2), "spare": 60, "drafts": 1}
+HITS = {"prompts": Prompts((257,), ((7,),), 6), "spare": 60, "drafts": 1}
 DRAFTS = {"prompts": Prompts((3, 5, 65)), "spare": 60, "drafts": 7}
 SHORT = {"prompts": Prompts((3, 65, 129)), "spare": 60, "drafts": 1}
 # Of each fault what is replaced, and what examples have in common, so that few are enough.
