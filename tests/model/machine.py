@@ -34,7 +34,7 @@ class Prompts(NamedTuple):
     most: int = 12
 
 
-FEW = Prompts((1, 3, 4, 63, 65, 127, 129, 257), ((7,), (7,), (23,)), 8)
+FEW = Prompts((1, 3, 4, 63, 65, 127, 129), ((7,), (7,), (23,)), 8)
 ALL = Prompts((1, 3, 4, 5, 63, 64, 65, 127, 128, 129, 254, 255, 256, 256, 257, 257))
 
 
@@ -135,6 +135,16 @@ class Watched(Scheduler):
         begun = name in self.manager.requests
         self.ended[name] = list(self.manager.get(name).tokens) if begun else list(self.known[name].prompt)
         super()._end(name)
+        self._poison()
+
+    def _wait(self, name: Hashable) -> None:
+        super()._wait(name)
+        self._poison()
+
+    def _poison(self) -> None:
+        """Let pages that are not used hold no numbers, so that whoever gets them reads nothing of before."""
+        self.caches.copy()
+        self.caches.storage.pages[self.manager.pool.unused] = 0xFF
 
     def fork(self, name: Hashable, new: Hashable, params: SamplingParams) -> None:
         """Start a second continuation with settings of its own."""
