@@ -66,7 +66,7 @@ def test_drafts_change_neither_bytes_nor_bits(alone, seven):
     ],
 )
 def test_a_fault_of_serving_is_seen(found, alone, fault, red):
-    one = run_case.serve(found, PROMPT, COUNT, 3, "reference", fault)
+    one = run_case.serve(found, PROMPT, COUNT, 7, "reference", fault)
     seen = {
         "differing": run_case.differing(alone, one),
         "missing": run_case.missing(alone, one),
