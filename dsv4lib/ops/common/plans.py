@@ -92,7 +92,7 @@ class Op:
             found = self._records.warm(fields)
             if found is None:
                 return None
-            if found is not replay.CHECK and found is not False:
+            if type(found) is int:
                 raise native.failure(found)
         args: Sequence[Any] = fields if self._flatten is None else self._flatten(fields)
         if watched:

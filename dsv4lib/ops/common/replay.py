@@ -5,7 +5,7 @@ torch's guards take. These steps follow each other; the next record is tried whe
 the call goes through Python where step 4 does:
 
 1. every field is a tensor, a group or a value as recorded, and tensors have the recorded extents;
-2. torch's guards accept the tensors, in the state that torch is in (grad mode, dispatch keys);
+2. the grad mode is the recorded one, and torch's guards accept the tensors in the state that torch is in;
 3. torch's current stream and device are the recorded ones;
 4. addresses are aligned as recorded, tensors lie to each other as recorded, outputs overlap nothing;
 5. scratch memory is allocated, pointers are written, kernels are launched without the GIL;
@@ -36,7 +36,7 @@ from dsv4lib.ops.common.replay_ir import ALIGN, MOST_TENSORS, Field, Kind, Layou
 
 MOST = 16  # records of an op; the one that was used longest ago goes
 PLAIN = (Tensor, Parameter)
-Warm = Callable[[tuple], Any]  # what `Records.warm` is: None, False, `CHECK` or a CUDA error, see `replay_ir`
+Warm = Callable[[tuple], Any]  # what `Records.warm` is: None, False, True or a CUDA error, see `replay_ir`
 
 
 class Record:
@@ -83,6 +83,7 @@ class Record:
             (Field.OWNER, id(self)),
             (Field.SCRATCH, self._of(scratch[0])),
             (Field.SCRATCH_COUNT, scratch[1]),
+            (Field.GRAD, id(torch.is_grad_enabled())),
         ):
             self.words[place] = value
         for place, rows in (
@@ -237,6 +238,7 @@ def _table() -> Any:
         Table.NONE: None,
         Table.INFERENCE: torch.is_inference_mode_enabled,
         Table.CHANGED: torch._C._increment_version,
+        Table.GRAD: torch.is_grad_enabled,
     }
     words = (ctypes.c_uint64 * len(Table))()
     for place, one in functions.items():

@@ -10,8 +10,8 @@ Everything is a 64-bit word: addresses, counts, handles. Tables say what is wher
     alias    [i, j, distance]                   pair    [i, bytes to the end of i, j, bytes to the end of j]
     write    [address of a word, i, distance]   call    [C function, its argument, address of the 32-bit error]
 
-where i and j are places among the tensors, scratch memory after them. Returns None: done; False: no record fits; `CHECK`
-(True): one fits and needs a closer look; an int: the CUDA error of a launch; NULL: a Python error.
+where i and j are places among the tensors, scratch memory after them. Returns None: done; False: no record fits;
+True: one fits and needs a closer look; an int: the CUDA error of a launch; NULL: a Python error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 MOST_TENSORS = 48  # of a call, scratch memory among them
-CHECK = True
 ALIGN = 127  # mask of the bits of an address that belong to a record
 _EQ = 2  # Py_EQ
 
@@ -46,6 +45,7 @@ class Table(IntEnum):
     NONE = 14
     INFERENCE = 15  # torch.is_inference_mode_enabled
     CHANGED = 16  # torch._C._increment_version
+    GRAD = 17  # torch.is_grad_enabled
 
 
 class Field(IntEnum):
@@ -75,6 +75,7 @@ class Field(IntEnum):
     WRITTEN = 21  # places of the tensors that change
     WRITTEN_COUNT = 22
     BUSY = 23  # 1 while a thread launches
+    GRAD = 24  # True or False, expected of torch.is_grad_enabled(): guards do not see it
 
 
 class Kind(IntEnum):
@@ -291,12 +292,11 @@ class _Emitter:
             self.same(self.load(self.element(have, i)), self.load(self.element(expected, i), 8)), self.other))
 
     def accept(self) -> None:
-        """Ask torch's guards; compare stream and device."""
+        """Ask for the grad mode and torch's guards; compare stream and device."""
         refused = self.block(lambda: (self.call(Table.CLEAR), self.at.branch(self.other)))
+        self.truth(self.python(self.object(Table.GRAD)), self.field(Field.GRAD), refused)
         answer = self.python(self.field(Field.GUARD), self.objects, self.field(Field.TENSORS))
-        self.need(self.at.icmp_unsigned("!=", answer, self.number(0)), refused)
-        self.call(Table.DECREF, answer)  # True or False: others hold it, too
-        self.need(self.same(answer, self.object(Table.TRUE)), self.other)
+        self.truth(answer, self.object(Table.TRUE), refused)
         for callee, wanted, count in (
             (Field.STREAM_OF, Field.STREAM, 1),
             (Field.CURRENT, Field.DEVICE, 0),
@@ -305,6 +305,12 @@ class _Emitter:
                 self.at.icmp_unsigned("!=", self.field(callee), self.number(0)),
                 lambda callee=callee, wanted=wanted, count=count: self.equal_answer(callee, wanted, count, refused),
             )
+
+    def truth(self, answer: Any, wanted: Any, refused: Any) -> None:
+        """Go on if the answer is the wanted one of True and False."""
+        self.need(self.at.icmp_unsigned("!=", answer, self.number(0)), refused)
+        self.call(Table.DECREF, answer)  # others hold it, too
+        self.need(self.same(answer, wanted), self.other)
 
     def equal_answer(self, callee: Field, wanted: Field, count: int, refused: Any) -> None:
         """Call with the device, or with nothing; the answer must be as recorded."""
