@@ -186,13 +186,7 @@ class Function:
     """
 
     def __init__(self, code: bytes):
-        self._memory = mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._memory.write(code)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        libc = ctypes.CDLL(None, use_errno=True)
-        size = ctypes.c_size_t(-(-len(code) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        if libc.mprotect(ctypes.c_void_p(self._address), size, mmap.PROT_READ | mmap.PROT_EXEC):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        self._memory, self._address = runnable(code)
         self._words, self._methods = _table(), []
         self.table = ctypes.addressof(self._words)
 
@@ -204,6 +198,22 @@ class Function:
         make = ctypes.pythonapi.PyCFunction_NewEx
         make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p]
         return make(ctypes.addressof(method), given, None)
+
+
+def runnable(code: bytes) -> tuple[mmap.mmap, int]:
+    """Memory that holds code and may be run but not written any more, and its address.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    memory = mmap.mmap(-1, len(code), prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    memory.write(code)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    size = ctypes.c_size_t(-(-len(code) // mmap.PAGESIZE) * mmap.PAGESIZE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_EXEC):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return memory, address
 
 
 _METH_O = 8
@@ -277,18 +287,26 @@ def layout() -> Layout | None:
     return None
 
 
+BUILT: dict[Layout, bytes] = {}  # code that was built elsewhere, for a machine without LLVM
+
+
 def machine_code(found: Layout) -> bytes:
-    """The function's code for this processor.
+    """The function's code for this kind of processor.
 
     Raises:
         ImportError: there is no LLVM, or it made what cannot be moved.
     """
+    return BUILT.get(found) or compiled(replay_ir.module(found))
+
+
+def compiled(text: str) -> bytes:
+    """Machine code of LLVM IR, one function that needs nothing else; raises as `machine_code` does."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine(opt=2, reloc="pic", codemodel="small")
-    made = llvm.parse_assembly(replay_ir.module(found))
+    made = llvm.parse_assembly(text)
     made.triple = llvm.get_default_triple()
     return text_of(target.emit_object(made))
 
