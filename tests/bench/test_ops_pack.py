@@ -195,7 +195,7 @@ print(json.dumps({"found": found, "times": times, "failed": failed, "dsl": hasat
 
 @pytest.mark.parametrize("dsl", ["without", "with"])
 def test_ops_launch_kernels_of_a_pack_for_their_host_time(packed, tmp_path, dsl):
-    """Words are the pack's, addresses those of the call; the warm call is replayed. Without the DSL ops are the same."""
+    """Words are the pack's, addresses those of the call; the warm call is replayed; the DSL changes nothing."""
     zipfile.ZipFile(packed[0] / "ops.zip").extractall(tmp_path)
     done = subprocess.run([sys.executable, "-c", HOST, str(tmp_path), dsl], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

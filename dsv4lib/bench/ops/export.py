@@ -10,7 +10,8 @@ same. Beside cubins and launches, the archive has the lab's sources, so that the
 
     unzip ops.zip && python -m dsv4lib.bench.ops.harness --pack .
 
-runs the bench with torch alone, and `python -m dsv4lib.bench.ops.host_pack .` takes the host's time of calls. Ops find out once where they are: this needs a process of its own.
+runs the bench with torch alone, and `python -m dsv4lib.bench.ops.host_pack .` takes the host's time of calls. Ops find
+out once where they are: this needs a process of its own.
 """
 
 from __future__ import annotations

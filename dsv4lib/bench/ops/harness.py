@@ -155,7 +155,7 @@ def _times(calls: Mapping[str, Call], clock: Clock, no_cold: str = "") -> dict[s
         return {name: one for name in names for one in _times({name: calls[name]}, clock, no_cold).values()}
     found = {}
     for name, one, graph, queued in zip(names, cold, warm, host, strict=True):
-        times: dict[str, Any] = {}
+        times = {}
         if one is not None:
             times = {"us": one.median, "low_us": min(one.us), "high_us": max(one.us), "calls": len(one.us)}
             times["kernels"] = one.kernels

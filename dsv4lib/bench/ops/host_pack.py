@@ -53,8 +53,8 @@ define void @launch(ptr %addresses) {
   ret void
 }
 """
-"""Of the addresses of a launch's words: cuLaunchKernelEx, its configuration, the kernel, bytes of parameters, address of
-the errors that it has answered, parameters."""
+"""Of the addresses of a launch's words: cuLaunchKernelEx, its configuration, the kernel, bytes of parameters, address
+of the errors that it has answered, parameters."""
 
 
 def code() -> dict[str, Any]:

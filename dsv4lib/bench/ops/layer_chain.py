@@ -2,8 +2,9 @@
 
 What an eager decode step pays on the host: its ``host us`` is the row's point, and a graph's node the GPU's share. It
 has no time with a cold L2: where a profiler watches, ops go through torch's dispatcher and derive their launches anew,
-0.2 to 0.9 ms an op, so kernels wait for the host and the span from the first to the last is the host's. Every op keeps the inputs of its own
-row, so the chain is twelve launches without a data flow between them; it is right if every op's own check says so.
+0.2 to 0.9 ms an op, so kernels wait for the host and the span from the first to the last is the host's. Every op keeps
+the inputs of its own row, so the chain is twelve launches without a data flow between them; it is right if every op's
+own check says so.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ dispatcher. A plain eager call goes past it (`Op.__call__`):
 
     1st call of a signature    checks, then the op's body
     2nd                        the same, recorded: which kernels it launches, and where each of their words comes from
-    3rd and later              the pointers are written into the recorded words, and the kernels are launched
+    3rd                        the pointers are written into the recorded words, and the kernels are launched
+    4th and later              the same in one C function, see `replay`
 
 The signature is all that a body may look at on a GPU: dtype, shape, strides, device and alignment of every tensor, and
 every other argument as it is; the stream belongs to it, because memory that an op keeps does. A body that does more
@@ -380,7 +381,11 @@ class Plan:
         """Have calls such as this one replayed, where they can be."""
         tensors = [x for x in args if isinstance(x, Tensor)]
         codes = [code for call, _, _ in self._calls if (code := native.address_of(call)) is not None]
-        if len(codes) < len(self._calls) or any(max(i, j) >= len(tensors) for i, j, _ in self._aliases) or not records.ready():
+        if (
+            len(codes) < len(self._calls)
+            or any(max(i, j) >= len(tensors) for i, j, _ in self._aliases)
+            or not records.ready()
+        ):
             return
         made = guards(tensors)
         if made is None or not made.check(*tensors):  # one tensor twice among the arguments

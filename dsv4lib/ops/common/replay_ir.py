@@ -288,8 +288,12 @@ class _Emitter:
             self.need(self.at.icmp_unsigned("==", error, self.ir.Constant(error.type, 0)), self.other)
         rank, have = self.load(room), self.load(room, 8)
         self.need(self.same(rank, self.load(expected)), self.other)
-        self.repeat(rank, lambda i: self.need(
-            self.same(self.load(self.element(have, i)), self.load(self.element(expected, i), 8)), self.other))
+        self.repeat(
+            rank,
+            lambda i: self.need(
+                self.same(self.load(self.element(have, i)), self.load(self.element(expected, i), 8)), self.other
+            ),
+        )
 
     def accept(self) -> None:
         """Ask for the grad mode and torch's guards; compare stream and device."""
@@ -323,6 +327,7 @@ class _Emitter:
 
     def addresses(self) -> None:
         """Get the addresses of the tensors and look at how they lie."""
+
         def pointer(i: Any) -> None:
             where = self.element(self.pointers, i)
             self.pointer_of(self.load(self.element(self.objects, i)), where)

@@ -205,9 +205,10 @@ def test_a_stream_has_plans_of_its_own(launches):
     """Memory that an op keeps belongs to one."""
     x, out = torch.randn(4, 64), torch.zeros(4, 9, dtype=torch.int32)
     op = next(op for op in plans._OPS if op._name == "topk")
-    now = 0
-    with patch.object(plans, "asked_of", lambda device: lambda device: now):
-        for now in (0, 7, 0):
+    current = [0]
+    with patch.object(plans, "asked_of", lambda device: lambda device: current[0]):
+        for stream in (0, 7, 0):
+            current[0] = stream
             for _ in range(4):
                 topk(x, 9, out=out, backend="native")
     assert sorted(signature[-1] for signature in op.plans) == [0, 7]

@@ -121,6 +121,7 @@ def test_what_is_not_as_recorded_goes_through_python(driver):
     wide = torch.zeros(64, 128)
     others = {
         "extent": (y, x[:32], pair, factor, backend),
+        "no tensor": (y, 3.0, pair, factor, backend),
         "rank": (y, x.view(1, 64), pair, factor, backend),
         "stride": (y, wide[0, ::2], pair, factor, backend),
         "type": (y, x.int(), pair, factor, backend),
@@ -295,7 +296,7 @@ def test_code_that_cannot_be_moved_is_refused():
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="small")
-    text = '@far = external global i64\ndefine i64* @replay() {\n  ret i64* @far\n}\n'
+    text = "@far = external global i64\ndefine i64* @replay() {\n  ret i64* @far\n}\n"
     with pytest.raises(ImportError, match="rela"):
         replay.text_of(target.emit_object(llvm.parse_assembly(text)))
     with pytest.raises(ImportError, match="ELF"):
