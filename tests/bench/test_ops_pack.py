@@ -189,7 +189,8 @@ with torch.no_grad(), patch.object(plans, "plannable", lambda x: True), launches
     times = dict(host_pack.times(rows, launches))
     answer[0] = 700
     failed = dict(host_pack.times(rows[:1], launches))
-print(json.dumps({"found": found, "times": times, "failed": failed, "dsl": hasattr(sys.modules["cutlass"], "__file__")}))
+dsl = hasattr(sys.modules["cutlass"], "__file__")
+print(json.dumps({"found": found, "times": times, "failed": failed, "dsl": dsl}))
 """
 
 

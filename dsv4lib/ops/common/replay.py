@@ -9,7 +9,7 @@ the call goes through Python where step 4 does:
 3. torch's current stream and device are the recorded ones;
 4. addresses are aligned as recorded, tensors lie to each other as recorded, outputs overlap nothing;
 5. scratch memory is allocated, pointers are written, kernels are launched without the GIL;
-6. torch is told which tensors have changed.
+6. torch learns which tensors have changed.
 
 `replay_ir` emits the function and LLVM compiles it, once a process, when the first record is made. All that the machine
 code calls is in a table, so it is bytes without relocations. It reads objects of CPython and torch where `layout` has
@@ -44,7 +44,7 @@ class Record:
 
     Args:
         fields: of a call. guard: takes its tensors and says whether they fit.
-        stream, device: (function of torch's or None, the int it must answer, the device that it is asked with).
+        stream, device: (function of torch's or None, the int it must answer, the device that it gets).
         scratch: makes the tuple of ``count`` scratch tensors, or None.
         aliases, pairs, writes, calls: rows of words, see `replay_ir`. written: places of the tensors that change.
         keep: whatever these words point to.

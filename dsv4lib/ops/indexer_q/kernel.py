@@ -7,10 +7,10 @@
 | fp8     | E4M3 [T, H, 128] | 2^ceil(log2(max(amax, 1e-4) / 448)) of a head   | weights x factor x scale   |
 | fp4     | E2M1 [T, H, 64]  | UE8M0 [T, H, 4], one for 32 dims                | weights x factor           |
 
-factor = (128 H)^-0.5. Sums are fp32. What RoPE changed is rounded to bf16, and x is after the Hadamard rotation, because
-the released code stores both in bf16. The bits are those of `reference.indexer.rotated`, `formats.hadamard` (same order
-of sums), `formats.fp8_block` and `.mxfp4`; weights stay fp32. FP8 has no scales of its own because the
-score is a sum over heads of weight x ReLU(q . k), and a positive scale moves out of the ReLU.
+factor = (128 H)^-0.5. Sums are fp32. What RoPE changed is rounded to bf16, and so is x after the Hadamard rotation: the
+released code stores both in bf16. The bits are those of `reference.indexer.rotated`, `formats.hadamard` (same order of
+sums), `formats.fp8_block` and `.mxfp4`; weights stay fp32. FP8 has no scales of its own because the score is a sum over
+heads of weight x ReLU(q . k), and a positive scale moves out of the ReLU.
 
 **Threads.** ``lanes`` lanes share a head; lane l has the pieces (8 dims, 16 bytes) l, l + lanes, ... So the strides 1,
 2, 4 of the rotation are inside a lane, then come log2(lanes) exchanges of everything, then the rest is inside a lane.

@@ -120,11 +120,12 @@ def cells(rows: list[Result], known: dict[tuple[str, str], Note]) -> list[tuple[
 def _cells(row: Result, note: Note) -> tuple[str, ...]:
     ours, peer, graph_peer = row.named(OURS), row.peer, row.graph_peer
     absent = [one.provider for one in row.found if one.state == ABSENT]
+    cold = "" if ours is None else ours.detail if ours.state == TIMED else f"{ours.state}: {ours.detail}"
     over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
     return (
         row.op,
         row.shape,
-        _us(row.ours_us) if ours is None or ours.us else ours.detail if ours.state == TIMED else f"{ours.state}: {ours.detail}",
+        _us(row.ours_us) or cold,
         peer.provider if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
         _us(peer.us if peer else None),
         _ratios(row.ratio, row.copy_ratio),
