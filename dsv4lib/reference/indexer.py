@@ -36,6 +36,20 @@ def queries(
     return iq if codec is None else codec(iq)
 
 
+def rotated(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Codec | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Rotate queries by RoPE, then by ``rotation``: what is quantised.
+
+    Args:
+        q: ``[..., DI]`` as projected. cos, sin: ``[..., n]``, broadcast against the leading dims of q.
+        rotation: of the last dim, by the Hadamard matrix in the released code; None: none.
+        dtype: what each of the two is rounded to, bf16 in the released code, which stores them; None: nothing.
+    """
+    turned = compressor.rounded(rope.apply_tables(q, cos, sin), dtype)
+    return turned if rotation is None else compressor.rounded(rotation(turned), dtype)
+
+
 def head_weights(x: torch.Tensor, weights_proj: torch.Tensor, index_dim: int) -> torch.Tensor:
     """``weights_proj x`` scaled by ``(index_dim * index_heads)^-0.5``: x ``[..., d]`` -> ``[..., HI]``."""
     return linear(x, weights_proj) * (index_dim * weights_proj.shape[0]) ** -0.5

@@ -454,6 +454,26 @@ def test_the_chain_of_a_layer_is_checked_op_by_op(monkeypatch):
     result = harness.measure(made, FakeClock(2.0, 4.0), "cpu")
     assert states(result) == {OURS: TIMED, "public kernels": WRONG} and made.bytes == 560
     assert result.named("public kernels").detail == "topk: z"
+    ours, clock = result.named(OURS), FakeClock(2.0, 4.0)
+    assert (ours.us, ours.calls, ours.host_us) == (None, 0, 12.0) and ours.detail.startswith("no cold time: ")
+    harness.measure(made, clock, "cpu")
+    assert clock.seen == []
+
+
+def test_a_row_without_cold_times_is_compared_in_a_graph_alone(tmp_path):
+    """Its peer there, its host times; no ratio and no verdict by what it does not have."""
+    clock = FakeClock(3.0, 4.0, 5.0)
+    clock.warm = lambda calls: [2.0, 4.0, 3.0]
+    slow, fast = provider("slow", lambda x: x * 2), provider("fast", lambda x: x * 2)
+    made = dataclasses.replace(row(slow, fast, goal=0.9), no_cold="a reason")
+    found = harness.measure(made, clock, "cpu")
+    assert states(found) == dict.fromkeys((OURS, "slow", "fast"), TIMED)
+    assert found.peer is None and found.ratio is None and found.verdict == "not judged"
+    assert found.graph_peer.provider == "fast" and found.graph_ratio == 2 / 3 and found.graph_verdict == "reached"
+    assert any("no cold time: a reason" in line and "13.00" in line for line in results.lines(found))
+    results.record([found], FACTS, tmp_path)
+    (cells,) = ops_table.cells(results.load(tmp_path), {})
+    assert cells[2] == "no cold time: a reason" and cells[6:9] == ("2", "fast", "3") and cells[10:12] == ("13", "15")
 
 
 # ------------------------------------------------------------------- what is recorded

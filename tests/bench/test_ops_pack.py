@@ -134,6 +134,80 @@ def test_calls_that_do_other_work_are_refused(packed):
     assert "memory of an input" in said["refused"]["odd alias"]
 
 
+HOST = """
+import ctypes, json, sys
+from pathlib import Path
+from unittest.mock import patch
+
+from dsv4lib.bench.ops import standins
+
+if sys.argv[2] == "without":
+    sys.meta_path.insert(0, standins._InertFinder())
+import torch
+
+from dsv4lib.bench.ops import harness, host, host_pack, replay
+from dsv4lib.ops.common import plans
+
+KIND = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 4)
+seen, answer = [], [0]
+
+
+@KIND
+def launch(config, kernel, none, extra):
+    begin, params, of_size, size, end = (ctypes.c_uint64 * 5).from_address(extra)
+    count = ctypes.c_uint64.from_address(size).value
+    seen.append((config, kernel, (begin, of_size, end), ctypes.string_at(params, count)))
+    return answer[0]
+
+
+class Driver:
+    launch_address = ctypes.cast(launch, ctypes.c_void_p).value
+
+    def described(self, launch, cubin):
+        assert cubin[:4] == bytes.fromhex("7f454c46")
+        self.last = (ctypes.c_uint64 * 4)()
+        return self.last, ctypes.c_void_p(77), None
+
+
+rows = harness.chosen(["rmsnorm", "moe_dispatch", "quantize", "compressor"], "")[0]
+launches = host_pack.Launches(replay.Pack(Path(sys.argv[1])), Driver(), "cpu")
+rows = [row for row in rows if f"{row.op} {row.shape}" in launches.names]
+found = {}
+with torch.no_grad(), patch.object(plans, "plannable", lambda x: True), launches.installed():
+    for row in rows:
+        call = launches.bound(row)
+        given, outputs, memory = call.keep
+        seen.clear()
+        for _ in range(4):
+            call()
+        with patch.object(plans.Op, "_by_signature", side_effect=SystemExit(f"{row.op} is not replayed")):
+            call()
+        entry = launches.pack.index["rows"][f"{row.op} {row.shape}"]["launches"]
+        fields = [replay.Launch(**{**one, "params": bytes.fromhex(one["params"])}) for one in entry]
+        wanted = [one.filled(memory) for one in fields] * 5
+        found[row.op] = [one[3] for one in seen] == wanted and all(one[1:3] == (77, (1, 2, 0)) for one in seen)
+    times = dict(host_pack.times(rows, launches))
+    answer[0] = 700
+    failed = dict(host_pack.times(rows[:1], launches))
+dsl = hasattr(sys.modules["cutlass"], "__file__")
+print(json.dumps({"found": found, "times": times, "failed": failed, "dsl": dsl}))
+"""
+
+
+@pytest.mark.parametrize("dsl", ["without", "with"])
+def test_ops_launch_kernels_of_a_pack_for_their_host_time(packed, tmp_path, dsl):
+    """Words are the pack's, addresses those of the call; the warm call is replayed; the DSL changes nothing."""
+    zipfile.ZipFile(packed[0] / "ops.zip").extractall(tmp_path)
+    done = subprocess.run([sys.executable, "-c", HOST, str(tmp_path), dsl], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["found"] == dict.fromkeys(("rmsnorm", "moe_dispatch", "quantize", "compressor"), True)
+    assert said["dsl"] == (dsl == "with")
+    *each, median = said["times"].values()
+    assert len(each) == 4 and all(isinstance(one, float) and 0 < one for one in each) and min(each) <= median
+    assert list(said["failed"].values()) == ["DSV4Error: cuLaunchKernelEx: error 700"]
+
+
 READS = """
 .version 8.8
 .target sm_90a

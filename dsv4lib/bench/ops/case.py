@@ -51,6 +51,7 @@ class Row:
         providers: ours first, then the peers.
         goal: bound of (our time / best peer's time), both with a cold L2; None: nothing was promised.
         copy_goal: bound from below of (time of a copy of the same bytes / our time); None: nothing was promised.
+        no_cold: why its calls have no time with a cold L2, only as nodes of a graph and of the host; "": they have one.
     """
 
     op: str
@@ -62,6 +63,7 @@ class Row:
     providers: tuple[Provider, ...]
     goal: float | None = None
     copy_goal: float | None = None
+    no_cold: str = ""
 
 
 def tensors(given: Given) -> dict[str, torch.Tensor]:

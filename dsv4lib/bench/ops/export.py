@@ -10,7 +10,8 @@ same. Beside cubins and launches, the archive has the lab's sources, so that the
 
     unzip ops.zip && python -m dsv4lib.bench.ops.harness --pack .
 
-runs the bench with torch alone. Ops find out once where they are: this needs a process of its own.
+runs the bench with torch alone, and `python -m dsv4lib.bench.ops.host_pack .` takes the host's time of calls. Ops find
+out once where they are: this needs a process of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dsv4lib import backends, emulator, env
-from dsv4lib.bench.ops import harness
+from dsv4lib.bench.ops import harness, host_pack
 from dsv4lib.bench.ops.case import Row, tensors
 from dsv4lib.bench.ops.replay import FORMAT
 from dsv4lib.bench.ops.timing import first_line
@@ -57,6 +58,7 @@ def write(path: Path, rows: Iterable[Row], gpu: Any) -> dict[str, Any]:
     facts = {"arch": gpu.arch.name, "sms": gpu.settings.sm_count}
     index: dict[str, Any] = {"format": FORMAT, **facts, "rows": {}, "refused": {}}
     index["kernels"] = env.kernel_fingerprint()
+    index["host"] = host_pack.code()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         files: dict[str, bytes] = {}
         for row in rows:
@@ -311,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = given.path.stat().st_size / 1e6
     print(f"{given.path}: {len(index['rows'])} rows, {len(kernels)} kernels for {given.arch}, {size:.1f} MB")
     print(f"there: unzip {given.path.name} && python -m dsv4lib.bench.ops.harness --pack .")
+    print("  and the host's time of calls: python -m dsv4lib.bench.ops.host_pack .")
     return 1 if broken else 0
 
 

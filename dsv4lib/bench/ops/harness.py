@@ -76,7 +76,7 @@ def measure(
     if calls and row.copy_goal is not None:
         calls[COPY] = _copy(row.bytes, device)
     replayed = {provider.name for provider in candidates if not provider.hosted}
-    for name, one in _times(calls, clock).items():
+    for name, one in _times(calls, clock, row.no_cold).items():
         found[name] = dataclasses.replace(one, host_us=None) if name in replayed else one
     ours = found.get(OURS)
     if ours and ours.state == TIMED:  # right too after many launches in a row, without a wait in between
@@ -138,22 +138,30 @@ def _compared(name: str, outputs: Mapping[str, torch.Tensor], row: Row, given: G
     return None
 
 
-def _times(calls: Mapping[str, Call], clock: Clock) -> dict[str, Found]:
-    """Time all calls alternately; if one session cannot, time each alone, so that the culprit shows."""
+def _times(calls: Mapping[str, Call], clock: Clock, no_cold: str = "") -> dict[str, Found]:
+    """Time all calls alternately; if one session cannot, time each alone, so that the culprit shows.
+
+    Args:
+        no_cold: why there are no times with a cold L2, see `Row`.
+    """
     names = list(calls)
     try:
-        cold = clock.cold(list(calls.values())) if calls else []
+        cold = clock.cold(list(calls.values())) if calls and not no_cold else [None] * len(calls)
         warm = clock.warm(list(calls.values())) if calls else []
         host = clock.host(list(calls.values())) if calls else []
     except Exception as error:  # a provider that breaks only when called often
         if len(names) == 1:
             return {names[0]: Found(names[0], FAILED, detail=timing.first_line(error))}
-        return {name: one for name in names for one in _times({name: calls[name]}, clock).values()}
+        return {name: one for name in names for one in _times({name: calls[name]}, clock, no_cold).values()}
     found = {}
     for name, one, graph, queued in zip(names, cold, warm, host, strict=True):
-        times = {"us": one.median, "low_us": min(one.us), "high_us": max(one.us), "calls": len(one.us)}
-        warm_us, detail = (None, f"no graph: {graph}") if isinstance(graph, str) else (graph, "")
-        found[name] = Found(name, TIMED, **times, kernels=one.kernels, warm_us=warm_us, host_us=queued, detail=detail)
+        times = {}
+        if one is not None:
+            times = {"us": one.median, "low_us": min(one.us), "high_us": max(one.us), "calls": len(one.us)}
+            times["kernels"] = one.kernels
+        warm_us, lacking = (None, f"no graph: {graph}") if isinstance(graph, str) else (graph, "")
+        detail = "; ".join(text for text in (no_cold and f"no cold time: {no_cold}", lacking) if text)
+        found[name] = Found(name, TIMED, **times, warm_us=warm_us, host_us=queued, detail=detail)
     return found
 
 

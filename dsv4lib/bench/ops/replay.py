@@ -186,6 +186,23 @@ class Driver:
         Raises:
             ReplayError: the driver refuses it; the launch itself may raise it too.
         """
+        config, function, keep = self.described(launch, cubin)
+        buffer, size = ctypes.create_string_buffer(params, len(params)), ctypes.c_size_t(len(params))
+        extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(size), _END)
+
+        def call() -> None:
+            config.stream = torch.cuda.current_stream().cuda_stream
+            self._checked("cuLaunchKernelEx", ctypes.byref(config), function, None, extra)
+
+        call.keep = buffer, size, keep  # `extra` and `config` hold their addresses
+        return call
+
+    def described(self, launch: Launch, cubin: bytes) -> tuple[Any, ctypes.c_void_p, Any]:
+        """A launch's CUlaunchConfig on the default stream and its kernel; and what must be kept.
+
+        Raises:
+            ReplayError: the driver refuses the kernel.
+        """
         function = self._function(launch, cubin)
         values = [(_PROGRAMMATIC, (int(launch.programmatic),))]
         if math.prod(launch.cluster) > 1:
@@ -194,16 +211,12 @@ class Driver:
         for attribute, (number, value) in zip(attributes, values, strict=True):
             attribute.id, attribute.value[: len(value)] = number, value
         config = _Config(tuple(launch.grid), tuple(launch.block), launch.smem, None, attributes, len(values))
-        buffer, size = ctypes.create_string_buffer(params, len(params)), ctypes.c_size_t(len(params))
-        extra = (ctypes.c_void_p * 5)(_BUFFER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(size), _END)
-        keep = buffer, size
+        return config, function, attributes
 
-        def call() -> None:
-            config.stream = torch.cuda.current_stream().cuda_stream
-            self._checked("cuLaunchKernelEx", ctypes.byref(config), function, None, extra)
-
-        call.keep = keep  # `extra` holds their addresses
-        return call
+    @property
+    def launch_address(self) -> int:
+        """Of cuLaunchKernelEx."""
+        return ctypes.cast(self._cuda.cuLaunchKernelEx, ctypes.c_void_p).value
 
     def _function(self, launch: Launch, cubin: bytes) -> ctypes.c_void_p:
         key = launch.cubin, launch.kernel

@@ -26,7 +26,7 @@ class Found:
 
     Attributes:
         provider: its name. state: "timed", "absent", "wrong" or "failed".
-        us: median with a cold L2 of ``calls`` calls, None where not timed; low_us, high_us: least and largest.
+        us: median with a cold L2 of ``calls`` calls, None where not timed so; low_us, high_us: least and largest.
         kernels: that a call launches, copies and memsets among them.
         warm_us: as a node of a graph, None where not timed.
         host_us: of the caller's thread to queue one more call, None where not timed.
@@ -76,12 +76,12 @@ class Result:
 
     def _others(self) -> list[Found]:
         """Providers of others that were timed; further providers of ours ("ours, ...") are not among them."""
-        return [one for one in self.found if one.us is not None and not one.provider.startswith((OURS, COPY))]
+        return [one for one in self.found if one.state == TIMED and not one.provider.startswith((OURS, COPY))]
 
     @property
     def peer(self) -> Found | None:
         """Return the fastest of the others, with a cold L2."""
-        return min(self._others(), key=lambda one: one.us, default=None)
+        return min((one for one in self._others() if one.us), key=lambda one: one.us, default=None)
 
     @property
     def graph_peer(self) -> Found | None:
@@ -165,10 +165,13 @@ def lines(result: Result) -> list[str]:
     shown = "" if floor is None else f", floor {floor:.2f} us"
     out = [f"{result.op} {result.shape}: {result.bytes / 1e6:.3g} MB{shown}"]
     for one in result.found:
-        if one.us is None:
+        if one.state != TIMED:
             out.append(f"  {one.provider:<32}  {one.state}: {one.detail}")
             continue
         warm, host = ("-" if us is None else f"{us:.2f}" for us in (one.warm_us, one.host_us))
+        if one.us is None:
+            out.append(f"  {one.provider:<32}{'-':>9}{warm:>9}{host:>9}  {one.detail}".rstrip())
+            continue
         tera = f"{result.flops / one.us / 1e6:.1f}" if result.flops else ""
         ratio = "" if floor is None else f"{one.us / floor:.2f}"
         speed = f"{result.bytes / one.us / 1e3:.0f}"

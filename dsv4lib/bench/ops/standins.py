@@ -53,6 +53,65 @@ class _Finder(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
+class _Inert(type):
+    """A class whose every attribute, call and index is another, and which decorates to what it decorates."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Inert(name, (), {"width": 8})
+        setattr(cls, name, made)
+        return made
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], _Inert):
+            return args[0]
+        return cls if cls.__init__ is object.__init__ else super().__call__(*args, **kwargs)
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+
+class _InertModule(ModuleType):
+    """A module, and a package, of inert classes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Inert(self.__name__, (), {}), name) if name.startswith("__") else self._made(name)
+
+    def _made(self, name: str) -> Any:
+        made = _Inert(name, (), {"width": 8})
+        setattr(self, name, made)
+        return made
+
+
+class _InertFinder(MetaPathFinder, Loader):
+    """Finds inert modules for the DSL and CUDA's bindings."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        """An inert one, if nothing else has it."""
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in ("cutlass", "cuda") else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module."""
+        return _InertModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def inert() -> None:
+    """Let ops be imported without the DSL: what a kernel or its arguments would be made of does nothing.
+
+    Their public functions, checks and plans are real then, and compile and launch nothing by themselves.
+    """
+    sys.meta_path.append(_InertFinder())
+
+
 def install() -> bool:
     """Let stand-ins take the place of ops that are imported from now on, if the DSL is missing; whether it is."""
     try:

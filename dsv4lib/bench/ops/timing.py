@@ -6,7 +6,8 @@ Cold, one call after the other, all providers alternating in one profiler sessio
                                                   ^---- the time of it ----^
 
 The spin kernel lets the host run ahead, so that no kernel waits to be queued; its length follows from the host time
-of the call. The time is from the start of the call's first kernel to the end of its last one (copies and memsets
+of the call under the profiler, where our ops go through torch's dispatcher and take the host some 20 times as long. The
+time is from the start of the call's first kernel to the end of its last one (copies and memsets
 count). Warm: a CUDA graph of `NODES` calls, replayed between two events. Host: the caller's time to queue `BURST` calls
 in a row after a kernel that spins, so that none waits for the GPU or for room in its queue; a call's share of it.
 """
@@ -31,6 +32,7 @@ NODES = 20  # calls in a graph
 REPLAYS = 9
 BURST = 64  # calls queued in a row: fewer kernels than a stream's queue holds
 BURSTS = 15
+KINDS = [torch.profiler.ProfilerActivity.CUDA]
 SPIN = "spin_kernel"  # what torch calls it
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # activities that count
 METHOD = (
@@ -129,7 +131,11 @@ class GpuClock:
         Raises:
             TimingError: twice the profiler lost kernels, or a call launches none.
         """
-        hosts, device = [self._host_us(call) for call in calls], [self._device_us(call) for call in calls]
+        for call in calls:
+            call()  # what it makes once is no part of its host time
+        with torch.profiler.profile(activities=KINDS):
+            hosts = [self._host_us(call) for call in calls]
+        device = [self._device_us(call) for call in calls]
         spins = [10 + 1.5 * host for host in hosts]
         whole = sum(device) + sum(spins) + len(calls) * self._flush_us
         rounds = max(FEWEST, min(ROUNDS, int(SECONDS * 1e6 * len(calls) / whole)))
@@ -180,8 +186,7 @@ class GpuClock:
     def _session(self, calls: Sequence[Call], spins: Sequence[float], order: Sequence[Sequence[int]]) -> list[Work]:
         """All that the GPU did for cold calls in this order."""
         torch.cuda.synchronize()
-        kinds = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=kinds, acc_events=True) as session:
+        with torch.profiler.profile(activities=KINDS, acc_events=True) as session:
             for provider in (provider for one in order for provider in one):
                 self._flush(spins[provider])
                 calls[provider]()

@@ -6,6 +6,7 @@ array of addresses, one for each argument, and one more for the CUDA error that 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,22 +37,35 @@ class Block:
     """
 
     def __init__(self, launches: Sequence[Sequence[Any]]):
-        packed = [[leaf_bytes(one) for one in values] for values in launches]
-        sizes = [[-(-len(one) // WORD) for one in values] for values in packed]
-        self.words = (ctypes.c_uint64 * max(1, sum(map(sum, sizes))))()
         self.pointers: list[tuple[int, int, int]] = []
-        self.calls: list[tuple[int, ctypes.c_int32]] = []
-        self._arrays = []  # of addresses
-        start, word = ctypes.addressof(self.words), 0
-        for values, contents, counts in zip(launches, packed, sizes, strict=True):
-            addresses, result = (ctypes.c_uint64 * (len(values) + 1))(), ctypes.c_int32(0)
-            for i, (value, content, count) in enumerate(zip(values, contents, counts, strict=True)):
-                ctypes.memmove(start + WORD * word, content, len(content))
-                addresses[i] = start + WORD * word
+        self._places: list[list[int]] = []  # words of each launch's values
+        contents, word = bytearray(), 0
+        for values in launches:
+            self._places.append([])
+            for value in values:
+                content = leaf_bytes(value)
+                contents += content + bytes(-len(content) % WORD)
                 if isinstance(value, DeviceTensor):
                     self.pointers.append((word, value.data_ptr, value.nbytes))
-                word += count
-            addresses[len(values)] = ctypes.addressof(result)
+                self._places[-1].append(word)
+                word = len(contents) // WORD
+        self._lay(bytes(contents))
+
+    def copy(self) -> Block:
+        """The same words in other memory."""
+        made = copy.copy(self)
+        made._lay(bytes(self.words))
+        return made
+
+    def _lay(self, contents: bytes) -> None:
+        self.words = (ctypes.c_uint64 * max(1, len(contents) // WORD)).from_buffer_copy(contents or bytes(WORD))
+        self.calls: list[tuple[int, ctypes.c_int32]] = []
+        self._arrays = []  # of addresses
+        start = ctypes.addressof(self.words)
+        for places in self._places:
+            result = ctypes.c_int32(0)
+            addresses = (ctypes.c_uint64 * (len(places) + 1))(*(start + WORD * word for word in places))
+            addresses[len(places)] = ctypes.addressof(result)
             self._arrays.append(addresses)
             self.calls.append((ctypes.addressof(addresses), result))
 
@@ -62,6 +76,11 @@ def entry(function: Any) -> Entry:
     if found is None:
         found = _ENTRIES[function] = function.to(None).capi_func
     return found
+
+
+def address_of(call: Entry) -> int | None:
+    """Address of a C function; None of one of Python."""
+    return ctypes.cast(call, ctypes.c_void_p).value if isinstance(call, ctypes._CFuncPtr) else None  # type: ignore[attr-defined]
 
 
 def values_of(code: Any, args: tuple) -> list[Any]:

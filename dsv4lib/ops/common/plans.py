@@ -5,7 +5,8 @@ dispatcher. A plain eager call goes past it (`Op.__call__`):
 
     1st call of a signature    checks, then the op's body
     2nd                        the same, recorded: which kernels it launches, and where each of their words comes from
-    3rd and later              the pointers are written into the recorded words, and the kernels are launched
+    3rd                        the pointers are written into the recorded words, and the kernels are launched
+    4th and later              the same in one C function, see `replay`
 
 The signature is all that a body may look at on a GPU: dtype, shape, strides, device and alignment of every tensor, and
 every other argument as it is; the stream belongs to it, because memory that an op keeps does. A body that does more
@@ -17,32 +18,29 @@ Refused here, for every op, by name: inputs that require grad, and outputs that 
 
 from __future__ import annotations
 
+import ctypes
 import functools
-import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.common import native
+from dsv4lib.ops.common import native, replay
 from dsv4lib.ops.common.overlap import Overlaps
+from dsv4lib.ops.common.replay_ir import ALIGN
 
 MOST = 4096  # plans of an op; more signatures start over
-RECENT = 7  # others that are tried before a whole signature is made
-_PLAIN = frozenset((Tensor, Parameter))
-ALIGN = 127  # mask of the bits of an address that belong to a signature
 
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _transforms, _profiled = torch._C._functorch.peek_interpreter_stack, torch.autograd._profiler_enabled
 _compiling, _grad, _inference = torch.compiler.is_compiling, torch.is_grad_enabled, torch.is_inference_mode_enabled
-_changed, _pointer = torch._C._increment_version, Tensor.data_ptr
+_changed = torch._C._increment_version
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # a build for CPUs has none
 _device = getattr(torch._C, "_cuda_getDevice", None)
 _OPS: list[Op] = []
@@ -76,13 +74,8 @@ class Op:
         self._types, self._flatten = types, flatten
         self._namespace, self._name = registered._namespace, registered._name
         self.overlaps = Overlaps(names, written, in_place, one_pool)
-        schema = registered._opoverload._schema.arguments
-        tensors = [i for i, one in enumerate(schema) if "Tensor" in str(one.type)]
-        others = sorted(set(range(len(schema))) - set(tensors))
-        self._tensors = operator.itemgetter(*tensors)  # a tuple: ops have an input and an output
-        self._others = operator.itemgetter(*others) if others else lambda args: None
         self.plans: dict[tuple, Plan | _NoPlan | None] = {}  # by signature; None: seen once
-        self._recent: dict[tuple, list[Plan]] = {}  # of plans with guards, by what is soon known of a signature
+        self._records = replay.Records()  # of plans that were used last
         _OPS.append(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -94,32 +87,33 @@ class Op:
         Raises:
             ArgumentError: an argument of the wrong type, shape, stride, device, alignment or memory.
         """
-        flatten = self._flatten
-        args: Sequence[Any] = fields if flatten is None else flatten(fields)
-        if _compiling() or _functions() or _profiled():
+        watched = _compiling() or _functions() or _profiled()
+        found: Any = False
+        if not watched and self._records.warm is not None:
+            found = self._records.warm(fields)
+            if found is None:
+                return None
+            if type(found) is int:
+                raise native.failure(found)
+        args: Sequence[Any] = fields if self._flatten is None else self._flatten(fields)
+        if watched:
             return self._through_torch(args)
-        given = self._tensors(args)
-        if type(first := given[0]) in _PLAIN:
-            soon = first.shape, self._others(args), stream_of(first)
-            for plan in self._recent.get(soon, ()):
-                tensors = plan.fits(given)
-                if tensors is not None and plan.run(args, [*map(_pointer, tensors)]):
-                    if not _inference():  # what autograd would notice
-                        _changed([args[i] for i in plan.written])
-                    return None
-            return self._by_signature(args, soon)
-        return self._through_torch(args)
+        return self._by_signature(args, None if found else fields)
 
-    def _by_signature(self, args: Sequence[Any], soon: tuple) -> None:
-        """A call whose plan, if there is one, is found by all that its body may look at."""
-        if _dispatches() or _transforms() is not None:
+    def _by_signature(self, args: Sequence[Any], fields: tuple | None) -> None:
+        """A call whose plan, if there is one, is found by all that its body may look at.
+
+        Args:
+            fields: of the call, whose plan gets a record; None: it has one.
+        """
+        if _dispatches() or _transforms() is not None or type(args[0]) not in replay.PLAIN:
             return self._through_torch(args)
         key: list[Any] = []
         pointers = []
         grad = _grad()
         for x in args:
             kind = type(x)
-            if kind in _PLAIN:
+            if kind in replay.PLAIN:
                 if grad and x.requires_grad:
                     self._refuse_grad(args)
                 pointer = x.data_ptr()
@@ -130,19 +124,16 @@ class Op:
                 return self._through_torch(args)
             else:
                 key.append(x)
-        key.append(soon[-1])
+        key.append(stream_of(args[0]))
         plan = self.plans.get(signature := tuple(key))
         if plan is None:
             self._first(signature, args)
         elif not plan.run(args, pointers):
             self.plans[signature] = None  # the next call makes another
-            self._recent.pop(soon, None)
+            self._records.clear()
             self._whole(args)
-        elif isinstance(plan, Plan) and plan.guard(args):
-            recent = self._recent.setdefault(soon, [])
-            if plan not in recent:
-                del recent[RECENT:]
-                recent.insert(0, plan)
+        elif fields is not None and isinstance(plan, Plan):
+            plan.record(self._records, fields, args)
         if not _inference():
             _changed([args[i] for i in self.written if args[i] is not None])
         return None
@@ -178,7 +169,7 @@ class Op:
     def forget(self) -> None:
         """Drop all plans."""
         self.plans.clear()
-        self._recent.clear()
+        self._records.clear()
 
     def _whole(self, args: Sequence[Any]) -> None:
         self.check(args)
@@ -206,7 +197,13 @@ class Op:
 def stream_of(x: Tensor) -> int:
     """Handle of torch's current stream on the device of ``x``; 0 on the CPU."""
     device = x.get_device()
-    return _stream(device) if device >= 0 else 0
+    of = asked_of(device)
+    return 0 if of is None else of(device)
+
+
+def asked_of(device: int) -> Callable[[int], int] | None:
+    """What gives the handle of torch's current stream on a device; None: there are no streams."""
+    return _stream if device >= 0 else None
 
 
 def plannable(x: Tensor) -> bool:
@@ -349,15 +346,12 @@ class Plan:
 
     def __init__(self, op: Op, args: Sequence[Any], found: Recording):
         tensors = [x for x in args if isinstance(x, Tensor)]
-        place = {i: n for n, i in enumerate(i for i, x in enumerate(args) if isinstance(x, Tensor))}
+        place = places_of(args)
         ends = {i: _extent(args[i])[1] for i in place}
         self._pairs = [(place[i], ends[i], place[j], ends[j]) for i, j in op.overlaps.pairs(args)]
         self._op = op
         self._scratch = [(x.shape, x.dtype, x.device) for x in found.scratch]
         self.written = [i for i in op.written if args[i] is not None]
-        self._none = [n for n, x in enumerate(op._tensors(args)) if x is None]
-        self._given = len(tensors)
-        self._guards: list[Any] = []  # one for each state of torch (grad mode, autocast) that calls were made in
         self._align = [x.data_ptr() & ALIGN for x in tensors]
         self._many = torch.cuda.is_available() and torch.cuda.device_count() > 1
         self._keep: list[Any] = list(found.constants)
@@ -383,29 +377,44 @@ class Plan:
             self._calls.append((native.entry(function), address, result))
             self._keep.append(function)
 
-    def fits(self, given: tuple) -> Sequence[Tensor] | None:
-        """Tensors of these that are given, if torch's guards say that the plan was made for such; else None."""
-        tensors: Sequence[Tensor] = given
-        if self._none:
-            for n in self._none:
-                if given[n] is not None:
-                    return None
-            tensors = [x for x in given if x is not None]
-        if len(tensors) == self._given:
-            for one in self._guards:
-                if one.check(*tensors):
-                    return tensors
-        return None
-
-    def guard(self, args: Sequence[Any]) -> bool:
-        """Have guards for calls such as this one; False: this torch has none, or they do not take it."""
+    def record(self, records: replay.Records, fields: tuple, args: Sequence[Any]) -> None:
+        """Have calls such as this one replayed, where they can be."""
         tensors = [x for x in args if isinstance(x, Tensor)]
+        codes = [code for call, _, _ in self._calls if (code := native.address_of(call)) is not None]
+        if (
+            len(codes) < len(self._calls)
+            or any(max(i, j) >= len(tensors) for i, j, _ in self._aliases)
+            or not records.ready()
+        ):
+            return
         made = guards(tensors)
         if made is None or not made.check(*tensors):  # one tensor twice among the arguments
-            return False
-        del self._guards[RECENT:]
-        self._guards.append(made)
-        return True
+            return
+        block, place = self._block.copy(), places_of(args)
+        start, of = ctypes.addressof(block.words), asked_of(self.device)
+        with suppress(ValueError):  # found by signature, then
+            records.add(
+                replay.Record(
+                    fields,
+                    made.check,
+                    stream=(of, 0 if of is None else of(self.device)),
+                    device=(_device if self._many else None, self.device),
+                    scratch=(self._memory if self._scratch else None, len(self._scratch)),
+                    aliases=self._aliases,
+                    pairs=self._pairs,
+                    writes=[(start + native.WORD * word, i, apart) for word, i, apart in self._writes],
+                    calls=[
+                        (code, given, ctypes.addressof(result))
+                        for code, (given, result) in zip(codes, block.calls, strict=True)
+                    ],
+                    written=[place[i] for i in self.written],
+                    keep=(self, block),
+                )
+            )
+
+    def _memory(self) -> tuple[Tensor, ...]:
+        """Scratch memory of a call."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._scratch)
 
     def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
         """Launch over these arguments, at ``pointers``; False: they lie otherwise to each other, nothing was done.
@@ -413,10 +422,8 @@ class Plan:
         Raises:
             ArgumentError: outputs overlap. LaunchFailed: the CUDA runtime refuses.
         """
-        memory = None
-        if self._scratch:
-            memory = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._scratch]
-            pointers += [x.data_ptr() for x in memory]
+        memory = self._memory()
+        pointers += [x.data_ptr() for x in memory]
         with self._lock:
             if pointers != self._at:
                 if any(address & ALIGN != align for address, align in zip(pointers, self._align)):  # noqa: B905
@@ -444,6 +451,11 @@ class Plan:
             call(address)
             if result.value:
                 raise native.failure(result.value)
+
+
+def places_of(args: Sequence[Any]) -> dict[int, int]:
+    """Places of tensors among the tensors, by those among the arguments."""
+    return {i: n for n, i in enumerate(i for i, x in enumerate(args) if isinstance(x, Tensor))}
 
 
 def _extent(x: Tensor) -> tuple[int, int]:

@@ -7,9 +7,10 @@
 | fp8     | E4M3 [T, H, 128] | 2^ceil(log2(max(amax, 1e-4) / 448)) of a head   | weights x factor x scale   |
 | fp4     | E2M1 [T, H, 64]  | UE8M0 [T, H, 4], one for 32 dims                | weights x factor           |
 
-factor = (128 H)^-0.5. fp32 throughout, nothing rounded in between; the bits are those of `reference.rope`,
-`formats.hadamard` (same order of sums), `formats.fp8_block` and `.mxfp4`. FP8 has no scales of its own because the
-score is a sum over heads of weight x ReLU(q . k), and a positive scale moves out of the ReLU.
+factor = (128 H)^-0.5. Sums are fp32. What RoPE changed is rounded to bf16, and so is x after the Hadamard rotation: the
+released code stores both in bf16. The bits are those of `reference.indexer.rotated`, `formats.hadamard` (same order of
+sums), `formats.fp8_block` and `.mxfp4`; weights stay fp32. FP8 has no scales of its own because the score is a sum over
+heads of weight x ReLU(q . k), and a positive scale moves out of the ReLU.
 
 **Threads.** ``lanes`` lanes share a head; lane l has the pieces (8 dims, 16 bytes) l, l + lanes, ... So the strides 1,
 2, 4 of the rotation are inside a lane, then come log2(lanes) exchanges of everything, then the rest is inside a lane.
@@ -229,17 +230,25 @@ class IndexerQ:
 
     @cute.jit
     def turn(self, rX: cute.Tensor, turns: list, place: Int32):
-        """RoPE in place, in the lanes whose dims turn."""
+        """RoPE in place, rounded to bf16, in the lanes whose dims turn."""
         for i in cutlass.range_constexpr(len(self.turning)):
             j = self.turning[i]
             if place >= FIRST_ROPE - j * self.lanes:
                 found = rope.turn([rX[k, j] for k in range(PIECE)], *turns[i], False)
                 for k in cutlass.range_constexpr(PIECE):
                     rX[k, j] = found[k]
+                self.store_bf16(rX, j)
+
+    @cute.jit
+    def store_bf16(self, rX: cute.Tensor, j: cutlass.Constexpr):
+        """Round a piece as the released code does where it stores it."""
+        rHalf = cute.make_rmem_tensor(PIECE, BFloat16)
+        rHalf.store(rX[None, j].load().to(BFloat16))
+        rX[None, j].store(in_fp32(rHalf).load())
 
     @cute.jit
     def rotate(self, rX: cute.Tensor, place: Int32):
-        """Hadamard in place, in the order of `formats.hadamard.transform`: strides 1, 2, 4, ... 64."""
+        """Hadamard in place, rounded to bf16, in the order of `formats.hadamard.transform`: strides 1, 2, 4, ... 64."""
         x = [rX[i] for i in range(PIECE * self.pieces)]
         inside = PIECE * self.lanes  # the stride of this lane's pieces
         for i in cutlass.range_constexpr(DIM.bit_length() - 1):
@@ -253,6 +262,8 @@ class IndexerQ:
                 x = [cute.math.fma(own, sign, cute.arch.shuffle_sync_bfly(own, apart)) for own in x]
         for i in cutlass.range_constexpr(PIECE * self.pieces):
             rX[i] = x[i] * Float32(DIM**-0.5)
+        for j in cutlass.range_constexpr(self.pieces):
+            self.store_bf16(rX, j)
 
     @cute.jit
     def store_fp8(

@@ -1,11 +1,14 @@
 """Rotate and quantise queries of the lightning indexer, as a torch op.
 
-    x = rope(q[t, h]) H / sqrt(128)                               fp32; H only with ``hadamard``, and keys alike
+    x = bf16(bf16(rope(q[t, h])) H / sqrt(128))                   H only with ``hadamard``, and keys alike
     "fp8": codes E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of a head; weights' = weights (128 H)^-0.5 s
     "fp4": codes E2M1, scales UE8M0 for 32 dims (`formats.mxfp4`);               weights' = weights (128 H)^-0.5
 
+Sums are fp32; x is bf16 after RoPE and after the rotation, as the released code stores it, and quantised from there.
+Weights are not rounded on their way to fp32.
+
 One launch of `dsv4::indexer_q`, outputs written in place, nothing read by the host; on a GPU a position that the table
-does not have makes its heads NaN. The oracles are `dsv4lib.reference.rope` and `.indexer` with `formats.hadamard`.
+does not have makes its heads NaN. The oracle is `dsv4lib.reference.indexer` with `formats.hadamard`.
 """
 
 from __future__ import annotations
@@ -155,10 +158,8 @@ class Call(NamedTuple):
 
 def _reference(call: Call) -> None:
     cos, sin = rotary.cosines_sines(call.positions, call.cos_sin)
-    x, nope = call.q.float(), DIM - rotary.WIDTH
-    x = torch.cat((x[..., :nope], backends.oracle("rope").rotate(x[..., nope:], cos, sin)), -1)
-    if call.hadamard:
-        x = hadamard_format.transform(x)
+    rotation = hadamard_format.transform if call.hadamard else None
+    x = backends.oracle("indexer").rotated(call.q.float(), cos, sin, rotation, torch.bfloat16)
     weights = call.weights.float() * (DIM * call.q.shape[1]) ** -0.5
     if call.variant == "fp4":
         q = mxfp4.quantize(x)

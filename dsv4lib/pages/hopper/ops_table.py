@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from dsv4lib import env
 from dsv4lib.bench.ops import counters, results
 from dsv4lib.bench.ops.counters import Counted
-from dsv4lib.bench.ops.results import ABSENT, OURS, Result
+from dsv4lib.bench.ops.results import ABSENT, OURS, TIMED, Result
 from dsv4lib.errors import DSV4Error
 from dsv4lib.pages.common import peers as peer_pages
 from dsv4lib.viz.dumbbells import Case, dumbbells
@@ -120,11 +120,12 @@ def cells(rows: list[Result], known: dict[tuple[str, str], Note]) -> list[tuple[
 def _cells(row: Result, note: Note) -> tuple[str, ...]:
     ours, peer, graph_peer = row.named(OURS), row.peer, row.graph_peer
     absent = [one.provider for one in row.found if one.state == ABSENT]
+    cold = "" if ours is None else ours.detail if ours.state == TIMED else f"{ours.state}: {ours.detail}"
     over = f"{row.ours_us / row.floor_us:.1f}" if row.ours_us and row.floor_us else ""
     return (
         row.op,
         row.shape,
-        _us(row.ours_us) if ours is None or ours.us else f"{ours.state}: {ours.detail}",
+        _us(row.ours_us) or cold,
         peer.provider if peer else "none" + f" (absent: {', '.join(absent)})" * bool(absent),
         _us(peer.us if peer else None),
         _ratios(row.ratio, row.copy_ratio),
@@ -133,7 +134,7 @@ def _cells(row: Result, note: Note) -> tuple[str, ...]:
         _us(graph_peer.warm_us if graph_peer else None),
         _ratios(row.graph_ratio, row.graph_copy_ratio),
         _us(ours.host_us if ours else None),
-        _us(peer.host_us if peer else None),
+        _us((peer or graph_peer).host_us if peer or graph_peer else None),
         row.promise,
         _marked(row.verdict),
         _marked(row.graph_verdict),
@@ -217,8 +218,8 @@ def extract(folder: Path = results.FOLDER) -> str:
 
 
 def figure(folder: Path = results.FOLDER) -> Figure:
-    """Draw floor, ours and the best peer of the recorded rows, a panel an op. Without ops that DSV4 does not have."""
-    rows = [row for row in results.load(folder) if not row.op.startswith("add_rmsnorm")]
+    """Draw floor, ours and the best peer of the recorded rows, a panel an op. Without chains and ops that DSV4 lacks."""
+    rows = [row for row in results.load(folder) if not row.op.startswith(("add_rmsnorm", "layer_chain"))]
     panels = {op: [_case(row) for row in group] for op, group in groupby(rows, key=lambda row: row.op)}
     return dumbbells(panels, "Cold L2, one GPU, one process")
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from dsv4lib.bench.ops import harness, host
 from dsv4lib.dsl.tensors import DeviceTensor, leaf_bytes, leaves
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.common import native, plans, schema
+from dsv4lib.ops.common import native, plans, replay, schema
 from dsv4lib.ops.common.overlap import Overlaps, meet, span
 from dsv4lib.ops.common.requests import plan as requests_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Weights, compressor
@@ -33,14 +33,19 @@ EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True)
 X = torch.randn(6, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
+CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
 class Launches:
     """In place of the driver: what every launch would read."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.kept = [], []
         self.seconds = 0.0  # that the driver takes to read
+        self.python = False
 
     def entry(self, function):
+        """Of a C function, so that calls are replayed; Python's own where `python` is set."""
         sizes = [size_of(one) for one in leaves(function.arguments)]
 
         def call(address):
@@ -50,7 +55,9 @@ class Launches:
             words = tuple(ctypes.string_at(place, size) for place, size in zip(places, sizes, strict=False))
             self.seen.append((function.name, words))
 
-        return call
+        made = call if self.python else CALL(call)
+        self.kept.append(made)
+        return made
 
     def of(self, call):
         """Words of the launches of one call."""
@@ -151,12 +158,12 @@ def test_a_plan_never_gives_the_words_of_another_call(one, two, guarded):
         for n, wanted in enumerate([one] * 4 + others + [one, two, two, two, two, one]):
             buffers = kept[n % 2]
             found = seen.of(lambda: called(buffers, *wanted))  # noqa: B023 (called here)
-            stored = [(op.plans, op._recent) for op in plans._OPS]
+            stored = [(op.plans, op._records) for op in plans._OPS]
             for op in plans._OPS:
-                op.plans, op._recent = {}, {}
+                op.plans, op._records = {}, replay.Records()
             assert found == seen.of(lambda: called(buffers, *wanted)) != []  # noqa: B023
-            for op, (of_op, recent) in zip(plans._OPS, stored, strict=True):
-                op.plans, op._recent = of_op, recent
+            for op, (of_op, records) in zip(plans._OPS, stored, strict=True):
+                op.plans, op._records = of_op, records
 
 
 def test_a_plan_keeps_no_argument_and_survives_their_memory(launches):
@@ -198,9 +205,11 @@ def test_a_stream_has_plans_of_its_own(launches):
     """Memory that an op keeps belongs to one."""
     x, out = torch.randn(4, 64), torch.zeros(4, 9, dtype=torch.int32)
     op = next(op for op in plans._OPS if op._name == "topk")
-    for stream in (0, 7, 0):
-        with patch.object(plans, "stream_of", lambda x: stream):  # noqa: B023 (called here)
-            for _ in range(3):
+    current = [0]
+    with patch.object(plans, "asked_of", lambda device: lambda device: current[0]):
+        for stream in (0, 7, 0):
+            current[0] = stream
+            for _ in range(4):
                 topk(x, 9, out=out, backend="native")
     assert sorted(signature[-1] for signature in op.plans) == [0, 7]
 

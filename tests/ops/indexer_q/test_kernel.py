@@ -37,8 +37,18 @@ def case(tokens, count, seed=0):
     return q, torch.randn(tokens, count, generator=generator), positions
 
 
+def stored(x):
+    """As bf16 holds it."""
+    return x.bfloat16().float()
+
+
+def rotated(x):
+    """By the Hadamard matrix, stored in bf16."""
+    return stored(hadamard.transform(x))
+
+
 def turned(q, positions):
-    return rope.apply(q.float(), positions[:, None], FREQS)
+    return stored(rope.apply(q.float(), positions[:, None], FREQS))
 
 
 def quantised(x, weights, variant):
@@ -87,21 +97,21 @@ def same(found, want):
 def test_bits_of_the_oracle(arch, settings, tokens, count, kind):
     q, weights, positions = case(tokens, count, seed=count)
     x = turned(q, positions)
-    want = quantised(hadamard.transform(x) if settings[1] else x, weights.to(kind), settings[0])
+    want = quantised(rotated(x) if settings[1] else x, weights.to(kind), settings[0])
     assert same(run(settings, arch, q, weights.to(kind), table(positions)), want)
 
 
 def test_positions_choose_rows_of_the_table():
     q, weights, _ = case(5, 2)
     chosen = torch.tensor([3, 0, 3, 6, 1])
-    want = quantised(hadamard.transform(turned(q, chosen * 149796)), weights, "fp8")
+    want = quantised(rotated(turned(q, chosen * 149796)), weights, "fp8")
     settings = ("fp8", True, 8, 1, 4)
     rows = table(torch.arange(7) * 149796)
     assert same(run(settings, "sm_90a", q, weights, rows, chosen), want)
     codes, _, out = run(settings, "sm_90a", q, weights, rows, torch.tensor([3, 7, 3, -1, 1]))
     assert bool((codes[1] == 127).all()) and bool(out[1].isnan().all())
     assert torch.equal(codes[[0, 2, 4]], want[0][[0, 2, 4]])
-    still = quantised(hadamard.transform(q.float()), weights, "fp8")  # a negative position is padding: no rotation
+    still = quantised(rotated(q.float()), weights, "fp8")  # a negative position is padding: no rotation
     assert torch.equal(codes[3], still[0][3])
 
 
@@ -110,6 +120,7 @@ def test_every_fault_is_found():
     q, weights, positions = case(3, 5)
     found = run(("fp4", True, 8, 2, 2), "sm_90a", q, weights, table(positions))
     wide, right = q.float(), turned(q, positions)
+    exact = rope.apply(wide, positions[:, None], FREQS)
     a, b = wide[..., 64:96], wide[..., 96:]
     cos, sin = (x[:, None] for x in rope.cos_sin(positions, FREQS, torch.float32))
     wrong = {
@@ -117,12 +128,14 @@ def test_every_fault_is_found():
         "halves, not pairs": torch.cat((wide[..., :64], a * cos - b * sin, b * cos + a * sin), -1),
         "next token's position": rope.apply(wide, positions.roll(1)[:, None], FREQS),
         "first 64 dims": rope.apply(wide.roll(64, -1), positions[:, None], FREQS).roll(64, -1),
-        "bf16 before Hadamard": right.bfloat16().float(),
     }
-    wrong = {name: hadamard.transform(x) for name, x in wrong.items()} | {
+    wrong = {name: rotated(stored(x)) for name, x in wrong.items()} | {
         "no Hadamard": right,
-        "Hadamard first": rope.apply(hadamard.transform(wide), positions[:, None], FREQS),
-        "no 128^-0.5": hadamard.transform(right) * 128**0.5,
+        "Hadamard first": stored(rope.apply(rotated(wide), positions[:, None], FREQS)),
+        "no 128^-0.5": rotated(right) * 128**0.5,
+        "fp32 after RoPE": rotated(exact),
+        "fp32 after Hadamard": hadamard.transform(right),
+        "fp32 throughout": hadamard.transform(exact),
     }
     for name, x in wrong.items():
         assert not same(found, quantised(x, weights, "fp4")), name
@@ -134,7 +147,7 @@ def test_sums_in_the_order_of_the_oracle():
     for row, stride in enumerate((1, 2, 4, 8, 16, 32, 64)):
         q[0, row::7, 0] = q[0, row::7, stride] = 2.0**24
     weights, zero = torch.ones(1, 64), torch.zeros(1)
-    want = quantised(hadamard.transform(q.float()), weights, "fp8")
+    want = quantised(rotated(q.float()), weights, "fp8")
     for lanes in (4, 8, 16):
         assert same(run(("fp8", True, lanes, 1, 4), "sm_90a", q, weights, table(zero)), want)
 
@@ -144,7 +157,7 @@ def test_what_is_no_number(variant):
     """A NaN or Inf reaches all of a rotated head; zeros; sums that leave fp32; subnormals."""
     q, weights, positions = case(1, 8)
     q[0, 0, 3], q[0, 1, 127], q[0, 2], q[0, 3], q[0, 4], q[0, 5] = float("nan"), -float("inf"), 3e38, 0, -0.0, 2.0**-133
-    want = quantised(hadamard.transform(turned(q, positions)), weights, variant)
+    want = quantised(rotated(turned(q, positions)), weights, variant)
     found = run((variant, True, 8, 1, 2), "sm_100a", q, weights, table(positions))
     assert same(found[:2], want[:2])
     torch.testing.assert_close(found[2], want[2], rtol=0, atol=0, equal_nan=True)
@@ -153,7 +166,7 @@ def test_what_is_no_number(variant):
 @pytest.mark.parametrize(("arch", "variant"), [("sm_90a", "fp8"), ("sm_100a", "fp4")])
 def test_all_schedules_give_the_same_bits(arch, variant):
     q, weights, positions = case(3, 5)
-    want = quantised(hadamard.transform(turned(q, positions)), weights, variant)
+    want = quantised(rotated(turned(q, positions)), weights, variant)
     for schedule in SCHEDULES:
         settings = (variant, True, 8, 1, 1)
         assert same(run(settings, arch, q, weights, table(positions), schedule=schedule, seed=3), want), schedule

@@ -22,6 +22,26 @@ def test_back_ends_agree(variant):
         assert all(b is None or torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+# Of fp64 arithmetic, the matrix multiplied out: bf16 after RoPE and after the rotation, then the nearest E2M1.
+GOLDEN_CODES = """
+30d44a6a0a99149a90942ec2234ad845a9343b9d2329a1ec99d619eaa913db39382c9249b98111002ca0591a91821bcce4a964d8cb221928a0c59ad5
+2acd54294a64ba7101a011a9e9a028d0a45ad3352a2c524dd2088a39d94502ea2a9a2194029ca44928819120819b15591ab14a8b113c616c108a29d5
+9662c9cd9909b12b"""
+GOLDEN_SCALES = "8181828181818281"
+
+
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+def test_rounds_where_the_released_code_does(backend):
+    """Codes of two heads in its steps; three bytes are others where nothing is rounded before FP4."""
+    i = torch.arange(256).view(1, 2, 128)
+    q, angles = ((i * 37 % 101 - 50) * (1 + i % 7) / 16).bfloat16(), torch.arange(32) * 0.25
+    table = torch.cat((angles.cos(), angles.sin()))[None]
+    found = indexer_q(q, torch.tensor([[1.0, -3.0]]), None, table, backend=backend)
+    assert bytes(found.codes.flatten().tolist()).hex() == "".join(GOLDEN_CODES.split())
+    assert bytes(found.scales.flatten().tolist()).hex() == GOLDEN_SCALES
+    assert found.weights.tolist() == [[2**-4, -3 * 2**-4]]  # (128 x 2 heads)^-0.5
+
+
 def test_outputs_of_the_caller_and_nothing_to_do():
     out = IndexerQueries(torch.zeros(3, 5, 64).byte(), torch.zeros(3, 5, 4).byte(), torch.zeros(3, 5))
     assert indexer_q(Q, WEIGHTS, POSITIONS, TABLE, out=out, backend="emulator") is out
