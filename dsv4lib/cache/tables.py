@@ -21,6 +21,7 @@ from dsv4lib.cache.request import Copy, Step
 from dsv4lib.errors import ArgumentError
 
 BUFFERS = 3
+ALIGN = 4  # int32 values of the 16 bytes that a table starts on: kernels read plans of requests in such units
 
 
 class Staging:
@@ -101,6 +102,7 @@ class Tables:
         return -(-span // group.block_tokens)
 
     def _field(self, name: str, shape: tuple[int, ...], padding: int) -> None:
+        self.size = -(-self.size // ALIGN) * ALIGN
         self.fields[name] = Field(self.size, shape, padding)
         self.size += int(np.prod(shape))
 

@@ -108,6 +108,7 @@ def test_memory_is_counted_before_it_is_taken(listed, folder, monkeypatch):  # n
         assert 0 < refused.value.wanted - pool - counted < held  # a layer while it is read
         asked.append(refused.value.wanted)
     assert asked[1] > asked[0]
+    monkeypatch.setattr(env, "free_memory", lambda: 10**6)
     monkeypatch.setattr(serving, "transformer", lambda *_, **__: pytest.fail("weights were read"))
     done = run("generate", "Ab", "--model", folder, *REFERENCE)
     assert isinstance(done.exception, serving.NotEnoughMemory) and "caches" in str(done.exception)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4lib.cache import PoolExhausted, RequestExists, UnknownRequest, Work
+from dsv4lib.cache import PoolExhausted, RequestExists, UnknownRequest, Work, request_bytes
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.loader.model import transformer
@@ -172,10 +172,11 @@ def test_drawn_tokens_are_those_of_the_seed(listed):  # noqa: F811
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_preempted_requests_go_on_with_the_same_tokens(listed, alone, swap):  # noqa: F811
-    """A pool that holds one and a half of them."""
+    """A pool that holds two of them whole, and of the third no more than its rings."""
     one = model(listed)
-    least = PagedCaches(one, requests=1, tokens=64, positions=256).manager.pool.count
-    caches = {"pages": least + 4, "host_pages": 64 * swap, "positions": 256}
+    manager = PagedCaches(one, requests=1, tokens=64, positions=256).manager
+    two = sum(request_bytes(manager, len(PROMPTS[name]) + TOKENS) for name in "ab") // manager.pool.page_bytes
+    caches = {"pages": two + 4, "host_pages": 64 * swap, "positions": 256}
     found, scheduler = served(one, PROMPTS, caches=caches, swap=swap)
     assert found == alone[0] and scheduler.manager.metrics.preemptions > 0
     assert found_in(alone[1], scheduler.logits)
