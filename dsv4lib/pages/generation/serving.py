@@ -1,4 +1,4 @@
-"""Make a scheduler of one request at a time from a checkpoint, after all that is asked was checked."""
+"""Make a scheduler of one request at a time from a checkpoint, after its options and the memory were checked."""
 
 from __future__ import annotations
 
