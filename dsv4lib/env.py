@@ -107,6 +107,20 @@ def machine() -> dict[str, str]:
     return facts
 
 
+def free_memory() -> int:
+    """Bytes of memory that this process can still take: of the machine, or of its control group if that has less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or one without a limit ("max")
+        return free
+    return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
+
+
 def gpu_names() -> list[str]:
     """Names of the GPUs torch can use; empty without a GPU or with a CPU build of torch."""
     if driver_cuda() is None:  # spares a machine without a GPU the import of torch

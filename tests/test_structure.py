@@ -95,6 +95,12 @@ def test_dependencies_point_one_way(path):
     assert wanted <= allowed, f"{part} may import {sorted(allowed)}, but {path.name} imports {sorted(wanted - allowed)}"
 
 
+def test_oracles_are_looked_up_by_ops_alone():
+    """`backends.oracle` imports the reference by name: what is no op, nor times one, would evade the rule above."""
+    uses = [p for p in sources() if re.search(r"backends\.oracle\(|import oracle", p.read_text())]
+    assert {p.relative_to(PACKAGE).parts[0] for p in uses} <= {"ops", "bench"}
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_every_file_has_a_reason_and_a_readable_size(path):
     text = path.read_text()

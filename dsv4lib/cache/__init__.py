@@ -17,7 +17,7 @@
 README.md argues the design, `manager` states what an executor must do, `conformance` checks any manager.
 """
 
-from dsv4lib.cache.accounting import Account, account, capacity, request_bytes
+from dsv4lib.cache.accounting import Account, account, capacity, held_blocks, pool_pages, request_bytes
 from dsv4lib.cache.errors import CacheError, DoubleFree, PoolExhausted, RequestExists, UnknownRequest, WrongState
 from dsv4lib.cache.groups import Group, Shape, ValueBytes, arrange, best_page_bytes, deepseek_v4
 from dsv4lib.cache.manager import Manager
@@ -48,6 +48,8 @@ __all__ = [
     "best_page_bytes",
     "capacity",
     "deepseek_v4",
+    "held_blocks",
+    "pool_pages",
     "read_slots",
     "request_bytes",
     "window_positions",

@@ -6,8 +6,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from dsv4lib.cache.errors import CacheError
-from dsv4lib.cache.groups import Group
+from dsv4lib.cache.groups import Group, granularity
 from dsv4lib.cache.manager import Manager
+
+POINTS = 2  # that a request keeps: the last of its prompt, and the last that it has reached
 
 
 class GroupBytes(NamedTuple):
@@ -107,13 +109,67 @@ def request_bytes(manager: Manager, length: int, extents: dict[str, int] | None 
     pages = 0
     for g in manager.groups:
         extent = max(0, length - g.lookahead) if extents is None else extents[g.name]
-        blocks = 1
-        if g.kind != "ring":
-            blocks = -(-(extent + g.reserve * begun) // g.block_tokens)
-            if g.kind == "window":
-                blocks -= max(0, extent - g.reach + 1) // g.block_tokens
-        pages += blocks * g.pages(manager.pool.page_bytes)
+        pages += held_blocks(g, extent, begun) * g.pages(manager.pool.page_bytes)
     return pages * manager.pool.page_bytes
+
+
+def held_blocks(group: Group, extent: int, begun: bool = True) -> int:
+    """Count the blocks of a group that a request holds between steps.
+
+    Args:
+        group: whose. extent: positions that hold final values. begun: as of `request_bytes`.
+    """
+    if group.kind == "ring":
+        return 1
+    blocks = -(-(extent + group.reserve * begun) // group.block_tokens)
+    if group.kind == "window":
+        blocks -= max(0, extent - group.reach + 1) // group.block_tokens
+    return blocks
+
+
+def most_blocks(group: Group, length: int, tokens: int) -> int:
+    """Count the blocks of a group that a request holds at most.
+
+    Args:
+        group: whose. length: most positions of the request, drafts counted. tokens: most of a step, which has blocks
+            for all of them before a window's blocks that they pass are released.
+    """
+    if group.kind == "ring":
+        return 1
+    whole = -(-(length + group.reserve) // group.block_tokens)
+    if group.kind == "entries":
+        return whole
+    span = group.reach - 1 + tokens + group.lookahead + group.reserve
+    return min(whole, -(-span // group.block_tokens) + 1)
+
+
+def point_blocks(group: Group, unit: int) -> int:
+    """Count the blocks of a group that are kept for one point, besides entries: of a window, or a ring's copy."""
+    if group.kind == "entries":
+        return 0
+    needed = group.needed(unit)
+    return int(needed > 0) if group.kind == "ring" else -(-needed // group.block_tokens)
+
+
+def pool_pages(
+    groups: tuple[Group, ...],
+    page_bytes: int,
+    *,
+    requests: int,
+    positions: int,
+    tokens: int,
+    points: int = POINTS,
+) -> int:
+    """Count the pages of a pool in which so many requests run at once and save points.
+
+    Args:
+        groups: of the caches. page_bytes: bytes of a page.
+        requests: at once. positions: most of each, drafts counted. tokens: most of a step.
+        points: saved of each request.
+    """
+    unit = granularity(groups)
+    blocks = ((g, most_blocks(g, positions, tokens) + points * point_blocks(g, unit)) for g in groups)
+    return requests * sum(count * g.pages(page_bytes) for g, count in blocks)
 
 
 def capacity(manager: Manager, requests: int) -> int:

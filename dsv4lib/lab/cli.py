@@ -271,12 +271,45 @@ def generate(
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
     speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
 ) -> None:
-    """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles."""
-    from dsv4lib.pages.generation import command
+    """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles.
 
-    folder = workspace() / "data" / "nano" if model is None else model
-    options = command.Options(folder, tokens, temperature, top_p, seed, backend, speculate)
+    Ctrl-C ends it (exit 130).
+    """
+    from dsv4lib.pages.generation import command, serving
+
+    options = serving.Options(_checkpoint(model), tokens, temperature, top_p, seed, backend, speculate)
     command.command(text, options, Console(stderr=True, highlight=False))
+
+
+def _checkpoint(model: Path | None) -> Path:
+    return workspace() / "data" / "nano" if model is None else model
+
+
+@app.command()
+def chat(
+    model: Annotated[Path | None, typer.Option(help="folder of a checkpoint that has a chat encoding")] = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    thinking: Annotated[bool, typer.Option("--thinking", help="let the model think before it replies")] = False,
+    effort: Annotated[str, typer.Option(help="of thinking: low, high or max")] = "low",
+    tokens: Annotated[int, typer.Option(help="most tokens of a reply")] = 512,
+    context: Annotated[int, typer.Option(help="most tokens of the conversation")] = 8192,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="draw from the smallest set of tokens with this probability")] = 1.0,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
+    speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
+    hits: Annotated[bool, typer.Option("--hits", help="print how many tokens of each prompt were cached")] = False,
+) -> None:
+    """Talk with a checkpoint: a message a line; /reset forgets the conversation, /quit or the end of the input ends it.
+
+    Ctrl-C ends a reply after the step under way; at the prompt it ends the chat (exit 130).
+    """
+    from dsv4lib.pages.generation import chat as page
+    from dsv4lib.pages.generation import serving
+
+    options = serving.Options(_checkpoint(model), tokens, temperature, top_p, seed, backend, speculate)
+    wish = page.ChatWish(system, thinking, effort, context, hits)
+    page.command(options, wish, Console(stderr=True, highlight=False))
 
 
 @app.command()

@@ -78,25 +78,18 @@ class Caches(NamedTuple):
 
 
 def new_caches(
-    config: ModelConfig,
-    kind: LayerKind,
-    layout: Layout,
-    keys: str = "fp4",
-    drafts: bool = False,
-    device: str | torch.device = "cpu",
+    config: ModelConfig, kind: LayerKind, layout: Layout, keys: str = "fp4", device: str | torch.device = "cpu"
 ) -> Caches:
-    """Allocate a layer's caches; nothing in them needs to be cleared between requests.
+    """Allocate a layer's caches at places of their own; nothing in them needs to be cleared between requests.
 
-    ``drafts``: tokens may be taken back, which HCA's running softmax cannot do: its state then has rows. Rings have
-    twice the rows of an entry, so that of a step the last `MOST_DRAFTS` tokens can be taken back.
+    Tokens are not taken back here: a compressor's ring has the rows that its next entry reads and no more.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     def ring(rows: int, width: int) -> State:
-        shape = layout.places, rows * (1 + drafts), width
-        return State(Ring(*(zeros(*shape, dtype=torch.float32) for _ in range(2))))
+        return State(Ring(*(zeros(layout.places, rows, width, dtype=torch.float32) for _ in range(2))))
 
     window = Pool(zeros(layout.places * layout.pages(1), kv_entry.LAYOUT.page_bytes(PAGE)))
     if kind is LayerKind.SWA:
@@ -105,8 +98,7 @@ def new_caches(
     pages = layout.places * layout.pages(rate)
     entries = Pool(zeros(pages, kv_entry.LAYOUT.page_bytes(PAGE)))
     if kind is LayerKind.HCA:
-        state = ring(rate, dim) if drafts else State(Running(zeros(layout.places, 3, dim, dtype=torch.float32)))
-        return Caches(window, entries, state)
+        return Caches(window, entries, State(Running(zeros(layout.places, 3, dim, dtype=torch.float32))))
     key_pages = Pool(zeros(pages, KEYS[keys].page_bytes(PAGE)))
     return Caches(window, entries, ring(2 * rate, 2 * dim), key_pages, ring(2 * rate, 2 * config.index_dim))
 

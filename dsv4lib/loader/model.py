@@ -5,10 +5,10 @@ model = transformer(Listed.of(Checkpoint(folder)), places=1, capacity=512, backe
 
 from __future__ import annotations
 
-import torch
+import math
 
-from dsv4lib import backends
 from dsv4lib.config import LayerKind, ModelConfig
+from dsv4lib.formats import rotary, scale_swizzle
 from dsv4lib.layers.attention import Attention
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite
 from dsv4lib.layers.step import Layout
@@ -48,9 +48,7 @@ def transformer(
     config, checkpoint, done = listed.config, listed.checkpoint, 0
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
-        parts = weight.name.split(".")
-        prefix = ".".join(parts[:2]) if parts[0] in ("layers", "mtp") else ""
-        by_prefix.setdefault(prefix, []).append(weight)
+        by_prefix.setdefault(_prefix(weight), []).append(weight)
 
     def read(prefix: str) -> dict[str, Stored]:
         skipped = (f"{prefix}.ffn.experts.", f"{prefix}.ffn.shared_experts.", f"{prefix}.ffn.gate.")
@@ -71,8 +69,46 @@ def transformer(
         else None
     )
     top, layout = read(""), Layout(places, capacity)
-    given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), angles(config, capacity), layout
-    return Transformer(config, layers, *given, keys, block, backend)
+    given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), rotary.tables(config, capacity)
+    return Transformer(config, layers, *given, layout, keys, block, backend)
+
+
+def model_bytes(listed: Listed, capacity: int, mtp: bool = False) -> int:
+    """Count the bytes of the model that `transformer` makes in its default modes, from headers alone."""
+    tables = 2 * 4 * len(LayerKind) * capacity * (listed.config.rope_dim // 2)
+    return tables + sum(_operand_bytes(w, listed.form) for w in _weights(listed.config, mtp))
+
+
+def reading_bytes(listed: Listed, mtp: bool = False) -> int:
+    """Count the bytes of the largest layer as it is stored, which are in memory beside the model while it is read."""
+    layers: dict[str, int] = {}
+    for weight in _weights(listed.config, mtp):
+        stored = sum(listed.checkpoint.entry(name).nbytes for name in listed.parts(weight))
+        prefix = _prefix(weight)
+        layers[prefix] = layers.get(prefix, 0) + stored
+    return max(layers.values())
+
+
+def _weights(config: ModelConfig, mtp: bool) -> list[names.Weight]:
+    return [w for w in names.weights(config) if mtp or not w.name.startswith(names.MTP)]
+
+
+def _prefix(weight: names.Weight) -> str:
+    """Stem of a weight's layer; nothing for those of no layer."""
+    stem = weight.name.split(".")[:2]
+    return ".".join(stem) if stem[0] in ("layers", "mtp") else ""
+
+
+def _operand_bytes(weight: names.Weight, form: str) -> int:
+    """Count the bytes of a weight as its op reads it: fp32 vectors, scales of 32 or 16 elements, or bf16."""
+    stored, size = names.stored_as(weight, form), math.prod(weight.shape)
+    if stored in ("fp32", "int64") or len(weight.shape) == 1:
+        return size * (8 if stored == "int64" else 4)
+    columns = weight.shape[1]
+    if stored == "bf16" or (weight.role == "linear" and "shared_experts" not in weight.name and columns % 128):
+        return 2 * size
+    block, share = {"fp8": (32, 1), "mxfp4": (32, 2), "nvfp4": (16, 2)}[stored]
+    return size // share + scale_swizzle.swizzled_bytes(weight.shape[0], columns // block)
 
 
 def _collapse(tensors: dict[str, Stored], config: ModelConfig, backend: str) -> MhcSite:
@@ -96,9 +132,3 @@ def _layer(
     modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
     moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend)
     return DecoderLayer(attention, moe, tensors, config, backend)
-
-
-def angles(config: ModelConfig, positions: int) -> dict[LayerKind, tuple[torch.Tensor, torch.Tensor]]:
-    """Cosines and sines fp32 [positions, 32] by kind of layer."""
-    at, rope = torch.arange(positions), backends.oracle("rope")
-    return {kind: rope.cos_sin(at, rope.layer_freqs(config, kind), torch.float32) for kind in LayerKind}

@@ -1,1 +1,1 @@
-"""What surrounds the layers of DeepSeek-V4: sampling, verification of drafts, tokenizers and the chat encoding."""
+"""DeepSeek-V4 whole on its layers: transformer, draft block, scheduler and caches, sampler, tokenizers, chat."""

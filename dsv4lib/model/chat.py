@@ -35,6 +35,7 @@ THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 MODES, EFFORTS = ("chat", "thinking"), ("low", "high", "max")
 MARKS = (BOS, EOS, USER, ASSISTANT, REMINDER, DSML)
+ENCODING = Path("encoding") / "encoding_dsv4.py"  # where a released checkpoint has its texts
 
 KEYS = {
     "system": {"content", "tools", "response_format"},

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4lib.cache import Group, Manager, Shape, Storage, Tables, deepseek_v4
+from dsv4lib.cache import Group, Manager, Shape, Storage, Tables, best_page_bytes, deepseek_v4, pool_pages
 from dsv4lib.cache.request import Part
 from dsv4lib.cache.request import Step as Batch
-from dsv4lib.config import LayerKind
+from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.layers.attention import KEYS, MOST_DRAFTS, Caches, Pool, State
@@ -26,13 +26,27 @@ from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.compressor.op import Ring, Running
 
 
+def groups_of(config: ModelConfig, keys: str, mtp: bool, drafts: int) -> tuple[Group, ...]:
+    """List the groups of a model's caches; without drafts HCA keeps a running softmax."""
+    return deepseek_v4(config, mtp=int(mtp), keys=keys, drafts=drafts, running=not drafts)
+
+
+def pool_bytes(
+    config: ModelConfig, *, requests: int, tokens: int, positions: int, drafts: int = 0, keys: str = "fp4"
+) -> int:
+    """Count the bytes of the pool that `PagedCaches` makes by default, of a model with its draft block if it drafts."""
+    groups = groups_of(config, keys, drafts > 0, drafts)
+    page = best_page_bytes(groups)
+    return page * pool_pages(groups, page, requests=requests, positions=positions + drafts, tokens=tokens)
+
+
 class PagedCaches:
     """The caches of a model, which reads and writes them from then on.
 
     Args:
         model: whose layers get the views.
         requests, tokens: most of a step. positions: most of a request, at most the model's capacity.
-        pages: of the pool; None: enough for ``requests`` requests of ``positions`` tokens.
+        pages: of the pool; None: enough for ``requests`` requests of ``positions`` tokens and their saved points.
         drafts: most of a step, 0 to `MOST_DRAFTS`. Without, HCA keeps a running softmax.
         save_every, host_pages, prefix_caching: of `Manager`.
 
@@ -60,22 +74,20 @@ class PagedCaches:
             allowed = f"0 to {MOST_DRAFTS}" if model.mtp is not None else "0: no draft block was loaded"
             raise ArgumentError("drafts", drafts, allowed)
         config, mtp = model.config, int(model.mtp is not None)
-        given = {"mtp": mtp, "keys": model.keys, "drafts": drafts, "running": not drafts}
-        groups = deepseek_v4(config, **given)
+        groups = groups_of(config, model.keys, bool(mtp), drafts)
         self.model, self.drafts, self.positions = model, drafts, positions
         self.shape = Shape(config.layer_kinds, config.window, config.csa_rate, config.hca_rate, mtp)
         self.groups = {g.name: g for g in groups}
         options = {"save_every": save_every, "host_pages": host_pages, "prefix_caching": prefix_caching}
         if pages is None:
-            page_bytes = Manager(groups, 1).pool.page_bytes
-            blocks = {g: 1 if g.kind == "ring" else -(-(positions + drafts) // g.block_tokens) + 1 for g in groups}
-            pages = requests * sum(count * g.pages(page_bytes) for g, count in blocks.items())
+            sizes = {"requests": requests, "positions": positions + drafts, "tokens": tokens}
+            pages = pool_pages(groups, best_page_bytes(groups), **sizes)
         self.manager = Manager(groups, pages, **options)
         self.storage = Storage(self.manager, model.device)
-        sizes = requests, tokens, positions + drafts
-        self.tables = Tables(self.manager, *sizes, model.device)
+        rows = requests, tokens, positions + drafts
+        self.tables = Tables(self.manager, *rows, model.device)
         ahead = [g for g in groups if g.lookahead]
-        self.draft_tables = Tables(self.manager, *sizes, model.device, ahead) if ahead else None
+        self.draft_tables = Tables(self.manager, *rows, model.device, ahead) if ahead else None
         kinds = [*config.layer_kinds, *([config.mtp_kind] if mtp else [])]
         model.caches = [self._views(number, kind) for number, kind in enumerate(kinds)]
 
@@ -115,9 +127,29 @@ class PagedCaches:
         Args:
             batch: from `Manager.begin`. rows, requests: pad to so many; None: as many as there are.
         """
+        self.fill(batch)
+        rows = batch.tokens if rows is None else rows
+        requests = len(batch.parts) if requests is None else requests
+        for name, value, least, most in (
+            ("rows", rows, batch.tokens, self.tables.tokens),
+            ("requests", requests, len(batch.parts), self.tables.requests),
+        ):
+            if not least <= value <= most:
+                raise ArgumentError(name, value, f"{least} to {most}")
+        single = rows == requests and all(part.end - part.start == 1 for part in batch.parts)
+        return self._arrays(self.tables, rows, requests, single)
+
+    def fill(self, batch: Batch) -> None:
+        """Make the copies that the manager has listed, then fill the tables for a batch."""
         self.copy()
         self.tables.fill(batch)
-        return self._arrays(self.tables, batch, rows, requests)
+
+    def decode_arrays(self, size: int) -> Step:
+        """Make the arrays of a step of ``size`` requests with a token each, padding among them, from the tables alone.
+
+        Nothing of the host enters: captured in a CUDA graph, the same launches serve whatever the tables hold next.
+        """
+        return self._arrays(self.tables, size, size, True)
 
     def draft_step(self, parts: list[tuple[Part, int, list[int]]]) -> Step:
         """Make the arrays of a step of the draft block alone.
@@ -127,17 +159,10 @@ class PagedCaches:
         """
         batch = Batch([Part(part.request, start, 0, tuple(ahead), part.known) for part, start, ahead in parts])
         self.draft_tables.fill(batch)
-        return self._arrays(self.draft_tables, batch, None, None)
+        single = all(part.end - part.start == 1 for part in batch.parts)
+        return self._arrays(self.draft_tables, batch.tokens, len(batch.parts), single)
 
-    def _arrays(self, tables: Tables, batch: Batch, rows: int | None, requests: int | None) -> Step:
-        rows = batch.tokens if rows is None else rows
-        requests = len(batch.parts) if requests is None else requests
-        for name, value, least, most in (
-            ("rows", rows, batch.tokens, tables.tokens),
-            ("requests", requests, len(batch.parts), tables.requests),
-        ):
-            if not least <= value <= most:
-                raise ArgumentError(name, value, f"{least} to {most}")
+    def _arrays(self, tables: Tables, rows: int, requests: int, single: bool) -> Step:
         ids = tables["request_ids"][:rows]
         positions = torch.where(ids >= 0, tables["positions"][:rows], -1)
         windows: dict[str, list[Window]] = {}
@@ -161,7 +186,7 @@ class PagedCaches:
             tables_of,
             tables["tokens"][:rows].long(),
             positions,
-            single=rows == requests and all(part.end - part.start == 1 for part in batch.parts),
+            single=single,
             request_ids=ids,
             requests=states,
             windows=windows,

@@ -28,6 +28,10 @@ from dsv4lib.model.noise import exponential
 MAX_LOGPROBS = 64
 
 
+class NoDistribution(DSV4Error):
+    """Logits from which no token can be drawn: NaN, +Inf, or every token forbidden."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Settings of one request; building one checks them.
@@ -263,10 +267,10 @@ class Sampled(NamedTuple):
     logprobs: Logprobs | None
 
     def check(self) -> Sampled:
-        """Raise DSV4Error if a row is broken (this reads from the device)."""
+        """Raise NoDistribution if a row is broken (this reads from the device)."""
         if bool(self.broken.any()):
             rows = self.broken.nonzero().flatten().tolist()
-            raise DSV4Error(f"rows {rows} have no distribution to sample from: NaN, +Inf, or every token forbidden")
+            raise NoDistribution(f"rows {rows} have no distribution to sample from: NaN, +Inf, or nothing allowed")
         return self
 
 

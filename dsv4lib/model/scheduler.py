@@ -23,9 +23,10 @@ from torch import Tensor
 from dsv4lib.cache import PoolExhausted, RequestExists, UnknownRequest, Work
 from dsv4lib.cache.request import Part
 from dsv4lib.cache.request import Step as Batch
-from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.errors import ArgumentError
+from dsv4lib.model.graphs import DecodeGraph
 from dsv4lib.model.paged import PagedCaches
-from dsv4lib.model.sampler import History, SamplingParams, Settings, sample
+from dsv4lib.model.sampler import History, NoDistribution, SamplingParams, Settings, sample
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.model.verify import target_probabilities, verify
 
@@ -65,11 +66,13 @@ class Scheduler:
         model: runs the steps. caches: of it; their sizes bound requests and tokens of a step.
         drafts: K, at most those of the caches.
         swap: preempted requests keep their values on the host, where it has the pages; False: they are run again.
-        decode_sizes: requests that a step of decoding alone is padded to, the least that is enough (for CUDA graphs);
-            without drafts only.
+        decode_sizes: requests that a step of decoding alone is padded to, the least that is enough; without drafts
+            only.
+        graphs: capture a CUDA graph for each of these sizes now, and replay it in such steps.
 
     Raises:
-        ArgumentError: a number out of range.
+        ArgumentError: a number out of range, or graphs of no size.
+        BackendUnavailable: graphs of a model that is on no CUDA device.
     """
 
     def __init__(
@@ -80,16 +83,20 @@ class Scheduler:
         drafts: int = 0,
         swap: bool = False,
         decode_sizes: Sequence[int] = (),
+        graphs: bool = False,
     ) -> None:
         if not 0 <= drafts <= caches.drafts:
             raise ArgumentError("drafts", drafts, f"0 to {caches.drafts}, those of the caches")
         if any(not 1 <= size <= caches.tables.requests for size in decode_sizes) or (decode_sizes and drafts):
             allowed = f"1 to {caches.tables.requests}, and none with drafts"
             raise ArgumentError("decode_sizes", list(decode_sizes), allowed)
+        if graphs and not decode_sizes:
+            raise ArgumentError("decode_sizes", list(decode_sizes), "one size or more, for graphs")
         if drafts and caches.tables.tokens <= drafts:
             raise ArgumentError("drafts", drafts, f"fewer than the {caches.tables.tokens} tokens of a step")
         self.model, self.caches, self.manager = model, caches, caches.manager
         self.drafts, self.swap, self.sizes = drafts, swap, sorted(decode_sizes)
+        self.graphs = {size: DecodeGraph(model, caches, size) for size in self.sizes if graphs}
         self.known: dict[Hashable, Served] = {}
         self.waiting: list[Hashable] = []  # not begun, or preempted, in the order of their admission
         self.running: list[Hashable] = []
@@ -144,7 +151,7 @@ class Scheduler:
 
         Raises:
             PoolExhausted: the pool does not hold the one request that is left.
-            DSV4Error: logits without a distribution; the step was taken back, its requests will be run again.
+            NoDistribution: logits of no distribution; the step was taken back, its requests will be run again.
         """
         self._admit()
         batch = self._begin()
@@ -238,6 +245,8 @@ class Scheduler:
         count = len(batch.parts)
         if self.sizes and batch.tokens == count <= self.sizes[-1]:
             rows = requests = next(size for size in self.sizes if size >= count)
+            if rows in self.graphs:
+                return self.graphs[rows].run(batch), None
         return self.model.hidden(self.caches.step(batch, rows, requests), keep_streams=self.drafts > 0)
 
     # What is drawn
@@ -268,7 +277,8 @@ class Scheduler:
         target = target_probabilities(logits[None], drafts, one.settings, one.history)
         found = verify(drafts, target, one.settings, place)
         if bool(found.broken):
-            raise DSV4Error(f"request {one.name!r} has no distribution to sample from: NaN, +Inf, or nothing allowed")
+            text = "has no distribution to sample from: NaN, +Inf, or nothing allowed"
+            raise NoDistribution(f"request {one.name!r} {text}")
         return found.tokens[0, : int(found.accepted) + 1].tolist()
 
     def _take(self, batch: Batch, drawn: list[list[int]]) -> list[Token]:

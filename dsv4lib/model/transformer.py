@@ -3,9 +3,13 @@
     model = transformer(Listed.of(Checkpoint(folder)), places=4, capacity=2048)       # dsv4lib.loader.model
     logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])              # fp32 [2, vocab], of the last tokens
 
-Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. The
-embedding and the copies into four streams are PyTorch's; every other product, norm and choice is an op of this lab.
-The oracle is `dsv4lib.reference.model`.
+A call runs a step at places: page tables that are a request's own, no manager, no tokens to take back. It is what the
+pool of the manager is compared with; requests are served on that pool (`model.scheduler`, `model.paged`), which makes
+the same arrays of a step for the same layers.
+
+Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. Every
+product, norm and choice is an op of this lab. PyTorch does the rest: look-up of embeddings, copies into four streams,
+the sum of the draft block's two inputs, numbers of rows and pages. The oracle is `dsv4lib.reference.model`.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class Transformer(torch.nn.Module):
     def allocate(self) -> None:
         """Allocate the caches where the weights are; `forward` does so at its first call."""
         kinds = [*self.config.layer_kinds, *([self.config.mtp_kind] if self.mtp is not None else [])]
-        given = self.layout, self.keys, self.mtp is not None, self.device
+        given = self.layout, self.keys, self.device
         self.caches = [new_caches(self.config, kind, *given) for kind in kinds]
 
     @property

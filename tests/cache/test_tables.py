@@ -139,3 +139,10 @@ def test_bad_sizes_are_refused():
     step = begun(adapter, 7)
     with pytest.raises(ValueError, match="tokens=7 is not allowed: 4 or fewer"):
         Tables(adapter.manager, 1, 4, 16).fill(step)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_tables_start_on_16_bytes(rows):
+    """Of any number of requests and tokens: kernels refuse a plan that does not."""
+    made = Tables(caches.paged().manager, rows, 2 * rows + 1, 64)
+    assert {name: made[name].data_ptr() % 16 for name in made.fields} == dict.fromkeys(made.fields, 0)

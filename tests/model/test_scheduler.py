@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from dsv4lib.cache import PoolExhausted, RequestExists, UnknownRequest, Work
-from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.cache import PoolExhausted, RequestExists, UnknownRequest, Work, request_bytes
+from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import kv_entry
 from dsv4lib.loader.model import transformer
-from dsv4lib.model.generate import Request
-from dsv4lib.model.paged import PagedCaches
-from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.model.paged import PagedCaches, pool_bytes
+from dsv4lib.model.sampler import History, NoDistribution, SamplingParams, Settings, sample
 from dsv4lib.model.scheduler import Scheduler
 from tests.model.test_transformer import GREEDY, ids
 from tests.whole_model import SMALL, listed, peer  # noqa: F401  fixtures
@@ -52,6 +52,32 @@ def record(one):
     return seen
 
 
+def by_places(one, prompt, params=GREEDY, tokens=TOKENS):
+    """Tokens of a request at a place of its own, without manager or scheduler: the prompt at once, then one by one."""
+    sequence, history = list(prompt), History.empty(1, SMALL.vocab)
+    settings, given = Settings.of([params], SMALL.vocab), prompt
+    history.start(0, torch.tensor(prompt))
+    while len(sequence) < len(prompt) + tokens:
+        logits = one([given], [0], [len(sequence) - len(given)])[:, : SMALL.vocab]
+        found = sample(logits, settings, torch.tensor([len(sequence)]), history).check().tokens
+        history.add(found)
+        sequence, given = [*sequence, int(found)], [int(found)]
+    return sequence[len(prompt) :]
+
+
+@torch.no_grad()
+def drafts_by_places(one, sequence, count):
+    """Drafts after a sequence whose last token has not run, at a place of its own."""
+    _, streams = one.hidden(one.step([sequence[:-1]], [0], [0]), keep_streams=True)
+    hidden, streams = one.draft(streams, one.step([sequence[1:]], [0], [0]))
+    found = []
+    while True:
+        found.append(int(one.head(hidden[-1:].contiguous())[0][0, : SMALL.vocab].argmax()))
+        if len(found) == count:
+            return found
+        hidden, streams = one.draft(streams[-1:], one.step([found[-1:]], [0], [len(sequence) - 2 + len(found)]))
+
+
 def found_in(rows, seen):
     """Whether each of some logits is, bit by bit, among those that were seen."""
     return all(any(torch.equal(row, one) for one in seen) for row in rows)
@@ -64,7 +90,7 @@ def alone(listed):  # noqa: F811
     for name, prompt in PROMPTS.items():
         one = model(listed)
         seen = record(one)
-        found[name] = list(Request(one, prompt, GREEDY).tokens(TOKENS))
+        found[name] = by_places(one, prompt)
         logits += seen
     return found, logits
 
@@ -98,36 +124,59 @@ def test_drafts_change_no_token(listed, alone, drafts):  # noqa: F811
 
 
 def test_drafts_are_those_of_a_request_alone(listed):  # noqa: F811
-    """After a prompt in chunks and after a decode step, behind another request."""
+    """After a prompt in chunks and after decode steps, beside another request."""
     one, other = model(listed, mtp=True), model(listed, mtp=True)
     caches = PagedCaches(one, requests=2, tokens=16, positions=128, drafts=3)
-    scheduler, request = Scheduler(one, caches, drafts=3), Request(other, PROMPTS["c"], GREEDY, drafts=3, chunk=16)
+    scheduler = Scheduler(one, caches, drafts=3)
     scheduler.add("b", PROMPTS["b"], GREEDY, 40)
     scheduler.add("c", PROMPTS["c"], GREEDY, 20)
     while not scheduler.known["c"].guesses:
         scheduler.step()
-    hidden, streams = request.prefill()
-    tokens = [request.choose(other.head(hidden[-1:])[0])]
-    for _ in range(2):
-        request.sequence += tokens
-        guesses = request.guess(streams)
-        assert scheduler.known["c"].guesses == guesses and caches.manager.get("c").tokens == request.sequence
-        tokens, streams = request.advance(guesses)
+    for _ in range(3):
+        guesses = scheduler.known["c"].guesses
+        assert len(guesses) == 3 and guesses == drafts_by_places(other, caches.manager.get("c").tokens, 3)
         scheduler.step()
+
+
+def test_any_number_of_drafts_gives_the_same_tokens_and_entries(listed):  # noqa: F811
+    """Across windows of 4 and 128; nothing is left of drafts that were taken back, and passed windows are released."""
+    prompt, outs, entries = ids(250, 8), [], []
+    for drafts in (0, 1, 3, 7):
+        one = model(listed, mtp=drafts > 0)
+        caches = PagedCaches(one, requests=1, tokens=100, positions=320, drafts=drafts)
+        scheduler, found = Scheduler(one, caches, drafts=drafts), []
+        scheduler.add("a", prompt, GREEDY, 40)
+        served_one = scheduler.known["a"]
+        while len(found) < 12:
+            found += [token for _, token, _ in scheduler.step()]
+        held = scheduler.manager.get("a").held
+        assert held["window"][0] is None and sum(block is not None for block in held["window"]) <= 3
+        rows = []
+        for layer, name in ((1, "csa"), (2, "hca")):
+            pool = one.caches[layer].entries
+            places = [divmod(i, pool.page) for i in range(260 // caches.groups[name].rate)]
+            index = [held[name][block].pages[pool.part] * pool.page + at for block, at in places]
+            rows.append(kv_entry.gather(pool.data, pool.page, torch.tensor(index))[0])
+        outs.append(found[:12])
+        entries.append(torch.cat(rows))
+        assert (served_one.drafted > served_one.accepted >= 0) == (drafts > 0)
+    assert all(tokens == outs[0] for tokens in outs)
+    assert all(torch.equal(found, entries[0]) for found in entries)
 
 
 def test_drawn_tokens_are_those_of_the_seed(listed):  # noqa: F811
     params, prompts = SamplingParams(temperature=1.5, seed=7, repetition=1.1), {n: PROMPTS[n] for n in "bc"}
-    want = {name: list(Request(model(listed), prompt, params).tokens(TOKENS)) for name, prompt in prompts.items()}
+    want = {name: by_places(model(listed), prompt, params) for name, prompt in prompts.items()}
     assert served(model(listed), prompts, params=params)[0] == want
 
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_preempted_requests_go_on_with_the_same_tokens(listed, alone, swap):  # noqa: F811
-    """A pool that holds one and a half of them."""
+    """A pool that holds two of them whole, and of the third no more than its rings."""
     one = model(listed)
-    least = PagedCaches(one, requests=1, tokens=64, positions=256).manager.pool.count
-    caches = {"pages": least + 4, "host_pages": 64 * swap, "positions": 256}
+    manager = PagedCaches(one, requests=1, tokens=64, positions=256).manager
+    two = sum(request_bytes(manager, len(PROMPTS[name]) + TOKENS) for name in "ab") // manager.pool.page_bytes
+    caches = {"pages": two + 4, "host_pages": 64 * swap, "positions": 256}
     found, scheduler = served(one, PROMPTS, caches=caches, swap=swap)
     assert found == alone[0] and scheduler.manager.metrics.preemptions > 0
     assert found_in(alone[1], scheduler.logits)
@@ -182,6 +231,20 @@ def test_kernels_run_on_the_pool(listed):  # noqa: F811
         assert torch.equal(hidden, want)
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_the_pool_of_a_request_is_as_large_as_it_says_and_holds_it(listed, drafts):  # noqa: F811
+    """To the last position, and with the point that a prompt saves: the same prompt hits."""
+    one, sizes = model(listed, mtp=drafts > 0), {"requests": 1, "tokens": 256, "positions": 528, "drafts": drafts}
+    caches = PagedCaches(one, **sizes)
+    assert caches.storage.pages.numel() == pool_bytes(SMALL, **sizes)
+    scheduler, prompt = Scheduler(one, caches, drafts=drafts), ids(522, 12)
+    for name in "ab":
+        scheduler.add(name, prompt, GREEDY, 6)
+        added = scheduler.known[name]
+        assert len(list(scheduler.run())) == 6 and added.hit == (0 if name == "a" else 512)
+    assert scheduler.manager.metrics.saves > 0 == scheduler.manager.metrics.saves_skipped
+
+
 def test_logits_that_are_no_numbers_are_refused(listed):  # noqa: F811
     for drafts in (0, 2):
         one = model(listed, mtp=drafts > 0)
@@ -190,7 +253,7 @@ def test_logits_that_are_no_numbers_are_refused(listed):  # noqa: F811
         scheduler.step()
         right = one.head.forward
         one.head.forward = lambda x, right=right: tuple(y.fill_(float("nan")) for y in right(x))
-        with pytest.raises(DSV4Error, match="distribution"):
+        with pytest.raises(NoDistribution):
             scheduler.step()
         one.head.forward = right
         assert len(list(scheduler.run())) == 4  # the step was taken back
@@ -209,6 +272,7 @@ def test_bad_requests_are_named(listed):  # noqa: F811
         (ArgumentError, lambda: scheduler.add("b", [1] * 128, GREEDY, 1)),
         (ArgumentError, lambda: Scheduler(one, caches, drafts=1)),
         (ArgumentError, lambda: Scheduler(one, caches, decode_sizes=[2])),
+        (ArgumentError, lambda: Scheduler(one, caches, graphs=True)),
         (ArgumentError, lambda: PagedCaches(one, requests=1, tokens=8, positions=1025)),
         (ArgumentError, lambda: PagedCaches(one, requests=1, tokens=8, positions=128, drafts=1)),
     ):

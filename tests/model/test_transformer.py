@@ -1,17 +1,14 @@
-"""The model on ops: against the oracle and transformers' rounding, chunks, batches, padding, both back ends, drafts."""
+"""The model on ops at places: against the oracle and transformers' rounding, chunks, batches, padding, back ends."""
 
 import copy
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.formats import kv_entry
-from dsv4lib.lab import cli
+from dsv4lib.formats import rotary
 from dsv4lib.layers.step import Layout, make_step
-from dsv4lib.loader.model import angles, transformer
-from dsv4lib.model.generate import Request
+from dsv4lib.loader.model import transformer
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.pages.full_model.run_case import oracle
 from tests.whole_model import SMALL, listed, peer  # noqa: F401  fixtures
@@ -105,20 +102,6 @@ def test_kernels_round_as_their_oracles(listed):  # noqa: F811
     assert errors["emulator"] <= 1.2 * errors["reference"] < 0.15, errors
 
 
-def test_greedy_tokens_are_the_same_with_drafts(listed):  # noqa: F811
-    """Any number of drafts, all of which may be wrong, across windows of 4 and 128."""
-    prompt, outs, entries = ids(121, 8), [], []
-    for drafts in (0, 1, 3, 7):
-        one = model(listed, mtp=drafts > 0)
-        request = Request(one, prompt, GREEDY, drafts=drafts, chunk=50)
-        outs.append(list(request.tokens(14)))
-        assert request.sequence[: len(prompt)] == prompt and (request.drafted > 0) == (drafts > 0)
-        made = zip(one.caches[1:3], (33, 1), strict=True)  # of CSA and HCA
-        entries.append(torch.cat([kv_entry.gather(c.entries.data, 64, torch.arange(n))[0] for c, n in made]))
-    assert all(tokens == outs[0] for tokens in outs) and len(outs[0]) == 14
-    assert all(torch.equal(found, entries[0]) for found in entries)  # nothing is left of drafts that were taken back
-
-
 @torch.no_grad()
 def test_drafts_are_those_of_the_oracle(listed):  # noqa: F811
     tokens, found = torch.tensor([ids(21, 9)]), model(listed, mtp=True, precision="bf16", experts="bf16")
@@ -131,7 +114,7 @@ def test_drafts_are_those_of_the_oracle(listed):  # noqa: F811
 
 
 def test_steps_are_checked():
-    layout, tables = Layout(2, 64), angles(SMALL, 64)
+    layout, tables = Layout(2, 64), rotary.tables(SMALL, 64)
     for wrong, name in (
         (([[1]], [2], [0]), "places"),
         (([[1], [2]], [1, 1], [0, 0]), "places"),
@@ -144,33 +127,8 @@ def test_steps_are_checked():
         make_step(SMALL, layout, tables, [[1, 2]], [0], [0], rows=1)
 
 
-def test_requests_are_checked(listed):  # noqa: F811
-    one = model(listed)
-    for prompt, options, name in (
-        ([], {}, "prompt"),
-        ([1] * 384, {}, "prompt"),
-        ([1], {"drafts": 1}, "drafts"),
-        ([1], {"chunk": 0}, "chunk"),
-    ):
-        with pytest.raises(ArgumentError, match=name):
-            Request(one, prompt, GREEDY, **options)
+def test_calls_are_checked(listed):  # noqa: F811
     with pytest.raises(ArgumentError, match="tokens"):
-        one([[SMALL.vocab]], [0], [0])
+        model(listed)([[SMALL.vocab]], [0], [0])
     with pytest.raises(ArgumentError, match="capacity"):
         model(listed, capacity=1 << 20)
-
-
-def test_the_command(listed):  # noqa: F811
-    runner, folder = CliRunner(), str(listed.checkpoint.folder)
-    found = runner.invoke(cli.app, ["generate", "Ab", "--model", folder, "--tokens", "3", "--backend", "reference"])
-    assert found.exit_code == 0 and found.stdout.startswith("Ab") and "every op ran as its" in found.stderr
-    for options, text in (
-        (["--tokens", "0"], "tokens"),
-        (["--tokens", "9999"], "positions"),
-        (["--backend", "gpu"], "backend"),
-        (["--temperature", "-1"], "temperature"),
-    ):
-        found = runner.invoke(cli.app, ["generate", "Ab", "--model", folder, *options])
-        assert found.exit_code and text in str(found.exception)
-    found = runner.invoke(cli.app, ["generate", "Ab", "--model", str(listed.checkpoint.folder.parent)])
-    assert "safetensors" in str(found.exception)

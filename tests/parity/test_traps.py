@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad, silu
 
 from dsv4lib.config import LayerKind
+from dsv4lib.formats import rotary
 from dsv4lib.reference import (
     compressor,
     fmha,
@@ -98,12 +99,12 @@ def pre_comb_post(original, values, n):
 # Rope
 
 
-@trap("no YaRN on CSA and HCA", rope, "yarn_freqs")
+@trap("no YaRN on CSA and HCA", rotary, "yarn_freqs")
 def no_yarn(original, freqs, theta, yarn):
     return freqs
 
 
-@trap("theta 10000 everywhere", rope, "base_freqs")
+@trap("theta 10000 everywhere", rotary, "base_freqs")
 def theta_everywhere(original, dim, theta):
     return original(dim, CONFIG.rope_theta)
 

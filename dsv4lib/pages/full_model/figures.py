@@ -66,10 +66,10 @@ def router_load(one: Run, found: Listed) -> None:
     show_table(("layer", "chosen by", *(f"expert {e}" for e in range(found.config.n_experts))), rows)
 
 
-def cache_table(found: Listed, capacity: int) -> None:
-    """Show the bytes that one request's caches take."""
+def cache_table(found: Listed, length: int) -> None:
+    """Show the bytes that one request's caches take, ``length`` tokens of it cached."""
     head = "layer", "kind", "window", "entries and keys", "compressor state"
-    show_table(head, [(*row[:2], *(f"{x:,}" for x in row[2:])) for row in run_case.cache_bytes(found, capacity)])
+    show_table(head, [(*row[:2], *(f"{x:,}" for x in row[2:])) for row in run_case.cache_bytes(found, length)])
 
 
 def sees_table(found: Listed, positions: list[int]) -> None:

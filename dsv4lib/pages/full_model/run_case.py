@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dsv4lib import backends, emulator, env
+from dsv4lib.cache import Shape, held_blocks
 from dsv4lib.config import LayerKind
 from dsv4lib.formats import hadamard, kv_entry, mxfp4
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.model import transformer
 from dsv4lib.loader.whole import Listed, load_into
-from dsv4lib.model.generate import Request
+from dsv4lib.model.paged import PagedCaches, groups_of
 from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.model.scheduler import Scheduler
 from dsv4lib.model.tokenizer import ByteTokenizer
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.reference.model import ReferenceModel
@@ -173,13 +175,22 @@ def chunk_differences(found: Listed, sizes: list[int], backend: str, fault: str 
     return int((results[0] != results[1]).sum())
 
 
-def continued(found: Listed, prompt: str, count: int, drafts: int, backend: str) -> Request:
-    """Continue a prompt greedily; the request has the tokens and counts of drafts."""
-    made = model(found, backend, capacity=128, mtp=drafts > 0)
-    request = Request(made, ByteTokenizer().encode(prompt), SamplingParams(temperature=0.0, seed=0), drafts=drafts)
-    for _ in request.tokens(count):
-        pass
-    return request
+class Continued(NamedTuple):
+    """A text that the model wrote: ``sequence``, the prompt's tokens and its own; drafts made, drafts accepted."""
+
+    sequence: list[int]
+    drafted: int
+    accepted: int
+
+
+def continued(found: Listed, prompt: str, count: int, drafts: int, backend: str) -> Continued:
+    """Continue a prompt greedily."""
+    made, tokens = model(found, backend, mtp=drafts > 0), ByteTokenizer().encode(prompt)
+    caches = PagedCaches(made, requests=1, tokens=128, positions=128, drafts=drafts)
+    scheduler = Scheduler(made, caches, drafts=drafts)
+    scheduler.add("text", tokens, SamplingParams(temperature=0.0, seed=0), count)
+    one = scheduler.known["text"]
+    return Continued(tokens + [token for _, token, _ in scheduler.run()], one.drafted, one.accepted)
 
 
 def _watched(backend: str, call: Callable[[], Any]) -> tuple[Any, int]:
@@ -215,15 +226,19 @@ def divergence(one: Run) -> float:
     return float((want.exp() * (want - found)).sum(-1).mean() / math.log(2))
 
 
-def cache_bytes(found: Listed, capacity: int) -> list[tuple[str, str, int, int, int]]:
-    """Rows (layer, kind, bytes of window, of entries and keys, of compressor states) for one request."""
-    made, rows = transformer(found, capacity=capacity, backend="reference"), []
-    made.allocate()
-    for number, (kind, caches) in enumerate(zip(found.config.layer_kinds, made.caches, strict=True)):
-        pools = [caches.window.data], [one.data for one in (caches.entries, caches.keys) if one]
-        states = [x for one in (caches.state, caches.key_state) if one for x in one.kept]
-        sizes = (sum(t.numel() * t.element_size() for t in part) for part in (*pools, states))
-        rows.append((str(number), str(kind), *sizes))
+def cache_bytes(found: Listed, length: int) -> list[tuple[str, str, int, int, int]]:
+    """Rows (layer, kind, bytes of window, of entries and keys, of compressor states) of one request, from its pages.
+
+    ``length``: tokens that it has cached, without drafts.
+    """
+    c = found.config
+    groups = {g.name: g for g in groups_of(c, "fp4", mtp=False, drafts=0)}
+    shape, rows = Shape(c.layer_kinds, c.window, c.csa_rate, c.hca_rate), []
+    for layer, kind in enumerate(c.layer_kinds):
+        of = {"window": 0, "entries": 0, "ring": 0}
+        for name in shape.index(layer):
+            of[groups[name].kind] += held_blocks(groups[name], length) * groups[name].layer_bytes
+        rows.append((str(layer), str(kind), *of.values()))
     return rows
 
 

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
-from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.model import transformer
 from dsv4lib.loader.whole import Listed
-from dsv4lib.model.generate import Request
-from dsv4lib.model.sampler import SamplingParams
-from dsv4lib.model.tokenizer import StreamDecoder, tokenizer_of
-from dsv4lib.model.transformer import Transformer
+from dsv4lib.model.scheduler import Served
+from dsv4lib.model.tokenizer import StreamDecoder, Tokenizer
 from dsv4lib.ops.common import compile_cache
+from dsv4lib.pages.generation import serving
+from dsv4lib.pages.generation.serving import Options, shown
 
-TIMED = 3  # times of a run, its start among them, from which a rate follows: the second token's is warm
-PAGE_TOKENS = 128  # a place's capacity is a multiple: fewer shapes to compile for
+TIMED = {False: 2, True: 4}  # decode steps that give a rate, without and with drafts: the first one is not warm
 
 
-class Options(NamedTuple):
-    """Options of the command: see `./dsv4 generate --help`."""
+class Drawn(NamedTuple):
+    """Tokens so far and when they were there, seconds from the start."""
 
-    model: Path
     tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    backend: str
-    speculate: int
+    seconds: float
 
 
 def command(text: str, options: Options, console: Console) -> None:
@@ -41,76 +31,76 @@ def command(text: str, options: Options, console: Console) -> None:
 
     Raises:
         CheckpointError: no checkpoint there, or one that cannot be read.
-        ArgumentError: a number out of range, or a text that is too long.
-        BackendUnavailable: the back end cannot run here.
+        ArgumentError: a number out of range, or a text that is empty or too long.
+        BackendUnavailable: the back end cannot run here. NotEnoughMemory: weights and caches do not fit.
+        NoDistribution: the model's logits are no numbers.
     """
-    if options.tokens < 1:
-        raise ArgumentError("tokens", options.tokens, "at least 1")
-    params = SamplingParams(temperature=options.temperature, top_p=options.top_p, seed=options.seed)
+    with serving.interruptible():
+        _continue(text, options, console)
+
+
+def _continue(text: str, options: Options, console: Console) -> None:
+    params = options.checked()
+    if not text:
+        raise ArgumentError("text", text, "at least one character")
     backend = backends.resolve(options.backend, "sm_100a")
-    listed = Listed.of(Checkpoint(options.model))
-    tokenizer = tokenizer_of(options.model, listed.config.vocab)
-    prompt = tokenizer.encode(text)
-    most = listed.config.max_positions
-    if len(prompt) + options.tokens > most:
-        allowed = f"at most {most} tokens with the {options.tokens} that follow: the model's positions"
-        raise ArgumentError("text", f"{len(prompt)} tokens", allowed)
-    capacity = min(most, -(-(len(prompt) + options.tokens) // PAGE_TOKENS) * PAGE_TOKENS)
-    model = load(listed, capacity, options.speculate > 0, backend, console)
-    request = Request(model, prompt, params, drafts=options.speculate)
+    listed, tokenizer = serving.opened(options.model)
+    prompt = _prompt(text, options.tokens, listed, tokenizer)
+    positions = serving.capacity(listed, len(prompt) + options.tokens)
+    scheduler = serving.scheduler(listed, positions, options, backend, console)
+    scheduler.add("text", prompt, params, options.tokens, stop=[tokenizer.eos])
+    one = scheduler.known["text"]
     console.print(f"{len(prompt)} tokens of prompt, {options.tokens} to come, back end {backend}")
-    times, decoder, held = [time.perf_counter()], StreamDecoder(tokenizer), text
-    for token in request.tokens(options.tokens):
-        held += decoder.push(token)
-        times.append(time.perf_counter())
-        if len(times) == TIMED:
-            estimate(times, options.tokens, backend, console)
-        if len(times) >= TIMED or backend == "native":
-            held = shown(held)
-        if token == tokenizer.eos:
-            break
+    steps, decoder, held = [Drawn(0, time.perf_counter())], StreamDecoder(tokenizer), text
+    while scheduler.known:
+        tokens = scheduler.step()
+        if not tokens:  # a chunk of the prompt
+            continue
+        held += "".join(decoder.push(token.token) for token in tokens)
+        steps.append(Drawn(steps[-1].tokens + len(tokens), time.perf_counter()))
+        decoded, due = len(steps) - 2, TIMED[options.speculate > 0]
+        if decoded == due and scheduler.known and backend != "native":
+            console.print(estimate(steps, options.tokens), soft_wrap=True)
+        if decoded >= due or backend == "native":
+            shown(held)
+            held = ""
     shown(held + decoder.finish() + "\n")
-    console.print(summary(times, request, backend), soft_wrap=True)
+    console.print(summary(steps, one, backend), soft_wrap=True)
 
 
-def shown(text: str) -> str:
-    """Write to stdout at once; return what is left, nothing."""
-    sys.stdout.write(text)
-    sys.stdout.flush()
-    return ""
+def _prompt(text: str, tokens: int, listed: Listed, tokenizer: Tokenizer) -> list[int]:
+    """Ids of the text, which leave room for the tokens that follow."""
+    prompt, most = tokenizer.encode(text), listed.config.max_positions
+    if len(prompt) + tokens > most:
+        fit = f"at most {max(most - tokens, 0)} fit before the {tokens} that follow: the model has {most} positions"
+        raise ArgumentError("text", f"{len(prompt)} tokens", fit)
+    return prompt
 
 
-def estimate(times: list[float], tokens: int, backend: str, console: Console) -> None:
-    """Say how long the rest will take on a CPU, before any text is shown."""
-    each = times[-1] - times[-2]
-    if backend != "native":
-        left = each * (tokens + 1 - len(times))
-        console.print(f"{each:.2g} s a token on this CPU: about {left:.0f} s to go", soft_wrap=True)
+def estimate(steps: list[Drawn], tokens: int) -> str:
+    """Say how long the rest will take on a CPU, from the decode steps so far but the first, which is not warm."""
+    first, last, count = steps[2], steps[-1], len(steps) - 3
+    a_step = (last.seconds - first.seconds) / count
+    drawn = (last.tokens - steps[1].tokens) / (count + 1)  # of all decode steps: this has no need to be warm
+    left = (tokens - last.tokens) / drawn * a_step
+    each = f"{a_step:.2g} s a token" if drawn == 1 else f"{a_step:.2g} s a step of {drawn:.1f} tokens"
+    return f"{each} on this CPU: about {left:.0f} s to go"
 
 
-def load(listed: Listed, capacity: int, mtp: bool, backend: str, console: Console) -> Transformer:
-    """Read the checkpoint, with a line of progress on a terminal."""
-    size = listed.nbytes / 1e6
-    with console.status(f"reading {size:,.0f} MB"):
-        found = transformer(listed, capacity=capacity, mtp=mtp, backend=backend)
-    return found.to("cuda") if backend == "native" else found
-
-
-def summary(times: list[float], request: Request, backend: str) -> str:
+def summary(steps: list[Drawn], one: Served, backend: str) -> str:
     """Times, drafts and kernels of a run."""
-    count = len(times) - 1
-    lines = [f"first token {times[1] - times[0]:.2f} s"]
-    if count > 1:
-        lines[0] += f", then {(count - 1) / (times[-1] - times[1]):.3g} tokens/s"
+    start, first, last = steps[0], steps[1], steps[-1]
+    lines = [f"first token {first.seconds - start.seconds:.2f} s"]
+    if last.tokens > 1:
+        lines[0] += f", then {(last.tokens - 1) / (last.seconds - first.seconds):.3g} tokens/s"
     if backend == "emulator":
         lines[0] += " in the emulator, which says nothing of a GPU's speed"
-    if request.drafted:
-        share = request.accepted / request.drafted
-        lines.append(f"drafts: {request.accepted} of {request.drafted} accepted ({share:.0%})")
+    if one.drafted:
+        lines.append(f"drafts: {one.accepted} of {one.drafted} accepted ({one.accepted / one.drafted:.0%})")
     if backend == "reference":
         lines.append("kernels: none; every op ran as its PyTorch oracle")
     else:
         names = compile_cache.default().loaded()
         lines.append(f"kernels ({len(names)}): " + ", ".join(names))
-        lines.append("in PyTorch: embedding, copies of streams, sampling")
+        lines.append("all that is not in this list ran in PyTorch")
     return "\n".join(lines)

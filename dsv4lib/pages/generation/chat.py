@@ -1,0 +1,157 @@
+"""Talk with a checkpoint in the terminal: one scheduler for all turns, so that each finds the ones before it cached."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import NamedTuple
+
+from rich.console import Console
+
+from dsv4lib import backends
+from dsv4lib.errors import ArgumentError
+from dsv4lib.model.chat import THINK, ChatOptions, ReplyError
+from dsv4lib.model.conversation import Conversation, NoChatEncoding, ReplyDecoder, wording_of
+from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.model.scheduler import Scheduler
+from dsv4lib.pages.generation import serving
+from dsv4lib.pages.generation.serving import Options, shown
+
+COMMANDS = "/reset forgets the conversation, /quit or the end of the input ends it"
+
+
+class ChatWish(NamedTuple):
+    """Options of the chat alone.
+
+    Attributes:
+        system: first message; None: none. thinking: think before a reply. effort: of thinking.
+        context: most tokens of the conversation. hits: print how many tokens of each prompt were cached.
+    """
+
+    system: str | None = None
+    thinking: bool = False
+    effort: str = "low"
+    context: int = 8192
+    hits: bool = False
+
+
+class Interrupts:
+    """Inside, the first ctrl-C sets ``wanted``; a second one is a KeyboardInterrupt."""
+
+    def __enter__(self) -> Interrupts:
+        self.wanted, self._before = False, signal.signal(signal.SIGINT, self._seen)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _seen(self, number: int, frame: FrameType | None) -> None:
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+
+
+def command(options: Options, wish: ChatWish, console: Console) -> None:
+    """Read messages from stdin, a line each, and write the replies to stdout; everything else goes to ``console``.
+
+    Ctrl-C ends a reply after the step under way; at the prompt it ends the chat.
+
+    Raises:
+        NoChatEncoding: the checkpoint continues texts and does not talk.
+        CheckpointError, ArgumentError, BackendUnavailable, NotEnoughMemory, NoDistribution: as of `generate`.
+    """
+    with serving.interruptible():
+        params = options.checked()
+        if wish.context < 2:
+            raise ArgumentError("context", wish.context, "at least 2 tokens")
+        backend = backends.resolve(options.backend, "sm_100a")
+        listed, tokenizer = serving.opened(options.model)
+        try:
+            wording = wording_of(options.model, tokenizer)
+        except NoChatEncoding as error:
+            raise NoChatEncoding(f"{error}; ./dsv4 generate continues a text with this checkpoint") from error
+        chosen = ChatOptions("thinking" if wish.thinking else "chat", wish.effort, wording=wording)
+        talk = Conversation(tokenizer, chosen, wish.system)
+        positions = serving.capacity(listed, wish.context)
+        scheduler = serving.scheduler(listed, positions, options, backend, console)
+        console.print(f"back end {backend}, {positions} tokens of context; {COMMANDS}")
+        _converse(Session(scheduler, talk, params, options.tokens, wish.hits, console))
+
+
+class Session(NamedTuple):
+    """What the turns of a chat share."""
+
+    scheduler: Scheduler
+    talk: Conversation
+    params: SamplingParams
+    tokens: int
+    hits: bool
+    console: Console
+
+
+def _lines() -> Iterator[str]:
+    """Lines of stdin until its end, after a prompt on a terminal."""
+    sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused where they are encoded
+    while True:
+        if sys.stdin.isatty():
+            try:
+                yield input("> ").strip()
+            except EOFError:
+                shown("\n")
+                return
+        elif line := sys.stdin.readline():
+            yield line.strip()
+        else:
+            return
+
+
+def _converse(session: Session) -> None:
+    for number, line in enumerate(_lines()):
+        if line == "/quit":
+            return
+        if line == "/reset":
+            session.talk.reset()
+            session.console.print("the conversation is forgotten")
+        elif line.startswith("/"):
+            session.console.print(f"{line.split()[0]} is no command; {COMMANDS}", markup=False)
+        elif line:
+            _turn(session, number, line)
+
+
+def _turn(session: Session, name: int, content: str) -> None:
+    """Write the reply to one message as it is drawn."""
+    scheduler, talk, console = session.scheduler, session.talk, session.console
+    most = scheduler.caches.positions
+    try:
+        prompt = talk.ask(content)
+    except ArgumentError as error:
+        console.print(str(error), markup=False, soft_wrap=True)
+        return
+    if len(prompt) >= most:
+        talk.take_back()
+        text = f"the conversation would have {len(prompt)} tokens, {most - 1} fit (--context); /reset begins a new one"
+        console.print(text, soft_wrap=True)
+        return
+    scheduler.add(name, prompt, session.params, min(session.tokens, most - len(prompt)), stop=talk.stop)
+    one, drawn, decoder = scheduler.known[name], [], ReplyDecoder(talk.tokenizer)
+    shown(f"{THINK}\n" if talk.options.mode == "thinking" else "")
+    with Interrupts() as interrupts:
+        while name in scheduler.known and not interrupts.wanted:
+            tokens = [token.token for token in scheduler.step()]
+            drawn += tokens
+            shown("".join(decoder.push(token) for token in tokens))
+        if name in scheduler.known:
+            scheduler.cancel(name)
+    shown(decoder.finish() + "\n")
+    if session.hits:
+        run = f"{one.hit} from the cache, {len(prompt) - one.hit} run"
+        console.print(f"{len(prompt)} tokens of prompt: {run}; {len(drawn)} of reply", soft_wrap=True)
+    if not drawn:
+        talk.take_back()
+        return
+    try:
+        talk.answer(drawn)
+    except ReplyError as error:
+        console.print(str(error), markup=False, soft_wrap=True)

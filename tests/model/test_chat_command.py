@@ -1,0 +1,131 @@
+"""The chat in the terminal, through stdin: turns, hits, /reset, the end of the input, ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from typer.testing import CliRunner
+
+from dsv4lib import env
+from dsv4lib.errors import ArgumentError
+from dsv4lib.lab import cli
+from dsv4lib.loader.model import transformer
+from dsv4lib.model.chat import THINK, ChatOptions
+from dsv4lib.model.conversation import Conversation, NoChatEncoding
+from dsv4lib.model.paged import PagedCaches
+from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.model.scheduler import Scheduler
+from dsv4lib.model.tokenizer import FastTokenizer
+from tests.chat_model import talking  # noqa: F401  fixture
+from tests.whole_model import listed, peer  # noqa: F401  fixtures
+
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+LONG = "the other day " * 25  # 12 tokens each
+
+
+def said(folder, text, *options):
+    """Result of a chat whose stdin is ``text``."""
+    arguments = ["chat", "--model", str(folder), "--backend", "reference", "--tokens", "4", "--context", "512"]
+    return CliRunner().invoke(cli.app, [*arguments, *options], input=text)
+
+
+def counts(done):
+    """(tokens of prompt, cached, run, of reply) of each turn, printed under --hits."""
+    lines = [line for line in done.stderr.splitlines() if " of prompt: " in line]
+    return [tuple(int(word) for word in line.replace(",", " ").split() if word.isdigit()) for line in lines]
+
+
+def test_turns_hit_what_was_said_before(talking):  # noqa: F811
+    """Each prompt has the one before as its prefix: the second run of 256 tokens is found; /reset begins anew."""
+    done = said(talking, f"{LONG}\nmore?\n\n/reset\nshort\n/quit\nnever read\n", "--hits", "--system", "S")
+    assert done.exit_code == 0, done.exception
+    (first, hit, run, reply), second, third = counts(done)
+    assert hit == 0 and run == first > 256 and reply == 4
+    assert second[0] > first + reply and second[1:3] == (256, second[0] - 256)
+    assert third[0] < 30 and third[1] == 0 and "forgotten" in done.stderr
+    assert done.stdout.count("\n") >= 3 and THINK not in done.stdout
+
+
+def test_the_end_of_the_input_ends_the_chat(talking):  # noqa: F811
+    done = said(talking, "hello", "--thinking", "--effort", "high", "--hits")
+    assert done.exit_code == 0 and done.stdout.startswith(THINK)
+    assert counts(done)[0][0] == 4 + len("Think hard. hello")  # BOS, User, Assistant and think; "Th" is no merge
+
+
+def test_replies_after_a_hit_are_those_of_a_cold_cache(talking, listed):  # noqa: F811
+    tokenizer = FastTokenizer(talking / "tokenizer.json", 328)
+    model = transformer(listed, capacity=768, backend="reference")
+
+    def scheduler():
+        return Scheduler(model, PagedCaches(model, requests=1, tokens=256, positions=768))
+
+    talk, warm, prompts, replies, hits = Conversation(tokenizer, ChatOptions("chat")), scheduler(), [], [], []
+    for number, content in enumerate((LONG, "more", LONG, "and?")):
+        prompts.append(talk.ask(content))
+        warm.add(number, prompts[-1], GREEDY, 5, stop=talk.stop)
+        one = warm.known[number]
+        replies.append([token for _, token, _ in warm.run()])
+        hits.append(one.hit)
+        talk.answer(replies[-1])
+    assert hits == [0, 256, 256, 512]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        cold = scheduler()
+        cold.add("cold", prompt, GREEDY, 5, stop=talk.stop)
+        assert [token for _, token, _ in cold.run()] == reply
+
+
+def test_what_cannot_be_said_is_one_line_and_the_chat_goes_on(talking):  # noqa: F811
+    text = f"{'x' * 600}\n<｜User｜>\n/what\n{LONG}\nyes\n"
+    done = said(talking, text, "--hits")
+    assert done.exit_code == 0 and len(counts(done)) == 2
+    assert "tokens, 511 fit (--context)" in done.stderr and "marks" in done.stderr and "no command" in done.stderr
+
+
+def test_a_checkpoint_without_an_encoding_is_named(listed):  # noqa: F811
+    done = said(listed.checkpoint.folder, "hello\n")
+    assert isinstance(done.exception, NoChatEncoding) and "./dsv4 generate" in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_numbers_are_refused(talking):  # noqa: F811
+    for options, name in (
+        (["--effort", "high"], "effort"),
+        (["--context", "1"], "context"),
+        (["--top-p", "2"], "top_p"),
+    ):
+        done = said(talking, "", *options)
+        assert isinstance(done.exception, ArgumentError) and done.exception.name == name
+
+
+def test_ctrl_c_ends_a_reply_and_then_the_chat(talking):  # noqa: F811
+    arguments = [
+        "chat",
+        "--model",
+        str(talking),
+        "--backend",
+        "reference",
+        "--tokens",
+        "900",
+        "--context",
+        "2048",
+        "--hits",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "dsv4lib.lab.cli", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(env.root())}, bufsize=0,
+    )  # fmt: skip
+    process.stdin.write(b"hello\n")
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    seen = b""
+    while b"of reply" not in seen:
+        seen += process.stderr.read(1)
+    assert process.poll() is None and int(seen.split()[-3]) < 900
+    process.stdin.write(b"again\n")
+    while seen.count(b"of prompt") < 1:
+        seen += process.stderr.read(1)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and out.endswith(b"\n") and b"Traceback" not in err
