@@ -6,12 +6,12 @@ import torch
 from dsv4lib import backends
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.formats import kv_entry
-from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.ops.indexer_q.op import indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.reference import rope
 
 NATIVE = backends.status("native", "sm_90a")

@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from dsv4lib import emulator
 from dsv4lib.bench.ops.results import Result
 from dsv4lib.config import FLASH
-from dsv4lib.ops.add_rmsnorm_quant.op import Normed, add_rmsnorm_quant
 from dsv4lib.ops.mhc.op import ITERS, NORMAL, Site, mhc_post_pre
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import AddNormed, add_rmsnorm_quant
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference import quantize as quantize_oracle
@@ -201,7 +201,7 @@ def _far(found: torch.Tensor, want: torch.Tensor) -> float:
 class Fusion(NamedTuple):
     """The fused norm beside the two ops, and how many of their bytes differ."""
 
-    fused: Normed
+    fused: AddNormed
     h: torch.Tensor
     y: torch.Tensor
     codes: torch.Tensor

@@ -5,11 +5,11 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, nvfp4, scale_swizzle
-from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.ops.linear.op import linear, mxfp8_of
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.output_proj.op import output_proj
 from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.reference import output_proj as oracle
 from dsv4lib.reference.linear import linear as exact
 from dsv4lib.reference.moe_gemm import swiglu
