@@ -3,9 +3,8 @@
     model = transformer(Listed.of(Checkpoint(folder)), places=4, capacity=2048)       # dsv4lib.loader.model
     logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])              # fp32 [2, vocab], of the last tokens
 
-Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. The
-embedding and the copies into four streams are PyTorch's; every other product, norm and choice is an op of this lab.
-The oracle is `dsv4lib.reference.model`.
+Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. Every
+product, norm and choice is an op of this lab, from the embedding to the head. The oracle is `dsv4lib.reference.model`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
 from dsv4lib.layers.dense import Dense
 from dsv4lib.layers.step import Layout, Step, make_step
 from dsv4lib.model.mtp import MtpBlock
+from dsv4lib.ops.embedding.op import embedding
 from dsv4lib.ops.mhc.op import mhc_head
 
 
@@ -136,13 +136,13 @@ class Transformer(torch.nn.Module):
         """
         if not self.caches:
             self.allocate()
-        x = self.embed[step.tokens]
-        pending = Pending(x[:, None].expand(-1, self.config.hc_mult, -1).contiguous())
+        copies = self.config.hc_mult
+        pending = Pending(embedding(step.tokens, self.embed, copies=copies, backend=self.backend).streams)
         for layer, caches in zip(self.layers, self.caches, strict=False):
             pending = layer(pending, step, caches)
         streams = torch.empty_like(pending.streams) if keep_streams else None
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
-        out = streams, torch.empty_like(x)
+        out = streams, pending.streams.new_empty(len(step.tokens), self.config.hidden)
         return mhc_head(pending.streams, self.collapse.site, **given, out=out, backend=self.backend), streams
 
     @torch.no_grad()
@@ -157,4 +157,5 @@ class Transformer(torch.nn.Module):
         """
         if self.mtp is None:
             raise ArgumentError("mtp", None, "a model that was loaded with its draft block")
-        return self.mtp(streams, self.embed[step.tokens], step, self.caches[-1])
+        rows = embedding(step.tokens, self.embed, copies=0, keep=True, backend=self.backend).rows
+        return self.mtp(streams, rows, step, self.caches[-1])

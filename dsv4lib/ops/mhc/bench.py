@@ -101,7 +101,9 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     from dsv4lib.ops.mhc.op import Call
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
-    return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, ITERS, EPS, EPS, backend)
+    return Call(
+        *inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, None, ITERS, EPS, EPS, backend
+    )
 
 
 def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
@@ -111,7 +113,7 @@ def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outp
     out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
     run(
-        Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend),
+        Call(streams, None, None, None, *parameters, None, *out.values(), None, None, ITERS, EPS, EPS, backend),
         Variant.FEW_TOKENS,
     )
     return out

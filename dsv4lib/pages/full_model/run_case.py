@@ -121,7 +121,7 @@ def _one_entry_early(made: Transformer) -> None:
 def _experts_of_the_next(made: Transformer) -> None:
     """Look the experts of a token up under the token after it, in the layer that has a table."""
     hashed = next(layer.ffn for layer in made.layers if layer.ffn.table is not None)
-    hashed.register_forward_pre_hook(lambda ffn, given: (given[0], given[1].roll(-1)))
+    hashed.register_forward_pre_hook(lambda ffn, given: (given[0], given[1].roll(-1), *given[2:]))
 
 
 FAULTS: dict[str, Callable[[Transformer], None]] = {
