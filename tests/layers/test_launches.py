@@ -43,6 +43,14 @@ def test_a_step(nano, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_chunk(nano, monkeypatch):
+    """A prefill fills windows as it makes queries: one pass over q and KV a layer, and no other."""
+    calls = calls_of(lambda: nano.hidden(nano.step([list(range(20))], [0], [0])), monkeypatch)
+    assert calls["qnorm_rope_kv"] == len(nano.layers) and not calls["kv_append"] and not calls["quantize_kv_entries"]
+    assert sum(calls.values()) == 82, calls
+
+
+@torch.no_grad()
 def test_a_draft(nano, monkeypatch):
     """The projections of streams and embedding read what their norms quantised."""
     _, streams = nano.hidden(nano.step([[1, 2]], [0], [0]), keep_streams=True)
