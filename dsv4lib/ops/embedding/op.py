@@ -114,7 +114,7 @@ class Call(NamedTuple):
             return
         if backend == "reference":
             oracle, inside = backends.oracle("embedding"), (tokens >= 0) & (tokens < len(weight))
-            found = oracle.embedding(torch.where(inside, tokens, 0), weight) * inside[:, None]
+            found = torch.where(inside[:, None], oracle.embedding(torch.where(inside, tokens, 0), weight), 0.0)
             if rows is not None:
                 rows.copy_(found)
             if streams is not None:
