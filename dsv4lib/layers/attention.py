@@ -8,7 +8,8 @@
     y        = wo_b (wo_a inv_rope(o))                        inv_rope_quant, output_proj
 
 The indexer's wq_b is joined to the attention's, and all projections that stay bf16 (compressors, weights of index
-heads) are one GEMM with fp32 output. The oracle is `dsv4lib.reference.model.Attention`.
+heads) are one GEMM with fp32 output. FP8 projections read what mHC, and the norm of qr, have quantised. The oracle is
+`dsv4lib.reference.model.Attention`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.fp8_block import FP8Tensor
-from dsv4lib.layers.dense import Dense, GroupedDense
+from dsv4lib.layers.dense import Activations, Dense, GroupedDense, normed
 from dsv4lib.layers.step import PAGE, Layout, Step, rows_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
@@ -31,7 +32,6 @@ from dsv4lib.ops.indexer_q.op import indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
-from dsv4lib.ops.rmsnorm.op import rmsnorm
 from dsv4lib.ops.topk.op import topk
 
 MOST_DRAFTS = 7  # rows of CSA that a step stores, less one
@@ -146,13 +146,22 @@ class Attention(torch.nn.Module):
             exact.append(tensors["indexer.weights_proj.weight"])
         self.exact = Dense(exact, out="fp32", backend=backend) if exact else None
 
-    def forward(self, x: Tensor, step: Step, caches: Caches) -> Tensor:
-        """x bf16 [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on."""
+    @property
+    def recipe(self) -> str | None:
+        """FP8 recipe of the input that it reads; None: it reads bf16 alone."""
+        return "fp8" if self.inputs.mode == "mxfp8" else None
+
+    @property
+    def reads_bf16(self) -> bool:
+        """Tell whether it reads its input in bf16."""
+        return self.exact is not None or self.recipe is None
+
+    def forward(self, x: Activations, step: Step, caches: Caches) -> Tensor:
+        """x [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on."""
         c, angles, common = self.config, step.angles[self.kind], {"backend": self.backend}
         pool, own = caches.window, step.windows[caches.group][caches.window.part]
-        qr, kv = self.inputs(x)
-        qr = rmsnorm(qr, self.q_norm, c.rms_eps, out=torch.empty(qr.shape, dtype=qr.dtype, device=qr.device), **common)
-        q, *index_q = self.queries(qr)
+        qr, kv = self.inputs(x.bf16 if x.fp8 is None else x.fp8)
+        q, *index_q = self.queries(normed(qr, self.q_norm, c.rms_eps, self.queries))
         q = qnorm_rope_kv(
             q.unflatten(1, (c.n_heads, c.head_dim)),
             kv,
@@ -163,10 +172,10 @@ class Attention(torch.nn.Module):
             own.slots,
             kv_norm=self.kv_norm,
             eps=c.rms_eps,
-            out=torch.empty(len(x), c.n_heads, c.head_dim, dtype=x.dtype, device=x.device),
+            out=torch.empty(len(kv), c.n_heads, c.head_dim, dtype=kv.dtype, device=kv.device),
             **common,
         )
-        entries = self.attended(x, index_q, step, caches)
+        entries = self.attended(x.bf16, index_q, step, caches)
         window = Selected(Fp8Pages(pool.data, pool.page), own.rows, step.window_count)
         return self.output(q, entries, window, angles.rows)
 
@@ -183,7 +192,7 @@ class Attention(torch.nn.Module):
             heads = Operand(fmha(q, entries, window, rope=rope, **given)[0])
         return self.wo_b(self.wo_a(heads))[0]
 
-    def attended(self, x: Tensor, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | None:
+    def attended(self, x: Tensor | None, index_q: list[Tensor], step: Step, caches: Caches) -> Selected | None:
         """Add the entries that this step closes; return those that its tokens attend to."""
         if self.kind is LayerKind.SWA:
             return None

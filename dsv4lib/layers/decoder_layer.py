@@ -3,7 +3,13 @@
     y, post, comb = mhc_pre(streams, attn_site);            f = attention(y)
     streams, y, post, comb = mhc_post_pre(streams, f, post, comb, ffn_site);   f = moe(y)
 
-The write-back after the MoE belongs to the launch of the site that follows: the next layer's, or the head's.
+The write-back after the MoE belongs to the launch of the site that follows: the next layer's, or the head's. y leaves a
+site as its sublayer reads it, in FP8 or bf16 or both:
+
+| sublayer  | FP8                                  | bf16                                        |
+|-----------|--------------------------------------|---------------------------------------------|
+| attention | wq_a and wkv, 1 x 128                | compressors, weights of index heads         |
+| MoE       | shared expert, 1 x 32                | router; routed experts, which gather rows   |
 """
 
 from __future__ import annotations
@@ -16,9 +22,11 @@ from torch import Tensor
 
 from dsv4lib.config import ModelConfig
 from dsv4lib.layers.attention import Attention, Caches
+from dsv4lib.layers.dense import Activations
 from dsv4lib.layers.moe import Moe
 from dsv4lib.layers.step import Step
-from dsv4lib.ops.mhc.op import Eps, Site, mhc_post_pre, mhc_pre
+from dsv4lib.ops.mhc.op import Eps, Site, mhc_post_pre, mhc_pre, new_fp8
+from dsv4lib.ops.moe_gemm.op import Operand
 
 
 class Pending(NamedTuple):
@@ -38,10 +46,14 @@ class MhcSite(torch.nn.Module):
 
     Args:
         tensors: fn, scale, base and the weight of the norm that follows. config: dimensions. backend: of the op.
+        recipe: y is wanted as FP8, see `ops.mhc.op.Fp8`; None: it is not. keep: y is wanted in bf16.
     """
 
-    def __init__(self, tensors: Site, config: ModelConfig, backend: str = "auto") -> None:
+    def __init__(
+        self, tensors: Site, config: ModelConfig, backend: str = "auto", recipe: str | None = None, keep: bool = True
+    ) -> None:
         super().__init__()
+        self.recipe, self.keep = recipe, keep
         for name, tensor in tensors._asdict().items():
             self.register_buffer(name, tensor.float().contiguous())
         self.iters, self.eps, self.backend = config.sinkhorn_iters, Eps(config.hc_eps, config.rms_eps), backend
@@ -51,12 +63,17 @@ class MhcSite(torch.nn.Module):
         """The tensors as the op takes them."""
         return Site(self.fn, self.scale, self.base, self.weight)
 
-    def forward(self, pending: Pending) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, pending: Pending) -> tuple[Tensor, Activations, Tensor, Tensor]:
         """Write back what is pending, then read: (streams, y, post, comb)."""
-        options = {"iters": self.iters, "eps": self.eps, "backend": self.backend}
+        fp8 = None if self.recipe is None else new_fp8(pending.streams, self.recipe)
+        options = {"iters": self.iters, "eps": self.eps, "fp8": fp8, "keep": self.keep, "backend": self.backend}
         if pending.f is None:
-            return pending.streams, *mhc_pre(pending.streams, self.site, **options)
-        return mhc_post_pre(pending.streams, pending.f, pending.post, pending.comb, self.site, **options)
+            streams, after = pending.streams, mhc_pre(pending.streams, self.site, **options)
+        else:
+            before = pending.f, pending.post, pending.comb
+            streams, *after = mhc_post_pre(pending.streams, *before, self.site, **options)
+        y, post, comb = after
+        return streams, Activations(y, None if fp8 is None else Operand(fp8.codes, fp8.scales)), post, comb
 
 
 class DecoderLayer(torch.nn.Module):
@@ -77,10 +94,11 @@ class DecoderLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.attn, self.ffn = attention, moe
-        for site in ("attn", "ffn"):
+        reads = {"attn": (attention.recipe, attention.reads_bf16), "ffn": (moe.recipe, True)}
+        for site, wanted in reads.items():
             parts = (tensors[f"hc_{site}_{name}"] for name in ("fn", "scale", "base"))
             found = Site(*parts, tensors[f"{site}_norm.weight"])
-            setattr(self, f"{site}_site", MhcSite(found, config, backend))
+            setattr(self, f"{site}_site", MhcSite(found, config, backend, *wanted))
 
     def forward(self, pending: Pending, step: Step, caches: Caches) -> Pending:
         """Run the layer on the tokens of a step; its caches move on."""
@@ -88,4 +106,4 @@ class DecoderLayer(torch.nn.Module):
         f = self.attn(y, step, caches)
         streams, y, post, comb = self.ffn_site(Pending(streams, f, post, comb))
         tokens = None if self.ffn.table is None else step.tokens
-        return Pending(streams, self.ffn(y, tokens), post, comb)
+        return Pending(streams, self.ffn(y.bf16, tokens, y.fp8), post, comb)

@@ -6,12 +6,15 @@
 | FP8 128x128, K a multiple of 128 | mxfp8 | FP8, a power of two for 1 x 128 elements (`quantize`) |
 | FP8 128x128, other K           | bf16    | bf16: codes times a power of two are bf16 numbers     |
 
+FP8 activations are written by the launch that makes them (mHC, `normed`) where there is one, else by `quantize`.
+
 Source: DSV4's released code; the op is `dsv4lib.ops.linear`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +26,18 @@ from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.output_proj.op import output_proj
 from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.ops.rmsnorm.op import rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import rmsnorm_quant
 
 BLOCK, STEP_N = 32, 16  # elements of an MXFP8 scale; N of a GEMM is a multiple
 PRECISIONS = ("fp8", "bf16")
+
+
+class Activations(NamedTuple):
+    """What a sublayer reads, one of them or both: bf16 [T, K]; FP8 codes [T, K] and the image of their scales."""
+
+    bf16: Tensor | None
+    fp8: Operand | None = None
 
 
 class Dense(torch.nn.Module):
@@ -67,8 +79,8 @@ class Dense(torch.nn.Module):
             self.register_buffer("scales", None)
         self.register_buffer("codes", codes.contiguous())
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        """x bf16 [T, K] -> an output [T, N] for each weight, columns of one matrix."""
+    def forward(self, x: Tensor | Operand) -> list[Tensor]:
+        """x bf16 [T, K], or quantised for `mode` -> an output [T, N] for each weight, columns of one matrix."""
         y = linear(
             activations(x, self.mode, self.backend),
             Operand(self.codes, self.scales),
@@ -105,8 +117,19 @@ class GroupedDense(torch.nn.Module):
         return output_proj(o, Operand(self.codes, self.scales), mode=self.mode, backend=self.backend)
 
 
-def activations(x: Tensor, mode: str, backend: str) -> Operand:
-    """Quantise bf16 [T, K] as a GEMM of this mode reads it."""
+def normed(x: Tensor, weight: Tensor, eps: float, layer: Dense) -> Tensor | Operand:
+    """Normalise rows bf16 [T, K] to what ``layer`` reads, in one launch: bf16, or FP8."""
+    if layer.mode == "bf16":
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # rows of x may be part of longer ones
+        return rmsnorm(x, weight, eps, out=out, backend=layer.backend)
+    y = rmsnorm_quant(x, weight, "fp8", eps=eps, swizzled=True, backend=layer.backend)
+    return Operand(y.codes, y.scales)
+
+
+def activations(x: Tensor | Operand, mode: str, backend: str) -> Operand:
+    """Quantise bf16 [T, K] as a GEMM of this mode reads it; what is an operand already passes."""
+    if isinstance(x, Operand):
+        return x
     if mode == "bf16":
         return Operand(x)
     q = quantize(x, "fp8", swizzled=True, backend=backend)

@@ -5,9 +5,10 @@
     h                = silu(min(g, limit)) * clip(u, -limit, limit) [* weight]      first GEMM, quantised as it leaves
     y                = sum over a token's experts of [weight *] W2 h  + shared expert
 
-Six launches, three more for the shared expert; nothing waits for the device. Routed and shared experts have a precision
-each. The routing weight goes into ``h`` as in the released code, except where the routed experts are in mode
-``nvfp4``: there it would take range from the calibrated scale of the second quantisation, and is applied in the sum.
+Six launches, three more for the shared expert, two where its input comes quantised; nothing waits for the device.
+Routed and shared experts have a precision each. The routing weight goes into ``h`` as in the released code, except
+where the routed experts are in mode ``nvfp4``: there it would take range from the calibrated scale of the second
+quantisation, and is applied in the sum.
 
 Calibrated scales of NVFP4 activations. ``x`` is quantised once for all experts, with the largest ``input_scale`` of
 their first projections, as serving engines do: nothing that one expert's calibration has room for saturates. ``h`` is
@@ -129,6 +130,7 @@ class ExpertStack(torch.nn.Module):
         groups: tuple[Tensor, Tensor] | None = None,
         routing: Tensor | None = None,
         *,
+        quantised: Operand | None = None,
         k: int = 1,
         limit: float = 10.0,
         backend: str = "auto",
@@ -137,7 +139,8 @@ class ExpertStack(torch.nn.Module):
 
         Args:
             rows: tokens sorted by expert. groups: offsets and counts of them; None: one expert has all.
-            routing: weights of the rows. k: experts a token. limit, backend: as of `Moe`.
+            routing: weights of the rows. quantised: x in the format of the mode, in the order of ``rows``; None: x is
+            quantised here. k: experts a token. limit, backend: as of `Moe`.
         """
 
         expected = -(-len(x) * k // self.count)
@@ -149,7 +152,7 @@ class ExpertStack(torch.nn.Module):
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
         h = product(
-            self.activations(x, rows, backend),
+            self.activations(x, rows, backend) if quantised is None else self.repeated(quantised),
             Operand(self.first_codes, self.first_scales),
             alpha=self.alpha_gate,
             alpha_up=self.alpha_up,
@@ -254,9 +257,22 @@ class Moe(torch.nn.Module):
             if x.device != gate.device:
                 raise ArgumentError(f"{name}.device", str(x.device), f"that of gate, {gate.device}")
 
+    @property
+    def recipe(self) -> str | None:
+        """FP8 recipe in which the shared expert reads the layer's input; None: it reads another format."""
+        return "mxfp8" if self.shared is not None and self.shared.recipe == "mxfp8" else None
+
     @typed
-    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """x bf16 [T, d] -> bf16 [T, d]; ``tokens``: their ids, int64 [T], where a table selects."""
+    def forward(self, x: Tensor, tokens: Tensor | None = None, fp8: Operand | None = None) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x: bf16 [T, d]. tokens: their ids, int64 [T], where a table selects.
+            fp8: x quantised by `recipe`, for the shared expert; None: it is quantised here.
+
+        Returns:
+            bf16 [T, d].
+        """
         if x.dim() != 2 or x.dtype != torch.bfloat16 or x.shape[1] != self.gate.shape[1]:
             raise ArgumentError("x", f"{x.dtype}{list(x.shape)}", f"torch.bfloat16[T, {self.gate.shape[1]}]")
         if (tokens is None) != (self.table is None):
@@ -269,7 +285,9 @@ class Moe(torch.nn.Module):
         early = routed.row_weight if late is None else None
         common = {"limit": self.limit, "backend": self.backend}
         y = self.experts(x, routed.rows, (routed.offsets[:-1], routed.counts), early, k=self.k, **common)
-        shared = None if self.shared is None else self.shared(x, **common)
+        if fp8 is not None and self.recipe is None:
+            raise ArgumentError("fp8", "given", "None: no shared expert reads MXFP8")
+        shared = None if self.shared is None else self.shared(x, quantised=fp8, **common)
         return moe_combine(y, routed.row_of, late, shared, backend=self.backend)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:

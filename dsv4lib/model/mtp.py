@@ -18,10 +18,9 @@ from dsv4lib.config import ModelConfig
 from dsv4lib.formats.fp8_block import FP8Tensor
 from dsv4lib.layers.attention import Caches
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
-from dsv4lib.layers.dense import Dense
+from dsv4lib.layers.dense import Dense, normed
 from dsv4lib.layers.step import Step
 from dsv4lib.ops.mhc.op import mhc_head
-from dsv4lib.ops.rmsnorm.op import rmsnorm
 
 
 class MtpBlock(torch.nn.Module):
@@ -60,8 +59,8 @@ class MtpBlock(torch.nn.Module):
             (hidden bf16 [T, d], what the head reads; streams bf16 [T, 4, d], for the next draft).
         """
         eps, options = self.config.rms_eps, {"backend": self.backend}
-        h = self.h_proj(rmsnorm(streams.flatten(0, 1), self.hnorm, eps, **options))[0]
-        e = self.e_proj(rmsnorm(embedded, self.enorm, eps, **options))[0]
+        h = self.h_proj(normed(streams.flatten(0, 1), self.hnorm, eps, self.h_proj))[0]
+        e = self.e_proj(normed(embedded, self.enorm, eps, self.e_proj))[0]
         x = h.unflatten(0, (-1, self.config.hc_mult)) + e[:, None]
         pending = self.layer(Pending(x), step, caches)
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}

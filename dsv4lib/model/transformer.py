@@ -8,8 +8,8 @@ pool of the manager is compared with; requests are served on that pool (`model.s
 the same arrays of a step for the same layers.
 
 Which kernels run is the choice of the back end alone: native, emulator and reference go through the same lines. Every
-product, norm and choice is an op of this lab. PyTorch does the rest: look-up of embeddings, copies into four streams,
-the sum of the draft block's two inputs, numbers of rows and pages. The oracle is `dsv4lib.reference.model`.
+product, norm and choice is an op of this lab, from the embedding to the head. PyTorch adds the two inputs of the draft
+block and makes the arrays of a step. The oracle is `dsv4lib.reference.model`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite, Pending
 from dsv4lib.layers.dense import Dense
 from dsv4lib.layers.step import Layout, Step, make_step
 from dsv4lib.model.mtp import MtpBlock
+from dsv4lib.ops.embedding.op import embedding
 from dsv4lib.ops.mhc.op import mhc_head
 
 
@@ -140,13 +141,13 @@ class Transformer(torch.nn.Module):
         """
         if not self.caches:
             self.allocate()
-        x = self.embed[step.tokens]
-        pending = Pending(x[:, None].expand(-1, self.config.hc_mult, -1).contiguous())
+        copies = self.config.hc_mult
+        pending = Pending(embedding(step.tokens, self.embed, copies=copies, backend=self.backend).streams)
         for layer, caches in zip(self.layers, self.caches, strict=False):
             pending = layer(pending, step, caches)
         streams = torch.empty_like(pending.streams) if keep_streams else None
         given = {"f": pending.f, "post": pending.post, "comb": pending.comb, "eps": self.collapse.eps}
-        out = streams, torch.empty_like(x)
+        out = streams, pending.streams.new_empty(len(step.tokens), self.config.hidden)
         return mhc_head(pending.streams, self.collapse.site, **given, out=out, backend=self.backend), streams
 
     @torch.no_grad()
@@ -161,4 +162,5 @@ class Transformer(torch.nn.Module):
         """
         if self.mtp is None:
             raise ArgumentError("mtp", None, "a model that was loaded with its draft block")
-        return self.mtp(streams, self.embed[step.tokens], step, self.caches[-1])
+        rows = embedding(step.tokens, self.embed, copies=0, keep=True, backend=self.backend).rows
+        return self.mtp(streams, rows, step, self.caches[-1])

@@ -5,8 +5,9 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block
-from dsv4lib.layers.dense import Dense, GroupedDense
+from dsv4lib.layers.dense import Dense, GroupedDense, normed
 from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.rmsnorm.op import rmsnorm
 
 
 def weight(rows, columns, seed, fp8=True):
@@ -62,6 +63,17 @@ def test_fp32_out():
     found = Dense([w], out="fp32", backend="emulator")(x)[0]
     want = x.double() @ value(w).T
     assert found.dtype == torch.float32 and error(found, want) <= 2 * error(x.float() @ value(w).float().T, want)
+
+
+@pytest.mark.parametrize("backend", ["emulator", "reference"])
+@pytest.mark.parametrize(("columns", "mode"), [(256, "mxfp8"), (160, "bf16")])
+def test_a_norm_writes_what_the_layer_reads(columns, mode, backend):
+    """The bits of a norm and a cast in launches of their own; rows are part of longer ones."""
+    layer, x, gain = Dense([weight(40, columns, 1)], backend=backend), inputs(5, 320)[:, :columns], torch.rand(columns)
+    found = normed(x, gain, 1e-6, layer)
+    assert layer.mode == mode and isinstance(found, Operand) == (mode == "mxfp8")
+    want = rmsnorm(x, gain, 1e-6, out=torch.empty(5, columns).bfloat16(), backend=backend)
+    assert torch.equal(layer(found)[0], layer(want)[0])
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])

@@ -8,6 +8,8 @@ from dsv4lib.formats import nvfp4, weight_modes
 from dsv4lib.layers.moe import FORMS, Moe
 from dsv4lib.loader.experts import Experts as Stored
 from dsv4lib.loader.moe import layer_experts
+from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.reference.moe_gemm import expert, moe_gemm
 from dsv4lib.reference.router import hash_route, score_route
 
@@ -78,6 +80,17 @@ def difference(a, b):
 
 # Relative to the exact layer with the mode's own weights: what the formats of the activations cost.
 ACTIVATIONS = {"nvfp4": (0.05, 0.25), "mxfp8": (0.005, 0.06), "bf16": (1e-4, 6e-3)}
+
+
+@pytest.mark.parametrize("mode", ["e4m3_expand", "e4m3_split", "mxfp4"])
+def test_a_quantised_input_changes_no_bit(mode):
+    """The shared expert reads what another launch quantised; its planes repeat it along K."""
+    one, x = layer("bf16", "reference", shared_mode=mode), tokens(5)
+    q = quantize(x, one.recipe, swizzled=True, backend="reference")
+    assert one.recipe == "mxfp8" and torch.equal(one(x, fp8=Operand(q.codes, q.scales)), one(x))
+    other = layer("bf16", "reference", shared_mode="bf16")
+    with pytest.raises(ArgumentError, match="fp8"):
+        other(x, fp8=Operand(q.codes, q.scales))
 
 
 @pytest.mark.parametrize("mode", FORMS)

@@ -6,12 +6,13 @@ import torch
 from dsv4lib import backends
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.formats import kv_entry
-from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
+from dsv4lib.ops.embedding.op import embedding
 from dsv4lib.ops.indexer_q.op import indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize
-from dsv4lib.ops.rmsnorm.op import add_rmsnorm
+from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant, rmsnorm_quant
 from dsv4lib.reference import rope
 
 NATIVE = backends.status("native", "sm_90a")
@@ -95,6 +96,42 @@ def test_add_rmsnorm_quant(recipe):
         image = quantize(y, recipe, global_scale=g, swizzled=True, backend="native").scales
         swizzled = add_rmsnorm_quant(x, residual, weight, recipe, global_scale=g, swizzled=True, backend="native")
         assert same((swizzled.h, swizzled.codes, swizzled.scales), (h, want.codes, image))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8", "nvfp4"])
+def test_rmsnorm_quant(recipe):
+    """To the bit what two launches give, of columns of a wider matrix."""
+    g = torch.tensor([0.003], device="cuda") if recipe == "nvfp4" else None
+    for tokens, d in ((1, 1024), (37, 1536), (515, 1152)):
+        x = rows(tokens, 1, d + 512)[0][:, 0, :d]
+        weight = 1 + 0.3 * torch.randn(d, device="cuda")
+        y = rmsnorm(x, weight, out=x.new_empty(tokens, d), backend="native")
+        for swizzled in (False, True):
+            options = {"global_scale": g, "swizzled": swizzled, "backend": "native"}
+            found, want = rmsnorm_quant(x, weight, recipe, **options), quantize(y, recipe, **options)
+            assert same((found.codes, found.scales), (want.codes, want.scales))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_embedding(dtype):
+    """Rows of the real table; ids that are negative or past the end give zeros, at once and from a CUDA graph."""
+    weight = torch.randn(129280, 4096, device="cuda", dtype=torch.bfloat16)
+    tokens = torch.randint(129280, (37,), device="cuda").to(dtype)
+    tokens[[0, 5, 9]] = torch.tensor([-1, 129280, 129279], device="cuda").to(dtype)
+
+    def wanted():
+        inside = (tokens >= 0) & (tokens < len(weight))
+        return weight[tokens.clamp(0, len(weight) - 1).long()] * inside[:, None]
+
+    out = embedding(tokens, weight, keep=True, backend="native")
+    assert torch.equal(out.rows, wanted()) and torch.equal(out.streams, wanted()[:, None].expand(-1, 4, -1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        embedding(tokens, weight, out=out, backend="native")
+    tokens.copy_(tokens.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out.rows, wanted()) and torch.equal(out.streams, wanted()[:, None].expand(-1, 4, -1))
 
 
 def test_in_a_cuda_graph(table):

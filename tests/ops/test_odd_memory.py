@@ -5,7 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.add_rmsnorm_quant.op import Normed, add_rmsnorm_quant
 from dsv4lib.ops.compressor.op import Pages, compressor
 from dsv4lib.ops.indexer_q.op import IndexerQueries, indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
@@ -14,6 +13,7 @@ from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.output_proj.op import output_proj
 from dsv4lib.ops.quantize.op import Quantized, quantize
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import AddNormed, add_rmsnorm_quant
 from tests.ops.compressor import cases
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ def project(o, w=WEIGHTS):
         ),
         (
             "out.codes.stride()",
-            lambda: add_rmsnorm_quant(X, X, None, "fp8", out=Normed(X + 0, shifted(u8(3, 128)), u8(3, 1))),
+            lambda: add_rmsnorm_quant(X, X, None, "fp8", out=AddNormed(X + 0, shifted(u8(3, 128)), u8(3, 1))),
         ),
         ("weights.norm.shape", lambda: compress(weights=CSA.weights._replace(norm=torch.tensor(1.0)))),
         ("out.data.stride()", lambda: compress(out=Pages(apart(cases.blank("kv", 8, 512)), cases.PAGE))),
@@ -127,7 +127,7 @@ def far(x):
 OPS = {
     "rmsnorm": lambda to: (rmsnorm(to(X), out=to(X * 0), backend="emulator"),),
     "add_rmsnorm_quant": lambda to: add_rmsnorm_quant(
-        to(X), to(X), None, "fp8", out=Normed(to(X * 0), to(u8(3, 128)), to(u8(3, 1))), backend="emulator"
+        to(X), to(X), None, "fp8", out=AddNormed(to(X * 0), to(u8(3, 128)), to(u8(3, 1))), backend="emulator"
     )[:3],
     "quantize": lambda to: quantize(to(X), "fp8", out=Quantized(u8(3, 128), u8(3, 1), None), backend="emulator")[:2],
     "inv_rope_quant": lambda to: inv_rope_quant(

@@ -15,6 +15,7 @@ import dsv4lib.ops
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.ops.common.plans import Op
 from dsv4lib.ops.compressor.op import Batch, Pages, compressor
+from dsv4lib.ops.embedding.op import embedding
 from dsv4lib.ops.fmha import op as attention
 from dsv4lib.ops.fmha.inputs import case as attention_case
 from dsv4lib.ops.fmha.inputs import paged
@@ -46,7 +47,7 @@ NAMES = set("entries_first entries_count index window_first window_count groups 
 NAMES |= set(
     "positions requests slots_indices indices row_of experts hashed_tokens lengths rows offsets counts".split()
 )
-NAMES |= {"visible_requests", "visible_lengths"}
+NAMES |= {"visible_requests", "visible_lengths", "tokens"}
 # The offsets and counts of its groups come from `moe_dispatch` and are never negative: rows there are not a batch's.
 EXEMPT = {"moe_gemm": {"offsets", "counts"}}
 CASES = {}
@@ -402,6 +403,17 @@ def into_pages(backend, op, layout, dim):
         found.append(layout.allocate(3, 4).fill_(0xA5))
         op(given[0], found[-1], 4, given[1], backend=backend)
     return (found[::-1],)
+
+
+@covers("embedding", "tokens")
+def rows_of_the_embedding(backend):
+    weight, tokens = normal(9, 64).bfloat16(), torch.tensor([8, 3])
+    weight[[0, 4]] = NAN
+    wanted = embedding(tokens, weight, keep=True, backend=backend)
+    found = embedding(spread(tokens, -1, LEAST, LEAST_64), weight, keep=True, backend=backend)
+    return [(f[REAL], w) for f, w in zip(found, wanted, strict=True)] + [
+        (f[PADDED], torch.zeros_like(f[PADDED])) for f in found
+    ]
 
 
 @covers("quantize", "rows")

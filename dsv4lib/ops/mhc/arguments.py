@@ -9,11 +9,14 @@ import cutlass
 import torch
 
 from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.words import WORD, as_words
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.mhc.config import N
 from dsv4lib.ops.mhc.kernel import Gmem, Mhc
 
 BF16, FP32, I32, WIDE = cutlass.BFloat16, cutlass.Float32, cutlass.Int32, 16
+CODE_BYTES = 8  # of a lane's columns
 
 
 def fake_args(kernel: Mhc) -> tuple:
@@ -21,6 +24,9 @@ def fake_args(kernel: Mhc) -> tuple:
     fake = Fakes()
     before = (fake(BF16, "TD", WIDE), fake(FP32, "TN", WIDE), fake(FP32, "TC", WIDE)) if kernel.post else (None,) * 3
     after = (None, None) if kernel.head else (fake(FP32, "TN"), fake(FP32, "TC", WIDE))
+    words = kernel.recipe == "fp8" and kernel.swizzled
+    scales = fake(I32 if words else cutlass.Uint8, "B" if kernel.swizzled else "TB") if kernel.recipe else None
+    fp8 = fake(I32, "TW", CODE_BYTES) if kernel.recipe else None, scales
     gmem = Gmem(
         fake(BF16, "TZ", WIDE),
         *before,
@@ -29,7 +35,8 @@ def fake_args(kernel: Mhc) -> tuple:
         fake(FP32, "V"),
         fake(FP32, "D", WIDE),
         fake(BF16, "TZ", WIDE) if kernel.keep else None,
-        fake(BF16, "TD", WIDE),
+        fake(BF16, "TD", WIDE) if kernel.keep_y else None,
+        *fp8,
         *after,
         fake(FP32, "W", WIDE) if kernel.space(1) else None,
     )
@@ -48,6 +55,7 @@ def launch_args(
     rms_eps: float,
     stream: int = 0,
     space: torch.Tensor | None = None,
+    fp8: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple:
     """Arguments of `Mhc` from torch tensors.
 
@@ -56,17 +64,21 @@ def launch_args(
         before: (f [T, d] bf16, post [T, 4] fp32, comb [T, 4, 4] fp32), or (None, None, None) without ``kernel.post``.
         parameters: (fn [24, 4 d], scale [3], base [24], weight [d]) fp32; with ``kernel.head`` fn [4, 4 d], scale [1],
             base [4].
-        after: (streams or None, y [T, d] bf16, post, comb, or None with ``kernel.head``).
+        after: (streams or None, y [T, d] bf16, or None unless ``kernel.keep_y``, post, comb, or None with
+            ``kernel.head``).
         rows, clusters, hc_eps, rms_eps: as in `Mhc.__call__`.
         stream: a handle.
         space: fp32 [W], zeros: `kernel.space` of ``clusters`` or more, where that is not 0.
+        fp8: with ``kernel.recipe`` codes uint8 [T, d], and scales uint8: [T, blocks], swizzled [bytes].
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
     (f, post, comb), (fn, scale, base, weight), (new, y, post_new, comb_new) = before, parameters, after
     named = {"f": f, "post": post, "comb": comb, "out: streams": new, "out: post": post_new, "out: comb": comb_new}
-    wanted = dict.fromkeys(("f", "post", "comb"), kernel.post) | {"out: streams": kernel.keep}
+    named |= {"out: y": y, "fp8.codes": fp8[0], "fp8.scales": fp8[1]}
+    wanted = dict.fromkeys(("f", "post", "comb"), kernel.post) | {"out: streams": kernel.keep, "out: y": kernel.keep_y}
+    wanted |= dict.fromkeys(("fp8.codes", "fp8.scales"), kernel.recipe is not None)
     for name, needed in (wanted | dict.fromkeys(("out: post", "out: comb"), not kernel.head)).items():
         if (named[name] is not None) != needed:
             raise ArgumentError(name, None if named[name] is None else "given", "a tensor" if needed else "None")
@@ -95,12 +107,27 @@ def launch_args(
         wrap("site.base", base, FP32, (values,)),
         wrap("site.weight", weight, FP32, (kernel.d,), WIDE),
         optional("out: streams", BF16, (tokens, wide), WIDE),
-        wrap("out: y", y, BF16, (tokens, kernel.d), WIDE),
+        optional("out: y", BF16, (tokens, kernel.d), WIDE),
+        *fp8_args(kernel, *fp8, tokens),
         optional("out: post", FP32, (tokens, N), 0),
         optional("out: comb", FP32, (tokens, N * N), WIDE),
         wrap("space", space, FP32, (None,), WIDE) if kernel.space(clusters) else None,
     )
     return gmem, I32(rows), I32(clusters), FP32(hc_eps), FP32(rms_eps), cuda.CUstream(stream)
+
+
+def fp8_args(kernel: Mhc, codes: torch.Tensor | None, scales: torch.Tensor | None, tokens: int) -> tuple[Any, Any]:
+    """Codes and scales as the kernel takes them. Errors as in `launch_args`."""
+    if codes is None or scales is None:
+        return None, None
+    words = wrap("fp8.codes", as_words("fp8.codes", codes), I32, (tokens, kernel.d // WORD), CODE_BYTES)
+    blocks = kernel.d // kernel.format.block
+    if not kernel.swizzled:
+        return words, wrap("fp8.scales", scales, cutlass.Uint8, (tokens, blocks))
+    size = scale_swizzle.swizzled_bytes(tokens, blocks * kernel.format.repeats)
+    if kernel.recipe == "mxfp8":
+        return words, wrap("fp8.scales", scales, cutlass.Uint8, (size,))
+    return words, wrap("fp8.scales", as_words("fp8.scales", scales), I32, (size // WORD,))
 
 
 def flat(name: str, x: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,8 @@ def check(given: Given, outputs: Mapping[str, torch.Tensor]) -> None:
             assert worst <= 1, f"{name} of tokens {part.start} to {part.stop - 1}: {worst:.3g} times the bound"
 
 
-def _outputs(given: Given) -> Outputs:
+def outputs(given: Given) -> Outputs:
+    """Allocate streams, y, post, comb."""
     return {
         "streams": torch.empty_like(given["streams"]),
         "y": torch.empty_like(given["f"]),
@@ -89,7 +90,7 @@ def _outputs(given: Given) -> Outputs:
 def _ours(given: Given) -> tuple[Call, Outputs]:
     from dsv4lib.ops.mhc.op import Site, mhc_post_pre
 
-    out = _outputs(given)
+    out = outputs(given)
     site = Site(given["fn"], given["scale"], given["base"], given["weight"])
     inputs = (given[name] for name in ("streams", "f", "post", "comb"))
     after = out["streams"], out["y"], out["post"], out["comb"]
@@ -101,17 +102,19 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     from dsv4lib.ops.mhc.op import Call
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
-    return Call(*inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, ITERS, EPS, EPS, backend)
+    return Call(
+        *inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, None, ITERS, EPS, EPS, backend
+    )
 
 
 def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
     """What few_tokens makes of streams that are written back already."""
     from dsv4lib.ops.mhc.op import Call, run
 
-    out = {name: tensor for name, tensor in _outputs(given).items() if name != "streams"}
+    out = {name: tensor for name, tensor in outputs(given).items() if name != "streams"}
     parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
     run(
-        Call(streams, None, None, None, *parameters, None, *out.values(), None, ITERS, EPS, EPS, backend),
+        Call(streams, None, None, None, *parameters, None, *out.values(), None, None, ITERS, EPS, EPS, backend),
         Variant.FEW_TOKENS,
     )
     return out
@@ -129,7 +132,7 @@ def _as_variant(variant: Variant) -> Callable[[Given, Outputs], None]:
 def _forms(tokens: int, d: int) -> tuple[Provider, ...]:
     """Ours in the variants that fit and that the op does not choose for this many tokens."""
     others = [variant for variant in variants(d) if variant != variant_of(tokens, d)]
-    return tuple(in_place(f"ours, {variant.value}", _outputs, _as_variant(variant)) for variant in others)
+    return tuple(in_place(f"ours, {variant.value}", outputs, _as_variant(variant)) for variant in others)
 
 
 def _plain(streams, f, post, comb, fn, scale, base, weight) -> Outputs:
@@ -145,6 +148,11 @@ def _goal(tokens: int) -> float | None:
     return {1: 0.6, 32: 0.6, 128: 0.6, 4096: 0.65}.get(tokens)
 
 
+def moved(tokens: int, d: int) -> int:
+    """Return the bytes that a call must read and write."""
+    return tokens * (10 * d * 2 + 2 * 20 * 4) + WIDTH * N * d * 4 + d * 4
+
+
 def rows() -> list[Row]:
     """Flash and Pro, decode and 4096 tokens."""
     names = ("streams", "f", "post", "comb", "fn", "scale", "base", "weight")
@@ -153,7 +161,7 @@ def rows() -> list[Row]:
         Row(
             op="mhc",
             shape=f"{model} T {tokens}",
-            bytes=tokens * (10 * d * 2 + 2 * 20 * 4) + WIDTH * N * d * 4 + d * 4,
+            bytes=moved(tokens, d),
             flops=tokens * 2 * d * (N * WIDTH + N * (N + 1) + N),
             given=partial(make, tokens, d),
             check=check,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsv4lib.dsl.budget import SMEM_LIMIT, BudgetRow, whole_atoms
 from dsv4lib.errors import ConfigError
+from dsv4lib.ops.quantize.config import RECIPES
 
 N = 4  # streams
 LANES = 32
@@ -12,6 +13,7 @@ WORDS = COLUMNS // 2
 UNIT = 32  # columns of a warp: 4 lanes side by side
 ROWS_N = 8  # N of an MMA: outputs, or tokens
 COEFFICIENTS = N + N * N  # a token's post and comb
+FP8_RECIPES = "fp8", "mxfp8"  # of y: scales of 128 columns, of 32
 
 # few_tokens
 MAX_WARPS = 14  # columns of a CTA over 32: d 7168 on 16 CTAs
@@ -39,6 +41,9 @@ class Config:
         head: collapse before the head: 4 coefficients, no post, no comb.
         keep: the streams written back are stored; needed unless ``head``, without a meaning unless ``post``.
         iters: Sinkhorn row/column pairs.
+        recipe: y is written as E4M3 codes and UE8M0 scales, too, by one of `FP8_RECIPES`; None: it is not.
+        keep_y: y is written in bf16; needed without ``recipe``.
+        swizzled: scales in the 128x4 blocks of `formats.scale_swizzle`, padding included; else row-major.
 
     Raises:
         ConfigError: a value that is not allowed, or too much shared memory.
@@ -56,6 +61,9 @@ class Config:
         head: bool = False,
         keep: bool = True,
         iters: int = 20,
+        recipe: str | None = None,
+        keep_y: bool = True,
+        swizzled: bool = True,
     ):
         if cluster not in self.sizes:
             raise ConfigError("cluster", cluster, f"one of {self.sizes}")
@@ -66,6 +74,10 @@ class Config:
             raise ConfigError("iters", iters, "at least 1")
         if not (keep or head):
             raise ConfigError("keep", keep, "True unless head: the next site needs the streams")
+        if recipe is not None and (recipe not in FP8_RECIPES or head or d % RECIPES["fp8"].block):
+            raise ConfigError("recipe", recipe, "None, or one of " + ", ".join(FP8_RECIPES) + " and no head")
+        if not (keep_y or recipe):
+            raise ConfigError("keep_y", keep_y, "True without a recipe")
         self.d, self.cluster, self.post, self.head, self.iters = d, cluster, post, head, iters
         self.keep = keep and post
         self.columns = d // cluster  # of a CTA
@@ -73,6 +85,9 @@ class Config:
         self.coefficients = 0 if head else COEFFICIENTS  # sums that only the CTA that owns the token needs
         self.values = N + self.coefficients  # rows of fn
         self.tiles = -(-self.values // ROWS_N)  # MMAs side by side
+        self.recipe, self.keep_y, self.swizzled = recipe, keep_y, swizzled
+        self.format = RECIPES[recipe] if recipe else None
+        self.units = self.format.block // UNIT if recipe else 0  # warps that share a scale
         self.derive()
         if self.smem_bytes > SMEM_LIMIT:
             used = f"{self.smem_bytes} of {SMEM_LIMIT} bytes of SMEM at d={d}"
@@ -92,7 +107,8 @@ class Config:
 
     def budget(self) -> list[BudgetRow]:
         """List what lies in shared memory, with its limit."""
-        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, (floats, why) in self.floats().items()]
+        regions = self.floats().items()
+        return [BudgetRow(name, 4 * floats, SMEM_LIMIT, "B", why) for name, (floats, why) in regions if floats]
 
     def space(self, groups: int) -> int:
         """Return the floats of a workspace for so many groups of CTAs."""
@@ -103,11 +119,16 @@ class Config:
 
     def options(self) -> list[str]:
         """Name settings for the kernel's symbol."""
-        return [name for name in ("post", "head", "keep") if vars(self)[name]]
+        flags = [name for name in ("post", "head", "keep") if vars(self)[name]]
+        if self.recipe:
+            flags += [self.recipe, *(name for name in ("keep_y", "swizzled") if vars(self)[name])]
+        return flags
 
 
 class FewConfig(Config):
     """Hold the settings of `few_tokens.MhcFewTokens`: as `Config`, and groups and once.
+
+    Where columns of a CTA are no multiple of a scale's 128, CTAs next to each other exchange maxima.
 
     Args:
         groups: of warps, each with eight tokens of a tile.
@@ -126,9 +147,12 @@ class FewConfig(Config):
         iters: int = 20,
         groups: int = 1,
         once: bool = False,
+        recipe: str | None = None,
+        keep_y: bool = True,
+        swizzled: bool = True,
     ):
         self.groups, self.once = groups, once
-        super().__init__(d, cluster, post, head, keep, iters)
+        super().__init__(d, cluster, post, head, keep, iters, recipe, keep_y, swizzled)
 
     def derive(self) -> None:
         """Derive sizes."""
@@ -142,6 +166,8 @@ class FewConfig(Config):
         # Pitches in floats that keep 16-byte reads of 8 lanes in different banks
         self.fn_pitch, self.sum_pitch = N * self.columns + 4, ROWS_N * self.tiles + 4
         self.pre_pitch = N * self.cluster + 4
+        shared = self.units > 1 and self.warps % self.units != 0  # scales have columns of several CTAs
+        self.neighbours = -(-(self.units - 1) // self.warps) if shared else 0  # CTAs of one scale, on either side
 
     def floats(self) -> dict[str, tuple[int, str]]:
         """List shared memory in the order of its addresses: floats, and what they follow from."""
@@ -158,6 +184,7 @@ class FewConfig(Config):
                 f"2 tiles of {self.owned_tokens} tokens, {ctas}",
             ),
             "x_squares": (tokens * self.cluster, f"2 tiles of {tile}, {ctas}: of x"),
+            "maxima": (2 * tokens * self.neighbours, f"2 tiles of {tile}, {2 * self.neighbours} CTAs"),
             "warp_squares": (tokens * self.warps, f"{self.warps} warps, {tile}: of X', of x"),
             "coefficients": (tokens * COEFFICIENTS, f"2 tiles of {tile}"),
             "barriers": (2 * (N + 4), f"{N + 4} of 8 bytes"),
@@ -181,6 +208,8 @@ class ManyConfig(Config):
 
     def derive(self) -> None:
         """Derive sizes."""
+        if self.units > 1 and self.warps % self.units:
+            raise ConfigError("recipe", self.recipe, f"mxfp8: {self.columns} columns of a CTA are no whole blocks")
         if self.warps > MANY_WARPS:
             most = MANY_WARPS * UNIT * self.cluster
             raise ConfigError("d", self.d, f"at most {most}: two parts of fn lie in registers")
@@ -207,6 +236,7 @@ class ManyConfig(Config):
             "pre": (IN_FLIGHT * TILE * N, f"{IN_FLIGHT} tiles of {TILE} tokens"),
             "coefficients": (coefficients, f"2 tiles of {TILE} tokens"),
             "squares": (2 * self.owned_tokens, f"2 tiles of {self.owned_tokens} tokens: of X'"),
+            "maxima": (self.warps * TILE if self.units > 1 else 0, f"{self.warps} warps, {TILE} tokens"),
             "barriers": (2 * (10 + 2 * IN_FLIGHT), f"{10 + 2 * IN_FLIGHT} of 8 bytes"),
         }
 

@@ -83,6 +83,7 @@ class Smem(NamedTuple):
         squares: [2 tiles, owned token] fp32, sum of X'^2.
         coefficients: [4 words, 2 tiles x 16 tokens x 16] limbs of post and comb.
         stages: address of the workers' stages.
+        maxima: [warp, token], bits of the largest |y| of 32 columns; None where no scale needs those of several warps.
     """
 
     fn_lo: cute.Tensor
@@ -91,6 +92,7 @@ class Smem(NamedTuple):
     squares: cute.Tensor
     coefficients: cute.Tensor
     stages: Int32
+    maxima: Any
 
 
 class Slots(NamedTuple):

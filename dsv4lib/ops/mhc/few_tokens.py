@@ -14,7 +14,8 @@ The streams are read once and written once. A group of warps has eight tokens, f
 
     exchange 1     sums of a CTA's warps: 4 pre and the squares to every CTA of the cluster, 20 others to the CTA that
                    owns the token (t mod cluster), by `st.async`
-    exchange 2     squares of x, to every CTA
+    exchange 2     squares of x, to every CTA; where a scale of y has columns of several CTAs (d 7168, fp8), its largest
+                   |weight x| too, from each of them to the others
 
     pipeline       producer                      consumer                 stages
     fn             bulk copies, one a stream     workers                  4, once
@@ -43,8 +44,9 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from dsv4lib.dsl.bulk import load_bulk
 from dsv4lib.dsl.warp_mma import mma
+from dsv4lib.ops.mhc.block_maxima import BlockMaxima, Lane, Smem
 from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, LANES, ROWS_N, UNIT, WORDS, FewConfig, N
-from dsv4lib.ops.mhc.kernel import Affine, Cta, Mhc, fragment_place, sigmoid, view
+from dsv4lib.ops.mhc.kernel import Affine, Cta, fragment_place, sigmoid, to_bf16, view
 from dsv4lib.ops.mhc.ptx import copy_16_bytes, pack, send_to_cta, unpack, unpack_bits
 
 TF32 = 0xFFFFE000  # the bits that an MMA reads
@@ -66,42 +68,7 @@ class Barriers(NamedTuple):
     free: Any
 
 
-class Smem(NamedTuple):
-    """Tensors in shared memory, fp32 unless said; a leading 2 is two tiles.
-
-    Attributes:
-        fn: [values, 4 columns]. held: [4 words, 5, thread] 32-bit, streams and f of a thread.
-        sums: [warp, token, values] of this CTA. coefficients: [2, token, 20] of the site before.
-        pre: [2, token, CTA, 4]. squares: [2, token, CTA], of X'. owned: [2, owned token, CTA, 20].
-        x_squares: [2, token, CTA], of x. warp_squares: [X' or x, warp, token].
-    """
-
-    fn: cute.Tensor
-    held: cute.Tensor
-    sums: cute.Tensor
-    coefficients: cute.Tensor
-    pre: cute.Tensor
-    squares: cute.Tensor
-    owned: cute.Tensor
-    x_squares: cute.Tensor
-    warp_squares: cute.Tensor
-
-
-class Lane(NamedTuple):
-    """Work of a worker's lane.
-
-    Attributes:
-        part: 32 columns of the CTA's. group: eight tokens of the tile. t: token of the tile.
-        column: first column over 8.
-    """
-
-    part: Int32
-    group: Int32
-    t: Int32
-    column: Int32
-
-
-class MhcFewTokens(FewConfig, Mhc):
+class MhcFewTokens(FewConfig, BlockMaxima):
     """Compute a site boundary by clusters; see the module docstring. Settings: `config.FewConfig`."""
 
     in_cluster = True
@@ -118,16 +85,19 @@ class MhcFewTokens(FewConfig, Mhc):
         by_cta = (2, tile, cluster), (cluster * tile, 1, tile)
         held = cute.make_layout((WORDS, N + 1, self.workers), stride=(1, WORDS * self.workers, WORDS))
         pre = tile * self.pre_pitch, self.pre_pitch, N, 1
+        sums = view(storage.sums, (self.warps, tile, self.sum_pitch))
         smem = Smem(
             fn=view(storage.fn, (self.values, N * self.columns), (self.fn_pitch, 1)),
             held=cute.make_tensor(cute.recast_ptr(storage.held.data_ptr(), dtype=Uint32), held),
-            sums=view(storage.sums, (self.warps, tile, self.sum_pitch)),
+            sums=sums,
             coefficients=view(storage.coefficients, (2, tile, COEFFICIENTS)),
             pre=view(storage.pre, (2, tile, cluster, N), pre),
             squares=view(storage.squares, *by_cta),
             owned=view(storage.owned, (2, self.owned_tokens, cluster, COEFFICIENTS)),
             x_squares=view(storage.x_squares, *by_cta),
             warp_squares=view(storage.warp_squares, (2, self.warps, tile)),
+            maxima=sums[None, None, ROWS_N * self.tiles],
+            others=view(storage.maxima, (2, 2 * self.neighbours, tile)) if self.neighbours else None,
         )
         if warp < self.workers // LANES:
             self.work(cta, smem)
@@ -150,6 +120,7 @@ class MhcFewTokens(FewConfig, Mhc):
         cute.arch.griddepcontrol_wait()
         self.fetch(cta, smem, mine, cta.first)
         self.fetch_fn(cta, smem, warp)
+        self.pad_scales(cta)
         cute.arch.cluster_wait()
         if cutlass.const_expr(self.once):
             self.boundary(cta, smem, mine, Int32(0), cta.first)
@@ -187,21 +158,30 @@ class MhcFewTokens(FewConfig, Mhc):
         self.send_squares(cta, smem.warp_squares[0, None, None], smem.squares[buffer, None, None], bar.sums)
         self.send_sums(cta, smem, buffer)
         logit = Affine(gmem.scale[0], gmem.base[tidx % 4])
-        cute.arch.mbarrier_wait(bar.sums, buffer)
-        # x = bf16(sum_i pre_i X'_i) and x^2, over this warp's columns
         rX = cute.make_rmem_tensor(WORDS, Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
+        early = self.recipe is not None and self.once  # maxima need it before exchange 2; a second tile needs registers
+        if cutlass.const_expr(early):
+            cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
+        cute.arch.mbarrier_wait(bar.sums, buffer)
+        # x = bf16(sum_i pre_i X'_i) and x^2, over this warp's columns
         self.mix(cta, smem, mine, buffer, logit, rX)
         if cutlass.const_expr(not self.once):
             self.fetch(cta, smem, mine, begin + cta.step)
-        cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
+        if cutlass.const_expr(not early):
+            cute.autovec_copy(self.stream_columns(gmem.weight, mine.column), rWeight)
+        if cutlass.const_expr(self.recipe is not None):
+            self.store_maximum(smem, mine, rX, rWeight)
         # exchange 2: x^2 over all columns
         self.sync_workers()
         if tidx == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(bar.squares, 16 * self.cluster * cute.ceil_div(rows, 4))
+            lines = self.cluster if self.neighbours == 0 else self.cluster + self.lines(cta.rank)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar.squares, 16 * lines * cute.ceil_div(rows, 4))
         self.send_squares(cta, smem.warp_squares[1, None, None], smem.x_squares[buffer, None, None], bar.squares)
+        if cutlass.const_expr(self.neighbours > 0):
+            self.send_maxima(cta, smem, smem.others[buffer, None, None])
         cute.arch.mbarrier_wait(bar.squares, buffer)
-        # y = bf16(weight x / sqrt(mean(x^2) + eps))
+        # y = bf16((weight x) / sqrt(mean(x^2) + eps))
         if there:
             self.scale(cta, smem, mine, buffer, rX, rWeight, begin + mine.t)
 
@@ -412,11 +392,13 @@ class MhcFewTokens(FewConfig, Mhc):
         rSum = cute.make_rmem_tensor(1, Float32)
         self.sum_ctas([smem.x_squares[buffer, mine.t, None]], rSum)
         rstd = self.rsqrt_mean(rSum[0], self.d, cta.rms_eps)
+        products = self.products(rMix, rWeight)
         for w in cutlass.range_constexpr(WORDS):
-            x = unpack(rMix[w])
-            rWords[w] = pack(x[0] * rstd * rWeight[2 * w], x[1] * rstd * rWeight[2 * w + 1])
-        line = self.stream_columns(cta.gmem.y[token, None], mine.column)
-        cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
+            rWords[w] = pack(products[2 * w] * rstd, products[2 * w + 1] * rstd)
+        amax = Int32(0)
+        if cutlass.const_expr(self.recipe is not None):
+            amax = to_bf16(self.block_maximum(cta, smem, mine, buffer), rstd)
+        self.store_y(cta, token, mine.column, rWords, amax)
 
     @cute.jit
     def sum_ctas(self, sLines: list, rSums: cute.Tensor):

@@ -3,13 +3,17 @@
     X'_j = bf16(post_j f + sum_i comb_ij X_i)                `post`; else X' = X
     m    = (fn z) / sqrt(mean(z^2) + eps),  z = flatten(X')  4 pre, 4 post, 16 comb (`head`: 4 pre)
     x    = bf16(sum_i pre_i X'_i),  pre = sigmoid(s_pre m + b) + hc_eps
-    y    = bf16(weight x / sqrt(mean(x^2) + eps))
+    y    = bf16((weight x) / sqrt(mean(x^2) + eps))          and, with a `recipe`, as E4M3 codes and UE8M0 scales of y
     post = 2 sigmoid(s_post m + b),  comb = sinkhorn(s_comb m + b)       for the write-back after the sublayer
 
 Variants: `few_tokens` (clusters of CTAs) and `many_tokens` (groups of CTAs that are no cluster); here is what they
 share. The CTAs of a group share a tile of tokens. A CTA has a slice of the columns of all four streams, a warp 32 of
 them, a lane 8: 16 bytes. Of the sums over all columns, every CTA needs pre and the squares of a token; only the CTA
 that owns the token needs post and comb.
+
+**FP8.** Codes and scales of y have the bits of `quantize` of y. A block of 32 columns is four lanes, one of 128 four
+warps, whose maxima meet in shared memory. The largest |y| follows from the largest |weight x|, because y is a monotone
+function of it, the same for all columns of a token. The threads of all CTAs write the zeros that pad the scales' image.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
 """
@@ -22,11 +26,16 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, memory
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, memory
 
+from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.mhc.config import COEFFICIENTS, COLUMNS, Config, N
+from dsv4lib.ops.mhc.ptx import pack, unpack
+from dsv4lib.ops.quantize import codes
+from dsv4lib.ops.quantize.kernel import store_in_image, store_words
 
 LOG2_E = 1.4426950408889634
+RECIPE_COLUMNS = 128  # of an image's 128x4 block: four scales of 32, or one of 128 four times
 
 
 class Gmem(NamedTuple):
@@ -37,7 +46,9 @@ class Gmem(NamedTuple):
         f, post, comb: [T, d] bf16, [T, 4] and [T, 16] fp32; None without `post`.
         fn, scale, base, weight: [24, 4 d], [3], [24], [d] fp32; with `head` fn [4, 4 d], scale [1], base [4].
         x_new: [T, 4 d] bf16, X'; may be ``x`` itself; None: not written.
-        y: [T, d] bf16; may be ``f`` itself.
+        y: [T, d] bf16; may be ``f`` itself; None unless `keep_y`.
+        codes: [T, d/4] int32, four codes a word; None without `recipe`.
+        scales: uint8 [T, blocks]; an image where swizzled, int32 words of "fp8", bytes of "mxfp8"; None likewise.
         post_new, comb_new: [T, 4] and [T, 16] fp32, other memory than ``post``, ``comb``; None with `head`.
         workspace: [`space`] fp32, zeros before and after; None for `few_tokens`.
     """
@@ -51,7 +62,9 @@ class Gmem(NamedTuple):
     base: cute.Tensor
     weight: cute.Tensor
     x_new: Any
-    y: cute.Tensor
+    y: Any
+    codes: Any
+    scales: Any
     post_new: Any
     comb_new: Any
     workspace: Any
@@ -122,8 +135,9 @@ class Mhc(Config):
         """Lay out shared memory, a field a region."""
         fields, aligns = {}, {"fn": 128, "held": self.held_align}
         for name, (floats, _) in self.floats().items():
-            region = cute.struct.Align[cute.struct.MemRange[Float32, floats], aligns.get(name, 16)]
-            fields[name] = cute.struct.MemRange[Int64, floats // 2] if name == "barriers" else region
+            if floats:
+                region = cute.struct.Align[cute.struct.MemRange[Float32, floats], aligns.get(name, 16)]
+                fields[name] = cute.struct.MemRange[Int64, floats // 2] if name == "barriers" else region
         return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
     @cute.kernel
@@ -203,6 +217,47 @@ class Mhc(Config):
             rSum.store(rSum.load() + rOne.load())
 
     @cute.jit
+    def pad_scales(self, cta: Cta):
+        """Store zeros for rows of the scales' image past the last token: every worker of the launch a part of them."""
+        if cutlass.const_expr(self.recipe is not None and self.swizzled):
+            rank, group, _ = cute.arch.block_idx()
+            _, groups, _ = cute.arch.grid_dim()
+            tidx, _, _ = cute.arch.thread_idx()
+            blocks, step = self.d // self.format.block, groups * (self.cluster * self.workers)
+            rows = (scale_swizzle.ROWS - 1) & -cta.tokens
+            first = (group * self.cluster + rank) * self.workers + tidx
+            for i in cutlass.range(first, rows * blocks, step, unroll=1):
+                self.store_scale(cta.gmem, cta.tokens + i // blocks, i % blocks, Int32(0))
+
+    @cute.jit
+    def store_scale(self, gmem: Gmem, token: Int32, block: Int32, byte: Int32):
+        """Store a scale."""
+        if cutlass.const_expr(self.swizzled):
+            across = self.d // RECIPE_COLUMNS
+            store_in_image(self.format, gmem.scales, token, block, across, byte)
+        else:
+            gmem.scales[token, block] = Uint8(byte)
+
+    @cute.jit
+    def store_y(self, cta: Cta, token: Int32, column: Int32, rWords: cute.Tensor, amax: Int32):
+        """Store a lane's eight columns of y; ``amax``: bits of the largest |y| of their block."""
+        if cutlass.const_expr(self.keep_y):
+            line = self.stream_columns(cta.gmem.y[token, None], column)
+            cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
+        if cutlass.const_expr(self.recipe is not None):
+            y = [value for w in range(COLUMNS // 2) for value in unpack(rWords[w])]
+            byte, words = codes.encoded(self.format, y, amax, None, None, False)
+            store_words(cta.gmem.codes[token, None], column, words)
+            if column % (self.format.block // COLUMNS) == 0:
+                self.store_scale(cta.gmem, token, column // (self.format.block // COLUMNS), Int32(byte))
+
+    @cute.jit
+    def largest_of_unit(self, products: list) -> Int32:
+        """Return the bits of the largest magnitude of four lanes' products of weight and x, in all of them."""
+        amax = codes.largest([product.bitcast(Int32) for product in products], False)
+        return codes.over_lanes(amax, 4)
+
+    @cute.jit
     def store_post(self, cta: Cta, rLogit: cute.Tensor, begin: Int32, owned: Int32):
         """Store post = 2 sigmoid(logit) from lanes 0 to 3; ``owned``: the CTA's first token of the tile."""
         lane = cute.arch.lane_idx()
@@ -210,6 +265,11 @@ class Mhc(Config):
             t = s * self.cluster + owned
             if lane < N and t < cta.rows and begin + t < cta.tokens:
                 cta.gmem.post_new[begin + t, lane] = 2.0 * sigmoid(rLogit[s])
+
+
+def to_bf16(bits: Int32, factor: Float32) -> Int32:
+    """Return the bits, as fp32, of a value times ``factor`` rounded to bf16."""
+    return Int32(pack(bits.bitcast(Float32) * factor, Float32(0.0)) << Uint32(16))
 
 
 def sigmoid(x: Float32) -> Float32:

@@ -17,7 +17,8 @@ exact products:
                   where p ^ (t / 2) ^ (i / 2) mod 4 would: a stream of 8 tokens, the inputs of one, or a row of two are
                   in different banks. X' is written over X. A warp reads nothing but what it fetched itself
 
-    workers       write_back -> project -> products of tile n; mix, store X' and y of n - lag; fetch tile n + 2
+    workers       write_back -> project -> products of tile n; mix, store X' and y of n - lag; fetch tile n + 2.
+                  Scales of 128 columns: the four warps of a block meet at a barrier, twice a tile; CTAs share no block
     four warps    send_sums, send_pre, post_comb, feed_workers (`cross_cta`)
 
     pipeline      producer         consumer     stages
@@ -65,6 +66,7 @@ from dsv4lib.ops.mhc.config import (
 from dsv4lib.ops.mhc.cross_cta import Barriers, CrossCta, Slots, Smem, limbs
 from dsv4lib.ops.mhc.kernel import Cta, Gmem, fragment_place, view
 from dsv4lib.ops.mhc.ptx import copy_16_bytes, load_four, pack, unpack
+from dsv4lib.ops.quantize import codes
 
 K = 2 * ROWS_N  # of an MMA of the projection
 
@@ -119,6 +121,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
             squares=view(storage.squares, (2, self.owned_tokens)),
             coefficients=cute.make_tensor(cute.recast_ptr(storage.coefficients.data_ptr(), dtype=Uint32), coefficients),
             stages=storage.held.data_ptr().toint(),
+            maxima=view(storage.maxima, (self.warps, TILE)) if self.units > 1 else None,
         )
         if warp == self.warps:
             self.send_sums(cta, smem)
@@ -147,6 +150,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
         column = (cta.rank * self.columns + warp * UNIT) // COLUMNS + member  # in units of 8
         rFn = cute.make_rmem_tensor((2, self.tiles, 2 * N, 2), Uint32)
         rX = cute.make_rmem_tensor((WORDS, N), Uint32)
+        rY = cute.make_rmem_tensor(WORDS, Uint32)
         rWeight = cute.make_rmem_tensor(COLUMNS, Float32)
         weight = self.stream_columns(cta.gmem.weight, column)
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[weight.iterator])
@@ -156,6 +160,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
         stages = smem.stages + self.stage_bytes * self.stages * warp
         coefficients = smem.coefficients.iterator.toint()
         cute.arch.griddepcontrol_wait()
+        self.pad_scales(cta)
         for k in cutlass.range_constexpr(2):
             there = Stage(stages + self.stage_bytes * k, f_stages + self.stage_bytes * k)
             self.fetch(cta, cta.first + k * cta.step, column, there)
@@ -187,9 +192,13 @@ class MhcManyTokens(ManyConfig, CrossCta):
                 for h in cutlass.range_constexpr(2):
                     cute.arch.sync_warp()  # or both tokens come at once, and registers spill
                     self.load_streams(after, rX, h)
-                    self.mix(cta, rX, rWeight, smem.pre[buffer, None, None], h, before, column)
+                    self.mix(cta, rX, rWeight, smem.pre[buffer, None, None], h, before, rY)
+                    if cutlass.const_expr(self.recipe is None):
+                        self.store_mixture(cta, smem, rY, h, before, column)
                     if cutlass.const_expr(self.keep):
                         self.store_streams(cta, rX, h, before, column)
+                    if cutlass.const_expr(self.recipe is not None):  # last: registers of the streams are free
+                        self.store_mixture(cta, smem, rY, h, before, column)
                 cute.arch.sync_warp()
             self.fetch(cta, begin + 2 * cta.step, column, Stage(after, f_stages + (tile & 1) * self.stage_bytes))
             tile = tile + 1
@@ -370,11 +379,11 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def mix(
-        self, cta: Cta, rX: cute.Tensor, rWeight: cute.Tensor, sPre: cute.Tensor, h: int, begin: Int32, column: Int32
+        self, cta: Cta, rX: cute.Tensor, rWeight: cute.Tensor, sPre: cute.Tensor, h: int, begin: Int32, rY: cute.Tensor
     ):
-        """Store y of this lane's columns and one of its tokens."""
+        """Mix y of this lane's columns and one of its tokens."""
         rPre = cute.make_rmem_tensor(N, Float32)
-        rWords = cute.make_rmem_tensor(WORDS, Uint32)
+        rY.fill(0)
         t = cute.arch.lane_idx() // 4 + 8 * h
         if t < cta.rows and begin + t < cta.tokens:  # the others have no pre
             # y = bf16(weight sum_i (pre_i / rms(x)) X'_i)
@@ -384,9 +393,33 @@ class MhcManyTokens(ManyConfig, CrossCta):
                 for i in cutlass.range_constexpr(1, N):
                     z = unpack(rX[w, i])
                     x = [cute.math.fma(rPre[i], z[k], x[k]) for k in range(2)]
-                rWords[w] = pack(x[0] * rWeight[2 * w], x[1] * rWeight[2 * w + 1])
-            line = self.stream_columns(cta.gmem.y[begin + t, None], column)
-            cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
+                rY[w] = pack(x[0] * rWeight[2 * w], x[1] * rWeight[2 * w + 1])
+
+    @cute.jit
+    def store_mixture(self, cta: Cta, smem: Smem, rY: cute.Tensor, h: int, begin: Int32, column: Int32):
+        """Store y of this lane's columns and one of its tokens."""
+        t = cute.arch.lane_idx() // 4 + 8 * h
+        amax = self.block_maximum(smem, rY, t)
+        if t < cta.rows and begin + t < cta.tokens:
+            self.store_y(cta, begin + t, column, rY, amax)
+
+    @cute.jit
+    def block_maximum(self, smem: Smem, rY: cute.Tensor, t: Int32) -> Int32:
+        """Return the bits of the largest |y| of the block of this lane's columns; all lanes come here."""
+        amax = Int32(0)
+        if cutlass.const_expr(self.recipe is not None):
+            amax = codes.largest([Int32(rY[w]) for w in range(WORDS)], True)
+            amax = codes.over_lanes(amax, 4)
+        if cutlass.const_expr(self.units > 1):
+            warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            first = warp // self.units * self.units
+            if cute.arch.lane_idx() % 4 == 0:
+                smem.maxima[warp, t] = amax.bitcast(Float32)
+            # the tokens' other half, or the next tile, is written only after all four warps came here once more
+            cute.arch.barrier(barrier_id=1 + first // self.units, number_of_threads=LANES * self.units)
+            for k in cutlass.range_constexpr(self.units):
+                amax = codes.larger(amax, smem.maxima[first + k, t].bitcast(Int32))
+        return amax
 
     @cute.jit
     def store_streams(self, cta: Cta, rX: cute.Tensor, h: int, begin: Int32, column: Int32):

@@ -6,9 +6,17 @@ The boundary between two sublayers, as torch ops.
     mhc_post_pre  streams, its output f, post, comb -> the same, and streams     between two sublayers
     mhc_head      streams (and f, post, comb) -> y                       before the output head, or a draft block's
 
-y is normalised: what the sublayer (or the head) multiplies with. Everything is one launch of `torch.ops.dsv4.mhc_site`,
+y is normalised: what the sublayer (or the head) multiplies with. A sublayer's linear layers in FP8 read it as codes and
+scales, `Fp8`: the bits of `quantize` of y, beside y in bf16 (routers and compressors read that) or instead of it.
+
+    fp8 = new_fp8(streams)
+    y, post, comb = mhc_pre(streams, site, fp8=fp8, keep=False)      y is None
+    q = linear(Operand(fp8.codes, fp8.scales), w, mode="mxfp8")
+
+Everything is one launch of `torch.ops.dsv4.mhc_site`,
 which writes into outputs in place, reads nothing on the host and can be captured in a CUDA graph after one call has
-compiled its kernel. The oracle is `dsv4lib.reference.mhc`.
+compiled its kernel. One case takes a second launch: many tokens of Pro in recipe "fp8", whose blocks of 128 columns
+cross the borders of that kernel's CTAs. The oracles are `dsv4lib.reference.mhc` and `.quantize`.
 
 With many tokens the kernel's CTAs exchange sums in a workspace that must be 0 before and is 0 after a launch, and wait
 for each other: all must be resident. Without a ``space`` the op keeps that memory for each stream; a capture that comes
@@ -32,10 +40,13 @@ from dsv4lib.ops.common import launching, plans
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.mhc import arguments
-from dsv4lib.ops.mhc.config import MAX_WARPS, ROWS_N, UNIT, N
+from dsv4lib.ops.mhc.config import FP8_RECIPES, MAX_WARPS, ROWS_N, UNIT, N
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
 from dsv4lib.ops.mhc.variants import SM_COUNT, Variant, cluster_of, tile_of, variant_of
+from dsv4lib.ops.quantize import op as quantize_op
+from dsv4lib.ops.quantize.config import RECIPES
+from dsv4lib.ops.quantize.op import output_shapes
 
 GPC = 18  # SMs that a cluster cannot cross the border of; an H200 holds 7 clusters of 16
 FEW, FEW_ROWS = 4, 8  # decode: clusters that fetch fn side by side, each up to 8 tokens; measured on an H200
@@ -65,7 +76,38 @@ class Eps(NamedTuple):
     rms: float = 1e-6
 
 
+class Fp8(NamedTuple):
+    """Memory for y as FP8, see `new_fp8`.
+
+    Attributes:
+        codes: uint8 [T, d], E4M3. scales: UE8M0, uint8 [T, d/block], or the bytes of the 128x4 image.
+        recipe: "fp8" (1x128), or "mxfp8" (1x32).
+        swizzled: scales are an image of `formats.scale_swizzle`, as `linear` reads them (fp8 with mode "mxfp8"); else
+            row-major.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    recipe: str = "fp8"
+    swizzled: bool = True
+
+
 NORMAL = Eps()
+
+
+def new_fp8(streams: Tensor, recipe: str = "fp8", swizzled: bool = True) -> Fp8:
+    """Allocate FP8 of y for streams [T, 4, d].
+
+    Raises:
+        ArgumentError: another shape, or an unknown recipe.
+    """
+    if streams.dim() != 3:
+        raise ArgumentError("streams.shape", tuple(streams.shape), f"[T, {N}, d]")
+    if recipe not in FP8_RECIPES:
+        raise ArgumentError("recipe", recipe, "one of " + ", ".join(FP8_RECIPES))
+    shapes = output_shapes(recipe, streams.shape[0], streams.shape[2], swizzled=swizzled)
+    codes, scales = (torch.empty(shape, dtype=torch.uint8, device=streams.device) for shape in shapes)
+    return Fp8(codes, scales, recipe, swizzled)
 
 
 @typed
@@ -75,10 +117,12 @@ def mhc_pre(
     *,
     iters: int = ITERS,
     eps: Eps = NORMAL,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    fp8: Fp8 | None = None,
+    keep: bool = True,
+    out: tuple[Tensor | None, Tensor, Tensor] | None = None,
     space: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Make the input of a sublayer, and the coefficients of the write-back after it.
 
     Args:
@@ -86,19 +130,21 @@ def mhc_pre(
         site: parameters.
         iters: Sinkhorn row/column pairs, 1 to 1000.
         eps: see `Eps`.
-        out: (y, post, comb) to write into; None: new tensors.
+        fp8: memory for y as FP8; None: it is not wanted.
+        keep: y in bf16 is wanted; may be False with ``fp8``. Ignored with ``out``.
+        out: (y or None, post, comb) to write into; None: new tensors.
         space: memory of the kernel, see `workspace`; None: the op's own.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Returns:
-        (y bf16 [T, d], post fp32 [T, 4], comb fp32 [T, 4, 4]).
+        (y bf16 [T, d] or None, post fp32 [T, 4], comb fp32 [T, 4, 4]).
 
     Raises:
         ArgumentError: an argument of the wrong type, shape, stride or device.
         BackendUnavailable: the back end cannot run here.
     """
-    out = _empty(streams)[1:] if out is None else out
-    Call.op(streams, None, None, None, *site, None, *out, space, iters, *eps, backend)
+    out = _empty(streams, keep)[1:] if out is None else out
+    Call.op(streams, None, None, None, *site, None, *out, fp8, space, iters, *eps, backend)
     return out
 
 
@@ -112,23 +158,25 @@ def mhc_post_pre(
     *,
     iters: int = ITERS,
     eps: Eps = NORMAL,
-    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    fp8: Fp8 | None = None,
+    keep: bool = True,
+    out: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None,
     space: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """Write a sublayer's output back, then `mhc_pre` of the next site.
 
     Args:
         f: bf16 [T, d], the sublayer's output.
         post: fp32 [T, 4], of the site before the sublayer. comb: fp32 [T, 4, 4], of the same.
-        out: (streams, y, post, comb), other memory than the inputs; None: new tensors.
-        streams, site, iters, eps, space, backend: as in `mhc_pre`, which also says what is raised.
+        out: (streams, y or None, post, comb), other memory than the inputs; None: new tensors.
+        streams, site, iters, eps, fp8, keep, space, backend: as in `mhc_pre`, which also says what is raised.
 
     Returns:
         (streams bf16 [T, 4, d], y, post, comb).
     """
-    out = _empty(streams) if out is None else out
-    Call.op(streams, f, post, comb, *site, *out, space, iters, *eps, backend)
+    out = _empty(streams, keep) if out is None else out
+    Call.op(streams, f, post, comb, *site, *out, fp8, space, iters, *eps, backend)
     return out
 
 
@@ -158,7 +206,7 @@ def mhc_head(
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    Call.op(streams, f, post, comb, *site, *out, None, None, space, ITERS, *eps, backend)
+    Call.op(streams, f, post, comb, *site, *out, None, None, None, space, ITERS, *eps, backend)
     return out[1]
 
 
@@ -192,21 +240,21 @@ def plan(tokens: int, d: int, sm_count: int = SM_COUNT, variant: Variant | None 
     return Plan(cluster, rows, min(most, -(-tokens // rows)), variant)
 
 
-def _empty(streams: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs (streams, y, post, comb)."""
+def _empty(streams: Tensor, keep: bool = True) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Outputs (streams, y or None, post, comb)."""
     if streams.dim() != 3:
         raise ArgumentError("streams.shape", tuple(streams.shape), f"[T, {N}, d]")
     t, _, d = streams.shape
     fp32 = {"dtype": torch.float32, "device": streams.device}
-    y, post, comb = streams.new_empty(t, d), torch.empty(t, N, **fp32), torch.empty(t, N, N, **fp32)
-    return torch.empty_like(streams), y, post, comb
+    y = streams.new_empty(t, d) if keep else None
+    return torch.empty_like(streams), y, torch.empty(t, N, **fp32), torch.empty(t, N, N, **fp32)
 
 
 _NAMES = {name: f"site.{name}" for name in Site._fields}
 _NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
 
 
-@op("mhc_site", mutates=("new", "y", "post_new", "comb_new", "space"), names=_NAMES)
+@op("mhc_site", mutates=("new", "y", "post_new", "comb_new", "fp8", "space"), names=_NAMES)
 class Call(NamedTuple):
     """A call of the site between two sublayers."""
 
@@ -219,9 +267,10 @@ class Call(NamedTuple):
     base: Tensor
     weight: Tensor
     new: Tensor | None
-    y: Tensor
+    y: Tensor | None
     post_new: Tensor | None
     comb_new: Tensor | None
+    fp8: Fp8 | None
     space: Tensor | None
     iters: int
     hc_eps: float
@@ -256,6 +305,8 @@ class Call(NamedTuple):
         if not 1 <= self.iters <= MAX_ITERS:
             raise ArgumentError("iters", self.iters, f"1 to {MAX_ITERS}")
         launching.check_eps(**{"eps.hc": self.hc_eps, "eps.rms": self.rms_eps})
+        if self.y is None and self.fp8 is None:
+            raise ArgumentError("out: y", None, "a tensor, unless y is wanted as FP8")
         fp32, bf16, values = torch.float32, torch.bfloat16, N if self.head else N * (2 + N)
         launching.check(
             {
@@ -271,9 +322,21 @@ class Call(NamedTuple):
                 "out: y": (self.y, bf16, (t, d)),
                 "out: post": (self.post_new, fp32, (t, N)),
                 "out: comb": (self.comb_new, fp32, (t, N, N)),
+                **self._wanted_fp8(t, d),
                 "space": (self.space, fp32, (SPACE,)),
             }
         )
+
+    def _wanted_fp8(self, tokens: int, d: int) -> dict[str, tuple]:
+        """List codes and scales for `launching.check`."""
+        if self.fp8 is None:
+            return {}
+        codes, scales, recipe, swizzled = self.fp8
+        if recipe not in FP8_RECIPES or self.head:
+            raise ArgumentError("fp8.recipe", recipe, "one of " + ", ".join(FP8_RECIPES) + ", of a sublayer's input")
+        shapes = output_shapes(recipe, tokens, d, swizzled=swizzled)
+        given = {"fp8.codes": codes, "fp8.scales": scales}
+        return {name: (x, torch.uint8, shape) for (name, x), shape in zip(given.items(), shapes, strict=True)}
 
     def run(self, backend: str, variant: Variant | None = None) -> None:
         """Launch the kernel, or ask the oracle; ``variant``: None: `variant_of`."""
@@ -294,6 +357,14 @@ def run(call: Call, variant: Variant) -> None:
 
 def launch(call: Call, name: str, chosen: Plan) -> None:
     """Queue a call, shared out as ``chosen`` says."""
+    if call.fp8 is not None and not writes_fp8(call.streams.shape[2], call.fp8.recipe, chosen):
+        t, _, d = call.streams.shape
+        y = plans.scratch(t, d, dtype=torch.bfloat16, like=call.streams) if call.y is None else call.y
+        launch(call._replace(y=y, fp8=None), name, chosen)
+        codes, scales, recipe, swizzled = call.fp8
+        quantised = quantize_op.Quantized(codes, scales, None)
+        quantize_op.Call(y, None, None, quantised, None, recipe, False, swizzled, name).run(name)
+        return
     settings = {
         "d": call.streams.shape[2],
         "cluster": chosen.cluster,
@@ -302,6 +373,10 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
+    fp8 = None, None
+    if call.fp8 is not None:
+        fp8 = call.fp8[:2]
+        settings |= {"recipe": call.fp8.recipe, "keep_y": call.y is not None, "swizzled": call.fp8.swizzled}
     if chosen.variant is Variant.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
@@ -309,10 +384,15 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     after = call.new, call.y, call.post_new, call.comb_new
     given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
     kernel = {Variant.FEW_TOKENS: MhcFewTokens, Variant.MANY_TOKENS: MhcManyTokens}[chosen.variant]
-    args = arguments.launch_args
+    args = functools.partial(arguments.launch_args, fp8=fp8)
     if chosen.variant is Variant.MANY_TOKENS:
         args = functools.partial(args, space=_space(call))
     launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
+
+
+def writes_fp8(d: int, recipe: str, chosen: Plan) -> bool:
+    """Tell whether the kernel writes FP8 itself: many tokens need whole blocks in each CTA."""
+    return chosen.variant is Variant.FEW_TOKENS or d // chosen.cluster % RECIPES[recipe].block == 0
 
 
 def _space(call: Call) -> Tensor:
@@ -347,4 +427,10 @@ def _reference(call: Call) -> None:
         call.post_new.copy_(post)
         call.comb_new.copy_(comb)
         x = oracle.pre(z, pre)
-    call.y.copy_(norm.rmsnorm(x.bfloat16().double(), weight, call.rms_eps))
+    y = norm.rmsnorm(x.bfloat16().double(), weight, call.rms_eps).bfloat16()
+    if call.y is not None:
+        call.y.copy_(y)
+    if call.fp8 is not None:
+        codes, scales, _ = backends.oracle("quantize").quantize(y, call.fp8.recipe, swizzled=call.fp8.swizzled)
+        call.fp8.codes.copy_(codes[0])
+        call.fp8.scales.copy_(scales[0])

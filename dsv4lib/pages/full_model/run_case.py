@@ -37,6 +37,7 @@ class Run(NamedTuple):
     Attributes:
         tokens: int64 [T + 1], BOS first. logits, wanted: fp32 [T, vocab], kernels' and oracle's, of all but the last.
         streams, wanted_streams: fp32 [layers, T, 4, d], after each layer. capture: the oracle's tensors.
+        embedding_differences: numbers of the streams before the first layer that are not the table's.
         hazards: of all launches; only the emulator sees them.
     """
 
@@ -46,6 +47,7 @@ class Run(NamedTuple):
     streams: torch.Tensor
     wanted_streams: torch.Tensor
     capture: dict[str, torch.Tensor]
+    embedding_differences: int
     hazards: int
 
 
@@ -123,7 +125,12 @@ def _one_entry_early(made: Transformer) -> None:
 def _experts_of_the_next(made: Transformer) -> None:
     """Look the experts of a token up under the token after it, in the layer that has a table."""
     hashed = next(layer.ffn for layer in made.layers if layer.ffn.table is not None)
-    hashed.register_forward_pre_hook(lambda ffn, given: (given[0], given[1].roll(-1)))
+    hashed.register_forward_pre_hook(lambda ffn, given: (given[0], given[1].roll(-1), *given[2:]))
+
+
+def _row_of_the_next(made: Transformer) -> None:
+    """Count the embedding's rows from 1."""
+    made.embed.copy_(made.embed.roll(-1, 0))
 
 
 FAULTS: dict[str, Callable[[Transformer], None]] = {
@@ -132,6 +139,7 @@ FAULTS: dict[str, Callable[[Transformer], None]] = {
     "SinkForgotten": _sink_forgotten,
     "OneEntryEarly": _one_entry_early,
     "ExpertsOfTheNext": _experts_of_the_next,
+    "RowOfTheNext": _row_of_the_next,
 }
 
 
@@ -153,10 +161,12 @@ def run(found: Listed, count: int, backend: str, fault: str = "none") -> Run:
         hook.remove()
     logits = made.head(hidden)[0][:, : found.config.vocab].float().cpu()
     capture: dict[str, torch.Tensor] = {}
-    wanted = oracle(found)(tokens[None, :-1], capture=capture)[0]
+    judge = oracle(found)
+    wanted = judge(tokens[None, :-1], capture=capture)[0]
+    rows = judge.embed.weight[tokens[:-1]].bfloat16().float()[:, None]
     streams = torch.stack([*seen[1:], last.float().cpu()])
     want = torch.stack([capture[f"layers.{n}.streams"][0] for n in range(found.config.n_layers)])
-    return Run(tokens, logits, wanted, streams, want, capture, hazards)
+    return Run(tokens, logits, wanted, streams, want, capture, int((seen[0] != rows).sum()), hazards)
 
 
 @torch.no_grad()
@@ -256,4 +266,8 @@ def sees(found: Listed, position: int) -> list[tuple[str, int, int]]:
 def judged(count: int, backend: str, fault: str) -> dict[str, float]:
     """Checks of the page that a fault must turn red."""
     one = run(listed(), count, backend, fault)
-    return {"apart_error": float(layer_errors(one)[1].max()), "divergence": divergence(one)}
+    return {
+        "apart_error": float(layer_errors(one)[1].max()),
+        "divergence": divergence(one),
+        "embedding_differences": one.embedding_differences,
+    }

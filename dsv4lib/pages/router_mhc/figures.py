@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from dsv4lib import emulator
 from dsv4lib.bench.ops.results import Result
 from dsv4lib.config import FLASH
-from dsv4lib.ops.add_rmsnorm_quant.op import Normed, add_rmsnorm_quant
-from dsv4lib.ops.mhc.op import ITERS, NORMAL, Site, mhc_post_pre
+from dsv4lib.ops.mhc.op import ITERS, NORMAL, Site, mhc_post_pre, new_fp8
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm
+from dsv4lib.ops.rmsnorm_quant.op import AddNormed, add_rmsnorm_quant
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference import quantize as quantize_oracle
@@ -199,14 +199,15 @@ def _far(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Fusion(NamedTuple):
-    """The fused norm beside the two ops, and how many of their bytes differ."""
+    """The fused norm beside the two ops, how many of their bytes differ, and how many of mHC's FP8 from a cast of y."""
 
-    fused: Normed
+    fused: AddNormed
     h: torch.Tensor
     y: torch.Tensor
     codes: torch.Tensor
     scales: torch.Tensor
     differ: int
+    mhc_differ: int
     hazards: int
 
 
@@ -217,13 +218,18 @@ def fusion(given: Boundary, fault: str = "none") -> Fusion:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
         h, y = add_rmsnorm(x, residual, weight, backend="emulator")
         codes, scales, _ = quantize(y, "fp8", backend="emulator")
+        fp8 = new_fp8(given.streams)
+        before = given.streams, given.f, given.post, given.comb
+        mixed = mhc_post_pre(*before, given.site, fp8=fp8, backend="emulator")[1]
+        cast = quantize(mixed, "fp8", swizzled=True, backend="emulator")
     if fault == "y_unrounded":  # a chain that keeps y in registers, in fp32
         wide = rmsnorm(h.float(), weight, NORMAL.rms)
         codes, scales, _ = quantize_oracle.quantize(wide, "fp8")
         codes, scales = codes[0], scales[0]
     pairs = (fused.h, h), (fused.y, y), (fused.codes, codes), (fused.scales, scales)
     differ = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
-    return Fusion(fused, h, y, codes, scales, differ, len(gpu.hazards))
+    mhc_differ = int((fp8.codes != cast.codes).sum() + (fp8.scales != cast.scales).sum())
+    return Fusion(fused, h, y, codes, scales, differ, mhc_differ, len(gpu.hazards))
 
 
 def flow() -> Figure:

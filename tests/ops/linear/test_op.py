@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from dsv4lib.config import FLASH
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, nvfp4, scale_swizzle
-from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.ops.linear.op import linear, mxfp8_of
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.output_proj.op import output_proj
 from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.reference import output_proj as oracle
 from dsv4lib.reference.linear import linear as exact
 from dsv4lib.reference.moe_gemm import swiglu
@@ -161,6 +162,25 @@ def test_true_shapes(name):
         assert off(out[g, :, rows], want) <= 1.001 * off(want.bfloat16(), want)
         seen[g, :, rows] = True
     assert (out[~seen] == 7).all()
+
+
+@pytest.mark.parametrize(("tokens", "ctas"), [(1, (0, 121)), (17, (121,)), (130, (120, 121)), (300, (94, 95))])
+def test_lm_head(tokens, ctas):
+    """bf16 in, fp32 out, the model's vocabulary: what these persistent CTAs compute, the last tile with it."""
+    from dsv4lib import emulator
+
+    vocab, k = FLASH.vocab, 128
+    (x, a), (w, b) = operand((tokens, k), "bf16", 1), operand((vocab, k), "bf16", 2)
+    out = torch.full((tokens, vocab), 7.0)
+    with emulator.device("sm_100a", ctas=[(i, 0, 0) for i in ctas], checks="race") as gpu:
+        linear(x, w, mode="bf16", out_format="fp32", out=Operand(out), backend="emulator")
+    assert not gpu.hazards
+    seen = out != 7
+    columns = seen.any(0).nonzero().flatten()
+    assert bool(seen[-1, -1]) and len(columns) >= 7 * 128
+    there, want = seen[:, columns], a @ b[columns].T
+    plain = x.codes.float() @ w.codes[columns].float().T
+    assert off(out[:, columns][there], want[there]) <= 2 * off(plain[there], want[there])
 
 
 def test_what_is_refused():

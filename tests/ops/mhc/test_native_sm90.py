@@ -1,12 +1,13 @@
-"""mHC on a Hopper: against the oracle, the same bits again and at any place of a batch, CUDA graphs."""
+"""mHC on a Hopper: against the oracle, the same bits again and at any place of a batch, y as FP8, CUDA graphs."""
 
 import pytest
 import torch
 
 from dsv4lib import backends
 from dsv4lib.ops.mhc import bench
-from dsv4lib.ops.mhc.op import Site, mhc_head, mhc_post_pre, run
+from dsv4lib.ops.mhc.op import Site, mhc_head, mhc_post_pre, new_fp8, run
 from dsv4lib.ops.mhc.variants import Variant, variants
+from dsv4lib.ops.quantize.op import quantize
 
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
@@ -85,3 +86,45 @@ def test_in_a_cuda_graph():
         graph.replay()
         torch.cuda.synchronize()
         bench.check(given, dict(zip(NAMES, found, strict=True)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("d", [4096, 7168])
+@pytest.mark.parametrize("tokens", [1, 3, 33, 129, 1000])
+def test_y_as_fp8(tokens, d, recipe):
+    """The bits of `quantize` of y, padding of the image included; y, streams and coefficients as without it."""
+    given, site = case(tokens, d)
+    before = [given[name] for name in ("streams", "f", "post", "comb")]
+    plain = call(given, site)
+    for swizzled in (False, True):
+        want = quantize(plain[1], recipe, swizzled=swizzled, backend="native")
+        for keep in (False, True):
+            fp8 = new_fp8(given["streams"], recipe, swizzled)
+            for one in fp8[:2]:
+                one.fill_(0x5A)
+            found = mhc_post_pre(*before, site, fp8=fp8, keep=keep, backend="native")
+            assert torch.equal(fp8.codes, want.codes) and torch.equal(fp8.scales, want.scales)
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True) if a is not None)
+            assert (found[1] is None) == (not keep)
+
+
+def test_fp8_in_a_cuda_graph():
+    """One launch for few tokens; two, with memory between them, for many of Pro."""
+    for tokens, d in ((16, 4096), (200, 7168)):
+        given, site = case(tokens, d)
+        fp8, before = new_fp8(given["streams"]), [given[name] for name in ("streams", "f", "post", "comb")]
+
+        def step(before=before, site=site, fp8=fp8):
+            return mhc_post_pre(*before, site, fp8=fp8, backend="native")
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        fresh, _ = case(tokens, d, 1)
+        for name in ("streams", "f", "post", "comb"):
+            given[name].copy_(fresh[name])
+        graph.replay()
+        torch.cuda.synchronize()
+        want = quantize(found[1], "fp8", swizzled=True, backend="native")
+        assert torch.equal(fp8.codes, want.codes) and torch.equal(fp8.scales, want.scales)

@@ -6,8 +6,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.mhc import bench
-from dsv4lib.ops.mhc.op import Site, mhc_head, mhc_post_pre, mhc_pre, plan, run
+from dsv4lib.ops.mhc.op import Fp8, Site, mhc_head, mhc_post_pre, mhc_pre, new_fp8, plan, run, writes_fp8
 from dsv4lib.ops.mhc.variants import Variant, tile_of, variant_of, variants
+from dsv4lib.ops.quantize.op import quantize
 
 GIVEN = bench.make(5, 128, torch.Generator().manual_seed(0))
 SITE = Site(*(GIVEN[name] for name in ("fn", "scale", "base", "weight")))
@@ -31,6 +32,40 @@ def test_back_ends_agree():
         same(call("emulator"), call("reference"))
     names = "streams", "y", "post", "comb"
     bench.check(GIVEN, dict(zip(names, calls[0]("emulator"), strict=True)))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp8"])
+@pytest.mark.parametrize("variant", Variant)
+def test_y_as_fp8(variant, recipe):
+    """The bits of `quantize` of y, from the kernel (d 128: a CTA has 32 columns) or from a second launch."""
+    assert writes_fp8(128, recipe, plan(5, 128, variant=variant)) == (
+        variant is Variant.FEW_TOKENS or recipe == "mxfp8"
+    )
+    for swizzled in (False, True):
+        out = {name: torch.zeros_like(GIVEN["f" if name == "y" else name]) for name in ("streams", "y", "post", "comb")}
+        call, fp8 = bench.call_of(GIVEN, out, "emulator"), new_fp8(STREAMS, recipe, swizzled)
+        run(call._replace(fp8=fp8), variant)
+        want = quantize(out["y"], recipe, swizzled=swizzled, backend="reference")
+        assert torch.equal(fp8.codes, want.codes) and torch.equal(fp8.scales, want.scales)
+        bare = new_fp8(STREAMS, recipe, swizzled)
+        run(call._replace(y=None, fp8=bare), variant)
+        assert torch.equal(fp8.codes, bare.codes) and torch.equal(fp8.scales, bare.scales)
+
+
+def test_fp8_of_the_oracle():
+    fp8 = new_fp8(STREAMS)
+    _, y, *_ = mhc_post_pre(STREAMS, **BEFORE, site=SITE, fp8=fp8, backend="reference")
+    want = quantize(y, "fp8", swizzled=True, backend="reference")
+    assert torch.equal(fp8.codes, want.codes) and torch.equal(fp8.scales, want.scales)
+    bare = new_fp8(STREAMS)
+    assert mhc_post_pre(STREAMS, **BEFORE, site=SITE, fp8=bare, keep=False, backend="reference")[1] is None
+    assert torch.equal(fp8.codes, bare.codes)
+
+
+def test_pro_writes_fp8_itself_where_few_tokens_do():
+    for d, recipe, first in ((4096, "fp8", None), (7168, "fp8", 57), (7168, "mxfp8", None)):
+        twice = [t for t in (1, 56, 57, 4096) if not writes_fp8(d, recipe, plan(t, d))]
+        assert twice == [t for t in (1, 56, 57, 4096) if first and t >= first]
 
 
 def test_forms_agree():
@@ -95,7 +130,10 @@ def test_schemas_and_fakes():
     out = [torch.zeros_like(STREAMS), torch.zeros(5, 128).bfloat16(), torch.zeros(5, 4), torch.zeros(5, 4, 4)]
     with torch.no_grad():
         for before, new in ((tuple(BEFORE.values()), out[0]), ((None,) * 3, None)):
-            given = STREAMS, *before, *SITE, new, *out[1:], None, 20, 1e-6, 1e-6, "reference"
+            given = STREAMS, *before, *SITE, new, *out[1:], *(None,) * 4, None, 20, 1e-6, 1e-6, "reference"
+            result = torch.library.opcheck(torch.ops.dsv4.mhc_site.default, given)
+            assert set(result.values()) == {"SUCCESS"}, result
+            given = *given[:9], None, *given[10:12], *new_fp8(STREAMS), *given[16:]
             result = torch.library.opcheck(torch.ops.dsv4.mhc_site.default, given)
             assert set(result.values()) == {"SUCCESS"}, result
     with FakeTensorMode():
@@ -103,6 +141,8 @@ def test_schemas_and_fakes():
         site = Site(torch.empty(24, 28672), torch.empty(3), torch.empty(24), torch.empty(7168))
         y, post, comb = mhc_pre(streams, site)
         assert y.shape == (1 << 20, 7168) and post.dtype == torch.float32 and comb.shape[1:] == (4, 4)
+        fp8 = new_fp8(streams[:130])
+        assert mhc_pre(streams[:130], site, fp8=fp8, keep=False)[0] is None and fp8.scales.shape == (256 * 224,)
 
 
 def test_bad_arguments_are_named():
@@ -116,6 +156,12 @@ def test_bad_arguments_are_named():
         (lambda: mhc_head(STREAMS, HEAD, f=BEFORE["f"]), "f, post, comb"),
         (lambda: mhc_head(STREAMS, HEAD, out=(STREAMS.clone(), BEFORE["f"].clone())), r"out\[0\]"),
         (lambda: mhc_post_pre(STREAMS, **{**BEFORE, "post": BEFORE["post"][1:]}, site=SITE), "post"),
+        (lambda: mhc_pre(STREAMS, SITE, keep=False), "out: y"),
+        (lambda: mhc_pre(STREAMS, SITE, fp8=Fp8(*new_fp8(STREAMS)[:2], "nvfp4")), r"fp8\.recipe"),
+        (lambda: mhc_pre(STREAMS, SITE, fp8=new_fp8(STREAMS[1:], swizzled=False)), r"fp8\.codes"),
+        (lambda: mhc_pre(STREAMS, SITE, fp8=new_fp8(STREAMS)._replace(swizzled=False)), r"fp8\.scales"),
+        (lambda: new_fp8(STREAMS, "fp6"), "recipe"),
+        (lambda: new_fp8(STREAMS[0]), "streams.shape"),
     ):
         with pytest.raises(ArgumentError, match=name):
             call()

@@ -14,14 +14,13 @@ import torch
 
 from dsv4lib.bench.ops import inputs, providers, rope_inputs
 from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row
-from dsv4lib.formats import e2m1, e4m3
-from dsv4lib.ops.add_rmsnorm_quant import peers
-from dsv4lib.ops.add_rmsnorm_quant.op import add_rmsnorm_quant
+from dsv4lib.ops.rmsnorm_quant import peers_add_rmsnorm_quant as peers
+from dsv4lib.ops.rmsnorm_quant.bench import BLOCKS, check_codes
+from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant
 
 EPS = 1e-6
 MODELS = {"Flash": 4096, "Pro": 7168}
 TOKENS = (*inputs.DECODE, inputs.PREFILL)
-BLOCKS = {"fp8": 128, "mxfp8": 32, "nvfp4": 16}
 GLOBAL = 8.0 / (6 * 448)  # what calibration gives for normed rows of this spread
 
 
@@ -38,28 +37,11 @@ def _given(generator: torch.Generator, tokens: int, d: int, recipe: str) -> Give
 
 
 def _check(given: Given, out: Mapping[str, torch.Tensor]) -> None:
-    """The sum to a unit of bf16, then the codes: half a step at the provider's own scales, and bf16 before them."""
+    """The sum to a unit of bf16, then its norm's codes."""
     total = given["x"].float() + given["residual"].float()
     wrong = (out["h"].float() - total).abs() > 2.0**-8 * total.abs()
     assert not bool(wrong.any()), f"h: {int(wrong.sum())} of {wrong.numel()}"
-    h = out["h"].float()
-    want = given["weight"] * h * torch.rsqrt(h.square().mean(-1, keepdim=True) + given["eps"])
-    block = BLOCKS[given["recipe"]]
-    amax = want.unflatten(-1, (-1, block)).abs().amax(-1)
-    if given["recipe"] == "nvfp4":
-        scale = e4m3.decode(out["scales"].view(torch.uint8)) * given["global_scale"]
-        least, most = amax / 6.0 * (1 - 2.0**-4 - 2.0**-7), amax / 6.0 * (1 + 2.0**-4 + 2.0**-7)
-        codes, unit, small = e2m1.decode(e2m1.unpack(out["codes"])), 2.0**-2, 2.0**-2
-    else:
-        scale = rope_inputs.scale_values(out["scales"])
-        least, most = amax.clamp_min(1e-4) / 448.0 * (1 - 2.0**-7), amax.clamp_min(1e-4) / 448.0 * 2.02
-        codes, unit, small = rope_inputs.e4m3_values(out["codes"]), 2.0**-4, 2.0**-10
-    assert bool(((scale >= least) & (scale <= most)).all()), "scales"
-    spread = scale.repeat_interleave(block, -1)
-    # Behind E2M1's largest value a scale that was rounded down saturates: 2^-4 more.
-    extra = 2.0**-8 + (2.0**-4 if given["recipe"] == "nvfp4" else 0)
-    wrong = (codes * spread - want).abs() > (unit + extra) * want.abs() + small * spread
-    assert not bool(wrong.any()), f"codes: {int(wrong.sum())} of {wrong.numel()}"
+    check_codes(given, out["h"], out)
 
 
 def _ours(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
-"""Residual addition, RMSNorm and quantisation of the normed row: what a quantised linear reads, in one pass.
+"""RMSNorm and quantisation of the normed row, after a residual's addition or not: what a quantised linear reads.
 
-    h = bf16(x + residual)                          written
+    h = bf16(x + residual)                          `add`: written; else h = x
     y = bf16(weight * h / sqrt(mean(h^2) + eps))    written with ``keep`` only
     codes, scales = recipe(y)                       blocks of 16, 32 or 128 columns, as in `kernels.quantize`
 
@@ -12,10 +12,10 @@ times, as 1x32 scales.
 **Threads** as in `kernels.rmsnorm`: a CTA owns a row, which stays in registers. A thread has whole pieces of 8 columns,
 so a block is 2, 4 or 16 neighbouring lanes of one piece, and its amax 1, 2 or 4 shuffles.
 
-**Bytes** of an element: 4 in, 2 (h) and 1.01 (fp8), 1.03 (mxfp8), 0.56 (nvfp4) out, `keep` 2 more; two launches would
+**Bytes** of an element: 2 in and 1.01 (fp8), 1.03 (mxfp8), 0.56 (nvfp4) out; `add` 4 more, `keep` 2. Two launches would
 read and write y besides. Limited by memory, nvfp4 without the conversion of sm_100 by issue.
 
-Source: DSV4 released inference code; the oracles are `dsv4lib.reference.add_rmsnorm` and `.quantize`.
+Source: DSV4 released inference code; the oracles are `dsv4lib.reference.rmsnorm`, `.add_rmsnorm` and `.quantize`.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ from dsv4lib.ops.rmsnorm.kernel import COLUMNS, MAX_THREADS, RmsNorm
 
 
 class Tensors(NamedTuple):
-    """What a launch reads and writes, as in `AddRmsnormQuant.__call__`."""
+    """What a launch reads and writes, as in `RmsnormQuant.__call__`."""
 
     x: cute.Tensor
-    residual: cute.Tensor
+    residual: Any
     weight: Any
     global_scale: Any
-    total: cute.Tensor
+    total: Any
     y: Any
     codes: cute.Tensor
     scales: cute.Tensor
 
 
-class AddRmsnormQuant(RmsNorm):
-    """Add, norm, quantise; see the module docstring.
+class RmsnormQuant(RmsNorm):
+    """Norm and quantise; see the module docstring.
 
     Args:
         recipe: one of `ROW_RECIPES`; nvfp4 with a given global scale.
         d: columns, a multiple of the recipe's block up to 8192.
         weighted, most_threads: as in `RmsNorm`.
         keep: write y, too.
-        swizzled: scales in 128x4 blocks; else row-major.
         fp4_conversion: cvt to e2m1x2 is there (`quantize.config.has_fp4_conversion`).
+        swizzled: scales in 128x4 blocks; else row-major.
+        add: add a residual first.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -72,10 +73,11 @@ class AddRmsnormQuant(RmsNorm):
         most_threads: int = MAX_THREADS,
         fp4_conversion: bool = True,
         swizzled: bool = False,
+        add: bool = False,
     ):
         if recipe not in ROW_RECIPES:
             raise ConfigError("recipe", recipe, "one of " + ", ".join(ROW_RECIPES))
-        super().__init__(d, True, weighted, most_threads)
+        super().__init__(d, add, weighted, most_threads)
         self.recipe, self.keep, self.fp4_conversion, self.format = recipe, keep, fp4_conversion, RECIPES[recipe]
         if d % self.format.block:
             raise ConfigError("d", d, f"a multiple of {self.format.block} for {recipe}")
@@ -85,17 +87,17 @@ class AddRmsnormQuant(RmsNorm):
         self.across = -(-self.blocks * self.format.repeats // scale_swizzle.COLS)  # 128x4 blocks side by side
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        flags = [name for name in ("weighted", "keep", "fp4_conversion", "swizzled") if vars(self)[name]]
-        return f"AddRmsnormQuant({', '.join([self.recipe, str(self.d), str(self.threads), *flags])})"
+        flags = [name for name in ("add", "weighted", "keep", "fp4_conversion", "swizzled") if vars(self)[name]]
+        return f"RmsnormQuant({', '.join([self.recipe, str(self.d), str(self.threads), *flags])})"
 
     @cute.jit
     def __call__(
         self,
         mX: cute.Tensor,
-        mResidual: cute.Tensor,
+        mResidual: Any,
         mWeight: Any,
         mGlobal: Any,
-        mSum: cute.Tensor,
+        mSum: Any,
         mY: Any,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
@@ -105,10 +107,11 @@ class AddRmsnormQuant(RmsNorm):
         """Launch a CTA a row.
 
         Args:
-            mX, mResidual: [T, d] bf16.
+            mX: [T, d] bf16.
+            mResidual: [T, d] bf16, or None unless ``add``.
             mWeight: [d] fp32 or None.
             mGlobal: [1] fp32 of nvfp4, else None.
-            mSum: [T, d] bf16; may be ``mResidual`` or ``mX`` itself.
+            mSum: [T, d] bf16, or None unless ``add``: h; may be ``mResidual`` or ``mX`` itself.
             mY: [T, d] bf16, or None unless ``keep``.
             mCodes: [T, words] int32. mScales: [T, blocks] uint8, or [bytes] where swizzled, of fp8 [words] int32.
             eps: added to the mean.
@@ -131,10 +134,10 @@ class AddRmsnormQuant(RmsNorm):
     def kernel(
         self,
         mX: cute.Tensor,
-        mResidual: cute.Tensor,
+        mResidual: Any,
         mWeight: Any,
         mGlobal: Any,
-        mSum: cute.Tensor,
+        mSum: Any,
         mY: Any,
         mCodes: cute.Tensor,
         mScales: cute.Tensor,
@@ -158,20 +161,22 @@ class AddRmsnormQuant(RmsNorm):
         """Fetch, add, sum up, scale, then one piece after the other to its codes."""
         rWeight = cute.make_rmem_tensor((COLUMNS, self.pieces), Float32)
         rX = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
-        rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
         rX.fill(0.0)
-        rResidual.fill(0.0)
         g = factors = None
         if cutlass.const_expr(self.weighted):
             self.fetch(tensors.weight, rWeight)
         cute.arch.griddepcontrol_wait()
         self.fetch(tensors.x[row, None], rX)
-        self.fetch(tensors.residual[row, None], rResidual)
+        if cutlass.const_expr(self.add):
+            rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
+            rResidual.fill(0.0)
+            self.fetch(tensors.residual[row, None], rResidual)
         if cutlass.const_expr(self.recipe == "nvfp4"):
             g = tensors.global_scale[0]  # unlike the weight it may be new: the kernel before may have written it
             factors = codes.scale_factors(g)
-        rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
-        self.put(rX, tensors.total[row, None])
+        if cutlass.const_expr(self.add):
+            rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
+            self.put(rX, tensors.total[row, None])
         scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
         y = rX.load().to(Float32) * scale
         if cutlass.const_expr(self.weighted):

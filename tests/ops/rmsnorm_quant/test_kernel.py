@@ -1,4 +1,4 @@
-"""Addition, norm and quantisation in one launch, on both architectures: the norm's bits, then the format's."""
+"""Norm and quantisation in one launch, with an addition and without: the norm's bits, then the format's."""
 
 from functools import cache
 
@@ -11,11 +11,11 @@ from dsv4lib.emulator.ptx.dependent import ahead_of_wait
 from dsv4lib.emulator.ptx.parse import parse
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import scale_swizzle
-from dsv4lib.ops.add_rmsnorm_quant.arguments import fake_args, launch_args
-from dsv4lib.ops.add_rmsnorm_quant.kernel import AddRmsnormQuant
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.ops.rmsnorm import arguments as norm_arguments
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
+from dsv4lib.ops.rmsnorm_quant.arguments import fake_args, launch_args
+from dsv4lib.ops.rmsnorm_quant.kernel import RmsnormQuant
 from dsv4lib.reference.quantize import quantize
 from tests.budget import built, quick
 
@@ -24,24 +24,30 @@ EPS = 1e-6
 
 
 @cache
-def compiled(settings, arch):
+def compiled(settings, arch, add=True):
     *settings, swizzled = settings if settings[-1] == "swizzled" else (*settings, "")
     kernel, code = built(
-        AddRmsnormQuant, fake_args, arch, *settings, fp4_conversion=has_fp4_conversion(arch), swizzled=bool(swizzled)
+        RmsnormQuant,
+        fake_args,
+        arch,
+        *settings,
+        fp4_conversion=has_fp4_conversion(arch),
+        swizzled=bool(swizzled),
+        add=add,
     )
     assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
     return kernel, code
 
 
 @cache
-def norm_kernel(d, weighted, arch):
-    return built(RmsNorm, norm_arguments.fake_args, arch, d, True, weighted)
+def norm_kernel(d, add, weighted, arch):
+    return built(RmsNorm, norm_arguments.fake_args, arch, d, add, weighted)
 
 
 def normed(x, residual, weight, arch):
-    """(h, y) by `kernels.rmsnorm`."""
-    kernel, code = norm_kernel(x.shape[1], weight is not None, arch)
-    h, y = torch.empty_like(x), torch.empty_like(x)
+    """(h or None, y) by the kernel of `rmsnorm`."""
+    kernel, code = norm_kernel(x.shape[1], residual is not None, weight is not None, arch)
+    h, y = None if residual is None else torch.empty_like(x), torch.empty_like(x)
     launch(code, *norm_arguments.launch_args(kernel, x, residual, weight, h, y, EPS), gpu=make(arch))
     return h, y
 
@@ -57,9 +63,10 @@ def case(tokens, d, seed=0):
 
 
 def run(settings, arch, x, residual, weight, g, total=None, **device):
-    """(h, codes, scales, y or None)."""
-    kernel, code = compiled(settings, arch)
-    total = torch.full_like(x, float("nan")) if total is None else total
+    """(h, codes, scales, y or None); without a residual h is None."""
+    kernel, code = compiled(settings, arch, residual is not None)
+    if kernel.add and total is None:
+        total = torch.full_like(x, float("nan"))
     y = torch.full_like(x, float("nan")) if kernel.keep else None
     codes = torch.full((len(x), x.shape[1] * kernel.format.bits // 8), 0x5A, dtype=torch.uint8)
     shape = len(x), x.shape[1] // kernel.format.block
@@ -76,7 +83,8 @@ def run(settings, arch, x, residual, weight, g, total=None, **device):
 def check(found, x, residual, weight, g, recipe, arch):
     h, y = normed(x, residual, weight, arch)
     codes, scales, _ = quantize(y, recipe, global_scale=g if recipe == "nvfp4" else None)
-    assert torch.equal(found[0], h) and torch.equal(found[1], codes[0]) and torch.equal(found[2], scales[0])
+    assert h is None or torch.equal(found[0], h)
+    assert torch.equal(found[1], codes[0]) and torch.equal(found[2], scales[0])
     assert found[3] is None or torch.equal(found[3], y)
 
 
@@ -95,6 +103,25 @@ def test_the_norm_and_then_the_format(arch, recipe, d, tokens, weighted, keep):
     x, residual, weight, g = case(tokens, d, seed=d)
     given = x, residual, weight if weighted else None, g
     check(run((recipe, d, weighted, keep), arch, *given), *given, recipe, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("recipe", "d", "tokens", "keep"),
+    [("fp8", 1536, 3, False), ("fp8", 1024, 2, True), ("mxfp8", 1056, 3, False), ("nvfp4", 1040, 2, True)],
+)
+def test_without_an_addition(arch, recipe, d, tokens, keep):
+    """What a query's norm hands on: columns of a wider matrix, image and row-major scales, every schedule."""
+    x, _, weight, g = case(tokens, d, seed=d)
+    wide = torch.full((tokens, d + 512), 7.0).bfloat16()
+    wide[:, :d] = x
+    found = run((recipe, d, True, keep), arch, wide[:, :d], None, weight, g)
+    check(found, x, None, weight, g, recipe, arch)
+    repeats = 4 if recipe == "fp8" else 1
+    for schedule in SCHEDULES:
+        image = run((recipe, d, True, keep, "swizzled"), arch, x, None, weight, g, schedule=schedule, seed=3)
+        assert torch.equal(image[1], found[1])
+        assert torch.equal(image[2], scale_swizzle.swizzle(found[2].repeat_interleave(repeats, -1)))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -190,7 +217,7 @@ def test_only_weights_are_read_before_the_kernel_before_is_done(recipe):
 def test_bad_arguments_are_named():
     for bad, name in ((("fp6", 128), "recipe"), (("fp8", 192), "d="), (("nvfp4", 8208), "d=")):
         with pytest.raises(ConfigError, match=name):
-            AddRmsnormQuant(*bad)
+            RmsnormQuant(*bad)
     x, residual, weight, g = case(3, 256)
     codes, scales = torch.zeros(3, 256).byte(), torch.zeros(3, 2).byte()
     good = {"x": x, "residual": residual, "weight": weight, "global_scale": None, "total": x.clone(), "y": None}
@@ -205,4 +232,6 @@ def test_bad_arguments_are_named():
         ({"scales": scales[:, :1]}, r"scales\.shape"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(AddRmsnormQuant("fp8", 256), **{**good, **bad}, eps=EPS)
+            launch_args(RmsnormQuant("fp8", 256, add=True), **{**good, **bad}, eps=EPS)
+    with pytest.raises(ArgumentError, match="residual"):
+        launch_args(RmsnormQuant("fp8", 256), **good, eps=EPS)
