@@ -171,10 +171,7 @@ def run(found: Listed, count: int, backend: str, fault: str = "none") -> Run:
 
 @torch.no_grad()
 def chunk_differences(found: Listed, sizes: list[int], backend: str, fault: str = "none") -> int:
-    """Count logits that differ in a bit when the first bytes come in chunks instead of one.
-
-    Sixteen tokens or fewer are one N of an MMA; the emulator's order of sums depends on N.
-    """
+    """Count logits that differ in a bit when the first bytes come in chunks instead of one."""
     tokens, results = text(sum(sizes))[: sum(sizes)].tolist(), []
     for chunks in ([sum(sizes)], sizes):
         made, start, parts = model(found, backend, fault=fault), 0, []
