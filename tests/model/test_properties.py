@@ -56,10 +56,13 @@ def test_any_mixture_has_the_bits_of_a_request_alone(serve):
 
 
 def served_twice(serve):
-    """Serve a prompt, and once more from what it left."""
-    one = serve(drafts=1, tokens=300, spare=60)
+    """Serve a prompt, and once more from what it left, with a swap on the way."""
+    one = serve(drafts=1, tokens=300, spare=60, swap=True)
     for name in ("first", "again"):
         one.add(name, [*TEXT[:269], 7], settings_of(0), 4)
+        one.step()
+        if name == "again":
+            one._preempt(name)
         while name in one.known:
             one.step()
     finish(one)
@@ -138,7 +141,7 @@ SHORT = {"prompts": Prompts((3, 65, 129)), "spare": 60, "drafts": 1}
 FAULTS = {
     "the window's last page is released early": ([(Manager, "_release_passed", _release_early)], SHORT),
     "copies on the device are left out": ([(Storage, "run", _without("device"))], None),
-    "what was swapped out does not come back": ([(Storage, "run", _without("in"))], SHORT),
+    "what was swapped out does not come back": ([(Storage, "run", _without("in"))], None),
     "two requests use each other's state": ([(Tables, "_send", _places_exchanged)], SHORT),
     "one draft too many is kept": (
         [(Manager, "_accepted", lambda original: lambda self, counts, number: counts[number] + 1)],
