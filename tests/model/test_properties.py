@@ -56,18 +56,21 @@ def test_any_mixture_has_the_bits_of_a_request_alone(serve):
 
 
 def served_twice(serve):
-    """Serve a prompt, and once more from what it left; returns the scheduler."""
-    one = serve(drafts=1, tokens=300, spare=60)
+    """Serve a prompt, and once more from what it left, with a swap on the way."""
+    one = serve(drafts=1, tokens=300, spare=60, swap=True)
     for name in ("first", "again"):
         one.add(name, [*TEXT[:269], 7], settings_of(0), 4)
+        one.step()
+        if name == "again":
+            one._preempt(name)
         while name in one.known:
             one.step()
     finish(one)
-    return one
+    assert one.manager.metrics.tokens_hit == 256, "the prompt that was served again does not hit"
 
 
 def test_a_hit_has_the_bits_of_a_request_alone(serve):
-    assert served_twice(serve).manager.metrics.tokens_hit == 256
+    served_twice(serve)
 
 
 @pytest.mark.full
@@ -138,7 +141,7 @@ SHORT = {"prompts": Prompts((3, 65, 129)), "spare": 60, "drafts": 1}
 FAULTS = {
     "the window's last page is released early": ([(Manager, "_release_passed", _release_early)], SHORT),
     "copies on the device are left out": ([(Storage, "run", _without("device"))], None),
-    "what was swapped out does not come back": ([(Storage, "run", _without("in"))], SHORT),
+    "what was swapped out does not come back": ([(Storage, "run", _without("in"))], None),
     "two requests use each other's state": ([(Tables, "_send", _places_exchanged)], SHORT),
     "one draft too many is kept": (
         [(Manager, "_accepted", lambda original: lambda self, counts, number: counts[number] + 1)],
@@ -156,7 +159,6 @@ FAULTS = {
         [_shipped("saves_overwritten_rows"), (Manager, "cut", lambda original: lambda self, name, count: count)],
         None,
     ),
-    "reads_one_block_more": ([_shipped("reads_one_block_more")], None),
     "first_block_lost": ([_shipped("first_block_lost")], None),
     "stale_ring": ([_shipped("stale_ring")], None),
     "coarse_hits": ([_shipped("coarse_hits")], None),
@@ -171,7 +173,11 @@ DEFAULT = "copies on the device are left out", "a failed step goes on with its r
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.full) for n in FAULTS])
 def test_faults_are_found(serve, name):
-    """Within six examples. The other faults of `cache.faults`: drafts_named is below; two need a GPU, one row()."""
+    """Within six examples. Of `cache.faults` drafts_named is below; four do not show in a model on a CPU.
+
+    They are reads_one_block_more (blocks of 64 tokens have that block), rows_without_drafts (kernels do not read
+    `Group.row`), captured_lengths and one_staging_buffer (graphs and late copies).
+    """
     patches, fixed = FAULTS[name]
     with ExitStack() as stack, pytest.raises((AssertionError, DSV4Error)) as found:
         for owner, attribute, make in patches:
