@@ -70,7 +70,7 @@ def test_replies_that_the_format_cannot_hold_are_taken_back(tokenizer):
     with pytest.raises(ReplyError, match="not kept"):
         talk.answer(broken)
     assert talk.messages == before and talk.ask("r") == next_ids
-    spelled = tokenizer.encode(USER[:1], bos=False) + tokenizer.encode(USER[1:], bos=False)  # letter by letter
+    spelled = tokenizer.encode(USER[:1], bos=False) + tokenizer.encode(USER[1:], bos=False)  # byte by byte
     with pytest.raises(ReplyError, match="marks"):
         talk.answer(spelled)
     assert talk.messages == before and talk.ask("r") == next_ids
