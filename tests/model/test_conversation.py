@@ -70,6 +70,10 @@ def test_replies_that_the_format_cannot_hold_are_taken_back(tokenizer):
     with pytest.raises(ReplyError, match="not kept"):
         talk.answer(broken)
     assert talk.messages == before and talk.ask("r") == next_ids
+    spelled = tokenizer.encode(USER[:1], bos=False) + tokenizer.encode(USER[1:], bos=False)  # byte by byte
+    with pytest.raises(ReplyError, match="marks"):
+        talk.answer(spelled)
+    assert talk.messages == before and talk.ask("r") == next_ids
     call = f'<{DSML}tool_calls>\n<{DSML}invoke name="f">\n\n</{DSML}invoke>\n</{DSML}tool_calls>'
     assert talk.answer(tokenizer.encode(call, bos=False)).tool_calls == ({"name": "f", "arguments": {}},)
     assert talk.messages[-1]["tool_calls"][0]["function"]["name"] == "f"
