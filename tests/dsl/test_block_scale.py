@@ -55,7 +55,7 @@ def test_the_reason_names_the_assembler():
 
 def test_a_stand_alone_ptxas_agrees():
     """The DSL's assembler is part of its library; the one of a CUDA toolkit must say the same."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "emulator" / "spellings"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "emulator" / "variants"))
     try:
         import ptxas
     finally:

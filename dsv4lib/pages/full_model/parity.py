@@ -41,7 +41,7 @@ from dsv4lib.loader.whole import Listed
 from dsv4lib.model.transformer import Transformer
 from dsv4lib.ops.router.op import Hashed, router
 from dsv4lib.pages.common import peers as peer_pages
-from dsv4lib.pages.full_model.run_case import oracle
+from dsv4lib.pages.full_model import run_case
 from dsv4lib.predict import table
 from dsv4lib.reference import transformers_parity
 
@@ -185,7 +185,7 @@ def measure(name: str, pair: Pair, backend: str = "reference") -> Row:
     with _stored():
         (exact, experts), (rounded, moved) = (_of_peer(one, tokens) for one in models)
     capture: dict[str, torch.Tensor] = {}
-    want = oracle(pair.listed)(tokens, capture=capture)
+    want = run_case.oracle(pair.listed)(tokens, capture=capture)
     wanted = [capture[f"layers.{n}.router_experts"] for n in range(pair.listed.config.n_layers)]
     options = {"precision": "bf16", "experts": "bf16", "backend": backend}
     model = transformer(pair.listed, places=case.sequences, capacity=max(case.tokens, 4), **options)

@@ -1,7 +1,7 @@
 """Write what each precision costs nano into the README: `python -m dsv4lib.pages.nano.precision_table`.
 
-`data/nano/precision.csv` has the variants of the reference model, `data/nano/kernels.csv` the modes of the kernels; both
-are written by `./dsv4 evaluate --table`.
+`data/nano/precision.csv` has the variants of the reference model, `data/nano/kernels.csv` the modes of the kernels.
+Both are written by `./dsv4 evaluate --table`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ KERNELS = on_kernels.SHIPPED, "linears bf16", "experts nvfp4", on_kernels.NAIVE
 
 def markdown(folder: Path = FOLDER) -> str:
     """The table: one change on the oracle a row, then modes of the kernels."""
-    lines = ["| changed | through | bytes | bits per byte | KL | same byte |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    columns = "changed", "through", "bytes", "bits per byte", "KL", "same byte"
+    lines = [f"| {' | '.join(columns)} |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     with open(folder / "precision.csv") as stream:
         found = {r["name"]: r for r in csv.DictReader(stream) if (r["model"], r["judge"]) == ("bf16", "speeches")}
     lines += [_line(found[name], "oracle, fp32") for name in ORACLE]
@@ -33,8 +34,9 @@ def markdown(folder: Path = FOLDER) -> str:
 
 def _line(row: dict[str, str], through: str) -> str:
     difference, low, high = (f"{float(row[key]):+.4f}" for key in ("difference", "low", "high"))
-    numbers = f"{int(row['judged']):,} | {difference} [{low}, {high}] | {float(row['kl']):.4f} | {float(row['same']):.3f}"
-    return f"| {row['name']} | {through} | {numbers} |"
+    judged, interval = f"{int(row['judged']):,}", f"{difference} [{low}, {high}]"
+    numbers = f"{float(row['kl']):.4f} | {float(row['same']):.3f}"
+    return f"| {row['name']} | {through} | {judged} | {interval} | {numbers} |"
 
 
 def main() -> None:
