@@ -192,7 +192,9 @@ def score_error(found: torch.Tensor, want: torch.Tensor) -> float:
 
 def folded_error(one: Step, found: IndexerQueries, keys: torch.Tensor) -> float:
     """FP8's scores by codes and folded weights, against those by values and plain weights; relative to the largest."""
-    largest = hadamard.transform(turned(one)).abs().amax(-1)
+    cos, sin = one.table[one.positions][:, None].chunk(2, -1)
+    stored = indexer.rotated(one.q.float(), cos, sin, hadamard.transform, torch.bfloat16)
+    largest = stored.double().abs().amax(-1)
     scale = torch.exp2(torch.ceil(torch.log2(largest / 448)))
     by_value = scores(values(found) * scale[..., None], keys, head_weights(one))
     folded = scores(values(found), keys, found.weights)
