@@ -2,7 +2,7 @@
 
 Arithmetic: the exact sum of one MMA's products is rounded once to float32 (tensor_sums.py) and then added to the
 accumulator in float32. So an element depends on its row of A, its column of B, their scale factors and its accumulator,
-and on nothing else: neither on M, N and what else is multiplied, nor on the schedule. Hardware sums in another order and
+and on nothing else: neither on M, N and what else is multiplied, nor on the schedule. Hardware sums in another order,
 with another intermediate width, which the PTX ISA leaves open ("at least single precision"): results agree within
 rounding of the sum, not bit for bit. Sums of integers that float32 holds exactly are exact.
 
@@ -156,8 +156,10 @@ class Mma:
             return rounded_sums(np.concatenate(left) if pair > 1 else left[0], right[0], *spans, proved)
         return np.concatenate([rounded_sums(x, y, *spans, proved) for x, y in zip(left, right, strict=True)])
 
-    def _scaled(self, a: list[np.ndarray], b: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Span, Span]]:
-        """Operands times scale factors: each CTA's A; B once, or once a CTA if their copies of its factors differ.
+    def _scaled(
+        self, a: list[np.ndarray], b: np.ndarray
+    ) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Span, Span]]:
+        """Scale the operands: each CTA's A; B once, or once a CTA if their copies of its factors differ.
 
         Returns:
             (float64 A, float64 B, spans of the factors of both).

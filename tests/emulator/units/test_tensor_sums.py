@@ -19,7 +19,9 @@ def nearest(exact: Fraction) -> np.float32:
     """The float32 next to an exact number that it can hold, ties to even, by comparing fractions."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(way)) for way in (-np.inf, np.inf)]
-    return min((guess, *around), key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1)) + np.float32(0)
+    return min(
+        (guess, *around), key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1)
+    ) + np.float32(0)
 
 
 def expected(a: np.ndarray, b: np.ndarray) -> np.ndarray:
