@@ -12,8 +12,8 @@ them, a lane 8: 16 bytes. Of the sums over all columns, every CTA needs pre and 
 that owns the token needs post and comb.
 
 **FP8.** Codes and scales of y have the bits of `quantize` of y. A block of 32 columns is four lanes, one of 128 four
-warps, whose maxima meet in shared memory. The largest |y| follows from the largest |weight x|, because y is a monotone
-function of it, the same for all columns of a token. The threads of all CTAs write the zeros that pad the scales' image.
+warps, whose maxima go through shared memory. In `few_tokens` the largest |y| follows from the largest |weight x|: y is
+a monotone function of it, the same for all columns of a token. All workers write the zeros that pad the scales' image.
 
 Source: DSV4 paper, mHC section; `dsv4lib.reference.mhc`.
 """

@@ -18,7 +18,7 @@ exact products:
                   in different banks. X' is written over X. A warp reads nothing but what it fetched itself
 
     workers       write_back -> project -> products of tile n; mix, store X' and y of n - lag; fetch tile n + 2.
-                  Scales of 128 columns: the four warps of a block meet at a barrier, twice a tile; CTAs share no block
+                  Scales of 128 columns: a barrier of the four warps of a block, twice a tile; CTAs share no block
     four warps    send_sums, send_pre, post_comb, feed_workers (`cross_cta`)
 
     pipeline      producer         consumer     stages

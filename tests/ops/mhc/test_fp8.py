@@ -105,9 +105,9 @@ def test_without_y_and_row_major(one):
 @pytest.mark.parametrize("variant", ["few_tokens", "many_tokens"])
 def test_tokens_and_tiles(variant):
     """Tokens past a block of 128 rows, several tiles a group of CTAs, groups of warps, one tile; the same bits."""
-    d = {"few_tokens": 384, "many_tokens": 1024}[variant]
-    settings, given = {"variant": variant, "d": d, "cluster": 4, "recipe": "fp8"}, hard(131, d)
-    found = run(given, 16, 3, **settings)
+    d, tokens = {"few_tokens": (384, 131), "many_tokens": (512, 37)}[variant]
+    settings, given = {"variant": variant, "d": d, "cluster": 4, "recipe": "fp8"}, hard(tokens, d)
+    found = run(given, 16, 3 if tokens > 100 else 2, **settings)
     check(found, "fp8")
     streams, before, parameters = given
     some = streams[:21], tuple(x[:21] for x in before), parameters
@@ -125,7 +125,7 @@ def test_tokens_and_tiles(variant):
     [
         pytest.param(arch, *one, marks=() if arch == "sm_90a" and one[-1] == "fp8" else FULL)
         for arch in ARCHS
-        for one in (SHARINGS[0], SHARINGS[4], SHARINGS[5], SHARINGS[6])
+        for one in (SHARINGS[0], SHARINGS[4], SHARINGS[10], SHARINGS[6])
     ],
 )
 def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe):
@@ -137,7 +137,7 @@ def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[5]], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[10]], ids=["few_tokens", "many_tokens"])
 def test_nan_stays_in_its_token(one):
     variant, d, cluster, recipe = one
     streams, before, parameters = hard(5, d)
