@@ -3,25 +3,30 @@
 import pytest
 import torch
 
-from dsv4lib.model.generate import Request
+from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.sampler import SamplingParams
+from dsv4lib.model.scheduler import Scheduler
 from dsv4lib.model.tokenizer import decode
 from dsv4lib.pages.full_model import run_case
 
 
+class Gaps(Scheduler):
+    """A scheduler that notes the gap of the two largest logits of each choice."""
+
+    gaps: list[float]
+
+    def _of(self, part, logits: torch.Tensor) -> list[int]:
+        self.gaps += [float(top[0] - top[1]) for top in logits.topk(2).values]
+        return super()._of(part, logits)
+
+
 def continued(backend: str, prompt: list[int], count: int, chunk: int) -> tuple[list[int], list[float]]:
     """(bytes that were drawn, gap of the two largest logits at each)."""
-    model, gaps = run_case.model(run_case.listed(), backend), []
-    request = Request(model, prompt, SamplingParams(temperature=0.0, seed=0), chunk=chunk)
-    right = request.choose
-
-    def choose(logits: torch.Tensor) -> int:
-        top = logits[0].topk(2).values
-        gaps.append(float(top[0] - top[1]))
-        return right(logits)
-
-    request.choose = choose
-    return list(request.tokens(count)), gaps
+    model = run_case.model(run_case.listed(), backend)
+    one = Gaps(model, PagedCaches(model, requests=1, tokens=chunk, positions=256))
+    one.gaps = []
+    one.add("text", prompt, SamplingParams(temperature=0.0, seed=0), count)
+    return [token for _, token, _ in one.run()], one.gaps
 
 
 @pytest.mark.parametrize(
@@ -34,5 +39,5 @@ def test_kernels_write_the_bytes_of_their_oracles(length, chunk, count):
     prompt = run_case.text(length)[:length].tolist()
     found, want = (continued(backend, prompt, count, chunk) for backend in ("emulator", "reference"))
     print(repr(decode(run_case.ByteTokenizer(), want[0])), "gaps", [f"{gap:.2f}" for gap in want[1]])
-    assert found[0] == want[0] and len(want[0]) == count
+    assert found[0] == want[0] and len(want[0]) == count == len(want[1])
     assert min(want[1]) > 0.02
