@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab import cli
 from dsv4lib.nano import evaluate, on_kernels
+from dsv4lib.pages.common import peers
+from dsv4lib.pages.nano import precision_table
 from dsv4lib.pages.nano.evaluate import held_windows
 
 SHIPPED = Path(__file__).resolve().parents[2] / "data" / "nano"
@@ -45,3 +47,7 @@ def test_command_names_what_is_wrong(tmp_path):
         on_kernels.named("kv bf16")
     refused = CliRunner().invoke(cli.app, ["evaluate", "--backend", "reference", "--variant", "nothing"])
     assert isinstance(refused.exception, ArgumentError) and "as stored" in str(refused.exception)
+
+
+def test_readme_has_the_table_of_the_files():
+    assert peers.written(precision_table.README, precision_table.MODULE) == precision_table.markdown()

@@ -13,7 +13,7 @@ from dsv4lib import env
 from dsv4lib.nano import on_kernels
 from dsv4lib.pages.common import peers as peer_pages
 
-MODULE = "python -m dsv4lib.pages.nano.precision_table"
+MODULE = "nano.precision_table"
 FOLDER, README = env.root() / "data" / "nano", env.root() / "README.md"
 ORACLE = "fp8 linears", "fp8 activations", "experts mxfp4", "experts nvfp4", "kv fp8, 584 bytes", "indexer fp4"
 KERNELS = on_kernels.SHIPPED, "linears bf16", "experts nvfp4", on_kernels.NAIVE
@@ -34,7 +34,8 @@ def markdown(folder: Path = FOLDER) -> str:
 
 def _line(row: dict[str, str], through: str) -> str:
     difference, low, high = (f"{float(row[key]):+.4f}" for key in ("difference", "low", "high"))
-    judged, interval = f"{int(row['judged']):,}", f"{difference} [{low}, {high}]"
+    spread = "" if row["windows"] == "1" else f" [{low}, {high}]"  # one window has none
+    judged, interval = f"{int(row['judged']):,}", difference + spread
     numbers = f"{float(row['kl']):.4f} | {float(row['same']):.3f}"
     return f"| {row['name']} | {through} | {judged} | {interval} | {numbers} |"
 
