@@ -8,7 +8,7 @@
 
 The host code holds the launch and the cubin; `from_bytes` gives it back to the DSL, which turns it into machine
 code where a GPU is to run it, and the emulator binds it to its own runtime. The digest finds damage. It is no
-protection: whoever can write these bytes decides what runs, so read them only from a folder of one's own.
+protection: these bytes decide what runs, so read them only from a folder of one's own.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def rotate_back(rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
 
 
 @dsl_user_op
-def turn(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
+def rotate(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
     """Rotate pairs (x[2 i], x[2 i + 1]) by their angles, or back; bits of `dsv4lib.reference.rope` in fp32.
 
     Each product and each sum is rounded by itself: no compiler may contract them, and the emulator agrees with a GPU.

@@ -72,7 +72,7 @@ def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
     return cutlass.Int64(field) | cutlass.Int64(descriptor)
 
 
-def behind(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
+def advanced(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
     """Advance ``descriptor`` by ``offset`` bytes (a multiple of 16); its start address stays below 256 KiB."""
     return descriptor + (offset >> 4)
 

@@ -1,4 +1,4 @@
-"""Compiling without a GPU: results, honesty of the resources read from a cubin, errors, nothing left behind."""
+"""Compiling without a GPU: results, honesty of the resources read from a cubin, errors, nothing left over."""
 
 import hashlib
 import os

@@ -142,7 +142,7 @@ class Watched(Scheduler):
         self._poison()
 
     def _poison(self) -> None:
-        """Let pages that are not used hold no numbers, so that whoever gets them reads nothing of before."""
+        """Let pages that are not used hold no numbers, so that their next owner reads nothing of before."""
         self.caches.copy()
         self.caches.storage.pages[self.manager.pool.unused] = 0xFF
 

@@ -92,7 +92,7 @@ def test_in_a_cuda_graph(tmp_path):
 
 
 def test_on_a_side_stream(tmp_path):
-    """Queued behind what the stream holds: numbers that arrive late on that stream are seen."""
+    """Queued after what the stream holds: numbers that arrive late on that stream are seen."""
     _, kernel, code = get(tmp_path)
     given, new = tensors(5), tensors(6)
     side = torch.cuda.Stream()

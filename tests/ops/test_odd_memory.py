@@ -38,7 +38,7 @@ def apart(x):
 
 
 def shifted(x):
-    """An element behind where memory starts."""
+    """An element past where memory starts."""
     return torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
 
 

@@ -167,7 +167,7 @@ def attention_over_rings(backend):
 
 
 def garbage(*requests):
-    """A table: real requests, before, between and behind them some without rows, or without a position or place."""
+    """A table: real requests, before, between and after them some without rows, or without a position or place."""
     none = [(NOWHERE, 0, 3, 0), (-1, -1, -1, -1), (LEAST, LEAST, LEAST, LEAST), (0, -5, NOWHERE, NOWHERE)]
     first, *others = requests
     return torch.tensor([*none, first, *none[::-1], *others, *none]).int()

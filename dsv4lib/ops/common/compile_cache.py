@@ -222,7 +222,7 @@ def _own_sources(kernel_type: type) -> list[str] | None:
 
 @contextmanager
 def _one_process(path: Path) -> Iterator[None]:
-    """Whoever comes second waits. The lock goes with its process, however that ends; its empty file stays."""
+    """A second process waits. The lock goes with its process, however that ends; its empty file stays."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

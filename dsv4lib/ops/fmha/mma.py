@@ -169,7 +169,7 @@ class Mma(Plan):
             for pair in cutlass.range_constexpr(pairs):
                 for k in cutlass.range_constexpr(CHUNK // 16):
                     column = base + self.q_column + (q_stage * pairs + pair) * (CHUNK // 2) + k * 8
-                    umma.copy_rows(column, umma.behind(source, pair * 2 * CHUNK_BYTES + k * 32), self.cluster)
+                    umma.copy_rows(column, umma.advanced(source, pair * 2 * CHUNK_BYTES + k * 32), self.cluster)
 
     @cute.jit
     def mma_qk(self, base: Int32, slot: Int32, stage: Int32, k_stage: cutlass.Constexpr):
@@ -185,7 +185,7 @@ class Mma(Plan):
             for pair in cutlass.range_constexpr(pairs):
                 for k in cutlass.range_constexpr(CHUNK // 16):
                     a = base + self.q_column + (k_stage * pairs + pair) * (CHUNK // 2) + k * 8
-                    b = umma.behind(keys, pair * (2 // self.cluster * CHUNK_BYTES) + k * 32)
+                    b = umma.advanced(keys, pair * (2 // self.cluster * CHUNK_BYTES) + k * 32)
                     umma.mma(d, a, b, self.qk_instruction, k_stage + pair + k > 0, **self.variant)
 
     @cute.jit
@@ -215,7 +215,7 @@ class Mma(Plan):
             p, v = umma.at(self.k_descriptor, sP), umma.at(self.v_descriptor, stage)
             o = base + block * (self.pv_n // 2)
             for k in cutlass.range_constexpr(TILE_N // 16):
-                a = umma.behind(p, k * 32)
-                b = umma.behind(v, place * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
+                a = umma.advanced(p, k * 32)
+                b = umma.advanced(v, place * (self.pv_n // self.cluster // CHUNK * CHUNK_BYTES) + k * (16 * 128))
                 add = accumulate if k == 0 else cutlass.Boolean(True)
                 umma.mma(o, a, b, self.pv_instruction, add, **self.variant)

@@ -34,7 +34,7 @@ class RunsShareKeys(IndexerLogits):
     def store(
         self, mOut: cute.Tensor, work: Work, shared: Shared, run: Int32, token: Int32, key: Int32, score: Float32
     ):
-        """Store if the token has the key, whoever's it is."""
+        """Store if the token has the key, of any request."""
         if key < shared.runs[3, token]:
             mOut[work.token + token, key] = score
 

@@ -393,7 +393,7 @@ class IndexerLogits(Config):
                     source = umma.at(umma.scales_descriptor(), shared.query_scales + i * umma.SCALE_BLOCK)
                     umma.copy_scales(sfb + i * umma.SCALE_COLUMNS, source)
         for i in cutlass.range_constexpr(self.variant.mmas):
-            a, b = umma.behind(k, 32 * i), umma.behind(q, 32 * i)
+            a, b = umma.advanced(k, 32 * i), umma.advanced(q, 32 * i)
             if cutlass.const_expr(self.variant.scaled):
                 umma.scaled_mma(d, a, b, self.instructions[i], sfa, sfb, i > 0, self.variant.kind)
             else:

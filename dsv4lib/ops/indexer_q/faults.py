@@ -14,7 +14,7 @@ from dsv4lib.ops.indexer_q import kernel as indexer_q_kernel
 
 
 class TurnsBackwards(indexer_q_kernel.IndexerQ):
-    """Turns by minus the position, as the output of attention is turned."""
+    """Rotate by minus the position, as the output of attention is rotated."""
 
     def angles(self, mTable: cute.Tensor, mPositions: Any, token: Int32, place: Int32) -> list:
         """Cosines, and sines of the other sign."""
@@ -25,10 +25,10 @@ class TurnsBackwards(indexer_q_kernel.IndexerQ):
 class RotatesFirst(indexer_q_kernel.IndexerQ):
     """Applies the Hadamard matrix ahead of RoPE: neither is wrong, but keys have them the other way round."""
 
-    def turn(self, rX: cute.Tensor, turns: list, place: Int32) -> None:
+    def apply_rope(self, rX: cute.Tensor, angles: list, place: Int32) -> None:
         """Both, in the wrong order."""
         super().rotate(rX, place)
-        super().turn(rX, turns, place)
+        super().apply_rope(rX, angles, place)
 
     def rotate(self, rX: cute.Tensor, place: Int32) -> None:
         """Has been done."""
@@ -63,11 +63,11 @@ class WeightsAsTheyCome(indexer_q_kernel.IndexerQ):
     """Leaves (128 H)^-0.5 out of the weights: every score is 90 times as large, and no pick changes."""
 
     def round(
-        self, given: tuple, first: Int32, last: Any, place: Int32, turns: list, rQ: cute.Tensor, rWeights: cute.Tensor
+        self, given: tuple, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
     ) -> None:
         """A factor of 1."""
         *before, _, token = given
-        super().round((*before, Float32(1.0), token), first, last, place, turns, rQ, rWeights)
+        super().round((*before, Float32(1.0), token), first, last, place, angles, rQ, rWeights)
 
 
 FAULTS = {kernel.__name__: kernel for kernel in (TurnsBackwards, RotatesFirst, ScaleLeftOut, WeightsAsTheyCome)}

@@ -1,6 +1,6 @@
 """Queries of the lightning indexer from their projection, in one pass: RoPE, Hadamard, quantisation, head weights.
 
-    x = rope(q[t, h]) H / sqrt(128)        last 64 of 128 dims turn; H natural order, left out without ``hadamard``
+    x = rope(q[t, h]) H / sqrt(128)        last 64 of 128 dims rotate; H natural order, left out without ``hadamard``
 
 | variant | codes            | scale                                           | weights'[t, h]             |
 |---------|------------------|-------------------------------------------------|----------------------------|
@@ -51,7 +51,7 @@ from dsv4lib.ops.quantize.kernel import ELEMENTS, divide, in_fp32, store_words
 
 WARP = 32
 ROW_PIECES = DIM // PIECE
-FIRST_ROPE = ROW_PIECES - rope.PIECES  # the first piece that turns
+FIRST_ROPE = ROW_PIECES - rope.PIECES  # the first piece that rotates
 FORMATS = {"fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"]}
 BLOCK_LANES = FORMATS["fp4"].block // PIECE
 
@@ -99,7 +99,7 @@ class IndexerQ:
         # ---- what follows
         self.format, self.weight_element = FORMATS[variant], ELEMENTS[weights]
         self.pieces = ROW_PIECES // lanes  # of a lane, of a head
-        self.turning = [j for j in range(self.pieces) if (j + 1) * lanes > FIRST_ROPE]  # in some lanes at least
+        self.rotating = [j for j in range(self.pieces) if (j + 1) * lanes > FIRST_ROPE]  # in some lanes at least
         self.heads_at_once = WARP // lanes
         self.warp_heads = self.heads_at_once * passes * rounds
         self.threads = WARP * warps
@@ -169,18 +169,18 @@ class IndexerQ:
         cute.arch.griddepcontrol_wait()
         for i in cutlass.range_constexpr(self.passes):
             self.fetch(mQ, mWeights, token, first + i * self.heads_at_once, place, rQ[None, None, i], rWeights, i)
-        turns = self.angles(mTable, mPositions, token, place)
+        angles = self.angles(mTable, mPositions, token, place)
         given = mQ, mWeights, mCodes, mScales, mOut, factor, token
         if cutlass.const_expr(self.rounds == 1):
-            self.round(given, first, True, place, turns, rQ, rWeights)
+            self.round(given, first, True, place, angles, rQ, rWeights)
         else:
             for r in cutlass.range(self.rounds, unroll=1):
                 head = first + r * (self.passes * self.heads_at_once)
-                self.round(given, head, r + 1 == self.rounds, place, turns, rQ, rWeights)
+                self.round(given, head, r + 1 == self.rounds, place, angles, rQ, rWeights)
 
     @cute.jit
     def round(
-        self, given: tuple, first: Int32, last: Any, place: Int32, turns: list, rQ: cute.Tensor, rWeights: cute.Tensor
+        self, given: tuple, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
     ):
         """One pass after the other; each fetches its successor of the next round unless this is the last."""
         mQ, mWeights, mCodes, mScales, mOut, factor, token = given
@@ -194,7 +194,7 @@ class IndexerQ:
                 if not last:
                     following = head + self.passes * self.heads_at_once
                     self.fetch(mQ, mWeights, token, following, place, rQ[None, None, i], rWeights, i)
-            self.turn(rX, turns, place)
+            self.apply_rope(rX, angles, place)
             if cutlass.const_expr(self.hadamard):
                 self.rotate(rX, place)
             inside = head < mQ.shape[1]
@@ -224,17 +224,17 @@ class IndexerQ:
 
     @cute.jit
     def angles(self, mTable: cute.Tensor, mPositions: Any, token: Int32, place: Int32):
-        """Cosines and sines of each of this lane's ``turning`` pieces."""
-        pieces = [place + (j * self.lanes - FIRST_ROPE) for j in self.turning]
+        """Cosines and sines of each of this lane's ``rotating`` pieces."""
+        pieces = [place + (j * self.lanes - FIRST_ROPE) for j in self.rotating]
         return [rope.angles(mTable, mPositions, token, piece, piece >= 0) for piece in pieces]
 
     @cute.jit
-    def turn(self, rX: cute.Tensor, turns: list, place: Int32):
-        """RoPE in place, rounded to bf16, in the lanes whose dims turn."""
-        for i in cutlass.range_constexpr(len(self.turning)):
-            j = self.turning[i]
+    def apply_rope(self, rX: cute.Tensor, angles: list, place: Int32):
+        """RoPE in place, rounded to bf16, in the lanes whose dims rotate."""
+        for i in cutlass.range_constexpr(len(self.rotating)):
+            j = self.rotating[i]
             if place >= FIRST_ROPE - j * self.lanes:
-                found = rope.turn([rX[k, j] for k in range(PIECE)], *turns[i], False)
+                found = rope.rotate([rX[k, j] for k in range(PIECE)], *angles[i], False)
                 for k in cutlass.range_constexpr(PIECE):
                     rX[k, j] = found[k]
                 self.store_bf16(rX, j)

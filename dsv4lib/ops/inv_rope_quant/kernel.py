@@ -143,7 +143,7 @@ class InvRopeQuant(HeadRows):
             amax = codes.largest(words_of(rRow[None, half]), True)
             if cutlass.const_expr(half == HALVES - 1):
                 if lane >= FIRST_ROPE_LANE:
-                    rotated = rope.turn([rX[i] for i in range(PIECE)], cos, sin, True)
+                    rotated = rope.rotate([rX[i] for i in range(PIECE)], cos, sin, True)
                     for i in cutlass.range_constexpr(PIECE):
                         rX[i] = rotated[i]
                     amax = codes.largest(words_of(rX), False)

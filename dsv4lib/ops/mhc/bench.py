@@ -47,7 +47,7 @@ def make(tokens: int, d: int, generator: torch.Generator) -> Given:
 
 
 def _expected(given: Given, tokens: slice) -> tuple[torch.Tensor, ...]:
-    """fp64 (streams and y before rounding, post, comb), and the sums of magnitudes behind the first two."""
+    """fp64 (streams and y before rounding, post, comb), and the sums of magnitudes of the first two."""
     streams, f, post, comb = (given[name][tokens].double() for name in ("streams", "f", "post", "comb"))
     exact = oracle.post(f, streams, post, comb)
     size = oracle.post(f.abs(), streams.abs(), post, comb)
@@ -107,7 +107,7 @@ def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     )
 
 
-def behind(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
+def after_mhc(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
     """What few_tokens makes of streams that are written back already."""
     from dsv4lib.ops.mhc.op import Call, run
 

@@ -90,7 +90,7 @@ class Mma(Schedule):
         x = umma.at(self.operand, rings.x + stage * self.x_bytes)
         own = self.token_scales(base, tile)
         for i in cutlass.range_constexpr(MMAS):
-            a, b = umma.behind(w, 32 * i), umma.behind(x, 32 * i)
+            a, b = umma.advanced(w, 32 * i), umma.advanced(x, 32 * i)
             instruction = umma.of_n(self.instructions[i], tile.n)
             more = step > 0 if i == 0 else cutlass.Boolean(True)
             if cutlass.const_expr(not self.mode.block):

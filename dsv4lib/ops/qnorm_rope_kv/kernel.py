@@ -4,7 +4,7 @@
     c        = kv[t], or bf16(weight * kv[t] / sqrt(mean(kv[t]^2) + eps))      `normed`: by the kernel
     entry at indices[t] = quantised(bf16(rope(c)))                             584 bytes; -1 drops it
 
-rope turns the last 64 dims by the token's angles. Mean and scaling have the bits of `kernels.rmsnorm` on rows of 512,
+RoPE rotates the last 64 dims by the token's angles. Mean and scaling have the bits of `kernels.rmsnorm` on rows of 512,
 the rotation those of `reference.rope` in fp32, the entry those of `formats.kv_entry`: the launch equals the chain of
 `rmsnorm`, a rotation and `quantize_kv_entries`, each with its rounding to bf16 where that chain stores bf16.
 
@@ -109,21 +109,21 @@ class QnormRopeKv(HeadRows):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
             rQ = self.fetch(mQ, token, first)
-            turn = self.angles(mTable, mPositions, token)
+            angles = self.angles(mTable, mPositions, token)
             mine = cute.domain_offset((token, first, 0), mOut)
             for i in cutlass.range_constexpr(self.heads):
                 if first + i < mQ.shape[1]:
-                    self.head(rQ[None, None, i], turn, eps, mine[0, i, None])
+                    self.head(rQ[None, None, i], angles, eps, mine[0, i, None])
 
     @cute.jit
-    def head(self, rRow: cute.Tensor, turn: tuple, eps: Float32, line: cute.Tensor):
+    def head(self, rRow: cute.Tensor, angles: tuple, eps: Float32, line: cute.Tensor):
         """Norm, rotate and store one head."""
         halves = [in_fp32(rRow[None, half]) for half in range(HALVES)]
         scale = scale_of(halves, eps)
         for half in cutlass.range_constexpr(HALVES):
             rX = halves[half]
             rX.store(rX.load() * scale)
-            self.turned(rX, turn, half)
+            self.rotate(rX, angles, half)
             rOut = cute.make_rmem_tensor(PIECE, BFloat16)
             rOut.store(rX.load().to(BFloat16))
             cute.autovec_copy(rOut, cute.local_tile(line, (PIECE,), (half * LANES + cute.arch.lane_idx(),)))
@@ -152,7 +152,7 @@ class QnormRopeKv(HeadRows):
                 index = Int32(cutlass.select_(mPositions[token] < 0, Int32(-1), index))
             rRow = cute.make_rmem_tensor((PIECE, HALVES), BFloat16)
             fetch_row(mKv[token, None], rRow)
-            turn = self.angles(mTable, mPositions, token)
+            angles = self.angles(mTable, mPositions, token)
             if cutlass.const_expr(self.normed):
                 halves = [in_fp32(rRow[None, half]) for half in range(HALVES)]
                 scaled = rRow.load().to(Float32) * scale_of(halves, eps)
@@ -160,18 +160,18 @@ class QnormRopeKv(HeadRows):
             if Uint32(index) < Uint32(mWords.shape[0] * page[0]):  # neither -1 nor outside the pool
                 for half in cutlass.range_constexpr(HALVES):
                     rX = in_fp32(rRow[None, half])
-                    self.turned(rX, turn, half)
+                    self.rotate(rX, angles, half)
                     rPiece = cute.make_rmem_tensor(PIECE, BFloat16)
                     rPiece.store(rX.load().to(BFloat16))
                     piece = half * LANES + cute.arch.lane_idx()
                     self.entries.convert(mWords, mBytes, page, index, piece, rPiece)
 
     @cute.jit
-    def turned(self, rX: cute.Tensor, turn: tuple, half: cutlass.Constexpr):
-        """Rotate a piece in place, in the lanes whose dims turn."""
+    def rotate(self, rX: cute.Tensor, angles: tuple, half: cutlass.Constexpr):
+        """Rotate a piece in place, in the lanes whose dims rotate."""
         if cutlass.const_expr(half == HALVES - 1):
             if cute.arch.lane_idx() >= FIRST_ROPE_LANE:
-                found = rope.turn([rX[i] for i in range(PIECE)], *turn, False)
+                found = rope.rotate([rX[i] for i in range(PIECE)], *angles, False)
                 for i in cutlass.range_constexpr(PIECE):
                     rX[i] = found[i]
 

@@ -119,7 +119,7 @@ class RmsNorm:
 
     @cute.jit
     def fetch(self, line: cute.Tensor, rLine: cute.Tensor):
-        """This thread's pieces of a row; behind its end ``rLine`` stays as it is."""
+        """This thread's pieces of a row; past its end ``rLine`` stays as it is."""
         tidx, _, _ = cute.arch.thread_idx()
         for i in cutlass.range_constexpr(self.pieces):
             place = tidx + self.threads * i

@@ -135,7 +135,7 @@ def test_an_element_is_a_function_of_its_row_and_column(kind):
 
 @pytest.mark.parametrize("kind", [normal, softmax])
 def test_the_steps_agree(kind):
-    """The later steps hold for any numbers; the first one is told by the spans."""
+    """The later steps hold for any numbers; the first one by the spans."""
     a, b = pair(np.random.default_rng(4), kind, 128, 128)
     spans = span([a], "bf16"), span([b], "bf16")
     assert exact(*spans, 16) == (kind is normal)

@@ -120,7 +120,7 @@ def test_schema_and_fake():
 
 
 def test_torch_compile_takes_it_whole():
-    """The state that a graph reads behind the op is the new one."""
+    """The state that a graph reads after the op is the new one."""
 
     def layer(kv, gate, k, z, pages):
         out, state = Pages(pages, cases.PAGE, "kv"), Ring(k, z)

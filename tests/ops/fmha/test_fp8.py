@@ -69,7 +69,7 @@ def test_rings_and_spans_of_entries():
 
 
 def test_nothing_is_read_that_is_not_selected():
-    """A list of holes with one entry, behind which the pool is NaN; stale registers of the entry are no keys."""
+    """A list of holes with one entry, past which the pool is NaN; stale registers of the entry are no keys."""
     one = paged(case(64, [130], [0], top_k=130), 48)
     kept = one.index[0, one.index[0] >= 0][:2]
     index = torch.full_like(one.index, -1)

@@ -62,7 +62,7 @@ def test_rings_at_any_rotation_behind_selected_entries(positions, cluster):
 
 @pytest.mark.parametrize("starts", [[0, 1, 127], [128, 5000, 8190]])
 def test_a_pair_of_tokens_takes_a_tile_less(starts):
-    """HCA prefill, two tokens of 64 heads in a pair: 129 window keys, behind entries under a limit a query."""
+    """HCA prefill, two tokens of 64 heads in a pair: 129 window keys, after entries under a limit a query."""
     one = prefill_case(64, starts, 6)
     outcome = run_fmha(Fmha, settings("range", 2, True), one)
     assert outcome.clean, outcome.findings()
@@ -160,7 +160,7 @@ class LateRegion(Fmha):
 
 
 class AnyPlace(Fmha):
-    """The window begins directly behind the last entry: four rows of a gather may then be of both pools."""
+    """The window begins directly after the last entry: four rows of a gather may then be of both pools."""
 
     @cute.jit
     def places(self, entries: Int32, window: Int32):

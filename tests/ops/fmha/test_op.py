@@ -248,7 +248,7 @@ def test_rings_of_584_bytes():
 
 
 def scattered(one, quantised):
-    """(case, its window by index in rows, or pages, that lie anywhere); numbers behind the count are rows of NaN."""
+    """(case, its window by index in rows, or pages, that lie anywhere); numbers past the count are rows of NaN."""
     place, pages = torch.randperm(len(one.span), generator=torch.Generator().manual_seed(2)), None
     if quantised:
         one = paged(one, 64, 16, padding=32)

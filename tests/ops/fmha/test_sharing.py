@@ -88,7 +88,7 @@ def test_every_schedule_gives_the_same_bits(which, one):
 
 
 def test_a_pair_reads_each_key_once():
-    """Per 128 keys, 128 heads, entries without holes: what 512 keys more cost, behind the same 512 keys.
+    """Per 128 keys, 128 heads, entries without holes: what 512 keys more cost, after the same 512 keys.
 
     The first keys must be the same: how often O is rescaled depends on the numbers, most of all on the first.
     """

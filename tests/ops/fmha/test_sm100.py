@@ -81,8 +81,8 @@ def apart(q, how):
     tokens, heads, depth = q.shape
     if how == "one head of each token in turn":
         return q.transpose(0, 1).contiguous().transpose(0, 1)
-    behind, between = {"fused with other projections": (64, 0), "every other row": (0, depth)}[how]
-    room = q.new_full((tokens, heads * (depth + between) + behind), float("nan"))
+    after, between = {"fused with other projections": (64, 0), "every other row": (0, depth)}[how]
+    room = q.new_full((tokens, heads * (depth + between) + after), float("nan"))
     rows = room[:, : heads * (depth + between)].unflatten(1, (heads, -1))[..., :depth]
     return rows.copy_(q)
 

@@ -87,7 +87,7 @@ def test_fakes_of_any_size_compile_nothing():
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_takes_it_whole(dynamic):
-    """One graph, no break, work before and behind it; the same bits; a second batch compiles no kernel."""
+    """One graph, no break, work before and after it; the same bits; a second batch compiles no kernel."""
 
     def layer(q, pool, index, count, rings, ids, lens, sink, cos, sin):
         ring = op.Ring(rings, ids, lens)
@@ -127,7 +127,7 @@ def test_a_warmed_up_call_compiles_nothing():
 
 
 def test_outputs_and_workspace_of_the_caller():
-    """Written in place, rows of any stride, nothing behind the last head; a workspace may be longer than needed."""
+    """Written in place, rows of any stride, nothing past the last head; a workspace may be longer than needed."""
     o, lse = ONE.outputs()
     workspace = torch.full((op.workspace_size(2, 64, 512, 2) + 5,), float("nan"))
     back = op.fmha(**arguments(o=o, lse=lse, splits=2, workspace=workspace))

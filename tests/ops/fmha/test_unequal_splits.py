@@ -55,7 +55,7 @@ def test_every_schedule_gives_the_same_bits(cluster):
 
 
 def test_a_token_does_not_depend_on_its_place():
-    """Alone, or behind others in the same CTA of the last part."""
+    """Alone, or after others in the same CTA of the last part."""
     one = case(64, *LISTS)
     whole = run_split(one, "index", True, 2, tail=(1, 200))
     for token in (0, 3):

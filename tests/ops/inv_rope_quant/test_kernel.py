@@ -44,8 +44,8 @@ def positions_of(tokens):
     return torch.cat((torch.tensor([LAST, 0, 65537]), torch.arange(tokens) * 27644))[:tokens]
 
 
-def oracle(o, positions, turn=rope.apply_inverse):
-    return fp8_block.quantize_activation(turn(o.float(), positions[:, None], FREQS))
+def oracle(o, positions, rotate=rope.apply_inverse):
+    return fp8_block.quantize_activation(rotate(o.float(), positions[:, None], FREQS))
 
 
 def run(settings, arch, o, rows, positions=None, **device):

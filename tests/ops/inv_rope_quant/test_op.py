@@ -35,7 +35,7 @@ def images(scales, groups):
 @pytest.mark.parametrize("backend", ["emulator", "reference"])
 @pytest.mark.parametrize(("tokens", "heads", "groups"), [(3, 5, 5), (130, 4, 2), (1, 6, 1)])
 def test_layouts_of_scales_hold_the_same_numbers(tokens, heads, groups, backend):
-    """A last block of few rows, of almost all that it can pad, and one behind a full one."""
+    """A last block of few rows, of almost all that it can pad, and one after a full one."""
     o = torch.randn(tokens, heads, 512, generator=GENERATOR) * torch.logspace(-3, 3, tokens * heads).view(-1, heads, 1)
     o, table = o.bfloat16(), TABLE[torch.arange(tokens) % len(TABLE)]
     codes, want = inv_rope_quant(o, None, table, backend="reference")

@@ -56,7 +56,7 @@ def test_any_chunks(arch, by_slot, counts):
 
 @pytest.mark.parametrize("by_slot", [False, True], ids=["by row", "by slot"])
 def test_what_only_a_gpu_gets_to_see(by_slot):
-    """Tables that the op refuses on the CPU: places that are no rings, by slot also rows behind the last one."""
+    """Tables that the op refuses on the CPU: places that are no rings, by slot also rows past the last one."""
     kernel, code = compiled("sm_90a", by_slot)
     kv, ring, table, want = case(*RAGGED, WINDOW)
     for request, place in ((0, len(ring)), (2, -1), (3, 2**31 - 1)):

@@ -73,7 +73,7 @@ def test_first_gemm_of_a_shared_expert(out_format):
 
 @pytest.mark.parametrize("mode", ["bf16", "mxfp8"])
 def test_output_projection(mode):
-    """Three groups of 2 heads of 64 side by side in rows that are longer; nothing is written behind u."""
+    """Three groups of 2 heads of 64 side by side in rows that are longer; nothing is written past u."""
     groups, k, r, tokens = 3, 128, 80, 21
     (w, b), (x, a) = operand((groups, r, k), mode, 5), operand((groups, tokens, k), mode, 6)
     flat = x.codes.transpose(0, 1).flatten(1)

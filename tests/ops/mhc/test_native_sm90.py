@@ -48,7 +48,7 @@ def test_streams(tokens, variant, d):
     part = slice(tokens // 2, tokens)
     again = as_variant(given, variant, part)
     assert all(torch.equal(found[name][part], again[name]) for name in NAMES)
-    plain = bench.behind(given, found["streams"])
+    plain = bench.after_mhc(given, found["streams"])
     torch.testing.assert_close(found["post"], plain["post"], rtol=0, atol=2.0**-18)
     torch.testing.assert_close(found["comb"], plain["comb"], rtol=0, atol=2.0**-18)
 

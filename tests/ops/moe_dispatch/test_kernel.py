@@ -37,7 +37,7 @@ def routes(tokens, k, experts, seed=0):
 
 
 def run(settings, arch, experts, weights, max_m=0, spare=0, **device):
-    """A `Dispatch` of a launch without hazards; everything was written, and nothing behind the rows."""
+    """A `Dispatch` of a launch without hazards; everything was written, and nothing past the rows."""
     kernel, code = compiled(MoeDispatch, settings, arch)
     count = kernel.experts
     size = (count * max_m if max_m else max_rows(*experts.shape, count, kernel.align)) + spare

@@ -23,7 +23,7 @@ from tests.budget import built
 BOUND = {"w4a8": 2.0**-13, "w4a16": 2.0**-19}
 BF16 = 2.0**-8
 SCALES = 0.01  # share of MXFP8 scales that such errors may double or halve
-SLACK = 2.0**-11  # of a row's size: what they come to behind SwiGLU
+SLACK = 2.0**-11  # of a row's size: what they come to after SwiGLU
 
 
 @dataclass

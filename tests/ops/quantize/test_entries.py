@@ -91,7 +91,7 @@ def kind(request):
 
 @pytest.mark.parametrize(("page_size", "apart"), [(1, 0), (7, 16), (64, 576)])
 def test_pages(kind, arch, page_size, apart):
-    """Nothing but the entries changes: not what lies between them, nor behind the last page's scales."""
+    """Nothing but the entries changes: not what lies between them, nor past the last page's scales."""
     check(kind, arch, rows_of(kind, 45, seed=page_size), places(45, page_size), page_size, apart)
 
 

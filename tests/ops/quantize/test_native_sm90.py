@@ -1,4 +1,4 @@
-"""The quantising ops on a real Hopper: the bits of the oracle, in CUDA graphs, behind what the stream holds."""
+"""The quantising ops on a real Hopper: the bits of the oracle, in CUDA graphs, after what the stream holds."""
 
 import pytest
 import torch

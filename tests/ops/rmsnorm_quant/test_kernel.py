@@ -137,7 +137,7 @@ def test_without_an_addition(arch, recipe, d, tokens, keep):
     ],
 )
 def test_scales_in_128x4_blocks(arch, recipe, d, tokens):
-    """The image of the format, byte by byte: zeros behind the last row and the last block. The rest as is."""
+    """The image of the format, byte by byte: zeros past the last row and the last block. The rest as is."""
     given = case(tokens, d, seed=d)
     plain, found = (run((recipe, d, *extra), arch, *given) for extra in ((), ("swizzled",)))
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])

@@ -162,8 +162,8 @@ def test_nan_ranks_behind_everything(arch, settings):
     scores[0, ::3], scores[1], scores[2, 700:] = torch.nan, torch.nan, -torch.nan
     scores[2, 5:690] = -torch.inf
     found = run(arch, roomy(settings), scores, full(scores), 800)
-    behind = torch.where(scores.isnan(), -torch.inf, scores)  # nothing else is -inf in rows 0 and 1
-    assert torch.equal(found[:2], expected(behind, full(scores), 800)[:2])
+    ranked = torch.where(scores.isnan(), -torch.inf, scores)  # nothing else is -inf in rows 0 and 1
+    assert torch.equal(found[:2], expected(ranked, full(scores), 800)[:2])
     assert torch.equal(found[2], torch.arange(800).int())
 
 
@@ -242,7 +242,7 @@ def test_faults_are_found(kind, settings, name):
 
 @pytest.mark.parametrize(("arch", "wide", "k"), [("sm_100a", True, 1152), ("sm_90a", False, 1153), ("sm_90a", True, 4)])
 def test_rows_that_are_picked_whole(arch, wide, k):
-    """Lengths on both sides of the scores there are; a place behind the picks stays as it is."""
+    """Lengths on both sides of the scores there are; a place past the picks stays as it is."""
     kernel = TakeAll(wide)
     code = compile_for(kernel, fake_all_args(kernel), arch)
     assert code.local_bytes == 0 and quick(kernel, code)
