@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 KERNEL = re.compile(r"^\s*@cute\.kernel", re.MULTILINE)
-MATRIX, BUDGET = re.compile(r"mark\.parametrize\("), re.compile(r"\bquick\(|local_bytes")
+MATRIX, BUDGET = re.compile(r"mark\.parametrize\("), re.compile(r"\bsmall\(|local_bytes")
 
 
 def rules(folder: Path, root: Path) -> list[str]:

@@ -24,9 +24,12 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 
 ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_100f", "sm_103a")
 OPTIONS = "--keep-ptx --keep-cubin --generate-line-info"
-MAX_SECONDS = 5.0  # a kernel of ours whose cold compile takes longer has unrolled something it should not
+# A kernel of ours with more PTX has unrolled something it should not. A cold compile takes the time of its instructions
+# (about 1,100 a second on a desktop core), and unlike CPU time their number is the same on every machine.
+MAX_INSTRUCTIONS = 5000
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_INSTRUCTION = re.compile(r"^[ \t{]*(?:@!?%\w+[ \t]+)?[a-z][\w.:]*[^\n]*;", re.MULTILINE)  # directives start with .
 _PLACE = re.compile(r'(?:--> |")([^"\s]+\.py)"?:(\d+)')  # a Python line in the DSL's messages
 _ASSEMBLER = re.compile(r"ptxas [^\n]*; (?:error|fatal) *: ([^\n]+)")  # in the message of the DSL's cause
 # cudaLaunchConfig_t in the host IR; field 2 is dynamicSmemBytes.
@@ -66,6 +69,11 @@ class Compiled:
     smem_bytes: int | None
     arguments: tuple[Any, ...] = field(repr=False, compare=False)
     function: Any = field(repr=False, compare=False)
+
+    @property
+    def instructions(self) -> int:
+        """Return the lines of its PTX that hold an instruction."""
+        return sum(1 for _ in _INSTRUCTION.finditer(self.ptx))
 
     @property
     def spills(self) -> int | None:

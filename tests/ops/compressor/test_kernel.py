@@ -14,7 +14,7 @@ from dsv4lib.ops.compressor import kernel as compressor_kernel
 from dsv4lib.ops.compressor.arguments import fake_args, launch_args
 from dsv4lib.ops.compressor.op import Ring, Running, cut
 from dsv4lib.ops.quantize.config import has_fp4_conversion
-from tests.budget import built, quick
+from tests.budget import built, small
 from tests.ops.compressor import cases
 
 ARCHS = ("sm_100a", "sm_90a")
@@ -42,7 +42,7 @@ FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
 def compiled(kernel_type, settings, arch):
     settings = dict(settings) | {"fp4_conversion": has_fp4_conversion(arch)}
     kernel, code = built(kernel_type, fake_args, arch, **settings)
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 

@@ -10,7 +10,7 @@ from dsv4lib.ops.embedding.arguments import fake_args, launch_args
 from dsv4lib.ops.embedding.faults import FAULTS
 from dsv4lib.ops.embedding.kernel import Embedding
 from dsv4lib.reference.embedding import embedding, init_streams
-from tests.budget import built, quick
+from tests.budget import built, small
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -18,7 +18,7 @@ SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "rand
 
 def compiled(arch, *settings, kind=Embedding):
     kernel, code = built(kind, fake_args, arch, *settings)
-    assert code.local_bytes == 0 and code.smem_bytes == 0 and code.registers <= 40 and quick(kernel, code)
+    assert code.local_bytes == 0 and code.smem_bytes == 0 and code.registers <= 40 and small(code)
     return kernel, code
 
 

@@ -10,7 +10,7 @@ from dsv4lib.ops.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.ops.fmha.inputs import TYPES
 from dsv4lib.pages.fmha.run_case import compiled
 from dsv4lib.reference import fmha as reference
-from tests.budget import quick
+from tests.budget import small
 
 TOKENS, HEADS = 3, 5
 # One part, part of a batch of loads, a batch and more, more than the lanes of a warp.
@@ -43,7 +43,7 @@ def test_numbers(case):
     kernel, code, parts, lses, o, lse = case
     gpu = run(*case)
     assert not gpu.launches[-1].result.hazards
-    assert (code.local_bytes, code.threads) == (0, kernel.threads) and quick(kernel, code)
+    assert (code.local_bytes, code.threads) == (0, kernel.threads) and small(code)
     weights = reference.sink_softmax(lses.double().movedim(0, -1), None).movedim(-1, 0)
     want = (weights[..., None] * parts.double()).sum(0)
     unit = torch.finfo(o.dtype).eps

@@ -6,7 +6,7 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha.run_case import bits, compiled, parts, run_fmha, run_split
-from tests.budget import quick
+from tests.budget import small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 LISTS = [200, 0, 77], [128, 0, 50]
@@ -80,7 +80,7 @@ def test_what_the_compiler_says(cluster, fp8, ends):
     assert (code.local_bytes, code.spills) == (0, 0) and code.registers * code.threads <= 65_536
     budget = {row.resource: row for row in kernel.budget()}
     assert code.smem_bytes == budget["SMEM: total"].used and budget["TMEM: O"].used == 128
-    assert quick(kernel, code)
+    assert small(code)
 
 
 @pytest.mark.parametrize("bad", [{"dim_splits": 0}, {"dim_splits": 3}, {"dim_splits": 2, "head_dim": 256}])

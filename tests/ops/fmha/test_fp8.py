@@ -12,7 +12,7 @@ from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha.run_case import bits, compiled, run_fmha, run_split
 from dsv4lib.viz import ptx
-from tests.budget import quick
+from tests.budget import small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 ALL = (512, "bf16", "index", True, True, True, False)  # before the two switches
@@ -131,7 +131,7 @@ def test_what_the_compiler_says(switches):
     assert code.smem_bytes == budget["SMEM: total"].used and code.threads == budget["threads"].used
     alone = Fmha(*ALL)
     assert kernel.kv_stages * kernel.stage_bytes == alone.kv_stages * alone.stage_bytes  # raw bytes take no SMEM
-    assert quick(kernel, code)
+    assert small(code)
     counts = {
         "cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2": 2 * 7 * 8,  # 2 parts x 7 groups x 16 dims
         "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4": (AT_ONCE + 1) * 8 * (2 - sum(switches)),

@@ -13,7 +13,7 @@ from dsv4lib.ops.indexer_logits.config import DIM, Config, most_tokens
 from dsv4lib.ops.indexer_logits.faults import FAULTS
 from dsv4lib.ops.indexer_logits.inputs import case
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
-from tests.budget import built, quick
+from tests.budget import built, small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 EMPTY = 7.0  # in scores that are not to be written
@@ -51,7 +51,7 @@ def test_numbers(name):
     assert not gpu.hazards, gpu.hazards
     written = made.written(found.shape[1])
     assert (found[~written] == EMPTY).all() and made.error(found) <= 2 * made.torch_error()
-    assert (code.local_bytes, code.spills) == (0, 0) and quick(kernel, code)
+    assert (code.local_bytes, code.spills) == (0, 0) and small(code)
     rows = {row.resource: row for row in kernel.budget()}
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
     assert code.smem_bytes == rows["SMEM: total"].used and code.threads == rows["threads"].used

@@ -14,7 +14,7 @@ from dsv4lib.ops.indexer_q.arguments import fake_args, launch_args
 from dsv4lib.ops.indexer_q.kernel import IndexerQ
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.reference import rope
-from tests.budget import built, quick
+from tests.budget import built, small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 FREQS = rope.layer_freqs(FLASH, LayerKind.CSA)
@@ -24,7 +24,7 @@ LAST = (1 << 20) - 1  # the largest position
 @cache
 def compiled(settings, arch):
     kernel, code = built(IndexerQ, fake_args, arch, *settings, fp4_conversion=has_fp4_conversion(arch))
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 

@@ -13,7 +13,7 @@ from dsv4lib.formats import fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
 from dsv4lib.reference import rope
-from tests.budget import built, quick
+from tests.budget import built, small
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -24,7 +24,7 @@ LAST = (1 << 20) - 1  # the largest position
 @cache
 def compiled(settings, arch):
     kernel, code = built(InvRopeQuant, fake_args, arch, *settings)
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 

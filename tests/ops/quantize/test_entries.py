@@ -13,7 +13,7 @@ from dsv4lib.ops.quantize.arguments import entry_args, fake_args
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.ops.quantize.entries import IndexerKeys, KvEntries
 from dsv4lib.reference import quantize as reference
-from tests.budget import built, quick
+from tests.budget import built, small
 
 ARCHS = ("sm_90a", "sm_100a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -23,7 +23,7 @@ STALE = 0xA5
 @cache
 def compiled(arch, kernel_type, *settings):
     kernel, code = built(kernel_type, fake_args, arch, *settings)
-    assert code.local_bytes == 0 and code.smem_bytes == 0 and quick(kernel, code)
+    assert code.local_bytes == 0 and code.smem_bytes == 0 and small(code)
     return kernel, code
 
 

@@ -14,7 +14,7 @@ from dsv4lib.ops.quantize.config import RECIPES, ROW_RECIPES, has_fp4_conversion
 from dsv4lib.ops.quantize.kernel import Quantize
 from dsv4lib.reference import quantize as reference
 from dsv4lib.viz import ptx
-from tests.budget import built, quick
+from tests.budget import built, small
 
 ARCHS = ("sm_90a", "sm_100a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -25,7 +25,7 @@ STALE = 0xA5  # what outputs hold before
 @cache
 def compiled(arch, kernel_type, *settings):
     kernel, code = built(kernel_type, fake_args, arch, *settings)
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 

@@ -17,7 +17,7 @@ from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.rmsnorm_quant.kernel import RmsnormQuant
 from dsv4lib.reference.quantize import quantize
-from tests.budget import built, quick
+from tests.budget import built, small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 EPS = 1e-6
@@ -35,7 +35,7 @@ def compiled(settings, arch, add=True):
         swizzled=bool(swizzled),
         add=add,
     )
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 

@@ -16,7 +16,7 @@ from dsv4lib.ops.topk.faults import DropsItsBound, NoRowBarrier, TiesAnyhow
 from dsv4lib.ops.topk.kernel import TopK
 from dsv4lib.ops.topk.take_all import TakeAll
 from dsv4lib.reference.topk import topk as reference
-from tests.budget import built, quick
+from tests.budget import built, small
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -56,7 +56,7 @@ def roomy(settings):
 @cache
 def compiled(arch, settings):
     kernel, code = built((ClusterTopK if "ctas" in dict(settings) else TopK), fake_args, arch, **dict(settings))
-    assert code.local_bytes == 0 and quick(kernel, code), (code.local_bytes, code.seconds)
+    assert code.local_bytes == 0 and small(code), (code.local_bytes, code.instructions)
     return kernel, code
 
 
@@ -245,7 +245,7 @@ def test_rows_that_are_picked_whole(arch, wide, k):
     """Lengths on both sides of the scores there are; a place past the picks stays as it is."""
     kernel = TakeAll(wide)
     code = compile_for(kernel, fake_all_args(kernel), arch)
-    assert code.local_bytes == 0 and quick(kernel, code)
+    assert code.local_bytes == 0 and small(code)
     scores, lengths = torch.zeros(5, min(k, 1100)), torch.tensor([0, 1, 3, 1030, 2000]).int()
     picks = torch.full((5, k + 4), -7, dtype=torch.int32)
     for schedule in SCHEDULES:
