@@ -11,7 +11,7 @@ from dsv4lib.ops.template_op.faults import FAULTS
 from dsv4lib.ops.template_op.kernel import TemplateOp
 from dsv4lib.ops.template_op.op import template_op
 from dsv4lib.pages.template_op.run_case import run
-from tests.budget import built, quick
+from tests.budget import built, small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 
@@ -27,7 +27,7 @@ def test_numbers(rows, columns, backend):
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
 def test_schedules_and_budget(arch):
     kernel, code = built(TemplateOp, fake_args, arch)
-    assert code.local_bytes == 0 and code.registers <= 64 and quick(kernel, code)
+    assert code.local_bytes == 0 and code.registers <= 64 and small(code)
     gate, up = torch.randn(2, 3, 1032, generator=torch.Generator().manual_seed(2)).bfloat16()
     results = []
     for schedule in SCHEDULES:
