@@ -243,6 +243,8 @@ def _to(mode: CudaMode, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torc
             rest.append(arg)
     if device is not None and (target := side_of(device)) is None:
         return torch.Tensor.to(tensor, device, *rest, **kwargs)
+    if device is not None:  # what follows a device may be None, as Module.to has it
+        kwargs, rest = dict(zip(("dtype", "non_blocking", "copy"), rest, strict=False)) | kwargs, []
     out = torch.Tensor.to(tensor, *rest, **kwargs) if rest or kwargs else tensor
     if _is_fake(tensor):
         return out

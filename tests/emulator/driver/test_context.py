@@ -141,6 +141,8 @@ def test_where_tensors_are(gpu):
         host.to("cuda"),
         host.to(torch.device("cuda:0")),
         host.to("cuda", torch.float16),
+        host.to("cuda", None, False),
+        host.to("cuda", torch.float16, False, True),
         host.to(cuda),
     ):
         assert moved.is_cuda
@@ -330,3 +332,15 @@ def test_profilers_see_the_host_only(gpu):
         torch.ones(4, device="cuda") + 1
     table = profiler.key_averages().table(sort_by="cuda_time_total", row_limit=20)
     assert "aten::add" in table and "CUDA total" not in table
+
+
+def test_a_module_moves_with_its_buffers():
+    """`Module.to` names the device first and gives None for a type that stays."""
+    module = torch.nn.Linear(3, 5)
+    module.register_buffer("counts", torch.arange(4))
+    with emulator.device("sm_100a"):
+        for type_, kept in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
+            module.to("cuda", type_)
+            assert module.weight.is_cuda and module.counts.is_cuda
+            assert (module.weight.dtype, module.counts.dtype) == (kept, torch.int64)
+        assert module.to("cpu").weight.device.type == "cpu"
