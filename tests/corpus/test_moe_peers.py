@@ -25,6 +25,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.full  # `./dsv4 test --corpus` runs all of tests/corpus
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [module for module, names in CHECKED.items() if names])
 def test_the_stored_figures_are_what_a_run_gives(module: str) -> None:

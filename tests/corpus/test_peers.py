@@ -34,6 +34,7 @@ def rows() -> list:
     ]
 
 
+@pytest.mark.full  # `./dsv4 test --corpus` runs all of tests/corpus
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", rows())
 def test_the_stored_figures_are_what_a_run_gives(kernel: fmha_calls.Kernel) -> None:

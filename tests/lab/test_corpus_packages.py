@@ -65,7 +65,7 @@ def test_too_little_disk_is_said_before_anything_is_loaded(pip, monkeypatch):
 
 def test_only_the_option_installs_and_it_chooses_the_tests(pip, tmp_path):
     assert corpus.pytest_arguments(["-k", "x"]) == ["-k", "x"] and pip == []
-    assert corpus.pytest_arguments(["--corpus", "-x"]) == [*corpus.TESTS, "-x"] and len(pip) == 1
+    assert corpus.pytest_arguments(["--corpus", "-x"]) == ["--all", *corpus.TESTS, "-x"] and len(pip) == 1
     assert all((Path(__file__).resolve().parents[2] / test).exists() for test in corpus.TESTS)
     one = "tests/corpus/test_corpus.py::test_x"
     assert corpus.pytest_arguments([one, "--corpus"]) == [one]

@@ -12,13 +12,10 @@ HCA_WINDOW = 128
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        [7, 17],
-        pytest.param([10, 30], marks=pytest.mark.full),
-        pytest.param([10] * 12, marks=pytest.mark.full),
-    ],
+    [[7, 17], [10, 30], [10] * 12],
     ids=str,
 )
+@pytest.mark.full  # the stage full_model has the smallest case
 def test_chunks_give_the_logits_of_one(sizes):
     assert sum(sizes) < HCA_WINDOW
     assert run_case.chunk_differences(run_case.listed(), sizes, "emulator") == 0

@@ -75,4 +75,4 @@ def pytest_arguments(arguments: list[str]) -> list[str]:
         return arguments
     os.environ[VARIABLE] = str(install())
     rest = [a for a in arguments if a != "--corpus"]
-    return rest if any(a.startswith("tests/") for a in rest) else [*TESTS, *rest]
+    return rest if any(a.startswith("tests/") for a in rest) else ["--all", *TESTS, *rest]

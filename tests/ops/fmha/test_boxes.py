@@ -15,6 +15,7 @@ from dsv4lib.ops.fmha.load import KeySources
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import Work
 from dsv4lib.pages.fmha.run_case import bits, run_fmha
+from tests.cases import cases
 
 BOX, GATHERED, Q = 8, 128, 8  # copies of a tile in boxes, of one row by row, and of Q: 512 dims in 64s
 ENDS = [0, 1, 63, 64, 65, 128, 200]
@@ -43,7 +44,7 @@ def copies(one, by_range):
     return total
 
 
-@pytest.mark.parametrize("entries", ["index", "range"])
+@pytest.mark.parametrize("entries", cases("index", full=["range"]))
 def test_copies_of_every_length(entries):
     """Entries and window keys of 0, 1, 63, 64, 65, 128 and 200 in all combinations, rows that start anywhere."""
     pairs = [(n, w) for n in ENDS for w in ENDS]
@@ -63,7 +64,7 @@ def test_a_ring_in_boxes(cluster):
     assert outcome.result.stats["tma_loads"] == 4 * q + GATHERED + (BOX + GATHERED) + 2 * (BOX + BOX)
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 def test_the_bits_of_gathered_rows(cluster):
     """The same rows as a range and as a list."""
     one = case(40, [200, 64, 63, 130], [128, 0, 65, 64])
@@ -76,7 +77,7 @@ def test_the_bits_of_gathered_rows(cluster):
     assert loads[0] < loads[1]
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 def test_a_window_beside_entries_in_pages(cluster):
     """One warp brings it: 16 copies of a full window and none of the entries."""
     one = paged(case(64 * cluster, [128, 64], [128, 128]), 48)

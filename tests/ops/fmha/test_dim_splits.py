@@ -7,6 +7,7 @@ from dsv4lib.ops.fmha.inputs import case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha.run_case import bits, compiled, parts, run_fmha, run_split
 from tests.budget import small
+from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 LISTS = [200, 0, 77], [128, 0, 50]
@@ -33,7 +34,7 @@ def same(outcomes):
     return len({(bits(outcome.output), bits(outcome.lse)) for outcome in outcomes}) == 1
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", cases(*list(FORMS)[1:6:2], full=[*list(FORMS)[0:5:2], *list(FORMS)[6:]]))
 def test_the_bits_of_whole_rows(name):
     """A CTA a token, and few that stay: the grid has twice the CTAs, each output is written once."""
     options, one = FORMS[name]
@@ -73,7 +74,7 @@ def test_raw_parts():
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize("ends", [False, True])
 def test_what_the_compiler_says(cluster, fp8, ends):
     kernel, code = compiled(Fmha, settings(2, cluster=cluster, fp8=fp8, ends=ends))

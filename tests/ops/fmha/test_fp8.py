@@ -13,6 +13,7 @@ from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha.run_case import bits, compiled, run_fmha, run_split
 from dsv4lib.viz import ptx
 from tests.budget import small
+from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 ALL = (512, "bf16", "index", True, True, True, False)  # before the two switches
@@ -20,7 +21,7 @@ BOTH = (*ALL, True, True)
 SWITCHES = [(True, True), (True, False), (False, True)]
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_the_bits_of_the_dequantised_rows(switches, cluster):
     """FP8 entries, window or both, in one CTA or two: dequantisation is exact, so nothing may differ from the 16-bit
@@ -78,7 +79,7 @@ def test_nothing_is_read_that_is_not_selected():
     assert outcome.clean, outcome.findings()
 
 
-@pytest.mark.parametrize(("splits", "cluster"), [(1, 1), (3, 2), (7, 1)])
+@pytest.mark.parametrize(("splits", "cluster"), cases((3, 2), full=[(1, 1), (7, 1)]))
 def test_parts_join_to_the_whole(splits, cluster):
     one = paged(case(64, [300, 0, 20], [128, 90, 0]), 48)
     outcome = run_split(one, "index", True, splits, sharing=(cluster,))
@@ -141,7 +142,7 @@ def test_what_the_compiler_says(switches):
     assert {name: ptx.count(code.ptx, name) for name in counts} == counts
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize(
     "keys",
     [

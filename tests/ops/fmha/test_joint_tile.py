@@ -13,6 +13,7 @@ from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.work import KeyLists, Row, Work
 from dsv4lib.pages.fmha.run_case import bits, run_fmha, run_split
+from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 MMAS = 24  # a tile of one CTA or pair, D 512: 16 of Q K^T, 8 of P V
@@ -37,7 +38,7 @@ def test_how_many_tiles():
     assert [count_tiles(n, 129) - count_tiles(n, 128) for n in (0, 1, 60, 61, 64)] == [1, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("entries", ["index", "range"])
+@pytest.mark.parametrize("entries", cases("index", full=["range"]))
 @pytest.mark.parametrize("window", WINDOWS)
 def test_any_number_of_entries_beside_any_window(entries, window):
     """One launch over lists of 0, 13, .. 195 entries; as many tiles as `count_tiles` says."""
@@ -118,9 +119,9 @@ def test_every_schedule_gives_the_same_bits(which, one):
     assert len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize("switches", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("page", [1, 48])
+@pytest.mark.parametrize("page", cases(48, full=[1]))
 def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
     """Of a tile of which TMA brings one part and dequantising warps the other, or these both from two pools."""
     one = paged(case(40, ENTRIES, KEYS), page, 64)
@@ -129,7 +130,7 @@ def test_the_bits_of_the_dequantised_rows(switches, cluster, page):
     assert bits(outcome.output) == bits(plain.output) and bits(outcome.lse) == bits(plain.lse)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("splits", cases(3, full=[2, 5]))
 @pytest.mark.parametrize("sharing", [(1,), (2, True)])
 def test_parts_join_to_the_whole(splits, sharing):
     """It is the last tile of a part, the first, one of its own."""
@@ -200,7 +201,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("entries", ["index", "range"])
+@pytest.mark.parametrize("entries", cases("index", full=["range"]))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault, entries):
     one = case(64, [41, 9], [20, 30])

@@ -12,6 +12,7 @@ from dsv4lib.ops.fmha.window import token_groups
 from dsv4lib.pages.fmha.run_case import bits
 from dsv4lib.pages.fmha.run_op import op_arguments, run_fmha_op
 from dsv4lib.reference import fmha as reference
+from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 
@@ -27,7 +28,7 @@ def rows_of(one, tokens):
     return dataclasses.replace(one, **{name: getattr(one, name)[tokens] for name in per_token})
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", cases(3, full=[1]))
 @pytest.mark.parametrize("entries", ["index", "range", "none"])
 def test_kinds_of_keys(entries, splits):
     """Lists of different length, an empty one among them; windows of no tile, one and two."""
@@ -61,6 +62,7 @@ def test_pro_decode():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_flash_prefill():
     """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up."""
     one = case(64, [512] * 64, [min(t + 100, 128) for t in range(64)])
@@ -221,7 +223,7 @@ def test_nothing_to_attend_to():
     assert bits(o) == bits(run(one, entries=None)[0]) and not o[1].any()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", cases(3, full=[1]))
 @pytest.mark.parametrize("kind", ["index", "range"])
 def test_entries_of_584_bytes(kind, splits):
     """Pages of an odd size, out of order where entries are read by index, gaps between them, window pages too."""
@@ -268,7 +270,7 @@ def scattered(one, quantised):
 
 @pytest.mark.parametrize(
     ("heads", "entries", "quantised", "splits"),
-    [(64, "index", False, 1), (64, "none", True, 1), (128, "index", True, 2), (5, "range", True, 1)],
+    cases((64, "none", True, 1), (5, "range", True, 1), full=[(64, "index", False, 1), (128, "index", True, 2)]),
 )
 def test_windows_in_pages_anywhere(heads, entries, quantised, splits):
     """The bits of consecutive rows, for windows of no key, part of a tile and two tiles."""
@@ -310,7 +312,7 @@ def test_two_ctas_give_the_bits_of_one(splits):
         assert bits(o) == bits(outcome.output[:, half]) and bits(lse) == bits(outcome.lse[:, half])
 
 
-@pytest.mark.parametrize(("heads", "splits"), [(16, 1), (16, 2), (5, 1), (50, 1), (64, 1)])
+@pytest.mark.parametrize(("heads", "splits"), cases((16, 2), (5, 1), full=[(16, 1), (50, 1), (64, 1)]))
 def test_tokens_that_share_tiles(heads, splits):
     """Chunks of a prefill; no group reaches over the end of a chunk. Fewer CTAs than tokens."""
     one = prefill_case(heads, [0, 300], 7)

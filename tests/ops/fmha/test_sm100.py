@@ -113,6 +113,7 @@ def test_pro_decode():
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full
 def test_flash_prefill():
     """64 tokens of DeepSeek-V4-Flash: 64 heads, 512 selected entries, windows that fill up from the first token on."""
     outcome = run_fmha(Fmha, FULL, case(64, [512] * 64, [min(t + 100, 128) for t in range(64)]), checks="default")
