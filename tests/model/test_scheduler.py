@@ -138,10 +138,11 @@ def test_drafts_are_those_of_a_request_alone(listed):  # noqa: F811
         scheduler.step()
 
 
-def test_any_number_of_drafts_gives_the_same_tokens_and_entries(listed):  # noqa: F811
+@pytest.mark.parametrize("numbers", [(0, 7), pytest.param((0, 1, 3), marks=FULL)], ids=str)
+def test_any_number_of_drafts_gives_the_same_tokens_and_entries(listed, numbers):  # noqa: F811
     """Across windows of 4 and 128; nothing is left of drafts that were taken back, and passed windows are released."""
     prompt, outs, entries = ids(250, 8), [], []
-    for drafts in (0, 1, 3, 7):
+    for drafts in numbers:
         one = model(listed, mtp=drafts > 0)
         caches = PagedCaches(one, requests=1, tokens=100, positions=320, drafts=drafts)
         scheduler, found = Scheduler(one, caches, drafts=drafts), []

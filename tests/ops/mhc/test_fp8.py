@@ -13,6 +13,7 @@ from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
 from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference.quantize import quantize
+from tests.cases import cases
 from tests.ops.mhc.test_kernel import ARCHS, EPS, FULL, SCHEDULES, case, compiled, outputs
 from tests.ops.mhc.test_kernel import run as run_bf16
 
@@ -128,13 +129,13 @@ def test_tokens_and_tiles(variant):
         for one in (SHARINGS[0], SHARINGS[4], SHARINGS[10], SHARINGS[6])
     ],
 )
-def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe):
+@pytest.mark.parametrize("schedule", cases("adversarial", full=[s for s in SCHEDULES if s != "adversarial"]))
+def test_all_schedules_give_the_same_bits(arch, variant, d, cluster, recipe, schedule):
     given, settings = hard(7, d), {"variant": variant, "d": d, "cluster": cluster, "recipe": recipe}
     want = run(given, 2, 2, arch, **settings)
     check(want, recipe)
-    for schedule in SCHEDULES:
-        found = run(given, 2, 2, arch, {"schedule": schedule, "seed": 3}, **settings)
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    found = run(given, 2, 2, arch, {"schedule": schedule, "seed": 3}, **settings)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[10]], ids=["few_tokens", "many_tokens"])

@@ -17,6 +17,7 @@ from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.budget import built, small
+from tests.cases import cases
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("oldest_first", "newest_first", "adversarial", "random")
@@ -165,7 +166,7 @@ def test_many_warps_and_large_clusters(variant, cluster):
     check(run(given, rows, clusters, d=1024, cluster=cluster, variant=variant), given)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", cases("few_tokens", full=["many_tokens"]))
 def test_first_site_and_head(variant):
     given = case(19, 128)
     check(run(given, 16, 2, variant=variant, post=False), given, post=False)
