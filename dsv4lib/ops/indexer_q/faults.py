@@ -63,11 +63,17 @@ class WeightsAsTheyCome(indexer_q_kernel.IndexerQ):
     """Leaves (128 H)^-0.5 out of the weights: every score is 90 times as large, and no pick changes."""
 
     def round(
-        self, given: tuple, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
+        self,
+        given: indexer_q_kernel.Token,
+        first: Int32,
+        last: Any,
+        place: Int32,
+        angles: list,
+        rQ: cute.Tensor,
+        rWeights: cute.Tensor,
     ) -> None:
         """A factor of 1."""
-        *before, _, token = given
-        super().round((*before, Float32(1.0), token), first, last, place, angles, rQ, rWeights)
+        super().round(given._replace(factor=Float32(1.0)), first, last, place, angles, rQ, rWeights)
 
 
 FAULTS = {kernel.__name__: kernel for kernel in (TurnsBackwards, RotatesFirst, ScaleLeftOut, WeightsAsTheyCome)}

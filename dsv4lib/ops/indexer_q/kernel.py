@@ -34,7 +34,7 @@ Source: DSV4 paper, CSA section; DSV4 released inference code.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -42,6 +42,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from dsv4lib.dsl import rope
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.errors import ConfigError
 from dsv4lib.formats.indexer_key import DIM
 from dsv4lib.ops.quantize import codes
@@ -54,6 +55,23 @@ ROW_PIECES = DIM // PIECE
 FIRST_ROPE = ROW_PIECES - rope.PIECES  # the first piece that rotates
 FORMATS = {"fp8": RECIPES["fp8"], "fp4": RECIPES["mxfp4"]}
 BLOCK_LANES = FORMATS["fp4"].block // PIECE
+
+
+class Token(NamedTuple):
+    """A token of a launch.
+
+    Attributes:
+        mQ, mWeights: what is read, as in `IndexerQ.__call__`. mCodes, mScales, mOut: what is written.
+        factor: of the weights. token: its row.
+    """
+
+    mQ: cute.Tensor
+    mWeights: cute.Tensor
+    mCodes: cute.Tensor
+    mScales: Any
+    mOut: cute.Tensor
+    factor: Float32
+    token: Int32
 
 
 class IndexerQ:
@@ -124,7 +142,7 @@ class IndexerQ:
         mScales: Any,
         mOut: cute.Tensor,
         factor: Float32,
-        blocks: tuple,
+        blocks: Divisor,
         stream: cuda.CUstream,
     ):
         """Launch.
@@ -136,11 +154,11 @@ class IndexerQ:
             mCodes: [T, H, 32 or 16] int32. mScales: [T, H] int32, 4 bytes of UE8M0, or None for fp8.
             mOut: [T, H] fp32.
             factor: of the weights.
-            blocks: of a token, to divide by (`simt.divide`).
+            blocks: CTAs of a token.
             stream: where the launch is queued.
         """
         self.kernel(mQ, mWeights, mPositions, mTable, mCodes, mScales, mOut, factor, blocks).launch(
-            grid=(mQ.shape[0] * blocks[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(mQ.shape[0] * blocks.number, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -154,7 +172,7 @@ class IndexerQ:
         mScales: Any,
         mOut: cute.Tensor,
         factor: Float32,
-        blocks: tuple,
+        blocks: Divisor,
     ):
         """Fetch the first heads and the angles; then one pass after the other, each fetching what follows it."""
         cta, _, _ = cute.arch.block_idx()
@@ -170,7 +188,7 @@ class IndexerQ:
         for i in cutlass.range_constexpr(self.passes):
             self.fetch(mQ, mWeights, token, first + i * self.heads_at_once, place, rQ[None, None, i], rWeights, i)
         angles = self.angles(mTable, mPositions, token, place)
-        given = mQ, mWeights, mCodes, mScales, mOut, factor, token
+        given = Token(mQ, mWeights, mCodes, mScales, mOut, factor, token)
         if cutlass.const_expr(self.rounds == 1):
             self.round(given, first, True, place, angles, rQ, rWeights)
         else:
@@ -180,7 +198,7 @@ class IndexerQ:
 
     @cute.jit
     def round(
-        self, given: tuple, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
+        self, given: Token, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
     ):
         """One pass after the other; each fetches its successor of the next round unless this is the last."""
         mQ, mWeights, mCodes, mScales, mOut, factor, token = given

@@ -43,40 +43,21 @@ def fake_args(kernel: Mhc) -> tuple:
     return gmem, I32(1), I32(1), FP32(1.0), FP32(1.0), cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: Mhc,
-    streams: torch.Tensor,
-    before: tuple,
-    parameters: tuple,
-    after: tuple,
-    rows: int,
-    clusters: int,
-    hc_eps: float,
-    rms_eps: float,
-    stream: int = 0,
-    space: torch.Tensor | None = None,
-    fp8: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-) -> tuple:
+def launch_args(kernel: Mhc, call: Any, rows: int, clusters: int, stream: int = 0) -> tuple:
     """Arguments of `Mhc` from torch tensors.
 
     Args:
-        streams: bf16 [T, 4, d], a token's streams side by side.
-        before: (f [T, d] bf16, post [T, 4] fp32, comb [T, 4, 4] fp32), or (None, None, None) without ``kernel.post``.
-        parameters: (fn [24, 4 d], scale [3], base [24], weight [d]) fp32; with ``kernel.head`` fn [4, 4 d], scale [1],
-            base [4].
-        after: (streams or None, y [T, d] bf16, or None unless ``kernel.keep_y``, post, comb, or None with
-            ``kernel.head``).
-        rows, clusters, hc_eps, rms_eps: as in `Mhc.__call__`.
+        kernel: which says what is needed.
+        call: an `op.Call`. ``space``: zeros, `kernel.space` of ``clusters`` or more, where that is not 0.
+        rows, clusters: as in `Mhc.__call__`.
         stream: a handle.
-        space: fp32 [W], zeros: `kernel.space` of ``clusters`` or more, where that is not 0.
-        fp8: with ``kernel.recipe`` codes uint8 [T, d], and scales uint8: [T, blocks], swizzled [bytes].
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
-    (f, post, comb), (fn, scale, base, weight), (new, y, post_new, comb_new) = before, parameters, after
-    named = {"f": f, "post": post, "comb": comb, "out: streams": new, "out: post": post_new, "out: comb": comb_new}
-    named |= {"out: y": y, "fp8.codes": fp8[0], "fp8.scales": fp8[1]}
+    codes, scales = (None, None) if call.fp8 is None else call.fp8[:2]
+    named = {"f": call.f, "post": call.post, "comb": call.comb, "out: streams": call.new, "out: y": call.y}
+    named |= {"out: post": call.post_new, "out: comb": call.comb_new, "fp8.codes": codes, "fp8.scales": scales}
     wanted = dict.fromkeys(("f", "post", "comb"), kernel.post) | {"out: streams": kernel.keep, "out: y": kernel.keep_y}
     wanted |= dict.fromkeys(("fp8.codes", "fp8.scales"), kernel.recipe is not None)
     for name, needed in (wanted | dict.fromkeys(("out: post", "out: comb"), not kernel.head)).items():
@@ -84,7 +65,7 @@ def launch_args(
             raise ArgumentError(name, None if named[name] is None else "given", "a tensor" if needed else "None")
     if not 1 <= rows <= kernel.tile:
         raise ArgumentError("rows", rows, f"1 to {kernel.tile}")
-    tokens = streams.shape[0]
+    tokens, space = call.streams.shape[0], call.space
     if not 1 <= clusters <= -(-tokens // rows):
         raise ArgumentError("clusters", clusters, f"1 to {-(-tokens // rows)}, the tiles of {rows} tokens")
     if kernel.once and rows * clusters < tokens:
@@ -94,26 +75,26 @@ def launch_args(
         given = None if space is None else f"{space.numel()} floats"
         raise ArgumentError("space", given, f"at least {kernel.space(clusters)} floats, zeros")
 
-    def optional(name: str, dtype: Any, shape: tuple, align: int) -> Any:
+    def optional(name: str, dtype: Any, shape: tuple[int, ...], align: int) -> Any:
         return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
 
     gmem = Gmem(
-        wrap("streams", flat("streams", streams), BF16, (None, wide), WIDE),
+        wrap("streams", flat("streams", call.streams), BF16, (None, wide), WIDE),
         optional("f", BF16, (tokens, kernel.d), WIDE),
         optional("post", FP32, (tokens, N), WIDE),
         optional("comb", FP32, (tokens, N * N), WIDE),
-        wrap("site.fn", fn, FP32, (values, wide), WIDE),
-        wrap("site.scale", scale, FP32, (1 if kernel.head else 3,)),
-        wrap("site.base", base, FP32, (values,)),
-        wrap("site.weight", weight, FP32, (kernel.d,), WIDE),
+        wrap("site.fn", call.fn, FP32, (values, wide), WIDE),
+        wrap("site.scale", call.scale, FP32, (1 if kernel.head else 3,)),
+        wrap("site.base", call.base, FP32, (values,)),
+        wrap("site.weight", call.weight, FP32, (kernel.d,), WIDE),
         optional("out: streams", BF16, (tokens, wide), WIDE),
         optional("out: y", BF16, (tokens, kernel.d), WIDE),
-        *fp8_args(kernel, *fp8, tokens),
+        *fp8_args(kernel, codes, scales, tokens),
         optional("out: post", FP32, (tokens, N), 0),
         optional("out: comb", FP32, (tokens, N * N), WIDE),
         wrap("space", space, FP32, (None,), WIDE) if kernel.space(clusters) else None,
     )
-    return gmem, I32(rows), I32(clusters), FP32(hc_eps), FP32(rms_eps), cuda.CUstream(stream)
+    return gmem, I32(rows), I32(clusters), FP32(call.hc_eps), FP32(call.rms_eps), cuda.CUstream(stream)
 
 
 def fp8_args(kernel: Mhc, codes: torch.Tensor | None, scales: torch.Tensor | None, tokens: int) -> tuple[Any, Any]:

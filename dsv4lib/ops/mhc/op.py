@@ -28,7 +28,6 @@ Source: DSV4 paper, mHC section.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -373,21 +372,16 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "keep": not call.head or call.new is not None,
         "iters": call.iters,
     }
-    fp8 = None, None
     if call.fp8 is not None:
-        fp8 = call.fp8[:2]
         settings |= {"recipe": call.fp8.recipe, "keep_y": call.y is not None, "swizzled": call.fp8.swizzled}
     if chosen.variant is Variant.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
-    before, parameters = (call.f, call.post, call.comb), (call.fn, call.scale, call.base, call.weight)
-    after = call.new, call.y, call.post_new, call.comb_new
-    given = call.streams, before, parameters, after, chosen.rows, chosen.clusters, call.hc_eps, call.rms_eps
     kernel = {Variant.FEW_TOKENS: MhcFewTokens, Variant.MANY_TOKENS: MhcManyTokens}[chosen.variant]
-    args = functools.partial(arguments.launch_args, fp8=fp8)
     if chosen.variant is Variant.MANY_TOKENS:
-        args = functools.partial(args, space=_space(call))
-    launching.launch(name, kernel, settings, arguments.fake_args, args, *given)
+        call = call._replace(space=_space(call))
+    given = call, chosen.rows, chosen.clusters
+    launching.launch(name, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
 
 
 def writes_fp8(d: int, recipe: str, chosen: Plan) -> bool:

@@ -11,7 +11,7 @@ from dsv4lib.dsl.head_rows import DIM
 from dsv4lib.dsl.rope import ROPE
 from dsv4lib.dsl.tensors import Fakes, divisor, wrap
 from dsv4lib.errors import ArgumentError
-from dsv4lib.ops.qnorm_rope_kv.kernel import QnormRopeKv
+from dsv4lib.ops.qnorm_rope_kv.kernel import Pool, QnormRopeKv
 from dsv4lib.ops.quantize import arguments as quantize
 
 BF16, FP32, WIDE = cutlass.BFloat16, cutlass.Float32, 16
@@ -28,7 +28,7 @@ def fake_args(kernel: QnormRopeKv) -> tuple:
         fake(Int64, "T") if kernel.gathered else None,
         fake(FP32, "PR", WIDE),
         fake(BF16, "THD", WIDE),
-        tuple(pool),
+        Pool(*pool),
         FP32(1.0),
         divisor(1),
         cuda.CUstream(0),
@@ -55,7 +55,7 @@ def launch_args(
         kernel: which says what is needed.
         q, out: bf16 [T, H, 512], heads on 16 bytes. kv: bf16 [T, 512], rows on 16 bytes.
         weight: fp32 [512] or None. positions: int64 [T] or None. cos_sin: fp32 [P, 64].
-        pages, page_size, indices: as in `kernels.quantize.arguments.entry_args`. eps: added to means.
+        pages, page_size, indices: as in `quantize.arguments.entry_args`. eps: added to means.
         stream: handle of a CUDA stream; 0: the default one.
 
     Raises:
@@ -77,7 +77,7 @@ def launch_args(
         None if positions is None else wrap("positions", positions, Int64, (len(q),)),
         wrap("cos_sin", cos_sin, FP32, (None, ROPE), WIDE),
         wrap("out", out, BF16, tuple(q.shape), WIDE),
-        tuple(pool),
+        Pool(*pool),
         FP32(eps),
         divisor(blocks),
         handle,

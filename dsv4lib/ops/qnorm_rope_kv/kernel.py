@@ -20,7 +20,7 @@ Source: DSV4 paper, attention section; FlashMLA's DSV4 layout; DSV4 released inf
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,8 +29,23 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 
 from dsv4lib.dsl import rope
 from dsv4lib.dsl.head_rows import DIM, FIRST_ROPE_LANE, HALVES, LANES, PIECE, HeadRows, fetch_row
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.quantize.entries import KvEntries
 from dsv4lib.ops.quantize.kernel import divide, in_fp32
+
+
+class Pool(NamedTuple):
+    """Where entries go.
+
+    Attributes:
+        mIndex: int32 [T], entry of a token; -1: none.
+        mWords, mBytes: the same pages, int32 [P, S / 4] and uint8 [P, S]. page: entries of a page.
+    """
+
+    mIndex: cute.Tensor
+    mWords: cute.Tensor
+    mBytes: cute.Tensor
+    page: Divisor
 
 
 class QnormRopeKv(HeadRows):
@@ -62,9 +77,9 @@ class QnormRopeKv(HeadRows):
         mPositions: Any,
         mTable: cute.Tensor,
         mOut: cute.Tensor,
-        pool: tuple,
+        pool: Pool,
         eps: Float32,
-        blocks: tuple,
+        blocks: Divisor,
         stream: cuda.CUstream,
     ):
         """Launch.
@@ -75,12 +90,12 @@ class QnormRopeKv(HeadRows):
             mPositions: [T] int64, or None unless ``gathered``.
             mTable: [P, 64] fp32, 32 cosines and 32 sines a row.
             mOut: [T, H, 512] bf16; may be ``mQ`` itself.
-            pool: (indices [T] int32, pages as words, pages as bytes, page) of `quantize.entries`.
+            pool: where entries go.
             eps: added to means.
-            blocks: of a token, to divide by (`simt.divide`).
+            blocks: CTAs of a token.
             stream: where the launch is queued.
         """
-        ctas = cute.ceil_div(mQ.shape[0], self.warps) + mQ.shape[0] * blocks[0]
+        ctas = cute.ceil_div(mQ.shape[0], self.warps) + mQ.shape[0] * blocks.number
         self.kernel(mQ, mKv, mWeight, mPositions, mTable, mOut, pool, eps, blocks).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
@@ -94,9 +109,9 @@ class QnormRopeKv(HeadRows):
         mPositions: Any,
         mTable: cute.Tensor,
         mOut: cute.Tensor,
-        pool: tuple,
+        pool: Pool,
         eps: Float32,
-        blocks: tuple,
+        blocks: Divisor,
     ):
         """KV vectors in the first CTAs, heads in the others."""
         cta, _, _ = cute.arch.block_idx()
@@ -116,7 +131,7 @@ class QnormRopeKv(HeadRows):
                     self.head(rQ[None, None, i], angles, eps, mine[0, i, None])
 
     @cute.jit
-    def head(self, rRow: cute.Tensor, angles: tuple, eps: Float32, line: cute.Tensor):
+    def head(self, rRow: cute.Tensor, angles: tuple[list, list], eps: Float32, line: cute.Tensor):
         """Norm, rotate and store one head."""
         halves = [in_fp32(rRow[None, half]) for half in range(HALVES)]
         scale = scale_of(halves, eps)
@@ -135,19 +150,18 @@ class QnormRopeKv(HeadRows):
         mWeight: Any,
         mPositions: Any,
         mTable: cute.Tensor,
-        pool: tuple,
+        pool: Pool,
         eps: Float32,
         token: Int32,
     ):
         """Make and store the entry of one token, unless there is no such token or its index is none of the pool's."""
-        mIndex, mWords, mBytes, page = pool
         rWeight = cute.make_rmem_tensor((PIECE, HALVES), Float32)
         if cutlass.const_expr(self.normed):
             fetch_row(mWeight, rWeight)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # who waits for this kernel waits for the one before too
         if token < mKv.shape[0]:
-            index = mIndex[token]
+            index = pool.mIndex[token]
             if cutlass.const_expr(mPositions is not None):
                 index = Int32(cutlass.select_(mPositions[token] < 0, Int32(-1), index))
             rRow = cute.make_rmem_tensor((PIECE, HALVES), BFloat16)
@@ -157,17 +171,17 @@ class QnormRopeKv(HeadRows):
                 halves = [in_fp32(rRow[None, half]) for half in range(HALVES)]
                 scaled = rRow.load().to(Float32) * scale_of(halves, eps)
                 rRow.store((scaled * rWeight.load()).to(BFloat16))
-            if Uint32(index) < Uint32(mWords.shape[0] * page[0]):  # neither -1 nor outside the pool
+            if Uint32(index) < Uint32(pool.mWords.shape[0] * pool.page.number):  # neither -1 nor outside the pool
                 for half in cutlass.range_constexpr(HALVES):
                     rX = in_fp32(rRow[None, half])
                     self.rotate(rX, angles, half)
                     rPiece = cute.make_rmem_tensor(PIECE, BFloat16)
                     rPiece.store(rX.load().to(BFloat16))
                     piece = half * LANES + cute.arch.lane_idx()
-                    self.entries.convert(mWords, mBytes, page, index, piece, rPiece)
+                    self.entries.convert(*pool[1:], index, piece, rPiece)
 
     @cute.jit
-    def rotate(self, rX: cute.Tensor, angles: tuple, half: cutlass.Constexpr):
+    def rotate(self, rX: cute.Tensor, angles: tuple[list, list], half: cutlass.Constexpr):
         """Rotate a piece in place, in the lanes whose dims rotate."""
         if cutlass.const_expr(half == HALVES - 1):
             if cute.arch.lane_idx() >= FIRST_ROPE_LANE:

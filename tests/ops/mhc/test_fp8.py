@@ -11,10 +11,11 @@ from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.mhc.arguments import launch_args
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
+from dsv4lib.ops.mhc.op import Fp8
 from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference.quantize import quantize
 from tests.cases import cases
-from tests.ops.mhc.test_kernel import ARCHS, EPS, FULL, SCHEDULES, case, compiled, outputs
+from tests.ops.mhc.test_kernel import ARCHS, FULL, SCHEDULES, call_of, case, compiled, outputs
 from tests.ops.mhc.test_kernel import run as run_bf16
 
 BLOCK = {"fp8": 128, "mxfp8": 32}
@@ -36,10 +37,11 @@ def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     gpu = make(arch, **{"checks": "race", **(device or {})})
     space = torch.zeros(kernel.space(clusters)) if kernel.space(clusters) else None
     before = before if kernel.post else (None, None, None)
-    given = streams, before, parameters, after, rows, clusters, EPS, EPS
-    launch(code, *launch_args(kernel, *given, space=space, fp8=fp8), gpu=gpu)
+    fp8 = Fp8(*fp8, kernel.recipe, kernel.swizzled)
+    call = call_of(kernel, streams, before, parameters, after, fp8, space)
+    launch(code, *launch_args(kernel, call, rows, clusters), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
-    return *after, *fp8
+    return *after, *fp8[:2]
 
 
 def check(found, recipe, swizzled=True):
@@ -206,7 +208,7 @@ def test_bad_arguments_are_named():
         MhcManyTokens(d=7168, cluster=32, recipe="fp8")
     kernel, (streams, before, parameters) = MhcFewTokens(128, 4, recipe="fp8"), case(3, 128)
     codes, scales = torch.zeros(3, 128).byte(), torch.zeros(512).byte()
-    given = streams, before, parameters, outputs(3, 128, True, False), 2, 2, EPS, EPS
+    call = call_of(kernel, streams, before, parameters, outputs(3, 128, True, False))
     for fp8, name in (
         ((None, None), "fp8.codes"),
         ((codes, None), "fp8.scales"),
@@ -215,6 +217,6 @@ def test_bad_arguments_are_named():
         ((codes.float(), scales), "fp8.codes"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(kernel, *given, fp8=fp8)
+            launch_args(kernel, call._replace(fp8=Fp8(*fp8, "fp8")), 2, 2)
     with pytest.raises(ArgumentError, match="fp8.codes"):
-        launch_args(MhcFewTokens(128, 4), *given, fp8=(codes, scales))
+        launch_args(MhcFewTokens(128, 4), call._replace(fp8=Fp8(codes, scales, "fp8")), 2, 2)

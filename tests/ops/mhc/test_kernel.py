@@ -13,6 +13,7 @@ from dsv4lib.ops.mhc.arguments import fake_args, launch_args
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.kernel import Mhc
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
+from dsv4lib.ops.mhc.op import Call
 from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
@@ -61,6 +62,11 @@ def outputs(tokens, d, post, head, keep=True):
     return new, torch.full((tokens, d), float("nan")).bfloat16(), *ends
 
 
+def call_of(kernel, streams, before, parameters, after, fp8=None, space=None):
+    """The call of a site with these tensors."""
+    return Call(streams, *before, *parameters, *after, fp8, space, kernel.iters, EPS, EPS, "emulator")
+
+
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     if settings.get("variant", "few_tokens") == "few_tokens":
         settings = {"groups": -(-rows // 8), **settings}
@@ -71,8 +77,8 @@ def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
     before = before if kernel.post else (None, None, None)
     gpu = make(arch, **{"checks": "race", **(device or {})})
     space = torch.zeros(kernel.space(clusters)) if kernel.space(clusters) else None
-    given = streams, before, parameters, after, rows, clusters, EPS, EPS
-    launch(code, *launch_args(kernel, *given, space=space), gpu=gpu)
+    call = call_of(kernel, streams, before, parameters, after, space=space)
+    launch(code, *launch_args(kernel, call, rows, clusters), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     assert space is None or not bool(space.view(torch.int32).any())
     return after
@@ -304,19 +310,20 @@ def test_bad_arguments_are_named():
     kernel, kernel_of_groups = MhcFewTokens(128, 4), MhcManyTokens(128, 4)
     streams, before, parameters = case(3, 128)
     after = outputs(3, 128, True, False)
-    good = {"streams": streams, "before": before, "parameters": parameters, "after": after, "rows": 2, "clusters": 2}
+    good = call_of(kernel, streams, before, parameters, after)
     for bad, name in (
         ({"streams": streams.float()}, "streams"),
         ({"streams": streams.transpose(1, 2)}, "streams"),
-        ({"before": (None, *before[1:])}, "f"),
-        ({"before": (before[0], before[1], before[2][:2])}, "comb"),
-        ({"parameters": (parameters[0][:4], *parameters[1:])}, "fn"),
-        ({"after": (None, *after[1:])}, "out"),
-        ({"rows": 9}, "rows"),
-        ({"clusters": 3}, "clusters"),
+        ({"f": None}, "f"),
+        ({"comb": before[2][:2]}, "comb"),
+        ({"fn": parameters[0][:4]}, "fn"),
+        ({"new": None}, "out"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(kernel, **{**good, **bad}, hc_eps=EPS, rms_eps=EPS)
+            launch_args(kernel, good._replace(**bad), 2, 2)
+    for rows, clusters, name in ((9, 2, "rows"), (2, 3, "clusters")):
+        with pytest.raises(ArgumentError, match=name):
+            launch_args(kernel, good, rows, clusters)
     for space in (None, torch.zeros(kernel_of_groups.space(2) - 1)):
         with pytest.raises(ArgumentError, match="space"):
-            launch_args(kernel_of_groups, **good, hc_eps=EPS, rms_eps=EPS, space=space)
+            launch_args(kernel_of_groups, good._replace(space=space), 2, 2)
