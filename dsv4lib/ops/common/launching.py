@@ -148,5 +148,5 @@ def launch(
         args: makes the launch's arguments of (kernel, *given, stream=handle).
     """
     kernel, code = compile_cache.default().get(kernel_type, settings, fake_args, arch(name))
-    where = next(x for x in given if isinstance(x, Tensor))
+    where = next(x for x in leaves(given) if isinstance(x, Tensor))
     enqueue(name, code, args(kernel, *given, stream=stream(name, where)))
