@@ -259,7 +259,7 @@ class Manager:
         return taken
 
     def evict(self, pages: int | None = None) -> int:
-        """Evict cached blocks until so many pages are unused; return their number."""
+        """Evict cached blocks until `pages` are unused (None: all); count the blocks."""
         count = 0
         while (pages is None or len(self.pool.unused) < pages) and self.pool.evict():
             count += 1
