@@ -1,4 +1,4 @@
-"""Choose splits of the keys of an attention and of its dimensions, from shapes alone.
+"""Choose splits of an attention's keys and dimensions, from shapes alone.
 
 With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Splits of its keys can run
 beside each other; a second kernel combines them. And two CTAs can weigh the same keys, each for half of the dimensions

@@ -1,4 +1,4 @@
-"""Look up the embedding's rows of tokens and start the residual streams with them, in one launch.
+"""Look up embedding rows and start the residual streams, in one launch.
 
     streams[t, i] = rows[t] = weight[tokens[t]]        i < `copies`; zeros where the id is negative or past the end
 

@@ -283,7 +283,10 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         splits: KeySplits,
         per_split: Int32,
     ):
-        """Set-up shared by all warps, beside the end of the kernel before; then one role each, which waits for it."""
+        """Set up with all warps, then run one role in each.
+
+        Set-up overlaps the end of the kernel before; roles wait for it.
+        """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             self.prefetch_maps(queries, sources)

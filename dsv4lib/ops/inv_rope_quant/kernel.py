@@ -1,4 +1,6 @@
-"""Rotate attention's output back (inverse RoPE) and quantise it for the grouped output projection, in one pass.
+"""Rotate attention's output back and quantise it, in one pass.
+
+Inverse RoPE; the grouped output projection reads the codes.
 
     x = o, its last 64 dims rotated back by the query's position         fp32, not rounded in between
     codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims of a head
@@ -157,7 +159,10 @@ class InvRopeQuant(HeadRows):
     def store_image(
         self, mScales: cute.Tensor, share: Divisor, token: Int32, tokens: Int32, head: Int32, packed: Int32
     ):
-        """Store a head's scales into the image of its group, and its share of the zeros after the last token."""
+        """Store a head's scales into its group's image.
+
+        Also its share of the zeros after the last token.
+        """
         lane, (group, place) = cute.arch.lane_idx(), divide(head, share)
         line, across = mScales[group, None], share.number * GROUPS
         if lane < GROUPS:
@@ -177,5 +182,8 @@ def mine(packed: Int32) -> Int32:
 
 
 def word_of(row: Int32, block: Int32, across: Int32) -> Int32:
-    """Return the word of the ``block``-th run of 4 scales of a row in an image that is so many of them wide."""
+    """Return the word of a row's ``block``-th run of 4 scales in an image.
+
+    The image is so many of them wide.
+    """
     return scale_swizzle.offset_of(row, block * scale_swizzle.COLS, across) // scale_swizzle.COLS

@@ -1,4 +1,6 @@
-"""Store KV rows of a packed batch into rings of bf16 rows, for the attention window.
+"""Store KV rows of a packed batch into rings of bf16 rows.
+
+The attention window reads them.
 
     ring[place of the request][p mod window] = kv[row of position p]         the last ``window`` rows of a request
 
@@ -53,7 +55,10 @@ class KvAppend:
         return f"KvAppend({self.window}, {self.by_slot}, {self.warps})"
 
     def kept(self, left: Int32) -> Boolean:
-        """Return whether a row is stored, of whose request so many are left, itself among them."""
+        """Return whether a row is stored.
+
+        Of its request so many are left, itself among them.
+        """
         return (left > 0) & (left <= self.window)
 
     def slot_of(self, start: Int32, number: Int32) -> Int32:

@@ -189,7 +189,10 @@ class RmsnormQuant(RmsNorm):
 
     @cute.jit
     def pad(self, mScales: cute.Tensor, row: Int32, first: cutlass.Constexpr):
-        """Zeros for the scales of a row from block ``first`` to the end of its last 128x4 block."""
+        """Store zeros for a row's scales from ``first`` to the end of its last block.
+
+        ``first`` counts blocks; the last is one of 128x4.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         end = self.across * scale_swizzle.COLS // self.format.repeats
@@ -207,7 +210,10 @@ class RmsnormQuant(RmsNorm):
         g: Any,
         factors: Any,
     ):
-        """Scale and codes of this thread's ``i``-th piece, stored; all lanes of a warp come here."""
+        """Compute and store scale and codes of this thread's ``i``-th piece.
+
+        All lanes of a warp call it.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         place = tidx + self.threads * i
         amax = codes.over_lanes(codes.largest(words_of(rPiece), True), self.lanes)

@@ -137,7 +137,10 @@ class Router:
     def write(
         self, expert: Int32, a: Float32, poison: Float32, mExpert: cute.Tensor, mWeight: cute.Tensor, factor: Float32
     ):
-        """Pick r and its weight from lane r, whose affinity is ``a`` (0 past the last pick)."""
+        """Write pick r and its weight from lane r, whose affinity is ``a``.
+
+        0 past the last pick.
+        """
         lane = cute.arch.lane_idx()
         total = a
         for step in cutlass.range_constexpr((self.k - 1).bit_length()):
