@@ -10,8 +10,8 @@ for the kernel that writes the splits, for the LSEs and for O. So it is launched
 and waits itself; the loads of 4 or 8 splits, of the sink and of the angles are in flight before the first LSE is
 needed; each LSE is read once, by one lane, and broadcast.
 
-On an H200 (`bench.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds after a
-kernel that writes the splits):
+On an H200 (`bench.probes.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds
+after a kernel that writes the splits):
 
     splits, tokens x heads     4 loads at once           8 loads at once
     5, 1 x 64                  1.80  after  1.69 us      1.74  after  1.58 us

@@ -1,14 +1,8 @@
-"""Rotate attention's output back and quantise it, in one pass.
+"""Rotate and quantise heads in registers; what is computed is in `op`.
 
-Inverse RoPE; the grouped output projection reads the codes.
+x is not rounded between rotation and quotient. A NaN or Inf makes its group NaN.
 
-    x = o, its last 64 dims rotated back by the query's position         fp32, not rounded in between
-    codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims of a head
-
-The bits are those of `reference.rope.apply_inverse` in fp32 and `formats.fp8_block`. A NaN or Inf makes its group NaN;
-so does a position that the table does not have.
-
-**Threads** as in `common.head_rows`. A group is 16 lanes: 4 shuffles for its amax, taken over bits (packed in pairs of
+**Threads** as in `dsl.head_rows`. A group is 16 lanes: 4 shuffles for its amax, taken over bits (packed in pairs of
 bf16, or fp32 where lanes have rotated); codes leave 8 bytes a lane, 256 of a warp in a row; the 4 scales of a head come
 together in lane 0 and leave as one word. No shared memory, no barrier.
 

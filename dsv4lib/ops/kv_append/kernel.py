@@ -5,7 +5,7 @@ The attention window reads them.
     ring[place of the request][p mod window] = kv[row of position p]         the last ``window`` rows of a request
 
 **A warp a row** (decode, short chunks): it finds the row's request by a ballot over a lane a request
-(`common.requests`), loads the row (1024 bytes, two vectors of 16 bytes a lane) at the same time and stores it, unless a
+(`dsl.requests`), loads the row (1024 bytes, two vectors of 16 bytes a lane) at the same time and stores it, unless a
 newer row of the call goes to the same slot: no two rows are written to one place, in any order of CTAs.
 
 **A warp a slot** (``by_slot``; more rows than the rings have slots): warp w mod window of a request has that many rows

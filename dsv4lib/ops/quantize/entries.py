@@ -10,7 +10,7 @@
 The bits are those of `formats.kv_entry` and `.indexer_key`; a NaN or Inf spoils what shares its scale. rope dims keep
 their bits, a NaN its payload.
 
-**Hadamard** (indexer): `common.hadamard` in fp32, strides 1, 2, 4 inside a lane, 8 to 64 by exchange with lanes 1, 2, 4
+**Hadamard** (indexer): `dsl.hadamard` in fp32, strides 1, 2, 4 inside a lane, 8 to 64 by exchange with lanes 1, 2, 4
 and 8 away; then one rounding to the type of x.
 
 **Threads.** A piece is 8 elements, one load of 16 bytes (two of fp32). A KV entry is 64 lanes, a scale 8 of them (3

@@ -1,9 +1,6 @@
-"""Experts of a token and their weights, from the logits of the gate.
+"""Select the experts of a token from the logits of the gate; what is computed is in `op`.
 
-    a       = sqrt(softplus(logit))                          affinity
-    score:  experts = top-k of a + bias                      best first, of equal scores the lower number
-    hash:   experts = tid2eid[token id]
-    weights = a[experts] / sum(a[experts]) * factor          the bias is in the selection only
+Experts of a score layer come best first, of equal scores the lower number. The bias is in the selection only.
 
 A warp owns a token, eight a CTA, no shared memory; how it selects: `selection`. A lane holds the logits of 4, 8,
 12 or 16 experts in a row (16-byte loads where E is a multiple of 4).
@@ -12,7 +9,7 @@ A NaN score ranks after every number; a NaN anywhere in a row of a score layer m
 that it is seen after the experts too. Experts stay valid and distinct.
 
 Bytes: T E 4 in, T k 8 out, one launch: latency is what it costs.
-Source: DSV4 paper, MoE section; `dsv4lib.reference.router`.
+Source: DSV4 paper, MoE section.
 """
 
 from __future__ import annotations
