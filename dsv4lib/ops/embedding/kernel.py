@@ -1,4 +1,6 @@
-"""Load an embedding row once and store it to every output; what they are is in `op`.
+"""Load an embedding row once and store it to every output.
+
+What the outputs are is in `op`.
 
 A thread has 8 columns of a row (16 bytes): it loads them once and stores them to every output. A CTA of 128 threads has
 1,024 columns of a token. Bytes of a token: 2 d read, 2 d for each copy written. One token: the chain of id, row, store.

@@ -1,4 +1,6 @@
-"""Normalise a row in registers, alone or after the residual's addition; what it computes is in `op`.
+"""Normalise a row in registers, alone or after the residual's addition.
+
+What it computes is in `op`.
 
 h is rounded once and its norm is that of the rounded h; y is fp32 until its one rounding.
 

@@ -1,4 +1,6 @@
-"""Select the experts of a token from the logits of the gate; what is computed is in `op`.
+"""Select the experts of a token from the logits of the gate.
+
+What is computed is in `op`.
 
 Experts of a score layer come best first, of equal scores the lower number. The bias is in the selection only.
 
