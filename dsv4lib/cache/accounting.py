@@ -48,7 +48,9 @@ class Account(NamedTuple):
         return sum(g.payload + g.padding for g in self.groups.values())
 
     def check(self) -> None:
-        """Check that groups and unused pages are the pool, to the byte, and that references are those of requests.
+        """Check that groups and unused pages make up the pool, to the byte.
+
+        References must be those of requests.
 
         Raises:
             CacheError: something does not add up.
@@ -67,7 +69,7 @@ def block_bytes(group: Group, page_bytes: int) -> tuple[int, int]:
 
 
 def account(manager: Manager) -> Account:
-    """Account for a manager's pool, and compare its references with what requests hold."""
+    """Account for a manager's pool and compare references with requests."""
     pool, faults = manager.pool, []
     rows = {}
     for g in manager.groups:
@@ -98,7 +100,9 @@ def account(manager: Manager) -> Account:
 
 
 def request_bytes(manager: Manager, length: int, extents: dict[str, int] | None = None, begun: bool = True) -> int:
-    """Count the bytes of pages that a request of `length` cached tokens holds, shared ones included.
+    """Count the bytes of the pages that a request holds.
+
+    The request has `length` cached tokens; shared pages count.
 
     Args:
         manager: whose groups and pages.
@@ -173,7 +177,10 @@ def pool_pages(
 
 
 def capacity(manager: Manager, requests: int) -> int:
-    """Count the tokens that each of so many equal requests can have cached at once; -1: not even their rings fit."""
+    """Count the tokens that each of several equal requests can cache at once.
+
+    -1: not even their rings fit.
+    """
     pages = manager.pool.count // requests * manager.pool.page_bytes
     if request_bytes(manager, 0) > pages:
         return -1

@@ -99,7 +99,10 @@ class Adapter(Protocol):
 
 
 class ManagerAdapter:
-    """Put `Manager` under the kit, with pages of 64-bit integers in place of bytes of vectors."""
+    """Adapt `Manager` to the kit.
+
+    Pages hold 64-bit integers in place of bytes of vectors.
+    """
 
     can = frozenset(("fork", "swap", "recompute", "evict"))
     full = PoolExhausted
@@ -400,7 +403,10 @@ def serve(session: Session, tokens: Sequence[int], chunk: int = 1 << 30) -> int:
 
 
 def check_hits(factory: Callable[[], Adapter]) -> None:
-    """Check that a prompt sent again hits, from the shortest that can on, also with another continuation."""
+    """Check that a prompt sent again hits, also with another continuation.
+
+    Lengths go from the shortest that can hit on.
+    """
     shortest = factory().shortest_hit
     for length in (shortest, shortest + 1, 2 * shortest + 3):
         session = Session(factory())
@@ -413,7 +419,10 @@ def check_hits(factory: Callable[[], Adapter]) -> None:
 
 
 def check_edges(factory: Callable[[], Adapter]) -> None:
-    """Check hits for all lengths around a window and a compressor's window, then decode."""
+    """Check hits for all lengths around each window, then decode.
+
+    The windows are that of attention and a compressor's.
+    """
     adapter = factory()
     longest = adapter.shortest_hit + adapter.shape.window + adapter.shape.hca_rate
     session = Session(adapter)
@@ -427,7 +436,10 @@ def check_edges(factory: Callable[[], Adapter]) -> None:
 
 
 def check_accepts(factory: Callable[[], Adapter]) -> None:
-    """Check every number of accepted drafts from every start in a window, with different numbers in one batch."""
+    """Check every number of accepted drafts from every start in a window.
+
+    One batch mixes different numbers.
+    """
     most = factory().drafts
     for start in range(1, 2 * factory().shape.hca_rate + 1):
         session = Session(factory())
@@ -442,7 +454,10 @@ def check_accepts(factory: Callable[[], Adapter]) -> None:
 
 
 def check_rejected(factory: Callable[[], Adapter]) -> None:
-    """Check that values made from rejected drafts are never found by a request with those tokens."""
+    """Check that no request finds values made from rejected drafts.
+
+    The request may have just those tokens.
+    """
     most = factory().drafts
     for start in range(factory().shortest_hit + 1):
         if not most or start < 2:
@@ -462,7 +477,10 @@ def check_rejected(factory: Callable[[], Adapter]) -> None:
 
 
 def check_uncut(factory: Callable[[], Adapter]) -> None:
-    """Check that chunks which the manager would cut, run whole, leave nothing wrong to be found."""
+    """Check that an uncut chunk leaves nothing wrong to be found.
+
+    The manager would cut these chunks; they are run whole.
+    """
     for length in (20, 40):
         session = Session(factory())
         name = session.add(TEXT[:length])

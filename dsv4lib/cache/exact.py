@@ -82,13 +82,19 @@ class _Node:
 
 
 class Oracle:
-    """Recompute sequences from their first token, without any cache; prefixes are computed once."""
+    """Recompute sequences from their first token, without any cache.
+
+    Prefixes are computed once.
+    """
 
     def __init__(self, shape: Shape):
         self.shape, self.root = shape, _Node({}, [], [])
 
     def run(self, tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Return the hidden values of all tokens, and of all but the last the values of the MTP layer."""
+        """Return the hidden values of all tokens and the values of the MTP layer.
+
+        The MTP layer has values of all tokens but the last.
+        """
         node = self.root
         for position, token in enumerate(tokens):
             if token not in node.next:

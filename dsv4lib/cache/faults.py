@@ -1,4 +1,6 @@
-"""Faults of cache managers, those that engines shipped, injected one at a time by a context manager.
+"""Inject one fault of a cache manager at a time, by a context manager.
+
+The faults are those that engines shipped.
 
     with inject("stale_ring"):
         ...

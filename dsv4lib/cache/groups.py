@@ -74,7 +74,10 @@ class Group(NamedTuple):
 
     @property
     def most_drafts(self) -> int:
-        """Count the drafts that may be rejected at once without losing a row of a ring that is still read."""
+        """Count the drafts that may be rejected at once.
+
+        With more, a ring would lose a row that is still read.
+        """
         kept = self.rows if self.reach else self.rate * (1 + self.overlap)  # of a step's rows
         return 0 if self.running else min(self.rows - self.most_needed, max(kept - 1, 1))
 
@@ -87,7 +90,7 @@ class Group(NamedTuple):
         return -(-self.layers // self.layers_per_page(page_bytes))
 
     def needed(self, length: int) -> int:
-        """Count the tokens before `length` whose values are read when a request goes on there."""
+        """Count the tokens before `length` that a request reads when it goes on there."""
         if self.kind == "entries":
             return length
         if self.reach:
@@ -169,7 +172,10 @@ class Shape(NamedTuple):
         return sum(one is kind for one in self.kinds)
 
     def index(self, layer: int) -> dict[str, int]:
-        """Say which layer of each group a layer of the model is; layer len(kinds) is the first draft layer."""
+        """Map a layer of the model to its number in each group.
+
+        Layer len(kinds) is the first draft layer.
+        """
         if layer >= len(self.kinds):
             return {"mtp_window": layer - len(self.kinds)}
         kind = self.kinds[layer]

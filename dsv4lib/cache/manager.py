@@ -259,14 +259,14 @@ class Manager:
         return taken
 
     def evict(self, pages: int | None = None) -> int:
-        """Evict cached blocks until so many pages are unused, or all; returns how many blocks went."""
+        """Evict cached blocks until `pages` are unused (None: all); count the blocks."""
         count = 0
         while (pages is None or len(self.pool.unused) < pages) and self.pool.evict():
             count += 1
         return count
 
     def block(self, request: Hashable, group: Group, position: int) -> Block:
-        """Return the block that a position's value is in; of an entry the position of its first token."""
+        """Return the block of a value at a position (of an entry: its first token's)."""
         row = self.get(request).held[group.name]
         block = row[0 if group.kind == "ring" else position // group.block_tokens]
         if block is None:

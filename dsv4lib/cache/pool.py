@@ -137,7 +137,10 @@ class Pool:
             self._cached_pages += len(block.pages)
 
     def name(self, block: Block, key: Key) -> None:
-        """Let a block whose content is final be found; a second one of the same content stays without a name."""
+        """Make a block whose content is final findable.
+
+        A second block of the same content stays without a name.
+        """
         if block.key is None and self.index.add(key, block):
             block.key = key
 

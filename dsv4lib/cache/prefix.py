@@ -31,7 +31,10 @@ class Chain:
             self.links.append(hashlib.sha256(self.links[-1] + text).digest())
 
     def key(self, group: str, end: int, ahead: Sequence[int] = ()) -> Key:
-        """Name the block of a group that ends before token `end`; `ahead` are the tokens its values look ahead to."""
+        """Name the block of a group that ends before token `end`.
+
+        `ahead` are the tokens its values look ahead to.
+        """
         link = self.links[end // self.unit]
         return group, end, hashlib.sha256(link + array("q", ahead).tobytes()).digest() if ahead else link
 

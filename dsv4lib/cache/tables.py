@@ -1,4 +1,6 @@
-"""Make the tables that kernels read, as device tensors of fixed addresses, without waiting for the device.
+"""Make the tables that kernels read, without waiting for the device.
+
+They are device tensors of fixed addresses.
 
 One int32 buffer holds all tables of a step; it is filled in pinned memory and copied once. Several pinned buffers take
 turns, each with an event, so the host waits only if it is `BUFFERS` steps ahead. Parts of a group are its pages of a
@@ -53,7 +55,9 @@ class Field(NamedTuple):
 
 
 class Tables:
-    """Tables of steps of at most `requests` requests and `tokens` tokens, up to `positions` positions.
+    """Hold the tables of a step's requests and tokens.
+
+    A step has at most `requests` requests and `tokens` tokens, up to `positions` positions.
 
     `groups`: those that have tables; None: all.
 
@@ -187,7 +191,10 @@ def read_slots(blocks: torch.Tensor, request_ids: torch.Tensor, values: torch.Te
 
 
 def window_positions(positions: torch.Tensor, reach: int) -> torch.Tensor:
-    """List the positions that tokens at ``[T]`` read of a window, int32 ``[T, reach]``, -1 before the first."""
+    """List the positions that tokens read of a window.
+
+    Tokens are at ``[T]``; int32 ``[T, reach]``, -1 before the first.
+    """
     back = torch.arange(reach - 1, -1, -1, device=positions.device, dtype=positions.dtype)
     return (positions[:, None] - back).clamp_min(-1)
 
@@ -203,7 +210,10 @@ class Storage:
         self.host = torch.zeros(manager.host_pages, pool.page_bytes, dtype=torch.uint8, pin_memory=pinned)
 
     def layer(self, group: Group, layer: int) -> tuple[int, torch.Tensor]:
-        """Return the part of a group that a layer is in, and the layer's bytes of all pages, uint8 ``[P, bytes]``."""
+        """Return a layer's part of its group and its bytes of all pages.
+
+        The bytes are uint8 ``[P, bytes]``.
+        """
         per_page = group.layers_per_page(self.manager.pool.page_bytes)
         offset = layer % per_page * group.layer_bytes
         return layer // per_page, self.pages[:, offset : offset + group.layer_bytes]

@@ -148,7 +148,7 @@ def rows_swapped(x: Array, rng: np.random.Generator) -> Array:
 
 
 def columns_rotated(x: Array, rng: np.random.Generator) -> Array:
-    """One 32-column stretch of one row is shifted by one column (off by one in the address)."""
+    """Shift one 32-column stretch of one row by a column (address off by one)."""
     out, view = _matrix(x, rng)
     row = int(rng.integers(view.shape[0]))
     _, cols = _corner(view, (1, 32), rng)
@@ -217,7 +217,10 @@ def nan_masked(x: Array, rng: np.random.Generator) -> Array:
 
 
 def inf_clamped(x: Array, rng: np.random.Generator) -> Array:
-    """An infinity that belongs there (needs one in ``x``) was turned into a large finite number."""
+    """Turn an infinity that belongs there into a large finite number.
+
+    Needs an infinity in ``x``.
+    """
     del rng
     out = _copy(x)
     where = abs(out) == float("inf")

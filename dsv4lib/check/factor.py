@@ -49,7 +49,7 @@ class FactorResult:
 def within_factor(
     actual: torch.Tensor, same_dtype_peer: torch.Tensor, oracle: torch.Tensor, factor: float = 2.0
 ) -> FactorResult:
-    """Tell whether ``actual`` is at most ``factor`` times as wrong as ``same_dtype_peer``.
+    """Tell whether ``actual`` is within ``factor`` of ``same_dtype_peer``'s error.
 
     Args:
         actual: the kernel's result, a floating tensor of any shape.

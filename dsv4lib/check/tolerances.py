@@ -151,7 +151,9 @@ _SCALED_GRID = {"e4m3": 3, "e5m2": 2}
 
 
 def format_name(dtype: torch.dtype | str) -> str:
-    """Return the table's name of ``dtype``, a torch dtype or one of the keys of `TOLERANCES`.
+    """Return the table's name of a dtype.
+
+    ``dtype`` is a torch dtype or one of the keys of `TOLERANCES`.
 
     Raises:
         ArgumentError: nothing in the table fits.

@@ -1,4 +1,4 @@
-"""Find which variants of a block-scaled tensor-core instruction an architecture's assembler takes.
+"""Find which variants of a block-scaled MMA an architecture's assembler takes.
 
 The size of a scale's block can be written in two ways, ``.scale_vec::4X`` (scales per instruction) or ``.block16``
 (elements per scale). PTX ISA lists both; which target takes which is settled by assembling one instruction, with the
@@ -46,7 +46,9 @@ class BlockScaleProbe:
 
 
 def refusal(kind: str, block: str, arch: str, ctas: int = 1) -> str | None:
-    """Return what the assembler says against the instruction on ``arch``; None if it takes it.
+    """Return the assembler's error for the instruction on ``arch``, or None.
+
+    None: it takes the instruction.
 
     Args:
         kind, block: as in `KINDS`.

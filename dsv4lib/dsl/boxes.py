@@ -21,7 +21,9 @@ _DESCRIPTOR = "!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<64>>"
 
 
 def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, padded: bool = False) -> cute.CopyAtom:
-    """Make a TMA atom for boxes of ``tensor``; what lies outside of it arrives as zeros.
+    """Make a TMA atom for boxes of ``tensor``.
+
+    What lies outside of it arrives as zeros.
 
     Args:
         tensor: modes from the contiguous one outwards, 2 or 3 of them.
@@ -46,7 +48,10 @@ def box_atom(tensor: cute.Tensor, box: tuple[int, ...], swizzle: bool = True, pa
 def prefetch_box(
     atom: cute.CopyAtom, barrier: cute.Pointer, coordinates: tuple[Any, ...], *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Bring one box to L2, see `load_box`; no mbarrier completes when it is there (the atom wants some address)."""
+    """Bring one box to L2, see `load_box`.
+
+    No mbarrier completes when it is there (the atom wants some address).
+    """
     rank = len(coordinates)
     places = ", ".join(f"{{$r{1 + i}}}" for i in range(rank))
     text = f"cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [{{$r0}}, {{{places}}}];"

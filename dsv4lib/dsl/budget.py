@@ -21,5 +21,8 @@ class BudgetRow:
 
 
 def whole_atoms(used: int) -> int:
-    """Round ``used`` bytes of SMEM up to whole units of its alignment, as the launch asks for them."""
+    """Round ``used`` bytes of SMEM up to units of its alignment.
+
+    The launch asks for whole units.
+    """
     return -(-used // SMEM_ALIGN) * SMEM_ALIGN

@@ -23,7 +23,9 @@ def load_bulk(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Copy ``size`` bytes, a multiple of 16, to shared memory; the mbarrier counts them.
+    """Copy ``size`` bytes to shared memory, counted by the mbarrier.
+
+    ``size`` is a multiple of 16.
 
     once; they are not read again soon: L2 gives their room away first, rather than what others left there.
     """

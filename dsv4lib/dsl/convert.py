@@ -1,4 +1,6 @@
-"""fp32 to the codes of small formats in registers, as the epilogues that quantise need them.
+"""Convert fp32 in registers to the codes of small formats.
+
+Epilogues that quantise need them.
 
 Source: PTX ISA, "cvt" (pairs of e2m1, e4m3); OCP Microscaling Formats for E8M0.
 """
@@ -77,7 +79,9 @@ def to_e2m1x8(values: list, *, loc: Any = None, ip: Any = None) -> Int32:
 
 @cute.jit
 def to_ue8m0(amax: Float32, largest: cutlass.Constexpr, floor: cutlass.Constexpr = 1e-4):
-    """Return (byte of the smallest power of two that is not below max(amax, floor) / largest, its inverse); exact.
+    """Return a block's scale as a UE8M0 byte and its exact inverse.
+
+    The scale is the smallest power of two that is not below max(amax, floor) / largest.
 
     ``largest``: of the element format. The quotient is never formed: an exponent is the difference of two, and one
     more where the mantissa of amax is above that of ``largest``. Inf and NaN give 255, NaN, and NaN.

@@ -26,7 +26,10 @@ FOUR = 4  # slots of a 16-byte access
 
 
 def send(address: Any, values: Iterable, offset: int = 0) -> None:
-    """Store 2 or 4 values into neighbouring slots ``offset`` bytes after ``address``, 0.0 as -0.0."""
+    """Store 2 or 4 values into neighbouring slots, 0.0 as -0.0.
+
+    Slots start ``offset`` bytes after ``address``.
+    """
     _store(address, [nonzero(value) for value in values], offset)
 
 
@@ -44,7 +47,9 @@ def _store(address: Any, values: list, offset: int = 0) -> None:
 
 @cute.jit
 def receive(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, rFours: cute.Tensor):
-    """Load fours of slots, repeatedly until none of them is empty; all lanes of the warp call it.
+    """Load fours of slots until none of them is empty.
+
+    All lanes of the warp call it.
 
     Args:
         first: address of this lane's first four. stride: bytes from one four to the next.

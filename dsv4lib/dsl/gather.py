@@ -28,7 +28,10 @@ _OF_PAIR = f"cp.async.bulk.tensor.2d.shared::cluster.{_TX}.cta_group::2 {_OPERAN
 
 
 def row_atom(rows: cute.Tensor) -> cute.CopyAtom:
-    """Make a TMA atom of ``rows`` ([R, D], stride (ld, 1)) in boxes of one row x 128 bytes."""
+    """Make a TMA atom of ``rows`` in boxes of one row x 128 bytes.
+
+    ``rows`` is [R, D], stride (ld, 1).
+    """
     count, depth = rows.shape
     columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
     width = ROW_BYTES * 8 // rows.element_type.width
@@ -51,7 +54,9 @@ def gather4(
     loc: Any = None,
     ip: Any = None,
 ) -> None:
-    """Copy 128 bytes of each of four rows to SMEM; every active thread issues one copy.
+    """Copy 128 bytes of each of four rows to SMEM.
+
+    Every active thread issues one copy.
 
     Args:
         atom: from `row_atom`.

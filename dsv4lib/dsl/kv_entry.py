@@ -84,7 +84,9 @@ class LanePool(NamedTuple):
 
 
 def page_divisor(page_size: int) -> tuple[int, int]:
-    """Return (multiplier, shift) with i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
+    """Return (multiplier, shift) that divide by the page size.
+
+    i // page_size == (2 i * multiplier >> 32) >> shift for 0 <= i < 2^31.
 
     Source: Granlund and Montgomery, "Division by invariant integers using multiplication" (1994).
 
@@ -162,7 +164,9 @@ def fetch(lane: LanePool, index: Int32, raw: cute.Tensor, scales: cute.Tensor, c
 
 
 def smem_offset(row: Any, lane: Any) -> Any:
-    """Return the byte offset of a lane's first piece in a chunk; its second is 16 bytes away, by XOR.
+    """Return the byte offset of a lane's first piece in a chunk.
+
+    Its second is 16 bytes away, by XOR.
 
     Args:
         row: key of the lane's entry in its tile. lane: 0 .. 31.
@@ -222,7 +226,9 @@ def convert(
     chunk_bytes: cutlass.Constexpr,
     chunks: cutlass.Constexpr = WHOLE,
 ):
-    """Dequantise what `fetch` brought into 8 rows of a tile in the 128-byte swizzle; a row of -1 becomes zeros.
+    """Dequantise what `fetch` brought into 8 rows of a tile.
+
+    The tile has the 128-byte swizzle; a row of -1 becomes zeros.
 
     Args:
         index, raw, scales, chunks: as in `fetch`.

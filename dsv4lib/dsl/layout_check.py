@@ -18,7 +18,9 @@ from dsv4lib.errors import ArgumentError
 
 
 def independent(grid: LayoutGrid, step: int = 1) -> np.ndarray:
-    """``grid.offsets[::step, ::step]`` computed again, one element at a time, by the tensor-layouts library.
+    """Compute ``grid.offsets[::step, ::step]`` again by tensor-layouts.
+
+    One element at a time.
 
     Works in bits, so that a swizzle over bytes needs no case distinction by element width.
 
@@ -42,7 +44,10 @@ def _scaled(stride: Any, factor: int) -> Any:
 
 
 def mismatches(drawn: np.ndarray, grid: LayoutGrid) -> int:
-    """Elements of ``drawn`` that differ from `independent`; with the wrong shape, all of the larger rectangle."""
+    """Count elements of ``drawn`` that differ from `independent`.
+
+    With the wrong shape, all of the larger rectangle.
+    """
     expected = independent(grid)
     if drawn.shape != expected.shape:
         return int(np.prod(np.maximum(drawn.shape, expected.shape)))
@@ -84,7 +89,10 @@ def random_texts(seed: int, count: int) -> list[str]:
 
 
 def independent_tv(tv: ThreadValueMap) -> tuple[np.ndarray, np.ndarray]:
-    """``(tv.rows, tv.columns)`` computed again by tensor-layouts from the copy's thread-value layout and tiler."""
+    """Compute ``(tv.rows, tv.columns)`` again by tensor-layouts.
+
+    From the copy's thread-value layout and tiler.
+    """
     layout = tl.Layout(*tv.tv)
     tilers = [tl.Layout(*t) for t in tv.tiler]
     rests = [tl.complement(t, extent) for t, extent in zip(tilers, tv.tile, strict=True)]
@@ -102,7 +110,9 @@ def independent_tv(tv: ThreadValueMap) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bank_conflicts(grid: LayoutGrid, lanes: int = 8, chunk_bytes: int = 16) -> int:
-    """Count the passes the banks need when ``lanes`` threads read one chunk each from consecutive lines of the tile.
+    """Count the passes the banks need for one chunk of each of ``lanes`` threads.
+
+    They read from consecutive lines of the tile.
 
     A line is a row of a K-major tile and a column of an MN-major one: the direction in which a swizzle must help.
     Counted by tensor-layouts' own analysis (32 banks of 4 bytes; equal words are one broadcast).

@@ -57,7 +57,10 @@ def size_of(shape: Any) -> int:
 
 
 def parse_layout(name: str, text: Any) -> tuple[Any, Any, tuple[int, int, int] | None, int]:
-    """Return (shape, stride, swizzle, shift) of a layout's text; ArgumentError for anything that is not one."""
+    """Return (shape, stride, swizzle, shift) of a layout's text.
+
+    ArgumentError for anything that is not one.
+    """
     found = _LAYOUT.fullmatch(text) if isinstance(text, str) and len(text) <= 400 else None
     if found is None:
         raise ArgumentError(name, text, _HELP)

@@ -87,7 +87,9 @@ class LayoutGrid:
 
 @dataclass(frozen=True)
 class ThreadValueMap:
-    """Which tile element each register of each thread holds after a TMEM load (or holds before a TMEM store).
+    """Map registers of threads to the tile elements they hold.
+
+    After a TMEM load, or before a TMEM store.
 
     Attributes:
         rows, columns: int64 [threads, values], read-only: element coordinates in the accumulator tile.
@@ -136,7 +138,10 @@ def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 
 def check_integer(name: str, value: Any, low: int, high: int, multiple: int = 1) -> None:
-    """ArgumentError unless ``value`` is an integer in [low, high] and a multiple of ``multiple``."""
+    """Refuse a ``value`` that is no integer in [low, high].
+
+    ArgumentError also unless it is a multiple of ``multiple``.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high or value % multiple:
         step = f", a multiple of {multiple}" if multiple > 1 else ""
         raise ArgumentError(name, value, f"an integer from {low} to {high}{step}")
@@ -340,7 +345,9 @@ def _check_accumulator(m: int, n: int, cta_group: int, instruction_n: int | None
 
 @lru_cache(maxsize=256, typed=True)
 def tmem_accumulator(m: int, n: int, cta_group: int = 1, instruction_n: int | None = None) -> LayoutGrid:
-    """TMEM address ``lane << 16 | column`` of every element of an fp32 accumulator, as one CTA sees it.
+    """Compute the TMEM address of every element of an fp32 accumulator.
+
+    ``lane << 16 | column``, as one CTA sees it.
 
     Args:
         m: rows of the MMA: 64 or 128; for a CTA pair 128 or 256 (the grid then has the m / 2 rows of one CTA).
@@ -427,7 +434,9 @@ def t2r_map(
 
 @lru_cache(maxsize=64, typed=True)
 def tma_tiles(rows: int, k: int, tile_m: int, tile_k: int, dtype: str = "bf16") -> TmaTiles:
-    """Return the boxes a loop over (row tile, k tile) loads from a row-major [rows, k] tensor, ragged edges included.
+    """Return the boxes that a loop over (row tile, k tile) loads.
+
+    From a row-major [rows, k] tensor, ragged edges included.
 
     Args:
         rows, k: extents of the tensor; a row must be a multiple of 16 bytes (a TMA rule).
@@ -535,7 +544,10 @@ def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> La
 
 
 def evaluate_all(texts: Sequence[str], element_bits: int = 8, byte_swizzle: bool = False) -> list[LayoutGrid]:
-    """`evaluate` for many layouts in one trace, which is several times faster than one trace each."""
+    """Evaluate many layouts in one trace, as `evaluate` does one.
+
+    Several times faster than one trace each.
+    """
     parsed = tuple(parse_layout("text", text) for text in texts)
     check_choice("element_bits", element_bits, (4, 8, 16, 32, 64))
     return list(_free(parsed, element_bits, 8 if byte_swizzle else element_bits))

@@ -27,7 +27,9 @@ def cluster_layout(ctas: int) -> cute.Layout:
 def tma_to_umma(
     stages: int, stage_bytes: int, barriers: cute.Pointer, producers: int = 1, ctas: int = 1, readers: int = 0
 ) -> pipeline.PipelineTmaUmma:
-    """Full when ``stage_bytes`` have landed in each CTA, empty when the MMAs issued before the release are done.
+    """Make a pipeline from TMA to MMAs.
+
+    Full when ``stage_bytes`` have landed in each CTA, empty when the MMAs issued before the release are done.
 
     Full also asks for an arrival of each of ``producers`` warps; one that stores by itself goes by `wait_empty` and
     arrives at the full barrier when its stores are visible.
@@ -52,8 +54,11 @@ def tma_to_umma(
 def umma_to_warps(
     stages: int, warps: int, barriers: cute.Pointer, ctas: int = 1, arrivals: int = 1
 ) -> pipeline.PipelineUmmaAsync:
-    """Full when MMAs are done and the MMA warp has arrived ``arrivals`` - 1 times in each CTA, empty after one arrival
-    of each of ``warps`` of each CTA."""
+    """Make a pipeline from MMAs to warps.
+
+    Full when MMAs are done and the MMA warp has arrived ``arrivals`` - 1 times in each CTA, empty after one arrival of
+    each of ``warps`` of each CTA.
+    """
     return pipeline.PipelineUmmaAsync.create(
         num_stages=stages,
         producer_group=_group(arrivals),
@@ -65,7 +70,10 @@ def umma_to_warps(
 
 
 def warps_to_umma(stages: int, warps: int, barriers: cute.Pointer, ctas: int = 1) -> pipeline.PipelineAsyncUmma:
-    """Full after one arrival of each of ``warps`` of each CTA, empty when the MMAs that read the stage are done."""
+    """Make a pipeline from warps to MMAs.
+
+    Full after one arrival of each of ``warps`` of each CTA, empty when the MMAs that read the stage are done.
+    """
     return pipeline.PipelineAsyncUmma.create(
         num_stages=stages,
         producer_group=_group(warps * ctas),
@@ -77,7 +85,10 @@ def warps_to_umma(stages: int, warps: int, barriers: cute.Pointer, ctas: int = 1
 
 
 def warps_to_warps(stages: int, producers: int, consumers: int, barriers: cute.Pointer) -> pipeline.PipelineAsync:
-    """Full after one arrival of each of ``producers`` warps, empty after one of each of ``consumers``, of one CTA."""
+    """Make a pipeline between warps of one CTA.
+
+    Full after one arrival of each of ``producers`` warps, empty after one of each of ``consumers``.
+    """
     return pipeline.PipelineAsync.create(
         num_stages=stages,
         producer_group=_group(producers),
@@ -94,5 +105,8 @@ def wait_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
 
 
 def arrive_empty(ring: pipeline.PipelineTmaUmma, state: pipeline.PipelineState) -> None:
-    """Arrive at the empty barrier of a stage, for a warp that has read it; one thread calls it."""
+    """Arrive at the empty barrier of a stage, for a warp that has read it.
+
+    One thread calls it.
+    """
     cute.arch.mbarrier_arrive(ring.sync_object_empty.get_barrier(state.index))

@@ -18,7 +18,10 @@ LAST = LANES - 1
 
 
 class Request(NamedTuple):
-    """First row and rows of a request, position of the first row, row of its state or ring."""
+    """Hold a request's first row, rows, first position and place.
+
+    The place is the row of its state or ring.
+    """
 
     row: Int32
     count: Int32
@@ -38,7 +41,9 @@ def fetch_request(requests: cute.Tensor, number: Int32):
 
 @cute.jit
 def find_request(requests: cute.Tensor, number: Int32, rate: cutlass.Constexpr, spare: cutlass.Constexpr):
-    """Find the last request with rows whose first number is not above ``number``; all lanes of a warp call it.
+    """Find the last request with rows whose first is not above ``number``.
+
+    All lanes of a warp call it.
 
     The first number of request b is (its first row) / rate + spare b. A lane looks at one request of 32, all at once.
 

@@ -1,4 +1,4 @@
-"""Rotary embedding in registers, forward and inverse, for kernels that have a head's last 64 dims in fp32.
+"""Rotate a head's last 64 dims (RoPE) in fp32 registers, forward and inverse.
 
 Interleaved pairs (2 i, 2 i + 1) of the last 64 dimensions of a head, 32 frequencies, no amplitude factor. The caller
 brings cos and sin of the query's position, computed in fp32. Source: DSV4 inference code; `dsv4lib.reference.rope`.
@@ -19,7 +19,10 @@ PIECES = ROPE // (2 * QUAD)
 
 
 class Tables(NamedTuple):
-    """Cosines and sines fp32 [T, 32] of the tokens' positions; of registers [1, pairs]."""
+    """Hold cosines and sines fp32 [T, 32] of the tokens' positions.
+
+    Of registers [1, pairs].
+    """
 
     cos: cute.Tensor
     sin: cute.Tensor
@@ -44,7 +47,9 @@ def rotate_back(rO: cute.Tensor, rope: Tables, token: Int32, first: Int32):
 
 @dsl_user_op
 def rotate(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: Any = None) -> list:
-    """Rotate pairs (x[2 i], x[2 i + 1]) by their angles, or back; bits of `dsv4lib.reference.rope` in fp32.
+    """Rotate pairs (x[2 i], x[2 i + 1]) by their angles, or back.
+
+    Bits of `dsv4lib.reference.rope` in fp32.
 
     Each product and each sum is rounded by itself: no compiler may contract them, and the emulator agrees with a GPU.
     """

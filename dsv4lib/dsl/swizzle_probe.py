@@ -44,7 +44,9 @@ class _StoreOnce:
 
 @lru_cache(maxsize=16)
 def store_instructions(dtype: str = "bf16", swizzle: str = "128B") -> tuple[str, ...]:
-    """Return the PTX instructions of one swizzled store, from the thread's index to ``st.shared``.
+    """Return the PTX instructions of one swizzled store.
+
+    From the thread's index to ``st.shared``.
 
     Args:
         dtype: "bf16" or "fp16".
@@ -61,7 +63,9 @@ def store_instructions(dtype: str = "bf16", swizzle: str = "128B") -> tuple[str,
 
 
 def swizzle_of(instructions: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return (bits, base, shift) over byte addresses, read from the shift and the mask of ``shr``, ``and``, ``xor``.
+    """Return (bits, base, shift) over byte addresses.
+
+    Read from the shift and the mask of ``shr``, ``and``, ``xor``.
 
     Raises:
         ArgumentError: the instructions hold no such sequence.
@@ -76,7 +80,9 @@ def swizzle_of(instructions: tuple[str, ...]) -> tuple[int, int, int]:
 
 
 def store_addresses(grid: LayoutGrid, swizzle: str) -> np.ndarray:
-    """Byte address of every element of ``grid`` as the compiled store computes it from the linear address.
+    """Compute every element's byte address as the compiled store does.
+
+    From the linear address, of all elements of ``grid``.
 
     Args:
         grid: a shared-memory tile, as `layouts.smem_operand` returns it.

@@ -45,7 +45,10 @@ class Fakes:
 
 
 class Divisor(NamedTuple):
-    """What a kernel needs to divide a 31-bit count by a number; see `kv_entry.page_divisor`."""
+    """Hold what a kernel needs to divide a 31-bit count by a number.
+
+    See `kv_entry.page_divisor`.
+    """
 
     number: cutlass.Int32
     multiplier: cutlass.Uint32
@@ -126,7 +129,10 @@ _NUMBERS = {
 
 
 def leaves(arguments: Any) -> Iterator[Any]:
-    """The values in the arguments of a launch, in the order in which host code takes them; None is no value."""
+    """List the values in the arguments of a launch, in host code's order.
+
+    None is no value.
+    """
     for one in arguments:
         if isinstance(one, (tuple, list)):
             yield from leaves(one)

@@ -43,14 +43,20 @@ def _thread_copy(operation: Any, address: cute.Pointer, column: Int32, tidx: Int
 
 
 def load(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """Load 32 columns of this thread's lane to registers; valid after `cute.arch.fence_view_async_tmem_load`."""
+    """Load 32 columns of this thread's lane to registers.
+
+    Valid after `cute.arch.fence_view_async_tmem_load`.
+    """
     tiled, tensor, thread, coordinates = _thread_copy(tcgen05.Ld32x32bOp, address, column, tidx)
     own = cute.make_tensor(registers.iterator, thread.partition_D(coordinates).shape)
     cute.copy(tiled, thread.partition_S(tensor), own)
 
 
 def store(address: cute.Pointer, column: Int32, tidx: Int32, registers: cute.Tensor) -> None:
-    """Store registers to 32 columns of this thread's lane; there after `cute.arch.fence_view_async_tmem_store`."""
+    """Store registers to 32 columns of this thread's lane.
+
+    There after `cute.arch.fence_view_async_tmem_store`.
+    """
     tiled, tensor, thread, coordinates = _thread_copy(tcgen05.St32x32bOp, address, column, tidx)
     own = cute.make_tensor(registers.iterator, thread.partition_S(coordinates).shape)
     cute.copy(tiled, own, thread.partition_D(tensor))

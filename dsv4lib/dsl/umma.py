@@ -35,7 +35,9 @@ def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False)
 
 
 def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 128) -> int:
-    """Return the 64-bit descriptor of an operand in SMEM, swizzled in rows of ``row_bytes`` (64, 128); no address.
+    """Return the 64-bit descriptor of an operand in SMEM, without address.
+
+    Swizzled in rows of ``row_bytes`` (64, 128).
 
     `at` adds the address. K-major: rows of so many bytes in groups of 8; ``stride_bytes`` from group to group,
     ``leading_bytes`` unused.
@@ -62,7 +64,10 @@ def of_n(descriptor: int, n: cutlass.Int32) -> cutlass.Int32:
 
 
 def scales_descriptor() -> int:
-    """Return the matrix descriptor, without its address, of a block of scales for `copy_scales`: rows of 16 bytes."""
+    """Return the descriptor of a block of scales for `copy_scales`.
+
+    Without its address; rows of 16 bytes.
+    """
     return (128 >> 4) << 32 | 1 << 46
 
 
@@ -73,7 +78,10 @@ def at(descriptor: int, address: cutlass.Int32) -> cutlass.Int64:
 
 
 def advanced(descriptor: cutlass.Int64, offset: int) -> cutlass.Int64:
-    """Advance ``descriptor`` by ``offset`` bytes (a multiple of 16); its start address stays below 256 KiB."""
+    """Advance ``descriptor`` by ``offset`` bytes.
+
+    A multiple of 16; its start address stays below 256 KiB.
+    """
     return descriptor + (offset >> 4)
 
 
@@ -157,7 +165,9 @@ def scaled_mma(
 def copy_scales(
     column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Copy a block of scales from SMEM to 4 columns of TMEM, the same in all four lane groups; in order with MMAs.
+    """Copy a block of scales from SMEM to 4 columns of TMEM.
+
+    The same in all four lane groups; in order with MMAs.
 
     Args:
         column: TMEM address.
@@ -170,7 +180,9 @@ def copy_scales(
 
 @dsl_user_op
 def copy_rows(column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy 32 bytes of each of 128 rows from SMEM to 8 columns of TMEM, row i to lane i; one thread issues it.
+    """Copy 32 bytes of each of 128 rows from SMEM to 8 columns of TMEM.
+
+    Row i to lane i; one thread issues it.
 
     Later MMAs of the thread see them; what MMAs before it read or write there must be known to be done.
 
@@ -185,11 +197,11 @@ def copy_rows(column: cutlass.Int32, source: cutlass.Int64, ctas: int = 1, *, lo
 
 @dsl_user_op
 def fence_before_thread_sync(*, loc: Any = None, ip: Any = None) -> None:
-    """Order this thread's earlier tcgen05 operations before the synchronisation that follows."""
+    """Order this thread's earlier tcgen05 operations before the next sync."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fence_after_thread_sync(*, loc: Any = None, ip: Any = None) -> None:
-    """Order this thread's later tcgen05 operations after the synchronisation that came before."""
+    """Order this thread's later tcgen05 operations after the last sync."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)

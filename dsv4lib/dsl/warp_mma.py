@@ -37,7 +37,10 @@ def mma(a: list, b: list, rC: cute.Tensor, dtype: str = "bf16") -> None:
 
 @dsl_user_op
 def ldmatrix(address: Int32, transpose: bool = False, *, loc: Any = None, ip: Any = None) -> list:
-    """Load four 8 x 8 matrices of 16 bits from shared memory; lanes 8 k and up have the row addresses of matrix k."""
+    """Load four 8 x 8 matrices of 16 bits from shared memory.
+
+    Lanes 8 k and up have the row addresses of matrix k.
+    """
     kind = "ldmatrix.sync.aligned.m8n8.x4" + ".trans" * transpose
     text = kind + ".shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return list(cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=[address], loc=loc, ip=ip))
@@ -45,6 +48,9 @@ def ldmatrix(address: Int32, transpose: bool = False, *, loc: Any = None, ip: An
 
 @dsl_user_op
 def stmatrix(address: Int32, words: list, *, loc: Any = None, ip: Any = None) -> None:
-    """Store four 8 x 8 matrices of 16 bits transposed into shared memory; row addresses as in `ldmatrix`."""
+    """Store four 8 x 8 matrices of 16 bits transposed into shared memory.
+
+    Row addresses as in `ldmatrix`.
+    """
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
     cute.arch.inline_ptx(text, read_only_args=[address, *words], loc=loc, ip=ip)

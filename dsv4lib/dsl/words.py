@@ -1,4 +1,7 @@
-"""Bytes of a tensor as 32-bit words, for kernels that load and store several codes at once."""
+"""View bytes of a tensor as 32-bit words.
+
+Kernels load and store several codes at once.
+"""
 
 from __future__ import annotations
 

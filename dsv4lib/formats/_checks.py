@@ -1,4 +1,7 @@
-"""Argument checks shared by the codecs, so that each refusal reads the same and names the argument."""
+"""Check arguments of the codecs.
+
+Shared, so that each refusal reads the same and names the argument.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""E4M3, the 8-bit float of weights, activations, KV entries and of the block scales of NVFP4.
+"""Encode and decode E4M3, an 8-bit float.
+
+It holds weights, activations, KV entries and the block scales of NVFP4.
 
 Source: OCP 8-bit Floating Point Specification 1.0, the variant torch calls ``float8_e4m3fn``: largest value 448,
 no Inf, NaN = 0x7F (and 0xFF on input), subnormals down to 2^-9.

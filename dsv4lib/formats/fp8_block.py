@@ -96,7 +96,9 @@ def quantize(x: torch.Tensor, tile: tuple[int, int] = WEIGHT_TILE, scale_format:
 
 
 def quantize_activation(x: torch.Tensor, group: int = ACTIVATION_GROUP) -> FP8Tensor:
-    """Quantise [..., K] with one E8M0 scale per ``group`` elements of the last dimension.
+    """Quantise [..., K] with one E8M0 scale per ``group`` elements.
+
+    Groups lie along the last dimension.
 
     Args:
         x: bf16, fp16, fp32 or fp64, at least 1-D. A last group that is cut short by K has a scale of its own.
@@ -113,7 +115,9 @@ def quantize_activation(x: torch.Tensor, group: int = ACTIVATION_GROUP) -> FP8Te
 
 
 def dequantize(q: FP8Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Multiply code values by scales, in fp32 (fp64 for fp64), rounded once to ``dtype``.
+    """Multiply code values by scales, rounded once to ``dtype``.
+
+    The product is fp32 (fp64 for fp64).
 
     With E8M0 scales the product is exact in bf16 too, unless it leaves bf16's exponent range (amax above 2^127).
 

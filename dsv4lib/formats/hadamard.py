@@ -1,4 +1,6 @@
-"""The orthonormal Hadamard rotation that DSV4 applies to indexer queries and keys before FP4.
+"""Rotate indexer queries and keys by the orthonormal Hadamard matrix.
+
+DSV4 does so before FP4.
 
 H is the Sylvester matrix in natural order, H_2n = [[H_n, H_n], [H_n, -H_n]], times n^-0.5 (128^-0.5 for the indexer).
 It is symmetric and its own inverse, so q.k is unchanged when both sides are rotated: leaving it out on *both* sides
@@ -24,7 +26,9 @@ def matrix(n: int = 128, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def transform(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the last dimension, x @ matrix(n), by log2(n) butterfly steps (strides 1, 2, 4, ...), then n^-0.5.
+    """Rotate the last dimension, x @ matrix(n), by log2(n) butterfly steps.
+
+    Strides are 1, 2, 4, ...; the factor n^-0.5 comes last.
 
     Sums are formed in fp32 (fp64 for fp64) and rounded once to the dtype of ``x``. Differentiable.
 

@@ -25,7 +25,10 @@ FP4_LAYOUT = PageLayout(data_bytes=DIM // 2, scale_bytes=DIM // mxfp4.BLOCK)
 
 
 def encode_fp8(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode keys [..., 128] as data uint8 [..., 128] (E4M3) and scale bytes uint8 [..., 4] (one fp32)."""
+    """Encode indexer keys as FP8.
+
+    Keys [..., 128] become data uint8 [..., 128] (E4M3) and scale bytes uint8 [..., 4] (one fp32).
+    """
     _checks.last_dim("keys", _checks.working_copy("keys", keys), equal_to=DIM)
     q = fp8_block.quantize_activation(keys, DIM)
     return q.codes, ue8m0.decode(q.scales, torch.float32).view(torch.uint8)
@@ -41,7 +44,10 @@ def decode_fp8(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = to
 
 
 def encode_fp4(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode keys [..., 128] as data uint8 [..., 64] (E2M1 pairs) and scales uint8 [..., 4] (E8M0)."""
+    """Encode indexer keys as FP4.
+
+    Keys [..., 128] become data uint8 [..., 64] (E2M1 pairs) and scales uint8 [..., 4] (E8M0).
+    """
     _checks.last_dim("keys", _checks.working_copy("keys", keys), equal_to=DIM)
     q = mxfp4.quantize(keys)
     return q.packed, q.scales
@@ -56,7 +62,9 @@ _VARIANTS = {"fp8": (FP8_LAYOUT, encode_fp8, decode_fp8), "fp4": (FP4_LAYOUT, en
 
 
 def append(pages: torch.Tensor, page_size: int, indices: torch.Tensor, keys: torch.Tensor, variant: str) -> None:
-    """Quantise keys [T, 128] and store key i at ``indices[i]`` = page * page_size + slot; -1 drops it.
+    """Quantise keys [T, 128] and store them in pages.
+
+    Key i goes to ``indices[i]`` = page * page_size + slot; -1 drops it.
 
     Args:
         pages: uint8 [P, page bytes of the variant's layout], changed in place.

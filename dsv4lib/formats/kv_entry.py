@@ -60,7 +60,9 @@ def decode(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.
 
 
 def append(pages: torch.Tensor, page_size: int, indices: torch.Tensor, kv: torch.Tensor) -> None:
-    """Quantise kv [T, 512] and store entry i at ``indices[i]`` = page * page_size + slot; -1 drops it.
+    """Quantise kv [T, 512] and store the entries in pages.
+
+    Entry i goes to ``indices[i]`` = page * page_size + slot; -1 drops it.
 
     ``pages`` (uint8 [P, LAYOUT.page_bytes(page_size)]) is changed in place; an index must not come twice.
     """

@@ -69,7 +69,9 @@ def fake_quantize(x: torch.Tensor) -> torch.Tensor:
 
 
 def to_fp8_tiles(q: MXFP4Tensor) -> tuple[FP8Tensor, torch.Tensor]:
-    """Convert an MXFP4 weight to FP8 with one E8M0 scale per 128x128 tile, as the released converter does.
+    """Convert an MXFP4 weight to FP8, as the released converter does.
+
+    One E8M0 scale serves a 128x128 tile.
 
     Tile scale = largest block scale of the tile / 2^6, so the largest element becomes at most 6 * 2^6 = 384 <= 448.
     A block whose scale is 2^-d of the largest maps its values v to v * 2^(6-d). The smallest, 0.5, stays on E4M3's

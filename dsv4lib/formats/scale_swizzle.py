@@ -28,7 +28,10 @@ def swizzled_bytes(rows: int, cols: int) -> int:
 
 
 def byte_offset(row: int, col: int, cols: int) -> int:
-    """Return the offset of scale [row, col] in the image of a matrix with ``cols`` columns."""
+    """Return the offset of scale [row, col] in the image of a matrix.
+
+    The matrix has ``cols`` columns.
+    """
     return offset_of(row, col, -(-cols // COLS))
 
 

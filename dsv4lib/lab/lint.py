@@ -25,6 +25,8 @@ from dsv4lib.lab.stage import SETS, Gate, Stage, StageError, discover, workspace
 
 LOOSEST = 4.0  # a bound may be this many times looser than the value last seen
 CELL_LINES = 25
+PROSE_WORDS = 120  # of a markdown cell
+NOT_PROSE = re.compile(r"^ *```.*?^ *```|^ *\|.*?$|<details>.*?</details>", re.MULTILINE | re.DOTALL)
 KNOWN_NAMES = set(dir(builtins)) | {"display", "get_ipython", "__name__"}
 ABSOLUTE = re.compile(r"(?<![\w.:/~])(?:/(?:home|root|Users|tmp|work|mnt|opt|usr|var|data|workspace)/|[A-Za-z]:\\\\)")
 
@@ -172,12 +174,23 @@ def _form(stage: Stage, notebook: Any) -> Iterator[tuple[str, str]]:
         lines = len(cell.source.splitlines())
         if cell.cell_type == "code" and lines > CELL_LINES:
             yield "length", f"cell {number} has {lines} lines; at most {CELL_LINES}"
+        if cell.cell_type == "markdown" and (count := prose_words(cell.source)) > PROSE_WORDS:
+            yield "words", f"cell {number} ({cell.get('id', 'no id')}) has {count} words; at most {PROSE_WORDS}"
     if not notebook.cells or notebook.cells[0].cell_type != "markdown":
         yield "prose", "the notebook does not start with prose"
     if not any("lab.card(" in cell.source for cell in code):
         yield "card", "no cell calls lab.card: a reader cannot see where the numbers come from"
     if not code or not _calls_verdict(code[-1].source, stage.name) or notebook.cells[-1] is not code[-1]:
         yield "verdict", f'the last cell does not call lab.verdict("{stage.name}", ...)'
+
+
+def prose_words(source: str) -> int:
+    """Count the words of a markdown cell's running text.
+
+    A word holds a letter or a digit and stands between blanks. Fenced code, rows of tables and folded solutions
+    (``<details>``) are left out: they are looked up or opened, not read in passing. Indented code counts.
+    """
+    return sum(bool(re.search(r"\w", word)) for word in NOT_PROSE.sub(" ", source).split())
 
 
 def _calls_verdict(source: str, name: str) -> bool:

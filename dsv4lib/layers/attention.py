@@ -47,14 +47,19 @@ class Pool(NamedTuple):
 
 
 class State(NamedTuple):
-    """Open windows of a compressor, a row of `Ring` or `Running` a request; part of its group."""
+    """Hold open windows of a compressor, a row of `Ring` or `Running` a request.
+
+    Part of its group.
+    """
 
     kept: Ring | Running
     part: int = 0
 
 
 class Caches(NamedTuple):
-    """What a layer keeps of all requests; the fields that a kind does not have are None.
+    """Hold what a layer keeps of all requests.
+
+    The fields that a kind does not have are None.
 
     Attributes:
         window: 584-byte rows of tokens. entries: 584-byte entries. keys: indexer keys.
@@ -80,7 +85,9 @@ class Caches(NamedTuple):
 def new_caches(
     config: ModelConfig, kind: LayerKind, layout: Layout, keys: str = "fp4", device: str | torch.device = "cpu"
 ) -> Caches:
-    """Allocate a layer's caches at places of their own; nothing in them needs to be cleared between requests.
+    """Allocate a layer's caches at places of their own.
+
+    Nothing in them needs to be cleared between requests.
 
     Tokens are not taken back here: a compressor's ring has the rows that its next entry reads and no more.
     """
@@ -157,7 +164,10 @@ class Attention(torch.nn.Module):
         return self.exact is not None or self.recipe is None
 
     def forward(self, x: Activations, step: Step, caches: Caches) -> Tensor:
-        """x [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on."""
+        """Attend to window and entries, and store what the tokens add.
+
+        x [T, d], normed -> bf16 [T, d]; window, entries and states of ``caches`` move on.
+        """
         c, angles, common = self.config, step.angles[self.kind], {"backend": self.backend}
         pool, own = caches.window, step.windows[caches.group][caches.window.part]
         qr, kv = self.inputs(x.bf16 if x.fp8 is None else x.fp8)

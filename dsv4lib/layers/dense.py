@@ -1,4 +1,6 @@
-"""Dense layers without bias over bf16 or FP8 weights; layers of one input are joined to one GEMM.
+"""Multiply by bf16 or FP8 weights, without bias.
+
+Layers of one input are concatenated to one GEMM.
 
 | weight                         | mode    | activation                                            |
 |--------------------------------|---------|-------------------------------------------------------|
@@ -80,7 +82,10 @@ class Dense(torch.nn.Module):
         self.register_buffer("codes", codes.contiguous())
 
     def forward(self, x: Tensor | Operand) -> list[Tensor]:
-        """x bf16 [T, K], or quantised for `mode` -> an output [T, N] for each weight, columns of one matrix."""
+        """Multiply by the weights of all layers.
+
+        x bf16 [T, K], or quantised for `mode` -> an output [T, N] for each weight, columns of one matrix.
+        """
         y = linear(
             activations(x, self.mode, self.backend),
             Operand(self.codes, self.scales),
@@ -113,7 +118,10 @@ class GroupedDense(torch.nn.Module):
         self.register_buffer("codes", codes.unflatten(0, (groups, -1)).contiguous())
 
     def forward(self, o: Operand) -> Tensor:
-        """o [T, H, D], bf16 or FP8 codes with an image of scales a group -> bf16 [T, G * R]."""
+        """Multiply each group of heads by its weight.
+
+        o [T, H, D], bf16 or FP8 codes with an image of scales a group -> bf16 [T, G * R].
+        """
         return output_proj(o, Operand(self.codes, self.scales), mode=self.mode, backend=self.backend)
 
 
@@ -127,7 +135,10 @@ def normed(x: Tensor, weight: Tensor, eps: float, layer: Dense) -> Tensor | Oper
 
 
 def activations(x: Tensor | Operand, mode: str, backend: str) -> Operand:
-    """Quantise bf16 [T, K] as a GEMM of this mode reads it; what is an operand already passes."""
+    """Quantise bf16 [T, K] as a GEMM of this mode reads it.
+
+    What is an operand already passes.
+    """
     if isinstance(x, Operand):
         return x
     if mode == "bf16":

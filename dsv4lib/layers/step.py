@@ -114,7 +114,10 @@ def rows_of(table: Tensor, ids: Tensor, numbers: Tensor, each: int) -> Tensor:
 
 
 def window_rows(table: Tensor, ids: Tensor, positions: Tensor, window: int, each: int) -> Tensor:
-    """List the window rows that tokens at ``positions`` [T] read, oldest first, int32 [T, window], -1 past the end."""
+    """List the window rows that tokens read, oldest first.
+
+    Tokens are at ``positions`` [T]; int32 [T, window], -1 past the end.
+    """
     first = (positions - window + 1).clamp_min(0)
     numbers = first[:, None] + torch.arange(window, device=positions.device, dtype=positions.dtype)
     return rows_of(table, ids, torch.where(numbers <= positions[:, None], numbers, -1), each)

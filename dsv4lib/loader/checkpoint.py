@@ -64,7 +64,10 @@ class Checkpoint:
         return self._entries[name]
 
     def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Read a tensor, only if its dtype is one of ``dtypes`` and its shape is ``shape``."""
+        """Read a tensor, if it has an expected dtype and shape.
+
+        The dtype is one of ``dtypes``, the shape ``shape``.
+        """
         entry = self.entry(name)
         if entry.dtype not in dtypes:
             raise CheckpointError(f"{name}.dtype", entry.dtype, "one of " + ", ".join(map(str, dtypes)))

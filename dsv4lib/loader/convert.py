@@ -192,7 +192,9 @@ def _named(name: str, stored: Stored, input_scale: torch.Tensor | None = None) -
 
 
 def save(values: dict[str, torch.Tensor], config: ModelConfig, folder: Path | str, form: str) -> None:
-    """Write weights (a model's state dict) as a checkpoint in format ``form``, quantising by the released recipes.
+    """Write weights as a checkpoint in format ``form``.
+
+    They are a model's state dict, quantised by the released recipes.
 
     Args:
         values: by name, exactly those of `names.weights`.

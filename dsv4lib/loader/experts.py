@@ -1,4 +1,6 @@
-"""Read the experts of a checkpoint, routed and shared, each in the format that it is stored in.
+"""Read the experts of a checkpoint, routed and shared.
+
+Each in the format that it is stored in.
 
 Tensors of ``{prefix}.ffn.experts.{e}.{w1,w3,w2}`` and ``{prefix}.ffn.shared_experts.{w1,w3,w2}`` (w1 gate, w3 up, w2
 down):

@@ -1,4 +1,6 @@
-"""Convert weights and compute buffer sizes for DeepGEMM's fused MoE kernel ("mega MoE"), under its names.
+"""Convert weights and size buffers for DeepGEMM's fused MoE kernel.
+
+The kernel is "mega MoE"; names are its own.
 
     w13 [E, 2I, H/2], w2 [E, H, I/2]    packed E2M1; gate rows first, then up rows
     s13, s2                              E4M3 per 16 (NVFP4), row-major
@@ -90,7 +92,10 @@ def _whole_blocks(packed: torch.Tensor) -> None:
 
 
 def mn_major(packed: torch.Tensor) -> torch.Tensor:
-    """The same int32 [..., N, C] with N contiguous and columns a multiple of 16 bytes apart, as a TMA box wants it."""
+    """Copy int32 [..., N, C] with N contiguous, as a TMA box wants it.
+
+    Columns are a multiple of 16 bytes apart.
+    """
     *lead, rows, cols = packed.shape
     step = TMA_BYTES // packed.element_size()
     stored = packed.new_zeros(*lead, cols, -(-rows // step) * step)
@@ -224,7 +229,9 @@ def get_symm_buffer_size_for_mega_moe(
     ring_tokens: int | None = None,
     block_m: tuple[int, ...] = BLOCK_M,
 ) -> dict[str, int]:
-    """Count the bytes of every data buffer of a rank, in the order of the symmetric buffer.
+    """Count the bytes of every data buffer of a rank.
+
+    In the order of the symmetric buffer.
 
     The signals in front of them (counters, masks, source indices) are the kernel's own and differ between versions.
 

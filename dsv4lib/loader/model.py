@@ -74,13 +74,19 @@ def transformer(
 
 
 def model_bytes(listed: Listed, capacity: int, mtp: bool = False) -> int:
-    """Count the bytes of the model that `transformer` makes in its default modes, from headers alone."""
+    """Count the bytes of the model that `transformer` makes in default modes.
+
+    From headers alone.
+    """
     tables = 2 * 4 * len(LayerKind) * capacity * (listed.config.rope_dim // 2)
     return tables + sum(_operand_bytes(w, listed.form) for w in _weights(listed.config, mtp))
 
 
 def reading_bytes(listed: Listed, mtp: bool = False) -> int:
-    """Count the bytes of the largest layer as it is stored, which are in memory beside the model while it is read."""
+    """Count the bytes of the largest layer as it is stored.
+
+    They are in memory beside the model while it is read.
+    """
     layers: dict[str, int] = {}
     for weight in _weights(listed.config, mtp):
         stored = sum(listed.checkpoint.entry(name).nbytes for name in listed.parts(weight))

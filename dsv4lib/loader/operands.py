@@ -1,4 +1,6 @@
-"""Convert experts to operands of the grouped GEMM, in any precision mode, and back.
+"""Convert experts to operands of the grouped GEMM, and back.
+
+In any precision mode.
 
     codes    [E, N, K/2] uint8 (two E2M1, low nibble = even k), [E, N, K] E4M3, or [E, N, K] bf16
     scales   [E, bytes] uint8: one 128x4 swizzled image an expert (`formats.scale_swizzle`); none for bf16
@@ -111,7 +113,9 @@ def _check(experts: Experts) -> None:
 
 
 def mode_weights(weights: GemmWeights, plane_cols: int) -> list[list[ModeWeight]]:
-    """Recover from operands, per expert, [gate, up] or [down] in its mode, ``alpha`` as in the operand.
+    """Recover [gate, up] or [down] of each expert from operands.
+
+    In its mode, ``alpha`` as in the operand.
 
     Args:
         weights: from `gemm_weights`.

@@ -232,7 +232,10 @@ def declared_format(found: dict[str, Any]) -> str | None:
 
 
 def write_config(config: ModelConfig, form: str) -> dict[str, Any]:
-    """Make config.json for a model in checkpoint format ``form``, under the released names."""
+    """Make config.json for a model in checkpoint format ``form``.
+
+    Under the released names.
+    """
     if form not in FORMATS:
         raise CheckpointError("form", form, "one of " + ", ".join(FORMATS))
     found: dict[str, Any] = dict(FIXED)

@@ -158,7 +158,9 @@ def dequantize(stored: Stored, dtype: torch.dtype = torch.float32) -> torch.Tens
 
 
 def load_into(module: nn.Module, listed: Listed, progress: Progress | None = None) -> None:
-    """Copy every weight into the parameter or buffer of its name, in the module's dtype and device.
+    """Copy every weight into the parameter or buffer of its name.
+
+    In the module's dtype and device.
 
     Args:
         module: has exactly the checkpoint's names, as `reference.model.ReferenceModel` does.

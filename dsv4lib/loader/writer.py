@@ -43,7 +43,10 @@ def plan(listing: Mapping[str, Spec], shard_bytes: int) -> list[dict[str, Spec]]
 
 
 def header(shard: Mapping[str, Spec]) -> bytes:
-    """Make the length and JSON header of one file, padded with spaces to a multiple of 8 bytes."""
+    """Make the length and JSON header of one file.
+
+    Padded with spaces to a multiple of 8 bytes.
+    """
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, spec in shard.items():

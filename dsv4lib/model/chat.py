@@ -84,7 +84,9 @@ class Wording:
 
     @classmethod
     def read(cls, file: Path | str) -> Wording:
-        """Take the texts out of a released encoding file (``encoding/encoding_dsv4.py``); nothing in it is run.
+        """Read the texts of a released encoding file without running it.
+
+        The file is ``encoding/encoding_dsv4.py``.
 
         Read are assignments of literals at its top level: TOOLS_TEMPLATE, ``response_format_template``, and
         REASONING_EFFORT_PROMPTS or, in the first release, which has ``max`` alone, REASONING_EFFORT_MAX.

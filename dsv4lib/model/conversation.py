@@ -44,7 +44,9 @@ class NoChatEncoding(DSV4Error):
 
 
 def wording_of(folder: Path | str, tokenizer: Tokenizer) -> Wording:
-    """Read the texts of a checkpoint's chat encoding; this lab's own where it has marks and no file of texts.
+    """Read the texts of a checkpoint's chat encoding.
+
+    This lab's own where it has marks and no file of texts.
 
     Raises:
         NoChatEncoding: a mark is no token. ArgumentError: a file of texts that cannot be read.

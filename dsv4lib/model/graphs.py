@@ -32,7 +32,10 @@ class Captured(NamedTuple):
 
 
 def capture(run: Callable[[], Tensor]) -> Captured:
-    """Capture what ``run`` launches on the current CUDA device, after warm-up on a stream of its own."""
+    """Capture what ``run`` launches on the current CUDA device.
+
+    Warm-up runs first, on a stream of its own.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -69,7 +72,10 @@ class DecodeGraph:
         self.captured = capture(lambda: model.hidden(caches.decode_arrays(size))[0])
 
     def run(self, batch: Batch) -> Tensor:
-        """Run a step of one token a request; returns hidden values, which the next run overwrites."""
+        """Run a step of one token a request.
+
+        Returns hidden values, which the next run overwrites.
+        """
         self.caches.fill(batch)
         self.captured.replay()
         return self.captured.out

@@ -34,7 +34,10 @@ def groups_of(config: ModelConfig, keys: str, mtp: bool, drafts: int) -> tuple[G
 def pool_bytes(
     config: ModelConfig, *, requests: int, tokens: int, positions: int, drafts: int = 0, keys: str = "fp4"
 ) -> int:
-    """Count the bytes of the pool that `PagedCaches` makes by default, of a model with its draft block if it drafts."""
+    """Count the bytes of the pool that `PagedCaches` makes by default.
+
+    The draft block counts if the model drafts.
+    """
     groups = groups_of(config, keys, drafts > 0, drafts)
     page = best_page_bytes(groups)
     return page * pool_pages(groups, page, requests=requests, positions=positions + drafts, tokens=tokens)
@@ -118,7 +121,10 @@ class PagedCaches:
         return Caches(pool(window), pool("csa"), states[0], pool("keys"), states[1], window)
 
     def copy(self) -> None:
-        """Make the copies that the manager has listed since the last time, in stream order."""
+        """Make the copies that the manager listed since the last call.
+
+        They run in stream order.
+        """
         self.storage.run(self.manager.copies())
 
     def step(self, batch: Batch, rows: int | None = None, requests: int | None = None) -> Step:
@@ -145,7 +151,9 @@ class PagedCaches:
         self.tables.fill(batch)
 
     def decode_arrays(self, size: int) -> Step:
-        """Make the arrays of a step of ``size`` requests with a token each, padding among them, from the tables alone.
+        """Make the arrays of a decode step from the tables alone.
+
+        The step has ``size`` requests with a token each, padding among them.
 
         Nothing of the host enters: captured in a CUDA graph, the same launches serve whatever the tables hold next.
         """

@@ -1,4 +1,6 @@
-"""Choose next tokens for a batch whose requests have different settings, on the device, without a host sync.
+"""Choose next tokens for a batch of requests with different settings.
+
+Runs on the device, without a host sync.
 
 The order of the steps is fixed:
 
@@ -275,7 +277,10 @@ class Sampled(NamedTuple):
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, n: int) -> Logprobs:
-    """Log-probabilities of chosen tokens int64 [B] and of the ``n`` likeliest under logits [B, V]."""
+    """Compute log-probabilities of chosen and of the likeliest tokens.
+
+    The chosen are int64 [B]; the ``n`` likeliest are those under logits [B, V].
+    """
     _check_whole("n", n, logits.shape[-1] + 1)
     found = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     chosen = found.gather(-1, tokens[:, None])

@@ -73,7 +73,9 @@ def _check_token(token: object, vocab: int) -> int:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes, then BOS, EOS and padding; the rest of the vocabulary is reserved.
+    """Tokenise bytes: ids 0 to 255, then BOS, EOS and padding.
+
+    The rest of the vocabulary is reserved.
 
     Args:
         vocab: size of the model's vocabulary, 320 in nano models (a multiple of 64).
@@ -171,7 +173,10 @@ class FastTokenizer:
         return found
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Ids of a text; special tokens written out in it are recognised (so never pass a user's text unchecked)."""
+        """Encode a text as token ids.
+
+        Special tokens written out in it are recognised, so never pass a user's text unchecked.
+        """
         _utf8(text)
         return [self.bos] * bos + self._inner.encode(text, add_special_tokens=False).ids
 
@@ -206,5 +211,8 @@ def tokenizer_of(folder: Path | str, vocab: int) -> Tokenizer:
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Text of each token by itself, for tables of log-probabilities; U+FFFD where it ends inside a character."""
+    """Decode each token by itself, for tables of log-probabilities.
+
+    U+FFFD stands where a token ends inside a character.
+    """
     return [tokenizer.bytes_of(token).decode("utf-8", errors="replace") for token in tokens]

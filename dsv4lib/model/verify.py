@@ -1,4 +1,6 @@
-"""Verify drafted tokens so that the output is distributed as if the target model had drawn every token itself.
+"""Verify drafted tokens without changing the target model's distribution.
+
+The output is distributed as if the target model had drawn every token itself.
 
 Draft token x with draft probability q(x) and target probability p(x) is accepted with probability min(1, p(x) / q(x)).
 The first rejected one is replaced by a draw from the residual, max(p - q, 0) normalised; if all are accepted, one more
@@ -49,7 +51,9 @@ def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 def target_probabilities(
     logits: torch.Tensor, drafts: torch.Tensor, settings: Settings, history: History | None = None
 ) -> torch.Tensor:
-    """Distributions of K + 1 positions, each with the drafts before it counted by the penalties.
+    """Compute the distributions of K + 1 positions.
+
+    Penalties count the drafts before each position.
 
     Args:
         logits: [B, K + 1, V] of the target, at the last token and at each draft.

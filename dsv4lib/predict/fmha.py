@@ -157,7 +157,7 @@ class Counted:
 
 
 def counted(short: int = 256, long: int = 768, of_window: bool = False, **options: Any) -> Counted:
-    """Count a configuration of `kernels.fmha.sm100.Fmha` in the emulator.
+    """Count a configuration of `ops.fmha.sm100.Fmha` in the emulator.
 
     Args:
         short, long: keys of the two launches that are subtracted, whole tiles; options: of the kernel. With groups: of

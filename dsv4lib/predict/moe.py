@@ -146,7 +146,7 @@ class Tile(NamedTuple):
 
 
 def tiles(counts: Sequence[int], features: int, tile_n: int, tile_m: int) -> list[Tile]:
-    """Every tile in the order of its number: CTA (or pair) c of g takes c, c + g, .. (`kernels.moe_gemm.schedule`)."""
+    """Every tile in the order of its number: CTA (or pair) c of g takes c, c + g, .. (`ops.moe_gemm.schedule`)."""
     out: list[Tile] = []
     for expert, rows in enumerate(counts):
         if rows:
@@ -202,7 +202,7 @@ def _between(low: Work, high: Work, share: float) -> Work:
 
 @lru_cache(maxsize=32)
 def counted(**options: Any) -> Counted:
-    """Count a configuration of `kernels.moe_gemm.sm100.MoeGemm` in the emulator. ``options`` of the kernel."""
+    """Count a configuration of `ops.moe_gemm.sm100.MoeGemm` in the emulator. ``options`` of the kernel."""
     from dsv4lib.emulator.driver.device import make
     from dsv4lib.emulator.driver.host import launch
     from dsv4lib.ops.common import compile_cache

@@ -154,7 +154,7 @@ def count(trace: Any, chosen: np.ndarray | None = None) -> Work:
     """Count the work of a CTA of a traced launch, on average over those that ran.
 
     Args:
-        trace: an `emulator.trace.Trace`.
+        trace: an `emulator.trace.trace.Trace`.
         chosen: bool, one a row of ``trace.mmas``: count these MMAs and nothing else, to separate the roles.
     """
     ctas = trace.stats["ctas"]

@@ -66,7 +66,10 @@ class Cache:
         return self.mtp.window.dtype
 
     def memory_report(self) -> dict[str, dict[str, int]]:
-        """Bytes held per layer and part, under ``layers.N`` and ``mtp.0``; see :meth:`LayerCache.part_bytes`."""
+        """Count the bytes held per layer and part.
+
+        Under ``layers.N`` and ``mtp.0``; see :meth:`LayerCache.part_bytes`.
+        """
         report = {f"layers.{i}": layer.part_bytes() for i, layer in enumerate(self.layers)}
         return report | {"mtp.0": self.mtp.part_bytes()}
 

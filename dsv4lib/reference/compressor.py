@@ -40,7 +40,10 @@ class State(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """wkv, wgate ``[width, d]``, ape ``[rate, width]``, norm ``[D]``; width is D (HCA) or 2 D (CSA)."""
+    """Hold wkv, wgate ``[width, d]``, ape ``[rate, width]``, norm ``[D]``.
+
+    width is D (HCA) or 2 D (CSA).
+    """
 
     wkv: torch.Tensor
     wgate: torch.Tensor
@@ -116,7 +119,10 @@ def finish(
     eps: float,
     codec: Codec | None = None,
 ) -> torch.Tensor:
-    """Norm, rotate and round pooled entries ``[B, n, D]`` with entry numbers index ``[n]``."""
+    """Norm, rotate and round pooled entries ``[B, n, D]``.
+
+    Their entry numbers are index ``[n]``.
+    """
     entries = rope.apply(rmsnorm.rmsnorm(pooled, norm, eps), entry_positions(index, rate), freqs)
     return entries if codec is None else codec(entries)
 
@@ -229,7 +235,7 @@ class Packed(NamedTuple):
     def ended(
         self, pooled: torch.Tensor, index: torch.Tensor, row: int, start: int, eps: float, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norm and rotation of a request's pooled entries, those that are stored, with their slots."""
+        """Norm and rotate a request's stored entries; return them with their slots."""
         rate = self.ape.shape[0]
         positions = entry_positions(index, rate)
         normed = rounded(rmsnorm.rmsnorm(rounded(pooled, dtype), self.norm, eps), dtype)
@@ -299,7 +305,9 @@ def merge_parts(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def compress_running(
     batch: Packed, parts: torch.Tensor, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As :func:`compress_packed` without overlap, with a running state ``[S, 3, D]`` (:func:`running_part`).
+    """Compress as :func:`compress_packed` without overlap.
+
+    The state is running, ``[S, 3, D]`` (:func:`running_part`).
 
     The part of a request counts where its position is inside a window, and is written where its end is.
     """

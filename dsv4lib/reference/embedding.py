@@ -1,4 +1,7 @@
-"""Token embedding and the start of the residual streams (mHC keeps ``n_hc`` copies of the residual)."""
+"""Look up token embeddings and start the residual streams.
+
+mHC keeps ``n_hc`` copies of the residual.
+"""
 
 from __future__ import annotations
 

@@ -89,7 +89,9 @@ def fmha(
     sink: torch.Tensor | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One softmax over window keys ``[B, S1, D]`` and compressed entries ``[B, S2, D]`` (None for SWA) and the sink.
+    """Attend to window keys, compressed entries and the sink in one softmax.
+
+    Window keys ``[B, S1, D]``, entries ``[B, S2, D]`` (None for SWA).
 
     Masks are bool, True = visible, broadcast to ``[B, T, S1]`` and ``[B, T, S2]``. Returns as :func:`attend`.
     """

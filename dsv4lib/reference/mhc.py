@@ -33,7 +33,10 @@ def mixes(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.Tens
 
 
 def split(values: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut ``[..., n * (2 + n)]`` into pre ``[..., n]``, post ``[..., n]`` and comb ``[..., n, n]`` (row-major)."""
+    """Cut ``[..., n * (2 + n)]`` into pre, post and comb.
+
+    pre ``[..., n]``, post ``[..., n]`` and comb ``[..., n, n]`` (row-major).
+    """
     if values.shape[-1] != n * (2 + n):
         raise ArgumentError("values.shape[-1]", values.shape[-1], f"n * (2 + n) = {n * (2 + n)}")
     pre, post, comb = values.split((n, n, n * n), dim=-1)

@@ -113,7 +113,10 @@ class Indexer(nn.Module):
         cache: LayerCache,
         record: _Record,
     ) -> torch.Tensor:
-        """Chosen entries of every query, int64 ``[B, T, index_topk]``; extends the cached keys."""
+        """Choose entries of every query, int64 ``[B, T, index_topk]``.
+
+        Extends the cached keys.
+        """
         c = self.config
         keys, cache.index_state = compressor.compress(
             x, cache.index_state, start, self.compressor.tensors(), freqs, c.rms_eps, overlap=True, codec=self.codec
@@ -146,7 +149,10 @@ class Attention(nn.Module):
             self.indexer = Indexer(c, index_codec)
 
     def forward(self, x: torch.Tensor, start: int, cache: LayerCache, record: _Record) -> torch.Tensor:
-        """x ``[B, T, d]`` (normed) at positions ``start ..`` -> ``[B, T, d]``; moves the cache on."""
+        """Attend from positions ``start ..`` on and move the cache on.
+
+        x ``[B, T, d]`` (normed) -> ``[B, T, d]``.
+        """
         c = self.config
         positions = torch.arange(start, start + x.shape[1], device=x.device)
         freqs = rope.layer_freqs(c, self.kind).to(x.device)
@@ -349,7 +355,10 @@ class ReferenceModel(nn.Module):
         self.to(dtype)
 
     def randomize_(self, seed: int) -> ReferenceModel:
-        """Draw every parameter and table from ``seed``, the same for fp32 and fp64; logits get a std of about 1."""
+        """Draw every parameter and table from ``seed``.
+
+        The same for fp32 and fp64; logits get a std of about 1.
+        """
         randomize.randomize_(self, self.config, seed)
         return self
 

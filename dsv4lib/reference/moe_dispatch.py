@@ -30,7 +30,9 @@ class Dispatch(NamedTuple):
 def moe_dispatch(
     experts: torch.Tensor, weights: torch.Tensor | None, count: int, rows: int, align: int = 128, max_m: int = 0
 ) -> Dispatch:
-    """Rows of the experts one after the other, each expert's in token order (of one token: in slot order).
+    """Sort rows by expert, each expert's in token order.
+
+    Of one token: in slot order.
 
     Args:
         experts: ``[T, k]``; a number outside 0 .. count - 1 goes nowhere.

@@ -1,4 +1,6 @@
-"""From a layer's normed input to queries and to the one vector per token that is both key and value.
+"""Compute queries and the key-value vector from a layer's normed input.
+
+One vector per token is both key and value.
 
     qr = RMSNorm(wq_a x; q_norm)            shared by the queries and the lightning indexer
     q  = rope(RMSNorm(wq_b qr))             per head, the norm has no weight and covers all D dims

@@ -80,5 +80,8 @@ def kv_entries(pages: torch.Tensor, page_size: int, indices: torch.Tensor, kv: t
 def indexer_keys(
     pages: torch.Tensor, page_size: int, indices: torch.Tensor, keys: torch.Tensor, rotate: bool = True
 ) -> None:
-    """Store keys [T, 128] as FP4 indexer keys, rotated by the Hadamard matrix before where wanted, in place."""
+    """Store keys [T, 128] as FP4 indexer keys in place.
+
+    Rotated by the Hadamard matrix before where wanted.
+    """
     indexer_key.append(pages, page_size, indices, hadamard.transform(keys) if rotate else keys, "fp4")

@@ -33,7 +33,9 @@ def _draw(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Ten
 
 @torch.no_grad()
 def randomize_(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Draw all parameters (in fp32, then cast to the model's dtype) and all ``tid2eid`` tables in place.
+    """Draw all parameters and all ``tid2eid`` tables in place.
+
+    In fp32, then cast to the model's dtype.
 
     Tensors are drawn in the order of their names from one CPU generator. A token's hash experts are distinct.
     """

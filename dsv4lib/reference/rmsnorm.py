@@ -6,7 +6,9 @@ import torch
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """``y = weight * x / sqrt(mean(x^2) + eps)`` over the last dim; ``weight=None`` stands for ones.
+    """Normalise: ``y = weight * x / sqrt(mean(x^2) + eps)`` over the last dim.
+
+    ``weight=None`` stands for ones.
 
     x ``[..., D]``, weight ``[D]`` -> ``[..., D]``. The released code multiplies in fp32 and rounds once at the end.
     """

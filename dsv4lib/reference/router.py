@@ -46,7 +46,10 @@ def expert_weights(a: torch.Tensor, experts: torch.Tensor, routed_scaling: float
 def score_route(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, k: int, routed_scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts int64 ``[..., k]`` and their weights ``[..., k]`` by score; see the module for the rule."""
+    """Choose experts int64 ``[..., k]`` and weights ``[..., k]`` by score.
+
+    See the module for the rule.
+    """
     a = affinity(x, weight)
     experts = select_by_score(a, bias, k)
     return experts, expert_weights(a, experts, routed_scaling)

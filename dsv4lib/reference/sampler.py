@@ -28,7 +28,9 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def probabilities(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> torch.Tensor:
-    """``softmax(logits / temperature)``, cut to the smallest set of top tokens that holds ``top_p``, renormed.
+    """Compute ``softmax(logits / temperature)`` cut by ``top_p``, renormed.
+
+    Kept is the smallest set of top tokens that holds ``top_p``.
 
     Args:
         logits: ``[..., V]``.

@@ -1,4 +1,6 @@
-"""Top-k with a defined order, so that two implementations can be compared by their indices.
+"""Pick the top-k in a defined order.
+
+Two implementations can thus be compared by their indices.
 
 Higher score first; of equal scores the lower index first; missing picks are -1. (``torch.topk`` leaves ties open, and
 its choice differs by shape, which makes prefill and decode differ where scores are exactly 0.)

@@ -1,4 +1,8 @@
-"""What transformers' DeepSeek-V4 attends to in layers of the real attention dimensions, and what it makes of it.
+"""Capture inputs and outputs of attention in transformers' DeepSeek-V4.
+
+Attention has its real dimensions.
+
+What it attends to in layers, and what it makes of it.
 
 `transformers_parity` compares whole models; this module stops the peer inside its attention layers, so that a kernel
 can be given exactly what the peer's attention function was given. Head count, head dimension, rotation, window and
@@ -52,12 +56,18 @@ class AttentionCall:
     again: Any
 
     def peer(self, dtype: torch.dtype, rounded: torch.dtype) -> Tensor:
-        """The peer's attention function in ``dtype`` on q and kv that were rounded to ``rounded``: [T, H, D]."""
+        """Call the peer's attention function in ``dtype``: [T, H, D].
+
+        q and kv were rounded to ``rounded``.
+        """
         return self.again(self.q.to(rounded).to(dtype), self.kv.to(rounded).to(dtype))
 
 
 def real_attention(heads: int = 64, top_k: int = 48) -> ModelConfig:
-    """Dimensions of DeepSeek-V4-Flash wherever attention sees them, and small ones elsewhere."""
+    """Make dimensions of DeepSeek-V4-Flash wherever attention sees them.
+
+    Small ones elsewhere.
+    """
     return replace(
         FLASH,
         n_layers=3,

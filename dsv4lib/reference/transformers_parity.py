@@ -87,7 +87,9 @@ MODES = ("one-shot", "prefill+decode", "chunked")
 
 
 def call_sizes(variant: str, mode: str) -> tuple[int, ...]:
-    """Token counts of the successive calls of one mode; they add up to ``VARIANTS[variant].tokens``.
+    """List token counts of the successive calls of one mode.
+
+    They add up to ``VARIANTS[variant].tokens``.
 
     Raises:
         ArgumentError: unknown variant or mode.
@@ -114,7 +116,10 @@ def _variant(name: str) -> Variant:
 
 @dataclass(frozen=True)
 class Peer:
-    """transformers' model with random weights, its dimensions, and the tokens [B, T] int64 that it is compared on."""
+    """Hold transformers' model with random weights, its dimensions and tokens.
+
+    It is compared on the tokens [B, T] int64.
+    """
 
     variant: str
     seed: int
@@ -124,7 +129,9 @@ class Peer:
 
 
 def build_peer(variant: str = "tiny", seed: int = 0, batch: int = 2) -> Peer:
-    """Build transformers' ``DeepseekV4ForCausalLM`` in fp32 with every parameter and buffer redrawn from ``seed``.
+    """Build transformers' ``DeepseekV4ForCausalLM`` in fp32 from ``seed``.
+
+    Every parameter and buffer is redrawn.
 
     Raises:
         ArgumentError: unknown variant.
@@ -136,7 +143,10 @@ def build_peer(variant: str = "tiny", seed: int = 0, batch: int = 2) -> Peer:
 
 
 def build_model(config: ModelConfig, rng: torch.Generator) -> Any:
-    """transformers' model of these dimensions, fp32, every parameter and buffer drawn from ``rng``."""
+    """Build transformers' model of these dimensions in fp32.
+
+    Every parameter and buffer is drawn from ``rng``.
+    """
     from transformers import DeepseekV4ForCausalLM  # seconds of import time, paid only when used
 
     model = DeepseekV4ForCausalLM(peer_config(config)).to(torch.float32).eval()
@@ -152,7 +162,10 @@ _PEER_KINDS = {
 
 
 def peer_config(config: ModelConfig) -> Any:
-    """The dimensions of ``config`` as a ``DeepseekV4Config``, the layer schedule written out."""
+    """Convert ``config`` to a ``DeepseekV4Config``.
+
+    The layer schedule is written out.
+    """
     from transformers import DeepseekV4Config
 
     return DeepseekV4Config(
@@ -330,7 +343,10 @@ Trace = dict[str, Tensor]
 
 @torch.no_grad()
 def peer_trace(peer: Peer, sizes: Sequence[int]) -> Trace:
-    """Run the peer in calls of ``sizes`` tokens with its own cache and collect a :data:`Trace`."""
+    """Run the peer in calls of ``sizes`` tokens and collect a :data:`Trace`.
+
+    With its own cache.
+    """
     pieces, cache = _run_peer(peer, sizes)
     entries = sum(sizes) // peer.config.csa_rate
     trace: Trace = {}
@@ -349,7 +365,9 @@ def peer_trace(peer: Peer, sizes: Sequence[int]) -> Trace:
 
 @torch.no_grad()
 def decision_margin(peer: Peer) -> float:
-    """Smallest distance between the last score taken and the first one left, over all experts and index picks.
+    """Find the smallest distance of the last score taken to the first left.
+
+    Over all experts and index picks.
 
     Where it is not far above the fp32 noise of the scores (about 1e-6), two correct implementations may decide
     differently, and a parity failure would not be a defect.
@@ -436,7 +454,10 @@ def _hooks(model: Any, pieces: dict[str, list[Tensor]]) -> Iterator[None]:
 
 
 def reference_of(peer: Peer, dtype: torch.dtype = torch.float32) -> ReferenceModel:
-    """Our model with the peer's weights; its MTP block, which the peer does not have, is drawn from the peer's seed."""
+    """Make our model with the peer's weights.
+
+    Its MTP block, which the peer does not have, is drawn from the peer's seed.
+    """
     model = ReferenceModel(peer.config, dtype).randomize_(peer.seed)
     result = model.load_state_dict(checkpoint_state(peer.model.state_dict()), strict=False)
     odd = [*result.unexpected_keys, *(name for name in result.missing_keys if not name.startswith("mtp."))]
@@ -452,7 +473,10 @@ _AS_CAPTURED = ("streams", *(f"hc_{site}_{what}" for site in ("attn", "ffn") for
 
 @torch.no_grad()
 def reference_trace(model: ReferenceModel, tokens: Tensor, sizes: Sequence[int]) -> Trace:
-    """Run our model over ``tokens`` [B, T] in calls of ``sizes`` tokens with its cache and collect a :data:`Trace`."""
+    """Run our model in calls of ``sizes`` tokens and collect a :data:`Trace`.
+
+    Over ``tokens`` [B, T], with its cache.
+    """
     if sum(sizes) > tokens.shape[1]:
         raise ArgumentError("sizes", tuple(sizes), f"call sizes that add up to at most {tokens.shape[1]} tokens")
     config, cache = model.config, model.new_cache(tokens.shape[0])
@@ -530,7 +554,9 @@ def compare(variant: str, mode: str, ours: Trace, peers: Trace) -> list[ParityRo
 def parity_table(
     variants: Sequence[str] = ("tiny", "tiny_yarn"), modes: Sequence[str] = MODES, seed: int = 0
 ) -> list[ParityRow]:
-    """Compare our model with the peer on every tensor of a :data:`Trace`, for each variant in each mode.
+    """Compare our model with the peer on every tensor of a :data:`Trace`.
+
+    For each variant in each mode.
 
     Both run in the same calls, each over its own cache. :func:`worst` makes a table that fits a screen of it.
 
@@ -548,7 +574,10 @@ def parity_table(
 
 
 def worst(rows: Sequence[ParityRow]) -> list[ParityRow]:
-    """The row with the largest ``max_abs / bound`` of each kind of tensor (``layers.N.`` dropped), variant and mode."""
+    """Return the worst row of each kind of tensor, variant and mode.
+
+    That of the largest ``max_abs / bound`` (``layers.N.`` dropped).
+    """
     best: dict[tuple[str, str, str], ParityRow] = {}
     for row in rows:
         key = (row.variant, row.mode, row.tensor.rsplit(".", 1)[-1])

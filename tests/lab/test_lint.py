@@ -8,7 +8,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from dsv4lib.lab.lint import lint, lint_all, looser
+from dsv4lib.lab.lint import PROSE_WORDS, lint, lint_all, looser, prose_words
 from dsv4lib.lab.stage import Gate, Stage
 
 CARD = 'from dsv4lib import lab\n\nlab.card("tiny", backend=backend, seed=seed)'
@@ -96,6 +96,13 @@ def link(nb: Any) -> None:
     nb.cells[0].source = "see /home/alice/notes.txt"
 
 
+def prose(text: str) -> Callable[[Any], None]:
+    def change(nb: Any) -> None:
+        nb.cells[0].source = text
+
+    return change
+
+
 def source(index: int, old: str, new: str) -> Callable[[Any], None]:
     def change(nb: Any) -> None:
         assert old in nb.cells[index].source
@@ -128,10 +135,34 @@ def source(index: int, old: str, new: str) -> Callable[[Any], None]:
         (source(2, "from", "%pip install numpy\nfrom"), "install"),
         (source(2, "from", "\n" * 25 + "from"), "length"),
         (source(2, "from", "def (\nfrom"), "syntax"),
+        (prose("word " * 121), "words"),
+        (prose("| a | b |\n|---|---|\n| c | d |\n\n" + "word " * 121), "words"),
+        (prose("```text\ncode\n```\n" + "word " * 121), "words"),
+        (prose("<details>\nsolution\n</details>\n" + "word " * 121), "words"),
     ],
 )
 def test_rules_of_the_notebook(make: Callable[..., Stage], change: Callable[[Any], None], rule: str) -> None:
     assert rule in rules(edit(make(body=CARD), change))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 0),
+        ("# A title\n\nTwo words, - and * x = 3", 7),
+        ("one\n| a b | c |\n|---|---|\n| d | e |\ntwo", 2),
+        ("one\n```python\na b c\n```\ntwo ```three``` four\n```\nd\n```\nfive", 5),
+        ("one <details><summary>Solution</summary>\n\na b\n</details> two <details>c</details>", 2),
+        ("one\n\n    indented code", 3),
+    ],
+)
+def test_words_of_prose_leave_out_code_tables_and_folded_solutions(text: str, count: int) -> None:
+    assert prose_words(text) == count
+
+
+def test_a_cell_of_prose_may_have_120_words(make: Callable[..., Stage]) -> None:
+    full = "word " * PROSE_WORDS + "\n\n| a | b |\n|---|---|\n\n```text\nc d\n```\n\n<details>e f</details>"
+    assert PROSE_WORDS == 120 and "words" not in rules(edit(make(body=CARD), prose(full)))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def run_alone(module: str, arguments: list[str], packages: Path | None = None) -
 
     Args:
         arguments: options, then names of kernels.
-        packages: folder of other people's packages (`lab.corpus`); None for ours.
+        packages: folder of other people's packages (`bench.peers.corpus`); None for ours.
 
     Raises:
         DSV4Error: it stopped; the message ends with the last line it printed.

@@ -1,6 +1,6 @@
 """Measure how fast a warp sends tiles of scattered rows to shared memory, by the way it issues its copies (Hopper).
 
-A tile is 64 keys x 512 dimensions, 128 copies of 4 rows x 128 bytes, as `kernels.fmha.load` gathers it (`gather4` is
+A tile is 64 keys x 512 dimensions, 128 copies of 4 rows x 128 bytes, as `ops.fmha.load` gathers it (`gather4` is
 Blackwell's; here boxes of 4 adjacent rows). Loader warps bring tile after tile into three stages, and
 use a stage again when its bytes have landed: nothing but loads.
 

@@ -2,7 +2,7 @@
 
     graph    flush L2 (or not) | before: writes Q, a count and an index list | after: the set-up of an attention kernel
 
-`After` sets up what `kernels.fmha.sm100` does, as far as Hopper has it: 226 KiB of shared memory, 26 mbarriers, tensor
+`After` sets up what `ops.fmha.sm100` does, as far as Hopper has it: 226 KiB of shared memory, 26 mbarriers, tensor
 maps, 384 threads, alone or in pairs; then a count, one box of Q ahead of all, Q, an index list and its keys, a little
 work on each element, and O. Q and keys come by 128 copies of 4 rows x 128 bytes each, as the kernel gathers them (or
 see `VARIANTS`). Tensor memory, and the `tcgen05` copies of Q, are missing. Every CTA notes %globaltimer at

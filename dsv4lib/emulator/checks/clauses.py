@@ -1,4 +1,4 @@
-"""Map each demand on a kernel to the kind of hazard that reports it and to its twin tests.
+"""Map each demand on a kernel to its kind of hazard and its twin tests.
 
 ``python -m dsv4lib.emulator.checks.clauses`` writes data/emulator/checks.md; a test fails if the file is out of date,
 if a kind answers no demand, or if a test that is named does not exist.

@@ -1,4 +1,6 @@
-"""Find what a programmatic dependent launch touches before it has waited for the launch in front of it.
+"""Find what a programmatic dependent launch touches before its wait.
+
+It has to wait for the launch in front of it.
 
 Such a launch may start while the one before it on its stream still runs; ``griddepcontrol.wait`` returns when that one
 has ended and its writes can be seen. Launches here run one after the other, so the numbers come out right whatever a

@@ -259,7 +259,7 @@ class GlobalRaces:
         return region
 
     def current(self) -> bool:
-        """Tell whether `listed` is current, and empty it after allocations have come or gone."""
+        """Tell whether `listed` is current; empty it if allocations have changed."""
         if self._version == self.gmem.version:
             return True
         self._version = self.gmem.version

@@ -181,7 +181,7 @@ class Order:
         """Record that columns are allocated or freed."""
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first of these chunks that no proxy fence covers, or None."""
+        """Find the writer of the first chunk that no proxy fence covers, or None."""
 
     def writer_at(self, cta: Cta, word: int, count: int) -> Place | None:
         """Find the last writer of some words of shared memory, or None."""

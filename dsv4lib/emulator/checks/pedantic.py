@@ -1,4 +1,6 @@
-"""Check strict rules of the PTX ISA that shipped kernels violate without harm; off by default.
+"""Check strict rules of the PTX ISA, off by default.
+
+Shipped kernels violate them without harm.
 
 tcgen05.fence: tensor memory that another thread's instruction has used is used again after a barrier. The PTX ISA
 requires ``tcgen05.fence::before_thread_sync`` before the barrier and ``::after_thread_sync`` after it. Only the second

@@ -209,7 +209,7 @@ class Detector(Order):
             self._state(warp).clocks.epochs[entry] += 1
 
     def waited(self, warp: Warp, kind: str, pending: int = 0, of: Warp | None = None) -> None:
-        """Complete all but the last ``pending`` groups of the warp, and as many groups ``of`` another one."""
+        """Complete all but ``pending`` groups of the warp, and of warp ``of`` as many."""
         clocks = self._state(warp).clocks
         entry, own = self._agent(of or warp, kind), self._agent(warp, kind)
         if entry != UNKNOWN and kind == "bulk write":  # its groups are counted as those of the reading halves
@@ -298,7 +298,7 @@ class Detector(Order):
         self.far.ranges(op, actor, starts, nbytes, write, reduces)
 
     def global_release(self, warp: Warp, addresses: np.ndarray) -> None:
-        """Record the issue of a release store or reduction to global memory (st.async, red.async)."""
+        """Record the issue of a global release store or reduction (st.async, red.async)."""
         clocks = self._state(warp).clocks
         for word in {int(a) >> 2 for a in addresses}:
             self.far.release(warp.cta.cluster, word, clocks.of(warp)[CARRIED])
@@ -334,7 +334,7 @@ class Detector(Order):
         self.tensor(cta, columns_of(column, columns), True)
 
     def tensor(self, cta: Cta, cells: Cells, write: bool, repeats: bool = False) -> None:
-        """Record an access of the completing operation, or the running warp, to tensor memory.
+        """Record a tensor-memory access of the completing operation or running warp.
 
         ``repeats``: the operation makes the same access many times; again, without another in between, it changes
         nothing.
@@ -505,7 +505,7 @@ class Detector(Order):
     # --- proxies ----------------------------------------------------------------------------------------------------
 
     def fenced(self, cta: Cta, warp: Warp) -> None:
-        """Cover by a proxy fence of the warp every write that is ordered before it, of any warp.
+        """Cover by the warp's proxy fence every write that is ordered before it.
 
         A chunk carries the mark of one warp; its words by others are those warps' own affair.
         """
@@ -523,7 +523,7 @@ class Detector(Order):
         dirty[chunks[~late.reshape(-1, 4).any(1)]] = 0
 
     def writer_of(self, cta: Cta, chunks: np.ndarray) -> Place | None:
-        """Find the writer of the first of these chunks that no proxy fence covers, or None."""
+        """Find the writer of the first chunk that no proxy fence covers, or None."""
         flat = chunks.reshape(-1)
         chunk = flat[(cta.smem.dirty[flat] != 0).argmax()]
         return self.writer_at(cta, 4 * int(chunk), 4)

@@ -1,4 +1,4 @@
-"""Keep the last writer and the readers of every 4-byte cell of shared or tensor memory.
+"""Keep last writer and readers of every 4-byte cell of shared or tensor memory.
 
 A cell holds numbers of *accesses*; a table says for each number which agent made it in which epoch at which
 instruction. A read counts until the next write, which has a higher number, so nothing is ever cleared. Two accesses
@@ -99,7 +99,10 @@ def by_instruction(pcs: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 class Cells:
-    """Cells of tensor memory, as a view of an array of its shape that takes whole runs of columns."""
+    """View cells of tensor memory in whole runs of columns.
+
+    The view is an array of tensor memory's shape.
+    """
 
     def __init__(self, view: Callable[[np.ndarray], np.ndarray]):
         self.view = view
@@ -223,7 +226,9 @@ class Actor:
 
 @dataclass(frozen=True)
 class Conflict:
-    """An access and the earlier one (by number) that it is not ordered after, at a flat position of the cells.
+    """Hold an access and the earlier one (by number) that it is not ordered after.
+
+    Positions of cells are flat.
 
     ``carried``: it would be, if completions published what their issuers knew.
     """

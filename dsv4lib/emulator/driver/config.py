@@ -127,7 +127,9 @@ def decode(
 
 
 def check(request: LaunchRequest, arch: Architecture, sm_count: int, max_dynamic_smem: int) -> None:
-    """Refuse what the architecture lacks beyond shapes (those are checked by the machine).
+    """Refuse what the architecture lacks beyond shapes.
+
+    Shapes are checked by the machine.
 
     Args:
         max_dynamic_smem: the limit the host code set for this kernel, 0 if it set none.

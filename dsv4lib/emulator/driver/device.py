@@ -130,7 +130,9 @@ class Device:
         return module.programs[kernel_name]
 
     def variables(self, module: Module) -> dict[str, int]:
-        """Get the addresses of a module's variables (allocated at first use and kept) and functions.
+        """Get the addresses of a module's variables and functions.
+
+        Variables are allocated at first use and kept.
 
         Raises:
             LaunchError: one points to what this file does not have.
@@ -155,7 +157,9 @@ class Device:
         return self._variables[id(module)][1]
 
     def empty(self, nbytes: int, label: str, writable: bool = True) -> np.ndarray:
-        """Allocate uint8[nbytes] of device memory, zeroed, aligned, that lives as long as the device.
+        """Allocate uint8[nbytes] of zeroed, aligned device memory.
+
+        It lives as long as the device.
 
         Raises:
             ArgumentError: not a size, or more than the device's limit leaves.

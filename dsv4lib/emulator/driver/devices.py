@@ -1,4 +1,4 @@
-"""Emulate several devices at once, with memory that all of them see, as over NVLink.
+"""Emulate several devices with memory that all of them see, as over NVLink.
 
     with emulator.devices(2) as gpus:
         flags = gpus.symmetric(8, np.uint32)             # flags[0] on device 0, flags[1] on device 1; all see both
@@ -141,7 +141,9 @@ class Devices:
             RUNTIME.select(before)
 
     def symmetric(self, shape: int | Sequence[int], dtype: Any = np.float32, label: str = "symmetric") -> Symmetric:
-        """Make a zeroed buffer of ``shape`` on every device, which all devices may read and write.
+        """Make a zeroed buffer of ``shape`` on every device.
+
+        All devices may read and write all of them.
 
         Args:
             dtype: of numpy, or of torch.

@@ -1,4 +1,7 @@
-"""Declare what symbols and streams know of a device and of a group of devices, without importing either."""
+"""Declare what symbols and streams know of a device and a group of devices.
+
+Neither is imported.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,9 @@ class Tracker:
         self._add(low, owned, label or f"array {array.shape} {array.dtype}")
 
     def span(self, start: int, nbytes: int, owner: Any, label: str) -> None:
-        """Register a range that lives as long as ``owner``, unless an allocation holds it already.
+        """Register a range for the lifetime of ``owner``, unless it is held already.
+
+        An allocation may hold it.
 
         An allocation whose owner is gone holds nothing: its memory may have been given out again.
         """
@@ -119,7 +121,7 @@ def _united(nbytes: int, *parts: _Owned) -> _Owned:
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...], bits: int) -> tuple[int, int]:
-    """Compute the (first, past last) byte of a strided tensor, relative to its data pointer.
+    """Compute a strided tensor's (first, past last) byte relative to its pointer.
 
     >>> extent((4, 3), (8, 1), 16)
     (0, 54)

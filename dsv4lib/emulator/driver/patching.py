@@ -1,4 +1,4 @@
-"""Replace attributes and environment variables for a while, and put back exactly what was there."""
+"""Replace attributes and environment variables for a while, then restore them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class Patches:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set ``owner.name``; descriptors and attributes inherited from a base come back as they were."""
+        """Set ``owner.name``.
+
+        Descriptors and attributes inherited from a base come back as they were.
+        """
         own = vars(owner) if hasattr(owner, "__dict__") else {}
         self._undo.append((owner, name, own.get(name, _MISSING)))
         setattr(owner, name, value)

@@ -1,4 +1,6 @@
-"""Compute ``torch._scaled_mm`` with block scales on the CPU, where torch has no kernel for it.
+"""Compute ``torch._scaled_mm`` with block scales on the CPU.
+
+torch has no CPU kernel for it.
 
 Scripts use it as their reference: cuBLAS on a GPU. Operands are dequantised exactly and multiplied in double precision,
 so the only rounding is that of the result. Scale factors lie in cuBLAS's blocked order: tiles of 128 rows by 4 columns,
@@ -28,7 +30,10 @@ def unblocked(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def values(operand: torch.Tensor) -> torch.Tensor:
-    """Decode a row-major fp8 or packed fp4 matrix (low nibble first) to float64[rows, K]."""
+    """Decode a row-major fp8 or packed fp4 matrix to float64[rows, K].
+
+    The low nibble of a packed byte comes first.
+    """
     if operand.dtype != _FP4:
         return operand.float().double()
     codes = operand.contiguous().view(torch.uint8)

@@ -22,7 +22,9 @@ _TENSOR = re.compile(r"struct<\(ptr, struct<\((i\d+|struct<\(.*?\)>), (i\d+|stru
 
 
 def check_layout(name: str, tensor: Any, kind: str) -> None:
-    """Refuse a tensor whose dynamic extents or strides are more or fewer than the compiled function reads.
+    """Refuse a tensor whose number of dynamic extents or strides differs.
+
+    The compiled function reads a fixed number.
 
     Static code reads none, whatever it is given.
 
@@ -43,7 +45,9 @@ def check_layout(name: str, tensor: Any, kind: str) -> None:
 
 
 def check_types(names: list[str], given: tuple[Any, ...], compiled: tuple[Any, ...]) -> None:
-    """Refuse tensors of another element type, rank or static extent than those at compile time.
+    """Refuse tensors that differ from those at compile time.
+
+    Element type, rank and static extents must agree.
 
     Args:
         given, compiled: the arguments now and then, in the order of ``names``.

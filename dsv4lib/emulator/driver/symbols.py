@@ -89,7 +89,10 @@ class Runtime:
         return gpu if gpu.group is None else gpu.group[index]
 
     def track(self, tensor: Any) -> None:
-        """Register a torch tensor as memory of the device it is on, the active one if that is not known."""
+        """Register a torch tensor as memory of its device.
+
+        The active device is taken if the tensor's is not known.
+        """
         if self.devices:
             index = self.side_of(tensor)
             (self.device() if index is None else self.sibling(index)).memory.tensor(tensor)

@@ -1,4 +1,6 @@
-"""Turn SIGTERM into an exception, so that a context undoes what it made (temporary folders, patches).
+"""Turn SIGTERM into an exception, so that contexts undo what they made.
+
+These are temporary folders and patches.
 
 Python's default for SIGTERM ends the process at once, without clean-up. Batch systems, `timeout` and test
 runners send it.

@@ -190,7 +190,10 @@ class CudaMode(TorchFunctionMode):
         return fresh
 
     def move(self, tensor: torch.Tensor, target: int, out: torch.Tensor) -> torch.Tensor:
-        """Put ``out`` (``tensor`` or converted from it) on the side ``target``, copied if that differs."""
+        """Put ``out`` on the side ``target``, copied if that differs.
+
+        ``out`` is ``tensor`` or converted from it.
+        """
         fresh = out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         if not fresh and self.side(tensor) == target:
             return out

@@ -1,4 +1,6 @@
-"""Call functions compiled with ``--enable-tvm-ffi``, as quack, FlashInfer and FlashAttention 4 do.
+"""Call functions compiled with ``--enable-tvm-ffi``.
+
+quack, FlashInfer and FlashAttention 4 compile so.
 
 Such a function exists in the same host module as ``__tvm_ffi_<name>(handle, args, count, result)``; it decodes tensors
 itself and calls the ordinary host function. The DSL would throw the execution engine away and link the module anew as

@@ -1,4 +1,6 @@
-"""Implement barriers of a warp, a CTA and a cluster, and the instructions that only order, hint or end.
+"""Implement barriers of a warp, a CTA and a cluster, and ordering instructions.
+
+Also those that only hint or end.
 
 Named barriers count threads. A barrier completes when the expected number has arrived; warps that only arrive go on.
 Source: PTX ISA, "Parallel Synchronization and Communication Instructions": barrier{.cta}, bar.warp.sync,

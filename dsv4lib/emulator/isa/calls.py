@@ -93,7 +93,9 @@ def free(warp: WarpView, instr: Instr, form: Form) -> None:
 
 
 def nowhere(warp: WarpView, instr: Instr, form: Form) -> None:
-    """Refuse a call of an address that is none of the candidate functions' (ptx/functions.py).
+    """Refuse a call of an address that is no candidate function's.
+
+    Candidates: ptx/functions.py.
 
     Raises:
         EmulatorError: always.

@@ -1,4 +1,6 @@
-"""Declare what CTAs, units and checks know of the machine and of a warp, without importing either.
+"""Declare what CTAs, units and checks know of the machine and of a warp.
+
+Neither is imported.
 
 A machine owns clusters of CTAs, a CTA its warps, and each of them leads back to the machine. These protocols name what
 the way back is used for; `machine.Machine` and `warp.Warp` are what runs.

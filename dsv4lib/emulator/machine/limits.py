@@ -1,4 +1,6 @@
-"""Hold the default limits of a launch and a device, and the queue of a huge grid's CTAs.
+"""Hold the default limits of a launch and a device.
+
+Also the queue of a huge grid's CTAs.
 
 The defaults are far above what kernels in tests and examples need; they stop a loop that never ends and an allocation
 that this machine could only answer by thrashing. Each can be raised for one device by an argument, for one script on

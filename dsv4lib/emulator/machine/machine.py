@@ -134,7 +134,7 @@ class Machine:
         return known
 
     def cancel_cluster(self) -> Dim3 | None:
-        """Take the next cluster that has not been launched (clusterlaunchcontrol.try_cancel).
+        """Take the next unlaunched cluster (clusterlaunchcontrol.try_cancel).
 
         Returns:
             ctaid of its first CTA, None if all are launched.
@@ -256,7 +256,9 @@ def prepare(request: LaunchRequest, device: Any) -> Machine:
 
 
 def run(request: LaunchRequest, device: Any) -> LaunchResult:
-    """Run one launch on a device (`prepare`), which is given its race detector as ``before``.
+    """Run one launch on a device.
+
+    `prepare` says what the device gives. After the launch its race detector is the device's ``before``.
 
     If the device traces, it is given the launch's ``trace``, also on failure.
     """

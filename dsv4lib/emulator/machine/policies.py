@@ -1,4 +1,4 @@
-"""Choose which ready warps run for how long, and which asynchronous operations complete."""
+"""Choose which warps run for how long, and which asynchronous work completes."""
 
 from __future__ import annotations
 

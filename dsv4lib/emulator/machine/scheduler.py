@@ -1,4 +1,4 @@
-"""Schedule warps in slices, and asynchronous operations when the policy lets them complete.
+"""Schedule warps in slices, and asynchronous operations as the policy says.
 
 A correct kernel gives the same bits under every policy; a race shows under one of them. The scheduler also finds out
 when nothing can run any more and lists what each warp waits on.

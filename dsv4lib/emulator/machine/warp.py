@@ -229,7 +229,10 @@ class Warp:
         return int(self.read(operand, _UNSIGNED[width])[lane])
 
     def agreed(self, operand: Operand, width: int) -> int | None:
-        """Find the value that all active lanes agree on, as `lane_value` gives it, or None."""
+        """Find the value that all active lanes agree on, or None.
+
+        Values as `lane_value` gives them.
+        """
         mask = self.words[MASK]
         if not mask & (mask - 1):
             return self.lane_value(operand, width, mask.bit_length() - 1) if mask else None

@@ -1,4 +1,6 @@
-"""Serve ``malloc`` and ``free`` of kernels from one range of global memory, first fit.
+"""Serve ``malloc`` and ``free`` of kernels, first fit.
+
+All from one range of global memory.
 
 It lives as long as the device's memory: what one launch allocates, another may free. Its size is CUDA's default
 (``cudaLimitMallocHeapSize``). Source: CUDA programming guide, "Dynamic Global Memory Allocation and Operations".
@@ -33,7 +35,10 @@ class Heap:
         self._taken: dict[int, int] = {}  # bytes by address
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate ``nbytes``; return the address, or 0 if there is no room or ``nbytes`` is 0."""
+        """Allocate ``nbytes`` and return the address.
+
+        0 if there is no room or ``nbytes`` is 0.
+        """
         if nbytes == 0:
             return 0
         size, at = -(-nbytes // ALIGN) * ALIGN, self.start

@@ -573,7 +573,7 @@ def lane_of(e: Emitter, slot: Value, lane: Value, kind: str) -> Value:
 
 
 def finish(e: Emitter, space: str) -> None:
-    """Return; stop if a lane read unwritten shared memory, or past the end of global memory."""
+    """Return; stop if a lane read unwritten shared or out-of-range global memory."""
     if space not in ("shared", "generic", "global"):
         e.ret(abi.CONTINUE)
         return

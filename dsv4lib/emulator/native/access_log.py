@@ -1,4 +1,6 @@
-"""Log native accesses to shared and global memory, only while the race detector (checks/race.py) is on.
+"""Log native accesses to shared and global memory.
+
+Only while the race detector (checks/race.py) is on.
 
 Each access of a warp is one entry: instruction, lanes, what it was, and 32 addresses. The detector empties the log
 whenever the driver loop returns, so it never holds more entries than a slice has instructions.
@@ -135,7 +137,9 @@ def unchanged(e: Emitter, space: str, slot: Value, staging: Value, nbytes: int, 
 
 
 def log(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value, kind: int, same: Value | None = None) -> None:
-    """Log an access of ``nbytes`` a lane at the spilled addresses if the race detector is on; READ, WRITE, STRONG.
+    """Log an access at the spilled addresses if the race detector is on.
+
+    ``nbytes`` a lane; READ, WRITE, STRONG.
 
     ``same``: of `unchanged`.
     """

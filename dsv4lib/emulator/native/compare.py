@@ -1,4 +1,7 @@
-"""Implement set and setp of every type, with the Boolean combination and the pair of results."""
+"""Implement set and setp of every type.
+
+Includes the Boolean combination and the pair of results.
+"""
 
 from __future__ import annotations
 

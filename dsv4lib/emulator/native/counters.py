@@ -1,4 +1,4 @@
-"""Count global sectors and shared-memory bank conflicts of accesses; off by default.
+"""Count global sectors and shared-memory bank conflicts; off by default.
 
 A global access touches 32-byte sectors; neighbouring lanes share them. Shared memory has 32 banks of 4 bytes: a warp's
 access takes as many wavefronts as the busiest bank has different words. Accesses of 8 bytes a lane are served in two
@@ -163,7 +163,10 @@ _COUNTER = {"global": "count_sectors", "shared": "count_banks"}
 
 
 def count(e: Emitter, space: str, slot: Value, nbytes: int, mask: Value) -> None:
-    """Count an access of ``nbytes`` a lane at the spilled addresses, if counters are switched on."""
+    """Count an access of ``nbytes`` a lane, if counters are switched on.
+
+    Addresses are spilled.
+    """
     if space not in _COUNTER:
         return
     on = e.context("checks") & abi.CHECK_COUNTERS

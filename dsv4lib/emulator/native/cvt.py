@@ -132,7 +132,10 @@ def integer_to_odd_f64(e: Emitter, a: Value, atype: str) -> Value:
 
 
 def store_float(e: Emitter, form: Form, x: Value, dtype: str, mode: str) -> None:
-    """Round f32 or f64 lanes to ``dtype`` and write operand 0 with .ftz, .sat, .relu and .satfinite."""
+    """Round f32 or f64 lanes to ``dtype`` and write operand 0.
+
+    Applies .ftz, .sat, .relu and .satfinite.
+    """
     sat, satfinite, relu = form.has("sat"), form.has("satfinite"), form.has("relu")
     if dtype == "f64":
         x = x if x.kind == "f64" else e.cast("fpext", x, "f64")

@@ -23,7 +23,7 @@ def store_pair(e: Emitter, high: Value, low: Value, step: int, bits: int) -> Non
 
 
 def halves(e: Emitter, i: int, ptx: str) -> list[Value]:
-    """Load operand ``i`` of type f16x2 or bf16x2 as two f32 values, the upper one first."""
+    """Load an f16x2 or bf16x2 operand ``i`` as two f32 values, the upper first."""
     pair = e.load(i, "i32")
     return [fp.widen(e, e.cast("trunc", half, "i16"), ptx) for half in (pair >> 16, pair)]
 
@@ -56,7 +56,9 @@ def to_half_pair(e: Emitter, form: Form) -> None:
     "values: refused, the ISA shows which random bits each takes in a figure alone",
 )
 def to_random_pair(e: Emitter, form: Form) -> None:
-    """Two f32 to f16x2 or bf16x2, away from zero if the random bits and the bits that are dropped carry.
+    """Round two f32 to f16x2 or bf16x2 stochastically.
+
+    Away from zero if the random bits and the dropped bits carry.
 
     The upper half of the random number rounds the upper value; of each half f16 takes the low 13 bits, bf16 all.
     """

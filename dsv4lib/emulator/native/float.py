@@ -1,4 +1,6 @@
-"""Implement add, sub, mul, fma, mad, min, max, neg, abs and the exactly rounded div, rcp, sqrt.
+"""Implement floating-point add, sub, mul, fma, mad, min, max, neg and abs.
+
+Also the exactly rounded div, rcp, sqrt.
 
 All rounding modes are exact to the bit; see ``fp.py`` for how the 16-bit formats get there.
 """
@@ -74,7 +76,7 @@ def mul(e: Emitter, form: Form) -> None:
 
 @contextmanager
 def inexact_product(e: Emitter, product: Value, a: Value, b: Value) -> Iterator[None]:
-    """Open the block for warps with a lane whose f32 product of bf16 numbers is inexact."""
+    """Open the block for warps with an inexact f32 product of bf16 numbers."""
     e.address(0), e.active()  # both paths store
     size = fp.magnitude(e, product)
     tiny = e.fcmp("olt", size, fp.SMALLEST_NORMAL["f32"]) & e.fcmp("one", a, 0.0) & e.fcmp("one", b, 0.0)

@@ -1,4 +1,6 @@
-"""Widen, round, flush and clamp floating-point operands, for the arithmetic and cvt families.
+"""Widen, round, flush and clamp floating-point operands.
+
+For the arithmetic and cvt families.
 
 16-bit formats are computed in f32. One rounding to f32 and a second one to f16 or bf16 equals a single rounding for
 sums, differences and products; where it does not, the first step rounds *to odd*: an inexact result gets an odd last
@@ -150,7 +152,9 @@ def store(
     positive: bool = False,
     scaled: Value | None = None,
 ) -> None:
-    """Round to ``ptx`` (nearest, if it is narrower), flush, clamp, canonicalise and write operand ``i``.
+    """Round to ``ptx``, flush, clamp, canonicalise and write operand ``i``.
+
+    Rounds to nearest, if ``ptx`` is narrower.
 
     ``scaled`` is an f32 result computed ``SCALE`` times as large, for ``flush``; sums do not need it, they are exact
     where they are small.

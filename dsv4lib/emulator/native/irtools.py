@@ -511,7 +511,7 @@ class Emitter:
         return ~value if self.leaves[i].startswith("!") else value
 
     def store_pred(self, i: int, value: Value) -> None:
-        """Write predicate operand ``i`` in the active lanes from a scalar i32 mask or 32 lanes of i1."""
+        """Write predicate operand ``i`` in active lanes from an i32 mask or 32 i1 lanes."""
         if value.n:
             value = self.bits(value)
         at = self._use(i, 1)

@@ -238,7 +238,9 @@ def checksum(names: list[str], code: bytes) -> str:
 
 
 def read_file(path: Path, use: bool) -> tuple[list[str], bytes]:
-    """Symbols of a cache file and, for ``use``, its code, both checked against its checksum.
+    """Read the symbols of a cache file and, for ``use``, its code.
+
+    Both are checked against its checksum.
 
     No symbols if it is not one of ours, was cut short or changed, or has just been pruned by another process.
     """

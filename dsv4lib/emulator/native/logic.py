@@ -1,4 +1,6 @@
-"""Implement logic, shifts, counts, bit fields and byte permutes (PTX ISA, logic/shift and integer instructions).
+"""Implement logic, shifts, counts, bit fields and byte permutes.
+
+PTX ISA: logic, shift and integer instructions.
 
 Predicates are one bit per lane in a 32-bit word, so predicate logic is scalar.
 """
@@ -134,7 +136,10 @@ def clz(e: Emitter, form: Form) -> None:
 
 @isa.native("bfind[.<shift:shiftamt>].<type:u32|s32|u64|s64>")
 def bfind(e: Emitter, form: Form) -> None:
-    """d = position of the highest bit that is not sign, or the left shift that brings it to the top; -1 if none."""
+    """Find the highest bit that is not sign; -1 if none.
+
+    d is its position, or the left shift that brings it to the top.
+    """
     t = form.get("type")
     width = bits_of(t)
     a = e.load(1, f"i{width}")
@@ -152,7 +157,10 @@ def brev(e: Emitter, form: Form) -> None:
 
 @isa.native("fns.b32")
 def fns(e: Emitter, form: Form) -> None:
-    """d = position of the n-th set bit from ``base`` upwards (offset > 0) or downwards (offset < 0); -1 if none."""
+    """Find the n-th set bit from ``base`` on; -1 if none.
+
+    Upwards (offset > 0) or downwards (offset < 0).
+    """
     mask, base, offset = e.load(1, "i32"), e.load(2, "i32") & 31, e.load(3, "i32")
     down = e.icmp("slt", offset, 0)
     # Downwards is upwards in the reversed mask.

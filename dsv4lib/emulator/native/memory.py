@@ -1,4 +1,6 @@
-"""Implement ld, ldu and st of every state space, type and vector, with bounds and alignment checks.
+"""Implement ld, ldu and st with bounds and alignment checks.
+
+Of every state space, type and vector.
 
 Memory operations of a warp are performed in program order and become visible at once, which is one of the executions
 that every ordering semantics (weak, relaxed, acquire, release, volatile, mmio) allows. Cache operators, eviction

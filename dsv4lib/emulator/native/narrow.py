@@ -1,4 +1,6 @@
-"""Round f32 to the small formats, f16 down to 4 bits, and decode them, by integer arithmetic on all lanes.
+"""Round f32 to the small formats, f16 down to 4 bits, and decode them.
+
+By integer arithmetic on all lanes.
 
 A code of ``m`` fraction bits is the f32 significand shifted right by 23 - m, by more below the smallest normal number,
 and rounded; exponent and fraction being neighbours in the code, a carry out of the fraction is the next binade. The

@@ -1,4 +1,7 @@
-"""Implement mov with packing and unpacking, selection, address-space casts and cache hints without effect."""
+"""Implement mov with packing, selection and address-space casts.
+
+Also unpacking and cache hints without effect.
+"""
 
 from __future__ import annotations
 

@@ -393,7 +393,7 @@ def unread(code: _Code, memory: Any, cell: Any, number: Any) -> Any:
 
 
 def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> Any:
-    """Decide whether a row of a clock does not cover an access to some of these bytes, i1."""
+    """Decide whether a clock row does not cover an access to some bytes, i1."""
     agent = code.load(code.load(table, Table.ENTRY), number, _I32)
     epoch = code.load(code.load(table, Table.EPOCH), number, _I32)
     common = code.b.and_(code.load(code.load(table, Table.MASK), number, _I32), bits)
@@ -402,7 +402,9 @@ def uncovered(code: _Code, table: Any, number: Any, clock: Any, bits: Any) -> An
 
 @functools.cache
 def judge() -> Callable[[int, int, int, int, int], int]:
-    """``judge(Launch block, Group block, warp of the cluster, entries, ordered) -> DONE, LEFT or ORDERING``.
+    """Judge logged accesses: DONE, LEFT or ORDERING.
+
+    ``judge(Launch block, Group block, warp of the cluster, entries, ordered) -> DONE, LEFT or ORDERING``.
 
     ``ordered``: the strong accesses have been seen to. The tables must have room for 16 accesses an entry.
     """
@@ -412,7 +414,10 @@ def judge() -> Callable[[int, int, int, int, int], int]:
 
 @functools.cache
 def late() -> Callable[[int, int, int, int, int], int]:
-    """``late(uint32[n] accesses, n, row of a clock, Table block, bytes) -> position``, -1 if the row covers all."""
+    """Find the first access that a clock row does not cover; -1: all covered.
+
+    ``late(uint32[n] accesses, n, row of a clock, Table block, bytes) -> position``.
+    """
     code = _Code("late", [_I64] * 5)
     ids, n, clock, table, bits = code.args
     before = code.variable()

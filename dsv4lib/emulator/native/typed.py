@@ -10,7 +10,10 @@ SCALARS = f"{BIT_SIZES}|{INTEGERS}|f32|f64"
 
 
 def bits_of(ptx: str) -> int:
-    """Get the bits of a scalar PTX type (b32, s16, f64, ...) or of an element of a packed one."""
+    """Get the bits of a scalar PTX type or an element of a packed one.
+
+    b32, s16, f64, ...
+    """
     return 16 if ptx == "bf16" else int(ptx.removesuffix("x2").removesuffix("x4")[1:])
 
 
@@ -42,6 +45,6 @@ def minmax(e: Emitter, name: str, ptx: str, a: Value, b: Value) -> Value:
 
 
 def shift_amount(e: Emitter, amount: Value, kind: str) -> tuple[Value, Value]:
-    """Load a u32 shift amount as ``kind`` for a shift, and the flag that it is in range."""
+    """Load a u32 shift amount as ``kind`` and the flag that it is in range."""
     inside = e.icmp("ult", amount, BITS[kind])
     return e.resize(e.select(inside, amount, 0), kind), inside

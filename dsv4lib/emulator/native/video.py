@@ -1,4 +1,6 @@
-"""Implement SIMD video instructions on two halves or four bytes, without operand selectors and masks.
+"""Implement SIMD video instructions on two halves or four bytes.
+
+Without operand selectors and masks.
 
 CUDA's ``__vabsdiffs4``, ``__vsadu4`` and their relatives become these. Source: PTX ISA, "SIMD Video Instructions".
 """

@@ -37,7 +37,10 @@ def note(e: Emitter, missing: Value) -> None:
 
 
 def finish(e: Emitter, missing: Value) -> None:
-    """Return; stop with a report if lanes that have to take part are missing (a scalar mask)."""
+    """Return; stop with a report if lanes that must take part are missing.
+
+    The missing lanes are a scalar mask.
+    """
     with e.when(e.icmp("ne", missing, 0)):
         note(e, missing)
         e.ret(abi.STOP_FAULT)
@@ -50,7 +53,10 @@ def absent(e: Emitter, wanted: Value) -> Value:
 
 
 def absent_members(e: Emitter, i: int) -> Value:
-    """Find live lanes that executing lanes name as members, operand ``i``, and that do not execute."""
+    """Find live lanes that are named as members and do not execute.
+
+    Executing lanes name members by operand ``i``.
+    """
     return absent(e, reduce(e, "or", e.load(i, "i32"), e.mask(), 0))
 
 

@@ -1,4 +1,4 @@
-"""Find registers that are used although no instruction on any path to the use has set them.
+"""Find registers that are used although no path to the use sets them.
 
 A forward data-flow analysis over the control-flow graph: the state is the set of registers that may have been set, as
 bits of an integer. A register counts as used only where it is known to be read, so nothing is claimed of operands

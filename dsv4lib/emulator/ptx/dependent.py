@@ -1,4 +1,6 @@
-"""Find accesses to global memory that a programmatic dependent launch makes too early, without running it.
+"""Find global accesses that a programmatic dependent launch makes too early.
+
+The analysis is static.
 
 Such a kernel may start while the one before still runs; ``griddepcontrol.wait`` returns when that one has ended and its
 writes are visible. Until then a read may find old values, and a write may overtake a read. Here every path from the

@@ -1,4 +1,7 @@
-"""Hold a parsed PTX module as data, between the parser and what executes, checks or draws it."""
+"""Hold a parsed PTX module as data.
+
+Between the parser and what executes, checks or draws it.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Memory:
-    """Operand ``[base + offset]`` or, for tensors, ``[base, {c0, c1}, ...]`` with the further parts in ``rest``."""
+    """Hold operand ``[base + offset]``, or a tensor's coordinates.
+
+    For tensors ``[base, {c0, c1}, ...]`` with the further parts in ``rest``.
+    """
 
     base: Reg | Imm | Symbol | Special
     offset: int = 0

@@ -26,7 +26,10 @@ def bits_of(mask: int) -> list[int]:
 
 
 class LiveBlock(NamedTuple):
-    """A basic block [start, end), and bit masks of the registers that are live on entry and on leaving."""
+    """Hold a basic block [start, end) and its live registers.
+
+    Bit masks of those live on entry and on leaving.
+    """
 
     start: int
     end: int

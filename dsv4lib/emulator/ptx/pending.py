@@ -1,4 +1,6 @@
-"""Find registers that an asynchronous tensor-memory load may not have filled yet, without running.
+"""Find registers that an asynchronous tensor-memory load may not have filled yet.
+
+The analysis is static.
 
 ``tcgen05.ld`` returns before its data is there. Strictly by the PTX ISA only ``tcgen05.wait::ld`` of the same warp
 makes the destination registers usable. Practice differs: NVVM moves ``mov.b64 %rd, {%r, %r}`` of the destinations in
@@ -23,7 +25,10 @@ LOAD, WAIT = "tcgen05.ld", "tcgen05.wait::ld"
 
 @dataclass(frozen=True)
 class EarlyUse:
-    """Instruction ``use`` touches ``register`` while the load at instruction ``load`` may be pending."""
+    """Hold a use of a register before its load must have completed.
+
+    Instruction ``use`` touches ``register`` while the load at instruction ``load`` may be pending.
+    """
 
     load: int
     use: int
@@ -54,7 +59,10 @@ def _touched(instr: Instr) -> Iterator[int]:
 
 
 class BasicBlock(NamedTuple):
-    """Instructions [start, end) that run in order, and the numbers of the blocks that may follow."""
+    """Hold instructions [start, end) that run in order, and their successors.
+
+    These are numbers of blocks.
+    """
 
     start: int
     end: int

@@ -1,4 +1,6 @@
-"""Find registers that a wgmma may still use, and those changed without wgmma.fence, without running.
+"""Find registers that a wgmma may still use.
+
+Also those changed without wgmma.fence. The analysis is static.
 
 ``wgmma.mma_async`` works on its accumulator and A registers until a ``wgmma.wait_group`` has waited for its group; any
 other access to them before is undefined. ``wgmma.fence`` must come before the first wgmma, and between an access to

@@ -56,7 +56,9 @@ class Piece(NamedTuple):
 
 
 def expand(opcode: str, operands: Sequence[str], base: Sequence[str]) -> list[str]:
-    """Write the statements that do what the instruction does, for a scope of their own.
+    """Write the statements that implement an instruction.
+
+    They have a scope of their own.
 
     Args:
         opcode, operands: as they are written.

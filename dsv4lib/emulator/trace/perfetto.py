@@ -1,4 +1,6 @@
-"""Export a trace as a Chrome trace, the JSON that ui.perfetto.dev and chrome://tracing open.
+"""Export a trace as a Chrome trace.
+
+The JSON opens in ui.perfetto.dev and chrome://tracing.
 
 One process a CTA: a thread a warp (run and wait), a thread an asynchronous unit (issue to completion, on lanes of their
 own where they overlap), counters for the mbarriers' phases. A microsecond stands for one executed warp-instruction:

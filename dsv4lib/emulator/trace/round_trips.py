@@ -46,7 +46,9 @@ class Moved:
 
 
 def moved(trace: Trace) -> list[Moved]:
-    """Find cells that a warp loads by one map and stores by another, by pair of instructions.
+    """Find cells that a warp loads by one map and stores by another.
+
+    By pair of instructions.
 
     Loads and stores with packing, and those of other shapes than a plain fragment, are not looked at.
     """

@@ -122,7 +122,9 @@ class Trace:
         return last
 
     def smem_at(self, event: int, cta: int = 0, write: bool = True) -> np.ndarray:
-        """Find the last access to each 16-byte chunk of shared memory, up to ``event`` inclusive.
+        """Find the last access to each 16-byte chunk of shared memory.
+
+        Up to ``event`` inclusive.
 
         Returns:
             int64 [chunks]: row of ``smem`` of the last write (or read), -1 where there was none.
@@ -170,7 +172,7 @@ class Trace:
         return self.sources[found[0]] if len(found) else ""
 
     def life(self, cta: int = 0) -> tuple[int, int]:
-        """Find the logical times at which a CTA's first warp started and its last one ended."""
+        """Find the logical times of a CTA's first start and last end of a warp."""
         mine = self.states[self.states["cta"] == cta]
         return int(mine["time"].min(initial=self.time)), int(mine["end"].max(initial=0))
 

@@ -1,4 +1,6 @@
-"""Implement one-dimensional bulk copies and reductions, and the groups that bulk and tensor stores complete in.
+"""Implement one-dimensional bulk copies and reductions, and their groups.
+
+Tensor stores complete in these groups, too.
 
 Copies into shared memory signal an mbarrier when they complete. Copies to global memory read shared memory in one step
 and write later; ``wait_group.read`` waits for the first, ``wait_group`` for both. Bytes that ``.ignore_oob`` lets lie
@@ -74,7 +76,10 @@ def _check(warp: Warp, size: int, *addresses: int) -> None:
     f"cp.async.bulk{_STRONG}{_MULTICAST}{_HINT}.b128",
 )
 def load(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[dstMem], [srcMem], size {, ignoreLeft, ignoreRight}, [mbar] {, ctaMask} {, cache_policy}``."""
+    """Issue a bulk load.
+
+    ``[dstMem], [srcMem], size {, ignoreLeft, ignoreRight}, [mbar] {, ctaMask} {, cache_policy}``.
+    """
     destination, source, amount, *rest = instr.operands
     to = shared.addresses_in(warp, destination, form.get("dst"))
     start, sizes = warp.address(source), warp.read(amount, np.uint32)

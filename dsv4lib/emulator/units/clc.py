@@ -32,7 +32,10 @@ NBYTES = 16
 
 
 def check_exit(cta: Cta) -> None:
-    """Report warps that took the first CTA out of a failed response without testing whether it had failed."""
+    """Report warps that read a failed response's CTA without testing for failure.
+
+    They took the first CTA out of it.
+    """
     for number, place in cta.clc_reads.items():
         if place is not None:
             text = f"warp {number} of {cta} uses the first CTA of a request that failed"

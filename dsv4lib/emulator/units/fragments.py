@@ -1,4 +1,4 @@
-"""Register fragments of the warp-level tensor-core instructions (mma.sync and wgmma) to and from matrices.
+"""Convert register fragments of mma.sync and wgmma to and from matrices.
 
 Operands are the same for all types: with g = lane / 4 and q = lane % 4, register r of A holds the bytes
 16 (r / 2) + 4 q to + 3 of row g + 8 (r % 2); register r of B the bytes 16 r + 4 q to + 3 of column g. 32-bit

@@ -24,7 +24,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Rule:
-    """Fraction bits of aligned addends and of an f32 result; smallest exponent of the operand's normal numbers."""
+    """Hold the rounding rule of a sum.
+
+    Fraction bits of aligned addends and of an f32 result; smallest exponent of the operand's normal numbers.
+    """
 
     addend: int
     result: int
@@ -76,14 +79,20 @@ def fused_sum(
 
 
 def truncate(values: np.ndarray, bits: int) -> np.ndarray:
-    """float32 of float64, cut to ``bits`` fraction bits (fewer where float32 is subnormal)."""
+    """Cut float64 to float32 with ``bits`` fraction bits.
+
+    Fewer where float32 is subnormal.
+    """
     finite = np.where(np.isfinite(values), values, 0)
     unit = np.ldexp(1.0, np.maximum(np.frexp(finite)[1] - 1, -126) - bits)
     return np.where(np.isfinite(values), np.trunc(finite / unit) * unit, values).astype(np.float32)
 
 
 def fp8_mma_sum(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """float32 (16, 8) of the mma.sync m16n8k32 of fp8 with f32 accumulators, or of the sparse m16n8k64."""
+    """Compute fp8 mma.sync m16n8k32, or sparse m16n8k64, with f32 accumulators.
+
+    Returns float32 (16, 8).
+    """
     both = a.shape[1] // 8  # elements of K whose products (half of them, if A is sparse) go to the two sums in turn
     first = np.arange(a.shape[1]) % both < both // 2
     half = fused_sum(a[:, first], b[:, first], None, "f16", "f16", "f32")

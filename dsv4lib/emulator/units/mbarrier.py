@@ -177,7 +177,10 @@ class MBarrier:
         return same and unused and self.cta is warp.cta
 
     def report(self, kind: str, message: str, where: Where, owner: Place | None = None) -> None:
-        """Report a hazard of this barrier against ``owner``, by default its initialisation."""
+        """Report a hazard of this barrier against ``owner``.
+
+        By default its initialisation.
+        """
         facts = {"barrier": self.offset, "cta": self.cta.ctaid}
         self.cta.machine.report(kind, f"{message} ({self})", where(), owner=owner or self.place, **facts)
 
@@ -319,7 +322,10 @@ _OWN = "[.<space:shared|shared::cta>]"
     f"mbarrier.<op:arrive|arrive_drop>.<nocomplete:noComplete>[.<sem:release>.<scope:cta>]{_OWN}.b64",
 )
 def arrive(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``."""
+    """Arrive at an mbarrier.
+
+    ``mbarrier.arrive{_drop} state, [addr]{, count}`` and ``.expect_tx state, [addr], txCount``.
+    """
     target, memory, *rest = instr.operands
     where = warp.place
     states = np.zeros(LANES, np.uint64)
@@ -457,7 +463,9 @@ def _parity(barrier: MBarrier, value: int, by_parity: bool, where: Where) -> int
     note="a suspended try_wait resumes when its phase completes or nothing else can happen; the time hint is not used",
 )
 def wait(warp: Warp, instr: Instr, form: Form) -> Block | None:
-    """``mbarrier.{test,try}_wait{.parity} waitComplete, [addr], state or phaseParity {, timeHint}``.
+    """Wait for an mbarrier's phase.
+
+    ``mbarrier.{test,try}_wait{.parity} waitComplete, [addr], state or phaseParity {, timeHint}``.
 
     A try_wait of lanes that name different phases resumes with the first of them.
     """

@@ -121,7 +121,10 @@ def _sums(a: np.ndarray, b: np.ndarray, c: np.ndarray, dtype: type) -> np.ndarra
     note="bit-equal to an H200 on sm_90; elsewhere the accumulation order is not that of hardware",
 )
 def mma_float(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mma.sync d, a, b, c{, metadata, selector}`` of 8-, 16- and 32-bit floats; 4- and 6-bit types sit in bytes."""
+    """Multiply 8-, 16- and 32-bit floats on the warp's tensor core.
+
+    ``mma.sync d, a, b, c{, metadata, selector}``; 4- and 6-bit types sit in bytes.
+    """
     _check_lanes(warp, instr)
     width = {"f16": 2, "bf16": 2, "tf32": 4}.get(form.get("a"), 1)
     a, b = _operands(warp, instr, form, 16, width * int(form.get("k")))
@@ -199,7 +202,10 @@ def mma_double(warp: Warp, instr: Instr, form: Form) -> None:
     note="sm_120a and its family",
 )
 def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
-    """``mma.sync d, a, b, c, scale-a, {byte-a, thread-a}, scale-b, {byte-b, thread-b}``."""
+    """Multiply block-scaled operands on the warp's tensor core.
+
+    ``mma.sync d, a, b, c, scale-a, {byte-a, thread-a}, scale-b, {byte-b, thread-b}``.
+    """
     _check_lanes(warp, instr)
     k, kind = int(form.get("k")), form.get("kind")
     count = {"mxf8f6f4": 1, "mxf4": 2}.get(kind) or int(form.get("vec")[0])

@@ -1,4 +1,6 @@
-"""Read a matrix operand from shared memory through its descriptor, one ``take`` per operand.
+"""Read a matrix operand from shared memory by its descriptor.
+
+One ``take`` per operand.
 
 Shared memory is addressed in 16-byte chunks, the unit of every swizzle, so an operand is an array of chunk numbers. It
 depends only on the shape, the layout and the start address modulo 1024 (the swizzle looks at bits 7 to 9 of the
@@ -41,7 +43,10 @@ _KEPT = 4096  # operands of one CTA
 
 @functools.lru_cache(maxsize=8192)
 def k_major_chunks(rows: int, nbytes: int, leading: int, stride: int, swizzle: Swizzle, phase: int) -> np.ndarray:
-    """Chunk numbers int64 (rows, nbytes / 16) of a K-major matrix that starts at byte ``phase``."""
+    """Number the chunks of a K-major matrix that starts at byte ``phase``.
+
+    int64 (rows, nbytes / 16).
+    """
     row, chunk = np.arange(rows)[:, None], np.arange(nbytes // 16)[None, :]
     step = leading if swizzle is NO_SWIZZLE else 16
     offset = row % 8 * swizzle.width + row // 8 * stride + chunk * step
@@ -52,7 +57,10 @@ def k_major_chunks(rows: int, nbytes: int, leading: int, stride: int, swizzle: S
 def mn_major_chunks(
     mn: int, k: int, element: int, leading: int, stride: int, swizzle: Swizzle, phase: int
 ) -> np.ndarray:
-    """Chunk numbers int64 (k, mn * element / 16) of an MN-major matrix of ``element``-byte elements."""
+    """Number the chunks of an MN-major matrix of ``element``-byte elements.
+
+    int64 (k, mn * element / 16).
+    """
     row, chunk = np.arange(k)[:, None], np.arange(mn * element // 16)[None, :]
     if swizzle is NO_SWIZZLE:
         offset = chunk * stride + row % 8 * 16 + row // 8 * leading
@@ -64,7 +72,10 @@ def mn_major_chunks(
 
 @functools.lru_cache(maxsize=8192)
 def crossing_chunks(rows: int, nbytes: int, stride: int, swizzle: Swizzle, start: int, further: int) -> np.ndarray:
-    """Number the chunks, int64 (rows, nbytes / 16), of a K-major matrix; rows go on at ``further`` after 128 bytes."""
+    """Number the chunks of a K-major matrix with rows in two places.
+
+    int64 (rows, nbytes / 16); rows go on at ``further`` after 128 bytes.
+    """
     row, chunk = np.arange(rows)[:, None], np.arange(nbytes // 16)[None, :]
     column = start % 128 + chunk * 16
     line = np.where(column < 128, start - start % 128 + column, further + column - 128)
@@ -137,7 +148,9 @@ class Operand:
 
 
 def k_major(smem: Smem, descriptor: SmemDescriptor, rows: int, nbytes: int) -> Operand:
-    """A K-major operand of ``rows`` rows with ``nbytes`` bytes each (a multiple of 16).
+    """Make a K-major operand of ``rows`` rows of ``nbytes`` bytes.
+
+    ``nbytes`` is a multiple of 16.
 
     Raises:
         DescriptorError: 32-byte swizzle atoms, which K-major matrices do not have; rows of more than 32 bytes that
@@ -200,7 +213,10 @@ def _phase(descriptor: SmemDescriptor) -> int:
 
 
 def part(whole: Operand, first: int, end: int) -> Operand:
-    """Chunk columns (MN-major) or rows (K-major) ``first`` to ``end`` of an operand, which stays as it is."""
+    """Take chunk columns (MN-major) or rows (K-major) ``first`` to ``end``.
+
+    The operand stays as it is.
+    """
     key = (id(whole.chunks), whole.first, first, end)
     known = whole.smem.operands.get(key)
     # The chunks are compared by identity: a part is a view of those it was made from.

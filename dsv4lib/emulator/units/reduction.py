@@ -45,7 +45,10 @@ def check_type(op: str, element: str, where: Where) -> None:
 
 
 def reduce(op: str, element: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Compute ``old op new`` per element of type ``element``, uint8 arrays of one shape."""
+    """Compute ``old op new`` per element of type ``element``.
+
+    uint8 arrays of one shape.
+    """
     a, b = np.ascontiguousarray(old), np.ascontiguousarray(new)
     if element in _INTEGERS:
         kind = _INTEGERS[element]

@@ -90,5 +90,8 @@ def read_rows(warp: Warp, instr: Instr, items: Sequence[Operand]) -> np.ndarray:
 
 
 def write_rows(warp: Warp, instr: Instr, items: Sequence[Operand], values: np.ndarray | np.uint32) -> None:
-    """Write uint32[n, 32], or one value everywhere, to n 32-bit registers, in all lanes; ``_`` is skipped."""
+    """Write uint32[n, 32], or one value, to n 32-bit registers in all lanes.
+
+    ``_`` is skipped.
+    """
     Rows(warp, instr, items).write(values)

@@ -1,4 +1,6 @@
-"""Implement st.async and red.async, which signal an mbarrier of another CTA, and their global variants.
+"""Implement st.async and red.async, which signal another CTA's mbarrier.
+
+Also their global variants.
 
 Source: PTX ISA, ``st.async`` and ``red.async``. They belong to the generic proxy. The forms on shared memory require
 that destination and mbarrier lie in the same CTA; red.async also that this is not the executing one.

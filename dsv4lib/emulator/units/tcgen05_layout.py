@@ -1,4 +1,4 @@
-"""Place the accumulator of tcgen05.mma in tensor memory, and find A and the scale factors there.
+"""Place accumulator, A and scale factors of tcgen05.mma in tensor memory.
 
 Source: PTX ISA, "Data Path Layout Organization" (layouts A to G), "Packing formats of elements in Tensor and Shared
 memory", "Scale Factor A ID" and "Scale Factor B ID". What the ISA shows only in figures agrees with the TMEM layouts of

@@ -64,7 +64,10 @@ def _issue(warp: Warp, instr: Instr, form: Form, op: Mma) -> None:
     "memory as in the compiler's fragments; by the PTX ISA alone: negation, saturation, scale-input-d, disabled lanes",
 )
 def mma(warp: Warp, instr: Instr, form: Form) -> None:
-    """``tcgen05.mma [d], a, b-desc{, [metadata]}, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``."""
+    """Issue tcgen05.mma.
+
+    ``tcgen05.mma [d], a, b-desc{, [metadata]}, idesc, {disable-output-lane}, enable-input-d{, scale-input-d}``.
+    """
     d, a, b, *rest = instr.operands
     metadata = rest.pop(0) if form.has("sp") else None
     idesc = rest.pop(0)
@@ -124,7 +127,10 @@ def _disabled(warp: Warp, mask: Vector, lane: int) -> np.ndarray | None:
     "M = 128 of a CTA pair, B's are split between the halves of the lanes); by the PTX ISA alone: ue8m0 with block16",
 )
 def mma_block_scale(warp: Warp, instr: Instr, form: Form) -> None:
-    """``tcgen05.mma...block_scale [d], a, b-desc, idesc, [scale-a], [scale-b], enable-input-d``."""
+    """Issue a block-scaled tcgen05.mma.
+
+    ``tcgen05.mma...block_scale [d], a, b-desc, idesc, [scale-a], [scale-b], enable-input-d``.
+    """
     d, a, b, idesc, sfa, sfb, enable = instr.operands
     group, kind = group_of(form), form.get("kind")
     ctas = group_ctas(warp, group)
@@ -172,7 +178,10 @@ def _vectors(warp: Warp, kind: str, qualifier: str, k: int) -> int:
     note="dense; zero-column mask with shift; D as in CUTLASS C++; by the PTX ISA alone: the mask, A in tensor memory",
 )
 def mma_ws(warp: Warp, instr: Instr, form: Form) -> None:
-    """``tcgen05.mma.ws [d], a, b-desc, idesc, enable-input-d{, zero-column-mask-desc}``."""
+    """Issue a weight-stationary tcgen05.mma.
+
+    ``tcgen05.mma.ws [d], a, b-desc, idesc, enable-input-d{, zero-column-mask-desc}``.
+    """
     d, a, b, idesc, enable, *rest = instr.operands
     kind = form.get("kind")
     for lane in each_lane(warp):

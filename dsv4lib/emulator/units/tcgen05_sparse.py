@@ -31,7 +31,9 @@ _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
 
 @functools.lru_cache(maxsize=4096)
 def sparse_descriptor(kind: str, bits: int, cta_group: int) -> tuple[InstrDescriptor, int]:
-    """The instruction descriptor of a sparse MMA, with twice the K of a dense one, and its sparsity selector.
+    """Read the instruction descriptor of a sparse MMA and its sparsity selector.
+
+    K is twice that of a dense MMA.
 
     Raises:
         DescriptorError: not sparse; a selector or shape that is not supported.

@@ -55,7 +55,10 @@ _UNIT = -149  # exponent that divides all float32
 
 
 class Span(NamedTuple):
-    """Numbers m 2^q with |m| < 2^significant, q >= low, that are less than 2^high in magnitude."""
+    """Bound a set of numbers by significant bits and magnitude.
+
+    Numbers m 2^q with |m| < 2^significant, q >= low, that are less than 2^high in magnitude.
+    """
 
     low: int
     high: int
@@ -72,7 +75,10 @@ class Span(NamedTuple):
 
 
 def span(matrices: list[np.ndarray], fmt: str) -> Span:
-    """Span of float32 numbers of a format; as wide as `UNBOUNDED` if one is not finite."""
+    """Find the span of float32 numbers of a format.
+
+    As wide as `UNBOUNDED` if one is not finite.
+    """
     largest, smallest = 0, 1 << 32
     for values in matrices:
         magnitudes = values.view(np.uint32) << np.uint32(1)

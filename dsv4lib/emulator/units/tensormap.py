@@ -1,4 +1,6 @@
-"""Read and write tensor maps, the 128-byte descriptors of tensor copies, in the hardware's own format.
+"""Read and write tensor maps in the hardware's format.
+
+They are the 128-byte descriptors of tensor copies.
 
 Kernels get descriptors from three places: host code that computes the bytes itself (CuTeDSL), the driver's encode
 functions, and ``tensormap.replace`` on the device. All three share this code. The layout of the format is not

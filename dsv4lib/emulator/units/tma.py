@@ -154,7 +154,10 @@ def _coordinates(warp: Warp, memory: Memory, mode: str, rank: int) -> list[np.nd
     note=_REFUSED,
 )
 def load(warp: Warp, instr: Instr, form: Form) -> None:
-    """``[dstMem], [tensorMap, coords], [mbar] {, im2colOffsets} {, ctaMask} {, cache_policy}``."""
+    """Issue a tensor load.
+
+    ``[dstMem], [tensorMap, coords], [mbar] {, im2colOffsets} {, ctaMask} {, cache_policy}``.
+    """
     mode, pair = form.get("mode", "tile"), form.get("group") == "cta_group::2"
     destination, source, barrier, *rest = instr.operands
     rank = int(form.get("dim")[0])

@@ -87,7 +87,10 @@ class Tmem:
         self.changed()
 
     def changed(self) -> None:
-        """Forget known spans and blocks after cells were allocated, freed or made unwritten."""
+        """Forget known spans and blocks of changed cells.
+
+        Cells change when allocated, freed or made unwritten.
+        """
         self._usable.clear()
         self._written.clear()
 

@@ -65,7 +65,9 @@ class Accumulator:
 
 @dataclass
 class State:
-    """Pending operations of a warp, oldest first; those not committed yet; committed groups that may be pending.
+    """Hold a warp's pending wgmma operations.
+
+    Oldest first; those not committed yet; committed groups that may be pending.
 
     issued, committed: operations and groups so far.
     others: the other warps of the warpgroup, with theirs.
@@ -214,7 +216,10 @@ _BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8":
     note="bit-equal to an H200",
 )
 def mma_async(warp: Warp, instr: Instr, form: Form) -> None:
-    """``wgmma.mma_async d, a, b-desc{, metadata, selector}, scale-d{, scale-a, scale-b{, trans-a}{, trans-b}}``."""
+    """Issue wgmma.mma_async.
+
+    ``wgmma.mma_async d, a, b-desc{, metadata, selector}, scale-d{, scale-a, scale-b{, trans-a}{, trans-b}}``.
+    """
     if not str(warp.cta.machine.arch).startswith("sm_90"):
         raise EmulatorError(f"{warp.cta.machine.arch} has no wgmma")
     if warp.mask() != FULL_MASK:

@@ -43,7 +43,7 @@ _STATIC = (type(None), bool, int, float, str)
 
 @dataclass
 class Counts:
-    """How often a kernel was compiled, read from disk, found in memory, or found damaged on disk."""
+    """Count compilations, reads from disk, hits in memory and damaged files."""
 
     compiled: int = 0
     from_disk: int = 0
@@ -162,7 +162,9 @@ def default() -> CompileCache:
 
 
 def key(kernel_type: type, settings: Mapping[str, Any], arch: str) -> str | None:
-    """64 hex digits that stand for all that the code of a kernel depends on; None if its source cannot be read.
+    """Hash all that the code of a kernel depends on.
+
+    64 hex digits; None if its source cannot be read.
 
     Raises:
         ArgumentError: settings that are not static, or an unknown architecture.

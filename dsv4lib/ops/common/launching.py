@@ -103,7 +103,10 @@ def arch(backend: str, archs: tuple[str, ...] = ARCHS) -> str:
 
 
 def stream(name: str, x: Tensor) -> int:
-    """Get the handle of torch's current stream on the device of ``x``; 0 in the emulator."""
+    """Get the handle of torch's current stream on ``x``'s device.
+
+    0 in the emulator.
+    """
     return torch.cuda.current_stream(x.device).cuda_stream if name == "native" else 0
 
 

@@ -71,7 +71,10 @@ class Block:
 
 
 def entry(function: Any) -> Entry:
-    """Return the C function of a compiled one, its kernels loaded; ``function`` must outlive it."""
+    """Return the C function of a compiled one, its kernels loaded.
+
+    ``function`` must outlive it.
+    """
     found = _ENTRIES.get(function)
     if found is None:
         found = _ENTRIES[function] = function.to(None).capi_func

@@ -47,7 +47,7 @@ _OPS: list[Op] = []
 
 
 class Op:
-    """A custom op that is called directly where nothing watches, and through torch where something does.
+    """Call a custom op directly where nothing watches, else through torch.
 
     What the registered op has, this has, too.
 
@@ -277,7 +277,10 @@ def _recorded(args: Sequence[Any]) -> Iterator[Recording]:
 
 
 def scratch(*shape: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Memory that a call needs for as long as its kernels run, anew for every call; not initialised."""
+    """Allocate memory for as long as a call's kernels run.
+
+    Anew for every call; not initialised.
+    """
     recording = current()
     if recording is None:
         return torch.empty(shape, dtype=dtype, device=like.device)
@@ -289,7 +292,10 @@ def scratch(*shape: int, dtype: torch.dtype, like: Tensor) -> Tensor:
 
 
 def constant(x: Tensor) -> Tensor:
-    """Memory that an op keeps for calls on the current stream; it must not move as long as plans are kept."""
+    """Keep memory of an op for calls on the current stream.
+
+    It must not move as long as plans are kept.
+    """
     recording = current()
     if recording is not None:
         recording.constants.append(x)
@@ -300,7 +306,9 @@ def constant(x: Tensor) -> Tensor:
 
 
 def guards(tensors: Sequence[Tensor]) -> Any:
-    """What tells in one call of C++ whether other tensors have types, devices, layouts and no gradient alike; or None.
+    """Make one C++ check that other tensors are alike, or None.
+
+    Alike are types, devices, layouts and no gradient.
 
     torch.compile asks it whether compiled code may be used again. It is private to torch, so it is tried out.
     """

@@ -300,7 +300,10 @@ def machine_code(found: Layout) -> bytes:
 
 
 def compiled(text: str) -> bytes:
-    """Machine code of LLVM IR, one function that needs nothing else; raises as `machine_code` does."""
+    """Compile LLVM IR of one function that needs nothing else.
+
+    Raises as `machine_code` does.
+    """
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()

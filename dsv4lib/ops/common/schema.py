@@ -51,7 +51,9 @@ def op(
     names: Mapping[str, str] = MappingProxyType({}),
     archs: tuple[str, ...] = launching.ARCHS,
 ) -> Callable[[Record], Record]:
-    """Make a record of annotated fields a torch op, ``dsv4::name``; it gets an attribute ``op``.
+    """Make a record of annotated fields a torch op, ``dsv4::name``.
+
+    It gets an attribute ``op``.
 
     Args:
         name: of the op. mutates: fields that it writes, groups or members of groups.

@@ -1,4 +1,4 @@
-"""Choose splits of the keys of an attention and of its dimensions, from shapes alone.
+"""Choose splits of an attention's keys and dimensions, from shapes alone.
 
 With few tokens most of a GPU idles: one token of 128 heads is one pair of CTAs on 148 SMs. Splits of its keys can run
 beside each other; a second kernel combines them. And two CTAs can weigh the same keys, each for half of the dimensions
@@ -28,7 +28,7 @@ much follows from shapes, so a token's bits do not depend on its place among the
 
 It is taken where it saves `LEAST` of the time: only for very many tiles, 130 of 584-byte entries (HCA at 1M tokens).
 
-Tiles are those of the model of `bench.fmha`, clocks of a B200 at 1.856 GHz, in a CTA and in a pair (SAVED: what half of
+Tiles are those of `predict.fmha`, clocks of a B200 at 1.856 GHz, in a CTA and in a pair (SAVED: what half of
 the dimensions save of a single tile, less what they save of a tile further on):
 
     keys                              whole           half            SAVED
@@ -40,10 +40,10 @@ Half a tile of a range is 1,160 where few SMs read, 1,388 where 128 do, and SAVE
 best in between.
 
 COMBINE and EACH are a fit, within 17 %, of what combining adds on an H200 after a kernel that writes the splits
-(`bench.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (splits, tokens, heads) in us: (2, 8, 64) 1.8,
-(16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PARTIAL, 0.026 us
-there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within 3 % of the
-best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.
+(`bench.probes.combine_probe`, 26 launches; its clocks at a B200's 1.856 GHz): (splits, tokens, heads) in us: (2, 8, 64)
+1.8, (16, 8, 64) 5.3, (16, 1, 64) 2.3, (44, 1, 64) 5.2, (32, 1, 128) 4.2, (8, 4, 128) 3.2, (2, 64, 64) 5.7. PARTIAL,
+0.026 us there, is less by the ratio of the bytes that SMs of both get from L2. By the model what is chosen is within
+3 % of the best for the shapes of its table, and within 4.5 % for 2, 4, 16, 20, 48 and 64 tokens at 4K and 32K.
 
 What is not in it: the rest of start and end of a CTA, the same for all as long as all run at once. Of the shortest
 times that of the smallest s is taken, then that of one split of the dimensions. So a grid that fills the GPU is never

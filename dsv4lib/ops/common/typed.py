@@ -107,7 +107,10 @@ def _fit(exact: Iterable[Exact | None], values: Iterable[Any]) -> bool:
 
 
 def members_of(hint: Any) -> tuple:
-    """Return the members of a union, None among them as its type; of another annotation itself."""
+    """Return the members of a union, None as its type.
+
+    Of another annotation itself.
+    """
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 

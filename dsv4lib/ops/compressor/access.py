@@ -1,4 +1,7 @@
-"""Vectors of 4 fp32 between global memory and registers, under a predicate and in program order."""
+"""Move vectors of 4 fp32 between global memory and registers.
+
+Under a predicate and in program order.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ MINUS_INF, ZERO = "0fFF800000", "0f00000000"
 
 @dsl_user_op
 def evict_first(*, loc: Any = None, ip: Any = None) -> Int64:
-    """Make the L2 policy of what is read once, as `bulk.load_bulk`; once, as it takes instructions."""
+    """Make the L2 policy of data that is read once, as `bulk.load_bulk`.
+
+    Make it once, as it takes instructions.
+    """
     text = "createpolicy.fractional.L2::evict_first.b64 {$w0}, 1.0;"
     return cute.arch.inline_ptx(text, write_only_types=[Int64], loc=loc, ip=ip)
 

@@ -153,7 +153,9 @@ def _decoded(given: Given, pages: torch.Tensor, slots: torch.Tensor) -> tuple[to
 
 
 def check(given: Given, outputs: Mapping[str, torch.Tensor]) -> None:
-    """Every stored element is a nearest value of its format to the oracle's, up to bf16 before it; the state to fp32.
+    """Compare stored elements and state with the oracle.
+
+    Every element is a nearest value of its format to the oracle's, up to bf16 before it; the state to fp32.
 
     The released code's two steps to bf16 before the format, after pooling and after the norm, move a value by up to
     2^-8 each (half a unit of the last of 8 bits), of it or of the pair that RoPE rotates. The Hadamard
@@ -253,7 +255,10 @@ def providers(running: bool) -> tuple[Provider, ...]:
 
 
 def rows() -> list[Row]:
-    """CSA, HCA and the indexer's keys; Flash and Pro have the same head dimensions here."""
+    """List the rows of CSA, HCA and the indexer's keys.
+
+    Flash and Pro have the same head dimensions here.
+    """
     out = []
     for tokens in TOKENS:
         out.append(_row("CSA", tokens, 4, 512, "kv", "decode", 0.8))

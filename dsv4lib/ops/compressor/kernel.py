@@ -1,4 +1,6 @@
-"""Compress windows of tokens to entries in pages, and keep the rows that the next call needs; one launch.
+"""Compress windows of tokens to entries in pages, in one launch.
+
+The rows that the next call needs are kept.
 
     z(t)  = gate(t) + ape[t mod rate]
     e_w   = sum_t softmax_t(z(t)) kv(t)         per channel, over the rows that entry w pools
@@ -61,7 +63,9 @@ FLOAT_BYTES = 4
 
 
 class Rows(NamedTuple):
-    """kv, gate [T, width], k and z of the state [S, rows, width], ape [rate, width]; fp32.
+    """Hold kv, gate [T, width], state k, z [S, rows, width], ape; fp32.
+
+    ape is [rate, width].
 
     Running: k is the state [S, 3, dim], z is None.
     """
@@ -74,7 +78,10 @@ class Rows(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """norm [dim], cos and sin [windows, 32], all fp32; requests int32 [B, 4]; slots int32 [T]."""
+    """Hold norm, angles (fp32), requests int32 [B, 4] and slots int32 [T].
+
+    norm [dim], cos and sin [windows, 32].
+    """
 
     norm: cute.Tensor
     cos: cute.Tensor
@@ -254,7 +261,7 @@ class Compressor(Sizes):
         return [address + step * j for j in range(self.depth)]
 
     def olds(self, rows: Rows, item: Item, first: Int32, channel: Int32) -> list:
-        """Return addresses of (k, z) of a thread's rows in the ring, where those of a window are neighbours."""
+        """Return addresses of (k, z) of a thread's rows in the ring, where neighbours."""
         found = []
         for j in range(0, 0 if self.running else self.depth, self.rate):
             slot = first + j & (self.rows - 1)
@@ -315,7 +322,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def add_warps(self, rSoftmax: cute.Tensor, quad: Int32, sSoftmax: cute.Tensor):
-        """Merge the warps' softmaxes, this one's own the first; lanes that repeat others take half of them."""
+        """Merge the warps' softmaxes; lanes that repeat others take half of them."""
         halves = 2 if self.quads == LANES // 2 and self.warps > 1 else 1
         each, half = self.warps // halves, cute.arch.lane_idx() // self.quads
         if cutlass.const_expr(halves > 1):
@@ -359,7 +366,10 @@ class Compressor(Sizes):
     def softmax(
         self, rows: Rows, item: Item, channel: Int32, group: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """Compute the softmax over the item's rows, and over a running state of its window, in its finishers."""
+        """Compute the softmax over the item's rows and a running state of its window.
+
+        Its finishers hold the state.
+        """
         rK = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rZ = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rOld = cute.make_rmem_tensor((CHANNELS, 3), Float32)
@@ -531,7 +541,10 @@ class Compressor(Sizes):
 
     @cute.jit
     def update(self, rows: Rows, item: Item, channel: Int32, group: Int32, closes: Boolean):
-        """Store the newest rows into the state, by those items that read it; see the module docstring."""
+        """Store the newest rows into the state, by the items that read it.
+
+        See the module docstring.
+        """
         opened = item.start // self.rate
         second = closes and item.window == opened + 1
         if item.count > 0 and (item.first or (second if cutlass.const_expr(self.overlap) else item.first)):

@@ -1,4 +1,6 @@
-"""An entry in registers, 4 neighbouring channels a thread, to its place in a page or a dense row.
+"""Store an entry from registers to its place in a page or a dense row.
+
+A thread has 4 neighbouring channels.
 
 The bits are those of `formats.kv_entry` and `.indexer_key` for the same vector. Scales are shared by neighbouring
 lanes: 16 (kv, 64 dims), 32 (fp8, 128) or 8 (fp4, 32).
@@ -42,7 +44,10 @@ class Target(NamedTuple):
 
 @cute.jit
 def rounded(sizes: cutlass.Constexpr, values: list):
-    """Round ``values`` to bf16, for entries of a quantised format; others stay as they are."""
+    """Round ``values`` to bf16, for entries of a quantised format.
+
+    Others stay as they are.
+    """
     if cutlass.const_expr(sizes.layout is not None):
         pairs = [(word << 16, word & Int32(-65536)) for word in words(values, BFloat16)]
         values = [half.bitcast(Float32) for pair in pairs for half in pair]

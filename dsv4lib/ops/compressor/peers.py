@@ -23,7 +23,10 @@ OPS = "vllm.models.deepseek_v4.common.ops."
 
 
 def providers() -> tuple[Provider, ...]:
-    """Triton's compression, and CuTe DSL's for heads of 512, which is the one vLLM takes."""
+    """List the peers of the compressor.
+
+    Triton's compression, and CuTe DSL's for heads of 512, which is the one vLLM takes.
+    """
     return Provider("vLLM Triton", partial(_bind, dsl=False)), Provider("vLLM CuTe DSL", partial(_bind, dsl=True))
 
 

@@ -58,7 +58,10 @@ READY, TEAMS, ENDS = 1, 2, 3  # named barriers: mbarriers are there; all threads
 
 
 class StreamedCompressor(Compressor):
-    """Compress a decode step; see the module docstring, and `config.Sizes` for the arguments (``stages`` > 0)."""
+    """Compress a decode step; see the module docstring.
+
+    Arguments as in `config.Sizes` (``stages`` > 0).
+    """
 
     @cute.jit
     def __call__(
@@ -198,7 +201,10 @@ class StreamedCompressor(Compressor):
     def softmax(
         self, rows: Rows, item: Item, channel: Int32, group: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """Compute the softmax over the item's rows, where `ends` says so; ``group`` is the team's number."""
+        """Compute the softmax over the item's rows, where `ends` says so.
+
+        ``group`` is the team's number.
+        """
         rank, quad = cute.arch.block_idx()[0], channel // CHANNELS
         rHeld = [cute.make_rmem_tensor((CHANNELS, 3), Float32) for _ in range(self.groups_of_team.bit_length() - 1)]
         for own in cutlass.range(self.groups_of_team, unroll=1):
@@ -247,7 +253,10 @@ class StreamedCompressor(Compressor):
     def pool_group(
         self, group: Int32, stage: Int32, phase: Int32, quad: Int32, rSoftmax: cute.Tensor, storage: cutlass.Constexpr
     ):
-        """Pool a group, once its rows are there; the newest row is the last one of the last group."""
+        """Pool a group once its rows are there.
+
+        The newest row is the last one of the last group.
+        """
         rK = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rZ = cute.make_rmem_tensor((CHANNELS, self.depth), Float32)
         rNew, last = storage.new, self.depth - 1

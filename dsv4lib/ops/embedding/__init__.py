@@ -1,4 +1,4 @@
-"""Rows of the embedding for tokens, and the residual streams that begin with them, as a torch op."""
+"""Look up embedding rows and start the residual streams, as a torch op."""
 
 from dsv4lib.ops.embedding.op import Embedded, embedding
 

@@ -1,11 +1,11 @@
-"""Look up the embedding's rows of tokens and start the residual streams with them, in one launch.
+"""Load an embedding row once and store it to every output.
 
-    streams[t, i] = rows[t] = weight[tokens[t]]        i < `copies`; zeros where the id is negative or past the end
+What the outputs are is in `op`.
 
 A thread has 8 columns of a row (16 bytes): it loads them once and stores them to every output. A CTA of 128 threads has
 1,024 columns of a token. Bytes of a token: 2 d read, 2 d for each copy written. One token: the chain of id, row, store.
 
-Source: DeepSeek-V4's released inference code; the oracle is `dsv4lib.reference.embedding`.
+Source: DeepSeek-V4's released inference code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Look up the embedding's rows of tokens and start the residual streams: `dsv4::embedding`.
 
-    streams[t, i] = rows[t] = weight[tokens[t]]        zeros where the id is negative
+    streams[t, i] = rows[t] = weight[tokens[t]]        i < copies; zeros where the id is negative
 
 One launch that writes in place. On a GPU the host reads no value of a tensor, and an id past the end gives zeros, too.
 A draft block takes rows alone: ``embedding(tokens, weight, copies=0, keep=True)``; an engine that zeroes the row at

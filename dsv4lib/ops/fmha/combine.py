@@ -10,8 +10,8 @@ for the kernel that writes the splits, for the LSEs and for O. So it is launched
 and waits itself; the loads of 4 or 8 splits, of the sink and of the angles are in flight before the first LSE is
 needed; each LSE is read once, by one lane, and broadcast.
 
-On an H200 (`bench.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds after a
-kernel that writes the splits):
+On an H200 (`bench.probes.combine_probe`, data/bench/combine_times.csv; one after the other, warm, and what it adds
+after a kernel that writes the splits):
 
     splits, tokens x heads     4 loads at once           8 loads at once
     5, 1 x 64                  1.80  after  1.69 us      1.74  after  1.58 us
@@ -160,7 +160,10 @@ class Combine:
     def fetch(
         self, mOPartial: cute.Tensor, token: Int32, head: Int32, first: Int32, split: Int32, rOPartial: cute.Tensor
     ):
-        """Load this thread's dimensions of the next `at_once` splits; past the last ``rOPartial`` stays as it is."""
+        """Load this thread's dimensions of the next `at_once` splits.
+
+        Past the last, ``rOPartial`` stays as it is.
+        """
         for i in cutlass.range_constexpr(self.at_once):
             if split + i < mOPartial.shape[0] and first < self.head_dim:
                 row = mOPartial[split + i, token, head, None]
@@ -168,7 +171,10 @@ class Combine:
 
     @cute.jit
     def angles(self, rope: Any, token: Int32, first: Int32):
-        """Load the angles of this thread's pairs, [1, pairs] in registers; anything where it has none."""
+        """Load the angles of this thread's pairs, [1, pairs] in registers.
+
+        Anything where it has none.
+        """
         angles = Tables(*(cute.make_rmem_tensor((1, DIMS // 2), Float32) for _ in range(2)))
         if cutlass.const_expr(self.inverse_rope):
             pair = (first - (self.head_dim - 64)) // 2
@@ -181,7 +187,9 @@ class Combine:
 
     @cute.jit
     def max_and_sum(self, mLsePartial: cute.Tensor, token: Int32, head: Int32, lse: Float32):
-        """Return the largest LSE (0 if all are -inf) and the sum of e^{lse_i} relative to it, in all lanes.
+        """Return the largest LSE and the sum of e^{lse_i} relative to it, in all lanes.
+
+        The largest is 0 if all are -inf.
 
         Args:
             lse: the LSE of this lane's split of the first 32.
@@ -207,7 +215,10 @@ class Combine:
 
     @cute.jit
     def add(self, scale: Float32, lane: Int32, splits: Int32, rOPartial: cute.Tensor, rO: cute.Tensor):
-        """Add O += scale_i * O_i, in order, for ``splits`` that there are, at most `at_once`; from ``lane`` on."""
+        """Add O += scale_i * O_i in order, for at most `at_once` splits.
+
+        ``splits`` of them are there; from ``lane`` on.
+        """
         for i in cutlass.range_constexpr(self.at_once):
             of_split = cute.arch.shuffle_sync(scale, lane + i)
             if i < splits:

@@ -34,7 +34,9 @@ OPTIONS = ("window", "sink", "inverse_rope", "partial", "fp8_entries", "fp8_wind
 
 
 def count_tiles(entries: int, window: int) -> int:
-    """Count the tiles that a token's (or group's) keys take; `work.Plan.places` does the same on the device.
+    """Count the tiles that a token's or group's keys take.
+
+    `work.Plan.places` does the same on the device.
 
     The first window keys fill the last tile of entries where that saves a tile.
 
@@ -196,7 +198,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def buffers(self, kv_stages: int | None = None) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in SMEM before the mbarriers, in order."""
         stages = self.kv_stages if kv_stages is None else kv_stages
         return [
             *((f"kv {i}", self.stage_bytes) for i in range(stages)),
@@ -217,7 +219,7 @@ class Config:
         return whole_atoms(sum(size for _, size in self.buffers(kv_stages)) + control)
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, tensor memory and threads of one CTA."""
         n, control = self.kv_stages, 8 * len(self.barriers()) + 4
         sizes = {
             "kv ring": (n * self.stage_bytes, f"{n} stages x {TILE_N} keys x {self.stage_bytes // (2 * TILE_N)} x 2 B"),

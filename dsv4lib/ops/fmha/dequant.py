@@ -32,7 +32,10 @@ BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
 
 
 class LanePools(NamedTuple):
-    """How this lane finds its share of an FP8 entry, of the pool of entries and of the window's; None: not FP8."""
+    """Locate this lane's share of FP8 entries of the pool and the window.
+
+    None: not FP8.
+    """
 
     entries: LanePool | None
     window: LanePool | None
@@ -124,7 +127,7 @@ class Dequant(Load):
 
     @cute.jit
     def lane_pools(self, sources: KeySources):
-        """Return how this lane finds its share of an entry, for the entries and the window where they are FP8."""
+        """Locate this lane's share of an entry of pool and window, where they are FP8."""
         pools = []
         for source, fp8 in zip(sources, (self.fp8_entries, self.fp8_window), strict=True):
             pools.append(kv_entry.lane_of(source) if cutlass.const_expr(fp8) else None)
@@ -132,7 +135,10 @@ class Dequant(Load):
 
     @cute.jit
     def quantised(self, work: Work, place: Int32):
-        """Return whether the key at ``place`` is a 584-byte entry, or none; TMA brings the others of a tile."""
+        """Return whether the key at ``place`` is a 584-byte entry, or none.
+
+        TMA brings the others of a tile.
+        """
         answer = cutlass.Boolean(True)
         if cutlass.const_expr(self.entries != "none" and self.window and self.fp8_entries != self.fp8_window):
             answer = (place < work.window_at) == self.fp8_entries
@@ -140,7 +146,7 @@ class Dequant(Load):
 
     @cute.jit
     def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
-        """Return the index of the entry that is the ``key``-th of a tile; -1 where there is none."""
+        """Return the index of the ``key``-th entry of a tile; -1: none."""
         index, place = Int32(-1), tile * TILE_N + key
         if tile < work.end:
             if cutlass.const_expr(self.fp8_entries):

@@ -74,7 +74,9 @@ class Epilogue(Plan):
 
     @cute.jit
     def begin(self, mQ: cute.Tensor, lists: KeyLists, items: Items, allocator: memory.TmemAllocator):
-        """Return (tensor memory, `Work` and `Row` of the first item), once it is allocated and the predecessor done.
+        """Return (tensor memory, `Work` and `Row` of the first item).
+
+        Once it is allocated and the predecessor done.
 
         The kernel before may have written the lists, and may still read what O and LSE overwrite.
         """
@@ -100,7 +102,10 @@ class Epilogue(Plan):
         rings: EpilogueRings,
         states: EpilogueStates,
     ):
-        """Store LSE and O of one item, -inf and zeros without keys; return the states of the pipelines."""
+        """Store LSE and O of one item and return the states of the pipelines.
+
+        -inf and zeros without keys.
+        """
         o, sums = rings
         o_state, sums_state = (state.clone() for state in states)
         sink = self.sink_logit(outputs, row)  # in flight while the sums are
@@ -133,7 +138,10 @@ class Epilogue(Plan):
 
     @cute.jit
     def is_first(self, row: Row):
-        """Return whether this thread stores the LSE, of the threads and CTAs that share a row of O."""
+        """Return whether this thread stores the LSE.
+
+        One of the threads and CTAs that share a row of O does.
+        """
         first = row.half == 0
         if cutlass.const_expr(self.dim_splits > 1):
             first = first & (self.dim_split() == 0)
@@ -176,7 +184,9 @@ class Epilogue(Plan):
         return o_scale, denominator
 
     def place_of(self, line: int) -> tuple[int, int]:
-        """Return where a line of O, 32 columns of a lane, is in a head, in units of 32 dimensions.
+        """Return where a line of O is in a head, in units of 32 dimensions.
+
+        A line is 32 columns of a lane.
 
         It is of the first split of the dimensions; `lines_of_split` leads to the next one's.
 
@@ -231,7 +241,10 @@ class Epilogue(Plan):
 
     @cute.jit
     def store_lines(self, outputs: Outputs, row: Row, rOut: cute.Tensor, line: cutlass.Constexpr):
-        """Store registers [8, 4, lines] to global memory, lines from ``line`` on; addresses differ by constants."""
+        """Store registers [8, 4, lines] to global memory, lines from ``line`` on.
+
+        Addresses differ by constants.
+        """
         mO = outputs.o
         _, further = self.place_of(0)
         start = (row.half * further + self.dim_split() * self.lines_of_split()) * 32
@@ -250,7 +263,9 @@ class Epilogue(Plan):
 
     @cute.jit
     def store_lse(self, mLse: cute.Tensor, row: Row, row_max: Float32, row_sum: Float32, with_sink: Float32):
-        """Store LSE = (row_max + log2(row_sum)) ln 2, without the sink, which belongs to the union of the splits.
+        """Store LSE = (row_max + log2(row_sum)) ln 2, without the sink.
+
+        The sink belongs to the union of the splits.
 
         Raw: row_max (as a natural logarithm) and row_sum.
         """

@@ -1,4 +1,4 @@
-"""Inject one fault at a time of those that cost days on real attention kernels; each is marked ``WRONG``.
+"""Inject one fault of attention kernels at a time, each marked ``WRONG``.
 
 Every class is the `Ladder`, the `Fmha` or the `Combine` kernel with one thing replaced. They compile without a word.
 `CAUGHT_BY` says what finds each: a kind of the emulator's reports, "MemoryFault" (an access that stops it), "boxes
@@ -111,7 +111,7 @@ class NoStoreWait(Ladder):
 
 
 class OverlappingO(Ladder):
-    """O begins where the footprint of S and P ends, 192 columns, and not where S of odd tiles ends."""
+    """O begins at column 192, where S and P end, not where S of odd tiles ends."""
 
     @cute.jit
     def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
@@ -197,7 +197,7 @@ class BaseTwoLse(Ladder):
 
 
 class SumOverMaximum(Fmha):
-    """The sums of a row go where its maxima were, while the partner may still be reading the last one.
+    """row_sum overwrites row_max while the partner may still be reading it.
 
     The same race was found in a published decode kernel: a slot for an exchange between warps is written again with no
     barrier after the read. It shows only under an unlucky order.
@@ -207,7 +207,7 @@ class SumOverMaximum(Fmha):
 
 
 class SwappedHalves(Fmha):
-    """Q's odd chunks lie in the lanes that meet the even chunks of K, and the other way round."""
+    """Q's odd chunks lie in the lanes of K's even chunks, and the reverse."""
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)
@@ -282,7 +282,7 @@ class SwappedTables(Fmha):
 
 
 class NoProxyFence(Fmha):
-    """Dequantised keys are committed without the fence between a thread's stores and the tensor core's reads."""
+    """Dequantised keys are committed without the fence before the tensor core reads."""
 
     @cute.jit
     def commit_keys(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
@@ -353,7 +353,7 @@ class EvenAndOdd(Fmha):
 
 
 class HalfOfTheWarps(Fmha):
-    """A pair's stage of FP8 keys counts as full when as many warps have arrived as one CTA has."""
+    """A pair's stage of FP8 keys counts as full when one CTA's warps have arrived."""
 
     def __init__(self, *settings: Any):
         super().__init__(*settings)
@@ -523,7 +523,7 @@ class LateVariable(Ladder):
 
 
 def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of windows [R T] as a mask over only the last 128 rows of each chunk of ``tokens`` queries leaves them.
+    """Mask windows' rows [R T] to the last 128 of each chunk of ``tokens`` queries.
 
     Right for one token; the earlier a query of a longer chunk, the more of its old keys are silently gone.
     """
@@ -534,7 +534,7 @@ def last_keys_only(first: torch.Tensor, count: torch.Tensor, tokens: int) -> tup
 
 
 class HastyLoad(Fmha):
-    """The load warp does not wait for the kernel before, which may still write what it reads."""
+    """The load warp does not wait for the kernel before, which may still write."""
 
     def wait_for_inputs(self) -> None:
         """WRONG: no `griddepcontrol.wait`; see `Load.wait_for_inputs`."""

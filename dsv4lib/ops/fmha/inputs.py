@@ -57,8 +57,11 @@ class Case:
         return Case(**{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
     def outputs(self, splits: int | None = None, raw: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o, lse) full of NaN; fp32 with a leading extent for a partial kernel, and pairs instead of LSEs for a raw
-        one. Each token has a guard row after its last head, see `guards_written`."""
+        """Make (o, lse) full of NaN.
+
+        fp32 with a leading extent for a partial kernel, and pairs instead of LSEs for a raw one. Each token has a guard
+        row after its last head, see `guards_written`.
+        """
         lead = () if splits is None else (splits,)
         dtype = self.q.dtype if splits is None else torch.float32
         nan = float("nan")
@@ -68,11 +71,17 @@ class Case:
         return o[..., :heads, :], lse[..., :heads, :] if raw else lse[..., :heads, 0]
 
     def groups(self, cluster: int) -> torch.Tensor:
-        """Groups of tokens for a kernel that lets them share tiles, as many as fit, never over the end of a chunk."""
+        """Group tokens for a kernel that lets them share tiles.
+
+        As many as fit, never over the end of a chunk.
+        """
         return window.token_groups(self.chunks or (1,) * len(self.q), self.q.shape[1], cluster).to(self.q.device)
 
     def keys(self, entries: str, window: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (all rows [R + W, D], row numbers [T, K'], -1 = none) as `reference.fmha.sparse` takes them."""
+        """Return all rows [R + W, D] and row numbers [T, K'] (-1 = none).
+
+        `reference.fmha.sparse` takes them.
+        """
         lists = []
         if entries == "index":
             place = torch.arange(self.index.shape[1])
@@ -88,7 +97,9 @@ class Case:
 def paged(
     one: Case, page_size: int, window_page_size: int | None = None, padding: int = 0, seed: int | None = None
 ) -> Case:
-    """Return the same case with its keys in 584-byte entries; its bf16 rows become what the entries hold.
+    """Return the same case with its keys in 584-byte entries.
+
+    Its bf16 rows become what the entries hold.
 
     Rows that are NaN (they must not be read), the ends of last pages, two further pages and the padding are 0xFF: NaN.
 
@@ -133,7 +144,9 @@ def _range(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def decode_case(heads: int, positions: list[int], seed: int = 0) -> Case:
-    """Make a case of one token a request, window keys in stacked rings of 128 slots; slots never written are NaN.
+    """Make a case of one token a request, window keys in rings of 128 slots.
+
+    Rings are stacked; slots never written are NaN.
 
     Args:
         heads: H. positions: of the newest token of each request; -1: a request without keys.
@@ -152,7 +165,9 @@ def decode_case(heads: int, positions: list[int], seed: int = 0) -> Case:
 
 
 def prefill_case(heads: int, starts: list[int], tokens: int, seed: int = 0) -> Case:
-    """Chunks of ``tokens`` tokens of several requests in one call, as an HCA layer sees them.
+    """Make chunks of ``tokens`` tokens of several requests in one call.
+
+    An HCA layer sees them so.
 
     Keys before a chunk come out of its request's ring. Entries are ranges of the pool, complete at the end of the
     chunk: early queries must not read the last of them. A NaN row ends each request's entries.

@@ -99,7 +99,7 @@ class Ladder:
         return f"Ladder({self.stage}, {self.head_dim}, {self.dtype})"
 
     def buffers(self) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in SMEM before the mbarriers, in order."""
         return [("Q", self.tile_bytes), *((f"kv {i}", self.tile_bytes) for i in range(KV_STAGES))]
 
     def barriers(self) -> list[str]:
@@ -108,7 +108,7 @@ class Ladder:
         return [f"{name} {what} {i}" for name, n in pipelines for what in ("full", "empty") for i in range(n)]
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, tensor memory and threads of one CTA."""
         data, control = sum(size for _, size in self.buffers()), 8 * len(self.barriers()) + 4
         rows = f"128 rows x {self.head_dim} x 2 B"
         columns = O_COLUMN + (0 if self.stage == "a" else self.head_dim)
@@ -230,7 +230,10 @@ class Ladder:
         kv.producer_tail(state)
 
     def kv_box(self, tKgK: cute.Tensor, tile: Int32, chunk: int) -> cute.Tensor:
-        """Return the box of a tile and a chunk; ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`."""
+        """Return the box of a tile and a chunk.
+
+        ``tKgK`` is (box, tiles, chunks), both left free by `local_tile`.
+        """
         return tKgK[None, tile, chunk]
 
     @cute.jit
@@ -359,7 +362,10 @@ class Ladder:
     def store_s(
         self, address: cute.Pointer, column: Int32, mOut: cute.Tensor, tile: Int32, lane: Int32, scale: Float32
     ):
-        """Store the row of S to global memory (stage A), 32 columns at a time, as far as there is one."""
+        """Store the row of S to global memory (stage A), 32 columns at a time.
+
+        As far as there is one.
+        """
         block, _, _ = cute.arch.block_idx()
         row = block * TILE_M + lane
         rS = cute.make_rmem_tensor(tmem.COLUMNS, Float32)
@@ -374,7 +380,10 @@ class Ladder:
 
     @cute.jit
     def tile_row_max(self, rS: cute.Tensor, left: Int32, scale: Float32):
-        """Return the largest score of the row, in log2; rows of kv past the end become -inf."""
+        """Return the largest score of the row, in log2.
+
+        Rows of kv past the end become -inf.
+        """
         if left < TILE_N:
             for j in cutlass.range_constexpr(TILE_N):
                 rS[j] = cutlass.select_(j < left, rS[j], -Float32.inf)
@@ -385,7 +394,10 @@ class Ladder:
     def store_p(
         self, rS: cute.Tensor, address: cute.Pointer, column: Int32, lane: Int32, scale: Float32, row_max: Float32
     ):
-        """Store P over the first 64 columns of S, two to a column; return the sum of the row's P."""
+        """Store P over the first 64 columns of S; return the sum of the row's P.
+
+        P has two values to a column.
+        """
         rP = cute.make_rmem_tensor((TILE_N // 2, 2), self.element)
         p = rS.load() * scale
         row_sum = Float32(0.0)

@@ -177,7 +177,7 @@ class Load(Plan):
         column: Int32,
         loader: Int32,
     ):
-        """Wait until a stage is empty and say how many bytes come; return the barrier that counts them.
+        """Wait until a stage is empty, announce its bytes, return its full barrier.
 
         Args:
             nbytes: of all load warps, the first of which says it.
@@ -200,7 +200,10 @@ class Load(Plan):
 
     @cute.jit
     def q_rows(self, mQ: cute.Tensor, queries: QSource, work: Work, own: Int32):
-        """Return rows of Q's matrix for four rows of this CTA's tile, from ``own`` on; -1 where there is no head."""
+        """Return rows of Q's matrix for four rows of this CTA's tile.
+
+        From ``own`` on; -1 where there is no head.
+        """
         _, of_token, of_head = queries
         block, rows = self.head_block(), ()
         for i in cutlass.range_constexpr(4):
@@ -233,7 +236,10 @@ class Load(Plan):
 
     @cute.jit
     def first_row(self, work: Work, tile: Int32):
-        """Return the pool row of the first key of a tile of 64 consecutive rows for TMA; -1: gather the tile."""
+        """Return the pool row of the first of 64 consecutive rows; -1: gather.
+
+        TMA loads the tile.
+        """
         row, place = Int32(-1), tile * TILE_N
         if cutlass.const_expr(self.box_entries):
             if place + TILE_N <= work.entries:
@@ -320,7 +326,10 @@ class Load(Plan):
 
     @cute.jit
     def tile_rows(self, lists: KeyLists, work: Work, place: Int32):
-        """Return pool rows of the four keys from ``place`` on, of entries or of the window."""
+        """Return pool rows of four keys, of entries or of the window.
+
+        From ``place`` on.
+        """
         rows = tuple(Int32(-1) for _ in range(4))
         if cutlass.const_expr(self.entries != "none" and not self.fp8_entries):
             if place < work.window_at:
@@ -333,12 +342,18 @@ class Load(Plan):
 
     @cute.jit
     def rows(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-        """Return pool rows of four keys; -1, which TMA fills with zeros, where there is none."""
+        """Return pool rows of four keys; -1 where there is none.
+
+        TMA fills those with zeros.
+        """
         return tuple(self.row(mIndex, first, token, position + i, count) for i in range(4))
 
     @cute.jit
     def row(self, mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-        """Return the pool row of a key of a list, or of a range that starts at ``first``; -1 past its end."""
+        """Return the pool row of a key of a list or a range; -1 past its end.
+
+        A range starts at ``first``.
+        """
         row = Int32(-1)
         if position < count:
             if cutlass.const_expr(mIndex is not None):
@@ -349,7 +364,10 @@ class Load(Plan):
 
 
 def tile_atom(rows: cute.Tensor) -> cute.CopyAtom:
-    """Make a TMA atom for boxes of 64 of ``rows`` ([R, D], stride (ld, 1)) x 128 bytes, as `gather.row_atom`."""
+    """Make a TMA atom for boxes of 64 of ``rows`` x 128 bytes, as `gather.row_atom`.
+
+    ``rows`` is [R, D], stride (ld, 1).
+    """
     count, depth = rows.shape
     columns_first = cute.make_tensor(rows.iterator, cute.make_layout((depth, count), stride=(1, rows.stride[0])))
     return boxes.box_atom(columns_first, (CHUNK, TILE_N))

@@ -1,4 +1,7 @@
-"""Issue both products of a tile, S = Q @ K^T and O += P @ V; of a pair the first CTA's warp issues for both."""
+"""Issue both products of a tile, S = Q @ K^T and O += P @ V.
+
+Of a pair the first CTA's warp issues for both.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class Mma(Plan):
 
     @cute.jit
     def mma_items(self, lists: KeyLists, items: Items, sKV: Int32, sP: Int32, base: Int32, rings: MmaRings):
-        """Issue S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs.
+        """Issue S of tile j + 1 before P V of tile j.
+
+        The softmax of a tile then overlaps MMAs.
 
         The next item's Q goes to tensor memory, and its first S follows, in a pair before P V of the last tile of this
         one (`q_ahead`), else after it. A block of O is waited for before an item's first P V: the epilogue warps read
@@ -124,7 +129,10 @@ class Mma(Plan):
 
     @cute.jit
     def signal_keys(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState):
-        """Signal that a tile's keys have landed to the softmax warps, which read them but did not wait for them."""
+        """Signal landed keys to the softmax warps.
+
+        They read the keys but did not wait for them.
+        """
         with cute.arch.elect_one():
             barrier = s.sync_object_full.get_barrier(s_state.index)
             for cta in cutlass.range_constexpr(self.cluster):
@@ -154,7 +162,7 @@ class Mma(Plan):
         kv_state: pipeline.PipelineState,
         q_stage: cutlass.Constexpr,
     ):
-        """Wait for the ``q_stage``-th stage of Q, copy it, and release it when that is done."""
+        """Wait for stage ``q_stage`` of Q, copy it, release it when that is done."""
         kv.consumer_wait(kv_state)
         umma.fence_after_thread_sync()
         self.place_q(base, sKV + kv_state.index * self.stage_bytes, q_stage)

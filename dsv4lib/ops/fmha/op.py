@@ -80,7 +80,7 @@ def fmha(
         sink: fp32 [H], a logit a head that is not scaled; None is -inf.
         scale: of the dot products, 2^-100 to 2^100; default D^-0.5.
         rope: (cos, sin) fp32 [T, 32]: the last 64 dimensions of o are rotated back by them. None: not rotated.
-        groups: int32 [G, 2] from `kernels.fmha.window.token_groups`: adjacent tokens that read nearly the same keys
+        groups: int32 [G, 2] from `ops.fmha.window.token_groups`: adjacent tokens that read nearly the same keys
             share tiles (prefill; not with `Selected`), 128 // H of them with ``cluster`` 2, 64 // H with 1, which the
             op takes too. None: a token is on its own.
         normalise: False: these keys are a split of a union, without sink and rotation: o is fp32

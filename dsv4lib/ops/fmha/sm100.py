@@ -93,7 +93,7 @@ Roles (12 warps, 384 threads: a warpgroup for the epilogue, or with FP8 keys to 
     warps 8-11  dequant   a tile of 584-byte entries: 16 keys a warp, registers -> stage, loads of the next tile;
                           beside them no registers are left for epilogue warps: warps 0-3 do that too
 
-FP8 keys (`fp8_entries`, `fp8_window`) come in pages of any size and stride, see `common.kv_entry`; P V and Q K^T see
+FP8 keys (`fp8_entries`, `fp8_window`) come in pages of any size and stride, see `dsl.kv_entry`; P V and Q K^T see
 the same bf16 tile as with TMA, bit for bit:
 
     page                                              4 warps, registers                   KV stage
@@ -104,7 +104,7 @@ the same bf16 tile as with TMA, bit for bit:
   +------------------------------------------+       zeros for -1 and past the last key
 
 Why three load warps. A copy takes its operands from uniform registers, so one lane sends all copies of a warp, four
-rows moved once for 8 copies (`bench.issue_probe`, an H200; boxes of 4 rows, as it has no gather4):
+rows moved once for 8 copies (`bench.probes.issue_probe`, an H200; boxes of 4 rows, as it has no gather4):
 
     clocks     lanes that each issue   one lane   a tile: 1 warp   2 warps   4 warps   8 boxes of 64 rows
                42.5 a copy             25.5       3,270            1,830     990       620, bound by bytes
@@ -283,7 +283,10 @@ class Fmha(Dequant, Mma, Softmax, Epilogue):
         splits: KeySplits,
         per_split: Int32,
     ):
-        """Set-up shared by all warps, beside the end of the kernel before; then one role each, which waits for it."""
+        """Set up with all warps, then run one role in each.
+
+        Set-up overlaps the end of the kernel before; roles wait for it.
+        """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             self.prefetch_maps(queries, sources)

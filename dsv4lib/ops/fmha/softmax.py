@@ -63,7 +63,10 @@ class SoftmaxStates(NamedTuple):
 
 
 class Softmax(Epilogue):
-    """The softmax warps; after the tiles of an item they hand row_sum and row_max to the epilogue warps."""
+    """Run the softmax warps; hand row_sum and row_max to the epilogue warps.
+
+    They do so after the tiles of an item.
+    """
 
     @cute.jit
     def softmax(
@@ -117,7 +120,7 @@ class Softmax(Epilogue):
         sums: pipeline.PipelineAsync,
         sums_state: pipeline.PipelineState,
     ):
-        """Hand this thread's row_sum of an item, and the row_max that it is relative to, to the epilogue warps."""
+        """Hand this thread's row_sum of an item and its row_max to the epilogue warps."""
         sums.producer_acquire(sums_state)
         sRow[row.tidx, self.sum_slot] = row_sum
         sRow[row.tidx, self.row_max_slot] = row_max
@@ -137,7 +140,10 @@ class Softmax(Epilogue):
         scale_log2: Float32,
         stage: Int32,
     ):
-        """Make P of all tiles of an item; return row_max (log2), this half's row_sum, and the pipelines' states."""
+        """Make P of all tiles of an item.
+
+        Returns row_max (log2), this half's row_sum, and the pipelines' states.
+        """
         (sP, sX, sRow, sKV), (s, p, _, _), tidx = shared, rings, row.tidx
         if cutlass.const_expr(self.groups):
             if work.end > work.first:
@@ -241,7 +247,10 @@ def load_s(
 
 @cute.jit
 def tile_row_max(rS: cute.Tensor, valid: Int32, sRow: cute.Tensor, tidx: Int32, pair: pipeline.NamedBarrier):
-    """Return the largest score of a row over both halves of the tile; keys that are not there become -inf."""
+    """Return the largest score of a row over both halves of the tile.
+
+    Keys that are not there become -inf.
+    """
     if valid != -1:
         for j in cutlass.range_constexpr(HALF_N):
             rS[j] = cutlass.select_((valid >> j) & 1 == 1, rS[j], -Float32.inf)
@@ -267,7 +276,10 @@ def store_p(
     element: cutlass.Constexpr,
     slot: Int32,
 ):
-    """Store P = exp2(scale_log2 * S - row_max) to SMEM, the A operand of P V; return the sum of this thread's P."""
+    """Store P = exp2(scale_log2 * S - row_max) to SMEM; return this thread's sum.
+
+    P is the A operand of P V.
+    """
     shift = Float32(0.0)  # a row that has seen no key yet: every score is -inf, every P 0
     if row_max > -Float32.inf:
         shift = row_max

@@ -14,7 +14,9 @@ from dsv4lib.ops.fmha.window import WINDOW
 
 
 class Fp8Pages(NamedTuple):
-    """A pool of 584-byte entries (448 FP8 values, 64 bf16 values, 8 scales; `formats.kv_entry`).
+    """Hold a pool of 584-byte entries.
+
+    An entry has 448 FP8 values, 64 bf16 values, 8 scales; `formats.kv_entry`.
 
     Attributes:
         pages: uint8 [P, S], a page in S bytes or fewer, pages on 16 bytes, anywhere apart.

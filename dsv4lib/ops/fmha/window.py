@@ -29,7 +29,9 @@ def _positions(name: str, positions: torch.Tensor) -> None:
 
 
 def ring_rows(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (first, count) int32 [R] in rings stacked to [128 R, D]; request r's newest token: ``positions[r]``.
+    """Return (first, count) int32 [R] of window rows in stacked rings.
+
+    Rings are [128 R, D]; request r's newest token: ``positions[r]``.
 
     Raises:
         ArgumentError: positions that are not a vector of integers >= 0.
@@ -56,7 +58,9 @@ def span(ring: torch.Tensor, chunk: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def span_rows(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (first, count) int32 [T] in the span of a chunk of ``tokens`` tokens that starts at position ``start``.
+    """Return (first, count) int32 [T] of window rows in a chunk's span.
+
+    The chunk has ``tokens`` tokens and starts at position ``start``.
 
     Raises:
         ArgumentError: start < 0 or tokens < 1.

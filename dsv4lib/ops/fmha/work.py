@@ -58,7 +58,10 @@ class KeyRows(NamedTuple):
 
 
 class PagedPool(NamedTuple):
-    """Pages [P, S] uint8 of 584-byte entries, entries a page, and its `kv_entry.page_divisor`."""
+    """Hold pages [P, S] uint8 of 584-byte entries and their divisor.
+
+    Entries a page, and its `kv_entry.page_divisor`.
+    """
 
     pages: cute.Tensor
     page_size: Int32
@@ -162,7 +165,10 @@ class Plan(Config):
 
     @cute.jit
     def head_block(self):
-        """Return which 64 rows of an item this CTA has; a cluster's CTAs are neighbours on the grid's second axis."""
+        """Return which 64 rows of an item this CTA has.
+
+        A cluster's CTAs are neighbours on the grid's second axis.
+        """
         _, block, _ = cute.arch.block_idx()
         if cutlass.const_expr(self.dim_splits > 1):
             block = block // (self.cluster * self.dim_splits) * self.cluster + block % self.cluster
@@ -170,7 +176,10 @@ class Plan(Config):
 
     @cute.jit
     def dim_split(self):
-        """Return which split of the dimensions of O this CTA has; a constant 0 where there is one."""
+        """Return which split of O's dimensions this CTA has.
+
+        A constant 0 where there is one.
+        """
         split = 0
         if cutlass.const_expr(self.dim_splits > 1):
             _, block, _ = cute.arch.block_idx()
@@ -198,7 +207,10 @@ class Plan(Config):
 
     @cute.jit
     def places(self, entries: Int32, window: Int32):
-        """Return (place of the first window key, tiles) of so many keys; `config.count_tiles`."""
+        """Return (place of the first window key, tiles) of so many keys.
+
+        As `config.count_tiles`.
+        """
         apart = (entries + (TILE_N - 1)) & -TILE_N
         window_at, tiles = apart, (apart + window + (TILE_N - 1)) >> TILE_SHIFT
         if cutlass.const_expr(self.entries != "none" and self.window):
@@ -210,7 +222,10 @@ class Plan(Config):
 
     @cute.jit
     def ranges(self, lists: KeyLists, token: Int32, tokens: Int32):
-        """Return (first row, rows) of entries and of window keys; of index lists only the second counts."""
+        """Return (first row, rows) of entries and of window keys.
+
+        Of index lists only the second counts.
+        """
         entries, window = (Int32(0), Int32(0)), (Int32(0), Int32(0))
         if cutlass.const_expr(self.entries == "index"):
             entries = Int32(0), there_are(lists.entries.count[token])
@@ -224,7 +239,10 @@ class Plan(Config):
 
     @cute.jit
     def union(self, keys: KeyList, token: Int32, tokens: Int32):
-        """Return (first row, rows) of the interval that holds the ranges of a group; a whole warp calls it."""
+        """Return (first row, rows) of the interval that holds a group's ranges.
+
+        A whole warp calls it.
+        """
         mFirst, mCount = keys.first, keys.count
         if cutlass.const_expr(not self.groups):
             return mFirst[token], there_are(mCount[token])
@@ -255,7 +273,10 @@ class Plan(Config):
 
     @cute.jit
     def member(self, mQ: cute.Tensor, work: Work, place: Int32):
-        """Return (token, head, whether there are such) of a row, counted through the tiles of all CTAs of an item."""
+        """Return (token, head, whether there are such) of a row.
+
+        Rows are counted through the tiles of all CTAs of an item.
+        """
         token, head, inside = work.token, place, place < mQ.shape[1]
         if cutlass.const_expr(self.groups):
             other, head = place // mQ.shape[1], place % mQ.shape[1]
@@ -264,7 +285,10 @@ class Plan(Config):
 
     @cute.jit
     def own(self, keys: KeyList, token: Int32, inside: Boolean, start: Int32):
-        """Return the `Span` of a token's keys in a union from row ``start`` on; empty for a row that is no token's."""
+        """Return the `Span` of a token's keys in a union from row ``start`` on.
+
+        Empty for a row that is no token's.
+        """
         first, count = Int32(0), Int32(0)
         if inside:
             first, count = keys.first[token] - start, there_are(keys.count[token])

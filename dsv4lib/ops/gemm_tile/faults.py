@@ -1,4 +1,6 @@
-"""Inject one fault into `GemmTile` at a time, of those that cost days on real kernels and compile without a word.
+"""Inject one fault into `GemmTile` at a time.
+
+They are of those that cost days on real kernels and compile without a word.
 
 They exist to show what finds them. Each differs from `sm100.GemmTile` in the line marked WRONG.
 """

@@ -11,7 +11,9 @@ _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 def operands(
     m: int, n: int, k: int, in_dtype: str, out_dtype: str, seed: int = 0, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return A [m, k], B [n, k] and an output [m, n] of a `GemmTile`, as views of padded buffers.
+    """Make A [m, k], B [n, k] and an output [m, n] of a `GemmTile`.
+
+    They are views of padded buffers.
 
     Values are normal; row i of A is scaled by a factor that grows from 1/16 to 16 with i, so rows cannot stand in for
     each other. What lies between two rows is NaN in A and B (reading it poisons the result) and `SENTINEL` in the
@@ -26,7 +28,7 @@ def operands(
 
 
 def padding_untouched(c: torch.Tensor) -> bool:
-    """Return whether everything in the buffer of ``c`` beyond its columns still holds `SENTINEL`."""
+    """Return whether the buffer of ``c`` past its columns still holds `SENTINEL`."""
     whole = c.as_strided((c.shape[0], c.stride(0)), (c.stride(0), 1))
     return bool((whole[:, c.shape[1] :] == SENTINEL).all())
 

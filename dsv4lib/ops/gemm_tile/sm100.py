@@ -57,7 +57,9 @@ TMEM_READY, TMEM_DONE = 1, 2  # named barriers: TMEM is allocated; all epilogue 
 
 
 class GemmTile(TileGemm):
-    """C = A @ B^T with one 128 x tile_n tile a CTA; see the module docstring for the picture.
+    """Compute C = A @ B^T with one 128 x tile_n tile a CTA.
+
+    See the module docstring for the picture.
 
     Args:
         in_dtype: "fp16" or "bf16", the type of A and B.
@@ -83,7 +85,7 @@ class GemmTile(TileGemm):
         return 16 * stages + 16 + 4
 
     def buffers(self) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in SMEM before the mbarriers, in order."""
         sizes = (("A", self.a_stage_bytes), ("B", self.b_stage_bytes))
         return [(f"{name} {stage}", size) for name, size in sizes for stage in range(self.stages)]
 
@@ -92,7 +94,7 @@ class GemmTile(TileGemm):
         return [*(f"{what} {i}" for what in ("full", "empty") for i in range(self.stages)), "acc full", "acc empty"]
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, tensor memory and threads of one CTA."""
         s, n, control = self.stages, self.tile_n, self._extra_bytes(self.stages)
         why, columns = f"2 x ({s} + 1) mbarriers x 8 B + TMEM address 4 B", f"{n} fp32, up to a power of two"
         return self._budget(

@@ -59,7 +59,9 @@ STORE_BYTES = 128  # columns of C in one TMA box, in bytes: one row of the swizz
 
 
 class GemmTile(TileGemm):
-    """C = A @ B^T with one 128 x tile_n tile a CTA; see the module docstring for the picture.
+    """Compute C = A @ B^T with one 128 x tile_n tile a CTA.
+
+    See the module docstring for the picture.
 
     Args:
         in_dtype: "fp16", "bf16" or "e4m3", the type of A and B.

@@ -107,7 +107,7 @@ class Config:
         return f"{type(self).__name__}({self.variant_name}, {self.heads}, {self.tokens}, {self.page_size})"
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in SMEM before the mbarriers, in order."""
         n = self.stages if stages is None else stages
         return [
             *((f"keys {i}", self.key_bytes) for i in range(n)),
@@ -128,7 +128,7 @@ class Config:
         return whole_atoms(sum(size for _, size in self.buffers(stages)) + control)
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, tensor memory and threads of one CTA."""
         n, row, control = self.stages, self.variant.row_bytes, 8 * len(self.barriers()) + 4
         sizes = {
             "keys": (n * self.key_bytes, f"{n} stages x {TILE_KEYS} keys x {row} B"),

@@ -44,7 +44,7 @@ class Case(NamedTuple):
         return torch.arange(columns) < seen[:, None]
 
     def error(self, found: torch.Tensor) -> float:
-        """Return the largest error of a score, relative to the sum of its terms' magnitudes."""
+        """Return a score's largest error relative to the sum of its terms' magnitudes."""
         want, size = self.wanted()
         written = self.written(want.shape[1])
         error = (found[:, : want.shape[1]].double() - want).abs() / size.clamp_min(1e-300)

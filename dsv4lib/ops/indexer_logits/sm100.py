@@ -1,4 +1,6 @@
-"""Score the compressed entries of CSA for the lightning indexer on SM100 tensor cores, FP8 or FP4, from paged keys.
+"""Score CSA's compressed entries for the lightning indexer on SM100.
+
+Tensor cores, FP8 or FP4, from paged keys.
 
     out[t, s] = sum_h weights[t, h] * ReLU(q[t, h] . k[s])         s < lengths[t]; what lies past it is not written
 
@@ -233,7 +235,7 @@ class IndexerLogits(Config):
 
     @cute.jit
     def fetch_weights(self, mWeights: cute.Tensor, work: Work, shared: Shared):
-        """Copy the weights of the CTA's tokens to shared memory; 0 for tokens past the last."""
+        """Copy the weights of the CTA's tokens to SMEM; 0 past the last token."""
         tidx, _, _ = cute.arch.thread_idx()
         if tidx < self.columns:
             token, head = work.token + tidx // self.heads, tidx % self.heads
@@ -244,7 +246,10 @@ class IndexerLogits(Config):
 
     @cute.jit
     def find_runs(self, tables: Tables, work: Work, mOut: cute.Tensor, shared: Shared):
-        """Find the runs of one request among the CTA's tokens; one lane writes the table of `Shared.runs`."""
+        """Find the runs of one request among the CTA's tokens.
+
+        One lane writes the table of `Shared.runs`.
+        """
         requests = [Int32(NO_PAGE)] * self.tokens
         lengths = [Int32(0)] * self.tokens
         for i in cutlass.range_constexpr(self.tokens):
@@ -380,7 +385,10 @@ class IndexerLogits(Config):
 
     @cute.jit
     def multiply(self, base: Int32, accumulator: Int32, shared: Shared, stage: Int32, fresh: cutlass.Boolean):
-        """S = K @ Q^T of a tile; with the first one the scales of the queries come to tensor memory, to stay."""
+        """Compute S = K @ Q^T of a tile.
+
+        With the first one the scales of the queries come to tensor memory, to stay.
+        """
         d = base + accumulator * self.columns
         k = umma.at(self.operand, shared.keys + stage * self.key_bytes)
         q = umma.at(self.operand, shared.queries)
@@ -456,7 +464,10 @@ class IndexerLogits(Config):
 
     @cute.jit
     def score(self, address: cute.Pointer, column: Int32, lane: Int32, shared: Shared, token: Int32):
-        """sum_h weights[h] * ReLU(S[key, h]) of a token's heads, in four partial sums; NaN stays NaN."""
+        """Compute sum_h weights[h] * ReLU(S[key, h]) of a token's heads.
+
+        In four partial sums; NaN stays NaN.
+        """
         partial = [(Float32(0.0), Float32(0.0)), (Float32(0.0), Float32(0.0))]
         rS = cute.make_rmem_tensor(self.heads, Float32)
         for i in cutlass.range_constexpr(self.heads // HEAD_STEP):

@@ -1,4 +1,7 @@
-"""Queries of the lightning indexer as its scoring kernels read them, from their projection, as a torch op."""
+"""Make indexer queries from their projection, as a torch op.
+
+They are as the scoring kernels read them.
+"""
 
 from dsv4lib.ops.indexer_q.op import IndexerQueries, indexer_q, shape_of
 

@@ -64,7 +64,7 @@ def indexer_q(
     Args:
         q: bf16 [T, H, 128], heads on 16 bytes.
         weights: bf16 or fp32 [T, H], as projected.
-        positions, cos_sin: angles, see `ops.rotary`.
+        positions, cos_sin: angles, see `ops.common.rotary`.
         variant: "fp4", what the model was trained for, or "fp8".
         hadamard: rotate by the Hadamard matrix, too, as the keys of `quantize_indexer_keys` are by default.
         out: to write into; None: new tensors.

@@ -1,12 +1,8 @@
-"""Rotate attention's output back (inverse RoPE) and quantise it for the grouped output projection, in one pass.
+"""Rotate and quantise heads in registers; what is computed is in `op`.
 
-    x = o, its last 64 dims rotated back by the query's position         fp32, not rounded in between
-    codes = E4M3(x / s), s = 2^ceil(log2(max(amax, 1e-4) / 448)) of each 128 dims of a head
+x is not rounded between rotation and quotient. A NaN or Inf makes its group NaN.
 
-The bits are those of `reference.rope.apply_inverse` in fp32 and `formats.fp8_block`. A NaN or Inf makes its group NaN;
-so does a position that the table does not have.
-
-**Threads** as in `common.head_rows`. A group is 16 lanes: 4 shuffles for its amax, taken over bits (packed in pairs of
+**Threads** as in `dsl.head_rows`. A group is 16 lanes: 4 shuffles for its amax, taken over bits (packed in pairs of
 bf16, or fp32 where lanes have rotated); codes leave 8 bytes a lane, 256 of a warp in a row; the 4 scales of a head come
 together in lane 0 and leave as one word. No shared memory, no barrier.
 
@@ -157,7 +153,10 @@ class InvRopeQuant(HeadRows):
     def store_image(
         self, mScales: cute.Tensor, share: Divisor, token: Int32, tokens: Int32, head: Int32, packed: Int32
     ):
-        """Store a head's scales into the image of its group, and its share of the zeros after the last token."""
+        """Store a head's scales into its group's image.
+
+        Also its share of the zeros after the last token.
+        """
         lane, (group, place) = cute.arch.lane_idx(), divide(head, share)
         line, across = mScales[group, None], share.number * GROUPS
         if lane < GROUPS:
@@ -177,5 +176,8 @@ def mine(packed: Int32) -> Int32:
 
 
 def word_of(row: Int32, block: Int32, across: Int32) -> Int32:
-    """Return the word of the ``block``-th run of 4 scales of a row in an image that is so many of them wide."""
+    """Return the word of a row's ``block``-th run of 4 scales in an image.
+
+    The image is so many of them wide.
+    """
     return scale_swizzle.offset_of(row, block * scale_swizzle.COLS, across) // scale_swizzle.COLS

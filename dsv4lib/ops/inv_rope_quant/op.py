@@ -56,7 +56,7 @@ def inv_rope_quant(
 
     Args:
         o: bf16 [T, H, 512], heads on 16 bytes.
-        positions, cos_sin: angles, see `ops.rotary`.
+        positions, cos_sin: angles, see `ops.common.rotary`.
         layout: of the scales, see the module docstring.
         groups: of heads, a divisor of H, each with an image of its own; "swizzled" only. None: one image, [bytes].
         out: (codes, scales) to write into; None: new tensors.

@@ -1,7 +1,8 @@
 """Rows of `kv_append`: KV rows of new tokens into the bf16 rings of the window, in place.
 
-`given`: kv bf16 [T, 512]; ring bf16 [S, 128, 512], as it was before; requests int32 [B, 4] (`ops.requests.plan`), in
-rings of any order; kept int64 [N], the rows that stay, which ours finds out itself. Output: ``ring`` afterwards.
+`given`: kv bf16 [T, 512]; ring bf16 [S, 128, 512], as it was before; requests int32 [B, 4], as
+`ops.common.requests.plan` has them, in rings of any order; kept int64 [N], the rows that stay, which ours finds out
+itself. Output: ``ring`` afterwards.
 """
 
 from __future__ import annotations

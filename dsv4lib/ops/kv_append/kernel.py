@@ -1,9 +1,11 @@
-"""Store KV rows of a packed batch into rings of bf16 rows, for the attention window.
+"""Store KV rows of a packed batch into rings of bf16 rows.
+
+The attention window reads them.
 
     ring[place of the request][p mod window] = kv[row of position p]         the last ``window`` rows of a request
 
 **A warp a row** (decode, short chunks): it finds the row's request by a ballot over a lane a request
-(`common.requests`), loads the row (1024 bytes, two vectors of 16 bytes a lane) at the same time and stores it, unless a
+(`dsl.requests`), loads the row (1024 bytes, two vectors of 16 bytes a lane) at the same time and stores it, unless a
 newer row of the call goes to the same slot: no two rows are written to one place, in any order of CTAs.
 
 **A warp a slot** (``by_slot``; more rows than the rings have slots): warp w mod window of a request has that many rows
@@ -53,7 +55,10 @@ class KvAppend:
         return f"KvAppend({self.window}, {self.by_slot}, {self.warps})"
 
     def kept(self, left: Int32) -> Boolean:
-        """Return whether a row is stored, of whose request so many are left, itself among them."""
+        """Return whether a row is stored.
+
+        Of its request so many are left, itself among them.
+        """
         return (left > 0) & (left <= self.window)
 
     def slot_of(self, start: Int32, number: Int32) -> Int32:

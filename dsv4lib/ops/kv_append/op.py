@@ -31,8 +31,8 @@ def kv_append(kv: Tensor, ring: Tensor, requests: Tensor, *, backend: str = "aut
     Args:
         kv: bf16 ``[T, 512]``, rows on 16 bytes.
         ring: bf16 ``[S, window, 512]``, changed in place.
-        requests: int32 ``[B, 4]``, as `ops.requests.plan` makes it. On a GPU a request whose place is no ring is left
-            out; one without rows, or with a negative position or place (padding), is left out everywhere.
+        requests: int32 ``[B, 4]``, as `ops.common.requests.plan` makes it. On a GPU a request whose place is no ring is
+            left out; one without rows, or with a negative position or place (padding), is left out everywhere.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
     Raises:

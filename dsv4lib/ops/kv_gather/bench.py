@@ -60,7 +60,10 @@ def _ours(given: Given, out: Mapping[str, torch.Tensor]) -> None:
 
 
 def providers() -> tuple[Provider, ...]:
-    """Ours, and what torch.compile makes of it; no public kernel gathers this layout to dense rows."""
+    """List ours and what torch.compile makes of it.
+
+    No public kernel gathers this layout to dense rows.
+    """
     return in_place("ours", _outputs, _ours), compiled(_plain, "pages", "indices")
 
 

@@ -30,8 +30,11 @@ ROUNDING = 2.0**-8  # bf16
 
 
 def make(tokens: int, d: int, generator: torch.Generator) -> Given:
-    """streams [T, 4, d] and f [T, d] bf16, post [T, 4], comb [T, 4, 4], fn [24, 4 d], scale [3], base [24] fp32, and
-    weight [d] fp32, whose values are those of bf16."""
+    """Make the operands of a row.
+
+    streams [T, 4, d] and f [T, d] bf16, post [T, 4], comb [T, 4, 4], fn [24, 4 d], scale [3], base [24] fp32, and
+    weight [d] fp32, whose values are those of bf16.
+    """
     normal = partial(torch.randn, generator=generator, device=generator.device)
     sizes = torch.logspace(-1, 1, tokens, base=2.0, device=generator.device)[:, None]
     return {
@@ -60,7 +63,10 @@ def _expected(given: Given, tokens: slice) -> tuple[torch.Tensor, ...]:
 
 
 def check(given: Given, outputs: Mapping[str, torch.Tensor]) -> None:
-    """streams to their rounding; y to that of x and its own and the coefficients' error; post and comb."""
+    """Compare streams, y, post and comb with the oracle.
+
+    streams to their rounding; y to that of x and its own and the coefficients' error.
+    """
     tokens = given["streams"].shape[0]
     for first in range(0, tokens, PARTS):
         part = slice(first, min(first + PARTS, tokens))
@@ -98,7 +104,7 @@ def _ours(given: Given) -> tuple[Call, Outputs]:
 
 
 def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
-    """The op's own call of a row, for a variant of the kernel that the op would not choose."""
+    """Make the op's call of a row, for a variant that it would not choose."""
     from dsv4lib.ops.mhc.op import Call
 
     inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))

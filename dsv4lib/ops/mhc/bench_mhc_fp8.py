@@ -1,4 +1,6 @@
-"""Rows of mHC whose y leaves as FP8, too (1x128, as the projections after it read it): beside a cast of its own.
+"""Time mHC whose y leaves as FP8, too, beside a cast of its own.
+
+1x128, as the projections after it read it.
 
 given: as in `bench`. Outputs: streams, y, post, comb as there; codes uint8 [T, d], scales uint8 [T, d/128].
 """

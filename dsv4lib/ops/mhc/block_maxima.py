@@ -1,4 +1,6 @@
-"""Find the largest |weight x| of the blocks of y that share a scale, in the few_tokens variant.
+"""Find the largest |weight x| of blocks of y, in the few_tokens variant.
+
+A block shares a scale.
 
     store_maximum    a warp's 32 columns of each token, to shared memory: with exchange 2's sums of squares
     send_maxima      where blocks have columns of several CTAs: of a CTA's first and last block, to the CTAs beside it
@@ -92,7 +94,10 @@ class BlockMaxima(Mhc):
 
     @cute.jit
     def send_maxima(self, cta: Cta, smem: Smem, sTarget: cute.Tensor):
-        """Send maxima of the first and last block to the CTAs that have their other columns, four tokens a thread."""
+        """Send maxima of the first and last block to the CTAs that share them.
+
+        Four tokens a thread; those CTAs have the blocks' other columns.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         fours, near = self.tile // 4, self.neighbours
         rMax = cute.make_rmem_tensor(4, Int32)

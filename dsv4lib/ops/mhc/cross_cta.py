@@ -114,7 +114,10 @@ class CrossCta(Mhc):
         return slots + Int64((((tile & (RING - 1)) * self.cluster + receiver) * TILE + token) * (4 * N))
 
     def first_owned(self, cta: Cta, tile: Int32) -> Int32:
-        """Return the first token of a tile that this CTA owns; the others follow ``cluster`` apart."""
+        """Return the first token of a tile that this CTA owns.
+
+        The others follow ``cluster`` apart.
+        """
         return (cta.rank + TILE * tile) & (self.cluster - 1)
 
     # ----------------------------------------------------------- send_sums

@@ -224,7 +224,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def write_back(self, cta: Cta, smem: Smem, mine: Lane, buffer: Int32, token: Int32, there: cutlass.Boolean):
-        """Replace X of this lane's token by X', by zeros where there is none, and store it."""
+        """Replace X of this lane's token by X' and store it.
+
+        By zeros where there is none.
+        """
         sHeld, sLine = self.held(smem), smem.coefficients[buffer, mine.t, None]
         rOld = cute.make_rmem_tensor((WORDS, N + 1), Uint32)
         rNew = cute.make_rmem_tensor((WORDS, N), Uint32)
@@ -334,7 +337,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def send_sums(self, cta: Cta, smem: Smem, buffer: Int32):
-        """Send the sums of this CTA's warps to the CTAs that need them, four of a token a thread."""
+        """Send the sums of this CTA's warps to the CTAs that need them.
+
+        Four of a token a thread.
+        """
         sPre, sOwned = smem.pre[buffer, None, None, None], smem.owned[buffer, None, None, None]
         tidx, _, _ = cute.arch.thread_idx()
         rSum = cute.make_rmem_tensor(N, Float32)
@@ -454,7 +460,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def fetch_coefficients(self, cta: Cta, begin: Int32, sTile: cute.Tensor):
-        """Start the copies of a tile's post and comb to [token][post, comb]; past the end the last token's."""
+        """Start the copies of a tile's post and comb to [token][post, comb].
+
+        Past the end the last token's.
+        """
         if cutlass.const_expr(self.post):
             if begin < cta.tokens:
                 for item in cutlass.range(cute.arch.lane_idx(), (N + 1) * self.tile, LANES, unroll=1):
@@ -482,7 +491,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def store_post_comb(self, cta: Cta, rLogit: cute.Tensor, begin: Int32):
-        """Store post and comb of a tile's owned tokens; lanes 4 s to 4 s + 3 have the rows of token s."""
+        """Store post and comb of a tile's owned tokens.
+
+        Lanes 4 s to 4 s + 3 have the rows of token s.
+        """
         if cutlass.const_expr(not self.head):
             rRow = cute.make_rmem_tensor(N, Float32)
             self.store_post(cta, rLogit, begin, cta.rank)
@@ -522,7 +534,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def factor(self, rLine: cute.Tensor, given: Float32, over: Float32, eps: Float32) -> tuple:
-        """Return (this line's factor, 1 over it) from the factors of the lines that cross it."""
+        """Return (this line's factor, 1 over it).
+
+        From the factors of the lines that cross it.
+        """
         total = over * eps
         for x in cutlass.range_constexpr(N):
             total = cute.math.fma(rLine[x], self.of_lane(given, x), total)

@@ -182,7 +182,10 @@ class Mhc(Config):
         return cute.math.rsqrt(squares * (1.0 / count) + eps, fastmath=True)
 
     def post_comb_logit(self, gmem: Gmem) -> Affine:
-        """Load scale and base of logit ``lane`` of post and comb; further lanes those of the last."""
+        """Load scale and base of logit ``lane`` of post and comb.
+
+        Further lanes those of the last.
+        """
         value = cutlass.min(cute.arch.lane_idx(), Int32(COEFFICIENTS - 1))
         return Affine(gmem.scale[cutlass.select_(value < N, Int32(1), Int32(2))], gmem.base[N + value])
 
@@ -253,7 +256,7 @@ class Mhc(Config):
 
     @cute.jit
     def largest_of_unit(self, products: list) -> Int32:
-        """Return the bits of the largest magnitude of four lanes' products of weight and x, in all of them."""
+        """Return the largest |weight x| of four lanes, as bits, in all of them."""
         amax = codes.largest([product.bitcast(Int32) for product in products], False)
         return codes.over_lanes(amax, 4)
 
@@ -283,6 +286,9 @@ def fragment_place() -> tuple[Int32, Int32]:
 
 
 def view(region: Any, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> cute.Tensor:
-    """View a region of shared memory as a tensor, row-major unless ``stride`` says otherwise."""
+    """View a region of shared memory as a tensor.
+
+    Row-major unless ``stride`` says otherwise.
+    """
     compact = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return region.get_tensor(cute.make_layout(shape, stride=stride or tuple(compact)))

@@ -209,7 +209,9 @@ class MhcManyTokens(ManyConfig, CrossCta):
     # -------------------------------------------------- places in a stage
 
     def piece(self, stage: Int32, token: Int32, stream: Int32, piece: Int32) -> Int32:
-        """Return the address of 16 bytes of a token's stream in a stage, or of f of warp ``stream`` mod 4.
+        """Return the address of 16 bytes of a token's stream in a stage.
+
+        Or of f of warp ``stream`` mod 4.
 
         Stages begin at multiples of 256 bytes, so other pieces, streams and tokens are at ``address ^ 16 piece``,
         `at_stream` and `at_token`.
@@ -218,7 +220,10 @@ class MhcManyTokens(ManyConfig, CrossCta):
         return stage + ROW_BYTES * line + 16 * ((piece ^ (token // 2) ^ (stream // 2)) & 3)
 
     def at_stream(self, address: Int32, stream: int) -> Int32:
-        """Return the address of the same piece of the stream whose number differs in these bits."""
+        """Return the address of the same piece of another stream.
+
+        Its number differs in these bits.
+        """
         return address ^ (ROW_BYTES * stream + 16 * (stream // 2))
 
     def at_token(self, address: Int32, token: int) -> Int32:
@@ -234,7 +239,10 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def fetch(self, cta: Cta, begin: Int32, column: Int32, there: Stage):
-        """Start the copies of this lane's columns of its two tokens; past the end the last token's."""
+        """Start the copies of this lane's columns of its two tokens.
+
+        Past the end the last token's.
+        """
         if begin < cta.tokens:
             group, member = fragment_place()
             target = self.piece(there.x, group, Int32(0), member)
@@ -307,7 +315,10 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def project(self, here: Int32, rFn: cute.Tensor, sFnLo: cute.Tensor, sSum: cute.Tensor):
-        """Multiply fn z over this warp's columns, for all 16 tokens; operands are loaded a step ahead."""
+        """Multiply fn z over this warp's columns, for all 16 tokens.
+
+        Operands are loaded a step ahead.
+        """
         rC = cute.make_rmem_tensor((4, self.tiles, 2), Float32)
         rC.fill(0.0)
         rLo = cute.make_rmem_tensor((2, self.tiles, 2), Uint32)
@@ -405,7 +416,10 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def block_maximum(self, smem: Smem, rY: cute.Tensor, t: Int32) -> Int32:
-        """Return the bits of the largest |y| of the block of this lane's columns; all lanes come here."""
+        """Return the bits of the largest |y| of this lane's block of columns.
+
+        All lanes call it.
+        """
         amax = Int32(0)
         if cutlass.const_expr(self.recipe is not None):
             amax = codes.largest([Int32(rY[w]) for w in range(WORDS)], True)

@@ -229,7 +229,10 @@ class Plan(NamedTuple):
 
 
 def plan(tokens: int, d: int, sm_count: int = SM_COUNT, variant: Variant | None = None) -> Plan:
-    """The largest clusters, as few rounds of tiles as can be, and all tiles alike; ``variant``: None: `variant_of`."""
+    """Choose the largest clusters with the fewest rounds of tiles.
+
+    All tiles are alike; ``variant``: None: `variant_of`.
+    """
     variant = variant_of(tokens, d) if variant is None else variant
     cluster = cluster_of(d, variant)
     most = max(1, sm_count // cluster if variant is Variant.MANY_TOKENS else sm_count // GPC * (GPC // cluster))

@@ -14,7 +14,10 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 @dsl_user_op
 def unpack_bits(word: Uint32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """Unpack both bf16 of a pair as bits of fp32; opaque to the compiler, which would keep them, not the pair."""
+    """Unpack both bf16 of a pair as bits of fp32.
+
+    Opaque to the compiler, which would keep them, not the pair.
+    """
     text = "{ shl.b32 {$w0}, {$r0}, 16; and.b32 {$w1}, {$r0}, 0xFFFF0000; }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 2, read_only_args=[word], loc=loc, ip=ip)
 
@@ -35,7 +38,7 @@ def pack(low: Float32, high: Float32, *, loc: Any = None, ip: Any = None) -> Uin
 def send_to_cta(
     target: cute.Pointer, cta: Int32, values: list, barrier: cute.Pointer, *, loc: Any = None, ip: Any = None
 ) -> None:
-    """Store four floats at ``target`` in the shared memory of CTA ``cta`` of the cluster.
+    """Store four floats at ``target`` in SMEM of the cluster's CTA ``cta``.
 
     That CTA's ``barrier`` counts the bytes: a cluster-wide barrier would also wait for global loads and stores.
     """
@@ -60,6 +63,9 @@ def load_four(address: Int32, *, loc: Any = None, ip: Any = None) -> list:
 
 @dsl_user_op
 def copy_16_bytes(target: Int32, source: cute.Pointer, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy 16 bytes from global to shared memory, in the thread's next group of asynchronous copies."""
+    """Copy 16 bytes from global to shared memory, asynchronously.
+
+    In the thread's next group of copies.
+    """
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16;"
     cute.arch.inline_ptx(text, read_only_args=[target, source], loc=loc, ip=ip)

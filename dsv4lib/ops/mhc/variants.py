@@ -24,7 +24,9 @@ CONFIGS = {Variant.FEW_TOKENS: FewConfig, Variant.MANY_TOKENS: ManyConfig}
 
 
 def variant_of(tokens: int, d: int) -> Variant:
-    """Choose the variant for a call of so many tokens, by times on an H200 (data/bench/mhc.md).
+    """Choose the variant for so many tokens, by times on an H200.
+
+    The times are in data/bench/mhc.md.
 
     Streams, post and comb of both are the same to fp32; y differs by about what the rounding of x does. With
     `MANY_TOKENS` some streams (2 of 100,000) round to the other side, and y, post and comb follow.

@@ -1,4 +1,6 @@
-"""Sort the (token, slot) routes by expert, rows of an expert from a multiple of 128 on; the host knows no count.
+"""Sort the (token, slot) routes by expert.
+
+Rows of an expert start at a multiple of 128; the host knows no count.
 
     counts[e]  = routes to e                 offsets[e + 1] = offsets[e] + counts[e] rounded up to 128      (contiguous)
                                              offsets[e]     = e max_m                                       (masked)
@@ -115,7 +117,7 @@ class MoeDispatch:
         mRowWeight: Any,
         max_m: Int32,
     ):
-        """Count all routes, find the offsets, place this CTA's own routes and its share of the padding."""
+        """Count all routes, find the offsets, place this CTA's routes and padding."""
         block, _, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
@@ -143,7 +145,10 @@ class MoeDispatch:
 
     @cute.jit
     def own(self, mExperts: cute.Tensor, route: Int32, sCounts: cute.Tensor):
-        """Return (expert or -1, rank among the routes of this warp) of this thread's route; the warp's counts."""
+        """Return (expert or -1, rank in this warp) of this thread's route.
+
+        Also the warp's counts.
+        """
         warp, expert = cute.arch.warp_idx(), Int32(-1)
         if route < mExperts.shape[0]:
             expert = mExperts[route]
@@ -170,7 +175,10 @@ class MoeDispatch:
 
     @cute.jit
     def add_one(self, expert: Int32, late: cutlass.Boolean, sCounts: cute.Tensor):
-        """Count a route; ``first`` is a multiple of 4, so the routes of a load are on one side of it."""
+        """Count a route.
+
+        ``first`` is a multiple of 4, so the routes of a load are on one side of it.
+        """
         if expert.bitcast(Uint32) < self.experts:
             place = cutlass.select_(late, Int32(self.experts), Int32(0)) + expert
             cute.arch.atomic_add(sCounts.iterator + place, Int32(1), scope="cta")
@@ -240,7 +248,10 @@ class MoeDispatch:
 
     @cute.jit
     def pad(self, mRows: cute.Tensor, mRowWeight: Any, sCounts: cute.Tensor, sOffsets: cute.Tensor):
-        """Store -1 into rows after each expert's, a warp an expert, and after the last one's, 16 bytes a thread."""
+        """Store -1 into the rows after each expert's and after the last one's.
+
+        A warp an expert; 16 bytes a thread.
+        """
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()

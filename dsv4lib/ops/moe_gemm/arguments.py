@@ -50,7 +50,9 @@ def fake_args(kernel: MoeGemm) -> tuple:
 
 @dataclass
 class Gemm:
-    """Tensors of a call of `Linear`; x, x_scales, out and out_scales begin with a dimension [E].
+    """Hold tensors of a call of `Linear`.
+
+    x, x_scales, out and out_scales begin with a dimension [E].
 
     Attributes:
         x: codes [R, bytes of K] uint8 (bf16 mode: bf16 [R, K]); x_scales: their swizzled scales, uint8 bytes.

@@ -148,7 +148,7 @@ class Config:
         return f"{type(self).__name__}({', '.join(parts + ['pair'] * (self.ctas > 1))})"
 
     def buffers(self, stages: int | None = None) -> list[tuple[str, int]]:
-        """Return (name, bytes) of what is in shared memory, in order, before the mbarriers."""
+        """Return (name, bytes) of what is in SMEM before the mbarriers, in order."""
         n = self.stages if stages is None else stages
         rings = ("W", W_BYTES), ("X", self.x_bytes), ("W scales", self.sfw_bytes), ("X scales", self.sfx_bytes)
         return [
@@ -168,7 +168,7 @@ class Config:
         return whole_atoms(sum(size for _, size in self.buffers(stages)) + control)
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, tensor memory and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, tensor memory and threads of one CTA."""
         n, control = self.stages, 8 * len(self.barriers()) + 4
         of_tokens = f"{self.tile_n // self.ctas} tokens x {ROW_BYTES} B"
         blocks = f"blocks of {umma.SCALE_BLOCK} B"

@@ -40,7 +40,10 @@ class Outputs(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the sums of gate and up (or of both halves of 16 features) are multiplied by."""
+    """Hold the factors of the sums of gate and up.
+
+    Or of both halves of 16 features.
+    """
 
     first: Float32
     second: Float32
@@ -169,7 +172,10 @@ class Epilogue(Schedule):
 
     @cute.jit
     def store(self, sH: cute.Tensor, buffer: Int32, ends: Ends, tile: Tile, first: Int32):
-        """Store this thread's 16 features of a token of the chunk, where tile and output have them."""
+        """Store this thread's 16 features of a token of the chunk.
+
+        Where tile and output have them.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         units = self.out_features // OUT_VALUES
         token, own = tidx // units, tidx % units
@@ -256,7 +262,10 @@ class Epilogue(Schedule):
 
 @cute.jit
 def swiglu(gate: Float32, up: Float32, limit: Float32):
-    """Compute silu(min(gate, limit)) * clip(up, -limit, limit); NaN stays NaN where min and max would drop it."""
+    """Compute silu(min(gate, limit)) * clip(up, -limit, limit).
+
+    NaN stays NaN where min and max would drop it.
+    """
     gate = cute.arch.fmin(gate, limit, nan=True)
     up = cute.arch.fmax(cute.arch.fmin(up, limit, nan=True), -limit, nan=True)
     return gate * cute.arch.rcp_approx(1.0 + cute.math.exp2(gate * -LOG2_E, fastmath=True)) * up

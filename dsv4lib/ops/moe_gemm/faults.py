@@ -1,4 +1,4 @@
-"""Inject one fault into grouped block-scaled GEMMs at a time; each is marked ``WRONG``.
+"""Inject one fault into grouped block-scaled GEMMs, marked ``WRONG``.
 
 Every class is the `MoeGemm` kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds
 each: a kind of the emulator's reports, "stray bytes" (the output holds a sentinel where no token is) or "wrong numbers"

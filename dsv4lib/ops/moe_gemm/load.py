@@ -16,7 +16,10 @@ SCALE_WORDS = umma.SCALE_BLOCK // 4
 
 
 class Rings(NamedTuple):
-    """Addresses in SMEM of the first stage of each ring; those of the scales may not exist."""
+    """Hold SMEM addresses of each ring's first stage.
+
+    Those of the scales may not exist.
+    """
 
     w: Int32
     x: Int32

@@ -85,7 +85,12 @@ class Mma(Schedule):
 
     @cute.jit
     def multiply(self, d: Int32, base: Int32, tile: Tile, rings: Rings, stage: Int32, step: Int32, blocks_left: Int32):
-        """Issue the 4 MMAs of a K step; where each has its block of scales, not those past the end of K."""
+        """Issue the 4 MMAs of a K step.
+
+        Where each has its own block of scales, those past the end of K are left out.
+
+        Only where each has its block of scales.
+        """
         w = umma.at(self.operand, rings.w + stage * W_BYTES)
         x = umma.at(self.operand, rings.x + stage * self.x_bytes)
         own = self.token_scales(base, tile)

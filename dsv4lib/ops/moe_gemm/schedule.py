@@ -77,7 +77,10 @@ class Schedule(Config):
 
     @cute.jit
     def find(self, groups: Groups, index: Int32, window: Int32, before: Int32):
-        """Return the place of tile ``index``, which is not before ``window``; all lanes of a warp call it."""
+        """Return the place of tile ``index``, which is not before ``window``.
+
+        All lanes of a warp call it.
+        """
         experts = groups.experts
         tiles, upto = self.tiles_of(groups, window)
         total = cute.arch.shuffle_sync(upto, WINDOW - 1)

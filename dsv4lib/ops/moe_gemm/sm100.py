@@ -1,4 +1,6 @@
-"""Multiply ragged groups of tokens by block-scaled expert weights of DeepSeek-V4 on SM100, in one launch.
+"""Multiply ragged groups of tokens by block-scaled weights on SM100.
+
+DeepSeek-V4's experts, in one launch.
 
     y[r] = alpha_e * (x[r] @ W_e^T)                                  rows r of expert e; L2, and any linear (E = 1)
     h[r] = silu(min(g, limit)) * clip(u, -limit, limit) * weight_r   L1: g = alpha_e * gate sum, u = alpha_up_e * up sum

@@ -1,4 +1,4 @@
-"""From the projections of tokens to their queries and cache entries, as a torch op."""
+"""Make queries and cache entries of tokens' projections, as a torch op."""
 
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv, shape_of
 

@@ -47,7 +47,7 @@ def qnorm_rope_kv(
     Args:
         q: bf16 [T, H, 512], heads on 16 bytes.
         kv: bf16 [T, 512], rows on 16 bytes.
-        positions, cos_sin: angles, see `ops.rotary`.
+        positions, cos_sin: angles, see `ops.common.rotary`.
         pages: uint8 [P, `kv_entry.LAYOUT.page_bytes(page_size)`], pages on 16 bytes, any distance apart; changed.
         page_size: entries of a page.
         indices: int32 [T], page * page_size + slot, none twice; a negative number, or position, drops the entry.

@@ -23,7 +23,10 @@ CLOSE = 1e-4  # part of the bytes: a division in fp32 rounds a few ties to the o
 
 
 def rows() -> list[Row]:
-    """Prefill of both models in every recipe, decode in the one that Hopper's linears read."""
+    """List prefill of both models in every recipe, and decode in one.
+
+    Decode in the recipe that Hopper's linears read.
+    """
     sizes = [(recipe, inputs.PREFILL) for recipe in ROW_RECIPES] + [("fp8", 8), ("fp8", 128)]
     return [_row(model, recipe, tokens) for model in inputs.MODELS for recipe, tokens in sizes]
 
@@ -70,7 +73,10 @@ def _plain(x: Tensor, recipe: str, global_scale: Tensor | None) -> dict[str, Ten
 
 
 def blocks_of(x: Tensor, recipe: str, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows in a few lines of torch with the same bits, but for ties of nvfp4."""
+    """Quantise rows in a few lines of torch.
+
+    The same bits, but for ties of nvfp4.
+    """
     form = RECIPES[recipe]
     blocks = x.float().unflatten(-1, (-1, form.block))
     amax = blocks.abs().amax(-1)

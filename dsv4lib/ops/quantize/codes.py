@@ -1,4 +1,6 @@
-"""Scales and codes of one block in registers, with the bits of `dsv4lib.formats`, which forms quotients exactly.
+"""Compute scales and codes of one block in registers.
+
+With the bits of `dsv4lib.formats`, which forms quotients exactly.
 
 **amax** is an integer maximum over the bits without the sign: finite < Inf < NaN, so a NaN or Inf is never lost.
 
@@ -62,7 +64,10 @@ def _ptx(lines: list[str], args: list, out: list, loc: Any, ip: Any) -> Any:
 
 @dsl_user_op
 def largest(words: list, packed: bool, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Bits of the largest magnitude as fp32, of fp32 words or of words that hold two bf16 each (``packed``)."""
+    """Return the bits of the largest magnitude as fp32.
+
+    Of fp32 words, or of words that hold two bf16 each (``packed``).
+    """
     n = len(words)
     mask, kind = ("0x7fff7fff", "u16x2") if packed else ("0x7fffffff", "u32")
     lines = [f".reg .b32 a<{n}>;", *(f"and.b32 a{i}, {{$r{i}}}, {mask};" for i in range(n))]
@@ -81,7 +86,7 @@ def larger(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def over_lanes(bits: Int32, lanes: cutlass.Constexpr):
-    """Return the largest of ``bits`` in each aligned group of ``lanes``, in all of them."""
+    """Return the largest ``bits`` of each aligned group of ``lanes``, in all of them."""
     for i in cutlass.range_constexpr(lanes.bit_length() - 1):
         other = cute.arch.shuffle_sync_bfly(bits, 1 << i)
         bits = larger(bits, other)
@@ -90,7 +95,9 @@ def over_lanes(bits: Int32, lanes: cutlass.Constexpr):
 
 @cute.jit
 def ue8m0(amax: Int32, divisor: cutlass.Constexpr, floor: cutlass.Constexpr):
-    """Byte of 2^ceil(log2(amax / divisor)), at least ``floor``; 255 for an amax that is Inf or NaN.
+    """Return the byte of 2^ceil(log2(amax / divisor)), at least ``floor``.
+
+    255 for an amax that is Inf or NaN.
 
     Args:
         amax: bits. divisor: (mantissa field, exponent) of the largest value of the element format.
@@ -115,7 +122,10 @@ def inverse_power(byte: Int32):
 
 @dsl_user_op
 def e4m3(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> tuple:
-    """Codes of x times ``factor`` (a power of two), 4 a word; NaN is 0x7F, what is too large saturates."""
+    """Encode x times ``factor`` (a power of two) as E4M3, 4 a word.
+
+    NaN is 0x7F, what is too large saturates.
+    """
     n = len(x)
     lines = [f".reg .b32 v<{n}>;", f".reg .b16 c<{n // 2}>;"]
     lines += [f"mul.rn.f32 v{i}, {{$r{i}}}, {{$r{n}}};" for i in range(n)]
@@ -163,7 +173,10 @@ def scale_factors(g: Float32, *, loc: Any = None, ip: Any = None) -> ScaleFactor
 
 @dsl_user_op
 def e4m3_scale(amax: Int32, factors: ScaleFactors, *, loc: Any = None, ip: Any = None) -> tuple[Int32, Float32]:
-    """Return (code, value as fp32) of E4M3(amax / (6 g)); NaN (0x7F) where amax (bits) or g is no number."""
+    """Return (code, value as fp32) of E4M3(amax / (6 g)).
+
+    NaN (0x7F) where amax (bits) or g is no number.
+    """
     lines = [
         ".reg .pred up, odd, over, bad;",
         ".reg .f32 a, q, v0, v1, u, t;",
@@ -201,7 +214,10 @@ def e4m3_scale(amax: Int32, factors: ScaleFactors, *, loc: Any = None, ip: Any =
 
 @dsl_user_op
 def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = None) -> tuple[Float32, ...]:
-    """Make the seven products t scale g, rounded the way that a tie at t rounds; NaN if scale is 0."""
+    """Make the seven products t scale g, rounded as a tie at t rounds.
+
+    NaN if scale is 0.
+    """
     lines = [
         ".reg .pred zero;",
         ".reg .f32 s, u;",
@@ -261,7 +277,9 @@ def e2m1_convert(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -
 
 @dsl_user_op
 def e2m1_round(x: list, factor: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Codes of 8 values times ``factor`` (a power of two), 4 bits each, where no product lies above 6.
+    """Encode 8 values times ``factor`` (a power of two) in 4 bits each.
+
+    Where no product lies above 6.
 
     See "E2M1 of a power of two" in the module docstring.
     """

@@ -10,7 +10,7 @@
 The bits are those of `formats.kv_entry` and `.indexer_key`; a NaN or Inf spoils what shares its scale. rope dims keep
 their bits, a NaN its payload.
 
-**Hadamard** (indexer): `common.hadamard` in fp32, strides 1, 2, 4 inside a lane, 8 to 64 by exchange with lanes 1, 2, 4
+**Hadamard** (indexer): `dsl.hadamard` in fp32, strides 1, 2, 4 inside a lane, 8 to 64 by exchange with lanes 1, 2, 4
 and 8 away; then one rounding to the type of x.
 
 **Threads.** A piece is 8 elements, one load of 16 bytes (two of fp32). A KV entry is 64 lanes, a scale 8 of them (3
@@ -46,7 +46,9 @@ AT_ONCE = 2  # pieces of a thread
 
 
 class Entries:
-    """Share rows to pieces and places in pages between both kinds; see the module docstring.
+    """Share rows to pieces and places in pages between both kinds.
+
+    See the module docstring.
 
     Args:
         dtype: of x: "bf16" or "fp32".
@@ -92,7 +94,7 @@ class Entries:
 
     @cute.kernel
     def kernel(self, mX: cute.Tensor, mIndex: cute.Tensor, mWords: cute.Tensor, mBytes: cute.Tensor, page: Divisor):
-        """Fetch the pieces of this thread and their indices, then quantise and store one after the other."""
+        """Fetch this thread's pieces and indices, then quantise and store each."""
         cta, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
@@ -107,7 +109,10 @@ class Entries:
 
     @cute.jit
     def fetch(self, mX: cute.Tensor, mIndex: cute.Tensor, number: Int32, entries: Int32, rPiece: cute.Tensor):
-        """Start the load of a piece; return the index of its entry, -1 where nothing is to be stored."""
+        """Start the load of a piece and return its entry's index.
+
+        -1 where nothing is to be stored.
+        """
         row = number // self.row_pieces
         index = Int32(-1)
         if row < mX.shape[0]:
@@ -129,7 +134,10 @@ class Entries:
 
     @cute.jit
     def store_data(self, mWords: cute.Tensor, page: Divisor, index: Int32, byte: Int32, words: list):
-        """Store words ``byte`` bytes from the start of an entry on; ``byte`` is a multiple of what is stored."""
+        """Store words ``byte`` bytes from the start of an entry on.
+
+        ``byte`` is a multiple of what is stored.
+        """
         where, slot = self.place_of(index, page, mWords.shape[0])
         size = 4 * len(words)
         store_words(mWords[where, None], slot * (self.layout.data_bytes // size) + byte // size, words)

@@ -102,7 +102,7 @@ def in_fp32(rIn: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def store_words(mRow: cute.Tensor, place: Int32, words: list):
-    """Store ``words`` by one instruction as the ``place``-th run of as many in a row of words."""
+    """Store ``words`` by one instruction as a row's ``place``-th run of as many."""
     rWords = cute.make_rmem_tensor(len(words), Int32)
     for i in cutlass.range_constexpr(len(words)):
         rWords[i] = words[i]
@@ -113,7 +113,10 @@ def store_words(mRow: cute.Tensor, place: Int32, words: list):
 def store_in_image(
     form: cutlass.Constexpr, line: cute.Tensor, row: Int32, block: Int32, across: cutlass.Constexpr, byte: Int32
 ):
-    """Store a scale into an image of bytes that is ``across`` 128x4 blocks wide; one that is repeated, of words."""
+    """Store a scale into an image of bytes.
+
+    It is ``across`` 128x4 blocks wide; one that is repeated, of words.
+    """
     at = scale_swizzle.offset_of(row, block * form.repeats, across)
     if cutlass.const_expr(form.repeats == 1):
         line[at] = cutlass.Uint8(byte)
@@ -193,7 +196,10 @@ class Quantize:
         return f"Quantize({', '.join([self.recipe, self.dtype, *scale, *flags])})"
 
     def padded(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return (rows, pieces of a row) of a half of [rows, columns], with the padding of the scales."""
+        """Return (rows, pieces of a row) of a half, with the scales' padding.
+
+        The half is of [rows, columns].
+        """
         blocks = columns // self.format.block
         if self.swizzled:
             rows += -rows % scale_swizzle.ROWS
@@ -264,7 +270,9 @@ class Quantize:
         counts: Counts,
         rPiece: cute.Tensor,
     ):
-        """Start the load of this thread's ``i``-th piece, which stays zero where there is none.
+        """Start the load of this thread's ``i``-th piece.
+
+        It stays zero where there is none.
 
         Returns:
             the source row, or -1. Row and piece are divided out again later: that is cheaper than to keep them.
@@ -284,7 +292,10 @@ class Quantize:
 
     @cute.jit
     def tensor_scale(self, mPartials: Any, mGlobal: Any):
-        """Return (g, what `codes.e4m3_scale` needs of it); None, None without a global scale."""
+        """Return (g, what `codes.e4m3_scale` needs of it).
+
+        None, None without a global scale.
+        """
         g = factors = None
         if cutlass.const_expr(self.scale is not None):
             if cutlass.const_expr(self.scale == "derived"):

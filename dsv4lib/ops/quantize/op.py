@@ -122,7 +122,10 @@ def output_shapes(
 
 
 def workspace_size(tokens: int, columns: int) -> int:
-    """Return the elements of int32 that deriving the global scale of [tokens, columns] needs."""
+    """Return the int32 elements that deriving the global scale needs.
+
+    For [tokens, columns].
+    """
     return Amax.ctas(tokens * columns // PIECE)
 
 

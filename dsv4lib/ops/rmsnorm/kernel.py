@@ -1,9 +1,8 @@
-"""RMSNorm of a row, alone or fused with the residual's addition.
+"""Normalise a row in registers, alone or after the residual's addition.
 
-    h = bf16(x + residual)                        `add`: fp32, rounded once, written; else h = x
-    y = bf16(weight * h / sqrt(mean(h^2) + eps))  fp32 until the one rounding
+What it computes is in `op`.
 
-The norm is that of the rounded h, so the fused kernel gives the bits of an addition and a norm in two launches.
+h is rounded once and its norm is that of the rounded h; y is fp32 until its one rounding.
 
 A CTA owns a row. A thread has 8 columns (16 bytes) in a piece, up to 4 pieces, all loads on their way before the first
 is used; the row stays in registers between the sum and the scaling, so every byte moves once. The sum of squares: a
@@ -13,7 +12,7 @@ depend on the kernel before and is fetched ahead of `griddepcontrol.wait`.
     d 4096: 256 threads x 2 pieces; 7168: 256 x 4 (the last one half empty)
     bytes a row: 4 d (add: 8 d); SMEM 32 bytes
 
-Source: DSV4 inference code; `dsv4lib.reference.rmsnorm`.
+Source: DSV4 released inference code.
 """
 
 from __future__ import annotations

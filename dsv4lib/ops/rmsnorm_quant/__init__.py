@@ -1,4 +1,4 @@
-"""RMSNorm and quantisation of the normed rows as torch ops; the second with a residual's addition before it."""
+"""Normalise rows and quantise them, after an addition or not, as torch ops."""
 
 from dsv4lib.ops.rmsnorm_quant.op import AddNormed, Normed, add_rmsnorm_quant, rmsnorm_quant
 

@@ -73,7 +73,10 @@ def _compiled(given: Given) -> tuple[Call, Mapping[str, torch.Tensor]]:
 
 
 def rows() -> list[Row]:
-    """Decode and prefill of both models; DSV4 does not have this op (mHC replaced the addition): no goals."""
+    """List decode and prefill of both models, without goals.
+
+    DSV4 does not have this op (mHC replaced the addition).
+    """
     code_bits = {"fp8": 8, "mxfp8": 8, "nvfp4": 4}
     return [
         Row(

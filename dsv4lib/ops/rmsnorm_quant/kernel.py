@@ -1,21 +1,16 @@
-"""RMSNorm and quantisation of the normed row, after a residual's addition or not: what a quantised linear reads.
+"""Norm and quantise a row that stays in registers; what it computes is in `op`.
 
-    h = bf16(x + residual)                          `add`: written; else h = x
-    y = bf16(weight * h / sqrt(mean(h^2) + eps))    written with ``keep`` only
-    codes, scales = recipe(y)                       blocks of 16, 32 or 128 columns, as in `kernels.quantize`
+The sums have the order of `rmsnorm.kernel`, and y is rounded to bf16 before it is quantised. With ``swizzled`` there
+is a CTA for each row of the padding, too, which stores zero bytes and nothing else. The scales of fp8 stand in the
+image four times, as 1x32 scales.
 
-The bits are those of `kernels.rmsnorm` followed by `kernels.quantize`: the same sums in the same order, and y is
-rounded to bf16 before it is quantised. ``swizzled`` scales are the image of `formats.scale_swizzle`, padding included
-(zero bytes): there is a CTA for each row of the padding, too, which stores nothing else. Those of fp8 stand in it four
-times, as 1x32 scales.
-
-**Threads** as in `kernels.rmsnorm`: a CTA owns a row, which stays in registers. A thread has whole pieces of 8 columns,
+**Threads** as in `rmsnorm.kernel`: a CTA owns a row, which stays in registers. A thread has whole pieces of 8 columns,
 so a block is 2, 4 or 16 neighbouring lanes of one piece, and its amax 1, 2 or 4 shuffles.
 
 **Bytes** of an element: 2 in and 1.01 (fp8), 1.03 (mxfp8), 0.56 (nvfp4) out; `add` 4 more, `keep` 2. Two launches would
 read and write y besides. Limited by memory, nvfp4 without the conversion of sm_100 by issue.
 
-Source: DSV4 released inference code; the oracles are `dsv4lib.reference.rmsnorm`, `.add_rmsnorm` and `.quantize`.
+Source: DSV4 released inference code.
 """
 
 from __future__ import annotations
@@ -189,7 +184,10 @@ class RmsnormQuant(RmsNorm):
 
     @cute.jit
     def pad(self, mScales: cute.Tensor, row: Int32, first: cutlass.Constexpr):
-        """Zeros for the scales of a row from block ``first`` to the end of its last 128x4 block."""
+        """Store zeros for a row's scales from ``first`` to the end of its last block.
+
+        ``first`` counts blocks; the last is one of 128x4.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.griddepcontrol_wait()
         end = self.across * scale_swizzle.COLS // self.format.repeats
@@ -207,7 +205,10 @@ class RmsnormQuant(RmsNorm):
         g: Any,
         factors: Any,
     ):
-        """Scale and codes of this thread's ``i``-th piece, stored; all lanes of a warp come here."""
+        """Compute and store scale and codes of this thread's ``i``-th piece.
+
+        All lanes of a warp call it.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         place = tidx + self.threads * i
         amax = codes.over_lanes(codes.largest(words_of(rPiece), True), self.lanes)

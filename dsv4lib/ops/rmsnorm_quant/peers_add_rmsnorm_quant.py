@@ -13,7 +13,10 @@ from dsv4lib.ops.quantize.peers import vllm_cast
 
 
 def providers() -> tuple[Provider, ...]:
-    """Pairs of a norm and a cast, vLLM's one kernel with exact scales, TileKernels' one kernel for MXFP8."""
+    """List pairs of a norm and a cast, and kernels that do both.
+
+    vLLM's one kernel with exact scales, TileKernels' one kernel for MXFP8.
+    """
     return (
         Provider("vLLM norm, vLLM cast", lambda given: _two(given, tile_kernels=False)),
         Provider("vLLM norm, TileKernels cast", lambda given: _two(given, tile_kernels=True)),

@@ -306,7 +306,9 @@ class FusedRouter(Picker):
 
     @cute.jit
     def through_smem(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
-        """Sums of this warp as in `direct`, from rows in shared memory; all units are requested first.
+        """Sum as in `direct`, from rows in SMEM.
+
+        The sums are this warp's; all units are requested first.
 
         Chunk c of an odd row is at place c xor 4: a quarter of a warp reads two rows from different banks.
         """
@@ -357,7 +359,10 @@ class FusedRouter(Picker):
         end: Int32,
         weights: cutlass.Constexpr,
     ):
-        """Request units from ``start`` of rows from ``at`` up to ``last``; tokens come last and arrive at ``ready``."""
+        """Request units of rows from ``at`` up to ``last``.
+
+        From unit ``start``; tokens come last and arrive at ``ready``.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         chunks = UNIT // CHUNK
         first, chunk, step = tidx // chunks, tidx % chunks, self.workers // chunks

@@ -1,9 +1,8 @@
-"""Experts of a token and their weights, from the logits of the gate.
+"""Select the experts of a token from the logits of the gate.
 
-    a       = sqrt(softplus(logit))                          affinity
-    score:  experts = top-k of a + bias                      best first, of equal scores the lower number
-    hash:   experts = tid2eid[token id]
-    weights = a[experts] / sum(a[experts]) * factor          the bias is in the selection only
+What is computed is in `op`.
+
+Experts of a score layer come best first, of equal scores the lower number. The bias is in the selection only.
 
 A warp owns a token, eight a CTA, no shared memory; how it selects: `selection`. A lane holds the logits of 4, 8,
 12 or 16 experts in a row (16-byte loads where E is a multiple of 4).
@@ -12,7 +11,7 @@ A NaN score ranks after every number; a NaN anywhere in a row of a score layer m
 that it is seen after the experts too. Experts stay valid and distinct.
 
 Bytes: T E 4 in, T k 8 out, one launch: latency is what it costs.
-Source: DSV4 paper, MoE section; `dsv4lib.reference.router`.
+Source: DSV4 paper, MoE section.
 """
 
 from __future__ import annotations
@@ -137,7 +136,10 @@ class Router:
     def write(
         self, expert: Int32, a: Float32, poison: Float32, mExpert: cute.Tensor, mWeight: cute.Tensor, factor: Float32
     ):
-        """Pick r and its weight from lane r, whose affinity is ``a`` (0 past the last pick)."""
+        """Write pick r and its weight from lane r, whose affinity is ``a``.
+
+        0 past the last pick.
+        """
         lane = cute.arch.lane_idx()
         total = a
         for step in cutlass.range_constexpr((self.k - 1).bit_length()):

@@ -171,7 +171,10 @@ class Call(NamedTuple):
 
     @property
     def routed(self) -> Tensor:
-        """Mark the tokens that have an id of a table, bool [T]; the others are padded rows."""
+        """Mark the tokens that have an id of a table, bool [T].
+
+        The others are padded rows.
+        """
         table, tokens = self.hashed
         return (tokens >= 0) & (tokens < len(table))
 

@@ -39,7 +39,9 @@ class Picks(NamedTuple):
 
 
 class Picker(Router):
-    """The role that selects experts of logits as partial sums; see the module docstring.
+    """Select experts of logits that arrive as partial sums.
+
+    See the module docstring.
 
     Args:
         experts, k, hashed: as in `Router`.
@@ -109,7 +111,7 @@ class Picker(Router):
 
     @cute.jit
     def logit(self, mSlots: cute.Tensor, number: Int32) -> Float32:
-        """Sum the slots of expert ``number``'s logit once they have arrived, and reset their slots.
+        """Sum the slots of expert ``number``'s logit once they are there, reset them.
 
         Four lanes have the same four experts (``number`` is the lane's modulo 32), each a quarter of the splits.
         """

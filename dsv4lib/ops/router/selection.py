@@ -57,7 +57,10 @@ def affinity(x: Float32) -> Float32:
 
 @cute.jit
 def sort_key(score: Float32) -> Uint32:
-    """Return an integer that orders as the number does, -0 as 0; of NaN 1, below every number's; never 0."""
+    """Return an integer that orders as the number does.
+
+    -0 as 0; of NaN 1, below every number's; never 0.
+    """
     bits = (score + 0.0).bitcast(Int32)
     key = (bits ^ ((bits >> 31) | Int32(-(1 << 31)))).bitcast(Uint32)
     return cutlass.select_(score == score, key, Uint32(NAN))

@@ -57,7 +57,9 @@ def fake_all_args(kernel: TakeAll) -> tuple:
 def all_args(
     kernel: TakeAll, scores: torch.Tensor, lengths: torch.Tensor | None, picks: torch.Tensor, stream: int = 0
 ) -> tuple:
-    """Arguments of `TakeAll` from torch tensors, of which ``scores`` [B, L] only has an extent, at most k.
+    """Make arguments of `TakeAll` from torch tensors.
+
+    ``scores`` [B, L] only has an extent, at most k.
 
     Raises:
         ArgumentError: a tensor of the wrong type, shape or stride, or rows with more than k scores.

@@ -1,4 +1,6 @@
-"""Select the top-k of a row by a cluster of CTAs; slices, counting and emitting as in `kernel`.
+"""Select the top-k of a row by a cluster of CTAs.
+
+Slices, counting and emitting as in `kernel`.
 
 A barrier of a cluster costs a fence and a round trip, a read of another CTA's shared memory another round trip. So a
 thread sends its numbers to all CTAs of the row at once (``st.async``), and an mbarrier of the receiver counts the
@@ -37,7 +39,10 @@ NUMBER = 4  # bytes
 
 
 class ClusterTopK(TopK):
-    """Indices of the best; see the module docstring, and `kernel.TopK` for the arguments and errors."""
+    """Select indices of the best; see the module docstring.
+
+    Arguments and errors as in `kernel.TopK`.
+    """
 
     CTAS = 2, 4, 8, 16
 
@@ -60,7 +65,10 @@ class ClusterTopK(TopK):
         cute.arch.cluster_arrive_relaxed()
 
     def ready(self) -> None:
-        """Wait until those of all CTAs of the row are there; each thread once, whatever it does then."""
+        """Wait until those of all CTAs of the row are there.
+
+        Each thread once, whatever it does then.
+        """
         cute.arch.cluster_wait()
 
     def gate(self, s: Shared, number: int) -> cute.Pointer:
@@ -76,7 +84,10 @@ class ClusterTopK(TopK):
         cute.arch.mbarrier_wait(self.gate(s, number), 0)
 
     def push(self, s: Shared, number: int, part: cute.Tensor, at: Int32, to: Int32, values: list) -> None:
-        """Send 1, 2 or 4 numbers to entry ``at`` of a part of a CTA of the row, maybe this one."""
+        """Send 1, 2 or 4 numbers to entry ``at`` of a CTA's part.
+
+        A CTA of the row, maybe this one.
+        """
         names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
         vector, source = ("", names) if len(values) == 1 else (f".v{len(values)}", f"{{{names}}}")
         text = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [{{$r0}}], {source}, [{{$r1}}];"
@@ -210,7 +221,10 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def share_candidates(self, s: Shared, earlier: Int32, count: Int32):
-        """Send this CTA's candidates, after those of the CTAs before it, and wait for all ``count`` of the row."""
+        """Send this CTA's candidates and wait for all ``count`` of the row.
+
+        They follow those of the CTAs before it.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.barrier()
         if tidx == 0:
@@ -222,7 +236,9 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def gather_row(self, s: Shared, rank: Int32):
-        """Synchronise where bins were split, and fetch the candidates of the row's CTAs, a warp a CTA.
+        """Fetch the candidates of the row's CTAs, a warp a CTA.
+
+        Synchronises where bins were split.
 
         Returns:
             how many picks the CTAs before this one have for sure, and how many candidates.

@@ -42,7 +42,10 @@ class Shared(NamedTuple):
 
 
 class Counting:
-    """Histograms of ``bins`` bins in ``ctas`` CTAs of ``threads`` threads; one bin more is for what does not count."""
+    """Hold histograms of ``bins`` bins in ``ctas`` CTAs of ``threads`` threads.
+
+    One bin more is for what does not count.
+    """
 
     def __init__(self, threads: int, ctas: int, bins: int):
         self.threads, self.ctas, self.bins = threads, ctas, Bins(bins)
@@ -60,7 +63,10 @@ class Counting:
                 cute.autovec_copy(rZero, cute.local_tile(hist, (QUAD,), (at,)))
 
     def add_one(self, hist: cute.Tensor, place: Int32, there: Any = None) -> None:
-        """Count a score that is there; others go to a bin of their own, because a branch costs more."""
+        """Count a score that is there.
+
+        Others go to a bin of their own, because a branch costs more.
+        """
         at = hist.iterator + (place if there is None else cutlass.select_(there, place, Int32(self.bins.size)))
         cute.arch.inline_ptx("red.shared.add.u32 [{$r0}], 1;", read_only_args=[at.toint()])
 
@@ -71,7 +77,9 @@ class Counting:
 
     @cute.jit
     def find(self, s: Shared, hist: cute.Tensor, k: Int32, across: cutlass.Constexpr):
-        """Return (bin of the k-th best, how many are in better bins, how many are in it) of this CTA, or of the row's.
+        """Return (bin of the k-th best, count in better bins, count in it).
+
+        Of this CTA, or of the row's.
 
         The last bin if there are fewer than k. Every thread gets it; a barrier must come before it counts again.
         """

@@ -187,7 +187,10 @@ class TopK(Narrowing):
 
     @cute.jit
     def on_chip(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """Select from a row of at most ``ctas`` tiles; scores are requested before its length is known."""
+        """Select from a row of at most ``ctas`` tiles.
+
+        Scores are requested before its length is known.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         first, k = rank * self.capacity, mOut.shape[0]
         at = first + tidx * QUAD
@@ -223,7 +226,10 @@ class TopK(Narrowing):
 
     @cute.jit
     def streamed(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """Select from a row of any number of tiles; a warp has its own run of the slice, a piece of it a tile."""
+        """Select from a row of any number of tiles.
+
+        A warp has its own run of the slice, a piece of it a tile.
+        """
         k, length = mOut.shape[0], self.length(mRow, mLengths, row)
         part = (length + (self.ctas * UNIT - 1)) // (self.ctas * UNIT) * UNIT
         first = rank * part
@@ -273,17 +279,23 @@ class TopK(Narrowing):
             self.select((first, end, None), mOut, s, length, rank)
 
     def open(self, s: Shared) -> None:
-        """Prepare what a cluster needs before its CTAs exchange data (`cluster.ClusterTopK`)."""
+        """Prepare a cluster before its CTAs exchange data (`cluster.ClusterTopK`)."""
 
     def ready(self) -> None:
-        """Wait until all CTAs of the row have opened; each thread once, whatever it does then."""
+        """Wait until all CTAs of the row have opened.
+
+        Each thread once, whatever it does then.
+        """
 
     def length(self, mRow: cute.Tensor, mLengths: Any, row: Int32) -> Int32:
         """Return how many scores of the row count."""
         return cutlass.min(mLengths[row], mRow.shape[0]) if self.ragged else mRow.shape[0]
 
     def index(self, at: Int32, v: int) -> Int32:
-        """Index in the row of a thread's v-th four scores of a tile, of which the first are at ``at``."""
+        """Return the row index of a thread's v-th four scores of a tile.
+
+        The first ones are at ``at``.
+        """
         return at + v * self.step
 
     @cute.jit
@@ -338,7 +350,9 @@ class TopK(Narrowing):
 
     @cute.jit
     def keep_good(self, tile: Any, low: Int32, stop: Any, most: Int32, s: Shared):
-        """Put scores of a tile that have a key above ``low``, or ``low`` and an index up to ``stop``, into the list.
+        """List a tile's scores with a key above ``low``.
+
+        Also those with key ``low`` and an index up to ``stop``.
 
         A warp that finds no room says so by a list longer than there is room for, and so does one that has more than
         ``most`` such scores: the bound is poor then. ``stop`` None: any index.
@@ -517,7 +531,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def sort(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
-        """Put the picks of a row, which are in the order of their indices, into that of their scores."""
+        """Sort the picks of a row from the order of indices to that of scores."""
         tidx, _, _ = cute.arch.thread_idx()
         count = cutlass.min(self.length(mRow, mLengths, row), mOut.shape[0])
         self.sync_row()  # all picks are written

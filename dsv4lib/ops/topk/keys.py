@@ -60,7 +60,10 @@ class Bins:
 
 @cute.jit
 def edge_of(key: Int32) -> Float32:
-    """Return the lowest number of at least this key, which may be no number's own; -inf for the keys of NaN, too."""
+    """Return the lowest number of at least this key.
+
+    The key may be no number's own; -inf for the keys of NaN, too.
+    """
     near = cutlass.max(key, Int32(LOWEST))
     bits = cutlass.select_(near < 0, (-1 - near) | Int32(NOTHING), near)
     return Int32(bits).bitcast(Float32)

@@ -20,7 +20,10 @@ LOWEST, HIGHEST, ABOVE, INSIDE = range(4)  # quarters of `Shared.looks`
 
 
 class Narrowing(Counting):
-    """Cutting spans, for kernels with ``vectors`` vectors a thread, ``step`` scores apart, and lists of ``keep``."""
+    """Cut spans, with ``vectors`` vectors a thread and lists of ``keep``.
+
+    Vectors are ``step`` scores apart.
+    """
 
     vectors: int
     step: int
@@ -31,7 +34,7 @@ class Narrowing(Counting):
 
     @cute.jit
     def look(self, tile: Any, s: Shared, listed: Int32, low: Int32, high: Int32, across: cutlass.Constexpr):
-        """Return (lowest key of a span, highest, how many scores are above it, how many in it) of this CTA.
+        """Return (lowest key, highest, scores above, scores in) of a CTA's span.
 
         ``across``: keys of the row, but this CTA's numbers.
         """
@@ -93,7 +96,9 @@ class Narrowing(Counting):
         most: Int32,
         across: cutlass.Constexpr,
     ):
-        """Cut (lowest key, highest key, lowest index, highest index) until at most ``most`` scores are in it.
+        """Cut a span until at most ``most`` scores are in it.
+
+        (lowest key, highest key, lowest index, highest index).
 
         Or until none too many are: ``need`` of the ``count`` in it.
         """
@@ -147,7 +152,9 @@ class Narrowing(Counting):
 
     @cute.jit
     def squeeze(self, tile: Any, cut: Any, s: Shared, k: Int32, before: Int32, bound: Any):
-        """Raise a bound so far that the list, as it was before a tile, and the tile's scores fit; put those there.
+        """Raise a bound until the list and a tile's scores fit; put those there.
+
+        The list is as before the tile.
 
         The list is full, or the bound poor. At most half of the list is in use then, but for k scores.
 

@@ -6,7 +6,9 @@ from typing import Any
 
 
 def plan(rows: int, size: int, k: int) -> dict[str, Any]:
-    """Choose settings for ``k`` of ``rows`` rows of ``size`` scores, the fastest of a sweep on an H200.
+    """Choose the fastest settings of a sweep on an H200.
+
+    For ``k`` of ``rows`` rows of ``size`` scores.
 
     They are of `kernel.TopK`, with ``ctas`` of `cluster.ClusterTopK`. Few rows are shared by clusters;
     maxima are worth counting from 8192 scores a CTA on.

@@ -280,7 +280,7 @@ def run_fmha(
 
     Args:
         kernel_type: the class; settings: its arguments in order.
-        case: from `kernels.fmha.inputs.case`.
+        case: from `ops.fmha.inputs.case`.
         backend: "emulator" or "native"; device: options of `emulator.device`.
         judge_by: the case whose oracle is the truth, where ``case`` carries a fault of the caller's.
         sms: CTAs at once, as `arguments.launch_args` takes it: fewer than tokens, and a CTA takes several.

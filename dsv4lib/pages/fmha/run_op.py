@@ -54,7 +54,7 @@ def run_fmha_op(
     """Run the op on a case and judge it by the case's oracle.
 
     Args:
-        case: from `kernels.fmha.inputs`.
+        case: from `ops.fmha.inputs`.
         kind, windowed, sink, rope: what of it is used, as in `op_arguments`.
         backend: "emulator" or "native".
         device: options of `emulator.device`; the race detector is on.

@@ -179,7 +179,7 @@ def loaded_tiles(trace: Trace, made: Case, kernel: MoeGemm) -> dict[int, list[mo
 
 
 def schedule_mismatches(trace: Trace, made: Case, kernel: MoeGemm, grid: int, tile_n: int = 0) -> int:
-    """Return tiles that a CTA does not load when `bench.moe.tiles` says so. ``tile_n``: another than the kernel's."""
+    """Return tiles that a CTA does not load when `predict.moe.tiles` says so. ``tile_n``: another than the kernel's."""
     want = moe.tiles(made.call.counts.tolist(), made.w.shape[1], tile_n or kernel.tile_n, kernel.pair_m)
     found = loaded_tiles(trace, made, kernel)
     wrong = 0

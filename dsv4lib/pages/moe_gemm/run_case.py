@@ -129,7 +129,7 @@ def run_moe_gemm(
 
     Args:
         kernel_type: the class; settings: its arguments by name.
-        made: from `kernels.moe_gemm.inputs.case` or `mode_case`; its outputs are written anew.
+        made: from `ops.moe_gemm.inputs.case` or `mode_case`; its outputs are written anew.
         grid: clusters of the launch. backend: "emulator" or "native".
         device: options of `emulator.device` (schedule, checks, trace, ...).
     """

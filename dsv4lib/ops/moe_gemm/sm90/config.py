@@ -108,7 +108,7 @@ class Config:
         return whole_atoms(sum(size for size, _ in self._sizes(stages, buffers).values()))
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, registers and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, registers and threads of one CTA."""
         sizes = self._sizes(self.stages, self.sum_buffers)
         sizes["total"] = self._smem_bytes(self.stages, self.sum_buffers), f"sum, up to a multiple of {SMEM_ALIGN} B"
         smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items() if used]

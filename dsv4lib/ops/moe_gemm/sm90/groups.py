@@ -19,7 +19,10 @@ WARPS = MAX_EXPERTS // 32  # that scan
 
 
 class Groups(NamedTuple):
-    """The groups of tokens in shared memory, MAX_EXPERTS of each; experts that do not exist are empty."""
+    """Hold the groups of tokens in SMEM, MAX_EXPERTS of each.
+
+    Experts that do not exist are empty.
+    """
 
     ends: cute.Tensor  # int32: tiles of the experts up to and with this one
     offsets: cute.Tensor  # int32: first row
@@ -41,7 +44,10 @@ class Walk(Config):
 
     @cute.jit
     def find_groups(self, mOffsets: cute.Tensor, mCounts: cute.Tensor, groups: Groups, sScan: cute.Tensor):
-        """Fill the table; all threads of the CTA call it, the last barrier is the caller's."""
+        """Fill the table; all threads of the CTA call it.
+
+        The last barrier is the caller's.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, cute.arch.lane_idx()
         tiles, offset, count = Int32(0), Int32(0), Int32(0)
@@ -64,7 +70,10 @@ class Walk(Config):
 
     @cute.jit
     def tile(self, groups: Groups, index: Int32):
-        """Return the tile of a number that is below the number of tiles; all lanes of a warp call it."""
+        """Return the tile of a number below the number of tiles.
+
+        All lanes of a warp call it.
+        """
         lane = cute.arch.lane_idx()
         last = groups.ends[lane * EXPERTS_A_LANE + (EXPERTS_A_LANE - 1)]
         first = cute.arch.popc(cute.arch.vote_ballot_sync(last <= index)) * EXPERTS_A_LANE

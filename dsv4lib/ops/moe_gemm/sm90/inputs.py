@@ -11,7 +11,10 @@ from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, tile_weights
 
 
 def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0) -> inputs.Case:
-    """Groups of ``counts`` tokens, ``features`` = N of the weights, ``k`` = K; see `moe_gemm.inputs.case`."""
+    """Make groups of ``counts`` tokens, ``features`` = N of the weights, ``k`` = K.
+
+    See `moe_gemm.inputs.case`.
+    """
     made = inputs.case(kernel, counts, features, k, seed)
     call = made.call
     if kernel.scaled:

@@ -29,7 +29,10 @@ ROWS = LANES // PIECES  # that a warp copies at a time
 
 
 class Tokens(NamedTuple):
-    """Rows of the activations, uint8 [R, bytes of K], and their scales, uint8 [blocks, 512], or None."""
+    """Hold rows of the activations and their scales, or None.
+
+    uint8 [R, bytes of K] and uint8 [blocks, 512].
+    """
 
     x: cute.Tensor
     sfx: Any
@@ -119,7 +122,7 @@ class Load(Walk):
 
 
 def copy(target: Int32, source: Int64, width: int, size: Int32) -> None:
-    """Copy ``size`` bytes to shared memory and fill up to ``width`` with zeros, asynchronously."""
+    """Copy ``size`` bytes to SMEM asynchronously; zeros up to ``width``."""
     kind = "cg" if width == PIECE else "ca"
     text = f"cp.async.{kind}.shared.global [{{$r0}}], [{{$r1}}], {width}, {{$r2}};"
     cute.arch.inline_ptx(text, read_only_args=[target, source, size])

@@ -54,7 +54,10 @@ class Mma(Walk):
         return due - steps, stage, parity
 
     def copied_by_threads(self) -> None:
-        """Make what `cp.async` wrote visible to the tensor core, which reads it through another proxy."""
+        """Make what `cp.async` wrote visible to the tensor core.
+
+        It reads through another proxy.
+        """
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply(self, stages: Stages, stage: Int32, rSum: cute.Tensor) -> None:
