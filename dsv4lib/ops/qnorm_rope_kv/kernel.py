@@ -4,11 +4,11 @@
     c        = kv[t], or bf16(weight * kv[t] / sqrt(mean(kv[t]^2) + eps))      `normed`: by the kernel
     entry at indices[t] = quantised(bf16(rope(c)))                             584 bytes; -1 drops it
 
-RoPE rotates the last 64 dims by the token's angles. Mean and scaling have the bits of `kernels.rmsnorm` on rows of 512,
+RoPE rotates the last 64 dims by the token's angles. Mean and scaling have the bits of `ops.rmsnorm` on rows of 512,
 the rotation those of `reference.rope` in fp32, the entry those of `formats.kv_entry`: the launch equals the chain of
 `rmsnorm`, a rotation and `quantize_kv_entries`, each with its rounding to bf16 where that chain stores bf16.
 
-**Threads** as in `common.head_rows`. The first CTAs take KV vectors, a warp each, because their chain is the longest
+**Threads** as in `dsl.head_rows`. The first CTAs take KV vectors, a warp each, because their chain is the longest
 (index, page, scale); the others take heads. A sum of squares: 8 elements in order, 32 lanes by a butterfly, the halves
 of a row in order; no shared memory, no barrier.
 
@@ -192,7 +192,7 @@ class QnormRopeKv(HeadRows):
 
 @cute.jit
 def scale_of(halves: list, eps: Float32) -> Float32:
-    """1 / sqrt(mean of squares + eps) of a row in pieces, in all lanes; the bits of `kernels.rmsnorm`."""
+    """1 / sqrt(mean of squares + eps) of a row in pieces, in all lanes; the bits of `ops.rmsnorm`."""
     total = Float32(0.0)
     for half in cutlass.range_constexpr(HALVES):
         mine = Float32(0.0)

@@ -38,7 +38,7 @@ def norm_kernel(weighted, arch):
 
 
 def normed(x, weight, arch):
-    """bf16 rows of 512 by `kernels.rmsnorm`."""
+    """bf16 rows of 512 by `ops.rmsnorm`."""
     kernel, code = norm_kernel(weight is not None, arch)
     y = torch.empty_like(x)
     launch(code, *norm_arguments.launch_args(kernel, x, None, weight, None, y, EPS), gpu=make(arch))
