@@ -7,7 +7,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, divisor, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.linear.sm90.config import BLOCK, PIECE
 from dsv4lib.ops.linear.sm90.kernel import LinearFp8
@@ -26,6 +26,8 @@ def fake_args(kernel: LinearFp8) -> tuple:
             fake(_SCALES[kernel.x_scales], "GTB"),
             fake(u8, "GNK", PIECE),
             fake(_SCALES[kernel.w_scales], "GMB"),
+            divisor(1),
+            divisor(1),
         ),
         fake(_OUT[kernel.out], "GTN"),
         cutlass.Int32(1),
@@ -58,6 +60,8 @@ def launch_args(kernel: LinearFp8, call: Any, grid: int, stream: int = 0) -> tup
             wrap("x_scales", call.x_scales, _SCALES[kernel.x_scales], (groups, tokens, blocks)),
             wrap("w", call.w, u8, (None,) * 3, PIECE),
             wrap("w_scales", call.w_scales, _SCALES[kernel.w_scales], (groups, -(-features // BLOCK), blocks)),
+            divisor(-(-tokens // kernel.tile_n)),
+            divisor(-(-features // kernel.tile_m)),
         ),
         wrap("out", call.out, _OUT[kernel.out], (groups, tokens, features)),
         cutlass.Int32(grid),

@@ -126,8 +126,8 @@ class Plan(NamedTuple):
 
 START = 6.0  # KiB: what a tile costs beside its bytes
 STEP = 1.0  # KiB: what a step costs
-EXCHANGE = 14.0  # KiB: what the cluster's exchange costs, beside the sums that it sends
-SUMS = 3.0  # KiB: what one of them costs
+EXCHANGE = 6.0  # KiB: what a cluster's exchange costs for each of its CTAs, beside the sums that they send
+SUMS = 4.0  # what a KiB of those costs
 CLUSTERS = {1: 1.0, 2: 0.5, 4: 0.212, 8: 0.091}  # that run at once, of the SMs: of 132 28 of four, 12 of eight
 
 
@@ -151,7 +151,7 @@ def plan(groups: int, tokens: int, features: int, k: int, sms: int) -> Plan:
         at_once = min(tiles, max(1, int(sms * CLUSTERS[split])))
         step = (tile_m + tile_n) * step_k / 1024 + STEP
         sent = tile_m * min(tokens, tile_n) * 4 / 1024 * (split - 1) / split
-        exchange = EXCHANGE + SUMS * sent if split > 1 else 0.0
+        exchange = EXCHANGE * split + SUMS * sent if split > 1 else 0.0
         cost = -(-tiles // at_once) * (-(-steps // split) * step + START + exchange)
         if best is None or cost < best[0]:
             best = cost, Plan(tile_n, groups_m, split, step_k, at_once * split)

@@ -97,13 +97,13 @@ class LinearFp8(Sums):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = memory.SmemAllocator().allocate(self.storage)
         full, empty, gates = storage.full.data_ptr(), storage.empty.data_ptr(), storage.gates.data_ptr()
-        if tidx == 0:
-            for i in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(full + i, 2 * LOADERS + LOADERS // 32)
-                cute.arch.mbarrier_init(empty + i, self.consumers // 32)
+        if tidx < self.stages:
+            cute.arch.mbarrier_init(full + tidx, 2 * LOADERS + LOADERS // 32)
+            cute.arch.mbarrier_init(empty + tidx, self.consumers // 32)
             if cutlass.const_expr(self.split > 1):
-                cute.arch.mbarrier_init(gates, 1)
-                cute.arch.mbarrier_init(gates + 1, self.consumers // 32 - self.finishing())
+                if tidx == 0:
+                    cute.arch.mbarrier_init(gates, 1)
+                    cute.arch.mbarrier_init(gates + 1, self.consumers // 32 - self.finishing())
             cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.split > 1):
             cute.arch.cluster_arrive_relaxed()

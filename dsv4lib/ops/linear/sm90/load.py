@@ -16,7 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.linear.sm90.config import BLOCK, LOADERS, PIECE, Config
+from dsv4lib.ops.quantize.kernel import divide
+
+EVICT_FIRST = 0x12F0000000000000  # the policy that `createpolicy.fractional.L2::evict_first` makes of 1.0
 
 
 class Sources(NamedTuple):
@@ -26,6 +30,8 @@ class Sources(NamedTuple):
     x_scales: cute.Tensor  # [G, T, K / 128]
     w: cute.Tensor  # uint8 [G, N, K]
     w_scales: cute.Tensor  # [G, N / 128, K / 128]
+    across: Divisor  # tiles of tokens
+    rows: Divisor  # tiles of N
 
 
 class Stages(NamedTuple):
@@ -64,15 +70,14 @@ class Load(Config):
     @cute.jit
     def tiles(self, sources: Sources):
         """Count the tiles."""
-        groups, features, _ = sources.w.shape
-        return groups * cute.ceil_div(features, self.tile_m) * cute.ceil_div(sources.x.shape[1], self.tile_n)
+        return sources.w.shape[0] * sources.rows.number * sources.across.number
 
     @cute.jit
     def tile(self, sources: Sources, index: Int32):
         """Return a tile; tiles of tokens come first, so that they share weights in L2."""
-        across, rows = cute.ceil_div(sources.x.shape[1], self.tile_n), cute.ceil_div(sources.w.shape[1], self.tile_m)
-        place = index // across
-        return Tile(place // rows, place % rows * self.tile_m, index % across * self.tile_n)
+        place, token = divide(index, sources.across)
+        group, row = divide(place, sources.rows)
+        return Tile(group, row * self.tile_m, token * self.tile_n)
 
     @cute.jit
     def steps(self, sources: Sources):
@@ -111,21 +116,22 @@ class Load(Config):
         next_tile = tile = self.tile(sources, index)
         self.load_scales(sources, tile, batch, rX, rW)
         while index < total:
-            for i in cutlass.range_constexpr(self.held):
-                rFactor[i] = scale(rX[i]) * scale(rW[i])
             tile, start, stop = next_tile, batch, cutlass.min(batch + self.ahead, end)
-            batch = batch + self.ahead
-            if batch >= end:
-                index, batch = index + self.tile_step(), first
-                next_tile = self.tile(sources, index)
-            if index < total:
-                self.load_scales(sources, next_tile, batch, rX, rW)
             for step in cutlass.range(start, stop, unroll=1):
                 cute.arch.mbarrier_wait(stages.empty + stage, parity)
-                self.store_factors(rFactor, step - start, stages.factors + stage * self.factor_bytes)
                 target = stages.x + stage * self.x_bytes
                 self.copy_rows(sources.x, tile.group, tile.token, step, target, self.tile_n, False)
                 cute.arch.cp_async_mbarrier_arrive_noinc(stages.full + stage)
+                if step == start:  # tokens are on their way: only now wait for scales
+                    for i in cutlass.range_constexpr(self.held):
+                        rFactor[i] = scale(rX[i]) * scale(rW[i])
+                    batch = batch + self.ahead
+                    if batch >= end:
+                        index, batch = index + self.tile_step(), first
+                        next_tile = self.tile(sources, index)
+                    if index < total:
+                        self.load_scales(sources, next_tile, batch, rX, rW)
+                self.store_factors(rFactor, step - start, stages.factors + stage * self.factor_bytes)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(stages.full + stage)
@@ -203,8 +209,8 @@ def copy(target: Int32, source: Int64, size: Int32, once: bool) -> None:
 
     once: they are not read again soon: L2 gives their room away first, and writes back less of what others left there.
     """
-    text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
+    kind, last = ("L2::cache_hint ", ", p") if once else ("", "")
+    text = f"cp.async.cg.shared.global{'.' * once}{kind} [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}}{last};"
     if once:
-        policy = "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
-        text = policy + text.replace("global ", "global.L2::cache_hint ").replace(";", ", p; }")
+        text = f"{{ .reg .b64 p; mov.b64 p, {EVICT_FIRST:#x}; {text} }}"
     cute.arch.inline_ptx(text, read_only_args=[target, source, size])
