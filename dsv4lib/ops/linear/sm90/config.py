@@ -134,8 +134,8 @@ CLUSTERS = {1: 1.0, 2: 0.5, 4: 0.212, 8: 0.091}  # that run at once, of the SMs:
 def plan(groups: int, tokens: int, features: int, k: int, sms: int) -> Plan:
     """Choose the options with which the busiest SM has the fewest bytes to take from L2 and HBM.
 
-    Clusters that do not run at once would double the time. GPCs have 16 or 18 SMs, some fewer, by the chip; so fewer
-    clusters of four and eight are launched than there are SMs for.
+    Clusters that do not run at once would double the time, and GPCs lack SMs here and there; so fewer clusters of four
+    and eight are launched than there are SMs for. How many run at once is assumed, not asked of the GPU.
 
     Args:
         groups: linears side by side. tokens: of each, at least 1. features: N. k: K. sms: of the GPU.

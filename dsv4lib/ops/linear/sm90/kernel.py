@@ -31,8 +31,7 @@ Pipeline   cp.async and stores -> consumers    2 to 12 stages
 The tensor core adds E4M3 products with 13 bits below the largest, so sums leave it every 128 of K. A factor is the
 product of two scales in fp32.
 
-What should limit it (computed, not measured): HBM from about 8 MB on; below, the first bytes' latency, and with more
-than 32 tokens what an SM takes from L2.
+What limits it is in data/bench/linear.md: HBM and a fixed time at one token, with 128 tokens what an SM takes from L2.
 
 Source: DSV4's released code; PTX ISA, "wgmma", "cp.async", "st.async"; the swap and the promotion as in DeepGEMM's
 and FlashInfer's documentation.

@@ -20,7 +20,7 @@ from dsv4lib.dsl.tensors import Divisor
 from dsv4lib.ops.linear.sm90.config import BLOCK, LOADERS, PIECE, Config
 from dsv4lib.ops.quantize.kernel import divide
 
-EVICT_FIRST = 0x12F0000000000000  # the policy that `createpolicy.fractional.L2::evict_first` makes of 1.0
+EVICT_FIRST = 0x12F0000000000000  # of a cache hint, as CUTLASS has it (`CacheHintSm90`)
 
 
 class Sources(NamedTuple):
