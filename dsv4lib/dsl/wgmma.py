@@ -1,6 +1,6 @@
-"""Warpgroup MMAs with A in registers: m64nNk32 of E4M3 and m64nNk16 of bf16, fp32 sums, B in swizzled shared memory.
+"""Warpgroup MMAs: m64nNk32 of E4M3, m64nNk16 of bf16, fp32 sums; B in swizzled shared memory, A in registers or there.
 
-A warpgroup's fragment of A: warp w, lane 4 g + t has rows 16 w + g and 16 w + g + 8, 4 words of 32 bits:
+A warpgroup's fragment of A in registers: warp w, lane 4 g + t has rows 16 w + g and 16 w + g + 8, 4 words of 32 bits:
 
     word    row        E4M3, K of the byte c    bf16, K of the half h
     0       g          4 t + c                  2 t + h
@@ -10,8 +10,9 @@ A warpgroup's fragment of A: warp w, lane 4 g + t has rows 16 w + g and 16 w + g
 
 Sums: value 4 i + 2 j + l is row g + 8 j, column 8 i + 2 t + l.
 
-The sums of `multiply` may be read after `wait` only, and by instructions that the compiler does not move before it:
-`multiply_add` and `add`. The words of A must not change before it either, which the assembler sees to.
+The sums of `multiply` and `multiply_shared` may be read after `wait` only, and by instructions that the compiler does
+not move before it: `multiply_add` and `add`. The words of A must not change before it either, which the assembler sees
+to.
 
 Source: PTX ISA, "wgmma.mma_async", "Matrix Descriptor Format" of sm_90.
 """
@@ -44,7 +45,7 @@ def wait(groups: int) -> None:
 
 
 def operand(address: Int32) -> Int64:
-    """Make the descriptor of B: rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
+    """Make the descriptor of A or B: rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
     text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
@@ -74,6 +75,30 @@ def multiply(a: list, b: Int64, offsets: list[int], columns: int, kind: str, apa
             f"wgmma.mma_async.sync.aligned.m64n{columns}{shape} {{{d}}}, {{{words}}}, d, {predicate}, 1, 1{last};"
         )
     return asm("\n".join([*lines, "}"]), [Float32] * sums, [*a, b], early=True)
+
+
+def multiply_shared(a: Int64, b: Int64, offsets: list[tuple[int, int]], columns: int, kind: str) -> list:
+    """Issue MMAs with A in shared memory too, whose sum overwrites what was there.
+
+    Args:
+        a, b: descriptors. offsets: bytes from there to each MMA's operands.
+        columns: N, a multiple of 8. kind: key of `SHAPES`.
+
+    Returns:
+        columns / 2 sums in fp32.
+    """
+    shape, last = SHAPES[kind]
+    sums = columns // 2
+    d = ", ".join(f"${c}" for c in range(sums))
+    lines = ["{ .reg .pred first, more; .reg .b64 da, db;", "setp.ne.b32 first, 0, 0; setp.eq.b32 more, 0, 0;"]
+    for i, (of_a, of_b) in enumerate(offsets):
+        lines.append(f"add.s64 da, ${sums}, {of_a // 16}; add.s64 db, ${sums + 1}, {of_b // 16};")
+        predicate = "more" if i else "first"
+        transposed = ", 0" + last if last else ""
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{columns}{shape} {{{d}}}, da, db, {predicate}, 1, 1{transposed};"
+        )
+    return asm("\n".join([*lines, "}"]), [Float32] * sums, [a, b], early=True)
 
 
 def multiply_add(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -1,4 +1,4 @@
-"""Apply linear layers over NVFP4, MXFP8 (DSV4's FP8), W4A8 or bf16 weights.
+"""Apply linear layers over NVFP4, MXFP8, W4A8, bf16 or FP8 weights (DSV4's, in 128 x 128 tiles).
 
     y = alpha * (x @ W^T)                                          [T, N]; or of G groups side by side, [G, T, N]
     h = silu(min(g, limit)) * clip(u, -limit, limit)               swiglu: the shared expert's first GEMM
@@ -6,7 +6,11 @@
 `linear` makes outputs and calls `torch.ops.dsv4.linear`, one launch that writes them in place. It reads no value of a
 tensor and waits for nothing: it can be captured in a CUDA graph after a first call (or `warm_up`).
 
-Source: DSV4's released code; the oracle is `dsv4lib.reference.linear`, the kernel `dsv4lib.ops.linear.sm100`.
+Mode "fp8_block" is a Hopper's (`sm90`), the others are Blackwell's. FP8 weights of a checkpoint: there mode "fp8_block"
+with scales as they are stored, here mode "mxfp8" with those of `mxfp8_of`.
+
+Source: DSV4's released code; the oracle is `dsv4lib.reference.linear`, the kernels `dsv4lib.ops.linear.sm100` and
+`dsv4lib.ops.linear.sm90.kernel`.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
+from dsv4lib.ops.linear.sm90 import op as hopper
 from dsv4lib.ops.linear.sm100 import Linear
 from dsv4lib.ops.moe_gemm import arguments
 from dsv4lib.ops.moe_gemm import op as moe_gemm
+from dsv4lib.ops.moe_gemm.config import MODES
 from dsv4lib.ops.moe_gemm.op import ARCHS, TILES, Operand, Pair, tile_of
 
 
@@ -52,10 +58,12 @@ def linear(
     Args:
         x: [T, K] or [G, T, K], rows on 16 bytes and at any distance. Scales: one image, or [G, bytes].
         w: [N, K] or [G, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating.
-        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; see `mxfp8_of` for FP8 in larger tiles.
+        mode: formats of w and x: "nvfp4", "w4a8", "mxfp8", "bf16"; or "fp8_block": E4M3 with scales of 128 of K, E8M0
+            bytes or fp32: of x [.., T, K / 128], of w [.., N / 128, K / 128], rounded up, not swizzled. K is a multiple
+            of 16, N is any. It takes no alpha and no swiglu. See `mxfp8_of` for such operands in mode "mxfp8".
         alpha: fp32 [G] (G = 1 for one), product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of
             up.
-        out_format: "bf16", "fp32", or with ``swiglu`` "nvfp4" or "mxfp8".
+        out_format: "bf16", "fp32" (all of "fp8_block"), or with ``swiglu`` "nvfp4" or "mxfp8".
         out_global: fp32 [G], of an NVFP4 output.
         limit: of the SwiGLU clamp.
         out: written; None: new.
@@ -66,10 +74,15 @@ def linear(
 
     Raises:
         ArgumentError: an argument that is missing, not wanted, or of a wrong type, shape or value.
-        BackendUnavailable: see `backends.resolve`.
+        BackendUnavailable: see `backends.resolve`; also where the GPU is of an architecture that lacks the mode.
     """
-    moe_gemm.check_formats(mode, out_format)
     x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
+    if mode == hopper.MODE:
+        unwanted = {"alpha": alpha, "alpha_up": alpha_up, "swiglu": swiglu, "out_global": out_global}
+        return hopper.linear_fp8(x, w, unwanted, out_format, out, backend)
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, f"one of {', '.join(MODES)}, {hopper.MODE}")
+    moe_gemm.check_formats(mode, out_format)
     if x.codes.dim() != w.codes.dim() or x.codes.dim() not in (2, 3):
         raise ArgumentError("x, w", (tuple(x.codes.shape), tuple(w.codes.shape)), "[T, K], [N, K] or both with [G, ..]")
     if out is None:

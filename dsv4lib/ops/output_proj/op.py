@@ -19,6 +19,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.linear import op as linear
+from dsv4lib.ops.linear.sm90 import op as hopper
 from dsv4lib.ops.moe_gemm import op as moe_gemm
 from dsv4lib.ops.moe_gemm.op import Operand, Pair
 
@@ -32,15 +33,17 @@ def output_proj(
     Args:
         o: [T, H * D], heads of a group next to each other; or [T, H, D], heads side by side. Scales (not of bf16): an
             image a group, [G, bytes], of [T, H * D / G], as `inv_rope_quant` with layout "swizzled" writes them.
+            Of mode "fp8_block" rows, [T, H * D / 128] or [T, H, D / 128], as its layout "rowmajor" has them.
         w: wo_a, [G, R, H * D / G].
-        mode: formats: "bf16", "mxfp8" (FP8: `linear.mxfp8_of`), "nvfp4" or "w4a8".
+        mode: formats: "bf16", "mxfp8" (FP8: `linear.mxfp8_of`), "nvfp4", "w4a8"; or "fp8_block" (FP8 on a Hopper).
         out: bf16 [T, G * R] to write into; None: new.
         backend: as for `linear`, which also says what is raised.
 
     Returns:
         u, bf16 [T, G * R].
     """
-    moe_gemm.check_formats(mode, "bf16")
+    if mode != hopper.MODE:
+        moe_gemm.check_formats(mode, "bf16")
     o, w = Operand(*o), Operand(*w)
     if o.codes.dim() == 3:
         o = o._replace(codes=_side_by_side(o.codes))
@@ -51,8 +54,24 @@ def output_proj(
     if out is None:
         width = w.codes.shape[0] * w.codes.shape[1]
         out = torch.empty(o.codes.shape[0], width, dtype=torch.bfloat16, device=o.codes.device)
-    Call.op(*o, *w, out, mode, backend)
+    if mode == hopper.MODE:
+        _side_by_side_fp8(o, w, out, backend)
+    else:
+        Call.op(*o, *w, out, mode, backend)
     return out
+
+
+def _side_by_side_fp8(o: Operand, w: Operand, out: Tensor, backend: str) -> None:
+    """Make groups a dimension of views, also of the scales, which lie beside each other as the heads do."""
+    groups, rows, k = w.codes.shape
+    scales = o.scales if o.scales is None or o.scales.dim() == 2 else o.scales.flatten(1)
+    if scales is None or scales.shape != (o.codes.shape[0], groups * k // hopper.BLOCK) or k % hopper.BLOCK:
+        found = None if o.scales is None else tuple(o.scales.shape)
+        raise ArgumentError("o.scales", found, f"a scale for {hopper.BLOCK} of the {groups * k} columns of every row")
+    if tuple(out.shape) != (o.codes.shape[0], groups * rows):
+        raise ArgumentError("out.shape", tuple(out.shape), (o.codes.shape[0], groups * rows))
+    x, scales, u = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (o.codes, scales, out))
+    linear.linear((x, scales), w, mode=hopper.MODE, out=(u, None), backend=backend)
 
 
 def _side_by_side(codes: Tensor) -> Tensor:

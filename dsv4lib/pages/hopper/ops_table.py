@@ -39,6 +39,9 @@ EXTRACT = (
     ("topk", "Flash k 512 L 32768 T 32"),
     ("topk", "Pro k 1024 L 262144 T 128"),
     ("router", "Flash T 32"),
+    ("linear", "Flash wq_a+wkv T 1"),
+    ("linear", "Flash wo_b T 1"),
+    ("linear", "Flash wo_b T 128"),
     ("mhc", "Flash T 1"),
     ("mhc", "Flash T 4096"),
 )
@@ -63,8 +66,9 @@ HEADER = (
     "limit",
     "tried",
 )
-# Not in the figure: a chain, ops that DSV4 lacks, and ops that no peer was timed for.
-UNDRAWN = "layer_chain", "add_rmsnorm", "mhc_fp8", "moe_gemm"
+# Not in the figure: a chain, ops that DSV4 lacks, ops that no peer was timed for, and linears, 56 rows for a page of
+# their own (data/bench/linear.md).
+UNDRAWN = "layer_chain", "add_rmsnorm", "mhc_fp8", "moe_gemm", "linear"
 COUNTED = (
     "op",
     "shape",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4lib.config import FLASH
-from dsv4lib.errors import ArgumentError
+from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, nvfp4, scale_swizzle
 from dsv4lib.ops.linear.op import linear, mxfp8_of
 from dsv4lib.ops.moe_gemm.op import Operand
@@ -13,6 +13,7 @@ from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.rmsnorm_quant.op import add_rmsnorm_quant
 from dsv4lib.reference import output_proj as oracle
 from dsv4lib.reference.linear import linear as exact
+from dsv4lib.reference.linear import linear_fp8 as fp8_oracle
 from dsv4lib.reference.moe_gemm import swiglu
 
 pytestmark = pytest.mark.filterwarnings("error:the emulator reports")  # hazards
@@ -181,6 +182,89 @@ def test_lm_head(tokens, ctas):
     there, want = seen[:, columns], a @ b[columns].T
     plain = x.codes.float() @ w.codes[columns].float().T
     assert off(out[:, columns][there], want[there]) <= 2 * off(plain[there], want[there])
+
+
+def fp8_operands(groups, tokens, features, k, seed=0):
+    """FP8 as a checkpoint and `quantize` have them, and fp64 of both."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(*groups, rows, k, generator=generator) for rows in (tokens, features))
+    qx, qw = fp8_block.quantize_activation(x), fp8_block.quantize(w)
+    return (qx.codes, qx.scales), (qw.codes, qw.scales), fp8_oracle(qx, qw)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"), [((), (1, 200, 528)), ((), (70, 75, 400)), ((3,), (9, 136, 144))], ids=str
+)
+def test_fp8_block(groups, sizes):
+    """The Hopper's mode: emulated kernel and oracle, alone and in groups; FP8 types are bytes."""
+    x, w, want = fp8_operands(groups, *sizes)
+    assert torch.equal(linear(x, w, mode="fp8_block", backend="reference").codes, want.bfloat16())
+    y = linear(x, w, mode="fp8_block", out_format="fp32", backend="emulator").codes
+    assert y.shape == want.shape and off(y, want) < 2.0**-12
+    typed = [(c.view(torch.float8_e4m3fn), s.view(torch.float8_e8m0fnu)) for c, s in (x, w)]
+    assert torch.equal(linear(*typed, mode="fp8_block", out_format="fp32", backend="emulator").codes, y)
+
+
+def test_fp8_block_of_no_tokens():
+    x, w, _ = fp8_operands((), 0, 72, 144)
+    for backend in ("emulator", "reference"):
+        assert linear(x, w, mode="fp8_block", backend=backend).codes.shape == (0, 72)
+
+
+def test_fp8_block_reads_what_quantize_writes():
+    """And its numbers are those of mode "mxfp8" with the same operands, to the tensor cores' rounding."""
+    generator = torch.Generator().manual_seed(9)
+    x = (torch.randn(5, 256, generator=generator) * torch.logspace(-2, 2, 5)[:, None]).bfloat16()
+    q = fp8_block.quantize(torch.randn(80, 256, generator=generator))
+    made = quantize(x, "fp8", backend="emulator")
+    y = linear(made[:2], (q.codes, q.scales), mode="fp8_block", out_format="fp32", backend="emulator").codes
+    mxfp8 = (mxfp8_of(made.codes, made.scales), mxfp8_of(q.codes, q.scales))
+    assert off(y, linear(*mxfp8, mode="mxfp8", out_format="fp32", backend="emulator").codes.double()) < 2.0**-12
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_output_projection_fp8_block(heads):
+    """Three groups side by side in rows that are longer, scales as `inv_rope_quant` has them row-major."""
+    groups, k, r, tokens = 3, 256, 72, 5
+    (codes, scales), w, want = fp8_operands((groups,), tokens, r, k)
+    o = codes.transpose(0, 1).contiguous()
+    o = o.view(tokens, 2 * groups, 128) if heads else o.flatten(1)
+    scales = scales.transpose(0, 1).flatten(1)
+    scales = scales.view(tokens, 2 * groups, 1) if heads else scales
+    out = torch.full((tokens, groups * r + 16), 7.0, dtype=torch.bfloat16)
+    for backend in ("emulator", "reference"):
+        u = output_proj((o, scales), w, mode="fp8_block", out=out[:, : groups * r], backend=backend)
+        flat = want.transpose(0, 1).flatten(1)
+        assert (out[:, groups * r :] == 7).all() and off(u, flat) <= 1.01 * off(flat.bfloat16(), flat)
+
+
+def test_fp8_block_that_is_refused():
+    (x, xs), (w, ws), _ = fp8_operands((), 5, 72, 144)
+    good = {"mode": "fp8_block", "backend": "reference"}
+    for name, call in (
+        ("alpha", lambda: linear((x, xs), (w, ws), alpha=torch.ones(1), **good)),
+        ("swiglu", lambda: linear((x, xs), (w, ws), swiglu=True, **good)),
+        ("out_format", lambda: linear((x, xs), (w, ws), out_format="mxfp8", **good)),
+        ("x.scales", lambda: linear((x, None), (w, ws), **good)),
+        ("x, w", lambda: linear((x[None], xs), (w, ws), **good)),
+        ("x_scales.shape", lambda: linear((x, xs[:, :1]), (w, ws), **good)),
+        ("w_scales.shape", lambda: linear((x, xs), (w, ws.repeat(2, 1)), **good)),
+        ("w_scales.dtype", lambda: linear((x, xs), (w, ws.double()), **good)),
+        ("K", lambda: linear((x[:, :136], xs), (w[:, :136], ws), **good)),
+        ("w", lambda: linear((x, xs), (w.float(), ws), **good)),
+        ("x.stride()", lambda: linear((x[:, ::2].repeat(1, 2)[:, ::1].T.contiguous().T, xs), (w, ws), **good)),
+        ("o.scales", lambda: output_proj((x, xs), (w[None], ws[None]), **good)),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.name == name, caught.value
+
+
+def test_a_gpu_without_the_mode_is_named():
+    """fp8_block has a kernel for sm_90a alone, as the others have none for it."""
+    x, w, _ = fp8_operands((), 5, 72, 144)
+    with pytest.raises(BackendUnavailable, match="native"):
+        linear(x, w, mode="fp8_block", backend="native")
 
 
 def test_what_is_refused():
