@@ -13,7 +13,7 @@ Tiles, roles, pipelines and formats are those of `moe_gemm.sm100`. What differs:
 FP8 linears of DSV4 (weights 128 x 128, activations 1 x 128, scales E8M0) are mode "mxfp8" with each scale repeated: the
 same numbers.
 
-Few tokens: features / 128 CTAs read the weights, and there is no split along K. By the static model of `predict.moe` one
+Few tokens: features / 128 CTAs read the weights, and there is no split along K. By `predict.moe`'s static model one
 over a cluster would take 6.6 instead of 8.3 us for q_a and kv of Flash (12 tiles), 7.2 instead of 10.4 of Pro (16) and
 9.3 instead of 11.1 for wo_b of Flash, FP8, up to 32 tokens; nothing where 56 tiles and more already wait for HBM.
 """

@@ -12,7 +12,7 @@ from dsv4lib.ops.linear.sm90.config import SPLITS, STEPS_K, TILES_N, plan
 from dsv4lib.ops.linear.sm90.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.linear.sm90.kernel import LinearFp8
 from dsv4lib.ops.linear.sm90.op import Grouped
-from tests.budget import built, quick
+from tests.budget import built, small
 from tests.ops.linear.hopper import Case, case, run
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -40,7 +40,7 @@ def test_numbers(name):
     assert outcome.findings() == set(), (outcome.findings(), outcome.error)
     done = outcome.compiled
     assert (done.local_bytes, done.spills) == (0, 0)
-    assert quick(kernel, done)
+    assert small(done)
     rows = {row.resource: row for row in kernel.budget()}
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
     assert (done.smem_bytes, done.threads) == (rows["SMEM: total"].used, rows["threads"].used)
