@@ -7,6 +7,7 @@ from cutlass import cute
 
 from dsv4lib.dsl import layout_check, layouts, swizzle_probe
 from dsv4lib.errors import ArgumentError
+from tests.cases import cases
 
 CHUNK = {"32B": 2, "64B": 4, "128B": 8}  # 16-byte chunks in a swizzle row
 
@@ -189,7 +190,7 @@ COPIES = [
 ]
 
 
-@pytest.mark.parametrize("copy", COPIES, ids=str)
+@pytest.mark.parametrize("copy", cases(*COPIES[::3], full=[(copy,) for i, copy in enumerate(COPIES) if i % 3]), ids=str)
 def test_thread_value_maps(copy):
     m, n, _, _, group, _ = copy
     tv = layouts.t2r_map(*copy)

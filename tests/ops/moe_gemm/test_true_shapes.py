@@ -19,6 +19,7 @@ from dsv4lib.ops.moe_gemm.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.inputs import SENTINEL, case, outputs
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 from dsv4lib.pages.moe_gemm.run_case import FACTOR, TIES, judge
+from tests.cases import cases
 
 # Tokens of a tile, CTAs that share it -> those of the experts that have any: a second, ragged tile; one token; a tile
 # not quite full.
@@ -93,11 +94,11 @@ def gathered(kernel, new, old, features, tiles):
     return stayed
 
 
-ALONE = [(mode, model, layer, (64, 1)) for mode in MODES for model in MODEL for layer in ("L1", "L2")]
+PRO, FLASH = ([(mode, model, layer, (64, 1)) for mode in MODES for layer in ("L1", "L2")] for model in ("Pro", "Flash"))
 PAIRS = [("nvfp4", "Flash", "L1", (128, 2)), ("mxfp4", "Flash", "L2", (192, 2))]
 
 
-@pytest.mark.parametrize(("precision", "model", "layer", "tile"), [*ALONE, *PAIRS])
+@pytest.mark.parametrize(("precision", "model", "layer", "tile"), cases(*PRO, *PAIRS, full=FLASH))
 def test_true_shapes(precision, model, layer, tile):
     mode, planes, out = MODES[precision]
     experts, d, width = MODEL[model]

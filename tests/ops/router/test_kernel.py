@@ -19,6 +19,7 @@ from dsv4lib.ops.router.kernel import Router
 from dsv4lib.ops.router.picks import padded
 from dsv4lib.reference import router as reference
 from tests.budget import built, small
+from tests.cases import cases
 
 ARCHS = ("sm_100a", "sm_90a")
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -89,8 +90,12 @@ def operands(tokens, experts, d, seed=0):
 # ------------------------------------------------------------------- logits
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("experts", "k", "tokens"), [(256, 6, 11), (384, 6, 1), (250, 16, 3), (512, 8, 2), (5, 1, 9)])
+SHAPES = [(256, 6, 11), (384, 6, 1), (250, 16, 3), (512, 8, 2), (5, 1, 9)]
+BY_TURNS = [(ARCHS[i % 2], *shape) for i, shape in enumerate(SHAPES)]
+OTHER = [(ARCHS[(i + 1) % 2], *shape) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize(("arch", "experts", "k", "tokens"), cases(*BY_TURNS, full=OTHER))
 def test_from_logits(arch, experts, k, tokens):
     logits, bias = case(tokens, experts, seed=k)
     want = expected(logits, k, bias)
