@@ -19,22 +19,25 @@ def asm(
     *,
     pure: bool = False,
     early: bool = False,
+    kept: list | None = None,
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
-    """Emit PTX with $0, $1, .. for results, then arguments.
+    """Emit PTX with $0, $1, .. for results, then ``kept`` (numbered, not named again), then arguments.
 
     Args:
         text: the instructions. results: types of what they write. arguments: numbers of the DSL.
         pure: equal arguments give equal results, nothing else is read or written: the compiler may move or drop it.
         early: results are written before the last argument is read: no register is shared.
+        kept: numbers that the first results start as: each is in the register of its result.
 
     Returns:
         None, one number, or a list of them.
     """
-    values = [x.ir_value(loc=loc, ip=ip) for x in arguments]
+    kept = kept or []
+    values = [x.ir_value(loc=loc, ip=ip) for x in [*kept, *arguments]]
     outputs = ["=&"[: 1 + early] + _LETTERS.get(one, "r") for one in results]
-    inputs = [_LETTERS.get(type(x), "r") for x in arguments]
+    inputs = [*map(str, range(len(kept))), *(_LETTERS.get(type(x), "r") for x in arguments)]
     types = [one.mlir_type for one in results]
     made = None
     if types:

@@ -12,7 +12,7 @@ Sums: value 4 i + 2 j + l is row g + 8 j, column 8 i + 2 t + l.
 
 The sums of `multiply` and `multiply_shared` may be read after `wait` only, and by instructions that the compiler does
 not move before it: `multiply_add` and `add`. The words of A must not change before it either, which the assembler sees
-to.
+to. `wait_for` gives sums back that any instruction may read.
 
 Source: PTX ISA, "wgmma.mma_async", "Matrix Descriptor Format" of sm_90.
 """
@@ -44,10 +44,45 @@ def wait(groups: int) -> None:
     asm(f"wgmma.wait_group.sync.aligned {groups};", [], [])
 
 
+def wait_for(sums: list) -> list:
+    """Wait for all groups; return ``sums``, which any instruction may then read."""
+    return asm("wgmma.wait_group.sync.aligned 0;", [Float32] * len(sums), [], kept=sums)
+
+
 def operand(address: Int32) -> Int64:
     """Make the descriptor of A or B: rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
     text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
+
+
+def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
+    """Make the descriptor of a bf16 B whose rows are K: 64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
+
+    The next 64 of N are ``chunk_bytes`` further.
+    """
+    fields = 1 << 62 | 1024 // 16 << 32 | chunk_bytes // 16 << 16
+    text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {fields:#x}; }}"
+    return asm(text, [Int64], [address], pure=True)
+
+
+def accumulate(sums: list, a: list, b: Int64, offsets: list[int]) -> list:
+    """Issue MMAs of bf16 that add to their sums, with B from `rows_of_k`.
+
+    Args:
+        sums: N / 2 in fp32. a: 4 words an MMA. b: descriptor. offsets: bytes from there to each MMA's 16 rows of B.
+
+    Returns:
+        the sums, to be read after `wait_for`.
+    """
+    n = len(sums)
+    d = ", ".join(f"${c}" for c in range(n))
+    lines = ["{ .reg .pred more; .reg .b64 d;", "setp.eq.b32 more, 0, 0;"]
+    for i, offset in enumerate(offsets):
+        words = ", ".join(f"${2 * n + 4 * i + c}" for c in range(4))
+        lines.append(f"add.s64 d, ${2 * n + len(a)}, {offset // 16};")
+        shape = f"m64n{2 * n}{SHAPES['bf16'][0]}"
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, {{{words}}}, d, more, 1, 1, 1;")
+    return asm("\n".join([*lines, "}"]), [Float32] * n, [*a, b], early=True, kept=sums)
 
 
 def multiply(a: list, b: Int64, offsets: list[int], columns: int, kind: str, apart: bool) -> list:

@@ -1,0 +1,1 @@
+"""Hopper's attention of decode steps over 584-byte entries."""

@@ -1,0 +1,38 @@
+"""Make arguments of Hopper's attention: fake tensors to compile with, torch tensors checked to launch."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4lib.ops.fmha import arguments
+from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.work import KeyRows
+
+
+def fake_args(kernel: DecodeFmha) -> tuple:
+    """Arguments for `compile_for`: symbolic extents and strides, no memory."""
+    q, entries, window, _, *rest, scale, splits, _, _, stream = arguments.fake_args(kernel)
+    return q, entries, window, *rest, scale, splits, stream
+
+
+def launch_args(
+    kernel: DecodeFmha,
+    q: torch.Tensor,
+    entries: KeyRows | None,
+    window: KeyRows | None,
+    sink: torch.Tensor | None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    splits: int = 1,
+    stream: int = 0,
+) -> tuple:
+    """Make arguments of `DecodeFmha` of torch tensors, as `ops.fmha.arguments.launch_args`.
+
+    Raises:
+        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+    """
+    given = arguments.launch_args(kernel, q, entries, window, sink, rope, o, lse, scale, splits, stream)
+    q, entries, window, _, *rest, scale, splits, _, _, stream = given
+    return q, entries, window, *rest, scale, splits, stream

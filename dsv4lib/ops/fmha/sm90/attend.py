@@ -1,0 +1,230 @@
+"""From tiles of keys in shared memory to O in registers: Q K^T, online softmax, P V, the end of a token.
+
+Both math warpgroups weigh all 64 keys of a tile for all 64 heads; warpgroup w multiplies by dimensions 256 w .. 256 w +
+255 of them. So they share no number: while one waits for its MMAs the other works out its P. The tile is the B operand
+of both products, in Q K^T with the dimensions as K, in P V with its rows as K (`wgmma.rows_of_k`).
+
+Fragments. A thread's S and O are rows g and g + 8 of its warp's 16 heads, columns 8 i + 2 t and the next (lane 4 g + t):
+value 4 i + 2 j + l is row g + 8 j, column 8 i + 2 t + l. P has the same places, so S becomes the A operand as it is.
+
+The row_max follows the maximum only when that grew by more than 2^4; see `ops.fmha.sm100`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from dsv4lib.dsl import wgmma
+from dsv4lib.dsl.asm import asm
+from dsv4lib.dsl.kv_entry import ROW_BYTES
+from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, LOG2_E, RESCALE_LOG2, TILE_M, TILE_N
+from dsv4lib.ops.fmha.sm90.config import CHUNKS, DIMS, HEAD_DIM, Q_READY, STAGE_BYTES, STAGES, WARPGROUP
+from dsv4lib.ops.fmha.sm90.keys import Keys, Ring
+from dsv4lib.ops.fmha.work import Outputs, Work
+
+STEP = wgmma.STEP_BYTES
+QK_STEPS = [(c * CHUNK_BYTES + i * STEP,) * 2 for c in range(CHUNKS) for i in range(ROW_BYTES // STEP)]
+PV_STEPS = [16 * ROW_BYTES * i for i in range(TILE_N // 16)]
+PIECE = 16  # bytes of a cp.async
+ROWS = 2  # of a thread's fragments
+
+
+class Place(NamedTuple):
+    """Where a math thread is: its first row of the tile, its token and block of heads, its columns."""
+
+    group: Int32  # warpgroup
+    row: Int32  # of the tile, and row + 8
+    pair: Int32  # t: columns 8 i + 2 t
+    token: Int32
+    head: Int32  # of the block's first row
+
+
+class Attend(Keys):
+    """What the math warpgroups do."""
+
+    @cute.jit
+    def attend(self, mQ: cute.Tensor, work: Work, ring: Ring, sQ: Int32, outputs: Outputs, scale_log2: Float32):
+        """Math warps: Q, the tiles of the token, O."""
+        tidx, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
+        row = tidx % WARPGROUP // 32 * 16 + tidx % 32 // 4
+        place = Place(group, row, tidx % 4, work.token, self.head_block() * TILE_M)
+        self.load_q(mQ, place, sQ)
+        q = wgmma.operand(sQ)
+        rO = cute.make_rmem_tensor(DIMS // 2, Float32)
+        row_max = cute.make_rmem_tensor(ROWS, Float32)
+        row_sum = cute.make_rmem_tensor(ROWS, Float32)
+        rO.fill(0.0)
+        row_max.fill(-Float32.inf)
+        row_sum.fill(0.0)
+        stage, parity = Int32(0), Int32(0)
+        for _ in cutlass.range(work.first, work.end, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + stage, parity)
+            keys = ring.keys + stage * STAGE_BYTES
+            wgmma.fence()
+            s = wgmma.multiply_shared(q, wgmma.operand(keys), QK_STEPS, TILE_N, "bf16")
+            wgmma.commit()
+            s = wgmma.wait_for(s)
+            rS = cute.make_rmem_tensor(TILE_N // 2, Float32)
+            for i in cutlass.range_constexpr(TILE_N // 2):
+                rS[i] = s[i]
+            self.weigh(ring.valid, stage, place.pair, scale_log2, rS, rO, row_max, row_sum)
+            self.multiply_values(rS, keys + place.group * (DIMS // CHUNK * CHUNK_BYTES), rO)
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ring.empty + stage)
+            stage = stage + 1
+            if stage == STAGES:
+                stage, parity = Int32(0), parity ^ 1
+        self.finish(outputs, place, mQ.shape[1], rO, row_max, row_sum)
+
+    @cute.jit
+    def load_q(self, mQ: cute.Tensor, place: Place, sQ: Int32):
+        """Copy 64 heads of Q to shared memory, as rows of the 128-byte swizzle; rows that are no heads are zeros."""
+        tidx, _, _ = cute.arch.thread_idx()
+        pieces = HEAD_DIM * 2 // PIECE
+        piece = tidx % pieces
+        chunk, column = piece // 8, piece % 8
+        for i in cutlass.range_constexpr(TILE_M * pieces // (2 * WARPGROUP)):
+            row = i * (2 * WARPGROUP // pieces) + tidx // pieces
+            head = place.head + row
+            size = cutlass.select_(head < mQ.shape[1], Int32(PIECE), Int32(0))
+            source = mQ[place.token, cutlass.min(head, mQ.shape[1] - 1), None].iterator.toint() + piece * PIECE
+            target = sQ + chunk * CHUNK_BYTES + row * ROW_BYTES + ((column ^ row) % 8 << 4)
+            copy(target, source, size)
+        asm("cp.async.wait_all;", [], [])
+        self.visible_to_mma()
+        cute.arch.barrier(barrier_id=Q_READY, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def weigh(
+        self,
+        valid: cute.Tensor,
+        stage: Int32,
+        pair: Int32,
+        scale_log2: Float32,
+        rS: cute.Tensor,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+    ):
+        """Make P of S, and O, row_sum and row_max follow.
+
+        P = exp2(scale_log2 * S - row_max); O, row_sum *= exp2(old row_max - row_max).
+        """
+        words = valid[0, stage], valid[1, stage]
+        if words[0] != -1 or words[1] != -1:
+            own = [word >> (2 * pair) for word in words]  # bit 8 i + l: key 8 i + 2 t + l of half a tile
+            for c in cutlass.range_constexpr(TILE_N // 2):
+                bit = own[c // 16] >> (8 * (c // 4 % 4) + c % 2)
+                rS[c] = cutlass.select_(bit & 1 == 1, rS[c], -Float32.inf)
+        new_max = cute.make_rmem_tensor(ROWS, Float32)
+        changed = cutlass.Boolean(False)
+        for j in cutlass.range_constexpr(ROWS):
+            tile_max = rS[2 * j]
+            for c in cutlass.range_constexpr(TILE_N // 2):
+                if cutlass.const_expr(c // 2 % 2 == j):
+                    tile_max = cute.arch.fmax(tile_max, rS[c])
+            tile_max = self.over_quad(tile_max, cute.arch.fmax) * scale_log2
+            new_max[j] = row_max[j]
+            if tile_max > row_max[j] + RESCALE_LOG2:
+                new_max[j] = tile_max
+            changed = changed | (new_max[j] != row_max[j])
+        if cute.arch.vote_any_sync(changed):
+            for j in cutlass.range_constexpr(ROWS):
+                acc_scale = Float32(1.0)
+                if new_max[j] != row_max[j]:
+                    acc_scale = cute.math.exp2(row_max[j] - new_max[j], fastmath=True)
+                row_sum[j] = row_sum[j] * acc_scale
+                for c in cutlass.range_constexpr(DIMS // 2):
+                    if cutlass.const_expr(c // 2 % 2 == j):
+                        rO[c] = rO[c] * acc_scale
+                row_max[j] = new_max[j]
+        for j in cutlass.range_constexpr(ROWS):
+            shift = cutlass.select_(row_max[j] > -Float32.inf, row_max[j], Float32(0.0))
+            total = Float32(0.0)
+            for c in cutlass.range_constexpr(TILE_N // 2):
+                if cutlass.const_expr(c // 2 % 2 == j):
+                    rS[c] = cute.math.exp2(rS[c] * scale_log2 - shift, fastmath=True)
+                    total = total + rS[c]
+            row_sum[j] = row_sum[j] + total
+
+    def over_quad(self, value: Float32, combine: Any) -> Float32:
+        """Combine the numbers of the 4 lanes that share a row."""
+        for step in (1, 2):
+            value = combine(value, cute.arch.shuffle_sync_bfly(value, step))
+        return value
+
+    def multiply_values(self, rP: cute.Tensor, values: Int32, rO: cute.Tensor) -> None:
+        """O += P V of this warpgroup's dimensions."""
+        a = []
+        for step in range(TILE_N // 16):
+            for i in (2 * step, 2 * step + 1):
+                a += [packed(rP[4 * i + 2 * j], rP[4 * i + 2 * j + 1]) for j in range(ROWS)]
+        wgmma.fence()
+        sums = wgmma.accumulate(
+            [rO[c] for c in range(DIMS // 2)], a, wgmma.rows_of_k(values, CHUNK_BYTES), PV_STEPS
+        )
+        wgmma.commit()
+        sums = wgmma.wait_for(sums)
+        for c in range(DIMS // 2):
+            rO[c] = sums[c]
+
+    @cute.jit
+    def finish(
+        self,
+        outputs: Outputs,
+        place: Place,
+        heads: Int32,
+        rO: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+    ):
+        """Normalise, rotate back and store O and LSE; zeros and -inf without keys."""
+        mSink, rope, mO, mLse = outputs
+        for j in cutlass.range_constexpr(ROWS):
+            head = place.head + place.row + 8 * j
+            total = self.over_quad(row_sum[j], lambda a, b: a + b)
+            if head < heads:
+                denominator = total
+                if cutlass.const_expr(self.sink):
+                    denominator = total + cute.math.exp2(mSink[head] * LOG2_E - row_max[j], fastmath=True)
+                o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
+                if place.group == 0 and place.pair == 0:
+                    lse = (row_max[j] + cute.math.log2(total)) * math.log(2.0)
+                    mLse[place.token, head] = cutlass.select_(total != 0.0, lse, -Float32.inf)
+                mRow = mO[place.token, head, None]
+                for i in cutlass.range_constexpr(DIMS // 8):
+                    two = [rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
+                    if cutlass.const_expr(self.inverse_rope and 8 * i >= DIMS - 64):
+                        two = self.rotated(rope, place, 4 * (i - (DIMS - 64) // 8), total, two)
+                    column = place.group * DIMS + 8 * i + 2 * place.pair
+                    rOut = cute.make_rmem_tensor(2, mO.element_type)
+                    for k in cutlass.range_constexpr(2):
+                        rOut[k] = mO.element_type(two[k])
+                    cute.autovec_copy(rOut, cute.local_tile(mRow, (2,), (column // 2,)))
+
+    @cute.jit
+    def rotated(self, rope: Any, place: Place, first: cutlass.Constexpr, total: Float32, two: list):
+        """Rotate a pair of the last 64 dimensions back: (a, b) -> (a cos + b sin, b cos - a sin); others stay."""
+        a, b = two
+        if place.group == 1 and total != 0.0:
+            cos, sin = (table[place.token, first + place.pair] for table in rope)
+            a, b = a * cos + b * sin, b * cos - a * sin
+        return a, b
+
+
+def packed(low: Float32, high: Float32) -> Int32:
+    """Round two numbers to bf16, in one word."""
+    return asm("cvt.rn.bf16x2.f32 $0, $2, $1;", [Int32], [low, high], pure=True)
+
+
+def copy(target: Int32, source: Int64, size: Int32) -> None:
+    """Copy ``size`` bytes to shared memory asynchronously; zeros up to 16."""
+    text = f"cp.async.cg.shared.global [{{$r0}}], [{{$r1}}], {PIECE}, {{$r2}};"
+    cute.arch.inline_ptx(text, read_only_args=[target, source, size])

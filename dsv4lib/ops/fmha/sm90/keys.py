@@ -1,0 +1,208 @@
+"""How 584-byte entries become bf16 tiles on Hopper: loads to registers, conversion, stores to shared memory.
+
+A warp has 16 keys of a tile, in two batches of 8 (`dsl.kv_entry`: 4 lanes an entry). A batch lives in registers from
+its loads to its conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
+conversion that scales; two values of E4M3 become f16, then bf16, both exact, and are multiplied by 2^e in bf16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from dsv4lib.dsl import kv_entry
+from dsv4lib.formats.kv_entry import GROUPS
+from dsv4lib.ops.fmha.config import CHUNK_BYTES, TILE_N
+from dsv4lib.ops.fmha.sm90.config import KEYS, MATH_WARPS, STAGE_BYTES, STAGES, Config
+from dsv4lib.ops.fmha.work import KeyLists, KeyRows, Work
+
+BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
+
+
+class KeySources(NamedTuple):
+    """The `kv_entry.Pool` of compressed entries and of the window; None: there are no such keys."""
+
+    entries: Any
+    window: Any
+
+
+class Ring(NamedTuple):
+    """Stages of keys in shared memory: address of the first, bits of keys that are there, and the barriers."""
+
+    keys: Int32
+    valid: cute.Tensor  # Int32 [2, stages]
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+class Keys(Config):
+    """What the producer warps do."""
+
+    def key_sources(self, entries: KeyRows, window: KeyRows) -> KeySources:
+        """Host side: find the pages."""
+        found = []
+        for there, keys in ((self.entries != "none", entries), (self.window, window)):
+            if there:
+                pages, *paging = keys.pool
+                found.append(kv_entry.Pool(pages.iterator.toint(), *paging, Uint32(pages.stride[0])))
+            else:
+                found.append(None)
+        return KeySources(*found)
+
+    @cute.jit
+    def produce(self, sources: KeySources, lists: KeyLists, work: Work, ring: Ring):
+        """Producer warps: tile after tile."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx() - MATH_WARPS
+        first_key = warp * KEYS
+        own = first_key + lane % KEYS  # the key of a tile whose index this lane reads
+        key = first_key + lane // 4  # the one of batch 0 of which it brings a quarter
+        offset = ring.keys + kv_entry.smem_offset(key, lane)
+        held = cute.make_rmem_tensor(BATCHES, Int32)
+        raw = cute.make_rmem_tensor((kv_entry.raw_words(), BATCHES), Int64)
+        scales = cute.make_rmem_tensor((2, BATCHES), Int32)
+        raw.fill(0)
+        for i in cutlass.range_constexpr(2 * BATCHES):
+            scales[i] = Int32(0)
+        pools = [None if source is None else kv_entry.lane_of(source) for source in sources]
+        index = self.entry(lists, work, work.first, own)
+        place = work.first * TILE_N + key
+        for batch in cutlass.range_constexpr(BATCHES):
+            self.fetch(pools, work, place, index, batch, held, raw, scales)
+        ahead = self.entry(lists, work, work.first + 1, own)
+        stage, parity = Int32(0), Int32(1)
+        for tile in cutlass.range(work.first, work.end, unroll=1):
+            there = cute.arch.vote_ballot_sync(index >= 0)
+            index, ahead = ahead, self.entry(lists, work, tile + 2, own)
+            place = (tile + 1) * TILE_N + key
+            cute.arch.mbarrier_wait(ring.empty + stage, parity)
+            for batch in cutlass.range_constexpr(BATCHES):
+                rows = offset + stage * STAGE_BYTES + batch * (kv_entry.ENTRIES_AT_ONCE * kv_entry.ROW_BYTES)
+                convert(held[batch], raw[None, batch], scales[None, batch], rows)
+                self.fetch(pools, work, place, index, batch, held, raw, scales)
+            if lane == 0:
+                self.store_valid(ring, stage, warp, there)
+            self.visible_to_mma()
+            cute.arch.mbarrier_arrive(ring.full + stage)
+            stage = stage + 1
+            if stage == STAGES:
+                stage, parity = Int32(0), parity ^ 1
+
+    def visible_to_mma(self) -> None:
+        """Make this thread's stores visible to the tensor core, which reads through another proxy."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
+        """Store a warp's 16 bits of the keys that are there."""
+        halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
+        cute.make_tensor(halves, 4 * STAGES)[stage * 4 + warp] = cutlass.Uint16(there & 0xFFFF)
+
+    @cute.jit
+    def entry(self, lists: KeyLists, work: Work, tile: Int32, key: Int32):
+        """Return the index of the ``key``-th entry of a tile; -1: none."""
+        index, place = Int32(-1), tile * TILE_N + key
+        if tile < work.end:
+            if cutlass.const_expr(self.entries != "none"):
+                if place < work.window_at:
+                    index = row(lists.entries.index, work.entry_row, work.token, place, work.entries)
+            if cutlass.const_expr(self.window):
+                if place >= work.window_at:
+                    in_window = place - work.window_at
+                    index = row(lists.window.index, work.window_row, work.token, in_window, work.window)
+        return index
+
+    @cute.jit
+    def fetch(
+        self,
+        pools: list,
+        work: Work,
+        place: Int32,
+        index: Int32,
+        batch: cutlass.Constexpr,
+        held: cute.Tensor,
+        raw: cute.Tensor,
+        scales: cute.Tensor,
+    ):
+        """Start the loads of a batch: of lane l the entry at ``place``, whose index lane 8 batch + l / 4 has."""
+        own = cute.arch.shuffle_sync(index, batch * kv_entry.ENTRIES_AT_ONCE + cute.arch.lane_idx() // 4)
+        held[batch] = own
+        if cutlass.const_expr(self.entries != "none" and self.window):
+            if place + batch * kv_entry.ENTRIES_AT_ONCE < work.window_at:
+                kv_entry.fetch(pools[0], own, raw[None, batch], scales[None, batch])
+            else:
+                kv_entry.fetch(pools[1], own, raw[None, batch], scales[None, batch])
+        else:
+            pool = pools[0] if self.entries != "none" else pools[1]
+            kv_entry.fetch(pool, own, raw[None, batch], scales[None, batch])
+
+
+@cute.jit
+def row(mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
+    """Return the pool row of a key of a list or a range from ``first`` on; -1 past its end."""
+    found = Int32(-1)
+    if position < count:
+        if cutlass.const_expr(mIndex is not None):
+            found = mIndex[token, position]
+        else:
+            found = first + position
+    return found
+
+
+@dsl_user_op
+def _power(scales: Int32, byte: int, *, loc: Any = None, ip: Any = None) -> Int32:
+    """Two bf16 of 2^(e - 127), e a byte of a word; 255 is NaN, 0 is 2^-127."""
+    text = f"""{{ .reg .b32 e; .reg .pred low, high;
+        bfe.u32 e, {{$r0}}, {8 * byte}, 8;
+        setp.eq.u32 low, e, 0; setp.eq.u32 high, e, 255;
+        shl.b32 e, e, 7;
+        @low mov.b32 e, 0x40; @high mov.b32 e, 0x7FC0;
+        prmt.b32 {{$w0}}, e, 0, 0x1010; }}"""
+    return cute.arch.inline_ptx(text, read_only_args=[scales], write_only_types=[Int32], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _convert_group(
+    group: int, low: Int64, high: Int64, power: Int32, smem: Int32, second: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    lines = ["{ .reg .b16 a<8>, x, y; .reg .b32 d<8>, h; .reg .f32 f, g;"]
+    lines += ["mov.b64 {a0, a1, a2, a3}, {$r0};", "mov.b64 {a4, a5, a6, a7}, {$r1};"]
+    for j in range(8):
+        lines += [f"cvt.rn.f16x2.e4m3x2 h, a{j};", "mov.b32 {x, y}, h;", "cvt.f32.f16 f, x;", "cvt.f32.f16 g, y;"]
+        lines += [f"cvt.rn.bf16x2.f32 d{j}, g, f;", f"mul.rn.bf16x2 d{j}, d{j}, {{$r2}};"]
+    at = group * CHUNK_BYTES
+    lines += [f"st.shared.v4.b32 [{{$r3}} + {at}], {{d0, d1, d2, d3}};"]
+    lines += [f"st.shared.v4.b32 [{{$r4}} + {at}], {{d4, d5, d6, d7}};", "}"]
+    args = [low, high, power, smem, second]
+    cute.arch.inline_ptx("\n".join(lines), read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def _store16(address: Int32, offset: int, low: Int64, high: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    text = f"st.shared.v2.b64 [{{$r0}} + {offset}], {{{{$r1}}, {{$r2}}}};"
+    cute.arch.inline_ptx(text, read_only_args=[address, low, high], loc=loc, ip=ip)
+
+
+@cute.jit
+def convert(index: Int32, raw: cute.Tensor, scales: cute.Tensor, smem: Int32):
+    """Dequantise what `kv_entry.fetch` brought into 8 rows of a tile; a row of -1 becomes zeros.
+
+    Args:
+        index, raw, scales: as in `kv_entry.fetch`.
+        smem: address of this lane's first piece in the first chunk: the tile's + `kv_entry.smem_offset`.
+    """
+    second = smem ^ 16
+    if index >= 0:
+        for group in cutlass.range_constexpr(GROUPS):
+            power = _power(scales[group // 4], group % 4)
+            _convert_group(group, raw[2 * group], raw[2 * group + 1], power, smem, second)
+        rope = 2 * GROUPS
+        _store16(smem, GROUPS * CHUNK_BYTES, raw[rope], raw[rope + 1])
+        _store16(second, GROUPS * CHUNK_BYTES, raw[rope + 2], raw[rope + 3])
+    else:
+        for chunk in cutlass.range_constexpr(GROUPS + 1):
+            _store16(smem, chunk * CHUNK_BYTES, Int64(0), Int64(0))
+            _store16(second, chunk * CHUNK_BYTES, Int64(0), Int64(0))
