@@ -59,6 +59,8 @@ def status(name: str, arch: str = "sm_100a") -> Status:
     if name == "emulator":
         if importlib.util.find_spec(EMULATOR_MODULE) is None:
             return Status("emulator", False, "the emulator is not part of this version of the lab", "update the lab")
+        if _emulating not in (None, arch):
+            return Status("emulator", False, f"it emulates {_emulating} here, the kernel is for {arch}", f"use {arch}")
         return Status("emulator", True, f"the emulator runs {arch} kernels on this CPU")
     if name == "reference":
         return Status("reference", True, "the PyTorch oracle runs anywhere; it verifies the model, not a kernel")
@@ -80,6 +82,33 @@ def recorded(arch: str) -> Iterator[None]:
         yield
     finally:
         _recorded = before
+
+
+_emulating: str | None = None  # architecture of `emulating`
+
+
+@contextmanager
+def emulating(arch: str) -> Iterator[None]:
+    """Make the emulator one GPU of ``arch`` inside: ops that have no kernel for it are refused by name.
+
+    Outside of it every kernel is emulated on the architecture that it is made for.
+
+    Raises:
+        ArgumentError: an unknown architecture.
+    """
+    global _emulating
+    if arch not in CAPABILITY:
+        raise ArgumentError("arch", arch, "one of " + ", ".join(CAPABILITY))
+    before, _emulating = _emulating, arch
+    try:
+        yield
+    finally:
+        _emulating = before
+
+
+def emulated_arch() -> str | None:
+    """Return the architecture of `emulating`; None outside of it."""
+    return _emulating
 
 
 def _native(arch: str) -> Status:

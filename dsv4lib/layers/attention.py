@@ -23,7 +23,7 @@ from torch import Tensor
 from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.fp8_block import FP8Tensor
-from dsv4lib.layers.dense import Activations, Dense, GroupedDense, normed
+from dsv4lib.layers.dense import FP8_MODES, Activations, Dense, GroupedDense, normed, target
 from dsv4lib.layers.step import PAGE, Layout, Step, rows_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
@@ -118,7 +118,7 @@ class Attention(torch.nn.Module):
         tensors: weights by their name after ``layers.N.attn.``: tensors, or `FP8Tensor` of linear layers.
         precision: of linear layers stored in FP8, see `Dense`.
         keys: format of indexer keys and queries, "fp4" or "fp8".
-        backend: of every op.
+        backend: of every op. arch: whose operands it has; None: that of the back end.
     """
 
     def __init__(
@@ -130,15 +130,17 @@ class Attention(torch.nn.Module):
         precision: str = "fp8",
         keys: str = "fp4",
         backend: str = "auto",
+        arch: str | None = None,
     ) -> None:
         super().__init__()
+        given = {"backend": backend, "arch": target(arch, backend)}
         self.config, self.kind, self.keys, self.backend = config, kind, keys, backend
         indexed = kind is LayerKind.CSA
-        self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, backend=backend)
+        self.inputs = Dense([tensors["wq_a.weight"], tensors["wkv.weight"]], precision, **given)
         queries = [tensors["wq_b.weight"], *([tensors["indexer.wq_b.weight"]] if indexed else [])]
-        self.queries = Dense(queries, precision, backend=backend)
-        self.wo_a = GroupedDense(tensors["wo_a.weight"], config.o_groups, precision, backend)
-        self.wo_b = Dense([tensors["wo_b.weight"]], precision, backend=backend)
+        self.queries = Dense(queries, precision, **given)
+        self.wo_a = GroupedDense(tensors["wo_a.weight"], config.o_groups, precision, **given)
+        self.wo_b = Dense([tensors["wo_b.weight"]], precision, **given)
         self.register_buffer("q_norm", tensors["q_norm.weight"].float())
         self.register_buffer("kv_norm", tensors["kv_norm.weight"].float())
         self.register_buffer("sink", tensors["attn_sink"].float())
@@ -151,12 +153,17 @@ class Attention(torch.nn.Module):
                 self.register_buffer(f"{name}_norm", tensors[f"{stem}.norm.weight"].float())
         if indexed:
             exact.append(tensors["indexer.weights_proj.weight"])
-        self.exact = Dense(exact, out="fp32", backend=backend) if exact else None
+        self.exact = Dense(exact, out="fp32", **given) if exact else None
 
     @property
     def recipe(self) -> str | None:
         """FP8 recipe of the input that it reads; None: it reads bf16 alone."""
-        return "fp8" if self.inputs.mode == "mxfp8" else None
+        return "fp8" if self.inputs.mode in FP8_MODES else None
+
+    @property
+    def swizzled(self) -> bool:
+        """Tell whether scales of that input are an image of `formats.scale_swizzle`; else they are row-major."""
+        return self.inputs.mode == "mxfp8"
 
     @property
     def reads_bf16(self) -> bool:
@@ -192,9 +199,10 @@ class Attention(torch.nn.Module):
     def output(self, q: Tensor, entries: Selected | None, window: Selected, rows: Tensor) -> Tensor:
         """Attend, rotate back, project."""
         given = {"sink": self.sink, "scale": self.config.head_dim**-0.5, "backend": self.backend}
-        if self.wo_a.mode == "mxfp8":
+        if self.wo_a.mode in FP8_MODES:
             o, _ = fmha(q, entries, window, **given)
-            groups = {"layout": "swizzled", "groups": self.config.o_groups}
+            swizzled = {"layout": "swizzled", "groups": self.config.o_groups}
+            groups = swizzled if self.wo_a.mode == "mxfp8" else {"layout": "rowmajor"}
             heads = Operand(*inv_rope_quant(o, None, rows, **groups, backend=self.backend))
         else:
             half = rows.shape[1] // 2

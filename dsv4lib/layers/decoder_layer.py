@@ -9,7 +9,7 @@ site as its sublayer reads it, in FP8 or bf16 or both:
 | sublayer  | FP8                                  | bf16                                        |
 |-----------|--------------------------------------|---------------------------------------------|
 | attention | wq_a and wkv, 1 x 128                | compressors, weights of index heads         |
-| MoE       | shared expert, 1 x 32                | router; routed experts, which gather rows   |
+| MoE       | shared expert, 1 x 32 (Hopper: 128)  | router; routed experts, which gather rows   |
 """
 
 from __future__ import annotations
@@ -47,13 +47,20 @@ class MhcSite(torch.nn.Module):
     Args:
         tensors: fn, scale, base and the weight of the norm that follows. config: dimensions. backend: of the op.
         recipe: y is wanted as FP8, see `ops.mhc.op.Fp8`; None: it is not. keep: y is wanted in bf16.
+        swizzled: its scales are an image of `formats.scale_swizzle`; else they are row-major.
     """
 
     def __init__(
-        self, tensors: Site, config: ModelConfig, backend: str = "auto", recipe: str | None = None, keep: bool = True
+        self,
+        tensors: Site,
+        config: ModelConfig,
+        backend: str = "auto",
+        recipe: str | None = None,
+        keep: bool = True,
+        swizzled: bool = True,
     ) -> None:
         super().__init__()
-        self.recipe, self.keep = recipe, keep
+        self.recipe, self.keep, self.swizzled = recipe, keep, swizzled
         for name, tensor in tensors._asdict().items():
             self.register_buffer(name, tensor.float().contiguous())
         self.iters, self.eps, self.backend = config.sinkhorn_iters, Eps(config.hc_eps, config.rms_eps), backend
@@ -65,7 +72,7 @@ class MhcSite(torch.nn.Module):
 
     def forward(self, pending: Pending) -> tuple[Tensor, Activations, Tensor, Tensor]:
         """Write back what is pending, then read: (streams, y, post, comb)."""
-        fp8 = None if self.recipe is None else new_fp8(pending.streams, self.recipe)
+        fp8 = None if self.recipe is None else new_fp8(pending.streams, self.recipe, self.swizzled)
         options = {"iters": self.iters, "eps": self.eps, "fp8": fp8, "keep": self.keep, "backend": self.backend}
         if pending.f is None:
             streams, after = pending.streams, mhc_pre(pending.streams, self.site, **options)
@@ -94,7 +101,10 @@ class DecoderLayer(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.attn, self.ffn = attention, moe
-        reads = {"attn": (attention.recipe, attention.reads_bf16), "ffn": (moe.recipe, True)}
+        reads = {
+            "attn": (attention.recipe, attention.reads_bf16, attention.swizzled),
+            "ffn": (moe.recipe, True, moe.swizzled),
+        }
         for site, wanted in reads.items():
             parts = (tensors[f"hc_{site}_{name}"] for name in ("fn", "scale", "base"))
             found = Site(*parts, tensors[f"{site}_norm.weight"])

@@ -2,13 +2,16 @@
 
 Layers of one input are concatenated to one GEMM.
 
-| weight                         | mode    | activation                                            |
-|--------------------------------|---------|-------------------------------------------------------|
-| bf16, fp32                     | bf16    | bf16                                                  |
-| FP8 128x128, K a multiple of 128 | mxfp8 | FP8, a power of two for 1 x 128 elements (`quantize`) |
-| FP8 128x128, other K           | bf16    | bf16: codes times a power of two are bf16 numbers     |
+| weight                           | Blackwell | Hopper    | activation                                            |
+|----------------------------------|-----------|-----------|-------------------------------------------------------|
+| bf16, fp32                       | bf16      | bf16      | bf16                                                  |
+| FP8 128x128, K a multiple of 128 | mxfp8     | fp8_block | FP8, a power of two for 1 x 128 elements (`quantize`) |
+| FP8 128x128, other K             | bf16      | bf16      | bf16: codes times a power of two are bf16 numbers     |
 
-FP8 activations are written by the launch that makes them (mHC, `normed`) where there is one, else by `quantize`.
+Mode mxfp8 has an image of scales for 1 x 32, so those of weights must be powers of two (else: bf16). Mode fp8_block has
+scales as they are stored, of 128 x 128, and row-major ones of activations. Mode bf16 has no kernel of Hopper: the op
+refuses it there. FP8 activations are written by the launch that makes them (mHC, `normed`) where there is one, else by
+`quantize`.
 
 Source: DSV4's released code; the op is `dsv4lib.ops.linear`.
 """
@@ -24,6 +27,7 @@ from torch import Tensor
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block, scale_swizzle, ue8m0
 from dsv4lib.formats.fp8_block import FP8Tensor
+from dsv4lib.ops.common import launching
 from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.output_proj.op import output_proj
@@ -32,11 +36,25 @@ from dsv4lib.ops.rmsnorm.op import rmsnorm
 from dsv4lib.ops.rmsnorm_quant.op import rmsnorm_quant
 
 BLOCK, STEP_N = 32, 16  # elements of an MXFP8 scale; N of a GEMM is a multiple
+TILE = fp8_block.WEIGHT_TILE[0]  # rows and columns of a scale as it is stored
 PRECISIONS = ("fp8", "bf16")
+FP8_MODES = "mxfp8", "fp8_block"
+HOPPER = "sm_90a"
+
+
+def target(arch: str | None, backend: str) -> str:
+    """Choose the architecture whose operands a layer has: ``arch``, or None: that of the back end.
+
+    Raises:
+        ArgumentError: there are no operands for it.
+    """
+    if arch is not None and arch not in launching.ARCHS:
+        raise ArgumentError("arch", arch, "one of " + ", ".join(launching.ARCHS))
+    return launching.arch(backend) if arch is None else arch
 
 
 class Activations(NamedTuple):
-    """What a sublayer reads, one of them or both: bf16 [T, K]; FP8 codes [T, K] and the image of their scales."""
+    """What a sublayer reads, one of them or both: bf16 [T, K]; FP8 codes [T, K] and their scales."""
 
     bf16: Tensor | None
     fp8: Operand | None = None
@@ -49,17 +67,22 @@ class Dense(torch.nn.Module):
         weights: [N, K] each, all of one K: bf16 or fp32 tensors, or `FP8Tensor`.
         precision: of FP8 weights: "fp8", activations are quantised; or "bf16", neither is.
         out: "bf16" or "fp32".
-        backend: of every op.
+        backend: of every op. arch: whose operands it has; None: that of the back end.
 
     Attributes:
-        sizes: N of each weight. mode: of the GEMM, "bf16" or "mxfp8".
+        sizes: N of each weight. mode: of the GEMM, "bf16", "mxfp8" or "fp8_block".
 
     Raises:
-        ArgumentError: weights of different K, or an unknown precision.
+        ArgumentError: weights of different K, or an unknown precision or architecture.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor | FP8Tensor], precision: str = "fp8", out: str = "bf16", backend: str = "auto"
+        self,
+        weights: Sequence[Tensor | FP8Tensor],
+        precision: str = "fp8",
+        out: str = "bf16",
+        backend: str = "auto",
+        arch: str | None = None,
     ) -> None:
         super().__init__()
         if precision not in PRECISIONS:
@@ -68,17 +91,22 @@ class Dense(torch.nn.Module):
         if len({shape[1] for shape in shapes}) != 1:
             raise ArgumentError("weights", shapes, "[N, K] of one K")
         self.sizes, self.out, self.backend = [shape[0] for shape in shapes], out, backend
-        k, extra = shapes[0][1], -sum(self.sizes) % STEP_N
-        fp8 = precision == "fp8" and k % 128 == 0 and all(isinstance(w, FP8Tensor) and _exact(w) for w in weights)
-        self.mode = "mxfp8" if fp8 else "bf16"
-        if fp8:
-            codes = torch.cat([w.codes.view(torch.uint8) for w in weights])
-            scales = torch.cat([spread(w) for w in weights])
-            codes, scales = (torch.nn.functional.pad(t, (0, 0, 0, extra)) for t in (codes, scales))
-            self.register_buffer("scales", scale_swizzle.swizzle(scales))
+        self.mode = _mode(weights, precision, target(arch, backend))
+        # rows of the operand that each weight takes: scales as they are stored begin at whole tiles
+        self.widths = [-(-n // TILE) * TILE for n in self.sizes[:-1]] if self.mode == "fp8_block" else self.sizes[:-1]
+        self.widths.append(self.sizes[-1])
+        if self.mode == "fp8_block":
+            codes = torch.cat([_padded(_bytes(w.codes), n) for w, n in zip(weights, self.widths, strict=True)])
+            self.register_buffer("scales", torch.cat(_stored_scales(weights)).contiguous())
         else:
-            codes = torch.nn.functional.pad(torch.cat([values(w) for w in weights]), (0, 0, 0, extra))
-            self.register_buffer("scales", None)
+            extra = -sum(self.sizes) % STEP_N
+            codes = torch.cat([_bytes(w.codes) if self.mode == "mxfp8" else values(w) for w in weights])
+            codes = _padded(codes, len(codes) + extra)
+            scales = None
+            if self.mode == "mxfp8":
+                scales = torch.cat([spread(w) for w in weights])
+                scales = scale_swizzle.swizzle(_padded(scales, len(scales) + extra))
+            self.register_buffer("scales", scales)
         self.register_buffer("codes", codes.contiguous())
 
     def forward(self, x: Tensor | Operand) -> list[Tensor]:
@@ -93,7 +121,8 @@ class Dense(torch.nn.Module):
             out_format=self.out,
             backend=self.backend,
         ).codes
-        return list(y[:, : sum(self.sizes)].split(self.sizes, 1))
+        columns = y[:, : sum(self.widths)].split(self.widths, 1)
+        return [part[:, :n] for part, n in zip(columns, self.sizes, strict=True)]
 
 
 class GroupedDense(torch.nn.Module):
@@ -101,26 +130,38 @@ class GroupedDense(torch.nn.Module):
 
     Args:
         weight: [G * R, width], bf16, fp32 or `FP8Tensor`, rows of a group side by side.
-        groups: G. precision, backend: as of `Dense`.
+        groups: G. precision, backend, arch: as of `Dense`.
+
+    Raises:
+        ArgumentError: on a Hopper, R that is no multiple of 128: a scale as it is stored would be of two groups.
     """
 
-    def __init__(self, weight: Tensor | FP8Tensor, groups: int, precision: str = "fp8", backend: str = "auto") -> None:
+    def __init__(
+        self,
+        weight: Tensor | FP8Tensor,
+        groups: int,
+        precision: str = "fp8",
+        backend: str = "auto",
+        arch: str | None = None,
+    ) -> None:
         super().__init__()
         self.groups, self.backend = groups, backend
-        fp8 = precision == "fp8" and isinstance(weight, FP8Tensor) and _exact(weight)
-        self.mode = "mxfp8" if fp8 and _codes(weight).shape[1] % 128 == 0 else "bf16"
-        if self.mode == "mxfp8":
-            codes, scales = weight.codes.view(torch.uint8), spread(weight)
-            self.register_buffer("scales", scale_swizzle.swizzle(scales.unflatten(0, (groups, -1))))
-        else:
-            codes = values(weight)
-            self.register_buffer("scales", None)
+        self.mode, rows = _mode([weight], precision, target(arch, backend)), _codes(weight).shape[0] // groups
+        scales = None
+        if self.mode == "fp8_block" and rows % TILE:
+            raise ArgumentError("weight", f"{groups} groups of {rows} rows", f"a multiple of {TILE} on {HOPPER}")
+        if self.mode == "fp8_block":
+            scales = _stored_scales([weight])[0].unflatten(0, (groups, -1)).contiguous()
+        elif self.mode == "mxfp8":
+            scales = scale_swizzle.swizzle(spread(weight).unflatten(0, (groups, -1)))
+        codes = values(weight) if self.mode == "bf16" else _bytes(weight.codes)
+        self.register_buffer("scales", scales)
         self.register_buffer("codes", codes.unflatten(0, (groups, -1)).contiguous())
 
     def forward(self, o: Operand) -> Tensor:
         """Multiply each group of heads by its weight.
 
-        o [T, H, D], bf16 or FP8 codes with an image of scales a group -> bf16 [T, G * R].
+        o [T, H, D], bf16 or FP8 codes with scales as `mode` has them -> bf16 [T, G * R].
         """
         return output_proj(o, Operand(self.codes, self.scales), mode=self.mode, backend=self.backend)
 
@@ -130,7 +171,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, layer: Dense) -> Tensor | Oper
     if layer.mode == "bf16":
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # rows of x may be part of longer ones
         return rmsnorm(x, weight, eps, out=out, backend=layer.backend)
-    y = rmsnorm_quant(x, weight, "fp8", eps=eps, swizzled=True, backend=layer.backend)
+    y = rmsnorm_quant(x, weight, "fp8", eps=eps, swizzled=layer.mode == "mxfp8", backend=layer.backend)
     return Operand(y.codes, y.scales)
 
 
@@ -143,7 +184,7 @@ def activations(x: Tensor | Operand, mode: str, backend: str) -> Operand:
         return x
     if mode == "bf16":
         return Operand(x)
-    q = quantize(x, "fp8", swizzled=True, backend=backend)
+    q = quantize(x, "fp8", swizzled=mode == "mxfp8", backend=backend)
     return Operand(q.codes, q.scales)
 
 
@@ -158,6 +199,33 @@ def spread(weight: FP8Tensor) -> Tensor:
     scales = weight.scales
     scales = ue8m0.encode_ceil(scales) if scales.dtype == torch.float32 else scales.view(torch.uint8)
     return fp8_block.spread_scales(scales, (weight.tile[0], weight.tile[1] // BLOCK), rows, k // BLOCK)
+
+
+def _mode(weights: Sequence[Tensor | FP8Tensor], precision: str, arch: str) -> str:
+    """Mode of the GEMM by the weights of one input."""
+    blocks = all(isinstance(w, FP8Tensor) and w.codes.shape[1] % TILE == 0 for w in weights)
+    if precision != "fp8" or not blocks:
+        return "bf16"
+    if arch == HOPPER and all(w.tile == (TILE, TILE) for w in weights):
+        return "fp8_block"
+    return "mxfp8" if arch != HOPPER and all(map(_exact, weights)) else "bf16"
+
+
+def _stored_scales(weights: Sequence[FP8Tensor]) -> list[Tensor]:
+    """Scales [N / 128, K / 128] as they are stored: E8M0 bytes; fp32 where one has those."""
+    scales = [_bytes(w.scales) for w in weights]
+    if len({x.dtype for x in scales}) == 1:
+        return scales
+    return [ue8m0.decode(x) if x.dtype == torch.uint8 else x for x in scales]
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Append rows of zeros."""
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _codes(weight: Tensor | FP8Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import rotary, scale_swizzle
 from dsv4lib.layers.attention import Attention
 from dsv4lib.layers.decoder_layer import DecoderLayer, MhcSite
+from dsv4lib.layers.dense import BLOCK, HOPPER, TILE, target
 from dsv4lib.layers.step import Layout
 from dsv4lib.loader import names
 from dsv4lib.loader.moe import moe_layer
@@ -30,6 +31,7 @@ def transformer(
     keys: str = "fp4",
     mtp: bool = False,
     backend: str = "auto",
+    arch: str | None = None,
     progress: Progress | None = None,
 ) -> Transformer:
     """Read a checkpoint into a model on the CPU; ``.to`` moves it.
@@ -37,15 +39,18 @@ def transformer(
     Args:
         listed: the checkpoint. places, capacity: requests at a time, and tokens of each.
         precision: of linear layers stored in FP8, see `layers.dense`.
-        experts: mode of routed experts, a key of `layers.moe.FORMS`; None: that of their format, without loss. Shared
-            experts are never rounded: bf16 with bf16, else the mode of their format.
+        experts: mode of routed experts, see `loader.moe`; None: that of their format, without loss. Shared experts are
+            never rounded: bf16 with bf16, else the mode of their format.
         keys: format of indexer keys, "fp4" or "fp8".
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
+        arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end. What an op has no
+            kernel for on it is refused when it runs.
 
     Raises:
         CheckpointError: a tensor that cannot be read. ArgumentError: a size that the kernels do not take.
     """
     config, checkpoint, done = listed.config, listed.checkpoint, 0
+    arch = target(arch, backend)
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
         by_prefix.setdefault(_prefix(weight), []).append(weight)
@@ -59,27 +64,27 @@ def transformer(
     blocks = [(f"layers.{number}", kind) for number, kind in enumerate(config.layer_kinds)]
     for prefix, kind in [*blocks, *([(names.MTP, config.mtp_kind)] if mtp else [])]:
         tensors = read(prefix)
-        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend))
+        layers.append(_layer(tensors, listed, prefix, kind, precision, experts, keys, backend, arch))
         done += sum(checkpoint.entry(n).nbytes for w in by_prefix[prefix] for n in listed.parts(w))
         if progress is not None:
             progress(done, listed.nbytes, prefix)
     block = (
-        MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend)
+        MtpBlock(layers.pop(), _collapse(tensors, config, backend), tensors, config, precision, backend, arch)
         if mtp
         else None
     )
     top, layout = read(""), Layout(places, capacity)
     given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), rotary.tables(config, capacity)
-    return Transformer(config, layers, *given, layout, keys, block, backend)
+    return Transformer(config, layers, *given, layout, keys, block, backend, arch)
 
 
-def model_bytes(listed: Listed, capacity: int, mtp: bool = False) -> int:
-    """Count the bytes of the model that `transformer` makes in default modes.
+def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:
+    """Count the bytes of the model that `transformer` makes in default modes for ``arch``.
 
     From headers alone.
     """
     tables = 2 * 4 * len(LayerKind) * capacity * (listed.config.rope_dim // 2)
-    return tables + sum(_operand_bytes(w, listed.form) for w in _weights(listed.config, mtp))
+    return tables + sum(_operand_bytes(w, listed.form, arch) for w in _weights(listed.config, mtp))
 
 
 def reading_bytes(listed: Listed, mtp: bool = False) -> int:
@@ -105,7 +110,7 @@ def _prefix(weight: names.Weight) -> str:
     return ".".join(stem) if stem[0] in ("layers", "mtp") else ""
 
 
-def _operand_bytes(weight: names.Weight, form: str) -> int:
+def _operand_bytes(weight: names.Weight, form: str, arch: str) -> int:
     """Count the bytes of a weight as its op reads it: fp32 vectors, scales of 32 or 16 elements, or bf16."""
     stored, size = names.stored_as(weight, form), math.prod(weight.shape)
     if stored in ("fp32", "int64") or len(weight.shape) == 1:
@@ -113,6 +118,8 @@ def _operand_bytes(weight: names.Weight, form: str) -> int:
     columns = weight.shape[1]
     if stored == "bf16" or (weight.role == "linear" and "shared_experts" not in weight.name and columns % 128):
         return 2 * size
+    if arch == HOPPER:  # scales beside tiles of weights, or as they are stored
+        return size + math.prod(-(-n // TILE) for n in weight.shape) if stored == "fp8" else size // 2 + size // BLOCK
     block, share = {"fp8": (32, 1), "mxfp4": (32, 2), "nvfp4": (16, 2)}[stored]
     return size // share + scale_swizzle.swizzled_bytes(weight.shape[0], columns // block)
 
@@ -131,10 +138,11 @@ def _layer(
     experts: str | None,
     keys: str,
     backend: str,
+    arch: str,
 ) -> DecoderLayer:
     config = listed.config
     own = {name.removeprefix("attn."): t for name, t in tensors.items() if name.startswith("attn.")}
-    attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend)
+    attention = Attention(config, kind, own, precision=precision, keys=keys, backend=backend, arch=arch)
     modes = {"precision": experts, "shared_precision": "bf16" if experts == "bf16" else None}
-    moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend)
+    moe = moe_layer(listed.checkpoint, prefix, config, **modes, backend=backend, arch=arch)
     return DecoderLayer(attention, moe, tensors, config, backend)

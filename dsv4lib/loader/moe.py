@@ -9,6 +9,9 @@
 | ``gate.bias`` or ``gate.tid2eid`` | fp32 [E], for the selection; or int64 [V, k], experts by token  |
 | ``experts.{e}``                   | see `experts`                                                   |
 | ``shared_experts``                | see `experts`                                                   |
+
+One checkpoint makes operands for either architecture, ``arch``: that of the GPU, unless said. What they have of routed
+experts: of MXFP4, NVFP4 and FP8 on Blackwell; of MXFP4 on a Hopper, which refuses the others by name.
 """
 
 from __future__ import annotations
@@ -17,13 +20,17 @@ import torch
 
 from dsv4lib.config import ModelConfig
 from dsv4lib.errors import ArgumentError
-from dsv4lib.layers import moe
+from dsv4lib.layers import experts as layers
+from dsv4lib.layers.dense import HOPPER, target
+from dsv4lib.layers.experts import FP8_BLOCK, HOPPER_FORMS
+from dsv4lib.layers.moe import Moe
 from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.experts import Experts, read_experts, read_shared, refuse
-from dsv4lib.loader.operands import gemm_weights
+from dsv4lib.loader.experts import Experts, expert_format, read_experts, read_shared, refuse
+from dsv4lib.loader.operands import gemm_weights, stored_weights, tiled_weights
 from dsv4lib.loader.safetensors import CheckpointError
 
 PRECISION = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "fp8": "e4m3_expand"}  # of a format: all are exact
+HOPPER_PRECISION = {"mxfp4": "mxfp4"}  # of a format of routed experts that a Hopper has a kernel for
 
 
 def moe_layer(
@@ -34,55 +41,80 @@ def moe_layer(
     precision: str | None = None,
     shared_precision: str | None = None,
     backend: str = "auto",
-) -> moe.Moe:
+    arch: str | None = None,
+) -> Moe:
     """Read the MoE layer ``prefix`` into a module on the CPU; ``.to`` moves it.
 
     Args:
         checkpoint: to read.
         prefix: of the layer: ``layers.N`` or ``mtp.N``.
         config: sizes of the model.
-        precision: key of `weight_modes.MODES`, of the routed experts; None: that of their format, without loss.
-        shared_precision: of the shared expert, likewise.
+        precision: key of `weight_modes.MODES`, of the routed experts; None: that of their format, without loss. On a
+            Hopper of `layers.experts.HOPPER_FORMS`.
+        shared_precision: of the shared expert, likewise; on a Hopper "fp8_block".
         backend: of every op.
+        arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end.
 
     Raises:
         CheckpointError: a tensor that is missing, or of another type or shape, or holds what it must not.
-        ArgumentError: a precision that the stored format does not convert to.
+        ArgumentError: a precision that the stored format does not convert to, or that the architecture does not have.
     """
+    arch = target(arch, backend)
     gate, bias, table = _gate(checkpoint, prefix, config)
     hidden, width = config.hidden, config.expert_width
+    precision = _precision(expert_format(checkpoint, prefix), precision, arch)
     routed = read_experts(checkpoint, prefix, range(config.n_experts), hidden, width)
     shared = read_shared(checkpoint, prefix, hidden, width * config.n_shared_experts)
-    precision = PRECISION[routed.format] if precision is None else precision
-    shared_precision = PRECISION[shared.format] if shared_precision is None else shared_precision
+    if shared_precision is None:
+        shared_precision = FP8_BLOCK if arch == HOPPER else PRECISION[shared.format]
+    elif arch == HOPPER and shared_precision != FP8_BLOCK:
+        raise ArgumentError("shared_precision", shared_precision, f"{FP8_BLOCK} on {arch}")
     if precision == "nvfp4" and routed.input_scales is None:
         raise ArgumentError("precision", precision, f"another for {routed.format} experts: no input_scale is stored")
-    return moe.Moe(
+    return Moe(
         gate,
         bias,
-        layer_experts(routed, precision),
+        layer_experts(routed, precision, arch),
         precision,
-        shared=layer_experts(shared, shared_precision),
+        shared=layer_experts(shared, shared_precision, arch),
         shared_precision=shared_precision,
         table=table,
         k=config.experts_per_token,
         factor=config.routed_scaling,
         limit=config.swiglu_limit,
         backend=backend,
+        arch=arch,
     )
 
 
-def layer_experts(experts: Experts, precision: str) -> moe.Experts:
-    """Convert stored experts to what `layers.moe.Moe` takes, in mode ``precision``.
+def _precision(form: str, wanted: str | None, arch: str) -> str:
+    """Choose the mode of routed experts in format ``form``."""
+    if arch != HOPPER:
+        return PRECISION[form] if wanted is None else wanted
+    if wanted is None and form not in HOPPER_PRECISION:
+        raise ArgumentError("arch", arch, f"another for {form} experts: a Hopper's kernel takes mxfp4")
+    if wanted is not None and wanted not in HOPPER_FORMS:
+        raise ArgumentError("precision", wanted, f"one of {', '.join(HOPPER_FORMS)} on {arch}")
+    return HOPPER_PRECISION[form] if wanted is None else wanted
+
+
+def layer_experts(experts: Experts, precision: str, arch: str = "sm_100a") -> layers.Experts:
+    """Convert stored experts to what `layers.moe.Moe` takes, in mode ``precision`` of ``arch``.
 
     Raises:
         ArgumentError: a mode that this format does not convert to, an I that is no multiple of 8.
     """
+    if arch != HOPPER:
+        found = gemm_weights(experts, precision)
+    elif precision == FP8_BLOCK:
+        found = stored_weights(experts)
+    else:
+        found = tiled_weights(experts, HOPPER_FORMS[precision][0])
     first, second = (
-        moe.Weights(tuple((plane.codes, plane.scales) for plane in weights.planes), weights.alphas)
-        for weights in gemm_weights(experts, precision)
+        layers.Weights(tuple((plane.codes, plane.scales) for plane in weights.planes), weights.alphas)
+        for weights in found
     )
-    return moe.Experts(first, second, experts.input_scales)
+    return layers.Experts(first, second, None if arch == HOPPER else experts.input_scales)
 
 
 def _gate(

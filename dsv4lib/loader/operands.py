@@ -6,6 +6,9 @@ In any precision mode.
     scales   [E, bytes] uint8: one 128x4 swizzled image an expert (`formats.scale_swizzle`); none for bf16
     alphas   [E, outputs] float32: global scales of the weights, gate and up separately
 
+Of a Hopper's kernels: `tiled_weights`, [E, N / 64, K / step, bytes] of MXFP4 without scales of their own, and
+`stored_weights`, of an FP8 expert gate, then up, and scales as they are stored.
+
 The first GEMM's rows are interleaved by 8: gate rows 0-7, up rows 0-7, gate rows 8-15, ... so that the two halves of
 one SwiGLU element are 8 columns apart in the accumulator. Scales follow their rows; the swizzle comes last.
 """
@@ -24,6 +27,7 @@ from dsv4lib.formats.mxfp4 import MXFP4Tensor
 from dsv4lib.formats.nvfp4 import NVFP4Tensor
 from dsv4lib.formats.weight_modes import ModeWeight
 from dsv4lib.loader.experts import Experts
+from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
 
 INTERLEAVE = 8
 
@@ -35,7 +39,7 @@ class Operand:
     Attributes:
         codes: [E, N, K/2] uint8, [E, N, K] float8_e4m3fn or bf16.
         scales: uint8 [E, scale_swizzle.swizzled_bytes(N, K / group)]; None for bf16.
-        group: elements of a row that share a scale, 16 or 32; 0 for bf16.
+        group: elements of a row that share a scale, 16, 32 or 128; 0 for bf16.
     """
 
     codes: torch.Tensor
@@ -99,6 +103,46 @@ def gemm_weights(experts: Experts, precision: str) -> tuple[GemmWeights, GemmWei
     )
 
 
+def tiled_weights(experts: Experts, kernel: str) -> tuple[GemmWeights, GemmWeights]:
+    """Convert routed experts to operands of a Hopper's grouped GEMM: (gate and up interleaved, down).
+
+    Args:
+        experts: in a format that `weight_modes.convert` makes MXFP4 of. kernel: mode of the GEMM, "w4a8" or "w4a16".
+
+    Raises:
+        ArgumentError: as of `gemm_weights`; or sizes and scales that `tile_weights` does not take.
+    """
+    _check(experts)
+    parts = experts.gate, experts.up, experts.down
+    gate, up, down = ([weight_modes.convert(q, "mxfp4") for q in part] for part in parts)
+    first = torch.stack([torch.stack([g.alpha, u.alpha]) for g, u in zip(gate, up, strict=True)])
+    second = torch.stack([d.alpha for d in down])[:, None]
+    return tuple(
+        GemmWeights("mxfp4", (Operand(tile_weights(*_rows(*weights), kernel), None, 32),), alphas, run)
+        for weights, alphas, run in (((gate, up), first, INTERLEAVE), ((down,), second, 0))
+    )
+
+
+def stored_weights(experts: Experts) -> tuple[GemmWeights, GemmWeights]:
+    """Join an FP8 expert's gate and up, gate first, with scales as they are stored: (both, down).
+
+    Raises:
+        ArgumentError: experts of another format, I or d that is no multiple of 128, scales of two types.
+    """
+    _check(experts)
+    (gate, *others), up, down = experts.gate, experts.up[0], experts.down[0]
+    if others or experts.format != "fp8" or any(n % 128 for n in gate.codes.shape):
+        shape = tuple(getattr(gate, "packed", getattr(gate, "codes", None)).shape)
+        found = f"{len(experts.gate)} in {experts.format}, w1 {shape}"
+        raise ArgumentError("experts", found, "one in fp8, I and d multiples of 128")
+    if len({one.scales.dtype for one in (gate, up, down)}) != 1:
+        raise ArgumentError("experts", [str(one.scales.dtype) for one in (gate, up, down)], "scales of one type")
+    ones = torch.ones(1, 2)
+    first = Operand(torch.cat([gate.codes, up.codes])[None], torch.cat([gate.scales, up.scales])[None], 128)
+    second = Operand(down.codes[None], down.scales[None], 128)
+    return GemmWeights("fp8_block", (first,), ones, 0), GemmWeights("fp8_block", (second,), ones[:, :1], 0)
+
+
 def _check(experts: Experts) -> None:
     """Raise ArgumentError unless every expert has three projections, alike in format and shape."""
     if not isinstance(experts, Experts):
@@ -127,6 +171,13 @@ def mode_weights(weights: GemmWeights, plane_cols: int) -> list[list[ModeWeight]
         alphas = weights.alphas[expert]
         out.append([ModeWeight(weights.mode, tuple(p[i] for p in parts), alphas[i]) for i in range(len(alphas))])
     return out
+
+
+def _rows(*parts: Sequence[ModeWeight]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and row-major scales of all experts' first plane; two parts are interleaved."""
+    raw = [[plane_bytes(weight.planes[0]) for weight in part] for part in parts]
+    codes, scales = ([torch.stack([one[i] for one in part]) for part in raw] for i in range(2))
+    return tuple(interleave(*one) if len(one) == 2 else one[0] for one in (codes, scales))
 
 
 def _planes(*parts: Sequence[ModeWeight]) -> tuple[Operand, ...]:

@@ -29,7 +29,7 @@ class MtpBlock(torch.nn.Module):
     Args:
         layer: its decoder layer. collapse: mHC site of its head.
         tensors: e_proj, h_proj, enorm and hnorm by their name after ``mtp.0.``.
-        config: dimensions. precision: of FP8 weights, see `Dense`. backend: of every op.
+        config: dimensions. precision: of FP8 weights, see `Dense`. backend: of every op. arch: see `Dense`.
     """
 
     def __init__(
@@ -40,11 +40,12 @@ class MtpBlock(torch.nn.Module):
         config: ModelConfig,
         precision: str = "fp8",
         backend: str = "auto",
+        arch: str | None = None,
     ) -> None:
         super().__init__()
         self.config, self.layer, self.collapse, self.backend = config, layer, collapse, backend
-        self.e_proj = Dense([tensors["e_proj.weight"]], precision, backend=backend)
-        self.h_proj = Dense([tensors["h_proj.weight"]], precision, backend=backend)
+        self.e_proj = Dense([tensors["e_proj.weight"]], precision, backend=backend, arch=arch)
+        self.h_proj = Dense([tensors["h_proj.weight"]], precision, backend=backend, arch=arch)
         self.register_buffer("enorm", tensors["enorm.weight"].float())
         self.register_buffer("hnorm", tensors["hnorm.weight"].float())
 

@@ -38,7 +38,7 @@ class Transformer(torch.nn.Module):
         collapse: mHC site of the head. angles: cosines and sines fp32 [P, 32] by kind of layer.
         layout: of the caches: requests at a time, tokens of each. keys: format of indexer keys.
         mtp: block that drafts; None: `draft` is refused.
-        backend: of every op.
+        backend: of every op. arch: whose operands the head has; None: that of the back end.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Transformer(torch.nn.Module):
         keys: str = "fp4",
         mtp: MtpBlock | None = None,
         backend: str = "auto",
+        arch: str | None = None,
     ) -> None:
         super().__init__()
         if layout.capacity > config.max_positions:
@@ -60,7 +61,7 @@ class Transformer(torch.nn.Module):
         self.config, self.layout, self.keys, self.backend = config, layout, keys, backend
         self.layers = torch.nn.ModuleList(layers)
         self.register_buffer("embed", embed.bfloat16())
-        self.head = Dense([head], out="fp32", backend=backend)
+        self.head = Dense([head], out="fp32", backend=backend, arch=arch)
         self.collapse, self.mtp = collapse, mtp
         for kind, (cos, sin) in angles.items():
             self.register_buffer(f"cos_{kind}", cos.contiguous())

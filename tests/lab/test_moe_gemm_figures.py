@@ -6,7 +6,7 @@ import torch
 
 from dsv4lib.dsl.budget import TMEM_COLUMNS
 from dsv4lib.formats import nvfp4, scale_swizzle
-from dsv4lib.layers.moe import FORMS
+from dsv4lib.layers.experts import FORMS
 from dsv4lib.ops.moe_gemm.inputs import case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 from dsv4lib.pages.moe_gemm import figures

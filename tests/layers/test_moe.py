@@ -5,7 +5,8 @@ import torch
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import nvfp4, weight_modes
-from dsv4lib.layers.moe import FORMS, Moe
+from dsv4lib.layers.experts import FORMS
+from dsv4lib.layers.moe import Moe
 from dsv4lib.loader.experts import Experts as Stored
 from dsv4lib.loader.moe import layer_experts
 from dsv4lib.ops.moe_gemm.op import Operand

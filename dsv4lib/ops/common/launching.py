@@ -91,15 +91,20 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
-@functools.cache
 def arch(backend: str, archs: tuple[str, ...] = ARCHS) -> str:
     """Choose the architecture to compile for.
 
-    The first of ``archs`` that a GPU here runs, else the first.
+    The first of ``archs`` that a GPU here runs, else that of `backends.emulating`, else the first.
     """
-    if backend in ("auto", "native"):
-        return next((one for one in archs if backends.status("native", one).available), archs[0])
-    return archs[0]
+    wanted = backends.emulated_arch()
+    found = _native_arch(archs) if backend in ("auto", "native") else None
+    return found or (wanted if wanted in archs else archs[0])
+
+
+@functools.cache
+def _native_arch(archs: tuple[str, ...]) -> str | None:
+    """Find the first of ``archs`` that a GPU here runs."""
+    return next((one for one in archs if backends.status("native", one).available), None)
 
 
 def stream(name: str, x: Tensor) -> int:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from dsv4lib.errors import ArgumentError
+from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.ops.common import launching
 from dsv4lib.ops.common.plans import Op
 from dsv4lib.ops.common.typed import members_of, parts_of
@@ -72,7 +72,10 @@ def op(
         def body(*flat: Any) -> None:
             call = signature.build(flat)
             call.check()
-            backend = launching.resolve(call.backend, first, flat[0], archs)
+            try:
+                backend = launching.resolve(call.backend, first, flat[0], archs)
+            except BackendUnavailable as error:
+                raise BackendUnavailable(f"op {name}: {error}") from None
             if hasattr(call, "check_values") and launching.on_host(flat[0]):
                 call.check_values()
             call.run(backend)

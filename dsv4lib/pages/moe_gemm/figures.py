@@ -14,7 +14,7 @@ from dsv4lib.dsl import umma
 from dsv4lib.dsl.budget import SMEM_LIMIT
 from dsv4lib.emulator.trace.trace import Trace
 from dsv4lib.formats import e2m1, e4m3, nvfp4, scale_swizzle, weight_modes
-from dsv4lib.layers.moe import FORMS
+from dsv4lib.layers.experts import FORMS
 from dsv4lib.ops.moe_gemm import config, faults
 from dsv4lib.ops.moe_gemm.inputs import Case, case
 from dsv4lib.ops.moe_gemm.sm100 import MoeGemm

@@ -18,7 +18,7 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.formats import e2m1, e4m3, fp8_block, nvfp4, scale_swizzle, ue8m0, weight_modes
-from dsv4lib.layers.moe import FORMS, Weights
+from dsv4lib.layers.experts import FORMS, Weights
 from dsv4lib.loader.operands import plane_bytes
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.moe_gemm.arguments import BLOCK_ROWS, Call, fake_args, launch_args
@@ -163,7 +163,7 @@ def mode_case(mode: str, counts: list[int], features: int, k: int, seed: int = 0
     """Groups of tokens times NVFP4 weights that a precision mode has converted. X and weights are the same in each.
 
     Args:
-        mode: key of `layers.moe.FORMS`. counts: tokens of each expert. features, k: N and K, a multiple of 128.
+        mode: key of `layers.experts.FORMS`. counts: tokens of each expert. features, k: N and K, a multiple of 128.
 
     Returns:
         (settings of the kernel, with fp32 output; the case; fp64 [R, N] of bf16 activations and the NVFP4 weights).

@@ -1,0 +1,121 @@
+"""Layers with a Hopper's operands: FP8 as it is stored, one SWA layer whole, and what has no kernel there by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4lib import backends
+from dsv4lib.config import schedule
+from dsv4lib.errors import ArgumentError, BackendUnavailable
+from dsv4lib.formats import fp8_block
+from dsv4lib.layers import attention
+from dsv4lib.layers.dense import Dense, GroupedDense, normed
+from dsv4lib.loader.checkpoint import Checkpoint
+from dsv4lib.loader.convert import save
+from dsv4lib.loader.model import model_bytes, transformer
+from dsv4lib.loader.whole import Listed
+from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.rmsnorm.op import rmsnorm
+from dsv4lib.pages.full_model.run_case import oracle
+from dsv4lib.reference.model import ReferenceModel
+from dsv4lib.reference.randomize import randomize_
+from tests.layers.test_dense import inputs, value, weight
+from tests.whole_model import SMALL
+
+ARCH = "sm_90a"
+SWA = replace(
+    SMALL,
+    n_layers=1,
+    compress_ratios=schedule(1, (0,), 4, 128),
+    n_heads=2,
+    o_lora_rank=128,
+    n_experts=3,
+    n_hash_layers=0,
+)
+LIMIT = 0.1  # of streams of 1.6: FP8 activations
+pytestmark = pytest.mark.filterwarnings("error:the emulator reports")  # hazards
+
+
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory):
+    """One SWA layer in DeepSeek's format."""
+    folder, model = tmp_path_factory.mktemp("swa") / "mxfp4", ReferenceModel(SWA)
+    randomize_(model, SWA, 1)
+    save(model.state_dict(), SWA, folder, "mxfp4")
+    return Listed.of(Checkpoint(folder))
+
+
+def test_scales_as_they_are_stored():
+    """Joined weights whose rows end inside a tile; the second has fp32 scales that are no powers of two."""
+    weights, x = [weight(40, 256, 1), weight(200, 256, 2)], inputs(5, 256)
+    weights[1] = fp8_block.FP8Tensor(weights[1].codes, torch.tensor([[0.3, 0.02], [1.7, 0.11]]), (128, 128))
+    layer = Dense(weights, backend="emulator", arch=ARCH)
+    assert layer.mode == "fp8_block" and tuple(layer.scales.shape) == (3, 2)
+    with backends.emulating(ARCH):
+        found = layer(x)
+    given = fp8_block.fake_quantize(x.float()).double()
+    for one, w in zip(found, weights, strict=True):
+        want = given @ value(w).T
+        assert one.shape == want.shape and torch.allclose(one.double(), want, rtol=2**-7, atol=2**-9 * want.abs().max())
+
+
+def test_a_norm_writes_what_the_layer_reads():
+    layer, x, gain = Dense([weight(40, 256, 1)], backend="reference", arch=ARCH), inputs(5, 256), torch.rand(256)
+    found = normed(x, gain, 1e-6, layer)
+    assert isinstance(found, Operand) and tuple(found.scales.shape) == (5, 2)
+    assert torch.equal(layer(found)[0], layer(rmsnorm(x, gain, 1e-6, backend="reference"))[0])
+
+
+def test_groups():
+    w = weight(2 * 128, 256, 4)
+    layer, o = GroupedDense(w, 2, backend="reference", arch=ARCH), inputs(4, 512)
+    q = fp8_block.quantize_activation(o.float())
+    want = torch.einsum(
+        "tgk,grk->tgr", fp8_block.dequantize(q, torch.float64).view(4, 2, 256), value(w).unflatten(0, (2, 128))
+    )
+    found = layer(Operand(q.codes.view(torch.uint8).view(4, 2, 256), q.scales.view(4, 2, 2)))
+    assert torch.allclose(found.double(), want.flatten(1), rtol=2**-8, atol=1e-3)
+    with pytest.raises(ArgumentError, match="weight='3 groups of 48 rows'.*128 on sm_90a"):
+        GroupedDense(weight(3 * 48, 256, 4), 3, arch=ARCH)
+    with pytest.raises(ArgumentError, match="arch='sm_80'"):
+        Dense([w], arch="sm_80")
+
+
+@torch.no_grad()
+def test_an_swa_layer(listed, monkeypatch):
+    """On an emulated Hopper, `fmha` by its oracle where that lacks it: as far from fp32 as all ops by their oracles."""
+    refused, op = set(), attention.fmha
+
+    def fmha(*args, **options):
+        try:
+            return op(*args, **options)
+        except BackendUnavailable as error:
+            refused.add(str(error).partition(":")[0])
+            return op(*args, **options | {"backend": "reference"})
+
+    monkeypatch.setattr(attention, "fmha", fmha)
+    text, errors, capture = [3, 1, 4, 5], {}, {}
+    oracle(listed)(torch.tensor([text]), capture=capture)
+    for backend in ("emulator", "reference"):
+        model = transformer(listed, backend=backend, arch=ARCH)
+        assert (model.layers[0].attn.inputs.mode, model.layers[0].ffn.experts.product) == ("fp8_block", "w4a8")
+        with backends.emulating(ARCH):
+            _, streams = model.hidden(model.step([text], [0], [0]), keep_streams=True)
+        difference = streams.float() - capture["layers.0.streams"][0]
+        errors[backend] = float(difference.square().mean((1, 2)).sqrt().median())
+    assert errors["emulator"] <= 1.2 * errors["reference"] < LIMIT, errors
+    assert refused <= {"op fmha"}
+    held = sum(x.numel() * x.element_size() for x in model.buffers())
+    padding = 8 * SWA.hidden * 2 + 4 * 3 * SWA.n_experts  # rows of the head up to a multiple of 16; alphas
+    assert held == model_bytes(listed, model.layout.capacity, arch=ARCH) + padding
+
+
+@torch.no_grad()
+def test_what_has_no_kernel_is_named(listed):
+    """The head's bf16 GEMM, here; a Blackwell's FP8 one on an emulated Hopper."""
+    model = transformer(listed, backend="emulator", arch=ARCH)
+    blackwell = Dense([weight(40, 256, 1)], backend="emulator", arch="sm_100a")
+    for call in (lambda: model.head(inputs(1, 256)), lambda: blackwell(inputs(1, 256))):
+        with backends.emulating(ARCH), pytest.raises(BackendUnavailable, match="op linear: .*sm_90a.*sm_100a"):
+            call()
