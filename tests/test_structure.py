@@ -207,7 +207,6 @@ def test_no_private_paths_or_big_files():
 
 # Ops that lack something, and why. What an op has come to have must leave this list.
 LACKING = {
-    "fmha": (["bench"], "SM100 only: times are modelled by dsv4lib.predict.fmha, others' are in bench/peers"),
     "indexer_logits": (["bench"], "SM100 only, and not modelled yet"),
     "moe_dispatch": (["stage"], "shown by the MoE layer of notebook 40, which runs it"),
     "moe_combine": (["tests", "matrix", "budget", "stage"], "tested beside moe_dispatch, shown by the MoE layer"),

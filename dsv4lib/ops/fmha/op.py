@@ -11,6 +11,8 @@ has compiled and loaded its kernels. `torch.compile` passes it whole.
 Padded rows: a token with counts 0 or negative, or with a negative request in a `Ring`, has no keys. Nothing of
 its lists, of a pool or of its q reaches a number: o is 0 and lse is -inf. A padded group has 0 tokens or fewer.
 
+A Hopper has another kernel, of 584-byte entries alone (`sm90.op`). On Blackwell:
+
 One kernel launch, `Fmha`. Where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split.
 `Combine` adds the splits up in a fixed order (`ops.common.splits`). Above 64 heads, and for ``groups``, two CTAs share
 tiles.
@@ -42,12 +44,13 @@ from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.fmha import arguments
 from dsv4lib.ops.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.ops.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
+from dsv4lib.ops.fmha.sm90 import op as hopper
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.sources import Fp8Pages as Fp8Pages  # for callers, as the others
 from dsv4lib.ops.fmha.sources import Gathered, Keys, Ring, Rows, Selected, entries_of, window_of
 from dsv4lib.ops.fmha.work import KeyRows
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = ("sm_100a", "sm_103a", *hopper.ARCHS)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ROPE_PAIRS = arguments.ROPE_PAIRS
 MAX_SPLITS = 1024
@@ -187,18 +190,20 @@ def warm_up(
     Returns:
         seconds by kernel.
     """
-    needed = []
+    needed, arch = [], launching.arch("auto", ARCHS)
     for options in wanted:
+        if arch in hopper.ARCHS:
+            needed += hopper.needed(options)
+            continue
         settings = {"head_dim": head_dim, "dtype": dtype, "sink": True, "inverse_rope": False, **options}
         settings["cluster"] = cluster_of(heads, settings["head_dim"], bool(settings.get("groups")))
         ends = {name: settings[name] for name in ("head_dim", "dtype", "sink", "inverse_rope")}
         partial = {**settings, "sink": False, "inverse_rope": False, "partial": True}
         shared = (1, 2) if head_dim == 512 and not settings.get("groups") else (1,)
-        needed += [(Fmha, {**one, "dim_splits": n}) for one in (settings, partial) for n in shared]
-        needed += [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
-    return compile_cache.default().warm_up(
-        [(*pair, arguments.fake_args) for pair in needed], launching.arch("auto", ARCHS)
-    )
+        kernels = [(Fmha, {**one, "dim_splits": n}) for one in (settings, partial) for n in shared]
+        kernels += [(Combine, {**ends, "at_once": n}) for n in AT_ONCE]
+        needed += [(*pair, arguments.fake_args) for pair in kernels]
+    return compile_cache.default().warm_up(needed, arch)
 
 
 # ------------------------------------------------------------------ arguments
@@ -374,6 +379,9 @@ class Call(NamedTuple):
 
 def _launch(name: str, call: Call) -> None:
     """Launch once, or the splits and their combination."""
+    if launching.arch(name, ARCHS) in hopper.ARCHS:
+        hopper.launch(name, call, _partial)
+        return None
     q, o, lse, splits = call.q, call.o, call.lse, call.splits
     stream = launching.stream(name, q)
     source, window = call.entries, call.window

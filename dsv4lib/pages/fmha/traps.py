@@ -116,14 +116,14 @@ TRAPS = (
     Trap(
         "a Python loop around pipeline operations",
         "the code grows with the tiles, compilation takes minutes to hours",
-        "a limit on compile time, and code that does not depend on the number of tiles",
+        "a limit on the instructions of its PTX, and code that does not depend on the number of tiles",
         "fmha_b",
         (
             f"{_FMHA}::test_unrolled_code_grows_with_the_tiles",
             "tests/ops/fmha/test_ladder.py::test_what_the_compiler_says",
         ),
         ("UnrolledTiles",),
-        ("compile_s",),
+        ("ptx_instructions",),
     ),
     Trap(
         "square test shapes",

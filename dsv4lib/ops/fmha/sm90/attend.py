@@ -127,9 +127,8 @@ class Attend(Keys):
         changed = cutlass.Boolean(False)
         for j in cutlass.range_constexpr(ROWS):
             tile_max = rS[2 * j]
-            for c in cutlass.range_constexpr(TILE_N // 2):
-                if cutlass.const_expr(c // 2 % 2 == j):
-                    tile_max = cute.arch.fmax(tile_max, rS[c])
+            for c in columns_of(j, TILE_N):
+                tile_max = cute.arch.fmax(tile_max, rS[c])
             tile_max = self.over_quad(tile_max, cute.arch.fmax) * scale_log2
             new_max[j] = row_max[j]
             if tile_max > row_max[j] + RESCALE_LOG2:
@@ -141,18 +140,20 @@ class Attend(Keys):
                 if new_max[j] != row_max[j]:
                     acc_scale = cute.math.exp2(row_max[j] - new_max[j], fastmath=True)
                 row_sum[j] = row_sum[j] * acc_scale
-                for c in cutlass.range_constexpr(DIMS // 2):
-                    if cutlass.const_expr(c // 2 % 2 == j):
-                        rO[c] = rO[c] * acc_scale
+                self.rescale(rO, j, acc_scale)
                 row_max[j] = new_max[j]
         for j in cutlass.range_constexpr(ROWS):
             shift = cutlass.select_(row_max[j] > -Float32.inf, row_max[j], Float32(0.0))
             total = Float32(0.0)
-            for c in cutlass.range_constexpr(TILE_N // 2):
-                if cutlass.const_expr(c // 2 % 2 == j):
-                    rS[c] = cute.math.exp2(rS[c] * scale_log2 - shift, fastmath=True)
-                    total = total + rS[c]
+            for c in columns_of(j, TILE_N):
+                rS[c] = cute.math.exp2(rS[c] * scale_log2 - shift, fastmath=True)
+                total = total + rS[c]
             row_sum[j] = row_sum[j] + total
+
+    def rescale(self, rO: cute.Tensor, j: int, acc_scale: Float32) -> None:
+        """O *= acc_scale in row g + 8 j."""
+        for c in columns_of(j, DIMS):
+            rO[c] = rO[c] * acc_scale
 
     def over_quad(self, value: Float32, combine: Any) -> Float32:
         """Combine the numbers of the 4 lanes that share a row."""
@@ -217,6 +218,11 @@ class Attend(Keys):
             cos, sin = (table[place.token, first + place.pair] for table in rope)
             a, b = a * cos + b * sin, b * cos - a * sin
         return a, b
+
+
+def columns_of(j: int, columns: int) -> list[int]:
+    """Return the values of row g + 8 j of a thread's fragment of so many columns."""
+    return [c for c in range(columns // 2) if c // 2 % 2 == j]
 
 
 def packed(low: Float32, high: Float32) -> Int32:

@@ -1,0 +1,62 @@
+"""Mistakes of Hopper's attention, injected one at a time; each is marked ``WRONG``.
+
+Every class is the kernel with one thing replaced. They compile without a word. `CAUGHT_BY` says what finds each: a kind
+of the emulator's reports, or "wrong numbers" (the comparison with fp64).
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.ops.fmha.sm90.attend import Place
+from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
+from dsv4lib.ops.fmha.sm90.keys import Ring
+
+
+class NoProxyFence(DecodeFmha):
+    """The tensor core reads what threads stored without a proxy fence: most often right."""
+
+    def visible_to_mma(self) -> None:
+        """See `Keys.visible_to_mma`."""  # WRONG: no fence
+
+
+class EveryKeyCounts(DecodeFmha):
+    """Keys that are not there have a score of 0: a row of zeros is taken for a key."""
+
+    @cute.jit
+    def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
+        """See `Keys.store_valid`."""
+        halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
+        cute.make_tensor(halves, 8)[stage * 4 + warp] = cutlass.Uint16(0xFFFF)  # WRONG
+
+
+class OwnSum(DecodeFmha):
+    """A lane's share of a row's sum is taken for the sum."""
+
+    def over_quad(self, value: Float32, combine: object) -> Float32:
+        """See `Attend.over_quad`."""
+        return value  # WRONG
+
+
+class FirstAngles(DecodeFmha):
+    """All lanes of a row rotate by the first one's angle."""
+
+    @cute.jit
+    def rotated(self, rope: object, place: Place, first: cutlass.Constexpr, total: Float32, two: list):
+        """See `Attend.rotated`."""
+        a, b = two
+        if place.group == 1 and total != 0.0:
+            cos, sin = (table[place.token, first] for table in rope)  # WRONG: + place.pair
+            a, b = a * cos + b * sin, b * cos - a * sin
+        return a, b
+
+
+FAULTS = {kind.__name__: kind for kind in (NoProxyFence, EveryKeyCounts, OwnSum, FirstAngles)}
+CAUGHT_BY = {
+    "NoProxyFence": "missing_proxy_fence",
+    "EveryKeyCounts": "wrong numbers",
+    "OwnSum": "wrong numbers",
+    "FirstAngles": "wrong numbers",
+}
