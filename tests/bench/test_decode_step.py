@@ -3,6 +3,7 @@
 import csv
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,6 +129,29 @@ def test_a_row_takes_what_is_right_and_nothing_else(name, monkeypatch):
     with pytest.raises(AssertionError):
         row.check(given, out)
     assert row.bytes >= sum(x.nbytes for x in out.values() if name != "indexer_logits")
+
+
+def test_deep_gemm_reads_our_pages(monkeypatch):
+    """Its call over a stand-in of its arithmetic: the layout of pages, queries and lengths that it is given."""
+
+    def score(q, pages, weights, lengths, table, schedule, most, clean_logits):
+        assert schedule == "plan" and not clean_logits and q.shape[1] == 1
+        flat = pages.flatten(1)[table.long()]  # [B, W, bytes]: data of all keys, then their scales
+        size = q.shape[-1]
+        codes = flat[..., : rows.PAGE * size].unflatten(-1, (rows.PAGE, size)).flatten(1, 2).contiguous()
+        scales = flat[..., rows.PAGE * size :].contiguous().view(torch.float32).flatten(1)
+        found = torch.einsum("bhd,bsd->bhs", q[:, 0].double(), codes.view(torch.float8_e4m3fn).double()).relu()
+        assert int(lengths.max()) <= most == found.shape[2] and lengths.shape == (len(q), 1)
+        return ((found * weights[..., None]).sum(1) * scales).float()
+
+    module = SimpleNamespace(get_num_sms=lambda: 132, fp8_paged_mqa_logits=score)
+    module.get_paged_mqa_logits_metadata = lambda lengths, page, sms: "plan"
+    monkeypatch.setattr(rows.peers, "load", lambda name: module)
+    row = MADE["indexer_logits"]()
+    given = harness.inputs(row, "cpu")
+    call, out = row.providers[1].bind(given)
+    call()
+    row.check(given, out)
 
 
 def test_an_op_without_a_kernel_here_is_absent(monkeypatch):

@@ -146,7 +146,7 @@ def _lines(tokens: int, context: int, known: dict[tuple[str, str], Row]) -> list
         fp8("wo_b", layers),
         line(GEMMS, "shared expert fp8", layers, shared, others=parts, peak=FP8),
         *map(attend, (LayerKind.SWA, LayerKind.CSA, LayerKind.HCA)),
-        line(INDEXER, "indexer logits fp8", csa, rows.logits(context, tokens), others=(), peak=FP8),
+        line(INDEXER, "indexer logits fp8", csa, rows.logits(context, tokens), peak=FP8),
         line(INDEXER, "top-k", csa, known["topk", f"Flash k {c.index_topk} L {context // c.csa_rate} {t}"]),
         line(MHC, "mHC post, pre, norm", 2 * layers, mhc, ours=(known["mhc_fp8", f"Flash {t}"],)),
         line(

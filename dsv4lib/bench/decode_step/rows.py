@@ -7,7 +7,7 @@
 | `routed_moe`     | dispatch, `ExpertStack`, combine | none         | fp64, activations as they come   |
 | `shared_expert`  | `Fp8Expert`                      | none         | fp64, activations as they come   |
 | `fmha`           | `fmha`                           | none         | the op's oracle                  |
-| `indexer_logits` | `indexer_logits`, fp8            | none         | the op's oracle                  |
+| `indexer_logits` | `indexer_logits`, fp8            | DeepGEMM     | the op's oracle                  |
 
 An op without a kernel for this GPU is absent by its own words. Weights are random bits without NaN, scales small powers
 of two. Bytes are those of the floors: weights of the experts that random routing is expected to reach, entries and
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4lib.bench.ops import inputs, providers
+from dsv4lib.bench.ops import inputs, peers, providers
 from dsv4lib.bench.ops.case import Absent, Call, Given, Provider, Row
 from dsv4lib.bench.ops.results import OURS
 from dsv4lib.config import FLASH, LayerKind
@@ -364,6 +364,14 @@ def logits(context: int, tokens: int) -> Row:
         run(given, want, "reference")
         _near(out["scores"][:, :length], want["scores"][:, :length].double(), 2.0**-10)
 
+    def deep_gemm(given: Given) -> peers.Bound:
+        module = peers.load("vllm.third_party.deep_gemm")
+        q, keys = given["q"].view(torch.float8_e4m3fn)[:, None], given["keys"].view(-1, PAGE, 1, dim + 4)
+        seen = given["lengths"][:, None]
+        schedule = module.get_paged_mqa_logits_metadata(seen, PAGE, module.get_num_sms())  # once a step, for all layers
+        arguments = q, keys, given["weights"], seen, given["table"], schedule, pages * PAGE
+        return peers.bound(lambda: module.fp8_paged_mqa_logits(*arguments, clean_logits=False), scores=lambda out: out)
+
     ours = providers.in_place(OURS, new, lambda given, out: run(given, out, BACKEND))
     return Row(
         "indexer_logits",
@@ -372,5 +380,5 @@ def logits(context: int, tokens: int) -> Row:
         flops=2 * tokens * heads * length * dim,
         given=given,
         check=check,
-        providers=(_refused_is_absent(ours),),
+        providers=(_refused_is_absent(ours), Provider("DeepGEMM", deep_gemm)),
     )
