@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "check": set(),
     "viz": set(),
     "predict": {"dsl", "ops", "emulator"},
-    "bench": set("formats dsl ops emulator reference check predict".split()),  # what is wrong is not timed
+    "bench": set("formats dsl ops layers emulator reference check predict".split()),  # what is wrong is not timed
     "pages": set("formats reference dsl cache ops layers model loader nano check viz predict bench emulator".split()),
     # bench and emulator are commands of the lab; whatever runs a kernel goes through `backends`
     "lab": set("check viz predict bench emulator pages".split()),

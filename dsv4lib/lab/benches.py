@@ -1,4 +1,4 @@
-"""What `dsv4 bench` prints: the emulator's speed, static models of attention and the MoE, times of ops on a GPU."""
+"""What `dsv4 bench` prints: the emulator's speed, static models of attention and the MoE, times on a GPU."""
 
 from __future__ import annotations
 
@@ -109,6 +109,13 @@ def ops(only: list[str], shape: str, providers: str, ahead: int, seconds: float 
 
     lines = {"providers": providers, "ahead": ahead, "seconds": seconds, "record": record}
     return harness.main(_options(only, shape, **lines))
+
+
+def decode_step(only: list[str], **options: object) -> int:
+    """Time a decode step on this GPU. The exit code of `bench.decode_step.run.main`, whose options these are."""
+    from dsv4lib.bench.decode_step import run
+
+    return run.main(_options(only, "", **options))
 
 
 def count_ops(only: list[str], shape: str, providers: str, record: Path | None) -> int:

@@ -196,16 +196,24 @@ def emulate(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="emulator, fmha, moe, peers or ops")] = "emulator",
+    what: Annotated[str, typer.Argument(help="emulator, fmha, moe, peers, ops or decode_step")] = "emulator",
     op: Annotated[str, typer.Argument(help="peers: of fmha or moe")] = "fmha",
     cutlass: Annotated[Path | None, typer.Option(help="a CUTLASS checkout: also run NVIDIA's examples")] = None,
-    record: Annotated[Path | None, typer.Option(help="write the table to this CSV file; ops: into this folder")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="write the table to this CSV file; ops, decode_step: into this folder")
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="fmha, moe: draw the roofline into this PNG file")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="peers: this kernel, ops: this op (repeatable)")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="peers: this kernel, ops: this op, decode_step: this class (repeatable)")
+    ] = None,
     shape: Annotated[str, typer.Option(help="ops: rows whose shape contains this")] = "",
-    providers: Annotated[str, typer.Option(help="ops: peers whose name contains one of these, with commas")] = "",
-    ahead: Annotated[int, typer.Option(min=0, help="ops: compile first, in so many processes")] = 0,
-    seconds: Annotated[float | None, typer.Option(min=1, help="ops: no row starts later")] = None,
+    providers: Annotated[
+        str, typer.Option(help="ops, decode_step: peers whose name contains one of these (commas)")
+    ] = "",
+    ahead: Annotated[int, typer.Option(min=0, help="ops, decode_step: compile first, in so many processes")] = 0,
+    seconds: Annotated[float | None, typer.Option(min=1, help="ops, decode_step: no row starts later")] = None,
+    batch: Annotated[str, typer.Option(help="decode_step: requests, with commas between them")] = "1,8,32,128",
+    context: Annotated[str, typer.Option(help="decode_step: tokens of each: 4096, 32768, 131072")] = "32768",
     export: Annotated[Path | None, typer.Option(help="ops: pack our kernels into this zip file, time nothing")] = None,
     arch: Annotated[str, typer.Option(help="ops --export: sm_90a, sm_100a or sm_103a")] = "sm_90a",
     counters: Annotated[bool, typer.Option("--counters", help="ops: the GPU's counters (ncu), no times")] = False,
@@ -219,9 +227,12 @@ def bench(
     wrong, 20 without a GPU: rows are listed, nothing is timed). With --counters: bytes of HBM and L2, issue slots and
     stall reasons of ours and of --providers, by Nsight Compute (exit 21 without it). With --export: compile and
     pack our kernels here, for a machine with a GPU and torch but no CuTe DSL (there: unzip it, run what it prints).
+
+    decode_step: where the time of a decode step of Flash is on an H200, op by op and in classes: ours, others' and the
+    floor (exit 1 if one of ours is wrong, 20 without such a GPU). What has no kernel yet says so.
     """
-    if what not in ("emulator", "fmha", "moe", "peers", "ops"):
-        raise ArgumentError("what", what, "emulator, fmha, moe, peers or ops")
+    if what not in ("emulator", "fmha", "moe", "peers", "ops", "decode_step"):
+        raise ArgumentError("what", what, "emulator, fmha, moe, peers, ops or decode_step")
     if op not in ("fmha", "moe"):
         raise ArgumentError("op", op, "fmha or moe")
     if cutlass is not None and not (cutlass / "examples").is_dir():
@@ -236,6 +247,9 @@ def bench(
     if what == "peers":
         view = {"fmha": fmha_peers, "moe": moe_gemm_peers}[op]
         raise typer.Exit(view.command(record, only or []))
+    if what == "decode_step":
+        options = {"batch": batch, "context": context, "providers": providers, "ahead": ahead, "seconds": seconds}
+        raise typer.Exit(benches.decode_step(only or [], **options, record=record))
     if what == "ops" and export is not None:
         raise typer.Exit(benches.export_ops(export, arch, only or [], shape))
     if what == "ops" and counters:

@@ -546,6 +546,7 @@ def test_the_figure_says_every_time(tmp_path):
 
 
 def test_the_recorded_command_names_no_folder_of_the_machine():
+    assert harness.command_line(["--record=/some/where"], Path("/some/where")).endswith("harness --record=DIR")
     found = harness.command_line(["--only", "mhc, topk", "--record", "/a/b/", "--ahead", "8"], Path("/a/b"), None)
     assert found == "python -m dsv4lib.bench.ops.harness --only 'mhc, topk' --record DIR --ahead 8"
 

@@ -238,10 +238,10 @@ def first_calls(rows: Iterable[Row], providers: Sequence[str] = (), device: str 
                 provider.bind(given)[0]()
 
 
-def ahead(processes: int, arguments: Sequence[str]) -> None:
-    """Make the `first_calls` of the rows that ``arguments`` choose, in so many processes at once."""
+def ahead(processes: int, arguments: Sequence[str], module: str = "dsv4lib.bench.ops.harness") -> None:
+    """Make the `first_calls` of the rows that ``arguments`` of ``module`` choose, in so many processes at once."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "dsv4lib.bench.ops.harness", *arguments]
+    command = [sys.executable, "-m", module, *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     running = [subprocess.Popen([*command, "--part", f"{i}/{processes}"], **quiet) for i in range(processes)]
     for process in running:
@@ -282,10 +282,14 @@ def listed(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def command_line(arguments: Sequence[str], *folders: Path | None) -> str:
+def command_line(arguments: Sequence[str], *folders: Path | None, module: str = "dsv4lib.bench.ops.harness") -> str:
     """Return the command as it is recorded. Paths of its ``folders`` are left out: no time depends on them."""
-    words = ["DIR" if Path(word) in folders else shlex.quote(word) for word in arguments]
-    return " ".join(["python -m dsv4lib.bench.ops.harness", *words])
+
+    def shown(word: str) -> str:
+        option, equals, value = word.rpartition("=")
+        return f"{option}{equals}DIR" if Path(value) in folders else shlex.quote(word)
+
+    return " ".join([f"python -m {module}", *map(shown, arguments)])
 
 
 def facts(command: str) -> dict[str, str]:
