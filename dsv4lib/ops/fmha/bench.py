@@ -1,7 +1,7 @@
 """Rows of `fmha` on a Hopper: decode steps of DSV4 over 584-byte entries, window and entries by index as the model has.
 
 given: q bf16 [T, H, 512]; pages uint8 [P, bytes] of 64 entries, of window and of compressed entries alike; window int32
-[T, 128] and index int32 [T, K], rows of them, or None; sink fp32 [H]. Output: o bf16 [T, H, 512].
+[T, 128] and index int32 [T, K], rows of them, or None, with counts int32 [T]; sink fp32 [H]. Output: o bf16 [T, H, 512].
 
 Bytes: an entry for every key of every token, Q and O once.
 """
@@ -82,7 +82,9 @@ def given_of(one: Shape, tokens: int, generator: torch.Generator) -> Given:
         "q": torch.randn(tokens, one.heads, kv_entry.HEAD_DIM, generator=generator, device=device).bfloat16(),
         "pages": pages,
         "window": picks[:, : one.window].contiguous(),
+        "window_count": torch.full((tokens,), one.window, dtype=torch.int32, device=device),
         "index": picks[:, one.window :].contiguous() if one.entries else None,
+        "count": torch.full((tokens,), one.entries, dtype=torch.int32, device=device),
         "sink": torch.randn(one.heads, generator=generator, device=device),
     }
 
@@ -94,8 +96,9 @@ def new(given: Given) -> dict[str, Tensor]:
 
 def _ours(given: Given, out: Mapping[str, Tensor]) -> None:
     pool, index = Fp8Pages(given["pages"], PAGE), given["index"]
-    entries = None if index is None else Selected(pool, index)
-    fmha(given["q"], entries, Selected(pool, given["window"]), sink=given["sink"], o=out["o"], backend="native")
+    entries = None if index is None else Selected(pool, index, given["count"])
+    window = Selected(pool, given["window"], given["window_count"])
+    fmha(given["q"], entries, window, sink=given["sink"], o=out["o"], backend="native")
 
 
 def check(given: Given, out: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ has compiled and loaded its kernels. `torch.compile` passes it whole.
 Padded rows: a token with counts 0 or negative, or with a negative request in a `Ring`, has no keys. Nothing of
 its lists, of a pool or of its q reaches a number: o is 0 and lse is -inf. A padded group has 0 tokens or fewer.
 
-A Hopper has another kernel, of 584-byte entries alone (`sm90.op`). On Blackwell:
+A Hopper has another kernel, of 584-byte entries alone (`sm90.launch`). On Blackwell:
 
 One kernel launch, `Fmha`. Where few tokens leave SMs idle, two CTAs share the dimensions of O, and the keys are split.
 `Combine` adds the splits up in a fixed order (`ops.common.splits`). Above 64 heads, and for ``groups``, two CTAs share
@@ -44,7 +44,7 @@ from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.fmha import arguments
 from dsv4lib.ops.fmha.combine import AT_ONCE, Combine, loads_at_once
 from dsv4lib.ops.fmha.config import HEAD_DIMS, TILE_M, TILE_N, count_tiles
-from dsv4lib.ops.fmha.sm90 import op as hopper
+from dsv4lib.ops.fmha.sm90 import launch as hopper
 from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.ops.fmha.sources import Fp8Pages as Fp8Pages  # for callers, as the others
 from dsv4lib.ops.fmha.sources import Gathered, Keys, Ring, Rows, Selected, entries_of, window_of

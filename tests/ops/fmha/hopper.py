@@ -19,7 +19,7 @@ PLAIN = {"entries": "index", "window": True, "window_index": False, "sink": True
 
 
 def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False, splits: int = 1, **device):
-    """An `Outcome`; of several splits its output and LSE are theirs, [splits, ..], and not judged."""
+    """An `Outcome`; of several splits what they add up to is judged."""
     options = PLAIN | options
     if kind is DecodeFmha:
         made = kernel, code = built(kind, fake_args, ARCH, **options)
@@ -31,13 +31,14 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
     entries = window = None
     if kernel.entries != "none":
         by_index = kernel.entries == "index"
-        entries = KeyRows(there.pool_pages, there.index if by_index else None, None if by_index else there.first, there.count)
+        place = (there.index, None) if by_index else (None, there.first)
+        entries = KeyRows(there.pool_pages, *place, there.count)
     if kernel.window:
-        listed = None
+        place = None, there.window_first
         if kernel.window_index:
-            place = torch.arange(int(one.window_count.max()), device=there.q.device)
-            listed = (there.window_first[:, None] + place).int().contiguous()
-        window = KeyRows(there.span_pages, listed, None if kernel.window_index else there.window_first, there.window_count)
+            numbers = torch.arange(int(one.window_count.max()), device=there.q.device)
+            place = (there.window_first[:, None] + numbers).int().contiguous(), None
+        window = KeyRows(there.span_pages, *place, there.window_count)
     sink = there.sink if kernel.sink else None
     rope = (there.cos, there.sin) if kernel.inverse_rope else None
     args = launch_args(kernel, there.q, entries, window, sink, rope, o, lse, one.scale, splits)
@@ -56,9 +57,8 @@ def run(options: dict, one: Case, kind: type = DecodeFmha, native: bool = False,
     if kernel.partial:
         o, lse = o.cpu(), lse.cpu()
         weights = torch.softmax(lse.double().nan_to_num(neginf=-1e30), 0)[..., None]
-        whole = (o.double() * weights).sum(0), torch.logsumexp(lse.double(), 0)
-        outcome = judge(made, gpu, error, (whole[0].to(one.q.dtype), whole[1].float()), peer, truth, (one,), score_size(one))
-        return outcome
+        whole = (o.double() * weights).sum(0).to(one.q.dtype), torch.logsumexp(lse.double(), 0).float()
+        return judge(made, gpu, error, whole, peer, truth, (one,), score_size(one))
     outcome = judge(made, gpu, error, (o, lse), peer, truth, (one,), score_size(one))
     outcome.guards_written = guards_written(o, lse)
     return outcome

@@ -7,12 +7,12 @@ import torch
 
 from dsv4lib import backends
 from dsv4lib.errors import ArgumentError, ConfigError
-from dsv4lib.ops.fmha.op import Fp8Pages, Rows, Selected, fmha
 from dsv4lib.ops.fmha.inputs import case, decode_case, paged, prefill_case
+from dsv4lib.ops.fmha.op import Fp8Pages, Rows, Selected, fmha
 from dsv4lib.ops.fmha.sm90.arguments import fake_args
 from dsv4lib.ops.fmha.sm90.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
-from dsv4lib.ops.fmha.sm90.op import choose_splits
+from dsv4lib.ops.fmha.sm90.launch import choose_splits
 from dsv4lib.pages.fmha.run_case import bits
 from tests.budget import built, small
 from tests.cases import cases

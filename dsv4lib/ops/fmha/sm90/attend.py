@@ -4,8 +4,9 @@ Both math warpgroups weigh all 64 keys of a tile for all 64 heads; warpgroup w m
 255 of them. So they share no number: while one waits for its MMAs the other works out its P. The tile is the B operand
 of both products, in Q K^T with the dimensions as K, in P V with its rows as K (`wgmma.rows_of_k`).
 
-Fragments. A thread's S and O are rows g and g + 8 of its warp's 16 heads, columns 8 i + 2 t and the next (lane 4 g + t):
-value 4 i + 2 j + l is row g + 8 j, column 8 i + 2 t + l. P has the same places, so S becomes the A operand as it is.
+Fragments. A thread's S and O are rows g and g + 8 of its warp's 16 heads, columns 8 i + 2 t and the next (lane
+4 g + t): value 4 i + 2 j + l is row g + 8 j, column 8 i + 2 t + l. P has the same places, so S becomes the A operand
+as it is.
 
 The row_max follows the maximum only when that grew by more than 2^4; see `ops.fmha.sm100`.
 """
@@ -168,9 +169,7 @@ class Attend(Keys):
             for i in (2 * step, 2 * step + 1):
                 a += [packed(rP[4 * i + 2 * j], rP[4 * i + 2 * j + 1]) for j in range(ROWS)]
         wgmma.fence()
-        sums = wgmma.accumulate(
-            [rO[c] for c in range(DIMS // 2)], a, wgmma.rows_of_k(values, CHUNK_BYTES), PV_STEPS
-        )
+        sums = wgmma.accumulate([rO[c] for c in range(DIMS // 2)], a, wgmma.rows_of_k(values, CHUNK_BYTES), PV_STEPS)
         wgmma.commit()
         sums = wgmma.wait_for(sums)
         for c in range(DIMS // 2):

@@ -14,7 +14,7 @@ Tile picture (`budget` computes the numbers)
 Roles (3 warpgroups, 384 threads)
 
     warps 0-7    math       Q once; a tile: Q K^T, softmax, P V with 256 of the dimensions (`attend`)
-    warps 8-11   producer   16 keys each: the loads of the next tile go out before the stage of this one is free (`keys`)
+    warps 8-11   producer   16 keys each; loads of the next tile go out before this one's stage is free (`keys`)
 
 Pipeline   producer -> math, 2 stages
 
