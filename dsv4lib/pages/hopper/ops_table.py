@@ -42,6 +42,9 @@ EXTRACT = (
     ("linear", "Flash wq_a+wkv T 1"),
     ("linear", "Flash wo_b T 1"),
     ("linear", "Flash wo_b T 128"),
+    ("fmha", "Flash CSA T 1"),
+    ("fmha", "Flash CSA T 128"),
+    ("fmha", "Pro CSA T 128"),
     ("mhc", "Flash T 1"),
     ("mhc", "Flash T 4096"),
 )
@@ -66,9 +69,9 @@ HEADER = (
     "limit",
     "tried",
 )
-# Not in the figure: a chain, ops that DSV4 lacks, ops that no peer was timed for, and linears, 56 rows for a page of
-# their own (data/bench/linear.md).
-UNDRAWN = "layer_chain", "add_rmsnorm", "mhc_fp8", "moe_gemm", "linear"
+# Not in the figure: a chain, ops that DSV4 lacks, ops that no peer was timed for, and linears (56 rows, a page of
+# their own: data/bench/linear.md) and attention (20 rows, in the table): with them the picture takes over 1 MiB.
+UNDRAWN = "layer_chain", "add_rmsnorm", "mhc_fp8", "moe_gemm", "linear", "fmha"
 COUNTED = (
     "op",
     "shape",
