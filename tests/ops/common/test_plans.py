@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from dsv4lib.bench.ops import harness, host
 from dsv4lib.dsl.tensors import DeviceTensor, leaf_bytes, leaves
 from dsv4lib.errors import ArgumentError
+from dsv4lib.formats import kv_entry
 from dsv4lib.ops.common import native, plans, replay, schema
 from dsv4lib.ops.common.overlap import Overlaps, meet, span
 from dsv4lib.ops.common.requests import plan as requests_of
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Weights, compressor
-from dsv4lib.ops.fmha.op import Selected, fmha
+from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
 from dsv4lib.ops.moe_combine.op import moe_combine
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
 from dsv4lib.ops.topk.op import topk
@@ -302,7 +303,8 @@ def test_a_warm_call_is_a_few_python_calls(op, shape):
 
 def test_attention_and_memory_for_parts(launches):
     """Two launches over memory that is another at every call."""
-    q, pool = torch.zeros(1, 64, 512, dtype=torch.bfloat16), torch.zeros(640, 512, dtype=torch.bfloat16)
+    q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
+    pool = Fp8Pages(kv_entry.LAYOUT.allocate(10, 64), 64)
     index, count = torch.zeros(1, 640, dtype=torch.int32), torch.full((1,), 640, dtype=torch.int32)
     o, lse = torch.empty_like(q), torch.empty(1, 64)
 
@@ -310,7 +312,7 @@ def test_attention_and_memory_for_parts(launches):
         fmha(q, Selected(pool, index, count), o=o, lse=lse, splits=4, backend="native")
 
     first, second, warm = (launches.of(call) for _ in range(3))
-    assert [name.partition("(")[0] for name, _ in warm] == ["Fmha", "Combine"]
+    assert [name.partition("(")[0] for name, _ in warm] == ["DecodeFmha", "Combine"]
     for have, want in zip(warm, first, strict=True):
         assert [len(x) for x in have[1]] == [len(x) for x in want[1]]
         assert [x[8:] for x in have[1]] == [x[8:] for x in want[1]]
