@@ -29,8 +29,8 @@ def steps(adapter, count):
         adapter.manager.commit(step)
 
 
-def filled_behind_a_busy_device():
-    """Tables of `STEPS` steps, each as kernels queued behind a busy device read them; seconds that the host took."""
+def filled_while_the_device_is_busy():
+    """Tables of `STEPS` steps, each as kernels queued on a busy device read them; seconds that the host took."""
     adapter = caches.paged()
     made = Tables(adapter.manager, 2, 16, 32, device="cuda")
     torch.cuda.synchronize()
@@ -56,14 +56,14 @@ def expected():
 
 
 def test_a_busy_device_reads_each_steps_own_tables_and_the_host_does_not_wait():
-    seen, taken, busy = filled_behind_a_busy_device()
+    seen, taken, busy = filled_while_the_device_is_busy()
     assert busy, f"the host waited for the device ({taken:.3f} s)"
     assert all(torch.equal(a, b) for a, b in zip(seen, expected(), strict=True))
 
 
 def test_one_staging_buffer_is_found():
     with inject("one_staging_buffer"):
-        seen, _, busy = filled_behind_a_busy_device()
+        seen, _, busy = filled_while_the_device_is_busy()
     assert busy and not all(torch.equal(a, b) for a, b in zip(seen, expected(), strict=True))
 
 
