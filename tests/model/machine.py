@@ -70,7 +70,7 @@ class Watched(Scheduler):
         self.alone, self.fails, self.pattern = alone, False, 0
         self.running_state = any(g.running for g in caches.groups.values())
         self.ended: dict[Hashable, list[int]] = {}  # requests that are over, and not yet compared
-        self.drawn: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
+        self.drawn: dict[Hashable, list[tuple[list[int], torch.Tensor]]] = {}  # tokens so far, logits of the next one
         self.given: dict[Hashable, list[int]] = {}
         self.reached: set[tuple[int, ...]] = set()  # beginnings of which a later prompt must hit a point
         self.steps = self.compared = 0
@@ -116,8 +116,9 @@ class Watched(Scheduler):
 
     def _of(self, part: Any, logits: torch.Tensor) -> list[int]:
         found = super()._of(part, logits)
-        rows = zip(range(part.known - 1, part.known - 1 + len(found)), logits, strict=False)
-        self.drawn[part.request.id] += [(position, row.clone()) for position, row in rows]
+        tokens = [*part.request.tokens[: part.known], *found]
+        rows = enumerate(logits[: len(found)], part.known)
+        self.drawn[part.request.id] += [(tokens[:count], row.clone()) for count, row in rows]
         return found
 
     def _guess(self, batch: Any, drawn: list[list[int]], *given: Any) -> None:
@@ -157,15 +158,21 @@ class Watched(Scheduler):
         self.running.append(new)
 
     def compare(self, name: Hashable, sequence: list[int]) -> None:
-        """Compare a request that has ended, bit by bit."""
+        """Compare a request that has ended, bit by bit.
+
+        A step that failed may have drawn other tokens than the one after it, which had other drafts: its logits are
+        compared with those of its own tokens.
+        """
         drawn, given = self.drawn.pop(name), self.given.pop(name)
         least = min(len(given), len(sequence))
         assert given[:least] == sequence[:least] and len(given) >= len(sequence), f"{name} was given other tokens"
-        want = self.alone.logits(sequence) if drawn else None
-        for position, row in drawn:
+        whole = self.alone.logits(sequence) if drawn else None
+        for tokens, row in drawn:
             self.compared += 1
-            if not torch.equal(row, want[position]):
-                self.differing.append((name, position, float((row - want[position]).abs().max())))
+            position = len(tokens) - 1
+            want = whole[position] if tokens == sequence[: len(tokens)] else self.alone.logits(tokens)[-1]
+            if not torch.equal(row, want):
+                self.differing.append((name, position, float((row - want).abs().max())))
 
     def check(self) -> None:
         """Check accounts, and that nothing has differed; with a running state nothing before its first entry."""
