@@ -90,7 +90,7 @@ def test_forks_have_the_bits_of_requests_alone(serve):
 @pytest.mark.full
 @pytest.mark.slow
 def test_thousands_of_steps_have_the_bits_of_requests_alone(serve):
-    found = run_machine(serve, runs=150, calls=40)
+    found = run_machine(serve, runs=60, calls=40)
     print(found)
     assert found.steps > 2000 and found.hits > 50
 
