@@ -9,9 +9,8 @@ Layers of one input are concatenated to one GEMM.
 | FP8 128x128, other K             | bf16      | bf16      | bf16: codes times a power of two are bf16 numbers     |
 
 Mode mxfp8 has an image of scales for 1 x 32, so those of weights must be powers of two (else: bf16). Mode fp8_block has
-scales as they are stored, of 128 x 128, and row-major ones of activations. Mode bf16 has no kernel of Hopper: the op
-refuses it there. FP8 activations are written by the launch that makes them (mHC, `normed`) where there is one, else by
-`quantize`.
+scales as they are stored, of 128 x 128, and row-major ones of activations. FP8 activations are written by the launch
+that makes them (mHC, `normed`) where there is one, else by `quantize`.
 
 Source: DSV4's released code; the op is `dsv4lib.ops.linear`.
 """

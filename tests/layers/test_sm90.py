@@ -112,10 +112,23 @@ def test_an_swa_layer(listed, monkeypatch):
 
 
 @torch.no_grad()
-def test_what_has_no_kernel_is_named(listed):
-    """The head's bf16 GEMM, here; a Blackwell's FP8 one on an emulated Hopper."""
+def test_bf16_weights(listed):
+    """The head, and joined weights; a group of heads. Numbers of fp64 rounded once."""
     model = transformer(listed, backend="emulator", arch=ARCH)
+    weights, x = [torch.randn(40, 264), torch.randn(72, 264)], inputs(5, 264)
+    layer, grouped = Dense(weights, backend="emulator", arch=ARCH), torch.randn(2 * 72, 264)
+    groups = GroupedDense(grouped, 2, backend="emulator", arch=ARCH)
+    with backends.emulating(ARCH):
+        logits, found, both = model.head(inputs(3, SWA.hidden)), layer(x), groups(Operand(x.repeat(1, 2)))
+    truth = [x.double() @ w.bfloat16().double().T for w in (*weights, grouped)]
+    for one, want in zip([*found, both], truth, strict=True):
+        assert torch.allclose(one.double(), want, rtol=2**-8, atol=2**-12 * float(want.abs().max()))
+    assert logits[0].isfinite().all()
+
+
+@torch.no_grad()
+def test_what_has_no_kernel_is_named():
+    """A Blackwell's FP8 GEMM on an emulated Hopper."""
     blackwell = Dense([weight(40, 256, 1)], backend="emulator", arch="sm_100a")
-    for call in (lambda: model.head(inputs(1, 256)), lambda: blackwell(inputs(1, 256))):
-        with backends.emulating(ARCH), pytest.raises(BackendUnavailable, match="op linear: .*sm_90a.*sm_100a"):
-            call()
+    with backends.emulating(ARCH), pytest.raises(BackendUnavailable, match="op linear: .*sm_90a.*sm_100a"):
+        blackwell(inputs(1, 256))

@@ -6,8 +6,8 @@
 `linear` makes outputs and calls `torch.ops.dsv4.linear`, one launch that writes them in place. It reads no value of a
 tensor and waits for nothing: it can be captured in a CUDA graph after a first call (or `warm_up`).
 
-Mode "fp8_block" is a Hopper's (`sm90`), the others are Blackwell's. FP8 weights of a checkpoint: there mode "fp8_block"
-with scales as they are stored, here mode "mxfp8" with those of `mxfp8_of`.
+Mode "fp8_block" is a Hopper's (`sm90`), "bf16" is both's, the others are Blackwell's. FP8 weights of a checkpoint:
+there mode "fp8_block" with scales as they are stored, here mode "mxfp8" with those of `mxfp8_of`.
 
 Source: DSV4's released code; the oracle is `dsv4lib.reference.linear`, the kernels `dsv4lib.ops.linear.sm100` and
 `dsv4lib.ops.linear.sm90.kernel`.
@@ -60,7 +60,8 @@ def linear(
         w: [N, K] or [G, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8", "bf16"; or "fp8_block": E4M3 with scales of 128 of K, E8M0
             bytes or fp32: of x [.., T, K / 128], of w [.., N / 128, K / 128], rounded up, not swizzled. K is a multiple
-            of 16, N is any. It takes no alpha and no swiglu. See `mxfp8_of` for such operands in mode "mxfp8".
+            of 16, N is any. It takes no alpha and no swiglu, nor does "bf16" on a Hopper (there K is a multiple of 8,
+            N is any). See `mxfp8_of` for such operands in mode "mxfp8".
         alpha: fp32 [G] (G = 1 for one), product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of
             up.
         out_format: "bf16", "fp32" (all of "fp8_block"), or with ``swiglu`` "nvfp4" or "mxfp8".
@@ -77,9 +78,9 @@ def linear(
         BackendUnavailable: see `backends.resolve`; also where the GPU is of an architecture that lacks the mode.
     """
     x, w, out = Operand(*x), Operand(*w), None if out is None else Operand(*out)
-    if mode == hopper.MODE:
+    if hopper.here(mode, backend):
         unwanted = {"alpha": alpha, "alpha_up": alpha_up, "swiglu": swiglu, "out_global": out_global}
-        return hopper.linear_fp8(x, w, unwanted, out_format, out, backend)
+        return hopper.linear_hopper(x, w, mode, unwanted, out_format, out, backend)
     if mode not in MODES:
         raise ArgumentError("mode", mode, f"one of {', '.join(MODES)}, {hopper.MODE}")
     moe_gemm.check_formats(mode, out_format)

@@ -54,24 +54,26 @@ def output_proj(
     if out is None:
         width = w.codes.shape[0] * w.codes.shape[1]
         out = torch.empty(o.codes.shape[0], width, dtype=torch.bfloat16, device=o.codes.device)
-    if mode == hopper.MODE:
-        _side_by_side_fp8(o, w, out, backend)
+    if hopper.here(mode, backend):
+        _on_a_hopper(o, w, mode, out, backend)
     else:
         Call.op(*o, *w, out, mode, backend)
     return out
 
 
-def _side_by_side_fp8(o: Operand, w: Operand, out: Tensor, backend: str) -> None:
+def _on_a_hopper(o: Operand, w: Operand, mode: str, out: Tensor, backend: str) -> None:
     """Make groups a dimension of views, also of the scales, which lie beside each other as the heads do."""
     groups, rows, k = w.codes.shape
     scales = o.scales if o.scales is None or o.scales.dim() == 2 else o.scales.flatten(1)
-    if scales is None or scales.shape != (o.codes.shape[0], groups * k // hopper.BLOCK) or k % hopper.BLOCK:
+    if mode == hopper.MODE and (
+        scales is None or scales.shape != (o.codes.shape[0], groups * k // hopper.BLOCK) or k % hopper.BLOCK
+    ):
         found = None if o.scales is None else tuple(o.scales.shape)
         raise ArgumentError("o.scales", found, f"a scale for {hopper.BLOCK} of the {groups * k} columns of every row")
     if tuple(out.shape) != (o.codes.shape[0], groups * rows):
         raise ArgumentError("out.shape", tuple(out.shape), (o.codes.shape[0], groups * rows))
-    x, scales, u = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (o.codes, scales, out))
-    linear.linear((x, scales), w, mode=hopper.MODE, out=(u, None), backend=backend)
+    x, scales, u = (None if t is None else t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (o.codes, scales, out))
+    linear.linear((x, scales), w, mode=mode, out=(u, None), backend=backend)
 
 
 def _side_by_side(codes: Tensor) -> Tensor:

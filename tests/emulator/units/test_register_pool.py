@@ -47,9 +47,7 @@ def test_what_the_launch_gave_can_be_had(counts, schedule):
 @pytest.mark.parametrize("counts", [(-32, 240, 240), (224, 224, -80), (176, -168, -168)])
 def test_more_never_comes(counts, schedule):
     """512 of an SM's registers a lane are asked for; 504 were given: so a GPU hangs, too."""
-    with pytest.raises(
-        Deadlock, match=r"setmaxnreg.inc \d+: \d+ more wanted; the launch gave 168 a thread"
-    ):
+    with pytest.raises(Deadlock, match=r"setmaxnreg.inc \d+: \d+ more wanted; the launch gave 168 a thread"):
         run(counts, settings=Settings(schedule=schedule))
 
 

@@ -1,4 +1,4 @@
-"""Run the Hopper kernel of FP8 linears in the emulator, or on a GPU, and compare with fp64 of its operands."""
+"""Run the Hopper kernel of linears in the emulator, or on a GPU, and compare with fp64 of its operands."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,9 @@ from dsv4lib.emulator.driver.host import launch
 from dsv4lib.emulator.errors import EmulatorError
 from dsv4lib.formats import fp8_block
 from dsv4lib.ops.linear.sm90.arguments import fake_args, launch_args
-from dsv4lib.ops.linear.sm90.kernel import LinearFp8
+from dsv4lib.ops.linear.sm90.kernel import HopperLinear
 from dsv4lib.ops.linear.sm90.op import Grouped
-from dsv4lib.reference.linear import linear_fp8
+from dsv4lib.reference.linear import linear, linear_fp8
 from tests.budget import built
 
 BOUND = 2.0**-12  # RMS of a token beside its size: 13 bits below the largest product, of some hundred
@@ -49,6 +49,27 @@ def case(groups, tokens, features, k, seed=0, scales="e8m0") -> Case:
 
 
 @dataclass
+class Plain:
+    """bf16 operands with a dimension of groups."""
+
+    x: torch.Tensor
+    w: torch.Tensor
+
+    def truth(self) -> torch.Tensor:
+        return linear(self.x.double(), self.w.double())
+
+
+def plain(groups, tokens, features, k, seed=0) -> Plain:
+    """Normals in bf16; tokens, features and columns of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    x, w = (torch.randn(groups, rows, k, generator=generator) for rows in (tokens, features))
+    sizes = torch.logspace(-2, 2, k)[torch.randperm(k, generator=generator)]
+    x *= sizes * torch.logspace(-1, 1, tokens)[torch.randperm(tokens, generator=generator), None]
+    w *= torch.logspace(-1, 1, features)[torch.randperm(features, generator=generator), None] / sizes
+    return Plain(x.bfloat16(), w.bfloat16())
+
+
+@dataclass
 class Outcome:
     """What a run says: the worst token's error, stray elements, reports, what stopped it."""
 
@@ -69,22 +90,22 @@ class Outcome:
         return found if self.error <= self.bound else found | {"wrong numbers"}
 
 
-def run(options, made, kind=LinearFp8, grid=2, native=False, **device) -> Outcome:
+def run(options, made, kind=HopperLinear, grid=2, native=False, **device) -> Outcome:
     """Run the kernel or a variant of it; the output lies in a larger tensor of `SENTINEL`."""
-    if kind is LinearFp8:
+    if kind is HopperLinear:
         kernel, code = built(kind, fake_args, "sm_90a", **options)
     else:
         kernel = kind(**options)
         code = compile_for(kernel, fake_args(kernel), "sm_90a")
-    groups, tokens, _ = made.x.codes.shape
-    features = made.w.codes.shape[1]
+    x, w = ((t.codes, t.scales) if kernel.scaled else (t, None) for t in (made.x, made.w))
+    (groups, tokens, _), features = x[0].shape, w[0].shape[1]
     dtype = torch.float32 if kernel.out == "fp32" else torch.bfloat16
     room = torch.full((groups, tokens + SPARE, features + SPARE), SENTINEL, dtype=dtype)
     found = Outcome(room[:, :tokens, :features], code, bound=BOUND + (BF16 if kernel.out == "bf16" else 0))
-    given = [made.x.codes, made.x.scales, made.w.codes, made.w.scales, room]
+    given = [*x, *w, room]
     if native:
-        given = [t.cuda() for t in given]
-    call = Grouped(*given[:4], given[4][:, :tokens, :features])
+        given = [None if t is None else t.cuda() for t in given]
+    call = Grouped(*given[:4], given[4][:, :tokens, :features]).bytes()
     if native:
         backends.launch("native", code, *launch_args(kernel, call, grid))
         room.copy_(given[4])

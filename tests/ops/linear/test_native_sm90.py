@@ -1,4 +1,4 @@
-"""FP8 linears on a Hopper: fp64, the same bits in every launch, the emulator's numbers, the model's shapes."""
+"""Linears on a Hopper: fp64, the same bits in every launch, the emulator's numbers, the model's shapes."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from dsv4lib import backends
 from dsv4lib.config import FLASH
 from dsv4lib.ops.linear import bench
 from dsv4lib.ops.linear.op import linear
-from tests.ops.linear.hopper import case, run
-from tests.ops.linear.test_sm90 import RUNS
+from tests.ops.linear.hopper import run
+from tests.ops.linear.test_sm90 import BF16, RUNS, made_for
 
 NATIVE = backends.status("native", "sm_90a")
 pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=NATIVE.reason)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.sm90, pytest.mark.skipif(not NATIVE.available, reason=
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     options, sizes, grid = RUNS[name]
-    made, outputs = case(*sizes), set()
+    made, outputs = made_for(options, sizes), set()
     for ctas in (grid, 8 * grid, grid):
         outcome = run(options, made, grid=ctas, native=True)
         assert outcome.findings() == set(), (outcome.findings(), outcome.error)
@@ -25,9 +25,10 @@ def test_numbers(name):
     assert len(outputs) == 1
 
 
-def test_native_and_emulator_agree():
-    options = {"out": "fp32", "split": 2}
-    made = case(1, 7, 200, 1040)
+@pytest.mark.parametrize("options", [{}, BF16], ids=["e4m3", "bf16"])
+def test_native_and_emulator_agree(options):
+    made = made_for(options, (1, 7, 200, 1040))
+    options = {"out": "fp32", "split": 2} | options
     found = [run(options, made, native=native).out.clone() for native in (False, True)]
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
 

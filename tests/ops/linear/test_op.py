@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4lib import backends
 from dsv4lib.config import FLASH
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.formats import e4m3, fp8_block, mxfp4, nvfp4, scale_swizzle
@@ -205,6 +206,37 @@ def test_fp8_block(groups, sizes):
     assert torch.equal(linear(*typed, mode="fp8_block", out_format="fp32", backend="emulator").codes, y)
 
 
+@pytest.mark.parametrize(("groups", "sizes"), [((), (1, 200, 264)), ((), (70, 75, 200)), ((3,), (9, 136, 72))], ids=str)
+def test_bf16_on_a_hopper(groups, sizes):
+    """Emulated kernel and oracle, alone and in groups; rows that are parts of longer ones."""
+    tokens, features, k = sizes
+    (x, a), (w, b) = operand((*groups, tokens, k + 8), "bf16", 1), operand((*groups, features, k), "bf16", 2)
+    x, want = Operand(x.codes[..., :k]), exact(a[..., :k], b)
+    with backends.emulating("sm_90a"):
+        assert torch.equal(linear(x, w, mode="bf16", backend="reference").codes, want.bfloat16())
+        y = linear(x, w, mode="bf16", out_format="fp32", backend="emulator").codes
+        u = linear(x, w, mode="bf16", backend="emulator").codes
+    assert y.shape == want.shape and off(y, want) < 1e-6 and torch.equal(u, y.bfloat16())
+
+
+def test_bf16_on_a_hopper_that_is_refused():
+    (x, _), (w, _) = operand((5, 72), "bf16", 1), operand((16, 72), "bf16", 2)
+    good = {"mode": "bf16", "backend": "reference"}
+    for name, call in (
+        ("alpha", lambda: linear(x, w, alpha=torch.ones(1), **good)),
+        ("swiglu", lambda: linear(x, w, swiglu=True, **good)),
+        ("out_format", lambda: linear(x, w, out_format="nvfp4", **good)),
+        ("x.scales", lambda: linear((x.codes, torch.ones(5, 1)), w, **good)),
+        ("K", lambda: linear(Operand(x.codes[:, :70]), Operand(w.codes[:, :70]), **good)),
+        ("w", lambda: linear(x, Operand(w.codes.float()), **good)),
+        ("w.shape", lambda: linear(x, Operand(w.codes[:, :64]), **good)),
+        ("x.stride", lambda: linear(Operand(x.codes.T.contiguous().T), w, **good)),
+    ):
+        with backends.emulating("sm_90a"), pytest.raises(ArgumentError) as caught:
+            call()
+        assert caught.value.name == name, caught.value
+
+
 def test_fp8_block_of_no_tokens():
     x, w, _ = fp8_operands((), 0, 72, 144)
     for backend in ("emulator", "reference"):
@@ -236,6 +268,16 @@ def test_output_projection_fp8_block(heads):
         u = output_proj((o, scales), w, mode="fp8_block", out=out[:, : groups * r], backend=backend)
         flat = want.transpose(0, 1).flatten(1)
         assert (out[:, groups * r :] == 7).all() and off(u, flat) <= 1.01 * off(flat.bfloat16(), flat)
+
+
+def test_output_projection_bf16_on_a_hopper():
+    groups, k, r, tokens = 3, 72, 80, 5
+    (o, a), (w, b) = operand((tokens, groups * k), "bf16", 1), operand((groups, r, k), "bf16", 2)
+    want = exact(a.unflatten(1, (groups, k)).transpose(0, 1), b).transpose(0, 1).flatten(1)
+    for backend in ("emulator", "reference"):
+        with backends.emulating("sm_90a"):
+            u = output_proj(o, w, backend=backend)
+        assert off(u, want) <= 1.01 * off(want.bfloat16(), want)
 
 
 def test_fp8_block_that_is_refused():

@@ -1,4 +1,4 @@
-"""The Hopper kernel of FP8 linears: numbers, ragged sizes, clusters, schedules, budgets, faults, what is refused."""
+"""The Hopper kernel of linears: numbers, ragged sizes, clusters, schedules, budgets, faults, what is refused."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from dsv4lib.ops.linear import bench
 from dsv4lib.ops.linear.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.linear.sm90.config import SPLITS, STEPS_K, TILES_N, plan
 from dsv4lib.ops.linear.sm90.faults import CAUGHT_BY, FAULTS
-from dsv4lib.ops.linear.sm90.kernel import LinearFp8
+from dsv4lib.ops.linear.sm90.kernel import HopperLinear
 from dsv4lib.ops.linear.sm90.op import Grouped
 from tests.budget import built, small
-from tests.ops.linear.hopper import Case, case, run
+from tests.ops.linear.hopper import Case, Plain, case, plain, run
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 RUNS = {  # options, (groups, tokens, N, K), CTAs
@@ -29,14 +29,27 @@ RUNS = {  # options, (groups, tokens, N, K), CTAs
     "eight CTAs": ({"split": 8, "groups_m": 2, "out": "fp32"}, (1, 6, 200, 2064), 8),
     "eight CTAs, four warps": ({"split": 8, "step_k": 128, "out": "fp32"}, (1, 8, 136, 1152), 8),
 }
+BF16 = {"operands": "bf16"}
+RUNS |= {
+    "bf16, one token": ({"out": "fp32"} | BF16, (1, 1, 200, 264), 3),
+    "bf16, 7 tokens, ragged": (BF16, (1, 7, 75, 520), 2),
+    "bf16, 9 tokens in two tiles, 3 groups": ({"out": "fp32", "step_k": 128} | BF16, (3, 9, 72, 200), 4),
+    "bf16, 13 tokens, long steps": ({"tile_n": 16, "step_k": 512, "out": "fp32"} | BF16, (1, 13, 130, 1096), 1),
+    "bf16, four CTAs a cluster": ({"tile_n": 32, "split": 4, "out": "fp32"} | BF16, (2, 31, 100, 520), 4),
+    "bf16, 128 tokens in two tiles": ({"tile_n": 64, "groups_m": 2, "split": 2} | BF16, (1, 128, 200, 264), 2),
+}
+
+
+def made_for(options, sizes):
+    return (plain if options.get("operands") == "bf16" else case)(*sizes)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_numbers(name):
     """Against fp64 of the operands; no report, nothing else written, nothing spilled, sizes as budgeted."""
     options, sizes, grid = RUNS[name]
-    kernel = LinearFp8(**options)
-    outcome = run(options, case(*sizes), grid=grid)
+    kernel = HopperLinear(**options)
+    outcome = run(options, made_for(options, sizes), grid=grid)
     assert outcome.findings() == set(), (outcome.findings(), outcome.error)
     done = outcome.compiled
     assert (done.local_bytes, done.spills) == (0, 0)
@@ -59,8 +72,9 @@ def test_fp32_scales(scales):
 @pytest.mark.parametrize("tile_n", TILES_N)
 def test_nothing_is_spilled(tile_n, groups_m):
     """A spill would also have ptxas wait for every MMA by itself."""
-    for split in (1, 4):
-        kernel, done = built(LinearFp8, fake_args, "sm_90a", tile_n=tile_n, groups_m=groups_m, split=split)
+    for split, operands in ((1, "e4m3"), (4, "e4m3"), (4, "bf16")):
+        options = {"tile_n": tile_n, "groups_m": groups_m, "split": split, "operands": operands}
+        kernel, done = built(HopperLinear, fake_args, "sm_90a", **options)
         assert done.local_bytes == 0 and kernel.stages >= 4
 
 
@@ -77,6 +91,31 @@ def test_small_integers_are_exact():
     for options, grid in (({}, 2), ({"split": 2, "step_k": 128}, 2)):
         outcome = run({"out": "fp32", **options}, made, grid=grid)
         assert outcome.findings() == set() and outcome.error == 0
+
+
+def test_small_integers_of_bf16_are_exact():
+    """Zeros, ties, -0, one value, 2^100 beside 2^-100: sums that fp32 holds."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-2, 3, (1, 11, 400), generator=generator).float()
+    x[0, 0], x[0, 3], x[0, 4], x[0, 5] = 0, 1, -1, 2.0**100
+    w = torch.randint(-3, 4, (1, 136, 400), generator=generator).float()
+    w[0, 3], w[0, 130], w[0, 7] = -0.0, 2.0**-100, torch.arange(400) % 4
+    made = Plain(x.bfloat16(), w.bfloat16())
+    for options, grid in ((BF16, 2), ({"split": 2, "step_k": 128} | BF16, 2)):
+        outcome = run({"out": "fp32", **options}, made, grid=grid)
+        assert outcome.findings() == set() and outcome.error == 0
+
+
+@pytest.mark.parametrize("where", ["token", "weight"])
+def test_nan_of_bf16_stays_in_its_row(where):
+    made, options = plain(1, 9, 72, 200), {"out": "fp32", "tile_n": 16} | BF16
+    clean = run(options, made).out.clone()
+    (made.x[0, 4] if where == "token" else made.w[0, 70])[199] = float("nan")
+    found = run(options, made).out
+    wrong = torch.zeros_like(found, dtype=torch.bool)
+    wrong[(0, 4) if where == "token" else (0, slice(None), 70)] = True
+    assert torch.equal(found.isnan(), wrong)
+    assert torch.equal(found[~wrong], clean[~wrong])
 
 
 @pytest.mark.parametrize("byte", [0, 1, 100, 254])
@@ -105,11 +144,15 @@ def test_nan_stays_in_its_row(where):
     assert torch.equal(found[~wrong], clean[~wrong])
 
 
-@pytest.mark.parametrize("options", [{"step_k": 128}, {"split": 4, "step_k": 128, "groups_m": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"step_k": 128}, {"split": 4, "step_k": 128, "groups_m": 2}, {"split": 2, "step_k": 128} | BF16],
+    ids=str,
+)
 def test_every_schedule_gives_the_same_bits(options):
     """And no check finds anything: more steps than stages, several tiles a cluster."""
     options = {"out": "fp32", **options}
-    made = case(1, 5, 330, 13 * 128 + 16)
+    made = made_for(options, (1, 5, 330, (13 * 128 + 16) // (2 if "operands" in options else 1)))
     outputs, hashes = set(), set()
     for schedule in SCHEDULES:
         outcome = run(options, made, grid=options.get("split", 1), schedule=schedule, checks="all")
@@ -148,7 +191,7 @@ def test_every_configuration_fits():
         for groups_m in (1, 2):
             for split in SPLITS:
                 for step_k in STEPS_K:
-                    kernel = LinearFp8(tile_n=tile_n, groups_m=groups_m, split=split, step_k=step_k)
+                    kernel = HopperLinear(tile_n=tile_n, groups_m=groups_m, split=split, step_k=step_k)
                     assert kernel.stages >= 2 and kernel.ahead >= 1
 
 
@@ -171,13 +214,14 @@ def test_plans_keep_a_hopper_busy(config):
         ("split", {"split": 3}),
         ("step_k", {"step_k": 64}),
         ("out", {"out": "mxfp8"}),
+        ("operands", {"operands": "fp16"}),
         ("x_scales", {"x_scales": "bf16"}),
         ("w_scales", {"w_scales": "bf16"}),
     ],
 )
 def test_configurations_that_do_not_exist(name, options):
     with pytest.raises(ConfigError) as caught:
-        LinearFp8(**options)
+        HopperLinear(**options)
     assert caught.value.name == name
 
 
@@ -197,7 +241,7 @@ def wrong_calls():
 
 @pytest.mark.parametrize(("name", "call"), list(wrong_calls()), ids=lambda v: v if isinstance(v, str) else "")
 def test_calls_that_are_refused(name, call):
-    kernel, grid = LinearFp8(split=2, out="fp32"), call.pop("grid", 2)
+    kernel, grid = HopperLinear(split=2, out="fp32"), call.pop("grid", 2)
     with pytest.raises(ArgumentError) as caught:
         launch_args(kernel, Grouped(**call), grid)
     assert caught.value.name == name

@@ -1,5 +1,5 @@
-"""Hopper's linear layers of few tokens over FP8 weights as DSV4 releases them."""
+"""Hopper's linear layers of few tokens: FP8 weights as DSV4 releases them, and bf16."""
 
-from dsv4lib.ops.linear.sm90.op import linear_fp8
+from dsv4lib.ops.linear.sm90.op import linear_hopper
 
-__all__ = ["linear_fp8"]
+__all__ = ["linear_hopper"]

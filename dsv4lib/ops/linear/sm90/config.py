@@ -1,4 +1,4 @@
-"""Configure the Hopper kernel of FP8 linears: sizes, buffers, budgets, and which options fit a shape."""
+"""Configure the Hopper kernel of linears: sizes, buffers, budgets, and which options fit a shape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow, whole_atoms
 from dsv4lib.errors import ConfigError
 
-BLOCK = 128  # K of a scale, bytes of a row of the swizzle
+BLOCK = 128  # bytes of a row of the swizzle, K of a scale of FP8
+OPERANDS = {"e4m3": 1, "bf16": 2}  # bytes of an element
 TILES_N = (8, 16, 32, 64)  # tokens of a tile = N of the wgmma
 ROWS_M = 64  # of a consumer warpgroup
 STEPS_K = (128, 256, 512)
@@ -27,9 +28,10 @@ class Config:
         tile_n: tokens of a tile, one of `TILES_N`.
         groups_m: consumer warpgroups, 1 or 2, each with 64 rows of the weights.
         split: CTAs of a cluster that share K, one of `SPLITS`.
-        step_k: K of a stage, one of `STEPS_K`.
+        step_k: bytes of K of a stage, one of `STEPS_K`.
         out: "bf16" or "fp32".
-        x_scales, w_scales: "e8m0" or "fp32".
+        operands: "e4m3" with scales, or "bf16".
+        x_scales, w_scales: "e8m0" or "fp32", of E4M3.
 
     Raises:
         ConfigError: a value that is not one of these, or that does not go with the others.
@@ -42,6 +44,7 @@ class Config:
         split: int = 1,
         step_k: int = 256,
         out: str = "bf16",
+        operands: str = "e4m3",
         x_scales: str = "e8m0",
         w_scales: str = "e8m0",
     ):
@@ -51,13 +54,15 @@ class Config:
             ("split", split, SPLITS),
             ("step_k", step_k, STEPS_K),
             ("out", out, OUTPUTS),
+            ("operands", operands, tuple(OPERANDS)),
             ("x_scales", x_scales, SCALES),
             ("w_scales", w_scales, SCALES),
         ):
             if value not in allowed:
                 raise ConfigError(name, value, "one of " + ", ".join(map(str, allowed)))
         self.tile_n, self.groups_m, self.split, self.step_k, self.out = tile_n, groups_m, split, step_k, out
-        self.x_scales, self.w_scales = x_scales, w_scales
+        self.operands, self.scaled = operands, operands == "e4m3"
+        self.x_scales, self.w_scales = (x_scales, w_scales) if self.scaled else (None, None)
         # ---- threads ----
         self.consumers = 128 * groups_m
         self.threads = self.consumers + 2 * LOADERS
@@ -70,7 +75,7 @@ class Config:
         self.pieces = step_k // PIECE  # of a row
         self.rows_a_pass = LOADERS // self.pieces
         self.w_bytes, self.x_bytes = self.tile_m * step_k, tile_n * step_k
-        self.factor_bytes = 4 * tile_n * self.chunks
+        self.factor_bytes = 4 * tile_n * self.chunks if self.scaled else 0
         # ---- scales: a loader of tokens holds `held` pairs, those of `ahead` steps ----
         self.held = min(8, max(1, 16 * tile_n * self.chunks // LOADERS))
         self.ahead = self.held * LOADERS // (tile_n * self.chunks)
@@ -83,9 +88,9 @@ class Config:
         self.stages = next(n for n in range(MAX_STAGES, 1, -1) if self._smem_bytes(n) <= SMEM_LIMIT)
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
-        scales = f"{self.x_scales}, {self.w_scales}"
+        scales = f", {self.x_scales}, {self.w_scales}" if self.scaled else ""
         sizes = f"{self.tile_n}, {self.groups_m}, {self.split}, {self.step_k}"
-        return f"{type(self).__name__}({sizes}, {self.out}, {scales})"
+        return f"{type(self).__name__}({sizes}, {self.out}, {self.operands}{scales})"
 
     def _sizes(self, stages: int) -> dict[str, tuple[int, str]]:
         """Return (bytes, why) of everything in shared memory, in order."""
@@ -138,7 +143,7 @@ def plan(groups: int, tokens: int, features: int, k: int, sms: int) -> Plan:
     and eight are launched than there are SMs for. How many run at once is assumed, not asked of the GPU.
 
     Args:
-        groups: linears side by side. tokens: of each, at least 1. features: N. k: K. sms: of the GPU.
+        groups: linears side by side. tokens: of each, at least 1. features: N. k: bytes of a row. sms: of the GPU.
     """
     tile_n = next((n for n in TILES_N if tokens <= n), TILES_N[-1])
     choices = [(s, m, step) for step in STEPS_K[:0:-1] for s in SPLITS for m in (1, 2) if step == 256 or tile_n <= 16]

@@ -10,19 +10,19 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsv4lib.ops.linear.sm90.kernel import LinearFp8
+from dsv4lib.ops.linear.sm90.kernel import HopperLinear
 from dsv4lib.ops.linear.sm90.load import Load, Sources, Tile
 from dsv4lib.ops.linear.sm90.sums import Exchange
 
 
-class NoProxyFence(LinearFp8):
+class NoProxyFence(HopperLinear):
     """The tensor core reads what `cp.async` wrote without a proxy fence: most often right."""
 
     def copied_by_threads(self) -> None:
         """See `Sums.copied_by_threads`."""  # WRONG: no fence
 
 
-class FirstFactors(LinearFp8):
+class FirstFactors(HopperLinear):
     """The first block's factors serve all of a stage: right where neighbouring blocks are alike."""
 
     def factors_of(self, chunk: int) -> int:
@@ -30,7 +30,7 @@ class FirstFactors(LinearFp8):
         return 0  # WRONG
 
 
-class NoTailMask(LinearFp8):
+class NoTailMask(HopperLinear):
     """Columns of the MMA after the last token are written."""
 
     def is_token(self, token: Int32, mOut: cute.Tensor) -> cutlass.Boolean:
@@ -38,7 +38,7 @@ class NoTailMask(LinearFp8):
         return token < mOut.shape[1] + 1  # WRONG
 
 
-class RangesOverlap(LinearFp8):
+class RangesOverlap(HopperLinear):
     """Ranges of K share a step: its products count twice."""
 
     @cute.jit
@@ -50,14 +50,14 @@ class RangesOverlap(LinearFp8):
         return first, end
 
 
-class NotAwaited(LinearFp8):
+class NotAwaited(HopperLinear):
     """A CTA sends the sums of its next tile before those of the last have been read."""
 
     def await_free(self, exchange: Exchange, turn: Int32) -> None:
         """See `Sums.await_free`."""  # WRONG: no wait
 
 
-class FirstTileScales(LinearFp8):
+class FirstTileScales(HopperLinear):
     """Scales of the weights are those of the tensor's first 128 rows: right where all are alike."""
 
     @cute.jit

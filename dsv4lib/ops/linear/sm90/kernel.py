@@ -1,12 +1,13 @@
-"""Linear layers over FP8 weights on Hopper for few tokens: weights as DSV4 releases them, read once, tokens as N.
+"""Linear layers on Hopper for few tokens: FP8 or bf16 weights as DSV4 releases them, read once, tokens as N.
 
-    y[g, t, n] = sum_b (sum_{k in block b} w[g, n, k] x[g, t, k]) w_scales[g, n / 128, b] x_scales[g, t, b]
+    y[g, t, n] = sum_b (sum_{k in block b} w[g, n, k] x[g, t, k]) w_scales[g, n / 128, b] x_scales[g, t, b]      FP8
+    y[g, t, n] = sum_k w[g, n, k] x[g, t, k]                                                                     bf16
 
-Blocks are 128 of K. For few tokens the time is that of reading the weights, 1 byte each. A and B are swapped: 64 rows
-of weights are M of a wgmma, tokens are N. Weights keep their rows: no pass at load time, no tensor map; `cp.async`
-swizzles them on the way. DSV4's shapes have few tiles or many, so CTAs of a cluster can share K (`config.plan`).
+Blocks are 128 of K. For few tokens the time is that of reading the weights. A and B are swapped: 64 rows of weights are
+M of a wgmma, tokens are N. Weights keep their rows: no pass at load time, no tensor map; `cp.async` swizzles them on
+the way. DSV4's shapes have few tiles or many, so CTAs of a cluster can share K (`config.plan`).
 
-Tile picture (8 tokens, one consumer warpgroup, 256 of K a stage; `budget` computes the numbers of any configuration)
+Tile picture (FP8, 8 tokens, one consumer warpgroup, 256 of K a stage; `budget` has the numbers of any configuration)
 
     one stage = 64 rows x 256 K                       SMEM                              registers of a warpgroup
     weights   64 x 256 B  --cp.async, 4 warps-->  +----------------------------+
@@ -28,8 +29,8 @@ Pipeline   cp.async and stores -> consumers    2 to 12 stages
     full     128 lanes' cp.async of weights, 128 of tokens, 4 warps' factors; consumers then fence the proxies
     empty    an arrival a consumer warp, after its MMAs
 
-The tensor core adds E4M3 products with 13 bits below the largest, so sums leave it every 128 of K. A factor is the
-product of two scales in fp32.
+The tensor core adds E4M3 products with 13 bits below the largest, so sums leave it every 128 bytes of K. A factor is
+the product of two scales in fp32. bf16 is the same with rows of twice the bytes, k16 instead of k32 and no factors.
 
 What limits it is in data/bench/linear.md: HBM and a fixed time at one token, with 128 tokens what an SM takes from L2.
 
@@ -50,7 +51,7 @@ from dsv4lib.ops.linear.sm90.load import Sources, Stages
 from dsv4lib.ops.linear.sm90.sums import Exchange, Sums
 
 
-class LinearFp8(Sums):
+class HopperLinear(Sums):
     """Linear layers side by side: options as `Config`, a role of the module docstring a base class."""
 
     # ------------------------------------------------------------------ host
@@ -97,7 +98,7 @@ class LinearFp8(Sums):
         storage = memory.SmemAllocator().allocate(self.storage)
         full, empty, gates = storage.full.data_ptr(), storage.empty.data_ptr(), storage.gates.data_ptr()
         if tidx < self.stages:
-            cute.arch.mbarrier_init(full + tidx, 2 * LOADERS + LOADERS // 32)
+            cute.arch.mbarrier_init(full + tidx, 2 * LOADERS + (LOADERS // 32 if self.scaled else 0))
             cute.arch.mbarrier_init(empty + tidx, self.consumers // 32)
             if cutlass.const_expr(self.split > 1):
                 if tidx == 0:

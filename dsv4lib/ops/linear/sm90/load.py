@@ -5,7 +5,7 @@
     factors    [128 of K][token] fp32: scale of the token x scale of the weights' tile
 
 Rows and pieces that do not exist are filled with zeros and are not read; their factors are 0. Four warps load weights:
-they wait for no other kernel. Four load tokens and factors, after the kernels before this one.
+they wait for no other kernel. Four load tokens and factors, after the kernels before this one. bf16 has no factors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EVICT_FIRST = 0x12F0000000000000  # of a cache hint, as CUTLASS has it (`CacheHi
 
 
 class Sources(NamedTuple):
-    """What is multiplied, in global memory; scales are uint8 (E8M0) or fp32."""
+    """What is multiplied, in global memory; scales are uint8 (E8M0) or fp32, None of bf16."""
 
-    x: cute.Tensor  # uint8 [G, T, K]
-    x_scales: cute.Tensor  # [G, T, K / 128]
-    w: cute.Tensor  # uint8 [G, N, K]
-    w_scales: cute.Tensor  # [G, N / 128, K / 128]
+    x: cute.Tensor  # uint8 [G, T, bytes of K]
+    x_scales: cute.Tensor | None  # [G, T, K / 128]
+    w: cute.Tensor  # uint8 [G, N, bytes of K]
+    w_scales: cute.Tensor | None  # [G, N / 128, K / 128]
     across: Divisor  # tiles of tokens
     rows: Divisor  # tiles of N
 
@@ -88,24 +88,41 @@ class Load(Config):
     @cute.jit
     def load_weights(self, sources: Sources, stages: Stages):
         """Four warps: weights of every tile."""
+        self.load_rows(sources, stages, True)
+        cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
+
+    @cute.jit
+    def load_tokens(self, sources: Sources, stages: Stages):
+        """Four warps: tokens of every tile, with factors where there are scales."""
+        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.scaled):
+            self.load_with_factors(sources, stages)
+        else:
+            self.load_rows(sources, stages, False)
+
+    @cute.jit
+    def load_rows(self, sources: Sources, stages: Stages, weights: cutlass.Constexpr):
+        """Four warps: weights of every tile, or its tokens."""
         first, end = self.steps(sources)
         stage, parity = Int32(0), Int32(1)
         for index in cutlass.range(self.first_tile(), self.tiles(sources), self.tile_step(), unroll=1):
             tile = self.tile(sources, index)
             for step in cutlass.range(first, end, unroll=1):
                 cute.arch.mbarrier_wait(stages.empty + stage, parity)
-                target = stages.w + stage * self.w_bytes
-                self.copy_rows(sources.w, tile.group, tile.row, step, target, self.tile_m, True)
+                if cutlass.const_expr(weights):
+                    target = stages.w + stage * self.w_bytes
+                    self.copy_rows(sources.w, tile.group, tile.row, step, target, self.tile_m, True)
+                else:
+                    target = stages.x + stage * self.x_bytes
+                    self.copy_rows(sources.x, tile.group, tile.token, step, target, self.tile_n, False)
                 cute.arch.cp_async_mbarrier_arrive_noinc(stages.full + stage)
                 stage = stage + 1
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
-        cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
 
     @cute.jit
-    def load_tokens(self, sources: Sources, stages: Stages):
+    def load_with_factors(self, sources: Sources, stages: Stages):
         """Four warps: tokens and factors of every tile. Scales of up to `ahead` steps are loaded one batch early."""
-        cute.arch.griddepcontrol_wait()
         first, end = self.steps(sources)
         stage, parity = Int32(0), Int32(1)
         rX = cute.make_rmem_tensor(self.held, sources.x_scales.element_type)

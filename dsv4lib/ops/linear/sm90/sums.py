@@ -1,6 +1,6 @@
 """From operands in shared memory to the output: MMAs, sums in fp32, exchange within a cluster, stores.
 
-    sum[n, t] += (E4M3 MMAs over 128 of K) x factor[t, K / 128]                 in fp32, in the order of K
+    sum[n, t] += (MMAs over 128 bytes of K) x factor[t, K / 128]                in fp32, in the order of K
 
 A thread's sums of its 64 rows, register c: row 16 w + g + 8 (c / 2 mod 2), token 8 (c / 4) + 2 t + c mod 2 (warp w,
 lane 4 g + t). CTAs of a cluster have ranges of K. CTA w mod split finishes the sums of warp w: the others send it
@@ -75,18 +75,18 @@ class Sums(Load):
         group = cute.arch.make_warp_uniform(tidx // 128)
         a = wgmma.operand(stages.w + stage * self.w_bytes + group * ATOM_BYTES)
         b = wgmma.operand(stages.x + stage * self.x_bytes)
-        factors = stages.factors + stage * self.factor_bytes + tidx % 4 * 8
+        factors = stages.factors + stage * self.factor_bytes + tidx % 4 * 8 if self.scaled else None
         pending = None
         for chunk in range(self.chunks):
             at_a, at_b = chunk * self.tile_m * BLOCK, chunk * self.tile_n * BLOCK
             steps = [(at_a + i * wgmma.STEP_BYTES, at_b + i * wgmma.STEP_BYTES) for i in range(MMAS)]
             wgmma.fence()
-            sums = wgmma.multiply_shared(a, b, steps, self.tile_n, "e4m3")
+            sums = wgmma.multiply_shared(a, b, steps, self.tile_n, self.operands)
             wgmma.commit()
             if pending is not None:
                 wgmma.wait(1)
                 self.promote(*pending, rSum)
-            pending = sums, factors + self.factors_of(chunk)
+            pending = sums, factors + self.factors_of(chunk) if self.scaled else None
         wgmma.wait(0)
         self.promote(*pending, rSum)
 
@@ -94,8 +94,12 @@ class Sums(Load):
         """Return the bytes from a stage's factors to those of 128 of K."""
         return chunk * self.tile_n * 4
 
-    def promote(self, sums: list, factors: Int32, rSum: cute.Tensor) -> None:
-        """Add the sums of 128 of K, times their factors."""
+    def promote(self, sums: list, factors: Int32 | None, rSum: cute.Tensor) -> None:
+        """Add the sums of 128 bytes of K, times their factors."""
+        if factors is None:
+            for c in range(self.sums):
+                rSum[c] = wgmma.add(sums[c], rSum[c])
+            return
         for i in range(self.tile_n // 8):
             pair = asm("ld.shared.v2.f32 {$0, $1}, [$2];", [Float32, Float32], [factors + 32 * i])
             for j in range(4):
