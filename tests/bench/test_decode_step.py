@@ -16,6 +16,8 @@ from dsv4lib.bench.ops.results import ABSENT, FAILED, OURS, TIMED, WRONG, Found,
 from dsv4lib.config import FLASH, LayerKind
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.lab import benches
+from dsv4lib.pages.common import peers as peer_pages
+from dsv4lib.pages.hopper import step_table
 
 TOKENS = 3
 SMALL = replace(
@@ -260,3 +262,15 @@ def test_a_run_prints_and_stores_its_steps(capsys, monkeypatch, tmp_path, known)
     with (tmp_path / table.FILE).open(newline="") as file:
         assert {one["run"] for one in csv.DictReader(file)} == {"today"}
     assert (tmp_path / "rows.csv").is_file() and str(tmp_path) not in (tmp_path / "runs.csv").read_text()
+
+
+def test_the_readme_shows_what_was_recorded():
+    """Every line of every batch is recorded; the table is theirs, and says how many lines it is of."""
+    recorded = step_table.load()
+    assert Counter(row["batch"] for row in recorded) == {str(batch): 26 for batch in step.BATCHES}
+    written = peer_pages.written(step_table.README, step_table.MODULE)
+    assert written == step_table.table(recorded), "python -m dsv4lib.pages.hopper.step_table writes it"
+    line = {"ours": TIMED, "ours_us": "3", "ours_count": "43", "floor_us": "1", "count": "86"}
+    assert step_table.milliseconds([line, line]) == "0.258 / 0.172"
+    assert step_table.milliseconds([line, line | {"ours": table.NO_KERNEL}]) == "0.129 / 0.086 (1 of 2)"
+    assert step_table.milliseconds([line | {"ours": table.NO_KERNEL}]) == "no kernel"
