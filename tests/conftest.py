@@ -2,7 +2,8 @@
 SIGTERM cleans up; what is cached of kernels in memory does not outlive its test module.
 
 Tests marked `full` are further cases (the second architecture, more shapes, the other schedules) of what the default
-run checks already. ``--all`` runs them, ``--tenth N`` runs every tenth of them, by the hash of their names."""
+run checks already. ``--all`` runs them, ``--tenth N`` runs every tenth of them, by the hash of their names; of other
+people's kernels (`./dsv4 test --corpus`) three tenths."""
 
 import contextlib
 import ctypes
@@ -32,12 +33,14 @@ if packages := os.environ.get("DSV4_CORPUS_SITE"):  # set by `./dsv4 test --corp
 def pytest_addoption(parser):
     group = parser.getgroup("dsv4")
     group.addoption("--all", action="store_true", help="also run the tests marked full")
-    group.addoption("--tenth", type=int, choices=range(10), metavar="0..9", help="also run this tenth of them")
+    text = "also run this tenth of them, three tenths of the corpus"
+    group.addoption("--tenth", type=int, choices=range(10), metavar="0..9", help=text)
 
 
 def pytest_report_header(config):
     chosen = config.option.tenth
-    some = "none; --all runs them" if chosen is None else f"tenth {chosen} (again: ./dsv4 test --tenth {chosen})"
+    tenths = ", ".join(map(str, sorted(chosen_tenths(config))))
+    some = f"of ten parts {tenths} (again: --tenth {chosen})" if tenths else "none; --all runs them"
     return f"tests marked full: {'all' if config.option.all else some}"
 
 
@@ -46,12 +49,19 @@ def tenth_of(name: str) -> int:
     return zlib.crc32(name.encode()) % 10
 
 
+def chosen_tenths(config) -> set[int]:
+    """The tenths that ``--tenth`` chooses: one, of other people's kernels three."""
+    chosen = config.option.tenth
+    steps = (0, 3, 6) if os.environ.get("DSV4_CORPUS_SITE") else (0,)
+    return set() if chosen is None else {(chosen + step) % 10 for step in steps}
+
+
 def pytest_collection_modifyitems(config, items):
     """Leave out tests marked `full` that are not selected, by an option, by name or by their mark."""
-    option = config.option
+    option, tenths = config.option, chosen_tenths(config)
     if option.all or "full" in option.markexpr or any("::" in argument for argument in config.args):
         return
-    left = [i for i in items if i.get_closest_marker("full") and tenth_of(i.nodeid) != option.tenth]
+    left = [i for i in items if i.get_closest_marker("full") and tenth_of(i.nodeid) not in tenths]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]

@@ -67,6 +67,7 @@ def test_only_the_option_installs_and_it_chooses_the_tests(pip, tmp_path):
     assert corpus.pytest_arguments(["-k", "x"]) == ["-k", "x"] and pip == []
     assert corpus.pytest_arguments(["--corpus", "-x"]) == ["--all", *corpus.TESTS, "-x"] and len(pip) == 1
     assert all((Path(__file__).resolve().parents[2] / test).exists() for test in corpus.TESTS)
+    assert corpus.pytest_arguments(["--corpus", "--tenth", "3"]) == [*corpus.TESTS, "--tenth", "3"]
     one = "tests/corpus/test_corpus.py::test_x"
     assert corpus.pytest_arguments([one, "--corpus"]) == [one]
     assert corpus.os.environ[corpus.VARIABLE] == str(tmp_path / corpus.FOLDER)

@@ -68,6 +68,8 @@ def pip_command(folder: Path) -> list[str]:
 def pytest_arguments(arguments: list[str]) -> list[str]:
     """Make pytest's arguments of `dsv4 test`. ``--corpus`` installs the packages and chooses the tests that need them.
 
+    All of them, or with ``--tenth`` three tenths (tests/conftest.py).
+
     Raises:
         DSV4Error: see `install`.
     """
@@ -75,4 +77,6 @@ def pytest_arguments(arguments: list[str]) -> list[str]:
         return arguments
     os.environ[VARIABLE] = str(install())
     rest = [a for a in arguments if a != "--corpus"]
-    return rest if any(a.startswith("tests/") for a in rest) else ["--all", *TESTS, *rest]
+    if any(a.startswith("tests/") for a in rest):
+        return rest
+    return [*([] if any(a.startswith("--tenth") for a in rest) else ["--all"]), *TESTS, *rest]

@@ -50,8 +50,8 @@ def script(tmp_path):
     ("body", "args", "code"),
     [
         ("main(int(sys.argv[1]))", ["32"], 0),
-        ("main(32); sys.exit(7)", [], 7),
-        ("main(32); sys.exit('sorry')", [], 1),
+        pytest.param("main(32); sys.exit(7)", [], 7, marks=pytest.mark.full),
+        pytest.param("main(32); sys.exit('sorry')", [], 1, marks=pytest.mark.full),
         ("main(32); raise ValueError('theirs')", [], 1),
         ("main(31)", [], FAILED),
     ],
@@ -150,8 +150,14 @@ def gone(pid):
     return False
 
 
-@pytest.mark.parametrize("how", ["function", "command"])
-@pytest.mark.parametrize("group", [True, False])
+@pytest.mark.parametrize(
+    ("group", "how"),
+    [
+        pytest.param(group, how, marks=() if group == (how == "function") else pytest.mark.full)
+        for group in (True, False)
+        for how in ("function", "command")
+    ],
+)
 def test_ctrl_c(script, tmp_path, group, how):
     """From the keyboard the whole group gets the signal; `kill -INT` reaches the parent alone."""
     flag = tmp_path / "running"
