@@ -46,7 +46,7 @@ def test_what_the_launch_gave_can_be_had(counts, schedule):
 @pytest.mark.parametrize("schedule", POLICIES)
 @pytest.mark.parametrize("counts", [(-32, 240, 240), (224, 224, -80), (176, -168, -168)])
 def test_more_never_comes(counts, schedule):
-    """512 of an SM's registers a lane are asked for; 504 were given: so a GPU hangs, too."""
+    """A kernel wants 512 of an SM's registers a lane and has 504: so a GPU hangs, too."""
     with pytest.raises(Deadlock, match=r"setmaxnreg.inc \d+: \d+ more wanted; the launch gave 168 a thread"):
         run(counts, settings=Settings(schedule=schedule))
 
@@ -54,7 +54,7 @@ def test_more_never_comes(counts, schedule):
 ENTRIES = [
     (ONE_CTA, (240,), 168),
     (".reqntid 32, 4, 3 .minnctapersm 1", (240, -24), 168),
-    (ONE_CTA, (-24, 160), 160),  # no more than the largest count that is asked for
+    (ONE_CTA, (-24, 160), 160),  # no more than the largest count in the code
     (ONE_CTA, (160, 200), 168),
     (ONE_CTA, (-40,), 168),
     (".reqntid 256, 1, 1 .minnctapersm 2", (240,), 128),
