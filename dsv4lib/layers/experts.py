@@ -25,6 +25,7 @@ from dsv4lib.ops.linear.op import linear
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
 from dsv4lib.ops.quantize.op import quantize
+from dsv4lib.ops.swiglu_quant.op import swiglu_quant
 
 # mode -> (mode of the GEMM, format of its activations)
 FORMS = {
@@ -182,7 +183,7 @@ class ExpertStack(torch.nn.Module):
 class Fp8Expert(torch.nn.Module):
     """The shared expert on a Hopper: FP8 weights as they are stored, two launches of `linear` in mode "fp8_block".
 
-    There is no op for a SwiGLU of its own: it is four elementwise launches of PyTorch in fp32, then `quantize`.
+    `swiglu_quant` is between them.
 
     Args:
         name: of the argument, in errors. experts: a single one. hidden: d. backend: of every op.
@@ -214,10 +215,8 @@ class Fp8Expert(torch.nn.Module):
             x: bf16 [T, d]. quantised: x in FP8, row-major scales; None: x is quantised here.
             limit: of the clamp. backend: that of the layer.
         """
-        gate, up = self.first(x if quantised is None else quantised)[0].chunk(2, 1)
-        h = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-        q = quantize(h, self.recipe, backend=backend)
-        return self.second(Operand(q.codes, q.scales))[0]
+        both = self.first(x if quantised is None else quantised)[0]
+        return self.second(swiglu_quant(both, limit=limit, backend=backend))[0]
 
 
 def keeps_types(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

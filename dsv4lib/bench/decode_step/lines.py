@@ -12,7 +12,7 @@ Ours and others do not cut the step alike. Where ours does two lines' work in on
 | q_norm, kv_norm        | q_norm with its cast; kv_norm is below       | time: as ours; floor: both, no cast |
 | qnorm_rope_kv          | with kv_norm                                 | without                             |
 | routed MoE             | with its casts                               |                                     |
-| shared expert          | with SwiGLU (four launches of PyTorch), cast | its two GEMMs                       |
+| shared expert          | with SwiGLU and its cast (`swiglu_quant`)    | its two GEMMs                       |
 """
 
 from __future__ import annotations

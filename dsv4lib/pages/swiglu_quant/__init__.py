@@ -1,0 +1,1 @@
+"""What the notebook of `swiglu_quant` calls."""
