@@ -76,6 +76,7 @@ def serve(listed, backend, prompts, tokens, **options):
     return found, [logits[0].float().cpu() for logits in seen]
 
 
+@pytest.mark.full
 def test_an_emulated_hopper_draws_what_its_oracles_draw(listed):
     """Every kernel that a step launches there; logits as near as two roundings of FP8 activations are."""
     found = {}
