@@ -13,10 +13,11 @@ from torch import Tensor
 from dsv4lib.bench.ops import inputs, providers
 from dsv4lib.bench.ops.case import Given, Row
 from dsv4lib.ops.quantize.bench import CLOSE, blocks_of
+from dsv4lib.ops.quantize.config import RECIPES
 from dsv4lib.ops.swiglu_quant import op
 from dsv4lib.reference import swiglu_quant as oracle
 
-LIMIT = 10.0
+LIMIT, BLOCK = 10.0, RECIPES["fp8"].block
 
 
 def rows() -> list[Row]:
@@ -33,7 +34,7 @@ def _row(model: str, tokens: int) -> Row:
     return Row(
         "swiglu_quant",
         f"{model} T {tokens}",
-        bytes=tokens * (9 * width + width // op.BLOCK),
+        bytes=tokens * (9 * width + width // BLOCK),
         flops=0,
         given=given,
         check=_check,
@@ -44,7 +45,7 @@ def _row(model: str, tokens: int) -> Row:
 def _new(given: Given) -> dict[str, Tensor]:
     tokens, columns = given["x"].shape
     empty = given["x"].new_empty
-    sizes = {"codes": (tokens, columns // 2), "scales": (tokens, columns // (2 * op.BLOCK))}
+    sizes = {"codes": (tokens, columns // 2), "scales": (tokens, columns // (2 * BLOCK))}
     return {name: empty(size, dtype=torch.uint8) for name, size in sizes.items()}
 
 
