@@ -237,12 +237,6 @@ CLAUSES = (
         ("Deadlock",),
     ),
     Clause(
-        "setmaxnreg beyond the registers of the launch",
-        (),
-        ("units/test_register_pool.py::test_more_never_comes",),
-        ("Deadlock",),
-    ),
-    Clause(
         "copies in flight when a CTA ends",
         ("async_write_after_exit", "async_read_after_exit"),
         _pairs("async_write_after_exit", "async_read_after_exit"),

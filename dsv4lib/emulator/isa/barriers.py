@@ -387,6 +387,15 @@ def griddepcontrol(warp: Warp, instr: Instr, form: Form) -> None:
         race.grid_dependency(warp, form.get("what") == "wait")
 
 
+@isa.service("setmaxnreg.<direction:inc|dec>.sync.aligned.u32", note="register counts have no effect on results")
+def setmaxnreg(warp: Warp, instr: Instr, form: Form) -> None:
+    """Check the count: a multiple of 8 from 24 to 256."""
+    count = warp.uniform(instr.operands[0], np.uint32)
+    if not 24 <= count <= 256 or count % 8:
+        raise HazardError(f"setmaxnreg {count}: a multiple of 8 from 24 to 256 is needed", warp.place(instr))
+    warp.cta.machine.stats[f"setmaxnreg.{form.get('direction')}"] += 1
+
+
 @isa.service("nanosleep.u32", note="yields to the other warps; sleeping takes no emulated time")
 def nanosleep(warp: Warp, instr: Instr, form: Form) -> Block | None:
     """Let the other warps run."""

@@ -62,7 +62,6 @@ class Cta:
         mbarriers: by offset in this CTA's shared memory.
         barriers: named barriers by number, bar.warp.sync by (warp, member mask) (barriers.py).
         clc_reads: by warp, where it took the CTA out of a failed cancel response; None once the warp tests is_canceled.
-        registers: what setmaxnreg shares out (units/register_pool.py), None before the first.
         threads: of the CTA; storage: arrays that native code addresses.
     """
 
@@ -75,7 +74,6 @@ class Cta:
         self.mbarriers: dict[int, Any] = {}
         self.barriers: dict[Any, Any] = {}
         self.clc_reads: dict[int, Any] = {}
-        self.registers: Any = None
         self.threads = 0
         self.storage: tuple[Any, ...] = ()
 

@@ -151,7 +151,7 @@ class Kernel:
     label of a ``.branchtargets`` list to the labels in it.
 
     What it says about its launches, None if nothing: ``reqntid``, ``maxntid``, ``cluster`` (.reqnctapercluster),
-    ``max_cluster`` (.maxclusterrank), ``max_registers`` (.maxnreg, a thread), ``min_ctas`` (.minnctapersm).
+    ``max_cluster`` (.maxclusterrank).
     """
 
     name: str
@@ -165,8 +165,6 @@ class Kernel:
     maxntid: tuple[int, int, int] | None = None
     cluster: tuple[int, int, int] | None = None
     max_cluster: int | None = None
-    max_registers: int | None = None
-    min_ctas: int | None = None
 
     @property
     def param_bytes(self) -> int:

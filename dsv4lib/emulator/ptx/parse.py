@@ -28,7 +28,7 @@ _PERFORMANCE = re.compile(r"\.(\w+)(?:\s+([\d,\s]+?|\"[^\"]*\"))?(?=\s*(?:\.|$))
 
 # Kernel directives that only steer code generation; .explicitcluster requires a launch that names its cluster shape,
 # which cannot be distinguished from one of single CTAs.
-_HINTS = frozenset(("maxnctapersm", "noreturn", "explicitcluster", "pragma"))
+_HINTS = frozenset(("minnctapersm", "maxnctapersm", "maxnreg", "noreturn", "explicitcluster", "pragma"))
 # Tables of indirect calls, which the lowering refuses where they are used.
 _CALL_TABLES = (".calltargets", ".callprototype")
 # These name code: their operands are labels or functions, not variables.
@@ -141,10 +141,6 @@ def _directives(kernel: Kernel, text: str) -> None:
             kernel.cluster = triple
         elif name == "maxclusterrank" and len(numbers) == 1:
             kernel.max_cluster = numbers[0]
-        elif name == "maxnreg" and len(numbers) == 1:
-            kernel.max_registers = numbers[0]
-        elif name == "minnctapersm" and len(numbers) == 1 and numbers[0] > 0:
-            kernel.min_ctas = numbers[0]
         else:
             raise OperandError(f"entry directive .{name} {argument}".rstrip())
 

@@ -21,14 +21,14 @@ _REGISTERS = {"p": "pred", "c": "b8", "h": "b16", "r": "b32", "d": "b64", "q": "
 _MESSAGE = re.compile(r"line (\d+); (error|fatal) *: (.*)")
 
 
-def find(least: tuple[int, int] = RELEASE) -> str | None:
-    """The first ptxas of $PTXAS, triton and the path that is new enough, for `VERSION` if nothing is said."""
+def find() -> str | None:
+    """The first ptxas of $PTXAS, triton and the path that is new enough for `VERSION`."""
     found = [os.environ.get("PTXAS", "")]
     spec = importlib.util.find_spec("triton")
     if spec is not None and spec.origin:
         found.append(str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"))
     found += [shutil.which("ptxas") or "", "/usr/local/cuda/bin/ptxas"]
-    return next((path for path in found if path and os.access(path, os.X_OK) and release(path) >= least), None)
+    return next((path for path in found if path and os.access(path, os.X_OK) and release(path) >= RELEASE), None)
 
 
 def release(ptxas: str) -> tuple[int, ...]:
