@@ -34,7 +34,7 @@ AVOID = {
 """Regular expression -> what to write instead."""
 
 PROSE = ("*.md", "*.py", "*.ipynb", "*.toml")
-SKIP = {".git", ".venv", "runs", "__pycache__", "node_modules", ".ruff_cache"}
+SKIP = {".git", ".venv", "runs", "__pycache__", "node_modules", ".ruff_cache", "corpus-site"}
 _PATTERN = re.compile("|".join(rf"(?P<w{i}>\b(?:{word})\b)" for i, word in enumerate(AVOID)), re.IGNORECASE)
 _QUOTED = re.compile(r"(`+)[^`]+\1")
 

@@ -8,7 +8,7 @@ from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow, whole_atoms
 from dsv4lib.errors import ConfigError
 
 BLOCK = 128  # bytes of a row of the swizzle, K of a scale of FP8
-OPERANDS = {"e4m3": 1, "bf16": 2}  # bytes of an element
+OPERANDS = ("e4m3", "bf16")
 TILES_N = (8, 16, 32, 64)  # tokens of a tile = N of the wgmma
 ROWS_M = 64  # of a consumer warpgroup
 STEPS_K = (128, 256, 512)
@@ -54,7 +54,7 @@ class Config:
             ("split", split, SPLITS),
             ("step_k", step_k, STEPS_K),
             ("out", out, OUTPUTS),
-            ("operands", operands, tuple(OPERANDS)),
+            ("operands", operands, OPERANDS),
             ("x_scales", x_scales, SCALES),
             ("w_scales", w_scales, SCALES),
         ):
