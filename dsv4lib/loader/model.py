@@ -28,7 +28,7 @@ def transformer(
     capacity: int = 2048,
     precision: str = "fp8",
     experts: str | None = None,
-    keys: str = "fp4",
+    keys: str | None = None,
     mtp: bool = False,
     backend: str = "auto",
     arch: str | None = None,
@@ -41,7 +41,7 @@ def transformer(
         precision: of linear layers stored in FP8, see `layers.dense`.
         experts: mode of routed experts, see `loader.moe`; None: that of their format, without loss. Shared experts are
             never rounded: bf16 with bf16, else the mode of their format.
-        keys: format of indexer keys, "fp4" or "fp8".
+        keys: format of indexer keys, "fp4" or "fp8"; None: that which the architecture has a kernel for, FP4 first.
         mtp: read the draft block, too. backend: of every op. progress: called after each layer.
         arch: whose operands to make, "sm_100a", "sm_103a" or "sm_90a"; None: that of the back end. What an op has no
             kernel for on it is refused when it runs.
@@ -51,6 +51,7 @@ def transformer(
     """
     config, checkpoint, done = listed.config, listed.checkpoint, 0
     arch = target(arch, backend)
+    keys = keys or ("fp8" if arch == HOPPER else "fp4")
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
         by_prefix.setdefault(_prefix(weight), []).append(weight)

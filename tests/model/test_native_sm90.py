@@ -1,7 +1,4 @@
-"""A whole model on a Hopper, SWA and HCA layers: beside its oracle, and captured decode steps beside eager ones.
-
-CSA layers need `indexer_logits`, which has no kernel there yet.
-"""
+"""A whole model on a Hopper, SWA, CSA and HCA layers: beside its oracle, captured decode steps beside eager ones."""
 
 from dataclasses import replace
 
@@ -25,7 +22,7 @@ NATIVE = backends.status("native", ARCH)
 CONFIG = replace(
     TINY,
     n_layers=3,
-    compress_ratios=(0, 128, 128, 0),
+    compress_ratios=(0, 4, 128, 0),
     hidden=256,
     n_heads=8,
     head_dim=512,
@@ -37,6 +34,7 @@ CONFIG = replace(
     csa_rate=4,
     index_heads=64,
     index_dim=128,
+    index_topk=24,
     hca_rate=128,
     n_experts=5,
     experts_per_token=2,

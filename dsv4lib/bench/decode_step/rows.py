@@ -369,8 +369,8 @@ def logits(context: int, tokens: int) -> Row:
         q, keys = given["q"].view(torch.float8_e4m3fn)[:, None], given["keys"].view(-1, PAGE, 1, dim + 4)
         seen = given["lengths"][:, None]
         schedule = module.get_paged_mqa_logits_metadata(seen, PAGE, module.get_num_sms())  # once a step, for all layers
-        arguments = q, keys, given["weights"], seen, given["table"], schedule, pages * PAGE
-        return peers.bound(lambda: module.fp8_paged_mqa_logits(*arguments, clean_logits=False), scores=lambda out: out)
+        arguments = (q, None), keys, given["weights"], seen, given["table"], schedule, pages * PAGE
+        return peers.bound(lambda: module.fp8_fp4_paged_mqa_logits(*arguments), scores=lambda out: out)
 
     ours = providers.in_place(OURS, new, lambda given, out: run(given, out, BACKEND))
     return Row(

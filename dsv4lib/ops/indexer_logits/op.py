@@ -8,6 +8,7 @@
 
 One launch serves prefill, decode and any mixture; the host reads nothing, so a CUDA graph can capture it after one call
 of its size has compiled it. A score depends on its token, its key and nothing else of the batch, to the last bit.
+Blackwell has FP8 and FP4, a Hopper FP8; its tensor cores keep 13 bits below the largest product of a step.
 The oracle is `dsv4lib.reference.indexer.scores`.
 """
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dsv4lib import backends
-from dsv4lib.errors import ArgumentError
+from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.formats import e4m3, indexer_key, mxfp4
 from dsv4lib.formats.indexer_key import DIM
 from dsv4lib.ops.common import compile_cache, launching
@@ -28,10 +29,15 @@ from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.indexer_logits import arguments
 from dsv4lib.ops.indexer_logits.config import TILE_KEYS, VARIANTS, most_tokens
+from dsv4lib.ops.indexer_logits.sm90 import arguments as hopper_arguments
+from dsv4lib.ops.indexer_logits.sm90 import config as hopper
+from dsv4lib.ops.indexer_logits.sm90.kernel import HopperLogits
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
 from dsv4lib.ops.indexer_q.op import IndexerQueries
 
-ARCHS = ("sm_100a", "sm_103a")
+ARCHS = ("sm_100a", "sm_103a", "sm_90a")
+HOPPER = "sm_90a"
+H200_SMS = 132  # that the emulator's launches are planned for
 LAYOUTS = {"fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_key.FP4_LAYOUT}
 HEADS = (64, 128)
 
@@ -89,7 +95,7 @@ def indexer_logits(
 
     Raises:
         ArgumentError: an argument of the wrong type, shape, stride, device or (on the CPU) value.
-        BackendUnavailable: the back end cannot run here.
+        BackendUnavailable: the back end cannot run here, or its GPU is a Hopper and the format FP4.
     """
     if out is None:
         if visible.table.dim() != 2:
@@ -162,14 +168,30 @@ class Call(NamedTuple):
             return
         if backend == "reference":
             return _reference(self)
+        arch = launching.arch(backend, ARCHS)
+        if arch == HOPPER:
+            return _on_a_hopper(self, backend)
         tokens_of_tile = min(most_tokens(self.variant, heads), -(-tokens // len(self.visible.table)))
         settings = {"variant": self.variant, "heads": heads, "tokens": tokens_of_tile, "page_size": page_size}
         count = launching.sm_count(codes.device) if backend == "native" else SM_COUNT
         splits = splits_of(-(-tokens // tokens_of_tile), self.out.shape[1], count)
-        arch = launching.arch(backend, ARCHS)
         kernel, code = compile_cache.default().get(IndexerLogits, settings, arguments.fake_args, arch)
         given = *self.queries[:2], weights, pages, *self.visible, self.out, splits
         launching.enqueue(backend, code, arguments.launch_args(kernel, *given, launching.stream(backend, codes)))
+        return None
+
+
+def _on_a_hopper(call: Call, backend: str) -> None:
+    """Launch the Hopper's kernel."""
+    codes, scales, _ = call.queries
+    if scales is not None:
+        raise BackendUnavailable("op indexer_logits: FP4 has no kernel of sm_90a (fix: queries and keys in FP8)")
+    settings = {"heads": codes.shape[1], "page_size": call.keys.page_size}
+    count = launching.sm_count(codes.device) if backend == "native" else H200_SMS
+    splits = hopper.splits_of(len(codes), call.out.shape[1], count)
+    kernel, code = compile_cache.default().get(HopperLogits, settings, hopper_arguments.fake_args, HOPPER)
+    given = hopper_arguments.launch_args(kernel, call, splits, launching.stream(backend, codes))
+    launching.enqueue(backend, code, given)
 
 
 def splits_of(groups: int, length: int, sm_count: int) -> int:

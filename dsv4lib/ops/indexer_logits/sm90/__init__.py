@@ -1,0 +1,1 @@
+"""The indexer's scores on Hopper: FP8 queries and keys."""

@@ -1,0 +1,57 @@
+"""Mistakes of the Hopper kernel of the scores, one at a time: a class is the kernel with one thing replaced.
+
+`FAULTS` holds them by name, `CAUGHT_BY` what finds each: "wrong numbers", "stray bytes" or a kind of hazard.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from dsv4lib.ops.indexer_logits.sm90.kernel import HopperLogits
+
+
+class NoRelu(HopperLogits):
+    """Leaves the ReLU out: heads vote against entries, too."""
+
+    def relu(self, x: Float32) -> Float32:
+        """Return x as it is."""
+        return x
+
+
+class PagesInOrder(HopperLogits):
+    """Ignores the table: reads the pool's pages one after another."""
+
+    def page_of(self, table: cute.Tensor, key: Int32) -> Int32:
+        """Return the key's page as if the request had the first ones."""
+        return key // self.page_size
+
+
+class FirstHeads(HopperLogits):
+    """Weights of the first 64 heads serve the others, too: right with 64."""
+
+    @cute.jit
+    def load_weights(self, mWeights: cute.Tensor, token: Int32) -> cute.Tensor:
+        """Take the column modulo 64."""
+        rWeights = HopperLogits.load_weights(self, mWeights, token)
+        for i in cutlass.range_constexpr(cute.size(rWeights)):
+            rWeights[i] = rWeights[i % 16]
+        return rWeights
+
+
+class UnwatchedQueries(HopperLogits):
+    """The tensor core reads queries without a proxy fence: most often right."""
+
+    def queries_written(self) -> None:
+        """Forget the fence."""
+
+
+_ALL = (
+    (NoRelu, "wrong numbers"),
+    (PagesInOrder, "wrong numbers"),
+    (FirstHeads, "wrong numbers"),
+    (UnwatchedQueries, "missing_proxy_fence"),
+)
+FAULTS = {kind.__name__: kind for kind, _ in _ALL}
+CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
