@@ -22,7 +22,9 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats.fp8_block import FP8Tensor
 from dsv4lib.layers.dense import HOPPER, TILE, Dense
 from dsv4lib.ops.linear.op import linear
+from dsv4lib.ops.moe_gemm.arguments import BLOCK_ROWS
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
+from dsv4lib.ops.moe_gemm.sm90.config import ROW_STEP
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.swiglu_quant.op import swiglu_quant
@@ -88,6 +90,7 @@ class ExpertStack(torch.nn.Module):
         precision: key of `FORMS`, on a Hopper of `HOPPER_FORMS`. hidden: d. arch: whose operands they are.
 
     Attributes:
+        align: what the first rows of ``groups`` are multiples of.
         first_codes, first_scales, second_codes, second_scales: operands of the GEMMs; scales are None for bf16.
         alpha_gate, alpha_up, alpha_down: fp32 [E], what the epilogues multiply by: global scales of weights and of
             calibrated activations.
@@ -104,6 +107,7 @@ class ExpertStack(torch.nn.Module):
             argument = "precision" if name == "experts" else "shared_precision"
             raise ArgumentError(argument, precision, f"one of {', '.join(forms)} on {arch}")
         self.precision, (self.product, self.recipe) = precision, forms[precision]
+        self.align = ROW_STEP if arch == HOPPER else BLOCK_ROWS
         check_these = _check_tiled if arch == HOPPER else _check_experts
         count, width = check_these(name, experts, self.product, hidden)
         self.count, self.width, self.copies = count, width, len(experts.first.planes)
@@ -159,9 +163,11 @@ class ExpertStack(torch.nn.Module):
             out_format=self.recipe,
             out_global=self.h_scales,
             limit=limit,
-            **({} if groups is None else {"routing": routing}),
+            **({} if groups is None else {"routing": routing, "groups_ready": quantised is None}),
         )
-        return product(self.repeated(h), Operand(self.second_codes, self.second_scales), alpha=self.alpha_down).codes
+        ready = {} if groups is None else {"groups_ready": True}  # the launch before, the first GEMM, read them
+        w = Operand(self.second_codes, self.second_scales)
+        return product(self.repeated(h), w, alpha=self.alpha_down, **ready).codes
 
     def activations(self, x: Tensor, rows: Tensor | None, backend: str) -> Operand:
         """Tokens in the order of ``rows``, in the format of the mode."""

@@ -1,7 +1,7 @@
 """The MoE layer: router, dispatch, experts in one of the precision modes, combine.
 
     experts, weights = router(x)                    top-k of sqrt(softplus(gate x)) + bias, or by a table of tokens
-    rows             = tokens by expert, each expert's rows from a multiple of 128
+    rows             = tokens by expert, each expert's rows from a multiple of 128, on a Hopper of 8
     h                = silu(min(g, limit)) * clip(u, -limit, limit) [* weight]      first GEMM, quantised as it leaves
     y                = sum over a token's experts of [weight *] W2 h  + shared expert
 
@@ -145,7 +145,7 @@ class Moe(torch.nn.Module):
         hashed = None if tokens is None else Hashed(self.table, tokens)
         settings = {"k": self.k, "factor": self.factor, "bias": self.bias, "hashed": hashed, "backend": self.backend}
         experts, weights = router(x, self.gate, **settings)
-        routed = moe_dispatch(experts, weights, count=len(self.gate), backend=self.backend)
+        routed = moe_dispatch(experts, weights, count=len(self.gate), align=self.experts.align, backend=self.backend)
         late = weights if self.experts.recipe == "nvfp4" else None
         early = routed.row_weight if late is None else None
         common = {"limit": self.limit, "backend": self.backend}

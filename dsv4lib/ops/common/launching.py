@@ -2,14 +2,16 @@
 
 Launches overlap (programmatic dependent launch): a kernel starts while its predecessor ends, and waits for it before it
 touches what that one may have written. Only weights are read before that wait: of norms, mHC's fn, the norm of a
-compressor, a router's gate. So the kernel that writes them may not be the predecessor. A synchronisation or any other
+compressor, a router's gate, of a Hopper's GEMMs, whose groups of experts too where the caller says that they may be. So
+the kernel that writes them may not be the predecessor. A synchronisation or any other
 launch in between is enough, except one of attention (below).
 
 A kernel starts early only if its predecessor asks for it (`griddepcontrol.launch_dependents`), else when the
 predecessor's CTAs have left.
 
     kernel                                               asks
-    `qnorm_rope_kv`, `kv_append`, `topk`, fmha's combine   right after its own wait, so at most two kernels overlap
+    `qnorm_rope_kv`, `kv_append`, `topk`, fmha's combine,
+    `quantize`, `moe_dispatch`, `moe_combine`              right after its own wait, so at most two kernels overlap
     GEMMs of experts                                     after their last load
     attention                                            once it has its tensor memory, before its wait
 

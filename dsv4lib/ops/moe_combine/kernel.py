@@ -81,6 +81,7 @@ class MoeCombine:
         tidx, _, _ = cute.arch.thread_idx()
         place = part * THREADS + tidx
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         if place * COLUMNS < mOut.shape[1]:
             rShared = cute.make_rmem_tensor(COLUMNS, BFloat16)
             if cutlass.const_expr(self.shared):

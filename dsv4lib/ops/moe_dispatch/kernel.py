@@ -129,6 +129,7 @@ class MoeDispatch:
             sCounts[i // self.experts, i % self.experts] = 0
         cute.arch.barrier()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         route = block * THREADS + tidx
         expert, rank = self.own(mExperts, route, sCounts)
         self.count(mExperts, block * THREADS, sCounts)

@@ -65,6 +65,7 @@ def moe_gemm(
     out_global: Tensor | None = None,
     limit: float = 10.0,
     expected: int | None = None,
+    groups_ready: bool = False,
     out: Operand | Pair | None = None,
     backend: str = "auto",
 ) -> Operand:
@@ -74,7 +75,7 @@ def moe_gemm(
         x: [R, K], rows sorted by group.
         w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes]. For a Hopper: what
             `sm90.tile_weights` makes of such weights in MXFP4, without scales.
-        offsets: int32 [E], first row of each group, a multiple of 128. counts: int32 [E], its rows, 0 or more.
+        offsets: int32 [E], first row of each group, a multiple of 128, of 8 where w is tiled. counts: int32 [E], its rows, 0 or more.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.
@@ -82,6 +83,8 @@ def moe_gemm(
         out_global: fp32 [E], of an NVFP4 output.
         limit: of the SwiGLU clamp.
         expected: tokens of a group on average, a number of the host that chooses the tile: T k / E, up; None: R / E.
+        groups_ready: offsets, counts and factors were written before the launch that comes just before this one, so
+            that a kernel of tiled weights may read them, and weights, while that one ends.
         out: written; None: new, rows without a token are not initialised.
         backend: "auto", "native", "emulator" or "reference".
 
@@ -104,7 +107,8 @@ def moe_gemm(
         raise ArgumentError("expected", expected, "a number of tokens, 0 or more, below 2^31")
     if tiled:
         factors = {"alpha": alpha, "alpha_up": alpha_up, "routing": routing, "out_global": out_global, "limit": limit}
-        rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected, "backend": backend}
+        rest = {"mode": mode, "swiglu": swiglu, "out_format": out_format, "expected": expected}
+        rest |= {"groups_ready": groups_ready, "backend": backend}
         return hopper.multiply(x, w, offsets, counts, out=out, **factors, **rest)
     if out is None:
         out = new_output(x.codes, w.codes.shape[1] // (2 if swiglu else 1), out_format)

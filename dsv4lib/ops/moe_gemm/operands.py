@@ -52,8 +52,8 @@ def check_global(scale: Tensor | None) -> None:
         raise ArgumentError("out_global", scale.tolist(), "positive and finite")
 
 
-def check_groups(offsets: Tensor, counts: Tensor, rows: int) -> None:
-    """Check that groups start at blocks of scales, lie apart and among the rows.
+def check_groups(offsets: Tensor, counts: Tensor, rows: int, align: int = BLOCK_ROWS) -> None:
+    """Check that groups start at multiples of ``align``, lie apart and among the rows.
 
     Raises:
         ArgumentError: they do not.
@@ -65,15 +65,15 @@ def check_groups(offsets: Tensor, counts: Tensor, rows: int) -> None:
         raise ArgumentError("offsets.shape", tuple(offsets.shape), f"that of counts, {tuple(counts.shape)}")
     if bool((counts < 0).any()):
         raise ArgumentError("counts", counts.tolist(), "0 or more")
-    if bool(((offsets < 0) | (offsets % BLOCK_ROWS != 0) | (offsets + counts > rows))[counts > 0].any()):
-        raise ArgumentError("offsets", offsets.tolist(), f"multiples of {BLOCK_ROWS}, groups among {rows} rows")
+    if bool(((offsets < 0) | (offsets % align != 0) | (offsets + counts > rows))[counts > 0].any()):
+        raise ArgumentError("offsets", offsets.tolist(), f"multiples of {align}, groups among {rows} rows")
     first, order = offsets[counts > 0].sort()
     if bool((first[:-1] + counts[counts > 0][order][:-1] > first[1:]).any()):
         raise ArgumentError("offsets", offsets.tolist(), "groups that do not overlap")
 
 
-def new_output(x: Tensor, width: int, out_format: str) -> Operand:
-    """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros."""
+def new_output(x: Tensor, width: int, out_format: str, cleared: bool = True) -> Operand:
+    """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros, if ``cleared``."""
     *lead, rows, _ = x.shape
     if out_format in PLAIN:
         dtype = torch.bfloat16 if out_format == "bf16" else torch.float32
@@ -81,7 +81,8 @@ def new_output(x: Tensor, width: int, out_format: str) -> Operand:
     per_byte, block = (2, nvfp4.BLOCK) if out_format == "nvfp4" else (1, 32)
     size = scale_swizzle.swizzled_bytes(rows, -(-width // block))
     codes = torch.empty(*lead, rows, width // per_byte, dtype=torch.uint8, device=x.device)
-    return Operand(codes, torch.zeros(*lead, size, dtype=torch.uint8, device=x.device))
+    make = torch.zeros if cleared else torch.empty
+    return Operand(codes, make(*lead, size, dtype=torch.uint8, device=x.device))
 
 
 def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> Tensor:

@@ -251,6 +251,7 @@ class Quantize:
         thread, _, _ = cute.arch.thread_idx()
         first = cta * self.cta_pieces + thread
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         rIn = cute.make_rmem_tensor((PIECE, self.at_once), self.element)
         rIn.fill(0.0)
         numbers = [first + i // self.halves * THREADS for i in range(self.at_once)]

@@ -6,12 +6,15 @@ import warnings
 import pytest
 import torch
 
+from dsv4lib import backends, emulator
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import mxfp4
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.ops.moe_gemm.sm90 import op
+from dsv4lib.ops.moe_gemm.sm90.config import ROW_STEP
+from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
 from dsv4lib.ops.quantize.op import quantize
 
@@ -30,7 +33,8 @@ def routes():
     generator = torch.Generator().manual_seed(0)
     experts = torch.rand(TOKENS, EXPERTS - 1, generator=generator).argsort(-1)[:, :TOP].int()
     experts += experts >= 3
-    return moe_dispatch(experts, torch.rand(TOKENS, TOP, generator=generator) + 0.1, count=EXPERTS, backend="emulator")
+    scores = torch.rand(TOKENS, TOP, generator=generator) + 0.1
+    return moe_dispatch(experts, scores, count=EXPERTS, align=ROW_STEP, backend="emulator")
 
 
 def layer(mode, backend):
@@ -44,7 +48,7 @@ def layer(mode, backend):
         given = Operand(x[found.rows.clamp(min=0).long()])
     groups = found.offsets[:-1], found.counts
     ones = torch.linspace(0.5, 1.5, EXPERTS)
-    common = {"mode": mode, "expected": 3, "backend": backend}
+    common = {"mode": mode, "expected": 3, "groups_ready": mode == "w4a8", "backend": backend}
     first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
     h = moe_gemm(given, weights(2 * WIDTH, HIDDEN, mode, 2), *groups, out_format=FORMATS[mode], **first, **common)
     y = moe_gemm(h, weights(HIDDEN, WIDTH, mode, 3), *groups, **common).codes
@@ -66,6 +70,34 @@ def test_both_gemms_of_a_layer(mode):
     assert float((y - want_y).norm() / want_y.norm()) < 2.0**-7 and float(want_y.norm()) > 1
 
 
+class HastyTokens(TiledMoeGemm):
+    """Its load warp does not wait for the launch before, which writes the tokens."""
+
+    def wait_for_tokens(self) -> None:
+        """Do not wait."""
+
+
+@pytest.mark.parametrize("kind", [TiledMoeGemm, HastyTokens])
+def test_tokens_wait_for_the_launch_before(kind, monkeypatch):
+    monkeypatch.setattr(op, "TiledMoeGemm", kind)
+    with backends.emulating("sm_90a"), emulator.device("sm_90a", checks="race", shims=False) as gpu:
+        layer("w4a8", "emulator")
+    assert {h.kind for h in gpu.hazards} == ({"dependent_launch_early"} if kind is HastyTokens else set())
+
+
+def test_groups_of_the_launch_before_are_reported():
+    """They are read ahead of the wait for it."""
+    experts = torch.tensor([[0], [1]], dtype=torch.int32)
+    x = Operand(torch.zeros(16, 128, dtype=torch.uint8), torch.full((512,), 127, dtype=torch.uint8))
+    w = Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8))
+    for ready in (False, True):
+        with backends.emulating("sm_90a"), emulator.device("sm_90a", checks="race", shims=False) as gpu:
+            found = moe_dispatch(experts, count=2, align=ROW_STEP, backend="emulator")
+            groups = found.offsets[:-1], found.counts
+            moe_gemm(x, w, *groups, mode="w4a8", groups_ready=ready, backend="emulator")
+        assert {h.kind for h in gpu.hazards} == ({"dependent_launch_early"} if ready else set())
+
+
 def call(**changes):
     x = torch.zeros(256, 128, dtype=torch.uint8)
     scales = torch.full((1024,), 127, dtype=torch.uint8)
@@ -84,7 +116,8 @@ def call(**changes):
         ("w.scales", {"w": Operand(torch.zeros(2, 1, 1, 4352, dtype=torch.uint8), torch.zeros(4))}),
         ("w", {"mode": "w4a16"}),
         ("counts", {"counts": torch.tensor([3, -1], dtype=torch.int32)}),
-        ("offsets", {"offsets": torch.tensor([8, 128], dtype=torch.int32)}),
+        ("offsets", {"offsets": torch.tensor([4, 128], dtype=torch.int32)}),
+        ("offsets", {"offsets": torch.tensor([0, 0], dtype=torch.int32), "counts": torch.ones(2, dtype=torch.int32)}),
         ("expected", {"expected": -1}),
     ],
 )
@@ -114,7 +147,7 @@ def test_torch_sees_what_is_written():
     given = {"x": x, "w": w, "out": out, "offsets": group, "counts": group + 2, "limit": 10.0, "formats": "w4a8"}
     given |= {"x_scales": torch.full((512,), 127, dtype=torch.uint8), "out_format": "bf16", "swiglu": False}
     names = inspect.signature(op.Call).parameters
-    flat = tuple({**dict.fromkeys(names), **given, "expected": 1, "backend": "reference"}[name] for name in names)
+    flat = tuple({**dict.fromkeys(names), **given, "expected": 1, "groups_ready": False, "backend": "reference"}[name] for name in names)
     with torch.no_grad():
         found = torch.library.opcheck(torch.ops.dsv4.moe_gemm_tiled.default, flat)
     assert set(found.values()) == {"SUCCESS"}, found
@@ -124,9 +157,8 @@ def test_torch_sees_what_is_written():
 def test_a_warmed_up_call_compiles_nothing():
     wanted = {"K": HIDDEN, "swiglu": True, "routed": True, "out_format": "mxfp8"}, {"K": WIDTH, "alpha": False}
     assert len(op.warm_up(wanted, (3,))) == 2
-    counts = compile_cache.default().counts
+    groups, counts = routes(), compile_cache.default().counts
     before = counts.compiled, counts.from_disk
-    groups = routes()
     mine = [groups.offsets[:-1], groups.counts]
     x = quantize(torch.randn(TOKENS, WIDTH).bfloat16(), "mxfp8", rows=groups.rows, swizzled=True, backend="reference")
     moe_gemm((x.codes, x.scales), weights(64, WIDTH, "w4a8", 4), *mine, mode="w4a8", expected=3, backend="emulator")

@@ -39,6 +39,7 @@ class Config:
         out: "bf16", "fp32", or with swiglu "mxfp8" with its scales.
         routed: (with swiglu) the result is multiplied by a weight per row.
         alpha: sums are multiplied by a factor per expert, gate and up by one each.
+        early: groups are read, and the first weights asked for, before the launch before has ended.
 
     Raises:
         ConfigError: a value that is not one of these, or that does not go with the others.
@@ -53,6 +54,7 @@ class Config:
         out: str = "bf16",
         routed: bool = False,
         alpha: bool = True,
+        early: bool = False,
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(MODES)),
@@ -65,7 +67,7 @@ class Config:
         if not swiglu and (out not in PLAIN or routed):
             raise ConfigError("swiglu", swiglu, "True for mxfp8 output and routing weights: they are of the first GEMM")
         self.mode_name, self.tile_n, self.step_k, self.out = mode, tile_n, step_k, out
-        self.swiglu, self.routed, self.alpha = swiglu, routed, alpha
+        self.swiglu, self.routed, self.alpha, self.early = swiglu, routed, alpha, early
         self.mode = MODES[mode]
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
@@ -89,7 +91,7 @@ class Config:
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
         parts = [self.mode_name, str(self.tile_n), str(self.step_k), self.out]
-        parts += [name for name in ("swiglu", "routed", "alpha") if vars(self)[name]]
+        parts += [name for name in ("swiglu", "routed", "alpha", "early") if vars(self)[name]]
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:

@@ -41,7 +41,8 @@ waits for every MMA by itself.
 
 What should limit it (computed, not measured). Up to 16 tokens an expert: HBM; issuing takes about 136 instructions a
 warp for 16 rows x 128 K at 8 tokens. Above: a tile of 32 tokens reads its weights from L2 once for each 32.
-Launches overlap (`griddepcontrol`): all of it waits before the counts are read.
+Launches overlap (`griddepcontrol`): all of it waits before the counts are read; with ``early`` the load warp waits once
+the weights of the first stages are under way, the consumers before they begin.
 
 Source: PTX ISA, "wgmma", "cp.async.bulk"; OCP Microscaling Formats 1.0.
 """
@@ -138,7 +139,8 @@ class TiledMoeGemm(Load, Mma, Epilogue):
             cute.arch.mbarrier_init_fence()
         table = storage.groups.get_tensor(cute.make_layout((MAX_EXPERTS, 3)))
         groups = Groups(table[None, 0], table[None, 1], table[None, 2], sources.w.shape[1])
-        cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(not self.early):
+            cute.arch.griddepcontrol_wait()
         self.find_groups(*ranges, groups, storage.scan.get_tensor(cute.make_layout(32)))
         cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
         total = groups.ends[MAX_EXPERTS - 1]
@@ -155,6 +157,8 @@ class TiledMoeGemm(Load, Mma, Epilogue):
                 self.load(sources, groups, total, stages)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            if cutlass.const_expr(self.early):
+                cute.arch.griddepcontrol_wait()
             shape = cute.make_layout((PITCH, self.tile_n, CONSUMERS, self.sum_buffers))
             self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
 

@@ -7,6 +7,8 @@ read, and any row may be a token, which boxes of TMA and their descriptors would
     tokens     [128 bytes of K][token][128 B], piece p of token n at piece p ^ (n % 8): the 128-byte swizzle
     scales     [128 K][token] words of 4 E8M0 bytes, a byte for 32 K
 
+With ``early`` the weights of the first stages are asked for before the wait for the launch before.
+
 All writes into a stage arrive at its full barrier: the bytes of the bulk copy, and `cp.async` of 32 lanes.
 """
 
@@ -70,16 +72,19 @@ class Load(Walk):
         grid, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         steps = sources.w.shape[2]
-        stage, parity = Int32(0), Int32(1)
+        stage, parity, ahead = Int32(0), Int32(1), Int32(0)
+        if cutlass.const_expr(self.early):
+            ahead = self.load_ahead(sources, groups, total, stages)
+            self.wait_for_tokens()
         for index in cutlass.range(block, total, grid, unroll=1):
             tile = self.tile(groups, index)
             for step in cutlass.range(steps, unroll=1):
                 full = stages.full + stage
                 cute.arch.mbarrier_wait(stages.empty + stage, parity)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, self.w_bytes)
-                    source = sources.w[tile.expert, tile.feature, step, None].iterator
-                    bulk.load_bulk(stages.w + stage * self.w_bytes, source, Int32(self.w_bytes), full, once=True)
+                if ahead == 0:
+                    self.load_weights(sources, tile, step, stages, stage)
+                else:
+                    ahead = ahead - 1
                 self.load_tokens(sources.x, tile, step, stages.x + stage * self.x_bytes)
                 if cutlass.const_expr(self.scaled):
                     self.load_scales(sources, tile, step, stages.sfx + stage * self.sfx_bytes)
@@ -88,6 +93,33 @@ class Load(Walk):
                 if stage == self.stages:
                     stage, parity = Int32(0), parity ^ 1
         cute.arch.griddepcontrol_launch_dependents()  # the next kernel may start where there is room
+
+    @cute.jit
+    def load_ahead(self, sources: Sources, groups: Groups, total: Int32, stages: Stages) -> Int32:
+        """Ask for the weights of the first stages; return how many have theirs."""
+        block, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        steps = sources.w.shape[2]
+        ahead = Int32(0)
+        for index in cutlass.range(block, cutlass.min(total, block + grid * self.stages), grid, unroll=1):
+            tile = self.tile(groups, index)
+            for step in cutlass.range(cutlass.min(steps, self.stages - ahead), unroll=1):
+                self.load_weights(sources, tile, step, stages, ahead)
+                ahead = ahead + 1
+        return ahead
+
+    def wait_for_tokens(self) -> None:
+        """Wait for the launch before, which may have written tokens."""
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def load_weights(self, sources: Sources, tile: Tile, step: Int32, stages: Stages, stage: Int32):
+        """Start the copy of a stage's weights."""
+        if cute.arch.lane_idx() == 0:
+            full = stages.full + stage
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.w_bytes)
+            source = sources.w[tile.expert, tile.feature, step, None].iterator
+            bulk.load_bulk(stages.w + stage * self.w_bytes, source, Int32(self.w_bytes), full, once=True)
 
     @cute.jit
     def load_tokens(self, mX: cute.Tensor, tile: Tile, step: Int32, target: Int32):

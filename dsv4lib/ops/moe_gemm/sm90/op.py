@@ -24,7 +24,7 @@ from dsv4lib.ops.common.schema import op
 from dsv4lib.ops.common.splits import SM_COUNT
 from dsv4lib.ops.moe_gemm.operands import Operand, check_devices, check_groups, finished, new_output, numbers
 from dsv4lib.ops.moe_gemm.sm90 import arguments
-from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, TILES_N
+from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, ROW_STEP, TILES_N
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import TILE_M, step_of, tiled_shape, untile_weights
 
@@ -47,6 +47,7 @@ def multiply(
     out_global: Tensor | None,
     limit: float,
     expected: int,
+    groups_ready: bool,
     out: Operand | None,
     backend: str,
 ) -> Operand:
@@ -63,9 +64,9 @@ def multiply(
             raise ArgumentError(name, "given", "None, where w is tiled")
     if out is None:
         features, _, _ = tiled_shape(tuple(w.codes.shape), mode)
-        out = new_output(x.codes, features // (2 if swiglu else 1), out_format)
+        out = new_output(x.codes, features // (2 if swiglu else 1), out_format, cleared=False)
     tensors = x.codes, w.codes, out.codes, x.scales, alpha, alpha_up, out.scales, routing, offsets, counts
-    Call.op(*tensors, limit, mode, out_format, swiglu, expected, backend)
+    Call.op(*tensors, limit, mode, out_format, swiglu, expected, groups_ready, backend)
     return out
 
 
@@ -82,7 +83,7 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
 
     Args:
         wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
-            are not 4096, "w4a8", "bf16", False, False, True.
+            are not 4096, "w4a8", "bf16", False, False, True, and "early": what calls name ``groups_ready``.
         expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
 
     Returns:
@@ -117,6 +118,7 @@ class Call:
     out_format: str
     swiglu: bool
     expected: int
+    groups_ready: bool
     backend: str
 
     out_global = None  # of NVFP4 output, which there is none of
@@ -136,11 +138,12 @@ class Call:
             "out": self.out_format,
             "routed": self.swiglu and self.routing is not None,
             "alpha": self.alpha is not None,
+            "early": self.groups_ready,
         }
 
     def check_values(self) -> None:
-        """Check that groups start at blocks of scales and lie apart."""
-        check_groups(self.offsets, self.counts, len(self.x))
+        """Check that groups start where tiles may, and lie apart."""
+        check_groups(self.offsets, self.counts, len(self.x), ROW_STEP)
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
