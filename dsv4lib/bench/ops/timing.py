@@ -68,6 +68,12 @@ class Work(NamedTuple):
     end: int
 
 
+def works_of(session: torch.profiler.profile) -> list[Work]:
+    """Return all that the GPU did in a profiler's session."""
+    events = session.profiler.kineto_results.events()
+    return [Work(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if _is_work(e)]
+
+
 def rounds_of(count: int, rounds: int) -> list[list[int]]:
     """Order the calls: each round has every provider once, odd rounds in reverse, the first one shifted."""
     order = []
@@ -192,8 +198,7 @@ class GpuClock:
                 calls[provider]()
             self._flush(1)
             torch.cuda.synchronize()
-        events = session.profiler.kineto_results.events()
-        return [Work(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if _is_work(e)]
+        return works_of(session)
 
     def _flush(self, spin: float) -> None:
         self._room.add_(1)

@@ -188,7 +188,7 @@ def _on_a_hopper(call: Call, backend: str) -> None:
         raise BackendUnavailable("op indexer_logits: FP4 has no kernel of sm_90a (fix: queries and keys in FP8)")
     settings = {"heads": codes.shape[1], "page_size": call.keys.page_size}
     count = launching.sm_count(codes.device) if backend == "native" else H200_SMS
-    splits = hopper.splits_of(len(codes), call.out.shape[1], count)
+    splits = hopper.splits_of(len(codes), call.out.shape[1], count, codes.shape[1])
     kernel, code = compile_cache.default().get(HopperLogits, settings, hopper_arguments.fake_args, HOPPER)
     given = hopper_arguments.launch_args(kernel, call, splits, launching.stream(backend, codes))
     launching.enqueue(backend, code, given)

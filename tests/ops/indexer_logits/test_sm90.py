@@ -27,7 +27,8 @@ RUNS = {  # heads, page size, splits; request and length of each token
     "decode": (64, 64, 3, [0, 1, 2], [300, 0, 129]),
     "prefill": (64, 128, 1, [0] * 5 + [1] * 2, [254, 254, 255, 255, 256, 1, 1]),
     "mixed runs": (64, 32, 2, [0, 1, 0, -1, -1, 2], [33, 140, 20, 50, 0, 64]),
-    "many heads": (128, 256, 5, [1, 0, 0], [270, 31, -1]),
+    "more tiles than stages": (64, 64, 1, [0], [700]),
+    "many heads": (128, 256, 2, [1, 0, 0], [1000, 31, -1]),
 }
 
 
@@ -59,7 +60,7 @@ def test_numbers(name):
     assert (code.local_bytes, code.spills) == (0, 0) and code.registers <= 168 and small(code)
     rows = {row.resource: row for row in kernel.budget()}
     assert all(0 < row.used <= row.limit and row.derivation for row in rows.values())
-    assert code.smem_bytes == rows["SMEM: queries"].used and code.threads == rows["threads"].used
+    assert code.smem_bytes >= sum(row.used for name, row in rows.items() if name.startswith("SMEM")) and code.threads == rows["threads"].used
 
 
 def test_every_schedule_gives_the_same_bits():
@@ -143,6 +144,7 @@ def test_the_op_on_an_emulated_hopper():
 
 def test_splits_fill_the_gpu():
     assert splits_of(1, 64 * 5000, 132) == 528
+    assert splits_of(1, 64 * 5000, 132, 128) == 396
     assert splits_of(1, 300, 132) == 5
     assert splits_of(1000, 1 << 18, 132) == 1
 

@@ -12,8 +12,9 @@ THREADS = 128
 SCALE_BYTES = 4  # of a key
 PIECE = 16  # bytes of a load
 HEADS = (64, 128)
-STAGES = {64: 3, 128: 2}  # tiles in registers, by heads
-CTAS_OF_AN_SM = 4  # by registers
+STAGE_BYTES = TILE_KEYS * (DIM + SCALE_BYTES)
+STAGES = {64: 5, 128: 6}  # by heads: what shared memory has for so many CTAs
+CTAS_OF_AN_SM = {64: 4, 128: 3}
 
 
 class Config:
@@ -32,7 +33,7 @@ class Config:
         if page_size not in (32, 64) and (page_size < 1 or page_size % 128):
             raise ConfigError("page_size", page_size, "32, 64 or a multiple of 128")
         self.heads, self.page_size, self.passes = heads, page_size, heads // COLUMNS
-        self.stages = STAGES[heads]
+        self.stages, self.part = STAGES[heads], min(TILE_KEYS, page_size)  # keys that lie in a row
         self.query_bytes = heads * DIM
 
     def __repr__(self) -> str:  # the compiler puts this into the kernel's symbol name
@@ -42,10 +43,12 @@ class Config:
         """Shared memory and threads of one CTA."""
         return [
             BudgetRow("SMEM: queries", self.query_bytes, SMEM_LIMIT, "B", f"{self.heads} heads x {DIM} B"),
+            BudgetRow("SMEM: keys", self.stages * STAGE_BYTES, SMEM_LIMIT, "B", f"{self.stages} x {STAGE_BYTES} B"),
+            BudgetRow("SMEM: barriers", 16 * self.stages, SMEM_LIMIT, "B", f"2 x {self.stages} mbarriers x 8 B"),
             BudgetRow("threads", THREADS, 1024, "threads", "one warpgroup"),
         ]
 
 
-def splits_of(tokens: int, length: int, sms: int) -> int:
+def splits_of(tokens: int, length: int, sms: int, heads: int = 64) -> int:
     """Choose how many CTAs share the keys of a token: no more than fill the GPU, or than have a tile."""
-    return max(1, min(sms * CTAS_OF_AN_SM // tokens, -(-length // TILE_KEYS)))
+    return max(1, min(sms * CTAS_OF_AN_SM[heads] // tokens, -(-length // TILE_KEYS)))

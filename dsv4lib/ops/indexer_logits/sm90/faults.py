@@ -47,11 +47,19 @@ class UnwatchedQueries(HopperLogits):
         """Forget the fence."""
 
 
+class HastyCopies(HopperLogits):
+    """A stage is filled anew while a warp may still read it."""
+
+    def wait_for_room(self, barrier: cute.Pointer, parity: Int32) -> None:
+        """Do not wait."""
+
+
 _ALL = (
     (NoRelu, "wrong numbers"),
     (PagesInOrder, "wrong numbers"),
     (FirstHeads, "wrong numbers"),
     (UnwatchedQueries, "missing_proxy_fence"),
+    (HastyCopies, "race_through_completion"),
 )
 FAULTS = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}

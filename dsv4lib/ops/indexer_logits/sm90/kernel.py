@@ -1,12 +1,13 @@
-"""Score compressed entries on Hopper: FP8 keys go from memory to the registers of a wgmma, without shared memory.
+"""Score compressed entries on Hopper: FP8 keys go through shared memory to the registers of a wgmma.
 
     out[t, s] = scale[s] * sum_h weights[t, h] * ReLU(q[t, h] . k[s])        s < lengths[t]
 
 Keys are M of m64n64k32, heads are N, so one MMA of four k32 scores 64 keys against 64 heads, and a thread's sums are of
 two keys. A CTA is one warpgroup; it has one token's heads and a range of its keys.
 
-    keys       64 x 128 B a tile   --ld.global.v4, 4 a thread, tiles ahead-->  A, 16 registers; scales with them
-    queries    heads x 128 B       --once, 128-byte swizzle-->                  B, shared memory
+    keys       64 x 128 B a tile   --bulk copy, a page or a part-->  ring of stages  --lds.v4, 4 a thread-->  A, 16 registers
+    scales     64 x 4 B            --with them or a copy more---->                   --lds-->                 2 registers
+    queries    heads x 128 B       --once, 128-byte swizzle------->  B, shared memory
     weights    16 of a thread's columns, in registers
     sums       32 fp32 a thread: ReLU, x weight, added up, then over 4 lanes; x the key's scale; one store a key
 
@@ -16,7 +17,13 @@ order, so each lane loads 16 bytes in a row at once, and the queries are stored 
     byte 64 c + 16 t + 8 j + 4 e + b of a row   is   K = 64 c + 32 j + 16 e + 4 t + b        t: lane % 4
 
 **Rows.** Warp w, lane 4 g + t has the keys 16 w + g and 16 w + g + 8 of a tile. They lie in one page, as pages have 32
-keys or more. Keys from a token's length on are not read, their scores not written.
+keys or more; a page of 32 is half a tile. Pages are read to their end; scores from a token's length on are not written.
+
+**Ring.** Thread 0 asks for the tile that will replace the one before the current one, once all warps have that one in
+registers: `full` counts bytes, `empty` has an arrival a warp.
+
+What was tried: keys from global memory straight to registers, two or three tiles ahead, with or without bulk requests
+into L2, in `data/bench/indexer_logits.md`.
 
 Source: DSV4's released code (`Indexer.forward`); PTX ISA, "wgmma"; the oracle is `dsv4lib.reference.indexer.scores`.
 """
@@ -30,11 +37,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, memory
 
-from dsv4lib.dsl import wgmma
+from dsv4lib.dsl import bulk, wgmma
 from dsv4lib.dsl.asm import asm
-from dsv4lib.ops.indexer_logits.sm90.config import COLUMNS, DIM, PIECE, SCALE_BYTES, THREADS, TILE_KEYS, Config
+from dsv4lib.ops.indexer_logits.sm90.config import (
+    COLUMNS,
+    DIM,
+    PIECE,
+    SCALE_BYTES,
+    STAGE_BYTES,
+    THREADS,
+    TILE_KEYS,
+    Config,
+)
 
-WORDS = 16  # of A, of a thread: two keys x 32 bytes
+WARPS = THREADS // 32
 
 
 class Tables(NamedTuple):
@@ -47,6 +63,14 @@ class Tables(NamedTuple):
     pages: cute.Tensor
     requests: cute.Tensor
     lengths: cute.Tensor
+
+
+class Ring(NamedTuple):
+    """The stages of keys, and their barriers."""
+
+    keys: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
 
 
 class HopperLogits(Config):
@@ -77,6 +101,9 @@ class HopperLogits(Config):
         @cute.struct
         class Storage:
             queries: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.query_bytes], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * STAGE_BYTES], 128]
+            full: cute.struct.MemRange[cutlass.Int64, self.stages]
+            empty: cute.struct.MemRange[cutlass.Int64, self.stages]
 
         self.storage = Storage
         self.kernel(mQ, mWeights, mPages, tables, mOut).launch(
@@ -85,12 +112,20 @@ class HopperLogits(Config):
 
     @cute.kernel
     def kernel(self, mQ: cute.Tensor, mWeights: cute.Tensor, mPages: cute.Tensor, tables: Tables, mOut: cute.Tensor):
-        """Queries to shared memory, then tile after tile."""
+        """Ask for the first keys, queries to shared memory, then tile after tile."""
         split, token, _ = cute.arch.block_idx()
         splits, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
         storage = memory.SmemAllocator().allocate(self.storage)
+        ring = Ring(storage.keys.data_ptr(), storage.full.data_ptr(), storage.empty.data_ptr())
+        if thread == 0:
+            for i in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(ring.full + i, 1)
+                cute.arch.mbarrier_init(ring.empty + i, WARPS)
+            cute.arch.mbarrier_init_fence()
         queries = storage.queries.data_ptr().toint()
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         request, length = tables.requests[token], cutlass.min(tables.lengths[token], Int32(mOut.shape[1]))
         if request < 0:
             length = Int32(0)
@@ -98,24 +133,31 @@ class HopperLogits(Config):
         first, end = split * tiles // splits, (split + 1) * tiles // splits
         if first < end:
             table = tables.pages[request, None]
-            rKeys = cute.make_rmem_tensor((WORDS, self.stages), Int32)
-            rScales = cute.make_rmem_tensor((2, self.stages), Float32)
-            for stage in cutlass.range_constexpr(self.stages):
-                self.load_keys(mPages, table, first + stage, length, rKeys[None, stage], rScales[None, stage])
+            if thread == 0:
+                for i in cutlass.range_constexpr(self.stages - 1):
+                    if first + i < end:
+                        self.load_keys(mPages, table, first + i, length, ring, Int32(i))
             self.load_queries(mQ, token, queries)
             rWeights = self.load_weights(mWeights, token)
             self.queries_written()
             cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
-            for start in cutlass.range(first, end, self.stages, unroll=1):
-                for stage in cutlass.range_constexpr(self.stages):
-                    tile = start + stage
-                    if tile < end:
-                        scales = rScales[0, stage], rScales[1, stage]
-                        votes = self.votes(rKeys[None, stage], rWeights, queries)
-                        later = tile + self.stages
-                        self.load_keys(mPages, table, later, length, rKeys[None, stage], rScales[None, stage])
-                        self.store(tile, length, votes, scales, mOut[token, None])
-        cute.arch.griddepcontrol_launch_dependents()
+            stage, parity = Int32(0), Int32(0)
+            for tile in cutlass.range(first, end, unroll=1):
+                if thread == 0 and tile + (self.stages - 1) < end:
+                    free, phase = stage - 1, parity  # of the tile before; the first one's phase counts as over
+                    if stage == 0:
+                        free, phase = Int32(self.stages - 1), parity ^ 1
+                    self.wait_for_room(ring.empty + free, phase)
+                    self.load_keys(mPages, table, tile + (self.stages - 1), length, ring, free)
+                cute.arch.mbarrier_wait(ring.full + stage, parity)
+                words, scales = self.take(ring, stage)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ring.empty + stage)
+                self.store(tile, length, self.votes(words, rWeights, queries), scales, mOut[token, None])
+                stage = stage + 1
+                if stage == self.stages:
+                    stage, parity = Int32(0), parity ^ 1
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, token: Int32, queries: Int32):
@@ -156,36 +198,50 @@ class HopperLogits(Config):
         """The page that a key lies in."""
         return table[key // self.page_size]
 
-    @cute.jit
-    def load_keys(
-        self,
-        mPages: cute.Tensor,
-        table: cute.Tensor,
-        tile: Int32,
-        length: Int32,
-        rKeys: cute.Tensor,
-        rScales: cute.Tensor,
-    ):
-        """Load 32 bytes of each of this thread's keys, and their scales; zeros where there is none."""
-        key = self.key_of(tile)
-        lane = cute.arch.lane_idx() % 4
-        rKeys.fill(0)
-        rScales.fill(0.0)
-        pieces = cute.logical_divide(rKeys, cute.make_layout(4))
-        if key < length:
-            mPage = mPages[self.page_of(table, key), None]
-            scales = cute.recast_tensor(mPage, Float32)
-            for row in cutlass.range_constexpr(2):
-                if key + 8 * row < length:
-                    place = key % self.page_size + 8 * row
-                    for chunk in cutlass.range_constexpr(2):
-                        rPiece = cute.recast_tensor(pieces[None, 2 * row + chunk], cutlass.Uint8)
-                        piece = cute.local_tile(mPage, (PIECE,), (place * (DIM // PIECE) + lane + 4 * chunk,))
-                        cute.autovec_copy(piece, rPiece)
-                    rScales[row] = scales[self.page_size * DIM // SCALE_BYTES + place]
+    def wait_for_room(self, barrier: cute.Pointer, parity: Int32) -> None:
+        """Wait until all warps have a stage in registers."""
+        cute.arch.mbarrier_wait(barrier, parity)
 
     @cute.jit
-    def store(self, tile: Int32, length: Int32, votes: list, scales: tuple, mRow: cute.Tensor):
+    def load_keys(
+        self, mPages: cute.Tensor, table: cute.Tensor, tile: Int32, length: Int32, ring: Ring, stage: Int32
+    ):
+        """Start the copies of a tile: its keys and their scales, part after part; one thread.
+
+        A part without keys gets those of the last page again.
+        """
+        parts, keys = TILE_KEYS // self.part, self.part
+        full, size = ring.full + stage, keys * (DIM + SCALE_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, parts * size)
+        for part in cutlass.range_constexpr(parts):
+            key = tile * TILE_KEYS + part * keys
+            page = mPages[self.page_of(table, cutlass.min(key, length - 1)), None].iterator.toint()
+            target = ring.keys + (stage * STAGE_BYTES + part * size)
+            if cutlass.const_expr(keys == self.page_size):
+                bulk.load_bulk(target, page, Int32(size), full)
+            else:
+                place = key % self.page_size
+                bulk.load_bulk(target, page + place * DIM, Int32(keys * DIM), full)
+                scales = page + (self.page_size * DIM + place * SCALE_BYTES)
+                bulk.load_bulk(target + keys * DIM, scales, Int32(keys * SCALE_BYTES), full)
+
+    def take(self, ring: Ring, stage: Int32) -> tuple[list, list]:
+        """Load this thread's words of A and its keys' scales."""
+        thread, _, _ = cute.arch.thread_idx()
+        row = thread // 32 * 16 + thread % 32 // 4
+        base = ring.keys.toint() + stage * STAGE_BYTES + row // self.part * (self.part * (DIM + SCALE_BYTES))
+        place = row % self.part
+        words = []
+        for half in range(2):
+            for chunk in range(2):
+                source = base + (place + 8 * half) * DIM + chunk * (DIM // 2) + thread % 4 * PIECE
+                words += asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", [Int32] * 4, [source])
+        source = base + self.part * DIM + place * SCALE_BYTES
+        scales = [asm("ld.shared.f32 $0, [$1];", [Float32], [source + 8 * SCALE_BYTES * half]) for half in range(2)]
+        return words, scales
+
+    @cute.jit
+    def store(self, tile: Int32, length: Int32, votes: list, scales: list, mRow: cute.Tensor):
         """Add the votes of the 4 lanes of a key, scale and store them."""
         for row in cutlass.range_constexpr(2):
             vote = votes[row]
@@ -195,10 +251,10 @@ class HopperLogits(Config):
             if key < length and cute.arch.lane_idx() % 4 == 0:
                 mRow[key] = vote * scales[row]
 
-    def votes(self, rKeys: cute.Tensor, rWeights: cute.Tensor, queries: Int32) -> list:
+    def votes(self, words: list, rWeights: cute.Tensor, queries: Int32) -> list:
         """Weighted sums over this thread's heads, of its two keys."""
         # MMA i has the words 2 (i % 2) and 2 (i % 2) + 1 of chunk i / 2, of both keys.
-        a = [rKeys[8 * row + 4 * (i // 2) + 2 * (i % 2) + e] for i in range(4) for e in range(2) for row in range(2)]
+        a = [words[8 * row + 4 * (i // 2) + 2 * (i % 2) + e] for i in range(4) for e in range(2) for row in range(2)]
         found = [Float32(0.0), Float32(0.0)]
         for number in range(self.passes):
             b = wgmma.operand(queries + number * COLUMNS * DIM)
