@@ -1,4 +1,4 @@
-"""Bulk copies of neighbouring bytes from global to shared memory.
+"""Bulk copies of neighbouring bytes between global and shared memory.
 
 Source: PTX ISA, "cp.async.bulk".
 """
@@ -35,3 +35,10 @@ def load_bulk(
         text = policy + text.replace("bytes ", "bytes.L2::cache_hint ").replace("];", "], p; }")
     args = [smem.toint(loc=loc, ip=ip), source, size, barrier.toint(loc=loc, ip=ip)]
     cute.arch.inline_ptx(text, read_only_args=args, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_bulk(target: Int64, smem: Int32, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Copy ``size`` bytes, a multiple of 16, from shared to global memory, in the bulk group that is open."""
+    text = "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
+    cute.arch.inline_ptx(text, read_only_args=[target, smem, size], loc=loc, ip=ip)

@@ -24,7 +24,7 @@ from dsv4lib.config import LayerKind, ModelConfig
 from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.formats.fp8_block import FP8Tensor
 from dsv4lib.layers.dense import FP8_MODES, Activations, Dense, GroupedDense, normed, target
-from dsv4lib.layers.step import PAGE, Layout, Step, rows_of
+from dsv4lib.layers.step import PAGE, Layout, Step
 from dsv4lib.ops.compressor.op import Batch, Pages, Ring, Running, Weights, compressor
 from dsv4lib.ops.fmha.op import Fp8Pages, Selected, fmha
 from dsv4lib.ops.indexer_logits.op import KeyPages, Visible, indexer_logits
@@ -32,7 +32,7 @@ from dsv4lib.ops.indexer_q.op import indexer_q
 from dsv4lib.ops.inv_rope_quant.op import inv_rope_quant
 from dsv4lib.ops.moe_gemm.op import Operand
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
-from dsv4lib.ops.topk.op import topk
+from dsv4lib.ops.topk.op import Paged, topk
 
 MOST_DRAFTS = 7  # rows of CSA that a step stores, less one
 KEYS = {"fp4": indexer_key.FP4_LAYOUT, "fp8": indexer_key.FP8_LAYOUT}
@@ -228,8 +228,8 @@ class Attention(torch.nn.Module):
         coded = indexer_q(heads, exact[4], None, step.angles[self.kind].rows, variant=self.keys, **common)
         table = step.entries["keys"][keys.part].table
         scores = indexer_logits(coded, KeyPages(keys.data, keys.page), Visible(table, step.request_ids, seen), **common)
-        picks = topk(scores, c.index_topk, seen, **common)
-        return Selected(pages, rows_of(own.table, step.request_ids, picks, pool.page))
+        paged = Paged(own.table, step.request_ids, pool.page)
+        return Selected(pages, topk(scores, c.index_topk, seen, pages=paged, **common))
 
     def compress(
         self, name: str, kv: Tensor, gate: Tensor, group: str, cache: tuple[State, Pool, str], step: Step

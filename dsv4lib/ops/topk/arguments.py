@@ -9,6 +9,7 @@ import torch
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.topk.kernel import TopK
+from dsv4lib.ops.topk.paged import Pages
 from dsv4lib.ops.topk.take_all import TakeAll
 
 FP32, I32, WIDE = cutlass.Float32, cutlass.Int32, 16
@@ -18,11 +19,16 @@ def fake_args(kernel: TopK) -> tuple:
     """Arguments for `compile_for`: symbolic extents and strides, no memory."""
     fake = Fakes()
     scores, lengths = fake(FP32, "BL", WIDE if kernel.wide else 0), fake(I32, "B") if kernel.ragged else None
-    return scores, lengths, fake(I32, "BK"), cuda.CUstream(0)
+    return scores, lengths, fake(I32, "BK"), _fake_pages(fake, kernel.page), cuda.CUstream(0)
 
 
 def launch_args(
-    kernel: TopK, scores: torch.Tensor, lengths: torch.Tensor | None, picks: torch.Tensor, stream: int = 0
+    kernel: TopK,
+    scores: torch.Tensor,
+    lengths: torch.Tensor | None,
+    picks: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stream: int = 0,
 ) -> tuple:
     """Arguments of `TopK` from torch tensors: shapes as in `TopK.__call__`, ``stream`` a handle.
 
@@ -43,6 +49,7 @@ def launch_args(
         wrapped,
         None if lengths is None else wrap("lengths", lengths, I32, (rows,)),
         wrapped_picks,
+        _wrap_pages(kernel.page, pages, rows),
         cuda.CUstream(stream),
     )
 
@@ -51,11 +58,17 @@ def fake_all_args(kernel: TakeAll) -> tuple:
     """Arguments of `TakeAll` for `compile_for`."""
     fake = Fakes()
     lengths = fake(I32, "B") if kernel.ragged else None
-    return I32(1), lengths, fake(I32, "BK", WIDE if kernel.wide else 0), cuda.CUstream(0)
+    picks = fake(I32, "BK", WIDE if kernel.wide else 0)
+    return I32(1), lengths, picks, _fake_pages(fake, kernel.page), cuda.CUstream(0)
 
 
 def all_args(
-    kernel: TakeAll, scores: torch.Tensor, lengths: torch.Tensor | None, picks: torch.Tensor, stream: int = 0
+    kernel: TakeAll,
+    scores: torch.Tensor,
+    lengths: torch.Tensor | None,
+    picks: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor] | None = None,
+    stream: int = 0,
 ) -> tuple:
     """Make arguments of `TakeAll` from torch tensors.
 
@@ -73,4 +86,18 @@ def all_args(
     if (lengths is not None) != kernel.ragged:
         raise ArgumentError("lengths", lengths, "a tensor" if kernel.ragged else "None")
     counts = None if lengths is None else wrap("lengths", lengths, I32, (rows,))
-    return I32(size), counts, wrapped, cuda.CUstream(stream)
+    return I32(size), counts, wrapped, _wrap_pages(kernel.page, pages, rows), cuda.CUstream(stream)
+
+
+def _fake_pages(fake: Fakes, page: int) -> Pages | None:
+    return Pages(fake(I32, "RW"), fake(I32, "B")) if page else None
+
+
+def _wrap_pages(page: int, pages: tuple[torch.Tensor, torch.Tensor] | None, rows: int) -> Pages | None:
+    """Wrap (table, requests) of a kernel with pages."""
+    if (pages is not None) != (page > 0):
+        raise ArgumentError("pages", "given" if pages else None, "(table, requests)" if page else "None")
+    if pages is None:
+        return None
+    table, requests = pages
+    return Pages(wrap("table", table, I32, (None, None)), wrap("requests", requests, I32, (rows,)))

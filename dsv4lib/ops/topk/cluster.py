@@ -32,6 +32,7 @@ from cutlass import Int32, Int64
 
 from dsv4lib.ops.topk.counting import CANDIDATES, EARLIER, FOUND, LANES, QUAD, Shared
 from dsv4lib.ops.topk.kernel import PAIRS, TopK
+from dsv4lib.ops.topk.paged import Picks
 
 GATES = 3
 SUMS, BINS, LIST = range(GATES)
@@ -97,10 +98,10 @@ class ClusterTopK(TopK):
     # ------------------------------------------------------------ selection
 
     @cute.jit
-    def select(self, source: Any, mOut: cute.Tensor, s: Shared, length: Int32, rank: Int32):
+    def select(self, source: Any, picks: Picks, s: Shared, length: Int32, rank: Int32):
         """From a complete histogram to the picks; arguments as there."""
         tidx, _, _ = cute.arch.thread_idx()
-        (first, _, tile), k = source, mOut.shape[0]
+        (first, _, tile), k = source, picks.out.shape[0]
         place, above, count, sure, earlier = self.find_row(s, k, rank)
         need = k - above
         low, high = self.bins.keys(place)
@@ -123,7 +124,7 @@ class ClusterTopK(TopK):
         if count > need:
             self.rank_row(s, first, need, count, earlier)
         cute.arch.barrier()
-        self.emit(mOut, s, first, rank)
+        self.emit(picks, s, first, rank)
 
     def before(self, s: Shared) -> Int32:
         """Those for sure, and those among candidates."""

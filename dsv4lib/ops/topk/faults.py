@@ -14,6 +14,7 @@ from cutlass import Int32
 from dsv4lib.ops.topk import cluster
 from dsv4lib.ops.topk import kernel as topk_kernel
 from dsv4lib.ops.topk.counting import Shared
+from dsv4lib.ops.topk.paged import Picks
 
 
 class NoRowBarrier(cluster.ClusterTopK):
@@ -54,22 +55,22 @@ class PaddedWithZero(topk_kernel.TopK):
     """Leaves 0, not -1, where a row has no more picks."""
 
     @cute.jit
-    def take_all(self, mOut: cute.Tensor, length: Int32, rank: Int32):
+    def take_all(self, picks: Picks, length: Int32, rank: Int32):
         """An index that exists."""
         tidx, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range(rank * self.threads + tidx, mOut.shape[0], self.ctas * self.threads, unroll=1):
-            mOut[i] = cutlass.select_(i < length, Int32(i), Int32(0))
+        for i in cutlass.range(rank * self.threads + tidx, picks.out.shape[0], self.ctas * self.threads, unroll=1):
+            picks.out[i] = cutlass.select_(i < length, Int32(i), Int32(0))
 
 
 class ReadsTwice(topk_kernel.TopK):
     """Streams a row, and does it all over."""
 
     @cute.jit
-    def streamed(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
+    def streamed(self, mRow: cute.Tensor, mLengths: Any, picks: Picks, s: Shared, row: Int32, rank: Int32):
         """The same picks, twice."""
-        super().streamed(mRow, mLengths, mOut, s, row, rank)
+        super().streamed(mRow, mLengths, picks, s, row, rank)
         cute.arch.barrier()
-        super().streamed(mRow, mLengths, mOut, s, row, rank)
+        super().streamed(mRow, mLengths, picks, s, row, rank)
 
 
 FAULTS = {

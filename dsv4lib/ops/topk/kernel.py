@@ -47,6 +47,7 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.ops.topk.counting import CANDIDATES, CELLS, KEPT, LANES, QUAD, Shared
 from dsv4lib.ops.topk.keys import MAGNITUDE, NAN, NOTHING, edge_of, key_of
 from dsv4lib.ops.topk.narrowing import Narrowing
+from dsv4lib.ops.topk.paged import Picks, picks_of, place
 
 MAX_K = 2048
 PAIRS = 256  # candidates that are compared with each other
@@ -71,6 +72,7 @@ class TopK(Narrowing):
         wide: rows start on 16 bytes and L is a multiple of 4.
         by_score: picks in the order of their scores, the best first, instead of that of their indices.
         ragged: rows have lengths; otherwise every score counts.
+        page: picks are rows of pages of so many; 0: indices.
 
     Raises:
         ConfigError: a value that is not allowed.
@@ -92,6 +94,7 @@ class TopK(Narrowing):
         wide: bool = True,
         by_score: bool = False,
         ragged: bool = True,
+        page: int = 0,
     ):
         for name, value, allowed in (
             ("threads", threads, (32, 64, 128, 256, 512, 1024)),
@@ -107,9 +110,11 @@ class TopK(Narrowing):
             raise ConfigError("capacity", capacity, f"a multiple of {32 * threads}")
         if maxima and keep <= vectors * UNIT:
             raise ConfigError("keep", keep, f"more than {vectors * UNIT}")
+        if page < 0 or (page and by_score):
+            raise ConfigError("page", page, "0 or more" if page < 0 else "0 by score")
         super().__init__(threads, ctas, bins)
         self.vectors, self.stream, self.wide = vectors, stream, wide
-        self.by_score, self.ragged, self.maxima = by_score, ragged, maxima
+        self.by_score, self.ragged, self.maxima, self.page = by_score, ragged, maxima, page
         self.tile = threads * vectors * QUAD
         self.step = (LANES if stream else threads) * QUAD  # from a thread's four scores of a tile to its next
         self.most = 3 * LANES * vectors  # good scores of a warp, of 4 x 32 x vectors
@@ -133,25 +138,27 @@ class TopK(Narrowing):
         variant = (f"stream {self.capacity} {self.keep}" if self.stream else "chip") + f" {self.maxima}"
         wide = "wide" if self.wide else "narrow"
         order = f"{'score' if self.by_score else 'index'}, {'ragged' if self.ragged else 'full'}"
+        order += f", page {self.page}" if self.page else ""
         cut = f"{self.threads}x{self.vectors}, {self.ctas}, {self.bins.size}"
         return f"{type(self).__name__}({cut}, {variant}, {wide}, {order})"
 
     # ---------------------------------------------------------------- host
 
     @cute.jit
-    def __call__(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor, stream: cuda.CUstream):
+    def __call__(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor, pages: Any, stream: cuda.CUstream):
         """Launch.
 
         Args:
             mScores: [B, L] fp32, L at most ``ctas`` x ``capacity``.
             mLengths: [B] int32, scores that count in each row; None unless ``ragged``.
             mPicks: [B, k] int32, k at most 2048.
+            pages: `Pages` that picks are looked up in; None where ``page`` is 0.
             stream: where the launch is queued.
         """
         buffers = {name: cute.struct.MemRange[Int32, size] for name, size in self.buffers.items()}
         buffers |= {name: cute.struct.Align[buffers[name], 16] for name in ALIGNED if name in buffers}
         self.storage = cute.struct(type("Storage", (), {"__annotations__": buffers}))
-        self.kernel(mScores, mLengths, mPicks).launch(
+        self.kernel(mScores, mLengths, mPicks, pages).launch(
             grid=(self.ctas * mPicks.shape[0], 1, 1),
             block=(self.threads, 1, 1),
             cluster=(self.ctas, 1, 1),
@@ -170,7 +177,7 @@ class TopK(Narrowing):
     # -------------------------------------------------------------- device
 
     @cute.kernel
-    def kernel(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor):
+    def kernel(self, mScores: cute.Tensor, mLengths: Any, mPicks: cute.Tensor, pages: Any):
         """Select from a row, by a CTA or cluster."""
         block, _, _ = cute.arch.block_idx()
         rank, row = block % self.ctas, block // self.ctas
@@ -178,21 +185,22 @@ class TopK(Narrowing):
         self.open(s)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
+        picks = picks_of(mPicks, pages, row)
         if cutlass.const_expr(self.stream):
-            self.streamed(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
+            self.streamed(mScores[row, None], mLengths, picks, s, row, rank)
         else:
-            self.on_chip(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
+            self.on_chip(mScores[row, None], mLengths, picks, s, row, rank)
         if cutlass.const_expr(self.by_score):
-            self.sort(mScores[row, None], mLengths, mPicks[row, None], s, row, rank)
+            self.sort(mScores[row, None], mLengths, picks, s, row, rank)
 
     @cute.jit
-    def on_chip(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
+    def on_chip(self, mRow: cute.Tensor, mLengths: Any, picks: Picks, s: Shared, row: Int32, rank: Int32):
         """Select from a row of at most ``ctas`` tiles.
 
         Scores are requested before its length is known.
         """
         tidx, _, _ = cute.arch.thread_idx()
-        first, k = rank * self.capacity, mOut.shape[0]
+        first, k = rank * self.capacity, picks.out.shape[0]
         at = first + tidx * QUAD
         rX = cute.make_rmem_tensor((QUAD, self.vectors), Float32)
         rX.fill(0.0)
@@ -202,7 +210,7 @@ class TopK(Narrowing):
         self.clear(s)
         if length <= k:
             self.ready()
-            self.take_all(mOut, length, rank)
+            self.take_all(picks, length, rank)
         else:
             cute.arch.barrier()
             end = cutlass.min(first + self.capacity, length)
@@ -213,7 +221,7 @@ class TopK(Narrowing):
                 if self.kept(s) > self.keep:
                     self.squeeze((rX, at, end), (first, end), s, k, Int32(0), (low, Int32(MAGNITUDE)))
                 self.count_kept(Int32(0), self.kept(s), s)
-                self.select((first, end, None), mOut, s, length, rank)
+                self.select((first, end, None), picks, s, length, rank)
             else:
                 rKey = cute.make_rmem_tensor((QUAD, self.vectors), Int32)
                 room = length - at
@@ -222,21 +230,21 @@ class TopK(Narrowing):
                         there = room > v * self.step + j
                         rKey[j, v] = cutlass.select_(there, key_of(rX[j, v]), Int32(NOTHING))
                         self.add_one(s.hist, self.bins.place(rKey[j, v]), there)
-                self.select((first, end, (rKey, at, end)), mOut, s, length, rank)
+                self.select((first, end, (rKey, at, end)), picks, s, length, rank)
 
     @cute.jit
-    def streamed(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
+    def streamed(self, mRow: cute.Tensor, mLengths: Any, picks: Picks, s: Shared, row: Int32, rank: Int32):
         """Select from a row of any number of tiles.
 
         A warp has its own run of the slice, a piece of it a tile.
         """
-        k, length = mOut.shape[0], self.length(mRow, mLengths, row)
+        k, length = picks.out.shape[0], self.length(mRow, mLengths, row)
         part = (length + (self.ctas * UNIT - 1)) // (self.ctas * UNIT) * UNIT
         first = rank * part
         end = cutlass.min(first + part, length)
         if length <= k:
             self.ready()
-            self.take_all(mOut, length, rank)
+            self.take_all(picks, length, rank)
         else:
             run = (cutlass.max(end - first, Int32(0)) + (self.warps * UNIT - 1)) // (self.warps * UNIT) * UNIT
             start = first + cute.arch.warp_idx() * run
@@ -276,7 +284,7 @@ class TopK(Narrowing):
                 else:
                     cute.arch.barrier()  # all have read how many are kept
             self.count_kept(counted, kept, s)
-            self.select((first, end, None), mOut, s, length, rank)
+            self.select((first, end, None), picks, s, length, rank)
 
     def open(self, s: Shared) -> None:
         """Prepare a cluster before its CTAs exchange data (`cluster.ClusterTopK`)."""
@@ -324,11 +332,14 @@ class TopK(Narrowing):
                 s.tops[self.bins.size + tidx] = 0
 
     @cute.jit
-    def take_all(self, mOut: cute.Tensor, length: Int32, rank: Int32):
+    def take_all(self, picks: Picks, length: Int32, rank: Int32):
         """Take all of a row with no more scores than picks."""
         tidx, _, _ = cute.arch.thread_idx()
-        for i in cutlass.range(rank * self.threads + tidx, mOut.shape[0], self.ctas * self.threads, unroll=1):
-            mOut[i] = cutlass.select_(i < length, Int32(i), Int32(-1))
+        for i in cutlass.range(rank * self.threads + tidx, picks.out.shape[0], self.ctas * self.threads, unroll=1):
+            pick = Int32(-1)
+            if i < length:
+                pick = place(picks, Int32(i), self.page)
+            picks.out[i] = pick
 
     # ------------------------------------------------------------ streaming
 
@@ -403,15 +414,15 @@ class TopK(Narrowing):
     # ------------------------------------------------------------ selection
 
     @cute.jit
-    def select(self, source: Any, mOut: cute.Tensor, s: Shared, length: Int32, rank: Int32):
+    def select(self, source: Any, picks: Picks, s: Shared, length: Int32, rank: Int32):
         """From a complete histogram to the picks.
 
         Args:
             source: the first index of the slice, the one past it, the keys of a tile that is all of it or None.
         """
         first, _, tile = source
-        place, above, count = self.find(s, s.hist, mOut.shape[0], False)
-        need = mOut.shape[0] - above
+        place, above, count = self.find(s, s.hist, picks.out.shape[0], False)
+        need = picks.out.shape[0] - above
         low, high = self.bins.keys(place)
         if count > PAIRS and count > need:
             low, high, _, _ = self.look(tile, s, self.kept(s), low, high, False)
@@ -424,7 +435,7 @@ class TopK(Narrowing):
         if count > need:
             self.rank(s, first, need)
         cute.arch.barrier()
-        self.emit(mOut, s, first, rank)
+        self.emit(picks, s, first, rank)
 
     @cute.jit
     def classify(self, source: Any, s: Shared, state: Any):
@@ -497,7 +508,7 @@ class TopK(Narrowing):
             self.mark(s, index - first, Int32(1), i < count and beaten < need and tidx % self.several == 0)
 
     @cute.jit
-    def emit(self, mOut: cute.Tensor, s: Shared, first: Int32, rank: Int32):
+    def emit(self, picks: Picks, s: Shared, first: Int32, rank: Int32):
         """Picks in the order of their indices: each thread those of ``share`` scores."""
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
@@ -521,7 +532,7 @@ class TopK(Narrowing):
         for w in cutlass.range_constexpr(words):
             bits, start = rBits[w], first + tidx * self.share + w * LANES
             while bits != 0:
-                mOut[at] = start + self.lowest(bits)
+                picks.out[at] = place(picks, start + self.lowest(bits), self.page)
                 bits = bits & (bits - 1)
                 at += 1
 
@@ -530,21 +541,21 @@ class TopK(Narrowing):
         return Int32(0)
 
     @cute.jit
-    def sort(self, mRow: cute.Tensor, mLengths: Any, mOut: cute.Tensor, s: Shared, row: Int32, rank: Int32):
+    def sort(self, mRow: cute.Tensor, mLengths: Any, picks: Picks, s: Shared, row: Int32, rank: Int32):
         """Sort the picks of a row from the order of indices to that of scores."""
         tidx, _, _ = cute.arch.thread_idx()
-        count = cutlass.min(self.length(mRow, mLengths, row), mOut.shape[0])
+        count = cutlass.min(self.length(mRow, mLengths, row), picks.out.shape[0])
         self.sync_row()  # all picks are written
         for i in cutlass.range(tidx, count, self.threads, unroll=1):
-            s.pick_index[i] = mOut[i]
-            s.pick_key[i] = key_of(mRow[mOut[i]])
+            s.pick_index[i] = picks.out[i]
+            s.pick_key[i] = key_of(mRow[picks.out[i]])
         self.sync_row()  # all picks are read
         for i in cutlass.range(rank * self.threads + tidx, count, self.ctas * self.threads, unroll=1):
             key, place = s.pick_key[i], Int32(0)
             for j in cutlass.range(count, unroll=4):
                 better = self.better(s.pick_key[j], key, j, i)
                 place += cutlass.select_(better, Int32(1), Int32(0))
-            mOut[place] = s.pick_index[i]
+            picks.out[place] = s.pick_index[i]
 
     @cute.jit
     def better(self, other: Int32, key: Int32, at: Int32, index: Int32) -> cutlass.Boolean:

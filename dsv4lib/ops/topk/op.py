@@ -1,6 +1,7 @@
 """Pick the exact top-k of fp32 scores: the torch op `dsv4::topk`.
 
     picks[b] = indices of the k best of scores[b, :lengths[b]], ascending or the best first, then -1
+    rows[b]  = the same, looked up in the pages of request requests[b]: what sparse attention reads
 
 Higher scores first, of equal ones the lower index: what is picked is defined to the last tie, so prefill and decode
 agree. NaN ranks after -inf; the reference back end refuses it. One launch, no workspace, nothing read by the host.
@@ -30,6 +31,19 @@ from dsv4lib.ops.topk.take_all import TakeAll
 MAX_LENGTH = 1 << 20
 
 
+class Paged(NamedTuple):
+    """Pages that picks are looked up in: pick i of request r becomes table[r, i // page_size] * page_size + i % page_size.
+
+    Attributes:
+        table: int32 [R, W]; what lies past its end, or in a negative page, becomes -1. requests: int32 [B], of each row of scores, its
+            row of ``table``; negative: none, all picks are -1. page_size: entries of a page.
+    """
+
+    table: Tensor
+    requests: Tensor
+    page_size: int
+
+
 @typed
 def topk(
     scores: Tensor,
@@ -37,6 +51,7 @@ def topk(
     lengths: Tensor | None = None,
     *,
     by_score: bool = False,
+    pages: Paged | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -48,6 +63,7 @@ def topk(
         lengths: int32 [B], how many scores of a row count, from its first; more than L means L, less than 0 none.
             None: all L.
         by_score: picks in the order of their scores, the best first, instead of that of their indices.
+        pages: look picks up there, not with ``by_score``. None: picks are indices.
         out: int32 [B, k] to write into; None: a new tensor.
         backend: "native", "emulator", "reference", or "auto": native, else emulator.
 
@@ -66,7 +82,10 @@ def topk(
         out = torch.empty(scores.shape[0], k, dtype=torch.int32, device=scores.device)
     if tuple(out.shape) != (scores.shape[0], k):
         raise ArgumentError("out.shape", tuple(out.shape), f"[{scores.shape[0]}, {k}]")
-    Call.op(scores, lengths, out, by_score, backend)
+    table, requests, page_size = (None, None, 0) if pages is None else pages
+    if pages is not None and page_size < 1:
+        raise ArgumentError("pages.page_size", page_size, "1 or more")
+    Call.op(scores, lengths, out, table, requests, page_size, by_score, backend)
     return out
 
 
@@ -77,6 +96,9 @@ class Call(NamedTuple):
     scores: Tensor
     lengths: Tensor | None
     out: Tensor
+    table: Tensor | None
+    requests: Tensor | None
+    page_size: int
     by_score: bool
     backend: str
 
@@ -91,22 +113,42 @@ class Call(NamedTuple):
                 "scores": (scores, torch.float32, (rows, None)),
                 "lengths": (self.lengths, torch.int32, (rows,)),
                 "out": (out, torch.int32, (rows, None)),
+                "pages.table": (self.table, torch.int32, (None, None)),
+                "pages.requests": (self.requests, torch.int32, (rows,)),
             }
         )
+        if (self.table is None) != (self.requests is None) or (self.table is None) != (self.page_size == 0):
+            raise ArgumentError("pages", "a part of them", "table, requests and page_size, or none")
+        if self.table is not None:
+            self._check_pages()
         if not 1 <= out.shape[1] <= MAX_K:
             raise ArgumentError("out.shape", tuple(out.shape), f"[B, k] with k from 1 to {MAX_K}")
         if out.stride(1) != 1 and out.shape[1] > 1:
             raise ArgumentError("out.stride()", out.stride(), "stride 1 in the last dimension")
 
+    def _check_pages(self) -> None:
+        """Check that there are pages, and picks in the order of indices."""
+        if 0 in self.table.shape:
+            raise ArgumentError("pages.table.shape", tuple(self.table.shape), "[R, W], both 1 or more")
+        if self.by_score:
+            raise ArgumentError("by_score", True, "False with pages")
+
+    def check_values(self) -> None:
+        """Check that requests are rows of the table."""
+        if self.table is not None and bool((self.requests >= len(self.table)).any()):
+            wrong = self.requests[self.requests >= len(self.table)].tolist()[:8]
+            raise ArgumentError("pages.requests", wrong, f"negative or 0..{len(self.table) - 1}")
+
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        scores, lengths, out = given = self[:3]
+        scores, lengths, out = self[:3]
+        given = scores, lengths, out, None if self.table is None else (self.table, self.requests)
         (rows, size), k = scores.shape, out.shape[1]
         if rows == 0:
             return None
         if backend == "reference":
             return _reference(self)
-        settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None}
+        settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None, "page": self.page_size}
         if size <= k and not self.by_score:
             settings["wide"] = _aligned(out)
             return launching.launch(backend, TakeAll, settings, arguments.fake_all_args, arguments.all_args, *given)
@@ -130,4 +172,9 @@ def _reference(call: Call) -> None:
     if not call.by_score:
         ranked = torch.where(best < 0, size, best).sort(-1).values
         best = torch.where(ranked == size, -1, ranked)
+    if call.table is not None:
+        column, last = best.clamp_min(0) // call.page_size, call.table.shape[1] - 1
+        pages = call.table[call.requests.clamp_min(0)[:, None].long(), column.clamp(max=last).long()]
+        there = (best >= 0) & (pages >= 0) & (call.requests >= 0)[:, None] & (column <= last)
+        best = torch.where(there, pages * call.page_size + best % call.page_size, -1)
     out.copy_(best)

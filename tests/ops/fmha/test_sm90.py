@@ -133,7 +133,7 @@ def test_a_tile_takes_so_many_instructions():
     assert (runs[1] - runs[0]) / 8 < 9_390
 
 
-@pytest.mark.parametrize("name", cases("NoProxyFence", "EveryKeyCounts", full=("OwnSum", "FirstAngles")))
+@pytest.mark.parametrize("name", cases("NoProxyFence", "EveryKeyCounts", "HastyEnd", full=("OwnSum", "FirstAngles")))
 def test_faults_are_found(name):
     options, one = {"inverse_rope": True}, paged(case(64, [70], [33]), 48)
     outcome = run(options, one, FAULTS[name])

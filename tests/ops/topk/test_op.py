@@ -7,10 +7,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4lib.emulator.machine import machine
 from dsv4lib.emulator.machine.request import check_shape
 from dsv4lib.errors import ArgumentError
+from dsv4lib.layers.step import rows_of
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.topk.cluster import ClusterTopK
 from dsv4lib.ops.topk.kernel import TopK
-from dsv4lib.ops.topk.op import MAX_K, MAX_LENGTH, plan, topk
+from dsv4lib.ops.topk.op import MAX_K, MAX_LENGTH, Paged, plan, topk
 
 GENERATOR = torch.Generator().manual_seed(0)
 SCORES = (torch.randn(3, 700, generator=GENERATOR) * 30).round()  # ties
@@ -23,6 +24,38 @@ def test_both_back_ends(by_score, ragged):
     given = SCORES, 50, LENGTHS if ragged else None
     found = topk(*given, by_score=by_score, backend="emulator")
     assert torch.equal(found, topk(*given, by_score=by_score, backend="reference")) and found.dtype == torch.int32
+
+
+@pytest.mark.parametrize(("k", "size"), [(50, 64), (20, 32), (700, 100), (9, 1)])
+def test_rows_of_pages(k, size):
+    """Looked up where the picks are made: a request without pages, a negative page, one past the table."""
+    table = torch.randperm(3 * 700, generator=GENERATOR).int().view(3, 700)[:, : -(-700 // size)].contiguous()
+    table[1, 1], requests = -4, torch.tensor([2, 1, 0], dtype=torch.int32)
+    for pages in (Paged(table, requests, size), Paged(table[:, :2].contiguous(), requests.clamp(max=1) - 1, size)):
+        found = topk(SCORES, k, LENGTHS, pages=pages, backend="emulator")
+        picks = topk(SCORES, k, LENGTHS, backend="reference")
+        want = rows_of(pages.table, pages.requests, torch.where(picks < size * pages.table.shape[1], picks, -1), size)
+        assert torch.equal(found, want) and torch.equal(topk(SCORES, k, LENGTHS, pages=pages, backend="reference"), want)
+        assert bool((found >= 0).any())
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"page_size": 0}, "pages.page_size"),
+        ({"table": torch.zeros(2, 0, dtype=torch.int32)}, "pages.table.shape"),
+        ({"table": torch.zeros(2, 5)}, "pages.table"),
+        ({"requests": torch.zeros(2, dtype=torch.int32)}, "pages.requests"),
+        ({"requests": torch.tensor([0, 1, 2], dtype=torch.int32)}, "pages.requests"),
+    ],
+)
+def test_pages_that_are_refused(change, name):
+    good = Paged(torch.zeros(2, 11, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), 64)
+    with pytest.raises(ArgumentError) as caught:
+        topk(SCORES, 5, pages=good._replace(**change), backend="reference")
+    assert caught.value.name.startswith(name)
+    with pytest.raises(ArgumentError, match="by_score"):
+        topk(SCORES, 5, pages=good, by_score=True, backend="reference")
 
 
 def test_rows_of_a_larger_tensor_into_the_callers_memory():
@@ -53,7 +86,7 @@ def test_many_rows(k, monkeypatch):
 
 def test_schema_and_fake():
     picks = torch.empty(3, 50, dtype=torch.int32)
-    result = torch.library.opcheck(torch.ops.dsv4.topk.default, (SCORES, LENGTHS, picks, False, "reference"))
+    result = torch.library.opcheck(torch.ops.dsv4.topk.default, (SCORES, LENGTHS, picks, None, None, 0, False, "reference"))
     assert set(result.values()) == {"SUCCESS"}, result
     before = compile_cache.default().counts.compiled
     with FakeTensorMode():

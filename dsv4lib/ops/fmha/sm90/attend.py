@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from dsv4lib.dsl import wgmma
+from dsv4lib.dsl import bulk, wgmma
 from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.kv_entry import ROW_BYTES
 from dsv4lib.ops.fmha.config import CHUNK, CHUNK_BYTES, LOG2_E, RESCALE_LOG2, TILE_M, TILE_N
@@ -66,6 +66,7 @@ class Attend(Keys):
         stage, parity = Int32(0), Int32(0)
         for _ in cutlass.range(work.first, work.end, unroll=1):
             cute.arch.mbarrier_wait(ring.full + stage, parity)
+            self.visible_to_mma()
             keys = ring.keys + stage * STAGE_BYTES
             wgmma.fence()
             s = wgmma.multiply_shared(q, wgmma.operand(keys), QK_STEPS, TILE_N, "bf16")
@@ -82,7 +83,14 @@ class Attend(Keys):
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
-        self.finish(outputs, place, mQ.shape[1], rO, row_max, row_sum)
+        self.finish(outputs, place, mQ.shape[1], sQ, rO, row_max, row_sum)
+
+    def visible_to_mma(self) -> None:
+        """Make stores that this thread knows of visible to the tensor core, which reads through another proxy.
+
+        The producer could say so of its own, but the fence waits for loads, too: for those of the next tile.
+        """
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, place: Place, sQ: Int32):
@@ -100,7 +108,7 @@ class Attend(Keys):
             copy(target, source, size)
         asm("cp.async.wait_all;", [], [])
         self.visible_to_mma()
-        cute.arch.barrier(barrier_id=Q_READY, number_of_threads=2 * WARPGROUP)
+        self.sync_math()
 
     @cute.jit
     def weigh(
@@ -181,33 +189,49 @@ class Attend(Keys):
         outputs: Outputs,
         place: Place,
         heads: Int32,
+        sQ: Int32,
         rO: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
     ):
-        """Normalise, rotate back and store O and LSE; zeros and -inf without keys."""
+        """Normalise, rotate back and store O and LSE; zeros and -inf without keys.
+
+        Rows of O meet where Q was, from both warpgroups, and leave in one copy each.
+        """
         mSink, rope, mO, mLse = outputs
+        tidx, _, _ = cute.arch.thread_idx()
+        size = mO.element_type.width // 8
+        pitch = HEAD_DIM * size + 8 * size  # stores of a warp fall into all banks
+        self.sync_math()  # Q and keys are read no more
         for j in cutlass.range_constexpr(ROWS):
             head = place.head + place.row + 8 * j
             total = self.over_quad(row_sum[j], lambda a, b: a + b)
-            if head < heads:
-                denominator = total
-                if cutlass.const_expr(self.sink):
-                    denominator = total + cute.math.exp2(mSink[head] * LOG2_E - row_max[j], fastmath=True)
-                o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
-                if place.group == 0 and place.pair == 0:
-                    lse = (row_max[j] + cute.math.log2(total)) * math.log(2.0)
-                    mLse[place.token, head] = cutlass.select_(total != 0.0, lse, -Float32.inf)
-                mRow = mO[place.token, head, None]
-                for i in cutlass.range_constexpr(DIMS // 8):
-                    two = [rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
-                    if cutlass.const_expr(self.inverse_rope and 8 * i >= DIMS - 64):
-                        two = self.rotated(rope, place, 4 * (i - (DIMS - 64) // 8), total, two)
-                    column = place.group * DIMS + 8 * i + 2 * place.pair
-                    rOut = cute.make_rmem_tensor(2, mO.element_type)
-                    for k in cutlass.range_constexpr(2):
-                        rOut[k] = mO.element_type(two[k])
-                    cute.autovec_copy(rOut, cute.local_tile(mRow, (2,), (column // 2,)))
+            denominator = total
+            if cutlass.const_expr(self.sink):
+                sink = mSink[cutlass.min(head, heads - 1)]
+                denominator = total + cute.math.exp2(sink * LOG2_E - row_max[j], fastmath=True)
+            o_scale = cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))  # NaN stays
+            if head < heads and place.group == 0 and place.pair == 0:
+                lse = (row_max[j] + cute.math.log2(total)) * math.log(2.0)
+                mLse[place.token, head] = cutlass.select_(total != 0.0, lse, -Float32.inf)
+            target = sQ + (place.row + 8 * j) * pitch + (place.group * DIMS + 2 * place.pair) * size
+            for i in cutlass.range_constexpr(DIMS // 8):
+                two = [rO[4 * i + 2 * j + k] * o_scale for k in range(2)]
+                if cutlass.const_expr(self.inverse_rope and 8 * i >= DIMS - 64):
+                    two = self.rotated(rope, place, 4 * (i - (DIMS - 64) // 8), total, two)
+                store_pair(target + 8 * size * i, two, size)
+        self.visible_to_mma()  # and to copies
+        self.sync_math()
+        head = place.head + tidx
+        if tidx < TILE_M and head < heads:
+            row = mO[place.token, head, None].iterator.toint()
+            bulk.store_bulk(row, sQ + tidx * pitch, Int32(HEAD_DIM * size))
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must live until it was read
+
+    def sync_math(self) -> None:
+        """Wait for both math warpgroups."""
+        cute.arch.barrier(barrier_id=Q_READY, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def rotated(self, rope: Any, place: Place, first: cutlass.Constexpr, total: Float32, two: list):
@@ -227,6 +251,14 @@ def columns_of(j: int, columns: int) -> list[int]:
 def packed(low: Float32, high: Float32) -> Int32:
     """Round two numbers to bf16, in one word."""
     return asm("cvt.rn.bf16x2.f32 $0, $2, $1;", [Int32], [low, high], pure=True)
+
+
+def store_pair(target: Int32, two: list, size: int) -> None:
+    """Store two neighbours in shared memory, as bf16 (size 2) or fp32."""
+    if size == 2:
+        asm("st.shared.b32 [$0], $1;", [], [target, packed(*two)])
+    else:
+        asm("st.shared.v2.f32 [$0], {$1, $2};", [], [target, *two])
 
 
 def copy(target: Int32, source: Int64, size: Int32) -> None:

@@ -19,7 +19,7 @@ class NoProxyFence(DecodeFmha):
     """The tensor core reads what threads stored without a proxy fence: most often right."""
 
     def visible_to_mma(self) -> None:
-        """See `Keys.visible_to_mma`."""  # WRONG: no fence
+        """See `Attend.visible_to_mma`."""  # WRONG: no fence
 
 
 class EveryKeyCounts(DecodeFmha):
@@ -30,6 +30,13 @@ class EveryKeyCounts(DecodeFmha):
         """See `Keys.store_valid`."""
         halves = cute.recast_ptr(ring.valid.iterator, dtype=cutlass.Uint16)
         cute.make_tensor(halves, 8)[stage * 4 + warp] = cutlass.Uint16(0xFFFF)  # WRONG
+
+
+class HastyEnd(DecodeFmha):
+    """Warpgroups do not wait for each other: O overwrites keys and queries that the other one still reads."""
+
+    def sync_math(self) -> None:
+        """See `Attend.sync_math`."""  # WRONG: no barrier
 
 
 class OwnSum(DecodeFmha):
@@ -53,10 +60,11 @@ class FirstAngles(DecodeFmha):
         return a, b
 
 
-FAULTS = {kind.__name__: kind for kind in (NoProxyFence, EveryKeyCounts, OwnSum, FirstAngles)}
+FAULTS = {kind.__name__: kind for kind in (NoProxyFence, EveryKeyCounts, HastyEnd, OwnSum, FirstAngles)}
 CAUGHT_BY = {
     "NoProxyFence": "missing_proxy_fence",
     "EveryKeyCounts": "wrong numbers",
+    "HastyEnd": "race_shared",
     "OwnSum": "wrong numbers",
     "FirstAngles": "wrong numbers",
 }

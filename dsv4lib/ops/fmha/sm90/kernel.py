@@ -18,7 +18,7 @@ Roles (3 warpgroups, 384 threads)
 
 Pipeline   producer -> math, 2 stages
 
-    full     an arrival a producer thread, after a proxy fence
+    full     an arrival a producer thread; math threads then fence the proxies
     empty    an arrival a math warp, after its P V
 
 Registers. The launch names a minimum of one CTA an SM, so that ptxas heeds setmaxnreg: 168 at the start, then 200 a

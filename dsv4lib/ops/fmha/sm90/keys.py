@@ -85,15 +85,10 @@ class Keys(Config):
                 self.fetch(pools, work, place, index, batch, held, raw, scales)
             if lane == 0:
                 self.store_valid(ring, stage, warp, there)
-            self.visible_to_mma()
             cute.arch.mbarrier_arrive(ring.full + stage)
             stage = stage + 1
             if stage == STAGES:
                 stage, parity = Int32(0), parity ^ 1
-
-    def visible_to_mma(self) -> None:
-        """Make this thread's stores visible to the tensor core, which reads through another proxy."""
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def store_valid(self, ring: Ring, stage: Int32, warp: Int32, there: Int32):
