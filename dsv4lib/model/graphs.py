@@ -34,7 +34,8 @@ class Captured(NamedTuple):
 def capture(run: Callable[[], Tensor]) -> Captured:
     """Capture what ``run`` launches on the current CUDA device.
 
-    Warm-up runs first, on a stream of its own.
+    Warm-up runs first, on the stream of the capture: what ops keep for a stream (zeros that a call leaves as zeros) is
+    there then, where a capture would record that they are cleared. Graphs may share it: replay one at a time.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -43,7 +44,7 @@ def capture(run: Callable[[], Tensor]) -> Captured:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         out = run()
     return Captured(graph.replay, out)
 

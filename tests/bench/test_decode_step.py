@@ -136,8 +136,9 @@ def test_a_row_takes_what_is_right_and_nothing_else(name, monkeypatch):
 def test_deep_gemm_reads_our_pages(monkeypatch):
     """Its call over a stand-in of its arithmetic: the layout of pages, queries and lengths that it is given."""
 
-    def score(q, pages, weights, lengths, table, schedule, most, clean_logits):
-        assert schedule == "plan" and not clean_logits and q.shape[1] == 1
+    def score(queries, pages, weights, lengths, table, schedule, most):
+        q, scales_of_queries = queries
+        assert schedule == "plan" and scales_of_queries is None and q.shape[1] == 1
         flat = pages.flatten(1)[table.long()]  # [B, W, bytes]: data of all keys, then their scales
         size = q.shape[-1]
         codes = flat[..., : rows.PAGE * size].unflatten(-1, (rows.PAGE, size)).flatten(1, 2).contiguous()
@@ -146,7 +147,7 @@ def test_deep_gemm_reads_our_pages(monkeypatch):
         assert int(lengths.max()) <= most == found.shape[2] and lengths.shape == (len(q), 1)
         return ((found * weights[..., None]).sum(1) * scales).float()
 
-    module = SimpleNamespace(get_num_sms=lambda: 132, fp8_paged_mqa_logits=score)
+    module = SimpleNamespace(get_num_sms=lambda: 132, fp8_fp4_paged_mqa_logits=score)
     module.get_paged_mqa_logits_metadata = lambda lengths, page, sms: "plan"
     monkeypatch.setattr(rows.peers, "load", lambda name: module)
     row = MADE["indexer_logits"]()
@@ -269,7 +270,9 @@ def test_the_readme_shows_what_was_recorded():
     recorded = step_table.load()
     assert Counter(row["batch"] for row in recorded) == {str(batch): 26 for batch in step.BATCHES}
     written = peer_pages.written(step_table.README, step_table.MODULE)
-    assert written == step_table.table(recorded), "python -m dsv4lib.pages.hopper.step_table writes it"
+    steps = step_table.load_whole()
+    assert {row["batch"] for row in steps} <= {str(batch) for batch in step.BATCHES} and steps
+    assert written == step_table.table(recorded, steps), "python -m dsv4lib.pages.hopper.step_table writes it"
     line = {"ours": TIMED, "ours_us": "3", "ours_count": "43", "floor_us": "1", "count": "86"}
     assert step_table.milliseconds([line, line]) == "0.258 / 0.172"
     assert step_table.milliseconds([line, line | {"ours": table.NO_KERNEL}]) == "0.129 / 0.086 (1 of 2)"

@@ -30,7 +30,7 @@ from dsv4lib.ops.moe_dispatch.op import moe_dispatch
 from dsv4lib.ops.qnorm_rope_kv.op import qnorm_rope_kv
 from dsv4lib.ops.quantize.op import quantize, quantize_indexer_keys, quantize_kv_entries
 from dsv4lib.ops.router.op import Hashed, router
-from dsv4lib.ops.topk.op import topk
+from dsv4lib.ops.topk.op import Paged, topk
 from tests.ops.compressor import cases as compressor_cases
 from tests.ops.router.test_op import FACTOR, TABLE, WEIGHT, E, K
 
@@ -339,6 +339,17 @@ def picks_of_a_cluster(backend):
 @covers("topk", "lengths")
 def picks_of_a_stream(backend):
     return pick(backend, 33_000, 50)
+
+
+@covers("topk", "requests")
+def picks_in_pages_of_no_request(backend):
+    """Rows of scores whose request has no pages, and another one's length."""
+    scores, table = torch.randn(2, 70), torch.tensor([[3, 0, 9], [5, 7, 2]], dtype=torch.int32)
+    requests, lengths = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([70, 33], dtype=torch.int32)
+    wanted = topk(scores, 20, lengths, pages=Paged(table, requests, 32), backend=backend)
+    paged = Paged(table, spread(requests, *SLOTS), 32)
+    found = topk(spread(scores, 1.0), 20, spread(lengths, 0, 5, 70), pages=paged, backend=backend)
+    return (found[REAL], wanted), (found[PADDED], torch.full((3, 20), -1, dtype=torch.int32))
 
 
 def route(backend, *given):

@@ -233,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch in batches:
             found = measure(batch, context, (pairs[0], pairs[1]), given.kernels)
             rows.append(found)
-            print(f"b {batch}, {context} tokens: {found.us[0]:.0f} and {found.us[1]:.0f} us, a pair {found.pair_us:.1f}")
+            short_us, long_us = found.us
+            print(f"b {batch}, {context} tokens: {short_us:.0f} and {long_us:.0f} us, a pair {found.pair_us:.1f}")
             print(f"    all {FLASH.n_layers} layers, embedding and head: {found.step_us / 1e3:.2f} ms", flush=True)
             for name, us in found.kernels.items():
                 print(f"    {us:9.1f}  {name}", flush=True)

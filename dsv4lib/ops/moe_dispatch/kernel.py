@@ -251,14 +251,15 @@ class MoeDispatch:
     def pad(self, mRows: cute.Tensor, mRowWeight: Any, sCounts: cute.Tensor, sOffsets: cute.Tensor):
         """Store -1 into the rows after each expert's and after the last one's.
 
-        A warp an expert; 16 bytes a thread.
+        A warp an expert, a thread where there are few such rows; after the last 16 bytes a thread.
         """
         block, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         tidx, _, _ = cute.arch.thread_idx()
-        for e in cutlass.range(block * WARPS + cute.arch.warp_idx(), self.experts, ctas * WARPS, unroll=1):
-            filled = sOffsets[e] + sCounts[0, e] + sCounts[1, e] + cute.arch.lane_idx()
-            for row in cutlass.range(filled, sOffsets[e + 1], LANES, unroll=1):
+        team = 1 if self.align <= LANES else LANES  # threads of an expert
+        for e in cutlass.range((block * THREADS + tidx) // team, self.experts, ctas * THREADS // team, unroll=1):
+            filled = sOffsets[e] + sCounts[0, e] + sCounts[1, e] + tidx % team
+            for row in cutlass.range(filled, sOffsets[e + 1], team, unroll=1):
                 mRows[row] = -1
                 if cutlass.const_expr(self.weighted):
                     mRowWeight[row] = 0.0

@@ -75,7 +75,8 @@ def moe_gemm(
         x: [R, K], rows sorted by group.
         w: [E, N, K]; with ``swiglu`` rows of gate and up, 8 of each alternating. Scales [E, bytes]. For a Hopper: what
             `sm90.tile_weights` makes of such weights in MXFP4, without scales.
-        offsets: int32 [E], first row of each group, a multiple of 128, of 8 where w is tiled. counts: int32 [E], its rows, 0 or more.
+        offsets: int32 [E], first row of each group, a multiple of 128, of 8 where w is tiled.
+        counts: int32 [E], its rows, 0 or more.
         mode: formats of w and x: "nvfp4", "w4a8", "mxfp8" or "bf16"; tiled: "w4a8" or "w4a16" (bf16 x).
         alpha: fp32 [E], product of the global scales of x and w; with ``swiglu`` of gate. alpha_up: of up.
         routing: fp32 [R], with ``swiglu``: weight of each row.

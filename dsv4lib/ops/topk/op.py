@@ -32,11 +32,12 @@ MAX_LENGTH = 1 << 20
 
 
 class Paged(NamedTuple):
-    """Pages that picks are looked up in: pick i of request r becomes table[r, i // page_size] * page_size + i % page_size.
+    """Pages that picks are looked up in: pick i becomes table[r, i // page_size] * page_size + i % page_size.
 
     Attributes:
-        table: int32 [R, W]; what lies past its end, or in a negative page, becomes -1. requests: int32 [B], of each row of scores, its
-            row of ``table``; negative: none, all picks are -1. page_size: entries of a page.
+        table: int32 [R, W]; what lies past its end, or in a negative page, becomes -1.
+        requests: int32 [B], row r of ``table`` of each row of scores; negative: none, all its picks are -1.
+        page_size: entries of a page.
     """
 
     table: Tensor

@@ -1,6 +1,6 @@
 """Where picks go: as indices, or as rows of a pool that the pages of a request lie in.
 
-    page p of request r is table[r, p]          pick i   ->   table[r, i // size] * size + i % size
+page p of request r is table[r, p]          pick i   ->   table[r, i // size] * size + i % size
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Write the recorded decode step into README.md: ms by class and batch, ours beside the floor. No GPU is needed.
+"""Write the recorded decode step into README.md: ms by class and batch, ours beside the floor, and whole.
+
+No GPU is needed.
 
 `python -m dsv4lib.pages.hopper.step_table` rewrites the table; `./dsv4 bench decode_step --record
 data/bench/decode_step` measures anew, with every line by itself.
@@ -11,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsv4lib import env
+from dsv4lib.bench.decode_step import whole
 from dsv4lib.bench.decode_step.lines import BATCHES, CLASSES
 from dsv4lib.bench.decode_step.table import COLUMNS, FILE, NO_KERNEL, markdown
 from dsv4lib.bench.ops.results import TIMED
@@ -46,18 +49,32 @@ def milliseconds(rows: Sequence[dict[str, str]]) -> str:
     return f"{ours:.3g} / {floor:.3g}{lacking}" if timed else NO_KERNEL
 
 
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Make the table: a row a class, a column a batch."""
+def load_whole(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """Read what `bench.decode_step.whole` recorded of `CONTEXT`."""
+    with (folder / whole.FILE).open(newline="") as file:
+        return [row for row in csv.DictReader(file) if int(row["context"]) == CONTEXT]
+
+
+def in_one_graph(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Make the row of steps that were captured whole: ms, and on which GPU."""
+    gpus = {row["run"].split(maxsplit=2)[2] for row in rows}
+    by_batch = {int(row["batch"]): f"{float(row['step_us']) / 1e3:.3g}" for row in rows}
+    return [f"whole layers, one CUDA graph, on {', '.join(sorted(gpus))}", *(by_batch.get(b, "-") for b in BATCHES)]
+
+
+def table(rows: Sequence[dict[str, str]], steps: Sequence[dict[str, str]]) -> str:
+    """Make the table: a row a class, a column a batch; last the steps that were captured whole."""
     cells = []
     for name in (*CLASSES, "sum"):
         own = [row for row in rows if name in (row["class"], "sum")]
         cells.append([name, *(milliseconds([row for row in own if int(row["batch"]) == batch]) for batch in BATCHES)])
+    cells.append(in_one_graph(steps))
     return markdown(["ms a step, ours / floor of the same lines", *(f"b {batch}" for batch in BATCHES)], cells)
 
 
 def main() -> None:
     """Rewrite the table."""
-    peer_pages.replace(README, MODULE, table(load()))
+    peer_pages.replace(README, MODULE, table(load(), load_whole()))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ SCALE_BYTES = 4  # of a key
 PIECE = 16  # bytes of a load
 HEADS = (64, 128)
 STAGE_BYTES = TILE_KEYS * (DIM + SCALE_BYTES)
-STAGES = {64: 5, 128: 6}  # by heads: what shared memory has for so many CTAs
-CTAS_OF_AN_SM = {64: 4, 128: 3}
+STAGES = {64: 3, 128: 6}  # by heads: what shared memory has for so many CTAs
+CTAS_OF_AN_SM = {64: 5, 128: 3}
 
 
 class Config:

@@ -5,9 +5,9 @@
 Keys are M of m64n64k32, heads are N, so one MMA of four k32 scores 64 keys against 64 heads, and a thread's sums are of
 two keys. A CTA is one warpgroup; it has one token's heads and a range of its keys.
 
-    keys       64 x 128 B a tile   --bulk copy, a page or a part-->  ring of stages  --lds.v4, 4 a thread-->  A, 16 registers
-    scales     64 x 4 B            --with them or a copy more---->                   --lds-->                 2 registers
-    queries    heads x 128 B       --once, 128-byte swizzle------->  B, shared memory
+    keys       64 x 128 B a tile   --bulk copies of pages-->  ring of stages  --lds.v4, 4 a thread-->  A, 16 registers
+    scales     64 x 4 B            --with them, or apart--->                  --lds----------------->  2 registers
+    queries    heads x 128 B       --once, swizzled-------->  B, shared memory: rows of the 128-byte swizzle
     weights    16 of a thread's columns, in registers
     sums       32 fp32 a thread: ReLU, x weight, added up, then over 4 lanes; x the key's scale; one store a key
 
@@ -203,9 +203,7 @@ class HopperLogits(Config):
         cute.arch.mbarrier_wait(barrier, parity)
 
     @cute.jit
-    def load_keys(
-        self, mPages: cute.Tensor, table: cute.Tensor, tile: Int32, length: Int32, ring: Ring, stage: Int32
-    ):
+    def load_keys(self, mPages: cute.Tensor, table: cute.Tensor, tile: Int32, length: Int32, ring: Ring, stage: Int32):
         """Start the copies of a tile: its keys and their scales, part after part; one thread.
 
         A part without keys gets those of the last page again.

@@ -7,7 +7,7 @@ read, and any row may be a token, which boxes of TMA and their descriptors would
     tokens     [128 bytes of K][token][128 B], piece p of token n at piece p ^ (n % 8): the 128-byte swizzle
     scales     [128 K][token] words of 4 E8M0 bytes, a byte for 32 K
 
-With ``early`` the weights of the first stages are asked for before the wait for the launch before.
+With ``early`` the copies of the first stages' weights start before the wait for the launch before.
 
 All writes into a stage arrive at its full barrier: the bytes of the bulk copy, and `cp.async` of 32 lanes.
 """
@@ -70,7 +70,6 @@ class Load(Walk):
         """
         block, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         steps = sources.w.shape[2]
         stage, parity, ahead = Int32(0), Int32(1), Int32(0)
         if cutlass.const_expr(self.early):
