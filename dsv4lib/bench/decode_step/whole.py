@@ -248,7 +248,7 @@ def write(rows: Sequence[Timed], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run = harness.facts(f"python -m {NAME}")["run"]
     with (folder / FILE).open("w", newline="") as file:
-        out = csv.writer(file)
+        out = csv.writer(file, lineterminator="\n")
         out.writerow(("batch", "context", "pairs", "short_us", "long_us", "pair_us", "step_us", "run"))
         for one in rows:
             times = (f"{us:.1f}" for us in (*one.us, one.pair_us, one.step_us))
