@@ -10,10 +10,10 @@ A kernel starts early only if its predecessor asks for it (`griddepcontrol.launc
 predecessor's CTAs have left.
 
     kernel                                               asks
-    `qnorm_rope_kv`, `kv_append`, `topk`, fmha's combine,
-    `quantize`, `moe_dispatch`, `moe_combine`              right after its own wait, so at most two kernels overlap
-    GEMMs of experts                                     after their last load
-    attention                                            once it has its tensor memory, before its wait
+    all others                                           right after its own wait, so at most two kernels overlap
+    GEMMs                                                after their last load
+    `router`, mHC of many tokens, `kv_gather`            not: their successor starts when their CTAs have left
+    attention on Blackwell                               once it has its tensor memory, before its wait
 
 The successor of attention may start before the predecessor of attention has ended. It then waits for both, and must not
 read before its wait what that one writes. The emulator's race detector reports such reads.

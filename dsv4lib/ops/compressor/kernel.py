@@ -168,6 +168,7 @@ class Compressor(Sizes):
             cute.arch.sync_warp()
             cute.arch.cluster_arrive_relaxed()  # this CTA's shared memory is there
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         item = self.find(ends.requests, cta * self.items + tidx // self.team)
         end = item.start + item.count
         closes = item.count > 0 and (item.window + 1) * self.rate <= end

@@ -150,6 +150,7 @@ class StreamedCompressor(Compressor):
         if cutlass.const_expr(self.slices > 1):
             cute.arch.cluster_arrive_relaxed()  # this CTA's shared memory is there
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         item = self.find(requests, cta)
         if self.closes(item):
             self.fetch_window(rows, item, rank, sRows, full, empty)

@@ -70,6 +70,7 @@ class Embedding:
         tidx, _, _ = cute.arch.thread_idx()
         place = part * THREADS + tidx
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         if place * COLUMNS < mWeight.shape[1]:
             rRow = cute.make_rmem_tensor(COLUMNS, BFloat16)
             rRow.fill(0.0)

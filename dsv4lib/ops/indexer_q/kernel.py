@@ -185,6 +185,7 @@ class IndexerQ:
         rQ.fill(0.0)
         rWeights.fill(0.0)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         for i in cutlass.range_constexpr(self.passes):
             self.fetch(mQ, mWeights, token, first + i * self.heads_at_once, place, rQ[None, None, i], rWeights, i)
         angles = self.angles(mTable, mPositions, token, place)

@@ -110,6 +110,7 @@ class InvRopeQuant(HeadRows):
         token, block = divide(cta, blocks)
         first = self.first_head(block)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         rO = self.fetch(mO, token, first)
         cos, sin = self.angles(mTable, mPositions, token)
         my_codes = cute.domain_offset((token, first, 0), mCodes)

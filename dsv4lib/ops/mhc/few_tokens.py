@@ -103,6 +103,7 @@ class MhcFewTokens(FewConfig, BlockMaxima):
             self.work(cta, smem)
         else:
             cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
             self.prefetch_weight(cta)
             self.post_comb(cta, smem)
             cute.arch.cluster_wait()

@@ -102,6 +102,7 @@ class RmsNorm:
         if cutlass.const_expr(self.weighted):
             self.fetch(mWeight, rWeight)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         self.fetch(mX[row, None], rX)
         if cutlass.const_expr(self.add):
             rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)

@@ -161,6 +161,7 @@ class RmsnormQuant(RmsNorm):
         if cutlass.const_expr(self.weighted):
             self.fetch(tensors.weight, rWeight)
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         self.fetch(tensors.x[row, None], rX)
         if cutlass.const_expr(self.add):
             rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)

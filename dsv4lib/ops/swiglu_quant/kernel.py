@@ -78,6 +78,7 @@ class SwigluQuant:
         thread, _, _ = cute.arch.thread_idx()
         place = part * self.threads + thread
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()  # after the wait: this kernel ends after the one before
         rGate, rUp = (cute.make_rmem_tensor(PIECE, self.element) for _ in range(2))
         rGate.fill(0.0)
         rUp.fill(0.0)
@@ -93,7 +94,6 @@ class SwigluQuant:
             store_words(mCodes[row, None], place, words)
             if place % LANES == 0:
                 mScales[row, place // LANES] = cutlass.Uint8(byte)
-        cute.arch.griddepcontrol_launch_dependents()
 
     def gated(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
         """One element of h; NaN passes."""
