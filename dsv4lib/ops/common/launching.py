@@ -2,9 +2,9 @@
 
 Launches overlap (programmatic dependent launch): a kernel starts while its predecessor ends, and waits for it before it
 touches what that one may have written. Only weights are read before that wait: of norms, mHC's fn, the norm of a
-compressor, a router's gate, of a Hopper's GEMMs, whose groups of experts too where the caller says that they may be. So
-the kernel that writes them may not be the predecessor. A synchronisation or any other
-launch in between is enough, except one of attention (below).
+compressor, a router's gate, of a Hopper's GEMMs; and groups of experts where the caller of a Hopper's GEMM says that
+they may be. So the kernel that writes them may not be the predecessor. A synchronisation or any other launch in between
+is enough, except one of attention on Blackwell (below).
 
 A kernel starts early only if its predecessor asks for it (`griddepcontrol.launch_dependents`), else when the
 predecessor's CTAs have left.
@@ -12,11 +12,12 @@ predecessor's CTAs have left.
     kernel                                               asks
     all others                                           right after its own wait, so at most two kernels overlap
     GEMMs                                                after their last load
-    `router`, mHC of many tokens, `kv_gather`            not: their successor starts when their CTAs have left
+    `router`, mHC of many tokens, `kv_gather`,
+    `quantize` of entries and for a scale of its own       not: their successor starts when their CTAs have left
     attention on Blackwell                               once it has its tensor memory, before its wait
 
-The successor of attention may start before the predecessor of attention has ended. It then waits for both, and must not
-read before its wait what that one writes. The emulator's race detector reports such reads.
+The successor of attention may start there before the predecessor of attention has ended. It then waits for both, and
+must not read before its wait what that one writes. The emulator's race detector reports such reads.
 """
 
 from __future__ import annotations

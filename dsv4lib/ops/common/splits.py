@@ -58,6 +58,7 @@ from typing import NamedTuple
 from dsv4lib.errors import ArgumentError
 
 SM_COUNT = 148  # of a B200
+HOPPER_SM_COUNT = 132  # of an H200
 START = 0.0075
 HBM_US = 64 / 7.26e6  # of a byte of each key of a tile
 TRANSITION, LEAST = 0.3, 0.03

@@ -25,7 +25,7 @@ from dsv4lib.formats import e4m3, indexer_key, mxfp4
 from dsv4lib.formats.indexer_key import DIM
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common.schema import op
-from dsv4lib.ops.common.splits import SM_COUNT
+from dsv4lib.ops.common.splits import HOPPER_SM_COUNT, SM_COUNT
 from dsv4lib.ops.common.typed import typed
 from dsv4lib.ops.indexer_logits import arguments
 from dsv4lib.ops.indexer_logits.config import TILE_KEYS, VARIANTS, most_tokens
@@ -37,7 +37,6 @@ from dsv4lib.ops.indexer_q.op import IndexerQueries
 
 ARCHS = ("sm_100a", "sm_103a", "sm_90a")
 HOPPER = "sm_90a"
-H200_SMS = 132  # that the emulator's launches are planned for
 LAYOUTS = {"fp8": indexer_key.FP8_LAYOUT, "fp4": indexer_key.FP4_LAYOUT}
 HEADS = (64, 128)
 
@@ -187,7 +186,7 @@ def _on_a_hopper(call: Call, backend: str) -> None:
     if scales is not None:
         raise BackendUnavailable("op indexer_logits: FP4 has no kernel of sm_90a (fix: queries and keys in FP8)")
     settings = {"heads": codes.shape[1], "page_size": call.keys.page_size}
-    count = launching.sm_count(codes.device) if backend == "native" else H200_SMS
+    count = launching.sm_count(codes.device) if backend == "native" else HOPPER_SM_COUNT
     splits = hopper.splits_of(len(codes), call.out.shape[1], count, codes.shape[1])
     kernel, code = compile_cache.default().get(HopperLogits, settings, hopper_arguments.fake_args, HOPPER)
     given = hopper_arguments.launch_args(kernel, call, splits, launching.stream(backend, codes))

@@ -23,7 +23,6 @@ from dsv4lib.ops.fmha.sm90.kernel import DecodeFmha
 from dsv4lib.ops.fmha.work import KeyRows
 
 ARCHS = ("sm_90a",)
-H200_SMS = 132  # that the emulator's launches are planned for
 TILE = split_choice.Tile(2.2, 2.2, 0.0)  # microseconds of 64 keys, assumed
 
 
@@ -80,7 +79,7 @@ def launch(name: str, call: Any, partial: Any) -> None:
     check(call)
     (tokens, heads, _), stream = call.q.shape, launching.stream(name, call.q)
     most = [0 if keys is None else keys.most for keys in (call.entries, call.window)]
-    sms = launching.sm_count(call.q.device) if name == "native" else H200_SMS
+    sms = launching.sm_count(call.q.device) if name == "native" else split_choice.HOPPER_SM_COUNT
     splits = call.splits or choose_splits(tokens, heads, *most, sms)
     keys = []
     for one, index in ((call.entries, call.index), (call.window, call.window_index)):

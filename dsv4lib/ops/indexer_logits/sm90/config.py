@@ -13,7 +13,7 @@ SCALE_BYTES = 4  # of a key
 PIECE = 16  # bytes of a load
 HEADS = (64, 128)
 STAGE_BYTES = TILE_KEYS * (DIM + SCALE_BYTES)
-STAGES = {64: 3, 128: 6}  # by heads: what shared memory has for so many CTAs
+STAGES = {64: 3, 128: 6}  # of the ring, by heads; 64: measured (data/bench/indexer_logits.md)
 CTAS_OF_AN_SM = {64: 5, 128: 3}
 
 

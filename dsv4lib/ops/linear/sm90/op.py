@@ -21,6 +21,7 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import fp8_block
 from dsv4lib.ops.common import compile_cache, launching
 from dsv4lib.ops.common.schema import op
+from dsv4lib.ops.common.splits import HOPPER_SM_COUNT
 from dsv4lib.ops.linear.sm90 import arguments
 from dsv4lib.ops.linear.sm90.config import BLOCK, OUTPUTS, PIECE, plan
 from dsv4lib.ops.linear.sm90.kernel import HopperLinear
@@ -28,7 +29,6 @@ from dsv4lib.ops.moe_gemm.operands import Operand, check_devices, new_output
 
 ARCHS = ("sm_90a",)
 MODE = "fp8_block"
-H200_SMS = 132  # that the emulator's launches are planned for
 SCALES = {torch.uint8: "e8m0", torch.float32: "fp32"}
 OUT = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
@@ -143,7 +143,7 @@ def launch(call: Grouped, out_format: str, backend: str) -> None:
     (groups, tokens, k), features = call.x.shape, call.w.shape[1]
     if not (groups and tokens and features):
         return
-    sms = launching.sm_count(call.x.device) if backend == "native" else H200_SMS
+    sms = launching.sm_count(call.x.device) if backend == "native" else HOPPER_SM_COUNT
     settings = plan(groups, tokens, features, k, sms)._asdict() | {"out": out_format}
     if scaled:
         settings["x_scales"], settings["w_scales"] = SCALES[call.x_scales.dtype], SCALES[call.w_scales.dtype]
