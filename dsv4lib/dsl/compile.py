@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsv4lib.dsl import source_lines
 from dsv4lib.dsl.cubin import read_cubin
 from dsv4lib.errors import ArgumentError, DSV4Error
 
@@ -103,7 +104,8 @@ def compile_for(kernel: Any, args: tuple[Any, ...], arch: str = "sm_100a") -> Co
         options = f"--gpu-arch {arch} {OPTIONS} --dump-dir={folder}"
         start = time.thread_time()
         try:
-            function = cute.compile(kernel, *args, options=options)
+            with source_lines.remembered():
+                function = cute.compile(kernel, *args, options=options)
         except Exception as error:
             raise CompileError(f"{kernel!r} does not compile for {arch}: {_reason(error)}") from error
         seconds = time.thread_time() - start
