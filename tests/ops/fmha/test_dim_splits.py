@@ -45,7 +45,7 @@ def test_the_bits_of_whole_rows(name):
     assert halves[0].result.stats["ctas"] == 2 * whole.result.stats["ctas"]
 
 
-@pytest.mark.parametrize("options", [{}, {"cluster": 2}, {"fp8": True}], ids=str)
+@pytest.mark.parametrize("options", cases({"cluster": 2}, {"fp8": True}, full=[{}]), ids=str)
 def test_every_schedule_gives_the_same_bits(options):
     heads = 64 * options.get("cluster", 1)
     one = case(heads, [150, 0, 70], [1, 0, 33])
@@ -56,7 +56,7 @@ def test_every_schedule_gives_the_same_bits(options):
     assert same(outcomes) and len({outcome.result.schedule_hash for outcome in outcomes}) >= 4
 
 
-@pytest.mark.parametrize(("splits", "cluster"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("splits", "cluster"), cases((3, 1), full=[(2, 2)]))
 def test_with_parts_of_the_keys(splits, cluster):
     one = case(64 * cluster, [300, 0, 20], [128, 90, 0])
     both = (cluster, False, False, 2)

@@ -18,7 +18,7 @@ from tests.cases import cases
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 ALL = (512, "bf16", "index", True, True, True, False)  # before the two switches
 BOTH = (*ALL, True, True)
-SWITCHES = [(True, True), (True, False), (False, True)]
+SWITCHES = cases((True, True), (False, True), full=[((True, False),)])
 
 
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
@@ -86,6 +86,7 @@ def test_parts_join_to_the_whole(splits, cluster):
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full  # test_sharing.py has FP8 entries, too
 def test_tokens_of_a_chunk_share_tiles_of_entries():
     """Rows of several tokens in a tile, over two CTAs: 16 heads, 8 tokens."""
     chunks = paged(prefill_case(16, [0, 120, 5000], 10), 2, 64)
@@ -145,12 +146,11 @@ def test_what_the_compiler_says(switches):
 @pytest.mark.parametrize("cluster", cases(2, full=[1]))
 @pytest.mark.parametrize(
     "keys",
-    [
+    cases(
         ("index", False, True, False),
-        ("index", True, True, False),
         ("range", True, False, True),
-        ("none", True, False, True),
-    ],
+        full=[(("index", True, True, False),), (("none", True, False, True),)],
+    ),
 )
 @pytest.mark.parametrize("ends", [False, True])
 def test_no_local_memory(keys, ends, cluster):

@@ -49,12 +49,13 @@ def test_heads_and_tokens(heads, tokens):
     assert outcome.clean, outcome.findings()
 
 
-@pytest.mark.parametrize("top_k", [0, 1, 63, 64, 65, 513, 2048])
+@pytest.mark.parametrize("top_k", cases(0, 1, 63, 65, 513, full=[64, 2048]))
 def test_any_number_of_entries(top_k):
     outcome = run_fmha_op(case(64, [top_k], [5], seed=top_k), "index", True)
     assert outcome.clean, outcome.findings()
 
 
+@pytest.mark.full  # test_sm100.py has it without splits
 def test_pro_decode():
     """Four tokens of DeepSeek-V4-Pro: 128 heads, 1,024 selected entries and the window, split as the op chooses."""
     assert op.choose_splits(4, 128, 1024, 128).keys > 1
@@ -201,7 +202,7 @@ def test_neighbours_with_disjoint_selections():
     assert bits(outcome.output[0]) != bits(outcome.output[1])
 
 
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("splits", cases(3, full=[1]))
 def test_every_schedule_gives_the_same_bits(splits):
     one = case(64, [150, 70], [128, 33])
     outcomes = [run_fmha_op(one, "index", True, rope=True, splits=splits, device={"schedule": s}) for s in SCHEDULES]

@@ -13,6 +13,7 @@ from dsv4lib.ops.fmha.sm100 import Fmha
 from dsv4lib.pages.fmha.run_case import bits, compiled, run_fmha, run_split
 from dsv4lib.viz import ptx
 from tests.budget import small
+from tests.cases import cases
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
 FULL = (512, "bf16", "index", True, True, True)  # all that a CSA layer needs
@@ -46,7 +47,7 @@ def test_any_number_of_entries(top_k):
     assert outcome.clean, outcome.findings()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", cases(128, full=[64, 256]))
 def test_head_dimensions(head_dim):
     outcome = run_fmha(Fmha, (head_dim, *FULL[1:]), case(64, [200, 77], [128, 50], head_dim=head_dim))
     assert outcome.clean, outcome.findings()

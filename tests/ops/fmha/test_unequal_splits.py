@@ -23,7 +23,7 @@ PER_TOKEN = "q", "index", "first", "count", "window_first", "window_count", "cos
         (3, (2, 150), None, 10),
         (3, (1, 300), 4, 3),  # fewer CTAs than tokens for each part
         (2, (3, 1), None, 7),  # no list is so long that this were a tile
-        (2, (1, 1024), None, 5),  # all
+        pytest.param(2, (1, 1024), None, 5, marks=pytest.mark.full),  # all
     ],
 )
 @pytest.mark.parametrize("cluster", [1, pytest.param(2, marks=pytest.mark.full)])

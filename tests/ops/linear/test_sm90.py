@@ -13,6 +13,7 @@ from dsv4lib.ops.linear.sm90.faults import CAUGHT_BY, FAULTS
 from dsv4lib.ops.linear.sm90.kernel import HopperLinear
 from dsv4lib.ops.linear.sm90.op import Grouped
 from tests.budget import built, small
+from tests.cases import cases
 from tests.ops.linear.hopper import Case, Plain, case, plain, run
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -146,7 +147,7 @@ def test_nan_stays_in_its_row(where):
 
 @pytest.mark.parametrize(
     "options",
-    [{"step_k": 128}, {"split": 4, "step_k": 128, "groups_m": 2}, {"split": 2, "step_k": 128} | BF16],
+    cases({"split": 4, "step_k": 128, "groups_m": 2}, {"split": 2, "step_k": 128} | BF16, full=[{"step_k": 128}]),
     ids=str,
 )
 def test_every_schedule_gives_the_same_bits(options):

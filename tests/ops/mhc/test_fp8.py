@@ -91,7 +91,7 @@ def test_codes_of_y(arch, variant, d, cluster, recipe):
     check(run(hard(5, d, seed=d), 3, 2, arch, variant=variant, d=d, cluster=cluster, recipe=recipe), recipe)
 
 
-@pytest.mark.parametrize("one", [SHARINGS[0], SHARINGS[6]], ids=["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("one", cases(SHARINGS[0], full=[(SHARINGS[6],)]), ids=["few_tokens", "many_tokens"])
 def test_without_y_and_row_major(one):
     """The same codes and the same y, streams and coefficients as a kernel without them."""
     variant, d, cluster, recipe = one
@@ -105,7 +105,7 @@ def test_without_y_and_row_major(one):
     assert all(torch.equal(bare[i], without[i]) for i in (0, 2, 3))
 
 
-@pytest.mark.parametrize("variant", ["few_tokens", "many_tokens"])
+@pytest.mark.parametrize("variant", cases("few_tokens", full=["many_tokens"]))
 def test_tokens_and_tiles(variant):
     """Tokens past a block of 128 rows, several tiles a group of CTAs, groups of warps, one tile; the same bits."""
     d, tokens = {"few_tokens": (384, 131), "many_tokens": (512, 37)}[variant]
