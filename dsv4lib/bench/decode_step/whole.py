@@ -8,8 +8,9 @@ models of different length give the time of a pair, and so that of all 43 layers
 
     us of the step = us of the long model + pairs that it lacks x us of a pair          a CSA layer more: half a pair
 
-Caches hold zeros, routing follows random gates, and every request stands at the end of ``--context`` tokens: bytes and
-launches are those of serving, numbers mean nothing. What makes the arrays of a step is not in it.
+Caches hold random entries and keys (equal scores would be the slowest to choose from), routing follows random gates,
+and every request stands at the end of ``--context`` tokens: bytes and launches are those of serving, numbers mean
+nothing. What makes the arrays of a step is not in it.
 
 ``--kernels`` lists by kernel how far each moved the end of the work (overlapping kernels share no time), of the long
 model. A folder of ``--record`` gets `whole.csv`.
@@ -38,6 +39,7 @@ from dsv4lib.bench.decode_step.run import numbers
 from dsv4lib.bench.ops import harness, timing
 from dsv4lib.config import FLASH, LayerKind, ModelConfig
 from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib.formats import indexer_key, kv_entry
 from dsv4lib.loader import names
 from dsv4lib.loader.model import transformer
 from dsv4lib.loader.whole import Listed
@@ -48,6 +50,7 @@ NAME = "dsv4lib.bench.decode_step.whole"
 FILE = "whole.csv"
 PAIRS = (1, 2, 3, 4)
 REPLAYS = 21
+ROWS_AT_ONCE = 1 << 16  # of a cache, drawn together
 SMALL_SCALE = 121  # E8M0 byte of all scales: 2^-6, so that sums of a few thousand products stay near 1
 
 
@@ -137,11 +140,26 @@ def cut(config: ModelConfig, pairs: int) -> ModelConfig:
 
 
 def model_of(config: ModelConfig, batch: int, context: int, device: str, backend: str) -> Transformer:
-    """Make a model with random weights and caches of zeros."""
+    """Make a model with random weights and caches."""
     listed = Listed(Drawn(config, "mxfp4", device), config, "mxfp4")
     made = transformer(listed, places=batch, capacity=context, backend=backend, arch=ARCH).to(device)
     made.allocate()
+    fill(made, torch.Generator(device).manual_seed(1))
     return made
+
+
+def fill(model: Transformer, generator: torch.Generator) -> None:
+    """Fill window, entries and indexer keys of all layers with normals in their formats."""
+    for caches in model.caches:
+        pools = [(pool, FLASH.head_dim, kv_entry.append, ()) for pool in (caches.window, caches.entries) if pool]
+        if caches.keys:
+            pools.append((caches.keys, FLASH.index_dim, indexer_key.append, (model.keys,)))
+        for pool, width, append, variant in pools:
+            rows, device = len(pool.data) * pool.page, pool.data.device
+            for start in range(0, rows, ROWS_AT_ONCE):
+                indices = torch.arange(start, min(start + ROWS_AT_ONCE, rows), device=device)
+                drawn = torch.randn(len(indices), width, generator=generator, device=device)
+                append(pool.data, pool.page, indices, drawn, *variant)
 
 
 def step_of(model: Transformer, batch: int, context: int) -> Any:
