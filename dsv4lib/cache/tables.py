@@ -30,7 +30,7 @@ class Staging:
     """A host buffer, pinned for a GPU, and the copy from it that may be under way."""
 
     def __init__(self, size: int, device: torch.device):
-        self.host = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")  # gaps between tables, too
         self.numpy = self.host.numpy()
         self.event = torch.cuda.Event() if device.type == "cuda" else None
 

@@ -1,5 +1,7 @@
 """Tables fit the arguments of ops, padding is padding, and a step's tables outlive the next one's filling."""
 
+import math
+
 import caches
 import pytest
 import torch
@@ -8,6 +10,14 @@ from dsv4lib.cache import Storage, Work, read_slots, tables, window_positions
 from dsv4lib.cache.faults import inject
 from dsv4lib.cache.tables import Staging, Tables
 from dsv4lib.ops.common import requests as requests_table
+
+
+@pytest.fixture
+def uninitialised_memory_is_filled():
+    """Memory that PyTorch does not clear holds no zeros: integers are the largest there are."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def begun(adapter, *prompts):
@@ -96,6 +106,17 @@ def test_every_table_starts_on_16_bytes():
     for positions in (40, 64, 96):
         made = Tables(caches.paged().manager, 1, 13, positions)
         assert [name for name, field in made.fields.items() if field.offset % 4] == []
+
+
+def test_gaps_between_tables_hold_zeros(uninitialised_memory_is_filled):
+    """A copy of the whole buffer is the same whatever memory held before."""
+    adapter = caches.paged()
+    made = Tables(adapter.manager, 3, 21, 64)
+    made.fill(begun(adapter, 5))
+    gaps = torch.ones(made.size, dtype=torch.bool)
+    for field in made.fields.values():
+        gaps[field.offset : field.offset + math.prod(field.shape)] = False
+    assert gaps.sum() > 3 and not made.device[gaps].any()
 
 
 def test_a_last_token_at_a_border_has_no_value_that_looks_ahead():
