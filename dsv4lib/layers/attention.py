@@ -229,7 +229,7 @@ class Attention(torch.nn.Module):
         table = step.entries["keys"][keys.part].table
         scores = indexer_logits(coded, KeyPages(keys.data, keys.page), Visible(table, step.request_ids, seen), **common)
         paged = Paged(own.table, step.request_ids, pool.page)
-        return Selected(pages, topk(scores, c.index_topk, seen, pages=paged, **common))
+        return Selected(pages, topk(scores, c.index_topk, seen, pages=paged, **common), step.selected)
 
     def compress(
         self, name: str, kv: Tensor, gate: Tensor, group: str, cache: tuple[State, Pool, str], step: Step

@@ -72,6 +72,7 @@ class Step(NamedTuple):
         tokens: int64 [T]. single: one token a request.
         request_ids: int32 [T], row of the tables of a token; negative: padding.
         window_count: int32 [T], rows of a window that a token sees. visible: int32 [T] by kind, entries that it sees.
+        selected: int32 [T], entries of CSA that it reads: no more than the indexer picks.
         requests: of each state group by part int32 [B, 4] (`ops.common.requests`).
         windows, entries: of each group by part. angles: by kind of layer.
     """
@@ -81,6 +82,7 @@ class Step(NamedTuple):
     request_ids: Tensor
     window_count: Tensor
     visible: dict[LayerKind, Tensor]
+    selected: Tensor
     requests: dict[str, list[Tensor]]
     windows: dict[str, list[Window]]
     entries: dict[str, list[Entries]]
@@ -205,4 +207,5 @@ def assembled(
         angles[kind] = Angles(cos, sin, torch.cat((cos[at], sin[at]), 1))
     visible = {k: (positions + 1) // config.rate(k) for k in set(ENTRIES.values())}  # none of padding, at -1
     count = (positions + 1).clamp(max=config.window)
-    return Step(tokens=tokens, window_count=count, visible=visible, angles=angles, **given)
+    selected = visible[LayerKind.CSA].clamp(max=config.index_topk)
+    return Step(tokens=tokens, window_count=count, visible=visible, selected=selected, angles=angles, **given)

@@ -117,7 +117,8 @@ def _one_entry_early(made: Transformer) -> None:
 
     def step(*given: Any, **options: Any) -> Any:
         found = right(*given, **options)
-        return found._replace(visible={kind: seen + 1 for kind, seen in found.visible.items()})
+        seen = {kind: count + 1 for kind, count in found.visible.items()}
+        return found._replace(visible=seen, selected=seen[LayerKind.CSA].clamp(max=made.config.index_topk))
 
     made.step = step
 

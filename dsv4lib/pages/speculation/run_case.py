@@ -142,7 +142,7 @@ def _reads_what_is_there(served: Scheduler) -> AbstractContextManager:
         for name, kind in (("csa", LayerKind.CSA), ("hca", LayerKind.HCA)):
             seen[kind] = seen[kind].clamp_min(there[name] // config.rate(kind))
             there[name] = written[name]
-        return made._replace(visible=seen)
+        return made._replace(visible=seen, selected=seen[LayerKind.CSA].clamp(max=config.index_topk))
 
     return _replaced(served.caches, "step", step)
 
