@@ -65,11 +65,12 @@ def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
     return asm(text, [Int64], [address], pure=True)
 
 
-def accumulate(sums: list, a: list, b: Int64, offsets: list[int]) -> list:
-    """Issue MMAs of bf16 that add to their sums, with B from `rows_of_k`.
+def accumulate(sums: list, a: list, b: Int64, offsets: list[int], rows_are_k: bool = True) -> list:
+    """Issue MMAs of bf16 that add to their sums.
 
     Args:
-        sums: N / 2 in fp32. a: 4 words an MMA. b: descriptor. offsets: bytes from there to each MMA's 16 rows of B.
+        sums: N / 2 in fp32. a: 4 words an MMA. b: descriptor. offsets: bytes from there to each MMA's 16 of K of B.
+        rows_are_k: B is from `rows_of_k`; else from `operand`.
 
     Returns:
         the sums, to be read after `wait_for`.
@@ -81,7 +82,8 @@ def accumulate(sums: list, a: list, b: Int64, offsets: list[int]) -> list:
         words = ", ".join(f"${2 * n + 4 * i + c}" for c in range(4))
         lines.append(f"add.s64 d, ${2 * n + len(a)}, {offset // 16};")
         shape = f"m64n{2 * n}{SHAPES['bf16'][0]}"
-        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, {{{words}}}, d, more, 1, 1, 1;")
+        b_format = int(rows_are_k)
+        lines.append(f"wgmma.mma_async.sync.aligned.{shape} {{{d}}}, {{{words}}}, d, more, 1, 1, {b_format};")
     return asm("\n".join([*lines, "}"]), [Float32] * n, [*a, b], early=True, kept=sums)
 
 

@@ -43,13 +43,14 @@ class Gemm(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Decode of both models: tokens that leave an expert a few rows. W4A16 for Flash."""
+    """Decode of both models, tokens that leave an expert a few rows, W4A16 for Flash; and a chunk of prefill."""
     found = []
     for model, config in inputs.MODELS.items():
         d, width, common = config.hidden, config.expert_width, (config.n_experts, config.experts_per_token)
         for gemm in (Gemm(model, "gate/up", *common, 2 * width, d), Gemm(model, "down", *common, d, width)):
             for mode in OUTPUTS if model == "Flash" else ("w4a8",):
                 found += [_row(gemm, mode, tokens) for tokens in inputs.DECODE]
+            found += [_row(gemm, mode, inputs.PREFILL) for mode in OUTPUTS]
     return found
 
 

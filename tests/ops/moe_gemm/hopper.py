@@ -15,6 +15,7 @@ from dsv4lib.formats import e4m3, fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.moe_gemm.inputs import SENTINEL, Case, outputs
 from dsv4lib.ops.moe_gemm.sm90.arguments import fake_args, launch_args
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 from dsv4lib.reference.moe_gemm import swiglu
 from tests.budget import built
 
@@ -56,7 +57,7 @@ class Outcome:
 
 def run(options: dict, made: Case, kind: type = TiledMoeGemm, grid: int = 2, native: bool = False, **device) -> Outcome:
     """Run a kernel (or a variant) on a case, whose outputs are written anew."""
-    if kind is TiledMoeGemm:
+    if kind in (TiledMoeGemm, WideMoeGemm):
         kernel, code = built(kind, fake_args, "sm_90a", **options)
     else:
         kernel = kind(**options)

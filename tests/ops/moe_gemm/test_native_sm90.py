@@ -9,6 +9,7 @@ from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm, new_output
 from dsv4lib.ops.moe_gemm.sm90.inputs import case
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import tile_weights
+from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 from tests.ops.moe_gemm.hopper import run
 
 NATIVE = backends.status("native", "sm_90a")
@@ -28,14 +29,28 @@ RUNS = {  # options, counts, N, K
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_numbers(name):
+WIDE = {
+    "32 tokens": ({"tile_n": 32, "out": "fp32"}, [31, 0, 70, 9], 1024, 4096),
+    "64 tokens": ({"tile_n": 64, "out": "fp32", "step_k": 256}, [64, 0, 31, 49, 1], 320, 1280),
+    "128 tokens": ({"out": "fp32"}, [128, 80, 81, 0, 104, 300], 1024, 7168),
+    "swiglu": ({**L1}, [100, 3, 129], 1024, 4096),
+    "w4a8": ({"mode": "w4a8", "out": "fp32"}, [128, 80, 81, 0, 104, 300], 1024, 7168),
+    "w4a8, 64 tokens": ({"mode": "w4a8", "tile_n": 64, "out": "fp32", "step_k": 256}, [64, 0, 31, 49, 1], 320, 1280),
+    "w4a8, to mxfp8": ({**L1, "mode": "w4a8", "out": "mxfp8"}, [100, 3, 129], 1024, 4096),
+    "to mxfp8": ({**L1, "out": "mxfp8"}, [100, 3, 129], 512, 2048),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((TiledMoeGemm, name) for name in RUNS), *((WideMoeGemm, name) for name in WIDE)]
+)
+def test_numbers(kind, name):
     """Against fp64, on all SMs and on few; three launches in a row give the same bits."""
-    options, *sizes = RUNS[name]
-    made = case(TiledMoeGemm(**options), *sizes)
+    options, *sizes = (RUNS if kind is TiledMoeGemm else WIDE)[name]
+    made = case(kind(**options), *sizes)
     outputs = set()
     for grid in (132, 7, 132):
-        outcome = run(options, made, grid=grid, native=True)
+        outcome = run(options, made, kind, grid=grid, native=True)
         assert outcome.findings() == set(), (outcome.findings(), outcome.error, outcome.codes, outcome.scales)
         scales = b"" if made.call.out_scales is None else made.call.out_scales.numpy().tobytes()
         outputs.add(made.call.out.view(torch.uint8).numpy().tobytes() + scales)

@@ -37,7 +37,7 @@ def routes():
     return moe_dispatch(experts, scores, count=EXPERTS, align=ROW_STEP, backend="emulator")
 
 
-def layer(mode, backend):
+def layer(mode, backend, expected=3):
     """(rows of h, rows of y) of the tokens' rows, as numbers."""
     x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     found = routes()
@@ -48,7 +48,7 @@ def layer(mode, backend):
         given = Operand(x[found.rows.clamp(min=0).long()])
     groups = found.offsets[:-1], found.counts
     ones = torch.linspace(0.5, 1.5, EXPERTS)
-    common = {"mode": mode, "expected": 3, "groups_ready": mode == "w4a8", "backend": backend}
+    common = {"mode": mode, "expected": expected, "groups_ready": mode == "w4a8", "backend": backend}
     first = {"alpha": ones, "alpha_up": ones.flip(0), "routing": found.row_weight, "swiglu": True}
     h = moe_gemm(given, weights(2 * WIDTH, HIDDEN, mode, 2), *groups, out_format=FORMATS[mode], **first, **common)
     y = moe_gemm(h, weights(HIDDEN, WIDTH, mode, 3), *groups, **common).codes
@@ -56,12 +56,16 @@ def layer(mode, backend):
     return h, y[rows].float(), rows
 
 
+@pytest.mark.parametrize("expected", [3, 40], ids=["few", "many"])
 @pytest.mark.parametrize("mode", FORMATS)
-def test_both_gemms_of_a_layer(mode):
-    """The kernel's h and y against the oracle's; h of the one is what the other reads, scales too."""
+def test_both_gemms_of_a_layer(mode, expected):
+    """The kernels' h and y against the oracle's; h of the one is what the other reads, scales too.
+
+    Groups begin at any multiple of 8 rows.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # hazards
-        h, y, rows = layer(mode, "emulator")
+        h, y, rows = layer(mode, "emulator", expected)
     want_h, want_y, _ = layer(mode, "reference")
     if mode == "w4a8":
         assert float((h.codes[rows] != want_h.codes[rows]).float().mean()) < 0.01
@@ -134,8 +138,7 @@ def test_untiled_weights_have_no_such_mode():
 
 
 def test_tokens_choose_a_tile():
-    assert [op.tile_of(n, "w4a8") for n in (0, 1, 4, 5, 8, 9, 1000)] == [8, 8, 8, 16, 16, 32, 32]
-    assert op.tile_of(1000, "w4a16") == 16
+    assert [op.tile_of(n, "w4a8") for n in (0, 1, 4, 5, 8, 9, 1000)] == [8, 8, 8, 16, 16, 32, 128]
 
 
 def test_torch_sees_what_is_written():

@@ -29,7 +29,7 @@ HALF = TILE_M // 2  # rows g of all warps come first in the sums, then rows g + 
 
 
 class Config:
-    """Options of the kernel and what follows from them.
+    """Options of a kernel and what follows from them.
 
     Args:
         mode: "w4a8" (MXFP4 weights, MXFP8 activations) or "w4a16" (MXFP4 weights, bf16 activations).
@@ -45,6 +45,9 @@ class Config:
         ConfigError: a value that is not one of these, or that does not go with the others.
     """
 
+    tiles_n = TILES_N
+    threads = THREADS
+
     def __init__(
         self,
         mode: str = "w4a8",
@@ -58,7 +61,7 @@ class Config:
     ):
         for name, value, allowed in (
             ("mode", mode, tuple(MODES)),
-            ("tile_n", tile_n, TILES_N.get(mode)),
+            ("tile_n", tile_n, self.tiles_n.get(mode)),
             ("step_k", step_k, STEPS_K),
             ("out", out, OUTPUTS),
         ):
@@ -72,9 +75,14 @@ class Config:
         self.quantised = out not in PLAIN
         self.scaled = bool(self.mode.block)  # activations have scales
         self.sums_factor = FORMS[mode].sums_factor  # what the sums of the MMAs lack
+        self.blocks = step_k // BLOCK
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Choose the buffers."""
+        step_k, tile_n, mode = self.step_k, self.tile_n, self.mode_name
         # ---- a stage ----
         self.chunks = step_k // CHUNK_K
-        self.blocks = step_k // BLOCK
         self.w_bytes = tile_bytes(mode, step_k)
         self.row_bytes = step_k * self.mode.x_bits // 8  # of one token
         self.row_chunks = self.row_bytes // ROW_BYTES

@@ -33,6 +33,13 @@ class Outputs(NamedTuple):
     scales: Any
 
 
+class Pair(NamedTuple):
+    """Two sums of a lane: gate and up of a feature, or of rows that follow one another."""
+
+    low: Float32
+    high: Float32
+
+
 class Scales(NamedTuple):
     """What both sums of a lane are multiplied by."""
 
@@ -70,7 +77,7 @@ class Epilogue(Walk):
         scales = self.scales_of(tile, ends)  # in flight during the wait for the others
         self.sync_consumers()
         for token in cutlass.range(warp, self.stored(tile), CONSUMER_WARPS, unroll=1):
-            self.finish_token(tile, token, first, buffer, sSum, ends, scales)
+            self.finish_token(tile, token, self.added(token, first, buffer, sSum), ends, scales)
         if cutlass.const_expr(self.sum_buffers == 1):
             self.sync_consumers()
 
@@ -94,20 +101,26 @@ class Epilogue(Walk):
         """Wait for all consumer warps: sums are there, or have been read."""
         cute.arch.barrier(barrier_id=REDUCE, number_of_threads=CONSUMER_THREADS)
 
-    @cute.jit
-    def finish_token(
-        self, tile: Tile, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor, ends: Ends, scales: Scales
-    ):
-        """Finish all 64 sums of a token, by one warp."""
-        lane, row = cute.arch.lane_idx(), tile.row + token
-        # Two of a lane's: gate and up of feature ``lane``, or rows that follow one another.
-        places = (lane, lane + HALF) if self.swiglu else (2 * lane, 2 * lane + 1)
+    def places(self) -> tuple[Int32, Int32]:
+        """Return the two positions of a lane: gate and up of feature ``lane``, or rows that follow one another."""
+        lane = cute.arch.lane_idx()
+        return (lane, lane + HALF) if self.swiglu else (2 * lane, 2 * lane + 1)
+
+    def added(self, token: Int32, first: Int32, buffer: Int32, sSum: cute.Tensor) -> Pair:
+        """Add the warpgroups' sums of a token, at the two positions of a lane."""
+        places = self.places()
         low, high = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(CONSUMERS):
+        for i in range(CONSUMERS):
             group = (first + i) % CONSUMERS
             low = low + sSum[places[0], token, group, buffer]
             high = high + sSum[places[1], token, group, buffer]
-        low, high = low * scales.low, high * scales.high
+        return Pair(low, high)
+
+    @cute.jit
+    def finish_token(self, tile: Tile, token: Int32, sums: Pair, ends: Ends, scales: Scales):
+        """Finish all 64 sums of a token, by one warp, two of them a lane."""
+        lane, row = cute.arch.lane_idx(), tile.row + token
+        low, high = sums.low * scales.low, sums.high * scales.high
         if cutlass.const_expr(not self.swiglu):
             self.store_pair(ends.out, row, tile.feature * (2 * HALF), low, high)
         else:

@@ -16,6 +16,7 @@ from dsv4lib.ops.moe_gemm.epilogue import swiglu
 from dsv4lib.ops.moe_gemm.sm90.epilogue import Ends, Epilogue
 from dsv4lib.ops.moe_gemm.sm90.groups import Tile
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
+from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
 
 class OddRing(TiledMoeGemm):
@@ -66,6 +67,36 @@ class OneBuffer(TiledMoeGemm):
         Epilogue.finish(self, tile, first, Int32(0), sSum, ends, rSum)  # WRONG
 
 
+class WideNoProxyFence(WideMoeGemm):
+    """As `NoProxyFence`, with many tokens."""
+
+    def copied_by_threads(self) -> None:
+        """See `Mma.copied_by_threads`."""  # WRONG: no fence
+
+
+class WideFirstScales(WideMoeGemm):
+    """The scales of the first 128 of a tile's K serve all of it."""
+
+    def expanded(self, w: Int32, chunk: Int32) -> list:
+        """See `WideMoeGemm.expanded`."""
+        return super().expanded(w, Int32(0))  # WRONG
+
+
+class WideFewColumns(WideMoeGemm):
+    """MMAs have the columns of a smaller tile: the last tokens of a full one get nothing."""
+
+    def add_columns(self, columns: int, w: Int32, operand: Any, chunk: Int32, rSum: cute.Tensor) -> None:
+        """See `WideMoeGemm.add_columns`."""
+        super().add_columns(min(columns, self.tile_n - 8), w, operand, chunk, rSum)  # WRONG
+
+
+class WideHastySums(WideMoeGemm):
+    """Warps do not wait for each other where sums pass through shared memory."""
+
+    def sync_group(self, group: Int32) -> None:
+        """See `WideMoeGemm.sync_group`."""  # WRONG: no barrier
+
+
 _ALL = (
     (OddRing, "stopped"),
     (NoProxyFence, "missing_proxy_fence_cp_async"),
@@ -74,5 +105,13 @@ _ALL = (
     (GateUpSwapped, "wrong numbers"),
     (OneBuffer, "race_shared"),
 )
+_WIDE = (
+    (WideNoProxyFence, "missing_proxy_fence_cp_async"),
+    (WideFirstScales, "wrong numbers"),
+    (WideFewColumns, "wrong numbers"),
+    (WideHastySums, "race_shared"),
+)
 FAULTS = {kind.__name__: kind for kind, _ in _ALL}
 CAUGHT_BY = {kind.__name__: found for kind, found in _ALL}
+WIDE_FAULTS = {kind.__name__: kind for kind, _ in _WIDE}
+WIDE_CAUGHT_BY = {kind.__name__: found for kind, found in _WIDE}

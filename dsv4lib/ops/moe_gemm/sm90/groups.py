@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from dsv4lib.ops.moe_gemm.sm90.config import EXPERTS_A_LANE, MAX_EXPERTS, ROW_STEP, THREADS, Config
+from dsv4lib.ops.moe_gemm.sm90.config import EXPERTS_A_LANE, MAX_EXPERTS, ROW_STEP, Config
 
 WARPS = MAX_EXPERTS // 32  # that scan
 
@@ -50,23 +50,30 @@ class Walk(Config):
         """
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, cute.arch.lane_idx()
-        tiles, offset, count = Int32(0), Int32(0), Int32(0)
-        if tidx < mCounts.shape[0]:
-            offset, count = mOffsets[tidx], mCounts[tidx]
-            tiles = cute.ceil_div(count, self.tile_n) * groups.feature_tiles
-        upto = tiles
-        for i in cutlass.range_constexpr(5):
-            other = cute.arch.shuffle_sync_up(upto, 1 << i, mask_and_clamp=0)
-            upto = upto + cutlass.select_(lane >= 1 << i, other, Int32(0))
-        if tidx < MAX_EXPERTS and lane == 31:
-            sScan[warp] = upto
-        cute.arch.barrier(barrier_id=0, number_of_threads=THREADS)
-        if tidx < MAX_EXPERTS:
-            for w in cutlass.range_constexpr(WARPS - 1):
-                upto = upto + cutlass.select_(warp > w, sScan[w], Int32(0))
-            groups.ends[tidx] = upto
-            groups.offsets[tidx] = offset
-            groups.counts[tidx] = count
+        rUpto = cute.make_rmem_tensor(cute.ceil_div(MAX_EXPERTS, self.threads), Int32)
+        for i in cutlass.range_constexpr(rUpto.shape):
+            expert = i * self.threads + tidx
+            offset, count = Int32(0), Int32(0)
+            if expert < mCounts.shape[0]:
+                offset, count = mOffsets[expert], mCounts[expert]
+            upto = cute.ceil_div(count, self.tile_n) * groups.feature_tiles
+            for j in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_up(upto, 1 << j, mask_and_clamp=0)
+                upto = upto + cutlass.select_(lane >= 1 << j, other, Int32(0))
+            rUpto[i] = upto
+            if expert < MAX_EXPERTS:
+                groups.offsets[expert] = offset
+                groups.counts[expert] = count
+                if lane == 31:
+                    sScan[i * self.threads // 32 + warp] = upto
+        cute.arch.barrier(barrier_id=0, number_of_threads=self.threads)
+        for i in cutlass.range_constexpr(rUpto.shape):
+            expert, own = i * self.threads + tidx, i * self.threads // 32 + warp
+            if expert < MAX_EXPERTS:
+                upto = rUpto[i]
+                for w in cutlass.range_constexpr(WARPS - 1):
+                    upto = upto + cutlass.select_(own > w, sScan[w], Int32(0))
+                groups.ends[expert] = upto
 
     @cute.jit
     def tile(self, groups: Groups, index: Int32):

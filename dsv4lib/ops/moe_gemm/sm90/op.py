@@ -10,6 +10,7 @@ which `quantize` does not make) counts as 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,11 @@ from dsv4lib.ops.moe_gemm.sm90 import arguments
 from dsv4lib.ops.moe_gemm.sm90.config import MODES, OUTPUTS, ROW_STEP, TILES_N
 from dsv4lib.ops.moe_gemm.sm90.kernel import TiledMoeGemm
 from dsv4lib.ops.moe_gemm.sm90.layout import TILE_M, step_of, tiled_shape, untile_weights
+from dsv4lib.ops.moe_gemm.sm90.wide.config import TILES_N as WIDE_TILES_N
+from dsv4lib.ops.moe_gemm.sm90.wide.kernel import WideMoeGemm
 
 ARCHS = ("sm_90a",)
-EXPECTED = (1, 8, 32)  # tokens of a group, one for each tile
+EXPECTED = (1, 8, 16, 32, 96)  # tokens of a group, one for each tile
 
 
 def multiply(
@@ -73,9 +76,17 @@ def multiply(
 def tile_of(expected: int, mode: str) -> int:
     """Choose tokens of a tile for groups of ``expected`` tokens on average.
 
-    The smallest of which half are as many: of 100 such groups one has more, whose weights then come once more from L2.
+    The smallest that holds 98 or more of 100 such groups; the others' weights come once more from L2.
     """
-    return next((n for n in TILES_N[mode] if 2 * expected <= n), TILES_N[mode][-1])
+    tiles = (*TILES_N[mode], *WIDE_TILES_N[mode])
+    return next((n for n in tiles if min(2 * expected, expected + 2.5 * math.sqrt(expected)) <= n), tiles[-1])
+
+
+def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Choose the kernel of options with ``tile_n``, and its options."""
+    if settings["tile_n"] in TILES_N[settings["mode"]]:
+        return TiledMoeGemm, settings
+    return WideMoeGemm, {name: value for name, value in settings.items() if name != "early"}
 
 
 def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED) -> dict[str, float]:
@@ -94,7 +105,7 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
         given = {"K": 4096, "mode": "w4a8", "out_format": "bf16", **options}
         settings = {"step_k": step_of(given.pop("K")), "out": given.pop("out_format"), **given}
         for tile_n in sorted({tile_of(n, given["mode"]) for n in expected}):
-            needed.append((TiledMoeGemm, {**settings, "tile_n": tile_n}, arguments.fake_args))
+            needed.append((*kernel_of({**settings, "tile_n": tile_n}), arguments.fake_args))
     return compile_cache.default().warm_up(needed, launching.arch("auto", ARCHS))
 
 
@@ -147,8 +158,8 @@ class Call:
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        settings = self.settings()
-        plan = TiledMoeGemm(**settings)
+        kind, settings = kernel_of(self.settings())
+        plan = kind(**settings)
         if not self.x.shape[0]:
             return
         if backend == "reference":
@@ -160,9 +171,7 @@ class Call:
         else:
             grid = max(1, min(self.w.shape[1] * int((-(-self.counts // plan.tile_n)).sum()), SM_COUNT))
         given = arguments.launch_args(plan, self, grid, launching.stream(backend, self.x))  # refused: not compiled
-        _, code = compile_cache.default().get(
-            TiledMoeGemm, settings, arguments.fake_args, launching.arch(backend, ARCHS)
-        )
+        _, code = compile_cache.default().get(kind, settings, arguments.fake_args, launching.arch(backend, ARCHS))
         launching.enqueue(backend, code, given)
 
 

@@ -1,0 +1,1 @@
+"""Many tokens an expert: MMAs, not weights, take the time."""

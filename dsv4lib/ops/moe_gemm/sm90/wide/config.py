@@ -1,0 +1,81 @@
+"""Configure the Hopper kernel of many tokens: sizes, buffers and budgets; the picture is in `wide.kernel`."""
+
+from __future__ import annotations
+
+from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow
+from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS, MAX_STAGES, PITCH, Config
+from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, TILE_M
+from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
+
+TILES_N = {"w4a8": (64, 128), "w4a16": (32, 64, 128)}  # larger than those of `sm90.config`
+COLUMNS = {32: (32,), 64: (32, 48, 64), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
+GROUPS = 2  # warpgroups that multiply
+BLOCKS = 2  # of 64 rows that each has
+TILE_BLOCKS = GROUPS * BLOCKS
+LOAD_WARPS = 4
+FIRST_LOAD_WARP = 4 * GROUPS
+THREADS = 128 * GROUPS + 32 * LOAD_WARPS  # more: 128 registers a thread at launch, and ptxas waits for every MMA
+REGISTERS = {"w4a8": (224, 56), "w4a16": (232, 40)}  # consumers, load warps: 504 a lane of a quarter of an SM
+LAUNCH_REGISTERS = 168
+TOKENS = 16  # of a tile that are finished together
+X_SHIFT = 20  # tokens of mode "w4a8" are x 2^-20 in bf16
+
+
+class WideConfig(Config):
+    """Options of the kernel: those of `Config`, with more tokens a tile."""
+
+    tiles_n = TILES_N
+    threads = THREADS
+
+    def __init__(
+        self,
+        mode: str = "w4a16",
+        tile_n: int = 128,
+        step_k: int = 512,
+        swiglu: bool = False,
+        out: str = "bf16",
+        routed: bool = False,
+        alpha: bool = True,
+    ):
+        super().__init__(mode, tile_n, step_k, swiglu, out, routed, alpha)
+
+    def lay_out(self) -> None:
+        """Choose the buffers."""
+        self.kind = "bf16"  # of the MMAs, in both modes
+        self.row_bytes = CHUNK_K * 2
+        self.sums_factor = FORMS["w4a16"].sums_factor * (2.0**X_SHIFT if self.scaled else 1)
+        self.ahead = 4  # pieces of 16 codes that a lane of a load warp has read ahead (mode "w4a8")
+        self.consumer_registers, self.load_registers = REGISTERS[self.mode_name]
+        self.x_bytes = self.tile_n * self.row_bytes
+        self.scale_bytes = TILE_M * self.blocks  # of a tile of weights: those of all its K
+        self.block_bytes = CHUNK_BYTES + self.scale_bytes
+        self.w_bytes = TILE_BLOCKS * self.block_bytes
+        self.block_mmas = BLOCK // 16
+        self.columns = COLUMNS[self.tile_n]
+        self.stages = next(n for n in range(MAX_STAGES, 1, -1) if self._smem_bytes(n, 1) <= SMEM_LIMIT)
+
+    def _sizes(self, stages: int, buffers: int) -> dict[str, tuple[int, str]]:
+        n = self.tile_n
+        return {
+            "tokens": (stages * self.x_bytes, f"{stages} stages x {n} tokens x {self.row_bytes} B"),
+            "weights": (
+                stages * self.w_bytes,
+                f"{stages} stages x {TILE_BLOCKS} x ({CHUNK_BYTES} B + {self.scale_bytes} B of scales)",
+            ),
+            "sums": (4 * GROUPS * TOKENS * PITCH, f"{GROUPS} x {TOKENS} tokens x {PITCH} fp32"),
+            "groups": (4 * (3 * MAX_EXPERTS + 32), f"first tile, offset, count of {MAX_EXPERTS} experts"),
+            "control": (16 * stages, f"2 x {stages} mbarriers x 8 B"),
+        }
+
+    def budget(self) -> list[BudgetRow]:
+        """Compute shared memory, registers and threads of one CTA."""
+        sizes = self._sizes(self.stages, 1)
+        sizes["total"] = self._smem_bytes(self.stages, 1), f"sum, up to a multiple of {SMEM_ALIGN} B"
+        smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items()]
+        registers = GROUPS * self.consumer_registers + self.load_registers
+        why = f"{GROUPS} consumers, 1 load warpgroup"
+        return [
+            *smem,
+            BudgetRow("registers", registers, LAUNCH_REGISTERS * (GROUPS + 1), "a lane of a quarter", why),
+            BudgetRow("threads", THREADS, 1024, "threads", f"{GROUPS} consumer warpgroups + 1 of the load warps"),
+        ]
