@@ -17,6 +17,7 @@ from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.pages.decode_step import figures, floors, run_case, schedule
 from dsv4lib.pages.hopper import ops_table
 from dsv4lib.viz.style import alt_text, to_png
+from dsv4lib.viz.waterfall import Part
 
 ROWS = run_case.recorded()
 STEPS = run_case.whole_steps()
@@ -191,9 +192,24 @@ def test_attention_is_compared_with_the_same_work_alone():
     assert run_case._public(shared, 8, [parts], False)[:2] == (5.0, "DeepGEMM")
 
 
-def test_both_records_agree_on_the_same_kernels():
+def test_both_records_agree_on_the_same_kernels(monkeypatch):
     count, ratio = run_case.same_kernels()
     assert count > 0 and 1 <= ratio < 1.1
+    made = {
+        run_case.FOLDER: row("a", "", H100, ours=1.0, vLLM=2.0, torch_topk=9.0) | row("b", "", H100, cuBLAS=4.0),
+        run_case.results.FOLDER: row("a", "", H100, ours=5.0, vLLM=3.0, torch_topk=1.0)
+        | row("b", "", H100, cuBLAS=3.2),
+    }
+    monkeypatch.setattr(run_case.results, "load", lambda folder: list(made[folder].values()))
+    assert run_case.same_kernels() == (2, 1.5)
+
+
+def test_a_source_says_whether_kernels_changed_since(monkeypatch):
+    monkeypatch.setattr(run_case.results, "runs", lambda folder: {"today": {"kernels": "0123"}})
+    rows = [one._replace(run="today") for one in ROWS[:2]]
+    for now, said in (("0123", "those of this source"), ("4567", "changed since, 4567 now")):
+        monkeypatch.setattr(run_case.env, "kernel_fingerprint", lambda now=now: now)
+        assert run_case.sources(rows) == [f"today, kernels 0123: {said}"]
 
 
 # -------------------------------------------------------------------------- goals
@@ -204,7 +220,9 @@ def test_both_records_agree_on_the_same_kernels():
     [
         (10, 10.0, run_case.CARD, "reached"),
         (10, 10.1, run_case.CARD, "missed"),
-        (10, 9.0, H100, "reached on a slower card"),
+        (10, 10.0, H100, "reached on a slower card"),
+        (10, 9.0, "NVIDIA B200", "open"),  # faster than the card of the goal
+        (10, 10.1, "NVIDIA B200", "missed at any bandwidth"),
         (10, 14.0, H100, "open"),  # 9.8 if all of it were bytes
         (10, 15.0, H100, "missed at any bandwidth"),
     ],
@@ -305,6 +323,43 @@ def test_figures_say_which_card_and_what_is_missing():
     assert run_case.CARD in alt_text(whole) and all(one.gpu in alt_text(whole) for one in STEPS)
     for fig in (waterfall, whole, figures.losses(ROWS, 5)):
         assert to_png(fig).startswith(b"\x89PNG")
+
+
+def test_a_class_says_of_how_many_lines_it_is():
+    full = run_case.Sum(4.0, 1.0, 3, 3, 5.0, 4.0, 3)
+    assert figures._part("mHC", full) == Part("mHC", 4.0, 1.0, 5.0)
+    part = figures._part("mHC", full._replace(timed=2, compared=1, public_ours=1.5))
+    assert part.note == "\n2 of 3 lines timed\npublic: 1 of 3 lines, ours there 1.5"
+    alone = figures._part("mHC", full._replace(compared=0, public=0.0))
+    assert alone == Part("mHC", 4.0, 1.0, None, "\nno public time")
+    nothing = figures._part("mHC", run_case.Sum(0.0, 0.0, 0, 1, 0.0, 0.0, 0))
+    assert nothing.value is nothing.inner is nothing.other is None
+
+
+def test_what_is_missing_is_listed(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "show_table", lambda head, rows: shown.append(rows))
+    both = ROWS[0]._replace(ours_us=1.0, public=run_case.Public(1.0, "peer", ()))
+    figures.lacking(
+        [both, both._replace(batch=8, ours_us=None, state="no kernel"), both._replace(batch=32, public=None)]
+    )
+    (rows,) = shown
+    ours, public = "ours: no kernel when it was recorded", "public: no package's kernel was timed"
+    assert rows == [(both.name, ours, "8"), (both.name, public, "32")]
+
+
+def test_lines_are_ordered_by_what_they_lose(monkeypatch):
+    shown = []
+    monkeypatch.setattr(figures, "show_table", lambda head, rows: shown.append(rows))
+    figures.furthest(ROWS, 128, 4)
+    lost = {one.name: one.lost_ms for one in ROWS if one.batch == 128}
+    assert [row[0] for row in shown[0]] == sorted(lost, key=lost.__getitem__, reverse=True)[:4]
+    short = ROWS[0]._replace(ours_us=figures.TWO, floor_us=1.0)
+    assert figures._nature(short).startswith("a launch")
+    assert figures._nature(short._replace(ours_us=4.0)) == "25 % of it is the floor"
+    assert figures._nature(short._replace(ours_us=101.0)).startswith("under 1 %")
+    worst = figures._order(ROWS, 30)
+    assert set(worst) == {one.name for one in ROWS} and worst[0] == max(lost, key=lost.__getitem__)
 
 
 def test_the_floor_of_any_step():
