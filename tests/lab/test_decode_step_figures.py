@@ -369,6 +369,7 @@ def test_the_floor_of_any_step():
     assert "b 8, 32,768 tokens, 4.8 TB/s" in alt_text(figure)
     parts = figures.floor_parts(FLASH, 8, 32768, 4.8)
     assert all(0 <= part.inner <= part.value for part in parts) and sum(p.value for p in parts) == pytest.approx(total)
+    assert figures.floor_of(8, 32768, 0.48)[1].startswith(f"floor {10 * total:.3g} ms, ")
     half = figures.floor_parts(FLASH, 8, 32768, 2.4)
     assert sum(p.value for p in half) == pytest.approx(2 * total)  # all of it bytes
     for name, change in (("batch", {"batch": 0}), ("context", {"context": 1 << 21}), ("bandwidth", {"bandwidth": 0})):

@@ -47,9 +47,9 @@ def what_a_step_is(scheduled: Schedule) -> None:
 
 
 def launches(scheduled: Schedule) -> str:
-    """Say how many launches a step has, and of how many layers of each kind."""
+    """Say how many calls of ops a step has, and of how many layers of each kind."""
     kinds = ", ".join(f"{scheduled.layers(kind)} {kind}" for kind in LayerKind)
-    return f"{scheduled.launches:,} launches: {kinds} layers, embedding and head"
+    return f"{scheduled.launches:,} calls of ops, a launch each: {kinds} layers, embedding and head"
 
 
 # --------------------------------------------------------------------- floors
@@ -212,7 +212,9 @@ def _both(rows: Sequence[Recorded], one: Whole) -> tuple[run_case.Sum, float, fl
 def one_graph(rows: Sequence[Recorded], steps: Sequence[Whole]) -> Figure:
     """Draw the sum of ops beside whole layers as one CUDA graph, a panel a batch, each with the floor of its card."""
     card = run_case.card(rows)
-    names = [f"lines alone, cold L2\n{card}", f"lines as nodes, warm L2\n{card}"]
+    whole = run_case.total(one for one in rows if one.batch == steps[0].batch)
+    some = f"{whole.timed} of {whole.lines} lines"
+    names = [f"{some} alone, cold L2\n{card}", f"{some} as nodes, warm L2\n{card}"]
     names.append(f"whole layers, one graph\n{_gpus(steps)}")
     promised = {goal.batch: goal.us / 1e3 for goal in run_case.goals() if goal.what == run_case.WHOLE}
     panels = []
@@ -231,7 +233,11 @@ def graph_table(rows: Sequence[Recorded], steps: Sequence[Whole]) -> None:
     table = []
     for one in steps:
         cold, _, floor = _both(rows, one)
-        alone = _short(cold.ours), f"{cold.ours / cold.floor:.2f}", _short(cold.ours - cold.floor)
+        alone = (
+            f"{_short(cold.ours)} ({cold.timed} of {cold.lines} lines)",
+            f"{cold.ours / cold.floor:.2f}",
+            _short(cold.ours - cold.floor),
+        )
         whole = f"{_short(one.ms)} on {one.gpu}", f"{one.ms / floor:.2f}", _short(one.ms - floor)
         rates = f"{1e3 * one.batch / one.ms:,.0f}", f"{1e3 / one.ms:,.0f}"
         table.append((one.batch, *alone, *whole, *rates))
