@@ -348,6 +348,21 @@ def test_what_is_missing_is_listed(monkeypatch):
     assert rows == [(both.name, ours, "8"), (both.name, public, "32")]
 
 
+def test_rows_of_the_first_tables(scheduled, monkeypatch):
+    """Launches by kind of layer; MB of a launch; which of bytes and MMAs is the floor."""
+    shown = []
+    monkeypatch.setattr(figures, "show_table", lambda head, rows: shown.append({row[1]: row[2:] for row in rows}))
+    figures.what_a_step_is(scheduled)
+    figures.floors_table(128, 32768, 4.8)
+    figures.floors_table(512, 32768, 100.0)
+    step_is, slow, fast = shown
+    assert step_is["top-k"] == ("", "1", "", 21, "attn: topk")
+    assert step_is["mHC post, pre, norm"][:4] == ("2", "2", "2", 86)
+    assert {row[-1] for row in slow.values()} == {"bytes"}
+    assert fast["routed MoE MXFP4"][-1] == "MMAs" and fast["top-k"][-1] == "bytes"
+    assert slow["LM head"][:3] == (1, "1,059", "") and slow["attention SWA"][:2] == (2, "")
+
+
 def test_lines_are_ordered_by_what_they_lose(monkeypatch):
     shown = []
     monkeypatch.setattr(figures, "show_table", lambda head, rows: shown.append(rows))
