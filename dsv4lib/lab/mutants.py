@@ -44,7 +44,8 @@ SWAPPED = {
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
 OTHER = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.LShift: ">>", ast.RShift: "<<"}
-COPIED = ("dsv4", "dsv4lib", "tests", "stages", "notebooks", "data", "pyproject.toml", ".ci", ".gitattributes")
+COPIED = ("dsv4", "dsv4lib", "tests", "stages", "notebooks", "data", "README.md", "pyproject.toml", ".ci")
+COPIED += (".gitattributes",)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ def test_run_twice_a_stage_shows_the_same(name: str, tmp_path: Path) -> None:
         assert repeat.differences(first, second) == []
 
 
-def written(folder: Path, pictures: list[str], metrics: dict[str, float]) -> dict[str, str]:
-    outputs = [{"output_type": "display_data", "data": {"image/png": picture}} for picture in pictures]
+def written(folder: Path, pictures: list[str], metrics: dict[str, float], pieces: int = 0) -> dict[str, str]:
+    outputs = [{"output_type": "stream", "name": "stdout", "text": "text"} for _ in range(pieces)]
+    outputs += [{"output_type": "display_data", "data": {"image/png": picture}} for picture in pictures]
     (folder / "n.ipynb").write_text(json.dumps({"cells": [{"outputs": outputs}, {"source": "prose"}]}))
     record = Record(
         run_id="r", job="one-00", attempt=0, stage="one", title="t", set="quick", kind="run", negative="",
@@ -60,6 +61,11 @@ def test_differences_are_named(tmp_path: Path) -> None:
     assert repeat.differences(first, second) == [
         "metric x", "metric gone", "figure 0.1 image/png", "figure 0.2 image/png",
     ]  # fmt: skip
+
+
+def test_text_in_pieces_is_no_difference(tmp_path: Path) -> None:
+    first, second = (written(tmp_path, ["aaaa"], {}, pieces) for pieces in (1, 2))
+    assert repeat.differences(first, second) == [] and list(first) == ["figure 0.0 image/png"]
 
 
 @pytest.mark.parametrize("steady", [True, False])

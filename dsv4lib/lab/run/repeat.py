@@ -20,12 +20,16 @@ PICTURES = ("image/png", "image/jpeg", "image/svg+xml")
 
 
 def shown(record: Record, folder: Path) -> dict[str, str]:
-    """List what a run showed, by name: each metric's digits, a hash of each figure (``figure 7.0``: cell, output)."""
+    """List what a run showed, by name: each metric's digits, a hash of each figure (``figure 7.0``: cell, output).
+
+    Printed text counts as no output: a kernel sends one cell's text in one piece or in several.
+    """
     found = {f"metric {name}": repr(value) for name, value in record.metrics.items()}
     if record.notebook:
         notebook = json.loads(read_own(folder / record.notebook, NOTEBOOK_BYTES, anybody=True))
         for number, cell in enumerate(notebook["cells"]):
-            for place, output in enumerate(cell.get("outputs", [])):
+            outputs = [one for one in cell.get("outputs", []) if one.get("output_type") != "stream"]
+            for place, output in enumerate(outputs):
                 found |= _figures(f"figure {number}.{place}", output.get("data", {}))
     return found
 
