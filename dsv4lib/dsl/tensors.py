@@ -183,3 +183,14 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: in
     ):
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
     return DeviceTensor(x, dtype)
+
+
+def wrap_if(needed: bool, name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
+    """Wrap what a kernel needs; what it does not need must be None.
+
+    Raises:
+        ArgumentError: a tensor that is missing or not wanted; else as in `wrap`.
+    """
+    if (x is not None) != needed:
+        raise ArgumentError(name, None if x is None else "given", "a tensor" if needed else "None")
+    return wrap(name, x, dtype, shape, align) if needed else None

@@ -122,5 +122,4 @@ class Call(NamedTuple):
             return
         settings = {"copies": 0 if streams is None else streams.shape[1], "keep": rows is not None}
         settings["wide"] = tokens.dtype == torch.int64
-        given = tokens, weight, streams, rows
-        launching.launch(backend, Embedding, settings, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, Embedding, settings, arguments.fake_args, arguments.launch_args, self)

@@ -325,20 +325,21 @@ def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str,
 def _appended(arch: str, batch: Batch, kernel: type = KvAppend, **changed: bool) -> tuple[torch.Tensor, int]:
     ring, table = empty(batch.rings), batch.table
     settings = append_op.settings_for(len(batch.kv), len(table), WINDOW) | changed
-    given = kernel, settings, append_arguments.fake_args, append_arguments.launch_args, batch.kv, ring, table
-    return ring, injected.sectors(arch, *given)
+    call = append_op.Call(batch.kv, ring, table, "emulator")
+    given = settings, append_arguments.fake_args, append_arguments.launch_args
+    return ring, injected.sectors(arch, kernel, *given, call)
 
 
 def _stored(arch: str, pool: Pool, kernel: type = KvEntries) -> tuple[torch.Tensor, int]:
     pages = blank(pool.pages)
     given = {"dtype": "bf16"}, entry_arguments.fake_args, entry_arguments.entry_args
-    return pages, injected.sectors(arch, kernel, *given, pool.kv, pool.indices, pages, PAGE)
+    return pages, injected.sectors(arch, kernel, *given, pool.kv, entry_op.Slots(pages, PAGE, pool.indices))
 
 
 def _gathered(arch: str, pages: torch.Tensor, indices: torch.Tensor, kernel: type = KvGather) -> tuple:
     out = torch.empty(len(indices), DIM, dtype=torch.bfloat16)
     given = {}, gather_arguments.fake_args, gather_arguments.launch_args
-    return out, injected.sectors(arch, kernel, *given, pages, indices, out, PAGE)
+    return out, injected.sectors(arch, kernel, *given, gather_op.Call(pages, indices, out, PAGE, "emulator"))
 
 
 def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]:

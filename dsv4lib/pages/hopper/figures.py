@@ -21,6 +21,7 @@ from dsv4lib.formats import fp8_block
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
+from dsv4lib.ops.inv_rope_quant.op import Call
 from dsv4lib.pages.hopper import ops_table
 from dsv4lib.reference import rope
 from dsv4lib.viz.dumbbells import Case, dumbbells
@@ -186,7 +187,8 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
         kernel, code = compile_cache.default().get(InvRopeQuant, {"gathered": False}, fake_args, arch)
         codes, exponents = (torch.full((tokens, heads, n), 255, dtype=torch.uint8) for n in (512, 4))
         gpu = make(arch, checks="race")
-        launch(code, *launch_args(kernel, o, None, table, codes, exponents), gpu=gpu)
+        call = Call(o, None, table, (codes, exponents), kernel.layout, "emulator")
+        launch(code, *launch_args(kernel, call), gpu=gpu)
         hazards += len(gpu.hazards)
         found.append((codes, exponents))
     between = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))

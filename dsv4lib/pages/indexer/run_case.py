@@ -297,7 +297,7 @@ def hard_picks(variant: str, rows: torch.Tensor, kernel: type = TopK, arch: str 
     made, code = compile_cache.default().get(_kernel_of(variant, kernel), dict(VARIANTS[variant]), fake, arch)
     gpu, found = make(arch, checks="race"), torch.full((len(rows), HARD_K), -7, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
-    launch(code, *pick_arguments.launch_args(made, rows, lengths, found), gpu=gpu)
+    launch(code, *pick_arguments.launch_args(made, _pick(rows, lengths, found)), gpu=gpu)
     return found, len(gpu.hazards)
 
 
@@ -365,13 +365,10 @@ def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> d
 def _asked_queries(one: Step, variant: str) -> Traffic:
     tokens, fp4 = len(one.q), variant == "fp4"
     settings = {"variant": variant, **query_op.shape_of(tokens, HEADS, fp4, True)}
-    codes = torch.empty(tokens, HEADS, DIM // (2 if fp4 else 1), dtype=torch.uint8)
-    scales = torch.empty(tokens, HEADS, DIM // BLOCK, dtype=torch.uint8) if fp4 else None
-    out = torch.empty(tokens, HEADS)
-    given = one.q, one.weights, one.positions, one.table, codes, scales, out
+    call = _query(one, variant)
     fake, args = query_arguments.fake_args, query_arguments.launch_args
-    requested = injected.sectors(ARCH, IndexerQ, settings, fake, args, *given)
-    head = 2 * DIM + 2 + codes.shape[-1] + (DIM // BLOCK if fp4 else 0) + 4
+    requested = injected.sectors(ARCH, IndexerQ, settings, fake, args, call)
+    head = 2 * DIM + 2 + call.out.codes.shape[-1] + (DIM // BLOCK if fp4 else 0) + 4
     return Traffic(tokens * (HEADS * head + 8 + 4 * one.table.shape[1]), requested * SECTOR, tokens * HEADS)
 
 
@@ -379,7 +376,8 @@ def _requested_picks(variant: str, rows: torch.Tensor, kernel: type) -> Traffic:
     found = torch.empty(len(rows), HARD_K, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     fake, args = pick_arguments.fake_args, pick_arguments.launch_args
-    requested = injected.sectors(ARCH, _kernel_of(variant, kernel), VARIANTS[variant], fake, args, rows, lengths, found)
+    call = _pick(rows, lengths, found)
+    requested = injected.sectors(ARCH, _kernel_of(variant, kernel), VARIANTS[variant], fake, args, call)
     return Traffic(4 * (rows.numel() + len(rows) * (HARD_K + 1)), requested * SECTOR, rows.numel())
 
 
@@ -403,15 +401,27 @@ def arch_bytes(one: Step, seed: int, hopper: Kernels = RIGHT) -> int:
     return sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
 
 
+def _query(one: Step, variant: str) -> query_op.Call:
+    """Make a call on the queries of a step."""
+    tokens, fp4 = len(one.q), variant == "fp4"
+    out = IndexerQueries(
+        torch.empty(tokens, HEADS, DIM // (2 if fp4 else 1), dtype=torch.uint8),
+        torch.empty(tokens, HEADS, DIM // BLOCK, dtype=torch.uint8) if fp4 else None,
+        torch.empty(tokens, HEADS),
+    )
+    return query_op.Call(one.q, one.weights, one.positions, one.table, out, variant, True, "emulator")
+
+
+def _pick(rows: torch.Tensor, lengths: torch.Tensor, found: torch.Tensor) -> pick_op.Call:
+    """Make a call that picks from rows of scores."""
+    return pick_op.Call(rows, lengths, found, None, None, 0, False, "emulator")
+
+
 def _coded(arch: str, one: Step, variant: str, kernel: type) -> list[torch.Tensor]:
     """Codes and weights of a kernel compiled for ``arch``; FP4 by cvt where the architecture has one."""
-    fp4 = variant == "fp4"
     settings = {"variant": variant, "fp4_conversion": query_op.has_fp4_conversion(arch)}
     made, code = compile_cache.default().get(kernel, settings, query_arguments.fake_args, arch)
-    shape = len(one.q), HEADS
-    codes = torch.empty(*shape, DIM // (2 if fp4 else 1), dtype=torch.uint8)
-    scales = torch.empty(*shape, DIM // BLOCK, dtype=torch.uint8) if fp4 else None
-    out = torch.empty(shape)
-    given = one.q, one.weights, one.positions, one.table, codes, scales, out
-    launch(code, *query_arguments.launch_args(made, *given), gpu=make(arch))
-    return [codes, out, *([scales] if fp4 else [])]
+    call = _query(one, variant)
+    launch(code, *query_arguments.launch_args(made, call), gpu=make(arch))
+    codes, scales, weights = call.out
+    return [codes, weights, *([] if scales is None else [scales])]
