@@ -1,4 +1,4 @@
-"""Register an op from one annotated record: schema, fake implementation, body and the names in errors.
+"""Register an op from one annotated record. It gives schema, fake implementation, body and the names in errors.
 
     @op("rmsnorm", mutates=("out",), in_place=[("out", "x")])
     class Call(NamedTuple):
@@ -97,7 +97,7 @@ def op(
 
 
 class Leaf(NamedTuple):
-    """An argument of the schema: its path in the record ("out.codes", "out[0]") and its type there ("Tensor?")."""
+    """An argument of the schema. path: in the record ("out.codes", "out[0]"). type: in the schema ("Tensor?")."""
 
     path: str
     type: str

@@ -1,4 +1,4 @@
-"""Arguments of the embedding kernel: fake tensors to compile with, torch tensors wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score compressed entries for the lightning indexer: the torch op `dsv4::indexer_logits`.
+"""Score compressed entries for the lightning indexer: `dsv4::indexer_logits`.
 
     out[t, s] = sum_h weights[t, h] * ReLU(q[t, h] . k[s])         s < lengths[t], k of the request of token t
 
@@ -194,7 +194,7 @@ def _on_a_hopper(call: Call, backend: str) -> None:
 
 
 def splits_of(groups: int, length: int, sm_count: int) -> int:
-    """Choose how many CTAs share the keys of a group of tokens: no more than fill the GPU, or than have a tile."""
+    """Choose how many CTAs share the keys of a group of tokens. No more than fill the GPU, or than there are tiles."""
     return max(1, min(sm_count // groups, -(-length // TILE_KEYS)))
 
 

@@ -1,4 +1,4 @@
-"""Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
+"""Time mHC (`dsv4lib.ops.mhc`). Write-back of one site, coefficients, mixture and RMSNorm of the next.
 
 Beside "ours" stands the variant of the kernel that the op does not choose, "ours, few_tokens" or "ours,
 many_tokens" (`ops.mhc.variants`).

@@ -388,7 +388,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
 
 
 def writes_fp8(d: int, recipe: str, chosen: Plan) -> bool:
-    """Tell whether the kernel writes FP8 itself: many tokens need whole blocks in each CTA."""
+    """Tell whether the kernel writes FP8 itself. Many tokens need whole blocks in each CTA."""
     return chosen.variant is Variant.FEW_TOKENS or d // chosen.cluster % RECIPES[recipe].block == 0
 
 

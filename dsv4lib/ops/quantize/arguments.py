@@ -1,4 +1,4 @@
-"""Make arguments of the quantising kernels: fake tensors to compile with, torch tensors wrapped to launch with.
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch.
 
 The op (`dsv4lib.ops.quantize`) has checked types, shapes and devices; what only the kernels need is checked here.
 """
@@ -78,7 +78,7 @@ def launch_args(kernel: Quantize, call: Any, stream: int = 0) -> tuple:
 
 
 def image_of(kernel: Any, fake: Fakes, extents: str) -> Any:
-    """Make a fake swizzled image: bytes, or words of a recipe whose scales are repeated."""
+    """Make a fake swizzled image. It has bytes, or words of a recipe whose scales are repeated."""
     return fake(Int32 if kernel.format.repeats > 1 else cutlass.Uint8, extents)
 
 
@@ -91,7 +91,7 @@ def wrap_image(kernel: Any, scales: torch.Tensor, shape: tuple[int | None, ...])
 
 
 def amax_args(kernel: Amax, call: Any, stream: int = 0) -> tuple:
-    """Make arguments of `Amax` of x and workspace, int32 [`Amax.ctas`]; errors as in `launch_args`."""
+    """Make arguments of `Amax` of x and workspace, int32 [`Amax.ctas`]. Errors as in `launch_args`."""
     x, pieces = call.x, call.x.shape[1] // PIECE
     if len(x) * pieces + (1 << 20) >= 1 << 31:
         raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements")

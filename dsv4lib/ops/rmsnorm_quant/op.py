@@ -1,4 +1,4 @@
-"""Normalise rows and quantise them: `dsv4::rmsnorm_quant`; after an addition: `dsv4::add_rmsnorm_quant`.
+"""Normalise rows and quantise them: `dsv4::rmsnorm_quant`. After an addition: `dsv4::add_rmsnorm_quant`.
 
     h = bf16(x + residual)                        `add_rmsnorm_quant` only, written too
     y = bf16(weight * h / sqrt(mean(h^2) + eps)); codes, scales = recipe(y)
@@ -45,7 +45,7 @@ class Normed(NamedTuple):
 
 
 class AddNormed(NamedTuple):
-    """What `add_rmsnorm_quant` writes: h bf16 [T, d], the residual stream; the rest as in `Normed`."""
+    """What `add_rmsnorm_quant` writes: h bf16 [T, d], the residual stream. The rest as in `Normed`."""
 
     h: Tensor
     codes: Tensor

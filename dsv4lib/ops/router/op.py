@@ -119,7 +119,7 @@ def router(
 
 
 def shares_of(d: int) -> int:
-    """Choose splits of d: the same for every number of tokens, whose bits depend on it."""
+    """Choose splits of d. They are the same for every number of tokens: bits depend on it."""
     return 8 if d <= 4096 else 16
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the top-k kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fake_all_args(kernel: TakeAll) -> tuple:
 
 
 def all_args(kernel: TakeAll, call: Any, stream: int = 0) -> tuple:
-    """Check a call and wrap its tensors for a compiled `TakeAll`; of scores [B, L] only L, at most k, counts.
+    """Check a call and wrap its tensors for a compiled `TakeAll`. Of scores [B, L] only L, at most k, counts.
 
     Args:
         kernel, call, stream: as in `launch_args`.

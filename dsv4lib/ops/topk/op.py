@@ -32,7 +32,7 @@ MAX_LENGTH = 1 << 20
 
 
 class Paged(NamedTuple):
-    """Pages that picks are looked up in: pick i becomes table[r, i // page_size] * page_size + i % page_size.
+    """Pages that picks are looked up in. Pick i becomes table[r, i // page_size] * page_size + i % page_size.
 
     Attributes:
         table: int32 [R, W]; what lies past its end, or in a negative page, becomes -1.
