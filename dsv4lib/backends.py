@@ -1,4 +1,4 @@
-"""The three back ends a result can come from, and why one is or is not usable here.
+"""Choose the back end a result comes from. There are three; says why one is or is not usable here.
 
 `native` is a GPU whose architecture matches the kernel's, `emulator` our functional PTX emulator on the CPU and
 `reference` the PyTorch oracle. Back ends register themselves by an import path, so this module imports neither the
@@ -47,7 +47,7 @@ class Status:
 
 
 def status(name: str, arch: str = "sm_100a") -> Status:
-    """Say whether back end ``name`` can run kernels compiled for ``arch`` on this machine.
+    """Say whether back end ``name`` runs kernels of ``arch`` on this machine.
 
     Raises:
         ArgumentError: unknown ``name`` or ``arch``.
@@ -72,7 +72,7 @@ _recorded: str | None = None  # architecture of `recorded`
 
 @contextmanager
 def recorded(arch: str) -> Iterator[None]:
-    """Make native an emulated device of ``arch`` inside, on which the caller records what ops launch.
+    """Make native an emulated device of ``arch`` inside. On it the caller records what ops launch.
 
     Ops keep what they have once found out about the machine: record in a process of its own.
     """
@@ -89,7 +89,7 @@ _emulating: str | None = None  # architecture of `emulating`
 
 @contextmanager
 def emulating(arch: str) -> Iterator[None]:
-    """Make the emulator one GPU of ``arch`` inside: ops that have no kernel for it are refused by name.
+    """Make the emulator one GPU of ``arch`` inside. Ops that have no kernel for it are refused by name.
 
     Outside of it every kernel is emulated on the architecture that it is made for.
 
@@ -168,12 +168,12 @@ def resolve(name: str, arch: str = "sm_100a", kernel: bool = True) -> str:
 
 
 def device(name: str) -> str:
-    """Where the tensors of a launch live on back end ``name``: "cuda" for native, else "cpu"."""
+    """Return where the tensors of a launch live on back end ``name``. It is "cuda" for native, else "cpu"."""
     return "cuda" if name == "native" else "cpu"
 
 
 def launch(name: str, compiled: Any, *args: Any) -> Any:
-    """Call a compiled CuTeDSL function on a back end that runs kernels, and wait for it.
+    """Call a compiled CuTeDSL function on a back end, and wait for it. The back end runs kernels.
 
     Args:
         name: `native` or `emulator`, as `resolve` returned it.
@@ -196,7 +196,7 @@ def launch(name: str, compiled: Any, *args: Any) -> Any:
 
 
 def enqueue(name: str, compiled: Any, *args: Any) -> Any:
-    """`launch` without waiting: on a GPU the work is queued on the stream among ``args``, and may be captured."""
+    """Launch without waiting. On a GPU the work is queued on the stream among ``args``, and may be captured."""
     if name == "native":
         getattr(compiled, "function", compiled)(*args)
         return None
@@ -206,11 +206,11 @@ def enqueue(name: str, compiled: Any, *args: Any) -> Any:
 
 
 def emulated() -> Any:
-    """The emulator's runtime while a device of it is active, which then answers for the GPU; else None."""
+    """Return the emulator's runtime while a device of it is active, else None. It then answers for the GPU."""
     module = sys.modules.get(f"{EMULATOR_MODULE}.driver.symbols")
     return module.RUNTIME if module is not None and module.RUNTIME.devices else None
 
 
 def oracle(op: str) -> Any:
-    """The module of `dsv4lib.reference` that says what op ``op`` computes; what back end `reference` runs."""
+    """Return the module of `dsv4lib.reference` that says what op ``op`` computes. Back end `reference` runs it."""
     return importlib.import_module(f"dsv4lib.reference.{op}")

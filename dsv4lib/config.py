@@ -1,4 +1,4 @@
-"""Hold the dimensions of DeepSeek-V4 in one place, checked against themselves when they are built.
+"""Hold the dimensions of DeepSeek-V4 in one place. They are checked against themselves when they are built.
 
 Why it exists: kernels, reference model and notebooks must agree on every size, and a size that contradicts another
 must stop the program instead of giving wrong numbers. FLASH and PRO hold the values of the released
@@ -17,7 +17,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 
 
 class LayerKind(StrEnum):
-    """What a layer's queries attend to besides the sliding window (all kinds have the window).
+    """What a layer's queries attend to besides the sliding window. All kinds have the window.
 
     SWA: nothing more. CSA: the ``index_topk`` entries picked by the lightning indexer among entries of ``csa_rate``
     tokens. HCA: every entry of ``hca_rate`` tokens.
@@ -51,7 +51,7 @@ class YarnConfig:
 
 
 def schedule(n_layers: int, first: Sequence[int], csa_rate: int, hca_rate: int) -> tuple[int, ...]:
-    """Build ``compress_ratios``: the given first layers, then CSA and HCA in turn, then 0 for the MTP block.
+    """Build ``compress_ratios``. The given first layers come first, then CSA and HCA in turn, then 0 for the MTP block.
 
     Args:
         n_layers: layers of the backbone (the MTP block not counted).
@@ -200,12 +200,12 @@ class ModelConfig:
 
     @property
     def group_width(self) -> int:
-        """Return the input width of one output-projection group: consecutive heads, concatenated."""
+        """Return the input width of one output-projection group. A group is consecutive heads, concatenated."""
         return self.n_heads * self.head_dim // self.o_groups
 
     @property
     def mix_width(self) -> int:
-        """Return numbers one mHC site computes per token: ``n`` pre, ``n`` post, ``n * n`` comb (24 for n = 4)."""
+        """Count the numbers one mHC site computes per token. ``n`` pre, ``n`` post, ``n * n`` comb (24 for n = 4)."""
         return self.hc_mult * (2 + self.hc_mult)
 
     def is_hash_layer(self, layer: int) -> bool:
@@ -297,7 +297,7 @@ def index_key_bytes(config: ModelConfig, index: str = "fp8") -> int:
 
 
 def kv_bytes_per_token(config: ModelConfig, kv: str = "fp8", index: str = "fp8") -> float:
-    """Return cache bytes that each further token adds over all backbone layers (compressed entries and indexer keys).
+    """Return cache bytes that each further token adds over all backbone layers. Compressed entries and indexer keys.
 
     An entry of rate m costs 1/m row per token; window and compressor state do not grow and are in
     :func:`fixed_cache_bytes`. Flash: 3850.25 with FP8 indexer keys, 3514.25 with FP4.
@@ -308,7 +308,7 @@ def kv_bytes_per_token(config: ModelConfig, kv: str = "fp8", index: str = "fp8")
 
 
 def fixed_cache_bytes(config: ModelConfig, kv: str = "fp8") -> dict[str, int]:
-    """Return the cache bytes a request holds whatever its length: ``window`` (MTP block included) and ``state`` (fp32).
+    """Return the cache bytes a request holds whatever its length. ``window`` (MTP block included) and ``state`` (fp32).
 
     The state is what the compressors need to go on: for HCA ``hca_rate`` rows of (k, z), for CSA the previous and the
     current window, ``2 * csa_rate`` rows of double width, for the main compressor and the indexer's.

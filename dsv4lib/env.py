@@ -1,4 +1,4 @@
-"""What this workspace is made of: its root, versions, source fingerprint and machine, without private detail.
+"""Describe this workspace. Its root, versions, source fingerprint and machine, without private detail.
 
 Everything here may be printed in a notebook card or written to a record, so nothing names a user, a host or a path
 outside the workspace.
@@ -40,7 +40,7 @@ def root() -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Installed version of Python and of each package the results depend on ("missing" if it is not installed)."""
+    """Return installed versions of Python and of each package results depend on. "missing": it is not installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -51,7 +51,10 @@ def versions() -> dict[str, str]:
 
 
 def version() -> str:
-    """Version of the lab, as `pyproject.toml` has it; "unknown" where that is not installed and not beside it."""
+    """Return the version of the lab, as `pyproject.toml` has it.
+
+    "unknown" where it is not installed and not beside it.
+    """
     path = root() / "pyproject.toml"
     if path.is_file():
         return str(tomllib.loads(path.read_text())["project"]["version"])
@@ -71,7 +74,7 @@ def source_fingerprint(*folders: str) -> str:
 
 
 def is_kernel_source(path: Path) -> bool:
-    """Whether a compiled kernel may depend on this file: one of `dsl`, or of an op and not of its host side."""
+    """Tell whether a compiled kernel may depend on this file. One of `dsl`, or of an op and not of its host side."""
     if not path.is_relative_to(root() / "dsv4lib"):
         return False
     room, *rest = path.relative_to(root() / "dsv4lib").parts
@@ -81,7 +84,7 @@ def is_kernel_source(path: Path) -> bool:
 
 
 def kernel_fingerprint() -> str:
-    """12 hex digits over the sources that compiled kernels depend on, see `is_kernel_source`."""
+    """Return 12 hex digits over sources of compiled kernels, see `is_kernel_source`."""
     return _digest(path for path in sorted((root() / "dsv4lib").rglob("*.py")) if is_kernel_source(path))
 
 
@@ -108,7 +111,10 @@ def machine() -> dict[str, str]:
 
 
 def free_memory() -> int:
-    """Bytes of memory that this process can still take: of the machine, or of its control group if that has less."""
+    """Return bytes of memory that this process can still take.
+
+    The machine's, or its control group's if that has less.
+    """
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     group = Path("/sys/fs/cgroup")
@@ -122,7 +128,7 @@ def free_memory() -> int:
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs torch can use; empty without a GPU or with a CPU build of torch."""
+    """Return names of the GPUs torch can use. Empty without a GPU or with a CPU build of torch."""
     if driver_cuda() is None:  # spares a machine without a GPU the import of torch
         return []
     import torch

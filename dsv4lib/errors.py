@@ -1,4 +1,4 @@
-"""The lab's own exceptions: bad input always names the argument, the value and what is allowed."""
+"""The lab's own exceptions. Bad input always names the argument, the value and what is allowed."""
 
 from __future__ import annotations
 

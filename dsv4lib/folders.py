@@ -1,4 +1,4 @@
-"""Where compiled code is kept between processes, and whether that place may be trusted.
+"""Say where compiled code is kept between processes, and whether to trust it.
 
 A user who can write a folder of compiled code decides what its owner runs. So the folder must belong to the user, and
 no other user may write it or a folder above it. Group-writable counts as "others may write", also where the group is
@@ -39,7 +39,7 @@ def cache_root() -> Path | None:
 
 
 def own_folder(folder: Path) -> Path:
-    """Make ``folder`` if it is missing, and check that only this user can put files into it.
+    """Make ``folder`` if it is missing. Check that only this user can put files into it.
 
     Whatever is made, parents included, gets mode 0700 under any umask.
 

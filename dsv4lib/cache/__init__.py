@@ -1,4 +1,4 @@
-"""Manage the caches of a DeepSeek-V4: one pool, prefixes that hit exactly, drafts, forks, preemption.
+"""Manage the caches of a DeepSeek-V4. It has one pool, prefixes that hit exactly, drafts, forks, preemption.
 
     groups = deepseek_v4(FLASH, mtp=1, drafts=1)
     manager = Manager(groups, pages=20_000, save_every=1024)

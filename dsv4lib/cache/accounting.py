@@ -148,7 +148,10 @@ def most_blocks(group: Group, length: int, tokens: int) -> int:
 
 
 def point_blocks(group: Group, unit: int) -> int:
-    """Count the blocks of a group that are kept for one point, besides entries: of a window, or a ring's copy."""
+    """Count the blocks of a group that are kept for one point, besides entries.
+
+    They are of a window, or a ring's copy.
+    """
     if group.kind == "entries":
         return 0
     needed = group.needed(unit)

@@ -1,4 +1,4 @@
-"""Check a cache manager, ours or another engine's: an adapter protocol and the properties it must have.
+"""Check a cache manager, ours or another engine's. By an adapter protocol and the properties it must have.
 
     class TestMine(Conformance):                     in a pytest file
         factory = staticmethod(lambda: MyAdapter(...))
@@ -302,7 +302,7 @@ TOKENS = st.integers(0, 2)
 
 
 def machine_of(factory: Callable[[], Adapter]) -> type[RuleBasedStateMachine]:
-    """Make the state machine of an adapter: random calls in random order, every value checked."""
+    """Make the state machine of an adapter. It makes random calls in random order and checks every value."""
 
     class Machine(RuleBasedStateMachine):
         """Calls and their arguments."""

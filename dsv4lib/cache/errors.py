@@ -1,4 +1,4 @@
-"""Errors of the cache: each has a type, names what it is about, and leaves everything as it was."""
+"""Errors of the cache. Each has a type, names what it is about, and leaves everything as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model a DeepSeek-V4 exactly in integers: every value is a hash of all that the real value depends on.
+"""Model a DeepSeek-V4 exactly in integers. Every value is a hash of all that the real value depends on.
 
 A stale, missing or foreign value anywhere changes the hash of every token that reads it, so a comparison with `Oracle`
 finds it. Layers, windows, compressors, indexer and the MTP layer read and write a `Store` at the positions that the
@@ -16,7 +16,7 @@ PICKS = 2  # entries that the indexer selects
 
 
 class Store(Protocol):
-    """Where values are: by group, layer of the model, and position (of entries: their number)."""
+    """Where values are. By group, layer of the model, and position (of entries: their number)."""
 
     def get(self, group: str, layer: int, index: int) -> int:
         """Read a value."""

@@ -1,4 +1,4 @@
-"""Describe the groups of a request's cache: tokens, values, bytes and what resuming needs of them.
+"""Describe the groups of a request's cache. Tokens, values, bytes and what resuming needs of them.
 
 A group holds one kind of value for all layers that have it. Its blocks are the unit of allocation: a block covers
 `block_tokens` tokens in every layer of the group, and lies in one or more pages of the pool, whole layers in each.
@@ -98,7 +98,7 @@ class Group(NamedTuple):
         return length % self.rate + (self.rate if self.overlap and length >= self.rate else 0)
 
     def row(self, position: int) -> int:
-        """Locate a position in its block: a row of the ring, or an entry of the block that the position is in."""
+        """Locate a position in its block. It is a row of the ring, or an entry of the block that the position is in."""
         if self.kind == "ring":
             return position % self.rows
         return position % self.block_tokens // self.rate
@@ -131,12 +131,14 @@ def check_groups(groups: tuple[Group, ...]) -> None:
 
 
 def granularity(groups: tuple[Group, ...]) -> int:
-    """Return the tokens to whose multiples a hit is cut: the least common multiple of the groups' blocks."""
+    """Return the tokens to whose multiples a hit is cut. It is the least common multiple of the groups' blocks."""
     return math.lcm(*(g.block_tokens for g in groups))
 
 
 def best_page_bytes(groups: tuple[Group, ...], most: int = 8) -> int:
-    """Choose a page: the multiple of the largest layer, 1 to `most` times, that wastes the least of a block a group.
+    """Choose a page that wastes the least of a block a group.
+
+    It is a multiple, 1 to `most` times, of the largest layer.
 
     Entries weigh by the tokens of their blocks, so that what grows with a request counts most; rings of live requests
     are left out unless there is nothing else.
@@ -185,7 +187,7 @@ class Shape(NamedTuple):
 
 
 class ValueBytes(NamedTuple):
-    """Bytes of one value of one layer: KV row or entry, indexer key, and rows (k and z) of the three states."""
+    """Bytes of one value of one layer. KV row or entry, indexer key, and rows (k and z) of the three states."""
 
     kv: int
     key: int

@@ -74,7 +74,7 @@ class Manager:
 
     @property
     def shortest_hit(self) -> int:
-        """Tokens of the shortest prompt that can hit: a unit, and what must be run or looked ahead to."""
+        """Count tokens of the shortest prompt that can hit. A unit, and what must be run or looked ahead to."""
         return self.unit + max(1, self.lookahead)
 
     # Requests
@@ -130,7 +130,7 @@ class Manager:
         del self.requests[request]
 
     def fork(self, request: Hashable, new: Hashable) -> None:
-        """Make a second continuation of a request: blocks are shared until one of them writes, rings are copied.
+        """Make a second continuation of a request. Blocks are shared until one of them writes, rings are copied.
 
         Raises:
             PoolExhausted: no pages for its rings; nothing was changed.

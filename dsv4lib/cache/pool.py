@@ -1,4 +1,4 @@
-"""Share one pool of equal pages among all groups: references, and an LRU list of what is cached."""
+"""Share one pool of equal pages among all groups. It keeps references, and an LRU list of what is cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsv4lib.errors import ArgumentError
 
 
 class Block:
-    """A block of one group: its pages, its references and, once its content is final, its name.
+    """A block of one group: its pages and references. Once its content is final it has a name.
 
     Attributes:
         group: whose values it holds.

@@ -1,4 +1,4 @@
-"""Name the contents of blocks: a hash chained over tokens, and the index from names to blocks."""
+"""Name the contents of blocks. A name is a hash chained over tokens; an index leads from names to blocks."""
 
 from __future__ import annotations
 

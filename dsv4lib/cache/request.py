@@ -51,7 +51,7 @@ class Request:
         self.changed = {name: set(range(len(row))) for name, row in self.held.items()}
 
     def reserve(self, group: Group) -> int:
-        """Count the tokens past the extent for which a group keeps blocks: none before the first step."""
+        """Count the tokens past the extent for which a group keeps blocks. There are none before the first step."""
         return group.reserve if self.length > self.hit else 0
 
     def blocks(self) -> list[Block]:
@@ -89,7 +89,7 @@ class Copy(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a step does for a request: run `count` known tokens, then `drafts`, of which some may be rejected."""
+    """What a step does for a request. It runs `count` known tokens, then `drafts`, of which some may be rejected."""
 
     request: Hashable
     count: int
@@ -124,7 +124,7 @@ class Part(NamedTuple):
         return self.request.tokens[self.start : self.start + self.count] + list(self.drafts)
 
     def write_end(self, group: Group) -> int:
-        """Position before which the step writes values of a group: those whose lookahead is known or drafted."""
+        """Position before which the step writes values of a group. Their lookahead is known or drafted."""
         return min(self.end, self.known + len(self.drafts) - group.lookahead)
 
 

@@ -219,7 +219,10 @@ class Storage:
         return layer // per_page, self.pages[:, offset : offset + group.layer_bytes]
 
     def ring(self, group: Group, layer: int, dtype: torch.dtype, width: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return a ring's part, and k and z ``[P, rows, width]`` of a layer: first all rows of k, then all of z."""
+        """Return a ring's part, and k and z ``[P, rows, width]`` of a layer.
+
+        All rows of k come first, then all of z.
+        """
         part, data = self.layer(group, layer)
         half = group.rows * width * dtype.itemsize
         k, z = (data[:, i * half : (i + 1) * half].view(dtype).unflatten(1, (group.rows, width)) for i in (0, 1))

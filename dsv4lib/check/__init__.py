@@ -1,4 +1,4 @@
-"""Judge numbers: one comparator, one table of tolerances, and the corruptions that both must catch.
+"""Judge numbers. One comparator, one table of tolerances, and the corruptions that both must catch.
 
 The package imports nothing of the lab but its error types and takes plain torch or numpy arrays.
 

@@ -1,4 +1,4 @@
-"""Read the two sides of a comparison: torch or numpy, any rank, into fp64 tensors, with typed errors."""
+"""Read the two sides of a comparison. torch or numpy, any rank, into fp64 tensors, with typed errors."""
 
 from __future__ import annotations
 
@@ -83,6 +83,9 @@ def row_rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_scale(a: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
-    """Scale of each element's row, shaped like ``a``: the smaller RMS of the two sides, so neither can inflate it."""
+    """Return the scale of each element's row, shaped like ``a``.
+
+    It is the smaller RMS of two sides: neither can inflate it.
+    """
     scale = torch.minimum(row_rms(a), row_rms(e))
     return scale.expand(-1, row_length(tuple(a.shape))).reshape(a.shape)

@@ -1,4 +1,4 @@
-"""Corrupt a result as broken kernels do: what the comparator must reject, and the one thing it must not.
+"""Corrupt a result as broken kernels do. Holds what the comparator must reject, and the one thing it must not.
 
 Each corruption takes an array (torch or numpy, at least two axes, last two at least 66 x 66 so that every pattern fits)
 and a seeded `numpy.random.Generator`, and returns a damaged copy. The damage is the smallest honest version of its
@@ -114,7 +114,7 @@ def tile_negated(x: Array, rng: np.random.Generator) -> Array:
 
 
 def tile_stale(x: Array, rng: np.random.Generator) -> Array:
-    """One 32 x 32 tile still holds the previous iteration: its left neighbour's values."""
+    """Leave the previous iteration in one 32 x 32 tile. It has its left neighbour's values."""
     out, view = _matrix(x, rng)
     rows, cols = _corner(view[:, 32:], (32, 32), rng)
     view[rows, cols.start + 32 : cols.stop + 32] = _copy(view[rows, cols])

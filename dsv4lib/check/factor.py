@@ -1,4 +1,4 @@
-"""Check `within_factor`: a kernel may be at most twice as wrong as PyTorch in its dtype, both against fp64.
+"""Check `within_factor`. A kernel may be at most twice as wrong as PyTorch in its dtype, both against fp64.
 
 The table of tolerances says what a format can do at all; this rule says what this computation can do in this format,
 whatever its shape and data. FlashAttention's tests use the same idea.

@@ -1,4 +1,4 @@
-"""Hold the one table of tolerances: per format, how wrong a right kernel may be, and why.
+"""Hold the one table of tolerances. It says per format how wrong a right kernel may be, and why.
 
 A kernel is judged against an oracle that sees the *same* inputs (already quantised, then dequantised exactly) and works
 in fp64. What is left is the rounding of the output format and the accumulation in the kernel, and that is all the table

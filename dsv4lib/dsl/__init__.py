@@ -1,1 +1,1 @@
-"""What all kernels share: how they are compiled, layouts, pipelines, tensor memory, MMAs, and pieces of their code."""
+"""Share what all kernels need. Compilation, layouts, pipelines, tensor memory, MMAs, and pieces of their code."""

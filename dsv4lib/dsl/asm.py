@@ -1,4 +1,7 @@
-"""Inline PTX that the compiler may move, and with early-clobbered results: what `cute.arch.inline_ptx` cannot say."""
+"""Write inline PTX that the compiler may move, or with early-clobbered results.
+
+`cute.arch.inline_ptx` cannot say these.
+"""
 
 from __future__ import annotations
 

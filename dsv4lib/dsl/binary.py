@@ -1,4 +1,4 @@
-"""A compiled kernel as plain bytes and back, never as Python objects: what a cache on disk keeps.
+"""Turn a compiled kernel into plain bytes and back, never Python objects. A cache on disk keeps them.
 
     line 1      magic, format version
     32 bytes    SHA-256 of all that follows

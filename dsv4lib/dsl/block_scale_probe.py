@@ -37,7 +37,7 @@ class BlockScaleProbe:
 
     @cute.kernel
     def kernel(self, word: cutlass.Int32, descriptor: cutlass.Int64):
-        """D, A, B, instruction descriptor, scales of A and of B, accumulate: every operand an argument."""
+        """Run one MMA, every operand an argument. D, A, B, instruction descriptor, scales of A and of B, accumulate."""
         text = (
             "{ .reg .pred accumulate; setp.ne.b32 accumulate, {$r2}, 0; "
             f"{self.opcode} [{{$r0}}], {{$r1}}, {{$r1}}, {{$r2}}, [{{$r0}}], [{{$r0}}], accumulate; }}"

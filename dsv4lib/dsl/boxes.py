@@ -1,4 +1,4 @@
-"""Load TMA boxes of a tensor as the tensor core reads them, by any thread: coordinates and address in registers.
+"""Load TMA boxes of a tensor as the tensor core reads them, by any thread. Coordinates and address are in registers.
 
 The tensor map comes from the DSL's tiled TMA atom; the copy itself is inline PTX, so that lanes of a warp can issue
 boxes of their own and how many there are may depend on the data.

@@ -1,4 +1,4 @@
-"""A kernel's budget: what it uses of each resource of an SM, computed from its configuration."""
+"""Compute a kernel's budget from its configuration: its use of each SM resource."""
 
 from __future__ import annotations
 

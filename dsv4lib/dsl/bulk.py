@@ -39,6 +39,9 @@ def load_bulk(
 
 @dsl_user_op
 def store_bulk(target: Int64, smem: Int32, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Copy ``size`` bytes, a multiple of 16, from shared to global memory, in the bulk group that is open."""
+    """Copy ``size`` bytes, a multiple of 16, from shared to global memory.
+
+    It is part of the bulk group that is open.
+    """
     text = "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, smem, size], loc=loc, ip=ip)

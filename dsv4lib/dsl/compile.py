@@ -1,4 +1,4 @@
-"""Compile a kernel for a GPU that this machine does not have, and keep what the compiler said about it.
+"""Compile a kernel for a GPU that this machine does not have. It keeps what the compiler said about it.
 
 `compile_for` traces a kernel with fake tensors (shapes and strides, no memory), runs the DSL's compiler and its
 embedded ptxas for the target, and returns PTX, cubin, time and resources as one value. Line info is always on: PTX
@@ -38,7 +38,7 @@ _CONFIG = r"\(!llvm\.ptr\) -> !llvm\.ptr, !llvm\.struct<\(array<3 x i32>, array<
 
 
 class CompileError(DSV4Error, RuntimeError):
-    """The DSL is missing, or it refused the kernel for this architecture; the message says which and why."""
+    """The DSL is missing, or it refused the kernel for this architecture. The message says which and why."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Compiled:
 
     @property
     def spills(self) -> int | None:
-        """Return the bytes of spilled registers a thread: 0 where there is no local memory, else None (not readable).
+        """Return the bytes of spilled registers a thread. 0 where there is no local memory, else None (not readable).
 
         A cubin gives the size of local memory, which holds spills and local arrays together.
         """

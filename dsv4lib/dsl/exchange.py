@@ -82,7 +82,7 @@ def receive(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, rFours: 
 
 @cute.jit
 def reset(first: Int64, stride: int | Int64, wanted: cutlass.Boolean, count: cutlass.Constexpr):
-    """Empty the fours of slots that this lane received: ``count`` of them, if ``wanted``."""
+    """Empty ``count`` of the fours of slots that this lane received, if ``wanted``."""
     if wanted:
         for k in cutlass.range_constexpr(count):
             _store(first + Int64(stride * k), [Float32(0.0)] * FOUR)

@@ -85,7 +85,7 @@ def gather_tile(
     tile_rows: cutlass.Constexpr = 64,
     pair: cutlass.Constexpr = False,
 ):
-    """Gather rows of a tile by a warp, in the 128-byte swizzle: ``tile_rows`` x 128 bytes a chunk of columns.
+    """Gather rows of a tile by a warp, in the 128-byte swizzle. They are ``tile_rows`` x 128 bytes a chunk of columns.
 
     One lane issues for all: a copy's operands are uniform registers, so of a copy that lanes issue together the
     compiler makes a loop that elects one after the other and moves seven operands each time. Here the four rows of a

@@ -1,4 +1,4 @@
-"""Rows of 512 dims, one a head, spread over warps: what the kernels share that stream [T, H, 512].
+"""Spread rows of 512 dims, one a head, over warps. Kernels that stream [T, H, 512] share it.
 
 A warp takes several heads of one token, all their loads in flight before the first is used. Lane l has dims
 8 l .. 8 l + 7 and 256 + 8 l .. of a row: two loads of 16 bytes, each 512 bytes of a warp in a row. The last 64 dims are

@@ -1,4 +1,4 @@
-"""The 584-byte KV entry on the device: found in its page, fetched to registers, converted to bf16 in shared memory.
+"""Read the 584-byte KV entry on the device. It is found in its page, fetched, converted to bf16 in shared memory.
 
 A warp takes 8 entries at a time, 4 lanes each. A lane fetches 16 of every 64 bytes of its entry: 16 of the 64 dims that
 share a scale, which become two 16-byte pieces of a row of the 128-byte swizzle:
@@ -57,7 +57,7 @@ WHOLE = Chunks()
 
 
 class Pool(NamedTuple):
-    """Pages of entries: address of the first, entries a page with its `page_divisor`, bytes from page to page."""
+    """Pages of entries: address of the first, bytes from page to page. Also entries a page, with its `page_divisor`."""
 
     address: Int64
     page_size: Int32
@@ -135,7 +135,10 @@ def _load8(address: Int64, *, loc: Any = None, ip: Any = None) -> tuple:
 
 
 def raw_words(chunks: Chunks = WHOLE) -> int:
-    """Count the 64-bit words of an entry's chunks that a lane holds: 16 bytes of a group, 32 of the rope dims."""
+    """Count the 64-bit words of an entry's chunks that a lane holds.
+
+    They are 16 bytes of a group, 32 of the rope dims.
+    """
     first, end = chunks
     return 2 * (end - first + int(end == CHUNKS))
 

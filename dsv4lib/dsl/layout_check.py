@@ -1,4 +1,4 @@
-"""A second opinion on every layout: the same numbers from a library that shares no code with the compiler.
+"""Give a second opinion on every layout. The same numbers come from a library that shares no code with the compiler.
 
 Source: tensor-layouts (PyPI), a pure Python implementation of CuTe's layout algebra with a bank-conflict analysis.
 """
@@ -61,7 +61,7 @@ def mismatches_tv(tv: ThreadValueMap) -> int:
 
 
 def random_texts(seed: int, count: int) -> list[str]:
-    """Layouts as a reader might type them: nested shapes, any strides, half of them swizzled.
+    """Make layouts as a reader might type them. Nested shapes, any strides, half of them swizzled.
 
     Args:
         seed: of numpy's default generator.

@@ -1,4 +1,4 @@
-"""Reading ``shape:stride`` as a person types it: strict, bounded, and with an error that says what is accepted.
+"""Read ``shape:stride`` as a person types it. It is strict and bounded; an error says what is accepted.
 
 Nothing is evaluated as Python: the text is tokens of digits, commas and parentheses.
 Source: CuTe's notation ``S<bits,base,shift> o offset o shape:stride``.

@@ -81,7 +81,7 @@ class LayoutGrid:
 
     @property
     def byte_addresses(self) -> np.ndarray:
-        """int64 [rows, columns]: the byte each element starts in (two 4-bit elements share one)."""
+        """Return the byte each element starts in, int64 [rows, columns]. Two 4-bit elements share one."""
         return self.offsets * self.element_bits // 8
 
 
@@ -132,7 +132,7 @@ class TmaTiles:
 
 
 def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """ArgumentError unless ``value`` is one of ``allowed``, type included: ``True`` is not 1."""
+    """Raise ArgumentError unless ``value`` is one of ``allowed``, type included. ``True`` is not 1."""
     if not any(type(value) is type(a) and value == a for a in allowed):
         raise ArgumentError(name, value, "one of " + ", ".join(map(repr, allowed)))
 
@@ -168,7 +168,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
 
 
 def apply_swizzle(offsets: np.ndarray, bits: int, base: int, shift: int) -> np.ndarray:
-    """Apply ``S<bits, base, shift>`` to an integer array: XOR bits [base+shift, ...) into bits [base, ...).
+    """Apply ``S<bits, base, shift>`` to an integer array. XOR bits [base+shift, ...) into bits [base, ...).
 
     Args:
         offsets: non-negative int64, any shape.
@@ -249,7 +249,7 @@ def _instruction_m(rows: int) -> int:
 
 
 def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -> tuple[str, ...]:
-    """Return the swizzles a [rows, k] operand tile can have: the contiguous direction must hold whole swizzle rows."""
+    """Return the swizzles a [rows, k] operand tile can have. The contiguous direction must hold whole swizzle rows."""
     check_choice("dtype", dtype, tuple(DTYPES))
     check_choice("major", major, ("K", "MN"))
     run = (k if major == "K" else rows) * DTYPES[dtype].width // 8
@@ -258,7 +258,7 @@ def allowed_swizzles(rows: int, k: int, dtype: str = "bf16", major: str = "K") -
 
 @lru_cache(maxsize=256, typed=True)
 def smem_operand(rows: int, k: int, dtype: str = "bf16", major: str = "K", swizzle: str | None = None) -> LayoutGrid:
-    """Evaluate one stage of a UMMA operand A in shared memory: element offset of (row, k).
+    """Evaluate one stage of a UMMA operand A in shared memory. It gives the element offset of (row, k).
 
     Args:
         rows: a multiple of 64 up to 256 (the M extent of the tile in one CTA); ``e2m1`` needs 128 or 256.
@@ -378,7 +378,7 @@ def tmem_accumulator(m: int, n: int, cta_group: int = 1, instruction_n: int | No
 def t2r_map(
     m: int, n: int, atom: str = "32x32b", repeat: int | None = None, cta_group: int = 1, store: bool = False
 ) -> ThreadValueMap:
-    """Element coordinates of every register of a 4-warp TMEM load (``store=True``: of a TMEM store).
+    """Return element coordinates of every register of a 4-warp TMEM load. ``store=True``: of a TMEM store.
 
     The compiler partitions a coordinate tensor with the very copy a kernel would use (`tcgen05.make_tmem_copy`).
 
@@ -531,7 +531,7 @@ def _cute(parsed: tuple[Any, Any, tuple[int, int, int] | None, int]) -> Any:
 
 
 def evaluate(text: str, element_bits: int = 8, byte_swizzle: bool = False) -> LayoutGrid:
-    """Evaluate a layout typed by a reader: first mode down, the other modes across, a single mode as one row.
+    """Evaluate a layout typed by a reader. The first mode goes down, the others across; a single mode is one row.
 
     Args:
         text: ``shape:stride``, e.g. "(4,(2,2)):(2,(1,8))", or "S<bits,base,shift> o offset o shape:stride". Strict:
@@ -561,7 +561,7 @@ def _free(parsed: tuple[Any, ...], element_bits: int, swizzle_bits: int) -> tupl
 
 @lru_cache(maxsize=64, typed=True)
 def swizzle(bits: int, base: int, shift: int) -> LayoutGrid:
-    """Evaluate one period of ``S<bits, base, shift>``: 2^bits rows of 2^(base + shift) consecutive byte addresses."""
+    """Evaluate a period of ``S<bits, base, shift>``. It has 2^bits rows of 2^(base + shift) consecutive addresses."""
     check_integer("bits", bits, 0, 5)
     check_integer("base", base, 0, 8)
     check_integer("shift", shift, bits, 8)

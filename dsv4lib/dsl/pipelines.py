@@ -1,4 +1,4 @@
-"""Pipelines of a kernel with warp roles: rings of stages between TMA, the tensor core and a group of warps.
+"""Make pipelines of a kernel with warp roles. Rings of stages between TMA, the tensor core and a group of warps.
 
 Each takes a pointer to 2 x ``stages`` mbarriers (full, then empty); `cutlass.pipeline.pipeline_init_arrive` and `_wait`
 follow when all are made.

@@ -67,7 +67,7 @@ def rotate(x: list, cos: list, sin: list, back: bool, *, loc: Any = None, ip: An
 
 @cute.jit
 def angles(mTable: cute.Tensor, mPositions: Any, token: Int32, piece: Int32, wanted: Any):
-    """Cosines and sines of a lane's 4 pairs: (list, list); NaN where the position is not in the table.
+    """Return cosines and sines of a lane's 4 pairs. Two lists; NaN where the position is not in the table.
 
     Of a negative position, a padded row's, those of angle 0: nothing is read or rotated.
 

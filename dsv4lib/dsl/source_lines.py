@@ -25,7 +25,7 @@ _own: dict[str, Callable] = {}  # what the DSL had under these names
 
 @contextmanager
 def remembered() -> Iterator[None]:
-    """Remember lines for as long as anyone is inside, in any thread; the DSL is as it was afterwards."""
+    """Remember lines for as long as anyone is inside, in any thread. The DSL is as it was afterwards."""
     global _users
     from cutlass._mlir_helpers import op
 

@@ -1,4 +1,6 @@
-"""What the compiler emits for a store into swizzled shared memory: the evidence that the XOR acts on byte addresses.
+"""Show what the compiler emits for a swizzled store to shared memory.
+
+It is evidence that the XOR acts on byte addresses.
 
 A kernel of one store is compiled for sm_100a and its PTX read back. Between the linear byte address and ``st.shared``
 stand three instructions: shift right, and, xor. Their constants are the swizzle, in bytes.

@@ -1,4 +1,4 @@
-"""Tensors of a kernel's call: fake ones to compile with, torch tensors checked by name and wrapped to launch with.
+"""Wrap tensors of a kernel's call. Fake ones compile it; torch tensors, checked by name, launch it.
 
 Kernels trust what they are given; everything that can be wrong with a tensor is caught here.
 """
@@ -36,7 +36,7 @@ class Fakes:
         self.symbols: dict[str, Any] = {}
 
     def __call__(self, dtype: Any, extents: str, align: int = 0) -> Any:
-        """Return a tensor with one letter a mode; ``align``: bytes on which its rows start, 0: those of an element."""
+        """Return a tensor with one letter a mode. align: bytes on which its rows start, 0: those of an element."""
         align = align or dtype.width // 8
         shape = tuple(self.symbols.setdefault(e, cute.sym_int32(symbol=e)) for e in extents)
         units = 8 * align // dtype.width
@@ -62,7 +62,7 @@ def divisor(number: int) -> Divisor:
 
 
 class DeviceTensor:
-    """A torch tensor as compiled host code reads it: pointer, every extent (int32), every stride but the last (int64).
+    """A torch tensor as compiled host code reads it. Pointer, every extent (int32), every stride but the last (int64).
 
     What `cute.runtime.from_dlpack(x).mark_layout_dynamic(leading_dim=x.dim() - 1)` describes, a hundred times cheaper.
 
@@ -157,7 +157,7 @@ def leaf_bytes(value: Any) -> bytes:
 
 
 def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
-    """Wrap ``x`` for a launch, which must have this type and shape (None: any extent) and rows on ``align`` bytes.
+    """Wrap ``x``, of this type and shape, for a launch. None: any extent; rows must be on ``align`` bytes.
 
     Raises:
         ArgumentError: it does not.
@@ -183,3 +183,14 @@ def wrap(name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: in
     ):
         raise ArgumentError(f"{name}.stride()", x.stride(), f"rows that start on {align} bytes")
     return DeviceTensor(x, dtype)
+
+
+def wrap_if(needed: bool, name: str, x: Any, dtype: Any, shape: tuple[int | None, ...], align: int = 0) -> Any:
+    """Wrap what a kernel needs; what it does not need must be None.
+
+    Raises:
+        ArgumentError: a tensor that is missing or not wanted; else as in `wrap`.
+    """
+    if (x is not None) != needed:
+        raise ArgumentError(name, None if x is None else "given", "a tensor" if needed else "None")
+    return wrap(name, x, dtype, shape, align) if needed else None

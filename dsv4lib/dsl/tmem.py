@@ -1,4 +1,4 @@
-"""Thread-wise access to tensor memory: a thread of a warpgroup owns one lane, its registers are columns.
+"""Access tensor memory by thread. A thread of a warpgroup owns one lane, its registers are columns.
 
 Warp w of a warpgroup reaches lanes 32 w .. 32 w + 31 only (`tcgen05.ld/st.32x32b`), so thread t owns lane t.
 """

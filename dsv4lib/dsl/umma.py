@@ -1,4 +1,4 @@
-"""Issue tcgen05.mma with its descriptors as the attention kernels use them: inline PTX.
+"""Issue tcgen05.mma with the attention kernels' descriptors, by inline PTX.
 
 The DSL has no operation for the weight-stationary MMA (`.ws`, where 64 rows use all 128 lanes of tensor memory) nor
 for the thread-sync fences; and an attention kernel reads one tile of SMEM in two ways (K and V), which descriptors say
@@ -23,7 +23,7 @@ SCALE_COLUMNS = 4  # of tensor memory that such a block takes
 
 
 def instruction_descriptor(m: int, n: int, dtype: str, b_mn_major: bool = False) -> int:
-    """Return the 32-bit descriptor of an MMA without scales: fp32 accumulator, A K-major, A and B of ``dtype``.
+    """Return the 32-bit descriptor of an MMA without scales. fp32 accumulator, A K-major, A and B of ``dtype``.
 
     Args:
         m, n: shape of the instruction.
@@ -47,7 +47,7 @@ def matrix_descriptor(leading_bytes: int, stride_bytes: int, row_bytes: int = 12
 
 
 def scaled_instruction_descriptor(m: int, a: int, b: int, ue8m0: bool, scale_id: int = 0) -> int:
-    """Return the descriptor of a block-scaled MMA: fp32 accumulator, K-major operands, no N (`of_n` adds it).
+    """Return the descriptor of a block-scaled MMA. fp32 accumulator, K-major operands, no N (`of_n` adds it).
 
     Args:
         m: rows of the instruction, 128 or 256.

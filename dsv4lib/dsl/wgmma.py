@@ -1,4 +1,6 @@
-"""Warpgroup MMAs: m64nNk32 of E4M3, m64nNk16 of bf16, fp32 sums; B in swizzled shared memory, A in registers or there.
+"""Issue warpgroup MMAs.
+
+m64nNk32 of E4M3, m64nNk16 of bf16, fp32 sums; B in swizzled shared memory, A in registers or there.
 
 A warpgroup's fragment of A in registers: warp w, lane 4 g + t has rows 16 w + g and 16 w + g + 8, 4 words of 32 bits:
 
@@ -50,13 +52,13 @@ def wait_for(sums: list) -> list:
 
 
 def operand(address: Int32) -> Int64:
-    """Make the descriptor of A or B: rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
+    """Make the descriptor of A or B. Rows of 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes."""
     text = f"{{ .reg .b32 a; .reg .b64 b; shr.u32 a, $1, 4; cvt.u64.u32 b, a; or.b64 $0, b, {_DESCRIPTOR:#x}; }}"
     return asm(text, [Int64], [address], pure=True)
 
 
 def rows_of_k(address: Int32, chunk_bytes: int) -> Int64:
-    """Make the descriptor of a bf16 B whose rows are K: 64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
+    """Make the descriptor of a bf16 B whose rows are K. 64 of N on 128 bytes, 128-byte swizzle, 8 rows on 1,024 bytes.
 
     The next 64 of N are ``chunk_bytes`` further.
     """

@@ -1,4 +1,4 @@
-"""Emulate NVIDIA GPUs for kernels compiled by CuTeDSL: run PTX for SM80 to SM103 on any CPU, and check it.
+"""Emulate NVIDIA GPUs for kernels compiled by CuTeDSL. Run PTX for SM80 to SM103 on any CPU, and check it.
 
 with emulator.device("sm_100a", seed=0) as gpu:      # CuTeDSL, torch and code built on them see a GPU
     compiled = cute.compile(kernel, a, b)

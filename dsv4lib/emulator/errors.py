@@ -1,4 +1,4 @@
-"""Name what can go wrong in an emulated launch, with its place: PTX line, Python line, CTA, warp and lanes."""
+"""Name what can go wrong in an emulated launch, with its place. That is PTX line, Python line, CTA, warp and lanes."""
 
 from __future__ import annotations
 
@@ -80,4 +80,4 @@ class LimitExceeded(EmulatorError):
 
 
 class LaunchError(EmulatorError):
-    """A launch that the architecture does not allow: grid, block, cluster, shared memory, attributes."""
+    """A launch that the architecture does not allow. Grid, block, cluster, shared memory, attributes."""

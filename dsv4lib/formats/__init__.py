@@ -1,4 +1,4 @@
-"""Number formats of DSV4 as reference codecs in plain PyTorch: readable, vectorised, exact to the bit.
+"""Number formats of DSV4 as reference codecs in plain PyTorch. Readable, vectorised, exact to the bit.
 
 | module          | format                                             | element     | scale                          |
 |-----------------|----------------------------------------------------|-------------|--------------------------------|

@@ -15,7 +15,7 @@ OUTPUT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def working_copy(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` detached, in float32 (float64 if it is float64): the widening is exact for every accepted dtype.
+    """Return ``x`` detached, in float32 (float64 if it is float64). The widening is exact for every accepted dtype.
 
     Raises:
         ArgumentError: ``x`` is no tensor, or its dtype is not one of ``INPUT_DTYPES``.

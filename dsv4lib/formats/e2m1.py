@@ -1,4 +1,4 @@
-"""E2M1, the 4-bit float of MXFP4 and NVFP4: +-{0, .5, 1, 1.5, 2, 3, 4, 6}, two codes per byte, low nibble first.
+"""Encode E2M1, the 4-bit float of MXFP4 and NVFP4. +-{0, .5, 1, 1.5, 2, 3, 4, 6}, two codes per byte, low nibble first.
 
 Source: OCP Microscaling Formats 1.0, section 5.3.3; the nibble order is that of the released checkpoints (even k in
 the low nibble), which is also the order of ``cvt.rn.satfinite.e2m1x2`` operands in memory.
@@ -30,7 +30,7 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Pack pairs of codes: byte j of the last dimension holds code 2j in its low and 2j+1 in its high nibble.
+    """Pack pairs of codes. Byte j of the last dimension holds code 2j in its low and 2j+1 in its high nibble.
 
     Args:
         codes: uint8 [..., K], values 0..15, K even.

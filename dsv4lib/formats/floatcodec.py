@@ -1,4 +1,4 @@
-"""Encode and decode of any small float: one exact algorithm for E2M1, E2M3, E3M2, E4M3 and E5M2.
+"""Encode and decode any small float. One exact algorithm serves E2M1, E2M3, E3M2, E4M3 and E5M2.
 
 A minifloat is sign, exponent, mantissa with gradual underflow (OCP 8-bit Floating Point Specification 1.0 and
 OCP Microscaling Formats 1.0). Its non-negative codes, read as integers, are in the order of their values, so

@@ -1,4 +1,4 @@
-"""FP8 tensors with one scale per tile: weights in 128x128 tiles, activations in groups along the last dimension.
+"""Quantise to FP8 with one scale per tile. Weights in 128x128 tiles, activations in groups along the last dimension.
 
 | what                          | tile      | scale                                  |
 |-------------------------------|-----------|----------------------------------------|

@@ -1,4 +1,4 @@
-"""Cached keys of the lightning indexer, 128 dims: FP8 with one fp32 scale (132 bytes) or FP4 with four scales (68).
+"""Store keys of the lightning indexer, 128 dims. FP8 with one fp32 scale (132 bytes) or FP4 with four scales (68).
 
 | variant | data               | scales                                        | bytes |
 |---------|--------------------|-----------------------------------------------|-------|
@@ -35,7 +35,10 @@ def encode_fp8(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_fp8(data: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Invert ``encode_fp8`` up to its rounding: code value * fp32 scale, rounded once to ``dtype``; [..., 128]."""
+    """Invert ``encode_fp8`` up to its rounding.
+
+    Returns code value * fp32 scale, rounded once to ``dtype``; [..., 128].
+    """
     data, scales = _parts(data, scales, FP8_LAYOUT)
     # clone: a view as fp32 needs 4-byte alignment, which a slice of someone's bytes need not have.
     scale = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The 584-byte KV entry of DSV4: 448 nope dims in FP8, 64 rope dims in bf16, one power-of-two scale per 64 nope dims.
+"""The 584-byte KV entry of DSV4. 448 nope dims in FP8, 64 rope dims in bf16, one power-of-two scale per 64 nope dims.
 
     byte   0..447   E4M3 nope dims 0..447
     byte 448..575   bf16 rope dims 448..511, little endian            } 576 data bytes
@@ -88,5 +88,5 @@ def gather(
 
 
 def fake_quantize(kv: torch.Tensor) -> torch.Tensor:
-    """What the cache makes of kv [..., 512]: quantised and dequantised, in the dtype of ``kv`` (bf16, fp32, fp64)."""
+    """Quantise and dequantise kv [..., 512] as the cache does. The dtype stays that of ``kv`` (bf16, fp32, fp64)."""
     return decode(*encode(kv), dtype=kv.dtype)

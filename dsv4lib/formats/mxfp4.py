@@ -1,4 +1,4 @@
-"""MXFP4: E2M1 codes in blocks of 32 along the last dimension, one E8M0 scale per block, no global scale.
+"""Convert to MXFP4 and back. E2M1 codes in blocks of 32 of the last dimension, an E8M0 scale each, no global scale.
 
 Source: OCP Microscaling Formats 1.0 for the format; the released DSV4 inference code for the recipe
 (scale = 2^ceil(log2(max(amax, 6 * 2^-126) / 6))), which quantises the indexer's queries and keys and fits the routed

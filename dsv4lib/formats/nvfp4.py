@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 codes in blocks of 16, one E4M3 scale per block, one fp32 scale per tensor.
+"""Convert to NVFP4 and back. E2M1 codes in blocks of 16, one E4M3 scale per block, one fp32 scale per tensor.
 
 Source: NVIDIA's NVFP4 recipe as published with the DSV4 NVFP4 checkpoints. value = e2m1 * block scale * global scale.
 Stored per expert projection as ``weight`` uint8 [N, K/2] (even k in the low nibble), ``weight_scale`` E4M3 [N, K/16]

@@ -17,7 +17,7 @@ from dsv4lib.formats import _checks
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Bytes of one kind of entry inside a page of ``n`` entries: n * data_bytes, n * scale_bytes, padding.
+    """Bytes of one kind of entry inside a page of ``n`` entries. n * data_bytes, n * scale_bytes, padding.
 
     Attributes:
         data_bytes: element bytes per entry.
@@ -51,7 +51,10 @@ class PageLayout:
         return torch.zeros(num_pages, self.page_bytes(page_size), dtype=torch.uint8)
 
     def views(self, pages: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the two parts of the pages, without a copy: data [P, n, data_bytes] and scales [P, n, scale_bytes]."""
+        """Return the two parts of the pages, without a copy.
+
+        They are data [P, n, data_bytes] and scales [P, n, scale_bytes].
+        """
         if not isinstance(pages, torch.Tensor) or pages.dtype != torch.uint8:
             raise ArgumentError("pages", getattr(pages, "dtype", type(pages).__name__), "a uint8 tensor")
         if pages.dim() != 2 or pages.shape[1] != self.page_bytes(page_size) or pages.stride(1) != 1:

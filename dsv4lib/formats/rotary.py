@@ -1,4 +1,4 @@
-"""Define the angles of rotary embeddings: frequencies by kind of layer, YaRN, cosines and sines.
+"""Define the angles of rotary embeddings. Frequencies by kind of layer, YaRN, cosines and sines.
 
 DSV4 rotates the *last* ``rope_dim`` dims of every head, in neighbouring pairs (2i, 2i + 1), by position * freq_i. YaRN
 changes frequencies only: the usual amplitude factor ``0.1 ln(factor) + 1`` on cos and sin is *not* used. What rotates
@@ -16,7 +16,7 @@ from dsv4lib.errors import ArgumentError
 
 
 def base_freqs(dim: int, theta: float) -> torch.Tensor:
-    """``freq_i = theta^(-2i / dim)``, i < dim / 2: fp32 ``[dim / 2]``, radians per position.
+    """Return ``freq_i = theta^(-2i / dim)``, i < dim / 2. fp32 ``[dim / 2]``, radians per position.
 
     Every step is fp32, as in the released code: one ULP of a frequency is 0.06 rad at position 1M.
     """
@@ -70,6 +70,6 @@ def cos_sin(positions: torch.Tensor, freqs: torch.Tensor, dtype: torch.dtype) ->
 
 
 def tables(config: ModelConfig, positions: int) -> dict[LayerKind, tuple[torch.Tensor, torch.Tensor]]:
-    """Make the cosines and sines of all positions below ``positions``: fp32 ``[positions, rope_dim / 2]`` by kind."""
+    """Make the cosines and sines of all positions below ``positions``. fp32 ``[positions, rope_dim / 2]`` by kind."""
     at = torch.arange(positions)
     return {kind: cos_sin(at, layer_freqs(config, kind), torch.float32) for kind in LayerKind}

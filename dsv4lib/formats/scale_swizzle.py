@@ -1,4 +1,4 @@
-"""The 128x4 scale-factor layout that tcgen05 block-scaled MMAs (and cuBLAS) read: 512-byte blocks, rows interleaved.
+"""Lay scales out in 128x4 as tcgen05 block-scaled MMAs (and cuBLAS) read them. 512-byte blocks, rows interleaved.
 
 A block covers 128 rows and 4 consecutive scales of a row (one MMA's worth of K). Within it row r, column c is byte
 
@@ -65,7 +65,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(image: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """Invert ``swizzle``: bytes [..., swizzled_bytes(rows, cols)] -> row-major [..., rows, cols]."""
+    """Invert ``swizzle``. bytes [..., swizzled_bytes(rows, cols)] -> row-major [..., rows, cols]."""
     raw = _checks.as_bytes("image", image, *_BYTE_DTYPES[1:])
     for name, value in (("rows", rows), ("cols", cols)):
         if not isinstance(value, int) or value < 0:

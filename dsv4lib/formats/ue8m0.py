@@ -1,4 +1,4 @@
-"""UE8M0 (E8M0), the power-of-two scale: value 2^(byte - 127), 255 = NaN, no sign and no zero.
+"""Convert UE8M0 (E8M0), the power-of-two scale. Value 2^(byte - 127), 255 = NaN, no sign and no zero.
 
 Source: OCP Microscaling Formats 1.0, section 5.4.1 (torch: ``float8_e8m0fnu``). The released DSV4 inference code
 rounds scales **up**: scale = 2^ceil(log2(amax / largest)), so that no element of the block ever saturates. Both casts
@@ -23,7 +23,7 @@ _MANTISSA_MASK = (1 << 52) - 1
 
 
 def encode_ceil(x: torch.Tensor, divisor: float = 1.0) -> torch.Tensor:
-    """Encode the smallest power of two that is not below ``x / divisor``, exactly: 2^ceil(log2(x / divisor)).
+    """Encode the smallest power of two that is not below ``x / divisor``, exactly. It is 2^ceil(log2(x / divisor)).
 
     ``divisor`` is the largest value of the element format (448 for E4M3, 6 for E2M1), ``x`` the block's amax; the
     quotient is never formed, so it cannot round. An fp32 division decides alike while the quotient is a normal number;

@@ -1,4 +1,4 @@
-"""Precision modes of the experts: what a checkpoint's weights become before a GEMM reads them.
+"""Define precision modes of the experts. What a checkpoint's weights become before a GEMM reads them.
 
 An NVFP4 weight is e2m1 code c x E4M3 block scale s x fp32 global scale. The product c * s has at most six significant
 bits and is a multiple of 2^-10, at most 2688, whatever the checkpoint holds. The modes differ in what they make of it:
@@ -212,7 +212,7 @@ def _convert_fp8(q: FP8Tensor, precision: str) -> ModeWeight:
 
 
 def power_bytes(name: str, scales: torch.Tensor) -> torch.Tensor:
-    """Return E8M0 bytes of scales that are powers of two: bytes as they are, or fp32 numbers.
+    """Return E8M0 bytes of scales that are powers of two. They come as bytes, or as fp32 numbers.
 
     Raises:
         ArgumentError: an fp32 scale that is no power of two from 2^-127 to 2^127, with its place.
@@ -283,12 +283,12 @@ def fake_quantize_activation(
 
 
 def scaled_codes(q: NVFP4Tensor) -> torch.Tensor:
-    """Return c * s of every element, without the global scale: exact, float32 [..., K]."""
+    """Return c * s of every element, without the global scale. It is exact, float32 [..., K]."""
     return nvfp4.dequantize(NVFP4Tensor(q.packed, q.scales, torch.ones_like(q.global_scale)))
 
 
 def requantize_mxfp4(x: torch.Tensor) -> MXFP4Tensor:
-    """Requantise [..., K] to MXFP4 with the best of four scales per block of 32: the smallest squared error decides.
+    """Requantise [..., K] to MXFP4 with the best of four scales per block of 32. The smallest squared error decides.
 
     The candidates are 2^ceil(log2(amax / 6)), at which nothing saturates, twice that, and a half and a quarter of it.
     """

@@ -1,4 +1,4 @@
-"""The lab on top of the library: stage contracts, the notebook runner, records, reports and the command line.
+"""Run the lab on top of the library. Stage contracts, the notebook runner, records, reports and the command line.
 
 Importing this package is cheap; the two functions that notebooks call are loaded when first used. Nothing in the
 library imports `lab`: only notebooks and tests do.

@@ -1,4 +1,4 @@
-"""What `dsv4 bench` prints: the emulator's speed, static models of attention and the MoE, times on a GPU."""
+"""Print what `dsv4 bench` measures. The emulator's speed, static models of attention and the MoE, times on a GPU."""
 
 from __future__ import annotations
 

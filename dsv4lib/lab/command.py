@@ -1,4 +1,4 @@
-"""`./dsv4 run`: from wishes to jobs, from records to a table, a report and an exit code."""
+"""Run `./dsv4 run`. It leads from wishes to jobs, from records to a table, a report and an exit code."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def assignments(words: Sequence[str]) -> dict[str, str]:
 
 
 class MissingGpu(DSV4Error):
-    """A set that names a GPU, on a machine that cannot run its kernels: green would mean that nothing was checked."""
+    """A set that names a GPU, on a machine that cannot run its kernels. Green would mean that nothing was checked."""
 
     exit_code = NO_GPU
 
 
 def run(wish: Wish, console: Console, root: Path | None = None) -> int:
-    """Run what is wished for, print the table and the report's path, return the exit code.
+    """Run what is wished for, print the table and the report's path. Returns the exit code.
 
     Raises:
         DSV4Error: anything that is refused before the start.
@@ -192,7 +192,10 @@ def table(records: Sequence[Record]) -> Table:
 
 
 def ladder(stages: Sequence[Stage], last: Mapping[str, Record]) -> Table:
-    """List the stages in reading order, with the number each reached: in its last run here, else by contract."""
+    """List the stages in reading order, with the number each reached.
+
+    It is that of the last run here, else by contract.
+    """
     out = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("stage", "what it shows", "number reached", "last run here"):
         out.add_column(heading, no_wrap=heading in ("stage", "last run here"), overflow="fold")

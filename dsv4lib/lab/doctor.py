@@ -1,4 +1,4 @@
-"""`dsv4 doctor`: what is installed, which back ends work here, and the exact fix for what does not.
+"""Run `dsv4 doctor`. It says what is installed, which back ends work here, and the exact fix for what does not.
 
 Facts are gathered once (`gather`) and judged by a pure function (`diagnose`), so every diagnosis is tested without the
 machine that would show it.
@@ -46,7 +46,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the diagnosis: ``level`` is ok, note (works, could be better) or problem (something fails)."""
+    """One line of the diagnosis. ``level`` is ok, note (works, could be better) or problem (something fails)."""
 
     level: str
     what: str
@@ -106,7 +106,7 @@ def find_chromium() -> str | None:
 
 
 def chromium_version() -> str | None:
-    """Ask the browser of the browser tests what it is, None without one: no lock pins it, so runs record it."""
+    """Ask the browser of the browser tests what it is, None without one. No lock pins it, so runs record it."""
     path = find_chromium()
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""`dsv4 lab`: JupyterLab on this workspace, on 127.0.0.1 with a token, the lab importable in every kernel."""
+"""Open JupyterLab on this workspace, `dsv4 lab`. On 127.0.0.1 with a token, the lab importable in every kernel."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def free_port(first: int) -> int:
 
 
 def greeting(notebook: str, port: int, secret: str, terminal: bool) -> str:
-    """Return what to print: the address to open, with the token only where a person reads it and no file keeps it."""
+    """Return what to print.
+
+    It is the address to open, with the token only where a person reads it and no file keeps it.
+    """
     where = f"http://127.0.0.1:{port}/lab/tree/{notebook}"
     if not terminal:
         return f"JupyterLab: {where}\nits token is shown by: {sys.executable} -m jupyter server list"

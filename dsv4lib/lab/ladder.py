@@ -1,4 +1,4 @@
-"""The stage ladder of the README: one row a stage, with the number it reached, read from the stage contracts.
+"""Write the stage ladder of the README from the stage contracts. One row a stage, with the number it reached.
 
 `python -m dsv4lib.lab.ladder` rewrites the table in README.md; a test fails when it is out of date.
 """

@@ -1,4 +1,4 @@
-"""The ledger of tests and stages that are known to fail now and then: `tests/flaky.toml`, dated, with an issue each.
+"""List tests and stages that are known to fail now and then. It is `tests/flaky.toml`, dated, with an issue each.
 
 Nothing is retried. What stands here may be red without making a whole command red, is shown as known to be flaky, and
 only until its entry expires, 30 days after it was made at most: a test fails on an expired, undated or unknown entry.
@@ -29,7 +29,7 @@ FIELDS = {"what": str, "issue": str, "since": date, "expires": date, "reason": s
 
 @dataclass(frozen=True)
 class Entry:
-    """What is flaky (a test or ``stage <name>``), where it is followed up, from when to when, and why."""
+    """What is flaky (a test or ``stage <name>``), and why. Also where it is followed up, from when to when."""
 
     what: str
     issue: str
@@ -60,7 +60,7 @@ def living(root: Path, today: date | None = None) -> dict[str, Entry]:
 
 
 def problems(root: Path, today: date, stages: Collection[str]) -> list[str]:
-    """List what is wrong with the ledger: expired or too long entries, unknown stages, tests of files that are gone."""
+    """List what is wrong with the ledger. Expired or too long entries, unknown stages, tests of files that are gone."""
     found = []
     for entry in read(root):
         if entry.expires < today:

@@ -1,4 +1,4 @@
-"""Rules for stages and notebooks that a reader should not have to check: each finding names its stage and rule.
+"""Check rules for stages and notebooks, so that a reader need not. Each finding names its stage and rule.
 
 The order rule reads the cells as one program: a name must be defined before the cell that uses it, so that a notebook
 that only works after cells were run out of order is found without running it.
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Report:
-    """One kind of check: its findings, a line that says what was checked, and how many findings are problems."""
+    """One kind of check. It has findings, a line that says what was checked, and how many findings are problems."""
 
     lines: list[str]
     summary: str
@@ -119,7 +119,7 @@ def _contract(stage: Stage) -> Iterator[tuple[str, str]]:
 
 
 def looser(gate: Gate) -> bool:
-    """Tell whether the bound is more than four times looser than the value last seen (a bound around 0 must be 0)."""
+    """Tell whether the bound is over four times looser than the value last seen. A bound around 0 must be 0."""
     if gate.op == "==":
         return False
     sign = 1 if gate.op in ("<", "<=") else -1

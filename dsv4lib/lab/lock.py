@@ -1,4 +1,4 @@
-"""Write hashes of what `./dsv4` installs: `python -m dsv4lib.lab.lock` after a change of pins.
+"""Write hashes of what `./dsv4` installs. `python -m dsv4lib.lab.lock` after a change of pins.
 
 Reads the pins, finds the files of exactly these versions through pip's own finder (whatever index it is configured for)
 and writes requirements.hashes; hashes in requirements-corpus.lock are renewed in place. Listed are the wheels for
@@ -34,7 +34,10 @@ HEADER = """\
 
 
 def pins(text: str) -> list[str]:
-    """Return the pins of a lock, ``name==version`` without extras, "# cuda: " in front where they have it."""
+    """Return the pins of a lock, ``name==version`` without extras.
+
+    They have "# cuda: " in front where the lock has it.
+    """
     found = []
     for line in text.splitlines():
         match = re.match(rf"({CUDA})?([A-Za-z0-9._-]+)(?:\[[^]]*\])?(==[^\s;]+)", line)
@@ -44,7 +47,7 @@ def pins(text: str) -> list[str]:
 
 
 def hashed(lines: Iterable[str], digests: Callable[[str, str], Iterable[str]]) -> str:
-    """Write one line for each pin with the hashes that ``digests(name, version)`` gives.
+    """Write one line for each pin with its hashes. ``digests(name, version)`` gives them.
 
     Raises:
         DSV4Error: a pin without any file.
@@ -61,7 +64,7 @@ def hashed(lines: Iterable[str], digests: Callable[[str, str], Iterable[str]]) -
 
 @contextmanager
 def finder() -> Iterator[Callable[[str, str], list[str]]]:
-    """Give what finds the SHA-256 of a version's files in the index of pip's configuration.
+    """Give what finds the SHA-256 of a version's files. It looks in the index of pip's configuration.
 
     Raises:
         DSV4Error: from what is given, for a version that has wheels, but none for one of the Pythons and machines.

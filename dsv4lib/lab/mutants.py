@@ -1,4 +1,4 @@
-"""Score the tests by mutation: `./dsv4 test --mutants N` breaks the sources N times and says what no test noticed.
+"""Score the tests by mutation. `./dsv4 test --mutants N` breaks the sources N times and says what no test noticed.
 
 Each mutant is one change in a temporary copy of the tree, never in the working tree. It meets the test files nearest to
 its module: those that import it, else those that import what imports it. Verdicts:
@@ -50,7 +50,7 @@ COPIED += (".gitattributes",)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: ``old`` becomes ``new`` at a place of a file (line from 1, column from 0, in UTF-8 bytes).
+    """One change: ``old`` becomes ``new`` at a place of a file. line from 1, column from 0, in UTF-8 bytes.
 
     Attributes:
         statement: first and last line of the innermost statement around it, and its column.
@@ -212,7 +212,7 @@ def _module(path: Path, root: Path) -> str:
 
 
 def run_tests(root: Path, files: Sequence[str], cpu_s: float | None = None) -> tuple[str, float]:
-    """Run test files in the tree ``root``: ("passed", "failed" or "timeout", CPU seconds)."""
+    """Run test files in the tree ``root``. Returns ("passed", "failed" or "timeout", CPU seconds)."""
     environment = {
         **os.environ, "PYTHONPATH": str(root), "DSV4_CACHE": str(root / ".cache"), "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1", "DSV4_WORKSPACE": str(root),
@@ -266,7 +266,7 @@ class Score:
         self.baselines: dict[tuple[str, ...], tuple[str, float]] = {}
 
     def judge(self, one: Mutant, copy: Path) -> str:
-        """Judge a mutant, from the record or by running its tests in ``copy``, a copy of the tree."""
+        """Judge a mutant, from the record or by running its tests. They run in ``copy``, a copy of the tree."""
         name = json.dumps(asdict(one))
         if name in self.known:
             return self.known[name]

@@ -1,4 +1,4 @@
-"""What a notebook calls: `card` says where its numbers come from, `verdict` hands them to the runner.
+"""Serve notebooks. `card` says where a notebook's numbers come from, `verdict` hands them to the runner.
 
 The notebook only reports metrics. Under `./dsv4 run` the runner judges them by the stage's gates; opened by hand, the
 same gates are applied for display, so a reader who changes something sees the verdict change.
@@ -27,7 +27,7 @@ CELL = "padding:3px 12px;border-bottom:1px solid #d5dae0;text-align:left;vertica
 
 
 def card(stage: str, *, backend: str = "auto", seed: int = 0, **facts: Any) -> None:
-    """Display where this notebook's numbers come from: back end, architecture, versions, fingerprint, seed.
+    """Display where this notebook's numbers come from. Back end, architecture, versions, fingerprint, seed.
 
     Args:
         stage: name of the stage.
@@ -97,7 +97,7 @@ def verdict(stage: str, metrics: Mapping[str, Any], skipped: Mapping[str, str] |
 
 
 def encode(value: float) -> float | str:
-    """Return ``value`` for strict JSON, which has no NaN or infinity: those become "nan", "inf", "-inf"."""
+    """Return ``value`` for strict JSON, which has no NaN or infinity. Those become "nan", "inf", "-inf"."""
     return value if math.isfinite(value) else repr(float(value))
 
 

@@ -142,7 +142,7 @@ def path(run_folder: Path, job: str, attempt: int) -> Path:
 
 
 def read(runs_folder: Path) -> pa.Table:
-    """Read all records under ``runs_folder`` (data/runs, or one run's folder), one row each.
+    """Read all records under ``runs_folder``, one row each. It is data/runs, or one run's folder.
 
     A file that is no record (cut off, or another program's) is left out, which one line on stderr says.
     """

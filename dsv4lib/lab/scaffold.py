@@ -1,4 +1,4 @@
-"""Write a working op or stage to start from: `./dsv4 new op NAME`, `./dsv4 new stage NAME`.
+"""Write a working op or stage to start from. `./dsv4 new op NAME`, `./dsv4 new stage NAME`.
 
 The templates are real files in data/templates, checked by ruff as all code is: an op that gates rows, with its oracle,
 tests, bench rows, injected fault, stage and notebook. A new one is a copy with another name. All files are written, or

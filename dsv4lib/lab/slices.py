@@ -1,4 +1,6 @@
-"""The cells of a notebook that one metric depends on: a backward slice over the names that cells bind, change and read.
+"""Find the cells of a notebook that one metric depends on.
+
+A backward slice over names that cells bind, change and read.
 
 An injected fault must turn one gate red. What the notebook does beside the computation of that gate's metric, other
 experiments, figures and other metrics, says nothing about it, so a run of the fault may leave it out (`Options.slices`

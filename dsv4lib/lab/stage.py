@@ -1,4 +1,4 @@
-"""The contract of a stage: what `stages/<name>/stage.toml` may say, and how its parameters are checked.
+"""Hold the contract of a stage. Says what `stages/<name>/stage.toml` may say, and how its parameters are checked.
 
 A stage is one notebook with typed, bounded parameters, three parameter sets (`quick`, `nightly`, `b200`), gates on the
 metrics its verdict reports, and negative sets: injected faults that must turn a named gate red. Parameters are checked
@@ -77,7 +77,7 @@ class Parameter(_Strict):
         return self
 
     def allowed(self) -> str:
-        """Say type and bounds in words, for messages: ``int, 16 <= value <= 256, multiple of 16``."""
+        """Say type and bounds in words, for messages. For example ``int, 16 <= value <= 256, multiple of 16``."""
         words = [self.type]
         if self.min is not None or self.max is not None:
             low = f"{self.min:g} <= " if self.min is not None else ""
@@ -119,7 +119,7 @@ class Parameter(_Strict):
         return value
 
     def parse(self, stage: str, name: str, text: str, root: Path) -> Value:
-        """Read ``text`` from a command line strictly by the declared type, then `check` it.
+        """Read ``text`` from a command line strictly by the declared type. Then `check` it.
 
         Integers are decimal, booleans are exactly ``true`` or ``false``.
         """
@@ -152,7 +152,7 @@ class Parameter(_Strict):
 
 
 class ParameterSet(_Strict):
-    """A named list of runs of the notebook, each a dict of parameter overrides, and a limit for each of them.
+    """A named list of runs of the notebook, and a limit for each. A run is a dict of parameter overrides.
 
     Attributes:
         time_limit_s: CPU seconds of a run's processes, native runs too; threads that run side by side count once. A
@@ -184,7 +184,7 @@ class Gate(_Strict):
 
 
 class Negative(_Strict):
-    """An injected fault: with ``parameters`` the gate on metric ``expect_fail`` must fail."""
+    """An injected fault. With ``parameters`` the gate on metric ``expect_fail`` must fail."""
 
     name: Identifier = Field(description="of the fault; `./dsv4 run --negatives` runs all faults")
     parameters: dict[str, Value] = Field(min_length=1, description="what injects the fault")
@@ -268,12 +268,12 @@ def workspace() -> Path:
 
 
 def names(root: Path | None = None) -> list[str]:
-    """Return the names of all stages under ``root``/stages, in the order of their notebooks."""
+    """Return names of all stages under ``root``/stages, in the order of notebooks."""
     return [stage.name for stage in discover(root)]
 
 
 def discover(root: Path | None = None) -> list[Stage]:
-    """Find all stages under ``root``/stages in reading order (by notebook name, then stage name).
+    """Find all stages under ``root``/stages in reading order. By notebook name, then stage name.
 
     Raises:
         StageError: one of them is not a valid contract, or a folder has no stage.toml.

@@ -1,4 +1,4 @@
-"""Write the JSON schema and the table of keys of the stage contract from the classes of `lab/stage.py`.
+"""Write the JSON schema and the table of keys of the stage contract. They are made of the classes of `lab/stage.py`.
 
     python -m dsv4lib.lab.stage_schema
 

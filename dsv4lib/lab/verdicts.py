@@ -34,7 +34,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Look:
-    """How a class is shown: exit code, words, terminal style, and text and paper colours (contrast >= 4.5:1)."""
+    """How a class is shown. Exit code, words, terminal style, and text and paper colours (contrast >= 4.5:1)."""
 
     code: int
     label: str
@@ -123,7 +123,7 @@ def judge(gates: Iterable[Gate], metrics: Mapping[str, float], skipped: Mapping[
 
 
 def overall(results: Iterable[GateResult]) -> tuple[Verdict, str]:
-    """Judge a notebook that finished and reported these gates: class and one-sentence reason."""
+    """Judge a notebook that finished and reported these gates. Returns class and one-sentence reason."""
     results = list(results)
     failed = [r for r in results if r.state == "failed"]
     missing = [r.metric for r in results if r.state == "missing"]

@@ -1,4 +1,4 @@
-"""Find words that readers of CUDA code would have to look up, and name the field's term: `./dsv4 lint` warns.
+"""Find words that readers of CUDA code would have to look up. `./dsv4 lint` warns and names the field's term.
 
 Only words with one meaning are listed, so that a hit needs no judgement: a word with several is listed with the words
 around it that fix its meaning. Text in backquotes, single or double, is a quotation.

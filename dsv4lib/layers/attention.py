@@ -39,7 +39,10 @@ KEYS = {"fp4": indexer_key.FP4_LAYOUT, "fp8": indexer_key.FP8_LAYOUT}
 
 
 class Pool(NamedTuple):
-    """Pages of a layer: data uint8 [P, page bytes], pages any distance apart; entries of a page; part of its group."""
+    """Pages of a layer: data uint8 [P, page bytes], pages any distance apart.
+
+    Also entries of a page, and part of its group.
+    """
 
     data: Tensor
     page: int = PAGE
@@ -162,7 +165,7 @@ class Attention(torch.nn.Module):
 
     @property
     def swizzled(self) -> bool:
-        """Tell whether scales of that input are an image of `formats.scale_swizzle`; else they are row-major."""
+        """Tell whether scales of that input are an image of `formats.scale_swizzle`. Else they are row-major."""
         return self.inputs.mode == "mxfp8"
 
     @property

@@ -1,4 +1,4 @@
-"""One layer of DeepSeek-V4: attention and MoE, each between the mHC sites that read and write the residual streams.
+"""Run one layer of DeepSeek-V4. Attention and MoE stand between mHC sites, which read and write the residual streams.
 
     y, post, comb = mhc_pre(streams, attn_site);            f = attention(y)
     streams, y, post, comb = mhc_post_pre(streams, f, post, comb, ffn_site);   f = moe(y)
@@ -30,7 +30,7 @@ from dsv4lib.ops.moe_gemm.op import Operand
 
 
 class Pending(NamedTuple):
-    """Streams whose last write-back is still to be done: bf16 [T, 4, d], f bf16 [T, d], post, comb.
+    """Streams whose last write-back is still to be done. Tensors bf16 [T, 4, d], f bf16 [T, d], post, comb.
 
     ``f`` is None before the first layer: there is nothing to write back.
     """

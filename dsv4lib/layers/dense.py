@@ -42,7 +42,7 @@ HOPPER = "sm_90a"
 
 
 def target(arch: str | None, backend: str) -> str:
-    """Choose the architecture whose operands a layer has: ``arch``, or None: that of the back end.
+    """Choose the architecture whose operands a layer has. It is ``arch``, or None: that of the back end.
 
     Raises:
         ArgumentError: there are no operands for it.
@@ -53,7 +53,7 @@ def target(arch: str | None, backend: str) -> str:
 
 
 class Activations(NamedTuple):
-    """What a sublayer reads, one of them or both: bf16 [T, K]; FP8 codes [T, K] and their scales."""
+    """What a sublayer reads, one of them or both. bf16 [T, K]; FP8 codes [T, K] and their scales."""
 
     bf16: Tensor | None
     fp8: Operand | None = None

@@ -1,4 +1,4 @@
-"""Experts of one width: their operands, and both GEMMs of those that tokens are routed to.
+"""Hold experts of one width: operands, and both GEMMs of those that tokens go to.
 
 | mode        | weights              | activations | on           | GEMMs                                        |
 |-------------|----------------------|-------------|--------------|----------------------------------------------|
@@ -187,7 +187,7 @@ class ExpertStack(torch.nn.Module):
 
 
 class Fp8Expert(torch.nn.Module):
-    """The shared expert on a Hopper: FP8 weights as they are stored, two launches of `linear` in mode "fp8_block".
+    """The shared expert on a Hopper. Two launches of `linear` in mode "fp8_block", FP8 weights as they are stored.
 
     `swiglu_quant` is between them.
 
@@ -226,7 +226,7 @@ class Fp8Expert(torch.nn.Module):
 
 
 def keeps_types(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """``fn`` of `Module._apply`, refused where it would change a type: the kernels read these and no others."""
+    """Return ``fn`` of `Module._apply`, refused where it would change a type. The kernels read these and no others."""
 
     def moved(x: Tensor) -> Tensor:
         found = fn(x)
@@ -323,7 +323,10 @@ def _check_fp8(name: str, experts: Experts, hidden: int) -> int:
 
 
 def check(name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple, like: Tensor) -> None:
-    """Raise ArgumentError unless ``x`` is None or of this type and shape, beside ``like``; None is any extent."""
+    """Raise ArgumentError unless ``x`` is None or of this type and shape.
+
+    It is on the device of ``like``; None is any extent.
+    """
     if x is None:
         return
     same = x.dim() == len(shape) and all(want in (None, have) for have, want in zip(x.shape, shape, strict=True))
@@ -338,7 +341,7 @@ def _positive(x: Tensor) -> Tensor:
 
 
 def in_range(name: str, x: Tensor, good: Tensor, allowed: str) -> None:
-    """Raise ArgumentError with the first place where ``good`` is False; tensors without values pass."""
+    """Raise ArgumentError with the first place where ``good`` is False. Tensors without values pass."""
     if x.is_meta or bool(good.all()):
         return
     at = (~good).nonzero()[0].tolist()

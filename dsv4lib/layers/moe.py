@@ -119,12 +119,12 @@ class Moe(torch.nn.Module):
 
     @property
     def recipe(self) -> str | None:
-        """FP8 recipe in which the shared expert reads the layer's input; None: it reads another format."""
+        """FP8 recipe in which the shared expert reads the layer's input. None: it reads another format."""
         return self.shared.recipe if self.shared is not None and self.shared.recipe in FP8_RECIPES else None
 
     @property
     def swizzled(self) -> bool:
-        """Tell whether scales of that input are an image of `formats.scale_swizzle`; else they are row-major."""
+        """Tell whether scales of that input are an image of `formats.scale_swizzle`. Else they are row-major."""
         return self.recipe == "mxfp8"
 
     @typed

@@ -1,4 +1,4 @@
-"""What all layers of a step share: which token belongs where, made once from lengths that the host knows.
+"""Share what all layers of a step need. Which token belongs where, made once from lengths that the host knows.
 
 A step is T tokens of B requests, packed: request b has ``counts[b]`` consecutive tokens from position ``starts[b]`` on,
 and lives at place ``places[b]`` of the caches. Every array is a function of these three lists, so decode, chunks of any
@@ -58,7 +58,7 @@ class Entries(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Cosines and sines of one base: cos, sin fp32 [P, 32] by position; rows fp32 [T, 64] of the tokens."""
+    """Cosines and sines of one base: cos, sin fp32 [P, 32] by position. Rows fp32 [T, 64] of the tokens."""
 
     cos: Tensor
     sin: Tensor
@@ -201,7 +201,7 @@ def make_step(
 def assembled(
     config: ModelConfig, tables: dict[LayerKind, tuple[Tensor, Tensor]], tokens: Tensor, positions: Tensor, **given: Any
 ) -> Step:
-    """Make a `Step` of tokens [T] and their positions int32 [T], negative: padding; ``given``: its other fields."""
+    """Make a `Step` of tokens [T] and positions int32 [T] (negative: padding). ``given``: its other fields."""
     at, angles = positions.clamp_min(0).long(), {}
     for kind, (cos, sin) in tables.items():
         angles[kind] = Angles(cos, sin, torch.cat((cos[at], sin[at]), 1))

@@ -1,4 +1,4 @@
-"""Load checkpoints as the kernels read them: safetensors only, headers checked before anything is allocated.
+"""Load checkpoints as the kernels read them. Safetensors only, headers checked before anything is allocated.
 
 | module        | what                                                                       |
 |---------------|----------------------------------------------------------------------------|

@@ -155,7 +155,7 @@ def _read(checkpoint: Checkpoint, kind: str, stems: list[str], hidden: int, widt
 def read_projection(
     checkpoint: Checkpoint, kind: str, stem: str, rows: int, cols: int
 ) -> tuple[Stored, torch.Tensor | None]:
-    """Read a quantised weight [rows, cols] of format ``kind``: (weight, input scale of NVFP4 or None).
+    """Read a quantised weight [rows, cols] of format ``kind``. Returns (weight, input scale of NVFP4 or None).
 
     Raises:
         CheckpointError: see `read_experts`.

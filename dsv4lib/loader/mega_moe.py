@@ -75,7 +75,10 @@ def utccp_row(row: int) -> int:
 
 
 def to_utccp_layout(packed: torch.Tensor) -> torch.Tensor:
-    """Reorder rows of packed scales [..., N, C] as UTCCP reads them: row r at `utccp_row` (r). N a multiple of 128."""
+    """Reorder rows of packed scales [..., N, C] as UTCCP reads them.
+
+    Row r comes to `utccp_row` (r). N a multiple of 128.
+    """
     _whole_blocks(packed)
     return packed.unflatten(-2, (-1, 4, 32)).transpose(-3, -2).flatten(-4, -2)
 
@@ -106,7 +109,7 @@ def mn_major(packed: torch.Tensor) -> torch.Tensor:
 def transform_weights_for_mega_moe(
     l1_weights: tuple[torch.Tensor, torch.Tensor], l2_weights: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Apply DeepGEMM's own transform: (weights [E, N, X], packed scales int32 [E, N, C]) of both layers.
+    """Apply DeepGEMM's own transform. Returns (weights [E, N, X], packed scales int32 [E, N, C]) of both layers.
 
     The first layer is interleaved by 8, the scales of both go to the UTCCP layout.
     """
@@ -206,12 +209,15 @@ def _finished(codes: torch.Tensor, scales: torch.Tensor | None) -> list[torch.Te
 
 
 def token_alignment(block_m: tuple[int, ...] = BLOCK_M) -> int:
-    """Compute the multiple that token counts must be: the least common multiple of the tile heights."""
+    """Compute the multiple that token counts must be. It is the least common multiple of the tile heights."""
     return math.lcm(*block_m)
 
 
 def ring_limit(ranks: int, experts: int, tokens_per_rank: int, topk: int, block_m: tuple[int, ...] = BLOCK_M) -> int:
-    """Tokens of a ring that holds everything at once: all routed tokens, and the padding of each expert's last tile."""
+    """Count tokens of a ring that holds everything at once.
+
+    All routed tokens, and the padding of each expert's last tile.
+    """
     local = experts // ranks
     worst = ranks * tokens_per_rank * min(topk, local) + local * (max(block_m) - 1)
     return -(-worst // token_alignment(block_m)) * token_alignment(block_m)

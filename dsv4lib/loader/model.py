@@ -80,7 +80,7 @@ def transformer(
 
 
 def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:
-    """Count the bytes of the model that `transformer` makes in default modes for ``arch``.
+    """Count bytes of the model that `transformer` makes for ``arch`` in default modes.
 
     From headers alone.
     """

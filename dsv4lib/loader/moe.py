@@ -1,4 +1,4 @@
-"""Load the MoE layer of a checkpoint: gate, bias or table, routed and shared experts, each in its precision.
+"""Load the MoE layer of a checkpoint. Gate, bias or table, routed and shared experts, each in its precision.
 
     layer = moe_layer(Checkpoint(folder), "layers.3", FLASH)
     y = layer(x)                  # the first layers have a table instead of a bias: layer(x, token_ids)
@@ -99,7 +99,7 @@ def _precision(form: str, wanted: str | None, arch: str) -> str:
 
 
 def layer_experts(experts: Experts, precision: str, arch: str = "sm_100a") -> layers.Experts:
-    """Convert stored experts to what `layers.moe.Moe` takes, in mode ``precision`` of ``arch``.
+    """Convert stored experts to what `layers.moe.Moe` takes. They are in mode ``precision`` of ``arch``.
 
     Raises:
         ArgumentError: a mode that this format does not convert to, an I that is no multiple of 8.

@@ -135,7 +135,7 @@ def _compressor(c: ModelConfig, stem: str, dim: int, overlap: int, rate: int) ->
 
 
 def stored_as(weight: Weight, form: str) -> str:
-    """Return how a weight is stored in checkpoint format ``form``: mxfp4, nvfp4, fp8, bf16, fp32 or int64."""
+    """Return how a weight is stored in checkpoint format ``form``. It is mxfp4, nvfp4, fp8, bf16, fp32 or int64."""
     if form not in FORMATS:
         raise ArgumentError("form", form, "one of " + ", ".join(FORMATS))
     if weight.role in ("plain", "exact", "table"):

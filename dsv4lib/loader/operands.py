@@ -66,7 +66,10 @@ class GemmWeights:
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor, run: int = INTERLEAVE) -> torch.Tensor:
-    """Interleave two [..., I, X] to [..., 2I, X]: ``run`` rows of gate, ``run`` of up, and so on; ``run`` divides I."""
+    """Interleave two [..., I, X] to [..., 2I, X].
+
+    ``run`` rows of gate, then ``run`` of up, and so on; ``run`` divides I.
+    """
     if gate.dim() < 2 or gate.shape != up.shape or gate.dtype != up.dtype:
         found = (gate.dtype, tuple(gate.shape), up.dtype, tuple(up.shape))
         raise ArgumentError("gate, up", found, "two tensors of one dtype and shape [..., I, X]")
@@ -104,7 +107,7 @@ def gemm_weights(experts: Experts, precision: str) -> tuple[GemmWeights, GemmWei
 
 
 def tiled_weights(experts: Experts, kernel: str) -> tuple[GemmWeights, GemmWeights]:
-    """Convert routed experts to operands of a Hopper's grouped GEMM: (gate and up interleaved, down).
+    """Convert routed experts to operands of a Hopper's grouped GEMM. Returns (gate and up interleaved, down).
 
     Args:
         experts: in a format that `weight_modes.convert` makes MXFP4 of. kernel: mode of the GEMM, "w4a8" or "w4a16".
@@ -124,7 +127,7 @@ def tiled_weights(experts: Experts, kernel: str) -> tuple[GemmWeights, GemmWeigh
 
 
 def stored_weights(experts: Experts) -> tuple[GemmWeights, GemmWeights]:
-    """Join an FP8 expert's gate and up, gate first, with scales as they are stored: (both, down).
+    """Join an FP8 expert's gate and up, gate first, with scales as they are stored. Returns (both, down).
 
     Raises:
         ArgumentError: experts of another format, I or d that is no multiple of 128, scales of two types.

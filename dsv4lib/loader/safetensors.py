@@ -54,7 +54,7 @@ DTYPES = {
 
 
 class CheckpointError(DSV4Error, ValueError):
-    """A checkpoint that is not what it should be: which file or tensor, what was found, what is allowed."""
+    """A checkpoint that is not what it should be. It says which file or tensor, what was found, what is allowed."""
 
     def __init__(self, where: str, found: Any, allowed: str):
         self.where, self.found, self.allowed = where, found, allowed
@@ -154,7 +154,7 @@ def header_of(stream: BinaryIO, size: int, path: Path) -> dict[str, Entry]:
 
 
 def read_json(raw: bytes, where: str, floats: bool = False) -> dict[str, Any]:
-    """Parse an object of strict JSON: each name once, no NaN, numbers of 64 bits, text without lone surrogates.
+    """Parse an object of strict JSON. Each name once, no NaN, numbers of 64 bits, text without lone surrogates.
 
     Args:
         where: the file, for messages.

@@ -1,4 +1,4 @@
-"""Load a whole checkpoint tensor by tensor: checked before anything is read, memory bounded by the largest.
+"""Load a whole checkpoint tensor by tensor. It is checked before anything is read; memory is bounded by the largest.
 
 config = read_config(checkpoint.config)
 listed = Listed.of(checkpoint, config)         # every name, type and shape; all faults at once
@@ -128,7 +128,10 @@ class Listed:
         return tensor
 
     def values(self, progress: Progress | None = None) -> Iterator[tuple[names.Weight, torch.Tensor]]:
-        """Read and dequantise every weight: fp32, bf16 or int64 as its role and format say (quantised ones: fp32)."""
+        """Read and dequantise every weight.
+
+        It is fp32, bf16 or int64 as its role and format say (quantised ones: fp32).
+        """
         done, total = 0, self.nbytes
         for weight in names.weights(self.config):
             yield weight, dequantize(self.stored(weight))
@@ -183,5 +186,5 @@ def load_into(module: nn.Module, listed: Listed, progress: Progress | None = Non
 
 
 def largest_tensor(listed: Listed) -> int:
-    """Return bytes of the largest weight once dequantised: what loading needs beside the module, a few times over."""
+    """Return bytes of the largest weight once dequantised. Loading needs them beside the module, a few times over."""
     return max(math.prod(weight.shape) * 4 for weight in names.weights(listed.config))

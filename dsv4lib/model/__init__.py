@@ -1,1 +1,1 @@
-"""DeepSeek-V4 whole on its layers: transformer, draft block, scheduler and caches, sampler, tokenizers, chat."""
+"""Run DeepSeek-V4 whole. Transformer, draft block, scheduler and caches, sampler, tokenizers, chat."""

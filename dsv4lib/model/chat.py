@@ -1,4 +1,4 @@
-"""DeepSeek-V4's chat encoding: conversations to prompts, and replies back to reasoning, text and tool calls.
+"""Encode chats as DeepSeek-V4 does. Conversations to prompts, and replies back to reasoning, text and tool calls.
 
 The format (DeepSeek's released ``encoding/``, checked against vLLM's port of it):
 
@@ -317,7 +317,7 @@ _PARAMETER = re.compile(
 
 
 def parse_reply(text: str, mode: str = "thinking") -> Reply:
-    """Take a reply apart: what came after the prompt of `encode_chat`, with or without EOS.
+    """Take a reply apart. It is what came after the prompt of `encode_chat`, with or without EOS.
 
     Raises:
         ReplyError: reasoning that does not end, DSML that is cut off or not as the format says.

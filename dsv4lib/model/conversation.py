@@ -65,7 +65,7 @@ def _id(tokenizer: Tokenizer, mark: str) -> int | None:
 
 
 class ReplyDecoder:
-    """Decode a reply as it comes: `StreamDecoder` with the marks that are part of its text."""
+    """Decode a reply as it comes. This is a `StreamDecoder` with the marks that are part of its text."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._stream, self._marks = StreamDecoder(tokenizer), {_id(tokenizer, mark): mark for mark in READ}

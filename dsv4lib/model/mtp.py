@@ -1,4 +1,4 @@
-"""The multi-token-prediction block on ops: from the streams at position t and token t + 1 to logits of token t + 2.
+"""Predict several tokens by a block on ops. From the streams at position t and token t + 1 to logits of token t + 2.
 
     X'_i = h_proj rmsnorm(X_i; hnorm) + e_proj rmsnorm(embed(token t + 1); enorm)       each of the four streams
     X''  = one SWA layer with a window of its own;   logits = head(collapse(X''))

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, position, purpose, index): the same on every device and in every batch.
+"""Draw random numbers from (seed, position, purpose, index). They are the same on every device and in every batch.
 
 A generator with a state would tie a request's tokens to its neighbours in the batch. Here each number is a hash, the
 finaliser of SplitMix64 (Steele, Lea, Flood 2014) over counters, in int64 arithmetic that wraps.
@@ -33,7 +33,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits(seed: torch.Tensor, position: torch.Tensor, purpose: str, count: int) -> torch.Tensor:
-    """Draw 53 random bits per number: seed and position int64 [...] -> int64 [..., count]."""
+    """Draw 53 random bits per number. seed and position int64 [...] -> int64 [..., count]."""
     if purpose not in PURPOSES:
         raise ArgumentError("purpose", purpose, "one of " + ", ".join(PURPOSES))
     for name, x in (("seed", seed), ("position", position)):

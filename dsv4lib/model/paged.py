@@ -1,4 +1,4 @@
-"""Put the caches of a model into the pool of one `cache.Manager`: views for its layers, arrays for its steps.
+"""Put the caches of a model into the pool of one `cache.Manager`. It makes views for layers, arrays for steps.
 
     caches = PagedCaches(model, requests=8, tokens=256, positions=2048)
     caches.manager.add("a", prompt)

@@ -222,7 +222,9 @@ def _check_logits(logits: torch.Tensor, settings: Settings) -> None:
 
 
 def probabilities(logits: torch.Tensor, settings: Settings, history: History | None = None) -> torch.Tensor:
-    """Distribution that each row is drawn from: [B, V] -> [B, V], at least float32; greedy rows have a single 1.
+    """Return the distribution that each row is drawn from.
+
+    [B, V] -> [B, V], at least float32; greedy rows have a single 1.
 
     Of equal logits the lower id ranks first, so exactly ``top_k`` tokens stay.
     """

@@ -1,4 +1,4 @@
-"""Serve many requests at a time: continuous batching, chunked prefill beside decode, drafts, prefix hits, preemption.
+"""Serve many requests at a time. Continuous batching, chunked prefill beside decode, drafts, prefix hits, preemption.
 
     scheduler = Scheduler(model, PagedCaches(model, requests=8, tokens=256, positions=2048))
     scheduler.add("a", prompt, SamplingParams(temperature=0.0), 32)
@@ -32,7 +32,7 @@ from dsv4lib.model.verify import target_probabilities, verify
 
 
 class Token(NamedTuple):
-    """A token that was drawn: of which request, its id, whether it is the request's last."""
+    """A token that was drawn: its request, its id. ``last``: it is the request's last."""
 
     request: Hashable
     token: int
@@ -41,7 +41,7 @@ class Token(NamedTuple):
 
 @dataclass
 class Served:
-    """A request: how it is sampled, the length at which it ends, the drafts of its next step, its counts.
+    """A request: how it is sampled, the length at which it ends, its counts. Also the drafts of its next step.
 
     ``hit``: tokens of its prompt that were found in the cache. ``preempted``: how often it was.
     """

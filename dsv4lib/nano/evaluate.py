@@ -1,4 +1,4 @@
-"""Measure bits per byte, KL divergence and greedy agreement of variants against the base, with intervals.
+"""Measure variants against the base, with intervals. Bits per byte, KL divergence and greedy agreement.
 
     base  = evaluate(config, values, found)                    # values: weights, dequantised
     rows  = table(config, values, found, VARIANTS)
@@ -32,7 +32,7 @@ MXFP4_WINDOWS = 16
 
 @dataclass(frozen=True)
 class Measured:
-    """Sums over each window, fp64 ``[n]`` on the CPU: bits, KL to the base in bits, bytes of the same greedy choice."""
+    """Sums over each window, fp64 ``[n]`` on the CPU. bits, KL to the base in bits, bytes of the same greedy choice."""
 
     bits: torch.Tensor
     kl: torch.Tensor
@@ -62,7 +62,7 @@ class Row:
 
 
 def load(folder: Path | str, device: str = "cpu") -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Read a checkpoint of any format: dimensions and weights, fp32 (tables int64) on ``device``."""
+    """Read a checkpoint of any format. Dimensions and weights, fp32 (tables int64) on ``device``."""
     listed = whole.Listed.of(Checkpoint(folder))
     values = {
         weight.name: (value.float() if value.is_floating_point() else value).to(device)
@@ -75,7 +75,7 @@ def load(folder: Path | str, device: str = "cpu") -> tuple[ModelConfig, dict[str
 def log_probabilities(
     config: ModelConfig, values: Values, found: Windows, variant: Variant | None = None
 ) -> list[torch.Tensor]:
-    """Return the natural logarithms of the next-byte distribution, ``[T, vocab]`` for each window, on the CPU."""
+    """Return natural logarithms of the next-byte distribution. ``[T, vocab]`` for each window, on the CPU."""
     model = variants.model_of(config, values, variant)
     device = next(iter(values.values())).device
     out = []
@@ -98,7 +98,7 @@ def measured(logs: Sequence[torch.Tensor], base: Sequence[torch.Tensor], found: 
 
 
 def interval(differences: torch.Tensor, judged: torch.Tensor, seed: int = 0) -> tuple[float, float]:
-    """Compute the 95 % bootstrap interval of ``sum(differences) / sum(judged)`` over resampled windows."""
+    """Compute a 95 % bootstrap interval over resampled windows. It is of ``sum(differences) / sum(judged)``."""
     generator = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(judged), (DRAWS, len(judged)), generator=generator)
     drawn = differences.double()[picks].sum(1) / judged.double()[picks].sum(1)
@@ -136,7 +136,7 @@ def table(
 
 
 def gates(rows: Sequence[Row]) -> list[str]:
-    """List the faults of a table, [] if none: the naive conversion must show, MXFP4 and FP8 KV must not.
+    """List the faults of a table, [] if none. The naive conversion must show, MXFP4 and FP8 KV must not.
 
     MXFP4 is judged on 16 windows or more.
     """

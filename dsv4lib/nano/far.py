@@ -1,4 +1,4 @@
-"""Make synthetic windows whose end can be predicted only from bytes more than 1,000 positions back.
+"""Make synthetic windows whose end needs distant bytes. They are more than 1,000 positions back.
 
 Natural text rewards recency: the last 64 compressed entries do nearly as well as the best 64. These windows do not:
 
@@ -90,7 +90,7 @@ def key_values(
 
 
 def judged_windows(kind: str, stream: torch.Tensor, count: int, length: int, seed: int) -> Windows:
-    """Make windows of one kind, ``repeats`` or ``key_values``, only their far bytes judged; on the CPU."""
+    """Make windows of one kind, ``repeats`` or ``key_values``. Only their far bytes are judged; on the CPU."""
     if kind not in ("repeats", "key_values"):
         raise ArgumentError("kind", kind, "repeats or key_values")
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Compute the nano model over whole windows: what `reference.model` computes, fast enough to train.
+"""Compute the nano model over whole windows. It is what `reference.model` computes, fast enough to train.
 
 Weights are a dict under the released names, with one difference: routed experts are stacked, ``ffn.experts.w1`` being
 ``[E, width, d]`` (`stack`, `unstack`). Every window starts at position 0; nothing is cached. What makes it fast:
@@ -52,7 +52,7 @@ class Tables(NamedTuple):
 
 
 def tables(config: ModelConfig, length: int, device: torch.device) -> Tables:
-    """Build the tables; ArgumentError for a length that windows and entries do not divide."""
+    """Build the tables. Raises ArgumentError for a length that windows and entries do not divide."""
     c = config
     step = math.lcm(c.window, c.csa_rate, c.hca_rate)
     if length < 1 or length % step:
@@ -105,7 +105,10 @@ def mhc_in(
     norm: torch.Tensor,
     config: ModelConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input of a sublayer ``[B, T, d]``, normed, and fp32 post ``[B, T, n]``, comb ``[n, n, B, T]`` of its site."""
+    """Return the input of a sublayer ``[B, T, d]``, normed.
+
+    Also fp32 post ``[B, T, n]``, comb ``[n, n, B, T]`` of its site.
+    """
     n, eps = config.hc_mult, config.hc_eps
     with exact(streams):
         wide = streams.float()
@@ -123,7 +126,7 @@ def mhc_in(
 
 
 def mhc_out(y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """Compute the streams ``[B, T, n, d]`` after a sublayer: X'_j = post_j y + sum_i comb[i, j] X_i."""
+    """Compute the streams ``[B, T, n, d]`` after a sublayer. X'_j = post_j y + sum_i comb[i, j] X_i."""
     with exact(streams):
         mixed = (comb.permute(2, 3, 0, 1)[..., None] * streams.float()[..., :, None, :]).sum(-3)
         return (post[..., None] * y.float()[..., None, :] + mixed).to(streams.dtype)
@@ -171,7 +174,7 @@ def index_scores(x: torch.Tensor, qr: torch.Tensor, w: Tensors, at: Angles, conf
 def index_loss(
     scores: torch.Tensor, near: torch.Tensor, entries: torch.Tensor, sink: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Compute the KL divergence from the scores' softmax to the attention that the entries get.
+    """Compute the KL divergence from the scores' softmax to the entries' attention.
 
     Args:
         scores: fp32 ``[B, T, S]``, with a gradient.
@@ -247,7 +250,7 @@ def attention(
 
 
 def moe(x: torch.Tensor, tokens: torch.Tensor, w: Tensors, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the experts of one layer: ``[B, T, d]``, and the share of the tokens that each expert gets ``[E]``.
+    """Compute the experts of one layer. Returns ``[B, T, d]``, and each expert's share of the tokens ``[E]``.
 
     w: names after ``ffn.``. The router is computed in fp32.
     """
@@ -283,7 +286,7 @@ OPERATORS: dict[str, Callable] = {
 
 @functools.cache
 def compiled() -> dict[str, Callable]:
-    """Compile the operators by torch.compile, one graph each: all sites of the model share them."""
+    """Compile the operators by torch.compile, one graph each. All sites of the model share them."""
     return {name: torch.compile(function, dynamic=False) for name, function in OPERATORS.items()}
 
 
@@ -301,7 +304,7 @@ class Output(NamedTuple):
 
 
 class Network:
-    """The model over a dict of weights, which the caller may change in place between calls.
+    """The model over a dict of weights. The caller may change it in place between calls.
 
     Args:
         config: dimensions.

@@ -1,4 +1,4 @@
-"""Judge precisions on the kernels of `dsv4lib.ops`: the same windows and table as `evaluate`, through `loader.model`.
+"""Judge precisions on the kernels of `dsv4lib.ops`. Windows and table are `evaluate`'s, through `loader.model`.
 
     rows = on_kernels.table(Path("data/nano"), found, MODES, "emulator")
 
@@ -69,7 +69,7 @@ def named(wanted: str) -> Mode:
 
 @torch.no_grad()
 def log_probabilities(listed: Listed, mode: Mode, found: Windows, backend: str) -> list[torch.Tensor]:
-    """Natural logarithms of the next-byte distribution, fp32 ``[T, vocab]`` for each window, on the CPU.
+    """Return natural logarithms of the next-byte distribution. fp32 ``[T, vocab]`` for each window, on the CPU.
 
     A window is one step of T tokens.
 
@@ -121,7 +121,7 @@ def table(
 
 
 def gates(rows: Sequence[Row]) -> list[str]:
-    """Faults of a table, [] if none: what is shipped stays near the oracle, the naive conversion shows."""
+    """List the faults of a table, [] if none. What is shipped stays near the oracle, the naive conversion shows."""
     found = {row.name: row for row in rows}
     faults = []
     shipped, naive = found.get(SHIPPED), found.get(NAIVE)

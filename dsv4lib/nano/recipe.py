@@ -1,4 +1,4 @@
-"""Hold how nano is trained: initial weights, optimisers, schedule, and rounding to the shipped formats.
+"""Hold how nano is trained. Initial weights, optimisers, schedule, and rounding to the shipped formats.
 
 | what        | rule                                                                                               |
 |-------------|----------------------------------------------------------------------------------------------------|
@@ -29,7 +29,7 @@ FIXED = ("tid2eid", "gate.bias")  # not trained by gradient
 
 
 def hash_table(counts: torch.Tensor, experts: int, per_token: int, generator: torch.Generator) -> torch.Tensor:
-    """Return table int64 ``[vocab, per_token]`` that balances the traffic of tokens which occur ``counts`` times.
+    """Return a table int64 ``[vocab, per_token]`` that balances traffic. Tokens occur ``counts`` times.
 
     A random permutation does not: a few bytes make up most of a text. Frequent tokens come first, each goes to the
     experts with the least traffic; the generator breaks ties.
@@ -78,7 +78,7 @@ def _site_base(n: int, site: int) -> torch.Tensor:
 
 
 def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
-    """Round fp32 ``[..., K]`` to values in MXFP4, as `formats.mxfp4.fake_quantize` but in few launches."""
+    """Round fp32 ``[..., K]`` to values in MXFP4. As `formats.mxfp4.fake_quantize`, in few launches."""
     blocks = x.unflatten(-1, (-1, 32))
     scale = _power_above(blocks.abs().amax(-1, keepdim=True).clamp(min=6 * 2.0**-126) / 6)
     v = blocks / scale
@@ -87,7 +87,7 @@ def round_mxfp4(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Round fp32 ``[..., N, K]`` to FP8 with E8M0 scales for 128 x 128, as `formats.fp8_block` does."""
+    """Round fp32 ``[..., N, K]`` to FP8 with E8M0 scales for 128 x 128. As `formats.fp8_block` does."""
     rows, cols = x.shape[-2:]
     padded = F.pad(x, (0, -cols % names.TILE, 0, -rows % names.TILE))
     tiles = padded.unflatten(-1, (-1, names.TILE)).unflatten(-3, (-1, names.TILE))  # [..., n, 128, k, 128]
@@ -169,7 +169,7 @@ class Muon:
 
 
 def orthogonal(updates: torch.Tensor) -> torch.Tensor:
-    """Orthogonalise nearly, keeping the singular vectors: ``[n, rows, cols]``, in bf16 on a GPU, fp32 out."""
+    """Orthogonalise nearly, keeping the singular vectors. ``[n, rows, cols]``, in bf16 on a GPU, fp32 out."""
     a, b, c = NEWTON_SCHULZ
     tall = updates.shape[-2] > updates.shape[-1]
     x = (updates.mT if tall else updates).to(torch.bfloat16 if updates.is_cuda else torch.float32)
@@ -181,7 +181,7 @@ def orthogonal(updates: torch.Tensor) -> torch.Tensor:
 
 
 def rate_factor(step: int, progress: float, run: Run) -> float:
-    """Return the factor of all learning rates: warm-up by steps, constant, then linear to 0 at ``progress`` 1."""
+    """Return the factor of all learning rates. Warm-up by steps, constant, then linear to 0 at ``progress`` 1."""
     rising = min(1.0, (step + 1) / run.warmup)
     if progress < run.decay_from:
         return rising
@@ -193,5 +193,8 @@ TINY_SPAN = 1e-9
 
 @torch.no_grad()
 def balance(bias: torch.Tensor, load: torch.Tensor, per_token: int, step: float) -> None:
-    """Move a router's bias ``[E]`` against the excess of each expert's load (share of tokens ``[E]``), in place."""
+    """Move a router's bias ``[E]`` against the excess of each expert's load, in place.
+
+    Load: share of tokens ``[E]``.
+    """
     bias.add_((per_token / len(bias) - load).sign(), alpha=step)

@@ -1,4 +1,4 @@
-"""Hold the dimensions of nano and of a training run: the released ones, and small ones for any CPU.
+"""Hold the dimensions of nano and of a training run. The released ones, and small ones for any CPU.
 
 The nano model has the layers of Flash's beginning (SWA, SWA, CSA, HCA) and its MTP block, with the sizes of the KV
 vector, the window, the rates and the indexer that the kernels are written for. Small are the residual streams, the

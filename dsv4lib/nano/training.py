@@ -1,4 +1,4 @@
-"""Train nano for a given time: the loop, the loss curve, and the checkpoint in DeepSeek's formats.
+"""Train nano for a given time. The loop, the loss curve, and the checkpoint in DeepSeek's formats.
 
     outcome = train(load_corpus(), NANO, Run(), "cuda", log=print)
     write(outcome, folder)            # config.json, model.safetensors, curve.csv, heldout.csv: all or nothing
@@ -67,14 +67,14 @@ class Outcome:
 
 
 class Sampler:
-    """Batches of training windows, real and synthetic, drawn on the device from one seed."""
+    """Draw batches of training windows, real and synthetic. They are on the device, from one seed."""
 
     def __init__(self, stream: torch.Tensor, run: Run, device: torch.device):
         self.stream, self.run = stream.to(device), run
         self.generator = torch.Generator(device=device).manual_seed(run.seed)
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Draw tokens, next tokens, and the tokens after those: int64 ``[batch, length]`` each."""
+        """Draw tokens, next tokens, and the tokens after those. int64 ``[batch, length]`` each."""
         run, device = self.run, self.stream.device
         real, length = run.batch - run.far, run.length + 1
         at = torch.randint(len(self.stream) - length, (real, 1), device=device, generator=self.generator)
@@ -89,7 +89,10 @@ class Sampler:
 
 @torch.no_grad()
 def bits(network: Network, found: Windows, batch: int, mtp: bool, autocast: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bits of each window, fp64 ``[n]`` on the CPU: of its bytes, and of those drafted by MTP (zeros without)."""
+    """Return bits of each window, fp64 ``[n]`` on the CPU.
+
+    Of its bytes, and of those drafted by MTP (zeros without).
+    """
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tokens, targets in zip(found.tokens.split(batch), found.targets.split(batch), strict=True):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):

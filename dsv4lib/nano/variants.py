@@ -1,4 +1,4 @@
-"""Change the reference model by precisions and selections: weights, activations, KV entries, indexer, picks.
+"""Change the reference model by precisions and selections. Weights, activations, KV entries, indexer, picks.
 
 Every variant changes one thing; arithmetic stays fp32. Base is a checkpoint's weights, dequantised. NVFP4 variants
 start from those values by NVIDIA's recipe, w1 and w3 of an expert sharing a global scale. So on a checkpoint in MXFP4
@@ -55,7 +55,7 @@ def fp8_linears(config: ModelConfig, base: Values) -> dict[str, torch.Tensor]:
 
 
 def experts_in(mode: str) -> Callable[[ModelConfig, Values], dict[str, torch.Tensor]]:
-    """Return the routed experts in ``mode``: mxfp4, or a mode of `weight_modes` made from NVFP4."""
+    """Return the routed experts in ``mode``. It is mxfp4, or a mode of `weight_modes` made from NVFP4."""
 
     def change(config: ModelConfig, base: Values) -> dict[str, torch.Tensor]:
         out = dict(base)
@@ -147,7 +147,7 @@ def model_of(config: ModelConfig, values: Values, variant: Variant | None = None
 
 @contextlib.contextmanager
 def applied(model: ReferenceModel, variant: Variant | None, tokens: torch.Tensor) -> Iterator[None]:
-    """Install what a variant changes during a forward pass of ``tokens`` from position 0."""
+    """Install what a variant changes during a forward pass. It has ``tokens`` from position 0."""
     with contextlib.ExitStack() as stack:
         if variant is not None and variant.activations:
             roles = {weight.name: weight.role for weight in names.weights(model.config)}

@@ -1,1 +1,1 @@
-"""What notebooks call, a folder a topic: `run_case` runs kernels and judges them, `figures` draws."""
+"""Serve notebooks, a folder a topic. `run_case` runs kernels and judges them, `figures` draws."""

@@ -1,1 +1,1 @@
-"""Predict, apart from what was measured: what a kernel does, what a GPU can do, how long that would take."""
+"""Predict, apart from what was measured. What a kernel does, what a GPU can do, how long that would take."""

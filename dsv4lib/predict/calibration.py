@@ -63,7 +63,7 @@ class Checked:
 
     @property
     def error(self) -> float:
-        """Return the modelled over measured clocks, minus 1: negative where the model is too fast."""
+        """Return the modelled over measured clocks, minus 1. It is negative where the model is too fast."""
         return self.clocks / self.case.clocks - 1
 
 
@@ -163,7 +163,7 @@ def check(h200: Gpu | None = None) -> list[Checked]:
 
 
 def error(regime: str, checked: list[Checked] | None = None) -> tuple[float, float]:
-    """Return (smallest, largest) error of a regime over the launches that no constant was fitted to.
+    """Return (smallest, largest) error of a regime. No constant was fitted to its launches.
 
     Raises:
         ArgumentError: an unknown regime.
@@ -175,7 +175,7 @@ def error(regime: str, checked: list[Checked] | None = None) -> tuple[float, flo
 
 
 def flashmla() -> tuple[float, float]:
-    """Return (modelled, published) TFLOP/s of FlashMLA's sparse prefill on a B200: 128 heads, 576/512 dims, top-k 2048.
+    """Return (modelled, published) TFLOP/s of FlashMLA's sparse prefill on a B200. 128 heads, 576/512 dims, top-k 2048.
 
     The one SM100 kernel of this kind with a published rate. Its tile is read from its public source (deepseek-ai/
     FlashMLA, csrc/sm100/prefill/sparse/fwd/head128): a CTA pair, Q 384 dims in TMEM, K of own keys and V of own dims

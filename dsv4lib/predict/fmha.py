@@ -1,4 +1,4 @@
-"""`dsv4 bench fmha`: how fast the attention kernel would be on a B200, shape by shape, beside the physical floor.
+"""Predict attention on a B200: `dsv4 bench fmha`. How fast it would be, shape by shape, beside the physical floor.
 
 What the kernel does is counted, every time, on its compiled code in the emulator (`counted`); how long that takes is
 modelled (static_model.py) with the rates of data/bench/rates.csv. Floors: FLOPs over 2.25 PFLOP/s or bytes over 8 TB/s,
@@ -38,7 +38,7 @@ BUILT = "as built"
 
 @dataclass(frozen=True)
 class Shape:
-    """A call: ``batch`` requests with ``context`` tokens each (decode), or one prompt of ``context`` tokens (prefill).
+    """A call. ``batch`` requests with ``context`` tokens each (decode), or one prompt of ``context`` tokens (prefill).
 
     Raises:
         ArgumentError: an unknown model, kind or phase.
@@ -69,12 +69,15 @@ class Shape:
         return self.batch * (self.context if self.phase == "prefill" else 1)
 
     def keys(self, seen: int) -> tuple[int, int]:
-        """Return (entries, window keys) of a token that sees ``seen`` tokens, itself included."""
+        """Return (entries, window keys) of a token that sees ``seen`` tokens, with itself."""
         entries = {"CSA": min(MODELS[self.model][1], seen // CSA_RATE), "HCA": seen // HCA_RATE, "SWA": 0}[self.kind]
         return entries, min(WINDOW, seen)
 
     def positions(self) -> list[int]:
-        """Return the tokens seen, of the queries: one number that stands for all in decode, a sample of a prompt's."""
+        """Return the tokens seen, of the queries.
+
+        In decode one number stands for all, of a prompt there is a sample.
+        """
         if self.phase == "decode":
             return [self.context]
         return [(2 * i + 1) * self.context // (2 * SAMPLES) for i in range(SAMPLES)]
@@ -147,7 +150,7 @@ class Counted:
     window: Counted | None = None
 
     def mixed(self, share: float) -> Counted:
-        """Return the same with the mean of its tiles, of which ``share`` are of the window."""
+        """Return the same with the mean of its tiles. ``share`` of them are of the window."""
         w = self.window
         if w is None or share == 0:
             return self
@@ -353,7 +356,7 @@ def predict(
     variant: str = BUILT,
     half: tuple[Counted, Counted] | None = None,
 ) -> Row:
-    """Predict the row of a shape: with the splits that the op chooses, or with the best number of splits.
+    """Predict the row of a shape. It has the splits that the op chooses, or the best number of splits.
 
     Args:
         single, parts: the kernel that normalises, and the one that writes parts for `combine`.
@@ -544,7 +547,9 @@ def run(card: Gpu | None = None) -> list[Row]:
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
-    """Model -> series -> (FLOP a byte of HBM by the floor's count, modelled TFLOP/s, label), for a roofline.
+    """Return points for a roofline.
+
+    model -> series -> (FLOP a byte of HBM by the floor's count, modelled TFLOP/s, label).
 
     Series: decode by batch, prefill; other variants by name. Labels only where they stay apart.
     """

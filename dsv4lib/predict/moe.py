@@ -1,4 +1,4 @@
-"""`dsv4 bench moe`: how fast the MoE layer would be on a B200, token by token, beside the physical floor.
+"""Predict the MoE layer on a B200: `dsv4 bench moe`. How fast it would be, token by token, beside the physical floor.
 
 What the GEMMs do is counted on their compiled code in the emulator, a K step and a tile at a time (`counted`); how long
 that takes is modelled with the rates of data/bench/rates.csv:
@@ -55,7 +55,10 @@ MODELS = {"Flash": Model(256, 4096, 2048), "Pro": Model(384, 7168, 3072)}
 
 
 class Recipe(NamedTuple):
-    """A precision mode: of the GEMM, of h, bytes a weight, bytes an activation, FLOP/s of its MMA (for the floor)."""
+    """A precision mode: of the GEMM, of h.
+
+    Also bytes a weight, bytes an activation, FLOP/s of its MMA (for the floor).
+    """
 
     product: str
     h: str
@@ -123,7 +126,10 @@ class Shape:
 
 
 def loads(experts: int, tokens: int, k: int = TOP) -> list[int]:
-    """Tokens of each expert when every choice is as likely: quantiles of the binomial distribution, k T together."""
+    """Return tokens of each expert when every choice is as likely.
+
+    Quantiles of the binomial distribution, k T together.
+    """
     share = k / experts
     logs = [math.lgamma(tokens + 1) - math.lgamma(c + 1) - math.lgamma(tokens - c + 1) for c in range(tokens + 1)]
     places = np.arange(tokens + 1)
@@ -137,7 +143,10 @@ def loads(experts: int, tokens: int, k: int = TOP) -> list[int]:
 
 
 class Tile(NamedTuple):
-    """A tile of the schedule: expert, number of its features' tile, rows and the first of them within the expert."""
+    """A tile of the schedule: expert, number of its features' tile.
+
+    Also rows, and the first of them within the expert.
+    """
 
     expert: int
     feature: int
@@ -184,7 +193,7 @@ class Counted:
     accumulators: int
 
     def step_of(self, rows: int) -> Work:
-        """Model the step of a tile of so many rows: everything grows with N, which is a multiple of 16."""
+        """Model the step of a tile of so many rows. Everything grows with N, which is a multiple of 16."""
         n = -(-rows // N_STEP) * N_STEP
         few, full = self.step
         work = _between(few, full, (n - N_STEP) / max(1, self.tile_n - N_STEP))
@@ -312,7 +321,7 @@ def timed(c: Counted, counts: Sequence[int], features: int, k: int, card: Gpu, h
 
 
 def gemm_bytes(shape: Shape, number: int, card: Gpu, experts: float, rows: int) -> float:
-    """Return the bytes that cross HBM in GEMM ``number``: weights of ``experts``, and rows that L2 cannot hold."""
+    """Return the bytes that cross HBM in GEMM ``number``. Weights of ``experts``, and rows that L2 cannot hold."""
     recipe, (features, k) = RECIPES[shape.mode], shape.gemms()[number]
     out = rows * (features / 2 * recipe.activation if number == 0 else features * 2)
     held = (rows * k * recipe.activation, out)
@@ -320,7 +329,7 @@ def gemm_bytes(shape: Shape, number: int, card: Gpu, experts: float, rows: int) 
 
 
 def others_us(shape: Shape, card: Gpu) -> float:
-    """Predict the four launches that are no GEMMs: each a dependent launch, its waits and its bytes."""
+    """Predict the four launches that are no GEMMs. Each has a dependent launch, its waits and its bytes."""
     model, recipe = MODELS[shape.model], RECIPES[shape.mode]
     rows, row = shape.tokens * TOP, model.hidden * 2
     nbytes = {
@@ -449,7 +458,7 @@ def run(card: Gpu | None = None) -> list[Row]:
 
 
 def points(rows: list[Row]) -> dict[str, dict[str, list[tuple[float, float, str]]]]:
-    """Model -> mode -> (FLOP a byte of weights, modelled TFLOP/s, "T ..."), for a roofline."""
+    """Return points for a roofline. model -> mode -> (FLOP a byte of weights, modelled TFLOP/s, "T ...")."""
     out: dict[str, dict[str, list[tuple[float, float, str]]]] = {model: {} for model in MODELS}
     for row in rows:
         shape = Shape(row.model, row.mode, row.tokens)

@@ -1,4 +1,6 @@
-"""Predict which tile a group of tokens should get: the time of both GEMMs with every tile, alone and as a pair.
+"""Predict which tile a group of tokens should get.
+
+It takes the time of both GEMMs with every tile, alone and as a pair.
 
 `python -m dsv4lib.predict.moe_tiles` counts each configuration in the emulator and writes data/bench/moe_tiles.csv; the
 rule of `ops.moe_gemm.tile_of` is tested against that table. Beside one group's rows nothing differs between columns.

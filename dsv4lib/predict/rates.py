@@ -1,4 +1,4 @@
-"""Read the rates of the GPUs that the static model knows from one table with sources: data/bench/rates.csv.
+"""Read the rates of the GPUs that the static model knows: data/bench/rates.csv. It is one table with sources.
 
 ``status`` says what a number is: measured, published, derived from these, architecture (a definition), fitted (to a
 measured kernel) or assumed. The note of an assumption says what follows if it is wrong.

@@ -1,4 +1,4 @@
-"""Run a tile schedule: tasks on units, each unit one task at a time and in order, for a number of tiles.
+"""Run a tile schedule. Tasks on units, each unit one task at a time and in order, for a number of tiles.
 
     load j ----> qk j ----> softmax j ----> pv j          units: TMA, tensor core, softmax warps
                  qk j + 1 goes out before pv j            leads: how many tiles ahead a task is issued
@@ -76,7 +76,9 @@ def end(tasks: list[Task], tiles: int, ready: dict[str, float] | None = None) ->
 def persistent_end(
     tasks: list[Task], transition: list[Task], tiles: int, items: int, stages: int = 0, across: bool = False
 ) -> float:
-    """Clock at which the last of ``items`` of ``tiles`` tiles each is done, one after the other on the same units.
+    """Return the clock at which the last of ``items`` is done.
+
+    Each has ``tiles`` tiles; units take one after the other.
 
     A unit goes through its tasks in the order of `run`, item after item, without waiting for other units to get there:
     loads of the next item run ahead as far as stages are free.

@@ -1,4 +1,4 @@
-"""Predict how long a kernel takes on a GPU from what it does and what the GPU can do, without running it.
+"""Predict how long a kernel takes on a GPU without running it. From what it does and what the GPU can do.
 
     modelled time = launch + waves x (set-up + tile schedule + what a CTA does once) [+ combine], at least HBM's time
                     launch + set-up + tile schedule + what a CTA does once + further items x (tiles + transition)
@@ -35,7 +35,7 @@ FASTER = {"f8f6f4": 2, "mxf8f6f4": 2, "mxf4": 4, "mxf4nvf4": 4}  # kinds of MMA,
 
 
 def mma_clocks(form: Form, gpu: Gpu) -> float:
-    """Return the clocks of one instruction in the tensor core of one SM, operands apart.
+    """Return the clocks of one instruction in an SM's tensor core, operands apart.
 
     Raises:
         ArgumentError: the GPU has no such instruction.
@@ -50,7 +50,7 @@ def mma_clocks(form: Form, gpu: Gpu) -> float:
 
 
 def resources(work: Work, gpu: Gpu, l2_bytes_clk: float | None = None) -> dict[str, float]:
-    """Return the clocks that each resource of an SM needs for some work, if it did nothing else.
+    """Return the clocks that each resource of an SM needs for some work. Each if it did nothing else.
 
     Args:
         l2_bytes_clk: B a clock that this SM gets from L2; its share when all SMs read, if not given.
@@ -79,7 +79,7 @@ def longest(clocks: dict[str, float]) -> tuple[str, float]:
 
 
 def chain(work: Work, gpu: Gpu, warps: int) -> float:
-    """Return the clocks of one tile's softmax in its warps: pipes, or what one warp issues alone, and its waits on top.
+    """Return the clocks of one tile's softmax in its warps. Pipes, or what one warp issues alone, and its waits on top.
 
     Args:
         work: what these warps do in a tile; warps: how many, a multiple of the quarters.
@@ -145,13 +145,16 @@ class Time:
 
 
 def l2_share(gpu: Gpu, active: int, shared: bool = False) -> float:
-    """Return B a clock that each of ``active`` SMs reads from L2: its share, or what one SM can take."""
+    """Return B a clock that each of ``active`` SMs reads from L2. It is its share, or what one SM can take."""
     all_sms = gpu["l2_shared_bytes_sm" if shared else "l2_bytes_sm"] * gpu["sms"]
     return min(gpu["tma_in_bytes"], all_sms / max(active, 1))
 
 
 def cta_clocks(kernel: Kernel, tiles: int, gpu: Gpu, l2: float, persistent: bool = False) -> tuple[float, float]:
-    """(clocks of a CTA from its first load on, of these in the steady state of its tiles); ``persistent``: no fill."""
+    """Return clocks of a CTA from its first load on.
+
+    Also those in the steady state of its tiles; ``persistent``: no fill.
+    """
     steady = max(longest(resources(kernel.tile, gpu, l2))[1], slope(kernel))
     once = longest(resources(kernel.once, gpu, l2))[1]
     if persistent:
@@ -365,7 +368,7 @@ def _of(part: int) -> str:
 
 
 def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
-    """Return the clocks that the combine adds after the kernel that writes the splits: set-up, splits, bytes.
+    """Return the clocks that the combine adds after the kernel that writes the splits. They are set-up, splits, bytes.
 
     Args:
         splits: of the keys; nbytes: read and written, from L2 if they fit.
@@ -377,7 +380,7 @@ def combine_clocks(gpu: Gpu, splits: int, nbytes: float) -> float:
 
 
 def short_clocks(gpu: Gpu, waits: int, nbytes: float) -> float:
-    """Return the clocks of a short dependent launch: set-up, loads that wait for each other, and the bytes it moves.
+    """Return the clocks of a short dependent launch. Set-up, loads that wait for each other, and the bytes it moves.
 
     Args:
         waits: loads one after the other; nbytes: read and written, from L2 if they fit.

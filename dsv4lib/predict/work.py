@@ -1,4 +1,4 @@
-"""Count what a kernel does, as quantities that a machine has a rate for, from the trace of an emulated launch.
+"""Count what a kernel does from the trace of an emulated launch. Each is a quantity that a machine has a rate for.
 
 Everything is per CTA, that is per SM where one CTA fills an SM. Two launches of different length are subtracted: the
 difference is the steady state of a tile, the rest is what a CTA does once.
@@ -56,7 +56,7 @@ class Form:
         return 2 * self.m * self.n * self.k // self.group
 
     def operand_bytes(self) -> float:
-        """Return the shared memory that one CTA reads for one instruction: its own rows of A, and its part of B.
+        """Return the shared memory that one CTA reads for one instruction. It is its own rows of A, and its part of B.
 
         K of an instruction is 32 bytes of a row, whatever its elements (of E2M1 under E4M3, a byte each).
         Source: rates of SemiAnalysisAI/microbench-blackwell: the slow shapes take exactly this over 128 B a clock.
@@ -142,7 +142,7 @@ def forms(trace: Any) -> list[Form]:
 
 
 def count_lines(trace: Any, chosen: Callable[[str], bool]) -> Work:
-    """Return the instructions, as `count` sorts them, of the Python lines ``file:line`` that are ``chosen``."""
+    """Return the instructions, as `count` sorts them, of Python lines. Those ``file:line`` that are ``chosen``."""
     numbers: Counter[str] = Counter()
     for source, opcode, n in zip(trace.sources, trace.opcodes, trace.executed.tolist(), strict=True):
         if chosen(source):

@@ -1,4 +1,4 @@
-"""The oracle: DeepSeek-V4 in plain PyTorch, one module per operator, to be read beside the equations.
+"""Compute DeepSeek-V4 in plain PyTorch: the oracle. One module per operator, to be read beside the equations.
 
 Why it exists: every kernel is judged against these functions. They compute in the dtype of their inputs (fp32 or
 fp64), are differentiable, and take tensors and return tensors; the only state is in :mod:`dsv4lib.reference.cache`.

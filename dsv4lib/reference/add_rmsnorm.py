@@ -10,7 +10,7 @@ from dsv4lib.reference.rmsnorm import rmsnorm
 def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``h = x + residual``, ``y = rmsnorm(h)``: (h, y) of x, residual ``[..., D]`` and weight ``[D]`` or None.
+    """Return (h, y): ``h = x + residual``, ``y = rmsnorm(h)``. x, residual are ``[..., D]`` and weight ``[D]`` or None.
 
     ``dtype``: h is rounded to it before the norm reads it, as it is where h is stored; None: it is not.
     """

@@ -74,7 +74,7 @@ class Cache:
         return report | {"mtp.0": self.mtp.part_bytes()}
 
     def fork(self) -> Cache:
-        """A second continuation from here: tensors are shared, moving one cache on leaves the other as it is.
+        """Continue a second time from here. Tensors are shared; moving one cache on leaves the other as it is.
 
         This is how a prefix is shared, and how a speculative step is rolled back: fork before it, keep the fork.
         """

@@ -1,4 +1,4 @@
-"""The KV compressor: ``rate`` tokens become one entry by a softmax per channel, with the state that decode keeps.
+"""Compress KV. ``rate`` tokens become one entry by a softmax per channel, with the state that decode keeps.
 
 For a token at position t, with z the gate and ape a bias by the token's place in its window::
 
@@ -61,7 +61,10 @@ def new_state(batch: int, rate: int, width: int, overlap: bool, dtype: torch.dty
 
 
 def visible_count(positions: torch.Tensor, rate: int) -> torch.Tensor:
-    """How many entries the query at 0-based position t sees: entry s is visible iff ``s < floor((t + 1) / rate)``."""
+    """Count the entries that the query at 0-based position t sees.
+
+    Entry s is visible iff ``s < floor((t + 1) / rate)``.
+    """
     return torch.div(positions + 1, rate, rounding_mode="floor")
 
 
@@ -71,18 +74,20 @@ def entry_positions(index: torch.Tensor, rate: int) -> torch.Tensor:
 
 
 def project(x: torch.Tensor, positions: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """``k = wkv x`` and ``z = wgate x + ape[position mod rate]``: x ``[B, T, d]`` -> two ``[B, T, width]``."""
+    """Return ``k = wkv x`` and ``z = wgate x + ape[position mod rate]``. x ``[B, T, d]`` -> two ``[B, T, width]``."""
     rate = weights.ape.shape[0]
     return linear(x, weights.wkv), linear(x, weights.wgate) + weights.ape[positions % rate]
 
 
 def pool(k: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """``sum_t softmax_t(z) * k`` per channel: k, z ``[..., slots, D]`` -> ``[..., D]``."""
+    """Return ``sum_t softmax_t(z) * k`` per channel. k, z ``[..., slots, D]`` -> ``[..., D]``."""
     return (torch.softmax(z, dim=-2) * k).sum(-2)
 
 
 def overlap_slots(previous: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
-    """The ``2 * rate`` slots a CSA entry pools: Ca (first half) of the previous window, Cb (second half) of this one.
+    """Return the ``2 * rate`` slots a CSA entry pools.
+
+    Ca (first half) of the previous window, Cb (second half) of this one.
 
     Both ``[B, n, rate, 2 D]`` -> ``[B, n, 2 * rate, D]``. Used for k and z alike.
     """
@@ -139,7 +144,7 @@ def history(state: State, start: int, rate: int, overlap: bool) -> tuple[torch.T
 
 
 def update(state: State, k: torch.Tensor, z: torch.Tensor, start: int) -> State:
-    """State after the rows of positions ``start ..``: the newest rows overwrite the oldest."""
+    """Return the state after the rows of positions ``start ..``. The newest rows overwrite the oldest."""
     rows = state.k.shape[1]
     keep = min(rows, k.shape[1])
     slots = torch.arange(start + k.shape[1] - keep, start + k.shape[1], device=k.device) % rows

@@ -14,5 +14,5 @@ def embedding(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def init_streams(h: torch.Tensor, hc_mult: int) -> torch.Tensor:
-    """Start all streams as plain copies of the embedding: ``[..., d]`` -> ``[..., hc_mult, d]``."""
+    """Start all streams as plain copies of the embedding. ``[..., d]`` -> ``[..., hc_mult, d]``."""
     return h.unsqueeze(-2).expand(*h.shape[:-1], hc_mult, h.shape[-1])

@@ -1,4 +1,4 @@
-"""Core attention: one query head against shared keys that are also the values, with a learned sink.
+"""Compute core attention. One query head against shared keys that are also the values, with a learned sink.
 
 One softmax over the union {window keys} + {compressed entries} + {sink}, the sink having value zero::
 
@@ -105,7 +105,7 @@ def fmha(
 def sparse(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sink: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over index lists, as kernels take them: indices int64 ``[B, T, K]`` into kv ``[B, S, D]``, -1 skipped.
+    """Attend over index lists, as kernels take them. indices int64 ``[B, T, K]`` into kv ``[B, S, D]``, -1 skipped.
 
     An index listed twice counts twice. Returns as :func:`attend`.
     """
@@ -121,7 +121,7 @@ def sparse(
 def merge_raw(
     o: torch.Tensor, reference: torch.Tensor, total: torch.Tensor, sink: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join parts that are not normalised: part i has ``o_i = sum_j e^{s_j - m_i} kv_j``, ``l_i = sum_j e^{s_j - m_i}``.
+    """Join parts that are not normalised. Part i has ``o_i = sum_j e^{s_j - m_i} kv_j``, ``l_i = sum_j e^{s_j - m_i}``.
 
     o ``[S, ..., H, D]``, reference m and total l ``[S, ..., H]`` (m is -inf where a part has no keys), sink ``[H]`` ->
     (o ``[..., H, D]``, lse ``[..., H]`` without the sink, -inf and zeros where no part has a key).
@@ -137,7 +137,7 @@ def merge_raw(
 def merge(
     o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.Tensor, sink: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Join two branches computed without sink: ``(e^l1 o1 + e^l2 o2) / (e^l1 + e^l2 + e^sink)``.
+    """Join two branches computed without sink. o = ``(e^l1 o1 + e^l2 o2) / (e^l1 + e^l2 + e^sink)``.
 
     o ``[..., H, D]``, lse ``[..., H]``, sink ``[H]`` -> ``[..., H, D]``. The sink belongs to the union, not to a part.
     """

@@ -1,4 +1,4 @@
-"""Oracle of the `gemm_tile` kernels: C = A @ B^T in fp64, where sums of narrow products show no error."""
+"""Check the `gemm_tile` kernels. C = A @ B^T in fp64, where sums of narrow products show no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lightning indexer of CSA layers: which compressed entries a query attends to.
+"""Run the lightning indexer of CSA layers. It says which compressed entries a query attends to.
 
     iq     = codec(rope(wq_b qr))                                   index_heads x index_dim, no norm
     w      = weights_proj x * index_dim^-0.5 * index_heads^-0.5     one weight per head, may be negative
@@ -51,7 +51,7 @@ def rotated(
 
 
 def head_weights(x: torch.Tensor, weights_proj: torch.Tensor, index_dim: int) -> torch.Tensor:
-    """``weights_proj x`` scaled by ``(index_dim * index_heads)^-0.5``: x ``[..., d]`` -> ``[..., HI]``."""
+    """Return ``weights_proj x`` scaled by ``(index_dim * index_heads)^-0.5``. x ``[..., d]`` -> ``[..., HI]``."""
     return linear(x, weights_proj) * (index_dim * weights_proj.shape[0]) ** -0.5
 
 

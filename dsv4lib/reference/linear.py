@@ -1,4 +1,4 @@
-"""A linear layer, alone or in groups of equal size: y = alpha * x W^T, and the FP8 one of DSV4's checkpoints."""
+"""Apply a linear layer, alone or in groups of equal size. y = alpha * x W^T, and the FP8 one of DSV4's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def linear(x: torch.Tensor, w: torch.Tensor, alpha: torch.Tensor | None = None) 
 
 
 def linear_fp8(x: fp8_block.FP8Tensor, w: fp8_block.FP8Tensor) -> torch.Tensor:
-    """Multiply E4M3 operands with a scale for 128 of K of a token and for 128 x 128 of the weights, in fp64.
+    """Multiply E4M3 operands with their scales, in fp64.
+
+    They are of 128 of K of a token and of 128 x 128 of the weights.
 
     Args:
         x: codes [..., T, K], tile (1, 128). w: codes [..., N, K], tile (128, 128), the same leading dimensions.

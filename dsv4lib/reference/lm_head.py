@@ -1,4 +1,4 @@
-"""LM head: hidden states to logits (fp32 weights and accumulation in the released code, not tied to the embedding)."""
+"""Turn hidden states to logits. Released code has fp32 weights and accumulation, not tied to the embedding."""
 
 from __future__ import annotations
 

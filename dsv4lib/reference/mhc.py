@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections (mHC): how ``n`` residual streams feed a sublayer and take its output back.
+"""Run manifold-constrained hyper-connections (mHC). ``n`` residual streams feed a sublayer and take its output back.
 
 One site (two per layer) computes from the streams X ``[..., n, d]``::
 
@@ -49,12 +49,17 @@ def pre_weights(logits: torch.Tensor, hc_eps: float) -> torch.Tensor:
 
 
 def post_weights(logits: torch.Tensor) -> torch.Tensor:
-    """``2 sigmoid(logits)``: how strongly each stream takes the sublayer's output; 1 at logit 0, no eps."""
+    """Return ``2 sigmoid(logits)``.
+
+    It is how strongly each stream takes the sublayer's output: 1 at logit 0, no eps.
+    """
     return 2 * torch.sigmoid(logits)
 
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
-    """Near doubly stochastic matrix from logits ``[..., n, n]``: ``iters`` row/column pairs, ending with columns.
+    """Return a near doubly stochastic matrix of logits ``[..., n, n]``.
+
+    ``iters`` row/column pairs, ending with columns.
 
     The first row step is the softmax, without eps in its denominator and with eps added to its result.
     """
@@ -100,7 +105,10 @@ def coefficients(
 
 
 def pre(streams: torch.Tensor, pre_w: torch.Tensor) -> torch.Tensor:
-    """Sublayer input ``x = sum_i pre_i X_i``: streams ``[..., n, d]``, pre_w ``[..., n]`` -> ``[..., d]``."""
+    """Return the sublayer input ``x = sum_i pre_i X_i``.
+
+    streams ``[..., n, d]``, pre_w ``[..., n]`` -> ``[..., d]``.
+    """
     return (pre_w.unsqueeze(-1) * streams).sum(-2)
 
 
@@ -121,7 +129,7 @@ def head_collapse(
     hc_eps: float,
     rms_eps: float,
 ) -> torch.Tensor:
-    """Collapse the streams before the final norm: ``h = sum_i w_i X_i``, ``w = sigmoid(scale m + base) + hc_eps``.
+    """Collapse the streams before the final norm. ``h = sum_i w_i X_i``, ``w = sigmoid(scale m + base) + hc_eps``.
 
     streams ``[..., n, d]``, fn ``[n, n * d]``, scale ``[1]``, base ``[n]`` -> ``[..., d]``. No Sinkhorn, post or comb.
     """

@@ -1,4 +1,4 @@
-"""The whole model: parameters under their checkpoint names, prefill, chunked prefill and decode over one cache.
+"""Run the whole model. Parameters under their checkpoint names, prefill, chunked prefill and decode over one cache.
 
 :class:`ReferenceModel` only wires the operators of this package; every equation is in an operator's module. Parameter
 and buffer names are those of the released checkpoints (``layers.3.attn.wkv.weight``, ``mtp.0.hc_head_fn``, ...), after
@@ -311,7 +311,7 @@ def _add_collapse(module: nn.Module, config: ModelConfig) -> None:
 
 
 class MTPBlock(Layer):
-    """The multi-token-prediction block: one SWA layer with an input of its own and a head collapse of its own."""
+    """The multi-token-prediction block. It is one SWA layer with an input and a head collapse of its own."""
 
     def __init__(self, config: ModelConfig, kv_codec: Codec | None):
         super().__init__(config, config.mtp_kind, False, kv_codec, None)

@@ -1,4 +1,4 @@
-"""The order of rows in which experts see tokens: a stable sort of the (token, slot) routes by expert."""
+"""Order rows as experts see tokens. It is a stable sort of the (token, slot) routes by expert."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def expert(
     limit: float,
     routing_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One expert: x ``[..., d]``, w1 (gate) and w3 (up) ``[I, d]``, w2 (down) ``[d, I]``, routing_weight ``[...]``."""
+    """Run one expert.
+
+    x ``[..., d]``, w1 (gate) and w3 (up) ``[I, d]``, w2 (down) ``[d, I]``, routing_weight ``[...]``.
+    """
     h = swiglu(linear(x, w1), linear(x, w3), limit)
     if routing_weight is not None:
         h = h * routing_weight.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Input of the multi-token-prediction block (depth 1): the backbone's streams combined with the next token's embedding.
+"""Make the input of the MTP block (depth 1). The backbone's streams are combined with the next token's embedding.
 
     X'_i = h_proj RMSNorm(X_i; hnorm) + e_proj RMSNorm(embed(token t + 1); enorm)        at position t
 

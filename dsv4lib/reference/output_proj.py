@@ -1,4 +1,4 @@
-"""Project attention output to the hidden size: inverse RoPE, a product per group of heads, a product over groups.
+"""Project attention output to the hidden size. Inverse RoPE, a product per group of heads, a product over groups.
 
     o   = inverse_rope(o, query position)          the values carried their keys' rotation
     u_g = wo_a[g] concat(heads of group g)         H / G consecutive heads per group
@@ -17,14 +17,14 @@ from dsv4lib.reference import rope
 
 
 def group_heads(o: torch.Tensor, groups: int) -> torch.Tensor:
-    """Concatenate consecutive heads: ``[..., H, D]`` -> ``[..., groups, H * D / groups]``."""
+    """Concatenate consecutive heads. ``[..., H, D]`` -> ``[..., groups, H * D / groups]``."""
     if o.shape[-2] % groups:
         raise ArgumentError("groups", groups, f"a divisor of the {o.shape[-2]} heads")
     return o.flatten(-2).unflatten(-1, (groups, -1))
 
 
 def grouped(o: torch.Tensor, wo_a: torch.Tensor) -> torch.Tensor:
-    """The groups' projections: o ``[..., G, I]``, wo_a ``[G, R, I]`` -> ``[..., G * R]``."""
+    """Apply the groups' projections. o ``[..., G, I]``, wo_a ``[G, R, I]`` -> ``[..., G * R]``."""
     return torch.einsum("...gi,gri->...gr", o, wo_a).flatten(-2)
 
 

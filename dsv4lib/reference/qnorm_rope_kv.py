@@ -24,7 +24,7 @@ Codec = Callable[[torch.Tensor], torch.Tensor]
 
 
 def q_latent(x: torch.Tensor, wq_a: torch.Tensor, q_norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """``qr = RMSNorm(wq_a x)``: x ``[..., d]``, wq_a ``[R, d]``, q_norm ``[R]`` -> ``[..., R]``."""
+    """Return ``qr = RMSNorm(wq_a x)``. x ``[..., d]``, wq_a ``[R, d]``, q_norm ``[R]`` -> ``[..., R]``."""
     return rmsnorm.rmsnorm(linear(x, wq_a), q_norm, eps)
 
 
@@ -68,5 +68,5 @@ def qnorm_rope_kv(
     eps: float,
     kv_codec: Codec | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused operator: :func:`q_heads` of q ``[B, T, H, D]`` and :func:`kv_vector` of kv ``[B, T, D]``."""
+    """Run the fused operator. :func:`q_heads` of q ``[B, T, H, D]`` and :func:`kv_vector` of kv ``[B, T, D]``."""
     return q_heads(q, positions, freqs, eps), kv_vector(kv, kv_norm, positions, freqs, eps, kv_codec)

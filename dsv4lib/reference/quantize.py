@@ -1,4 +1,4 @@
-"""Oracle of the quantising kernels: the codecs of `dsv4lib.formats` on gathered rows and deinterleaved columns."""
+"""Check the quantising kernels. The codecs of `dsv4lib.formats` run on gathered rows and deinterleaved columns."""
 
 from __future__ import annotations
 

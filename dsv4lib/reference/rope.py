@@ -1,4 +1,4 @@
-"""Rotary position embedding on the last dims of a head: interleaved pairs, forward and inverse.
+"""Rotate the last dims of a head by position. Interleaved pairs, forward and inverse.
 
 Angles are those of `dsv4lib.formats.rotary`. Because one vector serves as key and value, the rotation is carried into
 the attention output, and the output path rotates it back at the query's position (:func:`apply_inverse`).
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def split_pairs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real and imaginary parts, interleaved in the last dim: ``[..., 2n]`` -> two ``[..., n]``."""
+    """Return real and imaginary parts, interleaved in the last dim. ``[..., 2n]`` -> two ``[..., n]``."""
     return x[..., 0::2], x[..., 1::2]
 
 
@@ -61,7 +61,10 @@ def apply_inverse(x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor)
 
 
 def apply_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """As :func:`apply`, with cosine and sine given: ``[..., n_freqs]``, broadcast against ``x``'s leading dims."""
+    """Rotate as :func:`apply`, with cosine and sine given.
+
+    ``[..., n_freqs]``, broadcast against ``x``'s leading dims.
+    """
     return _on_last_dims(x, cos, sin)
 
 

@@ -23,14 +23,17 @@ def affinity(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def select_by_score(a: torch.Tensor, bias: torch.Tensor, k: int) -> torch.Tensor:
-    """Experts with the k largest ``a + bias``, best first (ties: lower number): ``[..., E]`` -> int64 ``[..., k]``."""
+    """Return experts with the k largest ``a + bias``, best first.
+
+    Ties: lower number. ``[..., E]`` -> int64 ``[..., k]``.
+    """
     if k > a.shape[-1]:
         raise ArgumentError("k", k, f"at most the {a.shape[-1]} experts")
     return topk.topk(a + bias, k)
 
 
 def select_by_hash(tokens: torch.Tensor, tid2eid: torch.Tensor) -> torch.Tensor:
-    """Experts of each token id: tokens int64 ``[...]``, tid2eid int64 ``[vocab, k]`` -> int64 ``[..., k]``."""
+    """Return experts of each token id. tokens int64 ``[...]``, tid2eid int64 ``[vocab, k]`` -> int64 ``[..., k]``."""
     return tid2eid[tokens]
 
 

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature, top-p, reproducible from a generator.
+"""Choose the next token. Greedy, temperature, top-p, reproducible from a generator.
 
 Sampling divides the probabilities by Exp(1) noise and takes the argmax, as the released code does: the exponential race
 picks token i with probability p_i, without a cumulative sum.
@@ -61,7 +61,7 @@ def sample(
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Draw one token per row: ``[..., V]`` -> int64 ``[...]``; temperature 0 is :func:`greedy`."""
+    """Draw one token per row: ``[..., V]`` -> int64 ``[...]``. Temperature 0 is :func:`greedy`."""
     if temperature == 0:
         _check_top_p(top_p)
         return greedy(logits)

@@ -14,6 +14,6 @@ def gated(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def swiglu_quant(x: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return E4M3 codes [T, I] and E8M0 scales [T, I / 128] of `gated`, rounded to fp32 before."""
+    """Return E4M3 codes [T, I] and E8M0 scales [T, I / 128] of `gated`. It is rounded to fp32 before."""
     codes, scales, _ = quantize(gated(x, limit).float(), "fp8")
     return codes[0], scales[0]

@@ -88,7 +88,10 @@ def real_attention(heads: int = 64, top_k: int = 48) -> ModelConfig:
 
 
 def attention_calls(config: ModelConfig, sizes: Sequence[int], seed: int = 0) -> list[list[AttentionCall]]:
-    """Run the peer on one random sequence, cut into calls of ``sizes`` tokens: for each call, its layers' attention."""
+    """Run the peer on one random sequence, cut into calls of ``sizes`` tokens.
+
+    Returns its layers' attention of each call.
+    """
     from transformers import DynamicCache
 
     rng = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Parity with a model that we did not write: transformers' ``DeepseekV4ForCausalLM``.
+"""Check parity with a model that we did not write. It is transformers' ``DeepseekV4ForCausalLM``.
 
 Why it exists: an oracle that is only compared with itself proves nothing. Here the same random weights go into
 transformers' implementation (the *peer*) and into :class:`dsv4lib.reference.model.ReferenceModel`, and logits and
@@ -55,7 +55,7 @@ _BASE = replace(
 
 @dataclass(frozen=True)
 class Variant:
-    """What one parity run fixes: the model's dimensions and the token counts of its modes.
+    """What one parity run fixes. It is the model's dimensions and the token counts of its modes.
 
     Attributes:
         config: dimensions, windows, compression rates and rope of both models.

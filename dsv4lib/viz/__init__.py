@@ -1,4 +1,7 @@
-"""Figures: every function takes arrays or traces, returns a Figure with alt text, and knows nothing of DeepSeek-V4."""
+"""Draw figures.
+
+Every function takes arrays or traces, returns a Figure with alt text, and knows nothing of DeepSeek-V4.
+"""
 
 from dsv4lib.viz import (  # noqa: F401
     bars,

@@ -1,4 +1,4 @@
-"""Prepare values from outside to draw: arrays of any library in, short numbers for cells out."""
+"""Prepare values from outside to draw. Arrays of any library in, short numbers for cells out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4lib.viz.panels import ink_on
 
 
 def as_array(name: str, value: Any, dtype: Any = np.float64) -> np.ndarray:
-    """Convert ``value`` (torch tensor, numpy array or nested sequence) to a numpy array of ``dtype``."""
+    """Convert ``value`` to a numpy array of ``dtype``. It is a torch tensor, numpy array or nested sequence."""
     if hasattr(value, "detach"):  # a torch tensor; bf16 and FP8 have no numpy dtype, so floats go through fp64
         value = value.detach().cpu()
         value = value.double().numpy() if value.is_floating_point() else value.numpy()
@@ -37,7 +37,7 @@ def compact(value: float) -> str:
 
 
 def cell_texts(ax: Axes, texts: np.ndarray, colours: np.ndarray, size: float) -> None:
-    """Write ``texts[i, j]`` into the cells of a raster whose colours are ``colours[i, j]`` (RGB), in readable ink."""
+    """Write ``texts[i, j]`` into the cells of a raster, in readable ink. Their colours are ``colours[i, j]`` (RGB)."""
     for (row, column), text in np.ndenumerate(texts):
         ink = ink_on(colours[row, column])
         label = ax.text(column, row, str(text), ha="center", va="center", fontsize=size, color=ink)

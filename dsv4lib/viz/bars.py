@@ -1,4 +1,4 @@
-"""Draw things side by side: one panel a quantity, one bar a thing, the same order in every panel."""
+"""Draw things side by side. One panel a quantity, one bar a thing, the same order in every panel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw times of one thing by several providers, and the least that physics allows: a line a case."""
+"""Draw times of one thing by several providers, and the least that physics allows. A line a case."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
 
 @styled
 def dumbbells(panels: Mapping[str, Sequence[Case]], title: str, columns: int = 2) -> Figure:
-    """Draw the lines from the floor over ours to the other's time, on a logarithmic axis.
+    """Draw lines from the floor over ours to the other's time, on a logarithmic axis.
 
     Args:
         panels: cases by panel title, top to bottom. title: of the figure. columns: panels side by side.

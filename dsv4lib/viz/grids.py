@@ -1,4 +1,4 @@
-"""Draw number formats: which values exist, where rounding errors sit, and what became of a scale."""
+"""Draw number formats. Which values exist, where rounding errors sit, and what became of a scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINED = 128  # cells a side that are still kept apart by lines
 
 @styled
 def number_lines(formats: Mapping[str, Any], title: str = "") -> Figure:
-    """Draw the positive values of each format as ticks: relative to the largest, and over the powers of two.
+    """Draw the positive values of each format as ticks. Relative to the largest, and over the powers of two.
 
     Args:
         formats: name -> values; what is not positive and finite is left out.

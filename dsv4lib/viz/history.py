@@ -1,4 +1,4 @@
-"""Draw on-chip memories over time: the owner of each cell of tensor and shared memory at chosen moments.
+"""Draw on-chip memories over time. The owner of each cell of tensor and shared memory at chosen moments.
 
 Everything is arrays: codes of owners, ages from 0 (old) to 1 (just now). Old content is pale.
 """
@@ -62,7 +62,9 @@ def tmem_over_time(
     columns: int = 3,
     regions: Sequence[tuple[str, int, int]] = (),
 ) -> Figure:
-    """Tensor memory at several moments: 128 lanes x 512 columns each, coloured by the warp that accessed a cell last.
+    """Draw tensor memory at several moments.
+
+    128 lanes x 512 columns each, coloured by the warp that accessed a cell last.
 
     Args:
         codes: integer [moments, 128, 512], index into ``names``, -1 = untouched.
@@ -131,7 +133,7 @@ def _amounts(codes: np.ndarray, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Barrier:
-    """An mbarrier at one moment: its phase, arrivals it still misses of how many, and bytes it still expects."""
+    """An mbarrier at one moment. It has a phase, arrivals it still misses of how many, and bytes it still expects."""
 
     name: str
     phase: int
@@ -210,7 +212,7 @@ def smem_over_time(
     chunk_bytes: int = 16,
     now: float | None = None,
 ) -> Figure:
-    """Draw shared memory (upwards) against time: the warp that accessed each chunk last.
+    """Draw shared memory (upwards) against time. Colours are the warp that accessed each chunk last.
 
     Args:
         codes: integer [chunks, times], index into ``names``, -1 = untouched.
@@ -277,7 +279,9 @@ def _against_time(
 def tmem_against_time(
     codes: Any, times: Any, names: Sequence[str], title: str, regions: Sequence[tuple[str, int, int]] = ()
 ) -> Figure:
-    """The columns of tensor memory (upwards) against time: the warp that accessed a lane's cell of each column last.
+    """Draw columns of tensor memory (upwards) against time.
+
+    Colours: the warp that last accessed a lane's cell of each column.
 
     Args:
         codes: integer [512, times], index into ``names``, -1 = untouched.

@@ -90,7 +90,7 @@ def _alt(values: np.ndarray, title: str, axes: tuple[str, str], what: str) -> st
 
 @styled
 def difference(drawn: Any, expected: Any, title: str, names: tuple[str, str] = ("drawn", "independent")) -> Figure:
-    """Draw the where two evaluations of one layout disagree: a raster of the elements that differ.
+    """Draw where two evaluations of one layout disagree. It is a raster of the elements that differ.
 
     Args:
         drawn, expected: integer arrays [rows, columns] of one shape.

@@ -1,4 +1,4 @@
-"""Draw a model's structure: schedule, stream mixing, compression windows, visibility, curves, parity.
+"""Draw a model's structure. Schedule, stream mixing, compression windows, visibility, curves, parity.
 
 They draw what they are given, arrays measured on a model or lists from its configuration, and know no model: every
 number in a figure is an argument. Colours follow the layer kind everywhere.
@@ -268,7 +268,9 @@ def curves(
 def kv_bytes(
     per_token: Mapping[str, Mapping[str, float]], contexts: Sequence[int], fixed: Mapping[str, float]
 ) -> Figure:
-    """What the KV cache of a request costs: growing bytes per token by part, and the total over the context length.
+    """Draw what the KV cache of a request costs.
+
+    Growing bytes per token by part, and the total over the context length.
 
     Args:
         per_token: model -> part -> bytes that each further token adds.

@@ -1,4 +1,4 @@
-"""Draw pieces that several figures share: the style inside a function, rasters of categories, numbers in cells.
+"""Draw pieces that several figures share. The style inside a function, rasters of categories, numbers in cells.
 
 Large layouts are rasters (one image), never thousands of patches: a 128 x 128 tile as patches takes most of a minute.
 """
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
-    """Run a drawing function under the lab's style: axes and titles read their defaults when they are made."""
+    """Run a drawing function under the lab's style. Axes and titles read their defaults when they are made."""
 
     @wraps(draw)
     def inside(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,7 +88,7 @@ def _number_path(number: int) -> Path:
 
 
 def numbers(ax: Axes, labels: np.ndarray, colours: np.ndarray | None = None, size: float = 7.5) -> None:
-    """Write the integers ``labels[i, j]`` into the cells of a raster, legibly on ``colours``, the background of each.
+    """Write the integers ``labels[i, j]`` into a raster's cells, legibly. ``colours`` is the background of each.
 
     All labels are one collection of outlines: hundreds of text objects would take most of a second to lay out.
     """

@@ -1,4 +1,4 @@
-"""Read PTX as a kernel author does: which hardware units are used, how often, by which role, from which Python line.
+"""Read PTX as a kernel author does. Which hardware units are used, how often, by which role, from which Python line.
 
 Everything here takes PTX text alone (compiled with line info for the Python lines), so it works on any kernel of any
 compiler. Counts are static: instructions in the text, not executions.
@@ -48,7 +48,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One PTX instruction: opcode with modifiers, its line in the PTX (from 1), and the Python file name and line."""
+    """One PTX instruction: opcode with modifiers, its line in the PTX (from 1). Also the Python file name and line."""
 
     opcode: str
     ptx_line: int
@@ -58,7 +58,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class FamilyCount:
-    """A family, how many instructions of it a kernel holds, and the instruction variants seen with their counts."""
+    """A family, and how many instructions of it a kernel holds.
+
+    Also the instruction variants seen, with their counts.
+    """
 
     family: Family
     count: int
@@ -158,7 +161,7 @@ def family_of(opcode: str) -> Family:
 
 
 def instruction_table(ptx: str) -> list[FamilyCount]:
-    """Return the families present in ``ptx`` in the order of `FAMILIES`, with counts and instruction variants."""
+    """Return the families present in ``ptx`` with counts and instruction variants. The order is that of `FAMILIES`."""
     seen: dict[Family, Counter[str]] = {}
     for instruction in instructions(ptx):
         seen.setdefault(family_of(instruction.opcode), Counter())[instruction.opcode] += 1
@@ -170,13 +173,13 @@ def instruction_table(ptx: str) -> list[FamilyCount]:
 
 
 def count(ptx: str, prefix: str) -> int:
-    """Count how many instructions of ``ptx`` have an opcode that starts with ``prefix``, such as ``tcgen05.mma``."""
+    """Count instructions of ``ptx`` whose opcode starts with ``prefix``. For example ``tcgen05.mma``."""
     return sum(instruction.opcode.startswith(prefix) for instruction in instructions(ptx))
 
 
 @styled
 def instruction_bars(ptx: str, title: str = "Instructions in the PTX") -> Figure:
-    """Draw the bars of `instruction_table`: one a family, one colour a hardware unit, the count at its end."""
+    """Draw the bars of `instruction_table`. One a family, one colour a hardware unit, the count at its end."""
     rows = instruction_table(ptx)
     fig = style.new_figure(height=0.9 + 0.24 * len(rows))
     ax = fig.subplots()
@@ -201,7 +204,10 @@ def instruction_bars(ptx: str, title: str = "Instructions in the PTX") -> Figure
 
 
 def function_body(function: Callable[..., Any]) -> str:
-    """The statements of a Python function with their comments, without signature and docstring, to show beside PTX."""
+    """Return a Python function's statements with their comments, to show beside PTX.
+
+    Without signature and docstring.
+    """
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     definition = ast.parse("\n".join(lines)).body[0]
     if not isinstance(definition, ast.FunctionDef):
@@ -212,7 +218,7 @@ def function_body(function: Callable[..., Any]) -> str:
 
 
 def ptx_excerpt(ptx: str, pattern: str, context: int = 2, source: str | None = None, limit: int = 1) -> str:
-    """Return the places where ``pattern`` matches an opcode, as PTX lines with the Python line each came from.
+    """Return the places where ``pattern`` matches an opcode. They are PTX lines with the Python line each came from.
 
     Args:
         ptx: PTX text with line info.

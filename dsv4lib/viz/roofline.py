@@ -1,4 +1,4 @@
-"""Draw a roofline: work per byte against rate, under the roofs of bandwidth and arithmetic.
+"""Draw a roofline. Work per byte against rate, under the roofs of bandwidth and arithmetic.
 
 A point's distance to the roof above it is what is lost; points of one shape on a vertical line differ only in that.
 """

@@ -1,4 +1,4 @@
-"""Draw shared memory as banks: the bank group of every 16-byte chunk of a tile, and what an access costs.
+"""Draw shared memory as banks. It shows the bank group of every 16-byte chunk of a tile, and what an access costs.
 
 32 banks of 4 bytes serve 128 bytes a pass: eight groups of 16 bytes, one colour each. A read of one chunk from eight
 rows is free exactly when the eight rows show eight colours in that column. That is all a swizzle is for.
@@ -125,7 +125,7 @@ def _column_ways(groups: np.ndarray) -> int:
 
 @styled
 def bank_conflicts(accesses: Mapping[str, Any], title: str, chunk_bytes: int = CHUNK_BYTES) -> Figure:
-    """Draw the words each bank must deliver for one access, a bar a bank: the tallest bar is the number of passes.
+    """Draw the words each bank must deliver for one access, a bar a bank. The tallest bar is the number of passes.
 
     Args:
         accesses: name -> integer [lanes], first byte of each thread's chunk.

@@ -1,4 +1,4 @@
-"""Style every figure alike: palette, sizes, alt text, and how a figure reaches a notebook page.
+"""Style every figure alike. Palette, sizes, alt text, and how a figure reaches a notebook page.
 
 Library functions build `matplotlib.figure.Figure` objects without pyplot (no global state, safe in any process) and
 attach alt text; `show` renders one to a reproducible PNG with that text, so reports are readable without seeing them.
@@ -89,10 +89,13 @@ def show(fig: Figure) -> None:
 
 
 def drawn() -> bool:
-    """Tell whether figures are drawn: not where only the verdict of a page counts (DSV4_FIGURES=off)."""
+    """Tell whether figures are drawn. They are not where only the verdict of a page counts (DSV4_FIGURES=off)."""
     return os.environ.get("DSV4_FIGURES", "") != "off"
 
 
 def headless() -> bool:
-    """True when no person sits in front of the notebook (the runner sets DSV4_HEADLESS=1): widgets become figures."""
+    """Tell whether no person sits in front of the notebook.
+
+    Then (the runner sets DSV4_HEADLESS=1) widgets become figures.
+    """
     return os.environ.get("DSV4_HEADLESS", "") == "1"

@@ -1,4 +1,4 @@
-"""Draw the tile picture of a kernel: which products a CTA forms, and where their operands live.
+"""Draw the tile picture of a kernel. Which products a CTA forms, and where their operands live.
 
 Everything is an argument: extents, memories, bytes and columns come from the kernel's configuration.
 """
@@ -23,7 +23,7 @@ _GAP = 0.35
 
 @dataclass(frozen=True)
 class Part:
-    """An operand or a result: its name, rows x columns, and the memory it lives in (a key of `MEMORIES`)."""
+    """An operand or a result: its name, rows x columns. Also the memory it lives in (a key of `MEMORIES`)."""
 
     name: str
     rows: int

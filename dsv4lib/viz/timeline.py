@@ -1,4 +1,4 @@
-"""Draw what happened when: warps and asynchronous units on one clock, and the phases of barriers.
+"""Draw what happened when. Warps and asynchronous units on one clock, and the phases of barriers.
 
 The clock is whatever the caller counts in (the emulator: executed warp-instructions). It orders events; it is no time
 of a GPU, and the figures say so on their axis.
@@ -123,7 +123,7 @@ class Phases:
 
 @styled
 def barrier_phases(barriers: Sequence[Phases], end: float, title: str, now: float | None = None) -> Figure:
-    """Draw the phases of barriers over time: bars alternate with the parity, numbers are phases, lines below are waits.
+    """Draw the phases of barriers over time. Bars alternate with the parity, numbers are phases, lines below are waits.
 
     Args:
         barriers: rows, top to bottom.

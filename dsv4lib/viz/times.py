@@ -1,4 +1,4 @@
-"""Draw the roofline in time: launch time against bytes, with bandwidth and latency guides.
+"""Draw the roofline in time. Launch time against bytes, with bandwidth and latency guides.
 
 Small work lies on the levels, large work on the diagonals; what lies above both has something else to wait for.
 """

@@ -1,4 +1,4 @@
-"""Draw TMA boxes over a tensor: what a tile loop loads, loads twice, and fills with zeros past the edge.
+"""Draw TMA boxes over a tensor. What a tile loop loads, loads twice, and fills with zeros past the edge.
 
 A box that sticks out of the tensor is still written whole into shared memory: elements outside read as zero, and the
 barrier still counts the full box's bytes (PTX ISA, "cp.async.bulk.tensor").
@@ -51,7 +51,7 @@ def coverage(shape: tuple[int, int], box: tuple[int, int], coords: Any) -> np.nd
 
 
 def filled(shape: tuple[int, int], box: tuple[int, int], coords: Any) -> int:
-    """Return the elements of all boxes that lie outside the tensor and arrive as zeros."""
+    """Return the elements of all boxes outside the tensor. They arrive as zeros."""
     return len(_starts(coords)) * box[0] * box[1] - int(coverage(shape, box, coords).sum())
 
 
@@ -64,7 +64,7 @@ def boxes(
     element_bytes: float = 2,
     axes: tuple[str, str] = ("row", "k"),
 ) -> Figure:
-    """Draw the boxes of a tile loop over a tensor, numbered in the order they are loaded.
+    """Draw the boxes of a tile loop over a tensor, numbered in the order of loads.
 
     Args:
         shape: (rows, columns) of the tensor.
@@ -138,7 +138,7 @@ def iterations(
     title: str,
     axes: tuple[str, str] = ("row", "k"),
 ) -> Figure:
-    """Find which box each iteration of a loop loads: a loop that walks its operand draws a diagonal, a stuck one a bar.
+    """Find which box each iteration of a loop loads. A loop that walks its operand draws a diagonal, a stuck one a bar.
 
     Args:
         shape: (rows, columns) of the tensor, or of the part that the loop has to cover.
@@ -186,7 +186,7 @@ def iterations(
 
 @styled
 def gathers(rows: Any, groups: Sequence[tuple[str, int]], tile: int, title: str) -> Figure:
-    """Draw the which row of memory becomes which key of a loop that gathers its tiles row by row.
+    """Draw which row of memory becomes which key of a loop. It gathers its tiles row by row.
 
     Args:
         rows: integer [keys], row of each key in loading order, -1 = none (TMA fills it with zeros).

@@ -1,4 +1,4 @@
-"""Draw tensor memory: 128 lanes x 512 columns of 32 bits, address ``lane << 16 | column``.
+"""Draw tensor memory. 128 lanes x 512 columns of 32 bits, address ``lane << 16 | column``.
 
 Warp w of a warpgroup reads and writes lanes 32 (w mod 4) to 32 (w mod 4) + 31 only (PTX ISA, "Tensor Memory Access
 Restrictions"); every map here shows these quarters.
@@ -147,7 +147,7 @@ def cells(addresses: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @styled
 def accumulator(addresses: Any, title: str) -> Figure:
-    """Draw the where the elements of an accumulator sit: the row (left) and the column (right) that every cell holds.
+    """Draw where the elements of an accumulator sit. Every cell holds a row (left) and a column (right).
 
     Args:
         addresses: integer [rows, columns], ``lane << 16 | column``.

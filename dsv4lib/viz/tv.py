@@ -1,4 +1,4 @@
-"""Draw thread-value maps: which element of a tile sits in which register of which thread.
+"""Draw thread-value maps. Which element of a tile sits in which register of which thread.
 
 Made for copies between tensor memory and registers (T2R, R2T); any map (thread, value) -> (row, column) can be drawn.
 A load and a store that are meant to undo each other must have the same map: `round_trip` shows where every element
@@ -28,7 +28,10 @@ def _coordinates(rows: Any, columns: Any, tile: tuple[int, int]) -> tuple[np.nda
 
 
 def owners(rows: Any, columns: Any, tile: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Invert the map: (thread, value) of every tile element, int64 [rows, columns] each, -1 where no thread has it."""
+    """Invert the map.
+
+    Returns (thread, value) of every element, int64 [rows, columns] each, -1 where no thread has it.
+    """
     r, c = _coordinates(rows, columns, tile)
     thread = np.full(tile, -1, dtype=np.int64)
     value = thread.copy()
@@ -48,7 +51,7 @@ def _panel(fig: Figure, ax: Axes, values: np.ndarray, label: str) -> None:
 
 @styled
 def thread_value_map(rows: Any, columns: Any, tile: tuple[int, int], title: str, thread: int = 37) -> Figure:
-    """Draw the owner thread and register of every element, with one thread's elements marked.
+    """Draw the owner thread and register of every element. One thread's elements are marked.
 
     Args:
         rows, columns: integer [threads, values], element coordinates.
@@ -75,7 +78,10 @@ def thread_value_map(rows: Any, columns: Any, tile: tuple[int, int], title: str,
 
 
 def displaced(rows_in: Any, columns_in: Any, rows_out: Any, columns_out: Any, tile: tuple[int, int]) -> int:
-    """Elements that end in another cell when a tile is read with the first map and written back with the second."""
+    """Return elements that end in another cell.
+
+    The tile is read with the first map and written back with the second.
+    """
     r_in, c_in = _coordinates(rows_in, columns_in, tile)
     r_out, c_out = _coordinates(rows_out, columns_out, tile)
     if r_in.shape != r_out.shape:
@@ -87,7 +93,7 @@ def displaced(rows_in: Any, columns_in: Any, rows_out: Any, columns_out: Any, ti
 def round_trip(
     rows_in: Any, columns_in: Any, rows_out: Any, columns_out: Any, tile: tuple[int, int], title: str
 ) -> Figure:
-    """Draw a tile after a load with one map and a store with another: the row and column each cell came from.
+    """Draw a tile after a load with one map and a store with another. It shows the row and column each cell came from.
 
     Args:
         rows_in, columns_in: integer [threads, values], the load's map.

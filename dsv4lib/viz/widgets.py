@@ -26,7 +26,7 @@ Draw = Callable[..., tuple[Figure, str]]
 def explore(
     draw: Draw, controls: dict[str, Sequence[Any]], states: Sequence[dict[str, Any]] = (), **defaults: Any
 ) -> None:
-    """Let the reader choose the arguments of ``draw``, or show its states where no kernel runs.
+    """Let the reader choose the arguments of ``draw``. Where no kernel runs, show its states.
 
     Args:
         draw: called with one keyword per control; returns (figure with alt text, one line that states the result). A

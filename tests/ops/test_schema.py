@@ -76,6 +76,12 @@ def test_the_schema_has_the_members_of_groups():
     )
 
 
+def test_an_alias_names_an_argument_in_the_schema_alone():
+    signature = schema.Signature(Record, {"pages.data": "table"})
+    assert signature.schema(signature.places("out")) == SCHEMA.replace("pages_data", "table")
+    assert [leaf.path for leaf in signature.leaves] == [leaf.path for leaf in schema.Signature(Record).leaves]
+
+
 def test_torch_errors_and_overlaps_know_the_fields(registered):
     found = registered._opoverload._schema
     assert str(found) == "dsv4::test_schema" + SCHEMA

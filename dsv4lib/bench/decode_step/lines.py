@@ -1,4 +1,4 @@
-"""List what a decode step of DSV4-Flash does: lines of classes, how often a step, and the rows that time them.
+"""List what a decode step of DSV4-Flash does. Lines have a class, how often a step, and the rows that time them.
 
 One row of each kind of layer is timed and counted as often as the model has such layers (2 SWA, 21 CSA, 20 HCA). A
 line's floor is the bytes it must move at the data sheet's bandwidth, or its MMAs at the data sheet's peak if longer.

@@ -1,4 +1,4 @@
-"""Make rows of a decode step that the ops' own bench modules do not have, DSV4-Flash, released formats.
+"""Make rows of a decode step that the ops' bench modules do not have. They are of DSV4-Flash, in released formats.
 
 | row              | ours                             | others       | check                            |
 |------------------|----------------------------------|--------------|----------------------------------|
@@ -227,7 +227,7 @@ def fp8_weights(n: int, k: int, generator: torch.Generator) -> tuple[Tensor, Ten
 
 
 def shared_expert(tokens: int) -> Row:
-    """Two FP8 linears with SwiGLU and requantisation between them; x comes quantised, from mHC."""
+    """Time two FP8 linears with SwiGLU and requantisation between them. x comes quantised, from mHC."""
     d, width = FLASH.hidden, FLASH.expert_width
     weights = 3 * d * width
 

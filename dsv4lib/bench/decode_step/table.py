@@ -136,7 +136,7 @@ def page(tokens: int, context: int, entries: Sequence[Entry], gpu: str) -> str:
 
 
 def record(steps: Mapping[tuple[int, int], Sequence[Entry]], run: str, folder: Path) -> None:
-    """Write the lines of steps (batch, context) into ``folder / FILE``; those of other steps stay.
+    """Write the lines of steps (batch, context) into ``folder / FILE``. Those of other steps stay.
 
     Raises:
         DSV4Error: the file has other columns.

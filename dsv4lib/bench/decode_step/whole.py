@@ -1,4 +1,4 @@
-"""Time decode steps of whole layers of DSV4-Flash: real sizes, random weights, one CUDA graph a step.
+"""Time decode steps of whole layers of DSV4-Flash. Real sizes, random weights, one CUDA graph a step.
 
     python -m dsv4lib.bench.decode_step.whole [--batch 1,8] [--context 32768] [--pairs 1,3] [--kernels] [--record DIR]
 
@@ -55,7 +55,7 @@ SMALL_SCALE = 121  # E8M0 byte of all scales: 2^-6, so that sums of a few thousa
 
 
 class Drawn:
-    """A checkpoint of random tensors, drawn when they are read: what `loader` asks of a `Checkpoint`.
+    """A checkpoint of random tensors, drawn when they are read. It has what `loader` asks of a `Checkpoint`.
 
     Args:
         config: sizes. form: one of `names.FORMATS`. device: of the tensors. seed: of all of them.
@@ -77,7 +77,7 @@ class Drawn:
         return DrawnEntry(spec.dtypes[0], spec.shape)
 
     def get(self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
-        """Draw a tensor: bytes of codes, equal scales, normals of a size that keeps sums near 1."""
+        """Draw a tensor: bytes of codes, equal scales, or normals. Their size keeps sums near 1."""
         dtype, options = self.entry(name).dtype, {"generator": self.generator, "device": self.generator.device}
         if dtype == torch.float8_e8m0fnu:
             return torch.full(shape, SMALL_SCALE, dtype=torch.uint8, device=options["device"]).view(dtype)
@@ -149,7 +149,7 @@ def model_of(config: ModelConfig, batch: int, context: int, device: str, backend
 
 
 def fill(model: Transformer, generator: torch.Generator) -> None:
-    """Fill window, entries and indexer keys of all layers with normals in their formats."""
+    """Fill window, entries and indexer keys of all layers. They are normals in their formats."""
     for caches in model.caches:
         pools = [(pool, FLASH.head_dim, kv_entry.append, ()) for pool in (caches.window, caches.entries) if pool]
         if caches.keys:
@@ -163,7 +163,7 @@ def fill(model: Transformer, generator: torch.Generator) -> None:
 
 
 def step_of(model: Transformer, batch: int, context: int) -> Any:
-    """Return a call: one more token of each request, a position before the last of the context."""
+    """Return a call. It makes one more token of each request, a position before the last of the context."""
     step = model.step([[1 + n % 200] for n in range(batch)], list(range(batch)), [context - 2] * batch)
 
     @torch.no_grad()
@@ -174,7 +174,7 @@ def step_of(model: Transformer, batch: int, context: int) -> Any:
 
 
 def advances(works: Sequence[timing.Work]) -> dict[str, float]:
-    """Return by kernel how far each moved the end of all work, in us: of works that overlap the later end counts."""
+    """Return by kernel how far each moved the end of all work, in us. Of works that overlap the later end counts."""
     found: Counter[str] = Counter()
     end = None
     for work in sorted(works, key=lambda one: one.end):

@@ -1,1 +1,1 @@
-"""Time the memory-bound ops on a GPU: rows by op, peers on the same inputs, one harness."""
+"""Time the memory-bound ops on a GPU. Rows by op, peers on the same inputs, one harness."""

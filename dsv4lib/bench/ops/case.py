@@ -1,4 +1,4 @@
-"""Define a row of the bench of ops: inputs, providers (ours and the peers'), and the check before timing.
+"""Define a row of the bench of ops. It has inputs, providers (ours and the peers'), and the check before timing.
 
 The module `bench` beside each op lists its rows in `rows()`. The harness makes the inputs, checks every provider
 against the reference, and only then times them, alternating.
@@ -67,7 +67,7 @@ class Row:
 
 
 def tensors(given: Given) -> dict[str, torch.Tensor]:
-    """Return every tensor among the inputs by name, those in tuples and lists as "name[0]"."""
+    """Return every tensor among the inputs by name. Those in tuples and lists are "name[0]"."""
     found = {}
     for key, value in given.items():
         parts = {key: value} if not isinstance(value, tuple | list) else {f"{key}[{i}]": x for i, x in enumerate(value)}

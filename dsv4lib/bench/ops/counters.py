@@ -1,4 +1,4 @@
-"""Read the GPU's counters for the rows: bytes of HBM and of L2, issue slots, stall reasons.
+"""Read the GPU's counters for the rows. Bytes of HBM and of L2, issue slots, stall reasons.
 
     python -m dsv4lib.bench.ops.counters [--only mhc] [--shape "T 4096"] [--providers vLLM] [--all]
         [--record data/bench/ops]
@@ -63,7 +63,7 @@ NO_PROFILER = 21  # the exit code where ncu is missing
 
 
 class CounterError(DSV4Error, RuntimeError):
-    """Nsight Compute is missing, fails, or prints something else than the requested counters."""
+    """Nsight Compute is missing or fails. Or it prints something else than the requested counters."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def calls(rows: Iterable[Row], providers: Sequence[str]) -> None:
 
 
 def parsed(text: str, run: str = "") -> list[Counted]:
-    """Return the counters of every call in a report of `command`, kernels of a call added.
+    """Return the counters of every call in a report of `command`. Kernels of a call are added.
 
     Raises:
         CounterError: no table, a counter is missing, or a kernel stands in no range.

@@ -1,4 +1,4 @@
-"""Pack our kernels of the bench's rows on a machine without a GPU, for one without the CuTe DSL.
+"""Pack our kernels of the bench's rows without a GPU. The pack is for a machine without the CuTe DSL.
 
     python -m dsv4lib.bench.ops.export ops.zip [--arch sm_90a] [--only rmsnorm,router] [--shape "T 4096"]
 

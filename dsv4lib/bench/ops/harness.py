@@ -1,4 +1,4 @@
-"""Time the rows of the ops' bench modules on a GPU, and print each row when it is done.
+"""Time the rows of the ops' bench modules on a GPU. Each row is printed when it is done.
 
     python -m dsv4lib.bench.ops.harness [--only rmsnorm,router] [--shape "T 4096"] [--providers ours,Triton]
         [--seconds 60]
@@ -92,7 +92,7 @@ def inputs(row: Row, device: str, seed: int = 0) -> Given:
 
 
 def taken(row: Row, providers: Sequence[str]) -> list[Provider]:
-    """Return ours, and the peers whose name contains one of ``providers`` (all if none is named)."""
+    """Return ours, and the peers whose name contains one of ``providers``. All if none is named."""
     names = [provider.name for provider in row.providers]
     if len(set(names)) < len(names):
         raise ArgumentError("providers", names, "names that differ")
@@ -239,7 +239,7 @@ def first_calls(rows: Iterable[Row], providers: Sequence[str] = (), device: str 
 
 
 def ahead(processes: int, arguments: Sequence[str], module: str = "dsv4lib.bench.ops.harness") -> None:
-    """Make the `first_calls` of the rows that ``arguments`` of ``module`` choose, in so many processes at once."""
+    """Make the `first_calls` of chosen rows, in so many processes at once. ``arguments`` of ``module`` choose them."""
     start = time.perf_counter()
     command = [sys.executable, "-m", module, *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -250,7 +250,10 @@ def ahead(processes: int, arguments: Sequence[str], module: str = "dsv4lib.bench
 
 
 def chosen(only: Sequence[str], shape: str) -> tuple[list[Row], dict[str, str]]:
-    """Rows of these ops (all if none is named) whose shape contains ``shape``, and modules that cannot be imported."""
+    """Return rows of these ops whose shape contains ``shape``.
+
+    All if none is named; also modules that cannot be imported.
+    """
     found, broken = modules(only)
     rows = []
     for name, make in found.items():
@@ -293,7 +296,7 @@ def command_line(arguments: Sequence[str], *folders: Path | None, module: str = 
 
 
 def facts(command: str) -> dict[str, str]:
-    """Return what times of this machine depend on, and ``command``, which took them: a line of `runs.csv`."""
+    """Return what times of this machine depend on, and ``command``, which took them. It is a line of `runs.csv`."""
     now, name = datetime.now(UTC), torch.cuda.get_device_name()
     query = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit"]
     query += ["--format=csv,noheader", "-i", "0"]

@@ -1,4 +1,4 @@
-"""Time calls on the host: how long a call keeps the CPU that makes it, the GPU's work apart.
+"""Time calls on the host. How long a call keeps the CPU that makes it, the GPU's work apart.
 
     python -m dsv4lib.bench.ops.host [--only mhc,topk] [--shape "T 8"] [--without-gpu]
 
@@ -53,7 +53,7 @@ LAYER = (  # (op, row) of a CSA layer of Flash in decode, 8 tokens, in order
 def host_us(
     call: Call, calls: int = CALLS, bursts: int = BURSTS, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the microseconds of the host that a warm call takes: the median of bursts.
+    """Return the microseconds of the host that a warm call takes. It is the median of bursts.
 
     Args:
         call: queues work on the current stream.
@@ -78,7 +78,7 @@ def _wait() -> None:
 
 
 def layer(device: str = "cuda") -> Call:
-    """Return a call of the ops of `LAYER`, ours, one after the other on the current stream.
+    """Return a call of the ops of `LAYER`, ours. They run one after the other on the current stream.
 
     Raises:
         ArgumentError: a row that is not there.

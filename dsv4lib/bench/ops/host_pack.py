@@ -1,4 +1,4 @@
-"""Host time of calls with kernels of a pack, on a GPU machine without the CuTe DSL.
+"""Time calls on the host with kernels of a pack. The GPU machine has no CuTe DSL.
 
     python -m dsv4lib.bench.ops.host_pack DIR [--only mhc,topk] [--shapes "T 1,T 8"]
 
@@ -58,7 +58,10 @@ of the errors that it has answered, parameters."""
 
 
 def code() -> dict[str, Any]:
-    """Machine code that a pack takes along, in hex: `THUNK`, and the replay of calls by the layout that it reads."""
+    """Return machine code that a pack takes along, in hex.
+
+    `THUNK`, and the replay of calls by the layout that it reads.
+    """
     from dsv4lib.ops.common import replay, replay_ir
 
     here = replay.layout()
@@ -269,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def times(rows: Sequence[Any], launches: Launches) -> Iterator[tuple[str, float | str]]:
-    """(row, microseconds or why there are none), then their median, and the rows within `GOAL_US`."""
+    """Return (row, microseconds or why there are none). Then their median, and the rows within `GOAL_US`."""
     from dsv4lib.bench.ops import host, timing
 
     found = []

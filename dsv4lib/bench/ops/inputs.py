@@ -1,4 +1,4 @@
-"""Share between rows the models' sizes, inputs, and comparisons that name what differs."""
+"""Share between rows what they have in common. Models' sizes, inputs, and comparisons that name what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of `layer_chain`: the twelve ops around attention and the experts of a Flash layer, called one after the other.
+"""Time `layer_chain`. The twelve ops around attention and the experts of a Flash layer run one after the other.
 
 What an eager decode step pays on the host: its ``host us`` is the row's point, and a graph's node the GPU's share. It
 has no time with a cold L2: where a profiler watches, ops go through torch's dispatcher and derive their launches anew,

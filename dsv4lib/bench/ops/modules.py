@@ -1,4 +1,4 @@
-"""Find the bench modules of the ops: ``ops/<op>/bench.py``, and ``bench_<op>.py`` where ops share a kernel."""
+"""Find the bench modules of the ops. They are ``ops/<op>/bench.py``, and ``bench_<op>.py`` where ops share a kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4lib.errors import ArgumentError
 
 
 def modules(only: Sequence[str] = ()) -> tuple[dict[str, Callable[[], list[Row]]], dict[str, str]]:
-    """Return the functions `rows` of the ops' bench modules by op, and why a module cannot be imported, by its op.
+    """Return the functions `rows` of the ops' bench modules by op. Also why a module cannot be imported, by its op.
 
     Raises:
         ArgumentError: ``only`` names an op without a bench module.
@@ -32,7 +32,7 @@ def modules(only: Sequence[str] = ()) -> tuple[dict[str, Callable[[], list[Row]]
 
 
 def known() -> dict[str, str]:
-    """Return the bench modules by op: ``bench`` beside an op, ``bench_<op>`` beside another op of the same kernel."""
+    """Return the bench modules by op. ``bench`` beside an op, ``bench_<op>`` beside another op of the same kernel."""
     found = {"layer_chain": "dsv4lib.bench.ops.layer_chain"}
     for path in (env.root() / "dsv4lib" / "ops").glob("*/bench*.py"):
         op = path.parent.name if path.stem == "bench" else path.stem.removeprefix("bench_")

@@ -1,4 +1,4 @@
-"""Bind public kernels as providers of the rows: a module an op, `providers()` in each; no code of theirs is here.
+"""Bind public kernels as providers of the rows. An op has a module with `providers()`; no code of theirs is here.
 
 How to have them, on a machine with an sm_90 GPU and CUDA's compiler, in an environment of Python 3.12 and torch 2.11
 (the release that vLLM 0.26 was built for)::
@@ -61,7 +61,9 @@ def load(module: str, *others: str) -> ModuleType:
 
 
 def vllm_operators(library: str, namespace: str) -> Any:
-    """vLLM's operators of a library (`_C_stable_libtorch`, `_moe_C_stable_libtorch`), as ``torch.ops.<namespace>``.
+    """Return vLLM's operators of a library, as ``torch.ops.<namespace>``.
+
+    `_C_stable_libtorch`, `_moe_C_stable_libtorch`.
 
     Raises:
         Absent: vLLM, or this library of it, is not installed.

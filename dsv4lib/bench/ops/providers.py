@@ -1,4 +1,4 @@
-"""Make providers that several ops have: our op with its outputs allocated, and torch.compile of a few lines."""
+"""Make providers that several ops have. Our op with its outputs allocated, and torch.compile of a few lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_place(name: str, outputs: Callable[[Given], Outputs], write: Callable[[Gi
 
 
 def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:
-    """Return a provider whose every call returns new outputs (from torch's memory pool: no work of the GPU)."""
+    """Return a provider whose every call returns new outputs. They are of torch's memory pool: no work of the GPU."""
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         out: dict[str, torch.Tensor] = {}
@@ -33,7 +33,10 @@ def functional(name: str, compute: Callable[[Given], Outputs]) -> Provider:
 
 
 def compiled(compute: Callable[..., Outputs], *names: str, name: str = "torch.compile") -> Provider:
-    """Return what torch.compile makes of ``compute(*(given[n] for n in names))``, for the shapes of the row alone."""
+    """Return what torch.compile makes of ``compute(*(given[n] for n in names))``.
+
+    It is for the shapes of the row alone.
+    """
 
     def bind(given: Given) -> tuple[Call, Outputs]:
         # A code object gets 8 shapes by default, then silently runs uncompiled: refuse that.

@@ -1,4 +1,4 @@
-"""Launch kernels of a pack, compiled elsewhere, on a GPU here, by the driver alone, without the CuTe DSL.
+"""Launch kernels of a pack, compiled elsewhere, on a GPU here. By the driver alone, without the CuTe DSL.
 
 A pack (`export` writes it) is a folder with `index.json`, a file for each cubin, and files for memory with contents.
 For each row it has the launches of our op as the op itself made them: kernel, grid, parameters, and where among the
@@ -198,7 +198,7 @@ class Driver:
         return call
 
     def described(self, launch: Launch, cubin: bytes) -> tuple[Any, ctypes.c_void_p, Any]:
-        """A launch's CUlaunchConfig on the default stream and its kernel; and what must be kept.
+        """Return a launch's CUlaunchConfig on the default stream and its kernel. Also what must be kept.
 
         Raises:
             ReplayError: the driver refuses the kernel.

@@ -1,4 +1,4 @@
-"""Store and print what was measured of a row: times of its providers, ratios, verdict.
+"""Store and print what was measured of a row. Times of its providers, ratios, verdict.
 
 A folder has two files: `rows.csv`, a line for each provider of each row, and `runs.csv`, a line for each run that rows
 are from (machine, versions, command). Reading them needs neither torch nor a GPU.
@@ -122,7 +122,7 @@ class Result:
 
     @property
     def graph_verdict(self) -> str:
-        """Judge as `verdict`, by times as nodes of a graph, where peers pay no gaps between kernels."""
+        """Judge as `verdict`, by times as nodes of a graph. There peers pay no gaps between kernels."""
         return self._verdict(self.graph_ratio, self.graph_copy_ratio)
 
     def _verdict(self, ratio: float | None, copy_ratio: float | None) -> str:
@@ -160,7 +160,7 @@ HEAD = f"  {'provider':<32}{'cold us':>9}{'graph us':>9}{'host us':>9}{'GB/s':>7
 
 
 def lines(result: Result) -> list[str]:
-    """Return a row as text: its title, a line a provider, and what became of its goals."""
+    """Return a row as text. It has its title, a line a provider, and what became of its goals."""
     floor = result.floor_us
     shown = "" if floor is None else f", floor {floor:.2f} us"
     out = [f"{result.op} {result.shape}: {result.bytes / 1e6:.3g} MB{shown}"]

@@ -1,4 +1,4 @@
-"""Make inputs of ops with a rotary embedding: the table of angles, positions, a rotation, codes as numbers."""
+"""Make inputs of ops with a rotary embedding. The table of angles, positions, a rotation, codes as numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def positions(generator: torch.Generator, tokens: int) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rows: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Rotate the last 64 dims of x [T, H, D] by rows [T, 64] of a table, in the type of x."""
+    """Rotate the last 64 dims of x [T, H, D] by rows [T, 64] of a table. It stays in the type of x."""
     cos, sin = rows[:, None, :PAIRS].to(x.dtype), rows[:, None, PAIRS:].to(x.dtype)
     sin = -sin if inverse else sin
     a, b = x[..., -2 * PAIRS :: 2], x[..., 1 - 2 * PAIRS :: 2]

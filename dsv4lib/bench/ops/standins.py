@@ -1,4 +1,4 @@
-"""Stand in for our ops where the CuTe DSL is missing, so that rows, inputs, checks and peers are there."""
+"""Stand in for our ops where the CuTe DSL is missing. So rows, inputs, checks and peers are there."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class _InertFinder(MetaPathFinder, Loader):
 
 
 def inert() -> None:
-    """Let ops be imported without the DSL: what a kernel or its arguments would be made of does nothing.
+    """Let ops be imported without the DSL. What a kernel or its arguments would be made of does nothing.
 
     Their public functions, checks and plans are real then, and compile and launch nothing by themselves.
     """
@@ -113,7 +113,7 @@ def inert() -> None:
 
 
 def install() -> bool:
-    """Let stand-ins take the place of ops that are imported from now on, if the DSL is missing; whether it is."""
+    """Let stand-ins take the place of ops imported from now on, if the DSL is missing. Returns whether it is."""
     try:
         missing = importlib.util.find_spec("cutlass") is None
     except ValueError:  # its import is blocked

@@ -1,4 +1,4 @@
-"""Time calls on a GPU: with a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
+"""Time calls on a GPU. With a cold L2 by the GPU's own record of its kernels, and as nodes of a CUDA graph.
 
 Cold, one call after the other, all providers alternating in one profiler session:
 
@@ -45,7 +45,7 @@ Call = Callable[[], None]
 
 
 class TimingError(DSV4Error, RuntimeError):
-    """A call cannot be timed: the profiler lost kernels, the call launches none, or a graph cannot hold it."""
+    """A call cannot be timed. The profiler lost kernels, the call launches none, or a graph cannot hold it."""
 
 
 class Cold(NamedTuple):
@@ -75,7 +75,7 @@ def works_of(session: torch.profiler.profile) -> list[Work]:
 
 
 def rounds_of(count: int, rounds: int) -> list[list[int]]:
-    """Order the calls: each round has every provider once, odd rounds in reverse, the first one shifted."""
+    """Order the calls. Each round has every provider once, odd rounds in reverse, the first one shifted."""
     order = []
     for i in range(rounds):
         shifted = [(i // 2 + j) % count for j in range(count)]
@@ -84,7 +84,7 @@ def rounds_of(count: int, rounds: int) -> list[list[int]]:
 
 
 def split(works: Sequence[Work]) -> list[list[Work]]:
-    """Return the works of each call: what is between a spin and the flush before the next one.
+    """Return the works of each call. They are what is between a spin and the flush before the next one.
 
     Raises:
         TimingError: a call without any work.
@@ -156,7 +156,7 @@ class GpuClock:
         raise AssertionError
 
     def warm(self, calls: Sequence[Call]) -> list[float | str]:
-        """Time each call as a node of a graph (us, median of alternating replays), or say why it cannot be captured."""
+        """Time each call as a node of a graph. us, median of alternating replays, or why it cannot be captured."""
         graphs: list[torch.cuda.CUDAGraph | str] = [self._capture(call) for call in calls]
         times: list[list[float]] = [[] for _ in calls]
         for order in rounds_of(len(calls), REPLAYS + 1):
@@ -174,7 +174,7 @@ class GpuClock:
         return [g if isinstance(g, str) else statistics.median(t[1:]) for g, t in zip(graphs, times, strict=True)]
 
     def host(self, calls: Sequence[Call]) -> list[float]:
-        """Time the caller's thread queueing one more call of each (us, no graph, median of alternating bursts)."""
+        """Time the caller's thread queueing one more call of each. us, no graph, median of alternating bursts."""
         for call in calls:
             call()
         torch.cuda.synchronize()

@@ -1,1 +1,1 @@
-"""Compare other people's kernels with ours in the emulator: calls, runs in processes of their own, tables."""
+"""Compare other people's kernels with ours in the emulator. Calls, runs in processes of their own, tables."""

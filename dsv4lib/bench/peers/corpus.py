@@ -1,4 +1,4 @@
-"""`dsv4 test --corpus`: the packages of requirements-corpus.lock, installed beside the lab for tests/corpus.
+"""Run `dsv4 test --corpus`. Packages of requirements-corpus.lock are installed beside the lab for tests/corpus.
 
 They get a folder of their own and come without their requirements: those would replace the lab's pins. The tests put
 the folder last on the path, so that the lab's own packages win.

@@ -1,4 +1,4 @@
-"""`dsv4 bench peers`: our attention beside FA4's, FlashInfer's and cuDNN's, in the emulator, on the same numbers.
+"""Run `dsv4 bench peers`. Our attention beside FA4's, FlashInfer's and cuDNN's, in the emulator, on the same numbers.
 
 What a 128-key tile costs in the steady state (the difference of two lengths): warp-instructions by class, MMAs by
 shape, bytes; and the error against fp64, registers, shared memory, compile time. The kernels and the inputs are in
@@ -56,7 +56,7 @@ OURS = {64: "ours, 64 heads", 128: "ours, 128 heads"}
 
 
 def measure(name: str, packages: Path | None = None) -> dict[str, Any]:
-    """Return the row of one kernel of `fmha_calls.KERNELS`, run in a process of its own; see `table.run_alone`."""
+    """Return the row of one kernel of `fmha_calls.KERNELS`. It runs in a process of its own; see `table.run_alone`."""
     return as_row(run_alone("dsv4lib.bench.peers.fmha_run", [name], packages)[0])
 
 
@@ -86,7 +86,7 @@ def loaded(row: dict[str, Any]) -> float:
 
 
 def missed(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what our rows do not keep: a text for each bound that is broken, and for each larger error.
+    """Return what our rows do not keep. It is a text for each bound that is broken, and for each larger error.
 
     An error counts as larger if it exceeds the other kernel's largest over its seeds: below that, another choice of
     random numbers changes more than the choice of the kernel.

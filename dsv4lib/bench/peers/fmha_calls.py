@@ -1,4 +1,4 @@
-"""The same attention by other people's kernels and by ours: one set of numbers, and how each kernel takes it.
+"""Call the same attention by other people's kernels and by ours. One set of numbers, and how each kernel takes it.
 
 The problem is one token of DSV4's sparse attention without a sink: H heads of 512 against rows of a pool, K = V. All
 numbers of q and the pool are numbers of fp8 e4m3, so kernels for bf16 and for fp8 read exactly the same inputs.
@@ -29,7 +29,7 @@ _WORKSPACE = 64 << 20  # bytes; split kernels ask for some
 
 @dataclass(frozen=True)
 class Problem:
-    """One token: q fp8 [1, H, 512], pool fp8 [R, 512], index int32 [keys], rows of the pool, all different."""
+    """One token: q fp8 [1, H, 512], pool fp8 [R, 512], index int32 [keys]. Its rows of the pool are all different."""
 
     q: torch.Tensor
     pool: torch.Tensor
@@ -47,7 +47,7 @@ class Problem:
 
 
 def problem(heads: int, keys: int, seed: int = 0) -> Problem:
-    """Return the problem with the first ``heads`` of 128 heads and the first ``keys`` of 2,048 keys.
+    """Return the problem with the first ``heads`` of 128 heads. It has the first ``keys`` of 2,048 keys.
 
     Scores of a head have a standard deviation of 1/4 .. 2: no head can stand in for another, and a maximum over the
     first tile is rarely exceeded by much, so the steady state has no rescaling that a threshold could avoid.

@@ -1,4 +1,4 @@
-"""Run kernels of `fmha_calls` in the emulator, a line of JSON each: `python -m dsv4lib.bench.peers.fmha_run NAME...`.
+"""Run kernels of `fmha_calls` in the emulator, a line of JSON each. `python -m dsv4lib.bench.peers.fmha_run NAME...`.
 
 A process of its own: packages read variables when they are imported, and compile seconds need a fresh compiler.
 """
@@ -62,7 +62,9 @@ def watched() -> Iterator[dict[str, Any]]:
 
 
 def run(name: str) -> dict[str, Any]:
-    """Everything the table says of a kernel, see `peers.COLUMNS`, and ``lines``: instructions a tile by source line.
+    """Return all the table says of a kernel, see `peers.COLUMNS`, and ``lines``.
+
+    Those are instructions a tile by source line.
 
     Raises:
         EmulatorError: what stopped the kernel.

@@ -1,4 +1,4 @@
-"""Count what a traced launch executed and moved, sorted so that kernels can be set side by side.
+"""Count what a traced launch executed and moved. It is sorted so that kernels can be set side by side.
 
 Counts are of PTX warp-instructions. They are not SASS: ptxas removes most moves, merges and reorders the rest and makes
 a loop over the lanes of a TMA instruction; so moves are a class of their own, and TMA loads are counted by lane. Two
@@ -57,7 +57,7 @@ def thread_bytes(opcode: str) -> int:
 
 
 def shapes(trace: Any) -> Counter[str]:
-    """Return MMAs by shape and form: ``.ws`` weight-stationary, ``ts`` A in tensor memory, ``ss`` in shared memory."""
+    """Return MMAs by shape and form. ``.ws`` weight-stationary, ``ts`` A in tensor memory, ``ss`` in shared memory."""
     opcodes = dict(zip(trace.lines.tolist(), trace.opcodes.tolist(), strict=True))
     from_tensor = set(trace.tmem["op"][trace.tmem["what"] == "A"].tolist())
     found: Counter[str] = Counter()
@@ -108,7 +108,7 @@ def count(trace: Any) -> Counter[str]:
 
 
 def by_line(trace: Any) -> Counter[str]:
-    """Return the warp-instructions by Python line, ``file.py:line``, "" where there is none."""
+    """Return the warp-instructions by Python line, ``file.py:line``. "" where there is none."""
     out: Counter[str] = Counter()
     for source, n in zip(trace.sources, trace.executed.tolist(), strict=True):
         out[source.replace("\\", "/").rpartition("/")[2]] += n

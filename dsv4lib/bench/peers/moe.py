@@ -1,4 +1,4 @@
-"""`dsv4 bench peers moe`: block-scaled GEMMs of quack, FlashInfer and cuDNN, and ours, on the same operands.
+"""Run `dsv4 bench peers moe`. Block-scaled GEMMs of quack, FlashInfer and cuDNN, and ours, on the same operands.
 
 Two lengths of K give the cost of a step (128 x 128 outputs, 256 of K) as their difference, and what is left is the cost
 of a tile (128 x 128 outputs: set-up and epilogue). Tiles are as many as cover every expert's rows; a kernel whose own
@@ -75,7 +75,7 @@ load, record = _FILE.load, _FILE.record
 
 
 def measure(names: list[str], packages: Path | None = None, short: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of kernels of `moe_calls.KERNELS`, run in one process (see `table.run_alone`).
+    """Return the rows of kernels of `moe_calls.KERNELS`, run in one process. See `table.run_alone`.
 
     Args:
         short: with small K: the same counts, but of kernels that choose by K, and errors of other products.
@@ -108,7 +108,7 @@ def loaded(row: dict[str, Any]) -> float:
 
 
 def error_bound(row: dict[str, Any]) -> float:
-    """What fp32 sums leave of a row's error is the rounding of its output: to bf16, or to blocks of e4m3 or e2m1."""
+    """Bound a row's error: fp32 sums leave the rounding of its output. It is to bf16, or to blocks of e4m3 or e2m1."""
     return {"bf16": 1.001 * row["rounding"], "mxfp8": 0.03, "nvfp4": 0.1}[row["out"]]
 
 

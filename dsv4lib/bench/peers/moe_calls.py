@@ -1,4 +1,4 @@
-"""The same block-scaled GEMM by other people's kernels: one set of quantised operands, and how each kernel takes it.
+"""Call the same block-scaled GEMM by other people's kernels. One set of quantised operands, as each kernel takes it.
 
 A problem is `rows` (activations, sorted by expert) times the weights of each expert, both quantised by `formats` and
 kept in standard form: packed codes, row-major scales with their 128x4 image, one global scale an operand, offsets of
@@ -61,7 +61,7 @@ class Matrix:
 
     @property
     def image(self) -> torch.Tensor:
-        """Return the scales in 128x4 blocks (`scale_swizzle`), typed [..., ceil(R/128), ceil(K/block/4), 32, 4, 4]."""
+        """Return the scales in 128x4 blocks (`scale_swizzle`). Typed [..., ceil(R/128), ceil(K/block/4), 32, 4, 4]."""
         blocks = -(-self.scales.shape[-2] // 128), -(-self.scales.shape[-1] // 4), 32, 4, 4
         return scale_swizzle.swizzle(self.scales).reshape(*self.scales.shape[:-2], *blocks).view(self.scale_type)
 
@@ -132,14 +132,14 @@ class Problem:
         return torch.nn.functional.silu(gate) * up
 
     def place(self, multiple: int) -> torch.Tensor:
-        """Return int32 [P]: the row at each place if experts start at multiples of ``multiple``; -1: padding."""
+        """Return int32 [P]: the row at each place, -1: padding. Experts start at multiples of ``multiple``."""
         starts, out = self.offsets.tolist(), []
         for first, count in zip(starts, self.counts, strict=False):
             out += [*range(first, first + count), *[-1] * (-count % multiple)]
         return torch.tensor(out, dtype=torch.int32)
 
     def alternating(self, block: int, first: str) -> Matrix:
-        """Return the weights with alternating blocks of gate and up rows, those of ``first`` first."""
+        """Return the weights with alternating blocks of gate and up rows. Those of ``first`` come first."""
         half = self.weights.codes.shape[-2] // 2
         index = torch.arange(2 * half).reshape(2, -1, block)
         index = (index if first == "gate" else index.flip(0)).transpose(0, 1).flatten()

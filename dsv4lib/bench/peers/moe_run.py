@@ -1,4 +1,4 @@
-"""Run kernels of `moe_calls` in the emulator: `python -m dsv4lib.bench.peers.moe_run [--short] NAME...`.
+"""Run kernels of `moe_calls` in the emulator. `python -m dsv4lib.bench.peers.moe_run [--short] NAME...`.
 
 Prints a line of JSON for each. `--short`: with small K, see `SHORT`.
 """

@@ -1,4 +1,4 @@
-"""Keep the table that comparisons with other people's kernels share, and run kernels in processes."""
+"""Keep the table that comparisons with other people's kernels share. Also run kernels in processes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measure one limit of a GPU by a small kernel: issue of copies, combines, launches."""
+"""Measure one limit of a GPU by a small kernel. Issue of copies, combines, launches."""

@@ -1,4 +1,4 @@
-"""Time the combine of KV splits on a GPU, alone and after a kernel that writes the splits.
+"""Time the combine of KV splits on a GPU. Alone, and after a kernel that writes the splits.
 
     chain    combine | combine | ...                              us a combine, caches warm
     after    (writer, combine) | ...  less  writer | ...          us that a combine adds, dependent launches
@@ -167,7 +167,10 @@ def in_turn(*calls: Call) -> Call:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[Any, dict[int, Any]]:
-    """(the writer, `Combine` by splits at once), with a sink and inverse RoPE, from the cache of compiled kernels."""
+    """Return (the writer, `Combine` by splits at once), with a sink and inverse RoPE.
+
+    From the cache of compiled kernels.
+    """
     wanted = [(Writer, {}, Writer.fake_args, arch)]
     wanted += [(Combine, {**ENDS, "at_once": n}, arguments.fake_args, arch) for n in AT_ONCE]
     writer, *combines = probes.get_all(wanted, processes)

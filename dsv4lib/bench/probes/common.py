@@ -1,4 +1,4 @@
-"""Compile, print and record for the probes: `issue_probe`, `combine_probe`, `launch_probe`."""
+"""Compile, print and record for the probes. `issue_probe`, `combine_probe`, `launch_probe`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 8  # characters of a column on the screen
 
 
 def get_all(wanted: Sequence[tuple], processes: int = 1) -> list[Any]:
-    """Return the code of each (class, settings, fake_args, architecture), compiled in so many processes at once."""
+    """Return the code of each (class, settings, fake_args, architecture). So many processes compile at once."""
     if processes > 1:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(_get, wanted))
@@ -39,7 +39,7 @@ def stream() -> cuda.CUstream:
 
 
 def heads(kind: type) -> str:
-    """Return the heads of the columns that `line` fills from instances of ``kind``, a dataclass."""
+    """Return the heads of the columns that `line` fills. It takes instances of ``kind``, a dataclass."""
     return " ".join(f"{f.name.removesuffix('_us')[:WIDTH]:>{WIDTH}}" for f in fields(kind))
 
 

@@ -1,4 +1,4 @@
-"""Measure how fast a warp sends tiles of scattered rows to shared memory, by the way it issues its copies (Hopper).
+"""Measure how fast a warp sends tiles of scattered rows to shared memory. By the way it issues its copies (Hopper).
 
 A tile is 64 keys x 512 dimensions, 128 copies of 4 rows x 128 bytes, as `ops.fmha.load` gathers it (`gather4` is
 Blackwell's; here boxes of 4 adjacent rows). Loader warps bring tile after tile into three stages, and
@@ -149,7 +149,7 @@ class Loads:
 
     @cute.jit
     def issue(self, atom: cute.CopyAtom, target: Int32, barrier: cute.Pointer, row: Int32, first: Int32, share: Int32):
-        """Issue this warp's copies of a tile: of ``share`` groups of 4 rows from ``first`` on."""
+        """Issue this warp's copies of a tile. They are of ``share`` groups of 4 rows from ``first`` on."""
         lane = cute.arch.lane_idx()
         if cutlass.const_expr(self.variant == "whole"):
             with cute.arch.elect_one():

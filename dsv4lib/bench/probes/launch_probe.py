@@ -1,4 +1,4 @@
-"""Measure what a launch like attention's costs before its first byte is there, by two small kernels (Hopper).
+"""Measure what a launch like attention's costs before its first byte is there. By two small kernels (Hopper).
 
     graph    flush L2 (or not) | before: writes Q, a count and an index list | after: the set-up of an attention kernel
 
@@ -54,7 +54,7 @@ def mark(mTimes: cute.Tensor, place: cutlass.Constexpr):
 
 
 class Before:
-    """A small kernel that writes what `After` reads: a CTA a token, ``spin`` clocks of work in between.
+    """A small kernel that writes what `After` reads. It has a CTA a token, ``spin`` clocks of work in between.
 
     Args:
         trigger: launch dependents at once (`griddepcontrol.launch_dependents`); else they come when all CTAs have left.
@@ -285,7 +285,7 @@ class After:
 
     @cute.jit
     def work(self, tiles: Int32, barriers: cute.Pointer, mO: cute.Tensor):
-        """Compute O = Q + keys with 128 threads, element by element in the order of shared memory."""
+        """Compute O = Q + keys with 128 threads. Element by element in the order of shared memory."""
         token, half, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         cute.arch.mbarrier_wait(barriers + 1, 0)
@@ -306,7 +306,7 @@ class After:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A measured launch; times in us are medians over replays, of the median CTA (``worst``: of the last one).
+    """A measured launch. Times in us are medians over replays, of the median CTA (``worst``: of the last one).
 
     Attributes:
         l2: "cold" (flushed before the pair) or "warm"; ctas, cluster: of `After`; before_us: how long `before` ran.
@@ -373,7 +373,7 @@ class Bench:
         return queue
 
     def measure(self, codes: tuple, spin: int, cold: bool, flags: tuple) -> Exposed:
-        """Measure one combination: a graph of flush (or none) and `NODES` or one pair, replayed.
+        """Measure one combination. A graph of flush (or none) and `NODES` or one pair is replayed.
 
         Args:
             codes: (before, after), compiled; flags: (pdl, trigger, prefetch, variant, room).
@@ -444,7 +444,10 @@ class Bench:
 
 
 def compiled(arch: str = "sm_90a", processes: int = 1) -> tuple[dict[tuple, Any], dict[tuple, Any]]:
-    """Return (`Before` by (trigger, room), `After` by (pdl, prefetch, cluster, variant)), from the compile cache."""
+    """Return kernels from the compile cache.
+
+    `Before` by (trigger, room), `After` by (pdl, prefetch, cluster, variant).
+    """
     truth = False, True
     before = {key: (Before, {"trigger": key[0], "room": key[1]}) for key in itertools.product(truth, (None, 100))}
     names = "pdl", "prefetch", "cluster", "variant"

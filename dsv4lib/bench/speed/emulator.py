@@ -1,4 +1,4 @@
-"""`dsv4 bench emulator`: how fast kernels run in the emulator on this machine, and where the time goes.
+"""Run `dsv4 bench emulator`. How fast kernels run in the emulator on this machine, and where the time goes.
 
 Seconds here say how long this machine works on a kernel, never how fast a kernel is on a GPU.
 """
@@ -51,7 +51,7 @@ ret;
 
 
 def best(run: Callable[[], LaunchResult], repeats: int = 3) -> tuple[float, LaunchResult]:
-    """Return CPU seconds of the quickest of several runs, which other processes disturb least, and its result."""
+    """Return CPU seconds of the quickest of several runs, and its result. Other processes disturb it least."""
     runs = []
     for _ in range(repeats):
         began = time.process_time()
@@ -95,7 +95,7 @@ print(time.process_time() - began, len(kernel.instructions))
 
 
 def preparation(ptx: str, folder: str) -> list[Row]:
-    """Measure seconds from PTX text to a kernel that can run, without and with cached native code.
+    """Measure seconds from PTX text to a kernel that can run. Without and with cached native code.
 
     Args:
         ptx: a module with one kernel.
@@ -139,6 +139,6 @@ def gemm(k: int = 4096) -> tuple[list[Row], str]:
 
 
 def run(folder: str, cutlass: Path | None = None) -> list[Row]:
-    """Measure every row; ``folder`` is scratch, ``cutlass`` a CUTLASS checkout for those that run NVIDIA's examples."""
+    """Measure every row. ``folder`` is scratch, ``cutlass`` a CUTLASS checkout for those that run NVIDIA's examples."""
     rows, ptx = gemm()
     return [alu(), *preparation(ptx, folder), *rows, *examples.measure(cutlass, folder)]

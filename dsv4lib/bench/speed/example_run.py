@@ -1,4 +1,4 @@
-"""Run one example script under an emulated device and measure its main kernel: `python -m` this module.
+"""Run one example script under an emulated device and measure its main kernel. `python -m` this module.
 
 Arguments: the script and its own. The launch with tensor-core work is repeated on the same memory before the script
 goes on to compare its results, with the default checks and with the race detector, alternating. The last line of output
@@ -29,7 +29,7 @@ MODES = ("default", "race")
 
 
 def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
-    """Measure seconds and calls of a launch, with the default checks and with the race detector."""
+    """Measure seconds and calls of a launch. With the default checks and with the race detector."""
     settings = device.settings
     seconds = dict.fromkeys(MODES, float("inf"))
     try:
@@ -49,7 +49,7 @@ def measure(request: LaunchRequest, device: Device) -> dict[str, float]:
 
 
 def count_calls(run: Callable[[], Any]) -> int:
-    """Count calls of Python and built-in functions in ``run()``: the same on every machine, however busy."""
+    """Count calls of Python and built-in functions in ``run()``. They are the same on every machine, however busy."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

@@ -1,4 +1,4 @@
-"""Time NVIDIA's CuTeDSL examples in the emulator, from a CUTLASS checkout given by its path.
+"""Time NVIDIA's CuTeDSL examples in the emulator. A CUTLASS checkout is given by its path.
 
 The scripts run as they are, each in a process of its own that ends with the script's own comparison; the kernel is
 measured in between (example_run.py). Without a checkout the rows are there and say why they are empty.
@@ -24,7 +24,7 @@ CALLS_FLOOR = 1.4  # times as many calls; as reached in all examples, with room 
 
 @dataclass(frozen=True)
 class Example:
-    """A script below `_FOLDER` with its arguments, and the seconds that its kernel may take."""
+    """A script below `_FOLDER` with its arguments. Also the seconds that its kernel may take."""
 
     what: str
     script: str

@@ -1,4 +1,4 @@
-"""Hold one line of a bench: what was measured, what it must reach, and the file it is recorded in."""
+"""Hold one line of a bench. It says what was measured, what it must reach, and the file it is recorded in."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("measured", "value", "unit", "floor", "verdict", "cores", "how")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: ``value`` in ``unit``, None if there is none and ``detail`` says why.
+    """One measurement. ``value`` in ``unit``, None if there is none and ``detail`` says why.
 
     ``floor`` is what it must reach, None where nothing was promised.
     """

@@ -1,4 +1,4 @@
-"""Keep the vector clocks of one cluster: what each warp and asynchronous agent is known to have finished.
+"""Keep the vector clocks of one cluster. They say what each warp and asynchronous agent is known to have finished.
 
 A clock has one entry per warp, one per tensor pipe, per warp one each for its bulk stores, its cp.async copies, its
 tcgen05 loads, its tcgen05 stores and its wgmma operations, and one per mbarrier for the copies that signal it (all

@@ -1,4 +1,4 @@
-"""Find hazards that the code shows without running: registers used too early, or never set.
+"""Find hazards that the code shows without running. They are registers used too early, or never set.
 
 What is found is reported when a warp executes the instruction that begins it (the load, the wgmma), so that code that
 never runs is never reported; registers that nothing sets are reported when the launch begins.
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard: its kind and text, the instruction to blame and the one it conflicts with (indices, -1 = none)."""
+    """One hazard: its kind and text.
+
+    Also the instruction to blame and the one it conflicts with (indices, -1 = none).
+    """
 
     kind: str
     text: str

@@ -1,4 +1,4 @@
-"""Order warps by words of memory: releases, acquires, and fences around accesses that do neither.
+"""Order warps by words of memory. There are releases, acquires, and fences around accesses that do neither.
 
 An access that releases leaves the warp's clock at its word, one that acquires takes over what was left. A relaxed,
 volatile or atomic access without a semantic does so only with a fence: it leaves what was fenced before it, and takes

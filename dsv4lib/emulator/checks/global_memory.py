@@ -1,4 +1,4 @@
-"""Detect races in global memory: between warps, CTAs and clusters, and with asynchronous copies.
+"""Detect races in global memory. Between warps, CTAs and clusters, and with asynchronous copies.
 
 One shadow for the whole launch, allocation by allocation, made when the allocation is first touched: for every 4-byte
 word the last write, the value it left, and the first and the latest read since. Reads of asynchronous units wait in
@@ -297,7 +297,7 @@ class GlobalRaces:
         region.ranges = []
 
     def ranges(self, op: AsyncOp, actor: Actor, starts: np.ndarray, nbytes: int, write: bool, strong: bool) -> None:
-        """Check ranges of an asynchronous operation: ``nbytes`` (4 n) at addresses (int64)."""
+        """Check ranges of an asynchronous operation. ``nbytes`` (4 n) at addresses (int64)."""
         if not len(starts) or nbytes <= 0:
             return
         region = self.region_of(int(starts.min()))

@@ -1,4 +1,4 @@
-"""List every kind of hazard that an emulated launch can report: its meaning, severity and remedy.
+"""List every kind of hazard that an emulated launch can report. Each has its meaning, severity and remedy.
 
 ``error``: the PTX ISA leaves the result undefined, or hardware would hang or fault. ``lint``: hardware is known to
 cope, or the finding is about style; worth a look, no verdict. Errors that make an access impossible (out of bounds,

@@ -1,4 +1,4 @@
-"""Find phases of barriers that can mix: arrivals and waits that nothing keeps in their phase.
+"""Find phases of barriers that can mix. They have arrivals and waits that nothing keeps in their phase.
 
 A barrier only counts. What makes the third arrival belong to the second phase is that it is ordered after the first
 phase; what makes a parity mean one phase is that the next one cannot complete before every waiter has looked. Both are

@@ -1,4 +1,4 @@
-"""Detect races: accesses to shared and tensor memory that no synchronisation orders.
+"""Detect races. They are accesses to shared and tensor memory that no synchronisation orders.
 
 Native loads and stores append to a log (native/access_log.py) that is read before anything else happens; services and
 asynchronous operations call the methods here. Everything is judged by happens-before, never by the order in which the

@@ -1,4 +1,4 @@
-"""Select the checks of a launch: ``checks=`` of a device as bits for the machine, and unreported kinds.
+"""Select the checks of a launch. ``checks=`` of a device becomes bits for the machine, and unreported kinds.
 
 ``checks`` is a preset, or names separated by commas, read from left to right. A name is a preset, a group of kinds
 (`Kind.check`), a kind, or ``counters``; a ``-`` in front takes a group or kind away: ``"race,-tmem_lane_quarter"``,

@@ -45,7 +45,7 @@ _length = functools.cache(len)  # an enumeration counts its members anew each ti
 
 
 class Accesses:
-    """The table of accesses: agent, epoch, instruction, bytes of the cell and lanes, by number from 1.
+    """The table of accesses. Agent, epoch, instruction, bytes of the cell and lanes, by number from 1.
 
     ``block``: the table for native code (`race_log.Table`).
     """
@@ -217,7 +217,7 @@ def columns_of(column: int, columns: int, first: int = 0, end: int = TENSOR_LANE
 
 @dataclass
 class Actor:
-    """The agent of an access: its entry and epoch, and the clock it acts under (both rows)."""
+    """The agent of an access. Its entry and epoch, and the clock it acts under (both rows)."""
 
     entry: int
     epoch: int

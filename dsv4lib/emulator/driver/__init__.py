@@ -1,4 +1,4 @@
-"""Serve launches: what CuTeDSL's compiled host code calls instead of the CUDA runtime."""
+"""Serve launches. CuTeDSL's compiled host code calls this instead of the CUDA runtime."""
 
 from __future__ import annotations
 

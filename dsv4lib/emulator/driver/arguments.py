@@ -1,4 +1,4 @@
-"""Check arguments: each check refuses with the argument's name, its value and what is allowed."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode a launch: the runtime's configuration struct, its attributes and the kernel's arguments.
+"""Decode a launch. The runtime's configuration struct, its attributes and the kernel's arguments.
 
 The generated host code calls ``_cudaLaunchKernelEx(config, kernel, args)``. The struct is cudaLaunchConfig_t of the
 CUDA runtime; sizes of the arguments come from the kernel's own .param list, so the parameter block (TMA descriptors

@@ -257,7 +257,7 @@ def make(
 def device(
     arch: str = "sm_100a", *, shims: bool = True, default_device: str = "cuda", **settings: Any
 ) -> Iterator[Device]:
-    """Make CuTeDSL's compiled functions run here: ``with emulator.device("sm_100a", seed=0) as gpu: ...``.
+    """Make CuTeDSL's compiled functions run here. ``with emulator.device("sm_100a", seed=0) as gpu: ...``.
 
     Inside, CuTeDSL compiles for ``arch``, compiled functions run in the emulator, and (with ``shims``) torch reports
     a CUDA device whose memory is host memory. Everything is undone on leaving, also after an exception.
@@ -340,7 +340,7 @@ def current() -> Device:
 
 
 def refuse_initialised_cuda() -> None:
-    """Refuse a process that has initialised CUDA: real and emulated contexts cannot be mixed.
+    """Refuse a process that has initialised CUDA. Real and emulated contexts cannot be mixed.
 
     Raises:
         BackendUnavailable: torch has initialised CUDA.

@@ -129,7 +129,7 @@ class Devices:
 
     @contextmanager
     def on(self, index: int) -> Iterator[Device]:
-        """Make device ``index`` the current one inside: launches and new tensors are its own."""
+        """Make device ``index`` the current one inside. Launches and new tensors are its own."""
         gpu = self[index]
         if not RUNTIME.devices or RUNTIME.device().group is not self:
             raise ArgumentError("index", index, "a device of the group whose context is active")

@@ -1,4 +1,4 @@
-"""Call a compiled CuTeDSL function on a device without patching anything: `launch(compiled, *args)`.
+"""Call a compiled CuTeDSL function on a device without patching anything. `launch(compiled, *args)`.
 
 The function's lowered host code is given an execution engine of its own on which our runtime symbols are registered.
 That also serves functions that were compiled before a device was active.

@@ -1,4 +1,4 @@
-"""Register host memory as device memory: storages of tensors that a kernel may be given.
+"""Register host memory as device memory. It is storages of tensors that a kernel may be given.
 
 A storage is registered when a tensor of it is handed over: wrapped for the DSL, or read for its address. The registry
 holds no reference: memory that its owner has freed is dropped before the next launch, so a kernel that follows a stale

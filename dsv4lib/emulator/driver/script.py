@@ -1,4 +1,4 @@
-"""Run any CuTeDSL script as if this machine had the GPU: `dsv4 emulate script.py --its args`.
+"""Run any CuTeDSL script as if this machine had the GPU. `dsv4 emulate script.py --its args`.
 
 The script runs with all rights of its caller: the emulator protects from mistakes of kernels, not from the script. It
 runs in a fresh process whose environment is set before anything is imported: packages read the architecture

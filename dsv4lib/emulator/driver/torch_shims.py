@@ -1,4 +1,4 @@
-"""Emulate torch's devices: CUDA tensors are CPU tensors that say they are on ``cuda:0``.
+"""Emulate torch's devices. CUDA tensors are CPU tensors that say they are on ``cuda:0``.
 
 For code written for a GPU. A function mode answers for the calling thread: it takes the device argument out of every
 call, copies where a transfer between host and device would, and knows for every storage on which side it would be. A

@@ -1,4 +1,4 @@
-"""Register the PTX instruction variants that the emulator implements: one strict pattern per implementation.
+"""Register the PTX instruction variants that the emulator implements. One strict pattern per implementation.
 
 A pattern is an opcode with its modifiers in the order the PTX ISA gives them. ``[...]`` is optional, ``<name:a|b>`` is
 one of the alternatives and is handed to the implementation under that name:
@@ -48,7 +48,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered implementation: ``kind`` is "native" (emits LLVM IR) or "service" (runs in Python)."""
+    """A registered implementation. ``kind`` is "native" (emits LLVM IR) or "service" (runs in Python)."""
 
     kind: str
     pattern: str

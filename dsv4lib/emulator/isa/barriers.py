@@ -210,7 +210,7 @@ def bar_warp_sync(warp: Warp, instr: Instr, form: Form) -> Block | None:
 
 @dataclass
 class WarpBarrier:
-    """bar.warp.sync reached by lane groups at different places: the member mask pairs them."""
+    """bar.warp.sync reached by lane groups at different places. The member mask pairs them."""
 
     phase: int = 0
     arrived: int = 0

@@ -1,4 +1,4 @@
-"""Implement what kernels call without its code: ``vprintf``, ``__assertfail``, ``malloc``, ``free``.
+"""Implement what kernels call without its code. ``vprintf``, ``__assertfail``, ``malloc``, ``free``.
 
 A call passes its arguments in variables of the ``.param`` space (PTX ISA, "Abstracting the ABI"), which the lowering
 places in local memory. ``vprintf(format, arguments)`` takes two generic pointers; the arguments lie packed at their

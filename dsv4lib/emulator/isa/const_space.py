@@ -1,4 +1,4 @@
-"""Implement isspacep.const: whether a generic address is one of the file's ``.const`` variables.
+"""Implement isspacep.const. It tells whether a generic address is one of the file's ``.const`` variables.
 
 Constant memory is read-only global memory here, so ``isspacep.global`` holds for it too; hardware's window of it is not
 global. ``__isConstant`` of CUDA, and with it libcu++'s ``memcpy_async`` without optimisation, use it.

@@ -1,4 +1,6 @@
-"""Write the coverage page: every PTX variant that the emulator implements, how, its limits, whether it is tested.
+"""Write the coverage page.
+
+It has every PTX variant that the emulator implements, how, its limits, whether it is tested.
 
     python -m dsv4lib.emulator.isa.coverage            writes data/emulator/coverage.md
     python -m dsv4lib.emulator.isa.coverage --tests    runs tests/emulator first and notes which variants they use

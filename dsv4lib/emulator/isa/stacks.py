@@ -1,4 +1,4 @@
-"""Implement alloca, stacksave and stackrestore: local memory whose size is known at run time.
+"""Implement alloca, stacksave and stackrestore. They are local memory whose size is known at run time.
 
 A kernel that has one of these gets a further local variable, `calls.STACK`. Its first 8 bytes hold how much of the rest
 a lane has taken. Source: PTX ISA, "Stack Manipulation Instructions".

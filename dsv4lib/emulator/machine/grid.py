@@ -1,4 +1,4 @@
-"""Build the grid: CTAs and warps with register files, special registers, shared and local memory."""
+"""Build the grid. CTAs and warps with register files, special registers, shared and local memory."""
 
 from __future__ import annotations
 

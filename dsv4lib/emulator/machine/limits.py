@@ -21,7 +21,7 @@ Dim3 = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Limit:
-    """One limit: the argument of `device`, the option of `dsv4 emulate`, the variable, the default, its unit."""
+    """One limit: the argument of `device`, the option of `dsv4 emulate`. Also the variable, the default, its unit."""
 
     argument: str
     option: str
@@ -66,7 +66,7 @@ BYTES = Limit(
 
 
 class ClusterQueue:
-    """First CTAs of the clusters of a grid, x fastest, made when they are taken: a grid of 10^9 costs nothing.
+    """First CTAs of the clusters of a grid, x fastest, made when they are taken. A grid of 10^9 costs nothing.
 
     Args:
         grid, cluster: dimensions; the grid is a multiple of the cluster.

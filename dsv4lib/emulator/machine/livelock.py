@@ -1,4 +1,4 @@
-"""Find kernels that wait for ever without blocking: loops on a flag that no warp will set.
+"""Find kernels that wait for ever without blocking. They loop on a flag that no warp will set.
 
 A warp that polls memory always can run, so the scheduler never runs out of warps. What it can see is that a launch
 stops making progress: no arrival, completion or exit. When that has lasted, the warps are watched for a while. If every
@@ -123,7 +123,7 @@ class Watch:
 
 
 def memory_of(machines: Iterable[MachineView]) -> int:
-    """Hash all memory that kernels can change: global, and shared of the resident CTAs."""
+    """Hash all memory that kernels can change. It is global, and shared of the resident CTAs."""
     total, known = 0, set()
     for machine in machines:
         for allocation in machine.gmem:

@@ -104,7 +104,7 @@ class Machine:
         self._began = 0.0
 
     def changed(self) -> None:
-        """Signal progress of the launch to the scheduler: an arrival, a completion, an exit."""
+        """Signal progress of the launch to the scheduler. An arrival, a completion, an exit."""
         self.events += 1
         self.progress += 1
 

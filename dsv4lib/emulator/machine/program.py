@@ -1,4 +1,4 @@
-"""Lower a parsed kernel to what the machine runs: register file, constants, instruction records, services.
+"""Lower a parsed kernel to what the machine runs. Register file, constants, instruction records, services.
 
 ``lower`` gives every instruction one record (native/abi.py) at the same index, resolves branch targets, places shared
 and local variables, and looks every opcode up in `isa`: an instruction without an implementation is refused here,
@@ -85,7 +85,7 @@ _MEMBER_MASK = frozenset(("elect", "shfl", "vote", "match", "redux"))
 
 @dataclass(frozen=True)
 class PoolEntry:
-    """A pool slot that is filled when a warp is created: ``name`` (plus ``addend``) as ``bits`` at ``offset``."""
+    """A pool slot that is filled when a warp is created. ``name`` (plus ``addend``) as ``bits`` at ``offset``."""
 
     name: str
     offset: int
@@ -219,7 +219,7 @@ def leaves(operands: Iterable[Operand]) -> Iterator[Operand]:
 
 
 def read_clock(warp: Any, instr: Instr, form: isa.Form) -> None:
-    """Read a clock: logical time in warp-instructions, never the time of real hardware."""
+    """Read a clock. Logical time in warp-instructions, never the time of real hardware."""
     target, source = instr.operands
     now = int(warp.ctx["clock"]) + int(warp.ctx["executed"])
     assert isinstance(source, Special)

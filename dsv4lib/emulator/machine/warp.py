@@ -1,4 +1,4 @@
-"""Hold one warp: its register file and context, and what a service may do with its operands.
+"""Hold one warp. Its register file and context, and what a service may do with its operands.
 
 The register file is plain bytes shared with native code (layout in native/abi.py). Services see it through numpy views,
 so reading a register copies nothing. Reads and writes follow the lanes of the *current* instruction: ``mask`` is the

@@ -1,4 +1,4 @@
-"""Compute addresses of the state spaces: 32-bit shared addresses, generic windows, cluster ranks.
+"""Compute addresses of the state spaces. 32-bit shared addresses, generic windows, cluster ranks.
 
 A shared address is ``rank << 24 | offset`` everywhere (as on hardware, where kernels clear bit 24 to reach the even CTA
 of a pair), also for the CTA's own variables; ``shared::cta`` and ``shared::cluster`` addresses are therefore the same

@@ -49,7 +49,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Multicast:
-    """An address range that stands for the same buffer on several devices: ``targets`` are where each has it."""
+    """An address range that stands for the same buffer on several devices. ``targets`` are where each has it."""
 
     start: int
     nbytes: int

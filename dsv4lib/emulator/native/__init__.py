@@ -1,1 +1,1 @@
-"""Run native code: handlers generated as LLVM IR, the driver loop, and their contract with Python."""
+"""Run native code. Handlers generated as LLVM IR, the driver loop, and their contract with Python."""

@@ -1,4 +1,4 @@
-"""Fix the contract between Python and native code: register file, instruction record and warp context.
+"""Fix the contract between Python and native code. It is register file, instruction record and warp context.
 
 A kernel runs as *threaded code*: an array of fixed-size records, each holding the address of a small native handler
 and the register-file offsets of its operands. Handlers are generated as LLVM IR once per instruction variant, compiled

@@ -1,4 +1,4 @@
-"""Convert a lane's address to a checked host pointer: run-time helpers of memory handlers, in LLVM IR.
+"""Convert a lane's address to a checked host pointer. These are run-time helpers of memory handlers, in LLVM IR.
 
 Each helper has the type ``ptr (ctx, i64 address, i64 bytes, i32 lane)``. It checks bounds and alignment, and returns
 null after noting a fault in the context. Loads from shared memory check initialisation (a read of unwritten bytes is

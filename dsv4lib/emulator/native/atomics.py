@@ -1,4 +1,4 @@
-"""Implement atom and red: read, combine, write, lane by lane in ascending order, one that hardware may take.
+"""Implement atom and red. Read, combine, write, lane by lane in ascending order, one that hardware may take.
 
 Floating-point sums round to nearest even. f32 sums in global memory flush subnormal operands and results to zero, in
 shared memory they do not. NaN results are canonical, but f64 sums return the operand that is NaN (the instruction's

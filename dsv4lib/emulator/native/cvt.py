@@ -110,7 +110,7 @@ def integer_to_float(e: Emitter, form: Form) -> None:
 
 
 def integer_to_f64(e: Emitter, a: Value, atype: str, mode: str) -> Value:
-    """Round correctly in any mode: the high and low words are exact, their sum rounds once."""
+    """Round correctly in any mode. The high and low words are exact, their sum rounds once."""
     op = "sitofp" if signed(atype) else "uitofp"
     if a.kind != "i64" or mode == "rn":
         return e.cast(op, a, "f64")

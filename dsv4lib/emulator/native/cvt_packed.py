@@ -1,4 +1,4 @@
-"""Implement cvt of packed pairs: f16x2, bf16x2, 8-, 6- and 4-bit floats, ue8m0 scales, s2f6 fixed point.
+"""Implement cvt of packed pairs. f16x2, bf16x2, 8-, 6- and 4-bit floats, ue8m0 scales, s2f6 fixed point.
 
 The first source (or the upper half of a packed one) becomes the upper half of the result. Registers of the 4-bit pair
 types have 8 bits, all others 16 or 32. ``.scaled::n2::ue8m0`` brings a pair of power-of-two scales as last operand.

@@ -1,4 +1,4 @@
-"""Run a warp: fetch a record, evaluate its guard, call its handler, follow branches; in LLVM IR.
+"""Run a warp in LLVM IR. Fetch a record, evaluate its guard, call its handler, follow branches.
 
 Divergence: a warp is one *running* group of lanes and up to 31 *waiting* ones, each with its own pc. The loop runs the
 group with the lowest pc and merges groups with the same pc. Structured code reconverges where it joins, because a join

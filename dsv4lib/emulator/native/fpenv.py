@@ -1,4 +1,4 @@
-"""Set the processor's floating-point mode during a launch: IEEE rounding, subnormals kept.
+"""Set the processor's floating-point mode during a launch. IEEE rounding, subnormals kept.
 
 ``torch.set_flush_denormal(True)``, libraries built with fast-math and C code may change them for a thread; a GPU does
 not know. Both native code and numpy follow them. The word is MXCSR on x86, FPCR on ARM.

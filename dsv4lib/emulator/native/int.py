@@ -1,4 +1,4 @@
-"""Implement integer arithmetic: add to mad24, division, dot products and extended precision (PTX ISA).
+"""Implement integer arithmetic. Add to mad24, division, dot products and extended precision (PTX ISA).
 
 Division by zero is "machine-specific" in the PTX ISA; quotient and remainder have all bits set, as on an H200.
 The condition code of ``add.cc`` and friends is one bit per lane: ``carry`` of the warp context.

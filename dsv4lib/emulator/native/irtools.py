@@ -1,4 +1,4 @@
-"""Write native handlers: one small LLVM-IR function per PTX instruction variant, over vectors of 32 lanes.
+"""Write native handlers. One small LLVM-IR function per PTX instruction variant, over vectors of 32 lanes.
 
 A handler has the type ``i32 (ptr context, ptr record)`` (see ``abi.py``). The Emitter hides the addressing: it loads
 operand ``i`` as a vector, lets ordinary Python operators build the arithmetic, and stores with the lane mask applied,
@@ -376,7 +376,7 @@ class Emitter:
         return [self.shuffle(wide, range(k, wide.n, parts)) for k in range(parts)]
 
     def pack(self, parts: Sequence[Value], kind: str) -> Value:
-        """Pack parts, the inverse of ``unpack``: part 0 is the lowest bits of each lane of ``kind``."""
+        """Pack parts, the inverse of ``unpack``. Part 0 is the lowest bits of each lane of ``kind``."""
         total = list(parts)
         while len(total) > 1:  # interleave halves: neighbours in the tree are neighbours in the lane
             half = len(total) // 2

@@ -1,4 +1,4 @@
-"""Build native handlers by opcode and shape: emit, compile the missing ones in one batch, keep the code on disk.
+"""Build native handlers by opcode and shape. Emit, compile the missing ones in one batch, keep the code on disk.
 
     library = Library()
     handlers = library.handlers([("add.s32", "32 32 i"), ...])
@@ -139,7 +139,7 @@ _ENGINES: list[llvm.ExecutionEngine] = []
 
 
 class Library:
-    """Compiled code of this process: symbols by name, filled from the disk cache or by compiling.
+    """Compiled code of this process. It has symbols by name, filled from the disk cache or by compiling.
 
     Raises:
         CacheError: whenever files are needed and others may write the folder or one above it.

@@ -59,7 +59,7 @@ def cnot(e: Emitter, form: Form) -> None:
 
 
 def lookup3(e: Emitter, a: Value, b: Value, c: Value, table: Value) -> Value:
-    """Compute a bitwise function of three inputs: bit 4a + 2b + c of ``table``, by multiplexers."""
+    """Compute a bitwise function of three inputs. Bit 4a + 2b + c of ``table``, by multiplexers."""
     level = [(table << (31 - k)).sar(31) for k in range(8)]
     for selector in (c, b, a):
         level = [(low & ~selector) | (high & selector) for low, high in zip(level[::2], level[1::2], strict=True)]
@@ -83,7 +83,7 @@ def lop3_bool(e: Emitter, form: Form) -> None:
 
 @isa.native("shf.<dir:l|r>.<mode:wrap|clamp>.b32")
 def shf(e: Emitter, form: Form) -> None:
-    """Shift {b, a}: the high 32 bits of a left shift, the low 32 bits of a right shift."""
+    """Shift {b, a}. The high 32 bits of a left shift, the low 32 bits of a right shift."""
     a, b, c = e.load(1, "i32"), e.load(2, "i32"), e.load(3, "i32")
     left = form.get("dir") == "l"
     d = e.intrinsic("llvm.fshl" if left else "llvm.fshr", b, a, c)

@@ -1,4 +1,4 @@
-"""Implement ldmatrix and stmatrix: matrices between shared memory and register fragments.
+"""Implement ldmatrix and stmatrix. Matrices between shared memory and register fragments.
 
 Rows are gathered into (or scattered from) a buffer that holds the matrices one after another, 16 bytes a row; the
 fragment is then a fixed permutation of the buffer's elements. Thread t of a fragment holds

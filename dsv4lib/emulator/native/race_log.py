@@ -1,4 +1,4 @@
-"""Judge the access log (access_log.py) in native code: the race detector's way through what is in order.
+"""Judge the access log (access_log.py) in native code. It is the race detector's way through what is in order.
 
 Almost every access is ordered after everything that touched its words before. `judge` looks at a whole log first and
 changes nothing; only if every access is covered does it note them in the shadows (checks/shadow.py and
@@ -44,7 +44,7 @@ class Group(IntEnum):
 
 
 class Table(IntEnum):
-    """int64 fields of a table of accesses: its columns (of 32 bits), how many there are, for how many there is room."""
+    """int64 fields of a table of accesses. Its columns (of 32 bits), how many there are, for how many there is room."""
 
     ENTRY, EPOCH, PC, MASK, LANES, COUNT, ROOM = range(7)
 
@@ -59,7 +59,7 @@ class Memory(IntEnum):
 
 
 class Box(IntEnum):
-    """int64 fields about cells of a memory: WIDTH of them from START + PITCH * i on, for every i below ROWS.
+    """int64 fields about cells of a memory. WIDTH of them from START + PITCH * i on, for every i below ROWS.
 
     With INDEX, the address of int64[ROWS], what is there at i takes the place of i.
     """

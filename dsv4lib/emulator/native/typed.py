@@ -30,7 +30,7 @@ def load_int(e: Emitter, i: int, ptx: str) -> Value:
 
 
 def store_int(e: Emitter, i: int, value: Value) -> None:
-    """Store an integer, the inverse of ``load_int``: 64 lanes of i16 go into one 32-bit register."""
+    """Store an integer, the inverse of ``load_int``. 64 lanes of i16 go into one 32-bit register."""
     e.store(i, e.bitcast(value, "i32") if (value.kind, value.n) == ("i16", 64) else value)
 
 

@@ -1,4 +1,4 @@
-"""Implement instructions across the lanes of a warp: shfl, vote, match, redux, elect, activemask.
+"""Implement instructions across the lanes of a warp. They are shfl, vote, match, redux, elect, activemask.
 
 The driver brings the lanes of a ``.sync`` instruction together first (FLAG_CONVERGE of ``abi.py``), so a handler works
 on the lanes that execute. A live lane that the member mask names but that does not execute contributes nothing, and is
@@ -31,7 +31,7 @@ def gather(e: Emitter, i: int, lane: Value) -> Value:
 
 
 def note(e: Emitter, missing: Value) -> None:
-    """Put a fault in the context: the lanes of scalar mask ``missing`` do not take part."""
+    """Put a fault in the context. The lanes of scalar mask ``missing`` do not take part."""
     e.set_context("fault", e.const(abi.FAULT_DIVERGED, "i32", 0))
     e.set_context("fault_address", e.cast("zext", missing, "i64"))
 

@@ -1,4 +1,4 @@
-"""Inline device functions (``.func``): a call becomes the function's body, in a scope of its own.
+"""Inline device functions (``.func``). A call becomes the function's body, in a scope of its own.
 
 PTX ISA, "Abstracting the ABI": arguments and results are variables of the ``.param`` space that the caller declares.
 In the body the names of the formal parameters mean those variables, so nothing has to be copied; ``ret`` becomes a

@@ -110,7 +110,7 @@ class Instr:
 
 
 class Pointer(NamedTuple):
-    """``size`` bytes at ``offset`` of an initialiser: those of an address from bit ``shift`` on."""
+    """``size`` bytes at ``offset`` of an initialiser. They are those of an address from bit ``shift`` on."""
 
     offset: int
     size: int
@@ -174,7 +174,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Function:
-    """A ``.func``: its lists of results and parameters as they are written, and where the body starts in the file.
+    """A ``.func``: its lists of results and parameters as they are written. Also where the body starts in the file.
 
     ``address``: what a pointer to it holds; no memory lies there.
     """

@@ -1,4 +1,4 @@
-"""Split PTX text to statements: comments and line info taken out, operand lists split at their commas.
+"""Split PTX text to statements. Comments and line info taken out, operand lists split at their commas.
 
 PTX ISA, chapter "Syntax". A statement runs up to its semicolon and may span lines; `.loc` may stand between the lines
 of one statement (compilers put it inside inline assembly), so line info is lifted out before statements are cut. Text

@@ -1,4 +1,4 @@
-"""Parse operands and the names they use: registers, variables and labels in scopes, immediates, memory.
+"""Parse operands and the names they use. Registers, variables and labels in scopes, immediates, memory.
 
 PTX ISA, chapters "Identifiers", "Constants" and "Instruction Operands". A `{ }` block opens a scope; inline assembly
 declares the same names in every one of its blocks, so a name of an inner scope gets the scope's number appended

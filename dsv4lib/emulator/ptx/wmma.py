@@ -43,7 +43,7 @@ _PLACE = "mov.u32 %wmma_lane, %laneid", "shr.u32 %wmma_g, %wmma_lane, 2", "and.b
 
 
 class Piece(NamedTuple):
-    """What one register of a fragment holds, in lane 4 g + t: ``count`` elements from (g + first, scale t + second) on.
+    """What one register of a fragment holds, in lane 4 g + t. ``count`` elements from (g + first, scale t + second) on.
 
     They follow each other in the second index, that of the matrix's columns, or with ``transposed`` of its rows.
     """

@@ -1,4 +1,4 @@
-"""Round trips through tensor memory: cells that one thread loads and another thread stores again.
+"""Find round trips through tensor memory. They are cells that one thread loads and another thread stores again.
 
 A kernel that corrects its accumulator loads a cell into a register, changes it and stores it back. Load and store each
 have a map from threads and registers to cells. Where the maps differ, every element arrives, finite and plausible, in

@@ -1,4 +1,4 @@
-"""Hold the trace of a launch: arrays of what the asynchronous units and warps did, in order, and queries of them.
+"""Hold the trace of a launch. Arrays of what the asynchronous units and warps did, in order, and queries of them.
 
 Every record has two clocks. ``event`` numbers all records of a launch from 0, so any two can be ordered; ``time`` is
 logical: warp-instructions executed by all warps so far. Neither is a duration on hardware.

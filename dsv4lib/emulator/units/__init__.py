@@ -1,1 +1,1 @@
-"""Implement the units of an SM that are more than arithmetic: barriers, TMA, tensor memory and tensor cores."""
+"""Implement the units of an SM that are more than arithmetic. Barriers, TMA, tensor memory and tensor cores."""

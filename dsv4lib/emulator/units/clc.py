@@ -1,4 +1,4 @@
-"""Implement clusterlaunchcontrol: a running cluster takes over the work of one that has not been launched.
+"""Implement clusterlaunchcontrol. A running cluster takes over the work of one that has not been launched.
 
 The 16-byte response is opaque; here it is x, y, z of the cancelled cluster's first CTA and a word that is 1 on success.
 

@@ -1,4 +1,4 @@
-"""Implement cp.async: copies of 4, 8 or 16 bytes per thread from global to shared memory, and their groups.
+"""Implement cp.async. Copies of 4, 8 or 16 bytes per thread from global to shared memory, and their groups.
 
 All copies of one warp instruction complete together, at a time that the scheduler chooses. cp.async belongs to the
 generic proxy: what it wrote needs ``fence.proxy.async`` before TMA or tensor cores read it. A zero-filling copy does

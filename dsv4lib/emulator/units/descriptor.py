@@ -1,4 +1,4 @@
-"""Decode descriptors that tensor-core instructions take in registers: SMEM matrix, instruction, zero columns.
+"""Decode descriptors that tensor-core instructions take in registers. SMEM matrix, instruction, zero columns.
 
 Decoding is strict: a reserved bit that is set, or a value the PTX ISA does not define, is an error with the field's
 name. A mis-read descriptor gives plausible wrong numbers, which is the one thing an emulator must not do.

@@ -1,4 +1,4 @@
-"""Track async groups: which copies a thread has issued, committed and not yet seen complete.
+"""Track async groups. Which copies a thread has issued, committed and not yet seen complete.
 
 Bulk copies and cp.async have groups of their own. A group belongs to a thread; the groups of a thread count as complete
 in the order of their commits, the operations within a group complete in any order.
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Tracked:
-    """One operation in a group: has it read its sources, has it written its destinations?"""
+    """One operation in a group. Has it read its sources, has it written its destinations?"""
 
     __slots__ = ("done", "label", "read")
 

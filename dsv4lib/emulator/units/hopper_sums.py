@@ -46,7 +46,7 @@ _LOWEST = -400  # below the exponent of any product or accumulator
 
 
 def exponents(values: np.ndarray, smallest: int) -> np.ndarray:
-    """int32 exponents of floats: floor(log2 |x|), at least ``smallest``; zeros far below."""
+    """Return int32 exponents of floats: floor(log2 |x|), at least ``smallest``. Zeros are far below."""
     found = np.maximum(np.frexp(values)[1] - 1, smallest)
     return np.where(values == 0, _ZERO, found).astype(np.int32)
 

@@ -115,7 +115,7 @@ class MBarrier:
         return state
 
     def add_pending(self, count: int, where: Where) -> None:
-        """Raise the pending count of this phase: ``cp.async.mbarrier.arrive`` without noinc pays for its arrivals."""
+        """Raise the pending count of this phase. ``cp.async.mbarrier.arrive`` without noinc pays for its arrivals."""
         self.pending += count
         if self.pending > MAX_COUNT:
             self.report("mbarrier_count_overflow", f"the pending count exceeds {MAX_COUNT}", where)
@@ -187,7 +187,7 @@ class MBarrier:
 
 @dataclass(frozen=True)
 class Suspension(Block):
-    """A `Block` that may end early: ``expire()`` makes ``ready`` true and the wait answer False.
+    """A `Block` that may end early. ``expire()`` makes ``ready`` true and the wait answer False.
 
     The scheduler calls ``expire`` when nothing else can happen, before it declares a deadlock: a suspended ``try_wait``
     resumes after a time limit even if its phase is not complete, so kernels may poll. ``deadline`` is the logical time
@@ -408,7 +408,7 @@ class Wait:
                 barrier.report("mbarrier_phase_lapped", text, self.warp.place)
 
     def goes_on(self) -> bool:
-        """Tell whether the warp resumes it: of lane groups that merge at a wait only one's state goes on."""
+        """Tell whether the warp resumes it. Of lane groups that merge at a wait only one's state goes on."""
         warp = self.warp
         return self in (warp.pending, *warp.resume.values(), *(p.pending for p in warp.parked))
 

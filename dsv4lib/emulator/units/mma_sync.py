@@ -1,5 +1,6 @@
-"""mma.sync: warp-level matrix multiply-accumulate, all forms but the quad-pair m8n8k4 f16 of Volta and mma.sp of
-kind::mx*. Sparse A is multiplied with its zeros.
+"""Implement mma.sync, warp-level matrix multiply-accumulate.
+
+All but Volta's m8n8k4 f16 and mma.sp of kind::mx*. Sparse A is multiplied with its zeros.
 
 Synchronous: the result is there when the instruction is done. On sm_90 floats are added as Hopper does, bit for bit
 (hopper_sums.py; only the fp8 forms with K = 16 or f16 accumulators have not been compared). Elsewhere products are

@@ -1,4 +1,4 @@
-"""Implement multimem: loads, stores and reductions of one buffer on all devices of a group (NVLink SHARP).
+"""Implement multimem. Loads, stores and reductions of one buffer on all devices of a group (NVLink SHARP).
 
 A multimem address lies in a multicast range (driver/devices.py) and stands for one address on every device. Devices are
 combined in ascending order, one of the orders that hardware may take. Without ``.acc`` the sum is rounded to the type
@@ -155,7 +155,7 @@ def _halves(values: np.ndarray, element: str) -> np.ndarray:
 
 
 def encode_fp8(values: np.ndarray, element: str) -> np.ndarray:
-    """Encode floats as uint8 codes: to nearest even, saturating to finite, NaN to 0x7F."""
+    """Encode floats as uint8 codes. To nearest even, saturating to finite, NaN to 0x7F."""
     known = _FP8_VALUES[element][:128]
     finite = known[np.isfinite(known)]
     nan = np.isnan(values)

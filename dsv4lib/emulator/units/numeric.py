@@ -1,4 +1,4 @@
-"""Number formats of the tensor cores: raw operand bytes to float32 (exact), accumulators back to bits.
+"""Convert number formats of the tensor cores. Raw operand bytes to float32 (exact), accumulators back to bits.
 
 Every narrow format is a table of 256 (or 65,536) float32 values, so decoding an operand is one ``take``. All formats
 but fp64 and int32 are subsets of float32, hence the conversion is exact.
@@ -102,7 +102,7 @@ def _e2m1_padded(raw: Array) -> Array:
 
 
 def unpack_6bit(raw: Array) -> Array:
-    """uint8 (rows, n): the 16 6-bit codes in the low 12 bytes of every 16-byte chunk (``.b6x16_p32``)."""
+    """Return uint8 (rows, n). The 16 6-bit codes are in the low 12 bytes of every 16-byte chunk (``.b6x16_p32``)."""
     packed = raw.reshape(len(raw), -1, 16)[:, :, :12].reshape(len(raw), -1, 3).astype(np.uint32)
     word = packed[..., 0] | packed[..., 1] << np.uint32(8) | packed[..., 2] << np.uint32(16)
     codes = np.stack([word >> np.uint32(6 * k) & np.uint32(63) for k in range(4)], -1)
@@ -110,7 +110,7 @@ def unpack_6bit(raw: Array) -> Array:
 
 
 def unpack_4bit(raw: Array) -> Array:
-    """uint8 (rows, n): the 16 4-bit codes in the low 8 bytes of every 16-byte chunk (``.b4x16_p64``)."""
+    """Return uint8 (rows, n). The 16 4-bit codes are in the low 8 bytes of every 16-byte chunk (``.b4x16_p64``)."""
     packed = raw.reshape(len(raw), -1, 16)[:, :, :8]
     return np.stack([packed & 15, packed >> 4], -1).reshape(len(raw), -1)
 

@@ -125,7 +125,10 @@ class Operand:
         return True
 
     def unfenced(self) -> tuple[str, str, list[int]] | None:
-        """Writes to these bytes that no proxy fence has covered yet: hazard kind, its text, the warps; None if none."""
+        """Find writes to these bytes that no proxy fence has covered yet.
+
+        Hazard kind, its text, the warps; None if none.
+        """
         dirty = self._take(self.smem.dirty, np.uint16)
         if dirty.tobytes() == bytes(dirty.nbytes):
             return None

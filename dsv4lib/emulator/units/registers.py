@@ -1,4 +1,4 @@
-"""Access whole register fragments: many 32-bit registers of a warp as one uint32[n, 32] array.
+"""Access whole register fragments. Many 32-bit registers of a warp as one uint32[n, 32] array.
 
 Register offsets of an instruction are looked up once; registers that follow each other (the usual case, because
 registers are laid out in order of first use) are one slice of the register file.

@@ -1,4 +1,4 @@
-"""Access shared memory from services and asynchronous units: address checks, written bytes, proxy state.
+"""Access shared memory from services and asynchronous units. Address checks, written bytes, proxy state.
 
 Every writer of shared memory keeps three arrays right (cta.Smem): the data, which bytes have been written, and which
 16-byte chunks hold generic-proxy writes that no proxy fence has made visible to the asynchronous proxy yet.
@@ -198,7 +198,7 @@ def check_read(cta: Cta, offset: int, nbytes: int, what: str, where: Where, gene
 
 
 def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
-    """Report what is wrong with an asynchronous-proxy read of 16-byte chunks: not written, or not fenced."""
+    """Report what is wrong with an asynchronous-proxy read of 16-byte chunks. Not written, or not fenced."""
     if cta.machine.race is not None:
         cta.machine.race.shared_chunks(cta, index, False)
     offsets = (16 * index[:, None] + np.arange(16)).ravel()
@@ -207,7 +207,7 @@ def check_chunks(cta: Cta, index: np.ndarray, what: str, where: Where) -> None:
 
 
 def unfenced(marks: np.ndarray) -> tuple[str, str, list[int]]:
-    """Explain entries of `Smem.dirty`, none of them 0: hazard kind, text, and writing warps."""
+    """Explain entries of `Smem.dirty`, none of them 0. Hazard kind, text, and writing warps."""
     writers = sorted({(int(w) & CP_ASYNC - 1) - 1 for w in np.unique(marks)})
     copied = bool((marks & CP_ASYNC).all())
     kind = "missing_proxy_fence_cp_async" if copied else "missing_proxy_fence"

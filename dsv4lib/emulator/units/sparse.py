@@ -1,4 +1,4 @@
-"""Structured sparsity of A: half of every row is stored, and metadata says where the stored elements stand.
+"""Expand structured sparsity of A. Half of every row is stored, and metadata says where the stored elements stand.
 
 A row is divided into chunks of four elements, of which two are stored; a 4-bit code gives their positions, the lower
 two bits that of the first. 4-bit integers go in pairs: 4 of 8. tf32 has chunks of two elements, of which one is stored:
@@ -23,7 +23,7 @@ _FIRST_OF_TF32, _SECOND_OF_TF32 = 0b0100, 0b1110
 
 
 def codes_of(words: np.ndarray, selector: int, fmt: str, k_bytes: int) -> np.ndarray:
-    """uint8 (16, chunks): the codes of a warp's rows of ``k_bytes`` bytes, from uint32[32] metadata.
+    """Return uint8 (16, chunks). They are the codes of a warp's rows of ``k_bytes`` bytes, from uint32[32] metadata.
 
     Raises:
         EmulatorError: the selector names threads that do not exist.
@@ -40,7 +40,7 @@ def codes_of(words: np.ndarray, selector: int, fmt: str, k_bytes: int) -> np.nda
 
 
 def expand(stored: np.ndarray, codes: np.ndarray, fmt: str, ordered: bool) -> np.ndarray:
-    """(rows, 2 n): A with its zeros, of the stored elements (rows, n) and one code per chunk (rows, chunks).
+    """Return (rows, 2 n): A with its zeros. From the stored elements (rows, n) and one code per chunk (rows, chunks).
 
     Args:
         stored: of any dtype; pairs of 4-bit elements are one.

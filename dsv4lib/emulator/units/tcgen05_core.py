@@ -1,4 +1,4 @@
-"""One tcgen05.mma, from its operands to its accumulator: pure work on SMEM and TMEM, no scheduling.
+"""Run one tcgen05.mma, from its operands to its accumulator. It is pure work on SMEM and TMEM, no scheduling.
 
 Arithmetic: the exact sum of one MMA's products is rounded once to float32 (tensor_sums.py) and then added to the
 accumulator in float32. So an element depends on its row of A, its column of B, their scale factors and its accumulator,

@@ -65,7 +65,7 @@ def issue(warp: Warp, instr: Instr, unit: str, label: object, complete: Callable
 
 
 def each_lane(warp: Warp) -> Iterator[int]:
-    """Active lanes: tcgen05.mma, cp, shift and commit have the semantics of single threads."""
+    """List active lanes. tcgen05.mma, cp, shift and commit have the semantics of single threads."""
     return iter(warp.lanes().tolist())
 
 

@@ -48,13 +48,13 @@ class Region:
     split: bool = False
 
     def view(self, array: np.ndarray, base_lane: int, column: int, count: int) -> np.ndarray:
-        """View the part of a [128, 512] array: (lanes, count), or (4, 16, count) for layout F."""
+        """View the part of a [128, 512] array. It is (lanes, count), or (4, 16, count) for layout F."""
         if self.split:
             return _split_view(array, base_lane, column, count)
         return array[self.lane : self.lane + self.lanes, column : column + count]
 
     def key(self, base_lane: int, column: int, count: int) -> tuple[int, ...]:
-        """Make the key of the cells of ``view`` (`Tmem.written`): (first lane, lanes, column, columns)."""
+        """Make the key of the cells of ``view`` (`Tmem.written`). It is (first lane, lanes, column, columns)."""
         return (base_lane, -16, column, count) if self.split else (self.lane, self.lanes, column, count)
 
     def cells(self, base_lane: int, column: int, count: int) -> Cells:

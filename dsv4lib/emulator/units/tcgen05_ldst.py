@@ -1,4 +1,4 @@
-"""Implement tcgen05.ld and tcgen05.st: tensor memory from and to registers, in five shapes.
+"""Implement tcgen05.ld and tcgen05.st. Tensor memory from and to registers, in five shapes.
 
 Both are asynchronous. A load's registers hold POISON until the load completes, at ``tcgen05.wait::ld`` at the latest; a
 store takes its registers at issue. CuTeDSL emits loads without any wait (fp16_gemm_0 and most of NVIDIA's examples) and

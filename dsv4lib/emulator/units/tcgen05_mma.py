@@ -1,4 +1,4 @@
-"""tcgen05.mma and tcgen05.mma.ws: operands and their checks; the work is in tcgen05_core.py.
+"""Issue tcgen05.mma and tcgen05.mma.ws: operands and their checks. The work is in tcgen05_core.py.
 
 Collector qualifiers only permit reuse of an operand that must not change meanwhile, so they have no effect here.
 Not implemented, hence refused: sparse A (``.sp``) with block scaling or ``.ws``, ``.ashift``.

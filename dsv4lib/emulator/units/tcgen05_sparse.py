@@ -1,4 +1,4 @@
-"""Sparsity metadata of tcgen05.mma.sp: 4-bit codes (sparse.py) in tensor memory, and the bits that select them.
+"""Read sparsity metadata of tcgen05.mma.sp. 4-bit codes (sparse.py) in tensor memory, and the bits that select them.
 
 A CTA's codes for one MMA are 32 or 64 bits a row, in a pair of columns that begins at an even one. The 8-bit kinds use
 both columns, lane as row. f16 and tf32 use one of the two, which the sparsity selector names; there a word is shared by

@@ -1,4 +1,4 @@
-"""Sums of products as the tensor core of this emulator rounds them: the exact sum, rounded once to float32.
+"""Sum products as the tensor core of this emulator rounds them. The exact sum is rounded once to float32.
 
 An element is thereby a function of its row of A and its column of B. Nothing else has a say in its bits: not M, N, the
 other rows and columns, the order of summation or the threads of the BLAS. Every product is exact in float64, and so is

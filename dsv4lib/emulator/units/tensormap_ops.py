@@ -1,4 +1,4 @@
-"""Change tensor maps on the device: ``tensormap.replace`` and ``tensormap.cp_fenceproxy``.
+"""Change tensor maps on the device. ``tensormap.replace`` and ``tensormap.cp_fenceproxy``.
 
 Source: PTX ISA, sections of these names.
 """

@@ -1,4 +1,4 @@
-"""Implement tensor copies (TMA): loads, stores, reductions and prefetches through a tensor map.
+"""Implement tensor copies (TMA). Loads, stores, reductions and prefetches through a tensor map.
 
 A load reads global memory and writes shared memory when it completes, then signals its mbarrier; with multicast every
 destination CTA gets its data in an operation of its own, at a time of its own. A store reads shared memory in one step

@@ -1,4 +1,4 @@
-"""Find the bytes that a tensor copy moves: boxes, im2col columns, gathered rows; fill out of bounds; swizzle.
+"""Find the bytes that a tensor copy moves: boxes, im2col columns, gathered rows. Fill out of bounds; swizzle.
 
 A copy is a list of rows. A row is contiguous in global memory and, before swizzling, in shared memory: the elements of
 dimension 0 (tiled, gather and scatter) or the channels of a pixel (im2col). Boxes that lie in the tensor as a whole are
@@ -135,7 +135,7 @@ def rows4(tensor: TensorMap, coords: Sequence[int], where: Where) -> Box:
 
 
 def im2col(tensor: TensorMap, coords: Sequence[int], filter_offsets: Sequence[int], where: Where) -> Box:
-    """A column of pixels: from ``coords`` through the bounding box in W, H, D, then on to the next image.
+    """Find a column of pixels. From ``coords`` through the bounding box in W, H, D, then on to the next image.
 
     ``filter_offsets`` (W first) are added to every pixel's position.
 

@@ -1,4 +1,4 @@
-"""Hold tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, its allocator and what checks need.
+"""Hold tensor memory of one CTA. It has 128 lanes x 512 columns of 32 bits, its allocator and what checks need.
 
 Addresses are ``lane << 16 | column``. Columns are allocated in powers of two from 32 on, always all 128 lanes.
 
@@ -110,7 +110,7 @@ class Tmem:
             self._written.add(key)
 
     def fault(self, column: int, columns: int) -> tuple[str, str] | None:
-        """Explain what is wrong with these columns: (hazard kind, message), None if allocated."""
+        """Explain what is wrong with these columns. Returns (hazard kind, message), None if allocated."""
         end = column + columns
         if (column, columns) in self._usable:
             return None

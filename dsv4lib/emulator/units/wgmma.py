@@ -57,7 +57,10 @@ _EARLY = "wgmma copied early"
 
 @dataclass
 class Accumulator:
-    """Registers that pending operations accumulate into: what they will hold, and how many operations are pending."""
+    """Registers that pending operations accumulate into.
+
+    It has what they will hold, and how many operations are pending.
+    """
 
     values: np.ndarray
     pending: int = 0
@@ -81,7 +84,10 @@ class State:
     committed: int = 0
 
     def first_groups(self, count: int) -> Iterator[AsyncOp]:
-        """Take the groups up to the ``count``-th ever committed off the list: their operations that are pending."""
+        """Take the groups up to the ``count``-th ever committed off the list.
+
+        Returns their operations that are pending.
+        """
         while len(self.groups) > max(self.committed - count, 0):
             for op in self.groups.popleft():
                 if op.pending:  # otherwise the scheduler has completed it already

@@ -1,1 +1,1 @@
-"""What a run leaves to read: reports, saved notebooks, and what is scrubbed from them."""
+"""Leave something to read of a run. Reports, saved notebooks, and what is scrubbed from them."""

@@ -1,4 +1,4 @@
-"""The static report of one command: an index with every verdict, and one page for each notebook.
+"""Build the static report of one command. An index has every verdict; each notebook has one page.
 
 It opens from file://, runs no script and loads nothing: style and pictures are inside each page, and a content security
 policy in its head forbids the rest. Every text is escaped and freed of private paths and host names.

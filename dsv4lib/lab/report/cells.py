@@ -72,7 +72,7 @@ class Block:
 
 @dataclass
 class Page:
-    """A rendered notebook: its blocks, how many pictures came without a description, and one picture, small."""
+    """A rendered notebook: its blocks, and one picture, small. Also how many pictures came without a description."""
 
     blocks: list[Block] = field(default_factory=list)
     undescribed: int = 0

@@ -1,4 +1,4 @@
-"""Nothing private leaves in a report, record or saved notebook: home folders, host names, addresses, secrets.
+"""Keep private things out of reports, records, saved notebooks. Home folders, host names, addresses, secrets.
 
 What is replaced: this workspace's folder (by "."), Python's, the temporary and every home folder; this machine's name;
 IP addresses; forms of well-known tokens, private keys, JSON web tokens, user names and passwords in URLs; values of
@@ -79,7 +79,7 @@ def _replacements(root: str) -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 def scrub(text: str, root: Path) -> str:
-    """Return ``text`` without what the module lists, and without halves of surrogate pairs, which no file can hold."""
+    """Return ``text`` without what the module lists. Halves of surrogate pairs, which no file can hold, go too."""
     text = ANSI.sub(lambda found: found[0] + BORDER, text.encode(errors="replace").decode().replace(BORDER, "?"))
     for name, value in os.environ.items():
         if len(value) >= 8 and SECRET_NAME.search(name) and not name.startswith("DSV4_") and value in text:

@@ -1,4 +1,4 @@
-"""The saved notebook says what really happened: verdict on top, cell states corrected, no private path.
+"""Say in the saved notebook what really happened. Verdict on top, cell states corrected, no private path.
 
 papermill 2.7 marks a notebook `completed`, exception null, after a timeout or when its kernel died; this puts the
 runner's verdict into the file, so that the file alone does not mislead.
@@ -25,7 +25,7 @@ RAN_TO_THE_END = (Verdict.PASSED, Verdict.SKIPPED, Verdict.GATE_FAILED, Verdict.
 
 
 def stamp(record: Record, saved: Path, source: Path, stopped_at: int | None, clean: Callable[[str], str] = str) -> None:
-    """Write the executed notebook ``saved`` (or, if there is none, ``source``) stamped with ``record``.
+    """Write the executed notebook ``saved`` stamped with ``record``. If there is none, ``source``.
 
     Args:
         record: the runner's verdict.

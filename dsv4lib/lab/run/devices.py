@@ -1,4 +1,4 @@
-"""One run at a time on a GPU: a run holds its device's lock, across all workspaces of this user on the machine."""
+"""Let one run at a time on a GPU. A run holds its device's lock, across all workspaces of this user on the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4lib.errors import DSV4Error
 
 
 def gpus() -> list[str]:
-    """Return identifiers (as in CUDA_VISIBLE_DEVICES) of the GPUs this process may use. Empty without a driver."""
+    """Return identifiers of the GPUs this process may use. As in CUDA_VISIBLE_DEVICES. Empty without a driver."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
@@ -33,7 +33,7 @@ def gpus() -> list[str]:
 
 
 def lock_folder() -> Path:
-    """Return a private folder of this user for the locks, the same for all workspaces on this machine.
+    """Return a private folder of this user for the locks. It is the same for all workspaces on this machine.
 
     Raises:
         DSV4Error: something else lies there: a link, a file, a folder that others own or may write.

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, whatever interrupts the writer, and files that only this user can have put."""
+"""Write files that are whole or absent, whatever interrupts the writer. Also files that only this user can have put."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ _lock = threading.Lock()
 
 
 def fork(private: Path, environment: Mapping[str, str], cwd: Path, log: Path, imports: Sequence[str]) -> Worker:
-    """Fork a run (see `Server.fork`) from the server of its environment, which is started if there is none.
+    """Fork a run (see `Server.fork`) from the server of its environment. It is started if there is none.
 
     Raises:
         Refused: it cannot be forked; fresh processes can be started instead.
@@ -200,7 +200,7 @@ def fork(private: Path, environment: Mapping[str, str], cwd: Path, log: Path, im
 
 
 def imports_of(notebook: Path) -> list[str]:
-    """List what a notebook's cells import at their top from `PACKAGES`, in order: ``module`` or ``module:name``."""
+    """List what a notebook's cells import at their top from `PACKAGES`, in order. ``module`` or ``module:name``."""
     found: dict[str, None] = {}
     for cell in json.loads(notebook.read_text())["cells"]:
         if cell["cell_type"] != "code":
@@ -341,7 +341,7 @@ def _python_path(environment: Mapping[str, str]) -> list[str]:
 
 
 def write_mark(token: str) -> None:
-    """Write ``token`` where /proc shows this process's environment, which does not follow ``os.environ``.
+    """Write ``token`` where /proc shows this process's environment. That does not follow ``os.environ``.
 
     Raises:
         DSV4Error: there is no room that the process was started with (a variable `processes.MARK`).
@@ -359,7 +359,7 @@ def write_mark(token: str) -> None:
 
 
 class IdleKernel:
-    """A child forked before anything runs here, which becomes the notebook's kernel when papermill starts one."""
+    """A child forked before anything runs here. It becomes the notebook's kernel when papermill starts one."""
 
     def __init__(self) -> None:
         self.arguments: list[str] | None = None  # in the child: the kernel's command line, once it is requested
@@ -383,7 +383,7 @@ class IdleKernel:
         self.arguments = task["arguments"]
 
     def launch(self, cmd: list[str], env: Mapping[str, str] | None = None, cwd: str | None = None, **other: Any) -> Any:
-        """Stand in for ``jupyter_client.launcher.launch_kernel``: this child, if ``cmd`` is the lab's kernel."""
+        """Stand in for ``jupyter_client.launcher.launch_kernel``. It is this child, if ``cmd`` is the lab's kernel."""
         from dsv4lib.lab.run import kernel
 
         if cmd[: len(kernel.COMMAND)] != kernel.COMMAND or self._go is None:
@@ -409,7 +409,7 @@ class IdleKernel:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; ``timeout`` is not used by the Jupyter client, which polls first."""
+        """Wait for its end. ``timeout`` is not used by the Jupyter client, which polls first."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode

@@ -1,4 +1,4 @@
-"""The Jupyter kernel of a notebook run, ipykernel made cheaper: ``python -m`` this module ``-f <connection file>``.
+"""Be the Jupyter kernel of a notebook run, a cheaper ipykernel. ``python -m`` this module ``-f <connection file>``.
 
 An injected fault's run computes for a second in a process that needs five: most of its time are imports and the end of
 the interpreter. Two things are left out, neither of which a cell can see:
@@ -25,7 +25,7 @@ _last: list[Callable[[], None]] = []
 
 
 def end_at_once() -> None:
-    """End the process after all other `atexit` functions (the first that is registered runs last)."""
+    """End the process after all other `atexit` functions. The first that is registered runs last."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             stream.flush()
@@ -33,13 +33,13 @@ def end_at_once() -> None:
 
 
 def prepare() -> None:
-    """Make imports cheaper, and keep the place of the last `atexit` function: call this before other imports."""
+    """Make imports cheaper, and keep the place of the last `atexit` function. Call this before other imports."""
     gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
     atexit.register(lambda: [function() for function in _last])
 
 
 def end_quickly() -> None:
-    """Have the process, which now ends, run its `atexit` functions and not take its modules apart."""
+    """Have the process, which now ends, run its `atexit` functions. Its modules are not taken apart."""
     _last.append(end_at_once)
     gc.freeze()  # IPython collects garbage as it ends
 

@@ -1,4 +1,4 @@
-"""The plan of each command on disk: what a resume continues, and what the next nightly is compared with.
+"""Keep the plan of each command on disk. A resume continues it, and the next nightly is compared with it.
 
 `data/runs/<run id>/plan.json` holds the jobs and the state (running, interrupted, complete). A lock held while the
 command lives distinguishes a running command from one that was killed.
@@ -114,7 +114,7 @@ def hold(folder: Path) -> FileLock:
 
 
 def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job]) -> Manifest:
-    """Return the last command with the same set, sources and jobs, if it was interrupted.
+    """Return the last command, if it was interrupted. Set, sources and jobs are the same.
 
     Raises:
         DSV4Error: there is none, or the last one is complete: its verdicts belong to it and are not used again.
@@ -137,7 +137,7 @@ def to_resume(runs: Path, set_name: str, fingerprint: str, jobs: Sequence[Job]) 
 
 
 def executed(records: Iterable[Record]) -> list[str]:
-    """List the keys of what was really checked: a run with a verdict, and each of its gates."""
+    """List the keys of what was really checked. They are of runs with a verdict, and of each of their gates."""
     keys: set[str] = set()
     for record in records:
         if record.verdict in (Verdict.SKIPPED, Verdict.INTERRUPTED):

@@ -1,4 +1,4 @@
-"""What one command will run: jobs, made and checked completely before the first kernel starts."""
+"""Plan what one command will run. Jobs are made and checked completely before the first kernel starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Job:
     stage_fingerprint: str
 
     def key(self) -> str:
-        """Return the key of what it runs, independent of numbering: two equal keys are the same check."""
+        """Return the key of what it runs, independent of numbering. Two equal keys are the same check."""
         return json.dumps([self.stage, self.kind, self.negative, self.overrides], sort_keys=True)
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def make(
     backend: str | None = None,
     negatives: bool = False,
 ) -> list[Job]:
-    """Make the jobs for a set (or, with ``negatives``, for the injected faults) of each stage.
+    """Make the jobs for a set of each stage. With ``negatives``, for the injected faults.
 
     Args:
         stages: what to run, in this order.

@@ -1,4 +1,4 @@
-"""Processes of one run: started in their own session, marked, and ended as one, wherever they went.
+"""Hold the processes of one run. Started in their own session, marked, and ended as one, wherever they went.
 
 A Jupyter kernel starts a session of its own, so a process group is not enough to end a run. Every process of a run
 inherits a mark of its own in its environment; `end` kills what carries the mark until nothing does.
@@ -43,7 +43,10 @@ def start(arguments: list[str], environment: Mapping[str, str], cwd: Path, log: 
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when the process that started it ends, even by SIGKILL."""
+    """Ask Linux to kill this process when its parent ends, even by SIGKILL.
+
+    The parent is the process that started it.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         parent = os.getppid()
@@ -85,7 +88,7 @@ def end(token: str, worker: Worker | None = None, patience_s: float = 10.0) -> N
 
 
 def oom_kills() -> int:
-    """Count how often this system's out-of-memory killer has struck (0 where it does not say)."""
+    """Count how often this system's out-of-memory killer has struck. 0 where it does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,4 @@
-"""How a run goes, on a terminal as live bars, elsewhere as one plain line for each finished notebook."""
+"""Show how a run goes. On a terminal as live bars, elsewhere as one plain line for each finished notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run twice, see the same: numbers and figures of two runs of a notebook with equal parameters.
+"""Run twice, see the same. These are numbers and figures of two runs of a notebook with equal parameters.
 
 A notebook whose figures or metrics change from run to run shows something else than its text says. Times are the
 exception: the name of a metric of measured time ends in `_s` or `_seconds`.
@@ -20,9 +20,10 @@ PICTURES = ("image/png", "image/jpeg", "image/svg+xml")
 
 
 def shown(record: Record, folder: Path) -> dict[str, str]:
-    """List what a run showed, by name: each metric's digits, a hash of each figure (``figure 7.0``: cell, output).
+    """List what a run showed, by name.
 
-    Printed text counts as no output: a kernel sends one cell's text in one piece or in several.
+    Each metric's digits, a hash of each figure (``figure 7.0``: cell, output). Printed text counts as no output: a
+    kernel sends one cell's text in one piece or in several.
     """
     found = {f"metric {name}": repr(value) for name, value in record.metrics.items()}
     if record.notebook:

@@ -1,4 +1,4 @@
-"""The stage runner: notebooks in processes of their own, and the only place that decides what became of them.
+"""Run stages. Notebooks have processes of their own; this is the only place that decides what became of them.
 
 One supervisor, single-threaded: it starts workers (`worker.py`), watches time, memory and signals, ends everything
 that belongs to a run, judges the reported metrics, stamps the notebook and appends the record. CPU runs share the
@@ -69,7 +69,7 @@ class Options:
 
 @dataclass
 class Result:
-    """What one command did: its manifest, the last record of each job, and whether a signal ended it."""
+    """What one command did. It has its manifest, the last record of each job, and whether a signal ended it."""
 
     manifest: manifest.Manifest
     records: list[Record]

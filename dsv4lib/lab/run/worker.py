@@ -1,4 +1,4 @@
-"""One notebook run in a process of its own, forked (`forkserver`) or `python -m` this module with a private folder.
+"""Run one notebook in a process of its own. Forked (`forkserver`) or `python -m` this module with a private folder.
 
 It executes the notebook with papermill and says how that ended. It judges nothing: papermill's own metadata calls a
 notebook `completed` after a timeout or a dead kernel, so the class comes from the exception, and the runner, which
@@ -136,7 +136,7 @@ def _death(private: Path, oom_before: int) -> tuple[Verdict, str]:
 
 
 def run(folder: str, idle: IdleKernel | None = None) -> None:
-    """Run the job described in ``folder``/job.json and leave ``folder``/outcome.json (``idle``: see `execute`)."""
+    """Run the job of ``folder``/job.json and leave ``folder``/outcome.json. ``idle``: see `execute`."""
     private = Path(folder)
     job = json.loads((private / "job.json").read_text())
     oom_before = oom_kills()

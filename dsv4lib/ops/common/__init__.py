@@ -1,1 +1,1 @@
-"""What all ops share: checks of arguments, overlap, back end, compile cache, plans of warm calls, launches."""
+"""Share what all ops need. Checks of arguments, overlap, back end, compile cache, plans of warm calls, launches."""

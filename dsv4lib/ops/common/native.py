@@ -1,4 +1,4 @@
-"""Launches on a GPU from words in memory: the arguments of compiled host code, laid out once and called by address.
+"""Launch on a GPU from words in memory. They are arguments of compiled host code, laid out once, called by address.
 
 The DSL's own call path converts every argument anew, hundreds of Python calls a launch. Its compiled function takes an
 array of addresses, one for each argument, and one more for the CUDA error that it answers.
@@ -87,7 +87,9 @@ def address_of(call: Entry) -> int | None:
 
 
 def values_of(code: Any, args: tuple) -> list[Any]:
-    """The values of a launch, which generated code trusts blindly: as many, and of the kinds, that it was compiled for.
+    """Return the values of a launch.
+
+    Generated code trusts them blindly: as many, and of the kinds, as it was compiled for.
 
     Args:
         code: a `Compiled`.

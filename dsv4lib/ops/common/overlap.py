@@ -1,4 +1,4 @@
-"""Refuse outputs in memory that a launch reads or writes elsewhere: every CTA would see what another has written.
+"""Refuse outputs in memory that a launch reads or writes elsewhere. Every CTA would see what another has written.
 
 Two tensors overlap if they have a byte in common. The answer is exact where their extents are apart, and for rows of
 the same pitch at other columns of one buffer (of a fused projection, of pages that layers share). Anything else whose
@@ -16,7 +16,7 @@ from dsv4lib.errors import ArgumentError
 
 
 class Span(NamedTuple):
-    """Memory of a tensor: first byte and bytes to the last; ``block`` bytes in each of its rows, ``pitch`` apart.
+    """Memory of a tensor: first byte and bytes to the last. Rows have ``block`` bytes each, ``pitch`` apart.
 
     pitch 0: it is no such matrix.
     """

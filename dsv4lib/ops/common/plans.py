@@ -1,4 +1,4 @@
-"""Call an op again without what its first call worked out: one plan a signature, pointers written into it.
+"""Call an op again without what its first call worked out. One plan a signature, pointers written into it.
 
 A custom op is registered with torch and serves torch.compile, fake tensors, modes and subclasses through torch's
 dispatcher. A plain eager call goes past it (`Op.__call__`):
@@ -202,7 +202,7 @@ def stream_of(x: Tensor) -> int:
 
 
 def asked_of(device: int) -> Callable[[int], int] | None:
-    """What gives the handle of torch's current stream on a device; None: there are no streams."""
+    """What gives the handle of torch's current stream on a device. None: there are no streams."""
     return _stream if device >= 0 else None
 
 
@@ -425,7 +425,7 @@ class Plan:
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in self._scratch)
 
     def run(self, args: Sequence[Any], pointers: list[int]) -> bool:
-        """Launch over these arguments, at ``pointers``; False: they lie otherwise to each other, nothing was done.
+        """Launch over these arguments, at ``pointers``. False: they lie otherwise to each other, nothing was done.
 
         Raises:
             ArgumentError: outputs overlap. LaunchFailed: the CUDA runtime refuses.

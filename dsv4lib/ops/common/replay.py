@@ -1,4 +1,4 @@
-"""Replay plans in one C function: match the arguments, write their pointers into a launch's words, launch.
+"""Replay plans in one C function. Match the arguments, write their pointers into a launch's words, launch.
 
 A record holds what a plan's calls have in common. A call costs one Python call of its op, and for each tensor what
 torch's guards take. These steps follow each other; the next record is tried where one of the first three fails, and

@@ -1,4 +1,4 @@
-"""Emit the C function of `replay` with llvmlite: ``PyObject* (PyObject* state, PyObject* fields)``.
+"""Emit the C function of `replay` with llvmlite. It is ``PyObject* (PyObject* state, PyObject* fields)``.
 
 Everything is a 64-bit word: addresses, counts, handles. Tables say what is where:
 

@@ -20,7 +20,7 @@ TOP = (1 << 31) - 1
 
 @typed
 def plan(offsets: Tensor, starts: Tensor, places: Tensor) -> Tensor:
-    """Make the table, int32 ``[B, 4]``: first row, rows, position of the first row, row of the state or ring.
+    """Make the table, int32 ``[B, 4]``. Columns: first row, rows, position of the first row, row of the state or ring.
 
     Args:
         offsets: int32 or int64 ``[B + 1]``, first row of each request and the number of rows. Where they do not grow, a
@@ -50,7 +50,7 @@ def plan(offsets: Tensor, starts: Tensor, places: Tensor) -> Tensor:
 
 
 def used_of(requests: Tensor) -> Tensor:
-    """int64: the requests of a table that have rows, a position and a place; the others are padding."""
+    """Return int64 requests of a table that have rows, a position and a place. The others are padding."""
     _, count, start, place = requests.unbind(1)
     return requests[(count > 0) & (start >= 0) & (place >= 0)].long()
 

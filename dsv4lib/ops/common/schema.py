@@ -1,4 +1,4 @@
-"""Register an op from one annotated record: schema, fake implementation, body and the names in errors.
+"""Register an op from one annotated record. It gives schema, fake implementation, body and the names in errors.
 
     @op("rmsnorm", mutates=("out",), in_place=[("out", "x")])
     class Call(NamedTuple):
@@ -49,6 +49,7 @@ def op(
     in_place: Iterable[tuple[str, str]] = (),
     one_pool: Iterable[str] = (),
     names: Mapping[str, str] = MappingProxyType({}),
+    aliases: Mapping[str, str] = MappingProxyType({}),
     archs: tuple[str, ...] = launching.ARCHS,
 ) -> Callable[[Record], Record]:
     """Make a record of annotated fields a torch op, ``dsv4::name``.
@@ -59,11 +60,12 @@ def op(
         name: of the op. mutates: fields that it writes, groups or members of groups.
         in_place: (output, input) that may be the same memory. one_pool: pages that may be of one pool, see `Overlaps`.
         names: what errors call an argument, where it is not its path in the record.
+        aliases: what the schema calls an argument, where its name is not made of its path.
         archs: architectures that it has kernels for.
     """
 
     def register(record: Record) -> Record:
-        signature = Signature(record)
+        signature = Signature(record, aliases)
         first = names.get(signature.leaves[0].path, signature.leaves[0].path)
 
         def check(*flat: Any) -> None:
@@ -97,15 +99,16 @@ def op(
 
 
 class Leaf(NamedTuple):
-    """An argument of the schema: its path in the record ("out.codes", "out[0]") and its type there ("Tensor?")."""
+    """An argument of the schema. path: in the record ("out.codes", "out[0]"). type: in the schema ("Tensor?")."""
 
     path: str
     type: str
+    alias: str | None = None
 
     @property
     def name(self) -> str:
-        """In the schema."""
-        return re.sub(r"\W+", "_", self.path).strip("_")
+        """Return its name in the schema: `alias`, or else made of its path."""
+        return self.alias or re.sub(r"\W+", "_", self.path).strip("_")
 
 
 class _Group(NamedTuple):
@@ -138,11 +141,12 @@ class Signature:
         TypeError: an annotation that a schema cannot hold.
     """
 
-    def __init__(self, record: type):
+    def __init__(self, record: type, aliases: Mapping[str, str] = MappingProxyType({})):
         hints = typing.get_type_hints(record)
         self.record = record
         self.leaves: list[Leaf] = []
         self._fields = [self._field(name, hints[name]) for name in inspect.signature(record).parameters]
+        self.leaves = [leaf._replace(alias=aliases.get(leaf.path)) for leaf in self.leaves]
         grouped = [(i, field) for i, field in enumerate(self._fields) if field.groups]
         # From the last to the first: places in front of a group stay what they are.
         spread = [(i, (None,) * field.count, _sides(field)) for i, field in reversed(grouped)]

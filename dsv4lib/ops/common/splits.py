@@ -67,7 +67,7 @@ COMBINE, EACH, PARTIAL = 1.24, 0.062, 0.018
 
 
 class Tile(NamedTuple):
-    """Microseconds of 64 keys: with all dimensions and with half of them, and what the half saves once besides."""
+    """Microseconds of 64 keys: with all dimensions, and with half of them. saved: what the half saves once besides."""
 
     whole: float
     half: float
@@ -82,7 +82,9 @@ TILES = {  # by where keys come from and CTAs of a cluster
 
 
 def mean_tile(entries: str, ctas: int, tiles: int, of_window: int) -> Tile:
-    """Average ``tiles``, of which ``of_window`` are window keys: 16-bit rows by range, whatever the entries are.
+    """Average ``tiles``, of which ``of_window`` are window keys.
+
+    Those are 16-bit rows by range, whatever the entries are.
 
     Args:
         entries: a key of `TILES`; ctas: of a cluster.
@@ -92,7 +94,7 @@ def mean_tile(entries: str, ctas: int, tiles: int, of_window: int) -> Tile:
 
 
 class Splits(NamedTuple):
-    """How a call is split: ``keys`` ranges of the keys, ``dims`` ranges of the dimensions of O.
+    """How a call is split: ``keys`` ranges of keys, ``dims`` of O's dimensions.
 
     ``tail``: how the last split of the keys differs, as `arguments.launch_args` takes it; (0, 0): it does not.
     """
@@ -167,7 +169,7 @@ def _unequal(
 
 
 def cost(splits: int, head_blocks: int, tiles: int, tile: Tile = TILES["index"][1], dims: int = 1) -> float:
-    """Estimate microseconds by the module's formula; head_blocks: blocks of 64 heads of all tokens."""
+    """Estimate microseconds by the module's formula. head_blocks: blocks of 64 heads of all tokens."""
     combine = COMBINE + EACH * splits + PARTIAL * head_blocks * (splits + 0.5) if splits > 1 else 0.0
     each = tile.whole if dims == 1 else tile.half
     return each * -(-tiles // splits) - tile.saved * (dims - 1) + START * head_blocks * splits * dims + combine

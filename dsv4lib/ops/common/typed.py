@@ -30,7 +30,7 @@ _PLAIN: dict[Any, tuple[tuple[type, ...], str]] = {  # annotation: (types, in wo
 
 
 def typed(function: Function) -> Function:
-    """Check the types of a function's arguments before it runs: tensors, numbers, texts, groups of them.
+    """Check the types of a function's arguments before it runs. They are tensors, numbers, texts, groups of them.
 
     True and False are no numbers. Every member of a `NamedTuple` or ``tuple[A, B]`` is checked ("weights.ape",
     "out[0]"). Annotations of other kinds are not checked. What fitted once is known by its types. Passes torch.compile.
@@ -115,7 +115,7 @@ def members_of(hint: Any) -> tuple:
 
 
 def parts_of(hint: Any) -> tuple[type, str, dict[str, Any]] | None:
-    """Of a `NamedTuple` or ``tuple[A, B]``: its type, in words, and its members' annotations; None: it is neither.
+    """Take a `NamedTuple` or ``tuple[A, B]`` apart. Type, in words, and members' annotations; None: it is neither.
 
     Members are keyed by what follows the name of the whole: ".ape", "[0]".
     """

@@ -28,7 +28,7 @@ def evict_first(*, loc: Any = None, ip: Any = None) -> Int64:
 def load4(
     address: Int64, wanted: Boolean, default: str, policy: Int64 | None = None, *, loc: Any = None, ip: Any = None
 ) -> tuple:
-    """Load 4 fp32 where ``wanted``, else 4 times ``default``; policy: of L2, then nothing stays in L1."""
+    """Load 4 fp32 where ``wanted``, else 4 times ``default``. policy: of L2, then nothing stays in L1."""
     moves = " ".join(f"mov.f32 t{i}, {default};" for i in range(4))
     load, hint, args = "ld.global.v4.f32", "", [address, Int32(wanted)]
     if policy is not None:

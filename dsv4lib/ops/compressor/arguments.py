@@ -1,10 +1,11 @@
-"""Make arguments of the compressor: fake tensors to compile with, torch tensors checked and wrapped to launch."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Float32, Int32
 
 from dsv4lib.dsl.tensors import Fakes, divisor, wrap
@@ -37,72 +38,53 @@ def fake_args(kernel: Compressor) -> tuple:
     return rows, ends, out, divisor(1), Float32(1.0), Int32(1), cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: Compressor,
-    kv: torch.Tensor,
-    gate: torch.Tensor,
-    ape: torch.Tensor,
-    norm: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    requests: torch.Tensor,
-    slots: torch.Tensor,
-    state_k: torch.Tensor,
-    state_z: torch.Tensor | None,
-    pages: torch.Tensor,
-    page_size: int,
-    eps: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `Compressor` from torch tensors.
+def launch_args(kernel: Compressor, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        kv, gate: fp32 [T, width]. ape: fp32 [rate, width]. norm: fp32 [dim].
-        cos, sin: fp32 [P, 32] by position.
-        requests: int32 [B, 4]. slots: int32 [T].
-        state_k, state_z: fp32 [S, rows, width]; running: [S, 3, dim] and None.
-        pages: uint8 [P, bytes], or rows [N, dim] of bf16 or fp32.
-        page_size: entries of a page; of dense rows anything.
-        eps: added to the mean of squares.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride, or pages that are too short or too many.
+        ArgumentError: a tensor of a wrong type, shape or stride, or pages that are too short or too many.
     """
+    kv, weights, batch, state = call.kv, call.weights, call.batch, call.state
     tokens = len(kv)
-    if kernel.single and len(requests) != tokens:
-        raise ArgumentError("requests.shape", tuple(requests.shape), f"[{tokens}, 4]: one row a request")
-    state, kept = ("state.parts", 3) if kernel.running else ("state.k", kernel.rows)
+    if kernel.single and len(batch.requests) != tokens:
+        raise ArgumentError("requests.shape", tuple(batch.requests.shape), f"[{tokens}, 4]: one row a request")
+    k, z = (state.parts, None) if kernel.running else state
+    name, kept = ("state.parts", 3) if kernel.running else ("state.k", kernel.rows)
     rows = Rows(
         wrap("kv", kv, Float32, (None, kernel.width), WIDE),
-        wrap("gate", gate, Float32, (tokens, kernel.width), WIDE),
-        wrap(state, state_k, Float32, (None, kept, kernel.width), WIDE),
-        None if kernel.running else wrap("state.z", state_z, Float32, tuple(state_k.shape), WIDE),
-        wrap("weights.ape", ape, Float32, (kernel.rate, kernel.width), WIDE),
+        wrap("gate", call.gate, Float32, (tokens, kernel.width), WIDE),
+        wrap(name, k, Float32, (None, kept, kernel.width), WIDE),
+        None if kernel.running else wrap("state.z", z, Float32, tuple(k.shape), WIDE),
+        wrap("weights.ape", weights.ape, Float32, (kernel.rate, kernel.width), WIDE),
     )
+    closing = -(-len(weights.cos) // kernel.rate)
     ends = Ends(
-        wrap("weights.norm", norm, Float32, (kernel.dim,), WIDE),
-        wrap("weights.cos", cos[:: kernel.rate], Float32, (None, ROPE // 2), PAIR),
-        wrap("weights.sin", sin[:: kernel.rate], Float32, (-(-len(cos) // kernel.rate), ROPE // 2), PAIR),
-        wrap("requests", requests, Int32, (None, 4), WIDE),
-        wrap("slots", slots, Int32, (tokens,)),
+        wrap("weights.norm", weights.norm, Float32, (kernel.dim,), WIDE),
+        wrap("weights.cos", weights.cos[:: kernel.rate], Float32, (None, ROPE // 2), PAIR),
+        wrap("weights.sin", weights.sin[:: kernel.rate], Float32, (closing, ROPE // 2), PAIR),
+        wrap("requests", batch.requests, Int32, (None, 4), WIDE),
+        wrap("slots", batch.slots, Int32, (tokens,)),
     )
-    if kernel.layout is None:
-        element = cutlass.BFloat16 if kernel.form == "bf16" else Float32
-        out = Pages(wrap("out.data", pages, element, (None, kernel.dim), PAIR if kernel.form == "bf16" else WIDE), None)
-    else:
-        needed = page_size * kernel.layout.entry_bytes
-        if pages.dim() != 2 or pages.shape[1] < needed:
-            raise ArgumentError("out.data.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")
-        used = pages[:, :needed]
-        wrap("out.data", used, cutlass.Uint8, (None, None), page_align(kernel))
-        out = Pages(
-            wrap("out.data", as_words("out.data", used), Int32, (None, None), page_align(kernel)),
-            wrap("out.data", used, cutlass.Uint8, (None, None)),
-        )
-    items = len(requests) if kernel.single else tokens // kernel.rate + len(requests)
+    items = len(batch.requests) if kernel.single else tokens // kernel.rate + len(batch.requests)
     if items > GRID_Y * kernel.items:
         allowed = f"at most {GRID_Y * kernel.items} entries in a call: T / {kernel.rate} + B, or B in a decode step"
-        raise ArgumentError("requests.shape", tuple(requests.shape), f"{allowed}, not {items}")
-    return rows, ends, out, divisor(page_size), Float32(eps), Int32(items), cuda.CUstream(stream)
+        raise ArgumentError("requests.shape", tuple(batch.requests.shape), f"{allowed}, not {items}")
+    out = _out(kernel, call.out)
+    return rows, ends, out, divisor(call.out.page_size), Float32(call.eps), Int32(items), cuda.CUstream(stream)
+
+
+def _out(kernel: Compressor, out: Any) -> Pages:
+    """Wrap where entries go: rows, or pages as words and as bytes."""
+    if kernel.layout is None:
+        element, align = (cutlass.BFloat16, PAIR) if kernel.form == "bf16" else (Float32, WIDE)
+        return Pages(wrap("out.data", out.data, element, (None, kernel.dim), align), None)
+    pages, needed = out.data, out.page_size * kernel.layout.entry_bytes
+    if pages.dim() != 2 or pages.shape[1] < needed:
+        raise ArgumentError("out.data.shape", tuple(pages.shape), f"at least {needed} bytes a page of {out.page_size}")
+    used = pages[:, :needed]
+    wrap("out.data", used, cutlass.Uint8, (None, None), page_align(kernel))
+    words = wrap("out.data", as_words("out.data", used), Int32, (None, None), page_align(kernel))
+    return Pages(words, wrap("out.data", used, cutlass.Uint8, (None, None)))

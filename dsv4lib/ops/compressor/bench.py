@@ -1,4 +1,4 @@
-"""Rows of `compressor`: kv and gate of the new tokens and the state to packed entries in the paged cache.
+"""Time `compressor`. From kv and gate of the new tokens and the state to packed entries in the paged cache.
 
 What "T" means. ``decode``: T requests with one new token each, and every one of them closes a window (the step that
 costs most): the pooled rows are those of the state but the newest. ``steps``: the same T requests at positions that

@@ -1,4 +1,4 @@
-"""Inject one fault into a compressor at a time: every class is the kernel with one thing replaced, and compiles.
+"""Inject one fault into a compressor at a time. Every class is the kernel with one thing replaced, and compiles.
 
 `FAULTS` holds them by name; those of `RUNNING` are about the running state, the others about CSA's two windows. Those
 of `STREAMED` are of the variant for decode steps of many requests.

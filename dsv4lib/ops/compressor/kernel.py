@@ -205,7 +205,7 @@ class Compressor(Sizes):
     # ------------------------------------------------------------------ rows
 
     def half_of(self, j: int) -> int:
-        """Return which half of the columns row ``j`` is pooled through: the window before through the first."""
+        """Return which half of the columns row ``j`` is pooled through. The window before goes through the first."""
         return int(self.overlap and j >= self.rate)
 
     def exists(self, position: Int32) -> Boolean:
@@ -213,7 +213,7 @@ class Compressor(Sizes):
         return position >= 0
 
     def table_row(self, item: Item) -> Int32:
-        """Return the row of cos and sin, a window apart: an entry rotates by its window's first position."""
+        """Return the row of cos and sin, a window apart. An entry rotates by its window's first position."""
         return item.window
 
     @cute.jit
@@ -257,7 +257,7 @@ class Compressor(Sizes):
         return evict_first() if self.once else None
 
     def neighbours(self, tensor: cute.Tensor, address: Int64) -> list:
-        """Return addresses of as many rows of kv, gate, ape or one state as a thread has: products are made once."""
+        """Return addresses of as many rows of kv, gate, ape or one state as a thread has. Products are made once."""
         step = Int64(tensor.stride[cute.rank(tensor) - 2]) * FLOAT_BYTES
         return [address + step * j for j in range(self.depth)]
 
@@ -288,12 +288,12 @@ class Compressor(Sizes):
 
     @cute.jit
     def finite(self, row_max: Float32) -> Float32:
-        """Return what to subtract from gates whose maximum is ``row_max``: 0 where there are none."""
+        """Return what to subtract from gates whose maximum is ``row_max``. It is 0 where there are none."""
         return Float32(cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max))
 
     @cute.jit
     def merge(self, rSoftmax: cute.Tensor, c: cutlass.Constexpr, row_max: Float32, row_sum: Float32, acc: Float32):
-        """Merge another softmax of channel ``c``: the one with the smaller row_max is rescaled, by an explicit FMA.
+        """Merge another softmax of channel ``c``. The one with the smaller row_max is rescaled, by an explicit FMA.
 
         Left to the compiler, which of two products it fuses differs from kernel to kernel, and so do the bits.
         """
@@ -344,7 +344,9 @@ class Compressor(Sizes):
 
     @cute.jit
     def add_softmaxes(self, rSoftmax: cute.Tensor, softmaxes: cutlass.Constexpr):
-        """Merge softmaxes, a power of two, into this thread's own, the first: neighbours, then neighbours of these.
+        """Merge softmaxes, a power of two, into this thread's own, the first.
+
+        Neighbours first, then neighbours of these.
 
         The others are in shared memory, [4, 3].
         """
@@ -514,7 +516,7 @@ class Compressor(Sizes):
 
     @cute.jit
     def holds(self, item: Item, group: Int32) -> Boolean:
-        """Return whether the one row of a request is this thread's: as the state's row it is that of its group."""
+        """Return whether the one row of a request is this thread's. As the state's row, it is that of its group."""
         return item.count > 0 and (item.start & (self.pooled - 1)) // self.depth == group
 
     @cute.jit

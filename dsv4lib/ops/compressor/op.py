@@ -266,9 +266,7 @@ class Call(NamedTuple):
             return _reference(self)
         settings = self.settings() | {"fp4_conversion": has_fp4_conversion(launching.arch(backend))}
         kernel = StreamedCompressor if settings.get("stages") else Compressor
-        k, z = state if isinstance(state, Ring) else (state.parts, None)
-        given = self.kv, self.gate, *self.weights, *self.batch[:2], k, z, out.data, out.page_size, self.eps
-        launching.launch(backend, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, kernel, settings, arguments.fake_args, arguments.launch_args, self)
 
 
 def _reference(call: Call) -> None:

@@ -27,14 +27,14 @@ KV_LANES, FP4_LANES = 16, 8  # that share a scale
 
 
 class Pages(NamedTuple):
-    """Where entries go: int32 [P, S / 4] and uint8 [P, S] of the same pages; dense: rows [N, dim] and None."""
+    """Where entries go: int32 [P, S / 4] and uint8 [P, S] of the same pages. Dense: rows [N, dim] and None."""
 
     words: cute.Tensor
     bytes: Any
 
 
 class Target(NamedTuple):
-    """Where an entry goes: its page and slot; whether this thread stores, and the first of its channels."""
+    """Where an entry goes: its page and slot. Also whether this thread stores, and the first of its channels."""
 
     page: Int32
     slot: Int32

@@ -1,4 +1,4 @@
-"""Peers of `compressor`: vLLM's, which writes partial states into a paged cache, then compresses from there.
+"""Time peers of `compressor`. vLLM's writes partial states into a paged cache, then compresses from there.
 
 The state of a request becomes pages of their own size (`STATE_PAGE` positions) in a table of their own; the timed call
 writes the new rows there and makes the entries, as vLLM's layer does after its GEMM.
@@ -84,7 +84,9 @@ def _bind(given: Given, dsl: bool) -> peers.Bound:
 
 
 def paged_state(given: Given, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The state in pages: (cache fp32 [N, block, 2 W], table int32 [B, pages], slot of every new token int64 [T]).
+    """Put the state in pages.
+
+    Returns cache fp32 [N, block, 2 W], table int32 [B, pages], slot of every new token int64 [T].
 
     A request has pages for the positions of its ring before the call and for its new ones; the rest of its table says
     page 0, which is never read. Pages come in an order that is not that of the positions.

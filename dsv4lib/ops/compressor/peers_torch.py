@@ -1,4 +1,4 @@
-"""The rows of `compressor` in a few lines of torch, for torch.compile: pooled, normed, rotated, packed, stored.
+"""Write `compressor` in a few lines of torch, for torch.compile. Rows are pooled, normed, rotated, packed, stored.
 
 What one writes without a kernel: a decode step pools every request's window, closed or not, because shapes must not
 depend on values. What closes none goes to a page of its own past the end of the pool. Prefill is one prompt of whole
@@ -23,7 +23,7 @@ ROPE = 64
 
 
 def provider(running: bool) -> Provider:
-    """What torch.compile makes of it; ``running``: the state is a softmax of the open window."""
+    """Return what torch.compile makes of it. running: the state is a softmax of the open window."""
 
     def bind(given: Given) -> tuple[Call, Mapping[str, Tensor]]:
         step, out = plain(given, running)

@@ -1,4 +1,4 @@
-"""Run a decode step of a compressor that keeps rows (HCA): a window comes through shared memory, by bulk copies.
+"""Run a decode step of a compressor that keeps rows (HCA). A window comes through shared memory, by bulk copies.
 
 Where a window closes, 512 KiB a request are read. `kernel` has them in registers, in as many CTAs as fit, one after the
 other. Here a warp issues copies of rows, `stages` groups of them ahead; no other warp waits for memory.
@@ -87,7 +87,7 @@ class StreamedCompressor(Compressor):
 
     @cute.kernel
     def kernel(self, rows: Rows, ends: Ends, out: Pages, page: Divisor, eps: Float32):
-        """Fetch a request's rows and pool them, or only keep the newest: a request a cluster."""
+        """Fetch a request's rows and pool them, or only keep the newest. A cluster has one request."""
         rank, cta, _ = cute.arch.block_idx()
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -135,7 +135,7 @@ class StreamedCompressor(Compressor):
         empty: cute.Pointer,
         sent: cute.Pointer,
     ):
-        """Run the fetcher: barriers, then groups in order, teams round robin; half the lanes for k, half for z."""
+        """Run the fetcher: barriers, then groups in order, teams round robin. Half the lanes are for k, half for z."""
         rank, cta, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         if lane < self.stages:
@@ -194,7 +194,7 @@ class StreamedCompressor(Compressor):
         return (rank * self.teams + team) * self.groups_of_team + own
 
     def stage_of(self, team: Int32, own: Int32) -> tuple[Int32, Int32]:
-        """Return (stage, how often it was used before) of a team's ``own``-th group: teams have their own stages."""
+        """Return (stage, how often it was used before) of a team's ``own``-th group. Teams have their own stages."""
         each = self.stages // self.teams
         return team * each + own % each, own // each
 
@@ -282,7 +282,7 @@ class StreamedCompressor(Compressor):
 
     @cute.jit
     def sum_of_squares(self, values: list, storage: cutlass.Constexpr) -> Float32:
-        """Sum the squares of the entry, in its finishers: of 64 channels, then these in order."""
+        """Sum the squares of the entry, in its finishers. First of 64 channels, then these in order."""
         tidx, _, _ = cute.arch.thread_idx()
         lanes, pieces = PIECE // CHANNELS, self.dim // PIECE
         total = Float32(0.0)

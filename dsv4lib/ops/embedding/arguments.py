@@ -1,12 +1,13 @@
-"""Arguments of the embedding kernel: fake tensors to compile with, torch tensors wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, wrap, wrap_if
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.embedding.kernel import COLUMNS, Embedding
 
@@ -25,30 +26,24 @@ def fake_args(kernel: Embedding) -> tuple:
     )
 
 
-def launch_args(
-    kernel: Embedding,
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    streams: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `Embedding` from torch tensors: shapes as in `Embedding.__call__`, ``stream`` a handle.
+def launch_args(kernel: Embedding, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    for name, value, needed in (("out.streams", streams, kernel.copies > 0), ("out.rows", rows, kernel.keep)):
-        if (value is not None) != needed:
-            raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
+    weight, (streams, rows), count = call.weight, call.out, len(call.tokens)
     wrapped = wrap("weight", weight, BF16, (None, None), WIDE)
-    count, d = len(tokens), weight.shape[1]
+    d = weight.shape[1]
     if d % COLUMNS:
         raise ArgumentError("weight.shape", tuple(weight.shape), f"[V, d] with d a multiple of {COLUMNS}")
     return (
-        wrap("tokens", tokens, cutlass.Int64 if kernel.wide else cutlass.Int32, (None,)),
+        wrap("tokens", call.tokens, cutlass.Int64 if kernel.wide else cutlass.Int32, (None,)),
         wrapped,
-        None if streams is None else wrap("out.streams", streams, BF16, (count, kernel.copies, d), WIDE),
-        None if rows is None else wrap("out.rows", rows, BF16, (count, d), WIDE),
+        wrap_if(kernel.copies > 0, "out.streams", streams, BF16, (count, kernel.copies, d), WIDE),
+        wrap_if(kernel.keep, "out.rows", rows, BF16, (count, d), WIDE),
         cuda.CUstream(stream),
     )

@@ -1,4 +1,4 @@
-"""Faults of the embedding kernel, injected one at a time: a class is the kernel with one thing replaced.
+"""Faults of the embedding kernel, injected one at a time. A class is the kernel with one thing replaced.
 
 `FAULTS` holds them by name.
 """

@@ -1,4 +1,4 @@
-"""Look up the embedding's rows of tokens and start the residual streams: `dsv4::embedding`.
+"""Look up the embedding's rows and start the residual streams: `dsv4::embedding`.
 
     streams[t, i] = rows[t] = weight[tokens[t]]        i < copies; zeros where the id is negative
 
@@ -26,7 +26,7 @@ IDS = torch.int64, torch.int32
 
 
 class Embedded(NamedTuple):
-    """What the op writes: streams bf16 [T, copies, d], rows bf16 [T, d]; None: not wanted."""
+    """What the op writes: streams bf16 [T, copies, d], rows bf16 [T, d]. None: not wanted."""
 
     streams: Tensor | None
     rows: Tensor | None = None
@@ -122,5 +122,4 @@ class Call(NamedTuple):
             return
         settings = {"copies": 0 if streams is None else streams.shape[1], "keep": rows is not None}
         settings["wide"] = tokens.dtype == torch.int64
-        given = tokens, weight, streams, rows
-        launching.launch(backend, Embedding, settings, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, Embedding, settings, arguments.fake_args, arguments.launch_args, self)

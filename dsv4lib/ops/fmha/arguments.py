@@ -1,4 +1,4 @@
-"""Make arguments of the attention kernels: fake tensors to compile with, torch tensors checked and wrapped to launch.
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch.
 
 The kernels trust what they are given; everything that can be wrong with a tensor is caught here, by name.
 """
@@ -178,7 +178,7 @@ def launch_args(
 
 
 def q_pitch(q: torch.Tensor) -> int:
-    """Return the elements from row to row of Q [T, H, D] as a matrix for TMA: every head of every token starts a row.
+    """Return the elements from row to row of Q [T, H, D] as a matrix for TMA. Every head of every token starts a row.
 
     D where tokens and heads are packed; where they are not, the largest divisor of both strides, and rows overlap.
     """
@@ -207,7 +207,7 @@ def combine_args(
     lse: torch.Tensor,
     stream: int = 0,
 ) -> tuple:
-    """Make arguments of `Combine` of torch tensors: shapes as in `Combine.__call__`, ``stream`` a handle.
+    """Make arguments of `Combine` of torch tensors. Shapes as in `Combine.__call__`, ``stream`` a handle.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.

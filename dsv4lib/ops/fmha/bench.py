@@ -1,4 +1,4 @@
-"""Rows of `fmha` on a Hopper: decode steps of DSV4 over 584-byte entries, window and entries by index as the model has.
+"""Time `fmha` on a Hopper. Decode steps of DSV4 over 584-byte entries, window and entries by index as the model has.
 
 given: q bf16 [T, H, 512]; pages uint8 [P, bytes] of 64 entries, of window and of compressed entries alike; window int32
 [T, 128] and index int32 [T, K], rows of them, or None, with counts int32 [T]; sink fp32 [H]. Output: o bf16 [T, H,

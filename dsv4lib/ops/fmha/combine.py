@@ -1,4 +1,4 @@
-"""Combine attention over splits of the keys: softmax-weighted sum, sink, inverse RoPE.
+"""Combine attention over splits of the keys. This is a softmax-weighted sum, then sink and inverse RoPE.
 
     o = sum_i e^{lse_i} o_i / (sum_i e^{lse_i} + e^{sink})        lse = ln sum_i e^{lse_i}
 
@@ -44,7 +44,7 @@ DIMS = 8  # of a thread
 
 
 def loads_at_once(splits: int, heads: int) -> int:
-    """Choose of `AT_ONCE`: 8 for many splits of few heads (of all tokens); with 4 more CTAs run on an SM at once."""
+    """Choose of `AT_ONCE`: 8 for many splits of few heads (of all tokens). With 4 more CTAs run on an SM at once."""
     few, many = AT_ONCE
     return many if splits > few and splits * 32 >= heads else few
 

@@ -1,4 +1,4 @@
-"""Configure the attention kernel: sizes, options, buffers and budgets; the picture is in `fmha.sm100`."""
+"""Configure the attention kernel: sizes, options, buffers and budgets. The picture is in `fmha.sm100`."""
 
 from __future__ import annotations
 

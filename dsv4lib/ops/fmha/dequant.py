@@ -169,7 +169,7 @@ class Dequant(Load):
         registers: Registers,
         chunks: cutlass.Constexpr,
     ):
-        """Start the loads of a batch: of lane l the entry at ``place``, whose index lane 8 batch + l / 4 has."""
+        """Start the loads of a batch. Lane l loads of the entry at ``place`` whose index lane 8 batch + l / 4 has."""
         held, raw, scales = registers
         lane = cute.arch.lane_idx()
         own = cute.arch.shuffle_sync(index, batch * kv_entry.ENTRIES_AT_ONCE + lane // 4)
@@ -185,7 +185,7 @@ class Dequant(Load):
 
     @cute.jit
     def commit_keys(self, kv: pipeline.PipelineTmaUmma, state: pipeline.PipelineState):
-        """Commit this warp's keys of a stage: make them visible to the tensor core, then arrive once."""
+        """Commit this warp's keys of a stage. Make them visible to the tensor core, then arrive once."""
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         with cute.arch.elect_one():

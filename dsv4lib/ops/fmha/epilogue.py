@@ -1,4 +1,4 @@
-"""Run the epilogue: O from tensor memory to global memory, normalised, rotated, converted; and the log-sum-exp.
+"""Run the epilogue: O from tensor memory to global memory, and the log-sum-exp. O is normalised, rotated, converted.
 
     O = O / (row_sum + exp2(sink - row_max))            LSE = (row_max + log2(row_sum)) * ln 2
 
@@ -23,7 +23,7 @@ from dsv4lib.ops.fmha.work import Items, KeyLists, Outputs, Plan, Row, Work
 
 
 class EpilogueRings(NamedTuple):
-    """Pipelines of the epilogue warps: blocks of O from the tensor core; row_sum and row_max of an item."""
+    """Pipelines of the epilogue warps: blocks of O from the tensor core. row_sum and row_max of an item."""
 
     o: pipeline.PipelineUmmaAsync
     sums: pipeline.PipelineAsync
@@ -58,7 +58,7 @@ class Epilogue(Plan):
         allocator: memory.TmemAllocator,
         rings: EpilogueRings,
     ):
-        """Run the epilogue warps: thread t owns head t % 64 and half t / 64 of the dimensions of a block.
+        """Run the epilogue warps. Thread t owns head t % 64 and half t / 64 of the dimensions of a block.
 
         Args:
             sRow: [thread, slot]; slots of the softmax warps' row_sum and row_max.
@@ -211,7 +211,7 @@ class Epilogue(Plan):
         any_key: Boolean,
         line: cutlass.Constexpr,
     ):
-        """Read `lines_at_once` lines of O from ``line`` on, as they are stored: registers [8, 4, lines].
+        """Read `lines_at_once` lines of O from ``line`` on, as they are stored. Returns registers [8, 4, lines].
 
         Args:
             address: of tensor memory.

@@ -132,7 +132,10 @@ def _pages(rows: torch.Tensor, page_size: int, padding: int, seed: int | None) -
 
 
 def guards_written(o: torch.Tensor, lse: torch.Tensor) -> int:
-    """Return how many values of the guard rows of `Case.outputs` are no longer NaN: pad rows of a tile that leaked."""
+    """Count values of the guard rows of `Case.outputs` that are no longer NaN.
+
+    These are pad rows of a tile that leaked.
+    """
     heads = o.shape[-2]
     guards = o._base[..., heads:, :], lse._base[..., heads:, :]
     return sum(int((~guard.isnan()).sum()) for guard in guards)

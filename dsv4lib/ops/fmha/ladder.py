@@ -1,4 +1,4 @@
-"""Three steps to an attention kernel on SM100: one class, one 128-row tile a CTA, a new idea a stage.
+"""Build an attention kernel on SM100 in three steps. One class, one 128-row tile a CTA, a new idea a stage.
 
     stage A    S = scale * Q K^T                        the scores, fp32                       out [M, N]
     stage B    O = P V,  P = S (no softmax yet)         two chained MMAs over KV tiles         out [M, D]
@@ -202,7 +202,7 @@ class Ladder:
         q: pipeline.PipelineTmaUmma,
         kv: pipeline.PipelineTmaUmma,
     ):
-        """Load warp: Q once, then a ring of kv tiles, one box of 64 dimensions after the other."""
+        """Load Q once, then a ring of kv tiles, by one warp. One box of 64 dimensions comes after the other."""
         block, _, _ = cute.arch.block_idx()
         swizzle = cute.make_swizzle(3, 4, 3)
         shape = (128, CHUNK, self.chunks)  # (row, dimension, chunk)
@@ -248,7 +248,7 @@ class Ladder:
         p: pipeline.PipelineAsyncUmma,
         tiles: Int32,
     ):
-        """Run the MMA warp: S of tile j + 1 before P V of tile j, so that the softmax of a tile overlaps MMAs."""
+        """Run the MMA warp. S of tile j + 1 comes before P V of tile j, so that the softmax of a tile overlaps MMAs."""
         allocator.wait_for_alloc()
         base = allocator.retrieve_ptr(Float32).toint()
         q.consumer_wait(pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1))
@@ -278,7 +278,7 @@ class Ladder:
 
     @cute.jit
     def mma_qk(self, d: Int32, sQ: Int32, stage: Int32):
-        """Issue S = Q @ K^T: 16 dimensions an instruction; the first overwrites what the slot held."""
+        """Issue S = Q @ K^T: 16 dimensions an instruction. The first overwrites what the slot held."""
         with cute.arch.elect_one():
             for chunk in cutlass.range_constexpr(self.chunks):
                 for k in cutlass.range_constexpr(CHUNK // 16):
@@ -288,7 +288,7 @@ class Ladder:
 
     @cute.jit
     def mma_pv(self, base: Int32, slot: Int32, stage: Int32, accumulate: cutlass.Boolean):
-        """Issue O += P @ V: 16 rows of kv an instruction; P from the columns of S, the first tile overwrites O."""
+        """Issue O += P @ V: 16 rows of kv an instruction. P is in the columns of S; the first tile overwrites O."""
         with cute.arch.elect_one():
             for k in cutlass.range_constexpr(TILE_N // 16):
                 b = umma.at(self.v_descriptor, stage + k * (16 * 128))
@@ -306,7 +306,7 @@ class Ladder:
         scale: Float32,
         rows: Int32,
     ):
-        """Run the softmax warps: thread t owns row t of the tile, all its scores and its row of O."""
+        """Run the softmax warps. Thread t owns row t of the tile, all its scores and its row of O."""
         allocator.allocate(TMEM_COLUMNS)
         allocator.relinquish_alloc_permit()
         allocator.wait_for_alloc()
@@ -412,7 +412,7 @@ class Ladder:
 
     @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, p_state: pipeline.PipelineState):
-        """Wait until P V of the tile before ``p_state`` is done: its slot of P is free again."""
+        """Wait until P V of the tile before ``p_state`` is done. Its slot of P is free again."""
         before = p_state.clone()
         before.advance()
         p.producer_acquire(before)

@@ -1,4 +1,4 @@
-"""Load Q and keys to shared memory: the rows of a tile and the warps that send the copies.
+"""Load Q and keys to shared memory. Describes the rows of a tile and the warps that send the copies.
 
 A tile of 64 consecutive rows (of the window, or of entries by range) is a box of 64 rows for each 64 dimensions, 8
 copies. What is not consecutive or not full (an index list, the ends of ranges: rows past them must arrive as zeros)
@@ -25,21 +25,21 @@ GROUPS = TILE_N // REGION  # of four keys, a copy each for 64 dimensions
 
 
 class RowSource(NamedTuple):
-    """TMA descriptors of rows in 16 bits: of one row, and of a box of 64 (None: rows are not consecutive)."""
+    """TMA descriptors of rows in 16 bits: of one row, and of a box of 64. None: rows are not consecutive."""
 
     row: cute.CopyAtom
     box: Any
 
 
 class KeySources(NamedTuple):
-    """Where keys come from: `RowSource`, `kv_entry.Pool` (FP8), or None, of entries and of the window."""
+    """Where keys come from, of entries and of the window. `RowSource`, `kv_entry.Pool` (FP8), or None."""
 
     entries: Any
     window: Any
 
 
 class QSource(NamedTuple):
-    """Q as a matrix: its TMA descriptor, rows from token to token and from head to head."""
+    """Q as a matrix. Its TMA descriptor, rows from token to token and from head to head."""
 
     atom: cute.CopyAtom
     token_rows: Int32
@@ -53,7 +53,7 @@ class Load(Plan):
     """
 
     def key_sources(self, entries: KeyRows, window: KeyRows) -> KeySources:
-        """Host side: make TMA descriptors of keys in 16 bits, and find the pages of FP8 ones."""
+        """Make TMA descriptors of keys in 16 bits, on the host. It also finds the pages of FP8 keys."""
         sources = []
         kinds = (
             (self.entries != "none", self.fp8_entries, self.box_entries, entries),
@@ -90,7 +90,7 @@ class Load(Plan):
 
     @cute.jit
     def prefetch_maps(self, queries: QSource, sources: KeySources):
-        """Fetch the tensor maps, which are parameters of this launch: no kernel before wrote them."""
+        """Fetch the tensor maps, which are parameters of this launch. No kernel before wrote them."""
         cpasync.prefetch_descriptor(queries.atom)
         for source, fp8 in zip(sources, (self.fp8_entries, self.fp8_window), strict=True):
             if cutlass.const_expr(source is not None and not fp8):
@@ -222,7 +222,7 @@ class Load(Plan):
         q_stage: cutlass.Constexpr,
         loader: Int32,
     ):
-        """Load the ``q_stage``-th stage of Q: all 64 heads of its chunks, in the order of tensor memory."""
+        """Load the ``q_stage``-th stage of Q. It is all 64 heads of its chunks, in the order of tensor memory."""
         chunks, pair = self.stage_bytes // CHUNK_BYTES, self.cluster > 1
         columns = tuple(Int32(i * CHUNK) for i in self.q_order[q_stage * chunks : (q_stage + 1) * chunks])
         if cutlass.const_expr(self.groups):
@@ -261,7 +261,10 @@ class Load(Plan):
         column: Any,
         loader: Int32,
     ):
-        """Load a stage's dimensions, from ``column`` on, of 64 rows from ``row`` on: boxes round robin over warps."""
+        """Load a stage's dimensions, from ``column`` on, of 64 rows from ``row`` on.
+
+        Boxes go round robin over warps.
+        """
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.stage_chunks if self.box_entries or self.box_window else 0):
                 if loader == i % self.load_warps:
@@ -312,7 +315,7 @@ class Load(Plan):
 
     @cute.jit
     def expected_bytes(self, of_entries: Int32):
-        """Count the bytes that TMA brings for a stage, to both CTAs of a pair: without keys that warps dequantise.
+        """Count the bytes that TMA brings for a stage, to both CTAs of a pair. Keys that warps dequantise do not count.
 
         Args:
             of_entries: places of the tile before the window.

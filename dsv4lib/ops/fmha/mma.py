@@ -26,7 +26,7 @@ class MmaRings(NamedTuple):
 
 
 class Mma(Plan):
-    """The MMA warp: S = Q @ K^T and O += P @ V, both weight-stationary, or of a pair of CTAs."""
+    """Run the MMA warp. S = Q @ K^T and O += P @ V are both weight-stationary, or of a pair of CTAs."""
 
     @cute.jit
     def mma(
@@ -140,7 +140,7 @@ class Mma(Plan):
 
     @cute.jit
     def wait_for_s(self, s: pipeline.PipelineUmmaAsync, s_state: pipeline.PipelineState, tile: Int32):
-        """Wait until the last Q K^T of this item, which reads its Q, is done: the next item's Q overwrites that."""
+        """Wait until the last Q K^T of this item, which reads its Q, is done. The next item's Q overwrites that."""
         if tile > 0:
             last = s_state.clone()
             last.reverse()
@@ -170,7 +170,10 @@ class Mma(Plan):
 
     @cute.jit
     def place_q(self, base: Int32, stage: Int32, q_stage: cutlass.Constexpr):
-        """Copy Q from its ``q_stage``-th stage to tensor memory: of each pair of chunks the first to lanes 0-63."""
+        """Copy Q from its ``q_stage``-th stage to tensor memory.
+
+        Of each pair of chunks the first goes to lanes 0-63.
+        """
         with cute.arch.elect_one():
             source = umma.at(self.k_descriptor, stage)
             pairs = self.chunks // 2 // self.q_stages
@@ -181,7 +184,7 @@ class Mma(Plan):
 
     @cute.jit
     def mma_qk(self, base: Int32, slot: Int32, stage: Int32, k_stage: cutlass.Constexpr):
-        """Issue S (+)= Q @ K^T of a stage: two sums over half the head dimensions, in lanes 0-63 and in 64-127.
+        """Issue S (+)= Q @ K^T of a stage. Two sums, each over half the head dimensions, go to lanes 0-63 and 64-127.
 
         N is 128. Alone: the 64 keys of an even chunk and, one chunk further in SMEM, the same keys of the odd one. A
         pair: the 64 keys of a chunk of each CTA, the first CTA's and the second CTA's half of the dimensions.
@@ -214,7 +217,7 @@ class Mma(Plan):
 
     @cute.jit
     def mma_pv(self, base: Int32, sP: Int32, stage: Int32, accumulate: cutlass.Boolean, block: cutlass.Constexpr):
-        """Issue O (+)= P @ V of a block, from the stage that holds its dimensions: read with the dimension as N.
+        """Issue O (+)= P @ V of a block, from the stage that holds its dimensions. It is read with the dimension as N.
 
         A pair: half of N from each CTA.
         """

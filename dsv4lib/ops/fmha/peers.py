@@ -1,4 +1,4 @@
-"""Peers of `fmha` on a Hopper: FlashMLA's sparse decode over the same pages, as vLLM brings it."""
+"""Time peers of `fmha` on a Hopper. FlashMLA's sparse decode reads the same pages, as vLLM brings it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4lib.formats import kv_entry
 
 
 def providers() -> tuple[Provider, ...]:
-    """FlashMLA: its schedule is made once, before the time, as engines share it between layers."""
+    """Return FlashMLA. Its schedule is made once, before the time, as engines share it between layers."""
     return (Provider("FlashMLA", _flash_mla),)
 
 

@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V4 on SM100: the heads of tokens against selected entries and window keys, in one launch.
+"""Attend as DeepSeek-V4 does on SM100. Heads of tokens read selected entries and window keys, in one launch.
 
     s_j = scale * (q . kv_j)                       j over {selected compressed entries} u {window keys}
     o   = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})          K and V are the same vectors of 512
@@ -187,7 +187,7 @@ from dsv4lib.ops.fmha.work import KeyList, KeyLists, KeyRows, KeySplits, Outputs
 
 
 class Fmha(Dequant, Mma, Softmax, Epilogue):
-    """Attention with 64 heads of a token at a time a CTA: options as `Config`, a role of the docstring a base class."""
+    """Attention with 64 heads of a token at a time a CTA. Options as `Config`, a role of the docstring a base class."""
 
     # ------------------------------------------------------------------ host
 

@@ -1,4 +1,4 @@
-"""Run the online softmax: from S in tensor memory to P in shared memory, with O rescaled to the same row_max.
+"""Run the online softmax. It reads S in tensor memory and writes P to shared memory; O is rescaled to the same row_max.
 
     P = exp2(scale_log2 * S - row_max)            row_sum = row_sum * acc_scale + sum(P)
     O = O * acc_scale                             acc_scale = exp2(old row_max - row_max)
@@ -80,7 +80,7 @@ class Softmax(Epilogue):
         rings: SoftmaxRings,
         scale_log2: Float32,
     ):
-        """Run the softmax warps: thread t owns head t % 64 and half t / 64 of the keys of a tile.
+        """Run the softmax warps. Thread t owns head t % 64 and half t / 64 of the keys of a tile.
 
         Args:
             outputs: of this CTA, where these warps are the epilogue's too.
@@ -219,7 +219,7 @@ class Softmax(Epilogue):
 
     @cute.jit
     def wait_for_o(self, p: pipeline.PipelineAsyncUmma, p_state: pipeline.PipelineState):
-        """Wait until P V of the tile before ``p_state`` is done: its slot of P is free again."""
+        """Wait until P V of the tile before ``p_state`` is done. Its slot of P is free again."""
         before = p_state.clone()
         before.advance()
         p.producer_acquire(before)
@@ -230,7 +230,7 @@ class Softmax(Epilogue):
 def load_s(
     address: cute.Pointer, column: Int32, tidx: Int32, half: Int32, sX: cute.Tensor, pair: pipeline.NamedBarrier
 ):
-    """Load this thread's 32 scores: its own sum over half the dimensions plus that of the thread 64 lanes away."""
+    """Load this thread's 32 scores. Each is its sum over half the dimensions plus that of the thread 64 lanes away."""
     umma.fence_after_thread_sync()
     rOther = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
     rS = cute.make_rmem_tensor((4, HALF_N // 4), Float32)
@@ -261,7 +261,10 @@ def tile_row_max(rS: cute.Tensor, valid: Int32, sRow: cute.Tensor, tidx: Int32, 
 
 
 def p_pieces(sP: Int32, row: Int32, half: Int32) -> tuple[Int32, ...]:
-    """Return the addresses of a thread's four 16-byte pieces of P in slot 0: swizzled once, not in every tile."""
+    """Return the addresses of a thread's four 16-byte pieces of P in slot 0.
+
+    They are swizzled once, not in every tile.
+    """
     start = sP + row * (TILE_N * 2)
     count = HALF_N // 8
     return tuple(start + ((half * count + i) ^ (row % 8)) * 16 for i in range(count))

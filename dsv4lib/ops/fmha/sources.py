@@ -28,7 +28,7 @@ class Fp8Pages(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """Entries by index (CSA), or a window in pages anywhere: token t sees rows ``index[t]`` of a pool.
+    """Entries by index (CSA), or a window in pages anywhere. Token t sees rows ``index[t]`` of a pool.
 
     Attributes:
         pool: [R, D], or pages [P, page, D] of any size, or `Fp8Pages`; a row's number counts through the pages.
@@ -59,7 +59,7 @@ class Rows(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Entries that were gathered before: token t sees the first ``count[t]`` rows of ``kv[t]``; None: all K.
+    """Entries that were gathered before. Token t sees the first ``count[t]`` rows of ``kv[t]``; None: all K.
 
     Attributes:
         kv: [T, K, D]. count: int32 [T] or None; negative: none.

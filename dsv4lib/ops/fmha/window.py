@@ -1,4 +1,4 @@
-"""Compute which rows a query reads: a request's ring in decode, a chunk's span in prefill, the entries it may see.
+"""Compute which rows a query reads. A request's ring in decode, a chunk's span in prefill, the entries it may see.
 
 A query at position t sees the window positions max(0, t - 127) .. t, its own included, and the compressed entries that
 are complete at t: floor((t + 1) / rate). The kernel takes consecutive rows, (first, count) a query:
@@ -49,7 +49,9 @@ def append(ring: torch.Tensor, rows: torch.Tensor, start: int) -> None:
 
 
 def span(ring: torch.Tensor, chunk: torch.Tensor, start: int) -> torch.Tensor:
-    """Return [127 + T, D]: the 127 positions before ``start``, oldest first, from the ring, then the chunk's rows.
+    """Return [127 + T, D] for a chunk.
+
+    First the 127 positions before ``start`` from the ring, oldest first, then its rows.
 
     Rows of positions below 0 are whatever the ring holds; `span_rows` gives them to no query.
     """
@@ -74,7 +76,7 @@ def span_rows(start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def token_groups(lengths: Sequence[int], heads: int, cluster: int = 1) -> torch.Tensor:
-    """int32 [G, 2], (first token, tokens): chunks of ``lengths`` tokens in groups that fit into 64 rows a CTA.
+    """Return int32 [G, 2], (first token, tokens). Chunks of ``lengths`` tokens go in groups that fit 64 rows a CTA.
 
     No group reaches over the end of a chunk: its tokens see windows of one span and a growing range of entries.
 

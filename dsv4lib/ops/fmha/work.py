@@ -1,4 +1,4 @@
-"""Map CTAs to tokens, heads and keys: which items a CTA takes, its tiles, the token and head of each row.
+"""Map CTAs to tokens, heads and keys. Says which items a CTA takes, its tiles, the token and head of each row.
 
 A CTA keeps its block of heads and its split of the keys and takes every ``step``-th token (or group). All roles go
 through the same `Items` by themselves, each as far ahead as its pipelines let it.
@@ -78,14 +78,17 @@ class KeyList(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """The `KeyList` of compressed entries and of window keys; None: there are no such keys."""
+    """The `KeyList` of compressed entries and of window keys. None: there are no such keys."""
 
     entries: Any
     window: Any
 
 
 class Outputs(NamedTuple):
-    """Where O and LSE go, and what is applied to O: sink logits [H] and angles, or None; shapes of `Fmha.__call__`."""
+    """Where O and LSE go, and what is applied to O.
+
+    That is sink logits [H] and angles, or None; shapes of `Fmha.__call__`.
+    """
 
     sink: Any
     rope: Any  # `rope.Tables`
@@ -94,7 +97,7 @@ class Outputs(NamedTuple):
 
 
 class KeySplits(NamedTuple):
-    """How the keys are split: into ``splits`` equal ranges of tiles, or with a last one of another length.
+    """How keys are split: into ``splits`` equal ranges of tiles. The last may have another length.
 
     A short last split of many tokens is for the SMs that whole splits leave idle: ``last`` CTAs (or clusters) at a
     time take it, one token after the other, beside those of the other splits.
@@ -131,7 +134,7 @@ class Work(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a softmax or epilogue thread is: a row of the tile and half of its keys or dimensions."""
+    """What a softmax or epilogue thread is. It has a row of the tile and half of its keys or dimensions."""
 
     tidx: Int32  # its lane of tensor memory
     half: Int32
@@ -147,7 +150,7 @@ class Plan(Config):
 
     @cute.jit
     def items(self, mQ: cute.Tensor, mGroups: Any, splits: KeySplits, per_split: Int32):
-        """Return the `Items` of this CTA: round robin, so that short and long lists of neighbours are spread.
+        """Return the `Items` of this CTA. They go round robin, so that short and long lists of neighbours are spread.
 
         Args:
             per_split: items that are worked on at a time of each split but an unequal last one. Then splits follow
@@ -258,7 +261,7 @@ class Plan(Config):
 
     @cute.jit
     def tile_row(self, mQ: cute.Tensor, lists: KeyLists, work: Work):
-        """Return the `Row` of this thread: rows of all CTAs of a token (or group) are counted through."""
+        """Return the `Row` of this thread. Rows of all CTAs of a token (or group) are counted through."""
         thread, _, _ = cute.arch.thread_idx()
         tidx = thread % SOFTMAX_THREADS  # of the epilogue warps too
         place = self.head_block() * TILE_M + tidx % TILE_M
@@ -296,7 +299,7 @@ class Plan(Config):
 
     @cute.jit
     def valid_keys(self, lists: KeyLists, work: Work, row: Row, tile: Int32):
-        """Return one bit for each of a thread's 32 keys of a tile: 1 where its token has that key."""
+        """Return one bit for each of a thread's 32 keys of a tile. It is 1 where its token has that key."""
         position = tile * TILE_N + row.half * HALF_N
         if cutlass.const_expr(self.entries == "none"):
             return bits_of(row.window, position)
@@ -311,7 +314,10 @@ class Plan(Config):
 
     @cute.jit
     def valid_entries(self, lists: KeyLists, work: Work, row: Row, position: Int32):
-        """Return one bit for each of the 32 places from ``position`` on: 1 where this thread's token has an entry."""
+        """Return one bit for each of the 32 places from ``position`` on.
+
+        It is 1 where this thread's token has an entry.
+        """
         if cutlass.const_expr(self.entries == "range"):
             return bits_of(row.entries, position)
         there = cutlass.Boolean(False)

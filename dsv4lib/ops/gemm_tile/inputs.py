@@ -1,4 +1,4 @@
-"""Operands that make a wrong GEMM visible: rows of different scale, poisoned padding, a sentinel around the output."""
+"""Make operands that show a wrong GEMM. Rows of different scale, poisoned padding, a sentinel around the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C = A @ B^T with one output tile a CTA on SM100: the smallest complete Blackwell GEMM of the lab.
+"""Compute C = A @ B^T with one output tile a CTA on SM100. This is the smallest complete Blackwell GEMM of the lab.
 
     C[m, n] = sum_k A[m, k] * B[n, k]      A [M, K], B [N, K]: fp16 or bf16, row-major; C [M, N]: fp32 or A's type
 
@@ -233,7 +233,7 @@ class GemmTile(TileGemm):
         ab_producer: pipeline.PipelineProducer,
         k_steps: cutlass.Int32,
     ):
-        """Load warp: fill the ring, one A box and one B box a K step, then wait until the last stage was read."""
+        """Fill the ring, one A box and one B box a K step, by one warp. It then waits until the last stage was read."""
         whole = cute.make_layout(1)  # no multicast: this CTA takes the whole box
         tAsA, tAgA = cpasync.tma_partition(tma_a, 0, whole, cute.group_modes(sA, 0, 3), cute.group_modes(tCgA, 0, 3))
         tBsB, tBgB = cpasync.tma_partition(tma_b, 0, whole, cute.group_modes(sB, 0, 3), cute.group_modes(tCgB, 0, 3))
@@ -255,7 +255,7 @@ class GemmTile(TileGemm):
         acc_producer: pipeline.PipelineProducer,
         k_steps: cutlass.Int32,
     ):
-        """MMA warp: one thread issues; the tensor core reads SMEM and adds into TMEM on its own."""
+        """MMA warp: one thread issues. The tensor core reads SMEM and adds into TMEM on its own."""
         tCrA, tCrB = tiled_mma.make_fragment_A(sA), tiled_mma.make_fragment_B(sB)  # SMEM descriptors, not data
         tmem.wait_for_alloc()
         tCtAcc = cute.make_tensor(tmem.retrieve_ptr(self.acc_type), acc_layout)
@@ -313,7 +313,7 @@ class GemmTile(TileGemm):
 
     @cute.jit
     def store_row(self, rC: cute.Tensor, gC: cute.Tensor, columns: cutlass.Int32):
-        """Store one thread's chunk of a row: 16-byte vectors, or element by element where C ends inside the chunk."""
+        """Store one thread's chunk of a row in 16-byte vectors. Element by element where C ends inside the chunk."""
         if columns >= self.epilogue_n:
             cute.autovec_copy(rC, gC)
         else:

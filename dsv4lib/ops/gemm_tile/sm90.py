@@ -1,4 +1,4 @@
-"""C = A @ B^T with one output tile a CTA on SM90: the Hopper twin of `sm100.GemmTile`.
+"""Compute C = A @ B^T with one output tile a CTA on SM90. This is the Hopper twin of `sm100.GemmTile`.
 
     C[m, n] = sum_k A[m, k] * B[n, k]      A [M, K], B [N, K]: fp16, bf16 or e4m3, row-major; C [M, N]: fp32, fp16, bf16
 
@@ -210,7 +210,7 @@ class GemmTile(TileGemm):
         sB: cute.Tensor,
         ab_producer: pipeline.PipelineProducer,
     ):
-        """Load warp: fill the ring, one A box and one B box a K step, then wait until the last stage was read."""
+        """Fill the ring, one A box and one B box a K step, by one warp. It then waits until the last stage was read."""
         whole = cute.make_layout(1)  # no multicast: this CTA takes the whole box
         tAsA, tAgA = cpasync.tma_partition(tma_a, 0, whole, cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2))
         tBsB, tBgB = cpasync.tma_partition(tma_b, 0, whole, cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2))
@@ -258,7 +258,7 @@ class GemmTile(TileGemm):
         gC: cute.Tensor,
         warp_idx: cutlass.Int32,
     ):
-        """MMA warps: registers -> SMEM, part by part; then one warp issues a TMA box a part."""
+        """MMA warps: registers -> SMEM, part by part. Then one warp issues a TMA box a part."""
         tidx, _, _ = cute.arch.thread_idx()
         row_major = LayoutEnum.ROW_MAJOR
         order = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.c_type)

@@ -1,4 +1,4 @@
-"""What the GEMMs of one tile a CTA share on every architecture: types, the A/B ring, the arguments of a call."""
+"""Share what GEMMs of one tile a CTA have in common. Types, the A/B ring, the arguments of a call."""
 
 from __future__ import annotations
 
@@ -83,7 +83,10 @@ class TileGemm:
         ]
 
     def fake_args(self) -> tuple:
-        """Arguments for `compile_for`: A, B, C with free M, N, K and row strides of whole 16-byte units; no memory."""
+        """Make arguments for `compile_for`, no memory.
+
+        A, B, C have free M, N, K and row strides of whole 16-byte units.
+        """
         m, n, k = (cute.sym_int32(symbol=name) for name in "MNK")
 
         def matrix(rows: Any, cols: Any, dtype: Any, name: str) -> Any:

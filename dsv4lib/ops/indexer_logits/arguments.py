@@ -1,6 +1,8 @@
-"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -30,33 +32,17 @@ def fake_args(kernel: IndexerLogits) -> tuple:
     )
 
 
-def launch_args(
-    kernel: IndexerLogits,
-    codes: torch.Tensor,
-    scales: torch.Tensor | None,
-    weights: torch.Tensor,
-    pages: torch.Tensor,
-    table: torch.Tensor,
-    requests: torch.Tensor,
-    lengths: torch.Tensor,
-    out: torch.Tensor,
-    splits: int,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `IndexerLogits` from torch tensors.
+def launch_args(kernel: IndexerLogits, call: Any, splits: int, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        codes: uint8 [T, H, row bytes]. scales: uint8 [T, H, 4] (fp4), words on 4 bytes. weights: fp32 [T, H].
-        pages: uint8 [P, S], S at least the page's bytes, pages on 16 bytes.
-        table: int32 [B, W]. requests, lengths: int32 [T].
-        out: fp32 [T, L].
-        splits: CTAs for the keys of a tile's tokens.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: queries, keys, visible and out, as `op.Call` has them.
+        splits: CTAs for the keys of a tile's tokens. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape or stride.
     """
+    (codes, scales, weights), (pages, _) = call.queries, call.keys
     tokens, heads = codes.shape[0], kernel.heads
     needed = kernel.page_size * (kernel.variant.row_bytes + SCALE_WORD)
     if pages.dim() != 2 or pages.shape[1] < needed:
@@ -67,6 +53,7 @@ def launch_args(
     if kernel.variant.scaled:
         wrap("scales", scales, cutlass.Uint8, (tokens, heads, DIM // 32), SCALE_WORD)
         words = wrap("scales", scales.view(torch.int32)[..., 0], Int32, (tokens, heads))
+    table, requests, lengths = call.visible
     return (
         wrap("codes", codes, cutlass.Uint8, (tokens, heads, kernel.variant.row_bytes), WIDE),
         words,
@@ -77,7 +64,7 @@ def launch_args(
             wrap("requests", requests, Int32, (tokens,)),
             wrap("lengths", lengths, Int32, (tokens,)),
         ),
-        wrap("out", out, Float32, (tokens, None)),
+        wrap("out", call.out, Float32, (tokens, None)),
         Int32(splits),
         cuda.CUstream(stream),
     )

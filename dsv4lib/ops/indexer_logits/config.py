@@ -1,4 +1,4 @@
-"""What the kernel of the indexer's scores is made of: formats, sizes, buffers and budgets."""
+"""Configure the kernel of the indexer's scores. Formats, sizes, buffers and budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs of `indexer_logits` for tests, stages and the bench: queries, pages in any order, lengths; and its judge."""
+"""Make inputs of `indexer_logits`, and judge it, for tests, stages and the bench. Pages are in any order."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def quantised(q: torch.Tensor, variant: str) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Quantise heads [T, H, 128]: codes, scales (fp4), what FP8's scales multiply weights by, values in fp64."""
+    """Quantise heads [T, H, 128]. Codes, scales (fp4), what FP8's scales multiply weights by, values in fp64."""
     if variant == "fp4":
         made = mxfp4.quantize(q)
         return made.packed, made.scales, torch.ones(q.shape[:2]), mxfp4.dequantize(made, torch.float64)

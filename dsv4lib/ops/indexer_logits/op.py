@@ -1,4 +1,4 @@
-"""Score compressed entries for the lightning indexer: the torch op `dsv4::indexer_logits`.
+"""Score compressed entries for the lightning indexer: `dsv4::indexer_logits`.
 
     out[t, s] = sum_h weights[t, h] * ReLU(q[t, h] . k[s])         s < lengths[t], k of the request of token t
 
@@ -161,7 +161,7 @@ class Call(NamedTuple):
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
-        (codes, _, weights), (pages, page_size) = self.queries, self.keys
+        codes, (pages, page_size) = self.queries.codes, self.keys
         tokens, heads = codes.shape[:2]
         if 0 in (tokens, self.out.shape[1], *self.visible.table.shape, len(pages)):
             return
@@ -175,8 +175,8 @@ class Call(NamedTuple):
         count = launching.sm_count(codes.device) if backend == "native" else SM_COUNT
         splits = splits_of(-(-tokens // tokens_of_tile), self.out.shape[1], count)
         kernel, code = compile_cache.default().get(IndexerLogits, settings, arguments.fake_args, arch)
-        given = *self.queries[:2], weights, pages, *self.visible, self.out, splits
-        launching.enqueue(backend, code, arguments.launch_args(kernel, *given, launching.stream(backend, codes)))
+        given = arguments.launch_args(kernel, self, splits, launching.stream(backend, codes))
+        launching.enqueue(backend, code, given)
         return None
 
 
@@ -194,7 +194,7 @@ def _on_a_hopper(call: Call, backend: str) -> None:
 
 
 def splits_of(groups: int, length: int, sm_count: int) -> int:
-    """Choose how many CTAs share the keys of a group of tokens: no more than fill the GPU, or than have a tile."""
+    """Choose how many CTAs share the keys of a group of tokens. No more than fill the GPU, or than there are tiles."""
     return max(1, min(sm_count // groups, -(-length // TILE_KEYS)))
 
 

@@ -104,7 +104,7 @@ class Work(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory: addresses of what TMA and the tensor core use, tensors of the rest.
+    """Shared memory: addresses for TMA and the tensor core, tensors of the rest.
 
     Attributes:
         keys, scales, queries, query_scales: addresses; of the first stage of rings.
@@ -125,7 +125,7 @@ class Shared(NamedTuple):
 
 
 class IndexerLogits(Config):
-    """Scores of the indexer: options as `Config`; see the module docstring for the picture."""
+    """Scores of the indexer: options as `Config`. See the module docstring for the picture."""
 
     # ------------------------------------------------------------------ host
 
@@ -287,7 +287,7 @@ class IndexerLogits(Config):
         queries: pipeline.PipelineTmaUmma,
         keys: pipeline.PipelineTmaUmma,
     ):
-        """Load warp: queries once, then tile after tile; lane l takes the l-th page of a tile."""
+        """Load queries once, then tile after tile, by one warp. Lane l takes the l-th page of a tile."""
         lane = cute.arch.lane_idx()
         first = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
         queries.producer_acquire(first)
@@ -359,7 +359,7 @@ class IndexerLogits(Config):
 
     @cute.jit
     def arrange_query_scales(self, mQs: cute.Tensor, work: Work, shared: Shared):
-        """Fetch the scales of the CTA's heads as `tcgen05.cp` reads them: row r at row r % 32, word r / 32."""
+        """Fetch the scales of the CTA's heads as `tcgen05.cp` reads them. Row r at row r % 32, word r / 32."""
         lane = cute.arch.lane_idx()
         for i in cutlass.range_constexpr(4 * self.query_blocks):
             row, word = i * 32 + lane, Int32(0)
@@ -372,7 +372,7 @@ class IndexerLogits(Config):
 
     @cute.jit
     def arrange_key_scales(self, shared: Shared, stage: Int32):
-        """Rearrange a stage's 128 words in place to what `tcgen05.cp` reads: key r at row r % 32, word r / 32."""
+        """Rearrange a stage's 128 words in place to what `tcgen05.cp` reads. Key r at row r % 32, word r / 32."""
         lane = cute.arch.lane_idx()
         rWords = cute.make_rmem_tensor(4, Int32)
         for i in cutlass.range_constexpr(4):

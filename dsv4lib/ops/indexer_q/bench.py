@@ -1,4 +1,4 @@
-"""Rows of `indexer_q`: RoPE, Hadamard and quantisation of the indexer's queries, and the scaling of head weights.
+"""Time `indexer_q`. RoPE, Hadamard and quantisation of the indexer's queries, and the scaling of head weights.
 
 Given: q bf16 [T, 64, 128]; weights bf16 [T, 64]; positions int64 [T]; cos_sin fp32 [131072, 64];
 variant "fp8" or "fp4"; hadamard bool: without it as some engines do (their keys must lack it, too).

@@ -1,4 +1,4 @@
-"""Queries of the lightning indexer from their projection, in one pass: RoPE, Hadamard, quantisation, head weights.
+"""Make queries of the lightning indexer in one pass. RoPE, Hadamard, quantisation and head weights of a projection.
 
     x = rope(q[t, h]) H / sqrt(128)        last 64 of 128 dims rotate; H natural order, left out without ``hadamard``
 
@@ -174,7 +174,7 @@ class IndexerQ:
         factor: Float32,
         blocks: Divisor,
     ):
-        """Fetch the first heads and the angles; then one pass after the other, each fetching what follows it."""
+        """Fetch the first heads and the angles. Then run one pass after the other, each fetching what follows it."""
         cta, _, _ = cute.arch.block_idx()
         token, block = divide(cta, blocks)
         lane, warp = cute.arch.lane_idx(), block * self.warps + cute.arch.warp_idx()
@@ -201,7 +201,7 @@ class IndexerQ:
     def round(
         self, given: Token, first: Int32, last: Any, place: Int32, angles: list, rQ: cute.Tensor, rWeights: cute.Tensor
     ):
-        """One pass after the other; each fetches its successor of the next round unless this is the last."""
+        """Run one pass after the other. Each fetches its successor of the next round unless this is the last."""
         mQ, mWeights, mCodes, mScales, mOut, factor, token = given
         for i in cutlass.range_constexpr(self.passes):
             head = first + i * self.heads_at_once
@@ -267,7 +267,10 @@ class IndexerQ:
 
     @cute.jit
     def rotate(self, rX: cute.Tensor, place: Int32):
-        """Hadamard in place, rounded to bf16, in the order of `formats.hadamard.transform`: strides 1, 2, 4, ... 64."""
+        """Apply Hadamard in place, rounded to bf16.
+
+        The order is that of `formats.hadamard.transform`: strides 1, 2, 4, ... 64.
+        """
         x = [rX[i] for i in range(PIECE * self.pieces)]
         inside = PIECE * self.lanes  # the stride of this lane's pieces
         for i in cutlass.range_constexpr(DIM.bit_length() - 1):
@@ -321,7 +324,7 @@ class IndexerQ:
         place: Int32,
         weight: Float32,
     ):
-        """Four scales a head: a block is 4 lanes of a piece; their bytes come together in one word."""
+        """Store four scales a head: a block is 4 lanes of a piece. Their bytes come together in one word."""
         scales = Int32(0)
         for j in cutlass.range_constexpr(self.pieces):
             x = [rX[k, j] for k in range(PIECE)]

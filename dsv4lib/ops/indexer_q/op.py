@@ -152,8 +152,7 @@ class Call(NamedTuple):
         settings |= shape_of(*self.q.shape[:2], self.variant == "fp4", self.hadamard)
         settings |= {"gathered": self.positions is not None, "weights": DTYPES[self.weights.dtype]}
         settings["fp4_conversion"] = has_fp4_conversion(launching.arch(backend))
-        given = *self[:4], *self.out
-        launching.launch(backend, IndexerQ, settings, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, IndexerQ, settings, arguments.fake_args, arguments.launch_args, self)
 
 
 def _reference(call: Call) -> None:

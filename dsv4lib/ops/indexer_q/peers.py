@@ -1,4 +1,4 @@
-"""Peers of `indexer_q`: vLLM's Triton and CuTe DSL kernels, which have no Hadamard rotation."""
+"""Time peers of `indexer_q`: vLLM's Triton and CuTe DSL kernels. They have no Hadamard rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
@@ -30,36 +30,24 @@ def fake_args(kernel: InvRopeQuant) -> tuple:
     return fake(BF16, "THD", WIDE), positions, fake(FP32, "PR", WIDE), *outputs, *divisors, cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: InvRopeQuant,
-    o: torch.Tensor,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `InvRopeQuant` from torch tensors.
+def launch_args(kernel: InvRopeQuant, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        o: bf16 [T, H, 512], heads on 16 bytes. positions: int64 [T] or None. cos_sin: fp32 [P, 64].
-        codes: uint8 [T, H, 512], heads on 8 bytes.
-        scales: as the kernel lays them out: uint8 [T, H, 4], heads on 4 bytes; uint8 [groups, bytes of an image];
-            fp32 [T, H, 4] or int32 [T, H], both with tokens side by side and the rest on 16 bytes.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape or stride, or too many heads.
     """
+    o, (codes, scales) = call.o, call.out
     tokens, heads = o.shape[:2]
     blocks = kernel.blocks(heads)
     if len(o) * blocks >= 1 << 31:
         raise ArgumentError("o.shape", tuple(o.shape), "fewer than 2^31 blocks of heads")
     return (
         wrap("o", o, BF16, (None, None, DIM), WIDE),
-        wrap("positions", positions, Int64, (len(o),)) if kernel.gathered else None,
-        wrap("cos_sin", cos_sin, FP32, (None, ROPE), WIDE),
+        wrap("positions", call.positions, Int64, (len(o),)) if kernel.gathered else None,
+        wrap("cos_sin", call.cos_sin, FP32, (None, ROPE), WIDE),
         wrap("out[0]", as_words("out[0]", codes), Int32, (tokens, heads, DIM // 4), 8),
         _scales(kernel.layout, scales, tokens, heads),
         divisor(blocks),

@@ -1,4 +1,4 @@
-"""Rows of `inv_rope_quant`: attention output [T, H, 512], rotated back and quantised to E4M3 1x128.
+"""Time `inv_rope_quant`. Attention output [T, H, 512] is rotated back and quantised to E4M3 1x128.
 
 Given: o bf16 [T, H, 512]; positions int64 [T]; cos_sin fp32 [131072, 64], 32 cosines and 32 sines a position.
 Outputs: codes E4M3 [T, H, 512] (uint8 or float8_e4m3fn); scales [T, H, 4], UE8M0 bytes (uint8) or fp32.

@@ -167,8 +167,7 @@ class Call(NamedTuple):
             scales.copy_(_laid_out(q.scales, layout, scales))
             return
         settings = {**shape_of(*o.shape[:2]), "gathered": positions is not None, "layout": layout}
-        given = o, positions, cos_sin, codes, scales
-        launching.launch(backend, InvRopeQuant, settings, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, InvRopeQuant, settings, arguments.fake_args, arguments.launch_args, self)
 
 
 def _laid_out(scales: Tensor, layout: str, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Peer of `inv_rope_quant`: vLLM's Triton kernel, with the groups of heads that the model's output projection has."""
+"""Time a peer of `inv_rope_quant`: vLLM's Triton kernel. Groups of heads are those of the model's output projection."""
 
 from __future__ import annotations
 

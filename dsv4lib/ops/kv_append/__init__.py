@@ -1,4 +1,4 @@
-"""KV rows of new tokens into the rings of the attention window, as a torch op: `dsv4::kv_append`."""
+"""Store KV rows of new tokens in the window's rings, as a torch op. It is `dsv4::kv_append`."""
 
 from dsv4lib.ops.kv_append.op import kv_append, settings_for
 

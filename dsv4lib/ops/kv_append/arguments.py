@@ -1,9 +1,10 @@
-"""Arguments of the append: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
-import torch
 from cutlass import BFloat16, Int32
 
 from dsv4lib.dsl.tensors import Fakes, wrap
@@ -18,17 +19,18 @@ def fake_args(kernel: KvAppend) -> tuple:
     return fake(BFloat16, "TD", WIDE), fake(BFloat16, "SWD", WIDE), fake(Int32, "BC", WIDE), cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: KvAppend, kv: torch.Tensor, ring: torch.Tensor, requests: torch.Tensor, stream: int = 0
-) -> tuple:
-    """Arguments of `KvAppend` from torch tensors, shapes as in `KvAppend.__call__`; ``stream``: a handle.
+def launch_args(kernel: KvAppend, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape or stride.
     """
     return (
-        wrap("kv", kv, BFloat16, (None, DIM), WIDE),
-        wrap("ring", ring, BFloat16, (None, kernel.window, DIM), WIDE),
-        wrap("requests", requests, Int32, (None, 4), WIDE),
+        wrap("kv", call.kv, BFloat16, (None, DIM), WIDE),
+        wrap("ring", call.ring, BFloat16, (None, kernel.window, DIM), WIDE),
+        wrap("requests", call.requests, Int32, (None, 4), WIDE),
         cuda.CUstream(stream),
     )

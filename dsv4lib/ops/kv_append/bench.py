@@ -1,4 +1,4 @@
-"""Rows of `kv_append`: KV rows of new tokens into the bf16 rings of the window, in place.
+"""Time `kv_append`. KV rows of new tokens go into the bf16 rings of the window, in place.
 
 `given`: kv bf16 [T, 512]; ring bf16 [S, 128, 512], as it was before; requests int32 [B, 4], as
 `ops.common.requests.plan` has them, in rings of any order; kept int64 [N], the rows that stay, which ours finds out
@@ -27,7 +27,7 @@ BATCHES = {  # (requests, rows of each)
 
 
 def rows() -> list[Row]:
-    """One shape of both models: decode, chunks that fit into their rings, and longer ones."""
+    """Return rows of one shape, that of both models. Decode, chunks that fit into their rings, and longer ones."""
     return [_row(shape, *batch) for shape, batch in BATCHES.items()]
 
 

@@ -73,7 +73,7 @@ class Call(NamedTuple):
             return None
         if backend != "reference":
             settings, args = settings_for(len(kv), len(requests), ring.shape[1]), arguments.launch_args
-            return launching.launch(backend, KvAppend, settings, arguments.fake_args, args, *self[:3])
+            return launching.launch(backend, KvAppend, settings, arguments.fake_args, args, self)
         for row, count, start, place in used_of(requests).tolist():
             own = slice(place, place + 1)
             oracle = backends.oracle("cache").append_window

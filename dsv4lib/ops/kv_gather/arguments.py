@@ -1,6 +1,8 @@
-"""Arguments of the gather: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -22,22 +24,18 @@ def fake_args(kernel: KvGather) -> tuple:
     return *pages, fake(Int32, "N"), fake(Int32, "ND", WIDE), divisor(1), cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: KvGather, pages: torch.Tensor, indices: torch.Tensor, out: torch.Tensor, page_size: int, stream: int = 0
-) -> tuple:
-    """Arguments of `KvGather` from torch tensors.
+def launch_args(kernel: KvGather, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        pages: uint8 [P, S], S at least the page's bytes, pages on 16 bytes. indices: int32 [N]. out: bf16 [N, 512].
-        page_size: entries of a page.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride, or too many entries.
+        ArgumentError: a tensor of a wrong type, shape or stride, or too many entries.
     """
-    needed = page_size * LAYOUT.entry_bytes
-    if pages.dim() != 2 or pages.shape[1] < needed or len(pages) * page_size >= 1 << 31:
+    pages, indices, out = call.pages, call.indices.view(-1), call.out.view(-1, HEAD_DIM)
+    needed = call.page_size * LAYOUT.entry_bytes
+    if pages.dim() != 2 or pages.shape[1] < needed or len(pages) * call.page_size >= 1 << 31:
         raise ArgumentError("pages.shape", tuple(pages.shape), f"[P, at least {needed}], fewer than 2^31 entries")
     wrap("out", out, cutlass.BFloat16, (len(indices), HEAD_DIM), WIDE)
     used = pages[:, :needed]
@@ -47,6 +45,6 @@ def launch_args(
         wrap("pages", used, cutlass.Uint8, (None, None)),
         wrap("indices", indices, Int32, (None,)),
         wrap("out", out.view(torch.int32), Int32, (None, HEAD_DIM // 2), WIDE),
-        divisor(page_size),
+        divisor(call.page_size),
         cuda.CUstream(stream),
     )

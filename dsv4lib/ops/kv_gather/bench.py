@@ -1,4 +1,4 @@
-"""Rows of `kv_gather`: selected 584-byte entries of a paged pool to dense bf16, for attention that knows no pages.
+"""Time `kv_gather`. Selected 584-byte entries of a paged pool become dense bf16, for attention that knows no pages.
 
 `given`: pages uint8 [N, bytes] (`formats.kv_entry`, 64 entries a page), page_size, indices int32 [T, K], page *
 page_size + slot, -1 where a list is shorter than K (one entry in eight). Output: ``kv`` bf16 [T, K, 512], zeros at -1.

@@ -88,5 +88,4 @@ class Call(NamedTuple):
         elif backend == "reference":
             out.copy_(gather(pages, page_size, indices.clamp_min(-1))[0])
         else:
-            given = pages, indices.view(-1), out.view(-1, HEAD_DIM), page_size
-            launching.launch(backend, KvGather, {}, arguments.fake_args, arguments.launch_args, *given)
+            launching.launch(backend, KvGather, {}, arguments.fake_args, arguments.launch_args, self)

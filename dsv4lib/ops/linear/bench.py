@@ -1,4 +1,4 @@
-"""Rows of `linear` on a Hopper: DSV4's FP8 linears of few tokens, mode "fp8_block", bf16 out.
+"""Time `linear` on a Hopper. DSV4's FP8 linears of few tokens, mode "fp8_block", bf16 out.
 
 given: x uint8 [T, K] and x_scales uint8 [T, K / 128] (of wo_a x [G, T, K], a view of [T, G K], and its scales alike);
 w uint8 [N, K] or [G, N, K], E4M3 codes of random bits without NaN, w_scales uint8 of 128 x 128 of them. Output: y bf16

@@ -1,4 +1,4 @@
-"""Apply linear layers over NVFP4, MXFP8, W4A8, bf16 or FP8 weights (DSV4's, in 128 x 128 tiles).
+"""Apply linear layers over NVFP4, MXFP8, W4A8, bf16 or FP8 weights. FP8 is DSV4's, in 128 x 128 tiles.
 
     y = alpha * (x @ W^T)                                          [T, N]; or of G groups side by side, [G, T, N]
     h = silu(min(g, limit)) * clip(u, -limit, limit)               swiglu: the shared expert's first GEMM

@@ -1,4 +1,4 @@
-"""cuBLAS as a peer of `linear` on a Hopper, by torch: FP8 with fp32 scales of 128 of K and of 128 x 128."""
+"""Time cuBLAS beside `linear` on a Hopper, by torch. FP8 with fp32 scales of 128 of K and of 128 x 128."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def providers() -> tuple[Provider, ...]:
 
 
 def operands(given: Given, rows: int) -> tuple[torch.Tensor, ...]:
-    """Make codes and fp32 scales of x and w: tokens padded to a multiple of ``rows``, scales of x column by column.
+    """Make codes and fp32 scales of x and w.
+
+    Tokens are padded to a multiple of ``rows``, scales of x go column by column.
 
     Raises:
         Absent: a grouped linear.

@@ -1,4 +1,4 @@
-"""Multiply linear layers on SM100: the experts' GEMM where every group has all tokens, so no counts are read.
+"""Multiply linear layers on SM100. It is the experts' GEMM where every group has all tokens, so no counts are read.
 
     y[g, t] = alpha_g * (x[g, t] @ W_g^T)           G = 1: a linear; G groups of heads: the output projection
 
@@ -33,7 +33,7 @@ from dsv4lib.ops.moe_gemm.sm100 import MoeGemm
 
 
 class Linear(MoeGemm):
-    """GEMMs of equal size side by side: options of `moe_gemm.Config`, but no routing weights."""
+    """GEMMs of equal size side by side. Options of `moe_gemm.Config`, but no routing weights."""
 
     batched = True
 
@@ -61,7 +61,7 @@ class Linear(MoeGemm):
 
     @cute.jit
     def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
-        """Fetch weights of the first tile to L2, as many steps as there are stages: no kernel before writes them."""
+        """Fetch weights of the first tile to L2, as many steps as there are stages. No kernel before writes them."""
         place = self.first_place(groups)
         if place.expert < groups.experts:
             feature = self.tile(groups, place).feature

@@ -1,4 +1,4 @@
-"""The boundary between two sublayers as torch ops: what one leaves in the residual streams, what the next reads."""
+"""Write and read residual streams between two sublayers, as torch ops. What one leaves there, what the next reads."""
 
 from dsv4lib.ops.mhc.op import (
     Call,

@@ -1,4 +1,4 @@
-"""Arguments of the mHC kernels: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import torch
 
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, wrap, wrap_if
 from dsv4lib.dsl.words import WORD, as_words
 from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
@@ -55,14 +55,7 @@ def launch_args(kernel: Mhc, call: Any, rows: int, clusters: int, stream: int = 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
     """
-    codes, scales = (None, None) if call.fp8 is None else call.fp8[:2]
-    named = {"f": call.f, "post": call.post, "comb": call.comb, "out: streams": call.new, "out: y": call.y}
-    named |= {"out: post": call.post_new, "out: comb": call.comb_new, "fp8.codes": codes, "fp8.scales": scales}
-    wanted = dict.fromkeys(("f", "post", "comb"), kernel.post) | {"out: streams": kernel.keep, "out: y": kernel.keep_y}
-    wanted |= dict.fromkeys(("fp8.codes", "fp8.scales"), kernel.recipe is not None)
-    for name, needed in (wanted | dict.fromkeys(("out: post", "out: comb"), not kernel.head)).items():
-        if (named[name] is not None) != needed:
-            raise ArgumentError(name, None if named[name] is None else "given", "a tensor" if needed else "None")
+    out, (codes, scales) = call.out, (None, None) if call.fp8 is None else call.fp8[:2]
     if not 1 <= rows <= kernel.tile:
         raise ArgumentError("rows", rows, f"1 to {kernel.tile}")
     tokens, space = call.streams.shape[0], call.space
@@ -75,33 +68,34 @@ def launch_args(kernel: Mhc, call: Any, rows: int, clusters: int, stream: int = 
         given = None if space is None else f"{space.numel()} floats"
         raise ArgumentError("space", given, f"at least {kernel.space(clusters)} floats, zeros")
 
-    def optional(name: str, dtype: Any, shape: tuple[int, ...], align: int) -> Any:
-        return None if named[name] is None else wrap(name, flat(name, named[name]), dtype, shape, align)
-
+    post, after = kernel.post, not kernel.head
+    streams, comb = flat("out: streams", out.streams), flat("out: comb", out.comb)
     gmem = Gmem(
         wrap("streams", flat("streams", call.streams), BF16, (None, wide), WIDE),
-        optional("f", BF16, (tokens, kernel.d), WIDE),
-        optional("post", FP32, (tokens, N), WIDE),
-        optional("comb", FP32, (tokens, N * N), WIDE),
-        wrap("site.fn", call.fn, FP32, (values, wide), WIDE),
-        wrap("site.scale", call.scale, FP32, (1 if kernel.head else 3,)),
-        wrap("site.base", call.base, FP32, (values,)),
-        wrap("site.weight", call.weight, FP32, (kernel.d,), WIDE),
-        optional("out: streams", BF16, (tokens, wide), WIDE),
-        optional("out: y", BF16, (tokens, kernel.d), WIDE),
+        wrap_if(post, "f", call.f, BF16, (tokens, kernel.d), WIDE),
+        wrap_if(post, "post", call.post, FP32, (tokens, N), WIDE),
+        wrap_if(post, "comb", flat("comb", call.comb), FP32, (tokens, N * N), WIDE),
+        wrap("site.fn", call.site.fn, FP32, (values, wide), WIDE),
+        wrap("site.scale", call.site.scale, FP32, (1 if kernel.head else 3,)),
+        wrap("site.base", call.site.base, FP32, (values,)),
+        wrap("site.weight", call.site.weight, FP32, (kernel.d,), WIDE),
+        wrap_if(kernel.keep, "out: streams", streams, BF16, (tokens, wide), WIDE),
+        wrap_if(kernel.keep_y, "out: y", out.y, BF16, (tokens, kernel.d), WIDE),
         *fp8_args(kernel, codes, scales, tokens),
-        optional("out: post", FP32, (tokens, N), 0),
-        optional("out: comb", FP32, (tokens, N * N), WIDE),
+        wrap_if(after, "out: post", out.post, FP32, (tokens, N)),
+        wrap_if(after, "out: comb", comb, FP32, (tokens, N * N), WIDE),
         wrap("space", space, FP32, (None,), WIDE) if kernel.space(clusters) else None,
     )
-    return gmem, I32(rows), I32(clusters), FP32(call.hc_eps), FP32(call.rms_eps), cuda.CUstream(stream)
+    return gmem, I32(rows), I32(clusters), FP32(call.eps.hc), FP32(call.eps.rms), cuda.CUstream(stream)
 
 
 def fp8_args(kernel: Mhc, codes: torch.Tensor | None, scales: torch.Tensor | None, tokens: int) -> tuple[Any, Any]:
-    """Codes and scales as the kernel takes them. Errors as in `launch_args`."""
-    if codes is None or scales is None:
-        return None, None
-    words = wrap("fp8.codes", as_words("fp8.codes", codes), I32, (tokens, kernel.d // WORD), CODE_BYTES)
+    """Wrap codes and scales as the kernel takes them. Errors as in `launch_args`."""
+    needed = kernel.recipe is not None
+    words = None if codes is None else as_words("fp8.codes", codes)
+    words = wrap_if(needed, "fp8.codes", words, I32, (tokens, kernel.d // WORD), CODE_BYTES)
+    if not needed or scales is None:
+        return words, wrap_if(needed, "fp8.scales", scales, cutlass.Uint8, ())
     blocks = kernel.d // kernel.format.block
     if not kernel.swizzled:
         return words, wrap("fp8.scales", scales, cutlass.Uint8, (tokens, blocks))
@@ -111,13 +105,13 @@ def fp8_args(kernel: Mhc, codes: torch.Tensor | None, scales: torch.Tensor | Non
     return words, wrap("fp8.scales", as_words("fp8.scales", scales), I32, (size // WORD,))
 
 
-def flat(name: str, x: torch.Tensor) -> torch.Tensor:
-    """[T, a, b] as [T, a b]; what has other extents is left to `wrap`.
+def flat(name: str, x: torch.Tensor | None) -> torch.Tensor | None:
+    """View [T, a, b] as [T, a b]; None, and what has other extents, is left to `wrap`.
 
     Raises:
         ArgumentError: the last two dimensions are not one piece of memory.
     """
-    if x.dim() != 3:
+    if x is None or x.dim() != 3:
         return x
     if x.stride()[1:] != (x.shape[2], 1):
         raise ArgumentError(f"{name}.stride()", x.stride(), f"(any, {x.shape[2]}, 1)")

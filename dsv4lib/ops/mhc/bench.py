@@ -1,4 +1,4 @@
-"""Rows of mHC: write-back of one site, coefficients, mixture and RMSNorm of the next (`dsv4lib.ops.mhc`).
+"""Time mHC (`dsv4lib.ops.mhc`). Write-back of one site, coefficients, mixture and RMSNorm of the next.
 
 Beside "ours" stands the variant of the kernel that the op does not choose, "ours, few_tokens" or "ours,
 many_tokens" (`ops.mhc.variants`).
@@ -105,24 +105,20 @@ def _ours(given: Given) -> tuple[Call, Outputs]:
 
 def call_of(given: Given, out: Outputs, backend: str = "native") -> Any:
     """Make the op's call of a row, for a variant that it would not choose."""
-    from dsv4lib.ops.mhc.op import Call
+    from dsv4lib.ops.mhc import op
 
-    inputs = (given[name] for name in ("streams", "f", "post", "comb", "fn", "scale", "base", "weight"))
-    return Call(
-        *inputs, *(out[name] for name in ("streams", "y", "post", "comb")), None, None, ITERS, EPS, EPS, backend
-    )
+    inputs = (given[name] for name in ("streams", "f", "post", "comb"))
+    site = op.Site(*(given[name] for name in op.Site._fields))
+    return op.Call(*inputs, site, op.Outputs(**out), None, None, ITERS, op.Eps(EPS, EPS), backend)
 
 
 def after_mhc(given: Given, streams: torch.Tensor, backend: str = "native") -> Outputs:
     """What few_tokens makes of streams that are written back already."""
-    from dsv4lib.ops.mhc.op import Call, run
+    from dsv4lib.ops.mhc.op import run
 
     out = {name: tensor for name, tensor in outputs(given).items() if name != "streams"}
-    parameters = (given[name] for name in ("fn", "scale", "base", "weight"))
-    run(
-        Call(streams, None, None, None, *parameters, None, *out.values(), None, None, ITERS, EPS, EPS, backend),
-        Variant.FEW_TOKENS,
-    )
+    call = call_of(given, {"streams": None, **out}, backend)
+    run(call._replace(streams=streams, f=None, post=None, comb=None), Variant.FEW_TOKENS)
     return out
 
 

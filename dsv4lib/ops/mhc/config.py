@@ -97,7 +97,7 @@ class Config:
         """Derive the sizes of a variant."""
 
     def floats(self) -> dict[str, tuple[int, str]]:
-        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        """List shared memory in the order of its addresses. Each has its floats, and what they follow from."""
         return {}
 
     @property
@@ -126,7 +126,7 @@ class Config:
 
 
 class FewConfig(Config):
-    """Hold the settings of `few_tokens.MhcFewTokens`: as `Config`, and groups and once.
+    """Hold the settings of `few_tokens.MhcFewTokens`. They are those of `Config`, and groups and once.
 
     Where columns of a CTA are no multiple of a scale's 128, CTAs next to each other exchange maxima.
 
@@ -170,7 +170,7 @@ class FewConfig(Config):
         self.neighbours = -(-(self.units - 1) // self.warps) if shared else 0  # CTAs of one scale, on either side
 
     def floats(self) -> dict[str, tuple[int, str]]:
-        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        """List shared memory in the order of its addresses. Each has its floats, and what they follow from."""
         tile, ctas = f"{self.tile} tokens", f"{self.cluster} CTAs"
         tokens = 2 * self.tile
         return {
@@ -196,7 +196,7 @@ class FewConfig(Config):
 
 
 class ManyConfig(Config):
-    """Hold the settings of `many_tokens.MhcManyTokens`: as `Config`; d is at most 256 ``cluster``.
+    """Hold the settings of `many_tokens.MhcManyTokens`. They are those of `Config`; d is at most 256 ``cluster``.
 
     The 4 to 32 CTAs that share a token are no cluster of the hardware.
     """
@@ -227,7 +227,7 @@ class ManyConfig(Config):
                 break
 
     def floats(self) -> dict[str, tuple[int, str]]:
-        """List shared memory in the order of its addresses: floats, and what they follow from."""
+        """List shared memory in the order of its addresses. Each has its floats, and what they follow from."""
         stages, coefficients = self.warps * self.stages + 2 * self.f_stages, 2 * TILE * COEFFICIENT_WORDS
         return {
             "fn": (self.workers * N * 4 * self.tiles, "the last of three limbs, in pairs"),

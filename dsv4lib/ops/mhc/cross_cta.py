@@ -1,4 +1,4 @@
-"""Exchange sums between the CTAs of a group: four warps of `many_tokens` that touch no streams.
+"""Exchange sums between the CTAs of a group. Four warps of `many_tokens` do it, which touch no streams.
 
     send_sums       adds up what the workers left of a tile and sends each token's 36 sums (`head`: 20) to the CTA that
                     owns it: token t of tile n is that of CTA t + 16 n, modulo the group
@@ -55,7 +55,7 @@ from dsv4lib.ops.mhc.ptx import pack, unpack
 
 
 class Barriers(NamedTuple):
-    """mbarriers: in the configuration (how many, arrivals), in the kernel the address of the first.
+    """mbarriers. In the configuration (how many, arrivals), in the kernel the address of the first.
 
     Attributes:
         sums_ready, sums_free: the workers' sums of a tile; send_sums has read them.

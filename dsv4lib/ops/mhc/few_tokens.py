@@ -54,7 +54,7 @@ SENDERS = 4  # threads that send a token's pre to all CTAs
 
 
 class Barriers(NamedTuple):
-    """mbarriers: in the configuration (how many, arrivals), in the kernel the address of the first.
+    """mbarriers. In the configuration (how many, arrivals), in the kernel the address of the first.
 
     Attributes:
         fn: bytes of a stream's columns of fn. sums, squares: bytes of exchanges 1 and 2.
@@ -198,7 +198,7 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def fetch_fn(self, cta: Cta, smem: Smem, warp: Int32):
-        """Start the bulk copies of this CTA's columns of fn: stream after stream, a row a copy, by all warps."""
+        """Start the bulk copies of this CTA's columns of fn. All warps go stream after stream, a row a copy."""
         lane, size, warps = cute.arch.lane_idx(), 4 * self.columns, self.workers // LANES
         if warp == 0 and lane < N:
             cute.arch.mbarrier_arrive_and_expect_tx(cta.bar.fn + lane, self.values * size)
@@ -409,7 +409,7 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def sum_ctas(self, sLines: list, rSums: cute.Tensor):
-        """Add up the values of each line, one a CTA: four sums side by side, then in pairs.
+        """Add up the values of each line, one a CTA. Four sums go side by side, then in pairs.
 
         A loop, or the values wait in registers that the next tile needs.
         """
@@ -434,7 +434,10 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def post_comb(self, cta: Cta, smem: Smem):
-        """Run the last warp: fetch the coefficients of the site before; post and comb of owned tokens."""
+        """Fetch the coefficients of the site before, by the last warp.
+
+        It then computes post and comb of owned tokens.
+        """
         bar = cta.bar
         self.fetch_coefficients(cta, cta.first, smem.coefficients[0, None, None])
         logit = None if self.head else self.post_comb_logit(cta.gmem)
@@ -507,7 +510,7 @@ class MhcFewTokens(FewConfig, BlockMaxima):
 
     @cute.jit
     def sinkhorn(self, rLogit: cute.Tensor, rRow: cute.Tensor, eps: Float32):
-        """Compute comb of owned tokens: lanes 4 s to 4 s + 3 a row each, column (lane mod 4) ^ x at x.
+        """Compute comb of owned tokens. Lanes 4 s to 4 s + 3 have a row each, column (lane mod 4) ^ x at x.
 
         comb_ij = u_i K_ij v_j with constant K = softmax_j(logit) + eps. Dividing rows by their sums + eps is u_i = 1 /
         w_i, w_i = sum_j K_ij v_j + eps w_i of the step before; v alike. A lane has row and column of K, u and v.

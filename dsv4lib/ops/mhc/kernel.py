@@ -221,7 +221,10 @@ class Mhc(Config):
 
     @cute.jit
     def pad_scales(self, cta: Cta):
-        """Store zeros for rows of the scales' image past the last token: every worker of the launch a part of them."""
+        """Store zeros for rows of the scales' image past the last token.
+
+        Every worker of the launch stores a part of them.
+        """
         if cutlass.const_expr(self.recipe is not None and self.swizzled):
             rank, group, _ = cute.arch.block_idx()
             _, groups, _ = cute.arch.grid_dim()
@@ -243,7 +246,7 @@ class Mhc(Config):
 
     @cute.jit
     def store_y(self, cta: Cta, token: Int32, column: Int32, rWords: cute.Tensor, amax: Int32):
-        """Store a lane's eight columns of y; ``amax``: bits of the largest |y| of their block."""
+        """Store a lane's eight columns of y. ``amax``: bits of the largest |y| of their block."""
         if cutlass.const_expr(self.keep_y):
             line = self.stream_columns(cta.gmem.y[token, None], column)
             cute.autovec_copy(cute.recast_tensor(rWords, BFloat16), line)
@@ -262,7 +265,7 @@ class Mhc(Config):
 
     @cute.jit
     def store_post(self, cta: Cta, rLogit: cute.Tensor, begin: Int32, owned: Int32):
-        """Store post = 2 sigmoid(logit) from lanes 0 to 3; ``owned``: the CTA's first token of the tile."""
+        """Store post = 2 sigmoid(logit) from lanes 0 to 3. ``owned``: the CTA's first token of the tile."""
         lane = cute.arch.lane_idx()
         for s in cutlass.range_constexpr(self.owned_tokens):
             t = s * self.cluster + owned

@@ -94,7 +94,7 @@ SQUARES, ZERO = 15, 14  # places of the sum of squares, and of nothing
 
 
 class Stage(NamedTuple):
-    """Addresses of a tile in shared memory: of this warp's streams, and of f of its four warps."""
+    """Addresses of a tile in shared memory: this warp's streams, f of its four warps."""
 
     x: Int32
     f: Int32
@@ -143,7 +143,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def work(self, cta: Cta, smem: Smem):
-        """Run the workers: a tile's write-back and projection, and the mixture of an earlier one."""
+        """Run the workers. They do a tile's write-back and projection, and the mixture of an earlier one."""
         bar, rows = cta.bar, cta.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         member = cute.arch.lane_idx() % 4
@@ -227,11 +227,14 @@ class MhcManyTokens(ManyConfig, CrossCta):
         return address ^ (ROW_BYTES * stream + 16 * (stream // 2))
 
     def at_token(self, address: Int32, token: int) -> Int32:
-        """Return the address of the same piece so many tokens on: at most 7 from token 0, 3 from token 4."""
+        """Return the address of the same piece so many tokens on. That is at most 7 from token 0, 3 from token 4."""
         return (address ^ (ROW_BYTES * (token % 2) + 16 * (token // 2))) + ROW_BYTES * N * token
 
     def f_piece(self, stage: Int32, token: Int32, piece: Int32) -> Int32:
-        """Return the address of 16 bytes of f of this warp: not in the banks of its streams 0 and 2, or 1 and 3."""
+        """Return the address of 16 bytes of f of this warp.
+
+        Its banks are not those of its streams 0 and 2, or 1 and 3.
+        """
         mine = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % N
         return self.piece(stage, token, mine, piece ^ (mine // 2) ^ 2)
 
@@ -258,7 +261,10 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def split_fn(self, cta: Cta, warp: Int32, rFn: cute.Tensor, sFnLo: cute.Tensor):
-        """Split fn into B of the projection, three limbs: k = 2 member and the next (+ 8) of 16, row group of eight."""
+        """Split fn into B of the projection, in three limbs.
+
+        k = 2 member and the next (+ 8) of 16, row group of eight.
+        """
         group, member = fragment_place()
         column = (cta.rank * self.columns + warp * UNIT) // 2 + member  # in units of 2
         rTwo = cute.make_rmem_tensor(2, Float32)
@@ -278,7 +284,7 @@ class MhcManyTokens(ManyConfig, CrossCta):
 
     @cute.jit
     def write_back(self, stage: Stage, coefficients: Int32):
-        """Write X' over X, this warp's columns of all 16 tokens: X'_j = bf16(post_j f + sum_i comb_ij X_i).
+        """Write X' over X, this warp's columns of all 16 tokens. X'_j = bf16(post_j f + sum_i comb_ij X_i).
 
         A: column group (+ 8), inputs 2 member and the next (of eight: the first three again, times nothing). B: a limb
         of their coefficients, of stream lane / 4 mod 4: of one token where lane < 16, of the other elsewhere. Sums:

@@ -91,6 +91,15 @@ class Fp8(NamedTuple):
     swizzled: bool = True
 
 
+class Outputs(NamedTuple):
+    """What a call writes: streams bf16 [T, 4, d], y bf16 [T, d], post fp32 [T, 4], comb fp32 [T, 4, 4]."""
+
+    streams: Tensor | None
+    y: Tensor | None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+
 NORMAL = Eps()
 
 
@@ -143,7 +152,7 @@ def mhc_pre(
         BackendUnavailable: the back end cannot run here.
     """
     out = _empty(streams, keep)[1:] if out is None else out
-    Call.op(streams, None, None, None, *site, None, *out, fp8, space, iters, *eps, backend)
+    Call.op(streams, None, None, None, site, (None, *out), fp8, space, iters, eps, backend)
     return out
 
 
@@ -175,7 +184,7 @@ def mhc_post_pre(
         (streams bf16 [T, 4, d], y, post, comb).
     """
     out = _empty(streams, keep) if out is None else out
-    Call.op(streams, f, post, comb, *site, *out, fp8, space, iters, *eps, backend)
+    Call.op(streams, f, post, comb, site, out, fp8, space, iters, eps, backend)
     return out
 
 
@@ -205,7 +214,7 @@ def mhc_head(
         y bf16 [T, d].
     """
     out = (None, _empty(streams)[1]) if out is None else out
-    Call.op(streams, f, post, comb, *site, *out, None, None, None, space, ITERS, *eps, backend)
+    Call.op(streams, f, post, comb, site, (*out, None, None), None, space, ITERS, eps, backend)
     return out[1]
 
 
@@ -252,11 +261,12 @@ def _empty(streams: Tensor, keep: bool = True) -> tuple[Tensor, Tensor | None, T
     return torch.empty_like(streams), y, torch.empty(t, N, **fp32), torch.empty(t, N, N, **fp32)
 
 
-_NAMES = {name: f"site.{name}" for name in Site._fields}
-_NAMES |= {"new": "out: streams", "y": "out: y", "post_new": "out: post", "comb_new": "out: comb"}
+_NAMES = {f"out.{name}": f"out: {name}" for name in Outputs._fields}
+_ALIASES = {f"site.{name}": name for name in Site._fields} | {"eps.hc": "hc_eps", "eps.rms": "rms_eps"}
+_ALIASES |= {"out.streams": "new", "out.y": "y", "out.post": "post_new", "out.comb": "comb_new"}
 
 
-@op("mhc_site", mutates=("new", "y", "post_new", "comb_new", "fp8", "space"), names=_NAMES)
+@op("mhc_site", mutates=("out", "fp8", "space"), names=_NAMES, aliases=_ALIASES)
 class Call(NamedTuple):
     """A call of the site between two sublayers."""
 
@@ -264,28 +274,22 @@ class Call(NamedTuple):
     f: Tensor | None
     post: Tensor | None
     comb: Tensor | None
-    fn: Tensor
-    scale: Tensor
-    base: Tensor
-    weight: Tensor
-    new: Tensor | None
-    y: Tensor | None
-    post_new: Tensor | None
-    comb_new: Tensor | None
+    site: Site
+    out: Outputs
     fp8: Fp8 | None
     space: Tensor | None
     iters: int
-    hc_eps: float
-    rms_eps: float
+    eps: Eps
     backend: str
 
     @property
     def head(self) -> bool:
         """Whether there are no coefficients of a next write-back."""
-        return self.post_new is None and self.comb_new is None
+        return self.out.post is None and self.out.comb is None
 
     def check(self) -> None:
         """Check types, shapes and devices."""
+        site, out = self.site, self.out
         shape, least = tuple(self.streams.shape), UNIT * 4
         if self.streams.dim() != 3 or shape[1] != N or shape[2] == 0 or shape[2] % least:
             raise ArgumentError("streams.shape", shape, f"[T, {N}, d] with d a multiple of {least}")
@@ -298,16 +302,16 @@ class Call(NamedTuple):
         given = [x is not None for x in (self.f, self.post, self.comb)]
         if any(given) != all(given):
             raise ArgumentError("f, post, comb", given, "all three or none")
-        if self.new is None and given[0] and not self.head:
+        if out.streams is None and given[0] and not self.head:
             raise ArgumentError("out[0]", None, "a tensor: the next site needs the streams")
-        if self.new is not None and not given[0]:
+        if out.streams is not None and not given[0]:
             raise ArgumentError("out[0]", "given", "None without f: the streams do not change")
-        if (self.post_new is None) != (self.comb_new is None):
+        if (out.post is None) != (out.comb is None):
             raise ArgumentError("out", "one of post and comb", "both or none")
         if not 1 <= self.iters <= MAX_ITERS:
             raise ArgumentError("iters", self.iters, f"1 to {MAX_ITERS}")
-        launching.check_eps(**{"eps.hc": self.hc_eps, "eps.rms": self.rms_eps})
-        if self.y is None and self.fp8 is None:
+        launching.check_eps(**{"eps.hc": self.eps.hc, "eps.rms": self.eps.rms})
+        if out.y is None and self.fp8 is None:
             raise ArgumentError("out: y", None, "a tensor, unless y is wanted as FP8")
         fp32, bf16, values = torch.float32, torch.bfloat16, N if self.head else N * (2 + N)
         launching.check(
@@ -316,14 +320,14 @@ class Call(NamedTuple):
                 "f": (self.f, bf16, (t, d)),
                 "post": (self.post, fp32, (t, N)),
                 "comb": (self.comb, fp32, (t, N, N)),
-                "site.fn": (self.fn, fp32, (values, N * d)),
-                "site.scale": (self.scale, fp32, (1 if self.head else 3,)),
-                "site.base": (self.base, fp32, (values,)),
-                "site.weight": (self.weight, fp32, (d,)),
-                "out: streams": (self.new, bf16, shape),
-                "out: y": (self.y, bf16, (t, d)),
-                "out: post": (self.post_new, fp32, (t, N)),
-                "out: comb": (self.comb_new, fp32, (t, N, N)),
+                "site.fn": (site.fn, fp32, (values, N * d)),
+                "site.scale": (site.scale, fp32, (1 if self.head else 3,)),
+                "site.base": (site.base, fp32, (values,)),
+                "site.weight": (site.weight, fp32, (d,)),
+                "out: streams": (out.streams, bf16, shape),
+                "out: y": (out.y, bf16, (t, d)),
+                "out: post": (out.post, fp32, (t, N)),
+                "out: comb": (out.comb, fp32, (t, N, N)),
                 **self._wanted_fp8(t, d),
                 "space": (self.space, fp32, (SPACE,)),
             }
@@ -361,8 +365,8 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
     """Queue a call, shared out as ``chosen`` says."""
     if call.fp8 is not None and not writes_fp8(call.streams.shape[2], call.fp8.recipe, chosen):
         t, _, d = call.streams.shape
-        y = plans.scratch(t, d, dtype=torch.bfloat16, like=call.streams) if call.y is None else call.y
-        launch(call._replace(y=y, fp8=None), name, chosen)
+        y = plans.scratch(t, d, dtype=torch.bfloat16, like=call.streams) if call.out.y is None else call.out.y
+        launch(call._replace(out=call.out._replace(y=y), fp8=None), name, chosen)
         codes, scales, recipe, swizzled = call.fp8
         quantised = quantize_op.Quantized(codes, scales, None)
         quantize_op.Call(y, None, None, quantised, None, recipe, False, swizzled, name).run(name)
@@ -372,11 +376,11 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
         "cluster": chosen.cluster,
         "post": call.f is not None,
         "head": call.head,
-        "keep": not call.head or call.new is not None,
+        "keep": not call.head or call.out.streams is not None,
         "iters": call.iters,
     }
     if call.fp8 is not None:
-        settings |= {"recipe": call.fp8.recipe, "keep_y": call.y is not None, "swizzled": call.fp8.swizzled}
+        settings |= {"recipe": call.fp8.recipe, "keep_y": call.out.y is not None, "swizzled": call.fp8.swizzled}
     if chosen.variant is Variant.FEW_TOKENS:
         once = chosen.rows * chosen.clusters >= call.streams.shape[0]
         settings |= {"groups": -(-chosen.rows // ROWS_N), "once": once}
@@ -388,7 +392,7 @@ def launch(call: Call, name: str, chosen: Plan) -> None:
 
 
 def writes_fp8(d: int, recipe: str, chosen: Plan) -> bool:
-    """Tell whether the kernel writes FP8 itself: many tokens need whole blocks in each CTA."""
+    """Tell whether the kernel writes FP8 itself. Many tokens need whole blocks in each CTA."""
     return chosen.variant is Variant.FEW_TOKENS or d // chosen.cluster % RECIPES[recipe].block == 0
 
 
@@ -411,22 +415,22 @@ def _reference(call: Call) -> None:
     """The oracle in fp64, with the model's roundings to bf16 of streams and x."""
     oracle, norm = backends.oracle("mhc"), backends.oracle("rmsnorm")
     z = call.streams.double()
-    fn, scale, base, weight = (x.double() for x in (call.fn, call.scale, call.base, call.weight))
+    fn, scale, base, weight = (x.double() for x in call.site)
     if call.f is not None:
         z = oracle.post(call.f.double(), z, call.post.double(), call.comb.double()).bfloat16().double()
-        if call.new is not None:
-            call.new.copy_(z)
-    eps = {"hc_eps": call.hc_eps, "rms_eps": call.rms_eps}
+        if call.out.streams is not None:
+            call.out.streams.copy_(z)
+    eps = {"hc_eps": call.eps.hc, "rms_eps": call.eps.rms}
     if call.head:
         x = oracle.head_collapse(z, fn, scale, base, **eps)
     else:
         pre, post, comb = oracle.coefficients(z, fn, scale, base, iters=call.iters, **eps)
-        call.post_new.copy_(post)
-        call.comb_new.copy_(comb)
+        call.out.post.copy_(post)
+        call.out.comb.copy_(comb)
         x = oracle.pre(z, pre)
-    y = norm.rmsnorm(x.bfloat16().double(), weight, call.rms_eps).bfloat16()
-    if call.y is not None:
-        call.y.copy_(y)
+    y = norm.rmsnorm(x.bfloat16().double(), weight, call.eps.rms).bfloat16()
+    if call.out.y is not None:
+        call.out.y.copy_(y)
     if call.fp8 is not None:
         codes, scales, _ = backends.oracle("quantize").quantize(y, call.fp8.recipe, swizzled=call.fp8.swizzled)
         call.fp8.codes.copy_(codes[0])

@@ -1,4 +1,4 @@
-"""Peers of `mhc`: vLLM's, which are DeepGEMM's projection between two TileLang kernels, and TileKernels' write-back."""
+"""Time peers of `mhc`. vLLM's is DeepGEMM's projection between two TileLang kernels; TileKernels' is the write-back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spell instructions that the DSL has no form for: bf16 pairs, copies, stores to other CTAs.
+"""Spell instructions that the DSL has no form for. They are bf16 pairs, copies, stores to other CTAs.
 
 Source: PTX ISA, "cvt", "cp.async", "mapa", "st.async".
 """

@@ -99,8 +99,8 @@ class Call(NamedTuple):
             return
         settings = {"k": row_of.shape[1], "weighted": weights is not None, "shared": shared is not None}
         if backend == "reference":
-            arguments.launch_args(MoeCombine(**settings), *self[:5])  # checks: what one back end takes all take
+            arguments.launch_args(MoeCombine(**settings), self)  # checks: what one back end takes all take
             wide = (None if x is None else x.double() for x in (weights, shared))
             out.copy_(backends.oracle("moe_combine").moe_combine(y.double(), row_of, *wide))
         else:
-            launching.launch(backend, MoeCombine, settings, arguments.fake_args, arguments.launch_args, *self[:5])
+            launching.launch(backend, MoeCombine, settings, arguments.fake_args, arguments.launch_args, self)

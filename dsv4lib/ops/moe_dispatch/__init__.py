@@ -1,4 +1,4 @@
-"""Routes in the order of their experts, as a torch op: what a grouped GEMM reads its rows by."""
+"""Sort routes by expert, as a torch op. A grouped GEMM reads its rows by the result."""
 
 from dsv4lib.ops.moe_dispatch.op import Dispatch, check_rows, moe_dispatch
 

@@ -164,7 +164,6 @@ class Call(NamedTuple):
         count = len(out.counts)
         settings = {"experts": count, "k": experts.shape[1], "align": align}
         settings |= {"masked": max_m > 0, "weighted": weights is not None}
-        given = experts, weights, *out, max_m
         if experts.shape[0] == 0:
             out.counts.zero_()
             out.rows.fill_(-1)
@@ -172,10 +171,10 @@ class Call(NamedTuple):
             if out.row_weight is not None:
                 out.row_weight.zero_()
         elif backend == "reference":
-            arguments.launch_args(MoeDispatch(**settings), *given)  # checks: what one back end takes all take
+            arguments.launch_args(MoeDispatch(**settings), self)  # checks: what one back end takes all take
             found = backends.oracle("moe_dispatch").moe_dispatch(experts, weights, count, len(out.rows), align, max_m)
             for target, source in zip(out, found, strict=True):
                 if target is not None:
                     target.copy_(source)
         else:
-            launching.launch(backend, MoeDispatch, settings, arguments.fake_args, arguments.launch_args, *given)
+            launching.launch(backend, MoeDispatch, settings, arguments.fake_args, arguments.launch_args, self)

@@ -1,4 +1,4 @@
-"""The experts' GEMMs as a torch op: ragged groups of tokens times quantised weights, with SwiGLU and requantisation."""
+"""Run the experts' GEMMs as a torch op. Ragged groups of tokens times quantised weights, SwiGLU and requantisation."""
 
 from dsv4lib.ops.moe_gemm.op import (
     Operand,

@@ -1,4 +1,4 @@
-"""Make arguments of the expert GEMM: fake tensors to compile with, torch tensors checked and wrapped to launch.
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch.
 
 The kernel trusts what it is given; everything that can be wrong with a tensor is caught here, by name.
 """

@@ -1,4 +1,4 @@
-"""Rows of `moe_gemm` on a Hopper: gate/up with SwiGLU and requantisation, and down, of all experts of a layer.
+"""Time `moe_gemm` on a Hopper. It is gate/up with SwiGLU and requantisation, and down, of all experts of a layer.
 
 given: w uint8, MXFP4 weights as `sm90.layout.tile_weights` makes them, [E, N / 64, K / step, bytes], random bits; x and
 x_scales: tokens in the order of the experts, MXFP8 (uint8 [R, K], swizzled scales), or bf16 [R, K] and None; counts,

@@ -1,4 +1,4 @@
-"""What the expert GEMM is made of: its formats, sizes, buffers and budgets; the picture is in `moe_gemm.sm100`."""
+"""Configure the expert GEMM: formats, sizes, buffers and budgets. The picture is in `moe_gemm.sm100`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the epilogue: accumulators from tensor memory to global memory; scale, SwiGLU, routing weight, conversion.
+"""Run the epilogue: accumulators from tensor memory to global memory. Scale, SwiGLU, routing weight, conversion.
 
 Lanes are features, columns tokens. `tcgen05.ld.16x256b` gives a thread rows r and r + 8 of 16 lanes: with gate and up
 alternating by 8 these are gate and up of one feature, so SwiGLU needs no other thread. What is left is transposed in
@@ -28,7 +28,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Outputs(NamedTuple):
-    """What a call writes: rows [R, F], or bytes of codes; scales [blocks, 512] uint8 or None.
+    """What a call writes: rows [R, F], or bytes of codes. Scales [blocks, 512] uint8 or None.
 
     Attributes:
         out_global: fp32 [E], the given global scales of nvfp4, or None.
@@ -126,7 +126,7 @@ class Epilogue(Schedule):
         allocator.free(address)
 
     def exchanged(self) -> pipeline.NamedBarrier:
-        """Return the barrier of the epilogue warps: a buffer is written; with two of them once a chunk is enough."""
+        """Return the barrier of the epilogue warps: a buffer is written. With two of them once a chunk is enough."""
         return pipeline.NamedBarrier(EXCHANGE, EPILOGUE_THREADS)
 
     @cute.jit
@@ -147,7 +147,7 @@ class Epilogue(Schedule):
 
     @cute.jit
     def transpose(self, source: Int32, there: Int32, sH: cute.Tensor, buffer: Int32, factors: Factors, limit: Float32):
-        """Store a chunk of columns to the exchange: thread t of a warp has features t / 4 and t / 4 + 8 of halves."""
+        """Store a chunk of columns to the exchange. Thread t of a warp has features t / 4 and t / 4 + 8 of halves."""
         values = _load_halves(source, self.chunk, there)
         tidx, _, _ = cute.arch.thread_idx()
         warp, lane = tidx // 32, tidx % 32
@@ -207,7 +207,7 @@ class Epilogue(Schedule):
 
     @cute.jit
     def inside(self, tile: Tile, token: Int32):
-        """Return whether the tile has this token: rows of an MMA past the last token are not stored."""
+        """Return whether the tile has this token. Rows of an MMA past the last token are not stored."""
         return token < tile.rows
 
     def features_of(self, ends: Ends) -> Int32:
@@ -220,7 +220,10 @@ class Epilogue(Schedule):
 
     @cute.jit
     def store_nvfp4(self, rH: cute.Tensor, ends: Ends, tile: Tile, row: Int32, unit: Int32):
-        """Store a block: its scale, E4M3 of amax / (6 global), and codes relative to the rounded scale."""
+        """Store a block: its scale and codes.
+
+        The scale is E4M3 of amax / (6 global); codes are relative to the rounded scale.
+        """
         amax = amax_of(rH)
         amax = amax + 0.0 * amax  # Inf, too, makes the scale NaN, as the format has it
         scale_of_all = ends.out_global[tile.expert]
@@ -252,7 +255,10 @@ class Epilogue(Schedule):
 
     @cute.jit
     def store_scale(self, ends: Ends, tile: Tile, row: Int32, column: Int32, code: Int32):
-        """Store a scale where the next GEMM reads it: `formats.scale_swizzle`, blocks of 128 rows x 4 scales."""
+        """Store a scale where the next GEMM reads it.
+
+        That is `formats.scale_swizzle`, blocks of 128 rows x 4 scales.
+        """
         per_scale = OUT_VALUES if self.out == "nvfp4" else 2 * OUT_VALUES
         blocks = cute.ceil_div(self.features_of(ends), 4 * per_scale)
         block = row // 128 * blocks + column // 4

@@ -84,7 +84,7 @@ class Load(Schedule):
 
     @cute.jit
     def load(self, sources: Sources, groups: Groups, depth: Depth, rings: Rings, ab: pipeline.PipelineTmaUmma):
-        """Run the load warp: tile after tile, step after step; lane l issues the l-th box of tokens."""
+        """Run the load warp: tile after tile, step after step. Lane l issues the l-th box of tokens."""
         steps, blocks = depth
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
         self.prefetch(sources, groups, steps, ab.producer_get_barrier(state))
@@ -107,7 +107,7 @@ class Load(Schedule):
         ab.producer_tail(state)  # stay until every stage is empty: MMAs signal in here
 
     def prefetch(self, sources: Sources, groups: Groups, steps: Int32, barrier: cute.Pointer):
-        """Fetch what is known while the kernel before still runs: without the groups' counts nothing."""
+        """Fetch what is known while the kernel before still runs. Without the groups' counts that is nothing."""
 
     @cute.jit
     def load_operands(
@@ -144,7 +144,7 @@ class Load(Schedule):
         stage: Int32,
         barrier: cute.Pointer,
     ):
-        """Load the scales of a K step: what is past the last block of a row is loaded too, and not used."""
+        """Load the scales of a K step. What is past the last block of a row is loaded too, and not used."""
         pair = self.ctas > 1
         first = step * self.scale_blocks
         with cute.arch.elect_one():

@@ -70,7 +70,9 @@ class Mma(Schedule):
 
     @cute.jit
     def scales_to_tmem(self, base: Int32, rings: Rings, stage: Int32):
-        """Copy a K step's scales: block j of the weights to columns 4 j, the tokens' i-th 128 rows after each other.
+        """Copy a K step's scales.
+
+        Block j of the weights goes to columns 4 j, the tokens' i-th 128 rows after each other.
 
         Copies and MMAs run in the order of their issue, so the same columns serve every step.
         """
@@ -111,7 +113,7 @@ class Mma(Schedule):
 
     @cute.jit
     def token_scales(self, base: Int32, tile: Tile):
-        """Return the column of the scales of the tile's first row: row r mod 128 is in column r div 32.
+        """Return the column of the scales of the tile's first row. Row r mod 128 is in column r div 32.
 
         A tile starts at row 0 or 64 of its block, so its scales start 0 or 2 columns on: all that CUTLASS relies on.
         """

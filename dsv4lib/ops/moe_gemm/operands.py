@@ -1,4 +1,7 @@
-"""Operands of the experts' GEMMs: their type, checks that both kernels share, new outputs, and what oracles need."""
+"""Hold operands of the experts' GEMMs.
+
+Their type, checks that both kernels share, new outputs, and what oracles need.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def check_groups(offsets: Tensor, counts: Tensor, rows: int, align: int = BLOCK_
 
 
 def new_output(x: Tensor, width: int, out_format: str, cleared: bool = True) -> Operand:
-    """Allocate ``width`` features of every row of x [.., R, K]; scales are zeros, if ``cleared``."""
+    """Allocate ``width`` features of every row of x [.., R, K]. Scales are zeros, if ``cleared``."""
     *lead, rows, _ = x.shape
     if out_format in PLAIN:
         dtype = torch.bfloat16 if out_format == "bf16" else torch.float32

@@ -1,4 +1,4 @@
-"""Schedule tiles: every role computes its CTA's tiles by itself from the groups' sizes.
+"""Schedule tiles. Every role computes its CTA's tiles by itself from the groups' sizes.
 
 Tiles are numbered expert by expert; within an expert token tiles run first, so that CTAs that work at the same time
 share a tile of weights in L2. A group's rows are split evenly among as few tiles as hold them: with full tiles and a

@@ -108,7 +108,7 @@ class Operand(NamedTuple):
 
 
 class MoeGemm(Load, Mma, Epilogue):
-    """Grouped GEMM of experts: options as `Config`, a role of the module docstring a base class."""
+    """Grouped GEMM of experts. Options as `Config`, a role of the module docstring a base class."""
 
     # ------------------------------------------------------------------ host
 

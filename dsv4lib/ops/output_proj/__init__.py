@@ -1,4 +1,4 @@
-"""The grouped output projection of attention as a torch op: groups of heads, each with weights of its own."""
+"""Project attention's output in groups, as a torch op. Each group of heads has weights of its own."""
 
 from dsv4lib.ops.output_proj.op import output_proj
 

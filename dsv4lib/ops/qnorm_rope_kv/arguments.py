@@ -1,15 +1,16 @@
-"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 from cutlass import Int64
 
 from dsv4lib.dsl.head_rows import DIM
 from dsv4lib.dsl.rope import ROPE
-from dsv4lib.dsl.tensors import Fakes, divisor, wrap
+from dsv4lib.dsl.tensors import Fakes, divisor, wrap, wrap_if
 from dsv4lib.errors import ArgumentError
 from dsv4lib.ops.qnorm_rope_kv.kernel import Pool, QnormRopeKv
 from dsv4lib.ops.quantize import arguments as quantize
@@ -35,50 +36,31 @@ def fake_args(kernel: QnormRopeKv) -> tuple:
     )
 
 
-def launch_args(
-    kernel: QnormRopeKv,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    weight: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    cos_sin: torch.Tensor,
-    out: torch.Tensor,
-    pages: torch.Tensor,
-    page_size: int,
-    indices: torch.Tensor,
-    eps: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `QnormRopeKv` from torch tensors.
+def launch_args(kernel: QnormRopeKv, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        q, out: bf16 [T, H, 512], heads on 16 bytes. kv: bf16 [T, 512], rows on 16 bytes.
-        weight: fp32 [512] or None. positions: int64 [T] or None. cos_sin: fp32 [P, 64].
-        pages, page_size, indices: as in `quantize.arguments.entry_args`. eps: added to means.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    for name, value, needed in (("kv_norm", weight, kernel.normed), ("positions", positions, kernel.gathered)):
-        if (value is not None) != needed:
-            raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
+    q = call.q
     blocks = kernel.blocks(q.shape[1])
     if len(q) * (blocks + 1) >= 1 << 31:
         raise ArgumentError("q.shape", tuple(q.shape), "fewer than 2^31 blocks of heads")
     wrapped = wrap("q", q, BF16, (None, None, DIM), WIDE)
-    wrap("kv", kv, BF16, (len(q), DIM), WIDE)
-    x, *pool, handle = quantize.entry_args(kernel.entries, kv, indices, pages, page_size, stream)
+    wrap("kv", call.kv, BF16, (len(q), DIM), WIDE)
+    x, *pool, handle = quantize.entry_args(kernel.entries, call.kv, call.slots, stream)
     return (
         wrapped,
         x,
-        None if weight is None else wrap("kv_norm", weight, FP32, (DIM,), WIDE),
-        None if positions is None else wrap("positions", positions, Int64, (len(q),)),
-        wrap("cos_sin", cos_sin, FP32, (None, ROPE), WIDE),
-        wrap("out", out, BF16, tuple(q.shape), WIDE),
+        wrap_if(kernel.normed, "kv_norm", call.kv_norm, FP32, (DIM,), WIDE),
+        wrap_if(kernel.gathered, "positions", call.positions, Int64, (len(q),)),
+        wrap("cos_sin", call.cos_sin, FP32, (None, ROPE), WIDE),
+        wrap("out", call.out, BF16, tuple(q.shape), WIDE),
         Pool(*pool),
-        FP32(eps),
+        FP32(call.eps),
         divisor(blocks),
         handle,
     )

@@ -1,4 +1,4 @@
-"""Rows of `qnorm_rope_kv`: norm and rotation of the query heads, rotation, quantisation and append of the KV vector.
+"""Time `qnorm_rope_kv`. It norms and rotates query heads, and rotates, quantises and appends the KV vector.
 
 Given: q bf16 [T, H, 512]; kv bf16 [T, 512], normed already; positions int64 [T]; cos_sin fp32 [131072, 64];
 pages uint8 [P, bytes of 64 entries (37440 padded)]; page_size 64; indices int32 [T], page * 64 + slot; eps.

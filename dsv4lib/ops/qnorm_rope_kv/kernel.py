@@ -1,4 +1,4 @@
-"""From the projections of a token to its queries and its cache entry, in one launch.
+"""Make a token's queries and its cache entry from its projections, in one launch.
 
     q'[t, h] = bf16(rope(q[t, h] / sqrt(mean(q[t, h]^2) + eps)))               fp32 until the one rounding
     c        = kv[t], or bf16(weight * kv[t] / sqrt(mean(kv[t]^2) + eps))      `normed`: by the kernel
@@ -154,7 +154,7 @@ class QnormRopeKv(HeadRows):
         eps: Float32,
         token: Int32,
     ):
-        """Make and store the entry of one token, unless there is no such token or its index is none of the pool's."""
+        """Make and store the entry of one token. Not if there is no such token, or its index is none of the pool's."""
         rWeight = cute.make_rmem_tensor((PIECE, HALVES), Float32)
         if cutlass.const_expr(self.normed):
             fetch_row(mWeight, rWeight)
@@ -192,7 +192,7 @@ class QnormRopeKv(HeadRows):
 
 @cute.jit
 def scale_of(halves: list, eps: Float32) -> Float32:
-    """1 / sqrt(mean of squares + eps) of a row in pieces, in all lanes; the bits of `ops.rmsnorm`."""
+    """Return 1 / sqrt(mean of squares + eps) of a row in pieces, in all lanes. It has the bits of `ops.rmsnorm`."""
     total = Float32(0.0)
     for half in cutlass.range_constexpr(HALVES):
         mine = Float32(0.0)

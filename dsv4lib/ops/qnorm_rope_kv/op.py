@@ -121,8 +121,8 @@ class Call(NamedTuple):
         if backend == "reference":
             return _reference(self)
         flags = {"gathered": self.positions is not None, "normed": self.kv_norm is not None}
-        settings, given = {**shape_of(*self.q.shape[:2]), **flags}, (*self[:6], *self.slots, self.eps)
-        launching.launch(backend, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, *given)
+        settings = {**shape_of(*self.q.shape[:2]), **flags}
+        launching.launch(backend, QnormRopeKv, settings, arguments.fake_args, arguments.launch_args, self)
 
 
 def _reference(call: Call) -> None:

@@ -1,4 +1,4 @@
-"""Quantise on the GPU, with the bits of `dsv4lib.formats`: rows to a block format, entries into a paged pool."""
+"""Quantise on the GPU, with the bits of `dsv4lib.formats`. Rows to a block format, entries into a paged pool."""
 
 from dsv4lib.ops.quantize.op import (
     Quantized,

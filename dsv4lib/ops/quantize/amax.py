@@ -1,4 +1,4 @@
-"""The largest magnitude of a matrix, one number a CTA: what NVFP4's global scale is derived from, without a host wait.
+"""Find the largest magnitude of a matrix, one number a CTA. NVFP4's global scale derives from it without a host wait.
 
     partials[c] = bits of max |x| over the pieces of CTA c        Inf and NaN are larger than what is finite
 

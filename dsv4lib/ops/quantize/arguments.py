@@ -1,4 +1,4 @@
-"""Make arguments of the quantising kernels: fake tensors to compile with, torch tensors wrapped to launch with.
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch.
 
 The op (`dsv4lib.ops.quantize`) has checked types, shapes and devices; what only the kernels need is checked here.
 """
@@ -42,42 +42,34 @@ def fake_args(kernel: Quantize | Amax | Entries) -> tuple:
     )
 
 
-def launch_args(
-    kernel: Quantize,
-    x: torch.Tensor,
-    rows: torch.Tensor | None,
-    partials: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `Quantize` from torch tensors.
+def launch_args(kernel: Quantize, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        x: [T, columns of all halves]. rows: int32 [R] or None. partials: int32 [G] or None.
-        global_scale: fp32 [1] or None.
-        codes: uint8 [halves, R, bytes of a row]. scales: uint8 [halves, R, blocks], swizzled: [halves, bytes].
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors by name, as `op.Call` has them; workspace: int32 partials of `Amax`
+            where the global scale is derived.
+        stream: CUDA stream.
 
     Raises:
-        ArgumentError: rows that do not start where vectors can, or too many elements for one launch.
+        ArgumentError: a tensor that does not start where vectors can, or too many elements for one launch.
     """
-    columns = x.shape[1] // kernel.halves
+    out, derived = call.out, kernel.scale == "derived"
+    codes, scales = (x if kernel.halves == 2 else x[None] for x in (out.codes, out.scales))
+    columns = call.x.shape[1] // kernel.halves
     rows_padded, pieces = kernel.padded(codes.shape[1], columns)
     if rows_padded * pieces + MOST_CTA_PIECES >= 1 << 31:
-        raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements, gathered and padded")
+        raise ArgumentError("x.shape", tuple(call.x.shape), f"fewer than {PIECE} x 2^31 elements, gathered and padded")
     words = as_words("out.codes", codes)
     if kernel.swizzled:
         scales = wrap_image(kernel, scales, (kernel.halves, None))
     else:
         scales = wrap("out.scales", scales, cutlass.Uint8, (kernel.halves, None, None))
+    scale = out.global_scale if derived else call.global_scale
     return (
-        wrap("x", x, kernel.element, (None, None), 16),
-        wrap("rows", rows, Int32, (None,)) if kernel.gather else None,
-        wrap("partials", partials, Int32, (None,)) if kernel.scale == "derived" else None,
-        wrap("global_scale", global_scale, cutlass.Float32, (1,)) if kernel.scale else None,
+        wrap("x", call.x, kernel.element, (None, None), 16),
+        wrap("rows", call.rows, Int32, (None,)) if kernel.gather else None,
+        wrap("partials", call.workspace, Int32, (None,)) if derived else None,
+        wrap("global_scale", scale.reshape(1), cutlass.Float32, (1,)) if kernel.scale else None,
         wrap("out.codes", words, Int32, (kernel.halves, None, None), 4 * kernel.words),
         scales,
         Counts(Int32(rows_padded * pieces), Int32(columns // PIECE), divisor(pieces)),
@@ -86,7 +78,7 @@ def launch_args(
 
 
 def image_of(kernel: Any, fake: Fakes, extents: str) -> Any:
-    """Make a fake swizzled image: bytes, or words of a recipe whose scales are repeated."""
+    """Make a fake swizzled image. It has bytes, or words of a recipe whose scales are repeated."""
     return fake(Int32 if kernel.format.repeats > 1 else cutlass.Uint8, extents)
 
 
@@ -98,12 +90,12 @@ def wrap_image(kernel: Any, scales: torch.Tensor, shape: tuple[int | None, ...])
     return wrap(name, as_words(name, scales), Int32, (*lead, None if size is None else size // WORD))
 
 
-def amax_args(kernel: Amax, x: torch.Tensor, partials: torch.Tensor, stream: int = 0) -> tuple:
-    """Arguments of `Amax` from x [T, K] and int32 partials [`Amax.ctas`]; errors as in `launch_args`."""
-    pieces = x.shape[1] // PIECE
+def amax_args(kernel: Amax, call: Any, stream: int = 0) -> tuple:
+    """Make arguments of `Amax` of x and workspace, int32 [`Amax.ctas`]. Errors as in `launch_args`."""
+    x, pieces = call.x, call.x.shape[1] // PIECE
     if len(x) * pieces + (1 << 20) >= 1 << 31:
         raise ArgumentError("x.shape", tuple(x.shape), f"fewer than {PIECE} x 2^31 elements")
-    given = wrap("x", x, kernel.element, (None, None), 16), wrap("partials", partials, Int32, (None,))
+    given = wrap("x", x, kernel.element, (None, None), 16), wrap("partials", call.workspace, Int32, (None,))
     return *given, Int32(len(x) * pieces), divisor(pieces), cuda.CUstream(stream)
 
 
@@ -112,19 +104,17 @@ def page_align(layout: PageLayout) -> int:
     return 16 if layout.data_bytes % 16 == 0 and layout.stride_multiple % 16 == 0 else 4
 
 
-def entry_args(
-    kernel: Entries, x: torch.Tensor, indices: torch.Tensor, pages: torch.Tensor, page_size: int, stream: int = 0
-) -> tuple:
-    """Arguments of `KvEntries` and `IndexerKeys` from torch tensors.
+def entry_args(kernel: Entries, x: torch.Tensor, slots: Any, stream: int = 0) -> tuple:
+    """Make arguments of `KvEntries` and `IndexerKeys` of torch tensors.
 
     Args:
-        kernel: which says what is needed.
-        x: [T, dim]. indices: int32 [T]. pages: uint8 [P, S], S at least the page's bytes. page_size: entries of a page.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled.
+        x: [T, dim]. slots: as `op.Slots` has them, of pages with room for more. stream: CUDA stream.
 
     Raises:
         ArgumentError: pages or rows that do not start where vectors can, or too many entries.
     """
+    pages, page_size, indices = slots
     align, needed = page_align(kernel.layout), page_size * kernel.layout.entry_bytes
     if pages.shape[1] < needed:
         raise ArgumentError("pages.shape", tuple(pages.shape), f"at least {needed} bytes a page of {page_size}")

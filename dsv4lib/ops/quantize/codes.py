@@ -231,7 +231,7 @@ def e2m1_thresholds(scale: Float32, g: Float32, *, loc: Any = None, ip: Any = No
 
 @dsl_user_op
 def e2m1_decide(x: list, thresholds: tuple[Float32, ...], *, loc: Any = None, ip: Any = None) -> Int32:
-    """Encode 8 values, 4 bits each, the first lowest: the sign, and the thresholds that |x| passes.
+    """Encode 8 values, 4 bits each, the first lowest. Each is the sign, and the thresholds that |x| passes.
 
     A threshold of NaN is passed by nothing. Source: see the module docstring.
     """
@@ -340,7 +340,7 @@ def e2m1_of_power(x: list, byte: Int32, convert: cutlass.Constexpr):
 
 @cute.jit
 def e2m1_of_quotient(x: list, code: Int32, scale: Float32, g: Float32, convert: cutlass.Constexpr):
-    """Word of 8 E2M1 codes of x / (scale g): signed zeros where scale is 0, 0 where ``code`` is NaN.
+    """Return a word of 8 E2M1 codes of x / (scale g). Zeros are signed where scale is 0; 0 where ``code`` is NaN.
 
     Args:
         x: 8 Float32. code, scale: from `e4m3_scale`. g: the global scale. convert: as in `e2m1_of_power`.

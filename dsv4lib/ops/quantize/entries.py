@@ -1,4 +1,4 @@
-"""Quantise cache entries into a paged pool: the 584-byte KV entry and the 68-byte FP4 indexer key.
+"""Quantise cache entries into a paged pool. They are the 584-byte KV entry and the 68-byte FP4 indexer key.
 
     entry at indices[t] = quantised(x[t])        index = page x page size + slot; -1 drops it; entry t alone decides
 
@@ -170,7 +170,7 @@ class KvEntries(Entries):
     def convert(
         self, mWords: cute.Tensor, mBytes: cute.Tensor, page: Divisor, index: Int32, piece: Int32, rPiece: cute.Tensor
     ):
-        """Convert a piece: E4M3 codes, or rope dims as they are; lane 0 of 8 stores the scale, 0 past the last."""
+        """Convert a piece: E4M3 codes, or rope dims as they are. Lane 0 of 8 stores the scale, 0 past the last."""
         amax = codes.over_lanes(codes.largest(words_of(rPiece), self.dtype == "bf16"), self.lanes)
         byte = self.scale_byte(amax)
         nope = piece < kv_entry.NOPE // PIECE

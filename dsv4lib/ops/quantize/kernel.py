@@ -1,4 +1,4 @@
-"""Quantise rows: blocks of E2M1 or E4M3 codes and their scales, rows gathered and columns deinterleaved on the way.
+"""Quantise rows to blocks of E2M1 or E4M3 codes and their scales. Rows are gathered, columns deinterleaved on the way.
 
     codes[h, r, :], scales[h, r, :] = recipe(x[rows[r], columns of half h])      rows[r] = -1: zero codes, zero scales
 

@@ -255,35 +255,33 @@ def _code(name: str, kernel_type: type, settings: dict[str, Any]) -> tuple[Any, 
 
 def _launch(name: str, call: Call) -> None:
     """Launch once, or twice where the global scale is derived."""
-    x, partials, stream = call.x, None, launching.stream(name, call.x)
+    x, out, stream = call.x, call.out, launching.stream(name, call.x)
+    derived = out.global_scale is not None
     if x.numel() == 0:  # nothing to look at: the oracle's answer for no numbers
-        call.out.codes.zero_()
-        call.out.scales.zero_()
-        if call.out.global_scale is not None:
-            call.out.global_scale.fill_(nvfp4.MIN_GLOBAL_SCALE)
+        out.codes.zero_()
+        out.scales.zero_()
+        if derived:
+            out.global_scale.fill_(nvfp4.MIN_GLOBAL_SCALE)
         return
-    if call.out.global_scale is not None:
+    if derived:
         room, needed = call.workspace, workspace_size(*x.shape)
-        partials = plans.scratch(needed, dtype=torch.int32, like=x) if room is None else room[:needed]
+        room = plans.scratch(needed, dtype=torch.int32, like=x) if room is None else room[:needed]
+        call = call._replace(workspace=room)
         kernel, code = _code(name, Amax, {"dtype": DTYPES[x.dtype]})
-        launching.enqueue(name, code, arguments.amax_args(kernel, x, partials, stream))
+        launching.enqueue(name, code, arguments.amax_args(kernel, call, stream))
     if call.count == 0:
-        if partials is None:
+        if not derived:
             return
         rows = torch.full((1,), -1, dtype=torch.int32, device=x.device)  # a row of padding, for its global scale
         shapes = output_shapes(call.recipe, 1, x.shape[1], call.deinterleave, call.swizzled)
         codes, scales = (torch.empty(s, dtype=torch.uint8, device=x.device) for s in shapes)
-        call = call._replace(rows=rows, out=call.out._replace(codes=codes, scales=scales))
+        call = call._replace(rows=rows, out=out._replace(codes=codes, scales=scales))
     settings = {"recipe": call.recipe, "dtype": DTYPES[x.dtype], "gather": call.rows is not None}
     settings |= {"deinterleave": call.deinterleave, "swizzled": call.swizzled}
     settings["bytes_at_once"] = bytes_at_once(call.count * x.shape[1], x.element_size(), call.deinterleave)
-    scale = call.global_scale if partials is None else call.out.global_scale
-    settings["scale"] = None if scale is None else "given" if partials is None else "derived"
+    settings["scale"] = "derived" if derived else None if call.global_scale is None else "given"
     kernel, code = _code(name, Quantize, settings)
-    codes, scales = (t if call.deinterleave else t[None] for t in (call.out.codes, call.out.scales))
-    scale = None if scale is None else scale.reshape(1)
-    given = x, call.rows, partials, scale, codes, scales
-    launching.enqueue(name, code, arguments.launch_args(kernel, *given, stream=stream))
+    launching.enqueue(name, code, arguments.launch_args(kernel, call, stream))
 
 
 def _reference(call: Call) -> None:
@@ -433,5 +431,4 @@ def _append(backend: str, kernel_type: type[Entries], oracle: str, x: Tensor, sl
         getattr(backends.oracle("quantize"), oracle)(pages, page_size, kept, x, *settings.values())
         return
     kernel, code = _code(backend, kernel_type, {"dtype": DTYPES[x.dtype], **settings})
-    given = x, indices, pages, page_size, launching.stream(backend, x)
-    launching.enqueue(backend, code, arguments.entry_args(kernel, *given))
+    launching.enqueue(backend, code, arguments.entry_args(kernel, x, slots, launching.stream(backend, x)))

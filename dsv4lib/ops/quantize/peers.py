@@ -1,4 +1,4 @@
-"""Peers of `quantize`: vLLM's FP8 of 128, and TileKernels' casts with power-of-two scales."""
+"""Time peers of `quantize`. vLLM's FP8 of 128, and TileKernels' casts with power-of-two scales."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def providers() -> tuple[Provider, ...]:
 
 
 def vllm_cast(x: torch.Tensor) -> tuple[peers.Call, torch.Tensor, torch.Tensor]:
-    """vLLM's FP8 of groups of 128: the call, its codes E4M3 and its scales fp32, powers of two."""
+    """Return vLLM's FP8 of groups of 128. The call, its codes E4M3 and its scales fp32, powers of two."""
     operator = peers.vllm_operators("_C_stable_libtorch", "_C").per_token_group_fp8_quant
     codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = peers.new(x, len(x), x.shape[1] // 128, dtype=torch.float32)

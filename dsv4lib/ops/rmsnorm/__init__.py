@@ -1,4 +1,4 @@
-"""RMSNorm of bf16 rows as torch ops: `dsv4::rmsnorm`, and `dsv4::add_rmsnorm` with an addition before it."""
+"""Normalise bf16 rows, as torch ops. `dsv4::rmsnorm`, and `dsv4::add_rmsnorm` with an addition before it."""
 
 from dsv4lib.ops.rmsnorm.op import add_rmsnorm, rmsnorm
 

@@ -1,13 +1,13 @@
-"""Arguments of the norm kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
-from dsv4lib.dsl.tensors import Fakes, wrap
-from dsv4lib.errors import ArgumentError
+from dsv4lib.dsl.tensors import Fakes, wrap, wrap_if
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 
 BF16, FP32, WIDE = cutlass.BFloat16, cutlass.Float32, 16
@@ -21,33 +21,25 @@ def fake_args(kernel: RmsNorm) -> tuple:
     return fake(BF16, "TD", WIDE), residual, weight, total, fake(BF16, "TD", WIDE), FP32(1.0), cuda.CUstream(0)
 
 
-def launch_args(
-    kernel: RmsNorm,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    total: torch.Tensor | None,
-    y: torch.Tensor,
-    eps: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `RmsNorm` from torch tensors: shapes as in `RmsNorm.__call__`, ``stream`` a handle.
+def launch_args(kernel: RmsNorm, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors and eps by name, as `op.Norm` has them, or `op.AddNorm` if it adds.
+        stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    wanted = (("residual", residual, kernel.add), ("weight", weight, kernel.weighted), ("out[0]", total, kernel.add))
-    for name, value, needed in wanted:
-        if (value is not None) != needed:
-            raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
-    wrapped = wrap("x", x, BF16, (None, kernel.d), WIDE)
-    shape = tuple(x.shape)
+    residual = getattr(call, "residual", None)
+    h, y = call.out if kernel.add else (None, call.out)
+    wrapped, shape = wrap("x", call.x, BF16, (None, kernel.d), WIDE), tuple(call.x.shape)
     return (
         wrapped,
-        None if residual is None else wrap("residual", residual, BF16, shape, WIDE),
-        None if weight is None else wrap("weight", weight, FP32, (kernel.d,), WIDE),
-        None if total is None else wrap("out[0]", total, BF16, shape, WIDE),
+        wrap_if(kernel.add, "residual", residual, BF16, shape, WIDE),
+        wrap_if(kernel.weighted, "weight", call.weight, FP32, (kernel.d,), WIDE),
+        wrap_if(kernel.add, "out[0]", h, BF16, shape, WIDE),
         wrap("out[1]" if kernel.add else "out", y, BF16, shape, WIDE),
-        FP32(eps),
+        FP32(call.eps),
         cuda.CUstream(stream),
     )

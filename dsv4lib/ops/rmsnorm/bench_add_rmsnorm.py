@@ -1,4 +1,4 @@
-"""Rows of `add_rmsnorm`, which DSV4 does not have (mHC replaced the addition): nothing is promised.
+"""Time `add_rmsnorm`, which DSV4 does not have: mHC replaced the addition. Nothing is promised.
 
 given: x, residual bf16 [T, d], weight fp32 [d] (exact in bf16), eps float. Outputs: h = x + residual and
 y = rmsnorm(h), bf16 [T, d].

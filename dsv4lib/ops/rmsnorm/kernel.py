@@ -108,14 +108,24 @@ class RmsNorm:
             rResidual = cute.make_rmem_tensor((COLUMNS, self.pieces), BFloat16)
             rResidual.fill(0.0)
             self.fetch(mResidual[row, None], rResidual)
-            rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
-            self.put(rX, mSum[row, None])
+            self.add_residual(rX, rResidual, mSum, row)
+        self.normalise(rX, rWeight, sSums, eps)
+        self.put(rX, mY[row, None])
+
+    @cute.jit
+    def add_residual(self, rX: cute.Tensor, rResidual: cute.Tensor, mSum: cute.Tensor, row: Int32):
+        """Compute h = bf16(x + residual), in place of x and in ``mSum``."""
+        rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
+        self.put(rX, mSum[row, None])
+
+    @cute.jit
+    def normalise(self, rX: cute.Tensor, rWeight: cute.Tensor, sSums: cute.Tensor, eps: Float32):
+        """Compute y = bf16(weight * h / sqrt(mean(h^2) + eps)), in place of h."""
         scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
         y = rX.load().to(Float32) * scale
         if cutlass.const_expr(self.weighted):
             y = y * rWeight.load()
         rX.store(y.to(BFloat16))
-        self.put(rX, mY[row, None])
 
     @cute.jit
     def fetch(self, line: cute.Tensor, rLine: cute.Tensor):

@@ -11,7 +11,7 @@ One launch, outputs written in place, nothing read by the host. `add_rmsnorm` gi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class Norm(NamedTuple):
         """Launch the kernel, or ask the oracle."""
         x, weight = self.x, self.weight
         if backend != "reference":
-            return _launch(backend, x, None, weight, None, self.out, self.eps)
+            return _launch(backend, self)
         wide = None if weight is None else weight.double()
         self.out.copy_(backends.oracle("rmsnorm").rmsnorm(x.double(), wide, self.eps))
         return None
@@ -121,7 +121,7 @@ class AddNorm(NamedTuple):
         """Launch the kernel, or ask the oracle."""
         x, residual, weight = self.x, self.residual, self.weight
         if backend != "reference":
-            return _launch(backend, x, residual, weight, *self.out, self.eps)
+            return _launch(backend, self)
         wide = None if weight is None else weight.double()
         add = backends.oracle("add_rmsnorm").add_rmsnorm
         for target, source in zip(
@@ -143,8 +143,8 @@ def _wanted(x: Tensor, weight: Tensor | None, **others: Tensor) -> dict[str, tup
     return {"x": _like(x, x), **like, "weight": (weight, torch.float32, tuple(x.shape[1:]))}
 
 
-def _launch(backend: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, *given: Any) -> None:
-    if x.shape[0]:
-        settings = {"d": x.shape[1], "add": residual is not None, "weighted": weight is not None}
-        args = arguments.fake_args, arguments.launch_args
-        launching.launch(backend, RmsNorm, settings, *args, x, residual, weight, *given)
+def _launch(backend: str, call: Norm | AddNorm) -> None:
+    rows, d = call.x.shape
+    if rows:
+        settings = {"d": d, "add": isinstance(call, AddNorm), "weighted": call.weight is not None}
+        launching.launch(backend, RmsNorm, settings, arguments.fake_args, arguments.launch_args, call)

@@ -9,7 +9,10 @@ from dsv4lib.bench.ops.case import Given, Provider
 
 
 def providers() -> tuple[Provider, ...]:
-    """vLLM (in place, on copies of its own: its second call normalises what the first left), quack, TileKernels."""
+    """Return vLLM, quack, TileKernels.
+
+    vLLM runs in place, on copies: its second call normalises what the first left.
+    """
     return Provider("vLLM CUDA", _vllm), Provider("quack", _quack), Provider("TileKernels", _tile_kernels)
 
 

@@ -1,14 +1,14 @@
-"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
-from dsv4lib.dsl.tensors import Fakes, wrap
+from dsv4lib.dsl.tensors import Fakes, wrap, wrap_if
 from dsv4lib.dsl.words import as_words
-from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.quantize.arguments import image_of, wrap_image
 from dsv4lib.ops.rmsnorm_quant.kernel import RmsnormQuant
@@ -33,58 +33,33 @@ def fake_args(kernel: RmsnormQuant) -> tuple:
     )
 
 
-def launch_args(
-    kernel: RmsnormQuant,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    global_scale: torch.Tensor | None,
-    total: torch.Tensor | None,
-    y: torch.Tensor | None,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    eps: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `RmsnormQuant` from torch tensors.
+def launch_args(kernel: RmsnormQuant, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
 
     Args:
-        kernel: which says what is needed.
-        x, residual, total, y: bf16 [T, d], rows on 16 bytes; residual and total None unless added, y unless kept.
-        weight: fp32 [d] or None.
-        global_scale: fp32 [1] of nvfp4, else None.
-        codes: uint8 [T, bytes of a row]. scales: uint8 [T, blocks], swizzled: [bytes]. eps: added to the mean.
-        stream: handle of a CUDA stream; 0: the default one.
+        kernel: what was compiled. call: its tensors and eps by name, as `op.Norm` has them, or `op.AddNorm` if it adds.
+        stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    wanted = (
-        ("residual", residual, kernel.add),
-        ("out.h", total, kernel.add),
-        ("weight", weight, kernel.weighted),
-        ("global_scale", global_scale, kernel.recipe == "nvfp4"),
-        ("y", y, kernel.keep),
-    )
-    for name, value, needed in wanted:
-        if (value is not None) != needed:
-            raise ArgumentError(name, "given" if value is not None else None, "a tensor" if needed else "None")
-    wrapped, shape = wrap("x", x, BF16, (None, kernel.d), WIDE), tuple(x.shape)
+    out, residual, nvfp4 = call.out, getattr(call, "residual", None), kernel.recipe == "nvfp4"
+    wrapped, (tokens, d) = wrap("x", call.x, BF16, (None, kernel.d), WIDE), call.x.shape
     if kernel.swizzled:
-        size = scale_swizzle.swizzled_bytes(shape[0], kernel.blocks * kernel.format.repeats)
-        scales = wrap_image(kernel, scales, (size,))
+        size = scale_swizzle.swizzled_bytes(tokens, kernel.blocks * kernel.format.repeats)
+        scales = wrap_image(kernel, out.scales, (size,))
     else:
-        scales = wrap("out.scales", scales, cutlass.Uint8, (shape[0], kernel.blocks))
-    words = as_words("out.codes", codes)
+        scales = wrap("out.scales", out.scales, cutlass.Uint8, (tokens, kernel.blocks))
+    words = as_words("out.codes", out.codes)
     return (
         wrapped,
-        None if residual is None else wrap("residual", residual, BF16, shape, WIDE),
-        None if weight is None else wrap("weight", weight, FP32, (kernel.d,), WIDE),
-        None if global_scale is None else wrap("global_scale", global_scale, FP32, (1,)),
-        None if total is None else wrap("out.h", total, BF16, shape, WIDE),
-        None if y is None else wrap("out.y", y, BF16, shape, WIDE),
-        wrap("out.codes", words, cutlass.Int32, (shape[0], kernel.d * kernel.format.bits // 32), 4 * kernel.words),
+        wrap_if(kernel.add, "residual", residual, BF16, (tokens, d), WIDE),
+        wrap_if(kernel.weighted, "weight", call.weight, FP32, (d,), WIDE),
+        wrap_if(nvfp4, "global_scale", call.global_scale, FP32, (1,)),
+        wrap_if(kernel.add, "out.h", getattr(out, "h", None), BF16, (tokens, d), WIDE),
+        wrap_if(kernel.keep, "out.y", out.y, BF16, (tokens, d), WIDE),
+        wrap("out.codes", words, cutlass.Int32, (tokens, d * kernel.format.bits // 32), 4 * kernel.words),
         scales,
-        FP32(eps),
+        FP32(call.eps),
         cuda.CUstream(stream),
     )

@@ -1,4 +1,4 @@
-"""Rows of `rmsnorm_quant`: the norm of a query's latent (q_lora wide), quantised for the projection that reads it.
+"""Time `rmsnorm_quant`. The norm of a query's latent (q_lora wide) is quantised for the projection that reads it.
 
 Given: x bf16 [T, d]; weight fp32 [d], exact in bf16; eps; recipe "fp8" (E4M3 1x128).
 Outputs: codes uint8 or float8_e4m3fn [T, d]; scales [T, d/128], uint8 (UE8M0) or fp32.
@@ -28,7 +28,7 @@ def _given(generator: torch.Generator, tokens: int, d: int, eps: float) -> Given
 
 
 def check_codes(given: Given, h: torch.Tensor, out: Mapping[str, torch.Tensor]) -> None:
-    """Codes of the norm of h: half a step at the provider's own scales, and bf16 before them.
+    """Check codes of the norm of h. Half a step at the provider's own scales, and bf16 before them.
 
     Raises:
         AssertionError: scales, or codes, are not those of the recipe.

@@ -1,4 +1,4 @@
-"""Rows of `add_rmsnorm_quant`: h = x + residual, its norm, quantised; the normed row itself is not stored.
+"""Time `add_rmsnorm_quant`: h = x + residual, its norm, quantised. The normed row itself is not stored.
 
 Given: x, residual bf16 [T, d]; weight fp32 [d], exact in bf16; eps; recipe "fp8" (E4M3 1x128), "mxfp8" (E4M3 1x32) or
 "nvfp4" (E2M1 1x16); global_scale fp32 [1] for nvfp4, else None.

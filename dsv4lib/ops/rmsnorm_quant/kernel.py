@@ -171,13 +171,8 @@ class RmsnormQuant(RmsNorm):
             g = tensors.global_scale[0]  # unlike the weight it may be new: the kernel before may have written it
             factors = codes.scale_factors(g)
         if cutlass.const_expr(self.add):
-            rX.store((rX.load().to(Float32) + rResidual.load().to(Float32)).to(BFloat16))
-            self.put(rX, tensors.total[row, None])
-        scale = cute.math.rsqrt(self.sum_of_squares(rX, sSums) * (1.0 / self.d) + eps, fastmath=True)
-        y = rX.load().to(Float32) * scale
-        if cutlass.const_expr(self.weighted):
-            y = y * rWeight.load()
-        rX.store(y.to(BFloat16))
+            self.add_residual(rX, rResidual, tensors.total, row)
+        self.normalise(rX, rWeight, sSums, eps)
         if cutlass.const_expr(self.keep):
             self.put(rX, tensors.y[row, None])
         for i in cutlass.range_constexpr(self.pieces):

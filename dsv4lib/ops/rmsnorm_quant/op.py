@@ -1,4 +1,4 @@
-"""Normalise rows and quantise them: `dsv4::rmsnorm_quant`; after an addition: `dsv4::add_rmsnorm_quant`.
+"""Normalise rows and quantise them: `dsv4::rmsnorm_quant`. After an addition: `dsv4::add_rmsnorm_quant`.
 
     h = bf16(x + residual)                        `add_rmsnorm_quant` only, written too
     y = bf16(weight * h / sqrt(mean(h^2) + eps)); codes, scales = recipe(y)
@@ -45,7 +45,7 @@ class Normed(NamedTuple):
 
 
 class AddNormed(NamedTuple):
-    """What `add_rmsnorm_quant` writes: h bf16 [T, d], the residual stream; the rest as in `Normed`."""
+    """What `add_rmsnorm_quant` writes: h bf16 [T, d], the residual stream. The rest as in `Normed`."""
 
     h: Tensor
     codes: Tensor
@@ -157,10 +157,7 @@ class Norm(NamedTuple):
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracles."""
-        if backend != "reference":
-            return _launch(backend, self, None, None)
-        weight = None if self.weight is None else self.weight.double()
-        return _quantise(self, backends.oracle("rmsnorm").rmsnorm(self.x.double(), weight, self.eps))
+        _run(self, backend)
 
 
 @op("add_rmsnorm_quant", mutates=("out",))
@@ -189,13 +186,7 @@ class AddNorm(NamedTuple):
 
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracles."""
-        if backend != "reference":
-            return _launch(backend, self, self.residual, self.out.h)
-        weight = None if self.weight is None else self.weight.double()
-        add = backends.oracle("add_rmsnorm").add_rmsnorm
-        h, y = add(self.x.double(), self.residual.double(), weight, self.eps, torch.bfloat16)
-        self.out.h.copy_(h)
-        return _quantise(self, y)
+        _run(self, backend)
 
 
 def _wanted(call: Norm | AddNorm) -> dict[str, tuple]:
@@ -229,21 +220,26 @@ def _check_scale(scale: Tensor | None) -> None:
         raise ArgumentError("global_scale", float(scale), "positive and finite")
 
 
-def _launch(backend: str, call: Norm | AddNorm, residual: Tensor | None, h: Tensor | None) -> None:
+def _run(call: Norm | AddNorm, backend: str) -> None:
     if len(call.x) == 0:
         return
+    if backend == "reference":
+        return _reference(call)
     settings: dict[str, Any] = {"recipe": call.recipe, "d": call.x.shape[1], "weighted": call.weight is not None}
     settings |= {"keep": call.out.y is not None, "fp4_conversion": has_fp4_conversion(launching.arch(backend))}
-    settings |= {"swizzled": call.swizzled, "add": residual is not None}
-    out = call.out
-    given = call.x, residual, call.weight, call.global_scale, h, out.y, out.codes, out.scales, call.eps
-    launching.launch(backend, RmsnormQuant, settings, arguments.fake_args, arguments.launch_args, *given)
+    settings |= {"swizzled": call.swizzled, "add": isinstance(call, AddNorm)}
+    launching.launch(backend, RmsnormQuant, settings, arguments.fake_args, arguments.launch_args, call)
 
 
-def _quantise(call: Norm | AddNorm, y: Tensor) -> None:
-    """Quantise y by the oracle, after its rounding to bf16."""
-    if len(call.x) == 0:
-        return
+def _reference(call: Norm | AddNorm) -> None:
+    """Ask the oracles: norm in fp64, then quantise y after its rounding to bf16."""
+    x, weight = call.x.double(), None if call.weight is None else call.weight.double()
+    if isinstance(call, AddNorm):
+        add = backends.oracle("add_rmsnorm").add_rmsnorm
+        h, y = add(x, call.residual.double(), weight, call.eps, torch.bfloat16)
+        call.out.h.copy_(h)
+    else:
+        y = backends.oracle("rmsnorm").rmsnorm(x, weight, call.eps)
     y = y.bfloat16()
     if call.out.y is not None:
         call.out.y.copy_(y)

@@ -1,4 +1,4 @@
-"""Peers of `rmsnorm_quant`: vLLM's norm and cast, vLLM's one kernel with exact scales, TileKernels' norm and cast.
+"""Time peers of `rmsnorm_quant`. vLLM's norm and cast, vLLM's one kernel with exact scales, TileKernels' norm and cast.
 
 Weights go to them in bf16, as engines keep them.
 """

@@ -1,4 +1,4 @@
-"""Peers of `add_rmsnorm_quant`: no package has FP8 of 128 with power-of-two scales in one kernel, so pairs are timed.
+"""Time peers of `add_rmsnorm_quant` in pairs. No package has FP8 of 128 with power-of-two scales in one kernel.
 
 Weights go to them in bf16, as engines keep them.
 """

@@ -1,4 +1,4 @@
-"""The router of DeepSeek-V4 as a torch op: which experts a token goes to, with what weights."""
+"""Route tokens as DeepSeek-V4 does, as a torch op. It says which experts a token goes to, with what weights."""
 
 from dsv4lib.ops.router.op import Hashed, Workspace, router, shares_of, tile_of, workspace
 

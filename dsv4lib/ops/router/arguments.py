@@ -1,4 +1,4 @@
-"""Arguments of the router kernels: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
@@ -29,72 +28,55 @@ def fake_args(kernel: Router) -> tuple:
     return *operands, Picks(chosen, fake(FP32, "PTF", 16), *ends), stream
 
 
-def launch_args(
-    kernel: Router,
-    logits: torch.Tensor,
-    chosen: Any,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    factor: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `Router` from torch tensors: shapes as in `Router.__call__`, ``stream`` a handle.
+def launch_args(kernel: Router, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    rows = 4 * kernel.width
-    wrapped = wrap("logits", logits, FP32, (None, kernel.experts), rows)
-    tokens = logits.shape[0]
-    ends = _ends(kernel, tokens, experts, weights, factor)
-    return wrapped, _chosen(kernel, tokens, chosen), *ends, cuda.CUstream(stream)
+    wrapped = wrap("logits", call.x, FP32, (None, kernel.experts), 4 * kernel.width)
+    return wrapped, _chosen(kernel, call), *_ends(kernel, call), cuda.CUstream(stream)
 
 
-def fused_args(
-    kernel: FusedRouter,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    chosen: Any,
-    slots: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    factor: float,
-    stream: int = 0,
-) -> tuple:
-    """Arguments of `FusedRouter` from torch tensors: x bf16 [T, d], weight bf16 [E, d], then as in `Picks`.
+def fused_args(kernel: FusedRouter, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: as in `launch_args`, of up to 128 tokens. stream: CUDA stream.
+            Its space.slots: fp32 [splits, T, E to a multiple of 4], zeros.
 
     Raises:
-        ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.
+        ArgumentError: a tensor that is missing, not wanted, or of a wrong type, shape or stride.
     """
-    wrapped = wrap("x", x, BF16, (None, None), 16)
-    tokens, d = x.shape
+    wrapped = wrap("x", call.x, BF16, (None, None), 16)
+    tokens, d = call.x.shape
     if d % UNIT:
-        raise ArgumentError("x.shape", tuple(x.shape), f"[T, d] with d a multiple of {UNIT}")
-    if kernel.whole and d != kernel.splits * kernel.deep * kernel.units * UNIT:
-        raise ArgumentError(
-            "x.shape", tuple(x.shape), f"[T, {kernel.splits * kernel.deep * kernel.units * UNIT}]: whole shares"
-        )
-    gate = wrap("weight", weight, BF16, (kernel.experts, d), 16)
-    chosen = _chosen(kernel, tokens, chosen)
-    memory = wrap("slots", slots, FP32, (kernel.splits, tokens, padded(kernel.experts)), 16)
-    ends = _ends(kernel, tokens, experts, weights, factor)
-    return wrapped, gate, Picks(chosen, memory, *ends), cuda.CUstream(stream)
+        raise ArgumentError("x.shape", (tokens, d), f"[T, d] with d a multiple of {UNIT}")
+    whole = kernel.splits * kernel.deep * kernel.units * UNIT
+    if kernel.whole and d != whole:
+        raise ArgumentError("x.shape", (tokens, d), f"[T, {whole}]: whole shares")
+    gate = wrap("weight", call.weight, BF16, (kernel.experts, d), 16)
+    chosen = _chosen(kernel, call)
+    memory = wrap("slots", call.space.slots, FP32, (kernel.splits, tokens, padded(kernel.experts)), 16)
+    return wrapped, gate, Picks(chosen, memory, *_ends(kernel, call)), cuda.CUstream(stream)
 
 
-def _chosen(kernel: Router, tokens: int, chosen: Any) -> Any:
+def _chosen(kernel: Router, call: Any) -> Any:
     """Return what selects: a bias, or (table, token ids)."""
-    if isinstance(chosen, tuple) != kernel.hashed:
-        raise ArgumentError("chosen", type(chosen).__name__, "(table, tokens)" if kernel.hashed else "a bias")
+    if (call.hashed is not None) != kernel.hashed:
+        given = "a bias" if call.hashed is None else "(table, tokens)"
+        raise ArgumentError("chosen", given, "(table, tokens)" if kernel.hashed else "a bias")
     if kernel.hashed:
-        table, ids = chosen
-        return Table(wrap("hashed.table", table, I64, (None, kernel.k)), wrap("hashed.tokens", ids, I64, (tokens,)))
-    return wrap("bias", chosen, FP32, (kernel.experts,), 4 * kernel.width)
+        table, ids = call.hashed
+        table = wrap("hashed.table", table, I64, (None, kernel.k))
+        return Table(table, wrap("hashed.tokens", ids, I64, (len(call.x),)))
+    return wrap("bias", call.bias, FP32, (kernel.experts,), 4 * kernel.width)
 
 
-def _ends(kernel: Router, tokens: int, experts: torch.Tensor, weights: torch.Tensor, factor: float) -> tuple:
+def _ends(kernel: Router, call: Any) -> tuple:
     """Return where the picks go, and the sum of their weights."""
-    return (
-        wrap("experts", experts, I32, (tokens, kernel.k)),
-        wrap("weights", weights, FP32, (tokens, kernel.k)),
-        FP32(factor),
-    )
+    (experts, weights), shape = call.out, (len(call.x), kernel.k)
+    return wrap("experts", experts, I32, shape), wrap("weights", weights, FP32, shape), FP32(call.factor)

@@ -250,7 +250,9 @@ class FusedRouter(Picker):
 
     @cute.jit
     def direct(self, mX: cute.Tensor, mW: cute.Tensor, storage: Any, rC: cute.Tensor, at: Place, start: Int32):
-        """Sums of this warp from global memory: rows of x times rows of W over its half of every unit from ``start``.
+        """Sum up from global memory what is this warp's.
+
+        Rows of x times rows of W over its half of every unit from ``start``.
 
         Row and column of a fragment's element: lane / 4 (and + 8), and 2 (lane mod 4). Rows past the last expert are
         those of the last, past the last token 0; their sums are not stored.
@@ -290,7 +292,7 @@ class FusedRouter(Picker):
                     cute.autovec_copy(mChunks[None, u], rW[None, j, u])
 
     def chunks(self, mRows: cute.Tensor, row: Int32, column: Int32) -> cute.Tensor:
-        """Return [8, units] values from a column, a multiple of 8, of a row: 8 of each unit."""
+        """Return [8, units] values of a row, 8 of each unit. They begin at a column, a multiple of 8."""
         address = mRows[row, None].iterator.toint() + cutlass.Int64(column * 2)
         pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
         return cute.make_tensor(pointer, cute.make_layout((CHUNK, self.units), stride=(1, UNIT)))
@@ -405,7 +407,7 @@ class FusedRouter(Picker):
         return WarpPlace(warp % 2, warp // 2 % self.deep, team % self.across, team // self.across)
 
     def multiply(self, rX: cute.Tensor, rW: cute.Tensor, rC: cute.Tensor) -> None:
-        """rC += x W^T over 32 of d: registers q and q + 1 of a lane's four are its pairs in one MMA."""
+        """Compute rC += x W^T over 32 of d. Registers q and q + 1 of a lane's four are its pairs in one MMA."""
         rA = cute.recast_tensor(rX, Uint32)
         rB = cute.recast_tensor(rW, Uint32)
         for chain in range(CHAINS):

@@ -125,7 +125,10 @@ class Router:
 
     @cute.jit
     def of_table(self, chosen: Table, token: Int32) -> Int32:
-        """Lane r: the table's expert r of a token; -1 where the token's id, or the expert, is none that there is."""
+        """Return the table's expert r of a token, in lane r.
+
+        -1 where the token's id, or the expert, is none that there is.
+        """
         lane, expert, number = cute.arch.lane_idx(), Int32(-1), chosen.tokens[token]
         if (lane < self.k) & (Uint64(number) < Uint64(chosen.table.shape[0])):
             found = chosen.table[number, lane]

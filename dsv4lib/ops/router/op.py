@@ -119,7 +119,7 @@ def router(
 
 
 def shares_of(d: int) -> int:
-    """Choose splits of d: the same for every number of tokens, whose bits depend on it."""
+    """Choose splits of d. They are the same for every number of tokens: bits depend on it."""
     return 8 if d <= 4096 else 16
 
 
@@ -230,34 +230,32 @@ class Call(NamedTuple):
         if self.x.shape[0] == 0:
             return
         if backend == "reference":
-            kernel_type, settings, args, given = next(_launches(self))
-            args(kernel_type(**settings), *given)  # checks: what one back end takes all take
+            kernel_type, settings, args, call = next(_launches(self))
+            args(kernel_type(**settings), call)  # checks: what one back end takes all take
             return _reference(self)
-        for kernel_type, settings, args, given in _launches(self):
-            launching.launch(backend, kernel_type, settings, arguments.fake_args, args, *given)
+        for kernel_type, settings, args, call in _launches(self):
+            launching.launch(backend, kernel_type, settings, arguments.fake_args, args, call)
 
 
 _SLOTS: dict[tuple[int, int], Tensor] = {}  # zeros, by device and stream
 
 
-def _launches(call: Call) -> Iterator[tuple[type, dict[str, Any], Callable[..., tuple], tuple]]:
-    """(kernel, its options, what makes its arguments, of what) of every launch."""
+def _launches(call: Call) -> Iterator[tuple[type, dict[str, Any], Callable[..., tuple], Call]]:
+    """List the launches: kernel, its options, what makes its arguments, of which call."""
     settings = {"experts": call.size, "k": call.out[0].shape[1], "hashed": call.bias is None}
-    chosen = call.bias if call.hashed is None else tuple(call.hashed)
-    experts, weights = call.out
     if call.weight is None:
-        yield Router, settings, arguments.launch_args, (call.x, chosen, experts, weights, call.factor)
+        yield Router, settings, arguments.launch_args, call
         return
-    slots, (tokens, d) = _slots_of(call), call.x.shape
+    slots, (tokens, d), (experts, weights) = _slots_of(call), call.x.shape, call.out
     for rows in (slice(first, min(first + TOGETHER, tokens)) for first in range(0, tokens, TOGETHER)):
-        count, of = rows.stop - rows.start, chosen
-        if call.hashed is not None:
-            of = call.hashed.table, call.hashed.tokens[rows]
+        count, hashed = rows.stop - rows.start, call.hashed
+        if hashed is not None:
+            hashed = hashed._replace(tokens=hashed.tokens[rows])
         tile = tile_of(count, call.size, d)
         shape = tile["shares"] // tile["deep"], count, padded(call.size)
-        memory = slots[: math.prod(shape)].view(shape)
-        given = call.x[rows], call.weight, of, memory, experts[rows], weights[rows], call.factor
-        yield FusedRouter, {**settings, **tile}, arguments.fused_args, given
+        space, out = Workspace(slots[: math.prod(shape)].view(shape)), (experts[rows], weights[rows])
+        part = call._replace(x=call.x[rows], hashed=hashed, out=out, space=space)
+        yield FusedRouter, {**settings, **tile}, arguments.fused_args, part
 
 
 def _slots_of(call: Call) -> Tensor:

@@ -1,4 +1,7 @@
-"""Peers of `router`: a GEMM in fp32 sums and a selection, in the pairs that vLLM makes, and TileKernels' selection."""
+"""Time peers of `router`.
+
+A GEMM in fp32 sums and a selection, in the pairs that vLLM makes, and TileKernels' selection.
+"""
 
 from __future__ import annotations
 

@@ -71,7 +71,10 @@ class Picker(Router):
 
     @cute.jit
     def pick(self, picks: Picks, storage: Any, token: Int32):
-        """Select the experts of one token once its partial sums have arrived: a thread an expert, then one warp."""
+        """Select the experts of one token once its partial sums have arrived.
+
+        A thread has an expert, then one warp selects.
+        """
         tidx, _, _ = cute.arch.thread_idx()
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rounds = -(-LANES * QUAD * self.quads // self.threads)

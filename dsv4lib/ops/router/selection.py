@@ -107,7 +107,7 @@ def best(rKey: cute.Tensor, k: int) -> Int32:
 
 @cute.jit
 def soonest(rKey: cute.Tensor, sKeys: cute.Tensor, k: int) -> Int32:
-    """As `best`, for a warp whose latency counts; ``sKeys``: the keys of all experts, in order."""
+    """Select as `best`, for a warp whose latency counts. sKeys: the keys of all experts, in order."""
     lane, count = cute.arch.lane_idx(), cute.size(rKey)
     keys = [rKey[i] for i in range(count)]
     for a, b in network(count):
@@ -139,7 +139,7 @@ def soonest(rKey: cute.Tensor, sKeys: cute.Tensor, k: int) -> Int32:
 
 
 def network(count: int) -> list[tuple[int, int]]:
-    """Exchanges that sort ``count`` numbers, a multiple of 4, falling: Batcher's odd-even merges of powers of two."""
+    """Return exchanges that sort ``count`` numbers, falling. Batcher's odd-even merges; count is a multiple of 4."""
     size, pairs = 1 << (count - 1).bit_length(), []
 
     def merge(low: int, n: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Gate rows and quantise them: h = silu(min(gate, limit)) * clip(up, -limit, limit) in fp32, then E4M3 codes.
+"""Gate rows and quantise them to E4M3 codes. h = silu(min(gate, limit)) * clip(up, -limit, limit) in fp32.
 
 What stands between the two GEMMs of a shared expert on a Hopper: the first one's output [T, 2 I], gate then up, becomes
 what the second one reads, in one launch instead of five. Codes and scales, 1 x 128, are those that `quantize` with

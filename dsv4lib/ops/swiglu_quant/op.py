@@ -30,7 +30,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 def swiglu_quant(
     x: Tensor, *, limit: float = 10.0, out: tuple[Tensor, Tensor] | None = None, backend: str = "auto"
 ) -> Operand:
-    """Gate rows, h = silu(min(gate, limit)) * clip(up, -limit, limit) in fp32, and quantise h in blocks of 128.
+    """Gate rows and quantise h in blocks of 128. h = silu(min(gate, limit)) * clip(up, -limit, limit) in fp32.
 
     Args:
         x: fp32 or bf16 [T, 2 I], gate then up, I a multiple of 128, rows on 16 bytes.

@@ -1,4 +1,4 @@
-"""Rows of the bench for `topk`: fp32 scores of the indexer, every row full, 512 (Flash) and 1024 (Pro) picks.
+"""Time `topk`. Its rows are fp32 scores of the indexer, every row full, 512 (Flash) and 1024 (Pro) picks.
 
 Scores are normals in rows that say nothing else. Two shapes have a row for each other distribution, too, because how
 long a selection takes depends on how many scores are alike, and on their order.

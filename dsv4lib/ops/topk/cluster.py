@@ -132,7 +132,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def find_row(self, s: Shared, k: Int32, rank: Int32):
-        """Return `find` of the row, and what CTAs before this one have: (place, above, count, above, count)."""
+        """Return `find` of the row, and what CTAs before this one have. (place, above, count, above, count)."""
         tidx, _, _ = cute.arch.thread_idx()
         self.ready()
         cute.arch.barrier()
@@ -163,7 +163,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def search_row(self, s: Shared, k: Int32, rank: Int32):
-        """Return what `find_row` finds, by one warp: among 32 sums, then among the bins of one."""
+        """Return what `find_row` finds, by one warp. Among 32 sums, then among the bins of one."""
         lane = cute.arch.lane_idx()
         size = self.bins.size // LANES
         per = size // LANES
@@ -272,7 +272,7 @@ class ClusterTopK(TopK):
 
     @cute.jit
     def rank_row(self, s: Shared, first: Int32, need: Int32, count: Int32, earlier: Int32):
-        """Find the ``need`` best of the row's ``count`` candidates: mark this CTA's, count those of CTAs before it."""
+        """Find the ``need`` best of the row's ``count`` candidates. Mark this CTA's, count those of CTAs before it."""
         tidx, _, _ = cute.arch.thread_idx()
         sPairs = cute.make_tensor(s.all_pairs.iterator, cute.make_layout((2, PAIRS)))
         end = earlier + s.cells[CANDIDATES]

@@ -1,4 +1,4 @@
-"""Histograms of keys in shared memory: counting, and the bin of the k-th best of one CTA or of a cluster."""
+"""Histograms of keys in shared memory. Counting, and the bin of the k-th best of one CTA or of a cluster."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Counting:
 
     @cute.jit
     def search(self, s: Shared, hist: cute.Tensor, k: Int32, across: cutlass.Constexpr):
-        """Return what `find` finds, by one warp: among 32 sums, then among the bins of one."""
+        """Return what `find` finds, by one warp. Among 32 sums, then among the bins of one."""
         lane, ctas = cute.arch.lane_idx(), self.ctas if across else 1
         size = self.bins.size // LANES
         per = size // LANES

@@ -1,4 +1,4 @@
-"""Inject one fault into a top-k at a time: every class is the kernel with one thing replaced, and compiles.
+"""Inject one fault into a top-k at a time. Every class is the kernel with one thing replaced, and compiles.
 
 `FAULTS` holds them by name.
 """

@@ -1,4 +1,4 @@
-"""Select the exact top-k of fp32 scores: a CTA a row, one read of the scores; `cluster` shares a row among several.
+"""Select the exact top-k of fp32 scores: a CTA a row, one read of the scores. `cluster` shares a row among several.
 
     picks = indices of the k best of the first ``length`` scores of a row, -1 after them if there are fewer; in
             ascending order, or the best first
@@ -345,7 +345,7 @@ class TopK(Narrowing):
 
     @cute.jit
     def first_bound(self, tile: Any, k: Int32, s: Shared) -> Int32:
-        """Return the lowest key of the bin of a tile's k-th best maximum: k of its scores are not below."""
+        """Return the lowest key of the bin of a tile's k-th best maximum. k of its scores are not below it."""
         rX, at, end = tile
         each, room = self.vectors // self.maxima, end - at
         for m in cutlass.range_constexpr(self.maxima):

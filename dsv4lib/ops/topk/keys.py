@@ -1,4 +1,4 @@
-"""Scores as integers: keys that order as scores do, the bins of a first look at them, and ranges of keys.
+"""Treat scores as integers. Keys that order as scores do, the bins of a first look at them, and ranges of keys.
 
 key    signed: bits of x >= 0, -1 - magnitude below 0; -0 as 0, NaN below -inf, `NOTHING` below NaN
 place  of a key among the bins of a histogram, 0 for the best: 5 bits of exponent, 2^-16 to 2^16, and 4 to 6 of the

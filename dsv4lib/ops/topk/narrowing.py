@@ -1,4 +1,4 @@
-"""Spans of scores: what is in one, and cutting it down until few scores, or none too many, are left.
+"""Narrow spans of scores. Says what is in one, and cuts it down until few scores, or none too many, are left.
 
 A span has a lowest and a highest key; where those are the same, the scores are equal, and it has a lowest and a highest
 index, too. Scores are looked at where they are, in a list in shared memory and in the registers that hold a tile; none

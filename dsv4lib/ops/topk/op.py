@@ -32,7 +32,7 @@ MAX_LENGTH = 1 << 20
 
 
 class Paged(NamedTuple):
-    """Pages that picks are looked up in: pick i becomes table[r, i // page_size] * page_size + i % page_size.
+    """Pages that picks are looked up in. Pick i becomes table[r, i // page_size] * page_size + i % page_size.
 
     Attributes:
         table: int32 [R, W]; what lies past its end, or in a negative page, becomes -1.
@@ -143,7 +143,6 @@ class Call(NamedTuple):
     def run(self, backend: str) -> None:
         """Launch the kernel, or ask the oracle."""
         scores, lengths, out = self[:3]
-        given = scores, lengths, out, None if self.table is None else (self.table, self.requests)
         (rows, size), k = scores.shape, out.shape[1]
         if rows == 0:
             return None
@@ -152,10 +151,10 @@ class Call(NamedTuple):
         settings: dict[str, Any] = {"wide": _aligned(scores), "ragged": lengths is not None, "page": self.page_size}
         if size <= k and not self.by_score:
             settings["wide"] = _aligned(out)
-            return launching.launch(backend, TakeAll, settings, arguments.fake_all_args, arguments.all_args, *given)
+            return launching.launch(backend, TakeAll, settings, arguments.fake_all_args, arguments.all_args, self)
         settings = {**plan(rows, size, k), **settings, "by_score": self.by_score}
         kernel = ClusterTopK if settings.get("ctas", 1) > 1 else TopK
-        return launching.launch(backend, kernel, settings, arguments.fake_args, arguments.launch_args, *given)
+        return launching.launch(backend, kernel, settings, arguments.fake_args, arguments.launch_args, self)
 
 
 def _aligned(x: Tensor) -> bool:

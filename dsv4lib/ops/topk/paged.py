@@ -1,4 +1,4 @@
-"""Where picks go: as indices, or as rows of a pool that the pages of a request lie in.
+"""Store picks as indices, or as rows of a pool that a request's pages lie in.
 
 page p of request r is table[r, p]          pick i   ->   table[r, i // size] * size + i % size
 """
@@ -13,7 +13,7 @@ from cutlass import Int32
 
 
 class Pages(NamedTuple):
-    """Pages of requests: int32 [R, W], and int32 [B], the request of a row of scores, negative: none."""
+    """Pages of requests, int32 [R, W]. requests: int32 [B], the request of a row of scores, negative: none."""
 
     table: cute.Tensor
     requests: cute.Tensor
@@ -40,7 +40,7 @@ def picks_of(mPicks: cute.Tensor, pages: Any, row: Int32) -> Picks:
 
 
 def place(picks: Picks, index: Int32, size: int) -> Int32:
-    """Return what is stored for a pick: its row in pages of ``size``, -1 without a page; its index where size is 0."""
+    """Return what is stored for a pick. Its row in pages of ``size``, -1 without a page; where size is 0 its index."""
     if not size:
         return index
     last = picks.table.shape[0] - 1

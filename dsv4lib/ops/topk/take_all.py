@@ -1,4 +1,4 @@
-"""Top-k of rows that have no more than k scores: all of them are picks, in the order of their indices.
+"""Pick all of rows that have no more than k scores, in the order of their indices.
 
     picks[b, i] = i before the row's length, -1 from there on
 

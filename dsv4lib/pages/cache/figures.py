@@ -1,4 +1,4 @@
-"""Figures and tables of the page on the KV cache's two stores, from runs of `run_case`."""
+"""Draw figures and tables of the page on the KV cache's two stores. They are of runs of `run_case`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def owners(batch: Batch, ring: torch.Tensor) -> Figure:
 
 
 def stored_error(found: torch.Tensor, kv: torch.Tensor) -> Figure:
-    """Largest error of every group of 64 dims in percent of the group's largest value, for the first tokens."""
+    """Show the largest error of every group of 64 dims, for the first tokens.
+
+    In percent of the group's largest value.
+    """
     apart = (found.double() - kv.double()).abs()[:SHOWN].unflatten(-1, (-1, GROUP)).amax(-1)
     size = kv.double().abs()[:SHOWN].unflatten(-1, (-1, GROUP)).amax(-1)
     columns = [f"{i * GROUP}.." for i in range(GROUPS)] + ["448.. rope"]
@@ -72,7 +75,10 @@ def stored_error(found: torch.Tensor, kv: torch.Tensor) -> Figure:
 
 
 def octave_error(kv: torch.Tensor, found: torch.Tensor) -> Figure:
-    """Worst relative error of nope dims by how far a value lies below the largest of its group, in powers of two."""
+    """Show the worst relative error of nope dims.
+
+    By how far a value lies below its group's largest, in powers of two.
+    """
     x, got = kv[:, :NOPE].double(), found[:, :NOPE].double()
     top = x.abs().unflatten(-1, (-1, GROUP)).amax(-1, keepdim=True).expand(-1, -1, GROUP).flatten(-2)
     below = torch.log2(top / x.abs()).floor().long()
@@ -99,7 +105,7 @@ def pool_map(pool: Pool) -> Figure:
 
 
 def index_table(picked: torch.Tensor, found: torch.Tensor, count: int = 7) -> None:
-    """Show what the first indices of a list mean: page, slot, bytes, and the row that came."""
+    """Show what the first indices of a list mean. They are page, slot, bytes, and the row that came."""
     lines, data = [], kv_entry.LAYOUT.data_bytes
     for index, row in zip(picked[:count].tolist(), found[:count], strict=True):
         page, slot = divmod(index, PAGE)
@@ -114,7 +120,7 @@ def index_table(picked: torch.Tensor, found: torch.Tensor, count: int = 7) -> No
 
 
 def pair_map(found: torch.Tensor, ends: int = 12) -> Figure:
-    """What every pair of code and scale has become, under the ``ends`` smallest and largest scales."""
+    """Show what every pair of code and scale has become. Under the ``ends`` smallest and largest scales."""
     x = found[:, :256].float()
     codes = torch.full(x.shape, 2)
     codes[x.abs() < 2.0**-126] = 1
@@ -151,7 +157,7 @@ def kept_bytes() -> None:
 
 
 def show_faults(faults: Mapping[str, Kernels], prefill: int, seed: int, backend: str) -> int:
-    """Show which checks see which faulty kernel; returns how many kernels none of them sees."""
+    """Show which checks see which faulty kernel. Returns how many kernels none of them sees."""
 
     def said(kernels: Kernels) -> str:
         return injected.said_of(kernels, run_case.RIGHT) or "The right kernels."
@@ -199,6 +205,6 @@ def pool_over_time(told: Story) -> Figure:
 
 
 def group_bytes(told: Story) -> None:
-    """Show the bytes of a block by group, and that all blocks and unused pages are the pool."""
+    """Show the bytes of a block by group. All blocks and unused pages are the pool."""
     head = "group", "kind", "layers", "tokens a block", "bytes of values", "padding", "most blocks at once"
     show_table(head, told.rows)

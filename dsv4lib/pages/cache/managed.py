@@ -1,4 +1,4 @@
-"""Serve a few requests from one pool by the cache manager: a hit, an eviction, a preemption, every byte counted.
+"""Serve a few requests from one pool by the cache manager. A hit, an eviction, a preemption, every byte counted.
 
 The groups are nano's, in small blocks. Each value is made of all tokens before it, so a stale or foreign one has other
 bits. The window of layer 0 is written by `quantize_kv_entries` and read by `kv_gather`, in the released format; the
@@ -197,7 +197,7 @@ def _text(count: int, seed: int) -> list[int]:
 
 
 def story(backend: str, seed: int = 0, fault: str = "none") -> Story:
-    """Serve five requests: B shares A's first 150 tokens, C and D fill the pool, A's prompt comes again."""
+    """Serve five requests. B shares A's first 150 tokens, C and D fill the pool, A's prompt comes again."""
     injected: AbstractContextManager = faults.inject(FAULTS[fault]) if fault in FAULTS else nullcontext()
     with injected:
         return _story(_Server(backend, seed), seed)

@@ -1,4 +1,4 @@
-"""Keys into the window's rings and the paged pool and back: inputs, runs of the ops, and what speaks against them.
+"""Bring keys into the window's rings and the paged pool and back. Inputs, runs of the ops, what speaks against them.
 
 For the notebook and its stage. Every count is of kernels that ran; an injected fault is a class of one of the three
 `faults` modules in place of its kernel. Rings are NaN and pages noise before anything is stored.
@@ -36,7 +36,7 @@ MARK = 8  # first dims of a row, by which it is recognised
 
 
 class Kernels(NamedTuple):
-    """The three kernels of this page; a fault takes the place of one, or of two that agree with each other."""
+    """The three kernels of this page. A fault takes the place of one, or of two that agree with each other."""
 
     append: type = KvAppend
     store: type = KvEntries
@@ -58,7 +58,7 @@ def kernels_of(fault: str) -> Kernels:
 
 
 def keys(tokens: int, seed: int, octaves: float = 0) -> torch.Tensor:
-    """bf16 ``[tokens, 512]`` as they come from the projection: tokens and groups of 64 dims differ in scale.
+    """Make keys bf16 ``[tokens, 512]`` as they come from the projection. Tokens and groups of 64 dims differ in scale.
 
     Args:
         octaves: 0: normals; otherwise magnitudes of a group spread evenly over so many powers of two.
@@ -76,7 +76,7 @@ def keys(tokens: int, seed: int, octaves: float = 0) -> torch.Tensor:
 
 
 class Batch(NamedTuple):
-    """A packed batch: bf16 keys ``[T, 512]``, for each request (name, rows, position of the first, ring), rings."""
+    """A packed batch: bf16 keys ``[T, 512]``, rings. For each request (name, rows, position of the first, ring)."""
 
     kv: torch.Tensor
     requests: tuple[tuple[str, int, int, int], ...]
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
 
 
 def ragged(prefill: int, seed: int) -> Batch:
-    """A step of a server: decode, a chunk over the end of the ring, a prefill longer than it, one left out."""
+    """Make a step of a server. Decode, a chunk over the end of the ring, a prefill longer than it, one left out."""
     requests = (
         ("decode", 1, 1000, 3),
         ("chunk of 20 at 120", 20, 120, 0),
@@ -144,14 +144,14 @@ def recognised(rows: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
 
 
 def newest(pieces: Sequence[int]) -> torch.Tensor:
-    """What `grown` must find, from positions alone: the last position of each slot so far."""
+    """Return what `grown` must find, from positions alone. It is the last position of each slot so far."""
     ends, slots = torch.tensor(pieces).cumsum(0)[:, None], torch.arange(WINDOW)
     last = ends - 1 - (ends - 1 - slots) % WINDOW
     return torch.where(last >= 0, last, -1)
 
 
 def slots_wrong(batch: Batch, ring: torch.Tensor) -> int:
-    """Slots whose bits are not those of `reference.cache.append_window`, NaN of unwritten slots included."""
+    """Count slots whose bits are not those of `reference.cache.append_window`. NaN of unwritten slots are included."""
     want = empty(batch.rings)
     for row, count, start, place in batch.table.tolist():
         if start >= 0:
@@ -178,7 +178,7 @@ class Pool(NamedTuple):
 
 
 def pool_of(counts: Sequence[int], seed: int, spare: int = 3) -> Pool:
-    """Requests with so many entries each; pages come in any order, ``spare`` of the pool belong to no request."""
+    """Make requests with so many entries each. Pages come in any order, ``spare`` of the pool belong to no request."""
     needed = [-(-count // PAGE) for count in counts]
     order = torch.randperm(sum(needed) + spare, generator=torch.Generator().manual_seed(seed))
     tables = order[: sum(needed)].split(needed)
@@ -224,14 +224,14 @@ def gather(
 
 
 def page_bytes(pool: Pool, pages: torch.Tensor) -> int:
-    """Bytes of the whole pool that are not what the format writes, noise between entries included."""
+    """Count bytes of the whole pool that are not what the format writes. Noise between entries is included."""
     want = blank(pool.pages)
     kv_entry.append(want, PAGE, pool.indices, pool.kv)
     return int((pages != want).sum())
 
 
 def half_steps(found: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """Error of nope dims in units of half the distance of two E4M3 numbers there, fp64 ``[T, 448]``."""
+    """Return the error of nope dims, fp64 ``[T, 448]``. In units of half the distance of two E4M3 numbers there."""
     x, got = kv[:, :NOPE].double(), found[:, :NOPE].double()
     _, scales = kv_entry.encode(kv)
     step = torch.exp2(scales[:, :GROUPS].double() - 127).repeat_interleave(GROUP, 1)
@@ -245,7 +245,7 @@ def same_bits(found: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
 
 
 def moved(pages: torch.Tensor, indices: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pool with its pages in another order, and the indices that name the same entries there; -1 stays."""
+    """Return the pool with its pages in another order. Also the indices that name the same entries there; -1 stays."""
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed + 1))
     shuffled = torch.empty_like(pages)
     shuffled[order] = pages
@@ -254,7 +254,10 @@ def moved(pages: torch.Tensor, indices: torch.Tensor, seed: int) -> tuple[torch.
 
 
 def selection(pool: Pool, request: int, count: int, seed: int) -> torch.Tensor:
-    """int32 ``[count]``: entries of a request as top-k picks them, in any order, every sixth place -1."""
+    """Select int32 ``[count]`` entries of a request as top-k picks them.
+
+    They are in any order, every sixth place -1.
+    """
     entries = torch.randint(pool.counts[request], (count,), generator=torch.Generator().manual_seed(seed))
     picked = index_of(pool.tables[request], entries)
     picked[5::6] = -1
@@ -262,7 +265,7 @@ def selection(pool: Pool, request: int, count: int, seed: int) -> torch.Tensor:
 
 
 def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of entries that hold every E4M3 code under every scale, a scale an entry, and their indices.
+    """Return pages of entries with every E4M3 code under every scale. An entry has one scale; their indices come, too.
 
     Codes 0 to 255 are in dims 0 to 255 of entry s, whose scale bytes are all s.
     """
@@ -291,7 +294,7 @@ def not_finite_wrong(found: torch.Tensor, kv: torch.Tensor) -> int:
 
 
 def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str, float]:
-    """Every check of the page on a small case: what does not belong to a fault is 0, `nope_error` at most 1."""
+    """Judge a small case by every check of the page. What does not belong to a fault is 0, `nope_error` at most 1."""
     batch, pool, odd = ragged(prefill, seed), pool_of((19, 5, 33), seed), no_numbers(seed)
     ring, first = append(batch, backend, kernels.append)
     pages, second = store(pool, backend, kernels.store)
@@ -325,24 +328,25 @@ def judged(kernels: Kernels, prefill: int, seed: int, backend: str) -> dict[str,
 def _appended(arch: str, batch: Batch, kernel: type = KvAppend, **changed: bool) -> tuple[torch.Tensor, int]:
     ring, table = empty(batch.rings), batch.table
     settings = append_op.settings_for(len(batch.kv), len(table), WINDOW) | changed
-    given = kernel, settings, append_arguments.fake_args, append_arguments.launch_args, batch.kv, ring, table
-    return ring, injected.sectors(arch, *given)
+    call = append_op.Call(batch.kv, ring, table, "emulator")
+    given = settings, append_arguments.fake_args, append_arguments.launch_args
+    return ring, injected.sectors(arch, kernel, *given, call)
 
 
 def _stored(arch: str, pool: Pool, kernel: type = KvEntries) -> tuple[torch.Tensor, int]:
     pages = blank(pool.pages)
     given = {"dtype": "bf16"}, entry_arguments.fake_args, entry_arguments.entry_args
-    return pages, injected.sectors(arch, kernel, *given, pool.kv, pool.indices, pages, PAGE)
+    return pages, injected.sectors(arch, kernel, *given, pool.kv, entry_op.Slots(pages, PAGE, pool.indices))
 
 
 def _gathered(arch: str, pages: torch.Tensor, indices: torch.Tensor, kernel: type = KvGather) -> tuple:
     out = torch.empty(len(indices), DIM, dtype=torch.bfloat16)
     given = {}, gather_arguments.fake_args, gather_arguments.launch_args
-    return out, injected.sectors(arch, kernel, *given, pages, indices, out, PAGE)
+    return out, injected.sectors(arch, kernel, *given, gather_op.Call(pages, indices, out, PAGE, "emulator"))
 
 
 def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]:
-    """Bytes of five launches, counted in sectors by the emulator; ``by_row``: the prefill by the kernel for decode."""
+    """Bytes of five launches, counted in sectors by the emulator. ``by_row``: the prefill by the kernel for decode."""
     step = Batch(keys(8, seed), tuple((f"r{i}", 1, 97 * i, i) for i in range(8)), 8)
     long = Batch(keys(prefill, seed), (("r0", prefill, 0, 0),), 1)
     pool = pool_of((64,), seed)
@@ -362,7 +366,10 @@ def traffic(prefill: int, seed: int, by_row: bool = False) -> dict[str, Traffic]
 
 
 def arch_bytes(prefill: int, seed: int, hopper: Kernels = RIGHT) -> int:
-    """Bytes that differ between kernels compiled for Blackwell and for Hopper; ``hopper``: those of the latter."""
+    """Count bytes that differ between kernels compiled for Blackwell and for Hopper.
+
+    ``hopper``: those of the latter.
+    """
     batch, pool, results = ragged(prefill, seed), pool_of((19, 5), seed), []
     for arch, kernels in zip(ARCHS, (RIGHT, hopper), strict=True):
         pages, _ = _stored(arch, pool, kernels.store)

@@ -1,4 +1,4 @@
-"""Show the conversion of a checkpoint: progress while it runs, what was lossless and what was not at the end."""
+"""Show the conversion of a checkpoint. Progress while it runs, what was lossless and what was not at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inject kernels in place of an op's, show which checks of a page see them, and count the bytes of launches."""
+"""Inject kernels in place of an op's, and show which checks of a page see them. It also counts bytes of launches."""
 
 from __future__ import annotations
 

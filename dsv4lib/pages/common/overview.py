@@ -1,4 +1,4 @@
-"""The picture on the README's first screen, drawn by the same functions as the notebooks.
+"""Draw the picture on the README's first screen. The notebooks' functions draw it.
 
 `python -m dsv4lib.pages.common.overview` rewrites data/figures/overview.png: how an operand tile of an SM100 kernel
 lies in shared memory without and with the swizzle, and where a result is wrong (a 32 x 32 tile of a product, stale on

@@ -1,4 +1,4 @@
-"""What the pages of comparisons with other people's kernels share: measuring, the table in the notes, the verdict."""
+"""Share what pages of comparisons with other people's kernels need. Measuring, the table in the notes, the verdict."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _text(value: Any) -> str:
 
 
 def markdown(header: Sequence[str], cells: list[tuple[Any, ...]], source: str) -> str:
-    """Make a table whose first column names kernels, ours in bold, and its source below."""
+    """Make a table whose first column names kernels, ours in bold. Its source is below."""
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
     for row in cells:
         shown = [_text(value) for value in row]
@@ -73,7 +73,7 @@ def measure_all(
     record: Path | None,
     only: list[str],
 ) -> list[dict[str, Any]]:
-    """Measure the rows of the kernels, each written into ``record`` as soon as it is there.
+    """Measure the rows of the kernels. Each is written into ``record`` as soon as it is there.
 
     Args:
         kernels: what has ``name`` and ``package``. measure: the row of one, by name and folder of packages.
@@ -109,7 +109,7 @@ def verdict(missed: list[str], console: Console) -> int:
 
 
 def marks(module: str) -> tuple[str, str]:
-    """Return the lines of the notes between which ``module`` of `pages` writes its table."""
+    """Return the lines of the notes between which ``module`` writes its table. It is a module of `pages`."""
     return BEGIN.format(module), END
 
 

@@ -1,4 +1,4 @@
-"""Try a GEMM kernel in the emulator: compile, run, compare with fp64, and collect all that speaks for or against it.
+"""Try a GEMM kernel in the emulator. Compile, run, compare with fp64, and collect all that speaks for or against it.
 
 For notebooks and exercises. A kernel that stops with an error is a result, not an exception: the error is kept.
 """
@@ -56,11 +56,11 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Tell whether it is right, without hazard, and every box of the operands is loaded."""
+        """Tell whether it is right, without hazard, every box of the operands loaded."""
         return self.right and not self.hazards and not any(self.never.values())
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found. The most specific comes first."""
         out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
@@ -115,7 +115,7 @@ def _where(python: str, *lines: int) -> str:
 
 
 def cached(kernel_type: type, settings: tuple, fake_args: Callable[[Any], tuple]) -> tuple[Any, Compiled]:
-    """Compile a kernel for sm_100a, or take it from the compile cache: (kernel object, its code).
+    """Compile a kernel for sm_100a, or take it from the compile cache. Returns (kernel object, its code).
 
     A class whose arguments have no names (``*settings``) has no place there: it is compiled once in a process.
     """

@@ -61,7 +61,7 @@ def flow() -> Figure:
 
 
 def channels(tokens: Tokens, entry: int, count: int = 12) -> Figure:
-    """Draw how the first channels of an entry with overlap share themselves among its slots."""
+    """Draw how the first channels of an entry with overlap share themselves. They share among its slots."""
     rate = tokens.kind.rate
     part = run_case.shares(tokens, entry)[:, :count]
     names = [f"t {(entry - 1) * rate + i} {'Ca' if i < rate else 'Cb'}" for i in range(2 * rate)]
@@ -121,7 +121,7 @@ def page_map() -> Figure:
 
 
 def entry_bytes(pages: torch.Tensor, entry: int, values: torch.Tensor) -> None:
-    """Show one stored entry group by group: first bytes, scale, and what they stand for beside what went in."""
+    """Show one stored entry group by group. First bytes, scale, and what they stand for beside what went in."""
     data, scales, _ = kv_entry.LAYOUT.read(pages, PAGE, torch.tensor([entry]))
     back = kv_entry.decode(data, scales, torch.float32)[0]
     rows = []
@@ -137,7 +137,7 @@ def entry_bytes(pages: torch.Tensor, entry: int, values: torch.Tensor) -> None:
 
 
 def step_bytes() -> dict[str, int]:
-    """Show what a decode step of one request that closes a window must move, weights left out; returns the sums."""
+    """Show what a decode step of one request that closes a window must move. Weights are left out; returns the sums."""
     entry, part, sums, lines = kv_entry.LAYOUT.entry_bytes, 3 * HCA.dim * FP32, {}, []
     for name, kind, running in (
         ("CSA", CSA, False),

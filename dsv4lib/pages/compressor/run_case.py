@@ -1,4 +1,4 @@
-"""The compressor op on one request that starts at position 0: what went in, what came out, and what speaks against it.
+"""Run the compressor op on one request from position 0. What went in, what came out, and what speaks against it.
 
 For the notebook and its stage. A state is NaN before the first token: nothing of it may reach an entry. Every count is
 of a kernel that ran; an injected fault is a class of `ops.compressor.faults` in place of the kernel.
@@ -29,7 +29,7 @@ APART = 64  # channels between the marks of the two halves in `fed`
 
 
 class Kind(NamedTuple):
-    """A compressor: tokens of a window, dims of an entry, whether it pools two windows."""
+    """A compressor: tokens of a window, dims of an entry. Also whether it pools two windows."""
 
     rate: int
     dim: int
@@ -64,7 +64,7 @@ class Tokens(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Pages; the state's first tensor after every call; the last state, both of one request; hazards."""
+    """Pages; the state's first tensor after every call. Also the last state, both of one request; hazards."""
 
     pages: torch.Tensor
     history: list[torch.Tensor]
@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
 
 def draw(kind: Kind, tokens: int, seed: int) -> Tokens:
-    """Return rows whose sizes differ, and gates that reach far enough for one row to decide some channels."""
+    """Return rows whose sizes differ, and gates. They reach far enough for one row to decide some channels."""
     generator = torch.Generator().manual_seed(seed)
     kv, gate = (torch.randn(tokens, kind.width, generator=generator) for _ in range(2))
     ape, norm = torch.randn(kind.rate, kind.width, generator=generator), torch.randn(kind.dim, generator=generator)
@@ -88,7 +88,7 @@ def _tables(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def kernel_of(fault: str, kind: Kind) -> type:
-    """Return the kernel for a kind of compressor: the faulty one where the fault is about it."""
+    """Return the kernel for a kind of compressor. It is the faulty one where the fault is about it."""
     wrong = faults.FAULTS.get(fault)
     return Compressor if wrong is None or kind == INDEXER or (wrong in faults.RUNNING) == kind.overlap else wrong
 
@@ -139,7 +139,9 @@ def run(
 
 
 def truth(tokens: Tokens, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, oracle.State]:
-    """(entries ``[n, dim]``, rows of the ring) of the oracle in fp64, without a running state; indexer keys rotated.
+    """Return (entries ``[n, dim]``, rows of the ring) of the oracle in fp64.
+
+    No running state; indexer keys are rotated.
 
     dtype: what entries are rounded to after every step, bf16 before they are quantised; None: nothing.
     """
@@ -166,7 +168,9 @@ def shares(tokens: Tokens, entry: int) -> torch.Tensor:
 
 
 def fed(kind: Kind, tokens: int, kernel: type = Compressor, backend: str = "emulator") -> torch.Tensor:
-    """Which positions the kernel pools into which entry: codes of `viz.model.compressor_windows`, [entries, tokens].
+    """Find which positions the kernel pools into which entry.
+
+    Codes of `viz.model.compressor_windows`, [entries, tokens].
 
     Every position carries a 1 in a channel of its own, a second one in the other half: what is not 0 has been pooled.
     """

@@ -1,4 +1,4 @@
-"""From a trace of one of our kernels to the figures of a notebook: names for barriers, roles for warps."""
+"""Make figures of a notebook from a trace of one of our kernels. Barriers get names, warps get roles."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def barrier_chart(trace: Trace, names: dict[int, str], cta: int = 0, now: float 
 def tmem_panels(
     trace: Trace, events: list[int] | None = None, cta: int = 0, plan: Sequence[tuple[str, int, int]] = ()
 ) -> Figure:
-    """Draw the tensor memory at six moments (or at ``events``): last access, paler the older it is.
+    """Draw the tensor memory at six moments (or at ``events``). It shows the last access, paler the older it is.
 
     ``plan`` names columns: (name, first, end).
     """
@@ -125,7 +125,7 @@ def tmem_panels(
 def tmem_columns(
     trace: Trace, plan: Sequence[tuple[str, int, int]] = (), cta: int = 0, lane: int = 0, points: int = 500
 ) -> Figure:
-    """Draw the columns of one lane of tensor memory from the first event of a CTA to the last; ``plan`` names them."""
+    """Draw the columns of one lane of tensor memory. From the first event of a CTA to the last; ``plan`` names them."""
     rows = trace.tmem[(trace.tmem["cta"] == cta) & unpack_lanes(trace.tmem["lanes"])[:, lane]]
     born, end = trace.life(cta)
     clock = np.linspace(born, end, points)
@@ -171,7 +171,7 @@ def box_iterations(
 
 
 def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
-    """Return rows of an operand that one CTA loads, by TMA gather4 or in boxes, in the order of the loop; -1: no key.
+    """Return rows of an operand that one CTA loads, in the order of the loop. By TMA gather4 or in boxes; -1: no key.
 
     Warps that share the stages may be in different iterations: each sends something to every stage, which counts them.
     """
@@ -195,7 +195,7 @@ def gathered(trace: Trace, operand: Any, cta: int = 0) -> np.ndarray:
 
 
 def swizzle(trace: Trace, rows: int = 128) -> Figure:
-    """Draw where TMA put the chunks of the first ``rows`` rows: bank groups as written, and as without the swizzle."""
+    """Draw where TMA put the chunks of the first ``rows`` rows. Bank groups as written, and as without the swizzle."""
     first = trace.boxes[0]
     boxes = trace.boxes[(trace.boxes["cta"] == first["cta"]) & (trace.boxes["tensor"] == first["tensor"])]
     boxes = boxes[(boxes["kind"] == "load") & (boxes["coords"][:, 0] == first["coords"][0])]
@@ -216,7 +216,7 @@ def swizzle(trace: Trace, rows: int = 128) -> Figure:
 def moment(
     trace: Trace, names: dict[int, str], event: int, cta: int = 0, roles: dict[int, str] = ROLES
 ) -> tuple[Figure, str]:
-    """Draw tensor memory, shared memory and barriers at one event, and one line on the warps that wait."""
+    """Draw tensor memory, shared memory and barriers at one event. One line tells of the warps that wait."""
     time = trace.time_of(event)
     cells, _ = trace.tmem_state(event, cta)
     chunks, kinds = trace.smem_history(np.array([event]), cta)

@@ -1,4 +1,4 @@
-"""Figures and tables that every page of the attention ladder shows, from a kernel's configuration and a trace."""
+"""Draw what every page of the attention ladder shows. It comes from a kernel's configuration and a trace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def columns(kernel: Any) -> list[tuple[str, int, int]]:
 
 
 def tile_picture(kernel: Any) -> Figure:
-    """Draw the products of a CTA and the memories of their operands, from the kernel's configuration."""
+    """Draw the products of a CTA and the memories of their operands. They come from the kernel's configuration."""
     if isinstance(kernel, Ladder):
         (m, n), q_in, p_in = (ladder.TILE_M, ladder.TILE_N), "SMEM", "TMEM"
     else:
@@ -90,7 +90,7 @@ def gathers(trace: Any, kernel: Any, case: Any, cta: int = 0) -> Figure:
 
 
 def memories(trace: Any, kernel: Any, cta: int = 0) -> None:
-    """Show a CTA's shared memory over time, the swizzle of its first tile, and its tensor memory over time."""
+    """Show a CTA's shared memory and its tensor memory over time. Also the swizzle of its first tile."""
     show(figures.smem_map(trace, kernel, cta))
     show(figures.swizzle(trace, ladder.TILE_N if isinstance(kernel, Ladder) else config.TILE_N))
     show(figures.tmem_columns(trace, columns(kernel), cta))
@@ -109,7 +109,7 @@ def budget(kernel: Any, compiled: Any) -> None:
 
 
 def schedules(run: Callable[[str], Outcome]) -> list[Outcome]:
-    """Run under every schedule of the emulator, show what came out, and return the outcomes."""
+    """Run under every schedule of the emulator. Shows what came out, and returns the outcomes."""
     runs = [run(name) for name in SCHEDULES]
     hashes = [f"{r.result.schedule_hash & 0xFFFFFFFF:08x}" if r.result else "" for r in runs]
     same = [r.error is None and bits(r.output) == bits(runs[0].output) for r in runs]
@@ -130,7 +130,7 @@ def show_faults(
     sound: type | None = None,
     others: Mapping[str, tuple[Outcome, str]] | None = None,
 ) -> int:
-    """Run every injected fault of a stage, show what finds it, and return how many were found as they should be.
+    """Run every injected fault of a stage, show what finds it. Returns how many were found as they should be.
 
     Args:
         stage: as in `faults.CAUGHT_BY`.

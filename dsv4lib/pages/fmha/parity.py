@@ -1,4 +1,4 @@
-"""Give the attention op what transformers' attention function was given, and compare the two with fp64."""
+"""Compare the attention op and transformers' attention with fp64. Both get what the latter was given."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class PeerOutcome:
 
 
 def peer_arguments(call: AttentionCall, tokens: torch.Tensor) -> dict[str, Any]:
-    """The op's arguments for some tokens of a call: the mask as rows of the window and a list (CSA) or rows of entries.
+    """Make the op's arguments for some tokens of a call.
+
+    The mask is rows of the window and a list (CSA) or rows of entries.
 
     Raises:
         ArgumentError: a mask whose window is not consecutive keys: the op's contract does not cover it.

@@ -1,4 +1,4 @@
-"""Our attention beside other people's, as a table and a figure: from the committed measurements, without the packages.
+"""Show our attention beside other people's, as a table and a figure. From committed measurements, without the packages.
 
 `python -m dsv4lib.pages.fmha.peers` rewrites the table in data/bench/fmha_peers.md and data/figures/fmha_peers.png.
 `./dsv4 bench peers` measures anew.
@@ -54,7 +54,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
-    """Return the committed table (or ``rows``) for a README or a notebook, with its source below."""
+    """Return the committed table (or ``rows``) for a README or a notebook. Its source is below."""
     rows = peers.load() if rows is None else rows
     return peer_pages.markdown(HEADER, cells(rows), peer_pages.source(rows, peers.TABLE, "./dsv4 bench peers"))
 

@@ -1,4 +1,4 @@
-"""Try an attention kernel: compile, run in the emulator, compare with fp64, collect all that speaks for or against it.
+"""Try an attention kernel. Compile, run in the emulator, compare with fp64, collect all that speaks for or against it.
 
 For notebooks, exercises and tests. A kernel that stops with an error is a result, not an exception: the error is kept.
 """
@@ -73,7 +73,10 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Tell whether it is right, without hazard, every box loaded and read, nothing written past the last head."""
+        """Tell whether it is right, without hazard.
+
+        Every box is loaded and read, nothing is written past the last head.
+        """
         found = self.hazards or any(self.never.values()) or self.unread or self.guards_written or self.early()
         return self.right and not found
 
@@ -109,7 +112,7 @@ class Outcome:
         return found
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found. The most specific comes first."""
         out = reported(self.hazards)
         for line in self.early():
             out.append(("ahead of the wait", line, "global memory that the kernel before may not be done with"))
@@ -177,7 +180,7 @@ def judge(
     inputs: tuple,
     unit: torch.Tensor | float = 1.0,
 ) -> Outcome:
-    """Judge a run: ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
+    """Judge a run. ``output`` and ``truth`` are (o, lse), ``unit`` the size of a row's scores."""
     (kernel, code), (out, lse) = made, (None if x is None else x.cpu() for x in output)
     factor = lse_error = None
     if error is None:
@@ -188,7 +191,7 @@ def judge(
 
 
 def score_size(case: Case) -> torch.Tensor:
-    """scale |q| [T, H]: the standard deviation of a row's scores over keys of unit variance."""
+    """Return scale |q| [T, H]. It is the standard deviation of a row's scores over keys of unit variance."""
     return case.scale * case.q.double().norm(dim=-1)
 
 
@@ -256,7 +259,10 @@ def run_ladder(
 def oracle(
     case: Case, entries: str, window: bool, sink: bool, inverse_rope: bool = False, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o [T, H, D], lse [T, H]) of a case in ``dtype``: fp64 is the truth, the case's own what PyTorch makes of it."""
+    """Return (o [T, H, D], lse [T, H]) of a case in ``dtype``.
+
+    fp64 is the truth, the case's own what PyTorch makes of it.
+    """
     rows, index = case.keys(entries, window)
     sinks = case.sink.to(dtype) if sink else None
     rows = torch.nan_to_num(rows.to(dtype))[None]
@@ -310,7 +316,9 @@ def parts(
     tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
-    """Return (o [splits, T, H, D] fp32, lse [splits, T, H], hazards) of parts of the keys, without sink and rotation.
+    """Return (o [splits, T, H, D] fp32, lse [splits, T, H], hazards).
+
+    They are parts of the keys, without sink and rotation.
 
     ``sharing``: further settings of `Fmha` (cluster, groups, raw); raw: lse is [splits, T, H, 2]. ``sms``, ``tail``:
     see `arguments.launch_args`.
@@ -349,7 +357,7 @@ def run_split(
     tail: tuple[int, int] = (0, 0),
     **device: Any,
 ) -> Outcome:
-    """Run the splits of an attention and combine them with ``combine_type``, with sink and inverse RoPE.
+    """Run the splits of an attention and combine them with ``combine_type``. With sink and inverse RoPE.
 
     A case that has pages is read from them. ``sharing``: further settings of `Fmha` (cluster, groups). ``sms``,
     ``tail``: see `arguments.launch_args`.

@@ -1,4 +1,4 @@
-"""Try the attention op as its callers see it: run it on a case, compare with fp64, collect what speaks against it.
+"""Try the attention op as its callers see it. Run it on a case, compare with fp64, collect what speaks against it.
 
 For notebooks, exercises and tests; `run_fmha` does the same for the kernel alone.
 """
@@ -88,7 +88,7 @@ def replaced(kernel_type: type) -> Iterator[None]:
 
 @contextmanager
 def native_path(custom: Any = op.Call.op, **device: Any) -> Iterator[Any]:
-    """Run a custom op as on a GPU, on an emulated one: torch reports CUDA, its streams and its graphs.
+    """Run a custom op as on a GPU, on an emulated one. Torch reports CUDA, its streams and its graphs.
 
     The op is called without torch's dispatcher, so that a graph that is being captured sees every torch call inside it
     and refuses those that it would not repeat. Kernels must be warm, as on a GPU.

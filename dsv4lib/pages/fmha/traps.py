@@ -1,4 +1,4 @@
-"""The traps that cost days on attention kernels: how each looks, what catches it, where that is shown and tested.
+"""List traps that cost days on attention kernels. How each looks, what catches it, where that is shown and tested.
 
 A trap is shown in the notebook of its stage, injected where code can; a test checks that every
 fault, gate and test named here exists.

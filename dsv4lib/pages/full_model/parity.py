@@ -1,4 +1,4 @@
-"""Compare the whole model on ops with transformers: error of logits, over that of transformers run in bf16.
+"""Compare the whole model on ops with transformers. By error of logits, over that of transformers run in bf16.
 
 `python -m dsv4lib.pages.full_model.parity` measures the rows of data/model/parity.csv anew and rewrites their table in
 README.md; `--only CASE` some of them.
@@ -54,7 +54,7 @@ FIRST = {"flash": (0, 0), "pro": (128, 128)}  # released schedules: what the fir
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a schedule, and how so many sequences of so many tokens reach the model.
+    """One comparison. It has a schedule, and how so many sequences of so many tokens reach the model.
 
     Attributes:
         schedule: "flash" or "pro". sequences: at a time, each at a place of its own.
@@ -116,7 +116,10 @@ class Row:
 
 
 def config_of(kind: str) -> ModelConfig:
-    """Four layers of a schedule, a head of the released 512, window and rates; the first layer selects by token id."""
+    """Configure four layers of a schedule.
+
+    A head of the released 512, window and rates; the first selects by token id.
+    """
     if kind not in FIRST:
         raise ArgumentError("schedule", kind, "one of " + ", ".join(FIRST))
     return replace(
@@ -155,7 +158,7 @@ class Pair:
 
 
 def pair_of(kind: str, folder: Path, seed: int = 1) -> Pair:
-    """Draw weights, write them as a checkpoint, and give transformers what the checkpoint holds."""
+    """Draw weights and write them as a checkpoint. Transformers gets what the checkpoint holds."""
     config = config_of(kind)
     model = transformers_parity.build_model(config, torch.Generator().manual_seed(seed))
     peer = transformers_parity.Peer(kind, seed, config, model, torch.zeros(1, 1, dtype=torch.int64))
@@ -291,13 +294,13 @@ def greedy(pair: Pair, prompt: list[int], count: int) -> tuple[list[int], list[i
 
 
 def oracle_of(pair: Pair) -> Any:
-    """Our reference model in fp32 with transformers' weights, and caches that round nothing."""
+    """Return our reference model in fp32 with transformers' weights. Its caches round nothing."""
     peer = transformers_parity.Peer("", 1, pair.listed.config, pair.peer, torch.zeros(1, 1, dtype=torch.int64))
     return transformers_parity.reference_of(peer)
 
 
 def readme(rows: Sequence[Row]) -> str:
-    """Show the rows by schedule as a Markdown table: the worst case of each prompt's length."""
+    """Show the rows by schedule as a Markdown table. It has the worst case of each prompt's length."""
     lines = ["| logits against transformers 5.23 | tokens judged | error over bf16's, median | rms | bound |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
     for kind in FIRST:

@@ -1,4 +1,4 @@
-"""Run the trained nano model on the kernels beside its oracle, layer by layer; for notebook and stage `full_model`.
+"""Run the trained nano model on the kernels beside its oracle. Layer by layer, for notebook and stage `full_model`.
 
 The oracle computes in fp32 and rounds what the caches store to their formats, as the kernels do. An injected fault is a
 change of the model on kernels: what it does is in the docstring of its function.
@@ -65,7 +65,7 @@ def listed() -> Listed:
 
 
 def text(count: int) -> torch.Tensor:
-    """The first bytes of the held-out speeches as tokens, BOS first: int64 [count + 1]."""
+    """Return the first bytes of the held-out speeches as tokens, BOS first. int64 [count + 1]."""
     data = (folder() / "heldout.txt").read_bytes()[:count]
     return torch.tensor([BOS, *data])
 
@@ -172,7 +172,7 @@ def run(found: Listed, count: int, backend: str, fault: str = "none") -> Run:
 
 @torch.no_grad()
 def chunk_differences(found: Listed, sizes: list[int], backend: str, fault: str = "none") -> int:
-    """Count logits that differ in a bit when the first bytes come in chunks instead of one."""
+    """Count logits that differ in a bit when the first bytes come in chunks. Instead of one chunk."""
     tokens, results = text(sum(sizes))[: sum(sizes)].tolist(), []
     for chunks in ([sum(sizes)], sizes):
         made, start, parts = model(found, backend, fault=fault), 0, []
@@ -184,7 +184,7 @@ def chunk_differences(found: Listed, sizes: list[int], backend: str, fault: str 
 
 
 class Continued(NamedTuple):
-    """A text that the model wrote: ``sequence``, the prompt's tokens and its own; drafts made, drafts accepted."""
+    """A text that the model wrote. ``sequence``: the prompt's tokens and its own. Also drafts made, drafts accepted."""
 
     sequence: list[int]
     drafted: int
@@ -217,7 +217,7 @@ def _rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def layer_errors(one: Run) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute relative errors after each layer: (of the streams, of the differences between the four)."""
+    """Compute relative errors after each layer. Returns (of the streams, of the differences between the four)."""
     apart, want_apart = (x - x.mean(2, keepdim=True) for x in (one.streams, one.wanted_streams))
     whole = _rms(one.streams - one.wanted_streams) / _rms(one.wanted_streams)
     return whole, _rms(apart - want_apart) / _rms(want_apart)
@@ -235,7 +235,9 @@ def divergence(one: Run) -> float:
 
 
 def cache_bytes(found: Listed, length: int) -> list[tuple[str, str, int, int, int]]:
-    """Rows (layer, kind, bytes of window, of entries and keys, of compressor states) of one request, from its pages.
+    """Return the cache's rows of one request, from its pages.
+
+    (layer, kind, bytes of window, of entries and keys, of states).
 
     ``length``: tokens that it has cached, without drafts.
     """

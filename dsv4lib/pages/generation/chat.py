@@ -1,4 +1,4 @@
-"""Talk with a checkpoint in the terminal: one scheduler for all turns, so that each finds the ones before it cached."""
+"""Talk with a checkpoint in the terminal. One scheduler for all turns, so that each finds the ones before it cached."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Interrupts:
 
 
 def command(options: Options, wish: ChatWish, console: Console) -> None:
-    """Read messages from stdin, a line each, and write the replies to stdout; everything else goes to ``console``.
+    """Read messages from stdin, a line each, and write the replies to stdout. Everything else goes to ``console``.
 
     Ctrl-C ends a reply after the step under way; at the prompt it ends the chat.
 

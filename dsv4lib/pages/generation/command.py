@@ -1,4 +1,4 @@
-"""Continue a text with a checkpoint on a back end: streamed text, its rate, and which kernels ran."""
+"""Continue a text with a checkpoint on a back end. Streamed text, its rate, and which kernels ran."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
 
 def command(text: str, options: Options, console: Console) -> None:
-    """Print ``text`` and its continuation to stdout as it comes; everything else goes to ``console``.
+    """Print ``text`` and its continuation to stdout as it comes. Everything else goes to ``console``.
 
     Raises:
         CheckpointError: no checkpoint there, or one that cannot be read.
@@ -78,7 +78,7 @@ def _prompt(text: str, tokens: int, listed: Listed, tokenizer: Tokenizer) -> lis
 
 
 def estimate(steps: list[Drawn], tokens: int) -> str:
-    """Say how long the rest will take on a CPU, from the decode steps so far but the first, which is not warm."""
+    """Say how long the rest takes on a CPU. From the decode steps so far but the first, which is not warm."""
     first, last, count = steps[2], steps[-1], len(steps) - 3
     a_step = (last.seconds - first.seconds) / count
     drawn = (last.tokens - steps[1].tokens) / (count + 1)  # of all decode steps: this has no need to be warm

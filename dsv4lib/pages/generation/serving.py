@@ -1,4 +1,4 @@
-"""Make a scheduler of one request at a time from a checkpoint, after its options and the memory were checked."""
+"""Make a scheduler of one request at a time from a checkpoint. Its options and the memory are checked before."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def capacity(listed: Listed, positions: int) -> int:
 
 
 def require_memory(listed: Listed, positions: int, options: Options, backend: str) -> None:
-    """Compare what weights and caches take with what is free, before either is allocated.
+    """Compare what weights and caches take with what is free. That is before either is allocated.
 
     Raises:
         NotEnoughMemory: with the bytes of both.
@@ -102,7 +102,7 @@ def require_memory(listed: Listed, positions: int, options: Options, backend: st
 
 
 def scheduler(listed: Listed, positions: int, options: Options, backend: str, console: Console) -> Scheduler:
-    """Read a checkpoint, with a line of progress on a terminal, and serve it on a pool for one request.
+    """Read a checkpoint and serve it on a pool for one request. A terminal gets a line of progress.
 
     Raises:
         NotEnoughMemory: weights and caches do not fit. CheckpointError: values that cannot be.
@@ -118,7 +118,7 @@ def scheduler(listed: Listed, positions: int, options: Options, backend: str, co
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, ctrl-C ends the command with its own exit code, after what is on the terminal was put in order."""
+    """Let ctrl-C inside end the command with its own exit code. First what is on the terminal is put in order."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Figures, tables and checks of the page on what an H200 measured: from committed rows, and one kernel run here."""
+"""Show what an H200 measured. From committed rows, and one kernel run here."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dsv4lib.formats import fp8_block
 from dsv4lib.ops.common import compile_cache
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
+from dsv4lib.ops.inv_rope_quant.op import Call
 from dsv4lib.pages.hopper import ops_table
 from dsv4lib.reference import rope
 from dsv4lib.viz.dumbbells import Case, dumbbells
@@ -48,7 +49,7 @@ def recorded(fault: str = "none") -> list[Result]:
 
 
 def impossible(rows: Sequence[Result]) -> list[tuple[str, str, str]]:
-    """(op, shape, provider) of every time that is shorter than the row's bytes take: the bytes are miscounted."""
+    """List (op, shape, provider) of every time shorter than the row's bytes take. The bytes are miscounted."""
     return [
         (row.op, row.shape, provider.provider)
         for row in rows
@@ -112,7 +113,7 @@ def _case(row: Result) -> Case:
 
 
 def missed(rows: Sequence[Result]) -> None:
-    """Show the rows that miss their goal: by how much, what bounds them, what was tried."""
+    """Show the rows that miss their goal. By how much, what bounds them, what was tried."""
     notes = ops_table.notes()
     lines = [
         (r.op, r.shape, f"{r.ours_us:.1f}" if r.ours_us else "", r.promise, f"{r.ratio:.2f}" if r.ratio else "", *note)
@@ -131,7 +132,7 @@ def counted(fault: str = "none") -> dict[tuple[str, str], Counted]:
 
 
 def excess(rows: Sequence[Result], found: dict[tuple[str, str], Counted]) -> dict[tuple[str, str], float]:
-    """Return HBM bytes that were counted over the least that the row needs, of rows of at least `LARGE` bytes."""
+    """Return counted HBM bytes over the least that the row needs. Of rows of at least `LARGE` bytes."""
     return {
         key: (one.hbm_read + one.hbm_write) / row.bytes
         for row in rows
@@ -165,7 +166,7 @@ def live(only: str = "inv_rope_quant", shape: str = "Flash T 128") -> str:
 
 
 def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple[int, int, int]:
-    """Run one kernel, inverse RoPE with FP8 quantisation, compiled for Blackwell and for Hopper, in the emulator.
+    """Run one kernel, inverse RoPE with FP8 quantisation, in the emulator. Compiled for Blackwell and for Hopper.
 
     Args:
         tokens, heads: of the attention output. seed: of its values.
@@ -186,7 +187,8 @@ def one_source(tokens: int, heads: int, seed: int, fault: str = "none") -> tuple
         kernel, code = compile_cache.default().get(InvRopeQuant, {"gathered": False}, fake_args, arch)
         codes, exponents = (torch.full((tokens, heads, n), 255, dtype=torch.uint8) for n in (512, 4))
         gpu = make(arch, checks="race")
-        launch(code, *launch_args(kernel, o, None, table, codes, exponents), gpu=gpu)
+        call = Call(o, None, table, (codes, exponents), kernel.layout, "emulator")
+        launch(code, *launch_args(kernel, call), gpu=gpu)
         hazards += len(gpu.hazards)
         found.append((codes, exponents))
     between = sum(int((a != b).sum()) for a, b in zip(*found, strict=True))

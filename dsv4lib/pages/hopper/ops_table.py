@@ -1,4 +1,4 @@
-"""Write the bench of ops as a table and a figure, from the committed measurements: no GPU is needed.
+"""Write the bench of ops as a table and a figure, from the committed measurements. No GPU is needed.
 
 `python -m dsv4lib.pages.hopper.ops_table` rewrites the table in data/bench/ops.md, its extract in README.md, and
 data/figures/ops.png. `./dsv4 bench ops --record data/bench/ops` measures anew. data/bench/ops_notes.csv is written by
@@ -186,7 +186,7 @@ def markdown(folder: Path = results.FOLDER, noted: Path = NOTES) -> str:
 
 
 def counted(folder: Path = results.FOLDER) -> str:
-    """Return what the GPU's counters say of the recorded rows that promised something, with the runs they are from."""
+    """Return what the GPU's counters say of recorded rows that promised something. With the runs they are from."""
     rows, found = results.load(folder), counters.load(folder)
     promised = {(row.op, row.shape): row for row in rows if row.promise}
     shown = [one for key, one in found.items() if key[:2] in promised]
@@ -206,7 +206,10 @@ def _counted(one: Counted, row: Result) -> tuple[str, ...]:
 
 
 def extract(folder: Path = results.FOLDER) -> str:
-    """The rows of `EXTRACT`, and how many of all that promised something reached it, by cold and by graph times."""
+    """Return the rows of `EXTRACT`.
+
+    Also how many of all that promised something reached it, by cold and by graph times.
+    """
     rows = {(row.op, row.shape): row for row in results.load(folder)}
     lines = [
         "| op | shape | ours us | best other | its us | ratio | ratio in a graph | goal |",
@@ -227,7 +230,7 @@ def extract(folder: Path = results.FOLDER) -> str:
 
 
 def figure(folder: Path = results.FOLDER) -> Figure:
-    """Draw floor, ours and the best peer of the recorded rows, a panel an op; without those of `UNDRAWN`."""
+    """Draw floor, ours and the best peer of the recorded rows, a panel an op. Those of `UNDRAWN` are left out."""
     rows = [row for row in results.load(folder) if not row.op.startswith(UNDRAWN)]
     panels = {op: [_case(row) for row in group] for op, group in groupby(rows, key=lambda row: row.op)}
     return dumbbells(panels, "Cold L2, one GPU, one process")

@@ -1,4 +1,4 @@
-"""Write the recorded decode step into README.md: ms by class and batch, ours beside the floor, and whole.
+"""Write the recorded decode step into README.md. ms by class and batch, ours beside the floor, and whole.
 
 No GPU is needed.
 
@@ -41,7 +41,7 @@ def load(folder: Path = FOLDER) -> list[dict[str, str]]:
 
 
 def milliseconds(rows: Sequence[dict[str, str]]) -> str:
-    """Sum up lines to ms a step, "ours / floor": what was not timed is in neither and is counted."""
+    """Sum up lines to ms a step, "ours / floor". What was not timed is in neither and is counted."""
     timed = [row for row in rows if row["ours"] == TIMED]
     ours = sum(float(row["ours_us"]) * int(row["ours_count"]) for row in timed) / 1e3
     floor = sum(float(row["floor_us"]) * int(row["count"]) for row in timed) / 1e3
@@ -63,7 +63,7 @@ def in_one_graph(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def table(rows: Sequence[dict[str, str]], steps: Sequence[dict[str, str]]) -> str:
-    """Make the table: a row a class, a column a batch; last the steps that were captured whole."""
+    """Make the table: a row a class, a column a batch. Last the steps that were captured whole."""
     cells = []
     for name in (*CLASSES, "sum"):
         own = [row for row in rows if name in (row["class"], "sum")]

@@ -1,4 +1,4 @@
-"""Figures and tables of the page on the lightning indexer, from runs of `run_case`."""
+"""Draw figures and tables of the page on the lightning indexer. They are of runs of `run_case`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def flow() -> Figure:
 
 
 def rotation(one: Step) -> Figure:
-    """Draw FP4's error of queries and keys in each block of 32 dims, with and without the rotation."""
+    """Draw FP4's error of queries and keys in each block of 32 dims. With and without the rotation."""
     rows, lines = [], []
     for name, x in (("queries", run_case.turned(one)), ("keys", one.keys.double())):
         for rotate in (False, True):
@@ -84,7 +84,7 @@ def sides(one: Step, k: int, backend: str) -> None:
 
 
 def code_error(one: Step, found: Mapping[str, IndexerQueries]) -> Figure:
-    """Draw the error of the last query's heads, dim by dim, relative to the head's largest value."""
+    """Draw the error of the last query's heads, dim by dim. It is relative to the head's largest value."""
     want = hadamard.transform(run_case.turned(one))
     largest, maps = want.abs().amax(-1, keepdim=True), {}
     for variant, queries in found.items():
@@ -96,7 +96,7 @@ def code_error(one: Step, found: Mapping[str, IndexerQueries]) -> Figure:
 
 
 def score_lines(exact: torch.Tensor, coded: Mapping[str, torch.Tensor], k: int) -> Figure:
-    """Draw the scores of the last query over its entries, in the order of the exact ones."""
+    """Draw the scores of the last query over its entries. They are in the order of the exact ones."""
     order = exact[-1].argsort(descending=True)
     # The last is drawn on top: the exact one, which is a line without noise.
     lines = {name: score[-1][order] for name, score in coded.items()} | {"nothing rounded": exact[-1][order]}
@@ -118,7 +118,7 @@ def pick_map(one: Step, found: torch.Tensor, right: torch.Tensor) -> Figure:
 
 
 def counted(score: torch.Tensor, k: int, bins: int = 1024) -> Figure:
-    """Draw the histogram of a row of scores as the kernel counts it, around the bin of its k-th best."""
+    """Draw the histogram of a row of scores as the kernel counts it. It is around the bin of its k-th best."""
     place = run_case.bins_of(score, bins)
     counts = torch.bincount(place, minlength=bins)
     bound = int((counts.cumsum(0) < k).sum())

@@ -1,4 +1,4 @@
-"""The lightning indexer of a CSA layer: inputs, runs of its ops, and what speaks against them; for notebook and stage.
+"""Run the ops of a CSA layer's indexer, for notebook and stage. Inputs, runs, and what speaks against them.
 
 Queries, keys, scores and picks go through the kernels (`indexer_q`, `quantize_indexer_keys`, `indexer_logits`,
 `topk`). An injected fault is a class of one of the `faults` modules in place of its kernel, or keys that were stored
@@ -45,7 +45,7 @@ HARD, HARD_K = 2000, 75  # scores of a hard row, and how many are picked
 
 
 class Kernels(NamedTuple):
-    """The kernels of this page, and whether keys are rotated as queries are (`rotate_keys`).
+    """The kernels of this page. `rotate_keys`: keys are rotated as queries are.
 
     One for picks is that of a CTA a row or of a cluster; the other one is the right one then.
     """
@@ -90,12 +90,12 @@ class Step(NamedTuple):
 
     @property
     def visible(self) -> torch.Tensor:
-        """Return int64 ``[T]``: entries whose four tokens are all there, up to the query's own."""
+        """Count entries whose four tokens are all there, up to the query's own. int64 ``[T]``."""
         return (self.positions + 1) // RATE
 
 
 def step(entries: int, k: int, seed: int) -> Step:
-    """Return a request of 4 ``entries`` tokens: its first queries, those around k entries, and its last ones."""
+    """Return a request of 4 ``entries`` tokens. Its first queries, those around k entries, and its last ones."""
     generator = torch.Generator().manual_seed(seed)
     loud = torch.ones(DIM)
     loud[list(OUTLIERS)] = LOUD
@@ -160,7 +160,7 @@ def stored_keys(one: Step, backend: str, rotate: bool = True) -> Stored:
 
 
 def block_error(x: torch.Tensor, rotate: bool) -> torch.Tensor:
-    """Root mean square error of FP4 over that of x, of each block of 32 dims: ``[..., 128]`` -> ``[4]``."""
+    """Return FP4's root mean square error over that of x, of each block of 32 dims. ``[..., 128]`` -> ``[4]``."""
     wide = hadamard.transform(x) if rotate else x
     error = mxfp4.dequantize(mxfp4.quantize(wide), torch.float64) - wide
     size = wide.unflatten(-1, (-1, BLOCK)).square().mean((*range(x.dim() - 1), -1))
@@ -186,12 +186,15 @@ def exact_scores(one: Step) -> torch.Tensor:
 
 
 def score_error(found: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the root mean square difference of scores over the spread of the right ones, a query; the worst query."""
+    """Return the worst query's root mean square difference of scores. It is over the spread of the right ones."""
     return float(((found - want).square().mean(-1).sqrt() / want.std(-1)).max())
 
 
 def folded_error(one: Step, found: IndexerQueries, keys: torch.Tensor) -> float:
-    """FP8's scores by codes and folded weights, against those by values and plain weights; relative to the largest."""
+    """Return the error of FP8's scores by codes and folded weights.
+
+    Against values and plain weights, relative to the largest.
+    """
     cos, sin = one.table[one.positions][:, None].chunk(2, -1)
     stored = indexer.rotated(one.q.float(), cos, sin, hadamard.transform, torch.bfloat16)
     largest = stored.double().abs().amax(-1)
@@ -292,12 +295,12 @@ def _kernel_of(variant: str, kernel: type = TopK) -> type:
 
 
 def hard_picks(variant: str, rows: torch.Tensor, kernel: type = TopK, arch: str = ARCH) -> tuple[torch.Tensor, int]:
-    """Return (int32 picks of a variant of the kernel in the emulator, wherever this page runs; hazards)."""
+    """Return (int32 picks of a variant of the kernel, hazards). It runs in the emulator, wherever this page runs."""
     fake = pick_arguments.fake_args
     made, code = compile_cache.default().get(_kernel_of(variant, kernel), dict(VARIANTS[variant]), fake, arch)
     gpu, found = make(arch, checks="race"), torch.full((len(rows), HARD_K), -7, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
-    launch(code, *pick_arguments.launch_args(made, rows, lengths, found), gpu=gpu)
+    launch(code, *pick_arguments.launch_args(made, _pick(rows, lengths, found)), gpu=gpu)
     return found, len(gpu.hazards)
 
 
@@ -319,7 +322,10 @@ def wrong_in(table: Mapping[str, Mapping[str, int]]) -> int:
 
 
 def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
-    """Return int64: the bin of each score, 0 the best: 5 bits of exponent and some of the mantissa, for either sign."""
+    """Return int64: the bin of each score, 0 the best.
+
+    It has 5 bits of exponent and some of the mantissa, for either sign.
+    """
     half, bits = bins // 2, (score.float() + 0.0).view(torch.int32).long()  # the sum makes 0 of -0
     mantissa = half.bit_length() - 1 - 5
     magnitude = ((bits & 0x7FFFFFFF) >> 23 - mantissa) - (127 - 16 << mantissa)
@@ -331,7 +337,7 @@ def bins_of(score: torch.Tensor, bins: int = 1024) -> torch.Tensor:
 
 
 def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> dict[str, float]:
-    """Judge every check of the page: what does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
+    """Judge every check of the page. What does not belong to a fault is 0, or at most as `figures.ALLOWED` has it."""
     one = step(entries, k, seed)
     found, hazards = {}, 0
     for variant in ("fp4", "fp8"):
@@ -365,13 +371,10 @@ def judged(kernels: Kernels, entries: int, k: int, seed: int, backend: str) -> d
 def _asked_queries(one: Step, variant: str) -> Traffic:
     tokens, fp4 = len(one.q), variant == "fp4"
     settings = {"variant": variant, **query_op.shape_of(tokens, HEADS, fp4, True)}
-    codes = torch.empty(tokens, HEADS, DIM // (2 if fp4 else 1), dtype=torch.uint8)
-    scales = torch.empty(tokens, HEADS, DIM // BLOCK, dtype=torch.uint8) if fp4 else None
-    out = torch.empty(tokens, HEADS)
-    given = one.q, one.weights, one.positions, one.table, codes, scales, out
+    call = _query(one, variant)
     fake, args = query_arguments.fake_args, query_arguments.launch_args
-    requested = injected.sectors(ARCH, IndexerQ, settings, fake, args, *given)
-    head = 2 * DIM + 2 + codes.shape[-1] + (DIM // BLOCK if fp4 else 0) + 4
+    requested = injected.sectors(ARCH, IndexerQ, settings, fake, args, call)
+    head = 2 * DIM + 2 + call.out.codes.shape[-1] + (DIM // BLOCK if fp4 else 0) + 4
     return Traffic(tokens * (HEADS * head + 8 + 4 * one.table.shape[1]), requested * SECTOR, tokens * HEADS)
 
 
@@ -379,12 +382,16 @@ def _requested_picks(variant: str, rows: torch.Tensor, kernel: type) -> Traffic:
     found = torch.empty(len(rows), HARD_K, dtype=torch.int32)
     lengths = torch.full((len(rows),), rows.shape[1], dtype=torch.int32)
     fake, args = pick_arguments.fake_args, pick_arguments.launch_args
-    requested = injected.sectors(ARCH, _kernel_of(variant, kernel), VARIANTS[variant], fake, args, rows, lengths, found)
+    call = _pick(rows, lengths, found)
+    requested = injected.sectors(ARCH, _kernel_of(variant, kernel), VARIANTS[variant], fake, args, call)
     return Traffic(4 * (rows.numel() + len(rows) * (HARD_K + 1)), requested * SECTOR, rows.numel())
 
 
 def traffic(one: Step, seed: int, kernel: type = TopK) -> tuple[dict[str, Traffic], dict[str, Traffic]]:
-    """Bytes of launches, counted in sectors by the emulator: (of queries, of picks from four such rows a variant)."""
+    """Return bytes of launches, counted in sectors by the emulator: (queries, picks).
+
+    Picks: of four such rows a variant.
+    """
     rows = hard_rows(seed)["normal"].expand(4, -1).contiguous()
     coded = {f"queries, {variant}": _asked_queries(one, variant) for variant in ("fp4", "fp8")}
     return coded, {f"picks, {variant}": _requested_picks(variant, rows, kernel) for variant in VARIANTS}
@@ -403,15 +410,27 @@ def arch_bytes(one: Step, seed: int, hopper: Kernels = RIGHT) -> int:
     return sum(int((a != b).sum()) for a, b in zip(*results, strict=True))
 
 
+def _query(one: Step, variant: str) -> query_op.Call:
+    """Make a call on the queries of a step."""
+    tokens, fp4 = len(one.q), variant == "fp4"
+    out = IndexerQueries(
+        torch.empty(tokens, HEADS, DIM // (2 if fp4 else 1), dtype=torch.uint8),
+        torch.empty(tokens, HEADS, DIM // BLOCK, dtype=torch.uint8) if fp4 else None,
+        torch.empty(tokens, HEADS),
+    )
+    return query_op.Call(one.q, one.weights, one.positions, one.table, out, variant, True, "emulator")
+
+
+def _pick(rows: torch.Tensor, lengths: torch.Tensor, found: torch.Tensor) -> pick_op.Call:
+    """Make a call that picks from rows of scores."""
+    return pick_op.Call(rows, lengths, found, None, None, 0, False, "emulator")
+
+
 def _coded(arch: str, one: Step, variant: str, kernel: type) -> list[torch.Tensor]:
     """Codes and weights of a kernel compiled for ``arch``; FP4 by cvt where the architecture has one."""
-    fp4 = variant == "fp4"
     settings = {"variant": variant, "fp4_conversion": query_op.has_fp4_conversion(arch)}
     made, code = compile_cache.default().get(kernel, settings, query_arguments.fake_args, arch)
-    shape = len(one.q), HEADS
-    codes = torch.empty(*shape, DIM // (2 if fp4 else 1), dtype=torch.uint8)
-    scales = torch.empty(*shape, DIM // BLOCK, dtype=torch.uint8) if fp4 else None
-    out = torch.empty(shape)
-    given = one.q, one.weights, one.positions, one.table, codes, scales, out
-    launch(code, *query_arguments.launch_args(made, *given), gpu=make(arch))
-    return [codes, out, *([scales] if fp4 else [])]
+    call = _query(one, variant)
+    launch(code, *query_arguments.launch_args(made, call), gpu=make(arch))
+    codes, scales, weights = call.out
+    return [codes, weights, *([] if scales is None else [scales])]

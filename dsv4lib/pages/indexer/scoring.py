@@ -1,4 +1,4 @@
-"""Score pages of stored keys by `dsv4::indexer_logits` and judge the result, for the notebook of the indexer."""
+"""Score pages of stored keys by `dsv4::indexer_logits` and judge the result. For the notebook of the indexer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures and tables of the page on the experts' GEMMs: from a configuration, a trace, or the static model."""
+"""Draw figures and tables of the page on the experts' GEMMs. From a configuration, a trace, or the static model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FAULT_SHAPES = {
 
 
 def routed(model: str, tokens: Sequence[int], seed: int = 0, skew: float = 0.0) -> dict[int, torch.Tensor]:
-    """Tokens of each expert, int64 [E], for batches of so many random tokens: T -> counts.
+    """Count tokens of each expert, int64 [E], for batches of so many random tokens. T -> counts.
 
     Args:
         model: "Flash" or "Pro". skew: size of a component that all tokens share, beside their own: it makes some
@@ -81,7 +81,7 @@ def load_table(model: str, found: Mapping[int, torch.Tensor]) -> float:
 
 
 def load_histogram(found: Mapping[int, torch.Tensor], title: str) -> Figure:
-    """Draw how many experts have how many tokens, a panel a batch, beside what equal chances would give."""
+    """Draw how many experts have how many tokens, a panel a batch. Beside it what equal chances would give."""
     panels = {}
     for tokens, counts in found.items():
         mean = moe.TOP * tokens / len(counts)
@@ -112,7 +112,7 @@ def columns(kernel: MoeGemm) -> list[tuple[str, int, int]]:
 
 
 def tile_picture(kernel: MoeGemm) -> Figure:
-    """Draw the product of a K step, and the memories, with the stages of each ring as one."""
+    """Draw the product of a K step, and the memories. The stages of each ring are one."""
     product = Part("W", config.TILE_M, kernel.step_k, "SMEM"), Part("X^T", kernel.step_k, kernel.tile_n, "SMEM")
     sizes: dict[str, int] = {}
     for name, size in kernel.buffers():
@@ -124,14 +124,17 @@ def tile_picture(kernel: MoeGemm) -> Figure:
 
 
 def scale_block() -> Figure:
-    """Draw the byte of each scale in a block of 128 rows x 4, as the GEMM reads it from global memory."""
+    """Draw the byte of each scale in a block of 128 rows x 4. It is as the GEMM reads it from global memory."""
     offsets = [[scale_swizzle.byte_offset(row, col, 4) for col in range(4)] for row in range(128)]
     title = "a block of scales: byte of (row, scale); rows 32 apart are neighbours"
     return viz.layout.grid(np.array(offsets), title, ("row", "scale of the row"), what="byte")
 
 
 def scales_in_tmem(trace: Trace, kernel: MoeGemm) -> Figure:
-    """Draw the row whose scales each cell of the first copied block holds: its 16-byte chunks as the trace has them."""
+    """Draw the row whose scales each cell of the first copied block holds.
+
+    Also its 16-byte chunks as the trace has them.
+    """
     row = int(np.nonzero(trace.tmem["what"] == "cp")[0][0])
     copy = trace.tmem[row]
     source = int(np.nonzero((trace.smem["op"] == copy["op"]) & ~trace.smem["write"])[0][0])
@@ -158,7 +161,7 @@ def budget(kernel: MoeGemm, compiled: Any) -> None:
 
 
 def loaded_tiles(trace: Trace, made: Case, kernel: MoeGemm) -> dict[int, list[moe.Tile]]:
-    """The tiles of each CTA in the order in which it loads them, from the boxes of its first K steps; rows are 0."""
+    """Return the tiles of each CTA in the order of loads. From the boxes of its first K steps; rows are 0."""
     found: dict[int, list[moe.Tile]] = {}
     address = {t.address: i for i, t in enumerate(trace.tensors)}
     w, x = address[made.call.w.data_ptr()], address[made.call.x.data_ptr()]
@@ -190,7 +193,7 @@ def schedule_mismatches(trace: Trace, made: Case, kernel: MoeGemm, grid: int, ti
 
 
 def schedule_timeline(trace: Trace, made: Case, kernel: MoeGemm) -> Figure:
-    """Draw whose tile each CTA multiplies, over time: from the first MMA of a tile to its last."""
+    """Draw whose tile each CTA multiplies, over time. It goes from the first MMA of a tile to its last."""
     tracks = []
     for cta, order in loaded_tiles(trace, made, kernel).items():
         born = trace.life(cta)[0]
@@ -207,7 +210,7 @@ def schedule_timeline(trace: Trace, made: Case, kernel: MoeGemm) -> Figure:
 
 
 def hidden(kernel: MoeGemm, made: Case) -> torch.Tensor:
-    """Return what the NVFP4 output of the first GEMM stands for, fp64, rows with a token."""
+    """Return what the NVFP4 output of the first GEMM stands for. fp64, rows with a token."""
     call, out = made.call, []
     scales = scale_swizzle.unswizzle(call.out_scales, len(made.x), made.w.shape[1] // 2 // nvfp4.BLOCK)
     values = e2m1.decode(e2m1.unpack(call.out), torch.float64)
@@ -231,7 +234,7 @@ def swiglu_curves(limit: float) -> Figure:
 def modes(
     counts: list[int], features: int, k: int, seed: int, backend: str, mode_type: type = MoeGemm
 ) -> dict[str, tuple[Outcome, Case, float]]:
-    """Run every precision mode on the same tokens and weights: mode -> (outcome, its case, error of the format)."""
+    """Run every precision mode on the same tokens and weights. mode -> (outcome, its case, error of the format)."""
     out = {}
     for mode in FORMS:
         settings, made, exact = mode_case(mode, counts, features, k, seed)
@@ -254,7 +257,7 @@ def modes_table(done: Mapping[str, tuple[Outcome, Case, float]]) -> None:
 
 
 def mode_errors(done: Mapping[str, tuple[Outcome, Case, float]]) -> Figure:
-    """Draw errors of the largest group against fp64 of the same operands, in units of each row's size, mode by mode."""
+    """Draw errors of the largest group against fp64 of the same operands. Mode by mode, in units of each row's size."""
     maps = {}
     for name, (outcome, made, _) in done.items():
         counts = made.call.counts
@@ -272,7 +275,7 @@ def output_bytes(made: Case) -> bytes:
 
 
 def schedules(run: Callable[[str], Outcome], made: Case) -> tuple[list[Outcome], int]:
-    """Run under every schedule of the emulator and show the results: (outcomes, outputs that differ from the first)."""
+    """Run under every schedule of the emulator. Shows and returns (outcomes, outputs that differ from the first)."""
     runs, outputs = [], []
     for name in SCHEDULES:
         runs.append(run(name))
@@ -305,7 +308,7 @@ def show_faults(names: Sequence[str], sound: bool = False) -> int:
 
 
 def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted]:
-    """Show what K steps and tiles of configurations cost, counted in traces: name -> counts."""
+    """Show what K steps and tiles of configurations cost, counted in traces. name -> counts."""
     found = {name: moe.counted(**options) for name, options in configurations.items()}
     table = []
     for name, c in found.items():
@@ -322,7 +325,7 @@ def costs(configurations: Mapping[str, dict[str, Any]]) -> dict[str, moe.Counted
 
 
 def bytes_off(found: Mapping[str, moe.Counted], configurations: Mapping[str, dict[str, Any]]) -> int:
-    """Return the bytes by which what TMA loads for K steps of full tiles differs from what the configurations say."""
+    """Return how many bytes TMA's loads differ from what the configurations say. For K steps of full tiles."""
     off = 0.0
     for name, options in configurations.items():
         kernel = MoeGemm(**options)
@@ -333,7 +336,7 @@ def bytes_off(found: Mapping[str, moe.Counted], configurations: Mapping[str, dic
 
 
 def cost_bars(found: Mapping[str, moe.Counted], gpu: Any) -> Figure:
-    """Draw the clocks that resources of an SM need for a K step, of 16 tokens and of a full tile."""
+    """Draw the clocks that resources of an SM need for a K step. Of 16 tokens and of a full tile."""
     names = [f"{name}, {rows} tokens" for name, c in found.items() for rows in (16, c.tile_n)]
     needs = [moe.resources(c.step_of(rows), gpu) for c in found.values() for rows in (16, c.tile_n)]
     whats = "tensor core", "SMEM", "TMA in", "L2"

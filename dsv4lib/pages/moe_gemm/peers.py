@@ -1,4 +1,4 @@
-"""Block-scaled GEMMs of others, and ours, as a table and a figure: from the committed measurements.
+"""Show block-scaled GEMMs of others, and ours, as a table and a figure. From the committed measurements.
 
 `python -m dsv4lib.pages.moe_gemm.peers` rewrites the tables in data/bench/moe_peers.md and data/figures/moe_peers.png.
 `./dsv4 bench peers moe` measures anew.
@@ -66,7 +66,7 @@ def cells(rows: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def markdown(rows: list[dict[str, Any]] | None = None) -> str:
-    """Return the committed table (or ``rows``), what did not run and why, and the source."""
+    """Return the committed table (or ``rows``) and its source. Also what did not run and why."""
     rows = moe_peers.load() if rows is None else rows
     refused = [row for row in rows if row["reason"]]
     lines = ["Not in the table:", ""]
@@ -95,7 +95,7 @@ def figure(rows: list[dict[str, Any]] | None = None) -> Figure:
 
 
 def command(record: Path | None, only: list[str]) -> int:
-    """Run `dsv4 bench peers moe` and return its exit code (1: ours is missing, or slower for no known reason).
+    """Run `dsv4 bench peers moe` and return its exit code. 1: ours is missing, or slower for no known reason.
 
     Args:
         record: the table to update. only: names of kernels, empty: all.

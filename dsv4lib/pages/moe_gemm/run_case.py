@@ -1,4 +1,4 @@
-"""Try an expert GEMM: compile, run in the emulator, compare with fp64, collect all that speaks for or against it.
+"""Try an expert GEMM. Compile, run in the emulator, compare with fp64, collect all that speaks for or against it.
 
 For notebooks, exercises and tests. A kernel that stops with an error is a result, not an exception: the error is kept.
 """
@@ -62,11 +62,11 @@ class Outcome:
 
     @property
     def clean(self) -> bool:
-        """Tell whether it is right, without hazard, and nothing is written where no token is."""
+        """Tell whether it is right, without hazard. Nothing is written where no token is."""
         return self.right and not self.hazards and not self.stray
 
     def findings(self) -> list[tuple[str, str, str]]:
-        """Return (kind, Python line or "", what) of everything that was found, the most specific first."""
+        """Return (kind, Python line or "", what) of everything that was found. The most specific comes first."""
         out = reported(self.hazards)
         if self.error is not None:
             out.append((type(self.error).__name__, where(self.error.place), str(self.error).splitlines()[0]))
@@ -98,7 +98,7 @@ def expected(kernel: MoeGemm, made: Case, dtype: torch.dtype = torch.float64) ->
 
 
 def in_steps(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, step: int) -> torch.Tensor:
-    """Sum x w^T over steps of K in their order, in ``dtype``: what MMAs that round after each would give."""
+    """Sum x w^T over steps of K in their order, in ``dtype``. It is what MMAs that round after each would give."""
     out = torch.zeros(len(x), len(w), dtype=dtype)
     for k in range(0, x.shape[1], step):
         out += x[:, k : k + step].to(dtype) @ w[:, k : k + step].to(dtype).T
@@ -106,7 +106,7 @@ def in_steps(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, step: int) ->
 
 
 def compiled(kernel_type: type, settings: dict[str, Any]) -> tuple[Any, Compiled]:
-    """Compile a kernel for sm_100a, or take it from the compile cache: (kernel object, its code).
+    """Compile a kernel for sm_100a, or take it from the compile cache. Returns (kernel object, its code).
 
     A class whose arguments have no names (``**settings``) has no place there: it is compiled once in a process.
     """
@@ -215,7 +215,7 @@ def _activations(x: torch.Tensor, recipe: str) -> tuple[torch.Tensor, Any, torch
 
 
 def judge(kernel: MoeGemm, made: Case) -> tuple[float, float]:
-    """Return (`Outcome.error_over_fp32`, `Outcome.wrong_codes`) of the output that is in ``made.call``."""
+    """Judge the output that is in ``made.call``. Returns (`Outcome.error_over_fp32`, `Outcome.wrong_codes`)."""
     rows = made.rows()
     truth = expected(kernel, made)[rows]
     if kernel.quantised:
@@ -235,7 +235,7 @@ def judge(kernel: MoeGemm, made: Case) -> tuple[float, float]:
 
 
 def wrong_codes(kernel: MoeGemm, made: Case, truth: torch.Tensor, rows: torch.Tensor) -> float:
-    """Share of codes and scales that differ from what `formats` makes of the fp64 result."""
+    """Return the share of codes and scales that differ. What `formats` makes of the fp64 result is right."""
     call, block = made.call, 16 if kernel.out == "nvfp4" else 32
     scales = scale_swizzle.unswizzle(call.out_scales, len(made.x), truth.shape[1] // block)[rows]
     codes = call.out[rows]

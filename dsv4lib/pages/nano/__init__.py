@@ -1,1 +1,1 @@
-"""Commands around the nano model: train it, and measure what each precision costs it."""
+"""Run commands around the nano model. Train it, and measure what each precision costs it."""

@@ -1,4 +1,4 @@
-"""Show what each precision costs a checkpoint: one line a variant, gates at the end."""
+"""Show what each precision costs a checkpoint. One line a variant, gates at the end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shipped() -> Path:
 
 
 def held_windows(count: int, length: int) -> corpus.Windows:
-    """Return the first ``length`` bytes of ``count`` windows of the held-out text that is shipped."""
+    """Return the first ``length`` bytes of ``count`` windows. They are of the held-out text that is shipped."""
     text = (shipped() / "heldout.txt").read_bytes()
     parts = [text[at : at + length] for at in range(0, len(text), LENGTH)]
     if not 1 <= count <= len(parts):

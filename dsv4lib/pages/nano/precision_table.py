@@ -1,4 +1,4 @@
-"""Write what each precision costs nano into the README: `python -m dsv4lib.pages.nano.precision_table`.
+"""Write what each precision costs nano into the README. `python -m dsv4lib.pages.nano.precision_table`.
 
 `data/nano/precision.csv` has the variants of the reference model, `data/nano/kernels.csv` the modes of the kernels.
 Both are written by `./dsv4 evaluate --table`.

@@ -1,4 +1,4 @@
-"""Run a training of the nano model from the command line: progress while it runs, a checkpoint at the end."""
+"""Run a training of the nano model from the command line. Progress while it runs, a checkpoint at the end."""
 
 from __future__ import annotations
 

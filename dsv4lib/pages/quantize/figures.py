@@ -1,4 +1,4 @@
-"""Figures and tables of the page on 4-bit weights, from formats, samples and the compiler."""
+"""Draw figures and tables of the page on 4-bit weights. From formats, samples and the compiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def code_grids() -> Figure:
 
 
 def product_map() -> Figure:
-    """Draw the relative rounding error of E4M3(c * s), code by mantissa of the block scale, far from underflow."""
+    """Draw the relative rounding error of E4M3(c * s). Code by mantissa of the block scale, far from underflow."""
     codes = E2M1.values()[1:8]
     mantissas = 1 + torch.arange(8, dtype=torch.float64) / 8
     exact = codes[:, None] * mantissas
@@ -175,7 +175,7 @@ def instruction_variants(targets: Mapping[str, str]) -> int:
 
 
 def exact_difference(mode: str, lo: bool = True, twice: bool = False) -> float:
-    """Largest |difference| between a mode and NVFP4, all sixteen codes under all 127 x 127 pairs of block scales.
+    """Return the largest |difference| between a mode and NVFP4. All 16 codes under all 127 x 127 pairs of block scales.
 
     Args:
         mode: key of `MODES`.
@@ -194,7 +194,7 @@ def exact_difference(mode: str, lo: bool = True, twice: bool = False) -> float:
 
 
 def frontier(done: Sequence[Conversion]) -> Figure:
-    """Draw the bits a weight and what is lost against the weights before NVFP4, conversion by conversion."""
+    """Draw the bits a weight and what is lost, conversion by conversion. Lost against the weights before NVFP4."""
     names = [row.name for row in done]
     loss = [max(row.original["gaussian"].db, 0.0) for row in done]
     panels = [
@@ -205,7 +205,7 @@ def frontier(done: Sequence[Conversion]) -> Figure:
 
 
 def operand_differences(sample: Sample, scales_in_order: bool = False) -> int:
-    """Return the elements of a gate/up operand that do not come back as the weights that went in.
+    """Return the elements of a gate/up operand that differ. They do not come back as the weights that went in.
 
     Two halves of the sample are gate and up; the operand is read as the GEMM reads it: row, nibble, place of the scale.
 

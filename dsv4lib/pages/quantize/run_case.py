@@ -1,4 +1,6 @@
-"""What each way of storing an NVFP4 weight costs: the conversions beside the modes, and one expert through all of them.
+"""Show what each way of storing an NVFP4 weight costs.
+
+Conversions beside the modes, and one expert through all of them.
 
 The rows are the modes of `dsv4lib.formats.weight_modes` and the neighbours they are chosen against: other roundings of
 the bad conversion, codes requantised, residual planes, other element formats. Errors are against the exact weights.
@@ -114,7 +116,7 @@ def mx(x: torch.Tensor, element: MiniFloat, scale: str = "ceil") -> torch.Tensor
 
 
 def residual_planes(x: torch.Tensor, planes: int) -> torch.Tensor:
-    """Sum of ``planes`` MXFP4 tensors, each the best one for what the planes before it left over."""
+    """Sum ``planes`` MXFP4 tensors. Each is the best one for what the planes before it left over."""
     rest = x.to(torch.float32)
     for _ in range(planes):
         rest = rest - _best(rest)
@@ -122,7 +124,7 @@ def residual_planes(x: torch.Tensor, planes: int) -> torch.Tensor:
 
 
 def codes_kept(q: NVFP4Tensor, rounding: str, merge: bool) -> torch.Tensor:
-    """Convert badly with the global scale folded in fp32: codes kept, scale to a power of two.
+    """Convert badly with the global scale folded in fp32. Codes kept, scale to a power of two.
 
     ``rounding`` of the exponent: "floor", "nearest" or "ceil"; ``merge``: one scale per 32 (the maximum), else per 16.
     """
@@ -137,7 +139,10 @@ def codes_kept(q: NVFP4Tensor, rounding: str, merge: bool) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion: its name, stored bits a weight, and from (NVFP4 tensor, its exact values, original) to values."""
+    """One conversion: its name, stored bits a weight.
+
+    Also from (NVFP4 tensor, its exact values, original) to values.
+    """
 
     name: str
     bits: float
@@ -207,7 +212,7 @@ class Expert:
 
 
 def expert(tokens: int, hidden: int, width: int, std: float, limit: float, seed: int) -> Expert:
-    """A synthetic expert: normal weights of standard deviation ``std``, normal tokens of standard deviation 1."""
+    """Make a synthetic expert. Normal weights of standard deviation ``std``, normal tokens of standard deviation 1."""
     random = np.random.default_rng(seed)
 
     def normals(rows: int, cols: int, scale: float) -> torch.Tensor:
@@ -227,7 +232,7 @@ RECORDED = "data/formats/nvfp4_conversions.csv"
 
 
 def recorded() -> dict[str, dict[str, float]]:
-    """The same table as other code once measured it: row -> column -> dB (``gemm``: relative error)."""
+    """Return the same table as other code once measured it. row -> column -> dB (``gemm``: relative error)."""
     lines = (env.root() / RECORDED).read_text().splitlines()
     table = csv.DictReader(line for line in lines if not line.startswith("#"))
     return {row.pop("row"): {k: float(v) for k, v in row.items() if v} for row in table}
@@ -265,7 +270,10 @@ def table(found: dict[str, Sample], rows: Sequence[Row] = ROWS) -> list[Conversi
 
 
 def deviation(done: Sequence[Conversion]) -> tuple[float, str, int]:
-    """Largest difference in dB from the recorded table: (dB, which cell, cells compared). Exact must be exact."""
+    """Return the largest difference in dB from the recorded table.
+
+    (dB, which cell, cells compared). Exact must be exact.
+    """
     known, worst, where, cells = recorded(), 0.0, "", 0
     for row in done:
         measured = {k: e.db for k, e in row.errors.items()}

@@ -1,4 +1,4 @@
-"""The two launches around attention: queries normed and rotated, a key stored; the output rotated back and quantised.
+"""Run the two launches around attention. Queries are normed and rotated, a key stored; the output is rotated back.
 
 Run in the emulator, judged in fp64, drawn. Attention itself is left out: every token attends to itself alone, so its
 output is its own stored row, in every head. An injected fault (one of `FAULTS`) is made in what an op is given.
@@ -95,7 +95,7 @@ def run(seed: int, fault: str = "none") -> Around:
 
 
 def distances(seed: int) -> Figure:
-    """Score of one query against one key, from different places, by the kernel's own rotation; the lines coincide."""
+    """Score one query against one key, from different places. By the kernel's own rotation; the lines coincide."""
     generator = torch.Generator().manual_seed(seed)
     one = torch.randn(2, DIM, generator=generator)
     places = torch.cat([base + torch.arange(REACH) for base in BASES])
@@ -112,7 +112,7 @@ def distances(seed: int) -> Figure:
 
 
 def way_home(around: Around) -> Figure:
-    """Draw the error of each group of 64 dims in percent of its size: stored rows as they are, and rotated back."""
+    """Draw the error of each group of 64 dims in percent of its size. Stored rows as they are, and rotated back."""
     home = rmsnorm(around.kv.double(), around.weight.double(), EPS)
     rows, lines = [], []
     size = home.unflatten(-1, (-1, GROUP)).norm(dim=-1)

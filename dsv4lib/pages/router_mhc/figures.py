@@ -1,4 +1,4 @@
-"""The boundary between two sublayers and the router after it: run in the emulator, judged in fp64, drawn.
+"""Show the boundary between two sublayers and the router after it. Run in the emulator, judged in fp64, drawn.
 
 An injected fault (one of `FAULTS`) is made either in what an op is given or in the rule it is judged by: both differ by
 exactly what a kernel with that fault would be wrong by.
@@ -74,7 +74,7 @@ class Boundary:
 
 
 class Found(NamedTuple):
-    """What the ops gave: of the boundary, of the router by score, of the router by table; and hazards."""
+    """What the ops gave. It is of the boundary, of the router by score, of the router by table; and hazards."""
 
     streams: torch.Tensor
     y: torch.Tensor
@@ -89,7 +89,7 @@ class Found(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """fp64 values, and errors: streams, y in units of their bound, the others absolute or relative as named."""
+    """fp64 values, and errors. Streams, y in units of their bound, the others absolute or relative as named."""
 
     streams: torch.Tensor
     y: torch.Tensor
@@ -100,7 +100,7 @@ class Judged(NamedTuple):
 
 
 def case(tokens: int, d: int, experts: int, seed: int) -> Boundary:
-    """Make normals; tokens, streams and outputs of different scales, two experts alike and liked."""
+    """Make normals. Tokens, streams and outputs have different scales, two experts are alike and liked."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def case(tokens: int, d: int, experts: int, seed: int) -> Boundary:
 
 
 def run(given: Boundary, fault: str = "none") -> Found:
-    """Run the boundary, then both routers on its y, in the emulator with the race detector on."""
+    """Run the boundary, then both routers on its y. In the emulator with the race detector on."""
     comb = given.comb.mT.contiguous() if fault == "comb_plain" else given.comb
     site, bias = given.site, given.bias
     if fault == "weight_forgotten":
@@ -199,7 +199,7 @@ def _far(found: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Fusion(NamedTuple):
-    """The fused norm beside the two ops, how many of their bytes differ, and how many of mHC's FP8 from a cast of y."""
+    """The fused norm beside the two ops. How many of their bytes differ, and how many of mHC's FP8 from a cast of y."""
 
     fused: AddNormed
     h: torch.Tensor
@@ -212,7 +212,7 @@ class Fusion(NamedTuple):
 
 
 def fusion(given: Boundary, fault: str = "none") -> Fusion:
-    """Add sublayer output and one stream, norm and quantise to FP8: in one launch, and in two."""
+    """Add sublayer output and one stream, norm and quantise to FP8. It is done in one launch, and in two."""
     x, residual, weight = given.f, given.streams[:, 0].contiguous(), given.site.weight
     with emulator.device(ARCH, checks="race") as gpu:
         fused = add_rmsnorm_quant(x, residual, weight, "fp8", keep=True, backend="emulator")
@@ -278,7 +278,7 @@ def combs(found: Found, count: int = 5) -> Figure:
 
 
 def pairs(logits: torch.Tensor, iters: int = ITERS, eps: float = EPS) -> torch.Tensor:
-    """The matrix after each row/column pair of `reference.mhc.sinkhorn`: [..., n, n] -> [iters, ..., n, n]."""
+    """Return the matrix after each row/column pair of `reference.mhc.sinkhorn`. [..., n, n] -> [iters, ..., n, n]."""
     return torch.stack([oracle.sinkhorn(logits, done, eps) for done in range(1, iters + 1)])
 
 
@@ -301,7 +301,10 @@ def convergence(given: Boundary, found: Found) -> Figure:
 
 
 def gains(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return largest absolute row sum of the product of all write-backs so far, [sites], by what holds the matrices."""
+    """Return the product of write-backs so far, [sites], by what holds the matrices.
+
+    As its largest absolute row sum.
+    """
     generator, sites = torch.Generator().manual_seed(seed), 2 * FLASH.n_layers
     logits = torch.randn(sites, N, N, generator=generator, dtype=torch.float64)
     kinds = {
@@ -343,7 +346,7 @@ def scores(given: Boundary, found: Found, judged: Judged, token: int = 0, count:
 
 
 def loads(tokens: int = 1024, experts: int = 64, steps: int = 150, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the tokens of each expert over the mean, largest first: without bias, with one that was trained, by table.
+    """Return the tokens of each expert over the mean, largest first. Without bias, with one that was trained, by table.
 
     The bias grows where an expert has fewer tokens than the mean and shrinks where it has more, by a fixed step.
     """
@@ -372,7 +375,7 @@ def load_figure(found: Mapping[str, torch.Tensor]) -> Figure:
 
 
 class Step(NamedTuple):
-    """One launch of a chain: its name, and the tensors it reads and writes, by name, in bytes."""
+    """One launch of a chain. It has a name, and the tensors it reads and writes, by name, in bytes."""
 
     name: str
     reads: dict[str, int]

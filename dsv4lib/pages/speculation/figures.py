@@ -81,7 +81,7 @@ def runs_table(runs: dict[int, Served]) -> None:
 
 @styled
 def acceptance(found: Accepted, places: int) -> Figure:
-    """Acceptance by place of the draft, after those before it, with counts; and of the whole prefix."""
+    """Draw acceptance by place of the draft, after those before it, with counts. Also of the whole prefix."""
     fig = style.new_figure(height=3.5)
     left, right = fig.subplots(1, 2, sharey=True)
     x = torch.arange(1, len(found.reached) + 1)
@@ -111,7 +111,7 @@ def acceptance(found: Accepted, places: int) -> Figure:
 
 @styled
 def distributions(chains: Chains, position: int, counts: torch.Tensor) -> Figure:
-    """Target and draft distribution of one token, what a rejection draws from, and what came out."""
+    """Draw target and draft distribution of one token. Also what a rejection draws from, and what came out."""
     p, q, drawn = chains.p[position], chains.q[position], counts.double() / counts.sum()
     rest = residual(p, q)
     order = torch.maximum(p, q).argsort(descending=True)[:SHOWN]
@@ -160,7 +160,7 @@ def position_table(chains: Chains, position: int) -> None:
 
 @styled
 def rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
-    """What one step wrote into window, state ring and entries, and what the next token reads of them."""
+    """Show what one step wrote into window, state ring and entries. Also what the next token reads of them."""
     end, rows = change.start + 1 + change.drafts, rings["csa_state"]
     first = change.length // rate * rate - rate
     kind = {p: _kind(change, p) for p in range(end)}
@@ -229,7 +229,7 @@ def tokens_a_step(found: Accepted) -> Figure:
 
 
 def cost(found: Accepted) -> Figure:
-    """Weight bytes of Flash a token against drafts, for three batches, with nano's acceptance."""
+    """Draw weight bytes of Flash a token against drafts. For three batches, with nano's acceptance."""
     gains = run_case.a_step(found.greedy)
     lines = {f"{n} requests" if n > 1 else "1 request": run_case.relative_cost(FLASH, n, gains) for n in (1, 8, 64)}
     title = "computed: bytes of weights a token, over K = 0"

@@ -1,4 +1,4 @@
-"""Draft with nano's MTP block, verify, go back: runs and counts of notebook and stage `speculation`.
+"""Draft with nano's MTP block, verify, go back. Runs and counts of notebook and stage `speculation`.
 
 `serve` runs the scheduler on ops, on any back end, and overwrites what every step rejected. `held_out` drafts and
 verifies on the fp32 oracle, many passages at a time. An injected fault replaces one function while a run lasts.
@@ -184,7 +184,7 @@ def _injected(fault: str, owner: Any) -> AbstractContextManager:
 
 @torch.no_grad()
 def serve(found: Listed, prompt: str, count: int, drafts: int, backend: str, fault: str = "none") -> Served:
-    """Continue a prompt of at most 15 bytes greedily, with up to ``drafts`` drafts a step."""
+    """Continue a prompt of at most 15 bytes greedily. A step has up to ``drafts`` drafts."""
     made = whole.model(found, backend, capacity=128, mtp=drafts > 0)
     tokens = [whole.BOS, *prompt.encode()]
     caches = PagedCaches(made, requests=1, tokens=ROWS, positions=len(tokens) + count, drafts=drafts)
@@ -210,7 +210,7 @@ def serve(found: Listed, prompt: str, count: int, drafts: int, backend: str, fau
 
 @torch.no_grad()
 def differing_at_once(found: Listed, prompt: str, one: Served, backend: str) -> int:
-    """Run prompt and drawn tokens as one chunk of at most 16; count the logits that do not give a run's next token.
+    """Run prompt and drawn tokens as one chunk of at most 16. Count the logits that do not give a run's next token.
 
     A row of logits counts where it is not among the run's, bit by bit, or where another token is its largest.
     """
@@ -312,7 +312,7 @@ def differing(one: Served, other: Served) -> int:
 
 
 def missing(one: Served, other: Served) -> int:
-    """Count the rows of logits of a run without drafts that another run does not have bit by bit."""
+    """Count rows of logits of a run without drafts that another run lacks. They are compared bit by bit."""
     return _absent(one.logits, other.logits)
 
 
@@ -326,7 +326,10 @@ def strayed(one: Served) -> int:
 
 
 def rejecting(one: Served) -> Change:
-    """Choose the step to draw: one that accepts a draft if there is one, and rejects most; of such the last."""
+    """Choose the step to draw.
+
+    It accepts a draft if there is such a step, and rejects most; of these it is the last.
+    """
     return max(one.decoding, key=lambda c: (bool(c.accepted), c.drafts - c.accepted, c.start))
 
 
@@ -335,7 +338,10 @@ def rejecting(one: Served) -> Change:
 
 @torch.no_grad()
 def held_out(found: Listed, passages: int, rounds: int, first: int = 48, fault: str = "none") -> Chains:
-    """Draft and verify at ``rounds`` places of each of ``passages`` passages, of ``first`` bytes and more."""
+    """Draft and verify at ``rounds`` places of each passage.
+
+    There are ``passages`` of them, of ``first`` bytes and more.
+    """
     model, size = whole.oracle(found), MOST + 1
     data = (whole.folder() / "heldout.txt").read_bytes()
     length, apart = first + rounds * size + 1, len(data) // passages
@@ -385,7 +391,7 @@ class Accepted(NamedTuple):
 
 
 def acceptance(chains: Chains) -> Accepted:
-    """Count acceptance by place; at temperature 1 a greedy draft is accepted with the target's probability of it."""
+    """Count acceptance by place. At temperature 1 a greedy draft is accepted with the target's probability of it."""
     passed = chains.passed
     accepted = passed.sum(0)
     reached = torch.cat((torch.tensor([len(passed)]), accepted[:-1]))
@@ -407,7 +413,10 @@ def a_position(chains: Chains) -> int:
 
 
 def emitted(p: torch.Tensor, q: torch.Tensor, draws: int, fault: str = "none") -> tuple[torch.Tensor, float]:
-    """Draw drafts from q [V] and verify them against p [V]: (how often each token comes out, share accepted)."""
+    """Draw drafts from q [V] and verify them against p [V].
+
+    Returns (how often each token comes out, share accepted).
+    """
     vocab, generator = len(p), torch.Generator().manual_seed(0)
     settings = Settings.of([SamplingParams(seed=5)] * draws, vocab)
     drafts = torch.multinomial(q, draws, True, generator=generator)[:, None]
@@ -433,7 +442,9 @@ def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:
 
 
 def weight_bytes(config: ModelConfig, tokens: int, drafts: int) -> float:
-    """Bytes of weights that a step of ``tokens`` requests reads: backbone on all drafts, draft block ``drafts`` times.
+    """Return bytes of weights that a step of ``tokens`` requests reads.
+
+    Backbone on all drafts, draft block ``drafts`` times.
 
     Experts are chosen independently, FP8 or MXFP4 as released; caches and products are left out.
     """
@@ -455,6 +466,6 @@ def relative_cost(config: ModelConfig, requests: int, gains: torch.Tensor) -> to
 
 
 def cheapest(config: ModelConfig, requests: int, share: float) -> int:
-    """Number of drafts that reads least, where each draft is accepted with one probability after those before it."""
+    """Return the number of drafts that reads least. Each is accepted with one probability after those before it."""
     shares = torch.full((MOST,), share, dtype=torch.float64).cumprod(0)
     return int(relative_cost(config, requests, a_step(shares)).argmin())

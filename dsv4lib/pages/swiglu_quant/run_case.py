@@ -1,4 +1,4 @@
-"""Run `swiglu_quant` on rows that grow, with a fault if wanted, and compare with fp64; for notebook and stage."""
+"""Run `swiglu_quant` on rows that grow, with a fault if wanted. Compares with fp64; for notebook and stage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The compressor in the emulator on both architectures: any chunks and positions, formats, schedules, faults."""
 
+import re
 from functools import cache
 
 import pytest
@@ -12,7 +13,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.compressor import faults, stream
 from dsv4lib.ops.compressor import kernel as compressor_kernel
 from dsv4lib.ops.compressor.arguments import fake_args, launch_args
-from dsv4lib.ops.compressor.op import Ring, Running, cut
+from dsv4lib.ops.compressor.op import Call, Pages, Ring, Running, cut
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from tests.budget import built, small
 from tests.ops.compressor import cases
@@ -34,7 +35,7 @@ BATCHES = {
 }
 FAULTS = [kernel for kernel in faults.WINDOWS if kernel is not faults.ScalesFourApart]  # fp32 rows have none
 ROWS = {"rate": 128, "overlap": False, "single": True, "split": 16}  # what may be streamed
-LIMITS = cases.blank("kv", 9, 512), cases.PAGE, cases.EPS  # pages, entries of a page, eps
+PAGES = Pages(cases.blank("kv", 9, 512), cases.PAGE)
 FORMS = {512: ("kv",), 128: ("fp4", "fp8")}
 
 
@@ -54,6 +55,10 @@ def cut_by(slices, rate):
     return {"slices": slices, "split": rate // 8, "stages": min(6, groups), "teams": min(2, groups)}
 
 
+def call_of(case, out):
+    return Call(case.kv, case.gate, case.weights, case.batch, case.state, out, cases.EPS, case.dim == 128, "emulator")
+
+
 def run(case, form, arch, kernel_type=None, slices=None, apart=False, **options):
     """(pages, state) after a launch without hazards; `cut_by` so many slices, or as the op would cut it.
 
@@ -70,10 +75,9 @@ def run(case, form, arch, kernel_type=None, slices=None, apart=False, **options)
     state = type(case.state)(*(x.clone() for x in case.state))
     if apart:
         state = Ring(*torch.stack(tuple(state), 2).unbind(2))
-    k, z = (state.parts, None) if running else state
-    given = *case[:2], *case.weights, *case.batch[:2], k, z, pages, cases.PAGE, cases.EPS
+    call = call_of(case._replace(state=state), Pages(pages, cases.PAGE, form))
     gpu = device(arch, **{"checks": "race", **options})
-    launch(code, *launch_args(kernel, *given), gpu=gpu)
+    launch(code, *launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return pages, state
 
@@ -280,15 +284,17 @@ def test_bad_arguments_are_named():
             compressor_kernel.Compressor(**settings)
     case = case_of("csa")
     many = torch.zeros(1, 4, dtype=torch.int32).repeat(70_000, 1)
+    good = call_of(case, PAGES)
     with pytest.raises(ArgumentError, match=r"requests\.shape.*65535 entries"):
-        launch_args(
-            compressor_kernel.Compressor(), *case[:2], *case.weights, many, *case.batch[1:2], *case.state, *LIMITS
-        )
-    good = (*case[:2], *case.weights, *case.batch[:2], *case.state, *LIMITS)
-    for i, name in enumerate(
-        ("kv", "gate", "ape", "norm", "cos", "sin", "requests", "slots", r"state\.k", r"state\.z", r"out\.data")
-    ):
-        bad = [*good]
-        bad[i] = bad[i].half() if bad[i].is_floating_point() else bad[i].long()
-        with pytest.raises(ArgumentError, match=name):
-            launch_args(compressor_kernel.Compressor(), *bad)
+        launch_args(compressor_kernel.Compressor(), good._replace(batch=case.batch._replace(requests=many)))
+
+    def wrong(group, name):
+        x = getattr(group, name)
+        return group._replace(**{name: x.half() if x.is_floating_point() else x.long()})
+
+    members = ("kv", "gate", "weights.ape", "weights.norm", "weights.cos", "weights.sin", "batch.requests")
+    for path in (*members, "batch.slots", "state.k", "state.z", "out.data"):
+        field, _, member = path.partition(".")
+        bad = good._replace(**{field: wrong(getattr(good, field), member)}) if member else wrong(good, field)
+        with pytest.raises(ArgumentError, match=re.escape(path.removeprefix("batch."))):
+            launch_args(compressor_kernel.Compressor(), bad)

@@ -9,6 +9,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.embedding.arguments import fake_args, launch_args
 from dsv4lib.ops.embedding.faults import FAULTS
 from dsv4lib.ops.embedding.kernel import Embedding
+from dsv4lib.ops.embedding.op import Call, Embedded
 from dsv4lib.reference.embedding import embedding, init_streams
 from tests.budget import built, small
 
@@ -47,7 +48,7 @@ def run(tokens, weight, arch="sm_90a", copies=4, keep=True, kind=Embedding, **de
     streams = torch.full((shape[0], copies, shape[1]), 7.0).bfloat16() if copies else None
     rows = torch.full(shape, 7.0).bfloat16() if keep else None
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *launch_args(kernel, tokens, weight, streams, rows), gpu=gpu)
+    launch(code, *launch_args(kernel, Call(tokens, weight, Embedded(streams, rows), "emulator")), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return streams, rows
 
@@ -81,7 +82,8 @@ def test_a_wide_table_and_outputs_of_larger_rows():
     wide, out = torch.full((30, 512), 7.0).bfloat16(), torch.full((8, 6, 512), 7.0).bfloat16()
     wide[:, :264] = weight
     kernel, code = compiled("sm_90a", 4, False, True)
-    launch(code, *launch_args(kernel, tokens, wide[:, :264], out[:, 1:5, :264], None), gpu=make("sm_90a"))
+    call = Call(tokens, wide[:, :264], Embedded(out[:, 1:5, :264]), "emulator")
+    launch(code, *launch_args(kernel, call), gpu=make("sm_90a"))
     assert same([out[:, 1:5, :264].contiguous()], wanted(tokens, weight, 4)[:1])
     assert bool((out[:, [0, 5]] == 7).all()) and bool((out[..., 264:] == 7).all())
 
@@ -104,15 +106,16 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             Embedding(**bad)
     tokens, weight = case(3, 9, 64)
-    good = {"tokens": tokens, "weight": weight, "streams": torch.zeros(3, 4, 64).bfloat16(), "rows": None}
+    out = Embedded(torch.zeros(3, 4, 64).bfloat16())
+    good = Call(tokens, weight, out, "emulator")
     for bad, name in (
         ({"tokens": tokens.int()}, "tokens"),
         ({"tokens": tokens[None]}, "tokens"),
         ({"weight": weight.float()}, "weight"),
         ({"weight": weight[:, :60]}, "weight"),
-        ({"streams": None}, r"out\.streams"),
-        ({"streams": good["streams"][:, :3]}, r"out\.streams"),
-        ({"rows": weight[:3]}, r"out\.rows"),
+        ({"out": Embedded(None)}, r"out\.streams"),
+        ({"out": Embedded(out.streams[:, :3])}, r"out\.streams"),
+        ({"out": out._replace(rows=weight[:3])}, r"out\.rows"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(Embedding(), **{**good, **bad})
+            launch_args(Embedding(), good._replace(**bad))

@@ -12,6 +12,7 @@ from dsv4lib.ops.indexer_logits.arguments import fake_args, launch_args
 from dsv4lib.ops.indexer_logits.config import DIM, Config, most_tokens
 from dsv4lib.ops.indexer_logits.faults import FAULTS
 from dsv4lib.ops.indexer_logits.inputs import case
+from dsv4lib.ops.indexer_logits.op import Call
 from dsv4lib.ops.indexer_logits.sm100 import IndexerLogits
 from tests.budget import built, small
 
@@ -33,12 +34,15 @@ def compiled(kernel_type=IndexerLogits, *settings):
     return built(kernel_type, fake_args, "sm_100a", *settings)
 
 
+def call_of(made, out):
+    return Call(made.queries, made.keys, made.visible, out, "emulator")
+
+
 def run(made, kernel, code, splits=1, columns=None, **options):
     """(scores with `EMPTY` where nothing was written, GPU)."""
     out = torch.full((len(made.visible.requests), columns or made.keys_of.shape[1] + 3), EMPTY)
     gpu = device("sm_100a", checks="race", **options)
-    given = *made.queries, made.keys.pages, *made.visible, out, splits
-    launch(code, *launch_args(kernel, *given), gpu=gpu)
+    launch(code, *launch_args(kernel, call_of(made, out), splits), gpu=gpu)
     return out, gpu
 
 
@@ -151,14 +155,11 @@ def test_bad_settings_are_named():
 def test_bad_arguments_are_named():
     kernel, _ = compiled(IndexerLogits, "fp8", 64, 1, 64)
     made = case("fp8", [0], [64])
-    out = torch.empty(1, 64)
-    given = [*made.queries, made.keys.pages, *made.visible, out, 1]
-    for place, value, name in (
-        (0, made.queries.codes[:, :32], "codes"),
-        (3, made.keys.pages[:, :99], "pages"),
-        (8, 0, "splits"),
+    good = call_of(made, torch.empty(1, 64))
+    for bad, splits, name in (
+        ({"queries": made.queries._replace(codes=made.queries.codes[:, :32])}, 1, "codes"),
+        ({"keys": made.keys._replace(pages=made.keys.pages[:, :99])}, 1, "pages"),
+        ({}, 0, "splits"),
     ):
-        wrong = [*given]
-        wrong[place] = value
         with pytest.raises(ArgumentError, match=name):
-            launch_args(kernel, *wrong)
+            launch_args(kernel, good._replace(**bad), splits)

@@ -12,6 +12,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import fp8_block, hadamard, mxfp4, ue8m0
 from dsv4lib.ops.indexer_q.arguments import fake_args, launch_args
 from dsv4lib.ops.indexer_q.kernel import IndexerQ
+from dsv4lib.ops.indexer_q.op import Call, IndexerQueries
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.reference import rope
 from tests.budget import built, small
@@ -68,11 +69,12 @@ def run(settings, arch, q, weights, rows, positions=None, **device):
     lead, fp4 = q.shape[:2], settings[0] == "fp4"
     codes = torch.full((*lead, 64 if fp4 else 128), 0x5A, dtype=torch.uint8)
     scales = torch.full((*lead, 4), 0x5A, dtype=torch.uint8) if fp4 else None
-    out = torch.full(lead, float("nan"))
+    out = IndexerQueries(codes, scales, torch.full(lead, float("nan")))
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *launch_args(kernel, q, weights, positions, rows, codes, scales, out), gpu=gpu)
+    call = Call(q, weights, positions, rows, out, *settings[:2], "emulator")
+    launch(code, *launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
-    return codes, scales, out
+    return out
 
 
 def table(positions):
@@ -177,16 +179,16 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             IndexerQ(*bad)
     q, weights, _ = case(2, 3)
-    good = {"q": q, "weights": weights.bfloat16(), "positions": None, "cos_sin": torch.zeros(2, 64), "scales": None}
-    good |= {"codes": torch.zeros(2, 3, 128).byte(), "out": weights.clone()}
+    out = IndexerQueries(torch.zeros(2, 3, 128).byte(), None, weights.clone())
+    good = Call(q, weights.bfloat16(), None, torch.zeros(2, 64), out, "fp8", True, "emulator")
     for bad, name in (
         ({"q": q.float()}, "q"),
         ({"weights": weights}, "weights"),
         ({"positions": torch.zeros(2).long()}, "positions"),
         ({"cos_sin": torch.zeros(2, 62)}, r"cos_sin\.shape"),
-        ({"codes": torch.zeros(2, 3, 64).byte()}, r"codes\.shape"),
-        ({"scales": torch.zeros(2, 3, 4).byte()}, "scales"),
-        ({"out": weights[1:]}, "out"),
+        ({"out": out._replace(codes=torch.zeros(2, 3, 64).byte())}, r"codes\.shape"),
+        ({"out": out._replace(scales=torch.zeros(2, 3, 4).byte())}, "scales"),
+        ({"out": out._replace(weights=weights[1:])}, "out"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(IndexerQ(gathered=False), **{**good, **bad})
+            launch_args(IndexerQ(gathered=False), good._replace(**bad))

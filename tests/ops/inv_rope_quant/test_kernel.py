@@ -12,6 +12,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import fp8_block, scale_swizzle, ue8m0
 from dsv4lib.ops.inv_rope_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.inv_rope_quant.kernel import InvRopeQuant
+from dsv4lib.ops.inv_rope_quant.op import Call
 from dsv4lib.reference import rope
 from tests.budget import built, small
 
@@ -48,12 +49,16 @@ def oracle(o, positions, rotate=rope.apply_inverse):
     return fp8_block.quantize_activation(rotate(o.float(), positions[:, None], FREQS))
 
 
+def call_of(kernel, o, rows, codes, scales, positions=None):
+    return Call(o, positions, rows, (codes, scales), kernel.layout, "emulator")
+
+
 def run(settings, arch, o, rows, positions=None, **device):
     """(codes, scales); 255 where the kernel writes nothing."""
     kernel, code = compiled(settings, arch)
     codes, scales = (torch.full((*o.shape[:2], n), 255, dtype=torch.uint8) for n in (512, 4))
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *launch_args(kernel, o, positions, rows, codes, scales), gpu=gpu)
+    launch(code, *launch_args(kernel, call_of(kernel, o, rows, codes, scales, positions)), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return codes, scales
 
@@ -82,7 +87,7 @@ def test_images_under_every_schedule(arch, tokens):
         )
         image = image.byte()
         gpu = make(arch, checks="race", schedule=schedule, seed=1)
-        launch(code, *launch_args(kernel, o, None, table(positions), codes, image), gpu=gpu)
+        launch(code, *launch_args(kernel, call_of(kernel, o, table(positions), codes, image)), gpu=gpu)
         assert not gpu.hazards, gpu.hazards[0].message
         assert torch.equal(image, scale_swizzle.swizzle(want))
 
@@ -98,7 +103,8 @@ def test_columns_of_scales(layout):
     else:
         scales, want = torch.zeros(5, 8).int()[:, :3].t(), want.view(torch.int32)[..., 0]
     gpu = make("sm_90a", checks="race")
-    launch(code, *launch_args(kernel, o, None, table(positions), torch.empty(3, 5, 512).byte(), scales), gpu=gpu)
+    call = call_of(kernel, o, table(positions), torch.empty(3, 5, 512).byte(), scales)
+    launch(code, *launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards and torch.equal(scales, want)
 
 
@@ -174,14 +180,15 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             InvRopeQuant(*bad)
     o, codes, scales = heads(2, 3), torch.zeros(2, 3, 512).byte(), torch.zeros(2, 3, 4).byte()
-    good = {"o": o, "positions": torch.zeros(2).long(), "cos_sin": torch.zeros(9, 64), "codes": codes, "scales": scales}
+    kernel = InvRopeQuant()
+    good = call_of(kernel, o, torch.zeros(9, 64), codes, scales, torch.zeros(2).long())
     for bad, name in (
         ({"o": o.half()}, "o"),
         ({"o": o[..., :508]}, r"o\.shape"),
         ({"positions": torch.zeros(2).int()}, "positions"),
         ({"cos_sin": torch.zeros(9, 32)}, r"cos_sin\.shape"),
-        ({"codes": codes[1:]}, r"out\[0\]\.shape"),
-        ({"scales": scales[..., :3]}, r"out\[1\]\.shape"),
+        ({"out": (codes[1:], scales)}, r"out\[0\]\.shape"),
+        ({"out": (codes, scales[..., :3])}, r"out\[1\]\.shape"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(InvRopeQuant(), **{**good, **bad})
+            launch_args(kernel, good._replace(**bad))

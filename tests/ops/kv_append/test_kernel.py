@@ -11,6 +11,7 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.ops.common.requests import plan
 from dsv4lib.ops.kv_append.arguments import fake_args, launch_args
 from dsv4lib.ops.kv_append.kernel import KvAppend
+from dsv4lib.ops.kv_append.op import Call
 from dsv4lib.reference.cache import append_window
 from tests.budget import built, small
 
@@ -50,7 +51,7 @@ def test_any_chunks(arch, by_slot, counts):
     assert not torch.equal(ring, want)
     for schedule in SCHEDULES:
         found, gpu = ring.clone(), device(arch, checks="race", schedule=schedule, seed=2)
-        launch(code, *launch_args(kernel, kv, found, table), gpu=gpu)
+        launch(code, *launch_args(kernel, Call(kv, found, table, "emulator")), gpu=gpu)
         assert not gpu.hazards and torch.equal(found, want)
 
 
@@ -66,7 +67,7 @@ def test_what_only_a_gpu_gets_to_see(by_slot):
         table[-1, 1] = 3
         want[table[-1, 3], 9 % WINDOW] = ring[table[-1, 3], 9 % WINDOW]
     gpu = device("sm_90a", checks="race")
-    launch(code, *launch_args(kernel, kv, ring, table), gpu=gpu)
+    launch(code, *launch_args(kernel, Call(kv, ring, table, "emulator")), gpu=gpu)
     assert not gpu.hazards and torch.equal(ring, want)
 
 
@@ -77,7 +78,7 @@ def test_rows_that_are_not_kept_are_not_read():
     for by_slot in (False, True):
         kernel, code = compiled("sm_90a", by_slot)
         gpu = device("sm_90a", checks="all")
-        launch(code, *launch_args(kernel, kv, ring.clone(), table), gpu=gpu)
+        launch(code, *launch_args(kernel, Call(kv, ring.clone(), table, "emulator")), gpu=gpu)
         sectors.append(gpu.launches[-1].result.stats["global_sectors"])
     assert sectors == [(300 + 8) * 32 + 300, 2 * 8 * 32 + 8]
 

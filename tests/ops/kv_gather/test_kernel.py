@@ -11,6 +11,7 @@ from dsv4lib.errors import ConfigError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.kv_gather.arguments import fake_args, launch_args
 from dsv4lib.ops.kv_gather.kernel import KvGather
+from dsv4lib.ops.kv_gather.op import Call
 from tests.budget import built, small
 
 SCHEDULES = ("round_robin", "oldest_first", "newest_first", "adversarial", "random")
@@ -47,7 +48,7 @@ def test_all_codes_and_scales(arch, page_size, count):
     for schedule in SCHEDULES:
         out = torch.full((count, 512), 7.0).bfloat16()
         gpu = device(arch, checks="race", schedule=schedule, seed=1)
-        launch(code, *launch_args(kernel, pages, indices, out, page_size), gpu=gpu)
+        launch(code, *launch_args(kernel, Call(pages, indices, out, page_size, "emulator")), gpu=gpu)
         assert not gpu.hazards and same(out, pages, page_size, indices)
         results.append(out.view(torch.int16))
     assert all(torch.equal(one, results[0]) for one in results)
@@ -59,7 +60,7 @@ def test_what_only_a_gpu_gets_to_see():
     pages = pool(5, 4)
     indices = torch.tensor([20, 2**31 - 1, -2, -(2**31), 19], dtype=torch.int32)
     out, gpu = torch.full((5, 512), 7.0).bfloat16(), device("sm_90a", checks="race")
-    launch(code, *launch_args(kernel, pages, indices, out, 5), gpu=gpu)
+    launch(code, *launch_args(kernel, Call(pages, indices, out, 5, "emulator")), gpu=gpu)
     assert not gpu.hazards and same(out[4:], pages, 5, indices[4:]) and not out[:4].any()
 
 
@@ -69,7 +70,8 @@ def test_skipped_entries_are_not_read():
     pages, sectors = kv_entry.LAYOUT.allocate(2, 64), []
     for index in (-1, 3):
         out, gpu = torch.empty(64, 512).bfloat16(), device("sm_90a", checks="all")
-        launch(code, *launch_args(kernel, pages, torch.full((64,), index, dtype=torch.int32), out, 64), gpu=gpu)
+        call = Call(pages, torch.full((64,), index, dtype=torch.int32), out, 64, "emulator")
+        launch(code, *launch_args(kernel, call), gpu=gpu)
         sectors.append(gpu.launches[-1].result.stats["global_sectors"] / 64)
     assert sectors == [34, 54]
 

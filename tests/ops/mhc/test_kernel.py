@@ -14,7 +14,7 @@ from dsv4lib.ops.mhc.arguments import fake_args, launch_args
 from dsv4lib.ops.mhc.few_tokens import MhcFewTokens
 from dsv4lib.ops.mhc.kernel import Mhc
 from dsv4lib.ops.mhc.many_tokens import MhcManyTokens
-from dsv4lib.ops.mhc.op import Call
+from dsv4lib.ops.mhc.op import Call, Eps, Outputs, Site
 from dsv4lib.ops.mhc.variants import Variant, cluster_of
 from dsv4lib.reference import mhc as oracle
 from dsv4lib.reference.rmsnorm import rmsnorm
@@ -65,7 +65,8 @@ def outputs(tokens, d, post, head, keep=True):
 
 def call_of(kernel, streams, before, parameters, after, fp8=None, space=None):
     """The call of a site with these tensors."""
-    return Call(streams, *before, *parameters, *after, fp8, space, kernel.iters, EPS, EPS, "emulator")
+    site, out, eps = Site(*parameters), Outputs(*after), Eps(EPS, EPS)
+    return Call(streams, *before, site, out, fp8, space, kernel.iters, eps, "emulator")
 
 
 def run(given, rows, clusters, arch="sm_90a", device=None, **settings):
@@ -315,8 +316,8 @@ def test_bad_arguments_are_named():
         ({"streams": streams.transpose(1, 2)}, "streams"),
         ({"f": None}, "f"),
         ({"comb": before[2][:2]}, "comb"),
-        ({"fn": parameters[0][:4]}, "fn"),
-        ({"new": None}, "out"),
+        ({"site": good.site._replace(fn=parameters[0][:4])}, "fn"),
+        ({"out": good.out._replace(streams=None)}, "out"),
     ):
         with pytest.raises(ArgumentError, match=name):
             launch_args(kernel, good._replace(**bad), 2, 2)

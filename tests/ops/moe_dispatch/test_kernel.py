@@ -10,9 +10,11 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.moe_combine import arguments as combine_arguments
 from dsv4lib.ops.moe_combine.kernel import MoeCombine
+from dsv4lib.ops.moe_combine.op import Call as Combined
 from dsv4lib.ops.moe_dispatch import arguments
 from dsv4lib.ops.moe_dispatch.arguments import max_rows
 from dsv4lib.ops.moe_dispatch.kernel import MoeDispatch
+from dsv4lib.ops.moe_dispatch.op import Call, Dispatch
 from dsv4lib.reference import moe_combine as sums
 from dsv4lib.reference import moe_dispatch as reference
 from tests.budget import built, small
@@ -43,9 +45,10 @@ def run(settings, arch, experts, weights, max_m=0, spare=0, **device):
     size = (count * max_m if max_m else max_rows(*experts.shape, count, kernel.align)) + spare
     ints = [torch.full((n,), UNTOUCHED, dtype=torch.int32) for n in (count, count + 1, size, experts.numel())]
     row_weight = None if weights is None else torch.full((size,), float("nan"))
-    found = reference.Dispatch(*ints[:3], ints[3].view(experts.shape), row_weight)
+    found = Dispatch(*ints[:3], ints[3].view(experts.shape), row_weight)
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *arguments.launch_args(kernel, experts, weights, *found, max_m), gpu=gpu)
+    call = Call(experts, weights, found, kernel.align, max_m, "emulator")
+    launch(code, *arguments.launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return found
 
@@ -176,7 +179,7 @@ def combine(settings, arch, y, row_of, weights, shared, **device):
     kernel, code = compiled(MoeCombine, settings, arch)
     out = torch.full((len(row_of), y.shape[1]), float("nan"), dtype=torch.bfloat16)
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *combine_arguments.launch_args(kernel, y, row_of, weights, shared, out), gpu=gpu)
+    launch(code, *combine_arguments.launch_args(kernel, Combined(y, row_of, weights, shared, out, "emulator")), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return out
 
@@ -230,29 +233,24 @@ def test_bad_arguments_are_named():
     with pytest.raises(ConfigError, match="k"):
         MoeCombine(17)
     kernel, (experts, weights) = MoeDispatch(40, 5), routes(7, 5, 40)
-    sizes = {"counts": 40, "offsets": 41, "rows": max_rows(7, 5, 40), "row_weight": max_rows(7, 5, 40)}
-    good = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
-    good |= {
-        "experts": experts,
-        "weights": weights,
-        "row_of": experts.clone(),
-        "row_weight": good["row_weight"].float(),
-    }
+    ints = [torch.zeros(size, dtype=torch.int32) for size in (40, 41, max_rows(7, 5, 40))]
+    out = Dispatch(*ints, experts.clone(), ints[2].float())
+    good = Call(experts, weights, out, kernel.align, 0, "emulator")
     for bad, name in (
         ({"experts": experts.long()}, "experts"),
         ({"experts": experts.t().contiguous().t()}, "experts"),
         ({"weights": None}, "weights"),
-        ({"counts": good["offsets"]}, "counts"),
-        ({"offsets": good["counts"]}, "offsets"),
-        ({"rows": good["rows"][4:]}, "rows"),
-        ({"row_weight": good["row_weight"][4:]}, "row_weight"),
-        ({"row_of": experts[:-1]}, "row_of"),
+        ({"out": out._replace(counts=out.offsets)}, "counts"),
+        ({"out": out._replace(offsets=out.counts)}, "offsets"),
+        ({"out": out._replace(rows=out.rows[4:])}, "rows"),
+        ({"out": out._replace(row_weight=out.row_weight[4:])}, "row_weight"),
+        ({"out": out._replace(row_of=experts[:-1])}, "row_of"),
         ({"max_m": 128}, "max_m"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            arguments.launch_args(kernel, **{**good, **bad})
+            arguments.launch_args(kernel, good._replace(**bad))
     y = torch.zeros(9, 24).bfloat16()
-    good = {"y": y, "row_of": experts, "weights": None, "shared": y[:7].clone(), "out": y[:7].clone()}
+    good = Combined(y, experts, None, y[:7].clone(), y[:7].clone(), "emulator")
     for bad, name in (
         ({"y": y.half()}, "y"),
         ({"y": y[:, :16]}, "y"),
@@ -262,4 +260,4 @@ def test_bad_arguments_are_named():
         ({"out": y[:7, :20]}, "out"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            combine_arguments.launch_args(MoeCombine(5), **{**good, **bad})
+            combine_arguments.launch_args(MoeCombine(5), good._replace(**bad))

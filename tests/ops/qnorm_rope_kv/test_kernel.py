@@ -12,8 +12,11 @@ from dsv4lib.errors import ArgumentError
 from dsv4lib.formats import kv_entry
 from dsv4lib.ops.qnorm_rope_kv.arguments import fake_args, launch_args
 from dsv4lib.ops.qnorm_rope_kv.kernel import QnormRopeKv
+from dsv4lib.ops.qnorm_rope_kv.op import Call
+from dsv4lib.ops.quantize.op import Slots
 from dsv4lib.ops.rmsnorm import arguments as norm_arguments
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
+from dsv4lib.ops.rmsnorm.op import Norm
 from dsv4lib.reference import rope
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.budget import built, small
@@ -41,7 +44,7 @@ def normed(x, weight, arch):
     """bf16 rows of 512 by `ops.rmsnorm`."""
     kernel, code = norm_kernel(weight is not None, arch)
     y = torch.empty_like(x)
-    launch(code, *norm_arguments.launch_args(kernel, x, None, weight, None, y, EPS), gpu=make(arch))
+    launch(code, *norm_arguments.launch_args(kernel, Norm(x, weight, y, EPS, "emulator")), gpu=make(arch))
     return y
 
 
@@ -73,8 +76,8 @@ def run(settings, arch, given, page_size=3, **device):
     kernel, code = compiled((*settings, False, weight is not None), arch)
     out, pages = torch.full_like(q, float("nan")), pool(page_size, len(q) + 5)
     gpu = make(arch, **{"checks": "race", **device})
-    places = pages, page_size, indices
-    launch(code, *launch_args(kernel, q, kv, weight, None, table(positions), out, *places, EPS), gpu=gpu)
+    call = Call(q, kv, weight, None, table(positions), out, Slots(pages, page_size, indices), EPS, "emulator")
+    launch(code, *launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return out, pages
 
@@ -125,8 +128,8 @@ def test_in_place_and_positions_in_a_table():
     rows, chosen = table(torch.arange(7) * 149796), torch.tensor([3, 0, 3, 6, 1])
     kernel, code = compiled((1, 4, True, False), "sm_90a")
     out, pages = q.clone(), pool(3, 10)
-    places = pages, 3, indices
-    launch(code, *launch_args(kernel, out, kv, None, chosen, rows, out, *places, EPS), gpu=make("sm_90a"))
+    call = Call(out, kv, None, chosen, rows, out, Slots(pages, 3, indices), EPS, "emulator")
+    launch(code, *launch_args(kernel, call), gpu=make("sm_90a"))
     check_queries(out, q, chosen * 149796, "sm_90a")
     assert torch.equal(pages, wanted_pages(kv, chosen * 149796, indices))
 
@@ -180,17 +183,17 @@ def test_all_schedules_give_the_same_bits(arch):
 
 def test_bad_arguments_are_named():
     q, kv, weight, _, indices = case(3, 2)
-    good = {"q": q, "kv": kv, "weight": None, "positions": None, "cos_sin": torch.zeros(3, 64), "out": q.clone()}
-    good |= {"pages": pool(3, 8), "page_size": 3, "indices": indices}
+    slots = Slots(pool(3, 8), 3, indices)
+    good = Call(q, kv, None, None, torch.zeros(3, 64), q.clone(), slots, EPS, "emulator")
     for bad, name in (
         ({"q": q.half()}, "q"),
         ({"kv": kv[1:]}, r"kv\.shape"),
         ({"kv": kv.float()}, "kv"),
-        ({"weight": weight}, "kv_norm"),  # as the op calls it
+        ({"kv_norm": weight}, "kv_norm"),
         ({"positions": torch.zeros(3).long()}, "positions"),
         ({"out": q[1:]}, "out"),
-        ({"indices": indices[1:]}, "indices"),
-        ({"pages": pool(3, 8)[:, :-608]}, "pages"),
+        ({"slots": slots._replace(indices=indices[1:])}, "indices"),
+        ({"slots": slots._replace(pages=pool(3, 8)[:, :-608])}, "pages"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(QnormRopeKv(gathered=False), **{**good, **bad}, eps=EPS)
+            launch_args(QnormRopeKv(gathered=False), good._replace(**bad))

@@ -12,6 +12,7 @@ from dsv4lib.formats import kv_entry
 from dsv4lib.ops.quantize.arguments import entry_args, fake_args
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.ops.quantize.entries import IndexerKeys, KvEntries
+from dsv4lib.ops.quantize.op import Slots
 from dsv4lib.reference import quantize as reference
 from tests.budget import built, small
 
@@ -50,7 +51,7 @@ def check(kind, arch, x, indices, page_size, apart=0, rotate=True, **device):
     else:
         reference.indexer_keys(want, page_size, indices, x, rotate)
     gpu = make(arch, **device)
-    launch(code, *entry_args(kernel, x, indices, pages, page_size), gpu=gpu)
+    launch(code, *entry_args(kernel, x, Slots(pages, page_size, indices)), gpu=gpu)
     assert not gpu.hazards
     wrong = pages != want
     if kind == "kv":
@@ -139,7 +140,7 @@ def test_indices_out_of_the_pool_are_dropped(kind):
     options = () if kind == "kv" else (True,)
     store = reference.kv_entries if kind == "kv" else reference.indexer_keys
     store(want, 3, torch.tensor([-1, -1, -1, -1, 4]), x, *options)
-    launch(code, *entry_args(kernel, x, indices, pages, 3), gpu=make("sm_90a"))
+    launch(code, *entry_args(kernel, x, Slots(pages, 3, indices)), gpu=make("sm_90a"))
     assert torch.equal(pages, want)
 
 
@@ -154,10 +155,10 @@ def test_tensors_that_vectors_cannot_serve(kind):
     x, indices = rows_of(kind, 4), torch.arange(4).int()
     wide = torch.empty(2, kernel.layout.page_bytes(4) + 2, dtype=torch.uint8)
     with pytest.raises(ArgumentError, match="pages"):
-        entry_args(kernel, x, indices, wide[:, :-2], 4)
+        entry_args(kernel, x, Slots(wide[:, :-2], 4, indices))
     with pytest.raises(ArgumentError, match="pages"):
-        entry_args(kernel, x, indices, wide[:, :100], 4)
+        entry_args(kernel, x, Slots(wide[:, :100], 4, indices))
     with pytest.raises(ArgumentError, match=rf"{kernel.given}\.stride"):
-        entry_args(kernel, x.t().contiguous().t(), indices, pool(kernel, 4, 4), 4)
+        entry_args(kernel, x.t().contiguous().t(), Slots(pool(kernel, 4, 4), 4, indices))
     with pytest.raises(ConfigError, match="dtype"):
         type(kernel)("fp16")

@@ -12,6 +12,7 @@ from dsv4lib.ops.quantize.amax import MOST_CTAS, Amax
 from dsv4lib.ops.quantize.arguments import amax_args, fake_args, launch_args
 from dsv4lib.ops.quantize.config import RECIPES, ROW_RECIPES, has_fp4_conversion
 from dsv4lib.ops.quantize.kernel import Quantize
+from dsv4lib.ops.quantize.op import Call, Quantized
 from dsv4lib.reference import quantize as reference
 from dsv4lib.viz import ptx
 from tests.budget import built, small
@@ -29,12 +30,17 @@ def compiled(arch, kernel_type, *settings):
     return kernel, code
 
 
+def call_of(x, out=(None, None), rows=None, given=None, derived=None, workspace=None):
+    """`launch_args` takes recipe and layout from the kernel: what they are here is not looked at."""
+    return Call(x, rows, given, Quantized(*out, derived), workspace, "nvfp4", False, False, "emulator")
+
+
 def partials_of(x, arch, **device):
     """Maxima of the CTAs of `Amax`."""
     kernel, code = compiled(arch, Amax, DTYPES[x.dtype])
     partials = torch.full((Amax.ctas(x.numel() // 8),), -1, dtype=torch.int32)
     gpu = make(arch, **device)
-    launch(code, *amax_args(kernel, x, partials), gpu=gpu)
+    launch(code, *amax_args(kernel, call_of(x, workspace=partials)), gpu=gpu)
     assert not gpu.hazards
     return partials
 
@@ -52,8 +58,10 @@ def quantised(x, recipe, arch, global_scale=None, rows=None, deinterleave=False,
     settings = recipe, DTYPES[x.dtype], scale, rows is not None, deinterleave, swizzled, conversion
     kernel, code = compiled(arch, Quantize, *settings)
     codes, scales = (torch.full_like(t, STALE) for t in want[:2])
+    out = (codes, scales) if deinterleave else (codes[0], scales[0])
+    factor = {"derived": g} if scale == "derived" else {"given": g}
     gpu = make(arch, **device)
-    launch(code, *launch_args(kernel, x, rows, partials, g, codes, scales), gpu=gpu)
+    launch(code, *launch_args(kernel, call_of(x, out, rows, workspace=partials, **factor)), gpu=gpu)
     assert not gpu.hazards
     return (codes, scales, g), want
 
@@ -211,7 +219,7 @@ def test_out_of_range_rows_are_padding():
     x, rows = rows_of(5, 64), torch.tensor([4, 5, 2**31 - 1, -7, -(2**31), 0], dtype=torch.int32)
     kernel, code = compiled("sm_90a", Quantize, "mxfp8", "bf16", None, True, False, False, False)
     codes, scales = torch.full((1, 6, 64), STALE, dtype=torch.uint8), torch.full((1, 6, 2), STALE, dtype=torch.uint8)
-    launch(code, *launch_args(kernel, x, rows, None, None, codes, scales), gpu=make("sm_90a"))
+    launch(code, *launch_args(kernel, call_of(x, (codes[0], scales[0]), rows)), gpu=make("sm_90a"))
     want = reference.quantize(x, "mxfp8", rows=torch.tensor([4, -1, -1, -1, -1, 0]))
     assert torch.equal(codes, want[0]) and torch.equal(scales, want[1])
 
@@ -236,7 +244,7 @@ def test_amax_takes_several_turns(arch):
     x, partials = rows_of(300, 272), torch.full((2,), -1, dtype=torch.int32)
     for last in (1e30, float("nan")):
         x[299, 271] = last
-        launch(code, *amax_args(kernel, x, partials), gpu=make(arch, checks="race"))
+        launch(code, *amax_args(kernel, call_of(x, workspace=partials)), gpu=make(arch, checks="race"))
         assert partials.max() == x[299, 271].float().view(torch.int32)
     assert partials.min() > 0
 
@@ -287,11 +295,11 @@ def test_settings_that_are_none(name, settings):
 def test_tensors_that_vectors_cannot_serve():
     kernel = Quantize("mxfp8")
     x = rows_of(4, 72)
-    out = torch.empty(1, 4, 64, dtype=torch.uint8), torch.empty(1, 4, 2, dtype=torch.uint8)
+    out = torch.empty(4, 64, dtype=torch.uint8), torch.empty(4, 2, dtype=torch.uint8)
     for bad in (x[:, 1:65], x.t().contiguous().t()[:, :64], rows_of(4, 68)[:, :64]):
         with pytest.raises(ArgumentError, match=r"x\.stride"):
-            launch_args(kernel, bad, None, None, None, *out)
+            launch_args(kernel, call_of(bad, out))
     huge = torch.empty(1, 64, dtype=torch.bfloat16).expand(1 << 28, 64)
-    codes = torch.empty(1, 1, 64, dtype=torch.uint8).expand(1, 1 << 28, 64)
+    codes = torch.empty(1, 64, dtype=torch.uint8).expand(1 << 28, 64)
     with pytest.raises(ArgumentError, match=r"x\.shape"):
-        launch_args(kernel, huge, None, None, None, codes, out[1])
+        launch_args(kernel, call_of(huge, (codes, out[1])))

@@ -10,6 +10,7 @@ from dsv4lib.emulator.driver.device import make
 from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.rmsnorm.arguments import fake_args, launch_args
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
+from dsv4lib.ops.rmsnorm.op import AddNorm, Norm
 from dsv4lib.reference.rmsnorm import rmsnorm
 from tests.budget import built, small
 
@@ -33,13 +34,19 @@ def case(tokens, d, seed=0):
     return x.bfloat16(), residual.bfloat16(), 1 + 0.3 * torch.randn(d, generator=generator)
 
 
+def call_of(x, residual, weight, total, y):
+    if residual is None:
+        return Norm(x, weight, y, EPS, "emulator")
+    return AddNorm(x, residual, weight, (total, y), EPS, "emulator")
+
+
 def run(settings, arch, x, residual, weight, total=None, y=None, **device):
     kernel, code = compiled(settings, arch)
     if kernel.add and total is None:
         total = torch.full_like(x, float("nan"))
     y = torch.full_like(x, float("nan")) if y is None else y
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *launch_args(kernel, x, residual, weight, total, y, EPS), gpu=gpu)
+    launch(code, *launch_args(kernel, call_of(x, residual, weight, total, y)), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return total, y
 
@@ -100,15 +107,15 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match="d="):
             RmsNorm(d)
     x, residual, weight = case(3, 64)
-    good = {"x": x, "residual": residual, "weight": weight, "total": x.clone(), "y": x.clone()}
+    good = call_of(x, residual, weight, x.clone(), x.clone())
     for bad, name in (
         ({"x": x.half()}, "x"),
         ({"x": x[:, :56]}, "x.shape"),
         ({"residual": None}, "residual"),
         ({"residual": residual[1:]}, "residual"),
         ({"weight": weight.bfloat16()}, "weight"),
-        ({"total": None}, r"out\[0\]"),
-        ({"y": x[1:]}, r"out\[1\]"),
+        ({"out": (None, x)}, r"out\[0\]"),
+        ({"out": (x, x[1:])}, r"out\[1\]"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(RmsNorm(64, add=True), **{**good, **bad}, eps=EPS)
+            launch_args(RmsNorm(64, add=True), good._replace(**bad))

@@ -13,9 +13,11 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.formats import scale_swizzle
 from dsv4lib.ops.quantize.config import has_fp4_conversion
 from dsv4lib.ops.rmsnorm import arguments as norm_arguments
+from dsv4lib.ops.rmsnorm import op as norm_op
 from dsv4lib.ops.rmsnorm.kernel import RmsNorm
 from dsv4lib.ops.rmsnorm_quant.arguments import fake_args, launch_args
 from dsv4lib.ops.rmsnorm_quant.kernel import RmsnormQuant
+from dsv4lib.ops.rmsnorm_quant.op import AddNorm, AddNormed, Norm, Normed
 from dsv4lib.reference.quantize import quantize
 from tests.budget import built, small
 
@@ -48,7 +50,10 @@ def normed(x, residual, weight, arch):
     """(h or None, y) by the kernel of `rmsnorm`."""
     kernel, code = norm_kernel(x.shape[1], residual is not None, weight is not None, arch)
     h, y = None if residual is None else torch.empty_like(x), torch.empty_like(x)
-    launch(code, *norm_arguments.launch_args(kernel, x, residual, weight, h, y, EPS), gpu=make(arch))
+    call = norm_op.Norm(x, weight, y, EPS, "emulator")
+    if residual is not None:
+        call = norm_op.AddNorm(x, residual, weight, (h, y), EPS, "emulator")
+    launch(code, *norm_arguments.launch_args(kernel, call), gpu=make(arch))
     return h, y
 
 
@@ -60,6 +65,13 @@ def case(tokens, d, seed=0):
     x[-1] = residual[-1] = 0
     weight = 1 + 0.3 * torch.randn(d, generator=generator)
     return (x * columns).bfloat16(), (residual * columns).bfloat16(), weight, torch.tensor([0.0041])
+
+
+def call_of(x, residual, weight, g, total, out):
+    """`launch_args` takes recipe and layout from the kernel: what they are here is not looked at."""
+    if residual is None:
+        return Norm(x, weight, g, out, "fp8", EPS, False, "emulator")
+    return AddNorm(x, residual, weight, g, AddNormed(total, *out), "fp8", EPS, False, "emulator")
 
 
 def run(settings, arch, x, residual, weight, g, total=None, **device):
@@ -75,7 +87,8 @@ def run(settings, arch, x, residual, weight, g, total=None, **device):
     scales = torch.full(shape, 0x5A, dtype=torch.uint8)
     g = g if kernel.recipe == "nvfp4" else None
     gpu = make(arch, **{"checks": "race", **device})
-    launch(code, *launch_args(kernel, x, residual, weight, g, total, y, codes, scales, EPS), gpu=gpu)
+    call = call_of(x, residual, weight, g, total, Normed(codes, scales, y))
+    launch(code, *launch_args(kernel, call), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return total, codes, scales, y
 
@@ -220,18 +233,17 @@ def test_bad_arguments_are_named():
             RmsnormQuant(*bad)
     x, residual, weight, g = case(3, 256)
     codes, scales = torch.zeros(3, 256).byte(), torch.zeros(3, 2).byte()
-    good = {"x": x, "residual": residual, "weight": weight, "global_scale": None, "total": x.clone(), "y": None}
-    good |= {"codes": codes, "scales": scales}
+    good = call_of(x, residual, weight, None, x.clone(), Normed(codes, scales))
     for bad, name in (
         ({"x": x.half()}, "x"),
         ({"residual": residual[1:]}, "residual"),
         ({"weight": None}, "weight"),
         ({"global_scale": g}, "global_scale"),
-        ({"y": x.clone()}, "y"),
-        ({"codes": codes[:, :128]}, r"codes\.shape"),
-        ({"scales": scales[:, :1]}, r"scales\.shape"),
+        ({"out": good.out._replace(y=x.clone())}, "y"),
+        ({"out": good.out._replace(codes=codes[:, :128])}, r"codes\.shape"),
+        ({"out": good.out._replace(scales=scales[:, :1])}, r"scales\.shape"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(RmsnormQuant("fp8", 256, add=True), **{**good, **bad}, eps=EPS)
+            launch_args(RmsnormQuant("fp8", 256, add=True), good._replace(**bad))
     with pytest.raises(ArgumentError, match="residual"):
-        launch_args(RmsnormQuant("fp8", 256), **good, eps=EPS)
+        launch_args(RmsnormQuant("fp8", 256), good)

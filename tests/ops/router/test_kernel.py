@@ -16,6 +16,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.router.arguments import fake_args, fused_args, launch_args
 from dsv4lib.ops.router.fused import FusedRouter
 from dsv4lib.ops.router.kernel import Router
+from dsv4lib.ops.router.op import Call, Hashed, Workspace
 from dsv4lib.ops.router.picks import padded
 from dsv4lib.reference import router as reference
 from tests.budget import built, small
@@ -38,6 +39,12 @@ def outputs(tokens, k):
     return torch.full((tokens, k), -7, dtype=torch.int32), torch.full((tokens, k), float("nan"))
 
 
+def call_of(x, weight, chosen, out, slots=None):
+    """``chosen``: a bias, or (table, tokens)."""
+    bias, hashed = (None, Hashed(*chosen)) if isinstance(chosen, tuple) else (chosen, None)
+    return Call(x, weight, bias, hashed, out, None if slots is None else Workspace(slots), FACTOR, "emulator")
+
+
 def run(kind, settings, arch, inputs, chosen, **device):
     """(experts, weights) of a launch without hazards."""
     kernel, code = compiled(kind, settings, arch)
@@ -45,11 +52,11 @@ def run(kind, settings, arch, inputs, chosen, **device):
     if kind is FusedRouter:
         tokens = inputs[0].shape[0]
         slots, out = torch.zeros(kernel.splits, tokens, padded(kernel.experts)), outputs(tokens, kernel.k)
-        launch(code, *fused_args(kernel, *inputs, chosen, slots, *out, FACTOR), gpu=gpu)
+        launch(code, *fused_args(kernel, call_of(*inputs, chosen, out, slots)), gpu=gpu)
         assert not slots.view(torch.int32).any()  # as the next launch needs it
     else:
         out = outputs(inputs.shape[0], kernel.k)
-        launch(code, *launch_args(kernel, inputs, chosen, *out, FACTOR), gpu=gpu)
+        launch(code, *launch_args(kernel, call_of(inputs, None, chosen, out)), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return out
 
@@ -260,7 +267,7 @@ def broken_run(checks="race", d=128):
     x, weight = operands(3, 40, d)
     slots, out = torch.zeros(kernel.splits, 3, 40), outputs(3, 6)
     gpu = make("sm_90a", checks=checks)
-    launch(code, *fused_args(kernel, x, weight, torch.zeros(40), slots, *out, FACTOR), gpu=gpu)
+    launch(code, *fused_args(kernel, call_of(x, weight, torch.zeros(40), out, slots)), gpu=gpu)
     return gpu.hazards, out[1], slots
 
 
@@ -316,19 +323,21 @@ def test_bad_arguments_are_named():
         with pytest.raises(ConfigError, match=name):
             FusedRouter(64, 6, shares=shares, deep=deep, whole=True)
     kernel, (logits, bias) = Router(64, 6), case(3, 64)
-    good = {"logits": logits, "chosen": bias, "experts": outputs(3, 6)[0], "weights": outputs(3, 6)[1]}
+    out = outputs(3, 6)
+    good = call_of(logits, None, bias, out)
     for bad, name in (
-        ({"logits": logits[None]}, "logits"),
-        ({"chosen": bias.double()}, "bias"),
-        ({"chosen": (bias, bias)}, "chosen"),
-        ({"experts": good["experts"].long()}, "experts"),
-        ({"weights": good["weights"][:2]}, "weights"),
+        ({"x": logits[None]}, "logits"),
+        ({"bias": bias.double()}, "bias"),
+        ({"hashed": Hashed(bias, bias)}, "chosen"),
+        ({"out": (out[0].long(), out[1])}, "experts"),
+        ({"out": (out[0], out[1][:2])}, "weights"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(kernel, **{**good, **bad}, factor=1.0)
+            launch_args(kernel, good._replace(**bad))
     x, weight = operands(3, 64, 96)
+    good = call_of(x, weight, bias, out, logits)
     for kernel in (FusedRouter(64), FusedRouter(64, units=1, whole=True)):
         with pytest.raises(ArgumentError, match="x.shape"):
-            fused_args(kernel, x, weight, bias, logits, *outputs(3, 6), 1.0)
+            fused_args(kernel, good)
     with pytest.raises(ArgumentError, match="x.shape"):  # not 16 shares of a unit
-        fused_args(kernel, x[:, :64], weight[:, :64], bias, logits, *outputs(3, 6), 1.0)
+        fused_args(kernel, good._replace(x=x[:, :64], weight=weight[:, :64]))

@@ -14,6 +14,7 @@ from dsv4lib.ops.topk.arguments import all_args, fake_all_args, fake_args, launc
 from dsv4lib.ops.topk.cluster import LIST, ClusterTopK
 from dsv4lib.ops.topk.faults import DropsItsBound, NoRowBarrier, TiesAnyhow
 from dsv4lib.ops.topk.kernel import TopK
+from dsv4lib.ops.topk.op import Call
 from dsv4lib.ops.topk.take_all import TakeAll
 from dsv4lib.reference.topk import topk as reference
 from tests.budget import built, small
@@ -62,12 +63,16 @@ def compiled(arch, settings):
     return kernel, code
 
 
+def call_of(scores, lengths, picks):
+    return Call(scores, lengths, picks, None, None, 0, False, "emulator")
+
+
 def run(arch, settings, scores, lengths, k, **device):
     """Picks of a launch without hazards."""
     kernel, code = compiled(arch, tuple(settings.items()))
     gpu = make(arch, **{"checks": "race", **device})
     picks = torch.full((len(scores), k), -7, dtype=torch.int32)
-    launch(code, *launch_args(kernel, scores, lengths, picks), gpu=gpu)
+    launch(code, *launch_args(kernel, call_of(scores, lengths, picks)), gpu=gpu)
     assert not gpu.hazards, gpu.hazards[0].message
     return picks
 
@@ -193,7 +198,7 @@ def test_a_cluster_has_one_barrier():
     kernel, code = compiled("sm_90a", tuple(CLUSTER.items()))
     for row in ("normal", "one octave"):
         scores, gpu = kinds()[row][None], make("sm_90a", trace=True)
-        launch(code, *launch_args(kernel, scores, full(scores), torch.zeros(1, 150).int()), gpu=gpu)
+        launch(code, *launch_args(kernel, call_of(scores, full(scores), torch.zeros(1, 150).int())), gpu=gpu)
         barriers[row] = int((gpu.trace.named["kind"] == "cluster").sum()) / (kernel.warps * kernel.ctas)
     assert barriers["normal"] == 1 < barriers["one octave"]
 
@@ -234,7 +239,7 @@ def test_faults_are_found(kind, settings, name):
     gpu = make("sm_90a", checks="race", schedule="adversarial", fatal=["error"], instruction_limit=10_000_000)
     picks = torch.full((1, 75), -7, dtype=torch.int32)
     try:
-        launch(code, *launch_args(kernel, scores, full(scores), picks), gpu=gpu)
+        launch(code, *launch_args(kernel, call_of(scores, full(scores), picks)), gpu=gpu)
     except (HazardError, MemoryFault):
         assert issubclass(kind, ClusterTopK)
         return
@@ -252,14 +257,14 @@ def test_rows_that_are_picked_whole(arch, wide, k):
     picks = torch.full((5, k + 4), -7, dtype=torch.int32)
     for schedule in SCHEDULES:
         gpu = make(arch, checks="race", schedule=schedule)
-        launch(code, *all_args(kernel, scores, lengths, picks[:, :k]), gpu=gpu)
+        launch(code, *all_args(kernel, call_of(scores, lengths, picks[:, :k])), gpu=gpu)
         assert not gpu.hazards and bool((picks[:, k:] == -7).all())
         assert torch.equal(picks[:, :k], expected(scores, lengths.clamp(max=scores.shape[1]), k))
         picks.fill_(-7)
     with pytest.raises(ArgumentError, match="scores.shape"):
-        all_args(kernel, torch.zeros(5, k + 1), lengths, picks[:, :k])
+        all_args(kernel, call_of(torch.zeros(5, k + 1), lengths, picks[:, :k]))
     with pytest.raises(ArgumentError, match="lengths"):
-        all_args(kernel, scores, None, picks[:, :k])
+        all_args(kernel, call_of(scores, None, picks[:, :k]))
 
 
 def test_bad_arguments_are_named():
@@ -279,9 +284,9 @@ def test_bad_arguments_are_named():
         ClusterTopK(**CHIP)
     short, scores = TopK(**STREAM), torch.randn(2, 1000)
     with pytest.raises(ArgumentError, match="picks.shape.*at most 384"):
-        launch_args(short, scores, full(scores), torch.empty(2, 385).int())
+        launch_args(short, call_of(scores, full(scores), torch.empty(2, 385).int()))
     kernel, scores = TopK(**CHIP), torch.randn(3, 1000)
-    good = {"scores": scores, "lengths": full(scores), "picks": torch.empty(3, 64).int()}
+    good = call_of(scores, full(scores), torch.empty(3, 64).int())
     for bad, name in (
         ({"scores": scores.double()}, "scores"),
         ({"scores": scores[:, 1:]}, "scores.stride"),
@@ -289,8 +294,8 @@ def test_bad_arguments_are_named():
         ({"scores": torch.randn(3, 1004)[:, :1001]}, "scores.shape"),
         ({"lengths": None}, "lengths"),
         ({"lengths": full(scores).long()}, "lengths"),
-        ({"picks": torch.empty(2, 64).int()}, "picks"),
-        ({"picks": torch.empty(3, 2049).int()}, "picks.shape"),
+        ({"out": torch.empty(2, 64).int()}, "picks"),
+        ({"out": torch.empty(3, 2049).int()}, "picks.shape"),
     ):
         with pytest.raises(ArgumentError, match=name):
-            launch_args(kernel, **{**good, **bad})
+            launch_args(kernel, good._replace(**bad))

@@ -1,4 +1,4 @@
-"""Make arguments of Hopper's attention: fake tensors to compile with, torch tensors checked to launch."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launch_args(
     splits: int = 1,
     stream: int = 0,
 ) -> tuple:
-    """Make arguments of `DecodeFmha` of torch tensors, as `ops.fmha.arguments.launch_args`.
+    """Make arguments of `DecodeFmha` of torch tensors. As `ops.fmha.arguments.launch_args`.
 
     Raises:
         ArgumentError: a tensor that is missing, not wanted, or of the wrong type, shape or stride.

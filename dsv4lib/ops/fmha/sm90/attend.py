@@ -1,4 +1,4 @@
-"""From tiles of keys in shared memory to O in registers: Q K^T, online softmax, P V, the end of a token.
+"""Compute O in registers from tiles of keys in shared memory. Q K^T, online softmax, P V, the end of a token.
 
 Both math warpgroups weigh all 64 keys of a tile for all 64 heads; warpgroup w multiplies by dimensions 256 w .. 256 w +
 255 of them. So they share no number: while one waits for its MMAs the other works out its P. The tile is the B operand
@@ -36,7 +36,7 @@ ROWS = 2  # of a thread's fragments
 
 
 class Place(NamedTuple):
-    """Where a math thread is: its first row of the tile, its token and block of heads, its columns."""
+    """Where a math thread is: its first row of the tile, its token. Also its block of heads and its columns."""
 
     group: Int32  # warpgroup
     row: Int32  # of the tile, and row + 8
@@ -86,7 +86,7 @@ class Attend(Keys):
         self.finish(outputs, place, mQ.shape[1], sQ, rO, row_max, row_sum)
 
     def visible_to_mma(self) -> None:
-        """Make stores that this thread knows of visible to the tensor core, which reads through another proxy.
+        """Make stores that this thread knows of visible to the tensor core. It reads through another proxy.
 
         The producer could say so of its own, but the fence waits for loads, too: for those of the next tile.
         """
@@ -94,7 +94,7 @@ class Attend(Keys):
 
     @cute.jit
     def load_q(self, mQ: cute.Tensor, place: Place, sQ: Int32):
-        """Copy 64 heads of Q to shared memory, as rows of the 128-byte swizzle; rows that are no heads are zeros."""
+        """Copy 64 heads of Q to shared memory, as rows of the 128-byte swizzle. Rows that are no heads are zeros."""
         tidx, _, _ = cute.arch.thread_idx()
         pieces = HEAD_DIM * 2 // PIECE
         piece = tidx % pieces
@@ -235,7 +235,7 @@ class Attend(Keys):
 
     @cute.jit
     def rotated(self, rope: Any, place: Place, first: cutlass.Constexpr, total: Float32, two: list):
-        """Rotate a pair of the last 64 dimensions back: (a, b) -> (a cos + b sin, b cos - a sin); others stay."""
+        """Rotate a pair of the last 64 dimensions back. (a, b) -> (a cos + b sin, b cos - a sin); others stay."""
         a, b = two
         if place.group == 1 and total != 0.0:
             cos, sin = (table[place.token, first + place.pair] for table in rope)

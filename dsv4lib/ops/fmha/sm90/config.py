@@ -1,4 +1,4 @@
-"""Configure Hopper's attention of decode steps: sizes, options, buffers and budgets; the picture is in `kernel`."""
+"""Configure Hopper's attention of decode steps. Sizes, options, buffers and budgets; the picture is in `kernel`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q_READY = 1  # named barrier (0 is __syncthreads)
 
 
 class Config(Plan):
-    """Options of the kernel and what follows from them; which keys a CTA has is `work.Plan`'s.
+    """Options of the kernel and what follows from them. Which keys a CTA has is `work.Plan`'s.
 
     Args:
         entries: where compressed entries come from: "index", "range" or "none".

@@ -1,4 +1,4 @@
-"""Attention of decode steps on Hopper over 584-byte entries: 64 heads of a token a CTA, keys dequantised on the way.
+"""Attention of decode steps on Hopper over 584-byte entries. 64 heads of a token a CTA, keys dequantised on the way.
 
     s_j = scale * (q . kv_j)        o = sum_j e^{s_j} kv_j / (sum_j e^{s_j} + e^{sink})        j over entries and window
 
@@ -57,7 +57,7 @@ from dsv4lib.ops.fmha.work import Items, KeyList, KeyLists, KeyRows, KeySplits, 
 
 
 class DecodeFmha(Attend):
-    """Attention over 584-byte entries on Hopper: options as `Config`, a role of the module docstring a base class."""
+    """Attention over 584-byte entries on Hopper. Options as `Config`, a role of the module docstring a base class."""
 
     # ------------------------------------------------------------------ host
 

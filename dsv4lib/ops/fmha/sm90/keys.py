@@ -1,4 +1,4 @@
-"""How 584-byte entries become bf16 tiles on Hopper: loads to registers, conversion, stores to shared memory.
+"""How 584-byte entries become bf16 tiles on Hopper. Loads to registers, conversion, stores to shared memory.
 
 A warp has 16 keys of a tile, in two batches of 8 (`dsl.kv_entry`: 4 lanes an entry). A batch lives in registers from
 its loads to its conversion, so the loads of tile j + 1 are under way while its stage is waited for. Hopper has no
@@ -24,14 +24,14 @@ BATCHES = KEYS // kv_entry.ENTRIES_AT_ONCE
 
 
 class KeySources(NamedTuple):
-    """The `kv_entry.Pool` of compressed entries and of the window; None: there are no such keys."""
+    """The `kv_entry.Pool` of compressed entries and of the window. None: there are no such keys."""
 
     entries: Any
     window: Any
 
 
 class Ring(NamedTuple):
-    """Stages of keys in shared memory: address of the first, bits of keys that are there, and the barriers."""
+    """Stages of keys in shared memory: address of the first, barriers. Also bits of keys that are there."""
 
     keys: Int32
     valid: cute.Tensor  # Int32 [2, stages]
@@ -122,7 +122,7 @@ class Keys(Config):
         raw: cute.Tensor,
         scales: cute.Tensor,
     ):
-        """Start the loads of a batch: of lane l the entry at ``place``, whose index lane 8 batch + l / 4 has."""
+        """Start the loads of a batch. Lane l loads of the entry at ``place`` whose index lane 8 batch + l / 4 has."""
         own = cute.arch.shuffle_sync(index, batch * kv_entry.ENTRIES_AT_ONCE + cute.arch.lane_idx() // 4)
         held[batch] = own
         if cutlass.const_expr(self.entries != "none" and self.window):
@@ -137,7 +137,7 @@ class Keys(Config):
 
 @cute.jit
 def row(mIndex: Any, first: Int32, token: Int32, position: Int32, count: Int32):
-    """Return the pool row of a key of a list or a range from ``first`` on; -1 past its end."""
+    """Return the pool row of a key of a list or a range from ``first`` on. It is -1 past its end."""
     found = Int32(-1)
     if position < count:
         if cutlass.const_expr(mIndex is not None):
@@ -183,7 +183,7 @@ def _store16(address: Int32, offset: int, low: Int64, high: Int64, *, loc: Any =
 
 @cute.jit
 def convert(index: Int32, raw: cute.Tensor, scales: cute.Tensor, smem: Int32):
-    """Dequantise what `kv_entry.fetch` brought into 8 rows of a tile; a row of -1 becomes zeros.
+    """Dequantise what `kv_entry.fetch` brought into 8 rows of a tile. A row of -1 becomes zeros.
 
     Args:
         index, raw, scales: as in `kv_entry.fetch`.

@@ -65,7 +65,7 @@ def settings_of(call: Any) -> dict[str, Any]:
 
 
 def parts(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return options of a split's kernel, and those of the kernel that adds splits up but for loads at once."""
+    """Return options of a split's kernel, and of the one that adds splits up. The latter lack `at_once`."""
     ends = {"head_dim": HEAD_DIM, "dtype": "bf16", **{name: settings[name] for name in ("sink", "inverse_rope")}}
     return {**settings, "sink": False, "inverse_rope": False, "partial": True}, ends
 
@@ -104,7 +104,7 @@ def launch(name: str, call: Any, partial: Any) -> None:
 
 
 def needed(options: dict[str, Any]) -> list[tuple]:
-    """List what calls with such options of `fmha.warm_up` need: (kernel, settings, fake arguments)."""
+    """List what calls with such options of `fmha.warm_up` need. Each is (kernel, settings, fake arguments)."""
     if options.get("groups"):
         raise ArgumentError("groups", True, f"False on {ARCHS[0]}")
     defaults = {"entries": "index", "window": True, "window_index": False, "sink": True, "inverse_rope": False}

@@ -50,5 +50,5 @@ class Config:
 
 
 def splits_of(tokens: int, length: int, sms: int, heads: int = 64) -> int:
-    """Choose how many CTAs share the keys of a token: no more than fill the GPU, or than have a tile."""
+    """Choose how many CTAs share the keys of a token. No more than fill the GPU, or than there are tiles."""
     return max(1, min(sms * CTAS_OF_AN_SM[heads] // tokens, -(-length // TILE_KEYS)))

@@ -1,4 +1,4 @@
-"""Score compressed entries on Hopper: FP8 keys go through shared memory to the registers of a wgmma.
+"""Score compressed entries on Hopper. FP8 keys go through shared memory to the registers of a wgmma.
 
     out[t, s] = scale[s] * sum_h weights[t, h] * ReLU(q[t, h] . k[s])        s < lengths[t]
 
@@ -181,7 +181,7 @@ class HopperLogits(Config):
 
     @cute.jit
     def load_weights(self, mWeights: cute.Tensor, token: Int32) -> cute.Tensor:
-        """Weights of the columns of this thread's sums, heads of a pass one after the other."""
+        """Load weights of the columns of this thread's sums. Heads of a pass come one after the other."""
         lane = cute.arch.lane_idx() % 4
         rWeights = cute.make_rmem_tensor(self.passes * COLUMNS // 4, Float32)
         for i in cutlass.range_constexpr(self.passes * COLUMNS // 8):
@@ -204,7 +204,7 @@ class HopperLogits(Config):
 
     @cute.jit
     def load_keys(self, mPages: cute.Tensor, table: cute.Tensor, tile: Int32, length: Int32, ring: Ring, stage: Int32):
-        """Start the copies of a tile: its keys and their scales, part after part; one thread.
+        """Start the copies of a tile, by one thread: keys and scales, part after part.
 
         A part without keys gets those of the last page again.
         """

@@ -1,4 +1,4 @@
-"""Make arguments of the Hopper kernel of linears: fake tensors to compile with, torch tensors checked to launch."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 

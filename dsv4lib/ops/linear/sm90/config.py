@@ -1,4 +1,4 @@
-"""Configure the Hopper kernel of linears: sizes, buffers, budgets, and which options fit a shape."""
+"""Configure the Hopper kernel of linears. Sizes, buffers, budgets, and which options fit a shape."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Config:
         return whole_atoms(sum(size for size, _ in self._sizes(stages).values()))
 
     def budget(self) -> list[BudgetRow]:
-        """Shared memory, registers and threads of one CTA, computed from the configuration."""
+        """Compute shared memory, registers and threads of one CTA from the configuration."""
         sizes = self._sizes(self.stages)
         sizes["total"] = self._smem_bytes(self.stages), f"sum, up to a multiple of {SMEM_ALIGN} B"
         rows = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items() if used]
@@ -137,7 +137,7 @@ CLUSTERS = {1: 1.0, 2: 0.5, 4: 0.212, 8: 0.091}  # that run at once, of the SMs:
 
 
 def plan(groups: int, tokens: int, features: int, k: int, sms: int) -> Plan:
-    """Choose the options with which the busiest SM has the fewest bytes to take from L2 and HBM.
+    """Choose the options with which the busiest SM takes the fewest bytes. They come from L2 and HBM.
 
     Clusters that do not run at once would double the time, and GPCs lack SMs here and there; so fewer clusters of four
     and eight are launched than there are SMs for. How many run at once is assumed, not asked of the GPU.

@@ -1,4 +1,4 @@
-"""Linear layers on Hopper for few tokens: FP8 or bf16 weights as DSV4 releases them, read once, tokens as N.
+"""Apply linear layers on Hopper to few tokens. FP8 or bf16 weights as DSV4 releases them, read once, tokens as N.
 
     y[g, t, n] = sum_b (sum_{k in block b} w[g, n, k] x[g, t, k]) w_scales[g, n / 128, b] x_scales[g, t, b]      FP8
     y[g, t, n] = sum_k w[g, n, k] x[g, t, k]                                                                     bf16
@@ -52,7 +52,7 @@ from dsv4lib.ops.linear.sm90.sums import Exchange, Sums
 
 
 class HopperLinear(Sums):
-    """Linear layers side by side: options as `Config`, a role of the module docstring a base class."""
+    """Linear layers side by side. Options as `Config`, a role of the module docstring a base class."""
 
     # ------------------------------------------------------------------ host
 

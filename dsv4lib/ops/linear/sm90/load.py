@@ -1,4 +1,4 @@
-"""How weights, tokens and factors reach shared memory: `cp.async`, 16 bytes a lane, from rows at any distance.
+"""Bring weights, tokens and factors to shared memory. `cp.async`, 16 bytes a lane, from rows at any distance.
 
     weights    [128 B of K][row][128 B], piece p of row r at piece p ^ (r % 8): the 128-byte swizzle
     tokens     the same
@@ -24,7 +24,7 @@ EVICT_FIRST = 0x12F0000000000000  # of a cache hint, as CUTLASS has it (`CacheHi
 
 
 class Sources(NamedTuple):
-    """What is multiplied, in global memory; scales are uint8 (E8M0) or fp32, None of bf16."""
+    """What is multiplied, in global memory. Scales are uint8 (E8M0) or fp32, None of bf16."""
 
     x: cute.Tensor  # uint8 [G, T, bytes of K]
     x_scales: cute.Tensor | None  # [G, T, K / 128]
@@ -45,7 +45,7 @@ class Stages(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of the output: rows of the weights from ``row`` on, tokens from ``token`` on."""
+    """A tile of the output. It has rows of the weights from ``row`` on, tokens from ``token`` on."""
 
     group: Int32
     row: Int32
@@ -167,7 +167,7 @@ class Load(Config):
         rows: cutlass.Constexpr,
         once: cutlass.Constexpr,
     ):
-        """Copy a step of K of ``rows`` rows from row ``first`` on, by four warps; ``once``: as `copy`."""
+        """Copy a step of K of ``rows`` rows from row ``first`` on, by four warps. ``once``: as `copy`."""
         tidx, _, _ = cute.arch.thread_idx()
         piece, row = tidx % self.pieces, tidx % LOADERS // self.pieces
         column = step * self.step_k + piece * PIECE
@@ -184,7 +184,7 @@ class Load(Config):
 
     @cute.jit
     def load_scales(self, sources: Sources, tile: Tile, step: Int32, rX: cute.Tensor, rW: cute.Tensor):
-        """Load scales of the `ahead` steps of a tile from ``step`` on; what does not exist is 0.
+        """Load scales of the `ahead` steps of a tile from ``step`` on. What does not exist is 0.
 
         A thread has those of one token, for blocks of 128 of K that are LOADERS / tile_n apart.
         """
@@ -222,7 +222,7 @@ def scale(stored: Float32 | cutlass.Uint8) -> Float32:
 
 
 def copy(target: Int32, source: Int64, size: Int32, once: bool) -> None:
-    """Copy ``size`` bytes to shared memory and fill up to 16 with zeros, asynchronously.
+    """Copy ``size`` bytes to shared memory, asynchronously. Zeros fill it up to 16.
 
     once: they are not read again soon: L2 gives their room away first, and writes back less of what others left there.
     """

@@ -1,4 +1,4 @@
-"""Run `linear` on a Hopper: FP8 with a scale for 128 of K of a token and for 128 x 128 of the weights, or bf16.
+"""Run `linear` on a Hopper: FP8, or bf16. FP8 has a scale for 128 of K of a token and for 128 x 128 of the weights.
 
     y = linear((codes, scales), (w, w_scales), mode="fp8_block")
     y = linear((x, None), (w, None), mode="bf16")
@@ -35,7 +35,7 @@ _BYTES = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 def here(mode: str, backend: str) -> bool:
-    """Tell whether a call of `linear` is for this kernel: by its mode, or by the back end's GPU."""
+    """Tell whether a call of `linear` is for this kernel. It follows from its mode, or from the back end's GPU."""
     return mode == MODE or (mode == "bf16" and launching.arch(backend) in ARCHS)
 
 
@@ -68,7 +68,7 @@ def linear_hopper(
 @op("linear_hopper", mutates=("out",), archs=ARCHS)
 @dataclass(kw_only=True)
 class Call:
-    """A call of `linear` on a Hopper, with or without a dimension of groups: FP8 with scales, or bf16 without."""
+    """A call of `linear` on a Hopper, with or without a dimension of groups. FP8 comes with scales, bf16 without."""
 
     x: Tensor
     x_scales: Tensor | None

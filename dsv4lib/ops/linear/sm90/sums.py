@@ -1,4 +1,4 @@
-"""From operands in shared memory to the output: MMAs, sums in fp32, exchange within a cluster, stores.
+"""Compute the output from operands in shared memory. MMAs, sums in fp32, exchange within a cluster, stores.
 
     sum[n, t] += (MMAs over 128 bytes of K) x factor[t, K / 128]                in fp32, in the order of K
 
@@ -66,7 +66,7 @@ class Sums(Load):
                     self.store(mOut, tile, c, rSum[c])
 
     def copied_by_threads(self) -> None:
-        """Make what `cp.async` wrote visible to the tensor core, which reads it through another proxy."""
+        """Make what `cp.async` wrote visible to the tensor core. It reads through another proxy."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply(self, stages: Stages, stage: Int32, rSum: cute.Tensor) -> None:
@@ -154,7 +154,7 @@ class Sums(Load):
         return (self.consumers // 32 - self.rank() + self.split - 1) // self.split
 
     def await_free(self, exchange: Exchange, turn: Int32) -> None:
-        """Wait until all CTAs have read the sums of the tile before; not for the first tile."""
+        """Wait until all CTAs have read the sums of the tile before. The first tile does not wait."""
         cute.arch.mbarrier_wait(exchange.free, turn ^ 1)
 
     @cute.jit
@@ -172,7 +172,7 @@ class Sums(Load):
 
 
 def send(slot: Int32, offset: int, barrier: Int32, to: Int32, values: list) -> None:
-    """Store four values ``offset`` bytes after this address of a CTA of the cluster; its mbarrier counts the bytes."""
+    """Store four values ``offset`` bytes after this address of a CTA of the cluster. Its mbarrier counts the bytes."""
     text = (
         "{ .reg .b32 a, b; mapa.shared::cluster.u32 a, {$r0}, {$r2}; mapa.shared::cluster.u32 b, {$r1}, {$r2}; "
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "

@@ -1,4 +1,4 @@
-"""Configure the Hopper kernel: formats, sizes, buffers and budgets; the picture is in `sm90.kernel`."""
+"""Configure the Hopper kernel: formats, sizes, buffers and budgets. The picture is in `sm90.kernel`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run the epilogue: warpgroups' sums to global memory; added, scaled, SwiGLU, routing weight, converted.
+"""Run the epilogue: warpgroups' sums to global memory.
+
+They are added, scaled and converted, with SwiGLU, routing weight.
 
 Every warpgroup stores the sums of its steps of K, [token][64 rows, those of rows g before those of rows g + 8]. After a
 barrier a warp takes a token and adds the four, in an order that depends on the steps alone: bits do not depend on which
@@ -27,7 +29,7 @@ from dsv4lib.ops.moe_gemm.sm90.groups import Tile, Walk
 
 
 class Outputs(NamedTuple):
-    """What a call writes: rows [R, F] bf16 or fp32, or codes uint8; scales [blocks, 512] uint8 or None."""
+    """What a call writes: rows [R, F] bf16 or fp32, or codes uint8. Scales [blocks, 512] uint8 or None."""
 
     out: cute.Tensor
     scales: Any
@@ -90,7 +92,7 @@ class Epilogue(Walk):
         return Scales(low, high)
 
     def stored(self, tile: Tile) -> Int32:
-        """Count the tokens of a tile that are stored: columns of the MMA past the last are not."""
+        """Count the tokens of a tile that are stored. Columns of the MMA past the last are not."""
         return tile.rows
 
     def activate(self, gate: Float32, up: Float32, limit: Float32) -> Float32:
@@ -134,7 +136,7 @@ class Epilogue(Walk):
 
     @cute.jit
     def store_pair(self, mOut: cute.Tensor, row: Int32, feature: Int32, low: Float32, high: Float32):
-        """Store positions 2 l and 2 l + 1 of lane l: neighbours of the same 8 rows of a warp's 16."""
+        """Store positions 2 l and 2 l + 1 of lane l. They are neighbours of the same 8 rows of a warp's 16."""
         lane = cute.arch.lane_idx()
         feature = feature + lane // 4 % 4 * 16 + lane // 16 * 8 + lane % 4 * 2
         rPair = cute.make_rmem_tensor(2, mOut.element_type)
@@ -143,7 +145,10 @@ class Epilogue(Walk):
 
     @cute.jit
     def store_mxfp8(self, ends: Ends, row: Int32, column: Int32, value: Float32):
-        """Store a block of 32: codes, and the scale where the next GEMM reads it (`formats.scale_swizzle`)."""
+        """Store a block of 32: codes and scale.
+
+        The scale goes where the next GEMM reads it (`formats.scale_swizzle`).
+        """
         lane = cute.arch.lane_idx()
         amax = convert.magnitude(value)
         for i in cutlass.range_constexpr(5):

@@ -1,4 +1,7 @@
-"""Groups of tokens and experts that make a wrong Hopper GEMM visible: those of `moe_gemm.inputs`, weights tiled."""
+"""Make groups of tokens and experts that show a wrong Hopper GEMM.
+
+They are those of `moe_gemm.inputs`, weights tiled.
+"""
 
 from __future__ import annotations
 

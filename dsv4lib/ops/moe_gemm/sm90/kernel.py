@@ -1,4 +1,4 @@
-"""Grouped GEMM of experts on Hopper: packed MXFP4 weights from HBM, expanded in registers, tokens as N.
+"""Run the experts' grouped GEMM on Hopper. Packed MXFP4 weights from HBM, expanded in registers, tokens as N.
 
     y[r] = alpha_e (x[r] @ W_e^T)                                     rows r of group e
     h[r] = silu(min(g, limit)) clip(u, -limit, limit) routing_r       swiglu: g, u = alpha_e, alpha_up_e x gate, up sums
@@ -74,7 +74,7 @@ from dsv4lib.ops.moe_gemm.sm90.mma import Mma
 
 
 class TiledMoeGemm(Load, Mma, Epilogue):
-    """Grouped GEMM of experts on Hopper: options as `Config`, a role of the module docstring a base class."""
+    """Grouped GEMM of experts on Hopper. Options as `Config`, a role of the module docstring a base class."""
 
     # ------------------------------------------------------------------ host
 

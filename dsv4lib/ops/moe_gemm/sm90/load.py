@@ -137,7 +137,7 @@ class Load(Walk):
 
     @cute.jit
     def load_scales(self, sources: Sources, tile: Tile, step: Int32, target: Int32):
-        """Scales of a stage: word i of them is that of token i mod tile_n, 128 K i div tile_n."""
+        """Load scales of a stage. Word i is that of token i mod tile_n, 128 K i div tile_n."""
         lane = cute.arch.lane_idx()
         blocks = cute.ceil_div(sources.x.shape[1], ROW_BYTES)  # of 128 rows x 4 scales, a row has of them
         words = self.tile_n * self.chunks

@@ -104,7 +104,7 @@ class Mma(Walk):
         return [rows[half][2 * mma + i] for mma in range(2) for i in range(2) for half in range(2)]
 
     def factors(self, rows: list, tokens: list, blocks: Any) -> list:
-        """Return what each sum of a group of MMAs is multiplied by: scale of the row times scale of the token."""
+        """Return what each sum of a group of MMAs is multiplied by. It is the row's scale times the token's."""
         found = []
         for block in blocks:
             of_rows = [power(word, block) for word in rows]

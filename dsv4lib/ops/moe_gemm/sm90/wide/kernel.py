@@ -4,7 +4,7 @@
     h[r] = silu(min(g, limit)) clip(u, -limit, limit) routing_r       swiglu: g, u = alpha_e, alpha_up_e x gate, up sums
 
 It reads the tiled weights of `sm90.kernel`. There a tile has 64 rows of weights and up to 32 tokens, and reading them
-is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two blocks of 64 rows: while the MMAs
+is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two blocks of 64 rows: while MMAs
 of one run, it expands the weights of the other.
 
 Both modes multiply in bf16, where every product of weight, token and scales is exact, so that fp32 sums need no scale:

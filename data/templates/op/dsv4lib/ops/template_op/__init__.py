@@ -1,4 +1,4 @@
-"""A gated row, silu(gate) * up, as a torch op: `template_op` calls `torch.ops.dsv4.template_op`."""
+"""Gate rows, silu(gate) * up, as a torch op. `template_op` calls `torch.ops.dsv4.template_op`."""
 
 from dsv4lib.ops.template_op.op import template_op
 

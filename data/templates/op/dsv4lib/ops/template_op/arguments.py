@@ -1,10 +1,11 @@
-"""Arguments of the kernel: fake tensors to compile with, torch tensors checked and wrapped to launch with."""
+"""Make the kernel's arguments: fake tensors to compile, checked ones to launch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
 
 from dsv4lib.dsl.tensors import Fakes, wrap
 from dsv4lib.errors import ArgumentError
@@ -19,14 +20,17 @@ def fake_args(kernel: TemplateOp) -> tuple:
     return *(fake(BF16, "TD", WIDE) for _ in range(3)), cuda.CUstream(0)
 
 
-def launch_args(kernel: TemplateOp, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor, stream: int = 0) -> tuple:
-    """Arguments of `TemplateOp` from torch tensors: shapes as in `TemplateOp.__call__`, ``stream`` a handle.
+def launch_args(kernel: TemplateOp, call: Any, stream: int = 0) -> tuple:
+    """Check a call and wrap its tensors for the compiled kernel.
+
+    Args:
+        kernel: what was compiled. call: its tensors and numbers by name, as `op.Call` has them. stream: CUDA stream.
 
     Raises:
-        ArgumentError: a tensor of the wrong type, shape or stride.
+        ArgumentError: a tensor of a wrong type, shape or stride.
     """
-    wrapped = wrap("out", out, BF16, (None, None), WIDE)
-    if out.shape[1] % COLUMNS:
-        raise ArgumentError("out.shape", tuple(out.shape), f"[T, d] with d a multiple of {COLUMNS}")
-    shape = tuple(out.shape)
-    return wrap("gate", gate, BF16, shape, WIDE), wrap("up", up, BF16, shape, WIDE), wrapped, cuda.CUstream(stream)
+    wrapped, shape = wrap("out", call.out, BF16, (None, None), WIDE), tuple(call.out.shape)
+    if shape[1] % COLUMNS:
+        raise ArgumentError("out.shape", shape, f"[T, d] with d a multiple of {COLUMNS}")
+    inputs = wrap("gate", call.gate, BF16, shape, WIDE), wrap("up", call.up, BF16, shape, WIDE)
+    return *inputs, wrapped, cuda.CUstream(stream)

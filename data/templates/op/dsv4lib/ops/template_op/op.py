@@ -66,5 +66,4 @@ class Call(NamedTuple):
         if backend == "reference":
             self.out.copy_(backends.oracle("template_op").template_op(self.gate.double(), self.up.double()))
             return
-        given = self.gate, self.up, self.out
-        launching.launch(backend, TemplateOp, {}, arguments.fake_args, arguments.launch_args, *given)
+        launching.launch(backend, TemplateOp, {}, arguments.fake_args, arguments.launch_args, self)

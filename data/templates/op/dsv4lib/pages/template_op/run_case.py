@@ -1,4 +1,4 @@
-"""Run `template_op` on rows that grow, with a fault if wanted, and compare with fp64; for notebook and stage."""
+"""Run `template_op` on rows that grow, with a fault if wanted. Compares with fp64; for notebook and stage."""
 
 from __future__ import annotations
 

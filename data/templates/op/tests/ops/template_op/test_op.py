@@ -9,7 +9,7 @@ from dsv4lib.errors import ArgumentError, ConfigError
 from dsv4lib.ops.template_op.arguments import fake_args, launch_args
 from dsv4lib.ops.template_op.faults import FAULTS
 from dsv4lib.ops.template_op.kernel import TemplateOp
-from dsv4lib.ops.template_op.op import template_op
+from dsv4lib.ops.template_op.op import Call, template_op
 from dsv4lib.pages.template_op.run_case import run
 from tests.budget import built, small
 
@@ -33,7 +33,7 @@ def test_schedules_and_budget(arch):
     for schedule in SCHEDULES:
         out = torch.full((3, 1032), 7.0).bfloat16()
         gpu = device(arch, checks="race", schedule=schedule, seed=1)
-        launch(code, *launch_args(kernel, gate, up, out), gpu=gpu)
+        launch(code, *launch_args(kernel, Call(gate, up, out, "emulator")), gpu=gpu)
         assert not gpu.hazards
         results.append(out)
     assert all(torch.equal(one, results[0]) for one in results)

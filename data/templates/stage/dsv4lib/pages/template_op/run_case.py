@@ -1,4 +1,4 @@
-"""Run rmsnorm on rows that grow, with a fault if wanted, and compare with fp64, for `template_op`."""
+"""Run rmsnorm on rows that grow, with a fault if wanted. Compares with fp64, for `template_op`."""
 
 from __future__ import annotations
 
