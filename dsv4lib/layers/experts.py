@@ -3,7 +3,7 @@
 | mode        | weights              | activations | on           | GEMMs                                        |
 |-------------|----------------------|-------------|--------------|----------------------------------------------|
 | see `FORMS` | see `weight_modes`   | MXFP8, ..   | Blackwell    | `moe_gemm`, or `linear` of a single expert   |
-| `mxfp4`     | MXFP4, tiled         | MXFP8       | Hopper       | `moe_gemm`                                   |
+| `mxfp4`     | MXFP4, tiled         | MXFP8, many tokens bf16 | Hopper | `moe_gemm`                             |
 | `w4a16`     | MXFP4, tiled         | bf16        | Hopper       | `moe_gemm`                                   |
 | `fp8_block` | FP8 128 x 128        | FP8 1 x 128 | Hopper       | `linear`, of a single expert (`Fp8Expert`)   |
 
@@ -26,6 +26,7 @@ from dsv4lib.ops.moe_gemm.arguments import BLOCK_ROWS
 from dsv4lib.ops.moe_gemm.op import Operand, moe_gemm
 from dsv4lib.ops.moe_gemm.sm90.config import ROW_STEP
 from dsv4lib.ops.moe_gemm.sm90.layout import tiled_shape
+from dsv4lib.ops.moe_gemm.sm90.op import many
 from dsv4lib.ops.quantize.op import quantize
 from dsv4lib.ops.swiglu_quant.op import swiglu_quant
 
@@ -107,6 +108,7 @@ class ExpertStack(torch.nn.Module):
             argument = "precision" if name == "experts" else "shared_precision"
             raise ArgumentError(argument, precision, f"one of {', '.join(forms)} on {arch}")
         self.precision, (self.product, self.recipe) = precision, forms[precision]
+        self.tiled = arch == HOPPER
         self.align = ROW_STEP if arch == HOPPER else BLOCK_ROWS
         check_these = _check_tiled if arch == HOPPER else _check_experts
         count, width = check_these(name, experts, self.product, hidden)
@@ -147,6 +149,9 @@ class ExpertStack(torch.nn.Module):
         """
 
         expected = -(-len(x) * k // self.count)
+        # On a Hopper many tokens an expert stay bf16, beside the same weights: `ops.moe_gemm.sm90`.
+        bf16 = self.tiled and self.product == "w4a8" and quantised is None and many(expected)
+        recipe = "bf16" if bf16 else self.recipe
 
         def product(given: Operand, w: Operand, **options: Any) -> Operand:
             common = {"mode": self.product, "backend": backend, **options}
@@ -155,12 +160,12 @@ class ExpertStack(torch.nn.Module):
             return moe_gemm(given, w, *groups, expected=expected, **common)
 
         h = product(
-            self.activations(x, rows, backend) if quantised is None else self.repeated(quantised),
+            self.activations(x, rows, recipe, backend) if quantised is None else self.repeated(quantised),
             Operand(self.first_codes, self.first_scales),
             alpha=self.alpha_gate,
             alpha_up=self.alpha_up,
             swiglu=True,
-            out_format=self.recipe,
+            out_format=recipe,
             out_global=self.h_scales,
             limit=limit,
             **({} if groups is None else {"routing": routing, "groups_ready": quantised is None}),
@@ -169,11 +174,11 @@ class ExpertStack(torch.nn.Module):
         w = Operand(self.second_codes, self.second_scales)
         return product(self.repeated(h), w, alpha=self.alpha_down, **ready).codes
 
-    def activations(self, x: Tensor, rows: Tensor | None, backend: str) -> Operand:
-        """Tokens in the order of ``rows``, in the format of the mode."""
-        if self.recipe == "bf16":
+    def activations(self, x: Tensor, rows: Tensor | None, recipe: str, backend: str) -> Operand:
+        """Tokens in the order of ``rows``, in a format of `quantize` or bf16."""
+        if recipe == "bf16":
             return Operand(x if rows is None else x[rows.clamp(min=0).long()])
-        q = quantize(x, self.recipe, global_scale=self.x_scale, rows=rows, swizzled=True, backend=backend)
+        q = quantize(x, recipe, global_scale=self.x_scale, rows=rows, swizzled=True, backend=backend)
         return self.repeated(Operand(q.codes, q.scales))
 
     def repeated(self, x: Operand) -> Operand:

@@ -9,13 +9,14 @@ from dsv4lib import backends
 from dsv4lib.config import schedule
 from dsv4lib.errors import ArgumentError, BackendUnavailable
 from dsv4lib.formats import fp8_block
-from dsv4lib.layers import attention
+from dsv4lib.layers import attention, experts
 from dsv4lib.layers.dense import Dense, GroupedDense, normed
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.convert import save
 from dsv4lib.loader.model import model_bytes, transformer
 from dsv4lib.loader.whole import Listed
 from dsv4lib.ops.moe_gemm.op import Operand
+from dsv4lib.ops.moe_gemm.sm90.op import many
 from dsv4lib.ops.rmsnorm.op import rmsnorm
 from dsv4lib.pages.full_model.run_case import oracle
 from dsv4lib.reference.model import ReferenceModel
@@ -109,6 +110,26 @@ def test_an_swa_layer(listed, monkeypatch):
     held = sum(x.numel() * x.element_size() for x in model.buffers())
     padding = 8 * SWA.hidden * 2 + 4 * 3 * SWA.n_experts  # rows of the head up to a multiple of 16; alphas
     assert held == model_bytes(listed, model.layout.capacity, arch=ARCH) + padding
+
+
+@torch.no_grad()
+def test_many_tokens_an_expert_stay_bf16(listed, monkeypatch):
+    """Beside the same weights, without a cast; fewer tokens are cast. The kernels against the oracles."""
+    casts, cast = [], experts.quantize
+    monkeypatch.setattr(experts, "quantize", lambda *given, **options: casts.append(1) or cast(*given, **options))
+    generator = torch.Generator().manual_seed(0)
+    for tokens, quantised in ((48, False), (3, True)):
+        assert many(tokens * SWA.experts_per_token // SWA.n_experts) == (not quantised)
+        x, found = torch.randn(tokens, SWA.hidden, generator=generator).bfloat16(), {}
+        for backend in ("emulator", "reference"):
+            layer = transformer(listed, backend=backend, arch=ARCH).layers[0].ffn
+            layer.shared = None
+            casts.clear()
+            with backends.emulating(ARCH):
+                found[backend] = layer(x).double()
+            assert bool(casts) == quantised
+        difference = found["emulator"] - found["reference"]
+        assert difference.norm() < 2.0**-7 * found["reference"].norm()
 
 
 @torch.no_grad()

@@ -54,11 +54,16 @@ def rows() -> list[Row]:
     return found
 
 
+def _bf16(mode: str, tokens: int) -> bool:
+    """Tell whether tokens stay bf16: many of them do, as `layers.experts` has it."""
+    return mode == "w4a16" or tokens == inputs.PREFILL
+
+
 def _row(gemm: Gemm, mode: str, tokens: int) -> Row:
     first, routes = gemm.name == "gate/up", tokens * gemm.k_experts
     active = gemm.experts * (1 - (1 - gemm.k_experts / gemm.experts) ** tokens)
     weight = tile_bytes(mode, step_of(gemm.k)) / (TILE_M * step_of(gemm.k))
-    x_bytes = 2 if mode == "w4a16" else 1 + 1 / BLOCK
+    x_bytes = 2 if _bf16(mode, tokens) else 1 + 1 / BLOCK
     out = gemm.n / 2 * x_bytes if first else 2 * gemm.n
 
     def given(generator: torch.Generator) -> Given:
@@ -99,7 +104,7 @@ def _operands(gemm: Gemm, mode: str, tokens: int, generator: torch.Generator) ->
     w[..., end:] = 0
     x = inputs.normals(generator, tokens, gemm.k)
     order = torch.arange(max_rows(tokens, gemm.k_experts, gemm.experts), device=device) % tokens
-    if mode == "w4a16":
+    if _bf16(mode, tokens):
         return {"mode": mode, "w": w, "x": x[order], "x_scales": None}
     q = fp8_block.quantize_activation(x, BLOCK)
     return {"mode": mode, "w": w, "x": q.codes[order], "x_scales": scale_swizzle.swizzle(q.scales[order])}
@@ -110,7 +115,7 @@ def _new(given: Given) -> dict[str, Tensor]:
     x, width = given["x"], features // 2
     if given["routing"] is None:
         return {"y": x.new_empty(len(x), features, dtype=torch.bfloat16)}
-    if OUTPUTS[given["mode"]] == "bf16":
+    if given["x_scales"] is None:
         return {"h": x.new_empty(len(x), width, dtype=torch.bfloat16)}
     scales = scale_swizzle.swizzled_bytes(len(x), -(-width // BLOCK))
     codes, scales = (x.new_zeros(*shape, dtype=torch.uint8) for shape in ((len(x), width), (scales,)))
@@ -127,7 +132,7 @@ def _ours(given: Given, out: Mapping[str, Tensor]) -> None:
         mode=given["mode"],
         routing=given["routing"],
         swiglu=first,
-        out_format=OUTPUTS[given["mode"]] if first else "bf16",
+        out_format="bf16" if given["x_scales"] is None or not first else OUTPUTS[given["mode"]],
         limit=LIMIT,
         expected=given["expected"],
         out=(out["h"], out.get("h_scales")) if first else (out["y"], None),

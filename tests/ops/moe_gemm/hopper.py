@@ -45,7 +45,8 @@ class Outcome:
     def right(self) -> bool:
         if self.kernel.quantised:
             return self.codes == 0 and self.scales <= SCALES
-        return self.error <= BOUND[self.kernel.mode_name] + (BF16 if self.kernel.out == "bf16" else 0)
+        form = "w4a8" if self.kernel.scaled else "w4a16"
+        return self.error <= BOUND[form] + (BF16 if self.kernel.out == "bf16" else 0)
 
     def findings(self) -> set[str]:
         """Kinds of all that is wrong."""

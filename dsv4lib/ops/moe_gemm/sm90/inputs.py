@@ -20,12 +20,15 @@ def case(kernel: Config, counts: list[int], features: int, k: int, seed: int = 0
     """
     made = inputs.case(kernel, counts, features, k, seed)
     call = made.call
-    if kernel.scaled:
+    if call.w_scales is not None:
         scales = scale_swizzle.unswizzle(call.w_scales, features, k // BLOCK)
         codes = call.w
     else:
         q = mxfp4.quantize(made.w)
         codes, scales, made.w = q.packed, q.scales, mxfp4.dequantize(q, torch.float64)
+    if not kernel.scaled:
+        made.x = made.x.bfloat16().double()
+        call.x, call.x_scales = made.x.bfloat16(), None
     call.w, call.w_scales = tile_weights(codes, scales, kernel.mode_name), None
     made.step = BLOCK
     return made

@@ -4,7 +4,8 @@
     h = moe_gemm(x, w, offsets, counts, mode="w4a8", swiglu=True, out_format="mxfp8", ...)
 
 The tiled operand chooses this kernel; `moe_gemm` has the arguments. What it does not have is refused by name: modes
-other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. A scale of x of 2^-127 (byte 0,
+other than "w4a8" and "w4a16" (bf16 activations), NVFP4 output, more than 512 experts. Mode "w4a8" takes bf16 x without
+scales, too: for many tokens an expert that is faster (`many`). A scale of x of 2^-127 (byte 0,
 which `quantize` does not make) counts as 0.
 """
 
@@ -73,20 +74,32 @@ def multiply(
     return out
 
 
-def tile_of(expected: int, mode: str) -> int:
-    """Choose tokens of a tile for groups of ``expected`` tokens on average.
+def held(expected: int) -> float:
+    """Count the tokens that 98 or more of 100 groups of ``expected`` tokens on average have at most."""
+    return min(2 * expected, expected + 2.5 * math.sqrt(expected))
 
-    The smallest that holds 98 or more of 100 such groups; the others' weights come once more from L2.
+
+def many(expected: int) -> bool:
+    """Tell whether groups are so large that weights of mode "w4a8" are faster with bf16 tokens."""
+    return held(expected) > TILES_N["w4a8"][-1]
+
+
+def tile_of(expected: int, mode: str, bf16: bool) -> int:
+    """Choose tokens of a tile for groups of ``expected`` tokens on average, of tokens in bf16 or not.
+
+    The smallest that holds what `held` says; the weights of larger groups come once more from L2.
     """
-    tiles = (*TILES_N[mode], *WIDE_TILES_N[mode])
-    return next((n for n in tiles if min(2 * expected, expected + 2.5 * math.sqrt(expected)) <= n), tiles[-1])
+    few = TILES_N[mode] if bf16 == (mode == "w4a16") else ()
+    tiles = (*few, *(n for n in WIDE_TILES_N[mode] if bf16))
+    return next((n for n in tiles if held(expected) <= n), tiles[-1])
 
 
 def kernel_of(settings: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Choose the kernel of options with ``tile_n``, and its options."""
-    if settings["tile_n"] in TILES_N[settings["mode"]]:
-        return TiledMoeGemm, settings
-    return WideMoeGemm, {name: value for name, value in settings.items() if name != "early"}
+    """Choose the kernel of options with ``tile_n`` and ``bf16``, and its own options."""
+    own = {name: value for name, value in settings.items() if name != "bf16"}
+    if settings["bf16"] == (own["mode"] == "w4a16") and own["tile_n"] in TILES_N[own["mode"]]:
+        return TiledMoeGemm, own
+    return WideMoeGemm, {name: value for name, value in own.items() if name != "early"}
 
 
 def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED) -> dict[str, float]:
@@ -94,7 +107,8 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
 
     Args:
         wanted: of each kind of call K, mode, out_format, and what it has of swiglu, routed, alpha: bool, as far as they
-            are not 4096, "w4a8", "bf16", False, False, True, and "early": what calls name ``groups_ready``.
+            are not 4096, "w4a8", "bf16", False, False, True, "early": what calls name ``groups_ready``, and "bf16":
+            tokens in bf16, as they are in mode "w4a16".
         expected: tokens of a group, as `moe_gemm` takes them; each chooses a tile.
 
     Returns:
@@ -104,7 +118,8 @@ def warm_up(wanted: Iterable[dict[str, Any]], expected: Iterable[int] = EXPECTED
     for options in wanted:
         given = {"K": 4096, "mode": "w4a8", "out_format": "bf16", **options}
         settings = {"step_k": step_of(given.pop("K")), "out": given.pop("out_format"), **given}
-        for tile_n in sorted({tile_of(n, given["mode"]) for n in expected}):
+        settings.setdefault("bf16", given["mode"] == "w4a16")
+        for tile_n in sorted({tile_of(n, given["mode"], settings["bf16"]) for n in expected}):
             needed.append((*kernel_of({**settings, "tile_n": tile_n}), arguments.fake_args))
     return compile_cache.default().warm_up(needed, launching.arch("auto", ARCHS))
 
@@ -141,9 +156,11 @@ class Call:
     def settings(self) -> dict[str, Any]:
         """Make options of the kernel."""
         _, _, step = tiled_shape(tuple(self.w.shape), self.formats)
+        bf16 = self.x.dtype == torch.bfloat16
         return {
             "mode": self.formats,
-            "tile_n": tile_of(self.expected, self.formats),
+            "bf16": bf16,
+            "tile_n": tile_of(self.expected, self.formats, bf16),
             "step_k": step,
             "swiglu": self.swiglu,
             "out": self.out_format,
@@ -183,7 +200,7 @@ def weights(tiled: Tensor, mode: str) -> Tensor:
 def _reference(call: Call) -> None:
     """Ask the oracle in fp64, group by group."""
     x, w = call.x.double(), weights(call.w, call.formats)
-    if call.formats == "w4a8":
+    if call.x.dtype == torch.uint8:
         x = numbers(call.x, call.x_scales, "w4a8", False)
     scales = None
     if call.out_scales is not None:

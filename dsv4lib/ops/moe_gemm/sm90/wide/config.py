@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dsv4lib.dsl.budget import SMEM_ALIGN, SMEM_LIMIT, BudgetRow
-from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS, MAX_STAGES, PITCH, Config
+from dsv4lib.ops.moe_gemm.sm90.config import MAX_EXPERTS, MAX_STAGES, MODES, PITCH, Config
 from dsv4lib.ops.moe_gemm.sm90.layout import BLOCK, CHUNK_K, FORMS, TILE_M
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES
 
-TILES_N = {"w4a8": (64, 128), "w4a16": (32, 64, 128)}  # larger than those of `sm90.config`
+TILES_N = {mode: (32, 64, 128) for mode in MODES}
 COLUMNS = {32: (32,), 64: (32, 48, 64), 128: (80, 104, 128)}  # of a tile, that MMAs have: the fewest that hold its rows
 GROUPS = 2  # warpgroups that multiply
 BLOCKS = 2  # of 64 rows that each has
@@ -15,14 +15,13 @@ TILE_BLOCKS = GROUPS * BLOCKS
 LOAD_WARPS = 4
 FIRST_LOAD_WARP = 4 * GROUPS
 THREADS = 128 * GROUPS + 32 * LOAD_WARPS  # more: 128 registers a thread at launch, and ptxas waits for every MMA
-REGISTERS = {"w4a8": (224, 56), "w4a16": (232, 40)}  # consumers, load warps: 504 a lane of a quarter of an SM
+CONSUMER_REGISTERS, LOAD_REGISTERS = 232, 40  # of 504 that a lane of a quarter of an SM has at launch
 LAUNCH_REGISTERS = 168
 TOKENS = 16  # of a tile that are finished together
-X_SHIFT = 20  # tokens of mode "w4a8" are x 2^-20 in bf16
 
 
 class WideConfig(Config):
-    """Options of the kernel: those of `Config`, with more tokens a tile."""
+    """Options of the kernel: those of `Config`, more tokens a tile, in bf16; ``mode`` is how weights are tiled."""
 
     tiles_n = TILES_N
     threads = THREADS
@@ -43,9 +42,7 @@ class WideConfig(Config):
         """Choose the buffers."""
         self.kind = "bf16"  # of the MMAs, in both modes
         self.row_bytes = CHUNK_K * 2
-        self.sums_factor = FORMS["w4a16"].sums_factor * (2.0**X_SHIFT if self.scaled else 1)
-        self.ahead = 4  # pieces of 16 codes that a lane of a load warp has read ahead (mode "w4a8")
-        self.consumer_registers, self.load_registers = REGISTERS[self.mode_name]
+        self.scaled, self.sums_factor = False, FORMS["w4a16"].sums_factor
         self.x_bytes = self.tile_n * self.row_bytes
         self.scale_bytes = TILE_M * self.blocks  # of a tile of weights: those of all its K
         self.block_bytes = CHUNK_BYTES + self.scale_bytes
@@ -72,7 +69,7 @@ class WideConfig(Config):
         sizes = self._sizes(self.stages, 1)
         sizes["total"] = self._smem_bytes(self.stages, 1), f"sum, up to a multiple of {SMEM_ALIGN} B"
         smem = [BudgetRow(f"SMEM: {name}", used, SMEM_LIMIT, "B", why) for name, (used, why) in sizes.items()]
-        registers = GROUPS * self.consumer_registers + self.load_registers
+        registers = GROUPS * CONSUMER_REGISTERS + LOAD_REGISTERS
         why = f"{GROUPS} consumers, 1 load warpgroup"
         return [
             *smem,

@@ -3,12 +3,13 @@
     y[r] = alpha_e (x[r] @ W_e^T)                                     rows r of group e
     h[r] = silu(min(g, limit)) clip(u, -limit, limit) routing_r       swiglu: g, u = alpha_e, alpha_up_e x gate, up sums
 
-It reads the tiled weights of `sm90.kernel`. There a tile has 64 rows of weights and up to 32 tokens, and reading them
-is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two blocks of 64 rows: while MMAs
-of one run, it expands the weights of the other.
+It reads the tiled weights of `sm90.kernel`, of either mode, and bf16 tokens. There a tile has 64 rows of weights and up
+to 32 tokens, and reading them is the time; here it has 256 rows and up to 128 tokens, and MMAs are. A warpgroup has two
+blocks of 64 rows: while MMAs of one run, it expands the weights of the other.
 
-Both modes multiply in bf16, where every product of weight, token and scales is exact, so that fp32 sums need no scale:
-E4M3 MMAs would be twice as fast, but every 32 of K of a sum would cost a multiplication by two scales, more than that.
+Weights become bf16, exactly, their scales included, so that fp32 sums need none. E4M3 MMAs would be twice as fast, but
+every 32 of K would cost each sum a multiplication by two scales, more than that; and expanding MXFP8 tokens to bf16 by
+the load warps was tried (data/bench/moe_gemm.md).
 
 Tile picture (tile_n 128; `budget` computes the numbers of any configuration)
 
@@ -16,7 +17,7 @@ Tile picture (tile_n 128; `budget` computes the numbers of any configuration)
     weights  4 x 4,096 B  --cp.async.bulk--->  +----------------------------+
     scales   4 x 1,024 B  --cp.async.bulk--->  | X    4 x 128 tokens x 256 B | --desc--> wgmma m64n128k16, A = masks,
     tokens   128 x 256 B  --cp.async-------->  | W    4 x 20,480 B           | --lds---> shifts and a multiplication
-      (w4a8: 128 x 128 B  --ldg, expand, sts)  | sums 2 x 16 tokens x 68     | <-------> 2 x 64 fp32 a thread
+                                               | sums 2 x 16 tokens x 68     | <-------> 2 x 64 fp32 a thread
                                                | groups, 8 mbarriers         |
                                                +----------------------------+
 
@@ -25,11 +26,11 @@ Roles (3 warpgroups, 384 threads)
     warps 0-7    consumers   warpgroup w has blocks 2 w and 2 w + 1 of a tile's four: all of K, 8 MMAs a block and
                              stage; at the end of a tile 16 tokens at a time pass through SMEM (`finish_block`)
     warps 8-11   load        each a quarter of the tokens (`load`); warp 8 starts the copies of the weights, too.
-                             384 threads start with 168 registers; consumers take 232 or 224, these keep 40 or 56
+                             384 threads start with 168 registers; consumers take 232, these keep 40
 
 Pipeline   copies -> consumers   as many stages as fit, 4 to 7
 
-    full     the bytes of the bulk copies, and 128 lanes' cp.async or stores; consumers then fence the proxies
+    full     the bytes of the bulk copies, and 128 lanes' cp.async; consumers then fence the proxies
     empty    an arrival a consumer warp, after its MMAs have read the tokens
 
 A warpgroup waits for its MMAs at the end of a stage; the other one's fill that time. MMAs have as few columns as a
@@ -51,6 +52,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, memory
 
 from dsv4lib.dsl import wgmma
+from dsv4lib.dsl.asm import asm
 from dsv4lib.dsl.budget import SMEM_ALIGN
 from dsv4lib.ops.moe_gemm.schedule import Ranges
 from dsv4lib.ops.moe_gemm.sm90.config import HALF, MAX_EXPERTS, PITCH, REDUCE
@@ -61,15 +63,19 @@ from dsv4lib.ops.moe_gemm.sm90.load import Sources, Stages, Tokens
 from dsv4lib.ops.moe_gemm.sm90.mma import CHUNK_BYTES, HALF_BYTES, THREAD_BYTES, Mma, load, pure, to_e4m3
 from dsv4lib.ops.moe_gemm.sm90.wide.config import (
     BLOCKS,
+    CONSUMER_REGISTERS,
     FIRST_LOAD_WARP,
     GROUPS,
+    LOAD_REGISTERS,
     LOAD_WARPS,
     THREADS,
     TILE_BLOCKS,
     TOKENS,
     WideConfig,
 )
-from dsv4lib.ops.moe_gemm.sm90.wide.load import TWO_BYTES, Load, bits_of
+from dsv4lib.ops.moe_gemm.sm90.wide.load import Load
+
+TWO_BYTES = (0x1404, 0x3424)  # selectors of prmt: bytes 0 and 1, or 2 and 3, of a word become upper bytes of halves
 
 
 class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
@@ -132,10 +138,10 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         total = groups.ends[MAX_EXPERTS - 1]
         stages = Stages(storage.x.data_ptr().toint(), storage.w.data_ptr(), Int32(0), full, empty)
         if warp >= FIRST_LOAD_WARP:
-            cute.arch.setmaxregister_decrease(self.load_registers)
+            cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             self.load(sources, groups, total, stages)
         else:
-            cute.arch.setmaxregister_increase(self.consumer_registers)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             shape = cute.make_layout((PITCH, TOKENS, GROUPS))
             self.consume(sources, groups, total, stages, storage.sums.get_tensor(shape), ends)
 
@@ -203,21 +209,35 @@ class WideMoeGemm(Load, Mma, Epilogue, WideConfig):
         lane, warp = tidx % 32, tidx % 128 // 32
         row = w + CHUNK_BYTES + (warp * 16 + lane // 4) * self.blocks + chunk * (CHUNK_K // BLOCK)
         scales = [load(row + half * (8 * self.blocks), 1)[0] for half in range(2)]
-        words = [load(w + tidx % 128 * THREAD_BYTES + half * HALF_BYTES, 4) for half in range(2)]
+        halves = [self.words(w + half * HALF_BYTES, tidx % 128) for half in range(2)]
         blocks = range(CHUNK_K // BLOCK)
-        return [word for block in blocks for word in self.fragments([half[block] for half in words], scales, block)]
+        return [word for block in blocks for word in self.fragments([half[block] for half in halves], scales, block)]
+
+    def words(self, w: Int32, thread: Int32) -> list:
+        """Load the packed weights of a row of A fragments in bf16: a word for 32 of K.
+
+        Mode "w4a8" has them as fragments of E4M3, 4 of K a byte each: bf16 wants two of one thread of the quad, t / 2,
+        and two of 2 + t / 2.
+        """
+        if self.mode_name == "w4a16":
+            return load(w + thread * THREAD_BYTES, 4)
+        first = thread // 4 * 4 + thread % 4 // 2
+        low, high = (load(w + (first + 2 * i) * THREAD_BYTES, 4) for i in range(2))
+        selector = cutlass.select_(thread % 2 == 0, Int32(0x5410), Int32(0x7632))
+        return [
+            asm("prmt.b32 $0, $1, $2, $3;", [Int32], [*pair, selector], pure=True)
+            for pair in zip(low, high, strict=True)
+        ]
 
     def fragments(self, words: list, scales: list, block: int) -> list:
         """Return words of A of a block's MMAs, of the packed words of rows g and g + 8."""
-        if not self.scaled:
+        if self.mode_name == "w4a16":
             return super().fragments(words, scales, block)
         rows = []
         for word, stored in zip(words, scales, strict=True):
             factor = scale_of(stored, block)
-            rows.append([])
-            for codes in to_e4m3(word):
-                both = [bits_of(codes, selector, 0x01C001C0) for selector in TWO_BYTES]
-                rows[-1] += [pure("mul.bf16x2 $0, $1, $2;", one, factor) for one in both]
+            both = [bits_of(codes, selector) for codes in to_e4m3(word) for selector in TWO_BYTES]
+            rows.append([pure("mul.bf16x2 $0, $1, $2;", one, factor) for one in both])
         return [rows[half][2 * mma + i] for mma in range(2) for i in range(2) for half in range(2)]
 
     @cute.jit
@@ -263,3 +283,10 @@ def scale_of(stored: Int32, block: int) -> Int32:
     shift = FORMS["w4a16"].bias - FORMS["w4a8"].bias
     text = f"{{ .reg .b32 a; bfe.u32 a, $1, {8 * block}, 8; add.s32 a, a, {shift}; min.s32 a, a, 255;"
     return pure(text + " shl.b32 a, a, 7; mad.lo.s32 $0, a, 65536, a; }", stored)
+
+
+def bits_of(codes: Int32, selector: int) -> Int32:
+    """Move two bytes of E4M3 that E2M1 codes are to bf16, value x 2^-126: signs to bit 15, magnitudes to 8 to 6."""
+    halves = pure(f"prmt.b32 $0, $1, 0, {selector:#x};", codes)
+    moved = pure("{ .reg .b32 a; shr.b32 a, $1, 4; and.b32 $0, a, 0x01C001C0; }", halves)
+    return pure("lop3.b32 $0, $1, 0x80008000, $2, 0xEA;", halves, moved)
