@@ -54,7 +54,9 @@ def test_drafts_change_neither_bytes_nor_bits(alone, seven):
     assert any(c.drafts > c.accepted for c in seven.changes) and seven.a_step > 1.5
     assert sum(len(c.kept) for c in seven.changes) == COUNT
     written = run_case.rejecting(seven)
-    assert written.rows["csa_state"] == written.expected["csa_state"] and written.drafts - written.accepted > 3
+    for ring in ("csa_state", "hca_state"):
+        assert written.rows[ring] == written.expected[ring]
+    assert written.drafts - written.accepted > 3
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,10 @@ def test_figures(capsys, alone, seven):
     assert "overlap by" in alt_text(figures.distributions(one, 0, counts))
     words = alt_text(figures.rollback(change(), {"csa_state": 16}, 4))
     assert "positions 17 to 22" in words and "the token at 17" in words
+    words = alt_text(figures.hca_rollback(change(), {"hca_state": 256}, 128))
+    assert "rows 17 to 22, past the 17 rows" in words and "ring of 256 rows" in words
+    crossing = change()._replace(start=126, length=128)
+    assert "rows 128 to 133, past the 0 rows" in alt_text(figures.hca_rollback(crossing, {"hca_state": 256}, 128))
     assert "tokens a step over drafts K" in alt_text(figures.tokens_a_step(accepted))
     assert "1 request goes from 1" in alt_text(figures.cost(accepted))
     figures.position_table(one, 0)
