@@ -285,7 +285,7 @@ def generate(
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
     speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
 ) -> None:
-    """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles.
+    """Continue a text with a DeepSeek-V4 checkpoint: kernels native on Blackwell or Hopper, or emulated; or oracles.
 
     Ctrl-C ends it (exit 130).
     """

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.model.chat import THINK, ChatOptions, ReplyError
 from dsv4lib.model.conversation import Conversation, NoChatEncoding, ReplyDecoder, wording_of
@@ -72,7 +71,7 @@ def command(options: Options, wish: ChatWish, console: Console) -> None:
         params = options.checked()
         if wish.context < 2:
             raise ArgumentError("context", wish.context, "at least 2 tokens")
-        backend = backends.resolve(options.backend, "sm_100a")
+        backend = serving.chosen(options.backend)
         tools = [] if wish.tools is None else read_tools(wish.tools)
         listed, tokenizer = serving.opened(options.model)
         try:
