@@ -150,6 +150,9 @@ def test_figures(capsys, alone, seven):
     assert "positions 17 to 22" in words and "the token at 17" in words
     words = alt_text(figures.hca_rollback(change(), {"hca_state": 256}, 128))
     assert "rows 17 to 22, past the 17 rows" in words and "ring of 256 rows" in words
+    kept = change()._replace(accepted=7, length=23)  # as a fault of verification leaves it
+    for draw, rows in ((figures.rollback, 4), (figures.hca_rollback, 128)):
+        assert "No draft was rejected" in alt_text(draw(kept, {"csa_state": 16, "hca_state": 256}, rows))
     crossing = change()._replace(start=126, length=128)
     assert "rows 128 to 133, past the 0 rows" in alt_text(figures.hca_rollback(crossing, {"hca_state": 256}, 128))
     assert "tokens a step over drafts K" in alt_text(figures.tokens_a_step(accepted))
