@@ -43,6 +43,11 @@ def as_bytes(name: str, t: torch.Tensor, *same_bits: torch.dtype) -> torch.Tenso
     return t.view(torch.uint8)
 
 
+def looked_up(table: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Return the entry of ``table`` [256 or less] for each uint8 code, contiguous, on the codes' device."""
+    return table.to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+
+
 def last_dim(name: str, x: torch.Tensor, *, multiple_of: int = 1, equal_to: int | None = None) -> int:
     """Return the size of the last dimension, checked."""
     if x.dim() == 0:

@@ -11,6 +11,8 @@ exponent bits of ``x`` and the division is by a power of two, so nothing but the
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +73,15 @@ class MiniFloat:
 
     def values(self) -> torch.Tensor:
         """Return the value of every code, float64 [2^bits]. Negative zero, Inf and NaN included."""
-        half = 2 ** (self.bits - 1)
-        positive = torch.tensor([self._magnitude(code) for code in range(half)], dtype=torch.float64)
-        positive[self.max_code + 1 :] = torch.nan
+        return torch.tensor(self._values(), dtype=torch.float64)
+
+    @functools.cache  # noqa: B019  formats are few and live as long as the process
+    def _values(self) -> tuple[float, ...]:
+        positive = [self._magnitude(code) for code in range(self.max_code + 1)]
+        positive += [math.nan] * (2 ** (self.bits - 1) - len(positive))
         if self.inf_code is not None:
-            positive[self.inf_code] = torch.inf
-        return torch.cat([positive, -positive])
+            positive[self.inf_code] = math.inf
+        return (*positive, *(-value for value in positive))
 
     def encode(self, x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
         """Round to the nearest code, ties to the even code.
@@ -131,8 +136,7 @@ class MiniFloat:
         raw = _checks.as_bytes("codes", codes, *([self.torch_dtype] if self.torch_dtype else []))
         if self.bits < 8 and bool((raw >= 2**self.bits).any()):
             raise ArgumentError("codes", int(raw.max()), f"codes of {self.name}, 0..{2**self.bits - 1}")
-        table = self.values().to(_checks.output_dtype(dtype)).to(raw.device)
-        return table[raw.to(torch.int64)]
+        return _checks.looked_up(self.values().to(_checks.output_dtype(dtype)), raw)
 
 
 E2M1 = MiniFloat("E2M1", 2, 1, max_code=0x7)

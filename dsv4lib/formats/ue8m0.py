@@ -61,4 +61,4 @@ def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
     """
     raw = _checks.as_bytes("codes", codes, torch.float8_e8m0fnu)
     table = torch.tensor([2.0 ** (byte - BIAS) for byte in range(NAN)] + [torch.nan], dtype=torch.float64)
-    return table.to(_checks.output_dtype(dtype)).to(raw.device)[raw.to(torch.int64)]
+    return _checks.looked_up(table.to(_checks.output_dtype(dtype)), raw)

@@ -285,7 +285,7 @@ def generate(
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
     speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
 ) -> None:
-    """Continue a text with a DeepSeek-V4 checkpoint through the SM100 kernels: native, emulated, or their oracles.
+    """Continue a text with a DeepSeek-V4 checkpoint: kernels native on Blackwell or Hopper, or emulated; or oracles.
 
     Ctrl-C ends it (exit 130).
     """
@@ -313,16 +313,18 @@ def chat(
     backend: Annotated[str, typer.Option(help="auto, native, emulator or reference")] = "auto",
     speculate: Annotated[int, typer.Option(help="drafts a step by the model's draft block, 0 to 7")] = 0,
     hits: Annotated[bool, typer.Option("--hits", help="print how many tokens of each prompt were cached")] = False,
+    tools: Annotated[Path | None, typer.Option(help="JSON list of function schemas that the model may call")] = None,
 ) -> None:
     """Talk with a checkpoint: a message a line; /reset forgets the conversation, /quit or the end of the input ends it.
 
+    A call of a tool is shown, and "/result CALL TEXT" types its result; CALL is its number or the tool's name.
     Ctrl-C ends a reply after the step under way; at the prompt it ends the chat (exit 130).
     """
     from dsv4lib.pages.generation import chat as page
     from dsv4lib.pages.generation import serving
 
     options = serving.Options(_checkpoint(model), tokens, temperature, top_p, seed, backend, speculate)
-    wish = page.ChatWish(system, thinking, effort, context, hits)
+    wish = page.ChatWish(system, thinking, effort, context, hits, tools)
     page.command(options, wish, Console(stderr=True, highlight=False))
 
 

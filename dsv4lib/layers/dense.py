@@ -132,7 +132,8 @@ class GroupedDense(torch.nn.Module):
         groups: G. precision, backend, arch: as of `Dense`.
 
     Raises:
-        ArgumentError: on a Hopper, R that is no multiple of 128: a scale as it is stored would be of two groups.
+        ArgumentError: on a Hopper, several groups of R that is no multiple of 128: a scale as it is stored would be of
+            two groups.
     """
 
     def __init__(
@@ -147,8 +148,9 @@ class GroupedDense(torch.nn.Module):
         self.groups, self.backend = groups, backend
         self.mode, rows = _mode([weight], precision, target(arch, backend)), _codes(weight).shape[0] // groups
         scales = None
-        if self.mode == "fp8_block" and rows % TILE:
-            raise ArgumentError("weight", f"{groups} groups of {rows} rows", f"a multiple of {TILE} on {HOPPER}")
+        if self.mode == "fp8_block" and groups > 1 and rows % TILE:
+            allowed = f"one group, or a multiple of {TILE} rows on {HOPPER}"
+            raise ArgumentError("weight", f"{groups} groups of {rows} rows", allowed)
         if self.mode == "fp8_block":
             scales = _stored_scales([weight])[0].unflatten(0, (groups, -1)).contiguous()
         elif self.mode == "mxfp8":

@@ -51,7 +51,7 @@ def transformer(
     """
     config, checkpoint, done = listed.config, listed.checkpoint, 0
     arch = target(arch, backend)
-    keys = keys or ("fp8" if arch == HOPPER else "fp4")
+    keys = keys or key_format(arch)
     by_prefix: dict[str, list[names.Weight]] = {}
     for weight in names.weights(config):
         by_prefix.setdefault(_prefix(weight), []).append(weight)
@@ -77,6 +77,11 @@ def transformer(
     top, layout = read(""), Layout(places, capacity)
     given = top["embed.weight"], top["head.weight"], _collapse(top, config, backend), rotary.tables(config, capacity)
     return Transformer(config, layers, *given, layout, keys, block, backend, arch)
+
+
+def key_format(arch: str) -> str:
+    """Choose the format of indexer keys that ``arch`` has a kernel for: FP4, on a Hopper FP8."""
+    return "fp8" if arch == HOPPER else "fp4"
 
 
 def model_bytes(listed: Listed, capacity: int, mtp: bool = False, arch: str = "sm_100a") -> int:

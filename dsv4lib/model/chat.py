@@ -34,6 +34,7 @@ USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_rem
 THINK, END_THINK = "<think>", "</think>"
 DSML = "｜DSML｜"
 MODES, EFFORTS = ("chat", "thinking"), ("low", "high", "max")
+UNNAMEABLE = ('"', "<", "\n")  # in no name of a tool or parameter: they would end the tag that holds it
 MARKS = (BOS, EOS, USER, ASSISTANT, REMINDER, DSML)
 ENCODING = Path("encoding") / "encoding_dsv4.py"  # where a released checkpoint has its texts
 
@@ -155,8 +156,9 @@ def encode_chat(messages: Sequence[Mapping[str, Any]], options: ChatOptions | No
         options: mode, effort, wording.
 
     Raises:
-        ArgumentError: an unknown role or key, a content that is no text, marks of the format inside a content, a tool
-            result that answers no call or one twice, arguments that are no JSON object.
+        ArgumentError: an unknown role or key, a content that is no text, marks of the format inside a content or a
+            tool's schema, a tool without a name, a tool result that answers no call or one twice, arguments that are
+            no JSON object.
     """
     options = ChatOptions() if options is None else options
     turns = _merged([_checked(i, message) for i, message in enumerate(messages)])
@@ -238,8 +240,24 @@ def _checked(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     for tool in out.get("tools") or ():
         if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
             raise ArgumentError(f"{where}.tools", tool, '{"type": "function", "function": {...}}')
+        _checked_function(f"{where}.tools", tool["function"])
     out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in out.get("tool_calls") or ()]
     return out
+
+
+def _checked_function(where: str, function: Mapping[str, Any]) -> None:
+    """Refuse a tool that no call could name, or whose schema would end the text that it stands in."""
+    name = function.get("name")
+    if not isinstance(name, str) or not name or any(mark in name for mark in UNNAMEABLE):
+        raise ArgumentError(f"{where}.name", name, "a name without quotes, < and line breaks")
+    if not isinstance(function.get("description", ""), str):
+        raise ArgumentError(f"{where}.description of {name}", function["description"], "text")
+    if not isinstance(function.get("parameters", {}), Mapping):
+        raise ArgumentError(f"{where}.parameters of {name}", function["parameters"], "a JSON schema, an object")
+    text = _json(function)
+    found = next((mark for mark in MARKS if mark in text), None)
+    if found:
+        raise ArgumentError(f"{where} of {name}", found, "a schema without the format's own marks")
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
@@ -254,7 +272,7 @@ def _call(where: str, call: Any) -> dict[str, Any]:
             raise ArgumentError(f"{where}.arguments", arguments, "JSON") from error
     if not isinstance(arguments, Mapping):
         raise ArgumentError(f"{where}.arguments", arguments, "a JSON object")
-    if any(mark in text for text in (function["name"], *arguments) for mark in ('"', "<", "\n")):
+    if any(mark in text for text in (function["name"], *arguments) for mark in UNNAMEABLE):
         raise ArgumentError(where, [function["name"], *arguments], "names without quotes, < and line breaks")
     if DSML in _json(arguments):
         raise ArgumentError(f"{where}.arguments", arguments, f"values without {DSML}")

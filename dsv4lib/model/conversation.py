@@ -5,6 +5,10 @@
     reply = talk.answer(drawn)                          what the model drew after the prompt
     longer = talk.ask("And at night?")                  begins with prompt + drawn, id by id, where the text allows it
 
+Where the reply calls tools, their results come first:
+
+    longer = talk.add_result("weather", "12 C")         by name, or by place: "1" is the first call
+
 The ids of earlier messages are those that were run, not those of their text encoded again: the same text has more than
 one encoding, and a prefix hit needs the same ids. Where the text changes, as when reasoning is dropped, all is encoded
 anew.
@@ -12,7 +16,7 @@ anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +88,28 @@ class Conversation:
 
     Args:
         tokenizer: with the marks of the encoding. options: mode, effort, texts. system: first message; None: none.
+        tools: schemas of `tools.read_tools`, which the system message declares.
 
     Attributes:
         stop: ids that end a reply. messages: so far.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: ChatOptions, system: str | None = None):
-        self.tokenizer, self.options, self.system = tokenizer, options, system
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: ChatOptions,
+        system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        self.tokenizer, self.options, self.system, self.tools = tokenizer, options, system, list(tools)
         self.stop = (tokenizer.eos, _id(tokenizer, USER))
         self.reset()
 
     def reset(self) -> None:
         """Begin anew, with the system message alone."""
-        first = [] if self.system is None else [{"role": "system", "content": self.system}]
-        self.messages: list[dict[str, Any]] = first
+        self.messages: list[dict[str, Any]] = []
+        if self.system is not None or self.tools:
+            self.messages = [{"role": "system", "content": self.system or "", "tools": self.tools}]
         self._text, self._ids = "", []  # that were run
         self._asked: tuple[str, list[int]] = "", []  # of the last prompt
 
@@ -107,7 +119,42 @@ class Conversation:
         Raises:
             ArgumentError: marks of the format in the message, which is then not added.
         """
-        messages = [*self.messages, {"role": "user", "content": content}]
+        return self._add({"role": "user", "content": content})
+
+    @property
+    def open_calls(self) -> dict[int, dict[str, Any]]:
+        """Calls of the last reply that have no result, by their place in it, from 1."""
+        _, calls, answered = self._last_reply()
+        return {n: call for n, call in enumerate(calls, 1) if call["id"] not in answered}
+
+    def add_result(self, call: str, content: str) -> list[int]:
+        """Add the result of a tool; return the prompt of the reply to all results so far.
+
+        Args:
+            call: place of the call in the last reply, from 1, or its tool's name where one open call has it.
+            content: what the tool returned.
+
+        Raises:
+            ArgumentError: no open call of this place or name, several of this name, marks of the format in the
+                result, which is then not added.
+        """
+        open_calls = self.open_calls
+        if not open_calls:
+            raise ArgumentError("call", call, "a result where a call waits for one; none does")
+        places = [n for n, one in open_calls.items() if call in (str(n), one["function"]["name"])]
+        if len(places) != 1:
+            allowed = ", ".join(f"{n} ({one['function']['name']})" for n, one in open_calls.items())
+            raise ArgumentError("call", call, f"the place of an open call, or a name that only one has: {allowed}")
+        return self._add({"role": "tool", "tool_call_id": open_calls[places[0]]["id"], "content": content})
+
+    def _last_reply(self) -> tuple[int, list[dict[str, Any]], set[str]]:
+        """Messages up to the last reply and with it, its calls, and the ids of those that have results."""
+        end = max((n for n, message in enumerate(self.messages, 1) if message["role"] == "assistant"), default=0)
+        calls = self.messages[end - 1].get("tool_calls", []) if end else []
+        return end, calls, {message["tool_call_id"] for message in self.messages[end:] if message["role"] == "tool"}
+
+    def _add(self, message: dict[str, Any]) -> list[int]:
+        messages = [*self.messages, message]
         text = encode_chat(messages, self.options)
         if self._text and text.startswith(self._text):
             ids = self._ids + self.tokenizer.encode(text[len(self._text) :], bos=False)
@@ -117,8 +164,10 @@ class Conversation:
         return list(ids)
 
     def take_back(self) -> None:
-        """Remove the user's message that has no reply."""
-        self.messages = self.messages[:-1]
+        """Remove the user's message and the results that have no reply."""
+        end, _, _ = self._last_reply()
+        first = self.messages[:1] if self.messages and self.messages[0]["role"] == "system" else []
+        self.messages = self.messages[:end] or first
 
     def answer(self, tokens: Sequence[int]) -> Reply:
         """Add the model's reply, whether it ended or was cut off.
@@ -127,7 +176,7 @@ class Conversation:
             tokens: ids that were drawn after the prompt, with or without one of ``stop``.
 
         Raises:
-            ReplyError: a reply that the format cannot hold; it is not added, and the message before it is taken back.
+            ReplyError: a reply that the format cannot hold; it is not added, and what it replies to is taken back.
         """
         body = list(tokens[:-1] if tokens and tokens[-1] in self.stop else tokens)
         decoder = ReplyDecoder(self.tokenizer)

@@ -229,6 +229,7 @@ def test_gpu_runs_follow_each_other(
 def test_headless_environment_of_a_notebook(make: Callable[..., Stage]) -> None:
     body = """import os, pathlib, stat
 assert os.environ["DSV4_HEADLESS"] == "1" and os.environ["MPLBACKEND"] == "agg"
+assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 assert os.environ["DSV4_BACKEND"] == "reference" and backend == "reference"
 assert pathlib.Path.cwd() == pathlib.Path(os.environ["DSV4_WORKSPACE"])
 private = pathlib.Path(os.environ["IPYTHONDIR"]).parent

@@ -68,19 +68,22 @@ def test_a_norm_writes_what_the_layer_reads():
     assert torch.equal(layer(found)[0], layer(rmsnorm(x, gain, 1e-6, backend="reference"))[0])
 
 
-def test_groups():
-    w = weight(2 * 128, 256, 4)
-    layer, o = GroupedDense(w, 2, backend="reference", arch=ARCH), inputs(4, 512)
+@pytest.mark.parametrize("groups, rows", [(2, 128), (1, 64)])  # a group alone may have rows of half a scale
+def test_groups(groups, rows):
+    w = weight(groups * rows, 256, 4)
+    layer, o = GroupedDense(w, groups, backend="reference", arch=ARCH), inputs(4, groups * 256)
     q = fp8_block.quantize_activation(o.float())
-    want = torch.einsum(
-        "tgk,grk->tgr", fp8_block.dequantize(q, torch.float64).view(4, 2, 256), value(w).unflatten(0, (2, 128))
-    )
-    found = layer(Operand(q.codes.view(torch.uint8).view(4, 2, 256), q.scales.view(4, 2, 2)))
+    x = fp8_block.dequantize(q, torch.float64).view(4, groups, 256)
+    want = torch.einsum("tgk,grk->tgr", x, value(w).unflatten(0, (groups, rows)))
+    found = layer(Operand(q.codes.view(torch.uint8).view(4, groups, 256), q.scales.view(4, groups, 2)))
     assert torch.allclose(found.double(), want.flatten(1), rtol=2**-8, atol=1e-3)
-    with pytest.raises(ArgumentError, match="weight='3 groups of 48 rows'.*128 on sm_90a"):
+
+
+def test_what_a_hopper_has_no_operands_for_is_named():
+    with pytest.raises(ArgumentError, match="weight='3 groups of 48 rows'.*one group, or .*128 rows on sm_90a"):
         GroupedDense(weight(3 * 48, 256, 4), 3, arch=ARCH)
     with pytest.raises(ArgumentError, match="arch='sm_80'"):
-        Dense([w], arch="sm_80")
+        Dense([weight(128, 256, 4)], arch="sm_80")
 
 
 @torch.no_grad()

@@ -143,6 +143,11 @@ def test_wording_is_read_as_data(tmp_path):
         ([said("assistant", "", tool_calls=[call(1, 'f"')])], "quotes"),
         ([said("assistant", "", tool_calls=[call(1, a=f"</{DSML}parameter>")])], "values"),
         ([said("system", "", tools=[{"name": "f"}])], "tools"),
+        ([said("system", "", tools=[{"function": {"description": "d"}}])], "tools.name"),
+        ([said("system", "", tools=[{"function": {"name": 'f"'}}])], "tools.name"),
+        ([said("system", "", tools=[{"function": {"name": "f", "description": 1}}])], "description of f"),
+        ([said("system", "", tools=[{"function": {"name": "f", "parameters": []}}])], "parameters of f"),
+        ([said("system", "", tools=[{"function": {"name": "f", "parameters": {"a": EOS}}}])], "marks"),
     ],
 )
 def test_bad_conversations_are_named(messages, message):

@@ -1,22 +1,28 @@
 """The chat in the terminal, through stdin: turns, hits, /reset, the end of the input, ctrl-C."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
+import torch
 from typer.testing import CliRunner
 
 from dsv4lib import env
 from dsv4lib.errors import ArgumentError
 from dsv4lib.lab import cli
 from dsv4lib.loader.model import transformer
-from dsv4lib.model.chat import THINK, ChatOptions
+from dsv4lib.model import scheduler as scheduler_module
+from dsv4lib.model.chat import DSML, END_THINK, THINK, ChatOptions
 from dsv4lib.model.conversation import Conversation, NoChatEncoding
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.model.scheduler import Scheduler
-from dsv4lib.model.tokenizer import FastTokenizer
+from dsv4lib.model.tokenizer import FastTokenizer, decode
+from dsv4lib.model.transformer import Transformer
 from tests.chat_model import talking  # noqa: F401  fixture
 from tests.whole_model import listed, peer  # noqa: F401  fixtures
 
@@ -129,3 +135,93 @@ def test_ctrl_c_ends_a_reply_and_then_the_chat(talking):  # noqa: F811
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130 and out.endswith(b"\n") and b"Traceback" not in err
+
+
+SCHEMA = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}, {"name": "g"}]
+
+
+def invoke(name, **arguments):
+    lines = [f'<{DSML}parameter name="{k}" string="true">{v}</{DSML}parameter>' for k, v in arguments.items()]
+    return "\n".join((f'<{DSML}invoke name="{name}">', "\n".join(lines), f"</{DSML}invoke>\n"))
+
+
+CALLS = f"\n\n<{DSML}tool_calls>\n{invoke('f', city='京 x')}{invoke('g')}</{DSML}tool_calls>"
+
+
+@pytest.fixture
+def writes(monkeypatch, talking):  # noqa: F811
+    """Let replies be drawn that a test gives, one after the other, without the model; returns the prompts."""
+    tokenizer, prompts, added = FastTokenizer(talking / "tokenizer.json", 328), [], Scheduler.add
+    script = iter(())
+
+    def drawn(*_):
+        return SimpleNamespace(check=lambda: SimpleNamespace(tokens=next(script)))
+
+    def add(self, name, prompt, *rest, **more):
+        prompts.append(decode(tokenizer, prompt))
+        return added(self, name, prompt, *rest, **more)
+
+    def replies(*texts):
+        nonlocal script
+        script = iter([token for text in texts for token in (*tokenizer.encode(text, bos=False), tokenizer.eos)])
+        return prompts
+
+    def hidden(self, step, keep_streams=False):
+        return torch.zeros(len(step.tokens), self.config.hidden, dtype=torch.bfloat16), None
+
+    monkeypatch.setattr(Transformer, "hidden", hidden)
+    monkeypatch.setattr(scheduler_module, "sample", drawn)
+    monkeypatch.setattr(Scheduler, "add", add)
+    return replies
+
+
+@pytest.fixture
+def tools(tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(SCHEMA))
+    return file
+
+
+@pytest.mark.parametrize("mode", ["chat", "thinking"])
+def test_a_call_is_shown_and_its_result_typed(talking, writes, tools, mode):  # noqa: F811
+    """The reply comes when all calls have results, and its prompt goes on from all that was run."""
+    thought = f"why <b>{END_THINK}" if mode == "thinking" else ""
+    prompts = writes(f"{thought}I look.{CALLS}", f"{thought and END_THINK}Rain.")
+    lines = "weather?\n/result g 2 C\n/result f wet and cold\n/quit\n"
+    done = said(talking, lines, "--tools", str(tools), "--tokens", "900", *(["--thinking"] * (mode == "thinking")))
+    assert done.exit_code == 0, done.exception
+    tail = 'I look.\ncall 1: f(city="京 x")\ncall 2: g()\n'
+    think, end = (f"{THINK}\n", END_THINK) if mode == "thinking" else ("", "")
+    assert done.stdout == f"{think}{thought}{tail}{think}{end}Rain.\n"
+    assert "no result yet: 1 (f), 2 (g);" in done.stderr and "no result yet: 1 (f);" in done.stderr
+    declared, answered = prompts
+    assert declared.startswith('\n\nTools: {"name": "f", "parameters": {"type": "object"}}\n{"name": "g"}')
+    begin = THINK if mode == "thinking" else END_THINK
+    results = "<tool_result>wet and cold</tool_result>\n\n<tool_result>2 C</tool_result>"
+    assert declared.endswith(f"weather?{begin}")
+    assert answered == f"{declared}{thought}I look.{CALLS}{results}{begin}"
+
+
+def test_calls_that_are_cut_off_are_shown_as_they_are(talking, writes, tools):  # noqa: F811
+    cut = CALLS[: CALLS.index("</")]
+    writes(f"a{cut}")
+    done = said(talking, "q\n/result 1 x\n/result 1\n", "--tools", str(tools), "--tokens", "900")
+    assert done.stdout == f"a{cut}\n" and "the reply is not kept" in done.stderr
+    assert "none does" in done.stderr and "/result CALL TEXT: the call's number" in done.stderr
+
+
+def test_results_that_do_not_fit_are_taken_back(talking, writes, tools):  # noqa: F811
+    writes(f"{CALLS}", "fine")
+    lines = f"q\n/result 1 {'x' * 600}\n/result 2 y\n/result 1 x\n/result 2 y\n"
+    done = said(talking, lines, "--tools", str(tools), "--tokens", "400", "--context", "768")
+    assert done.stderr.count("fit (--context)") == 1 and done.stdout.endswith("fine\n")
+    assert done.stderr.count("no result yet: 1 (f), 2 (g);") == 2
+
+
+def test_files_of_tools_that_are_wrong_are_refused_in_one_line(talking, tmp_path):  # noqa: F811
+    for text in ("", "{}", "[]", '[{"name": ""}]'):
+        file = tmp_path / "wrong.json"
+        file.write_text(text)
+        done = said(talking, "hello\n", "--tools", str(file))
+        assert isinstance(done.exception, ArgumentError) and "tools" in str(done.exception), text
+        assert "\n" not in str(done.exception) and done.stdout == ""

@@ -1,9 +1,13 @@
 """A conversation's prompts: the ids that were run, one after the other, and the text of the encoding."""
 
+import json
+
 import pytest
 
 from dsv4lib.errors import ArgumentError
 from dsv4lib.model.chat import (
+    ASSISTANT,
+    BOS,
     DSML,
     ENCODING,
     END_THINK,
@@ -103,3 +107,76 @@ def test_texts_come_from_the_checkpoint(tmp_path):
     for tokenizer in without:
         with pytest.raises(NoChatEncoding, match="User"):
             wording_of(tmp_path, tokenizer)
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
+
+
+def calls_text(*names):
+    """Calls of tools without arguments, as a model writes them."""
+    blocks = "".join(f'<{DSML}invoke name="{name}">\n\n</{DSML}invoke>\n' for name in names)
+    return f"\n\n<{DSML}tool_calls>\n{blocks}</{DSML}tool_calls>"
+
+
+@pytest.mark.parametrize("mode", ["chat", "thinking"])
+def test_results_of_tools_are_one_message_in_the_order_of_the_calls(tokenizer, mode):
+    """Prompts have the text of the encoding and begin with the ids that were run, reasoning too."""
+    talk = Conversation(tokenizer, ChatOptions(mode), tools=TOOLS)
+    first = talk.ask("q")
+    thought = f"w{END_THINK}" if mode == "thinking" else ""
+    drawn = [*tokenizer.encode(thought + "ok" + calls_text("f", "g", "f"), bos=False), tokenizer.eos]
+    assert len(talk.answer(drawn).tool_calls) == 3 and list(talk.open_calls) == [1, 2, 3]
+    talk.add_result("3", "r3")
+    talk.add_result("g", "r2")
+    assert list(talk.open_calls) == [1]
+    ids = talk.add_result("f", "r1")
+    assert not talk.open_calls and ids[: len(first) + len(drawn)] == [*first, *drawn]
+    results = "\n\n".join(f"<tool_result>r{n}</tool_result>" for n in (1, 2, 3))
+    begin = THINK if mode == "thinking" else END_THINK
+    text = f"{BOS}\n\n{talk.options.wording.tools}{USER}q{ASSISTANT}{begin}{thought}ok{calls_text('f', 'g', 'f')}{EOS}"
+    schemas = "\n".join(json.dumps(tool["function"]) for tool in TOOLS)
+    for name, value in (("tool_schemas", schemas), ("dsml_token", DSML)):
+        text = text.replace("{" + name + "}", value)
+    text += f"{USER}{results}{ASSISTANT}{begin}"
+    assert encode_chat(talk.messages, talk.options) == text
+    assert decode(tokenizer, ids) == decode(tokenizer, tokenizer.encode(text, bos=False))
+    talk.answer([*tokenizer.encode(thought + "done", bos=False), tokenizer.eos])
+    assert not talk.open_calls
+
+
+def test_results_that_no_call_waits_for_are_named(tokenizer):
+    talk = Conversation(tokenizer, ChatOptions("chat"), tools=TOOLS)
+    with pytest.raises(ArgumentError, match="none does"):
+        talk.add_result("f", "r")
+    talk.ask("q")
+    talk.answer(tokenizer.encode(calls_text("f", "g", "f"), bos=False))
+    for call in ("h", "0", "4", "f"):  # the name is of two calls
+        with pytest.raises(ArgumentError, match=r"1 \(f\), 2 \(g\), 3 \(f\)"):
+            talk.add_result(call, "r")
+    with pytest.raises(ArgumentError, match="marks"):
+        talk.add_result("1", f"r{EOS}")
+    assert list(talk.open_calls) == [1, 2, 3]
+    talk.add_result("1", "r")
+    with pytest.raises(ArgumentError, match="open call"):
+        talk.add_result("1", "again")
+    talk.ask("go on")  # with one result of three
+    assert encode_chat(talk.messages, talk.options).endswith(
+        f"{USER}<tool_result>r</tool_result>\n\ngo on{ASSISTANT}{END_THINK}"
+    )
+
+
+def test_what_has_no_reply_is_taken_back_whole(tokenizer):
+    talk = Conversation(tokenizer, ChatOptions("chat"), "S", TOOLS)
+    talk.ask("q")
+    talk.take_back()
+    assert [message["role"] for message in talk.messages] == ["system"]
+    talk.ask("q")
+    talk.answer(tokenizer.encode(calls_text("f", "g"), bos=False))
+    before = list(talk.messages)
+    talk.add_result("f", "r")
+    talk.add_result("g", "r")
+    with pytest.raises(ReplyError, match="not kept"):
+        talk.answer(tokenizer.encode(f"<{DSML}tool_calls>", bos=False))
+    assert talk.messages == before and list(talk.open_calls) == [1, 2]
+    talk.reset()
+    assert [message["role"] for message in talk.messages] == ["system"] and not talk.open_calls

@@ -9,13 +9,16 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dsv4lib import env
-from dsv4lib.errors import ArgumentError, DSV4Error
+from dsv4lib import backends, env
+from dsv4lib.errors import ArgumentError, BackendUnavailable, DSV4Error
 from dsv4lib.lab import cli
-from dsv4lib.loader.model import model_bytes, transformer
-from dsv4lib.model.paged import PagedCaches
+from dsv4lib.layers.dense import target
+from dsv4lib.loader.model import key_format, model_bytes, reading_bytes, transformer
+from dsv4lib.model.paged import PagedCaches, pool_bytes
 from dsv4lib.model.sampler import NoDistribution
 from dsv4lib.model.scheduler import Scheduler
+from dsv4lib.ops.common import launching
+from dsv4lib.pages.full_model import run_case
 from dsv4lib.pages.generation import command, serving
 from dsv4lib.pages.generation.command import Drawn
 from tests.whole_model import listed, peer  # noqa: F401  fixtures
@@ -85,9 +88,19 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(folder, tmp_path):
         assert "\n" not in str(done.exception)
 
 
-def test_memory_is_counted_before_it_is_taken(listed, folder, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])
+def test_memory_is_counted_before_it_is_taken(listed, folder, monkeypatch, arch):  # noqa: F811
     """The bytes of weights and caches are those that are then there; one byte less is refused, with both numbers."""
-    asked = []
+    asked, keys = [], set()
+
+    def counted_pool(*given, **sizes):
+        keys.add(sizes["keys"])  # a pool of nano has the same pages for either format
+        return pool_bytes(*given, **sizes)
+
+    monkeypatch.setattr(serving, "pool_bytes", counted_pool)
+    monkeypatch.setattr(backends, "_emulating", arch)
+    if arch == "sm_90a":  # which has no operands for groups of heads as small as those of the other model
+        listed = run_case.listed()
     for drafts in (0, 3):
         options = serving.Options(listed.checkpoint.folder, 8, backend="reference", speculate=drafts)
         monkeypatch.setattr(env, "free_memory", lambda: 0)
@@ -101,17 +114,40 @@ def test_memory_is_counted_before_it_is_taken(listed, folder, monkeypatch):  # n
         ):
             serving.require_memory(listed, 512, options, "reference")
         model = transformer(listed, capacity=512, mtp=drafts > 0, backend="reference")
-        held, counted = sum(x.numel() * x.element_size() for x in model.buffers()), model_bytes(listed, 512, drafts > 0)
+        held = sum(x.numel() * x.element_size() for x in model.buffers())
+        counted = model_bytes(listed, 512, drafts > 0, arch)
         assert abs(counted - held) <= 0.01 * held  # rows that GEMMs and scales are padded to, of very small weights
         caches = PagedCaches(model, requests=1, tokens=serving.CHUNK, positions=512, drafts=drafts)
         pool = caches.storage.pages.numel()
-        assert 0 < refused.value.wanted - pool - counted < held  # a layer while it is read
+        assert refused.value.wanted == counted + pool + reading_bytes(listed, drafts > 0)
         asked.append(refused.value.wanted)
-    assert asked[1] > asked[0]
+    assert asked[1] > asked[0] and keys == {key_format(arch)}
     monkeypatch.setattr(env, "free_memory", lambda: 10**6)
     monkeypatch.setattr(serving, "transformer", lambda *_, **__: pytest.fail("weights were read"))
     done = run("generate", "Ab", "--model", folder, *REFERENCE)
     assert isinstance(done.exception, serving.NotEnoughMemory) and "caches" in str(done.exception)
+
+
+@pytest.mark.parametrize("here, arch", [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((8, 0), None)])
+def test_a_gpu_runs_the_kernels_that_are_made_for_it(monkeypatch, here, arch):
+    """Native on a Blackwell and on a Hopper; refused on another GPU, where auto is the emulator."""
+
+    def native(wanted):
+        fits = here == backends.CAPABILITY[wanted]
+        return backends.Status("native", fits, f"a GPU of {here}", "another GPU")
+
+    monkeypatch.setattr(backends, "_native", native)
+    launching._native_arch.cache_clear()
+    try:
+        if arch is None:
+            assert serving.chosen("auto") == "emulator" and target(None, "auto") == "sm_100a"
+            with pytest.raises(BackendUnavailable, match="native cannot run here: a GPU of"):
+                serving.chosen("native")
+        else:
+            assert [serving.chosen(name) for name in ("auto", "native")] == ["native"] * 2
+            assert target(None, "native") == arch
+    finally:
+        launching._native_arch.cache_clear()
 
 
 def test_free_memory_is_that_of_the_machine():

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dsv4lib import backends
 from dsv4lib.config import TINY, YarnConfig
+from dsv4lib.lab import cli
 from dsv4lib.loader.checkpoint import Checkpoint
 from dsv4lib.loader.convert import save
 from dsv4lib.loader.model import transformer
@@ -14,8 +16,10 @@ from dsv4lib.loader.whole import Listed
 from dsv4lib.model.paged import PagedCaches
 from dsv4lib.model.sampler import SamplingParams
 from dsv4lib.model.scheduler import Scheduler
-from dsv4lib.pages.full_model.run_case import oracle
+from dsv4lib.model.tokenizer import ByteTokenizer
+from dsv4lib.pages.full_model import run_case
 from dsv4lib.reference.model import ReferenceModel
+from tests.model.test_greedy_bytes import Gaps
 
 ARCH = "sm_90a"
 NATIVE = backends.status("native", ARCH)
@@ -86,6 +90,51 @@ def test_an_emulated_hopper_draws_what_its_oracles_draw(listed):
     assert float((logits[0] - near[0]).norm() / near[0].norm()) < 0.1
 
 
+def generated(text, backend, drafts, tokens):
+    """What `./dsv4 generate` writes with nano."""
+    given = "--backend", backend, "--tokens", str(tokens), "--speculate", str(drafts)
+    done = CliRunner().invoke(cli.app, ["generate", text, *given])
+    assert done.exit_code == 0, done.exception
+    return done
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_nano_with_drafts_on_an_emulated_hopper():
+    """Its one group of 64 rows in the output projection, wq_b in bf16, FP8 keys, and the draft block."""
+    with backends.emulating(ARCH):
+        found, want = (generated("The st", backend, 2, 3) for backend in ("emulator", "reference"))
+    assert found.stdout == want.stdout and "drafts: " in found.stderr
+
+
+def held_out():
+    """118 bytes: a window of 128 closes while 24 more are written."""
+    return (run_case.folder() / "heldout.txt").read_bytes()[20_000:20_118].decode("ascii")
+
+
+@pytest.mark.sm90
+@needs_hopper
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_nano_writes_the_bytes_of_its_oracles(drafts):
+    """On the GPU without and with drafts, beside the reference back end without."""
+    found = generated(held_out(), "native", drafts, 24)
+    with backends.emulating(ARCH):
+        want = generated(held_out(), "reference", 0, 24)
+    assert found.stdout == want.stdout and "back end native" in found.stderr
+    assert ("drafts: " in found.stderr) == (drafts > 0)
+
+
+def test_no_choice_of_the_text_is_close():
+    """The likeliest byte leads by more than kernels round: the comparison of bytes rests on it."""
+    with backends.emulating(ARCH):
+        model = run_case.model(run_case.listed(), "reference")
+        one = Gaps(model, PagedCaches(model, requests=1, tokens=128, positions=256))
+        one.gaps = []
+        one.add("text", ByteTokenizer().encode(held_out()), GREEDY, 24)
+        list(one.run())
+    assert len(one.gaps) == 24 and min(one.gaps) > 0.2
+
+
 @pytest.mark.sm90
 @needs_hopper
 def test_logits_are_as_near_the_oracle_as_its_roundings(listed):
@@ -95,7 +144,7 @@ def test_logits_are_as_near_the_oracle_as_its_roundings(listed):
         tokens, logits = serve(listed, backend, {"a": prompt}, 8)
         sequence = prompt + tokens["a"]
         with torch.no_grad():
-            truth = oracle(listed)(torch.tensor([sequence]))[0, len(prompt) - 1 :]
+            truth = run_case.oracle(listed)(torch.tensor([sequence]))[0, len(prompt) - 1 :]
         found = torch.cat(logits)[:, : CONFIG.vocab]
         errors[backend] = float((found - truth[: len(found)]).norm() / truth[: len(found)].norm())
     assert errors["native"] <= 1.2 * errors["reference"] < 0.5, errors

@@ -174,6 +174,14 @@ def test_dsv4_python_uses_an_environment_as_it_is(clone):
     assert calls(clone) == []
 
 
+def test_threads_sleep_while_they_wait_unless_told_otherwise(clone):
+    text = 'case "$*" in *version_info*) echo python 3 11;; -m*) echo "waits: $OMP_WAIT_POLICY";; esac'
+    tool(clone[1], "says", f"#!/bin/sh\n{text}\n")
+    says = {"DSV4_PYTHON": str(clone[1] / "says")}
+    assert "waits: PASSIVE" in run(clone, "stages", **says)[1]
+    assert "waits: ACTIVE" in run(clone, "stages", OMP_WAIT_POLICY="ACTIVE", **says)[1]
+
+
 def test_dsv4_python_that_is_no_python_or_too_old(clone):
     """The cause is named: `ls` has no version that is too old."""
     tool(clone[1], "ls2", '#!/bin/sh\necho "invalid option"; exit 2\n')

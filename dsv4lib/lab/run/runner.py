@@ -323,6 +323,7 @@ class Supervisor:
             wanted["CUDA_VISIBLE_DEVICES"] = device
         few = {
             "OMP_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",  # spinning multiplies the CPU time on a busy machine, which a limit counts
             "OPENBLAS_NUM_THREADS": "1",
         }  # numpy's threads start at its import: none can fork
         return {**few, **os.environ, **wanted}

@@ -96,8 +96,10 @@ def numbers(codes: Tensor, scales: Tensor | None, mode: str, weights: bool) -> T
     packed = (m.w_bits if weights else m.x_bits) == 4
     values = e2m1.decode(e2m1.unpack(codes), torch.float64) if packed else e4m3.decode(codes, torch.float64)
     factors = scale_swizzle.unswizzle(scales, values.shape[-2], -(-values.shape[-1] // m.block))
-    decode = e4m3.decode if m.block == nvfp4.BLOCK else ue8m0.decode
-    return values * decode(factors, torch.float64).repeat_interleave(m.block, -1)[..., : values.shape[-1]]
+    factors = (e4m3.decode if m.block == nvfp4.BLOCK else ue8m0.decode)(factors, torch.float64)
+    if values.shape[-1] % m.block:
+        return values * factors.repeat_interleave(m.block, -1)[..., : values.shape[-1]]
+    return (values.unflatten(-1, (-1, m.block)) * factors[..., None]).flatten(-2)
 
 
 def finished(y: Tensor, call: Any, e: int, routing: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

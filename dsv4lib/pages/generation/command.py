@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from dsv4lib import backends
 from dsv4lib.errors import ArgumentError
 from dsv4lib.loader.whole import Listed
 from dsv4lib.model.scheduler import Served
@@ -43,7 +42,7 @@ def _continue(text: str, options: Options, console: Console) -> None:
     params = options.checked()
     if not text:
         raise ArgumentError("text", text, "at least one character")
-    backend = backends.resolve(options.backend, "sm_100a")
+    backend = serving.chosen(options.backend)
     listed, tokenizer = serving.opened(options.model)
     prompt = _prompt(text, options.tokens, listed, tokenizer)
     positions = serving.capacity(listed, len(prompt) + options.tokens)

@@ -15,8 +15,9 @@ from rich.console import Console
 from dsv4lib import backends, env
 from dsv4lib.errors import ArgumentError, DSV4Error
 from dsv4lib.layers.attention import MOST_DRAFTS
+from dsv4lib.layers.dense import target
 from dsv4lib.loader.checkpoint import Checkpoint
-from dsv4lib.loader.model import model_bytes, reading_bytes, transformer
+from dsv4lib.loader.model import key_format, model_bytes, reading_bytes, transformer
 from dsv4lib.loader.whole import Listed
 from dsv4lib.model.paged import PagedCaches, pool_bytes
 from dsv4lib.model.sampler import SamplingParams
@@ -67,6 +68,15 @@ class NotEnoughMemory(DSV4Error):
         super().__init__(f"{self.wanted:,} bytes are needed ({each}), {free:,} bytes of {where} are free")
 
 
+def chosen(backend: str) -> str:
+    """Choose the back end for kernels of the GPU here, a Blackwell's or a Hopper's; without a GPU for those of sm_100a.
+
+    Raises:
+        ArgumentError: no such back end. BackendUnavailable: it cannot run here.
+    """
+    return backends.resolve(backend, target(None, backend))
+
+
 def opened(folder: Path) -> tuple[Listed, Tokenizer]:
     """Read the headers and the tokenizer of a checkpoint.
 
@@ -88,9 +98,10 @@ def require_memory(listed: Listed, positions: int, options: Options, backend: st
     Raises:
         NotEnoughMemory: with the bytes of both.
     """
-    drafts = options.speculate
-    weights = model_bytes(listed, positions, drafts > 0)
-    pool = pool_bytes(listed.config, requests=1, tokens=CHUNK, positions=positions, drafts=drafts)
+    drafts, arch = options.speculate, target(None, backend)
+    weights = model_bytes(listed, positions, drafts > 0, arch)
+    sizes = {"requests": 1, "tokens": CHUNK, "positions": positions, "drafts": drafts}
+    pool = pool_bytes(listed.config, **sizes, keys=key_format(arch))
     reading = {"weights": weights, "a layer as it is read": reading_bytes(listed, drafts > 0)}
     caches = {"caches": pool}
     rooms = [("this machine", env.free_memory(), reading if backend == "native" else reading | caches)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
@@ -194,10 +196,47 @@ def rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
     handles.append(Patch(color=style.INK, label=f"bar: read by the token at {change.length}"))
     fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     lost = [p for p in range(end) if kind[p] == LOST]
-    alt = f"Cells of a window, a ring of {rows} rows and entries after a step. Rejected drafts wrote positions "
-    return style.set_alt(
-        fig, alt + f"{lost[0]} to {lost[-1]}; the token at {change.length} reads only cells of committed positions."
+    wrote = f"Rejected drafts wrote positions {lost[0]} to {lost[-1]}" if lost else "No draft was rejected"
+    alt = f"Cells of a window, a ring of {rows} rows and entries after a step. {wrote}; the token at "
+    return style.set_alt(fig, alt + f"{change.length} reads only cells of committed positions.")
+
+
+@styled
+def hca_rollback(change: Change, rings: dict[str, int], rate: int) -> Figure:
+    """HCA's ring after a step, a cell a row, beside the running softmax that it has without drafts."""
+    end, rows, across = change.start + 1 + change.drafts, rings["hca_state"], 64
+    first = change.length // rate * rate
+    fig = style.new_figure(height=3.4)
+    ax = fig.subplots()
+    used = set()
+    for row in range(rows):
+        p = max(range(row, end, rows), default=-1)
+        what = _kind(change, p) if p >= 0 else UNUSED
+        x, y = row % across, -(row // across) * 1.3
+        used.add(what)
+        ax.add_patch(Rectangle((x, y), 0.86, 0.8, facecolor=COLOURS[what], edgecolor="none"))
+        if first <= p < change.length:
+            ax.add_patch(Rectangle((x, y - 0.2), 0.86, 0.11, facecolor=style.INK, edgecolor="none"))
+        if row % across == 0:
+            ax.text(-0.8, y + 0.4, f"rows {row} to {min(row + across, rows) - 1}", ha="right", va="center", fontsize=8)
+    below = -1.3 * math.ceil(rows / across) - 1.1
+    mixed = LOST if change.length < end else TAKEN
+    state = f"maximum, sum and weighted sum over positions {first} to {end - 1}: {mixed}s are in all three"
+    ax.add_patch(Rectangle((0, below), across - 0.14, 1.1, facecolor=COLOURS[mixed], edgecolor="none"))
+    ax.text(across / 2, below + 0.55, state, ha="center", va="center", fontsize=8, color=ink_on(COLOURS[mixed]))
+    ax.text(-0.8, below + 0.55, "running: one row", ha="right", va="center", fontsize=8)
+    ax.set(xlim=(-12, across), ylim=(below - 0.3, 1.0))
+    ax.set_title(f"HCA: rows go back by position, a running softmax does not; step at {change.start}")
+    ax.set_axis_off()
+    handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items() if name in used]
+    handles.append(Patch(color=style.INK, label=f"bar: read when the window of {rate} closes"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    lost = [p % rows for p in range(change.length, end)]
+    where = f"Rejected drafts lie in rows {lost[0]} to {lost[-1]}" if lost else "No draft was rejected"
+    alt = (
+        f"HCA's ring of {rows} rows after a step. {where}, past the {change.length - first} rows that its open window "
     )
+    return style.set_alt(fig, alt + "keeps; a running softmax would hold them in its sums.")
 
 
 def _kind(change: Change, position: int) -> str:

@@ -172,6 +172,7 @@ FAULTS: dict[str, Callable[[Any], AbstractContextManager]] = {
     "AcceptsByTheDraft": _accepts_by_the_draft,
     "DrawsFromTheTarget": _draws_from_the_target,
 }
+OF_A_DRAW = "AcceptsByTheDraft", "DrawsFromTheTarget"  # faults of verification alone: they need no scheduler
 TOKEN_BEFORE = "TokenBefore"  # a fault of `held_out`: the block gets the token at a position, not the one after it
 
 
@@ -421,7 +422,7 @@ def emitted(p: torch.Tensor, q: torch.Tensor, draws: int, fault: str = "none") -
     settings = Settings.of([SamplingParams(seed=5)] * draws, vocab)
     drafts = torch.multinomial(q, draws, True, generator=generator)[:, None]
     target = p.expand(draws, 2, vocab)
-    with _injected(fault, None):
+    with _injected(fault if fault in OF_A_DRAW else "none", None):
         found = verify_of.verify(drafts, target, settings, torch.arange(draws), q.expand(draws, 1, vocab))
     return torch.bincount(found.tokens[:, 0], minlength=vocab), float((found.accepted > 0).double().mean())
 
